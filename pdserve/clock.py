@@ -1,0 +1,35 @@
+"""Time as decisions see it: seconds on a clock that only goes forward.
+
+Only durations cross a wire; readings of this clock mean nothing to another process.
+"""
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    def now_s(self) -> float:
+        """Return seconds since some fixed moment; never goes back."""
+        ...
+
+
+class MonotonicClock:
+    """The machine's monotonic clock."""
+
+    def now_s(self) -> float:
+        return time.monotonic()
+
+
+class FakeClock:
+    """A clock that moves when told to, for tests and simulation."""
+
+    def __init__(self, now_s: float = 0.0) -> None:
+        self._now_s = now_s
+
+    def now_s(self) -> float:
+        return self._now_s
+
+    def advance(self, seconds: float) -> None:
+        if seconds < 0:
+            raise ValueError(f"seconds: {seconds} would turn the clock back")
+        self._now_s += seconds

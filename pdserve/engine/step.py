@@ -1,0 +1,70 @@
+"""What one engine step computes, and what came of it: the contract between the scheduler and the runner."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from pdserve.ids import PageId
+from pdserve.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """Draw one token after a chunk's last token.
+
+    The draw depends on `seed` and `index` only (and on the logits), never on which worker or batch it runs in.
+    """
+
+    params: SamplingParams
+    seed: int  # 64 bits; already differs between the sequences of one request
+    index: int  # how many tokens this sequence has generated so far
+    prompt_ids: Seq[int]
+    output_ids: Seq[int]
+    forbid_stops: bool  # min_tokens not reached: neither end-of-sequence nor stop tokens may be drawn
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One sequence's share of a step: compute KV of `token_ids` at positions start, start+1, …
+
+    `pages` covers positions 0 … start+len(token_ids)-1, in order; K and V of the chunk are written there.
+    `samples` is empty while a prompt is unfinished; a prompt with n > 1 draws several times from the same logits.
+    """
+
+    token_ids: Seq[int]
+    start: int
+    pages: Seq[PageId]
+    samples: tuple[SampleSpec, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: page copies first (copy-on-write), then all chunks in one forward pass."""
+
+    chunks: tuple[Chunk, ...]
+    copies: tuple[tuple[PageId, PageId], ...] = ()  # (from, to)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities (natural, of the model's raw distribution) at one position."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]  # (token id, logprob), likeliest first
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """Tokens drawn, parallel to `StepPlan.chunks` and each chunk's `samples`."""
+
+    tokens: tuple[tuple[SampledToken, ...], ...]
+    elapsed_s: float

@@ -1,0 +1,44 @@
+"""What can go wrong, by who can fix it."""
+
+from enum import Enum
+
+
+class ConfigError(Exception):
+    """The operator asked for something that cannot be; names the key. Exit with status 2."""
+
+
+class ProtocolError(Exception):
+    """A peer said something it may not say now. Drop that peer or request, keep serving."""
+
+
+class InvariantError(Exception):
+    """Our own bookkeeping disagrees with itself. Stop this process."""
+
+
+class Status(Enum):
+    """Why a request ended without its answer, in gRPC's vocabulary."""
+
+    INVALID_ARGUMENT = "INVALID_ARGUMENT"
+    NOT_FOUND = "NOT_FOUND"
+    DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
+    RESOURCE_EXHAUSTED = "RESOURCE_EXHAUSTED"
+    UNAVAILABLE = "UNAVAILABLE"
+    CANCELLED = "CANCELLED"
+    INTERNAL = "INTERNAL"
+
+
+class RequestError(Exception):
+    """One request cannot be served; nobody else is affected.
+
+    `message` is meant for the client: it names the field, its value and the limit.
+    """
+
+    def __init__(self, status: Status, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+
+
+def invalid(field: str, problem: str) -> RequestError:
+    """Return the error for a field of a request that breaks a rule, e.g. invalid("n", "9 is over the limit of 8")."""
+    return RequestError(Status.INVALID_ARGUMENT, f"{field}: {problem}")

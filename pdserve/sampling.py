@@ -1,0 +1,69 @@
+"""How a request wants its tokens chosen, with the limits every part of the system relies on."""
+
+import math
+from dataclasses import dataclass
+
+from pdserve.errors import invalid
+
+MAX_LOGPROBS = 20
+MAX_SEQUENCES = 8
+MAX_LOGIT_BIASES = 1024
+MAX_STOP_TOKEN_IDS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """One request's sampling. Defaults are the OpenAI API's; temperature 0 means greedy.
+
+    `seed` is always set by the time a worker sees it: the router draws one where the client gave none, so that
+    hand-off, preemption and migration cannot change an output.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    seed: int = 0  # 64 bits
+    logprobs: int | None = None  # how many of the likeliest tokens to report; 0: the chosen one only
+    max_tokens: int = 16
+    min_tokens: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    n: int = 1
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def validate(self, vocab_size: int) -> None:
+        """Raise RequestError(INVALID_ARGUMENT) naming the first field out of range, its value and the limit."""
+        _in_range("temperature", self.temperature, 0.0, 100.0)
+        _in_range("top_k", self.top_k, 0, vocab_size)
+        _in_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        _in_range("min_p", self.min_p, 0.0, 1.0)
+        _in_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _in_range("seed", self.seed, 0, 2**64 - 1)
+        _in_range("n", self.n, 1, MAX_SEQUENCES)
+        _in_range("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _in_range("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if self.logprobs is not None:
+            _in_range("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _in_range("logit_bias entries", len(self.logit_bias), 0, MAX_LOGIT_BIASES)
+        for token, bias in self.logit_bias:
+            _in_range("logit_bias token", token, 0, vocab_size - 1)
+            _in_range("logit_bias", bias, -100.0, 100.0)
+        _in_range("stop_token_ids entries", len(self.stop_token_ids), 0, MAX_STOP_TOKEN_IDS)
+        for token in self.stop_token_ids:
+            _in_range("stop_token_ids", token, 0, vocab_size - 1)
+
+
+def _in_range(field: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
+    if math.isnan(value) or value > high or value < low or (low_open and value == low):
+        bracket = "(" if low_open else "["
+        raise invalid(field, f"{value} is outside {bracket}{low}, {high}]")
