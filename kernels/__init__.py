@@ -1,0 +1,1 @@
+"""GPU kernels in Triton, their meaning in plain torch, and the random numbers both samplers share."""
