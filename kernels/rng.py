@@ -16,6 +16,7 @@ LOWBIAS_1 = 0x7FEB352D
 LOWBIAS_2 = 0x846CA68B - (1 << 32)  # as int32
 SERIES_BELOW = 2.0**-10  # under this, 1 - u loses too many bits for log
 LARGEST_U = 1.0 - 2.0**-24
+CACHED_ELEMENTS = 1 << 17  # as much noise as stays in a core's cache between the steps of the hash
 
 _LOW32 = (1 << 32) - 1
 _LOW64 = (1 << 64) - 1
@@ -33,7 +34,9 @@ def keys(seeds: npt.NDArray[np.integer] | Sequence[int], indices: npt.ArrayLike)
         z = np.array([seed & _LOW64 for seed in seeds], dtype=np.uint64)
     counter = np.asarray(indices).astype(np.uint64)
     if z.ndim != 1 or z.shape != counter.shape:
-        raise ValueError(f"seeds and indices must be vectors of one length, got {z.shape} and {counter.shape}")
+        raise ValueError(
+            f"seeds and indices must be vectors of one length, got {z.shape} and {counter.shape}"
+        )
     z = z + np.uint64(GOLDEN) * (counter + np.uint64(1))
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -55,18 +58,30 @@ def gumbel(key_words: Tensor, vocab_size: int) -> Tensor:
     key_words: int32 [n, 2] (bit patterns of `keys`). Returns float32 [n, vocab_size].
     The argmax of logit/temperature + gumbel is a sample from softmax(logit/temperature).
     """
+    ids = torch.arange(vocab_size, dtype=torch.int32, device=key_words.device)
+    out = torch.empty((len(key_words), vocab_size), dtype=torch.float32, device=key_words.device)
+    rows = max(1, CACHED_ELEMENTS // max(1, vocab_size))
+    for first in range(0, len(key_words), rows):
+        part = key_words[first : first + rows]
+        out[first : first + rows] = gumbel_at(part, ids.expand(len(part), -1))
+    return out
+
+
+def gumbel_at(key_words: Tensor, ids: Tensor) -> Tensor:
+    """Draw the same variates as `gumbel`, for chosen ids only: int32 [n, k] -> float32 [n, k]."""
     if key_words.dtype != torch.int32 or key_words.ndim != 2 or key_words.shape[1] != 2:
         raise ValueError(f"key_words must be int32 [n, 2], got {key_words.dtype} {tuple(key_words.shape)}")
-    u = uniform(random_bits(key_words, vocab_size))
+    if ids.dtype != torch.int32 or ids.ndim != 2 or len(ids) != len(key_words):
+        raise ValueError(f"ids must be int32 [{len(key_words)}, k], got {ids.dtype} {tuple(ids.shape)}")
+    u = uniform(random_bits(key_words, ids))
     series = u.mul(1.0 / 3.0).add_(0.5).mul_(u).add_(1.0).mul_(u)
     exponential = torch.where(u < SERIES_BELOW, series, u.neg().add_(1.0).log_().neg_())
     return exponential.log_().neg_()
 
 
-def random_bits(key_words: Tensor, vocab_size: int) -> Tensor:
-    """Hash (key, token id) to 32 uniform bits: int32 [n, vocab_size], as bit patterns."""
-    ids = torch.arange(vocab_size, dtype=torch.int32, device=key_words.device)
-    x = ids[None, :] ^ key_words[:, :1]
+def random_bits(key_words: Tensor, ids: Tensor) -> Tensor:
+    """Hash (key, token id) to 32 uniform bits: int32 [n, k], as bit patterns."""
+    x = ids ^ key_words[:, :1]
     return lowbias32_(lowbias32_(x).add_(key_words[:, 1:]))
 
 
