@@ -1,0 +1,128 @@
+"""What each attention, page and elementwise kernel computes, in a few lines of plain torch.
+
+Written to be read and compared against, in float64 where it matters; nothing here is fast.
+Sampling's meaning is in `reference_sampling.py`.
+"""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdserve.kernels.rng import GOLDEN
+
+
+def layer_views(kv: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    """Return one layer's K and V as strided views [num_pages, num_kv_heads, page_size, head_dim].
+
+    kv: [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim], a page being one contiguous run.
+    """
+    return kv[:, layer, 0], kv[:, layer, 1]
+
+
+def read_pages(pages: Tensor, page_ids: Sequence[int], num_tokens: int) -> Tensor:
+    """Collect a sequence's K or V: [num_pages, heads, page_size, head_dim] -> [heads, num_tokens, head_dim]."""
+    chosen = pages[torch.as_tensor(np.asarray(page_ids), dtype=torch.long)]
+    return chosen.transpose(0, 1).flatten(1, 2)[:, :num_tokens]
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
+) -> Tensor:
+    """Attend causally with one sequence's last queries.
+
+    q: [num_queries, num_heads, head_dim], the last positions of the sequence; k, v: [num_kv_heads, kv_len, head_dim].
+    A query sees itself and what is before it, `window` positions in all where one is given.
+    `softcap` squashes scores to (-softcap, softcap) as in Gemma 2. Returns [num_queries, num_heads, head_dim].
+    """
+    group = q.shape[1] // k.shape[0]
+    k, v = (x.repeat_interleave(group, dim=0).to(q.dtype) for x in (k, v))
+    scores = torch.einsum("qhd,hkd->hqk", q, k) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    kv_positions = torch.arange(k.shape[1])
+    q_positions = kv_positions[-q.shape[0] :, None]
+    hidden = kv_positions > q_positions
+    if window is not None:
+        hidden |= kv_positions <= q_positions - window
+    return torch.einsum("hqk,hkd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Scale the last axis to unit root mean square, then by `weight` (Zhang, Sennrich 2019)."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def silu_mul(x: Tensor) -> Tensor:
+    """Gate: [.., 2n] -> [.., n], silu of the first half times the second."""
+    gate, up = x.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+def rope(x: Tensor, cos_sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Rotate the first `rot` of head_dim channels by position (Su et al. 2021).
+
+    x: [num_tokens, num_heads, head_dim]. cos_sin: [num_tokens, rot], cosines of the rot/2 angles, then sines.
+    Channel pairs are (i, i + rot/2) as in Llama's Hugging Face weights, or (2i, 2i + 1) if interleaved.
+    """
+    rot = cos_sin.shape[-1]
+    cos, sin = (part[:, None] for part in cos_sin.chunk(2, dim=-1))
+    turned, rest = x[..., :rot], x[..., rot:]
+    if interleaved:
+        a, b = turned[..., 0::2], turned[..., 1::2]
+        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    else:
+        a, b = turned.chunk(2, dim=-1)
+        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return torch.cat((turned, rest), dim=-1)
+
+
+def write_pages(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
+    """Put rows [num_tokens, heads, head_dim] into `pages` in place; slots: [num_tokens] page * page_size + slot."""
+    page_size = pages.shape[2]
+    pages[slots // page_size, :, slots % page_size] = rows.to(pages.dtype)
+
+
+def reshard(
+    target: Tensor,
+    source: Tensor,
+    target_pages: Sequence[int],
+    source_pages: Sequence[int],
+    num_tokens: int,
+    *,
+    target_head: int,
+    source_head: int,
+    num_heads: int,
+) -> None:
+    """Copy one sequence's heads between page sets of different page size, head count or dtype, in place.
+
+    target, source: [num_pages, num_layers, 2, heads, page_size, head_dim].
+    """
+    for token in range(num_tokens):
+        page, slot = divmod(token, target.shape[4])
+        from_page, from_slot = divmod(token, source.shape[4])
+        rows = source[source_pages[from_page], :, :, source_head : source_head + num_heads, from_slot]
+        target[target_pages[page], :, :, target_head : target_head + num_heads, slot] = rows.to(target.dtype)
+
+
+def page_digests(pages: Tensor) -> Tensor:
+    """Fold each page's bytes to 64 bits: int64 [num_pages].
+
+    pages: [num_pages, ..], whole pages contiguous, bytes a multiple of 8. The digest is the sum of splitmix64's
+    finalizer over (word + GOLDEN * (index + 1)): moved, lost or changed words all show, and any order of adding does.
+    """
+    words = pages.flatten(1).view(torch.int64)
+    z = words + _signed64(GOLDEN) * torch.arange(1, words.shape[1] + 1)
+    z = (z ^ _logical_right(z, 30)) * _signed64(0xBF58476D1CE4E5B9)
+    z = (z ^ _logical_right(z, 27)) * _signed64(0x94D049BB133111EB)
+    return (z ^ _logical_right(z, 31)).sum(1)
+
+
+def _logical_right(x: Tensor, count: int) -> Tensor:
+    return (x >> count) & ((1 << (64 - count)) - 1)
+
+
+def _signed64(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value
