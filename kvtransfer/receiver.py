@@ -1,0 +1,180 @@
+"""The decode worker's half of one hand-off. Decides; does no I/O.
+
+Invariant: granted pages become free, or a sequence's, only when no write to them can be outstanding: because they were
+never offered, because the sender committed or quiesced, or because its process is gone.
+"""
+
+import hmac
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from pdserve.errors import ProtocolError
+from pdserve.kvtransfer.session import Capsule, Commit, Grant
+
+
+class State(Enum):
+    RESERVED = auto()  # pages set aside, the sender does not know them yet
+    GRANTED = auto()  # the sender may write
+    LANDING = auto()  # the sender has written everything; digests are being checked
+    COMMITTED = auto()  # the pages are a sequence's
+    QUARANTINED = auto()  # given up, but the sender may still write
+    FREE = auto()  # given up, pages back in the pool
+
+
+@dataclass(frozen=True, slots=True)
+class SenderAttached:
+    """A control stream to the sender stands."""
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    commit: Commit
+
+
+@dataclass(frozen=True, slots=True)
+class DigestsChecked:
+    mismatch: int | None  # position of the first page whose digest differs
+
+
+@dataclass(frozen=True, slots=True)
+class GaveUp:
+    """The request ended here: cancelled or out of time."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SenderQuiesced:
+    """The sender says that nothing of it is or will be under way. It told the router why."""
+
+
+@dataclass(frozen=True, slots=True)
+class SenderLost:
+    """The control stream has ended. Proves nothing about writes under way."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SenderGone:
+    """The sender's process is known to have ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class SendGrant:
+    grant: Grant
+
+
+@dataclass(frozen=True, slots=True)
+class CheckDigests:
+    digests: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """The pages are the sequence's: let it join the batch."""
+
+    capsule: Capsule
+
+
+@dataclass(frozen=True, slots=True)
+class SendTaken:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class SendWithdrawn:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class QuarantinePages:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class FreePages:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Tell the router that this attempt is over without its answer."""
+
+    digest_mismatch: bool  # otherwise the sender was lost
+    reason: str
+
+
+Event = SenderAttached | Committed | DigestsChecked | GaveUp | SenderQuiesced | SenderLost | SenderGone
+Command = SendGrant | CheckDigests | Admit | SendTaken | SendWithdrawn | QuarantinePages | FreePages | Failed
+
+
+class Receiver:
+    """One hand-off into the pages of `grant`, which the caller has reserved."""
+
+    def __init__(self, grant: Grant) -> None:
+        self.state = State.RESERVED
+        self.grant = grant
+        self._capsule: Capsule | None = None
+
+    def handle(self, event: Event) -> tuple[Command, ...]:
+        """Advance by one event; return what to do now, in order. ProtocolError changes nothing."""
+        match self.state, event:
+            case State.RESERVED, SenderAttached():
+                self.state = State.GRANTED
+                return (SendGrant(self.grant),)
+            case State.GRANTED, Committed(commit):
+                return self._landed(commit)
+            case State.LANDING, DigestsChecked(mismatch):
+                return self._checked(mismatch)
+            case State.RESERVED, (GaveUp(reason) | SenderLost(reason)):
+                failed = (Failed(False, reason),) if isinstance(event, SenderLost) else ()
+                return (*failed, SendWithdrawn(reason), *self._free())
+            case State.RESERVED, (SenderQuiesced() | SenderGone()):
+                failed = (Failed(False, "the sender's process ended"),) if isinstance(event, SenderGone) else ()
+                return (*failed, *self._free())
+            case State.GRANTED, (GaveUp(reason) | SenderLost(reason)):
+                failed = (Failed(False, reason),) if isinstance(event, SenderLost) else ()
+                return (*failed, *self._quarantine(reason))
+            case State.GRANTED, SenderGone():
+                return (Failed(False, "the sender's process ended"), *self._free())
+            case (State.GRANTED | State.QUARANTINED), SenderQuiesced():
+                return self._free()
+            case State.QUARANTINED, SenderGone():
+                return self._free()
+            case State.QUARANTINED, SenderAttached():
+                return (SendWithdrawn("given up while the stream was down"),)
+            case State.LANDING, GaveUp(reason):
+                return (SendWithdrawn(reason), *self._free())  # a commit is proof: nothing is under way
+            case _, (SenderAttached() | DigestsChecked() | GaveUp() | SenderQuiesced() | SenderLost() | SenderGone()):
+                return ()  # late news of a hand-off that is over, or that no longer needs its sender
+            case (State.QUARANTINED | State.FREE), Committed():
+                return ()  # crossed our own giving up; the sender's answer to it is the proof we wait for
+            case _:
+                raise ProtocolError(f"{type(event).__name__} while {self.state.name}")
+
+    def _landed(self, commit: Commit) -> tuple[Command, ...]:
+        if not hmac.compare_digest(commit.capability, self.grant.capability):
+            raise ProtocolError("capability: not that of the grant")
+        if len(commit.digests) != len(self.grant.pages):
+            raise ProtocolError(f"digests: {len(commit.digests)} for {len(self.grant.pages)} pages")
+        if len(commit.capsule.first_tokens) != len(commit.capsule.indices) or not commit.capsule.indices:
+            raise ProtocolError("capsule: first_tokens and indices do not match")
+        self.state = State.LANDING
+        self._capsule = commit.capsule
+        return (CheckDigests(commit.digests),)
+
+    def _checked(self, mismatch: int | None) -> tuple[Command, ...]:
+        if mismatch is not None or self._capsule is None:
+            reason = f"digest of page {mismatch} differs from the commit's"
+            return (Failed(True, reason), *self._quarantine(reason))
+        self.state = State.COMMITTED
+        return (Admit(self._capsule), SendTaken())
+
+    def _quarantine(self, reason: str) -> tuple[Command, ...]:
+        self.state = State.QUARANTINED
+        return (SendWithdrawn(reason), QuarantinePages())
+
+    def _free(self) -> tuple[Command, ...]:
+        self.state = State.FREE
+        return (FreePages(),)

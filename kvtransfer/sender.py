@@ -1,0 +1,206 @@
+"""The prefill worker's half of one hand-off. Decides; does no I/O.
+
+Invariant: the source pages are released exactly once, and never while a copy may still be reading them; the receiver
+is told that we are quiescent only when no copy of ours is or will be under way.
+"""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from pdserve.errors import ProtocolError
+from pdserve.kvtransfer.session import Capsule, Commit, Grant, Pages
+
+
+class State(Enum):
+    COMPUTING = auto()  # prompt unfinished, no room granted yet
+    OFFERED = auto()  # prompt finished, no room granted yet
+    SENDING = auto()  # room granted; pages are copied as they become final
+    LANDED = auto()  # everything copied and committed, the decode worker has yet to take it
+    DRAINING = auto()  # given up, but copies may still be under way
+    CLOSED = auto()  # source pages released
+
+
+@dataclass(frozen=True, slots=True)
+class PagesReady:
+    """The next pages of the prompt are final, in order."""
+
+    pages: Pages
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillDone:
+    """Every page has been announced by PagesReady."""
+
+    capsule: Capsule
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    grant: Grant
+
+
+@dataclass(frozen=True, slots=True)
+class CopyStopped:
+    """A copy is over: landed (with a digest for each page), or failed (None). It touches no page any more."""
+
+    digests: tuple[int, ...] | None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """The decode worker owns the sequence now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """The decode worker has given up and wants to know when we are quiescent."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GaveUp:
+    """The request ended here: cancelled, or finished with its first token."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """The control stream to the decode worker has ended."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class StartCopy:
+    src: Pages
+    dst: Pages
+
+
+@dataclass(frozen=True, slots=True)
+class SendCommit:
+    commit: Commit
+
+
+@dataclass(frozen=True, slots=True)
+class SendQuiesced:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReleasePages:
+    """The hand-off no longer needs its source pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Tell the router that this attempt is over without its answer."""
+
+    transfer: bool  # the transfer failed; otherwise the peer was lost
+    reason: str
+
+
+Event = PagesReady | PrefillDone | Granted | CopyStopped | Taken | Withdrawn | GaveUp | PeerLost
+Command = StartCopy | SendCommit | SendQuiesced | ReleasePages | Failed
+
+
+class Sender:
+    """One hand-off. Copies are reported stopped in the order they were started."""
+
+    def __init__(self) -> None:
+        self.state = State.COMPUTING
+        self._ready: Pages = ()
+        self._sent = 0  # pages handed to a copy, or skipped because the receiver holds them
+        self._copying = 0
+        self._digests: tuple[int, ...] = ()
+        self._grant: Grant | None = None
+        self._capsule: Capsule | None = None
+
+    @property
+    def num_pages_sent(self) -> int:
+        """Return how many pages were, or are being, copied."""
+        return 0 if self._grant is None else self._sent - self._grant.first_page
+
+    def handle(self, event: Event) -> tuple[Command, ...]:
+        """Advance by one event; return what to do now, in order. ProtocolError changes nothing."""
+        match self.state, event:
+            case (State.COMPUTING | State.SENDING), PagesReady(pages):
+                self._ready += pages
+                return self._progress()
+            case (State.COMPUTING | State.SENDING), PrefillDone(capsule):
+                self._capsule = capsule
+                if self.state is State.COMPUTING:
+                    self.state = State.OFFERED
+                return self._progress()
+            case (State.COMPUTING | State.OFFERED), Granted(grant):
+                return self._granted(grant)
+            case (State.SENDING | State.DRAINING), CopyStopped(digests, reason):
+                return self._copy_stopped(digests, reason)
+            case State.LANDED, Taken():
+                return self._close()
+            case (State.COMPUTING | State.OFFERED | State.SENDING | State.LANDED), (
+                Withdrawn(reason) | GaveUp(reason) | PeerLost(reason)
+            ):
+                failed = (Failed(False, reason),) if isinstance(event, PeerLost | Withdrawn) else ()
+                return failed + self._give_up(reason)
+            case State.CLOSED, Withdrawn(reason):
+                return (SendQuiesced(reason),)  # its grant crossed our own giving up
+            case (State.DRAINING | State.CLOSED), (
+                PagesReady() | PrefillDone() | Granted() | Taken() | Withdrawn() | GaveUp() | PeerLost()
+            ):
+                return ()  # late news of a hand-off that is over
+            case _:
+                raise ProtocolError(f"{type(event).__name__} while {self.state.name}")
+
+    def _granted(self, grant: Grant) -> tuple[Command, ...]:
+        if len(grant.pages) != len(grant.generations):
+            raise ProtocolError(f"{len(grant.pages)} pages granted in {len(grant.generations)} generations")
+        self._grant = grant
+        self._sent = grant.first_page
+        self.state = State.SENDING
+        return self._progress()
+
+    def _progress(self) -> tuple[Command, ...]:
+        """Copy what is final and has room; commit when all of it has landed."""
+        grant = self._grant
+        if self.state is not State.SENDING or grant is None:
+            return ()
+        src = self._ready[self._sent :]
+        if src:
+            start = self._sent - grant.first_page
+            dst = grant.pages[start : start + len(src)]
+            if len(dst) != len(src):
+                return (Failed(True, f"{len(grant.pages)} pages granted are too few"), *self._give_up("grant too small"))
+            self._sent += len(src)
+            self._copying += 1
+            return (StartCopy(src, dst),)
+        if self._copying or self._capsule is None:
+            return ()
+        self.state = State.LANDED
+        return (SendCommit(Commit(grant.capability, self._digests, self._capsule)),)
+
+    def _copy_stopped(self, digests: tuple[int, ...] | None, reason: str) -> tuple[Command, ...]:
+        if self._copying == 0:
+            raise ProtocolError("a copy stopped that was never started")
+        self._copying -= 1
+        if self.state is State.DRAINING:
+            return self._quiesce(reason) if self._copying == 0 else ()
+        if digests is None:
+            return (Failed(True, reason), *self._give_up(reason))
+        self._digests += digests
+        return self._progress()
+
+    def _give_up(self, reason: str) -> tuple[Command, ...]:
+        if self._copying == 0:
+            return self._quiesce(reason)
+        self.state = State.DRAINING
+        return ()
+
+    def _quiesce(self, reason: str) -> tuple[Command, ...]:
+        return (SendQuiesced(reason), *self._close())
+
+    def _close(self) -> tuple[Command, ...]:
+        self.state = State.CLOSED
+        return (ReleasePages(),)

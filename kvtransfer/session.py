@@ -1,0 +1,61 @@
+"""What both halves of a hand-off speak about: its name, the grant, the commit.
+
+The halves themselves are `sender.Sender` and `receiver.Receiver`: state machines without I/O.
+"""
+
+import hashlib
+import hmac
+from dataclasses import dataclass
+
+from pdserve.ids import Attempt, Generation, PageId, RequestId
+
+Pages = tuple[PageId, ...]
+CAPABILITY_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class HandoffKey:
+    """Names one hand-off: one attempt of a request."""
+
+    request_id: RequestId
+    attempt: Attempt
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Room on the decode worker. `pages` stand for the prompt's pages from `first_page` on, in order."""
+
+    first_page: int  # leading pages the decode worker already holds; these are not sent
+    pages: Pages
+    generations: tuple[Generation, ...]
+    capability: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Capsule:
+    """State of a request at the border: what the decode worker needs besides the pages."""
+
+    num_tokens: int  # tokens whose KV is in the pages
+    first_tokens: tuple[int, ...]  # drawn by the prefill worker, parallel to indices
+    indices: tuple[int, ...]  # continuations that go on
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Every write has landed. `digests` are of the granted pages, in the grant's order."""
+
+    capability: bytes
+    digests: tuple[int, ...]
+    capsule: Capsule
+
+
+def mint_capability(key: bytes, handoff: HandoffKey, pages: Pages, generations: tuple[Generation, ...]) -> bytes:
+    """Return the token that proves a grant of exactly these pages in these generations: HMAC-SHA256, cut to 128 bits.
+
+    `key` is random per decode process and never leaves it.
+    """
+    mac = hmac.new(key, handoff.request_id, hashlib.sha256)
+    mac.update(handoff.attempt.to_bytes(4, "big"))
+    for page, generation in zip(pages, generations, strict=True):
+        mac.update(page.to_bytes(8, "big") + generation.to_bytes(8, "big"))
+    return mac.digest()[:CAPABILITY_BYTES]
