@@ -1,0 +1,146 @@
+"""How pdserve's processes listen, dial and recognise each other over gRPC.
+
+Internal ports answer only callers that show the cluster's shared secret, as metadata of each call. Every other call
+is denied, whatever its method.
+"""
+
+import hmac
+import ipaddress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import TypeVar
+
+import grpc
+
+from pdserve.errors import ConfigError
+
+PROTOCOL_VERSION = 1  # of Link and Handoff; processes with different ones are never paired
+
+PUBLIC_MESSAGE_BYTES = 4 * 1024 * 1024
+INTERNAL_MESSAGE_BYTES = 64 * 1024 * 1024
+SECRET_METADATA_KEY = "pdserve-secret-bin"  # noqa: S105  # the key, not the secret
+MIN_SECRET_BYTES = 32
+
+Options = list[tuple[str, int]]
+Metadata = tuple[tuple[str, bytes], ...]
+
+_Request = TypeVar("_Request")
+_Response = TypeVar("_Response")
+
+_KEEPALIVE: Options = [
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+
+
+def channel_options(max_message_bytes: int) -> Options:
+    """Return what a dialling process sets on its channel."""
+    return [
+        *_message_limits(max_message_bytes),
+        *_KEEPALIVE,
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 1_000),  # also how long one attempt to connect may take
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+    ]
+
+
+def server_options(max_message_bytes: int) -> Options:
+    """Return what a listening process sets on its server.
+
+    A peer that pings often is never cut off: with the default of two strikes a long silent decode would end every
+    call on the connection.
+    """
+    return [
+        *_message_limits(max_message_bytes),
+        *_KEEPALIVE,
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.so_reuseport", 0),  # a port that is in use is an error, not a share of somebody's calls
+    ]
+
+
+def _message_limits(max_message_bytes: int) -> Options:
+    return [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+    ]
+
+
+def read_secret(path: Path) -> bytes:
+    """Return the cluster's shared secret; ConfigError unless the file is private and long enough."""
+    try:
+        mode = path.stat().st_mode
+        secret = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"secret_file: cannot read {path}: {error.strerror}") from error
+    if mode & 0o077:
+        raise ConfigError(
+            f"secret_file: {path} has mode {mode & 0o777:04o}; others may read it, 0600 is needed"
+        )
+    if len(secret) < MIN_SECRET_BYTES:
+        raise ConfigError(
+            f"secret_file: {path} holds {len(secret)} bytes, at least {MIN_SECRET_BYTES} are needed"
+        )
+    return secret
+
+
+def secret_metadata(secret: bytes) -> Metadata:
+    """Return the metadata that each call to an internal port must carry."""
+    return ((SECRET_METADATA_KEY, secret),)
+
+
+def check_bind(address: str, *, has_identity: bool, key: str = "host") -> None:
+    """Raise ConfigError where a listener that cannot tell its callers apart would be reachable from elsewhere.
+
+    `address` is a host or host:port; `key` is the option named in the error.
+    """
+    if not has_identity and not _is_loopback(address):
+        raise ConfigError(
+            f"{key}: {address} is reachable from other machines and callers would not be identified"
+        )
+
+
+def _is_loopback(address: str) -> bool:
+    host = _host_of(address)
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name may resolve to anything
+
+
+def _host_of(address: str) -> str:
+    if address.startswith("["):
+        return address[1 : address.find("]")]
+    return address.rsplit(":", 1)[0] if address.count(":") == 1 else address
+
+
+class RequireSecret(grpc.aio.ServerInterceptor):
+    """Answers UNAUTHENTICATED to every call, known method or not, that does not carry the secret."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+
+    async def intercept_service(
+        self,
+        continuation: Callable[
+            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[_Request, _Response] | None]
+        ],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[_Request, _Response] | None:
+        for key, value in handler_call_details.invocation_metadata or ():
+            if key == SECRET_METADATA_KEY and hmac.compare_digest(_as_bytes(value), self._secret):
+                return await continuation(handler_call_details)
+        # Streaming on both sides: such a handler answers before it has read anything, whatever the caller sends.
+        return grpc.stream_stream_rpc_method_handler(_deny)
+
+
+def _as_bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else value
+
+
+async def _deny(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the cluster's shared secret is missing or wrong")

@@ -1,0 +1,25 @@
+"""Logging of pdserve's processes: one line a record on stderr, with the process's name in it."""
+
+import logging
+import sys
+
+from pdserve.errors import ConfigError
+
+LEVELS = ("debug", "info", "warning", "error")
+
+
+class OneLineFormatter(logging.Formatter):
+    """Keeps a record on one line, tracebacks included, so that no content of a request can forge a second record."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return super().format(record).replace("\r", "\\r").replace("\n", "\\n")
+
+
+def configure_logging(process: str, level: str = "info") -> None:
+    """Send this process's log to stderr; `process` names it in every line. Replaces what was configured before."""
+    if level not in LEVELS:
+        raise ConfigError(f"log_level: {level!r} is none of {', '.join(LEVELS)}")
+    handler = logging.StreamHandler(sys.stderr)
+    escaped = process.replace("%", "%%")
+    handler.setFormatter(OneLineFormatter(f"%(asctime)s %(levelname)-7s {escaped} %(name)s: %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
