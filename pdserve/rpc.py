@@ -1,7 +1,7 @@
 """How pdserve's processes listen, dial and recognise each other over gRPC.
 
-Internal ports answer only callers that show the cluster's shared secret, as metadata of each call. Every other call
-is denied, whatever its method.
+Internal ports answer only callers that show the cluster's shared secret, as metadata of each call. Every other
+call is denied, whatever its method.
 """
 
 import hmac
@@ -18,7 +18,7 @@ PROTOCOL_VERSION = 1  # of Link and Handoff; processes with different ones are n
 
 PUBLIC_MESSAGE_BYTES = 4 * 1024 * 1024
 INTERNAL_MESSAGE_BYTES = 64 * 1024 * 1024
-SECRET_METADATA_KEY = "pdserve-secret-bin"  # noqa: S105  # the key, not the secret
+SECRET_METADATA_KEY = "pdserve-secret-bin"
 MIN_SECRET_BYTES = 32
 
 Options = list[tuple[str, int]]
@@ -49,8 +49,8 @@ def channel_options(max_message_bytes: int) -> Options:
 def server_options(max_message_bytes: int) -> Options:
     """Return what a listening process sets on its server.
 
-    A peer that pings often is never cut off: with the default of two strikes a long silent decode would end every
-    call on the connection.
+    A peer that pings often is never cut off: with the default of two strikes a long silent decode would end
+    every call on the connection.
     """
     return [
         *_message_limits(max_message_bytes),
@@ -92,7 +92,7 @@ def secret_metadata(secret: bytes) -> Metadata:
 
 
 def check_bind(address: str, *, has_identity: bool, key: str = "host") -> None:
-    """Raise ConfigError where a listener that cannot tell its callers apart would be reachable from elsewhere.
+    """Raise ConfigError where a listener that knows no identities would be reachable from other machines.
 
     `address` is a host or host:port; `key` is the option named in the error.
     """
@@ -134,7 +134,7 @@ class RequireSecret(grpc.aio.ServerInterceptor):
         for key, value in handler_call_details.invocation_metadata or ():
             if key == SECRET_METADATA_KEY and hmac.compare_digest(_as_bytes(value), self._secret):
                 return await continuation(handler_call_details)
-        # Streaming on both sides: such a handler answers before it has read anything, whatever the caller sends.
+        # Streaming on both sides: such a handler answers before it has read anything.
         return grpc.stream_stream_rpc_method_handler(_deny)
 
 

@@ -9,14 +9,14 @@ LEVELS = ("debug", "info", "warning", "error")
 
 
 class OneLineFormatter(logging.Formatter):
-    """Keeps a record on one line, tracebacks included, so that no content of a request can forge a second record."""
+    """Keeps a record on one line, tracebacks included: no request's content can forge a second record."""
 
     def format(self, record: logging.LogRecord) -> str:
         return super().format(record).replace("\r", "\\r").replace("\n", "\\n")
 
 
 def configure_logging(process: str, level: str = "info") -> None:
-    """Send this process's log to stderr; `process` names it in every line. Replaces what was configured before."""
+    """Send this process's log to stderr, replacing what was configured; each line names `process`."""
     if level not in LEVELS:
         raise ConfigError(f"log_level: {level!r} is none of {', '.join(LEVELS)}")
     handler = logging.StreamHandler(sys.stderr)
