@@ -172,12 +172,16 @@ class Sender:
             start = self._sent - grant.first_page
             dst = grant.pages[start : start + len(src)]
             if len(dst) != len(src):
-                return (Failed(True, f"{len(grant.pages)} pages granted are too few"), *self._give_up("grant too small"))
+                reason = f"{len(grant.pages)} pages granted, more to send"
+                return (Failed(True, reason), *self._give_up(reason))
             self._sent += len(src)
             self._copying += 1
             return (StartCopy(src, dst),)
         if self._copying or self._capsule is None:
             return ()
+        if len(self._digests) != len(grant.pages):
+            reason = f"{len(grant.pages)} pages granted, {len(self._digests)} to send"
+            return (Failed(True, reason), *self._give_up(reason))
         self.state = State.LANDED
         return (SendCommit(Commit(grant.capability, self._digests, self._capsule)),)
 

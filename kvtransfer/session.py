@@ -7,10 +7,18 @@ import hashlib
 import hmac
 from dataclasses import dataclass
 
-from pdserve.ids import Attempt, Generation, PageId, RequestId
+from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
 
 Pages = tuple[PageId, ...]
 CAPABILITY_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """One process at the other end. A restarted worker is another peer."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
 
 
 @dataclass(frozen=True, slots=True)
