@@ -1,0 +1,128 @@
+"""Configuration of a process: one YAML file, read once, overridden by flags of the same names.
+
+A default is written in one place: the field that has it.
+"""
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from pdserve.errors import ConfigError
+
+LogLevel = Literal["debug", "info", "warning", "error"]
+Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+
+_Config = TypeVar("_Config", bound="ProcessConfig")
+
+
+class ProcessConfig(BaseModel):
+    """What every process is told at its start. Never changes afterwards."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    log_level: LogLevel = Field("info", description="Least severe records that are logged.")
+    ready_file: Path | None = Field(
+        None, description="JSON file written, all at once, when the process serves: its addresses by name."
+    )
+
+
+class WorkerConfig(ProcessConfig):
+    """What both kinds of worker are told."""
+
+    model: str = Field(description="A Hugging Face directory, a GGUF file, or a name from the catalog.")
+    served_model_name: str | None = Field(
+        None, min_length=1, description="Name of the model in requests; by default the model's own."
+    )
+    worker_id: str = Field(min_length=1, max_length=128, description="Stable name of this worker.")
+    incarnation: int | None = Field(
+        None,
+        ge=1,
+        lt=2**64,
+        description="Identity of this process start; random unless a launcher sets it.",
+    )
+    routers: tuple[str, ...] = Field(
+        min_length=1, description="Internal addresses of the routers, host:port."
+    )
+    secret_file: Path = Field(description="The cluster's shared secret; only its owner may read it.")
+    page_size: int = Field(16, ge=1, le=1024, description="Token slots in a KV page.")
+    num_pages: int | None = Field(
+        None, ge=1, description="KV pages; by default as many as fit into kv_cache_memory_bytes."
+    )
+    kv_cache_memory_bytes: int = Field(2**30, ge=1, description="Bytes for KV pages unless num_pages is set.")
+    max_model_len: int | None = Field(
+        None,
+        ge=1,
+        description="Longest sequence, prompt and answer; by default the model's limit.",
+    )
+    max_num_seqs: int = Field(64, ge=1, description="Sequences in one step.")
+    max_num_batched_tokens: int = Field(512, ge=1, description="Tokens in one step.")
+    dtype: Dtype = Field("auto", description="Type of weights and KV; auto takes the checkpoint's.")
+    load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights.")
+    seed: int = Field(0, ge=0, lt=2**64, description="Seed of dummy weights.")
+    num_threads: int | None = Field(
+        None, ge=1, description="CPU threads of the engine; by default torch decides."
+    )
+    mover: Literal["nixl"] = Field("nixl", description="What carries pages between workers.")
+
+
+class PrefillWorkerConfig(WorkerConfig):
+    """What a prefill worker is told."""
+
+
+class DecodeWorkerConfig(WorkerConfig):
+    """What a decode worker is told."""
+
+    handoff_host: str = Field("127.0.0.1", description="Host on which prefill workers are awaited.")
+    handoff_port: int = Field(0, ge=0, le=65535, description="Port for prefill workers; 0 takes a free one.")
+    handoff_advertise: str | None = Field(
+        None, description="host or host:port told to prefill workers; by default what was bound."
+    )
+
+
+def load_config(
+    cls: type[_Config], file: Path | None = None, flags: Mapping[str, object] | None = None
+) -> _Config:
+    """Return what `file` says with `flags` laid over it; ConfigError names the key and where it stands."""
+    settings = _read_yaml(file) if file is not None else {}
+    given = {name: value for name, value in (flags or {}).items() if value is not None}
+    try:
+        return cls.model_validate({**settings, **given})
+    except ValidationError as error:
+        # A misspelt key often makes another one missing: name the cause.
+        worst = min(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
+        raise ConfigError(_explain(worst, cls.model_fields, file, given)) from error
+
+
+def _read_yaml(file: Path) -> dict[str, object]:
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config: cannot read {file}: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"config: {file} is not YAML: {' '.join(str(error).split())}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise ConfigError(f"config: {file} must hold keys and values, one setting each")
+    return content
+
+
+def _explain(
+    error: ErrorDetails, known: Iterable[str], file: Path | None, flags: Mapping[str, object]
+) -> str:
+    key = str(error["loc"][0]) if error["loc"] else "config"
+    from_flag = key in flags or file is None
+    shown = f"--{key.replace('_', '-')}" if from_flag else f"{file}: {key}"
+    match error["type"]:
+        case "extra_forbidden":
+            close = get_close_matches(key, known, n=1)
+            return f"{shown}: unknown key" + (f", did you mean {close[0]}?" if close else "")
+        case "missing":
+            return f"{shown}: is required"
+        case _:
+            return f"{shown}: {error['input']!r} is refused: {error['msg']}"
