@@ -1,0 +1,220 @@
+"""Flash attention over paged K and V: one work item is some queries of one sequence against a range of its keys.
+
+Prefill and decode are this kernel with different tiles. The query heads that share a K/V head are packed into the
+rows of one tile, so K and V are read once for all of them. Method: FlashAttention-2 (Dao 2023) with the split over
+keys of Flash-Decoding (Dao, Haziza, Massa, Sizov 2023); `attention_plan.py` decides the items.
+"""
+
+import triton
+import triton.language as tl
+
+# Columns of an item (see attention_plan.py).
+SEQ = tl.constexpr(0)
+Q_START = tl.constexpr(1)
+Q_COUNT = tl.constexpr(2)
+Q_POSITION = tl.constexpr(3)
+KV_BEGIN = tl.constexpr(4)
+KV_END = tl.constexpr(5)
+PARTIAL = tl.constexpr(6)
+NUM_SPLITS = tl.constexpr(7)
+ITEM_FIELDS = tl.constexpr(8)
+
+
+@triton.jit
+def _multiply(a, b, acc, PRECISION: tl.constexpr):
+    """acc + a @ b in float32. "ieee" multiplies float32 operands, which the interpreter needs for bf16 too."""
+    if PRECISION == "ieee":
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    return tl.dot(a, b, acc)
+
+
+@triton.jit
+def _pages_at(table, start, last_page, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Look up the page(s) of BLOCK_N positions: one id if a page holds the tile, else one id per position."""
+    if PAGE_SIZE >= BLOCK_N:
+        return tl.load(table + tl.minimum(start // PAGE_SIZE, last_page))
+    index = (start + tl.arange(0, BLOCK_N)) // PAGE_SIZE
+    return tl.load(table + tl.minimum(index, last_page))
+
+
+@triton.jit
+def _load_tile(
+    base, page, start, kv_end, page_stride, slot_stride,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, IS_FP8: tl.constexpr,
+):  # fmt: skip
+    """Load K or V of positions start..start+BLOCK_N as [BLOCK_N, BLOCK_D]; what lies past kv_end reads as zero."""
+    row = tl.arange(0, BLOCK_N)
+    channel = tl.arange(0, BLOCK_D)
+    if PAGE_SIZE >= BLOCK_N:
+        base += page.to(tl.int64) * page_stride + (start % PAGE_SIZE) * slot_stride
+        offsets = row[:, None] * slot_stride + channel[None, :]
+    else:
+        rows = page.to(tl.int64) * page_stride + ((start + row) % PAGE_SIZE) * slot_stride
+        offsets = rows[:, None] + channel[None, :]
+    if MASKED:
+        tile = tl.load(base + offsets, ((start + row) < kv_end)[:, None] & (channel < HEAD_DIM)[None, :], other=0.0)
+    elif HEAD_DIM == BLOCK_D:
+        tile = tl.load(base + offsets)
+    else:
+        tile = tl.load(base + offsets, (channel < HEAD_DIM)[None, :], other=0.0)
+    return tile.to(tl.float16) if IS_FP8 else tile
+
+
+@triton.jit
+def _attend_range(
+    acc, total, peak, q, q_position, begin, end, kv_end, last_page,
+    k_base, v_base, table, k_page_stride, k_slot_stride, v_page_stride, v_slot_stride,
+    score_scale, softcap, window,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IS_FP8: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Fold keys begin..end into (acc, total, peak). Unless MASKED, every row sees all of them."""
+    page = _pages_at(table, begin, last_page, PAGE_SIZE, BLOCK_N)
+    for start in tl.range(begin, end, BLOCK_N):
+        start = tl.multiple_of(start, BLOCK_N)
+        k = _load_tile(k_base, page, start, kv_end, k_page_stride, k_slot_stride,
+                       HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, MASKED, IS_FP8)  # fmt: skip
+        v = _load_tile(v_base, page, start, kv_end, v_page_stride, v_slot_stride,
+                       HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, MASKED, IS_FP8)  # fmt: skip
+        # The next tile's page id is fetched one turn early: its address is needed before its data can be.
+        page = _pages_at(table, start + BLOCK_N, last_page, PAGE_SIZE, BLOCK_N)
+        scores = _multiply(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32), PRECISION)
+        if HAS_SOFTCAP:
+            # tanh(x) = 1 - 2 / (exp(2x) + 1), finite for every x; the results are in units of log2.
+            scores = 1.0 - 2.0 / (tl.exp2(scores * (2.0 * score_scale / softcap)) + 1.0)
+            scores = scores * (softcap * 1.4426950408889634)
+            unit = 1.0
+        else:
+            unit = score_scale
+        if MASKED:
+            position = start + tl.arange(0, BLOCK_N)
+            visible = (position[None, :] <= q_position[:, None]) & (position < kv_end)[None, :]
+            if HAS_WINDOW:
+                visible = visible & (position[None, :] > q_position[:, None] - window)
+            scores = tl.where(visible, scores, float("-inf"))
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * unit)
+        if MASKED:
+            reference = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row that has seen no key yet
+        else:
+            reference = new_peak
+        weights = tl.exp2(scores * unit - reference[:, None])
+        shrink = tl.exp2(peak - reference)
+        total = total * shrink + tl.sum(weights, 1)
+        acc = _multiply(weights.to(v.dtype), v, acc * shrink[:, None], PRECISION)
+        peak = new_peak
+    return acc, total, peak
+
+
+@triton.jit
+def attend(
+    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, items_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
+    q_token_stride, q_head_stride, k_page_stride, k_head_stride, k_slot_stride,
+    v_page_stride, v_head_stride, v_slot_stride, out_token_stride, out_head_stride, table_stride,
+    score_scale, softcap, window, num_kv_heads,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEADS_INNER: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IS_FP8: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute one item for one K/V head; a split item leaves (normalized partial, log2 of its weight) to `merge`.
+
+    Row r of the tile is query r // GROUP and head r % GROUP of the group. score_scale includes log2(e).
+    """
+    if HEADS_INNER:
+        kv_head, item = tl.program_id(0), tl.program_id(1)
+    else:
+        item, kv_head = tl.program_id(0), tl.program_id(1)
+    fields = items_ptr + item * ITEM_FIELDS
+    q_count = tl.load(fields + Q_COUNT)
+    if q_count == 0:  # a captured grid is as large as its largest step
+        return
+    seq, q_start, first = tl.load(fields + SEQ), tl.load(fields + Q_START), tl.load(fields + Q_POSITION)
+    kv_begin, kv_end = tl.load(fields + KV_BEGIN), tl.load(fields + KV_END)
+    slot, num_splits = tl.load(fields + PARTIAL), tl.load(fields + NUM_SPLITS)
+
+    row = tl.arange(0, BLOCK_M)
+    channel = tl.arange(0, BLOCK_D)
+    token = row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    real = (token < q_count)[:, None] & (channel < HEAD_DIM)[None, :]
+    q_rows = (q_start + token).to(tl.int64) * q_token_stride + head * q_head_stride
+    q = tl.load(q_ptr + q_rows[:, None] + channel[None, :], real, other=0.0)
+    if IS_FP8:
+        q = q.to(tl.float16)
+        score_scale = score_scale * tl.load(k_scale_ptr + kv_head)
+    q_position = first + tl.minimum(token, q_count - 1)
+
+    k_base = k_ptr + kv_head * k_head_stride
+    v_base = v_ptr + kv_head * v_head_stride
+    table = table_ptr + seq.to(tl.int64) * table_stride
+    last_page = (kv_end - 1) // PAGE_SIZE
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+
+    # Tiles wholly inside what every row sees need no mask; only the edges do.
+    full_end = tl.maximum(tl.minimum(kv_end, first + 1) // BLOCK_N * BLOCK_N, kv_begin)
+    full_begin = kv_begin
+    if HAS_WINDOW:
+        oldest = tl.maximum(first + q_count - window, kv_begin)  # the last query's oldest key
+        full_begin = tl.minimum((oldest + BLOCK_N - 1) // BLOCK_N * BLOCK_N, full_end)
+        acc, total, peak = _attend_range(
+            acc, total, peak, q, q_position, kv_begin, full_begin, kv_end, last_page, k_base, v_base, table,
+            k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, score_scale, softcap, window,
+            HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, IS_FP8, PRECISION, True)  # fmt: skip
+    acc, total, peak = _attend_range(
+        acc, total, peak, q, q_position, full_begin, full_end, kv_end, last_page, k_base, v_base, table,
+        k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, score_scale, softcap, window,
+        HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, IS_FP8, PRECISION, False)  # fmt: skip
+    acc, total, peak = _attend_range(
+        acc, total, peak, q, q_position, full_end, kv_end, kv_end, last_page, k_base, v_base, table,
+        k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, score_scale, softcap, window,
+        HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, IS_FP8, PRECISION, True)  # fmt: skip
+
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if IS_FP8:
+        acc = acc * tl.load(v_scale_ptr + kv_head)
+    if num_splits == 1:
+        out_rows = (q_start + token).to(tl.int64) * out_token_stride + head * out_head_stride
+        tl.store(out_ptr + out_rows[:, None] + channel[None, :], acc.to(out_ptr.dtype.element_ty), real)
+    else:
+        rows = (slot * num_kv_heads + kv_head).to(tl.int64) * BLOCK_M + row
+        tl.store(partial_ptr + rows[:, None] * HEAD_DIM + channel[None, :], acc, real)
+        tl.store(lse_ptr + rows, peak + tl.log2(total), token < q_count)
+
+
+@triton.jit
+def merge(
+    out_ptr, partial_ptr, lse_ptr, merges_ptr, out_token_stride, out_head_stride, num_kv_heads,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Combine the splits of one query and head, each weighted by 2^lse. Grid: (merges, kv heads, rows)."""
+    entry, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    q_start, q_count = tl.load(merges_ptr + entry * 4), tl.load(merges_ptr + entry * 4 + 1)
+    if row >= q_count * GROUP:
+        return
+    first, num_splits = tl.load(merges_ptr + entry * 4 + 2), tl.load(merges_ptr + entry * 4 + 3)
+    channel = tl.arange(0, BLOCK_D)
+    in_head = channel < HEAD_DIM
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    total = 0.0
+    peak = float("-inf")
+    for begin in range(0, num_splits, BLOCK_S):
+        split = begin + tl.arange(0, BLOCK_S)
+        used = split < num_splits
+        rows = ((first + split) * num_kv_heads + kv_head).to(tl.int64) * BLOCK_M + row
+        lse = tl.load(lse_ptr + rows, used, other=float("-inf"))
+        parts = tl.load(partial_ptr + rows[:, None] * HEAD_DIM + channel[None, :],
+                        used[:, None] & in_head[None, :], other=0.0)  # fmt: skip
+        new_peak = tl.maximum(peak, tl.max(lse, 0))
+        reference = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2(lse - reference)
+        shrink = tl.exp2(peak - reference)
+        acc = acc * shrink + tl.sum(parts * weights[:, None], 0)
+        total = total * shrink + tl.sum(weights, 0)
+        peak = new_peak
+    out = out_ptr + (q_start + row // GROUP).to(tl.int64) * out_token_stride
+    head = kv_head * GROUP + row % GROUP
+    tl.store(out + head * out_head_stride + channel, (acc / total).to(out_ptr.dtype.element_ty), in_head)
