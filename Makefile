@@ -1,0 +1,44 @@
+# Needs python3.11, pip, make and gcc; everything else goes into .venv.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+# make serve: what is served and how many workers of each kind.
+MODEL ?= smollm2-135m-instruct
+PREFILL ?= 1
+DECODE ?= 1
+
+.PHONY: demo serve test check gpu clean
+
+demo: $(INSTALLED)
+	$(BIN)/pdserve demo
+
+serve: $(INSTALLED)
+	$(BIN)/pdserve up $(MODEL) --prefill $(PREFILL) --decode $(DECODE)
+
+test: $(INSTALLED)
+	$(BIN)/pytest -q -m "not gpu"
+
+check: $(INSTALLED)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/buf lint
+	$(BIN)/pytest -q tests/test_proto_drift.py
+
+# Runs on a machine with a GPU, with its own torch and triton: nothing is installed.
+gpu:
+	python3 -m pdserve.kernels.device
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
+
+# Pinned: a loose torch would bring gigabytes of CUDA to a machine without a GPU.
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $@
