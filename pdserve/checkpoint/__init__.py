@@ -1,0 +1,1 @@
+"""Model files: config, weights, tokenizer and chat template, from a Hugging Face directory or a GGUF file."""

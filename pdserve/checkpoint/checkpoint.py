@@ -1,0 +1,87 @@
+"""What a model's files hold, whichever format they are in."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pdserve.model.config import ModelConfig
+from pdserve.model.hf_fields import Fields
+from pdserve.text.chat import ChatTemplate
+from pdserve.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+    import torch
+
+Weights = Iterator[tuple[str, "npt.NDArray[np.float32] | torch.Tensor"]]
+
+FINGERPRINT_SAMPLE_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """Sampling the model's publisher recommends; None where they say nothing."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, object]) -> "GenerationDefaults":
+        """Read a generation_config.json; one that says do_sample false asks for greedy decoding."""
+        fields = Fields(config)
+        if not fields.flag("do_sample", default=True):
+            return cls(temperature=0.0, repetition_penalty=fields.optional_number("repetition_penalty"))
+        return cls(
+            temperature=fields.optional_number("temperature"),
+            top_k=fields.optional_int("top_k"),
+            top_p=fields.optional_number("top_p"),
+            min_p=fields.optional_number("min_p"),
+            repetition_penalty=fields.optional_number("repetition_penalty"),
+        )
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model's files, opened: small parts read, weights and tokenizer on demand."""
+
+    path: Path
+    name: str
+    config: ModelConfig
+    raw_config: Mapping[str, object]  # the mapping `config` was read from
+    generation: GenerationDefaults
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None
+    special_tokens: Mapping[str, str]  # as chat templates name them: bos_token, eos_token, ...
+    chat_template: str | None  # the source
+    weight_files: tuple[Path, ...]
+    weights: Callable[
+        [], Weights
+    ]  # Hugging Face names; one tensor in memory at a time; imports torch or numpy
+    tokenizer: Callable[[], Tokenizer]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identify config and weights by names, sizes, and the first and last MiB of each file."""
+        digest = hashlib.sha256(json.dumps(self.raw_config, sort_keys=True).encode())
+        for path in self.weight_files:
+            size = path.stat().st_size
+            digest.update(f"\n{path.name} {size}\n".encode())
+            with path.open("rb") as file:
+                digest.update(file.read(FINGERPRINT_SAMPLE_BYTES))
+                file.seek(max(0, size - FINGERPRINT_SAMPLE_BYTES))
+                digest.update(file.read(FINGERPRINT_SAMPLE_BYTES))
+        return digest.hexdigest()
+
+    def chat(self) -> ChatTemplate | None:
+        """Compile the chat template, or return None where the model has none."""
+        if self.chat_template is None:
+            return None
+        return ChatTemplate(self.chat_template, self.special_tokens)

@@ -1,0 +1,59 @@
+"""Open a model in one GGUF file."""
+
+from functools import partial
+from pathlib import Path
+
+from pdserve.checkpoint.checkpoint import Checkpoint, GenerationDefaults
+from pdserve.checkpoint.gguf_config import hf_config
+from pdserve.checkpoint.gguf_file import GgufFile, read_gguf
+from pdserve.checkpoint.gguf_tokenizer import build_tokenizer
+from pdserve.checkpoint.gguf_weights import read_weights
+from pdserve.errors import ConfigError
+from pdserve.model.config import ModelConfig
+from pdserve.model.hf_fields import Fields
+from pdserve.text.tokenizer import Tokenizer
+
+NAMED_TOKENS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+END_KEYS = ("eos", "eot", "eom")
+END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>")  # some files name only the end of a document
+
+
+def open_file(path: Path) -> Checkpoint:
+    """Read the header; weights and tokenizer are made on demand."""
+    file = read_gguf(path)
+    raw_config = hf_config(file)
+    config = ModelConfig.from_hf(raw_config)
+    fields = Fields(file.metadata)
+    tokens = fields.texts("tokenizer.ggml.tokens")
+    named = {name: _token_id(fields, key, len(tokens)) for name, key in NAMED_TOKENS.items()}
+    return Checkpoint(
+        path=path,
+        name=path.stem,
+        config=config,
+        raw_config=raw_config,
+        generation=GenerationDefaults(),
+        eos_token_ids=_end_tokens(fields, tokens),
+        bos_token_id=named["bos_token"],
+        special_tokens={name: tokens[token_id] for name, token_id in named.items() if token_id is not None},
+        chat_template=fields.text("tokenizer.chat_template", "") or None,
+        weight_files=(path,),
+        weights=partial(read_weights, file, config),
+        tokenizer=partial(_tokenizer, file, named["bos_token"]),
+    )
+
+
+def _tokenizer(file: GgufFile, bos_token_id: int | None) -> Tokenizer:
+    return Tokenizer(build_tokenizer(file.metadata), bos_token_id)
+
+
+def _token_id(fields: Fields, key: str, num_tokens: int) -> int | None:
+    token_id = fields.optional_int(f"tokenizer.ggml.{key}_token_id")
+    if token_id is not None and not 0 <= token_id < num_tokens:
+        raise ConfigError(f"tokenizer.ggml.{key}_token_id: {token_id} is not among the {num_tokens} tokens")
+    return token_id
+
+
+def _end_tokens(fields: Fields, tokens: tuple[str, ...]) -> tuple[int, ...]:
+    ids = [_token_id(fields, key, len(tokens)) for key in END_KEYS]
+    ids += [tokens.index(token) for token in END_OF_TURN if token in tokens]
+    return tuple(dict.fromkeys(token_id for token_id in ids if token_id is not None))

@@ -1,0 +1,187 @@
+"""Build a tokenizer from a GGUF file's metadata."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers
+
+from pdserve.checkpoint.ends import NamedToken, set_ends
+from pdserve.errors import ConfigError
+from pdserve.model.hf_fields import Fields
+from pdserve.text.pieces import WORD_START
+
+
+class TokenType(IntEnum):
+    """`tokenizer.ggml.token_type`."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How a byte-level vocabulary cuts a text into words before merging."""
+
+    pattern: str | None  # None: GPT-2's, built into ByteLevel
+    ignore_merges: bool = False  # a word that is a token is never cut
+    add_bos: bool = False  # where the file does not say
+
+
+_LLAMA3 = Split(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ignore_merges=True,
+    add_bos=True,
+)
+_QWEN2 = Split(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_TEKKEN = Split(
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    ignore_merges=True,
+    add_bos=True,
+)
+_GPT2 = Split(None)
+
+# By `tokenizer.ggml.pre`. `smollm` is read as transformers reads it, as GPT-2's.
+SPLITS = {
+    "default": _GPT2,
+    "gpt-2": _GPT2,
+    "smollm": _GPT2,
+    "llama3": _LLAMA3,
+    "llama-v3": _LLAMA3,
+    "llama-bpe": _LLAMA3,
+    "qwen2": _QWEN2,
+    "deepseek-r1-qwen": _QWEN2,
+    "tekken": _TEKKEN,
+}
+
+
+def build_tokenizer(metadata: Mapping[str, object]) -> tokenizers.Tokenizer:
+    """Return the tokenizer the metadata describe; ConfigError naming the key it cannot follow."""
+    fields = Fields(metadata)
+    tokens = fields.texts("tokenizer.ggml.tokens")
+    if not tokens:
+        raise ConfigError("tokenizer.ggml.tokens: missing from the model's metadata")
+    types = fields.token_ids("tokenizer.ggml.token_type") or (TokenType.NORMAL,) * len(tokens)
+    if len(types) != len(tokens):
+        raise ConfigError(f"tokenizer.ggml.token_type: {len(types)} entries for {len(tokens)} tokens")
+    match fields.text("tokenizer.ggml.model"):
+        case "gpt2":
+            backend, add_bos = _byte_level(fields, tokens)
+        case "llama":
+            backend, add_bos = _sentencepiece(metadata, tokens, types), True
+        case _:
+            raise fields.unsupported("tokenizer.ggml.model", "gpt2 or llama")
+    _add_whole_tokens(backend, tokens, types)
+    first = _end(fields, tokens, "bos", default=add_bos)
+    set_ends(backend, first, _end(fields, tokens, "eos", default=False))
+    return backend
+
+
+def _byte_level(fields: Fields, tokens: tuple[str, ...]) -> tuple[tokenizers.Tokenizer, bool]:
+    """Return the tokenizer, and whether texts begin with a bos token unless the file says otherwise."""
+    name = fields.text("tokenizer.ggml.pre", "default")
+    if name not in SPLITS:
+        raise fields.unsupported("tokenizer.ggml.pre", f"one of {', '.join(SPLITS)}")
+    split = SPLITS[name]
+    merges = [_pair(merge) for merge in fields.texts("tokenizer.ggml.merges")]
+    backend = tokenizers.Tokenizer(_bpe(tokens, merges, ignore_merges=split.ignore_merges))
+    if split.pattern is None:
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        words = pre_tokenizers.Split(Regex(split.pattern), behavior="isolated")
+        in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([words, in_bytes])
+    backend.decoder = decoders.ByteLevel()
+    return backend, split.add_bos
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    left, space, right = merge.partition(" ")
+    if not (left and space and right) or " " in right:
+        raise ConfigError(f"tokenizer.ggml.merges: {merge!r} is not two tokens")
+    return left, right
+
+
+def _sentencepiece(
+    metadata: Mapping[str, object], tokens: tuple[str, ...], types: tuple[int, ...]
+) -> tokenizers.Tokenizer:
+    fields = Fields(metadata)
+    unknown = fields.optional_int("tokenizer.ggml.unknown_token_id")
+    model = _bpe(
+        tokens,
+        _merges_by_score(_scores(metadata, len(tokens)), tokens, types),
+        unk_token=tokens[unknown] if unknown is not None else None,
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    backend = tokenizers.Tokenizer(model)
+    adds_space = fields.flag("tokenizer.ggml.add_space_prefix", default=True)
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(
+        replacement=WORD_START, prepend_scheme="first" if adds_space else "never", split=False
+    )
+    steps = [decoders.Replace(WORD_START, " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if adds_space else steps)
+    return backend
+
+
+def _scores(metadata: Mapping[str, object], num_tokens: int) -> list[float]:
+    scores = metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != num_tokens:
+        raise ConfigError(f"tokenizer.ggml.scores: not one number for each of {num_tokens} tokens")
+    return [float(score) for score in scores]
+
+
+def _merges_by_score(
+    scores: Sequence[float], tokens: tuple[str, ...], types: tuple[int, ...]
+) -> list[tuple[str, str]]:
+    """Return every way to make a token of two others, those with the best score first.
+
+    SentencePiece merges the pair whose result scores best; a list of merges in that order does the same.
+    """
+    words = {
+        token: scores[token_id]
+        for token_id, (token, kind) in enumerate(zip(tokens, types, strict=True))
+        if kind in (TokenType.NORMAL, TokenType.USER_DEFINED)
+    }
+    return [
+        (word[:cut], word[cut:])
+        for word in sorted(words, key=lambda word: -words[word])
+        for cut in range(len(word) - 1, 0, -1)
+        if word[:cut] in words and word[cut:] in words
+    ]
+
+
+def _bpe(tokens: tuple[str, ...], merges: list[tuple[str, str]], **options: object) -> models.BPE:
+    vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
+    try:
+        return models.BPE(vocab=vocabulary, merges=merges, **options)
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ConfigError(f"tokenizer.ggml.merges: {error}") from error
+
+
+def _add_whole_tokens(backend: tokenizers.Tokenizer, tokens: tuple[str, ...], types: Iterable[int]) -> None:
+    """Make control and user-defined tokens stay whole wherever a text spells them."""
+    added = [
+        tokenizers.AddedToken(token, special=kind == TokenType.CONTROL, normalized=False)
+        for token, kind in zip(tokens, types, strict=True)
+        if kind in (TokenType.CONTROL, TokenType.USER_DEFINED)
+    ]
+    backend.add_tokens(added)
+
+
+def _end(fields: Fields, tokens: tuple[str, ...], end: str, *, default: bool) -> list[NamedToken]:
+    token_id = fields.optional_int(f"tokenizer.ggml.{end}_token_id")
+    if token_id is None or not fields.flag(f"tokenizer.ggml.add_{end}_token", default=default):
+        return []
+    return [(tokens[token_id], token_id)]

@@ -1,0 +1,146 @@
+"""Open a model in a Hugging Face directory."""
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+
+import tokenizers
+
+from pdserve.checkpoint.checkpoint import Checkpoint, GenerationDefaults, Weights
+from pdserve.checkpoint.ends import NamedToken, set_ends
+from pdserve.errors import ConfigError
+from pdserve.model.config import ModelConfig
+from pdserve.model.hf_fields import Fields
+from pdserve.text.tokenizer import Tokenizer
+
+INDEX = "model.safetensors.index.json"
+PICKLED = ("*.bin", "*.pt", "*.pth")
+NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+def open_directory(path: Path) -> Checkpoint:
+    """Read the JSON files; weights and tokenizer are read on demand."""
+    raw_config = _read_json(path / "config.json")
+    generation = _read_json(path / "generation_config.json")
+    tokenizer_config = _read_json(path / "tokenizer_config.json")
+    config = ModelConfig.from_hf(raw_config)
+    weight_files = _weight_files(path)
+    special_tokens = _special_tokens(tokenizer_config)
+    return Checkpoint(
+        path=path,
+        name=path.resolve().name,
+        config=config,
+        raw_config=raw_config,
+        generation=GenerationDefaults.from_hf(generation),
+        eos_token_ids=_end_tokens(generation, tokenizer_config, config),
+        bos_token_id=config.bos_token_id,
+        special_tokens=special_tokens,
+        chat_template=_chat_template(path, tokenizer_config),
+        weight_files=weight_files,
+        weights=partial(_read_weights, path, weight_files),
+        tokenizer=partial(_tokenizer, path, special_tokens, tokenizer_config),
+    )
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    """Return a JSON object, empty where there is no such file."""
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path.name}: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path.name}: is not a JSON object")
+    return content
+
+
+def _weight_files(path: Path) -> tuple[Path, ...]:
+    """Return the safetensors files in order; none for a directory without weights, as for random ones."""
+    weight_map = _read_json(path / INDEX).get("weight_map")
+    names = {str(name) for name in weight_map.values()} if isinstance(weight_map, Mapping) else set()
+    files = [path / name for name in sorted(names)] or sorted(path.glob("*.safetensors"))
+    for file in files:
+        if not file.is_file() or file.parent != path:
+            raise ConfigError(f"{INDEX}: names {file.name}, which is not there")
+    pickled = [file.name for pattern in PICKLED for file in sorted(path.glob(pattern))]
+    if pickled and not files:
+        raise ConfigError(
+            f"holds weights only as {pickled[0]}: reading pickles runs code; convert to safetensors"
+        )
+    return tuple(files)
+
+
+def _read_weights(path: Path, weight_files: tuple[Path, ...]) -> Weights:
+    from pdserve.model.safetensors_weights import iterate_safetensors  # noqa: PLC0415, imports torch
+
+    if not weight_files:
+        raise ConfigError(f"{path}: holds no .safetensors file")
+    return iterate_safetensors(path)
+
+
+def _end_tokens(
+    generation: Mapping[str, object], tokenizer_config: Mapping[str, object], config: ModelConfig
+) -> tuple[int, ...]:
+    """Return what ends an answer: the generation config's or the config's tokens, and the tokenizer's."""
+    ends = Fields(generation).token_ids("eos_token_id") or config.eos_token_ids
+    added = tokenizer_config.get("added_tokens_decoder")
+    named = _special_tokens(tokenizer_config).get("eos_token")
+    if isinstance(added, Mapping) and named is not None:
+        ends += tuple(int(token_id) for token_id, token in added.items() if _content(token) == named)
+    return tuple(dict.fromkeys(ends))
+
+
+def _special_tokens(tokenizer_config: Mapping[str, object]) -> dict[str, str]:
+    contents = {name: _content(tokenizer_config.get(name)) for name in NAMED_TOKENS}
+    return {name: content for name, content in contents.items() if content is not None}
+
+
+def _content(token: object) -> str | None:
+    """Return the text of a token, which is written bare or with its settings."""
+    content = token.get("content") if isinstance(token, Mapping) else token
+    return content if isinstance(content, str) else None
+
+
+def _chat_template(path: Path, tokenizer_config: Mapping[str, object]) -> str | None:
+    """Return the template: its own file first, as transformers does, else the config's default one."""
+    file = path / "chat_template.jinja"
+    if file.exists():
+        return file.read_text(encoding="utf-8")
+    template = tokenizer_config.get("chat_template")
+    if isinstance(template, list):
+        by_name = {
+            named.get("name"): named.get("template") for named in template if isinstance(named, Mapping)
+        }
+        template = by_name.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _tokenizer(
+    path: Path, special_tokens: Mapping[str, str], tokenizer_config: Mapping[str, object]
+) -> Tokenizer:
+    file = path / "tokenizer.json"
+    if not file.exists():
+        raise ConfigError(f"{path}: holds no tokenizer.json; save it with a fast tokenizer of transformers")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise ConfigError(f"{file}: {error}") from error
+    backend.no_truncation()
+    backend.no_padding()
+    bos = special_tokens.get("bos_token")
+    ends = Fields(tokenizer_config)
+    if ends.has("add_bos_token") or ends.has("add_eos_token"):
+        # tokenizer_config.json overrules what tokenizer.json adds
+        first = _end(backend, bos, wanted=ends.flag("add_bos_token", default=False))
+        last = _end(
+            backend, special_tokens.get("eos_token"), wanted=ends.flag("add_eos_token", default=False)
+        )
+        set_ends(backend, first, last)
+    return Tokenizer(backend, backend.token_to_id(bos) if bos is not None else None)
+
+
+def _end(backend: tokenizers.Tokenizer, token: str | None, *, wanted: bool) -> list[NamedToken]:
+    token_id = backend.token_to_id(token) if wanted and token is not None else None
+    return [(token, token_id)] if token is not None and token_id is not None else []

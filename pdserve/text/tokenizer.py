@@ -1,0 +1,68 @@
+"""One model's tokenizer, as the router and the command line use it."""
+
+from collections.abc import Sequence
+
+import tokenizers
+
+from pdserve.errors import invalid
+from pdserve.text.detokenize import Detokenizer
+from pdserve.text.pieces import read_pieces
+
+
+class Tokenizer:
+    """Text to ids and ids to text. Immutable; threads may share it."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, bos_token_id: int | None = None) -> None:
+        self._backend = backend
+        self._pieces = read_pieces(backend)
+        self._bos = bos_token_id
+        self.vocab_size = len(self._pieces.by_id)
+        self.special_ids = frozenset(
+            token_id for token_id, added in backend.get_added_tokens_decoder().items() if added.special
+        )
+
+    def encode(self, text: str, *, add_special: bool, field: str = "prompt") -> list[int]:
+        """Return the ids of `text`; with `add_special`, also the ends the model expects, bos never twice.
+
+        About a second for a megabyte. Raises RequestError naming `field` for text that is no Unicode.
+        """
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
+        except TypeError as error:
+            raise invalid(field, "holds half of a surrogate pair, which is no character") from error
+        if add_special and self._bos is not None and ids[:2] == [self._bos, self._bos]:
+            return ids[1:]
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of all ids, special tokens left out."""
+        detokenizer = self.detokenizer(at_start=True)
+        return detokenizer.push(token_ids) + detokenizer.flush()
+
+    def detokenizer(self, *, at_start: bool) -> Detokenizer:
+        """Start decoding a sequence. `at_start` False where its text goes on from a prompt, as completions do."""
+        return Detokenizer(self._pieces, at_start=at_start)
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token as the vocabulary spells it, or None."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
+    def token_text(self, token_id: int) -> str | None:
+        """Return the vocabulary's spelling of an id, or None where no token has it."""
+        found: str | None = self._backend.id_to_token(token_id)
+        return found
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return what a token adds to a text; for logprobs, where a token may be part of a character."""
+        if not 0 <= token_id < self.vocab_size:
+            return b""
+        piece = self._pieces.by_id[token_id]
+        return piece.encode() if isinstance(piece, str) else piece
+
+    def check_ids(self, token_ids: Sequence[int], field: str) -> None:
+        """Raise RequestError(INVALID_ARGUMENT) naming the first id that no token has."""
+        for position, token_id in enumerate(token_ids):
+            if not 0 <= token_id < self.vocab_size:
+                limit = self.vocab_size - 1
+                raise invalid(field, f"token id {token_id} at position {position} is outside [0, {limit}]")
