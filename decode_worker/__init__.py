@@ -1,0 +1,1 @@
+"""Turn granted KV pages into tokens, in one continuous batch."""

@@ -1,0 +1,363 @@
+"""What a decode worker does next. Decides; does no I/O.
+
+Invariants: a sequence runs only on pages committed for it, or computed here; pages that a peer was offered leave
+this core's hands only as the receiver's half of the hand-off says; each task reports its tokens or one failure.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from pdserve.decode_worker.events import (
+    CheckDigests,
+    Command,
+    DigestsChecked,
+    Event,
+    FromPeer,
+    PeerAttached,
+    PeerGone,
+    PeerLost,
+    ToPeer,
+)
+from pdserve.engine.prefix import PageName
+from pdserve.engine.scheduler import Computed, Drawn, Scheduler, Split, Started
+from pdserve.engine.sequence import Job, Sequence
+from pdserve.engine.step import StepPlan, StepResult
+from pdserve.errors import InvariantError, ProtocolError
+from pdserve.kvtransfer import receiver
+from pdserve.kvtransfer.session import Capsule, Grant, HandoffKey, Pages, Peer, mint_capability
+from pdserve.worker.admission import refusal
+from pdserve.worker.words import (
+    Cancelled,
+    DrainAsked,
+    Failed,
+    FailureCode,
+    Load,
+    Placed,
+    Progress,
+    RouterLost,
+    RouterRef,
+    Rung,
+    Ticked,
+    Tokens,
+)
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """One placement: first a hand-off that waits for pages or content, then running sequences."""
+
+    router: RouterRef
+    job: Job
+    deadline_s: float
+    order: int
+    peer: Peer | None
+    names: list[PageName] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+    dropped: set[int] = field(default_factory=set)  # continuations cancelled one by one
+
+    @property
+    def key(self) -> HandoffKey:
+        return HandoffKey(self.job.request_id, self.job.attempt)
+
+
+@dataclass(slots=True, eq=False)
+class Inbound:
+    """One hand-off under way, from its grant until its pages are a sequence's or free."""
+
+    key: HandoffKey
+    peer: Peer
+    receiver: receiver.Receiver
+    reused: Pages  # leading pages held since the grant
+    num_sequences: int
+    quarantined: bool = False
+
+
+class DecodeCore:
+    def __init__(self, scheduler: Scheduler, vocab_size: int, capability_key: bytes, max_tasks: int) -> None:
+        self._scheduler = scheduler
+        self._vocab_size = vocab_size
+        self._capability_key = capability_key
+        self._max_tasks = max_tasks
+        self._tasks: dict[HandoffKey, Task] = {}
+        self._ungranted: list[Task] = []  # wait for pages, most urgent first
+        self._inbound: dict[HandoffKey, Inbound] = {}
+        self._peers: set[Peer] = set()
+        self._order = 0
+        self._draining = False
+        self._num_digest_mismatches = 0
+
+    @property
+    def idle(self) -> bool:
+        return not self._tasks and not self._inbound
+
+    @property
+    def drained(self) -> bool:
+        return self._draining and not self._tasks
+
+    def load(self) -> Load:
+        pool, scheduler = self._scheduler.cache.pool, self._scheduler
+        return Load(
+            pages_free=pool.num_free,
+            pages_held=pool.num_held,
+            pages_granted=pool.num_granted,
+            pages_quarantined=pool.num_quarantined,
+            pages_cached=scheduler.cache.num_cached,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting + len(self._ungranted),
+            waiting_tokens=scheduler.waiting_tokens,
+            kv_tokens=scheduler.kv_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_handoffs=len(self._inbound),
+            num_digest_mismatches=self._num_digest_mismatches,
+            draining=self._draining,
+        )
+
+    def handle(self, event: Event, now_s: float) -> list[Command]:
+        """Take in one event; return what to do now, in order. ProtocolError is the peer's and changes nothing."""
+        return self._react(event, now_s) + self._grant_waiting(now_s)
+
+    def plan(self, now_s: float) -> StepPlan | None:
+        """Return the next step, or None if there is nothing to compute."""
+        del now_s
+        return self._scheduler.plan()
+
+    def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> list[Command]:
+        """Take in what a step brought."""
+        commands: list[Command] = []
+        for outcome in self._scheduler.commit(plan, result):
+            key = HandoffKey(outcome.sequence.job.request_id, outcome.sequence.job.attempt)
+            task = self._tasks[key]
+            match outcome:
+                case Started():
+                    rung = Rung.DECODE_JOINED if task.peer else Rung.PREFILL_STARTED
+                    cached = 0 if task.peer else outcome.sequence.num_cached_tokens
+                    started_s = now_s - result.elapsed_s
+                    commands.append(Progress(task.router, key, rung, started_s, cached_tokens=cached))
+                case Drawn(sequence, index, position, token, finish):
+                    commands.append(Tokens(task.router, key, index, position, token, finish))
+                    if finish is not None and sequence.indices == (index,):
+                        self._part(task, sequence, ())
+                case Split(sequence, children):
+                    self._part(task, sequence, children)
+                    self._drop_sequences(task)
+                case Computed():
+                    pass
+        return commands + self._grant_waiting(now_s)
+
+    def fail_step(self, reason: str) -> list[Command]:
+        """Fail the requests of the planned step: computing it has broken."""
+        broken = {HandoffKey(s.job.request_id, s.job.attempt) for s in self._scheduler.abandon()}
+        commands: list[Command] = []
+        for key in broken:
+            task = self._tasks[key]
+            commands.append(Failed(task.router, key, FailureCode.INTERNAL, reason))
+            self._forget(task)
+        return commands
+
+    def _react(self, event: Event, now_s: float) -> list[Command]:
+        match event:
+            case Placed():
+                return self._place(event)
+            case Cancelled():
+                return self._cancel(event, now_s)
+            case RouterLost(router):
+                orphans = (k for k, t in self._tasks.items() if t.router == router)
+                return self._give_up(orphans, "router lost", now_s)
+            case Ticked():
+                late = (k for k, t in self._tasks.items() if t.deadline_s < now_s)
+                return self._give_up(late, "deadline", now_s)
+            case DrainAsked():
+                self._draining = True
+                return []
+            case DigestsChecked(key, mismatch):
+                inbound = self._inbound.get(key)
+                return self._advance(inbound, receiver.DigestsChecked(mismatch), now_s) if inbound else []
+            case FromPeer(peer, key, news):
+                inbound = self._inbound.get(key)
+                if inbound is None or inbound.peer != peer:
+                    return []  # late news of a hand-off that is over
+                return self._advance(inbound, news, now_s)
+            case PeerAttached(peer):
+                self._peers.add(peer)
+                return self._tell_all(peer, receiver.SenderAttached(), now_s)
+            case PeerLost(peer, reason):
+                self._peers.discard(peer)
+                return self._tell_all(peer, receiver.SenderLost(reason), now_s)
+            case PeerGone(peer):
+                self._peers.discard(peer)
+                lost = [t for t in self._ungranted if t.peer == peer]
+                commands: list[Command] = [
+                    Failed(t.router, t.key, FailureCode.PEER_LOST, "the sender's process ended") for t in lost
+                ]
+                for task in lost:
+                    self._forget(task)
+                return commands + self._tell_all(peer, receiver.SenderGone(), now_s)
+
+    def _place(self, placed: Placed) -> list[Command]:
+        job = placed.job
+        key = HandoffKey(job.request_id, job.attempt)
+        reason = refusal(self._scheduler, job, self._vocab_size)
+        if reason is not None:
+            return [Failed(placed.router, key, FailureCode.INVALID, reason)]
+        if self._draining or len(self._tasks) >= self._max_tasks or key in self._tasks or key in self._inbound:
+            why = "draining" if self._draining else f"{len(self._tasks)} of {self._max_tasks} requests"
+            return [Failed(placed.router, key, FailureCode.OVERLOADED, why)]
+        self._order += 1
+        task = Task(placed.router, job, placed.deadline_s, self._order, placed.peer)
+        self._tasks[key] = task
+        if placed.peer is None:
+            sequence = Sequence(job=job, indices=job.indices, tokens=list(job.token_ids), order=self._order)
+            task.sequences.append(sequence)
+            self._scheduler.add(sequence)
+        else:
+            task.names = self._scheduler.cache.names(job.token_ids, job.cache_salt)
+            self._ungranted.append(task)
+            self._ungranted.sort(key=lambda t: (-t.job.priority, t.order))
+        return []
+
+    def _grant_waiting(self, now_s: float) -> list[Command]:
+        """Reserve pages for hand-offs in their order, while there is room beside what runs."""
+        commands: list[Command] = []
+        while self._ungranted and self._scheduler.num_waiting == 0:
+            task = self._ungranted[0]
+            inbound = self._reserve(task)
+            if inbound is None:
+                break
+            self._ungranted.pop(0)
+            self._inbound[task.key] = inbound
+            commands.append(Progress(task.router, task.key, Rung.GRANTED, now_s, pages_reused=len(inbound.reused)))
+            if inbound.peer in self._peers:
+                commands += self._advance(inbound, receiver.SenderAttached(), now_s)
+        return commands
+
+    def _reserve(self, task: Task) -> Inbound | None:
+        """Set pages aside for a hand-off, keeping one for each running sequence to grow into; None without room."""
+        cache, scheduler = self._scheduler.cache, self._scheduler
+        coming = sum(i.num_sequences for i in self._inbound.values() if not i.quarantined)
+        width = len(task.job.indices)
+        busy = scheduler.num_running + coming
+        if (busy and busy + width > scheduler.limits.max_num_seqs) or task.peer is None:
+            return None
+        num_tokens = len(task.job.token_ids)
+        reused = cache.reuse(task.names[: (num_tokens - 1) // cache.page_size])
+        count = cache.num_pages(num_tokens) - len(reused)
+        room = cache.pool.num_free - (busy + width if busy else 0)
+        pages = cache.grant(count) if count <= room else None
+        if pages is None:
+            cache.pool.release(reused)
+            return None
+        generations = tuple(cache.pool.generation(page) for page in pages)
+        capability = mint_capability(self._capability_key, task.key, pages, generations)
+        grant = Grant(len(reused), pages, generations, capability)
+        return Inbound(task.key, task.peer, receiver.Receiver(grant), reused, width)
+
+    def _tell_all(self, peer: Peer, event: receiver.Event, now_s: float) -> list[Command]:
+        concerned = [i for i in self._inbound.values() if i.peer == peer]
+        return [command for inbound in concerned for command in self._advance(inbound, event, now_s)]
+
+    def _give_up(self, keys: Iterable[HandoffKey], reason: str, now_s: float) -> list[Command]:
+        commands: list[Command] = []
+        for key in list(keys):
+            self._forget(self._tasks[key])
+            if key in self._inbound:
+                commands += self._advance(self._inbound[key], receiver.GaveUp(reason), now_s)
+        return commands
+
+    def _cancel(self, cancelled: Cancelled, now_s: float) -> list[Command]:
+        doomed = []
+        for key, task in list(self._tasks.items()):
+            if key.request_id != cancelled.request_id or key.attempt > cancelled.attempt:
+                continue
+            task.dropped.update(cancelled.indices or task.job.indices)
+            if task.dropped.issuperset(task.job.indices):
+                doomed.append(key)
+            else:
+                self._drop_sequences(task)
+        return self._give_up(doomed, "cancelled", now_s)
+
+    def _drop_sequences(self, task: Task) -> None:
+        """Stop continuations that are no longer wanted, once each runs by itself."""
+        for sequence in [s for s in task.sequences if task.dropped.issuperset(s.indices)]:
+            self._scheduler.remove(sequence)
+            self._part(task, sequence, ())
+
+    def _forget(self, task: Task) -> None:
+        """Drop a task and what it runs. A hand-off of it goes on until its pages are safe."""
+        self._tasks.pop(task.key, None)
+        if task in self._ungranted:
+            self._ungranted.remove(task)
+        for sequence in task.sequences:
+            self._scheduler.remove(sequence)
+
+    def _advance(self, inbound: Inbound, event: receiver.Event, now_s: float) -> list[Command]:
+        if isinstance(event, receiver.Committed):
+            self._check_capsule(inbound, event.commit.capsule)
+        commands = inbound.receiver.handle(event)
+        return [c for command in commands for c in self._perform(inbound, command, now_s)]
+
+    def _check_capsule(self, inbound: Inbound, capsule: Capsule) -> None:
+        task = self._tasks.get(inbound.key)
+        if task is None:
+            return
+        if capsule.num_tokens != len(task.job.token_ids):
+            raise ProtocolError(f"capsule: {capsule.num_tokens} tokens for {len(task.job.token_ids)}")
+        if not set(capsule.indices) <= set(task.job.indices) or max(capsule.first_tokens) >= self._vocab_size:
+            raise ProtocolError("capsule: not the continuations, or tokens, of this request")
+
+    def _perform(self, inbound: Inbound, command: receiver.Command, now_s: float) -> Iterator[Command]:
+        pool, key = self._scheduler.cache.pool, inbound.key
+        pages = inbound.receiver.grant.pages
+        task = self._tasks.get(key)
+        match command:
+            case receiver.SendGrant() | receiver.SendTaken() | receiver.SendWithdrawn():
+                yield ToPeer(inbound.peer, key, command)
+            case receiver.CheckDigests(digests):
+                yield CheckDigests(key, pages, digests)
+            case receiver.Admit(capsule) if task is not None:
+                del self._inbound[key]
+                pool.adopt(pages)
+                self._admit(task, inbound, capsule)
+                yield Progress(task.router, key, Rung.COMMITTED, now_s)
+            case receiver.QuarantinePages():
+                inbound.quarantined = True
+                pool.quarantine(pages)
+            case receiver.FreePages():
+                del self._inbound[key]
+                (pool.unquarantine if inbound.quarantined else pool.ungrant)(pages)
+                pool.release(inbound.reused)
+            case receiver.Failed(digest_mismatch, reason):
+                self._num_digest_mismatches += digest_mismatch
+                if task is not None:
+                    self._forget(task)
+                    code = FailureCode.DIGEST_MISMATCH if digest_mismatch else FailureCode.PEER_LOST
+                    yield Failed(task.router, key, code, reason)
+            case receiver.Admit():
+                raise InvariantError("a hand-off outlived its task without being given up")
+
+    def _admit(self, task: Task, inbound: Inbound, capsule: Capsule) -> None:
+        """Let the committed sequences join the batch."""
+        pages = [*inbound.reused, *inbound.receiver.grant.pages]
+        prompt = Sequence(
+            job=task.job,
+            indices=capsule.indices,
+            tokens=list(task.job.token_ids),
+            order=task.order,
+            computed=capsule.num_tokens,
+            pages=pages,
+            names=task.names,
+        )
+        full = capsule.num_tokens // self._scheduler.cache.page_size
+        self._scheduler.cache.publish(prompt.names, pages, len(inbound.reused), full)
+        prompt.num_published = full
+        first_tokens = zip(capsule.indices, capsule.first_tokens, strict=True)
+        task.sequences += self._scheduler.split(prompt, first_tokens)
+        for sequence in task.sequences:
+            self._scheduler.join(sequence)
+        self._drop_sequences(task)
+
+    def _part(self, task: Task, sequence: Sequence, children: tuple[Sequence, ...]) -> None:
+        """Replace what runs for a task; drop the task after its last sequence."""
+        task.sequences.remove(sequence)
+        task.sequences += children
+        if not task.sequences:
+            del self._tasks[task.key]

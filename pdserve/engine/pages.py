@@ -1,0 +1,131 @@
+"""Which KV pages are free, held by sequences, granted to a hand-off, or quarantined.
+
+Invariant: these four partition the pool, always. A page is given out (and its generation counts up) only when it is
+free, so a page that a lost peer may still write to is nobody else's.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from pdserve.errors import InvariantError
+from pdserve.ids import Generation, PageId
+
+Pages = tuple[PageId, ...]
+
+
+class PagePool:
+    """A fixed set of pages. Free pages keep their order of release: the longest unused is given out first."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._free: OrderedDict[PageId, None] = OrderedDict((PageId(i), None) for i in range(num_pages))
+        self._holders = [0] * num_pages
+        self._generation = [0] * num_pages
+        self._granted: set[PageId] = set()
+        self._quarantined: set[PageId] = set()
+
+    @property
+    def num_pages(self) -> int:
+        return len(self._holders)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_granted(self) -> int:
+        return len(self._granted)
+
+    @property
+    def num_quarantined(self) -> int:
+        return len(self._quarantined)
+
+    @property
+    def num_held(self) -> int:
+        return self.num_pages - self.num_free - self.num_granted - self.num_quarantined
+
+    def generation(self, page: PageId) -> Generation:
+        return Generation(self._generation[page])
+
+    def holders(self, page: PageId) -> int:
+        """Return how many sequences hold a page."""
+        return self._holders[page]
+
+    def is_free(self, page: PageId) -> bool:
+        return page in self._free
+
+    def take(self, count: int) -> Pages | None:
+        """Give `count` free pages one holder each, or None (and change nothing) if there are not enough."""
+        pages = self._pop(count)
+        for page in pages or ():
+            self._holders[page] = 1
+        return pages
+
+    def share(self, pages: Iterable[PageId]) -> None:
+        """Add a holder to each page: to held ones, and to free ones whose content is still wanted."""
+        for page in pages:
+            if page in self._free:
+                del self._free[page]
+            elif self._holders[page] == 0:
+                raise InvariantError(f"page {page} is neither free nor held and cannot be shared")
+            self._holders[page] += 1
+
+    def release(self, pages: Pages) -> None:
+        """Drop one hold on each page. Last pages first, so that prefixes stay warm longest."""
+        for page in reversed(pages):
+            if self._holders[page] == 0:
+                raise InvariantError(f"page {page} released, but nobody holds it")
+            self._holders[page] -= 1
+            if self._holders[page] == 0:
+                self._free[page] = None
+
+    def grant(self, count: int) -> Pages | None:
+        """Set `count` free pages aside for a hand-off, or None (and change nothing) if there are not enough."""
+        pages = self._pop(count)
+        self._granted.update(pages or ())
+        return pages
+
+    def adopt(self, pages: Pages) -> None:
+        """Turn granted pages into held ones: what was written into them is a sequence's."""
+        self._leave(self._granted, pages, "granted")
+        for page in pages:
+            self._holders[page] = 1
+
+    def ungrant(self, pages: Pages) -> None:
+        """Free granted pages that no write can reach."""
+        self._leave(self._granted, pages, "granted")
+        self._free.update((page, None) for page in pages)
+
+    def quarantine(self, pages: Pages) -> None:
+        """Set granted pages apart that a write may still reach."""
+        self._leave(self._granted, pages, "granted")
+        self._quarantined.update(pages)
+
+    def unquarantine(self, pages: Pages) -> None:
+        """Free quarantined pages: it is proven that no write can reach them."""
+        self._leave(self._quarantined, pages, "quarantined")
+        self._free.update((page, None) for page in pages)
+
+    def check(self) -> None:
+        """Raise InvariantError unless free, held, granted and quarantined pages partition the pool."""
+        for page in map(PageId, range(self.num_pages)):
+            states = (
+                page in self._free,
+                self._holders[page] > 0,
+                page in self._granted,
+                page in self._quarantined,
+            )
+            if sum(states) != 1:
+                raise InvariantError(f"page {page}: free, held, granted, quarantined = {states}")
+
+    def _pop(self, count: int) -> Pages | None:
+        if count > len(self._free):
+            return None
+        pages = tuple(self._free.popitem(last=False)[0] for _ in range(count))
+        for page in pages:
+            self._generation[page] += 1
+        return pages
+
+    def _leave(self, state: set[PageId], pages: Pages, name: str) -> None:
+        if not state.issuperset(pages):
+            raise InvariantError(f"pages {sorted(set(pages) - state)} are not {name}")
+        state.difference_update(pages)

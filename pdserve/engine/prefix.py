@@ -1,0 +1,81 @@
+"""Which pages hold which prefix: content-addressed reuse of full pages.
+
+A page's name is a keyed hash chained over everything before it: (key, salt, tokens of page 0), then (name of page
+i-1, tokens of page i). Equal names mean equal tokens at equal positions under the same salt, so equal KV. The key is
+secret to the cluster; a tenant that guesses tokens cannot make names collide.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Iterator, Sequence
+
+from pdserve.ids import PageId
+
+PageName = bytes  # 16 bytes
+
+NAME_BYTES = 16
+MAX_KEY_BYTES = 64  # BLAKE2b's limit
+
+
+class PrefixNames:
+    """Names pages of token sequences."""
+
+    def __init__(self, key: bytes, context: str, page_size: int) -> None:
+        """`context` separates what must never share pages: weights, adapter."""
+        self._key = key[:MAX_KEY_BYTES]
+        self._context = context.encode()
+        self._page_size = page_size
+
+    def root(self, salt: str) -> PageName:
+        """Return the name before the first page of any sequence under `salt`."""
+        return self._hash(len(self._context).to_bytes(4, "big"), self._context, salt.encode())
+
+    def extend(self, parent: PageName, token_ids: Sequence[int], start: int) -> Iterator[PageName]:
+        """Yield the names of the full pages of `token_ids` from position `start` (a page border) on."""
+        for begin in range(start, len(token_ids) - self._page_size + 1, self._page_size):
+            parent = self._hash(parent, array("I", token_ids[begin : begin + self._page_size]).tobytes())
+            yield parent
+
+    def _hash(self, *parts: bytes) -> PageName:
+        digest = hashlib.blake2b(key=self._key, digest_size=NAME_BYTES)
+        for part in parts:
+            digest.update(part)
+        return digest.digest()
+
+
+class PrefixIndex:
+    """Maps names to pages. One page has at most one name, one name one page."""
+
+    def __init__(self) -> None:
+        self._page: dict[PageName, PageId] = {}
+        self._name: dict[PageId, PageName] = {}
+
+    def __len__(self) -> int:
+        return len(self._page)
+
+    def pages(self) -> Iterator[PageId]:
+        """Yield every indexed page."""
+        yield from self._name
+
+    def match(self, names: Sequence[PageName]) -> tuple[PageId, ...]:
+        """Return the pages of the longest indexed run of leading names."""
+        pages = []
+        for name in names:
+            page = self._page.get(name)
+            if page is None:
+                break
+            pages.append(page)
+        return tuple(pages)
+
+    def add(self, name: PageName, page: PageId) -> None:
+        """Index a page. Keeps the page that already has this name, if one has."""
+        if name not in self._page and page not in self._name:
+            self._page[name] = page
+            self._name[page] = name
+
+    def forget(self, pages: Sequence[PageId]) -> None:
+        """Drop pages whose content is about to change. Pages that are not indexed are fine."""
+        for page in pages:
+            name = self._name.pop(page, None)
+            if name is not None:
+                del self._page[name]

@@ -1,0 +1,88 @@
+"""One continuation (or several that still share their prompt) on one worker."""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from pdserve.engine.prefix import PageName
+from pdserve.engine.step import SampleSpec
+from pdserve.ids import Attempt, PageId, RequestId
+from pdserve.sampling import SamplingParams
+
+SEED_STRIDE = 0xD1342543DE82EF95  # odd, so that the sequences of a request get different seeds
+SEED_MASK = 2**64 - 1
+
+
+class Finish(Enum):
+    STOP = auto()  # end-of-sequence or a stop token
+    LENGTH = auto()  # max_tokens or the model's length limit
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One placement of a request, as a worker gets it."""
+
+    request_id: RequestId
+    attempt: Attempt
+    token_ids: tuple[int, ...]  # the prompt, then tokens drawn before this placement
+    num_prompt_tokens: int
+    params: SamplingParams
+    indices: tuple[int, ...]  # continuations to compute
+    cache_salt: str = ""
+    priority: int = 0
+
+    @property
+    def key(self) -> tuple[RequestId, Attempt]:
+        return self.request_id, self.attempt
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Tokens, the pages that hold their KV, and how far that has come.
+
+    With several `indices` the sequence is still one prompt; it splits when their first tokens are drawn. KV of
+    tokens[:computed] is in `pages`.
+    """
+
+    job: Job
+    indices: tuple[int, ...]
+    tokens: list[int]
+    order: int  # of arrival at this worker
+    stop_after_prompt: bool = False  # a hand-off takes over after the first token
+    computed: int = 0
+    pages: list[PageId] = field(default_factory=list)
+    names: list[PageName] = field(default_factory=list)
+    num_published: int = 0
+    num_cached_tokens: int = 0
+    has_run: bool = False
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.job.num_prompt_tokens
+
+    @property
+    def num_missing(self) -> int:
+        """Return how many tokens wait to be computed; 1 while decoding."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def urgency(self) -> tuple[int, int]:
+        """Return a key that sorts first what is served first and preempted last."""
+        return -self.job.priority, self.order
+
+    def samples(self) -> tuple[SampleSpec, ...]:
+        """Return what to draw after the last token, one draw for each index."""
+        params, count = self.job.params, self.num_output_tokens
+        history = self.tokens if params.has_penalties else ()  # nothing else reads it
+        prompt_ids = tuple(history[: self.job.num_prompt_tokens])
+        output_ids = tuple(history[self.job.num_prompt_tokens :])
+        return tuple(
+            SampleSpec(
+                params=params,
+                seed=(params.seed + index * SEED_STRIDE) & SEED_MASK,
+                index=count,
+                prompt_ids=prompt_ids,
+                output_ids=output_ids,
+                forbid_stops=count < params.min_tokens,
+            )
+            for index in self.indices
+        )

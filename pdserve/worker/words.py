@@ -1,0 +1,127 @@
+"""What a router says to a worker's core, and what the core says back. Pure values.
+
+A core is told which router a word came from: several may be attached, each with its own requests.
+"""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import NewType
+
+from pdserve.engine.sequence import Finish, Job
+from pdserve.engine.step import SampledToken
+from pdserve.ids import Attempt, RequestId
+from pdserve.kvtransfer.session import HandoffKey, Peer
+
+RouterRef = NewType("RouterRef", int)  # one attached stream to a router
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A job for this worker. `peer` is the other half of its hand-off, if it has one."""
+
+    router: RouterRef
+    job: Job
+    deadline_s: float  # on this worker's clock
+    peer: Peer | None
+    peer_address: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """Stop a request's attempts up to and including this one. Unknown ones are fine."""
+
+    request_id: RequestId
+    attempt: Attempt
+    indices: tuple[int, ...] = ()  # only these continuations; none named: all
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLost:
+    router: RouterRef
+
+
+@dataclass(frozen=True, slots=True)
+class DrainAsked:
+    """Take nothing more; the shell exits when nothing is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ticked:
+    """Time has passed: about once a second."""
+
+
+class Rung(Enum):
+    """Steps of a request's ladder that happen on workers."""
+
+    PREFILL_QUEUED = auto()
+    PREFILL_STARTED = auto()
+    PREFILL_DONE = auto()
+    GRANTED = auto()
+    LANDED = auto()
+    COMMITTED = auto()
+    DECODE_JOINED = auto()
+
+
+class FailureCode(Enum):
+    PEER_LOST = auto()
+    TRANSFER_FAILED = auto()
+    DIGEST_MISMATCH = auto()
+    OVERLOADED = auto()
+    INVALID = auto()
+    INTERNAL = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """A sequence gained a token. `position` counts those generated before it, from the request's start."""
+
+    router: RouterRef
+    key: HandoffKey
+    index: int
+    position: int
+    token: SampledToken
+    finish: Finish | None
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    router: RouterRef
+    key: HandoffKey
+    rung: Rung
+    at_s: float
+    cached_tokens: int = 0
+    handoff_bytes: int = 0
+    handoff_s: float = 0.0
+    pages_reused: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """This attempt has ended here without its answer."""
+
+    router: RouterRef
+    key: HandoffKey
+    code: FailureCode
+    reason: str
+
+
+Report = Tokens | Progress | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How full a worker is."""
+
+    pages_free: int
+    pages_held: int
+    pages_granted: int
+    pages_quarantined: int
+    pages_cached: int
+    num_running: int
+    num_waiting: int
+    waiting_tokens: int
+    kv_tokens: int
+    num_preemptions: int
+    num_handoffs: int
+    num_digest_mismatches: int
+    draining: bool

@@ -1,0 +1,283 @@
+"""What a prefill worker does next. Decides; does no I/O.
+
+Invariant: a task is in the table from its placement until its pages are released, and is released once; each task
+reports its tokens, or one failure, or was cancelled.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from pdserve.engine.scheduler import Computed, Drawn, Scheduler, Split, Started
+from pdserve.engine.sequence import Sequence
+from pdserve.engine.step import StepPlan, StepResult
+from pdserve.errors import InvariantError
+from pdserve.kvtransfer import sender
+from pdserve.kvtransfer.session import Capsule, HandoffKey, Peer
+from pdserve.prefill_worker.events import Command, Connect, Copy, Event, FromPeer, PeerLost, ToPeer
+from pdserve.worker.admission import refusal
+from pdserve.worker.words import (
+    Cancelled,
+    DrainAsked,
+    Failed,
+    FailureCode,
+    Load,
+    Placed,
+    Progress,
+    RouterLost,
+    RouterRef,
+    Rung,
+    Ticked,
+    Tokens,
+)
+
+EARLY_GRANT_S = 5.0  # how long a grant may wait for its placement
+MAX_CLOSED = 4096
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """One placement: its sequence, and its hand-off if there is one."""
+
+    router: RouterRef
+    key: HandoffKey
+    sequence: Sequence
+    peer: Peer | None
+    sender: sender.Sender
+    deadline_s: float
+    num_announced: int = 0  # pages told to the sender
+    first_tokens: tuple[tuple[int, int], ...] = ()  # (index, token) of continuations that go on
+    sendable_s: float = 0.0  # when the last page was final, or its room known
+    ended: bool = False  # its end was reported, or nobody wants it
+
+    def cancels_all(self, cancelled: tuple[int, ...]) -> bool:
+        """Return whether cancelling these continuations (none named: all) leaves nothing to compute."""
+        return not cancelled or set(cancelled) >= set(self.sequence.indices)
+
+
+class PrefillCore:
+    def __init__(self, scheduler: Scheduler, vocab_size: int, page_bytes: int, max_tasks: int) -> None:
+        self._scheduler = scheduler
+        self._vocab_size = vocab_size
+        self._page_bytes = page_bytes
+        self._max_tasks = max_tasks
+        self._tasks: dict[HandoffKey, Task] = {}
+        self._early: dict[HandoffKey, tuple[float, FromPeer]] = {}  # grants that overtook their placement
+        self._closed: OrderedDict[HandoffKey, None] = OrderedDict()  # the last ones, to answer late grants at once
+        self._order = 0
+        self._draining = False
+
+    @property
+    def idle(self) -> bool:
+        return not self._tasks
+
+    @property
+    def drained(self) -> bool:
+        return self._draining and self.idle
+
+    def load(self) -> Load:
+        pool, scheduler = self._scheduler.cache.pool, self._scheduler
+        return Load(
+            pages_free=pool.num_free,
+            pages_held=pool.num_held,
+            pages_granted=pool.num_granted,
+            pages_quarantined=pool.num_quarantined,
+            pages_cached=scheduler.cache.num_cached,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            waiting_tokens=scheduler.waiting_tokens,
+            kv_tokens=scheduler.kv_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_handoffs=len(self._tasks),
+            num_digest_mismatches=0,
+            draining=self._draining,
+        )
+
+    def handle(self, event: Event, now_s: float) -> list[Command]:
+        """Take in one event; return what to do now, in order. ProtocolError is the peer's and changes nothing."""
+        match event:
+            case Placed():
+                return self._place(event, now_s)
+            case Cancelled(request_id, attempt, indices):
+                doomed = (
+                    key
+                    for key, task in self._tasks.items()
+                    if key.request_id == request_id and key.attempt <= attempt and task.cancels_all(indices)
+                )
+                return self._give_up(doomed, "cancelled")
+            case RouterLost(router):
+                return self._give_up((k for k, t in self._tasks.items() if t.router == router), "router lost")
+            case Ticked():
+                late = (k for k, t in self._tasks.items() if t.deadline_s < now_s)
+                return self._give_up(late, "deadline") + self._expire_early(now_s)
+            case DrainAsked():
+                self._draining = True
+                return []
+            case FromPeer(peer, key, news):
+                task = self._tasks.get(key)
+                if task is None or task.peer != peer:
+                    return self._unknown(event, now_s)
+                return self._advance(task, news, now_s)
+            case PeerLost(peer, reason):
+                self._early = {k: e for k, e in self._early.items() if e[1].peer != peer}
+                lost = [task for task in self._tasks.values() if task.peer == peer]
+                return [c for task in lost for c in self._advance(task, sender.PeerLost(reason), now_s)]
+
+    def plan(self, now_s: float) -> StepPlan | None:
+        """Return the next step, or None if there is nothing to compute."""
+        del now_s
+        return self._scheduler.plan()
+
+    def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> list[Command]:
+        """Take in what a step brought."""
+        commands: list[Command] = []
+        finished: dict[HandoffKey, Task] = {}
+        for outcome in self._scheduler.commit(plan, result):
+            task = self._tasks[_key(outcome.sequence)]
+            match outcome:
+                case Started(sequence):
+                    started_s = now_s - result.elapsed_s
+                    commands.append(
+                        Progress(
+                            task.router,
+                            task.key,
+                            Rung.PREFILL_STARTED,
+                            started_s,
+                            cached_tokens=sequence.num_cached_tokens,
+                        )
+                    )
+                case Computed():
+                    commands += self._announce(task, now_s)
+                case Drawn(_, index, position, token, finish):
+                    commands.append(Tokens(task.router, task.key, index, position, token, finish))
+                    finished[task.key] = task
+                    if finish is None:
+                        task.first_tokens += ((index, token.token_id),)
+                case Split():
+                    raise InvariantError("a prompt split before its hand-off")
+        for task in finished.values():
+            commands += self._prompt_done(task, now_s)
+        return commands
+
+    def fail_step(self, reason: str) -> list[Command]:
+        """Fail the requests of the planned step: computing it has broken."""
+        broken = [self._tasks[_key(sequence)] for sequence in self._scheduler.abandon()]
+        commands: list[Command] = []
+        for task in broken:
+            if not task.ended:
+                commands.append(Failed(task.router, task.key, FailureCode.INTERNAL, reason))
+            commands += self._give_up([task.key], reason)
+        return commands
+
+    def _place(self, placed: Placed, now_s: float) -> list[Command]:
+        job = placed.job
+        key = HandoffKey(job.request_id, job.attempt)
+        reason = refusal(self._scheduler, job, self._vocab_size)
+        if reason is not None:
+            return [Failed(placed.router, key, FailureCode.INVALID, reason)]
+        if self._draining or len(self._tasks) >= self._max_tasks or key in self._tasks:
+            why = "draining" if self._draining else f"{len(self._tasks)} of {self._max_tasks} requests"
+            return [Failed(placed.router, key, FailureCode.OVERLOADED, why)]
+        self._order += 1
+        sequence = Sequence(
+            job=job,
+            indices=job.indices,
+            tokens=list(job.token_ids),
+            order=self._order,
+            stop_after_prompt=True,
+        )
+        task = Task(placed.router, key, sequence, placed.peer, sender.Sender(), placed.deadline_s)
+        self._tasks[key] = task
+        self._scheduler.add(sequence)
+        commands: list[Command] = [Progress(placed.router, key, Rung.PREFILL_QUEUED, now_s)]
+        if placed.peer is not None:
+            commands.append(Connect(placed.peer, placed.peer_address))
+        _, early = self._early.pop(key, (0.0, None))
+        return commands + (self.handle(early, now_s) if early else [])
+
+    def _unknown(self, news: FromPeer, now_s: float) -> list[Command]:
+        """Answer news of a hand-off that is not here: over, or not here yet."""
+        may_come = news.key not in self._closed and len(self._early) < self._max_tasks
+        if isinstance(news.event, sender.Granted) and may_come:
+            self._early[news.key] = (now_s, news)
+            return []
+        self._early.pop(news.key, None)
+        asks = isinstance(news.event, sender.Granted | sender.Withdrawn)
+        return [ToPeer(news.peer, news.key, sender.SendQuiesced("unknown here"))] if asks else []
+
+    def _expire_early(self, now_s: float) -> list[Command]:
+        expired = [news for since_s, news in self._early.values() if now_s - since_s > EARLY_GRANT_S]
+        for news in expired:
+            del self._early[news.key]
+        return [ToPeer(n.peer, n.key, sender.SendQuiesced("never placed here")) for n in expired]
+
+    def _announce(self, task: Task, now_s: float) -> list[Command]:
+        """Tell the hand-off about pages that have become final: full ones, and at the end the last one."""
+        sequence = task.sequence
+        final = sequence.computed // self._scheduler.cache.page_size
+        if sequence.num_missing == 0:
+            final = len(sequence.pages)
+        pages = tuple(sequence.pages[task.num_announced : final])
+        task.num_announced = final
+        return self._advance(task, sender.PagesReady(pages), now_s) if pages and task.peer else []
+
+    def _prompt_done(self, task: Task, now_s: float) -> list[Command]:
+        commands: list[Command] = [Progress(task.router, task.key, Rung.PREFILL_DONE, now_s)]
+        if task.first_tokens and task.peer is not None:
+            indices, tokens = zip(*task.first_tokens, strict=True)
+            capsule = Capsule(len(task.sequence.tokens), tokens, indices)
+            task.sendable_s = max(task.sendable_s, now_s)
+            return commands + self._advance(task, sender.PrefillDone(capsule), now_s)
+        task.ended = True
+        if task.first_tokens:
+            commands.append(Failed(task.router, task.key, FailureCode.INVALID, "no decode worker was named"))
+        return commands + self._advance(task, sender.GaveUp("finished with its first token"), now_s)
+
+    def _give_up(self, keys: Iterable[HandoffKey], reason: str) -> list[Command]:
+        commands: list[Command] = []
+        for key in list(keys):
+            task = self._tasks[key]
+            task.ended = True
+            self._scheduler.stop(task.sequence)
+            commands += self._advance(task, sender.GaveUp(reason), 0.0)
+        return commands
+
+    def _advance(self, task: Task, event: sender.Event, now_s: float) -> list[Command]:
+        if isinstance(event, sender.Granted):
+            task.sendable_s = max(task.sendable_s, now_s)
+        return [c for command in task.sender.handle(event) for c in self._perform(task, command, now_s)]
+
+    def _perform(self, task: Task, command: sender.Command, now_s: float) -> Iterator[Command]:
+        match command:
+            case sender.StartCopy(src, dst) if task.peer is not None:
+                yield Copy(task.peer, task.key, src, dst)
+            case sender.SendCommit() if task.peer is not None:
+                yield Progress(
+                    task.router,
+                    task.key,
+                    Rung.LANDED,
+                    now_s,
+                    handoff_bytes=task.sender.num_pages_sent * self._page_bytes,
+                    handoff_s=now_s - task.sendable_s,
+                )
+                yield ToPeer(task.peer, task.key, command)
+            case sender.SendQuiesced() if task.peer is not None:
+                yield ToPeer(task.peer, task.key, command)
+            case sender.ReleasePages():
+                self._scheduler.remove(task.sequence)
+                del self._tasks[task.key]
+                self._closed[task.key] = None
+                if len(self._closed) > MAX_CLOSED:
+                    self._closed.popitem(last=False)
+            case sender.Failed(transfer, reason):
+                self._scheduler.stop(task.sequence)
+                if not task.ended:
+                    task.ended = True
+                    code = FailureCode.TRANSFER_FAILED if transfer else FailureCode.PEER_LOST
+                    yield Failed(task.router, task.key, code, reason)
+            case _:
+                pass  # no peer: nobody to tell
+
+
+def _key(sequence: Sequence) -> HandoffKey:
+    return HandoffKey(sequence.job.request_id, sequence.job.attempt)

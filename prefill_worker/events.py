@@ -1,0 +1,53 @@
+"""What happens to a prefill worker, and what it does about it. Pure values."""
+
+from dataclasses import dataclass
+
+from pdserve.kvtransfer import sender
+from pdserve.kvtransfer.session import HandoffKey, Pages, Peer
+from pdserve.worker.words import Cancelled, DrainAsked, Placed, Report, RouterLost, Ticked
+
+
+@dataclass(frozen=True, slots=True)
+class FromPeer:
+    """News of one hand-off, from its decode worker or from the mover."""
+
+    peer: Peer
+    key: HandoffKey
+    event: sender.Event
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """The stream to a decode worker has ended, or could not be had."""
+
+    peer: Peer
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Have a stream to this decode worker; nothing if it stands. PeerLost follows if it cannot be had."""
+
+    peer: Peer
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Write pages into the peer's; CopyStopped follows, whatever happens."""
+
+    peer: Peer
+    key: HandoffKey
+    src: Pages
+    dst: Pages
+
+
+@dataclass(frozen=True, slots=True)
+class ToPeer:
+    peer: Peer
+    key: HandoffKey
+    message: sender.SendCommit | sender.SendQuiesced
+
+
+Event = Placed | Cancelled | RouterLost | DrainAsked | Ticked | FromPeer | PeerLost
+Command = Report | Connect | Copy | ToPeer
