@@ -62,9 +62,7 @@ class Checkpoint:
     special_tokens: Mapping[str, str]  # as chat templates name them: bos_token, eos_token, ...
     chat_template: str | None  # the source
     weight_files: tuple[Path, ...]
-    weights: Callable[
-        [], Weights
-    ]  # Hugging Face names; one tensor in memory at a time; imports torch or numpy
+    weights: Callable[[], Weights]  # Hugging Face names; one tensor in memory at a time; imports torch or numpy
     tokenizer: Callable[[], Tokenizer]
 
     @cached_property

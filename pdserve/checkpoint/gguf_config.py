@@ -55,9 +55,7 @@ def hf_config(file: GgufFile) -> dict[str, object]:
     """Return the mapping `ModelConfig.from_hf` reads; ConfigError naming the key it has no words for."""
     architecture = architecture_of(file)
     prefix = f"{architecture}."
-    fields = Fields(
-        {k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}, prefix
-    )
+    fields = Fields({k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}, prefix)
     _check_keys(file.metadata, prefix, fields)
     shapes = {tensor.name: tensor.shape for tensor in file.tensors}
     if "token_embd.weight" not in shapes:
@@ -72,9 +70,7 @@ def hf_config(file: GgufFile) -> dict[str, object]:
         "intermediate_size": fields.integer("feed_forward_length"),
         "num_hidden_layers": fields.integer("block_count"),
         "num_attention_heads": fields.integer("attention.head_count"),
-        "num_key_value_heads": fields.integer(
-            "attention.head_count_kv", fields.integer("attention.head_count")
-        ),
+        "num_key_value_heads": fields.integer("attention.head_count_kv", fields.integer("attention.head_count")),
         "head_dim": _head_dim(fields),
         "max_position_embeddings": fields.integer("context_length"),
         "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
@@ -104,9 +100,7 @@ def _check_keys(metadata: Mapping[str, object], prefix: str, fields: Fields) -> 
 def _head_dim(fields: Fields) -> int:
     num_heads = fields.positive("attention.head_count")
     rope_dim = fields.optional_int("rope.dimension_count")
-    head_dim = fields.integer(
-        "attention.key_length", rope_dim or fields.positive("embedding_length") // num_heads
-    )
+    head_dim = fields.integer("attention.key_length", rope_dim or fields.positive("embedding_length") // num_heads)
     if rope_dim not in (None, head_dim):
         raise fields.unsupported("rope.dimension_count", f"the head's {head_dim}")
     if fields.integer("attention.value_length", head_dim) != head_dim:

@@ -142,9 +142,7 @@ def _scores(metadata: Mapping[str, object], num_tokens: int) -> list[float]:
     return [float(score) for score in scores]
 
 
-def _merges_by_score(
-    scores: Sequence[float], tokens: tuple[str, ...], types: tuple[int, ...]
-) -> list[tuple[str, str]]:
+def _merges_by_score(scores: Sequence[float], tokens: tuple[str, ...], types: tuple[int, ...]) -> list[tuple[str, str]]:
     """Return every way to make a token of two others, those with the best score first.
 
     SentencePiece merges the pair whose result scores best; a list of merges in that order does the same.

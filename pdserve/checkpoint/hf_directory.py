@@ -66,9 +66,7 @@ def _weight_files(path: Path) -> tuple[Path, ...]:
             raise ConfigError(f"{INDEX}: names {file.name}, which is not there")
     pickled = [file.name for pattern in PICKLED for file in sorted(path.glob(pattern))]
     if pickled and not files:
-        raise ConfigError(
-            f"holds weights only as {pickled[0]}: reading pickles runs code; convert to safetensors"
-        )
+        raise ConfigError(f"holds weights only as {pickled[0]}: reading pickles runs code; convert to safetensors")
     return tuple(files)
 
 
@@ -110,16 +108,12 @@ def _chat_template(path: Path, tokenizer_config: Mapping[str, object]) -> str | 
         return file.read_text(encoding="utf-8")
     template = tokenizer_config.get("chat_template")
     if isinstance(template, list):
-        by_name = {
-            named.get("name"): named.get("template") for named in template if isinstance(named, Mapping)
-        }
+        by_name = {named.get("name"): named.get("template") for named in template if isinstance(named, Mapping)}
         template = by_name.get("default")
     return template if isinstance(template, str) else None
 
 
-def _tokenizer(
-    path: Path, special_tokens: Mapping[str, str], tokenizer_config: Mapping[str, object]
-) -> Tokenizer:
+def _tokenizer(path: Path, special_tokens: Mapping[str, str], tokenizer_config: Mapping[str, object]) -> Tokenizer:
     file = path / "tokenizer.json"
     if not file.exists():
         raise ConfigError(f"{path}: holds no tokenizer.json; save it with a fast tokenizer of transformers")
@@ -134,9 +128,7 @@ def _tokenizer(
     if ends.has("add_bos_token") or ends.has("add_eos_token"):
         # tokenizer_config.json overrules what tokenizer.json adds
         first = _end(backend, bos, wanted=ends.flag("add_bos_token", default=False))
-        last = _end(
-            backend, special_tokens.get("eos_token"), wanted=ends.flag("add_eos_token", default=False)
-        )
+        last = _end(backend, special_tokens.get("eos_token"), wanted=ends.flag("add_eos_token", default=False))
         set_ends(backend, first, last)
     return Tokenizer(backend, backend.token_to_id(bos) if bos is not None else None)
 

@@ -1,9 +1,10 @@
 """Chat messages to a prompt, by the template that came with the model.
 
-Templates are programs by whoever published the model. They run in jinja2's immutable sandbox, as transformers
-runs them: no attribute of Python's internals, no change to what they are given, `range` of at most 100,000. The
-sizes of messages and output are limited here. Time and memory are not: a template may loop or multiply strings as
-it likes, so whoever serves strangers' templates renders in a thread and stops waiting for it.
+Templates are programs by whoever published the model. They run in jinja2's immutable sandbox, as
+transformers runs them: no attribute of Python's internals, no change to what they are given, `range` of at
+most 100,000. The sizes of messages and output are limited here. Time and memory are not: a template may
+loop or multiply strings as it likes, so whoever serves strangers' templates renders in a thread and stops
+waiting for it.
 """
 
 import json
@@ -64,7 +65,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> str:
         """Return the prompt. It already has the special tokens it needs: encode it with `add_special=False`.
 
-        Raises RequestError(INVALID_ARGUMENT) naming `chat` where messages break a limit or the template refuses.
+        Raises RequestError(INVALID_ARGUMENT) naming `chat` for messages over a limit or refused.
         """
         _check_sizes(messages)
         pieces = self._template.generate(

@@ -16,7 +16,7 @@ class Detokenizer:
     __slots__ = ("_by_id", "_errors", "_pending", "_strip_space")
 
     def __init__(self, pieces: Pieces, *, at_start: bool) -> None:
-        """Start a sequence. `at_start`: it begins a text, where SentencePiece's leading space is not shown."""
+        """Start a sequence. `at_start`: it begins a text, where SentencePiece hides a leading space."""
         self._by_id = pieces.by_id
         self._errors = pieces.encoding_errors
         self._strip_space = at_start and pieces.strips_first_space

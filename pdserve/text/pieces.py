@@ -1,7 +1,8 @@
 """What each token adds to a text, as a table made once per model.
 
-A tokenizer's decoder turns a list of tokens into a text. For the two kinds that Llama-family models use, that is
-the same as joining one run of bytes per token and reading the whole as UTF-8. The table holds those runs.
+A tokenizer's decoder turns a list of tokens into a text. For the two kinds that Llama-family models use,
+that is the same as joining one run of bytes per token and reading the whole as UTF-8. The table holds those
+runs.
 """
 
 import codecs

