@@ -1,0 +1,1 @@
+"""Start a cluster's processes on this machine and keep them running."""

@@ -1,0 +1,55 @@
+"""Talk to a router's internal port as its operator."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import grpc
+
+from pdserve import rpc
+from pdserve.ids import Incarnation, WorkerId
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.proto.v1.admin_pb2_grpc import AdminServiceStub
+
+CALL_TIMEOUT_S = 10.0
+
+
+class AdminClient:
+    """One operator's connection to one router. Calls raise grpc.aio.AioRpcError."""
+
+    def __init__(self, address: str, secret_file: Path) -> None:
+        self._metadata = rpc.secret_metadata(rpc.read_secret(secret_file))
+        self._channel = grpc.aio.insecure_channel(address, options=rpc.channel_options(rpc.INTERNAL_MESSAGE_BYTES))
+        self._stub = AdminServiceStub(self._channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._channel.close()
+
+    async def status(self) -> admin.ClusterStatus:
+        """Return the cluster as the router sees it now."""
+        reply = await self._stub.GetStatus(admin.GetStatusRequest(), metadata=self._metadata, timeout=CALL_TIMEOUT_S)
+        return reply.status
+
+    async def watch(self, *, wait_for_ready: bool = False) -> AsyncIterator[admin.ClusterStatus]:
+        """Yield the cluster now and after each change, until the router ends the stream."""
+        request = admin.WatchStatusRequest()
+        call = self._stub.WatchStatus(request, metadata=self._metadata, wait_for_ready=wait_for_ready)
+        async for reply in call:
+            yield reply.status
+
+    async def report_gone(self, worker_id: WorkerId, incarnation: Incarnation, timeout_s: float) -> None:
+        """Tell the router that a worker's process is gone; waits for a router to tell, up to `timeout_s`."""
+        process = link.ProcessGone(worker_id=worker_id, incarnation=incarnation)
+        await self._stub.ReportProcessGone(
+            admin.ReportProcessGoneRequest(process=process),
+            metadata=self._metadata,
+            timeout=timeout_s,
+            wait_for_ready=True,
+        )

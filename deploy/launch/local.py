@@ -1,0 +1,176 @@
+"""One cluster on this machine: a router and its workers as supervised processes.
+
+A worker's end is reported to the router at once. The report is the proof that nothing of that process can write
+into another worker's pages any more, which frees the pages that wait for it.
+"""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import grpc
+
+from pdserve.clock import MonotonicClock
+from pdserve.errors import ConfigError
+from pdserve.ids import WorkerId
+from pdserve.launch.admin import AdminClient
+from pdserve.launch.backoff import Backoff
+from pdserve.launch.folder import choose_port, claimed_folder, write_secret
+from pdserve.launch.plan import ClusterSpec, Wiring, plan
+from pdserve.launch.state import ClusterState, write_atomically
+from pdserve.launch.supervisor import ChildExit, Supervisor
+from pdserve.launch.threads import child_environment, usable_cores
+from pdserve.proto.v1 import admin_pb2 as admin
+
+PUBLIC_PORT = 50051
+REPORT_TIMEOUT_S = 60.0
+RECONNECT_S = 0.2
+MAX_RESTARTS_BEFORE_READY = 3
+DRAIN_GRACE_S = {"router": 40.0, "prefill": 10.0, "decode": 10.0}  # the router first: it finishes what runs
+
+
+class LaunchError(Exception):
+    """The cluster could not be brought up; says which process failed and where its log is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    """Whom a cluster tells what happens."""
+
+    on_status: Callable[[admin.ClusterStatus], None]
+    on_notice: Callable[[str], None]
+
+
+class LocalCluster:
+    """A running cluster; made by `running`."""
+
+    def __init__(self, state: ClusterState, supervisor: Supervisor, listener: Listener) -> None:
+        self._state = state
+        self._state_file = state.secret_file.parent / "state.json"
+        self._supervisor = supervisor
+        self._listener = listener
+        self.ready = asyncio.Event()
+
+    @property
+    def state(self) -> ClusterState:
+        """What other commands are told."""
+        processes = self._supervisor.processes
+        return self._state.model_copy(update={"processes": processes, "ready": self.ready.is_set()})
+
+    async def stop(self) -> None:
+        """Let running requests finish, then end every process."""
+        await self._supervisor.stop(DRAIN_GRACE_S)
+
+    def kill(self) -> None:
+        """End every process now."""
+        self._supervisor.kill()
+
+    async def supervise(self) -> None:
+        """Keep the processes running and report each worker's end to the router."""
+        client = AdminClient(self._state.admin, self._state.secret_file)
+        helpers: set[asyncio.Task[None]] = set()
+
+        def on_exit(exit_: ChildExit) -> None:
+            if exit_.spec.role != "router" and exit_.restart_in_s is not None:
+                report = tasks.create_task(_report_gone(client, exit_))
+                helpers.add(report)
+                report.add_done_callback(helpers.discard)
+            self._publish()
+            self._tell(exit_)
+
+        async with client, asyncio.TaskGroup() as tasks:
+            helpers.add(tasks.create_task(self._watch(client)))
+            await self._supervisor.run(on_exit, self._publish)
+            for helper in helpers:
+                helper.cancel()
+
+    def _publish(self) -> None:
+        write_atomically(self._state_file, self.state.model_dump_json(indent=2) + "\n")
+
+    def _tell(self, exit_: ChildExit) -> None:
+        if exit_.restart_in_s is None:
+            return
+        name, log = exit_.spec.name, self._supervisor.log_file(exit_.spec.name)
+        num_restarts = next(p.num_restarts for p in self._supervisor.processes if p.name == name)
+        if not self.ready.is_set() and num_restarts >= MAX_RESTARTS_BEFORE_READY:
+            raise LaunchError(f"{name} does not start (status {exit_.status}): see {log}")
+        self._listener.on_notice(
+            f"{name} ended with status {exit_.status}; starting again in {exit_.restart_in_s:g} s (log: {log})"
+        )
+
+    async def _watch(self, client: AdminClient) -> None:
+        while True:
+            try:
+                async for status in client.watch(wait_for_ready=True):
+                    self._listener.on_status(status)
+                    if not self.ready.is_set() and self._is_complete(status):
+                        self.ready.set()
+                        self._publish()
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    raise LaunchError(f"the router does not tell its state: {error.details()}") from error
+            await asyncio.sleep(RECONNECT_S)  # the router is gone; its successor needs longer than this to listen
+
+    def _is_complete(self, status: admin.ClusterStatus) -> bool:
+        ready = {(w.registration.worker_id, w.registration.incarnation) for w in status.workers if w.registration.ready}
+        workers = [process for process in self._supervisor.processes if process.role != "router"]
+        return all((worker.name, worker.incarnation) in ready for worker in workers)
+
+
+async def _report_gone(client: AdminClient, exit_: ChildExit) -> None:
+    try:
+        await client.report_gone(WorkerId(exit_.spec.name), exit_.incarnation, REPORT_TIMEOUT_S)
+    except grpc.aio.AioRpcError:
+        return  # no router to tell; the worker's next incarnation is the same proof
+
+
+@asynccontextmanager
+async def running(
+    spec: ClusterSpec, listener: Listener, *, backoff: Backoff | None = None
+) -> AsyncIterator[LocalCluster]:
+    """Run a cluster for the length of the block; at its end let it drain, and leave nothing running.
+
+    Raises ConfigError when a process refuses its configuration, LaunchError when one keeps failing before all
+    are ready; both end the block.
+    """
+    with claimed_folder(spec.name) as folder:
+        wiring = Wiring(
+            public_port=choose_port(spec.host, spec.router_port, preferred=PUBLIC_PORT),
+            internal_port=choose_port("127.0.0.1", None),
+            secret_file=write_secret(folder),
+        )
+        environment = child_environment(os.environ, usable_cores())
+        supervisor = Supervisor(
+            plan(spec, wiring), folder / "logs", MonotonicClock(), environment=environment, backoff=backoff
+        )
+        cluster = LocalCluster(_state(spec, wiring), supervisor, listener)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(cluster.supervise())
+                yield cluster
+                await cluster.stop()
+        except ExceptionGroup as group:
+            expected, rest = group.split((ConfigError, LaunchError))
+            if expected is None or rest is not None:
+                raise
+            raise _first(expected) from None
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    first = group.exceptions[0]
+    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+
+
+def _state(spec: ClusterSpec, wiring: Wiring) -> ClusterState:
+    return ClusterState(
+        name=spec.name,
+        supervisor_pid=os.getpid(),
+        endpoint=f"{spec.host}:{wiring.public_port}",
+        admin=f"127.0.0.1:{wiring.internal_port}",
+        secret_file=wiring.secret_file,
+        model=spec.served_model_name,
+        ready=False,
+        processes=(),
+    )

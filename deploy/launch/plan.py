@@ -1,0 +1,109 @@
+"""Which processes a local cluster consists of, and how each is called."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pdserve.errors import ConfigError
+from pdserve.ids import Incarnation
+from pdserve.launch.state import Role
+
+Flags = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """What an operator asks for."""
+
+    model: str  # what the processes open
+    served_model_name: str
+    num_prefill: int = 1
+    num_decode: int = 1
+    name: str = "default"
+    host: str = "127.0.0.1"
+    router_port: int | None = None  # None: 50051 if it is free, else any
+    worker_flags: Flags = field(default_factory=dict)  # by field name, for all workers alike
+    router_flags: Flags = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for key, count in (("prefill", self.num_prefill), ("decode", self.num_decode)):
+            if count < 1:
+                raise ConfigError(f"--{key}: {count} is refused: at least one worker is needed")
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """What the processes of one cluster must agree on."""
+
+    public_port: int
+    internal_port: int
+    secret_file: Path
+
+
+@dataclass(frozen=True, slots=True)
+class ChildSpec:
+    """One process to keep running."""
+
+    name: str
+    role: Role
+    command: tuple[str, ...]
+
+    def command_for(self, incarnation: Incarnation) -> tuple[str, ...]:
+        """Return the command line of one start."""
+        if self.role == "router":
+            return self.command
+        return (*self.command, *flag_arguments({"incarnation": incarnation}))
+
+
+def plan(spec: ClusterSpec, wiring: Wiring) -> tuple[ChildSpec, ...]:
+    """Return the processes of a cluster, the router first."""
+    shared = {
+        "model": spec.model,
+        "served_model_name": spec.served_model_name,
+        "secret_file": wiring.secret_file,
+    }
+    router = {
+        **shared,
+        "host": spec.host,
+        "port": wiring.public_port,
+        "internal_host": "127.0.0.1",
+        "internal_port": wiring.internal_port,
+        **spec.router_flags,
+    }
+    worker = {**shared, "routers": (f"127.0.0.1:{wiring.internal_port}",), **spec.worker_flags}
+    return (
+        _child("router", "router", "router", router),
+        *(_worker("prefill", i, worker) for i in range(spec.num_prefill)),
+        *(_worker("decode", i, worker) for i in range(spec.num_decode)),
+    )
+
+
+def _worker(role: Role, index: int, flags: Flags) -> ChildSpec:
+    name = f"{role}-{index}"
+    return _child(name, role, f"{role}-worker", {**flags, "worker_id": name})
+
+
+def _child(name: str, role: Role, command: str, flags: Flags) -> ChildSpec:
+    # -P: the working folder is not searched for modules; ours has some with other packages' names.
+    return ChildSpec(name, role, (sys.executable, "-P", "-m", "pdserve", command, *flag_arguments(flags)))
+
+
+def flag_arguments(flags: Flags) -> tuple[str, ...]:
+    """Return the command-line arguments that set the given fields; None sets nothing."""
+    arguments: list[str] = []
+    for name, value in flags.items():
+        flag = name.replace("_", "-")
+        match value:
+            case None:
+                pass
+            case bool():
+                arguments.append(f"--{flag}" if value else f"--no-{flag}")
+            case str() | int() | float() | Path():
+                arguments += (f"--{flag}", str(value))
+            case Sequence():
+                for item in value:
+                    arguments += (f"--{flag}", str(item))
+            case _:
+                raise TypeError(f"{name}: a flag cannot carry {type(value).__name__}")
+    return tuple(arguments)

@@ -1,0 +1,178 @@
+"""Keep child processes running: start them, start them again when they die, stop them in order.
+
+Every exit is announced the moment the process has been reaped, before anything else is done about it.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from asyncio.subprocess import DEVNULL, STDOUT, Process
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pdserve.clock import Clock
+from pdserve.errors import ConfigError
+from pdserve.ids import Incarnation, new_incarnation
+from pdserve.launch.backoff import Backoff
+from pdserve.launch.plan import ChildSpec
+from pdserve.launch.state import ProcessState
+
+NEVER_STARTED = Incarnation(0)
+CONFIG_EXIT_STATUS = 2  # a process that refuses its configuration; starting it again would not help
+
+
+@dataclass(frozen=True, slots=True)
+class ChildExit:
+    """A process has ended and has been reaped: nothing of it runs any more."""
+
+    spec: ChildSpec
+    incarnation: Incarnation
+    status: int  # exit status, or minus the signal that ended it
+    restart_in_s: float | None  # None: it is not started again
+
+
+@dataclass(slots=True)
+class _Child:
+    spec: ChildSpec
+    process: Process | None = None
+    incarnation: Incarnation = NEVER_STARTED
+    num_restarts: int = 0
+    ended: asyncio.Event = field(default_factory=asyncio.Event)  # for good
+
+    def state(self) -> ProcessState:
+        return ProcessState(
+            name=self.spec.name,
+            role=self.spec.role,
+            pid=self.process.pid if self.process is not None else None,
+            incarnation=self.incarnation,
+            num_restarts=self.num_restarts,
+        )
+
+
+class Supervisor:
+    """Owns the child processes of one cluster: `run` keeps them until `stop` or `kill` ends them."""
+
+    def __init__(
+        self,
+        children: Sequence[ChildSpec],
+        log_dir: Path,
+        clock: Clock,
+        *,
+        environment: Mapping[str, str] | None = None,
+        backoff: Backoff | None = None,
+    ) -> None:
+        self._children = [_Child(spec) for spec in children]
+        self._log_dir = log_dir
+        self._clock = clock
+        self._environment = environment
+        self._backoff = backoff or Backoff()
+        self._stopping = asyncio.Event()
+
+    @property
+    def processes(self) -> tuple[ProcessState, ...]:
+        """What runs now."""
+        return tuple(child.state() for child in self._children)
+
+    def log_file(self, name: str) -> Path:
+        """Return where the process `name` writes what it has to say."""
+        return self._log_dir / f"{name}.log"
+
+    async def run(self, on_exit: Callable[[ChildExit], None], on_start: Callable[[], None]) -> None:
+        """Keep all children running until stopped; what `on_exit` raises ends them all.
+
+        Raises an ExceptionGroup, with ConfigError in it when a child refuses its configuration. Whatever ends
+        this call, no child is left running.
+        """
+        try:
+            async with asyncio.TaskGroup() as keepers:
+                for child in self._children:
+                    keepers.create_task(self._keep(child, on_exit, on_start))
+        finally:
+            self.kill()
+
+    async def stop(self, grace_s: Mapping[str, float]) -> None:
+        """Ask the children to end, role after role as in `grace_s`; kill what does not in its time."""
+        self._stopping.set()
+        for role, seconds in grace_s.items():
+            leaving = [child for child in self._children if child.spec.role == role]
+            _signal(leaving, signal.SIGTERM)
+            try:
+                async with asyncio.timeout(seconds):
+                    for child in leaving:
+                        await child.ended.wait()
+            except TimeoutError:
+                _signal(leaving, signal.SIGKILL)
+
+    def kill(self) -> None:
+        """End all children at once."""
+        self._stopping.set()
+        _signal(self._children, signal.SIGKILL)
+
+    async def _keep(self, child: _Child, on_exit: Callable[[ChildExit], None], on_start: Callable[[], None]) -> None:
+        delay_s: float | None = None
+        try:
+            while not self._stopping.is_set():
+                started_s = self._clock.now_s()
+                process = await self._start(child)
+                on_start()
+                status = await _until_ended(child, process)
+                delay_s = self._backoff.next_delay_s(delay_s, self._clock.now_s() - started_s)
+                again = not self._stopping.is_set() and status != CONFIG_EXIT_STATUS
+                on_exit(ChildExit(child.spec, child.incarnation, status, delay_s if again else None))
+                if not again:
+                    break
+                await self._pause(delay_s)
+                child.num_restarts += 1
+        finally:
+            child.ended.set()
+        if not self._stopping.is_set():
+            log = self.log_file(child.spec.name)
+            raise ConfigError(f"{child.spec.name} refuses its configuration: {_last_line(log)}")
+
+    async def _start(self, child: _Child) -> Process:
+        child.incarnation = new_incarnation()
+        command = child.spec.command_for(child.incarnation)
+        with self.log_file(child.spec.name).open("ab") as log:
+            child.process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-P", "-m", "pdserve.launch.tether", str(os.getpid())),
+                *command,
+                stdin=DEVNULL,
+                stdout=log,
+                stderr=STDOUT,
+                env=self._environment,
+                start_new_session=True,  # Ctrl-C in the terminal is for the supervisor alone
+            )
+        if self._stopping.is_set():  # whoever stopped the others did not see this one yet
+            child.process.terminate()
+        return child.process
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
+        except TimeoutError:
+            return
+
+
+async def _until_ended(child: _Child, process: Process) -> int:
+    try:
+        return await process.wait()
+    except asyncio.CancelledError:
+        process.kill()
+        await process.wait()
+        raise
+    finally:
+        child.process = None
+
+
+def _signal(children: Sequence[_Child], number: signal.Signals) -> None:
+    for child in children:
+        if child.process is not None and child.process.returncode is None:
+            child.process.send_signal(number)
+
+
+def _last_line(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), f"see {log}")
