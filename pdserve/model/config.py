@@ -80,9 +80,7 @@ class ModelConfig:
         num_heads = fields.positive("num_attention_heads")
         num_kv_heads = fields.positive("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
-            raise ConfigError(
-                f"num_key_value_heads: {num_kv_heads} does not divide num_attention_heads {num_heads}"
-            )
+            raise ConfigError(f"num_key_value_heads: {num_kv_heads} does not divide num_attention_heads {num_heads}")
         hidden_size = fields.positive("hidden_size")
         attention_bias = fields.flag("attention_bias", default=False)
         theta, scaling = _rope(fields)
@@ -185,9 +183,7 @@ def _rope(fields: Fields) -> tuple[float, RopeScaling | None]:
 
 
 def _original_length(section: Fields, fields: Fields) -> int:
-    return section.positive(
-        "original_max_position_embeddings", fields.positive("max_position_embeddings", 2048)
-    )
+    return section.positive("original_max_position_embeddings", fields.positive("max_position_embeddings", 2048))
 
 
 def _llama3(section: Fields, fields: Fields) -> Llama3Rope:
