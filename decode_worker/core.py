@@ -325,6 +325,8 @@ class DecodeCore:
                 del self._inbound[key]
                 (pool.unquarantine if inbound.quarantined else pool.ungrant)(pages)
                 pool.release(inbound.reused)
+                if task is not None:
+                    self._forget(task)  # the sender has told the router why
             case receiver.Failed(digest_mismatch, reason):
                 self._num_digest_mismatches += digest_mismatch
                 if task is not None:

@@ -1,0 +1,1 @@
+"""Worlds in which the real decisions run without the real machines."""

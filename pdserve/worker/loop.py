@@ -1,0 +1,142 @@
+"""Drives a worker's core: the only place where its clock, its engine and the network meet."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Generic, Protocol, TypeVar
+
+from pdserve.clock import Clock
+from pdserve.engine.step import StepPlan, StepResult
+from pdserve.errors import InvariantError, ProtocolError
+from pdserve.worker.words import Load, Ticked
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.5
+MAX_INBOX = 16384  # events; beyond it, streams are read no further
+
+EventT = TypeVar("EventT")
+CommandT = TypeVar("CommandT")
+
+
+class Core(Protocol[EventT, CommandT]):
+    """The decisions of one kind of worker."""
+
+    @property
+    def drained(self) -> bool: ...
+    def load(self) -> Load: ...
+    def handle(self, event: EventT | Ticked, now_s: float) -> list[CommandT]: ...
+    def plan(self, now_s: float) -> StepPlan | None: ...
+    def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> list[CommandT]: ...
+    def fail_step(self, reason: str) -> list[CommandT]: ...
+
+
+class Runner(Protocol):
+    def run(self, plan: StepPlan) -> StepResult: ...
+
+
+class Outbox(Protocol[CommandT]):
+    """Carries out what a core decides. Never blocks: what takes time comes back as an event."""
+
+    def perform(self, commands: Sequence[CommandT], step: tuple[StepPlan, StepResult] | None) -> None: ...
+    def beat(self, load: Load, num_steps: int) -> None: ...
+
+
+class Inbox(Generic[EventT]):
+    """Events that wait for the core, in order of arrival."""
+
+    def __init__(self) -> None:
+        self._events: deque[EventT] = deque()
+        self._news = asyncio.Event()
+        self._room = asyncio.Event()
+        self._room.set()
+
+    def put(self, event: EventT) -> None:
+        """Add an event of which only so many can be outstanding, such as an answer to a command."""
+        self._events.append(event)
+        self._news.set()
+        if len(self._events) >= MAX_INBOX:
+            self._room.clear()
+
+    async def offer(self, event: EventT) -> None:
+        """Add an event from the network, once there is room."""
+        await self._room.wait()
+        self.put(event)
+
+    def drain(self) -> list[EventT]:
+        events = list(self._events)
+        self._events.clear()
+        self._news.clear()
+        self._room.set()
+        return events
+
+    async def wait(self, timeout_s: float) -> None:
+        """Return when there is an event, or after a time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._news.wait()
+        except TimeoutError:
+            pass
+
+
+class WorkerLoop(Generic[EventT, CommandT]):
+    """Handle what came, plan, run, commit; events are handled between steps only."""
+
+    def __init__(
+        self,
+        core: Core[EventT, CommandT],
+        runner: Runner,
+        inbox: Inbox[EventT],
+        outbox: Outbox[CommandT],
+        clock: Clock,
+    ) -> None:
+        self._core = core
+        self._runner = runner
+        self._inbox = inbox
+        self._outbox = outbox
+        self._clock = clock
+        self._num_steps = 0
+        self._ticked_s = clock.now_s()
+
+    async def run(self) -> None:
+        """Serve until the core has drained. InvariantError ends this process."""
+        loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor(1, "engine") as engine:
+            while not self._core.drained:
+                self._take_in()
+                plan = self._core.plan(self._clock.now_s())
+                if plan is None:
+                    await self._inbox.wait(TICK_S)
+                    continue
+                try:
+                    result = await loop.run_in_executor(engine, self._runner.run, plan)
+                except InvariantError:
+                    raise
+                except Exception as error:  # noqa: BLE001 - whatever a request makes the engine do, others go on
+                    logger.exception("a step failed")
+                    self._outbox.perform(self._core.fail_step(f"{type(error).__name__}: {error}"), None)
+                    continue
+                self._num_steps += 1
+                self._outbox.perform(self._core.commit(plan, result, self._clock.now_s()), (plan, result))
+            self._outbox.beat(self._core.load(), self._num_steps)
+
+    def _take_in(self) -> None:
+        for event in self._inbox.drain():
+            self._handle(event)
+        now_s = self._clock.now_s()
+        if now_s - self._ticked_s >= TICK_S:
+            self._ticked_s = now_s
+            self._handle(Ticked())
+            self._outbox.beat(self._core.load(), self._num_steps)
+
+    def _handle(self, event: EventT | Ticked) -> None:
+        try:
+            commands = self._core.handle(event, self._clock.now_s())
+        except ProtocolError as error:
+            logger.warning("refused %s: %s", type(event).__name__, error)
+            return
+        self._outbox.perform(commands, None)
+
+
