@@ -76,13 +76,9 @@ def read_secret(path: Path) -> bytes:
     except OSError as error:
         raise ConfigError(f"secret_file: cannot read {path}: {error.strerror}") from error
     if mode & 0o077:
-        raise ConfigError(
-            f"secret_file: {path} has mode {mode & 0o777:04o}; others may read it, 0600 is needed"
-        )
+        raise ConfigError(f"secret_file: {path} has mode {mode & 0o777:04o}; others may read it, 0600 is needed")
     if len(secret) < MIN_SECRET_BYTES:
-        raise ConfigError(
-            f"secret_file: {path} holds {len(secret)} bytes, at least {MIN_SECRET_BYTES} are needed"
-        )
+        raise ConfigError(f"secret_file: {path} holds {len(secret)} bytes, at least {MIN_SECRET_BYTES} are needed")
     return secret
 
 
@@ -97,9 +93,7 @@ def check_bind(address: str, *, has_identity: bool, key: str = "host") -> None:
     `address` is a host or host:port; `key` is the option named in the error.
     """
     if not has_identity and not _is_loopback(address):
-        raise ConfigError(
-            f"{key}: {address} is reachable from other machines and callers would not be identified"
-        )
+        raise ConfigError(f"{key}: {address} is reachable from other machines and callers would not be identified")
 
 
 def _is_loopback(address: str) -> bool:
@@ -126,9 +120,7 @@ class RequireSecret(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[
-            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[_Request, _Response] | None]
-        ],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[_Request, _Response] | None]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> grpc.RpcMethodHandler[_Request, _Response] | None:
         for key, value in handler_call_details.invocation_metadata or ():

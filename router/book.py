@@ -1,0 +1,111 @@
+"""The admitted requests and their placements: each change keeps requests, workers and commands in agreement."""
+
+from collections import Counter
+
+from pdserve.errors import InvariantError
+from pdserve.ids import RequestId
+from pdserve.router.events import CancelAttempt, Command, End, Finished, Place, Refused
+from pdserve.router.ladder import Rung
+from pdserve.router.placement import Placed
+from pdserve.router.request import Placement, Request
+from pdserve.router.view import Share, Workers, WorkerView
+
+
+class Book:
+    """Requests that have been placed and have not ended."""
+
+    def __init__(self, workers: Workers) -> None:
+        self.workers = workers
+        self.requests: dict[bytes, Request] = {}  # by id, as it comes off the wire
+        self.ended: Counter[str] = Counter()  # "OK" or a status name
+        self.num_placed = 0  # placements made, all requests
+        self.num_replaced = 0
+        self._commands: list[Command] = []
+
+    def tell(self, command: Command) -> None:
+        self._commands.append(command)
+
+    def take_commands(self) -> list[Command]:
+        commands, self._commands = self._commands, []
+        return commands
+
+    def admit(self, request: Request) -> None:
+        if request.request_id in self.requests:
+            raise InvariantError(f"{request} arrived twice")
+        self.requests[request.request_id] = request
+
+    def place(self, request: Request, indices: tuple[int, ...], placed: Placed, now_s: float) -> None:
+        """Give these sequences to a pair of workers."""
+        prefill, decode = placed.pair.prefill, placed.pair.decode
+        placement = request.place(indices, prefill, decode)
+        request.decision = placed.reason
+        request.ladder.reach(Rung.PLACED, now_s)
+        spec = request.spec(placement, now_s)
+        prefill.assign(placement.key, Share(0, len(spec.token_ids)))
+        if decode is not None:
+            decode.assign(placement.key, Share(len(indices), 0))
+        self.num_placed += 1
+        self.num_replaced += placement.attempt > 0
+        self.tell(Place(spec, prefill.address, None if decode is None else decode.address))
+
+    def release_prefill(self, placement: Placement) -> None:
+        """Note that the decode worker goes on without the prefill worker."""
+        if placement.prefill is not None:
+            placement.prefill.unassign(placement.key)
+            placement.prefill = None
+
+    def close(self, request: Request, placement: Placement, *, stop_workers: bool) -> None:
+        """Take a placement off its workers; with `stop_workers`, stop what they still do for it."""
+        del request.placements[placement.attempt]
+        for worker in placement.workers():
+            worker.unassign(placement.key)
+            if stop_workers:
+                self._cancel(worker, request, placement, placement.indices)
+        for index in placement.running:
+            request.sequences[index].placement = None
+
+    def end_sequence(self, request: Request, index: int, *, stop_workers: bool) -> None:
+        """End one continuation; the request goes on while another runs."""
+        sequence = request.sequences[index]
+        placement, sequence.ended, sequence.placement = sequence.placement, True, None
+        sequence.ahead.clear()
+        if placement is None:
+            return
+        placement.running.discard(index)
+        if placement.decode is not None:
+            placement.decode.sequence_ended(placement.key)
+        if stop_workers:
+            for worker in placement.workers():
+                self._cancel(worker, request, placement, (index,))
+        if not placement.running:
+            self.close(request, placement, stop_workers=False)
+
+    def end(self, request: Request, outcome: Finished | Refused) -> None:
+        """Give a request its one end and forget it."""
+        for placement in tuple(request.placements.values()):
+            self.close(request, placement, stop_workers=True)
+        if self.requests.pop(request.request_id, None) is None:
+            raise InvariantError(f"{request} ended twice")
+        self.report_end(request.request_id, outcome)
+
+    def report_end(self, request_id: RequestId, outcome: Finished | Refused) -> None:
+        self.ended["OK" if isinstance(outcome, Finished) else outcome.status.value] += 1
+        self.tell(End(request_id, outcome))
+
+    def finish(self, request: Request, now_s: float) -> None:
+        """End a request whose continuations have all ended."""
+        request.ladder.reach(Rung.FINISHED, now_s)
+        self.end(request, Finished(request.usage(), request.ledger()))
+
+    def placement_of(self, worker: WorkerView, request_id: bytes, attempt: int) -> Placement | None:
+        """Return the placement that a worker speaks of, or None where it is over or was never this worker's."""
+        request = self.requests.get(request_id)
+        placement = None if request is None else request.placements.get(attempt)
+        if placement is None or (worker is not placement.prefill and worker is not placement.decode):
+            return None
+        return placement
+
+    def _cancel(self, worker: WorkerView, request: Request, placement: Placement, indices: tuple[int, ...]) -> None:
+        if self.workers.get(worker.link) is worker:
+            told = () if len(indices) == len(request.sequences) else indices
+            self.tell(CancelAttempt(worker.link, request.request_id, placement.attempt, told))

@@ -1,0 +1,294 @@
+"""The router's decisions: what to do about each thing that happens. Does no I/O.
+
+Invariant: each request that arrives ends exactly once, its tokens are delivered once and in order, and after its
+end nothing of it is left in any table.
+"""
+
+from collections import deque
+from math import inf
+
+from pdserve.errors import InvariantError, ProtocolError, Status
+from pdserve.ids import Incarnation, RequestId, WorkerId
+from pdserve.router.alarms import Alarms, DeadlineDue, RetryDue
+from pdserve.router.book import Book
+from pdserve.router.delivery import Delivery
+from pdserve.router.events import (
+    AskDrain,
+    AttemptFailed,
+    ClientEvent,
+    ClientGone,
+    ClientTooSlow,
+    Command,
+    DrainAsked,
+    DropLink,
+    Event,
+    Limits,
+    LinkLost,
+    LoadReported,
+    OperatorEvent,
+    ProcessEnded,
+    Refused,
+    RequestArrived,
+    RungReached,
+    ShutdownAsked,
+    ShutdownDue,
+    StepReported,
+    StopStringFound,
+    TellProcessGone,
+    Tick,
+    WorkerEvent,
+    WorkerRegistered,
+)
+from pdserve.router.holding import HoldQueue
+from pdserve.router.ladder import Rung
+from pdserve.router.placement import Decision, Held, Placed, Policy, Rejected, decide, least_loaded, peerless
+from pdserve.router.recovery import Recovery
+from pdserve.router.request import Request
+from pdserve.router.view import Workers, WorkerView
+
+_MAX_GONE = 64  # ended processes remembered for workers that attach later
+_CANCELLED = Refused(Status.CANCELLED, "the client has gone")
+
+
+class RouterCore:
+    """All state of a router that decisions depend on."""
+
+    def __init__(self, model: str, limits: Limits, policy: Policy = least_loaded) -> None:
+        self.workers = Workers(model)
+        self.book = Book(self.workers)
+        self._limits = limits
+        self._policy = policy
+        self._delivery = Delivery(self.book, limits.max_deltas_ahead)
+        self._held = HoldQueue(limits.max_num_held)
+        self._alarms = Alarms()
+        self._recovery = Recovery(self.book, self._alarms, limits, self._decide)
+        self._silence_due_s = inf  # no worker has been silent too long before that
+        self._gone: deque[tuple[WorkerId, Incarnation]] = deque(maxlen=_MAX_GONE)
+        self._num_arrived = 0
+        self._closing = False
+
+    @property
+    def num_active(self) -> int:
+        return len(self.book.requests)
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether some pair of workers could serve a request now."""
+        return not self._closing and any(not self.unroutable(worker) for worker in self.workers)
+
+    def unroutable(self, worker: WorkerView) -> str:
+        """Return why nothing is placed on a worker; empty when things are."""
+        return self.workers.unroutable(worker) or peerless(self.workers, worker)
+
+    def next_wakeup_s(self) -> float | None:
+        """Return when a Tick is due, if nothing else happens before."""
+        due_s = min(self._alarms.next_s() or inf, self._silence_due_s)
+        return None if due_s == inf else due_s
+
+    def handle(self, event: Event, now_s: float) -> list[Command]:
+        """Advance by one event; return what to do now, in order."""
+        if isinstance(event, WorkerEvent):
+            self._hear(event, now_s)
+        elif isinstance(event, ClientEvent):
+            self._serve(event, now_s)
+        else:
+            self._operate(event, now_s)
+        self._admit_held(now_s)
+        return self.book.take_commands()
+
+    # ---- clients
+
+    def _serve(self, event: ClientEvent, now_s: float) -> None:
+        if isinstance(event, RequestArrived):
+            self._arrive(event, now_s)
+            return
+        held = self._held.remove(event.request_id) if isinstance(event, ClientGone) else None
+        if held is not None:
+            self.book.report_end(held.request_id, _CANCELLED)
+            return
+        request = self.book.requests.get(event.request_id)
+        if request is None:
+            return  # late news of a request that has ended
+        match event:
+            case ClientGone():
+                self.book.end(request, _CANCELLED)
+            case ClientTooSlow():
+                text = f"client reads too slowly: {event.limit_bytes} bytes of its answer wait"
+                self.book.end(request, Refused(Status.RESOURCE_EXHAUSTED, text))
+            case StopStringFound():
+                self._stop(request, event.index, now_s)
+
+    def _arrive(self, event: RequestArrived, now_s: float) -> None:
+        if self._closing:
+            self.book.report_end(event.request_id, Refused(Status.UNAVAILABLE, "this router is shutting down"))
+            return
+        request = Request(event, self._num_arrived, now_s)
+        self._num_arrived += 1
+        if self.num_held == 0 and self._admit(request, now_s):
+            return
+        crowded_out = self._held.push(request)
+        if crowded_out is not request:
+            self._set_alarm(request.deadline_s, DeadlineDue(request.request_id))
+        if crowded_out is not None:
+            limits = self._limits
+            text = (
+                f"max_num_requests: {limits.max_num_requests} requests run, "
+                f"max_num_held: {limits.max_num_held} more wait already"
+            )
+            self.book.report_end(crowded_out.request_id, Refused(Status.RESOURCE_EXHAUSTED, text))
+
+    def _admit(self, request: Request, now_s: float) -> bool:
+        """Place or reject a request; return False (and change nothing) where it has to wait."""
+        if self.num_active >= self._limits.max_num_requests:
+            return False
+        decision = self._decide(request, request.running)
+        match decision:
+            case Held():
+                return False
+            case Rejected():
+                self.book.report_end(request.request_id, Refused(decision.status, decision.reason))
+            case Placed():
+                request.ladder.reach(Rung.ADMITTED, now_s)
+                self.book.admit(request)
+                self.book.place(request, request.running, decision, now_s)
+                self._set_alarm(request.deadline_s, DeadlineDue(request.request_id))
+        return True
+
+    def _admit_held(self, now_s: float) -> None:
+        while (request := self._held.first()) is not None and self._admit(request, now_s):
+            self._held.remove(request.request_id)
+
+    def _decide(self, request: Request, indices: tuple[int, ...]) -> Decision:
+        return decide(self.workers, request.demand(indices, self.book.num_placed), self._policy)
+
+    def _stop(self, request: Request, index: int, now_s: float) -> None:
+        if not request.sequences[index].ended:
+            self.book.end_sequence(request, index, stop_workers=True)
+            if not request.running:
+                self.book.finish(request, now_s)
+
+    # ---- workers
+
+    def _hear(self, event: WorkerEvent, now_s: float) -> None:
+        if isinstance(event, WorkerRegistered):
+            self._register(event, now_s)
+            return
+        worker = self.workers.get(event.link)
+        if worker is None:
+            return  # late news of a link that was dropped
+        worker.last_heard_s = now_s
+        match event:
+            case StepReported():
+                self._take_step(worker, event, now_s)
+            case RungReached():
+                self._delivery.rung(worker, event, now_s)
+            case LoadReported():
+                worker.report(event.load)
+            case AttemptFailed():
+                self._recovery.take_failure(worker, event, now_s)
+            case LinkLost():
+                self._recovery.lose_worker(worker, event.reason, now_s)
+
+    def _take_step(self, worker: WorkerView, event: StepReported, now_s: float) -> None:
+        for request, placement, text in self._delivery.step(worker, event.deltas, now_s):
+            if request.placements.get(placement.attempt) is placement:
+                why = Refused(Status.INTERNAL, f"{worker.name} broke the protocol: {text}")
+                self._recovery.fail(request, placement, why, {worker.link}, now_s)
+
+    def _register(self, event: WorkerRegistered, now_s: float) -> None:
+        link, is_new = event.link, self.workers.get(event.link) is None
+        namesake = self.workers.named(event.registration.worker_id)
+        if namesake is not None and namesake.link != link:
+            self._drop(namesake, "its name attached again", now_s)
+        try:
+            worker = self.workers.register(link, event.registration, now_s)
+        except ProtocolError as error:
+            self._drop(self.workers.known(link), str(error), now_s)
+            return
+        worker.last_heard_s = now_s
+        self._silence_due_s = min(self._silence_due_s, now_s + self._limits.worker_silence_s)
+        for worker_id, incarnation in self._gone if is_new else ():
+            self.book.tell(TellProcessGone(link, worker_id, incarnation))
+
+    def _drop(self, worker: WorkerView, reason: str, now_s: float) -> None:
+        self.book.tell(DropLink(worker.link, reason))
+        self._recovery.lose_worker(worker, reason, now_s)
+
+    # ---- operator and time
+
+    def _operate(self, event: OperatorEvent, now_s: float) -> None:
+        match event:
+            case Tick():
+                self._tick(now_s)
+            case ProcessEnded():
+                self._note_gone(event, now_s)
+            case DrainAsked():
+                worker = self.workers.get(event.link)
+                if worker is not None:
+                    worker.draining = True
+                    self.book.tell(AskDrain(worker.link))
+            case ShutdownAsked():
+                self._closing = True
+            case ShutdownDue():
+                self._end_all()
+
+    def _note_gone(self, event: ProcessEnded, now_s: float) -> None:
+        self._gone.append((event.worker_id, event.incarnation))
+        worker = self.workers.named(event.worker_id)
+        if worker is not None and worker.registration.incarnation == event.incarnation:
+            self._drop(worker, "its process has ended", now_s)
+        for survivor in self.workers:
+            self.book.tell(TellProcessGone(survivor.link, event.worker_id, event.incarnation))
+
+    def _end_all(self) -> None:
+        why = Refused(Status.UNAVAILABLE, "this router is shutting down")
+        for request in self._held.drain():
+            self.book.report_end(request.request_id, why)
+        for request in tuple(self.book.requests.values()):
+            self.book.end(request, why)
+
+    def _tick(self, now_s: float) -> None:
+        if now_s >= self._silence_due_s:
+            self._drop_silent(now_s)
+        for alarm in self._alarms.due(now_s):
+            match alarm:
+                case RetryDue():
+                    self._recovery.retry(alarm, now_s)
+                case DeadlineDue(request_id):
+                    self._miss_deadline(request_id)
+
+    def _drop_silent(self, now_s: float) -> None:
+        limit_s = self._limits.worker_silence_s
+        for worker in tuple(self.workers):
+            silent_s = now_s - worker.last_heard_s
+            if worker.registration.ready and silent_s >= limit_s:
+                self._drop(worker, f"silent for {silent_s:.1f} s", now_s)
+        # A worker that loads is busy with that; its stream's end is enough to notice its own.
+        heard_s = (worker.last_heard_s for worker in self.workers if worker.registration.ready)
+        self._silence_due_s = min(heard_s, default=inf) + limit_s
+
+    def _miss_deadline(self, request_id: RequestId) -> None:
+        request, held = self.book.requests.get(request_id), self._held.remove(request_id)
+        if request is not None:
+            num_tokens = request.usage().completion_tokens
+            text = f"the deadline passed after {num_tokens} tokens"
+            self.book.end(request, Refused(Status.DEADLINE_EXCEEDED, text))
+        elif held is not None:
+            text = "the deadline passed before the request was placed"
+            self.book.report_end(held.request_id, Refused(Status.DEADLINE_EXCEEDED, text))
+
+    def _set_alarm(self, at_s: float, alarm: DeadlineDue) -> None:
+        if len(self._alarms) > 2 * (self.num_active + self.num_held) + 64:
+            self._alarms.forget_ended(self.book.requests.keys() | self._held.ids())
+        self._alarms.add(at_s, alarm)
+
+    def check_idle(self) -> None:
+        """Raise InvariantError unless nothing is left of any request."""
+        if self.book.requests or self.num_held:
+            raise InvariantError(f"{self.num_active} requests are active and {self.num_held} held")
+        for worker in self.workers:
+            worker.check_idle()

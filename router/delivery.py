@@ -1,0 +1,140 @@
+"""What an engine step's tokens mean for the requests they belong to.
+
+Runs once for each sequence and step: the one part of the core where microseconds count.
+"""
+
+from collections.abc import Iterable
+
+from pdserve.errors import ProtocolError
+from pdserve.ids import Attempt
+from pdserve.router.book import Book
+from pdserve.router.events import Deliver, RungReached, TokenDelta
+from pdserve.router.ladder import Rung
+from pdserve.router.request import Placement, Request, Sequence
+from pdserve.router.view import WorkerView
+
+LENGTH = 2  # FinishReason of a continuation that has all the tokens it may have
+Fault = tuple[Request, Placement, str]  # a placement whose worker broke the protocol
+
+
+class Delivery:
+    """Accepts each token once, in order, and finds out which requests have ended by it."""
+
+    def __init__(self, book: Book, max_deltas_ahead: int) -> None:
+        self._book = book
+        self._max_deltas_ahead = max_deltas_ahead
+
+    def step(self, worker: WorkerView, deltas: Iterable[TokenDelta], now_s: float) -> list[Fault]:
+        """Take one step's tokens; return the placements that cannot go on."""
+        faults: list[Fault] = []
+        requests = self._book.requests
+        for delta in deltas:
+            request = requests.get(delta.request_id)
+            placement = None if request is None else request.placements.get(delta.attempt)
+            if request is None or placement is None:
+                continue  # late news of a request or an attempt that is over
+            if worker is not placement.decode and worker is not placement.prefill:
+                continue
+            try:
+                self._take(request, placement, worker, delta, now_s)
+            except ProtocolError as error:
+                faults.append((request, placement, str(error)))
+        return faults
+
+    def _take(
+        self, request: Request, placement: Placement, worker: WorkerView, delta: TokenDelta, now_s: float
+    ) -> None:
+        index = delta.index
+        if index not in placement.running:
+            if index in placement.indices:
+                return  # late news of a continuation that has ended
+            raise ProtocolError(f"sequence {index} is not part of this placement")
+        sequence = request.sequences[index]
+        from_decode = worker is placement.decode
+        if delta.position != len(sequence.token_ids):
+            if from_decode and placement.prefill and sequence.is_ahead(delta, self._max_deltas_ahead):
+                sequence.ahead.append(delta)
+                return
+            num_known = sequence.num_known(delta)
+        else:
+            num_known = 0
+        placement.committed = placement.committed or from_decode
+        if self._accept(request, sequence, delta, num_known, now_s):
+            return
+        if placement.prefill is not None:
+            placement.prefill.prefilled(placement.key)
+            self._take_ahead(request, placement, sequence, now_s)
+            self.release_prefill_when_done(request, placement)
+
+    def _take_ahead(self, request: Request, placement: Placement, sequence: Sequence, now_s: float) -> None:
+        """Take the decode worker's tokens that came before the first one."""
+        ahead, sequence.ahead = sequence.ahead, []
+        for delta in ahead:
+            placement.committed = True
+            if self._accept(request, sequence, delta, 0, now_s):
+                return
+
+    def _accept(self, request: Request, sequence: Sequence, delta: TokenDelta, num_known: int, now_s: float) -> bool:
+        """Hand on what is news in a delta; return whether the continuation has ended by it."""
+        token_ids, logprobs, finish_reason = delta.token_ids, delta.logprobs, delta.finish_reason
+        if num_known:
+            token_ids, logprobs = token_ids[num_known:], logprobs[num_known:]
+        if not token_ids and not finish_reason:
+            return False
+        known, max_tokens = sequence.token_ids, request.params.max_tokens
+        num_left = max_tokens - len(known) - len(token_ids)
+        if num_left < 0:
+            raise ProtocolError(f"sequence {sequence.index}: more tokens came than max_tokens {max_tokens}")
+        if not known and token_ids:
+            request.ladder.reach(Rung.FIRST_TOKEN, now_s)
+            sequence.first_s = now_s
+        known.extend(token_ids)
+        sequence.last_s = now_s
+        if not num_left:
+            finish_reason = finish_reason or LENGTH
+        self._book.tell(Deliver(request.request_id, sequence.index, token_ids, logprobs, finish_reason))
+        if not finish_reason:
+            return False
+        self._note_decode(request, sequence.placement)
+        self._book.end_sequence(request, sequence.index, stop_workers=False)
+        if not request.running:
+            self._book.finish(request, now_s)
+        return True
+
+    def release_prefill_when_done(self, request: Request, placement: Placement) -> None:
+        """Let go of the prefill worker once decode has all it needs and every first token is here."""
+        if not placement.committed:
+            return
+        self._note_decode(request, placement)
+        for index in placement.running:
+            sequence = request.sequences[index]
+            if len(sequence.token_ids) == sequence.num_before:
+                return
+        self._book.release_prefill(placement)
+
+    def _note_decode(self, request: Request, placement: Placement | None) -> None:
+        if placement is not None and placement.committed and placement.decode is not None:
+            request.decode_name = placement.decode.name
+
+    def rung(self, worker: WorkerView, event: RungReached, now_s: float) -> None:
+        """Note on a request's ladder what happened on a worker."""
+        placement = self._book.placement_of(worker, event.request_id, event.attempt)
+        if placement is None:
+            return
+        request = self._book.requests[event.request_id]
+        request.ladder.reach(event.rung, now_s - event.age_s)
+        match event.rung:
+            case Rung.PREFILL_STARTED if placement.attempt == Attempt(0):
+                request.cached_tokens = min(event.cached_tokens, len(request.prompt_ids))
+            case Rung.PREFILL_DONE if worker is placement.prefill:
+                worker.prefilled(placement.key)
+            case Rung.GRANTED:
+                request.pages_reused = event.pages_reused
+            case Rung.LANDED:
+                request.handoff_bytes += event.handoff_bytes
+                request.handoff_s = event.handoff_s
+            case Rung.COMMITTED | Rung.DECODE_JOINED:
+                placement.committed = True
+                self.release_prefill_when_done(request, placement)
+            case _:
+                pass  # the time is all there is to it

@@ -1,0 +1,321 @@
+"""What the router's core hears, and what it tells its shell to do."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import NewType, Protocol
+
+from pdserve.errors import Status
+from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
+from pdserve.kvlayout import KvLayout
+from pdserve.router.ladder import Ledger, Rung, Usage
+from pdserve.sampling import SamplingParams
+
+LinkId = NewType("LinkId", int)  # one stream of one worker; never used again after its end
+
+
+class Role(Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Failure(Enum):
+    """Why a worker gave an attempt up."""
+
+    PEER_LOST = auto()
+    TRANSFER_FAILED = auto()
+    DIGEST_MISMATCH = auto()
+    OVERLOADED = auto()
+    INVALID = auto()
+    INTERNAL = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """Who a worker is and what it can hold."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+    role: Role
+    protocol_version: int
+    ready: bool
+    model: str
+    layout: KvLayout
+    num_pages: int
+    max_num_seqs: int
+    max_model_len: int
+    handoff_address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a worker said of its load."""
+
+    pages_free: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    waiting_tokens: int = 0
+    num_handoffs: int = 0
+    draining: bool = False
+
+
+class TokenDelta(Protocol):
+    """Tokens of one sequence, as they came off the wire.
+
+    The one place where a protobuf message passes through the core: copying 256 of them a step into values of our
+    own would cost a third of the step's budget. `logprobs` is opaque; `finish_reason` is 0 until the sequence ends.
+    """
+
+    @property
+    def request_id(self) -> bytes: ...
+    @property
+    def attempt(self) -> int: ...
+    @property
+    def index(self) -> int: ...
+    @property
+    def position(self) -> int: ...
+    @property
+    def token_ids(self) -> Seq[int]: ...
+    @property
+    def logprobs(self) -> Seq[object]: ...
+    @property
+    def finish_reason(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RequestArrived:
+    """A valid request, tokenized, asks to be placed."""
+
+    request_id: RequestId
+    token_ids: Seq[int]
+    params: SamplingParams  # seed set
+    received_s: float
+    deadline_s: float  # a moment on the core's clock
+    priority: int = 0
+    tenant: str = ""
+    ttft_slo_s: float | None = None
+    tpot_slo_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ClientGone:
+    request_id: RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class ClientTooSlow:
+    """More of the answer waits for the client than a request may buffer."""
+
+    request_id: RequestId
+    limit_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopStringFound:
+    """The text of one continuation has reached a stop string."""
+
+    request_id: RequestId
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRegistered:
+    """A worker's first words on a link, or news of itself: it has finished loading."""
+
+    link: LinkId
+    registration: Registration
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReported:
+    link: LinkId
+    load: Load
+
+
+@dataclass(frozen=True, slots=True)
+class StepReported:
+    """What one engine step brought."""
+
+    link: LinkId
+    deltas: Seq[TokenDelta]
+
+
+@dataclass(frozen=True, slots=True)
+class RungReached:
+    """A rung that happens on workers; the figures are set where the rung brings them."""
+
+    link: LinkId
+    request_id: RequestId
+    attempt: Attempt
+    rung: Rung
+    age_s: float
+    cached_tokens: int = 0
+    handoff_bytes: int = 0
+    handoff_s: float = 0.0
+    pages_reused: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AttemptFailed:
+    link: LinkId
+    request_id: RequestId
+    attempt: Attempt
+    failure: Failure
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinkLost:
+    link: LinkId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessEnded:
+    """A launcher's proof that a process is gone."""
+
+    worker_id: WorkerId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class DrainAsked:
+    link: LinkId
+
+
+@dataclass(frozen=True, slots=True)
+class ShutdownAsked:
+    """Take no further requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShutdownDue:
+    """The time to finish is over: end what still runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed; something may be due."""
+
+
+ClientEvent = RequestArrived | ClientGone | ClientTooSlow | StopStringFound
+WorkerEvent = WorkerRegistered | LoadReported | StepReported | RungReached | AttemptFailed | LinkLost
+OperatorEvent = ProcessEnded | DrainAsked | ShutdownAsked | ShutdownDue | Tick
+Event = ClientEvent | WorkerEvent | OperatorEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A worker, as a command names it."""
+
+    link: LinkId
+    worker_id: WorkerId
+    incarnation: Incarnation
+    handoff_address: str
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSpec:
+    """What both workers of a placement must know of it."""
+
+    request_id: RequestId
+    attempt: Attempt
+    token_ids: Seq[int]  # the prompt, then what has been delivered already
+    num_prompt_tokens: int
+    params: SamplingParams
+    indices: tuple[int, ...]
+    cache_salt: str
+    remaining_s: float
+    priority: int
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Send Prefill to one worker and Decode to the other, neither waiting for the other."""
+
+    spec: SequenceSpec
+    prefill: Address
+    decode: Address | None  # None: the first token ends the request
+
+
+@dataclass(frozen=True, slots=True)
+class CancelAttempt:
+    link: LinkId
+    request_id: RequestId
+    attempt: Attempt
+    indices: tuple[int, ...] = ()  # empty: all
+
+
+@dataclass(frozen=True, slots=True)
+class AskDrain:
+    link: LinkId
+
+
+@dataclass(frozen=True, slots=True)
+class TellProcessGone:
+    link: LinkId
+    worker_id: WorkerId
+    incarnation: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class DropLink:
+    """Close a worker's stream; the core has forgotten it already."""
+
+    link: LinkId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """Hand tokens of one continuation to the client."""
+
+    request_id: RequestId
+    index: int
+    token_ids: Seq[int]
+    logprobs: Seq[object]
+    finish_reason: int  # 0: goes on
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    usage: Usage
+    ledger: Ledger
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """An end without the answer."""
+
+    status: Status
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The one end of a request."""
+
+    request_id: RequestId
+    outcome: Finished | Refused
+
+
+@dataclass(frozen=True, slots=True)
+class Complain:
+    """Tell the operator about a worker's mistake or loss."""
+
+    text: str
+
+
+Command = Place | CancelAttempt | AskDrain | TellProcessGone | DropLink | Deliver | End | Complain
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of everything the core keeps."""
+
+    max_num_requests: int = 1024
+    max_num_held: int = 256
+    max_attempts: int = 3
+    worker_silence_s: float = 5.0
+    retry_delay_s: float = 0.05  # before a failed attempt is placed again; doubles with each
+    max_deltas_ahead: int = 64  # a decode worker's tokens that overtake the first token

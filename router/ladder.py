@@ -1,0 +1,84 @@
+"""Where a request's time went: when it reached each rung of its life, and the ledger made of that.
+
+Invariant: the steps are in time order, start at "received" with 0, and the parts up to "first_token" add up to
+the time to first token.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Rung(StrEnum):
+    RECEIVED = "received"
+    TOKENIZED = "tokenized"
+    ADMITTED = "admitted"
+    PLACED = "placed"
+    PREFILL_QUEUED = "prefill_queued"
+    PREFILL_STARTED = "prefill_started"
+    PREFILL_DONE = "prefill_done"
+    FIRST_TOKEN = "first_token"
+    GRANTED = "granted"
+    LANDED = "landed"
+    COMMITTED = "committed"
+    DECODE_JOINED = "decode_joined"
+    FINISHED = "finished"
+
+
+LADDER = tuple(Rung.__members__.values())  # the order told for rungs reached at the same moment
+_BEFORE_FIRST_TOKEN = frozenset(LADDER[: LADDER.index(Rung.FIRST_TOKEN)])
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int  # over all continuations
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    steps: tuple[tuple[Rung, float], ...]  # milliseconds after "received"
+    prefill_worker: str
+    decode_worker: str
+    attempts: int
+    decision: str
+    handoff_bytes: int
+    handoff_ms: float
+    handoff_pages_reused: int
+    ttft_ms: float
+    tpot_ms: float
+
+
+class Ladder:
+    """Moments at which one request reached its rungs."""
+
+    def __init__(self, received_s: float) -> None:
+        self._received_s = received_s
+        self._reached_s = {Rung.RECEIVED: received_s}
+
+    def reach(self, rung: Rung, at_s: float) -> None:
+        """Note that `rung` was reached.
+
+        A later attempt overwrites an earlier one's rungs, except those that led to the first token: that one is
+        with the client and is not drawn again.
+        """
+        at_s = max(at_s, self._received_s)
+        first_token_s = self._reached_s.get(Rung.FIRST_TOKEN)
+        if rung is Rung.FIRST_TOKEN:
+            self._reached_s.setdefault(rung, at_s)
+            for earlier in _BEFORE_FIRST_TOKEN & self._reached_s.keys():
+                self._reached_s[earlier] = min(self._reached_s[earlier], at_s)
+        elif rung in _BEFORE_FIRST_TOKEN and first_token_s is not None:
+            # A message's age leaves out its way here, so that news may seem later than what followed it.
+            self._reached_s.setdefault(rung, min(at_s, first_token_s))
+        else:
+            self._reached_s[rung] = at_s
+
+    def ms(self, rung: Rung) -> float:
+        """Return milliseconds from "received" to `rung`; 0 where it was not reached."""
+        return (self._reached_s.get(rung, self._received_s) - self._received_s) * 1e3
+
+    def steps(self) -> tuple[tuple[Rung, float], ...]:
+        """Return the rungs reached, in time order."""
+        reached = sorted(self._reached_s, key=lambda rung: (self._reached_s[rung], LADDER.index(rung)))
+        return tuple((rung, self.ms(rung)) for rung in reached)

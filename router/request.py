@@ -1,0 +1,182 @@
+"""One request as the router keeps it: its sequences, and where each is placed.
+
+Invariant: token i of a sequence is accepted once, in order, from a worker of the sequence's present placement.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from pdserve.errors import ProtocolError
+from pdserve.ids import Attempt
+from pdserve.router.events import LinkId, RequestArrived, SequenceSpec, TokenDelta
+from pdserve.router.ladder import Ladder, Ledger, Rung, Usage
+from pdserve.router.placement import Demand
+from pdserve.router.view import PlacementKey, WorkerView
+
+
+@dataclass(slots=True, eq=False)
+class Placement:
+    """One attempt at some of a request's sequences."""
+
+    key: PlacementKey
+    indices: tuple[int, ...]
+    prefill: WorkerView | None  # None once the decode worker goes on without it
+    decode: WorkerView | None  # None: the first token ends the request
+    running: set[int]  # indices that have not ended
+    committed: bool = False  # the decode worker has all it needs
+
+    @property
+    def attempt(self) -> Attempt:
+        return self.key[1]
+
+    def workers(self) -> Iterable[WorkerView]:
+        return (worker for worker in (self.prefill, self.decode) if worker is not None)
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One continuation."""
+
+    index: int
+    token_ids: list[int] = field(default_factory=list)  # delivered to the client
+    placement: Placement | None = None
+    num_before: int = 0  # tokens it had when it was placed
+    num_tries: int = 0
+    ended: bool = False
+    ahead: list[TokenDelta] = field(default_factory=list)  # from decode, before the first token from prefill
+    first_s: float = 0.0
+    last_s: float = 0.0
+
+    def is_ahead(self, delta: TokenDelta, max_deltas: int) -> bool:
+        """Return whether decode's tokens have overtaken prefill's first, which comes on another stream.
+
+        Raises ProtocolError where there would be a gap even then.
+        """
+        if len(self.token_ids) != self.num_before or delta.position <= self.num_before:
+            return False
+        expected = self.num_before + 1 + sum(len(early.token_ids) for early in self.ahead)
+        if delta.position != expected:
+            raise ProtocolError(f"sequence {self.index}: token {delta.position} came, {expected} was due")
+        if len(self.ahead) == max_deltas:
+            raise ProtocolError(f"sequence {self.index}: {max_deltas} steps decoded without a first token")
+        return True
+
+    def num_known(self, delta: TokenDelta) -> int:
+        """Return how many of the delta's tokens are here already; ProtocolError for a gap."""
+        num_known = len(self.token_ids) - delta.position
+        if num_known < 0:
+            have = len(self.token_ids)
+            raise ProtocolError(f"sequence {self.index}: token {delta.position} came, {have} was due")
+        if delta.finish_reason and num_known > len(delta.token_ids):
+            raise ProtocolError(f"sequence {self.index}: ended before tokens it has delivered")
+        return num_known
+
+
+class Request:
+    """A request from its arrival to its end."""
+
+    def __init__(self, event: RequestArrived, arrival: int, now_s: float) -> None:
+        self.request_id = event.request_id
+        self.arrival = arrival  # how many requests came before
+        self.prompt_ids = event.token_ids
+        self.params = event.params
+        self.priority = event.priority
+        self.tenant = event.tenant
+        self.deadline_s = event.deadline_s
+        self.slo_s = (event.ttft_slo_s, event.tpot_slo_s)
+        self.ladder = Ladder(event.received_s)
+        self.ladder.reach(Rung.TOKENIZED, now_s)
+        self.sequences = tuple(Sequence(index) for index in range(event.params.n))
+        self.placements: dict[int, Placement] = {}  # by attempt
+        self.avoid: frozenset[LinkId] = frozenset()
+        self.decision = ""
+        self.prefill_name = self.decode_name = ""
+        self.cached_tokens = 0
+        self.handoff_bytes = 0
+        self.handoff_s = 0.0
+        self.pages_reused = 0
+        self._num_attempts = 0
+
+    def __repr__(self) -> str:
+        return f"Request({self.request_id.hex()})"
+
+    @property
+    def running(self) -> tuple[int, ...]:
+        """Indices of the sequences that have not ended."""
+        return tuple(sequence.index for sequence in self.sequences if not sequence.ended)
+
+    @property
+    def num_tries(self) -> int:
+        return max(sequence.num_tries for sequence in self.sequences)
+
+    def demand(self, indices: Seq[int], turn: int) -> Demand:
+        num_delivered = len(self.sequences[indices[0]].token_ids)
+        return Demand(
+            num_tokens=len(self.prompt_ids) + num_delivered,
+            num_sequences=len(indices),
+            needs_decode=self.params.max_tokens - num_delivered > 1,
+            ttft_slo_s=self.slo_s[0],
+            tpot_slo_s=self.slo_s[1],
+            avoid=self.avoid,
+            turn=turn,
+        )
+
+    def groups(self, indices: Iterable[int]) -> list[tuple[int, ...]]:
+        """Split sequences into those that one prefill can serve: all while none has a token, else each alone."""
+        indices = tuple(indices)
+        if any(self.sequences[index].token_ids for index in indices):
+            return [(index,) for index in indices]
+        return [indices] if indices else []
+
+    def place(self, indices: tuple[int, ...], prefill: WorkerView, decode: WorkerView | None) -> Placement:
+        """Start the next attempt at these sequences."""
+        key = (self.request_id, Attempt(self._num_attempts))
+        self._num_attempts += 1
+        placement = Placement(key, indices, prefill, decode, set(indices))
+        self.placements[placement.attempt] = placement
+        for index in indices:
+            sequence = self.sequences[index]
+            sequence.placement = placement
+            sequence.num_before = len(sequence.token_ids)
+            sequence.num_tries += 1
+            sequence.ahead.clear()
+        self.prefill_name, self.decode_name = prefill.name, ""
+        return placement
+
+    def spec(self, placement: Placement, now_s: float) -> SequenceSpec:
+        delivered = self.sequences[placement.indices[0]].token_ids
+        return SequenceSpec(
+            request_id=self.request_id,
+            attempt=placement.attempt,
+            token_ids=[*self.prompt_ids, *delivered] if delivered else self.prompt_ids,
+            num_prompt_tokens=len(self.prompt_ids),
+            params=self.params,
+            indices=placement.indices,
+            cache_salt=self.tenant,
+            remaining_s=max(0.0, self.deadline_s - now_s),
+            priority=self.priority,
+        )
+
+    def usage(self) -> Usage:
+        completion = sum(len(sequence.token_ids) for sequence in self.sequences)
+        return Usage(len(self.prompt_ids), completion, self.cached_tokens)
+
+    def ledger(self) -> Ledger:
+        return Ledger(
+            steps=self.ladder.steps(),
+            prefill_worker=self.prefill_name,
+            decode_worker=self.decode_name,
+            attempts=self.num_tries,
+            decision=self.decision,
+            handoff_bytes=self.handoff_bytes,
+            handoff_ms=self.handoff_s * 1e3,
+            handoff_pages_reused=self.pages_reused,
+            ttft_ms=self.ladder.ms(Rung.FIRST_TOKEN),
+            tpot_ms=self._tpot_ms(),
+        )
+
+    def _tpot_ms(self) -> float:
+        elapsed_s = sum(sequence.last_s - sequence.first_s for sequence in self.sequences)
+        num_later = sum(max(0, len(sequence.token_ids) - 1) for sequence in self.sequences)
+        return elapsed_s * 1e3 / num_later if num_later else 0.0

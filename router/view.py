@@ -1,0 +1,168 @@
+"""What the router knows of its workers: what each last reported, plus what was sent to it since."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pdserve.errors import InvariantError, ProtocolError
+from pdserve.ids import Attempt, RequestId
+from pdserve.router.events import Address, LinkId, Load, Registration, Role
+
+PlacementKey = tuple[RequestId, Attempt]
+
+
+@dataclass(slots=True)
+class Share:
+    """What one placement asks of a worker."""
+
+    num_sequences: int
+    prefill_tokens: int  # 0 once they are computed
+    reported: bool = False  # whether the worker's last load report may count it already
+
+
+class WorkerView:
+    """One attached worker."""
+
+    def __init__(self, link: LinkId, registration: Registration, now_s: float) -> None:
+        self.link = link
+        self.registration = registration
+        self.load = Load()
+        self.draining = False
+        self.last_heard_s = now_s
+        self.num_placed = 0  # since it attached
+        self.shares: dict[PlacementKey, Share] = {}
+        self._sequences = self._tokens = 0  # sums over the shares
+        self._sequences_since = self._tokens_since = 0  # the same over those not reported
+
+    def __repr__(self) -> str:
+        return f"WorkerView({self.name})"
+
+    @property
+    def name(self) -> str:
+        return self.registration.worker_id
+
+    @property
+    def role(self) -> Role:
+        return self.registration.role
+
+    @property
+    def address(self) -> Address:
+        told = self.registration
+        return Address(self.link, told.worker_id, told.incarnation, told.handoff_address)
+
+    @property
+    def max_num_tokens(self) -> int:
+        """Longest sequence it can hold."""
+        told = self.registration
+        return min(told.max_model_len, told.num_pages * told.layout.page_size)
+
+    def report(self, load: Load) -> None:
+        """Take a load report. What was sent before it is taken to be part of it."""
+        self.load = load
+        self.draining = self.draining or load.draining
+        self._tokens_since = self._sequences_since = 0
+        for share in self.shares.values():
+            share.reported = True
+
+    def assign(self, key: PlacementKey, share: Share) -> None:
+        if key in self.shares:
+            raise InvariantError(f"{self.name} was given one placement twice")
+        self.shares[key] = share
+        self.num_placed += 1
+        self._add(share, share.num_sequences, share.prefill_tokens)
+
+    def unassign(self, key: PlacementKey) -> None:
+        share = self.shares.pop(key, None)
+        if share is None:
+            raise InvariantError(f"{self.name} does not have this placement")
+        self._add(share, -share.num_sequences, -share.prefill_tokens)
+
+    def prefilled(self, key: PlacementKey) -> None:
+        """Note that a placement's prompt needs no more computing."""
+        share = self.shares[key]
+        self._add(share, 0, -share.prefill_tokens)
+        share.prefill_tokens = 0
+
+    def sequence_ended(self, key: PlacementKey) -> None:
+        """Note that a placement runs one sequence fewer."""
+        share = self.shares[key]
+        self._add(share, -1, 0)
+        share.num_sequences -= 1
+
+    def _add(self, share: Share, num_sequences: int, prefill_tokens: int) -> None:
+        self._sequences += num_sequences
+        self._tokens += prefill_tokens
+        if not share.reported:
+            self._sequences_since += num_sequences
+            self._tokens_since += prefill_tokens
+
+    @property
+    def pending_prefill_tokens(self) -> int:
+        """Prompt tokens that wait in front of one more request: ours, or all routers' as last reported."""
+        return max(self._tokens, self.load.waiting_tokens + self._tokens_since)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences it runs or will run: ours, or all routers' as last reported."""
+        told = self.load.num_running + self.load.num_waiting + self.load.num_handoffs
+        return max(self._sequences, told + self._sequences_since)
+
+    def check_idle(self) -> None:
+        """Raise InvariantError unless nothing of this router's is assigned to the worker."""
+        if self.shares or self._sequences or self._tokens or self._sequences_since or self._tokens_since:
+            raise InvariantError(f"{self.name} still holds {self.shares}")
+
+
+class Workers:
+    """All attached workers, by link. A name is attached once: its next stream takes the place of the last."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._by_link: dict[LinkId, WorkerView] = {}
+
+    def __iter__(self) -> Iterator[WorkerView]:
+        return iter(self._by_link.values())
+
+    def get(self, link: LinkId) -> WorkerView | None:
+        return self._by_link.get(link)
+
+    def known(self, link: LinkId) -> WorkerView:
+        return self._by_link[link]
+
+    def named(self, worker_id: str) -> WorkerView | None:
+        return next((worker for worker in self if worker.name == worker_id), None)
+
+    def register(self, link: LinkId, registration: Registration, now_s: float) -> WorkerView:
+        """Attach a worker, or take its news of itself; ProtocolError where it claims to be somebody else now."""
+        worker = self._by_link.get(link)
+        if worker is None:
+            worker = self._by_link[link] = WorkerView(link, registration, now_s)
+            return worker
+        before = worker.registration
+        for name in ("worker_id", "incarnation", "role"):
+            old, now = getattr(before, name), getattr(registration, name)
+            if old != now:
+                raise ProtocolError(f"{worker.name} registered again with {name} {now}, was {old}")
+        worker.registration = registration
+        return worker
+
+    def remove(self, link: LinkId) -> WorkerView | None:
+        return self._by_link.pop(link, None)
+
+    def routable(self, role: Role) -> list[WorkerView]:
+        """Return the workers of a pool that may be given requests."""
+        return [worker for worker in self if worker.role is role and not self.unroutable(worker)]
+
+    def unroutable(self, worker: WorkerView) -> str:
+        """Return why nothing is placed on a worker, whatever its peers are; empty when things are."""
+        if not worker.registration.ready:
+            return "it is loading"
+        if worker.draining:
+            return "it is draining"
+        if worker.registration.model != self._model:
+            return f"model: {worker.registration.model} != {self._model}"
+        return ""
+
+    def max_model_len(self) -> int | None:
+        """Return the longest sequence that every routable worker can hold; None while there is none."""
+        lengths = [worker.max_num_tokens for worker in self if not self.unroutable(worker)]
+        return min(lengths, default=None)
