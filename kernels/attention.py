@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pdserve.kernels import tuning
 from pdserve.kernels.checks import require, require_tensor
@@ -21,6 +22,7 @@ MAX_HEAD_DIM = 256
 MAX_GROUP = 128
 LOG2_E = math.log2(math.e)
 MERGE_SPLITS = 16  # partial results the merge kernel holds at a time
+MERGE_WARPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,66 +103,84 @@ def check_inputs(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, scales: S
         require_tensor("scales.v", scales.v, (spec.num_kv_heads,), (torch.float32,))
 
 
-def launch(
-    spec: AttentionSpec,
-    tile: tuning.Tile,
-    plan: PlanTensors,
-    q: Tensor,
-    pages: tuple[Tensor, Tensor],
-    out: Tensor | None,
-    scales: Scales | None,
-    *,
-    heads_inner: bool,
-) -> Tensor:
-    """Run the planned items and merges; returns `out`, or a fresh tensor like q."""
-    k, v = pages
-    check_inputs(spec, q, k, v, scales)
-    require(q.shape[0] >= plan.num_tokens, f"q must hold the {plan.num_tokens} planned tokens, got {q.shape[0]}")
-    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    require_tensor("out", out, q.shape, (q.dtype,))
-    softcap = spec.softcap if spec.softcap is not None else 1.0
-    grid = (spec.num_kv_heads, len(plan.items)) if heads_inner else (len(plan.items), spec.num_kv_heads)
-    device_attention.attend[grid](
-        q, k, v, out, plan.partials, plan.lse, plan.items, plan.table,
-        scales.k if scales else plan.lse, scales.v if scales else plan.lse,
-        *q.stride()[:2], *k.stride()[:3], *v.stride()[:3], *out.stride()[:2], plan.table.stride(0),
-        spec.scale * (1.0 if spec.softcap is not None else LOG2_E), softcap, spec.window or 0, spec.num_kv_heads,
-        **attend_constants(spec, tile, heads_inner=heads_inner, exact=not q.is_cuda),
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
-    )  # fmt: skip
-    if len(plan.merges) > 0:
-        device_attention.merge[len(plan.merges), spec.num_kv_heads, tile.block_m](
-            out, plan.partials, plan.lse, plan.merges, *out.stride()[:2], spec.num_kv_heads,
-            **merge_constants(spec, tile), num_warps=4 if spec.block_d > 64 else 2,
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A spec's kernels with their launch parameters on one kind of device."""
+
+    spec: AttentionSpec
+    tile: tuning.Tile
+    heads_inner: bool  # neighbours in the grid share keys' pages (True) or a K/V head (False)
+    use_tma: bool  # K and V tiles through tensor descriptors
+    exact: bool  # multiply in float32
+
+    @classmethod
+    def choose(
+        cls, spec: AttentionSpec, tile: tuning.Tile, chip: tuning.Device, *, heads_inner: bool, on_gpu: bool
+    ) -> "Program":
+        """Return the program for a chip; `on_gpu` is False under Triton's interpreter."""
+        if spec.kv_dtype == FP8:
+            require(chip.capability >= (8, 9), f"kv_dtype {FP8} needs compute capability 8.9, got {chip.capability}")
+        use_tma = chip.capability >= (9, 0) and spec.page_size >= tile.block_n and spec.dtype != torch.float32
+        return cls(spec, tile, heads_inner, use_tma, exact=spec.dtype == torch.float32 or not on_gpu)
+
+    def launch(
+        self, plan: PlanTensors, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor | None, scales: Scales | None
+    ) -> Tensor:
+        """Run the planned items and merges; returns `out`, or a fresh tensor like q."""
+        spec, tile = self.spec, self.tile
+        k, v = pages
+        check_inputs(spec, q, k, v, scales)
+        require(q.shape[0] >= plan.num_tokens, f"q must hold the {plan.num_tokens} planned tokens, got {q.shape[0]}")
+        out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+        require_tensor("out", out, q.shape, (q.dtype,))
+        grid = (spec.num_kv_heads, len(plan.items)) if self.heads_inner else (len(plan.items), spec.num_kv_heads)
+        device_attention.attend[grid](
+            q, self._source(k), self._source(v), out, plan.partials, plan.lse, plan.items, plan.table,
+            scales.k if scales else plan.lse, scales.v if scales else plan.lse,
+            *q.stride()[:2], *k.stride()[:3], *v.stride()[:3], *out.stride()[:2], plan.table.stride(0),
+            spec.scale * LOG2_E, spec.softcap or 1.0, spec.window or 0, spec.num_kv_heads,
+            **self.attend_constants(), num_warps=tile.num_warps, num_stages=tile.num_stages,
+            maxnreg=tile.max_registers,
         )  # fmt: skip
-    return out
+        if len(plan.merges) > 0:
+            device_attention.merge[len(plan.merges), spec.num_kv_heads, tile.block_m](
+                out, plan.partials, plan.lse, plan.merges, *out.stride()[:2], spec.num_kv_heads,
+                **self.merge_constants(), num_warps=MERGE_WARPS,
+            )  # fmt: skip
+        return out
 
+    def attend_constants(self) -> dict[str, int | bool | str]:
+        """Return the attention kernel's compile-time arguments."""
+        spec, tile = self.spec, self.tile
+        return {
+            "GROUP": spec.group,
+            "HEAD_DIM": spec.head_dim,
+            "BLOCK_D": spec.block_d,
+            "PAGE_SIZE": spec.page_size,
+            "BLOCK_M": tile.block_m,
+            "BLOCK_N": tile.block_n,
+            "HEADS_INNER": self.heads_inner,
+            "HAS_WINDOW": spec.window is not None,
+            "HAS_SOFTCAP": spec.softcap is not None,
+            "IS_FP8": spec.kv_dtype == FP8,
+            "PRECISION": "ieee" if self.exact else "native",
+            "USE_TMA": self.use_tma,
+        }
 
-def attend_constants(
-    spec: AttentionSpec, tile: tuning.Tile, *, heads_inner: bool, exact: bool = False
-) -> dict[str, int | bool | str]:
-    """Return the attention kernel's compile-time arguments; `exact` multiplies in float32."""
-    return {
-        "GROUP": spec.group,
-        "HEAD_DIM": spec.head_dim,
-        "BLOCK_D": spec.block_d,
-        "PAGE_SIZE": spec.page_size,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "HEADS_INNER": heads_inner,
-        "HAS_WINDOW": spec.window is not None,
-        "HAS_SOFTCAP": spec.softcap is not None,
-        "IS_FP8": spec.kv_dtype == FP8,
-        "PRECISION": "ieee" if exact or spec.dtype == torch.float32 else "native",
-    }
+    def merge_constants(self) -> dict[str, int | bool | str]:
+        """Return the merge kernel's compile-time arguments."""
+        spec = self.spec
+        return {
+            "GROUP": spec.group,
+            "HEAD_DIM": spec.head_dim,
+            "BLOCK_D": spec.block_d,
+            "BLOCK_M": self.tile.block_m,
+            "BLOCK_S": MERGE_SPLITS,
+        }
 
-
-def merge_constants(spec: AttentionSpec, tile: tuning.Tile) -> dict[str, int | bool | str]:
-    """Return the merge kernel's compile-time arguments."""
-    return {
-        "GROUP": spec.group,
-        "HEAD_DIM": spec.head_dim,
-        "BLOCK_D": spec.block_d,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_S": MERGE_SPLITS,
-    }
+    def _source(self, pages: Tensor) -> Tensor | TensorDescriptor:
+        """Return what the kernel reads K or V through."""
+        if not self.use_tma:
+            return pages
+        block = [1, 1, self.tile.block_n, self.spec.block_d]
+        return TensorDescriptor(pages, list(pages.shape), list(pages.stride()), block)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels import tuning
-from pdserve.kernels.attention import AttentionSpec, PlanTensors, Scales, launch
+from pdserve.kernels.attention import AttentionSpec, PlanTensors, Program, Scales
 from pdserve.kernels.attention_plan import ITEM_FIELDS, MERGE_FIELDS, Cutting, Ints, split_work
 from pdserve.kernels.checks import require, require_lens, require_page_table
 
@@ -17,8 +17,16 @@ class Decode:
     """Attention for a decode step. `run` may be captured once; `plan` then changes what replays compute."""
 
     def __init__(
-        self, spec: AttentionSpec, device: torch.device | str, *, max_seqs: int, max_query_len: int, max_kv_len: int
+        self,
+        spec: AttentionSpec,
+        device: torch.device | str,
+        *,
+        max_seqs: int,
+        max_query_len: int,
+        max_kv_len: int,
+        tile: tuning.Tile | None = None,
     ) -> None:
+        """Allocate everything a step of that size needs; `tile` overrides the tuning table."""
         require(1 <= max_query_len <= MAX_QUERY_LEN, f"max_query_len must be 1 to {MAX_QUERY_LEN}, got {max_query_len}")
         require(max_seqs >= 1, f"max_seqs must be positive, got {max_seqs}")
         require(max_kv_len >= max_query_len, f"max_kv_len must be at least max_query_len, got {max_kv_len}")
@@ -27,8 +35,10 @@ class Decode:
         self.max_seqs, self.max_query_len, self.max_kv_len = max_seqs, max_query_len, max_kv_len
         chip = tuning.device_of(str(self.device))
         rows = min(MAX_ROWS, max(16, 1 << (max_query_len * spec.group - 1).bit_length()))
-        self.tile = tuning.decode_tile(chip, spec.block_d, spec.kv_dtype.itemsize, rows)
-        tokens_per_item = min(max_query_len, rows // spec.group)
+        self.tile = tile or tuning.decode_tile(chip, spec.block_d, spec.kv_dtype.itemsize, rows)
+        on_gpu = self.device.type == "cuda"
+        self.program = Program.choose(spec, self.tile, chip, heads_inner=True, on_gpu=on_gpu)
+        tokens_per_item = min(max_query_len, self.tile.block_m // spec.group)
         max_blocks = max_seqs * -(-max_query_len // tokens_per_item)
         slots = chip.num_sms * self.tile.items_per_sm
         self._cutting = Cutting(
@@ -65,7 +75,7 @@ class Decode:
 
         Rows past the planned tokens are neither read nor written. Returns `out`, or a fresh tensor like q.
         """
-        return launch(self.spec, self.tile, self._plan, q, (k, v), out, scales, heads_inner=True)
+        return self.program.launch(self._plan, q, (k, v), out, scales)
 
 
 class _Buffers:

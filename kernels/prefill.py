@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels import tuning
-from pdserve.kernels.attention import AttentionSpec, PlanTensors, Scales, launch
+from pdserve.kernels.attention import AttentionSpec, PlanTensors, Program, Scales
 from pdserve.kernels.attention_plan import ITEM_FIELDS, MERGE_FIELDS, Cutting, Int32s, Ints, WorkPlan, split_work
 from pdserve.kernels.checks import require, require_lens, require_page_table
 
@@ -13,11 +13,14 @@ from pdserve.kernels.checks import require, require_lens, require_page_table
 class Prefill:
     """Attention for a step's chunks. `plan` once per step, then `run` for each layer of the same spec."""
 
-    def __init__(self, spec: AttentionSpec, device: torch.device | str) -> None:
+    def __init__(self, spec: AttentionSpec, device: torch.device | str, *, tile: tuning.Tile | None = None) -> None:
+        """Choose the launch parameters: `tile`, or what the tuning table has for the device."""
         self.spec = spec
         self.device = torch.device(device)
         self._chip = tuning.device_of(str(self.device))
-        self.tile = tuning.prefill_tile(self._chip, spec.block_d, spec.kv_dtype.itemsize)
+        self.tile = tile or tuning.prefill_tile(self._chip, spec.block_d, spec.kv_dtype.itemsize)
+        on_gpu = self.device.type == "cuda"
+        self.program = Program.choose(spec, self.tile, self._chip, heads_inner=False, on_gpu=on_gpu)
         self._plan: PlanTensors | None = None
 
     def plan(self, query_lens: Ints, kv_lens: Ints, page_table: Ints) -> None:
@@ -45,7 +48,7 @@ class Prefill:
         """Attend. q: [num_tokens, num_heads, head_dim], the chunks one after another. Returns the same shape."""
         require(self._plan is not None, "plan must be called before run")
         assert self._plan is not None
-        return launch(self.spec, self.tile, self._plan, q, (k, v), out, scales, heads_inner=False)
+        return self.program.launch(self._plan, q, (k, v), out, scales)
 
     def _send(self, work: WorkPlan, page_table: Ints, num_tokens: int) -> PlanTensors:
         """Copy items, merges and page table to the device in one transfer."""

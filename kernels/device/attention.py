@@ -24,60 +24,74 @@ ITEM_FIELDS = tl.constexpr(8)
 def _multiply(a, b, acc, PRECISION: tl.constexpr):
     """acc + a @ b in float32. "ieee" multiplies float32 operands, which the interpreter needs for bf16 too."""
     if PRECISION == "ieee":
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    return tl.dot(a, b, acc)
+        acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        acc = tl.dot(a, b, acc)
+    return acc
 
 
 @triton.jit
 def _pages_at(table, start, last_page, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Look up the page(s) of BLOCK_N positions: one id if a page holds the tile, else one id per position."""
     if PAGE_SIZE >= BLOCK_N:
-        return tl.load(table + tl.minimum(start // PAGE_SIZE, last_page))
-    index = (start + tl.arange(0, BLOCK_N)) // PAGE_SIZE
+        index = start // PAGE_SIZE
+    else:
+        index = (start + tl.arange(0, BLOCK_N)) // PAGE_SIZE
     return tl.load(table + tl.minimum(index, last_page))
 
 
 @triton.jit
 def _load_tile(
-    base, page, start, kv_end, page_stride, slot_stride,
+    source, kv_head, page, start, kv_end, page_stride, slot_stride,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, IS_FP8: tl.constexpr,
+    USE_TMA: tl.constexpr, MASKED: tl.constexpr, IS_FP8: tl.constexpr,
 ):  # fmt: skip
-    """Load K or V of positions start..start+BLOCK_N as [BLOCK_N, BLOCK_D]; what lies past kv_end reads as zero."""
+    """Load K or V of positions start..start+BLOCK_N as [BLOCK_N, BLOCK_D]; what lies past kv_end reads as zero.
+
+    `source` is a tensor descriptor of the pool with USE_TMA, else a pointer to this head's first page.
+    """
     row = tl.arange(0, BLOCK_N)
     channel = tl.arange(0, BLOCK_D)
-    if PAGE_SIZE >= BLOCK_N:
-        base += page.to(tl.int64) * page_stride + (start % PAGE_SIZE) * slot_stride
-        offsets = row[:, None] * slot_stride + channel[None, :]
+    valid = ((start + row) < kv_end)[:, None] & (channel < HEAD_DIM)[None, :]
+    if USE_TMA:
+        tile = source.load([page, kv_head, start % PAGE_SIZE, 0]).reshape([BLOCK_N, BLOCK_D])
+        if MASKED:
+            tile = tl.where(valid, tile, 0.0)
     else:
-        rows = page.to(tl.int64) * page_stride + ((start + row) % PAGE_SIZE) * slot_stride
-        offsets = rows[:, None] + channel[None, :]
-    if MASKED:
-        tile = tl.load(base + offsets, ((start + row) < kv_end)[:, None] & (channel < HEAD_DIM)[None, :], other=0.0)
-    elif HEAD_DIM == BLOCK_D:
-        tile = tl.load(base + offsets)
-    else:
-        tile = tl.load(base + offsets, (channel < HEAD_DIM)[None, :], other=0.0)
-    return tile.to(tl.float16) if IS_FP8 else tile
+        if PAGE_SIZE >= BLOCK_N:
+            source += page.to(tl.int64) * page_stride + (start % PAGE_SIZE) * slot_stride
+            offsets = row[:, None] * slot_stride + channel[None, :]
+        else:
+            rows = page.to(tl.int64) * page_stride + ((start + row) % PAGE_SIZE) * slot_stride
+            offsets = rows[:, None] + channel[None, :]
+        if MASKED:
+            tile = tl.load(source + offsets, valid, other=0.0)
+        elif HEAD_DIM == BLOCK_D:
+            tile = tl.load(source + offsets)
+        else:
+            tile = tl.load(source + offsets, (channel < HEAD_DIM)[None, :], other=0.0)
+    if IS_FP8:
+        tile = tile.to(tl.float16)
+    return tile
 
 
 @triton.jit
 def _attend_range(
     acc, total, peak, q, q_position, begin, end, kv_end, last_page,
-    k_base, v_base, table, k_page_stride, k_slot_stride, v_page_stride, v_slot_stride,
+    k_source, v_source, kv_head, table, k_page_stride, k_slot_stride, v_page_stride, v_slot_stride,
     score_scale, softcap, window,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IS_FP8: tl.constexpr, PRECISION: tl.constexpr,
-    MASKED: tl.constexpr,
+    USE_TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold keys begin..end into (acc, total, peak). Unless MASKED, every row sees all of them."""
     page = _pages_at(table, begin, last_page, PAGE_SIZE, BLOCK_N)
     for start in tl.range(begin, end, BLOCK_N):
         start = tl.multiple_of(start, BLOCK_N)
-        k = _load_tile(k_base, page, start, kv_end, k_page_stride, k_slot_stride,
-                       HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, MASKED, IS_FP8)  # fmt: skip
-        v = _load_tile(v_base, page, start, kv_end, v_page_stride, v_slot_stride,
-                       HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, MASKED, IS_FP8)  # fmt: skip
+        k = _load_tile(k_source, kv_head, page, start, kv_end, k_page_stride, k_slot_stride,
+                       HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, USE_TMA, MASKED, IS_FP8)  # fmt: skip
+        v = _load_tile(v_source, kv_head, page, start, kv_end, v_page_stride, v_slot_stride,
+                       HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, USE_TMA, MASKED, IS_FP8)  # fmt: skip
         # The next tile's page id is fetched one turn early: its address is needed before its data can be.
         page = _pages_at(table, start + BLOCK_N, last_page, PAGE_SIZE, BLOCK_N)
         scores = _multiply(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32), PRECISION)
@@ -116,6 +130,7 @@ def attend(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEADS_INNER: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IS_FP8: tl.constexpr, PRECISION: tl.constexpr,
+    USE_TMA: tl.constexpr,
 ):  # fmt: skip
     """Compute one item for one K/V head; a split item leaves (normalized partial, log2 of its weight) to `merge`.
 
@@ -145,8 +160,10 @@ def attend(
         score_scale = score_scale * tl.load(k_scale_ptr + kv_head)
     q_position = first + tl.minimum(token, q_count - 1)
 
-    k_base = k_ptr + kv_head * k_head_stride
-    v_base = v_ptr + kv_head * v_head_stride
+    if USE_TMA:
+        k_source, v_source = k_ptr, v_ptr
+    else:
+        k_source, v_source = k_ptr + kv_head * k_head_stride, v_ptr + kv_head * v_head_stride
     table = table_ptr + seq.to(tl.int64) * table_stride
     last_page = (kv_end - 1) // PAGE_SIZE
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -160,17 +177,17 @@ def attend(
         oldest = tl.maximum(first + q_count - window, kv_begin)  # the last query's oldest key
         full_begin = tl.minimum((oldest + BLOCK_N - 1) // BLOCK_N * BLOCK_N, full_end)
         acc, total, peak = _attend_range(
-            acc, total, peak, q, q_position, kv_begin, full_begin, kv_end, last_page, k_base, v_base, table,
+            acc, total, peak, q, q_position, kv_begin, full_begin, kv_end, last_page, k_source, v_source, kv_head, table,
             k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, score_scale, softcap, window,
-            HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, IS_FP8, PRECISION, True)  # fmt: skip
+            HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, IS_FP8, PRECISION, USE_TMA, True)  # fmt: skip
     acc, total, peak = _attend_range(
-        acc, total, peak, q, q_position, full_begin, full_end, kv_end, last_page, k_base, v_base, table,
+        acc, total, peak, q, q_position, full_begin, full_end, kv_end, last_page, k_source, v_source, kv_head, table,
         k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, score_scale, softcap, window,
-        HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, IS_FP8, PRECISION, False)  # fmt: skip
+        HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, IS_FP8, PRECISION, USE_TMA, False)  # fmt: skip
     acc, total, peak = _attend_range(
-        acc, total, peak, q, q_position, full_end, kv_end, kv_end, last_page, k_base, v_base, table,
+        acc, total, peak, q, q_position, full_end, kv_end, kv_end, last_page, k_source, v_source, kv_head, table,
         k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, score_scale, softcap, window,
-        HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, IS_FP8, PRECISION, True)  # fmt: skip
+        HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, IS_FP8, PRECISION, USE_TMA, True)  # fmt: skip
 
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if IS_FP8:
