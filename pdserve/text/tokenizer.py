@@ -15,7 +15,7 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, bos_token_id: int | None = None) -> None:
         self._backend = backend
         self._pieces = read_pieces(backend)
-        self._bos = bos_token_id
+        self._adds_bos = bos_token_id is not None and backend.encode("").ids[:1] == [bos_token_id]
         self.vocab_size = len(self._pieces.by_id)
         self.special_ids = frozenset(
             token_id for token_id, added in backend.get_added_tokens_decoder().items() if added.special
@@ -30,7 +30,7 @@ class Tokenizer:
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
         except TypeError as error:
             raise invalid(field, "holds half of a surrogate pair, which is no character") from error
-        if add_special and self._bos is not None and ids[:2] == [self._bos, self._bos]:
+        if add_special and self._adds_bos and ids[1:2] == ids[:1]:
             return ids[1:]
         return ids
 

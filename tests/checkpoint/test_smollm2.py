@@ -1,0 +1,106 @@
+"""SmolLM2's GGUF file, read by us and by transformers."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+
+from pdserve.checkpoint.checkpoint import Checkpoint
+from pdserve.checkpoint.open import open_checkpoint
+from pdserve.text.chat import ChatMessage
+
+FRAGMENTS = [
+    *(
+        "Hello",
+        " world",
+        "naïve café",
+        "Ünïcödé",
+        "ΑΒΓ δεζ",
+        "привет мир",
+        "日本語のテキスト",
+        "한국어",
+        "हिन्दी",
+        "שלום",
+    ),
+    *("😀", "👩‍👩‍👧‍👦", "🇫🇷", "é", "\u200b", "\ufeff", "\ufffd", "ﷺ", "𝔘𝔫𝔦", "\x00\x07", "½ ² ①"),
+    *("0", "123", "3.14159", "1,234,567", " 42", "٣٤٥", "1e-9", "0x1F", "2024-05-06"),
+    *(" ", "  ", "   ", "       ", "\t", "\t\t", "\n", "\n\n", "\n\n\n", "\r\n", " \n ", "\u00a0", "\u3000"),
+    *("def f(x):\n    return x ** 2\n", "for (int i=0;i<10;++i) {\n\t", "#include <stdio.h>", "</div>", "a_b-c.d/e\\f"),
+    *("'s", "I'll", "don't", "'LL", '"quoted"', "...", "!!!", "$%^&*()", "~`|", "==>", "://"),
+    *("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<repo_name>", "<|im_start", "im_end|>", "<jupyter_code>"),
+]
+
+
+@pytest.fixture(scope="module")
+def reference(smollm2_file: Path) -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(smollm2_file.parent, gguf_file=smollm2_file.name)
+
+
+def texts() -> list[str]:
+    rng = random.Random(1)
+    mixed = ["".join(rng.choices(FRAGMENTS, k=rng.randint(2, 12))) for _ in range(400)]
+    scrambled = ["".join(chr(rng.choice((rng.randint(1, 0x250), rng.randint(0x250, 0xD7FF)))) for _ in range(40))]
+    return ["", *FRAGMENTS, *mixed, *scrambled]
+
+
+def test_ids_equal_transformers_over_varied_texts(smollm2: Checkpoint, reference: PreTrainedTokenizerBase) -> None:
+    tokenizer = smollm2.tokenizer()
+    for text in texts():
+        for add_special in (True, False):
+            expected = reference(text, add_special_tokens=add_special).input_ids
+            assert tokenizer.encode(text, add_special=add_special) == expected, repr(text)
+
+
+def test_decoded_texts_equal_transformers(smollm2: Checkpoint, reference: PreTrainedTokenizerBase) -> None:
+    tokenizer = smollm2.tokenizer()
+    rng = random.Random(2)
+    for _ in range(200):
+        ids = rng.choices(range(tokenizer.vocab_size), k=rng.randint(0, 60))
+        assert tokenizer.decode(ids) == reference.decode(ids, skip_special_tokens=True)
+
+
+def test_decoding_gives_back_any_text_without_special_tokens(smollm2: Checkpoint) -> None:
+    tokenizer = smollm2.tokenizer()
+    for text in texts():
+        if not any(tokenizer.token_text(token) in text for token in tokenizer.special_ids):
+            assert tokenizer.decode(tokenizer.encode(text, add_special=False)) == text
+
+
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_chat_prompt_equals_transformers(
+    smollm2: Checkpoint, reference: PreTrainedTokenizerBase, add_generation_prompt: bool
+) -> None:
+    chat = smollm2.chat()
+    assert chat is not None
+    for roles in (["user"], ["system", "user"], ["user", "assistant", "user"]):
+        messages = [ChatMessage(role, f"<b>{role}</b> says\n\n hi {{{{ x }}}} ") for role in roles]
+        plain = [{"role": message.role, "content": message.content} for message in messages]
+        prompt = chat.render(messages, add_generation_prompt=add_generation_prompt)
+        expected = reference.apply_chat_template(plain, tokenize=False, add_generation_prompt=add_generation_prompt)
+        assert prompt == expected
+        ids = reference.apply_chat_template(plain, add_generation_prompt=add_generation_prompt)["input_ids"]
+        assert smollm2.tokenizer().encode(prompt, add_special=False) == ids
+
+
+def test_weights_of_its_first_layers_equal_transformers(smollm2_two_layers: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(
+        smollm2_two_layers.parent, gguf_file=smollm2_two_layers.name, dtype=torch.float32
+    )
+    expected = model.state_dict()
+    expected.pop("lm_head.weight")  # tied to the embedding
+    for name, values in open_checkpoint(smollm2_two_layers).weights():
+        assert isinstance(values, np.ndarray)
+        np.testing.assert_allclose(values, expected.pop(name).numpy(), rtol=1e-6, atol=1e-7, err_msg=name)
+    assert not expected
+
+
+def test_config_and_tokens_are_the_published_ones(smollm2: Checkpoint) -> None:
+    config = smollm2.config
+    assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (30, 9, 3, 64)
+    assert (config.rope_theta, config.max_position_embeddings) == (100000.0, 8192)
+    assert config.tie_word_embeddings
+    assert (smollm2.bos_token_id, smollm2.eos_token_ids) == (1, (2,))
+    assert smollm2.tokenizer().vocab_size == config.vocab_size == 49152
