@@ -14,7 +14,6 @@ from pdserve.decode_worker.events import (
     Event,
     FromPeer,
     PeerAttached,
-    PeerGone,
     PeerLost,
     ToPeer,
 )
@@ -32,6 +31,7 @@ from pdserve.worker.words import (
     Failed,
     FailureCode,
     Load,
+    PeerGone,
     Placed,
     Progress,
     RouterLost,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from pdserve.kvtransfer import receiver
 from pdserve.kvtransfer.session import HandoffKey, Pages, Peer
-from pdserve.worker.words import Cancelled, DrainAsked, Placed, Report, RouterLost, Ticked
+from pdserve.worker.words import Cancelled, DrainAsked, PeerGone, Placed, Report, RouterLost, Ticked
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +27,6 @@ class PeerLost:
 
     peer: Peer
     reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class PeerGone:
-    """A process is known to have ended: none of its writes can be outstanding."""
-
-    peer: Peer
 
 
 @dataclass(frozen=True, slots=True)

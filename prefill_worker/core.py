@@ -14,7 +14,7 @@ from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.kvtransfer import sender
 from pdserve.kvtransfer.session import Capsule, HandoffKey, Peer
-from pdserve.prefill_worker.events import Command, Connect, Copy, Event, FromPeer, PeerLost, ToPeer
+from pdserve.prefill_worker.events import Command, Connect, Copy, Event, Forget, FromPeer, PeerLost, ToPeer
 from pdserve.worker.admission import refusal
 from pdserve.worker.words import (
     Cancelled,
@@ -22,6 +22,7 @@ from pdserve.worker.words import (
     Failed,
     FailureCode,
     Load,
+    PeerGone,
     Placed,
     Progress,
     RouterLost,
@@ -119,9 +120,9 @@ class PrefillCore:
                     return self._unknown(event, now_s)
                 return self._advance(task, news, now_s)
             case PeerLost(peer, reason):
-                self._early = {k: e for k, e in self._early.items() if e[1].peer != peer}
-                lost = [task for task in self._tasks.values() if task.peer == peer]
-                return [c for task in lost for c in self._advance(task, sender.PeerLost(reason), now_s)]
+                return self._lose(peer, reason, now_s)
+            case PeerGone(peer):
+                return [*self._lose(peer, "the peer's process ended", now_s), Forget(peer)]
 
     def plan(self, now_s: float) -> StepPlan | None:
         """Return the next step, or None if there is nothing to compute."""
@@ -194,6 +195,11 @@ class PrefillCore:
             commands.append(Connect(placed.peer, placed.peer_address))
         _, early = self._early.pop(key, (0.0, None))
         return commands + (self.handle(early, now_s) if early else [])
+
+    def _lose(self, peer: Peer, reason: str, now_s: float) -> list[Command]:
+        self._early = {k: e for k, e in self._early.items() if e[1].peer != peer}
+        lost = [task for task in self._tasks.values() if task.peer == peer]
+        return [c for task in lost for c in self._advance(task, sender.PeerLost(reason), now_s)]
 
     def _unknown(self, news: FromPeer, now_s: float) -> list[Command]:
         """Answer news of a hand-off that is not here: over, or not here yet."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from pdserve.kvtransfer import sender
 from pdserve.kvtransfer.session import HandoffKey, Pages, Peer
-from pdserve.worker.words import Cancelled, DrainAsked, Placed, Report, RouterLost, Ticked
+from pdserve.worker.words import Cancelled, DrainAsked, PeerGone, Placed, Report, RouterLost, Ticked
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,5 +49,12 @@ class ToPeer:
     message: sender.SendCommit | sender.SendQuiesced
 
 
-Event = Placed | Cancelled | RouterLost | DrainAsked | Ticked | FromPeer | PeerLost
-Command = Report | Connect | Copy | ToPeer
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """The peer's process has ended: report every copy to it stopped, and drop what was prepared for it."""
+
+    peer: Peer
+
+
+Event = Placed | Cancelled | RouterLost | PeerGone | DrainAsked | Ticked | FromPeer | PeerLost
+Command = Report | Connect | Copy | ToPeer | Forget

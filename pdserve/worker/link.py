@@ -35,7 +35,16 @@ class RouterGone:
     router: RouterRef
 
 
+Call = grpc.aio.StreamStreamCall[link.AttachRequest, link.AttachResponse]
 Sink = Callable[[FromRouter | RouterGone], Awaitable[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """One attached router. None in the queue: say nothing more."""
+
+    call: Call
+    queue: asyncio.Queue[link.AttachRequest | None]
 
 
 class Links:
@@ -46,8 +55,13 @@ class Links:
         self._metadata = secret_metadata(secret)
         self._register = register
         self._sink = sink
-        self._outbound: dict[RouterRef, asyncio.Queue[link.AttachRequest | None]] = {}
+        self._streams: dict[RouterRef, Stream] = {}
         self._last_ref = 0
+        self._closing = False
+
+    @property
+    def attached(self) -> tuple[RouterRef, ...]:
+        return tuple(self._streams)
 
     def update(self, register: link.Register) -> None:
         """Say anew who this worker is, to routers attached now and later."""
@@ -55,62 +69,65 @@ class Links:
         self.broadcast(link.AttachRequest(register=register))
 
     def broadcast(self, message: link.AttachRequest) -> None:
-        for router in tuple(self._outbound):
+        for router in self.attached:
             self.send(router, message)
 
     def send(self, router: RouterRef, message: link.AttachRequest) -> None:
         """Queue a message; nothing happens for a router that is gone. A full queue ends its stream."""
-        queue = self._outbound.get(router)
-        if queue is None:
+        stream = self._streams.get(router)
+        if stream is None:
             return
-        if queue.qsize() >= MAX_QUEUED:
-            logger.error("router %d does not read: %d messages wait", router, queue.qsize())
-            del self._outbound[router]
-            while not queue.empty():
-                queue.get_nowait()
-            queue.put_nowait(None)
+        if stream.queue.qsize() >= MAX_QUEUED:
+            logger.error("router %d does not read: %d messages wait", router, stream.queue.qsize())
+            del self._streams[router]
+            stream.call.cancel()
             return
-        queue.put_nowait(message)
+        stream.queue.put_nowait(message)
+
+    def finish(self) -> None:
+        """Say what is queued, then end every stream; `run` returns when routers have heard it."""
+        self._closing = True
+        for stream in self._streams.values():
+            stream.queue.put_nowait(None)
 
     async def run(self) -> None:
-        """Keep a stream to every router, until cancelled."""
+        """Keep a stream to every router, until finished or cancelled."""
         async with asyncio.TaskGroup() as group:
             for address in self._addresses:
                 group.create_task(self._keep(address), name=f"link {address}")
 
     async def _keep(self, address: str) -> None:
         backoff_s = MIN_BACKOFF_S
-        while True:
+        while not self._closing:
             self._last_ref += 1
             router = RouterRef(self._last_ref)
             try:
                 await self._attach(address, router)
+                backoff_s = MIN_BACKOFF_S
             except (grpc.RpcError, asyncio.InvalidStateError, TimeoutError) as error:
                 logger.warning("router %s: %s", address, _reason(error))
             finally:
-                attached = self._outbound.pop(router, None) is not None
-            if attached:
-                backoff_s = MIN_BACKOFF_S
+                self._streams.pop(router, None)
             await self._sink(RouterGone(router))
-            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
-            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+            if not self._closing:
+                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
 
     async def _attach(self, address: str, router: RouterRef) -> None:
+        """Serve one stream to its end."""
         async with grpc.aio.insecure_channel(address, options=channel_options(INTERNAL_MESSAGE_BYTES)) as channel:
-            stub = link_pb2_grpc.LinkServiceStub(channel)
-            call = stub.Attach(metadata=self._metadata, wait_for_ready=False)
+            call: Call = link_pb2_grpc.LinkServiceStub(channel).Attach(metadata=self._metadata)
             try:
-                await call.write(link.AttachRequest(register=self._register))
                 async with asyncio.timeout(WELCOME_TIMEOUT_S):
+                    await call.write(link.AttachRequest(register=self._register))
                     first = await call.read()
                 if first is grpc.aio.EOF or first.WhichOneof("message") != "welcome":
-                    logger.warning("router %s did not welcome this worker", address)
-                    return
+                    raise TimeoutError(f"router {address} ended the stream without a welcome")
                 logger.info("attached to router %s at %s", first.welcome.router_id, address)
-                queue: asyncio.Queue[link.AttachRequest | None] = asyncio.Queue()
-                self._outbound[router] = queue
+                stream = Stream(call, asyncio.Queue())
+                self._streams[router] = stream
                 self.send(router, link.AttachRequest(register=self._register))
-                writer = asyncio.create_task(_write(call, queue), name=f"link {address} writer")
+                writer = asyncio.create_task(_write(stream), name=f"link {address} writer")
                 try:
                     await self._read(call, router)
                 finally:
@@ -119,9 +136,7 @@ class Links:
             finally:
                 call.cancel()
 
-    async def _read(
-        self, call: grpc.aio.StreamStreamCall[link.AttachRequest, link.AttachResponse], router: RouterRef
-    ) -> None:
+    async def _read(self, call: Call, router: RouterRef) -> None:
         while True:
             message = await call.read()
             if message is grpc.aio.EOF:
@@ -129,17 +144,14 @@ class Links:
             await self._sink(FromRouter(router, message))
 
 
-async def _write(
-    call: grpc.aio.StreamStreamCall[link.AttachRequest, link.AttachResponse],
-    queue: asyncio.Queue[link.AttachRequest | None],
-) -> None:
+async def _write(stream: Stream) -> None:
     while True:
-        message = await queue.get()
-        if message is None:
-            call.cancel()
-            return
+        message = await stream.queue.get()
         try:
-            await call.write(message)
+            if message is None:
+                await stream.call.done_writing()
+                return
+            await stream.call.write(message)
         except (grpc.RpcError, asyncio.InvalidStateError):
             return  # the reader sees the same end and says why
 

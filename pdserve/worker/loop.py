@@ -138,5 +138,3 @@ class WorkerLoop(Generic[EventT, CommandT]):
             logger.warning("refused %s: %s", type(event).__name__, error)
             return
         self._outbox.perform(commands, None)
-
-

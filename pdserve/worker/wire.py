@@ -128,9 +128,7 @@ def sampling_params(message: inference.SamplingParams) -> SamplingParams:
     )
 
 
-def _placed(
-    spec: link.SequenceSpec, router: RouterRef, now_s: float, peer: Peer | None, peer_address: str
-) -> Placed:
+def _placed(spec: link.SequenceSpec, router: RouterRef, now_s: float, peer: Peer | None, peer_address: str) -> Placed:
     params = sampling_params(spec.sampling)
     job = Job(
         request_id=_request_id(spec.request_id),

@@ -41,6 +41,13 @@ class RouterLost:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerGone:
+    """A process is known to have ended: no write of it, or into it, can be outstanding."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
 class DrainAsked:
     """Take nothing more; the shell exits when nothing is left."""
 

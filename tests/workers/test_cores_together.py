@@ -19,7 +19,7 @@ from pdserve.prefill_worker import events as prefill
 from pdserve.prefill_worker.core import PrefillCore
 from pdserve.sampling import SamplingParams
 from pdserve.sim.engine import FakeRunner, expected
-from pdserve.worker.words import Cancelled, Failed, Placed, RouterLost, RouterRef, Tokens
+from pdserve.worker.words import Cancelled, Failed, PeerGone, Placed, RouterLost, RouterRef, Tokens
 
 VOCAB = 997
 PAGE_SIZE = 4
@@ -29,7 +29,9 @@ P, D = Peer(WorkerId("p0"), Incarnation(11)), Peer(WorkerId("d0"), Incarnation(2
 
 def scheduler(num_pages: int, reuse: bool = True, max_num_batched_tokens: int = 8) -> Scheduler:
     names = PrefixNames(b"k" * 32, "weights", PAGE_SIZE) if reuse else None
-    limits = Limits(max_num_seqs=8, max_num_batched_tokens=max_num_batched_tokens, max_model_len=96, eos_token_ids=frozenset())
+    limits = Limits(
+        max_num_seqs=8, max_num_batched_tokens=max_num_batched_tokens, max_model_len=96, eos_token_ids=frozenset()
+    )
     return Scheduler(KvCache(num_pages, PAGE_SIZE, names), limits)
 
 
@@ -238,7 +240,7 @@ def test_a_lost_sender_leaves_its_pages_quarantined_until_its_process_is_gone() 
     assert [failed.code.name for failed in pair.failed] == ["PEER_LOST"]
     assert pool.num_quarantined == 5
     assert pool.num_free == pool.num_pages - 5
-    pair.perform(pair.d.handle(decode.PeerGone(P), 0.0))
+    pair.perform(pair.d.handle(PeerGone(P), 0.0))
     assert pool.num_free == pool.num_pages
 
 

@@ -1,0 +1,157 @@
+"""The life of a worker process, the same for both kinds: attach, load, serve, drain, leave."""
+
+import asyncio
+import json
+import logging
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar, cast
+
+from pdserve.clock import MonotonicClock
+from pdserve.config import WorkerConfig
+from pdserve.errors import ProtocolError
+from pdserve.ids import Incarnation, WorkerId, new_incarnation
+from pdserve.kvlayout_wire import layout_to_proto
+from pdserve.kvtransfer.session import Peer
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.rpc import PROTOCOL_VERSION, read_secret
+from pdserve.telemetry import configure_logging
+from pdserve.worker import wire
+from pdserve.worker.boot import Engine, build_engine, open_model
+from pdserve.worker.link import FromRouter, Links, RouterGone
+from pdserve.worker.loop import Core, Inbox, Outbox, WorkerLoop
+from pdserve.worker.reporting import Reporter
+from pdserve.worker.words import Cancelled, DrainAsked, PeerGone, Placed, RouterLost
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_STEP = 0.02  # share of the model between two reports of loading
+
+EventT = TypeVar("EventT")
+CommandT = TypeVar("CommandT")
+FromRouterEvent = Placed | Cancelled | DrainAsked | RouterLost | PeerGone
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this process is."""
+
+    peer: Peer
+    role: "link.Role.ValueType"
+    secret: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Parts(Generic[EventT, CommandT]):
+    """What makes one kind of worker."""
+
+    core: Core[EventT, CommandT]
+    outbox: Outbox[CommandT]
+    handoff_address: str = ""
+
+
+Assemble = Callable[
+    [Engine, Identity, Inbox[EventT], Reporter],
+    AbstractAsyncContextManager[Parts[EventT, CommandT]],
+]
+
+
+async def serve_worker(config: WorkerConfig, role: "link.Role.ValueType", assemble: Assemble[EventT, CommandT]) -> None:
+    """Run a worker until it has drained (on SIGTERM, SIGINT or a router's word)."""
+    configure_logging(config.worker_id, config.log_level)
+    incarnation = Incarnation(config.incarnation) if config.incarnation else new_incarnation()
+    identity = Identity(Peer(WorkerId(config.worker_id), incarnation), role, read_secret(config.secret_file))
+    inbox: Inbox[EventT] = Inbox()
+    register = link.Register(
+        worker_id=config.worker_id,
+        incarnation=incarnation,
+        role=role,
+        protocol_version=PROTOCOL_VERSION,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+    clock = MonotonicClock()
+
+    async def sink(news: FromRouter | RouterGone) -> None:
+        event = _event(news, clock.now_s())
+        if event is not None:
+            await inbox.offer(cast(EventT, event))  # what routers say is among every kind of worker's events
+
+    links = Links(config.routers, identity.secret, register, sink)
+    async with asyncio.TaskGroup() as group:
+        linking = group.create_task(links.run(), name="links")
+        engine = await _load(config, identity, links, register)
+        with _drain_on_signals(lambda: inbox.put(cast(EventT, DrainAsked()))):
+            async with assemble(engine, identity, inbox, Reporter(links, clock)) as parts:
+                register.ready = True
+                register.load_progress = 1.0
+                register.handoff_address = parts.handoff_address
+                links.update(register)
+                logger.info("ready: %s, %d pages", engine.model_name, engine.scheduler.cache.pool.num_pages)
+                _write_ready_file(config, parts.handoff_address)
+                await WorkerLoop(parts.core, engine.runner, inbox, parts.outbox, clock).run()
+                links.finish()
+                await linking
+    logger.info("drained")
+
+
+async def _load(config: WorkerConfig, identity: Identity, links: Links, register: link.Register) -> Engine:
+    """Load the model in a thread, telling routers how far it has come."""
+    loop = asyncio.get_running_loop()
+    told = 0.0
+
+    def tell(share: float) -> None:
+        nonlocal told
+        if share - told >= PROGRESS_STEP:
+            told = share
+            loop.call_soon_threadsafe(report, share)
+
+    def report(share: float) -> None:
+        register.load_progress = min(share, 0.99)
+        links.update(register)
+
+    checkpoint = await asyncio.to_thread(open_model, config)
+    engine = await asyncio.to_thread(build_engine, config, checkpoint, identity.secret, tell)
+    register.model = engine.model_name
+    register.num_pages = engine.scheduler.cache.pool.num_pages
+    register.max_model_len = engine.scheduler.limits.max_model_len
+    register.layout.CopyFrom(layout_to_proto(engine.layout))
+    return engine
+
+
+def _event(news: FromRouter | RouterGone, now_s: float) -> FromRouterEvent | None:
+    match news:
+        case RouterGone(router):
+            return RouterLost(router)
+        case FromRouter(router, message) if message.WhichOneof("message") == "process_gone":
+            return PeerGone(wire.gone_process(message.process_gone))
+        case FromRouter(router, message):
+            try:
+                return wire.command(message, router, now_s)
+            except ProtocolError as error:
+                logger.warning("router %d: refused: %s", router, error)
+                return None
+
+
+@contextmanager
+def _drain_on_signals(drain: Callable[[], None]) -> Iterator[None]:
+    """Make SIGTERM and SIGINT drain the worker; before this they end it at once."""
+    loop = asyncio.get_running_loop()
+    signals = (signal.SIGTERM, signal.SIGINT)
+    for number in signals:
+        loop.add_signal_handler(number, drain)
+    try:
+        yield
+    finally:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+
+def _write_ready_file(config: WorkerConfig, handoff_address: str) -> None:
+    if config.ready_file is not None:
+        scratch = config.ready_file.with_suffix(".tmp")
+        scratch.write_text(json.dumps({"handoff": handoff_address, "pid": os.getpid()}))
+        scratch.replace(config.ready_file)

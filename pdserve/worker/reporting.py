@@ -1,0 +1,36 @@
+"""Carries a core's reports to the routers they concern."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+from pdserve.clock import Clock
+from pdserve.engine.step import StepPlan, StepResult
+from pdserve.worker import wire
+from pdserve.worker.link import Links
+from pdserve.worker.words import Load, Report, RouterRef, Tokens
+
+
+class Reporter:
+    """Turns reports into messages: one a step and router, however many sequences it served."""
+
+    def __init__(self, links: Links, clock: Clock) -> None:
+        self._links = links
+        self._clock = clock
+
+    def send(self, reports: Iterable[Report], step: tuple[StepPlan, StepResult] | None) -> None:
+        """Queue reports. With a step, every router hears of it: its cost is news to those it brought nothing."""
+        now_s = self._clock.now_s()
+        tokens: defaultdict[RouterRef, list[Tokens]] = defaultdict(list)
+        for report in reports:
+            if isinstance(report, Tokens):
+                tokens[report.router].append(report)
+            else:
+                self._links.send(report.router, wire.report(report, now_s))
+        if step is not None:
+            plan, result = step
+            for router in self._links.attached:
+                self._links.send(router, wire.step_report(tokens[router], plan, result.elapsed_s))
+
+    def beat(self, load: Load, num_steps: int) -> None:
+        """Tell every router how full this worker is."""
+        self._links.broadcast(wire.heartbeat(load, num_steps))
