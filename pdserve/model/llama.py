@@ -45,6 +45,8 @@ class Model:
             qkv = layer.qkv(layer.input_norm(hidden))
             mixed = attention.run(index, qkv.view(len(qkv), -1, self.config.head_dim), layer.qk_norm)
             if rows is not None and index == len(self.layers) - 1:
+                if len(rows) == 0:
+                    return hidden.new_empty((0, self.config.vocab_size))
                 hidden, mixed = hidden.index_select(0, rows), mixed.index_select(0, rows)
             hidden = layer.o.plus(mixed, hidden)
             hidden = layer.mlp(layer.post_attention_norm(hidden), hidden)

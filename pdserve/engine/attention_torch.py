@@ -1,0 +1,147 @@
+"""Attention over pages in plain torch, for CPUs.
+
+Chunks of one query length whose contexts are alike make a group, and a group is one call of torch's fused attention:
+over K and V as they were just computed where no page holds more, else over K and V gathered from the pages. Gathering
+copies whole runs of a head's slots, which the pool's layout keeps together.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from pdserve.engine.batch import Batch, Ints
+from pdserve.model.attention import QkNorm
+from pdserve.model.config import ModelConfig
+from pdserve.model.rope import Angles, Rope, rotate_
+
+ALIKE_BELOW = 128  # contexts up to this many tokens share a group whatever their ratio
+ALIKE_RATIO = 2  # longer ones may be this many times as long as the group's shortest
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Chunks [first, last) of a batch, all of `query_len` tokens."""
+
+    tokens: slice
+    num_chunks: int
+    query_len: int
+    kv_len: int  # the longest context
+    runs: Tensor | None  # [2 * chunks * kv heads * pages] into layer 0 of the pool's runs; None: nothing in pages yet
+    mask: Tensor | None  # [chunks, 1, query_len, kv_len], added to the scores
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    angles: Angles
+    targets: Tensor  # [num_tokens, 2 * kv heads] into layer 0 of the pool's slots
+    groups: tuple[_Group, ...]
+
+
+class TorchAttention:
+    """Plans a step once, then serves each layer of it."""
+
+    def __init__(self, config: ModelConfig, kv: Tensor, rope: Rope) -> None:
+        """Attend within `kv`: [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]."""
+        self._config = config
+        self._rope = rope
+        self._page_size = kv.shape[4]
+        self._dtype = kv.dtype
+        self._slots = kv.view(-1, config.head_dim)
+        self._runs = kv.view(-1, self._page_size * config.head_dim)
+        self._runs_per_layer = 2 * config.num_kv_heads
+        self._runs_per_page = config.num_layers * self._runs_per_layer
+        self._step: _Step | None = None
+
+    def plan(self, batch: Batch) -> None:
+        """Prepare what all layers share of the step."""
+        self._step = _Step(
+            angles=self._rope.angles(torch.from_numpy(batch.positions), self._dtype),
+            targets=torch.from_numpy(self._run_ids(batch.pages) * self._page_size + batch.slots[:, None]),
+            groups=tuple(self._group(batch, first, last) for first, last in _alike(batch)),
+        )
+
+    def run(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None) -> Tensor:
+        """Attend in one layer; see `pdserve.model.attention.Attention`."""
+        step = self._step
+        if step is None:
+            raise RuntimeError("run before plan")
+        num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
+        if qk_norm is not None:
+            qkv[:, :num_heads] = qk_norm.q(qkv[:, :num_heads])
+            qkv[:, num_heads:-num_kv_heads] = qk_norm.k(qkv[:, num_heads:-num_kv_heads])
+        rotate_(qkv[:, :-num_kv_heads], step.angles)
+        slots_before = layer * self._runs_per_layer * self._page_size
+        self._slots[slots_before:].index_put_((step.targets,), qkv[:, num_heads:])
+        if len(step.groups) == 1:
+            return self._attend(layer, qkv, step.groups[0])
+        return torch.cat([self._attend(layer, qkv[group.tokens], group) for group in step.groups])
+
+    def _attend(self, layer: int, qkv: Tensor, group: _Group) -> Tensor:
+        num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
+        heads = qkv.view(group.num_chunks, group.query_len, -1, self._config.head_dim).transpose(1, 2)
+        if group.runs is None:
+            k, v = heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]
+        else:
+            gathered = self._runs[layer * self._runs_per_layer :].index_select(0, group.runs)
+            k, v = gathered.view(2, group.num_chunks, num_kv_heads, -1, self._config.head_dim)[:, :, :, : group.kv_len]
+        out = scaled_dot_product_attention(
+            heads[:, :num_heads],
+            k,
+            v,
+            attn_mask=group.mask,
+            is_causal=group.runs is None and group.query_len > 1,
+            enable_gqa=num_heads != num_kv_heads,
+        )
+        return out.transpose(1, 2).reshape(len(qkv), -1)
+
+    def _group(self, batch: Batch, first: int, last: int) -> _Group:
+        query_len = int(batch.query_lens[first])
+        kv_lens = batch.kv_lens[first:last]
+        longest = int(kv_lens[-1])
+        window = self._config.sliding_window
+        fresh = longest == query_len and (window is None or longest <= window)
+        runs, mask = None, None
+        if not fresh:
+            runs = self._gathered_runs(batch.page_table[first:last, : -(-longest // self._page_size)])
+            mask = _mask(kv_lens, query_len, window, self._dtype)
+        tokens = slice(int(batch.query_starts[first]), int(batch.query_starts[last]))
+        return _Group(tokens, last - first, query_len, longest, runs, mask)
+
+    def _run_ids(self, pages: Ints) -> Ints:
+        """Return the runs of layer 0's K heads, then V heads, of each page: [len(pages), 2 * kv heads]."""
+        return pages[:, None] * self._runs_per_page + np.arange(self._runs_per_layer)
+
+    def _gathered_runs(self, page_table: Ints) -> Tensor:
+        """Return the runs of [num_chunks, pages] in the order k|v, chunk, kv head, page."""
+        by_page = self._run_ids(page_table.reshape(-1)).reshape(*page_table.shape, 2, self._config.num_kv_heads)
+        return torch.from_numpy(by_page.transpose(2, 0, 3, 1).reshape(-1))
+
+
+def _alike(batch: Batch) -> Iterator[tuple[int, int]]:
+    """Yield [first, last) of each group; a batch orders chunks by query length, then by context."""
+    first = 0
+    for index in range(1, len(batch.query_lens)):
+        limit = max(ALIKE_BELOW, ALIKE_RATIO * batch.kv_lens[first])
+        if batch.query_lens[index] != batch.query_lens[first] or batch.kv_lens[index] > limit:
+            yield first, index
+            first = index
+    yield first, len(batch.query_lens)
+
+
+def _mask(kv_lens: Ints, query_len: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
+    """Return 0 where a query sees a key and -inf elsewhere; None where every query sees every key."""
+    longest = int(kv_lens.max())
+    within_window = window is None or longest <= window
+    if query_len == 1 and within_window and bool((kv_lens == longest).all()):
+        return None
+    keys = np.arange(longest)
+    positions = (kv_lens[:, None] - query_len + np.arange(query_len))[:, :, None]
+    hidden = keys > positions
+    if window is not None:
+        hidden |= keys <= positions - window
+    mask = torch.zeros(hidden.shape, dtype=dtype)
+    return mask.masked_fill_(torch.from_numpy(hidden), float("-inf"))[:, None]

@@ -1,0 +1,116 @@
+"""A step as arrays: what the model and attention need to know of a plan, built without a loop over tokens.
+
+Chunks are put in order of their query length, then of their context, so that chunks attention can treat alike lie side
+by side; `order` says where each came from.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+
+from pdserve.engine.step import Chunk, SampleSpec, StepPlan
+from pdserve.errors import InvariantError
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolShape:
+    """What a plan's numbers must stay within."""
+
+    num_pages: int
+    page_size: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One step's chunks, in batch order; one array entry per token, per chunk or per sample."""
+
+    token_ids: Ints  # [num_tokens]
+    positions: Ints  # [num_tokens]
+    pages: Ints  # [num_tokens]: where a token's K and V go
+    slots: Ints  # [num_tokens]: and in which slot of that page
+    query_lens: Ints  # [num_chunks]
+    query_starts: Ints  # [num_chunks + 1]: a chunk's first token, and the end
+    kv_lens: Ints  # [num_chunks]: the context, the chunk's own tokens included
+    page_table: Ints  # [num_chunks, most pages]; rows are filled up with their own first page
+    order: Ints  # [num_chunks]: index into the plan's chunks
+    samples: tuple[SampleSpec, ...]  # in batch order
+    sample_rows: Ints  # [num_samples]: the token whose logits a sample is drawn from
+    sample_counts: Ints  # [num_chunks]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @classmethod
+    def of(cls, plan: StepPlan, shape: PoolShape) -> "Batch":
+        """Lay the plan's chunks out; InvariantError where it cannot be run. The plan has at least one chunk."""
+        given_lens = _lengths([chunk.token_ids for chunk in plan.chunks])
+        starts = np.array([chunk.start for chunk in plan.chunks], dtype=np.int64)
+        order = np.lexsort((given_lens + starts, given_lens))
+        chunks = [plan.chunks[index] for index in order]
+        query_lens, starts = given_lens[order], starts[order]
+        query_starts = _offsets(query_lens)
+        kv_lens = starts + query_lens
+        token_ids = _flat([chunk.token_ids for chunk in chunks])
+        page_table = _page_table([chunk.pages for chunk in chunks])
+        _check(chunks, kv_lens, token_ids, page_table, shape)
+        chunk_of_token = np.repeat(np.arange(len(chunks)), query_lens)
+        positions = np.arange(len(token_ids)) + (starts - query_starts[:-1])[chunk_of_token]
+        sample_counts = _lengths([chunk.samples for chunk in chunks])
+        return cls(
+            token_ids=token_ids,
+            positions=positions,
+            pages=page_table[chunk_of_token, positions // shape.page_size],
+            slots=positions % shape.page_size,
+            query_lens=query_lens,
+            query_starts=query_starts,
+            kv_lens=kv_lens,
+            page_table=page_table,
+            order=order,
+            samples=tuple(chain.from_iterable(chunk.samples for chunk in chunks)),
+            sample_rows=np.repeat(query_starts[1:] - 1, sample_counts),
+            sample_counts=sample_counts,
+        )
+
+
+def _lengths(parts: Seq[Seq[object]]) -> Ints:
+    return np.array([len(part) for part in parts], dtype=np.int64)
+
+
+def _offsets(lengths: Ints) -> Ints:
+    return np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(lengths)))
+
+
+def _flat(parts: Seq[Seq[int]]) -> Ints:
+    return np.fromiter(chain.from_iterable(parts), dtype=np.int64)
+
+
+def _page_table(rows: Seq[Seq[int]]) -> Ints:
+    lengths = _lengths(rows)
+    if lengths.min() == 0:
+        raise InvariantError("a chunk without pages")
+    first = np.array([row[0] for row in rows], dtype=np.int64)
+    table = np.repeat(first[:, None], lengths.max(), axis=1)
+    table[np.arange(lengths.max()) < lengths[:, None]] = _flat(rows)
+    return table
+
+
+def _check(chunks: Seq[Chunk], kv_lens: Ints, token_ids: Ints, page_table: Ints, shape: PoolShape) -> None:
+    for chunk, kv_len in zip(chunks, kv_lens, strict=True):
+        if not chunk.token_ids or chunk.start < 0:
+            raise InvariantError(f"a chunk of {len(chunk.token_ids)} tokens at position {chunk.start}")
+        if len(chunk.pages) * shape.page_size < kv_len:
+            raise InvariantError(f"{len(chunk.pages)} pages of {shape.page_size} tokens for a context of {kv_len}")
+    _check_range("page", page_table, shape.num_pages)
+    _check_range("token id", token_ids, shape.vocab_size)
+
+
+def _check_range(name: str, values: Ints, limit: int) -> None:
+    if values.min() < 0 or values.max() >= limit:
+        raise InvariantError(f"{name}s from {values.min()} to {values.max()}, the limit is {limit}")

@@ -1,0 +1,69 @@
+"""Runs plans: owns the KV pages and the model, and knows nothing of requests.
+
+Page i of the pool is the contiguous run `kv[i]`; a step writes only the pages its plan names.
+"""
+
+import time
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdserve.engine.attention_torch import TorchAttention
+from pdserve.engine.batch import Batch, PoolShape
+from pdserve.engine.sampler import Sampler
+from pdserve.engine.step import SampledToken, StepPlan, StepResult
+from pdserve.errors import InvariantError
+from pdserve.ids import PageId
+from pdserve.model.llama import Model
+
+
+class Runner:
+    """One model on one device. `run` blocks; call it from one thread at a time."""
+
+    def __init__(self, model: Model, num_pages: int, page_size: int, eos_token_ids: Seq[int] | None = None) -> None:
+        """Set up `num_pages` pages of `page_size` tokens, zeroed. eos_token_ids: the model config's unless given."""
+        config = model.config
+        shape = (num_pages, config.num_layers, 2, config.num_kv_heads, page_size, config.head_dim)
+        self.kv: Tensor = torch.zeros(shape, dtype=model.embedding.dtype, device=model.embedding.device)
+        self._model = model
+        self._pool = PoolShape(num_pages, page_size, config.vocab_size)
+        self._attention = TorchAttention(config, self.kv, model.rope)
+        self._sampler = Sampler(config.eos_token_ids if eos_token_ids is None else eos_token_ids)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """Copy pages, compute all chunks, draw their samples. InvariantError if the plan cannot be run."""
+        started_s = time.perf_counter()
+        self._copy(plan.copies)
+        tokens = self._compute(plan) if plan.chunks else ()
+        return StepResult(tokens, time.perf_counter() - started_s)
+
+    def _copy(self, copies: Seq[tuple[PageId, PageId]]) -> None:
+        """Copy whole pages; all are read before any is written."""
+        if not copies:
+            return
+        pages = torch.tensor(copies, dtype=torch.int64)
+        if int(pages.min()) < 0 or int(pages.max()) >= len(self.kv):
+            raise InvariantError(f"copies {copies} between {len(self.kv)} pages")
+        self.kv.index_copy_(0, pages[:, 1], self.kv.index_select(0, pages[:, 0]))
+
+    def _compute(self, plan: StepPlan) -> tuple[tuple[SampledToken, ...], ...]:
+        batch = Batch.of(plan, self._pool)
+        self._attention.plan(batch)
+        token_ids = torch.from_numpy(batch.token_ids)
+        every_token = np.array_equal(batch.sample_rows, np.arange(batch.num_tokens))
+        rows = None if every_token else torch.from_numpy(batch.sample_rows)
+        logits = self._model.forward(token_ids, self._attention, rows)
+        return _by_chunk(batch, self._sampler.sample(logits, batch.samples))
+
+
+def _by_chunk(batch: Batch, drawn: Seq[SampledToken]) -> tuple[tuple[SampledToken, ...], ...]:
+    """Give the samples, which are in batch order, back in the plan's order of chunks."""
+    tokens: list[tuple[SampledToken, ...]] = [()] * len(batch.order)
+    first = 0
+    for place, count in zip(batch.order.tolist(), batch.sample_counts.tolist(), strict=True):
+        tokens[place] = tuple(drawn[first : first + count])
+        first += count
+    return tuple(tokens)
