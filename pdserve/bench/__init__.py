@@ -1,0 +1,1 @@
+"""Measure a cluster from outside, as its clients see it."""

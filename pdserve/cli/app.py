@@ -1,0 +1,71 @@
+"""The command line as a whole: which commands there are, and how errors end them.
+
+Exit status: 0 done, 1 failed, 2 refused what the operator asked for.
+"""
+
+import sys
+from typing import Annotated
+
+import typer
+
+from pdserve import __version__
+from pdserve.cli import ask, cluster, load, models, processes
+from pdserve.cli.failure import CommandError
+from pdserve.errors import ConfigError
+
+app = typer.Typer(
+    name="pdserve",
+    help="Serve large language models with prefill and decode on separate worker pools.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+config_app = typer.Typer(help="Configuration of the processes.", no_args_is_help=True)
+models_app = typer.Typer(help="Models known by name.", no_args_is_help=True)
+
+app.command("up")(cluster.up)
+app.command("status")(cluster.status)
+app.command("demo")(cluster.demo)
+app.command("generate")(ask.generate)
+app.command("chat")(ask.chat)
+app.command("bench")(load.bench)
+app.command("router")(processes.router)
+app.command("prefill-worker")(processes.prefill_worker)
+app.command("decode-worker")(processes.decode_worker)
+config_app.command("schema")(processes.schema)
+models_app.command("list")(models.list_models)
+models_app.command("fetch")(models.fetch_model)
+app.add_typer(config_app, name="config")
+app.add_typer(models_app, name="models")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"pdserve {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Serve large language models with prefill and decode on separate worker pools."""
+
+
+def main() -> None:
+    """Run the command that the arguments name; errors become one line and an exit status."""
+    try:
+        app()
+    except ConfigError as error:
+        _fail(str(error), 2)
+    except CommandError as error:
+        _fail(str(error), 1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _fail(message: str, status: int) -> None:
+    typer.echo(f"pdserve: {' '.join(message.split())}", err=True)
+    sys.exit(status)

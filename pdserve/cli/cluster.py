@@ -1,0 +1,97 @@
+"""Commands about a whole cluster on this machine: start it, look at it, show it."""
+
+import asyncio
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pdserve.cli.flags import config_flags
+from pdserve.cli.options import AsJson, ClusterName
+from pdserve.config import WorkerConfig
+
+PER_PROCESS = ("model", "worker_id", "incarnation", "routers", "secret_file", "ready_file")
+DEMO_MODEL = "smollm2-135m-instruct"
+
+Prefill = Annotated[int, typer.Option("--prefill", help="Prefill workers.")]
+Decode = Annotated[int, typer.Option("--decode", help="Decode workers.")]
+
+
+@config_flags(WorkerConfig, without=PER_PROCESS)
+def up(
+    model: Annotated[str, typer.Argument(help="A path, or a name from the catalog.")] = DEMO_MODEL,
+    prefill: Prefill = 1,
+    decode: Decode = 1,
+    name: ClusterName = "default",
+    host: Annotated[str, typer.Option(help="Where the public endpoint listens.")] = "127.0.0.1",
+    trust_network: Annotated[
+        bool, typer.Option("--trust-network", help="Let clients of other machines in, whoever they are.")
+    ] = False,
+    router_port: Annotated[
+        int | None,
+        typer.Option(help="Port of the public endpoint; by default 50051 if free, else any.", show_default=False),
+    ] = None,
+    ready_file: Annotated[
+        Path | None, typer.Option(help="JSON file written when the cluster is ready.", show_default=False)
+    ] = None,
+    **flags: object,
+) -> None:
+    """Start a router and workers on this machine and keep them running. Ctrl-C drains, a second one kills.
+
+    Flags of the workers go to all of them.
+    """
+    from pdserve.cli.models import fetched
+    from pdserve.cli.running import Terminal, serve_until_signal
+    from pdserve.launch.plan import ClusterSpec
+
+    path = fetched(model)
+    served = flags.pop("served_model_name", None) or (path.stem if Path(model).exists() else model)
+    spec = ClusterSpec(
+        model=str(path),
+        served_model_name=str(served),
+        num_prefill=prefill,
+        num_decode=decode,
+        name=name,
+        host=host,
+        router_port=router_port,
+        worker_flags=flags,
+        router_flags={"log_level": flags.get("log_level"), "trust_network": trust_network or None},
+    )
+    asyncio.run(serve_until_signal(spec, Terminal(), ready_file))
+
+
+def status(
+    name: ClusterName = "default",
+    watch: Annotated[bool, typer.Option("--watch", help="Follow the changes until Ctrl-C.")] = False,
+    as_json: AsJson = False,
+    admin: Annotated[
+        str | None, typer.Option(help="host:port of a router's internal port.", show_default=False)
+    ] = None,
+    secret_file: Annotated[Path | None, typer.Option(help="The cluster's shared secret.", show_default=False)] = None,
+) -> None:
+    """Show the workers, their pages and what they are doing."""
+    from pdserve.cli.overview import show_status
+    from pdserve.errors import ConfigError
+    from pdserve.launch.state import read_state
+
+    if admin is None or secret_file is None:
+        if admin is not None or secret_file is not None:
+            raise ConfigError("--admin and --secret-file must be given together")
+        state = read_state(name)
+        admin, secret_file = state.admin, state.secret_file
+    asyncio.run(show_status(admin, secret_file, watch=watch, as_json=as_json))
+
+
+def demo(
+    model: Annotated[str, typer.Option(help="A path, or a name from the catalog.")] = DEMO_MODEL,
+    question: Annotated[str, typer.Option(help="What to ask.")] = "What is the capital of France?",
+    expect: Annotated[str, typer.Option(help="Text that the answer must contain.")] = "Paris",
+) -> None:
+    """Start a cluster, ask it one question, stop it. Fails unless the answer contains what is expected."""
+    from pdserve.cli.demo import run_demo
+    from pdserve.cli.models import fetched
+    from pdserve.cli.running import Terminal
+    from pdserve.launch.plan import ClusterSpec
+
+    spec = ClusterSpec(model=str(fetched(model)), served_model_name=Path(model).stem, name="demo")
+    asyncio.run(run_demo(spec, Terminal(), question, expect))

@@ -1,0 +1,70 @@
+"""Command-line flags made from the fields of a configuration: same names, same descriptions, same defaults.
+
+A flag that is not given is None, so that it never hides what the YAML file says.
+"""
+
+import inspect
+from collections.abc import Callable, Collection, Iterable
+from operator import getitem
+from types import NoneType, UnionType
+from typing import Annotated, TypeVar, Union, get_args, get_origin
+
+import typer
+from pydantic.fields import FieldInfo
+
+from pdserve.config import ProcessConfig
+
+# Other spellings of the same flags, as vLLM has them.
+SPELLINGS = {"page_size": "--block-size", "num_pages": "--num-gpu-blocks-override"}
+
+_Command = TypeVar("_Command", bound=Callable[..., None])
+
+
+def config_flags(cls: type[ProcessConfig], *, without: Collection[str] = ()) -> Callable[[_Command], _Command]:
+    """Give a command that takes `**flags` one flag for each field of `cls`, those in `without` left out."""
+    names = [name for name in cls.model_fields if name not in without]
+    generated = [_parameter(name, cls.model_fields[name]) for name in names]
+
+    def decorate(command: _Command) -> _Command:
+        signature = inspect.signature(command)
+        own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
+        parameters = [*own, *generated]
+        setattr(command, "__signature__", signature.replace(parameters=parameters))  # noqa: B010
+        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        return command
+
+    return decorate
+
+
+def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
+    flag = f"--{name.replace('_', '-')}"
+    kind = _flag_type(field.annotation)
+    spellings = [f"{flag}/--no-{flag[2:]}"] if kind is bool else [flag]
+    if name in SPELLINGS:
+        spellings.append(SPELLINGS[name])
+    help_text = (field.description or "") + _default_note(field)
+    option = typer.Option(*spellings, help=help_text, show_default=False)
+    annotation = getitem(Annotated, (getitem(Union, (kind, None)), option))
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _default_note(field: FieldInfo) -> str:
+    if field.is_required() or field.default is None:
+        return ""
+    default = field.default
+    shown = ", ".join(map(str, default)) if isinstance(default, Iterable) and not isinstance(default, str) else default
+    return f" [default: {shown}]"
+
+
+def _flag_type(annotation: object) -> object:
+    """Return the type that typer parses for a field's annotation."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _flag_type(arguments[0])
+    if origin in (Union, UnionType):
+        inner = [_flag_type(a) for a in arguments if a is not NoneType]
+        return inner[0] if len(inner) == 1 else str
+    if origin in (tuple, list):
+        return list.__class_getitem__(arguments[0])
+    return annotation

@@ -1,0 +1,89 @@
+"""The command that measures a running cluster."""
+
+import asyncio
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pdserve.cli.options import ClusterName, Endpoint
+
+if TYPE_CHECKING:
+    from pdserve.bench.summary import Slo, Summary
+    from pdserve.bench.workload import Workload
+
+
+def bench(
+    *,
+    workload: Annotated[
+        list[str] | None,
+        typer.Option(help="NUMxINxOUT: requests, prompt tokens, answer tokens; repeatable.", show_default=False),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(help="JSON list of {start_time (s), prompt_len, output_len}.", show_default=False),
+    ] = None,
+    scale: Annotated[float, typer.Option(help="Stretch the trace's time by this much.")] = 1.0,
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Requests a second at random moments; by default all at once.", show_default=False),
+    ] = None,
+    slo: Annotated[str, typer.Option(help="Objective for goodput: ttft=MS,tpot=MS.", show_default=False)] = "",
+    seed: Annotated[int, typer.Option(help="Of the prompts and the arrivals.")] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write the results to this file.", show_default=False)
+    ] = None,
+    endpoint: Endpoint = None,
+    name: ClusterName = "default",
+) -> None:
+    """Send workloads of random prompts, greedy and to full length, and measure what a client sees."""
+    from rich.console import Console
+
+    from pdserve.bench import report
+    from pdserve.bench import workload as workloads
+    from pdserve.bench.summary import Slo, parse_slo
+    from pdserve.errors import ConfigError
+    from pdserve.launch.state import read_state
+
+    runs = [workloads.parse(text) for text in workload or []]
+    if trace is not None:
+        runs.append(workloads.read_trace(trace, scale))
+    if not runs:
+        raise ConfigError("--workload or --trace is needed, for example --workload 16x32x128")
+    if rate is not None:
+        runs = [workloads.poisson(run, rate, seed) for run in runs]
+    objective = parse_slo(slo) if slo else Slo()
+    summaries = asyncio.run(_measure(endpoint or read_state(name).endpoint, runs, objective, seed))
+    Console().print(report.table(summaries, objective))
+    if json_file is not None:
+        json_file.write_text(report.as_json(summaries, objective), encoding="utf-8")
+
+
+async def _measure(endpoint: str, runs: "Sequence[Workload]", slo: "Slo", seed: int) -> "list[Summary]":
+    import grpc
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from pdserve.bench.client import LoadClient, connect
+    from pdserve.bench.summary import summarize
+    from pdserve.bench.workload import prompts
+    from pdserve.cli.stream import failure
+    from pdserve.clock import MonotonicClock
+
+    summaries = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        async with connect(endpoint) as channel:
+            client = LoadClient(channel, MonotonicClock(), slo)
+            try:
+                vocab_size = await client.vocab_size()
+            except grpc.aio.AioRpcError as error:
+                raise failure(endpoint, error) from error
+            for run in runs:
+                task = progress.add_task(run.name, total=len(run.arrivals))
+                token_ids = prompts(run.arrivals, vocab_size, seed)
+                samples = await client.run(run.arrivals, token_ids, partial(progress.advance, task))
+                summaries.append(summarize(run.name, samples, slo))
+    return summaries

