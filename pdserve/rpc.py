@@ -120,9 +120,11 @@ class RequireSecret(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[_Request, _Response] | None]],
+        continuation: Callable[
+            [grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[_Request, _Response] | None"]
+        ],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[_Request, _Response] | None:
+    ) -> "grpc.RpcMethodHandler[_Request, _Response] | None":
         for key, value in handler_call_details.invocation_metadata or ():
             if key == SECRET_METADATA_KEY and hmac.compare_digest(_as_bytes(value), self._secret):
                 return await continuation(handler_call_details)
@@ -134,5 +136,5 @@ def _as_bytes(value: str | bytes) -> bytes:
     return value.encode() if isinstance(value, str) else value
 
 
-async def _deny(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+async def _deny(_: AsyncIterator[bytes], context: "grpc.aio.ServicerContext[bytes, bytes]") -> None:
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the cluster's shared secret is missing or wrong")
