@@ -45,9 +45,7 @@ class WorkerConfig(ProcessConfig):
         lt=2**64,
         description="Identity of this process start; random unless a launcher sets it.",
     )
-    routers: tuple[str, ...] = Field(
-        min_length=1, description="Internal addresses of the routers, host:port."
-    )
+    routers: tuple[str, ...] = Field(min_length=1, description="Internal addresses of the routers, host:port.")
     secret_file: Path = Field(description="The cluster's shared secret; only its owner may read it.")
     page_size: int = Field(16, ge=1, le=1024, description="Token slots in a KV page.")
     num_pages: int | None = Field(
@@ -64,9 +62,7 @@ class WorkerConfig(ProcessConfig):
     dtype: Dtype = Field("auto", description="Type of weights and KV; auto takes the checkpoint's.")
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights.")
     seed: int = Field(0, ge=0, lt=2**64, description="Seed of dummy weights.")
-    num_threads: int | None = Field(
-        None, ge=1, description="CPU threads of the engine; by default torch decides."
-    )
+    num_threads: int | None = Field(None, ge=1, description="CPU threads of the engine; by default torch decides.")
     mover: Literal["nixl"] = Field("nixl", description="What carries pages between workers.")
 
 
@@ -84,9 +80,7 @@ class DecodeWorkerConfig(WorkerConfig):
     )
 
 
-def load_config(
-    cls: type[_Config], file: Path | None = None, flags: Mapping[str, object] | None = None
-) -> _Config:
+def load_config(cls: type[_Config], file: Path | None = None, flags: Mapping[str, object] | None = None) -> _Config:
     """Return what `file` says with `flags` laid over it; ConfigError names the key and where it stands."""
     settings = _read_yaml(file) if file is not None else {}
     given = {name: value for name, value in (flags or {}).items() if value is not None}
@@ -112,9 +106,7 @@ def _read_yaml(file: Path) -> dict[str, object]:
     return content
 
 
-def _explain(
-    error: ErrorDetails, known: Iterable[str], file: Path | None, flags: Mapping[str, object]
-) -> str:
+def _explain(error: ErrorDetails, known: Iterable[str], file: Path | None, flags: Mapping[str, object]) -> str:
     key = str(error["loc"][0]) if error["loc"] else "config"
     from_flag = key in flags or file is None
     shown = f"--{key.replace('_', '-')}" if from_flag else f"{file}: {key}"
