@@ -5,7 +5,6 @@ this core's hands only as the receiver's half of the hand-off says; each task re
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 
 from pdserve.decode_worker.events import (
     CheckDigests,
@@ -17,13 +16,13 @@ from pdserve.decode_worker.events import (
     PeerLost,
     ToPeer,
 )
-from pdserve.engine.prefix import PageName
+from pdserve.decode_worker.tasks import Inbound, Task
 from pdserve.engine.scheduler import Computed, Drawn, Scheduler, Split, Started
-from pdserve.engine.sequence import Job, Sequence
+from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import InvariantError, ProtocolError
 from pdserve.kvtransfer import receiver
-from pdserve.kvtransfer.session import Capsule, Grant, HandoffKey, Pages, Peer, mint_capability
+from pdserve.kvtransfer.session import Capsule, Grant, HandoffKey, Peer, mint_capability
 from pdserve.worker.admission import refusal
 from pdserve.worker.words import (
     Cancelled,
@@ -35,41 +34,10 @@ from pdserve.worker.words import (
     Placed,
     Progress,
     RouterLost,
-    RouterRef,
     Rung,
     Ticked,
     Tokens,
 )
-
-
-@dataclass(slots=True, eq=False)
-class Task:
-    """One placement: first a hand-off that waits for pages or content, then running sequences."""
-
-    router: RouterRef
-    job: Job
-    deadline_s: float
-    order: int
-    peer: Peer | None
-    names: list[PageName] = field(default_factory=list)
-    sequences: list[Sequence] = field(default_factory=list)
-    dropped: set[int] = field(default_factory=set)  # continuations cancelled one by one
-
-    @property
-    def key(self) -> HandoffKey:
-        return HandoffKey(self.job.request_id, self.job.attempt)
-
-
-@dataclass(slots=True, eq=False)
-class Inbound:
-    """One hand-off under way, from its grant until its pages are a sequence's or free."""
-
-    key: HandoffKey
-    peer: Peer
-    receiver: receiver.Receiver
-    reused: Pages  # leading pages held since the grant
-    num_sequences: int
-    quarantined: bool = False
 
 
 class DecodeCore:
@@ -154,7 +122,7 @@ class DecodeCore:
             self._forget(task)
         return commands
 
-    def _react(self, event: Event, now_s: float) -> list[Command]:
+    def _react(self, event: Event, now_s: float) -> list[Command]:  # noqa: C901 - one match
         match event:
             case Placed():
                 return self._place(event)

@@ -117,7 +117,7 @@ class Receiver:
         self.grant = grant
         self._capsule: Capsule | None = None
 
-    def handle(self, event: Event) -> tuple[Command, ...]:
+    def handle(self, event: Event) -> tuple[Command, ...]:  # noqa: C901, PLR0912 - one match
         """Advance by one event; return what to do now, in order. ProtocolError changes nothing."""
         match self.state, event:
             case State.RESERVED, SenderAttached():
@@ -138,7 +138,7 @@ class Receiver:
                 return (*failed, *self._quarantine(reason))
             case State.GRANTED, SenderGone():
                 return (Failed(False, "the sender's process ended"), *self._free())
-            case (State.GRANTED | State.QUARANTINED), SenderQuiesced():
+            case ((State.GRANTED | State.QUARANTINED), SenderQuiesced()):
                 return self._free()
             case State.QUARANTINED, SenderGone():
                 return self._free()
@@ -148,7 +148,7 @@ class Receiver:
                 return (SendWithdrawn(reason), *self._free())  # a commit is proof: nothing is under way
             case _, (SenderAttached() | DigestsChecked() | GaveUp() | SenderQuiesced() | SenderLost() | SenderGone()):
                 return ()  # late news of a hand-off that is over, or that no longer needs its sender
-            case (State.QUARANTINED | State.FREE), Committed():
+            case ((State.QUARANTINED | State.FREE), Committed()):
                 return ()  # crossed our own giving up; the sender's answer to it is the proof we wait for
             case _:
                 raise ProtocolError(f"{type(event).__name__} while {self.state.name}")

@@ -126,29 +126,31 @@ class Sender:
     def handle(self, event: Event) -> tuple[Command, ...]:
         """Advance by one event; return what to do now, in order. ProtocolError changes nothing."""
         match self.state, event:
-            case (State.COMPUTING | State.SENDING), PagesReady(pages):
+            case ((State.COMPUTING | State.SENDING), PagesReady(pages)):
                 self._ready += pages
                 return self._progress()
-            case (State.COMPUTING | State.SENDING), PrefillDone(capsule):
+            case ((State.COMPUTING | State.SENDING), PrefillDone(capsule)):
                 self._capsule = capsule
                 if self.state is State.COMPUTING:
                     self.state = State.OFFERED
                 return self._progress()
-            case (State.COMPUTING | State.OFFERED), Granted(grant):
+            case ((State.COMPUTING | State.OFFERED), Granted(grant)):
                 return self._granted(grant)
-            case (State.SENDING | State.DRAINING), CopyStopped(digests, reason):
+            case ((State.SENDING | State.DRAINING), CopyStopped(digests, reason)):
                 return self._copy_stopped(digests, reason)
             case State.LANDED, Taken():
                 return self._close()
-            case (State.COMPUTING | State.OFFERED | State.SENDING | State.LANDED), (
-                Withdrawn(reason) | GaveUp(reason) | PeerLost(reason)
+            case (
+                (State.COMPUTING | State.OFFERED | State.SENDING | State.LANDED),
+                (Withdrawn(reason) | GaveUp(reason) | PeerLost(reason)),
             ):
                 failed = (Failed(False, reason),) if isinstance(event, PeerLost | Withdrawn) else ()
                 return failed + self._give_up(reason)
             case State.CLOSED, Withdrawn(reason):
                 return (SendQuiesced(reason),)  # its grant crossed our own giving up
-            case (State.DRAINING | State.CLOSED), (
-                PagesReady() | PrefillDone() | Granted() | Taken() | Withdrawn() | GaveUp() | PeerLost()
+            case (
+                (State.DRAINING | State.CLOSED),
+                (PagesReady() | PrefillDone() | Granted() | Taken() | Withdrawn() | GaveUp() | PeerLost()),
             ):
                 return ()  # late news of a hand-off that is over
             case _:

@@ -121,7 +121,7 @@ class Links:
                 async with asyncio.timeout(WELCOME_TIMEOUT_S):
                     await call.write(link.AttachRequest(register=self._register))
                     first = await call.read()
-                if first is grpc.aio.EOF or first.WhichOneof("message") != "welcome":
+                if not isinstance(first, link.AttachResponse) or not first.HasField("welcome"):
                     raise TimeoutError(f"router {address} ended the stream without a welcome")
                 logger.info("attached to router %s at %s", first.welcome.router_id, address)
                 stream = Stream(call, asyncio.Queue())
@@ -139,8 +139,8 @@ class Links:
     async def _read(self, call: Call, router: RouterRef) -> None:
         while True:
             message = await call.read()
-            if message is grpc.aio.EOF:
-                return
+            if not isinstance(message, link.AttachResponse):
+                return  # the end of the stream
             await self._sink(FromRouter(router, message))
 
 

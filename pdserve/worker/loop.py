@@ -19,15 +19,17 @@ MAX_INBOX = 16384  # events; beyond it, streams are read no further
 
 EventT = TypeVar("EventT")
 CommandT = TypeVar("CommandT")
+_Event_contra = TypeVar("_Event_contra", contravariant=True)
+_Command_contra = TypeVar("_Command_contra", contravariant=True)
 
 
-class Core(Protocol[EventT, CommandT]):
+class Core(Protocol[_Event_contra, CommandT]):
     """The decisions of one kind of worker."""
 
     @property
     def drained(self) -> bool: ...
     def load(self) -> Load: ...
-    def handle(self, event: EventT | Ticked, now_s: float) -> list[CommandT]: ...
+    def handle(self, event: _Event_contra | Ticked, now_s: float) -> list[CommandT]: ...
     def plan(self, now_s: float) -> StepPlan | None: ...
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> list[CommandT]: ...
     def fail_step(self, reason: str) -> list[CommandT]: ...
@@ -37,10 +39,10 @@ class Runner(Protocol):
     def run(self, plan: StepPlan) -> StepResult: ...
 
 
-class Outbox(Protocol[CommandT]):
+class Outbox(Protocol[_Command_contra]):
     """Carries out what a core decides. Never blocks: what takes time comes back as an event."""
 
-    def perform(self, commands: Sequence[CommandT], step: tuple[StepPlan, StepResult] | None) -> None: ...
+    def perform(self, commands: Sequence[_Command_contra], step: tuple[StepPlan, StepResult] | None) -> None: ...
     def beat(self, load: Load, num_steps: int) -> None: ...
 
 
@@ -114,7 +116,7 @@ class WorkerLoop(Generic[EventT, CommandT]):
                     result = await loop.run_in_executor(engine, self._runner.run, plan)
                 except InvariantError:
                     raise
-                except Exception as error:  # noqa: BLE001 - whatever a request makes the engine do, others go on
+                except Exception as error:  # whatever a request makes the engine do, others go on
                     logger.exception("a step failed")
                     self._outbox.perform(self._core.fail_step(f"{type(error).__name__}: {error}"), None)
                     continue

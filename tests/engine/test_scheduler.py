@@ -1,0 +1,144 @@
+import pytest
+
+from pdserve.engine.kvcache import KvCache
+from pdserve.engine.scheduler import Drawn, Limits, Scheduler, Started
+from pdserve.engine.sequence import Finish, Job, Sequence
+from pdserve.errors import InvariantError
+from pdserve.ids import Attempt, RequestId
+from pdserve.sampling import SamplingParams
+from pdserve.sim.engine import FakeRunner, expected
+
+VOCAB = 101
+PAGE_SIZE = 4
+
+
+class Bench:
+    """A scheduler with an engine of hashes under it."""
+
+    def __init__(self, num_pages: int = 32, budget: int = 8, eos: frozenset[int] = frozenset()) -> None:
+        limits = Limits(max_num_seqs=4, max_num_batched_tokens=budget, max_model_len=64, eos_token_ids=eos)
+        self.scheduler = Scheduler(KvCache(num_pages, PAGE_SIZE, None), limits)
+        self.runner = FakeRunner(num_pages, PAGE_SIZE, VOCAB)
+        self.drawn: dict[int, list[int]] = {}
+        self.finish: dict[int, Finish] = {}
+        self.widths: list[int] = []
+
+    def add(self, number: int, prompt: list[int], priority: int = 0, **params: int) -> Sequence:
+        job = Job(
+            RequestId(number.to_bytes(16)),
+            Attempt(0),
+            tuple(prompt),
+            len(prompt),
+            SamplingParams(seed=number, **params),
+            (0,),
+            priority=priority,
+        )
+        sequence = Sequence(job, (0,), list(prompt), order=number)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def step(self) -> list[object]:
+        plan = self.scheduler.plan()
+        if plan is None:
+            return []
+        self.widths.append(plan.num_tokens)
+        outcomes = self.scheduler.commit(plan, self.runner.run(plan))
+        for outcome in outcomes:
+            if isinstance(outcome, Drawn):
+                number = int.from_bytes(outcome.sequence.job.request_id)
+                self.drawn.setdefault(number, []).append(outcome.token.token_id)
+                if outcome.finish is not None:
+                    self.finish[number] = outcome.finish
+        return list(outcomes)
+
+    def run(self) -> None:
+        while self.step():
+            self.scheduler.cache.check()
+        assert self.scheduler.cache.pool.num_free == self.scheduler.cache.pool.num_pages
+
+
+def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
+    bench = Bench(budget=8)
+    bench.add(1, list(range(20)), max_tokens=2)
+    bench.run()
+    assert bench.widths == [8, 8, 4, 1]
+    assert bench.drawn[1] == expected(range(20), 1, 2, VOCAB)
+
+
+def test_running_sequences_go_on_while_a_prompt_is_computed() -> None:
+    bench = Bench(budget=8)
+    bench.add(1, [1], max_tokens=10)
+    bench.step()
+    bench.add(2, list(range(20)), max_tokens=1)
+    bench.run()
+    assert bench.widths[1:4] == [8, 8, 7]  # one token of the first, the rest of the budget for the second
+    assert bench.drawn[1] == expected([1], 1, 10, VOCAB)
+
+
+def test_urgent_requests_start_first() -> None:
+    bench = Bench(budget=8)
+    bench.add(1, list(range(8)), max_tokens=1)
+    bench.add(2, list(range(8)), priority=1, max_tokens=1)
+    started = [o.sequence.job.priority for _ in range(2) for o in bench.step() if isinstance(o, Started)]
+    assert started == [1, 0]
+
+
+def test_no_more_sequences_run_than_the_limit() -> None:
+    bench = Bench()
+    for number in range(7):
+        bench.add(number, [number], max_tokens=5)
+    bench.step()
+    assert bench.scheduler.num_running == 4
+    bench.run()
+    assert len(bench.finish) == 7
+
+
+def test_a_preempted_sequence_gives_the_same_tokens() -> None:
+    bench = Bench(num_pages=9, budget=16)
+    for number in range(3):
+        bench.add(number, [number] * 6, max_tokens=20)
+    bench.run()
+    assert bench.scheduler.num_preemptions > 0
+    assert bench.drawn == {n: expected([n] * 6, n, 20, VOCAB) for n in range(3)}
+
+
+@pytest.mark.parametrize(
+    ("params", "count", "finish"),
+    [
+        ({"max_tokens": 5}, 5, Finish.LENGTH),
+        ({"max_tokens": 5, "stop_token_ids": True}, 3, Finish.STOP),
+        ({"max_tokens": 1}, 1, Finish.LENGTH),
+    ],
+)
+def test_a_sequence_ends_at_its_stop_token_or_its_limit(
+    params: dict[str, int], count: int, finish: Finish
+) -> None:
+    tokens = expected([9, 8, 7], 1, 5, VOCAB)
+    bench = Bench()
+    stop = {"stop_token_ids": (tokens[2],)} if params.pop("stop_token_ids", None) else {}
+    bench.add(1, [9, 8, 7], **params, **stop)
+    bench.run()
+    assert bench.drawn[1] == tokens[:count]
+    assert bench.finish[1] is finish
+
+
+def test_end_of_sequence_ends_a_sequence_unless_it_is_ignored() -> None:
+    tokens = expected([9, 8, 7], 1, 5, VOCAB)
+    for ignore, count in ((False, 2), (True, 5)):
+        bench = Bench(eos=frozenset({tokens[1]}))
+        bench.add(1, [9, 8, 7], max_tokens=5, ignore_eos=ignore)
+        bench.run()
+        assert bench.drawn[1] == tokens[:count]
+
+
+def test_a_failed_step_leaves_the_scheduler_usable() -> None:
+    bench = Bench()
+    sequence = bench.add(1, [1, 2, 3], max_tokens=4)
+    assert bench.scheduler.plan() is not None
+    with pytest.raises(InvariantError):
+        bench.scheduler.plan()
+    assert bench.scheduler.abandon() == (sequence,)
+    bench.scheduler.remove(sequence)
+    bench.add(2, [1, 2, 3], max_tokens=4)
+    bench.run()
+    assert bench.drawn[2] == expected([1, 2, 3], 2, 4, VOCAB)
