@@ -1,0 +1,58 @@
+"""What a router is told at its start."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from pdserve.config import ProcessConfig
+from pdserve.router.events import Limits
+
+PolicyName = Literal["least_loaded", "round_robin"]
+
+_LIMITS = Limits()
+
+
+class RouterConfig(ProcessConfig):
+    """What a router is told. Never changes afterwards."""
+
+    model: str = Field(description="A Hugging Face directory, a GGUF file, or a name from the catalog.")
+    served_model_name: str | None = Field(
+        None, min_length=1, description="Name of the model in requests; by default the model's own."
+    )
+    host: str = Field("127.0.0.1", description="Host on which clients are awaited.")
+    port: int = Field(50051, ge=0, le=65535, description="Port for clients; 0 takes a free one.")
+    trust_network: bool = Field(
+        False, description="Let clients of other machines in, though this port asks nobody who they are."
+    )
+    internal_host: str = Field("127.0.0.1", description="Host on which workers and operators are awaited.")
+    internal_port: int = Field(50052, ge=0, le=65535, description="Port for workers; 0 takes a free one.")
+    secret_file: Path = Field(description="The cluster's shared secret; only its owner may read it.")
+    router_id: str = Field("router", min_length=1, max_length=128, description="Name of this router.")
+    policy: PolicyName = Field("least_loaded", description="How a pair of workers is chosen for a request.")
+    max_model_len: int | None = Field(
+        None, ge=1, description="Longest sequence, prompt and answer; by default what all workers can hold."
+    )
+    max_num_requests: int = Field(_LIMITS.max_num_requests, ge=1, description="Requests placed at once.")
+    max_num_held: int = Field(_LIMITS.max_num_held, ge=0, description="Requests that wait for a place.")
+    max_attempts: int = Field(
+        _LIMITS.max_attempts, ge=1, description="Placements of a request before a worker's loss ends it."
+    )
+    worker_silence_s: float = Field(
+        _LIMITS.worker_silence_s, gt=0, description="Seconds without news after which a worker is lost."
+    )
+    max_deadline_ms: int = Field(600_000, ge=1, description="Milliseconds a request may take at most.")
+    max_unsent_bytes: int = Field(
+        65536, ge=1024, description="Bytes of an answer that may wait for its client to read."
+    )
+    max_num_tokenizing: int = Field(64, ge=1, description="Prompts that are or wait to be tokenized.")
+    tokenize_timeout_s: float = Field(10.0, gt=0, description="Seconds that tokenizing a prompt may take.")
+    drain_timeout_s: float = Field(30.0, ge=0, description="Seconds that running requests have to finish at shutdown.")
+
+    def limits(self) -> Limits:
+        return Limits(
+            max_num_requests=self.max_num_requests,
+            max_num_held=self.max_num_held,
+            max_attempts=self.max_attempts,
+            worker_silence_s=self.worker_silence_s,
+        )

@@ -1,0 +1,134 @@
+"""The public endpoint: InferenceService."""
+
+import asyncio
+import secrets
+from dataclasses import dataclass
+from typing import Never, TypeAlias
+
+import grpc
+
+from pdserve.errors import RequestError, Status
+from pdserve.ids import RequestId, new_request_id
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceServicer
+from pdserve.router.answer import Answer
+from pdserve.router.events import RequestArrived
+from pdserve.router.prompts import Prompts, Tokenizer
+from pdserve.router.shell import Shell
+from pdserve.router.validation import Terms, check_length, check_model, check_terms
+from pdserve.text.output import OutputText
+
+GenerateContext: TypeAlias = "grpc.aio.ServicerContext[inference.GenerateRequest, inference.GenerateResponse]"
+
+CODES = {status: grpc.StatusCode[status.value] for status in Status}
+
+
+@dataclass(frozen=True, slots=True)
+class FrontLimits:
+    """Bounds of what the endpoint takes on."""
+
+    max_model_len: int | None  # None: what the model and all workers can hold
+    max_deadline_ms: int
+    max_unsent_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model as clients see it."""
+
+    name: str
+    max_model_len: int  # by its own config
+    vocab_size: int
+
+
+class Front(InferenceServiceServicer):
+    """Checks and tokenizes requests, hands them to the core, and writes the answers."""
+
+    def __init__(
+        self, shell: Shell, model: ServedModel, tokenizer: Tokenizer, prompts: Prompts, limits: FrontLimits
+    ) -> None:
+        self._shell = shell
+        self._model = model
+        self._tokenizer = tokenizer
+        self._prompts = prompts
+        self._limits = limits
+
+    async def Generate(  # type: ignore[override]  # replies are written to the context  # noqa: N802
+        self, request: inference.GenerateRequest, context: GenerateContext
+    ) -> None:
+        received_s = self._shell.clock.now_s()
+        try:
+            answer = await self._admit(request, context, received_s)
+        except RequestError as error:
+            await _abort(context, error.status, error.message)
+        try:
+            await self._write(answer, context)
+        finally:
+            self._shell.leave(answer.request_id)
+        if answer.refusal is not None:
+            await _abort(context, answer.refusal.status, answer.refusal.message)
+
+    async def _write(self, answer: Answer, context: GenerateContext) -> None:
+        """Write an answer until its end, or until its client has proved too slow."""
+        task = asyncio.current_task()
+        answer.writer = task
+        try:
+            async for reply in answer.replies():
+                await context.write(reply)
+        except asyncio.CancelledError:
+            if task is None or not answer.was_cut_off or task.uncancel():
+                raise  # the client has gone, or the server stops
+        finally:
+            answer.writer = None
+
+    async def _admit(self, request: inference.GenerateRequest, context: GenerateContext, received_s: float) -> Answer:
+        check_model(request, self._model.name)
+        terms = check_terms(request, self._model.vocab_size, secrets.randbits(64), self._limits.max_deadline_ms)
+        deadline_s = received_s + min(terms.deadline_s, _time_remaining_s(context))
+        token_ids = await self._prompts.token_ids(request, self._max_model_len(), deadline_s - received_s)
+        check_length(len(token_ids), terms.params, self._max_model_len())
+        answer = self._answer(new_request_id(), terms)
+        event = RequestArrived(
+            request_id=answer.request_id,
+            token_ids=token_ids,
+            params=terms.params,
+            received_s=received_s,
+            deadline_s=deadline_s,
+            priority=terms.priority,
+            tenant=terms.tenant,
+            ttft_slo_s=terms.ttft_slo_s,
+            tpot_slo_s=terms.tpot_slo_s,
+        )
+        self._shell.admit(event, answer)
+        return answer
+
+    def _answer(self, request_id: RequestId, terms: Terms) -> Answer:
+        outputs = [OutputText(self._tokenizer.detokenizer(at_start=False), terms.stops) for _ in range(terms.params.n)]
+        return Answer(request_id, outputs, self._limits.max_unsent_bytes)
+
+    def _max_model_len(self) -> int:
+        of_workers = self._shell.core.workers.max_model_len()
+        known = (self._model.max_model_len, self._limits.max_model_len, of_workers)
+        return min(length for length in known if length is not None)
+
+    async def ListModels(  # noqa: N802
+        self, request: inference.ListModelsRequest, context: object
+    ) -> inference.ListModelsResponse:
+        del request, context
+        model = inference.Model(
+            name=self._model.name,
+            max_model_len=self._max_model_len(),
+            vocab_size=self._model.vocab_size,
+            has_chat_template=self._prompts.has_chat_template,
+        )
+        return inference.ListModelsResponse(models=[model])
+
+
+def _time_remaining_s(context: GenerateContext) -> float:
+    """Return the seconds that the client's own deadline leaves; infinite without one."""
+    remaining: float | None = context.time_remaining()
+    return float("inf") if remaining is None else max(0.0, remaining)
+
+
+async def _abort(context: GenerateContext, status: Status, message: str) -> Never:
+    await context.abort(CODES[status], message)

@@ -1,0 +1,89 @@
+"""The operators' endpoint: AdminService."""
+
+import asyncio
+from typing import TypeAlias
+
+import grpc
+
+from pdserve.ids import Incarnation, WorkerId
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.proto.v1.admin_pb2_grpc import AdminServiceServicer
+from pdserve.router.events import DrainAsked, ProcessEnded
+from pdserve.router.shell import Shell, WorkerStream
+
+MIN_INTERVAL_S = 0.1
+
+WatchContext: TypeAlias = "grpc.aio.ServicerContext[admin.WatchStatusRequest, admin.WatchStatusResponse]"
+DrainContext: TypeAlias = "grpc.aio.ServicerContext[admin.DrainWorkerRequest, admin.DrainWorkerResponse]"
+
+
+class Operators(AdminServiceServicer):
+    """Tells the state of the cluster, and takes an operator's and a launcher's word."""
+
+    def __init__(self, shell: Shell, router_id: str, model: str) -> None:
+        self._shell = shell
+        self._router_id = router_id
+        self._model = model
+
+    async def GetStatus(  # noqa: N802
+        self, request: admin.GetStatusRequest, context: object
+    ) -> admin.GetStatusResponse:
+        del request, context
+        return admin.GetStatusResponse(status=self._status())
+
+    async def WatchStatus(  # type: ignore[override]  # noqa: N802
+        self, request: admin.WatchStatusRequest, context: WatchContext
+    ) -> None:
+        del request
+        news = asyncio.Event()
+        self._shell.watchers.add(news)
+        try:
+            while True:
+                news.clear()
+                await context.write(admin.WatchStatusResponse(status=self._status()))
+                await asyncio.sleep(MIN_INTERVAL_S)
+                await news.wait()
+        finally:
+            self._shell.watchers.discard(news)
+
+    async def ReportProcessGone(  # noqa: N802
+        self, request: admin.ReportProcessGoneRequest, context: object
+    ) -> admin.ReportProcessGoneResponse:
+        del context
+        gone = request.process
+        self._shell.post(ProcessEnded(WorkerId(gone.worker_id), Incarnation(gone.incarnation)))
+        return admin.ReportProcessGoneResponse()
+
+    async def DrainWorker(  # noqa: N802
+        self, request: admin.DrainWorkerRequest, context: DrainContext
+    ) -> admin.DrainWorkerResponse:
+        worker = self._shell.core.workers.named(request.worker_id)
+        if worker is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"worker_id: {request.worker_id!r} is not attached")
+        self._shell.post(DrainAsked(worker.link))
+        return admin.DrainWorkerResponse()
+
+    def _status(self) -> admin.ClusterStatus:
+        core = self._shell.core
+        return admin.ClusterStatus(
+            router_id=self._router_id,
+            model=self._model,
+            workers=[self._worker(stream) for stream in self._shell.streams.values()],
+            num_active=core.num_active,
+            num_held=core.num_held,
+            ended=core.book.ended,
+            num_replaced=core.book.num_replaced,
+        )
+
+    def _worker(self, stream: WorkerStream) -> admin.WorkerStatus:
+        worker = self._shell.core.workers.get(stream.link_id)
+        if worker is None:
+            return admin.WorkerStatus(registration=stream.registration, unroutable="it has yet to register")
+        silent_s = self._shell.clock.now_s() - worker.last_heard_s
+        return admin.WorkerStatus(
+            registration=stream.registration,
+            load=stream.load,
+            num_assigned=len(worker.shares),
+            silent_ms=round(silent_s * 1e3),
+            unroutable=self._shell.core.unroutable(worker),
+        )

@@ -1,0 +1,190 @@
+"""The router process: opens the model, listens on both ports, drains at a signal."""
+
+import asyncio
+import json
+import logging
+import signal
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_health.v1.health_pb2 import HealthCheckResponse
+from grpc_reflection.v1alpha import reflection
+
+from pdserve.checkpoint.fetch import resolve_model
+from pdserve.checkpoint.open import open_checkpoint
+from pdserve.clock import MonotonicClock
+from pdserve.errors import ConfigError
+from pdserve.ids import new_incarnation
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.proto.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
+from pdserve.proto.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
+from pdserve.proto.v1.link_pb2_grpc import add_LinkServiceServicer_to_server
+from pdserve.router.config import RouterConfig
+from pdserve.router.core import RouterCore
+from pdserve.router.events import ShutdownAsked, ShutdownDue
+from pdserve.router.front import Front, FrontLimits, ServedModel
+from pdserve.router.links import Links
+from pdserve.router.operators import Operators
+from pdserve.router.placement import POLICIES
+from pdserve.router.prompts import ChatTemplate, Prompts, Tokenizer
+from pdserve.router.shell import Shell
+from pdserve.router.sizes import HARD_LIMIT_BYTES, LimitSizes
+from pdserve.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, check_bind, read_secret, server_options
+
+logger = logging.getLogger(__name__)
+
+INFERENCE_SERVICE = inference.DESCRIPTOR.services_by_name["InferenceService"].full_name
+LAST_WORDS_S = 1.0  # for replies and statuses that are on their way when the servers stop
+
+
+@dataclass(frozen=True, slots=True)
+class TextModel:
+    """What the router needs of a model: everything but its weights."""
+
+    served: ServedModel
+    tokenizer: Tokenizer
+    chat: ChatTemplate | None
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where a router listens, host:port."""
+
+    public: str
+    internal: str
+
+
+async def serve(config: RouterConfig) -> None:
+    """Serve until SIGTERM or SIGINT, then finish what runs and return."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    model = await asyncio.to_thread(load_text_model, config)
+    await run(config, model, stop)
+
+
+def load_text_model(config: RouterConfig) -> TextModel:
+    """Read the model's config, tokenizer and chat template."""
+    checkpoint = open_checkpoint(resolve_model(config.model))
+    tokenizer = checkpoint.tokenizer()
+    served = ServedModel(
+        name=config.served_model_name or checkpoint.name,
+        max_model_len=checkpoint.config.max_position_embeddings,
+        vocab_size=min(tokenizer.vocab_size, checkpoint.config.vocab_size),
+    )
+    return TextModel(served, tokenizer, checkpoint.chat())
+
+
+async def run(
+    config: RouterConfig,
+    model: TextModel,
+    stop: asyncio.Event,
+    on_ready: Callable[[Addresses], None] = lambda _: None,
+) -> None:
+    """Serve a model until `stop` is set, then drain. `on_ready` is told where, as is the ready file."""
+    limits = config.limits()
+    core = RouterCore(model.served.name, limits, POLICIES[config.policy])
+    shell = Shell(core, MonotonicClock())
+    prompts = Prompts(model.tokenizer, model.chat, config.max_num_tokenizing, config.tokenize_timeout_s)
+    front_limits = FrontLimits(config.max_model_len, config.max_deadline_ms, config.max_unsent_bytes)
+    front = Front(shell, model.served, model.tokenizer, prompts, front_limits)
+    servicer = health.aio.HealthServicer()
+    await servicer.set("", HealthCheckResponse.SERVING)
+    public, internal = _public_server(front, servicer), _internal_server(config, shell, model.served.name)
+    check_bind(config.host, has_identity=config.trust_network)
+    addresses = Addresses(
+        public=_listen(public, config.host, config.port, "port"),
+        internal=_listen(internal, config.internal_host, config.internal_port, "internal_port"),
+    )
+    await internal.start()
+    await public.start()
+    logger.info("serving %s on %s, workers on %s", model.served.name, addresses.public, addresses.internal)
+    if config.ready_file is not None:
+        write_ready_file(config.ready_file, addresses)
+    on_ready(addresses)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(_tell_health(shell, servicer), name="health")
+            guarding = tasks.create_task(_raise_when_broken(shell), name="guard")
+            await stop.wait()
+            await servicer.enter_graceful_shutdown()
+            await _drain(shell, config.drain_timeout_s)
+            watching.cancel()
+            guarding.cancel()
+    finally:
+        prompts.close()
+        await asyncio.gather(public.stop(LAST_WORDS_S), internal.stop(LAST_WORDS_S))
+
+
+def _public_server(front: Front, servicer: health.aio.HealthServicer) -> grpc.aio.Server:
+    server = grpc.aio.server(interceptors=[LimitSizes()], options=server_options(HARD_LIMIT_BYTES))
+    add_InferenceServiceServicer_to_server(front, server)
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    names = (INFERENCE_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    return server
+
+
+def _internal_server(config: RouterConfig, shell: Shell, model: str) -> grpc.aio.Server:
+    secret = read_secret(config.secret_file)
+    server = grpc.aio.server(interceptors=[RequireSecret(secret)], options=server_options(INTERNAL_MESSAGE_BYTES))
+    welcome = link.Welcome(router_id=config.router_id, incarnation=new_incarnation())
+    add_LinkServiceServicer_to_server(Links(shell, welcome), server)
+    add_AdminServiceServicer_to_server(Operators(shell, config.router_id, model), server)
+    return server
+
+
+def _listen(server: grpc.aio.Server, host: str, port: int, key: str) -> str:
+    """Bind; return the address that was bound."""
+    shown = f"[{host}]" if ":" in host else host
+    try:
+        bound = server.add_insecure_port(f"{shown}:{port}")
+    except RuntimeError as error:
+        raise ConfigError(f"{key}: cannot listen on {shown}:{port}") from error
+    return f"{shown}:{bound}"
+
+
+def write_ready_file(path: Path, addresses: Addresses) -> None:
+    """Write the addresses, all at once."""
+    scratch = path.with_name(f".{path.name}.tmp")
+    scratch.write_text(json.dumps(asdict(addresses)))
+    scratch.replace(path)
+
+
+async def _tell_health(shell: Shell, servicer: health.aio.HealthServicer) -> None:
+    """Keep the service's health: SERVING while some pair of workers could serve a request."""
+    news = asyncio.Event()
+    shell.watchers.add(news)
+    while True:
+        news.clear()
+        is_ready = shell.core.is_ready
+        status = HealthCheckResponse.SERVING if is_ready else HealthCheckResponse.NOT_SERVING
+        await servicer.set(INFERENCE_SERVICE, status)
+        while shell.core.is_ready is is_ready:
+            await news.wait()
+            news.clear()
+
+
+async def _raise_when_broken(shell: Shell) -> None:
+    await shell.broken
+
+
+async def _drain(shell: Shell, timeout_s: float) -> None:
+    """Take no more requests and let those that run finish, as long as there is time."""
+    news = asyncio.Event()
+    shell.watchers.add(news)
+    shell.post(ShutdownAsked())
+    logger.info("draining %d requests", shell.core.num_active + shell.core.num_held)
+    try:
+        async with asyncio.timeout(timeout_s):
+            while shell.core.num_active or shell.core.num_held:
+                await news.wait()
+                news.clear()
+    except TimeoutError:
+        logger.warning("%d requests did not finish within %g s", shell.core.num_active, timeout_s)
+    shell.post(ShutdownDue())

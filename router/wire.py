@@ -1,0 +1,220 @@
+"""Between protobuf messages and the core's events and commands.
+
+What a worker sends is checked here as far as a single message shows it; ProtocolError names the field.
+"""
+
+from collections.abc import Callable
+
+from pdserve.errors import ProtocolError
+from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
+from pdserve.kvlayout import DTYPE_BYTES, KvLayout
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.router.events import (
+    Address,
+    AskDrain,
+    AttemptFailed,
+    CancelAttempt,
+    Failure,
+    LinkId,
+    Load,
+    LoadReported,
+    Place,
+    Registration,
+    Role,
+    RungReached,
+    SequenceSpec,
+    StepReported,
+    TellProcessGone,
+    WorkerEvent,
+    WorkerRegistered,
+)
+from pdserve.router.ladder import Ledger, Rung, Usage
+from pdserve.sampling import SamplingParams
+
+MAX_WORKER_ID_BYTES = 128
+
+_ROLES = {link.ROLE_PREFILL: Role.PREFILL, link.ROLE_DECODE: Role.DECODE}
+_RUNGS = {number: Rung[name.removeprefix("RUNG_")] for name, number in link.Rung.items() if number}
+_FAILURES = {link.FailureCode.Value(f"FAILURE_CODE_{failure.name}"): failure for failure in Failure}
+
+
+def worker_event(link_id: LinkId, message: link.AttachRequest) -> WorkerEvent:
+    """Return what a worker's message means; ProtocolError for one that means nothing."""
+    match message.WhichOneof("message"):
+        case "step":
+            return StepReported(link_id, message.step.deltas)
+        case "heartbeat":
+            return LoadReported(link_id, _load(message.heartbeat))
+        case "progress":
+            return _rung(link_id, message.progress)
+        case "failed":
+            return _failed(link_id, message.failed)
+        case "register":
+            return WorkerRegistered(link_id, _registration(message.register))
+        case _:
+            raise ProtocolError("message: none of those that a worker sends")
+
+
+def _load(beat: link.Heartbeat) -> Load:
+    return Load(
+        pages_free=beat.pages_free,
+        num_running=beat.num_running,
+        num_waiting=beat.num_waiting,
+        waiting_tokens=beat.waiting_tokens,
+        num_handoffs=beat.num_handoffs,
+        draining=beat.draining,
+    )
+
+
+def _rung(link_id: LinkId, progress: link.Progress) -> RungReached:
+    rung = _RUNGS.get(progress.rung)
+    if rung is None:
+        raise ProtocolError(f"progress.rung: {progress.rung} is unknown")
+    return RungReached(
+        link=link_id,
+        request_id=RequestId(progress.request_id),
+        attempt=Attempt(progress.attempt),
+        rung=rung,
+        age_s=progress.age_us / 1e6,
+        cached_tokens=progress.cached_tokens,
+        handoff_bytes=progress.handoff_bytes,
+        handoff_s=progress.handoff_us / 1e6,
+        pages_reused=progress.pages_reused,
+    )
+
+
+def _failed(link_id: LinkId, failed: link.Failed) -> AttemptFailed:
+    failure = _FAILURES.get(failed.code)
+    if failure is None:
+        raise ProtocolError(f"failed.code: {failed.code} is unknown")
+    return AttemptFailed(link_id, RequestId(failed.request_id), Attempt(failed.attempt), failure, failed.detail)
+
+
+def _registration(told: link.Register) -> Registration:
+    role = _ROLES.get(told.role)
+    if role is None:
+        raise ProtocolError(f"register.role: {told.role} is unknown")
+    if not 0 < len(told.worker_id.encode()) <= MAX_WORKER_ID_BYTES:
+        raise ProtocolError(f"register.worker_id: has to be of 1 to {MAX_WORKER_ID_BYTES} bytes")
+    if told.incarnation == 0:
+        raise ProtocolError("register.incarnation: 0 stands for unknown")
+    if told.ready and (told.layout.dtype not in DTYPE_BYTES or not told.layout.page_size):
+        raise ProtocolError(f"register.layout: dtype {told.layout.dtype!r}, page_size {told.layout.page_size}")
+    if told.ready and not (told.max_num_seqs and told.max_model_len):
+        raise ProtocolError("register: max_num_seqs and max_model_len have to be over 0")
+    return Registration(
+        worker_id=WorkerId(told.worker_id),
+        incarnation=Incarnation(told.incarnation),
+        role=role,
+        protocol_version=told.protocol_version,
+        ready=told.ready,
+        model=told.model,
+        layout=_layout(told.layout),
+        num_pages=told.num_pages,
+        max_num_seqs=told.max_num_seqs,
+        max_model_len=told.max_model_len,
+        handoff_address=told.handoff_address,
+    )
+
+
+def _layout(told: link.KvLayout) -> KvLayout:
+    return KvLayout(
+        weights_hash=told.weights_hash,
+        num_layers=told.num_layers,
+        num_kv_heads=told.num_kv_heads,
+        head_dim=told.head_dim,
+        page_size=told.page_size,
+        dtype=told.dtype,
+        tp_size=told.tp_size,
+        tp_rank=told.tp_rank,
+    )
+
+
+Send = Callable[[LinkId, link.AttachResponse], None]
+
+
+def send_placement(place: Place, send: Send) -> None:
+    """Write Prefill to one worker and, where there is one, Decode to the other."""
+    spec, decode = _spec(place.spec), place.decode
+    prefill = link.Prefill(spec=spec)
+    if decode is not None:
+        prefill.decode_worker_id = decode.worker_id
+        prefill.decode_incarnation = decode.incarnation
+        prefill.handoff_address = decode.handoff_address
+        send(decode.link, link.AttachResponse(decode=_decode(spec, place.prefill)))
+    send(place.prefill.link, link.AttachResponse(prefill=prefill))
+
+
+def _decode(spec: link.SequenceSpec, prefill: Address) -> link.Decode:
+    return link.Decode(spec=spec, prefill_worker_id=prefill.worker_id, prefill_incarnation=prefill.incarnation)
+
+
+def _spec(spec: SequenceSpec) -> link.SequenceSpec:
+    is_all = len(spec.indices) == spec.params.n
+    return link.SequenceSpec(
+        request_id=spec.request_id,
+        attempt=spec.attempt,
+        token_ids=spec.token_ids,
+        num_prompt_tokens=spec.num_prompt_tokens,
+        sampling=_sampling(spec.params),
+        indices=() if is_all else spec.indices,
+        cache_salt=spec.cache_salt,
+        deadline_ms=round(spec.remaining_s * 1e3),
+        priority=spec.priority,
+    )
+
+
+def _sampling(params: SamplingParams) -> inference.SamplingParams:
+    """Write sampling with every field set; only `logprobs` may be missing, which means none."""
+    return inference.SamplingParams(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=dict(params.logit_bias),
+        seed=params.seed,
+        logprobs=params.logprobs,
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+        n=params.n,
+    )
+
+
+def usage_message(usage: Usage) -> inference.Usage:
+    return inference.Usage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        cached_tokens=usage.cached_tokens,
+    )
+
+
+def ledger_message(ledger: Ledger) -> inference.Ledger:
+    return inference.Ledger(
+        steps=[inference.LedgerStep(name=rung.value, at_ms=at_ms) for rung, at_ms in ledger.steps],
+        prefill_worker=ledger.prefill_worker,
+        decode_worker=ledger.decode_worker,
+        attempts=ledger.attempts,
+        decision=ledger.decision,
+        handoff_bytes=ledger.handoff_bytes,
+        handoff_ms=ledger.handoff_ms,
+        handoff_pages_reused=ledger.handoff_pages_reused,
+        ttft_ms=ledger.ttft_ms,
+        tpot_ms=ledger.tpot_ms,
+    )
+
+
+def order(command: CancelAttempt | AskDrain | TellProcessGone) -> link.AttachResponse:
+    """Return the message for a command to a single worker."""
+    match command:
+        case CancelAttempt(_, request_id, attempt, indices):
+            return link.AttachResponse(cancel=link.Cancel(request_id=request_id, attempt=attempt, indices=indices))
+        case AskDrain():
+            return link.AttachResponse(drain=link.Drain())
+        case TellProcessGone(_, worker_id, incarnation):
+            return link.AttachResponse(process_gone=link.ProcessGone(worker_id=worker_id, incarnation=incarnation))
