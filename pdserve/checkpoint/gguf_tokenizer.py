@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 import tokenizers
-from tokenizers import Regex, decoders, models, pre_tokenizers
+from tokenizers import Regex, decoders, models, pre_tokenizers, processors
 
-from pdserve.checkpoint.ends import NamedToken, set_ends
 from pdserve.errors import ConfigError
 from pdserve.model.hf_fields import Fields
 from pdserve.text.pieces import WORD_START
@@ -83,8 +82,7 @@ def build_tokenizer(metadata: Mapping[str, object]) -> tokenizers.Tokenizer:
         case _:
             raise fields.unsupported("tokenizer.ggml.model", "gpt2 or llama")
     _add_whole_tokens(backend, tokens, types)
-    first = _end(fields, tokens, "bos", default=add_bos)
-    set_ends(backend, first, _end(fields, tokens, "eos", default=False))
+    _add_ends(backend, _end(fields, tokens, "bos", default=add_bos), _end(fields, tokens, "eos", default=False))
     return backend
 
 
@@ -178,8 +176,16 @@ def _add_whole_tokens(backend: tokenizers.Tokenizer, tokens: tuple[str, ...], ty
     backend.add_tokens(added)
 
 
-def _end(fields: Fields, tokens: tuple[str, ...], end: str, *, default: bool) -> list[NamedToken]:
+def _end(fields: Fields, tokens: tuple[str, ...], end: str, *, default: bool) -> list[tuple[str, int]]:
+    """Return the token that goes to an end of each text, or nothing."""
     token_id = fields.optional_int(f"tokenizer.ggml.{end}_token_id")
     if token_id is None or not fields.flag(f"tokenizer.ggml.add_{end}_token", default=default):
         return []
+    if not 0 <= token_id < len(tokens):
+        raise fields.unsupported(f"tokenizer.ggml.{end}_token_id", f"one of {len(tokens)} tokens")
     return [(tokens[token_id], token_id)]
+
+
+def _add_ends(backend: tokenizers.Tokenizer, first: list[tuple[str, int]], last: list[tuple[str, int]]) -> None:
+    single = [*(token for token, _ in first), "$A", *(token for token, _ in last)]
+    backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=[*first, *last])

@@ -8,12 +8,12 @@ from pathlib import Path
 import tokenizers
 
 from pdserve.checkpoint.checkpoint import Checkpoint, GenerationDefaults, Weights
-from pdserve.checkpoint.ends import NamedToken, set_ends
 from pdserve.errors import ConfigError
 from pdserve.model.config import ModelConfig
 from pdserve.model.hf_fields import Fields
 from pdserve.text.tokenizer import Tokenizer
 
+SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLED = ("*.bin", "*.pt", "*.pth")
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -38,8 +38,8 @@ def open_directory(path: Path) -> Checkpoint:
         special_tokens=special_tokens,
         chat_template=_chat_template(path, tokenizer_config),
         weight_files=weight_files,
-        weights=partial(_read_weights, path, weight_files),
-        tokenizer=partial(_tokenizer, path, special_tokens, tokenizer_config),
+        weights=partial(_read_weights, path),
+        tokenizer=partial(_tokenizer, path, special_tokens),
     )
 
 
@@ -57,24 +57,19 @@ def _read_json(path: Path) -> dict[str, object]:
 
 
 def _weight_files(path: Path) -> tuple[Path, ...]:
-    """Return the safetensors files in order; none for a directory without weights, as for random ones."""
+    """Return the safetensors files there are; none for a directory of a config alone."""
     weight_map = _read_json(path / INDEX).get("weight_map")
-    names = {str(name) for name in weight_map.values()} if isinstance(weight_map, Mapping) else set()
-    files = [path / name for name in sorted(names)] or sorted(path.glob("*.safetensors"))
-    for file in files:
-        if not file.is_file() or file.parent != path:
-            raise ConfigError(f"{INDEX}: names {file.name}, which is not there")
+    names = {str(name) for name in weight_map.values()} if isinstance(weight_map, Mapping) else {SINGLE_FILE}
+    files = [path / name for name in sorted(names) if (path / name).is_file()]
     pickled = [file.name for pattern in PICKLED for file in sorted(path.glob(pattern))]
     if pickled and not files:
-        raise ConfigError(f"holds weights only as {pickled[0]}: reading pickles runs code; convert to safetensors")
+        raise ConfigError(f"holds weights only as {pickled[0]}; pickles run code: convert it to safetensors")
     return tuple(files)
 
 
-def _read_weights(path: Path, weight_files: tuple[Path, ...]) -> Weights:
+def _read_weights(path: Path) -> Weights:
     from pdserve.model.safetensors_weights import iterate_safetensors  # noqa: PLC0415, imports torch
 
-    if not weight_files:
-        raise ConfigError(f"{path}: holds no .safetensors file")
     return iterate_safetensors(path)
 
 
@@ -113,7 +108,7 @@ def _chat_template(path: Path, tokenizer_config: Mapping[str, object]) -> str | 
     return template if isinstance(template, str) else None
 
 
-def _tokenizer(path: Path, special_tokens: Mapping[str, str], tokenizer_config: Mapping[str, object]) -> Tokenizer:
+def _tokenizer(path: Path, special_tokens: Mapping[str, str]) -> Tokenizer:
     file = path / "tokenizer.json"
     if not file.exists():
         raise ConfigError(f"{path}: holds no tokenizer.json; save it with a fast tokenizer of transformers")
@@ -124,15 +119,4 @@ def _tokenizer(path: Path, special_tokens: Mapping[str, str], tokenizer_config: 
     backend.no_truncation()
     backend.no_padding()
     bos = special_tokens.get("bos_token")
-    ends = Fields(tokenizer_config)
-    if ends.has("add_bos_token") or ends.has("add_eos_token"):
-        # tokenizer_config.json overrules what tokenizer.json adds
-        first = _end(backend, bos, wanted=ends.flag("add_bos_token", default=False))
-        last = _end(backend, special_tokens.get("eos_token"), wanted=ends.flag("add_eos_token", default=False))
-        set_ends(backend, first, last)
     return Tokenizer(backend, backend.token_to_id(bos) if bos is not None else None)
-
-
-def _end(backend: tokenizers.Tokenizer, token: str | None, *, wanted: bool) -> list[NamedToken]:
-    token_id = backend.token_to_id(token) if wanted and token is not None else None
-    return [(token, token_id)] if token is not None and token_id is not None else []
