@@ -131,6 +131,4 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Write JSON as it is; jinja2's own filter would escape it for HTML."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

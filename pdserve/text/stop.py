@@ -24,9 +24,7 @@ def check_stops(stops: Sequence[str]) -> None:
     for position, stop in enumerate(stops):
         num_bytes = len(stop.encode(errors="surrogatepass"))
         if not 1 <= num_bytes <= MAX_STOP_BYTES:
-            raise invalid(
-                "stop", f"{num_bytes} bytes at position {position} are outside [1, {MAX_STOP_BYTES}]"
-            )
+            raise invalid("stop", f"{num_bytes} bytes at position {position} are outside [1, {MAX_STOP_BYTES}]")
 
 
 @dataclass(frozen=True, slots=True)

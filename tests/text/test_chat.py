@@ -1,0 +1,152 @@
+"""Chat templates: the shapes that models come with, and what a sandbox is for."""
+
+import pytest
+import tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from pdserve.errors import ConfigError, RequestError, Status
+from pdserve.text import chat
+from pdserve.text.chat import ChatMessage, ChatTemplate
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
+TALK = [
+    ChatMessage("system", "Be brief.\n"),
+    ChatMessage("user", " What is 1 < 2 & “why”? {{ 7 * 7 }} "),
+    ChatMessage("assistant", "It is.\n\n"),
+    ChatMessage("user", "日本語 😀"),
+]
+SHAPES = {
+    "chatml": """
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
+""",
+    "headers": """{{ bos_token }}
+{%- set loop_messages = messages %}
+{% for message in loop_messages %}
+    {% set content = '<|start_header_id|>' ~ message['role'] ~ '<|end_header_id|>\\n\\n' ~ message['content'] | trim %}
+    {% if loop.last %}{{ content }}{% else %}{{ content ~ '<|eot_id|>' }}{% endif %}
+{% endfor %}
+{% if add_generation_prompt %}
+    {{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{% endif %}
+{% if tools is not none %}no tools here{% endif %}
+""",
+    "instructions": """{{ bos_token }}{% set ns = namespace(system='') %}
+{% for message in messages %}
+    {% if message.role == 'system' %}
+        {% set ns.system = '<<SYS>>\\n' + message.content + '\\n<</SYS>>\\n\\n' %}
+        {% continue %}
+    {% endif %}
+    {% if message.role == 'user' %}{{ '[INST] ' + ns.system + message.content.strip() + ' [/INST]' }}
+        {%- set ns.system = '' %}
+    {% elif message.role == 'assistant' %}{{ ' ' + message.content + eos_token }}
+    {% else %}{{ raise_exception('only user, system and assistant') }}{% endif %}
+{% endfor %}""",
+    "macro and json": """
+{%- macro turn(role, content) -%}<|{{ role }}|>{{ content }}<|end|>{%- endmacro -%}
+{{- {'system': messages[0].content, 'n': messages | length} | tojson }}
+{% for message in messages[1:] if message.content is defined -%}
+{{ turn(message.role, message.content | replace('\\n', ' ')) }}
+{% generation %}
+{{ loop.index0 }}
+{% endgeneration %}
+{% if loop.index0 > 1 %}{% break %}{% endif %}
+{%- endfor %}
+{{- unknown_variable }}{{ messages | selectattr('role', 'equalto', 'user') | map(attribute='content') | join('|') }}
+""",
+}
+ESCAPES = [
+    "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "{{ cycler.__init__.__globals__.os.system('true') }}",
+    "{{ lipsum.__globals__['os'] }}",
+    "{{ '{0.__class__.__init__.__globals__}'.format(cycler) }}",
+    "{{ (''|attr('__class__'))() | attr('__mro__') }}",
+    "{{ messages.append(messages[0]) }}",
+    "{{ messages[0].update({'role': 'x'}) }}",
+    "{{ raise_exception.__globals__['jinja2'].__version__ }}",
+    "{% include '/etc/passwd' %}",
+    "{{ range(10**9) | list | length }}",
+]
+
+
+def plain(messages: list[ChatMessage]) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.content} for message in messages]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_famous_shapes_render_as_in_transformers(
+    byte_level_backend: tokenizers.Tokenizer, shape: str, add_generation_prompt: bool
+) -> None:
+    reference = PreTrainedTokenizerFast(tokenizer_object=byte_level_backend, **SPECIAL)
+    for messages in (TALK, TALK[:2]):
+        rendered = ChatTemplate(SHAPES[shape], SPECIAL).render(messages, add_generation_prompt=add_generation_prompt)
+        assert rendered == reference.apply_chat_template(
+            plain(messages),
+            chat_template=SHAPES[shape],
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+        )
+        assert messages[1].content.strip() in rendered.replace("\\n", "\n")
+
+
+@pytest.mark.parametrize("source", ESCAPES)
+def test_templates_cannot_leave_the_sandbox(source: str) -> None:
+    with pytest.raises(RequestError, match=r"chat: the model's template refuses the messages"):
+        ChatTemplate(source, SPECIAL).render(TALK)
+
+
+def test_what_the_template_says_against_the_messages_reaches_the_client() -> None:
+    template = ChatTemplate(SHAPES["instructions"], SPECIAL)
+    with pytest.raises(RequestError) as refused:
+        template.render([ChatMessage("tool", "x")])
+    assert refused.value.status is Status.INVALID_ARGUMENT
+    assert "only user, system and assistant" in refused.value.message
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 1 / 0 }}",
+        "{{ messages['x'].y }}",
+        "{{ messages[0].content + 1 }}",
+        "{{ ['a'] | join(1)(2) }}",
+        "{{ none.x.y }}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ messages | tojson(indent='x') + 1 }}",
+    ],
+)
+def test_whatever_a_template_stumbles_over_is_one_requests_error(source: str) -> None:
+    with pytest.raises(RequestError, match=r"^chat: "):
+        ChatTemplate(source, SPECIAL).render(TALK)
+
+
+def test_a_template_that_is_none_is_refused_when_the_model_is_opened() -> None:
+    with pytest.raises(ConfigError, match=r"chat_template: line 2: "):
+        ChatTemplate("ok\n{% if %}", SPECIAL)
+
+
+def test_output_without_end_is_cut_off_by_its_length() -> None:
+    endless = "{% for i in range(100000) %}{% for j in range(100000) %}{{ 'x' * 1000 }}{% endfor %}{% endfor %}"
+    with pytest.raises(RequestError, match=f"over the limit of {chat.MAX_OUTPUT_CHARS} characters"):
+        ChatTemplate(endless, SPECIAL).render(TALK)
+
+
+@pytest.mark.parametrize(
+    ("messages", "complaint"),
+    [
+        ([], r"chat: 0 messages are outside \[1, 4096\]"),
+        ([ChatMessage("user", "")] * 4097, r"chat: 4097 messages are outside \[1, 4096\]"),
+        ([ChatMessage("user", "x" * (chat.MAX_INPUT_CHARS - 3))], r"chat: 4194305 characters are over"),
+    ],
+)
+def test_messages_over_a_limit_are_refused_before_rendering(messages: list[ChatMessage], complaint: str) -> None:
+    with pytest.raises(RequestError, match=complaint):
+        ChatTemplate("{{ 1 / 0 }}", SPECIAL).render(messages)
+
+
+def test_the_date_is_the_callers() -> None:
+    template = ChatTemplate("{{ strftime_now('%d %b') }}", SPECIAL, strftime_now=lambda form: f"<{form}>")
+    assert template.render(TALK) == "<%d %b>"
