@@ -86,25 +86,23 @@ def write_pages(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
 
 
 def reshard(
-    target: Tensor,
-    source: Tensor,
+    pools: tuple[Tensor, Tensor],
     target_pages: Sequence[int],
     source_pages: Sequence[int],
     num_tokens: int,
-    *,
-    target_head: int,
-    source_head: int,
-    num_heads: int,
+    heads: tuple[int, int, int],
 ) -> None:
     """Copy one sequence's heads between page sets of different page size, head count or dtype, in place.
 
-    target, source: [num_pages, num_layers, 2, heads, page_size, head_dim].
+    pools: (target, source), each [num_pages, num_layers, 2, heads, page_size, head_dim].
+    heads: first head in the source, first head in the target, how many.
     """
+    (target, source), (from_head, to_head, count) = pools, heads
     for token in range(num_tokens):
         page, slot = divmod(token, target.shape[4])
         from_page, from_slot = divmod(token, source.shape[4])
-        rows = source[source_pages[from_page], :, :, source_head : source_head + num_heads, from_slot]
-        target[target_pages[page], :, :, target_head : target_head + num_heads, slot] = rows.to(target.dtype)
+        rows = source[source_pages[from_page], :, :, from_head : from_head + count, from_slot]
+        target[target_pages[page], :, :, to_head : to_head + count, slot] = rows.to(target.dtype)
 
 
 def page_digests(pages: Tensor) -> Tensor:

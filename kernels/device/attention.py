@@ -33,10 +33,7 @@ def _multiply(a, b, acc, PRECISION: tl.constexpr):
 @triton.jit
 def _pages_at(table, start, last_page, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Look up the page(s) of BLOCK_N positions: one id if a page holds the tile, else one id per position."""
-    if PAGE_SIZE >= BLOCK_N:
-        index = start // PAGE_SIZE
-    else:
-        index = (start + tl.arange(0, BLOCK_N)) // PAGE_SIZE
+    index = start // PAGE_SIZE if PAGE_SIZE >= BLOCK_N else (start + tl.arange(0, BLOCK_N)) // PAGE_SIZE
     return tl.load(table + tl.minimum(index, last_page))
 
 
@@ -86,8 +83,8 @@ def _attend_range(
 ):  # fmt: skip
     """Fold keys begin..end into (acc, total, peak). Unless MASKED, every row sees all of them."""
     page = _pages_at(table, begin, last_page, PAGE_SIZE, BLOCK_N)
-    for start in tl.range(begin, end, BLOCK_N):
-        start = tl.multiple_of(start, BLOCK_N)
+    for tile_start in tl.range(begin, end, BLOCK_N):
+        start = tl.multiple_of(tile_start, BLOCK_N)
         k = _load_tile(k_source, kv_head, page, start, kv_end, k_page_stride, k_slot_stride,
                        HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, USE_TMA, MASKED, IS_FP8)  # fmt: skip
         v = _load_tile(v_source, kv_head, page, start, kv_end, v_page_stride, v_slot_stride,
@@ -109,10 +106,8 @@ def _attend_range(
                 visible = visible & (position[None, :] > q_position[:, None] - window)
             scores = tl.where(visible, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1) * unit)
-        if MASKED:
-            reference = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # a row that has seen no key yet
-        else:
-            reference = new_peak
+        # A row may have seen no key yet: its peak is -inf, and -inf - -inf would be NaN.
+        reference = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
         weights = tl.exp2(scores * unit - reference[:, None])
         shrink = tl.exp2(peak - reference)
         total = total * shrink + tl.sum(weights, 1)
@@ -177,9 +172,10 @@ def attend(
         oldest = tl.maximum(first + q_count - window, kv_begin)  # the last query's oldest key
         full_begin = tl.minimum((oldest + BLOCK_N - 1) // BLOCK_N * BLOCK_N, full_end)
         acc, total, peak = _attend_range(
-            acc, total, peak, q, q_position, kv_begin, full_begin, kv_end, last_page, k_source, v_source, kv_head, table,
-            k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, score_scale, softcap, window,
-            HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, IS_FP8, PRECISION, USE_TMA, True)  # fmt: skip
+            acc, total, peak, q, q_position, kv_begin, full_begin, kv_end, last_page, k_source, v_source, kv_head,
+            table, k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, score_scale, softcap, window,
+            HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, IS_FP8, PRECISION, USE_TMA, True,
+        )  # fmt: skip
     acc, total, peak = _attend_range(
         acc, total, peak, q, q_position, full_begin, full_end, kv_end, last_page, k_source, v_source, kv_head, table,
         k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, score_scale, softcap, window,

@@ -1,0 +1,201 @@
+"""Getting K and V into pages, and pages from one place or layout to another.
+
+A pool is [num_pages, num_layers, 2 (k|v), num_kv_heads, page_size, head_dim], each page one contiguous run.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pdserve.kernels.attention import FP8, Scales
+from pdserve.kernels.checks import debugging, require, require_tensor
+from pdserve.kernels.device import pages as device_pages
+from pdserve.kernels.device import rotary as device_rotary
+from pdserve.kernels.elementwise import DTYPES, ROPE_HEADS, check_angles, power_of_two, rope_constants
+
+COPY_BLOCK = 2048  # 8-byte words one program copies
+DIGEST_BLOCK = 1024  # 8-byte words hashed at a time
+DIGEST_TURNS = 8
+ID_DTYPES = (torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Rotation:
+    """How a model turns q and k before attention."""
+
+    cos_sin: Tensor  # float32 [max_positions, rot]
+    interleaved: bool = False
+    q_norm: Tensor | None = None  # weight [head_dim] of a per-head RMSNorm, as in Qwen 3; both or neither
+    k_norm: Tensor | None = None
+    eps: float = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a step's new K and V go."""
+
+    k_pages: Tensor  # one layer's views [num_pages, num_kv_heads, page_size, head_dim]
+    v_pages: Tensor
+    slots: Tensor  # int32 or int64 [num_tokens]: page * page_size + slot; num_pages * page_size is nowhere (padding)
+    scales: Scales | None = None  # for fp8 pages
+
+
+def rope_write(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    positions: Tensor,
+    rotation: Rotation,
+    target: Target,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Normalize and rotate q and k, write k and v into their slots; returns the finished q (`out` may be q).
+
+    qkv: q [num_tokens, num_heads, head_dim], k and v [num_tokens, num_kv_heads, head_dim], any token and head strides.
+    positions: int32 or int64 [num_tokens], rows of rotation.cos_sin. Raises ValueError naming the argument.
+    """
+    q, k, v = qkv
+    scales = target.scales
+    num_slots = _check_rope_write(qkv, target)
+    rot = check_angles(rotation.cos_sin, positions, q.shape[0], q.shape[2])
+    require((rotation.q_norm is None) == (rotation.k_norm is None), "rotation must norm both q and k, or neither")
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    require_tensor("out", out, q.shape, (q.dtype,))
+    num_tokens, num_heads, head_dim = q.shape
+    if num_tokens == 0:
+        return out
+    unused = rotation.cos_sin
+    device_rotary.rope_write[num_tokens, -(-num_heads // ROPE_HEADS) + -(-k.shape[1] // ROPE_HEADS)](
+        q, k, v, out, target.k_pages, target.v_pages, rotation.cos_sin, positions, target.slots,
+        unused if rotation.q_norm is None else rotation.q_norm,
+        unused if rotation.k_norm is None else rotation.k_norm,
+        scales.k if scales else unused, scales.v if scales else unused,
+        rotation.eps, num_heads, k.shape[1], num_slots,
+        *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2],
+        *target.k_pages.stride()[:3], *target.v_pages.stride()[:3],
+        **rope_constants(head_dim, rot, interleaved=rotation.interleaved), BLOCK_D=power_of_two(head_dim),
+        PAGE_SIZE=target.k_pages.shape[2], HAS_NORM=rotation.q_norm is not None, IS_FP8=scales is not None,
+        num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def _check_rope_write(qkv: tuple[Tensor, Tensor, Tensor], target: Target) -> int:
+    """Raise ValueError naming what does not fit; returns how many slots the pool has."""
+    q, k, v = qkv
+    require_tensor("q", q, (None, None, None), DTYPES)
+    num_tokens, _, head_dim = q.shape
+    require_tensor("k_pages", target.k_pages, (None, None, None, head_dim), (*DTYPES, FP8))
+    num_pages, num_kv_heads, page_size = target.k_pages.shape[:3]
+    require_tensor("v_pages", target.v_pages, target.k_pages.shape, (target.k_pages.dtype,))
+    require_tensor("k", k, (num_tokens, num_kv_heads, head_dim), (q.dtype,))
+    require_tensor("v", v, (num_tokens, num_kv_heads, head_dim), (q.dtype,))
+    is_fp8 = target.k_pages.dtype == FP8
+    require((target.scales is not None) == is_fp8, "scales must be given for fp8 pages, and only for those")
+    require_tensor("slots", target.slots, (num_tokens,), ID_DTYPES)
+    num_slots = num_pages * page_size
+    if debugging() and num_tokens > 0:
+        low, high = int(target.slots.min()), int(target.slots.max())
+        require(low >= 0 and high <= num_slots, f"slots must be 0 to {num_slots}, got {low} to {high}")
+    return num_slots
+
+
+def copy_pages(target: Tensor, source: Tensor, target_ids: Tensor, source_ids: Tensor) -> None:
+    """Copy whole pages from pool to pool (or buffer): target[target_ids[i]] = source[source_ids[i]].
+
+    One launch, in no order: a page must not be both read and written. Pages of both are contiguous and of one size.
+    """
+    words_to, words_from = _words("target", target), _words("source", source)
+    same = words_to.shape[1] == words_from.shape[1]
+    require(same, f"target must have pages of {words_from.shape[1] * 8} bytes, got {words_to.shape[1] * 8}")
+    require_ids("target_ids", target_ids, len(target))
+    require_ids("source_ids", source_ids, len(source))
+    require(len(target_ids) == len(source_ids), "target_ids must be as many as source_ids")
+    if len(target_ids) > 0:
+        device_pages.copy_pages[len(target_ids), -(-words_to.shape[1] // COPY_BLOCK)](
+            words_to, words_from, target_ids, source_ids, words_to.stride(0), words_from.stride(0),
+            words_to.shape[1], BLOCK=COPY_BLOCK, num_warps=4,
+        )  # fmt: skip
+
+
+def page_digests(pool: Tensor, page_ids: Tensor) -> Tensor:
+    """Fold pages to 64 bits each (`reference.page_digests` says how): int64 [len(page_ids)]."""
+    words = _words("pool", pool)
+    require_ids("page_ids", page_ids, len(pool))
+    out = torch.zeros(len(page_ids), dtype=torch.int64, device=pool.device)
+    if len(page_ids) > 0:
+        device_pages.digest_pages[len(page_ids), -(-words.shape[1] // (DIGEST_BLOCK * DIGEST_TURNS))](
+            out, words, page_ids, words.stride(0), words.shape[1],
+            BLOCK=DIGEST_BLOCK, TURNS=DIGEST_TURNS, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRange:
+    """Which heads move: `count` of them, from `source` on in the source and from `target` on in the target."""
+
+    source: int
+    target: int
+    count: int
+
+
+def reshard(
+    pools: tuple[Tensor, Tensor],
+    target_ids: Tensor,
+    source_ids: Tensor,
+    num_tokens: int,
+    heads: HeadRange,
+    *,
+    factors: Tensor | None = None,
+) -> None:
+    """Copy one sequence's pages into another layout: page size, heads (tensor parallel degree) and dtype may differ.
+
+    pools: (target, source), each [num_pages, num_layers, 2, heads, page_size, head_dim]. target_ids and source_ids
+    are the sequence's pages in order. factors: float32 [num_layers, 2, heads.count], multiplied in before conversion
+    (1 / scale to make fp8, scale to leave it). Slots past num_tokens are not written.
+    """
+    target, source = pools
+    require_tensor("target", target, (None, source.shape[1], 2, None, None, source.shape[5]), (*DTYPES, FP8))
+    require_tensor("source", source, (None, None, 2, None, None, None), (*DTYPES, FP8))
+    for name, pool, first in (("target", target, heads.target), ("source", source, heads.source)):
+        inside = first >= 0 and heads.count >= 1 and first + heads.count <= pool.shape[3]
+        require(inside, f"heads {first}..{first + heads.count} are not in {name}'s {pool.shape[3]}")
+        page_size = pool.shape[4]
+        require(page_size == power_of_two(page_size), f"{name} must have a power of two of slots, got {page_size}")
+    require_ids("target_ids", target_ids, len(target))
+    require_ids("source_ids", source_ids, len(source))
+    for name, ids, pool in (("target_ids", target_ids, target), ("source_ids", source_ids, source)):
+        pages = -(-num_tokens // pool.shape[4])
+        require(len(ids) == pages, f"{name} must be the {pages} pages of {num_tokens} tokens, got {len(ids)}")
+    num_layers, head_dim = source.shape[1], source.shape[5]
+    if factors is not None:
+        require_tensor("factors", factors, (num_layers, 2, heads.count), (torch.float32,))
+        require(factors.is_contiguous(), f"factors must be contiguous, got strides {factors.stride()}")
+    if num_tokens > 0:
+        into, out_of = target[:, :, :, heads.target :], source[:, :, :, heads.source :]
+        device_pages.reshard[len(target_ids), num_layers * 2 * heads.count](
+            into, out_of, target_ids, source_ids, target_ids if factors is None else factors, num_tokens,
+            heads.count, *into.stride()[:5], *out_of.stride()[:5],
+            HEAD_DIM=head_dim, BLOCK_D=power_of_two(head_dim), TARGET_PAGE=target.shape[4],
+            SOURCE_PAGE=source.shape[4], HAS_FACTORS=factors is not None, TO_FP8=target.dtype == FP8, num_warps=4,
+        )  # fmt: skip
+
+
+def require_ids(name: str, ids: Tensor, num_pages: int) -> None:
+    """Check a vector of page ids and, when debugging, that all are in the pool."""
+    require_tensor(name, ids, (None,), ID_DTYPES)
+    if debugging() and len(ids) > 0:
+        low, high = int(ids.min()), int(ids.max())
+        require(low >= 0 and high < num_pages, f"{name} must be in the pool of {num_pages} pages, got {low} to {high}")
+
+
+def _words(name: str, pool: Tensor) -> Tensor:
+    """View a pool as [num_pages, 8-byte words]; each page must be one contiguous run."""
+    page = pool[0]
+    require(page.is_contiguous(), f"{name} must have contiguous pages, got strides {pool.stride()}")
+    page_bytes = page.numel() * pool.element_size()
+    aligned = page_bytes % 8 == 0 and pool.stride(0) * pool.element_size() % 8 == 0
+    require(aligned, f"{name} must have pages of a multiple of 8 bytes, got {page_bytes}")
+    flat = pool.as_strided((len(pool), page.numel()), (pool.stride(0), 1))
+    return flat.view(torch.int64)
