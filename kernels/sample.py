@@ -1,0 +1,115 @@
+"""Draw tokens for a batch of rows with mixed sampling parameters, in one launch."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pdserve.kernels.checks import require, require_tensor
+from pdserve.kernels.device import sample as device_sample
+
+BLOCK = 4096  # logits a program looks at together
+BIAS_BLOCK = 64
+COUNT_BLOCK = 256
+NUM_WARPS = 16
+LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """Rows of different lengths: row i is values[offsets[i]:offsets[i + 1]]; offsets int32 [num_rows + 1]."""
+
+    values: Tensor
+    offsets: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """float32 [num_rows] each, and the int32 ids they look at. 1, 0 and 0 leave a row as it is."""
+
+    repetition: Tensor
+    frequency: Tensor
+    presence: Tensor
+    prompt_ids: Ragged
+    output_ids: Ragged
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """What is added to single logits: int32 ids (once per row each) and float32 values, of the same offsets."""
+
+    ids: Tensor
+    values: Tensor
+    offsets: Tensor  # int32 [num_rows + 1]
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Per-row parameters on the device; `rng.keys` and `rng.as_tensor` make the keys."""
+
+    keys: Tensor  # int32 [num_rows, 2]
+    temperature: Tensor  # float32; 0: the largest logit
+    top_k: Tensor  # int32; 0: off
+    top_p: Tensor  # float32; 1: off
+    min_p: Tensor  # float32; 0: off
+
+
+def sample(logits: Tensor, draw: Draw, *, penalties: Penalties | None = None, bias: Bias | None = None) -> Tensor:
+    """Draw one token per row. logits: [num_rows, vocab_size]. Returns int64 [num_rows].
+
+    Order: repetition, frequency and presence penalty, bias, temperature, top-k, top-p, min-p, noise
+    (`reference_sampling.py` says exactly). Raises ValueError naming the argument that does not fit.
+    """
+    require_tensor("logits", logits, (None, None), LOGIT_DTYPES)
+    num_rows, vocab_size = logits.shape
+    require(vocab_size >= 1, f"logits must have at least one column, got {list(logits.shape)}")
+    _check(num_rows, draw, penalties, bias)
+    out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if num_rows == 0:
+        return out
+    counts = draw.top_k if penalties is None else _count(penalties, num_rows, vocab_size)
+    changed = penalties is not None or bias is not None
+    scratch = torch.empty((num_rows, vocab_size) if changed else (1, 1), dtype=torch.float32, device=logits.device)
+    unit = draw.temperature
+    device_sample.sample[(num_rows,)](
+        out, logits, scratch, draw.keys, draw.temperature, draw.top_k, draw.top_p, draw.min_p,
+        penalties.repetition if penalties else unit, penalties.frequency if penalties else unit,
+        penalties.presence if penalties else unit, counts,
+        bias.ids if bias else draw.top_k, bias.values if bias else unit, bias.offsets if bias else draw.top_k,
+        vocab_size, logits.stride(0), scratch.stride(0), counts.stride(0),
+        HAS_COUNTS=penalties is not None, HAS_BIAS=bias is not None, BLOCK=BLOCK, BIAS_BLOCK=BIAS_BLOCK,
+        num_warps=NUM_WARPS,
+    )  # fmt: skip
+    return out
+
+
+def _count(penalties: Penalties, num_rows: int, vocab_size: int) -> Tensor:
+    """Count each row's ids: int32 [num_rows, vocab_size], 2 per occurrence in the output, 1 if in the prompt."""
+    counts = torch.zeros((num_rows, vocab_size), dtype=torch.int32, device=penalties.repetition.device)
+    for ids, is_output in ((penalties.prompt_ids, False), (penalties.output_ids, True)):
+        device_sample.count_ids[(num_rows,)](
+            counts, ids.values, ids.offsets, counts.stride(0), OUTPUT=is_output, BLOCK=COUNT_BLOCK, num_warps=4
+        )
+    return counts
+
+
+def _check(num_rows: int, draw: Draw, penalties: Penalties | None, bias: Bias | None) -> None:
+    """Raise ValueError naming the first per-row tensor of the wrong shape or dtype."""
+    require_tensor("keys", draw.keys, (num_rows, 2), (torch.int32,))
+    require(draw.keys.is_contiguous(), "keys must be contiguous")
+    require_tensor("top_k", draw.top_k, (num_rows,), (torch.int32,))
+    rows = {"temperature": draw.temperature, "top_p": draw.top_p, "min_p": draw.min_p}
+    offsets = {}
+    if penalties is not None:
+        rows |= {name: getattr(penalties, name) for name in ("repetition", "frequency", "presence")}
+        for name, ids in (("prompt_ids", penalties.prompt_ids), ("output_ids", penalties.output_ids)):
+            require_tensor(name, ids.values, (None,), (torch.int32,))
+            offsets[f"{name}.offsets"] = ids.offsets
+    if bias is not None:
+        require_tensor("bias.ids", bias.ids, (None,), (torch.int32,))
+        require_tensor("bias.values", bias.values, bias.ids.shape, (torch.float32,))
+        offsets["bias.offsets"] = bias.offsets
+    for name, tensor in rows.items():
+        require_tensor(name, tensor, (num_rows,), (torch.float32,))
+    for name, tensor in offsets.items():
+        require_tensor(name, tensor, (num_rows + 1,), (torch.int32,))
