@@ -1,0 +1,146 @@
+"""Two prefill and two decode workers give what transformers gives, and what one engine gives."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from live_cluster import LiveCluster, greedy, is_idle, live_cluster
+from model_zoo import FAMILIES, VOCAB, first_disagreement, load_oracle, write_model
+from one_engine import OneEngine
+from transformers import PreTrainedModel
+
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.sampling import SamplingParams
+
+PAGE_SIZE = 16
+CHUNK = 128
+NUM_TOKENS = 64
+FLOAT32 = ("--dtype", "float32", "--page-size", str(PAGE_SIZE), "--max-num-batched-tokens", str(CHUNK))
+LENGTHS = (1, 2, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, 31, 32, 33, CHUNK - 1, CHUNK, CHUNK + 1, 300)
+
+
+def prompts(vocab_size: int, longest: int) -> list[list[int]]:
+    """Return 64 prompts: borders of pages and chunks, one long one, and some that share their beginnings."""
+    rng = random.Random(5)
+
+    def text(length: int) -> list[int]:
+        return [rng.randrange(3, vocab_size) for _ in range(length)]
+
+    long = text(longest)
+    shared = text(90)
+    family = [shared[: rng.randrange(10, 90)] + text(rng.randrange(1, 40)) for _ in range(62 - 3 * len(LENGTHS))]
+    return [long, [*long[:-5], *text(3)], *(text(length) for length in LENGTHS for _ in range(3)), *family]
+
+
+def assert_greedy(cluster: LiveCluster, oracle: PreTrainedModel, vocab_size: int) -> None:
+    asked = prompts(vocab_size, 2000)
+    assert len(asked) == 64
+    answers = cluster.generate_all([greedy(prompt, NUM_TOKENS) for prompt in asked])
+    for prompt, answer in zip(asked, answers, strict=True):
+        assert len(answer.tokens[0]) == NUM_TOKENS
+        wrong = first_disagreement(oracle, prompt, answer.tokens[0])
+        assert wrong is None, f"prompt of {len(prompt)}: token {wrong} is not the oracle's"
+        assert answer.ledger.attempts == 1
+        assert answer.ledger.handoff_bytes > 0
+    workers = {(a.ledger.prefill_worker, a.ledger.decode_worker) for a in answers}
+    assert {p for p, _ in workers} == {"prefill-0", "prefill-1"}
+    assert {d for _, d in workers} == {"decode-0", "decode-1"}
+    cluster.wait_for(is_idle, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_smollm2_in_float32_answers_as_transformers_does(smollm2: Path, tmp_path: Path) -> None:
+    with live_cluster(tmp_path, smollm2, "--prefill", "2", "--decode", "2", *FLOAT32) as cluster:
+        assert_greedy(cluster, load_oracle(smollm2), 40000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_in_float32_answers_as_transformers_does(family: str, tmp_path: Path) -> None:
+    model = write_model(family, tmp_path / family)
+    with live_cluster(tmp_path, model, "--prefill", "2", "--decode", "2", *FLOAT32) as cluster:
+        assert_greedy(cluster, load_oracle(model), VOCAB)
+
+
+@pytest.fixture(scope="module")
+def pair(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    """One prefill and one decode worker in bf16."""
+    folder = tmp_path_factory.mktemp("pair")
+    flags = ("--page-size", str(PAGE_SIZE), "--max-num-batched-tokens", str(CHUNK))
+    with live_cluster(folder, smollm2, *flags) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def engine(smollm2: Path) -> OneEngine:
+    return OneEngine(smollm2, torch.bfloat16, PAGE_SIZE, CHUNK)
+
+
+def random_prompt(length: int, seed: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(3, 40000) for _ in range(length)]
+
+
+@pytest.mark.parametrize("length", [1, PAGE_SIZE, PAGE_SIZE + 1, CHUNK, 3 * CHUNK + 5])
+def test_in_bfloat16_two_workers_answer_as_one_engine_does(
+    pair: LiveCluster, engine: OneEngine, length: int
+) -> None:
+    prompt = random_prompt(length, length)
+    answer = pair.generate(greedy(prompt, NUM_TOKENS))
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    assert answer.tokens[0] == [token.token_id for token in engine.generate(prompt, params)[0]]
+
+
+SAMPLINGS = {
+    "plain": {"temperature": 1.0},
+    "filtered": {"temperature": 0.8, "top_k": 50, "top_p": 0.9, "min_p": 0.02},
+    "penalized": {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4},
+    "logprobs": {"temperature": 0.7, "logprobs": 5, "min_tokens": 30},
+}
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_a_seed_gives_the_same_tokens_through_two_workers_and_through_one_engine(
+    pair: LiveCluster, engine: OneEngine, name: str
+) -> None:
+    sampling = {**SAMPLINGS[name], "seed": 1234, "max_tokens": 40}
+    prompt = random_prompt(50, 3)
+    answer = pair.generate(
+        inference.GenerateRequest(
+            token_ids=inference.TokenIds(ids=prompt), sampling=inference.SamplingParams(**sampling)
+        )
+    )
+    expected = engine.generate(prompt, SamplingParams(**sampling))[0]
+    assert answer.tokens[0] == [token.token_id for token in expected]
+    for theirs, ours in zip(answer.logprobs[0], expected, strict=name == "logprobs"):
+        assert ours.logprobs is not None
+        assert theirs.chosen == pytest.approx(ours.logprobs.chosen, abs=1e-5)
+        assert [top.token_id for top in theirs.top] == [token_id for token_id, _ in ours.logprobs.top]
+
+
+def test_four_continuations_cost_one_prefill_and_one_transfer(pair: LiveCluster, engine: OneEngine) -> None:
+    prompt = random_prompt(100, 9)  # one chunk
+    single = pair.generate(greedy(random_prompt(100, 10), 2))
+    before = {w.registration.worker_id: w.load.num_steps for w in pair.status().workers}
+    sampling = {"n": 4, "seed": 77, "max_tokens": 24, "ignore_eos": True}
+    answer = pair.generate(
+        inference.GenerateRequest(
+            token_ids=inference.TokenIds(ids=prompt), sampling=inference.SamplingParams(**sampling)
+        )
+    )
+    expected = engine.generate(prompt, SamplingParams(**sampling))
+    assert answer.tokens == {i: [token.token_id for token in expected[i]] for i in range(4)}
+    assert len({tuple(tokens) for tokens in answer.tokens.values()}) == 4
+    assert answer.usage.prompt_tokens == 100
+    assert answer.usage.completion_tokens == 96
+    assert answer.ledger.handoff_bytes == single.ledger.handoff_bytes
+    status = pair.wait_for(lambda s: is_idle(s) and _steps(s, "prefill-0") > before["prefill-0"], 5)
+    assert _steps(status, "prefill-0") == before["prefill-0"] + 1
+
+
+def _steps(status: admin.ClusterStatus, name: str) -> int:
+    return next(w.load.num_steps for w in status.workers if w.registration.worker_id == name)

@@ -1,0 +1,164 @@
+"""Real clusters: `pdserve up` in a process of its own, spoken to over its public endpoint and its admin port."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from pdserve.launch.state import ClusterState
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.proto.v1.admin_pb2_grpc import AdminServiceStub
+from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
+from pdserve.rpc import read_secret, secret_metadata
+
+START_TIMEOUT_S = 90
+STOP_TIMEOUT_S = 30
+
+
+@dataclass
+class Answer:
+    """What a client has once a request has ended."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    text: dict[int, str] = field(default_factory=dict)
+    logprobs: dict[int, list[inference.TokenLogprobs]] = field(default_factory=dict)
+    finish: dict[int, int] = field(default_factory=dict)
+    usage: inference.Usage = field(default_factory=inference.Usage)
+    ledger: inference.Ledger = field(default_factory=inference.Ledger)
+
+    def add(self, reply: inference.GenerateResponse) -> None:
+        for delta in reply.deltas:
+            self.tokens.setdefault(delta.index, []).extend(delta.token_ids)
+            self.logprobs.setdefault(delta.index, []).extend(delta.logprobs)
+            self.text[delta.index] = self.text.get(delta.index, "") + delta.text
+            if delta.finish_reason:
+                assert delta.index not in self.finish, "a continuation ended twice"
+                self.finish[delta.index] = delta.finish_reason
+        if reply.HasField("ledger"):
+            self.usage, self.ledger = reply.usage, reply.ledger
+
+
+class LiveCluster:
+    """A running cluster, as its clients, its operator and its enemies see it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
+        self.process = process
+        self._folder = folder
+        state = self.state
+        self.endpoint = state.endpoint
+        self.channel = grpc.insecure_channel(state.endpoint)
+        self.inference = InferenceServiceStub(self.channel)
+        self._admin_channel = grpc.insecure_channel(state.admin)
+        self._admin = AdminServiceStub(self._admin_channel)
+        self._metadata = secret_metadata(read_secret(state.secret_file))
+
+    @property
+    def state(self) -> ClusterState:
+        (path,) = self._folder.glob("pdserve/*/state.json")
+        return ClusterState.model_validate_json(path.read_text())
+
+    def start(self, request: inference.GenerateRequest, timeout_s: float = 120) -> grpc.Call:
+        return self.inference.Generate(request, timeout=timeout_s)
+
+    def generate(self, request: inference.GenerateRequest, timeout_s: float = 120) -> Answer:
+        answer = Answer()
+        for reply in self.start(request, timeout_s):
+            answer.add(reply)
+        return answer
+
+    def generate_all(self, requests: list[inference.GenerateRequest]) -> list[Answer]:
+        """Send all at once."""
+        with ThreadPoolExecutor(len(requests)) as pool:
+            return list(pool.map(self.generate, requests))
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        """Send a signal to one process of the cluster, by its name."""
+        pid = self.state.pid_of(name)
+        assert pid is not None
+        os.kill(pid, number)
+
+    def status(self) -> admin.ClusterStatus:
+        return self._admin.GetStatus(admin.GetStatusRequest(), metadata=self._metadata, timeout=10).status
+
+    def wait_for(
+        self, wanted: Callable[[admin.ClusterStatus], bool], timeout_s: float
+    ) -> admin.ClusterStatus:
+        """Return the first status that is as wanted, or fail after a time."""
+        last = admin.ClusterStatus()
+        try:
+            request = admin.WatchStatusRequest()
+            for update in self._admin.WatchStatus(request, metadata=self._metadata, timeout=timeout_s):
+                last = update.status
+                if wanted(last):
+                    return last
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise
+        raise AssertionError(f"not within {timeout_s} s: {last}")
+
+    def close(self) -> None:
+        self.channel.close()
+        self._admin_channel.close()
+
+
+def is_idle(status: admin.ClusterStatus) -> bool:
+    """Return whether nothing is going on and every page of every ready worker is free (or free and cached)."""
+    workers = [worker for worker in status.workers if worker.registration.ready]
+    return status.num_active == status.num_held == 0 and all(
+        worker.load.pages_free == worker.registration.num_pages and worker.load.num_handoffs == 0
+        for worker in workers
+    )
+
+
+def all_ready(count: int) -> Callable[[admin.ClusterStatus], bool]:
+    return lambda status: sum(worker.registration.ready for worker in status.workers) == count
+
+
+@contextmanager
+def live_cluster(folder: Path, model: Path, *flags: str) -> Iterator[LiveCluster]:
+    """Run `pdserve up` for the length of the block; it must drain and leave nothing behind."""
+    ready = folder / "ready.json"
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
+    command = [sys.executable, "-P", "-m", "pdserve", "up", str(model), "--ready-file", str(ready), *flags]
+    with (folder / "up.log").open("wb") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    try:
+        _await_file(ready, process, folder / "up.log")
+        cluster = LiveCluster(process, folder)
+        try:
+            yield cluster
+        finally:
+            cluster.close()
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(STOP_TIMEOUT_S) == 0
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def _await_file(path: Path, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Return when `pdserve up` has written its ready file; its own end, or a time, is a failure."""
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while not path.exists():
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(0.05)
+            raise AssertionError(log.read_text())
+        assert time.monotonic() < deadline_s, log.read_text()
+
+
+def greedy(prompt: Sequence[int], max_tokens: int, **sampling: float) -> inference.GenerateRequest:
+    """Return a request for the likeliest tokens, as many as asked."""
+    params = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **sampling}
+    return inference.GenerateRequest(
+        token_ids=inference.TokenIds(ids=prompt), sampling=inference.SamplingParams(**params)
+    )

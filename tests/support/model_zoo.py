@@ -1,0 +1,84 @@
+"""Small random models of each family, as Hugging Face directories, and what transformers makes of a text."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+VOCAB = 512
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "eos_token_id": 1,
+    "bos_token_id": 0,
+    "pad_token_id": None,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 512,
+}
+FAMILIES = {
+    "llama3": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=False)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=96)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=32)),
+}
+
+
+def write_model(family: str, folder: Path) -> Path:
+    """Write a random float32 model with weights large enough that its greedy text does not settle on one token."""
+    torch.manual_seed(7)
+    model = FAMILIES[family]().float()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not name.endswith("norm.weight"):
+                parameter.mul_(4.0)
+            if name.endswith("bias"):
+                parameter.normal_(std=0.5)
+    model.save_pretrained(folder)
+    words = {f"w{i}": i for i in range(VOCAB)}
+    Tokenizer(WordLevel(words, unk_token="w2")).save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def load_oracle(path: Path) -> PreTrainedModel:
+    """Load a model with transformers, in float32."""
+    if path.suffix == ".gguf":
+        return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def first_disagreement(oracle: PreTrainedModel, prompt: Sequence[int], answer: Sequence[int]) -> int | None:
+    """Return where `answer` first differs from the oracle's greedy continuation of `prompt`, or None.
+
+    One pass over prompt and answer: as long as the answer agrees, each position's likeliest token is what greedy
+    decoding would have drawn there.
+    """
+    text = torch.tensor([[*prompt, *answer]])
+    logits = oracle(text).logits[0, len(prompt) - 1 : -1]
+    wrong = (logits.argmax(-1) != torch.tensor(answer)).nonzero()
+    return int(wrong[0]) if len(wrong) else None

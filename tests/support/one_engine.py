@@ -1,0 +1,43 @@
+"""One engine in this process: what a cluster of workers must agree with."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from pdserve.checkpoint.open import open_checkpoint
+from pdserve.engine.kvcache import KvCache
+from pdserve.engine.runner import Runner
+from pdserve.engine.scheduler import Drawn, Limits, Scheduler
+from pdserve.engine.sequence import Job
+from pdserve.engine.sequence import Sequence as EngineSequence
+from pdserve.engine.step import SampledToken
+from pdserve.ids import Attempt, RequestId
+from pdserve.model.loading import load_model
+from pdserve.sampling import SamplingParams
+
+NUM_PAGES = 256
+
+
+class OneEngine:
+    """A model, its pages and a scheduler, computing one request at a time."""
+
+    def __init__(self, path: Path, dtype: torch.dtype, page_size: int, max_num_batched_tokens: int) -> None:
+        checkpoint = open_checkpoint(path)
+        model = load_model(checkpoint.config, checkpoint.weights(), dtype)
+        limits = Limits(8, max_num_batched_tokens, 4096, frozenset(checkpoint.eos_token_ids))
+        self._scheduler = Scheduler(KvCache(NUM_PAGES, page_size, None), limits)
+        self._runner = Runner(model, NUM_PAGES, page_size, checkpoint.eos_token_ids)
+        self.vocab_size = checkpoint.config.vocab_size
+
+    def generate(self, prompt: Sequence[int], params: SamplingParams) -> dict[int, list[SampledToken]]:
+        """Return the tokens of each continuation."""
+        indices = tuple(range(params.n))
+        job = Job(RequestId(bytes(16)), Attempt(0), tuple(prompt), len(prompt), params, indices)
+        self._scheduler.add(EngineSequence(job, indices, list(prompt), order=0))
+        tokens: dict[int, list[SampledToken]] = {index: [] for index in indices}
+        while (plan := self._scheduler.plan()) is not None:
+            for outcome in self._scheduler.commit(plan, self._runner.run(plan)):
+                if isinstance(outcome, Drawn):
+                    tokens[outcome.index].append(outcome.token)
+        return tokens
