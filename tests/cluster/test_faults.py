@@ -1,0 +1,169 @@
+"""What clients leave behind, and what dying workers take with them: nothing."""
+
+import random
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+from live_cluster import Answer, LiveCluster, all_ready, greedy, is_idle, live_cluster
+from model_zoo import VOCAB, first_disagreement, load_oracle, write_model
+from transformers import PreTrainedModel
+
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.proto.v1 import inference_pb2 as inference
+
+FREED_WITHIN_S = 2
+LONG = 3000  # tokens: some seconds of work, for the small model too
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model("llama3", tmp_path_factory.mktemp("model") / "llama3")
+
+
+@pytest.fixture(scope="module")
+def oracle(model: Path) -> PreTrainedModel:
+    return load_oracle(model)
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    flags = ("--dtype", "float32", "--max-num-batched-tokens", "64", "--prefill", "2", "--decode", "2")
+    with live_cluster(tmp_path_factory.mktemp("cluster"), model, *flags) as cluster:
+        yield cluster
+
+
+@pytest.fixture(autouse=True)
+def all_well_before(cluster: LiveCluster) -> None:
+    cluster.wait_for(lambda status: all_ready(4)(status) and is_idle(status), 60)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(f"{length} {seed}")
+    return [rng.randrange(3, VOCAB) for _ in range(length)]
+
+
+def assert_right(oracle: PreTrainedModel, asked: list[int], answer: Answer, count: int) -> None:
+    assert len(answer.tokens[0]) == count
+    assert first_disagreement(oracle, asked, answer.tokens[0]) is None
+
+
+class Bystanders:
+    """Streams of other clients, which nothing may disturb."""
+
+    def __init__(self, cluster: LiveCluster, oracle: PreTrainedModel, count: int = 4, max_tokens: int = 800) -> None:
+        self._oracle = oracle
+        self._max_tokens = max_tokens
+        self._prompts = [prompt(20, seed) for seed in range(count)]
+        self._pool = ThreadPoolExecutor(count)
+        requests = [greedy(asked, max_tokens) for asked in self._prompts]
+        self._answers = [self._pool.submit(cluster.generate, request) for request in requests]
+
+    def assert_undisturbed(self) -> list[Answer]:
+        answers = [answer.result() for answer in self._answers]
+        self._pool.shutdown()
+        for asked, answer in zip(self._prompts, answers, strict=True):
+            assert_right(self._oracle, asked, answer, self._max_tokens)
+        return answers
+
+
+def prefilling(status: admin.ClusterStatus) -> bool:
+    return any(w.load.waiting_tokens > 0 for w in status.workers if w.registration.worker_id.startswith("prefill"))
+
+
+def transferring(status: admin.ClusterStatus) -> bool:
+    return any(w.load.pages_granted > 0 for w in status.workers)
+
+
+@pytest.mark.parametrize("moment", [prefilling, transferring], ids=["mid-prefill", "mid-transfer"])
+def test_a_cancelled_prompt_frees_every_page(cluster: LiveCluster, oracle: PreTrainedModel, moment: object) -> None:
+    others = Bystanders(cluster, oracle, max_tokens=300)
+    call = cluster.start(greedy(prompt(4000), 50))
+    cluster.wait_for(moment, 10)
+    call.cancel()
+    others.assert_undisturbed()
+    cluster.wait_for(is_idle, FREED_WITHIN_S)
+
+
+def test_a_stream_cancelled_while_it_decodes_frees_every_page(cluster: LiveCluster, oracle: PreTrainedModel) -> None:
+    others = Bystanders(cluster, oracle, max_tokens=300)
+    call = cluster.start(greedy(prompt(40), LONG))
+    for _ in range(5):
+        next(call)
+    call.cancel()
+    others.assert_undisturbed()
+    cluster.wait_for(is_idle, FREED_WITHIN_S)
+
+
+def test_a_request_ends_at_its_deadline_with_what_it_had(cluster: LiveCluster, oracle: PreTrainedModel) -> None:
+    others = Bystanders(cluster, oracle, max_tokens=300)
+    request = greedy(prompt(40), LONG)
+    request.deadline_ms = 700
+    answer = Answer()
+    with pytest.raises(grpc.RpcError) as error:
+        for reply in cluster.start(request):
+            answer.add(reply)
+    assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert answer.tokens[0]
+    others.assert_undisturbed()
+    cluster.wait_for(is_idle, FREED_WITHIN_S)
+
+
+def test_a_client_that_does_not_read_is_cut_off_and_nobody_else_waits(
+    cluster: LiveCluster, oracle: PreTrainedModel
+) -> None:
+    request = greedy(prompt(40), LONG, n=8, logprobs=20)
+    call = cluster.start(request)
+    cluster.wait_for(lambda status: status.num_active == 1, 10)
+    others = Bystanders(cluster, oracle, max_tokens=300)
+    others.assert_undisturbed()
+    cluster.wait_for(is_idle, 60)  # it was ended although nobody read a word
+    with pytest.raises(grpc.RpcError) as error:
+        list(call)
+    assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "prefill-1", "decode-0", "decode-1"])
+def test_a_killed_worker_costs_no_stream_a_token_and_no_pool_a_page(
+    cluster: LiveCluster, oracle: PreTrainedModel, victim: str
+) -> None:
+    others = Bystanders(cluster, oracle, count=6)
+    long = [prompt(2000, seed) for seed in range(2)]  # prompts that are being computed when it dies
+    with ThreadPoolExecutor(2) as pool:
+        pending = [pool.submit(cluster.generate, greedy(asked, 20)) for asked in long]
+        cluster.wait_for(prefilling, 10)
+        cluster.signal(victim, signal.SIGKILL)
+        for asked, answer in zip(long, pending, strict=True):
+            assert_right(oracle, asked, answer.result(), 20)
+    others.assert_undisturbed()
+    cluster.wait_for(is_idle, FREED_WITHIN_S)
+
+
+def test_a_pool_without_workers_answers_unavailable(model: Path, tmp_path: Path) -> None:
+    with live_cluster(tmp_path, model, "--dtype", "float32") as small:
+        small.signal("decode-0", signal.SIGKILL)
+        small.wait_for(lambda status: sum(w.registration.ready for w in status.workers) < 2, 5)
+        with pytest.raises(grpc.RpcError) as error:
+            small.generate(greedy(prompt(10), 5))
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "decode" in error.value.details()
+        small.wait_for(all_ready(2), 60)
+        assert len(small.generate(greedy(prompt(10), 5)).tokens[0]) == 5
+
+
+def test_a_hundred_requests_end_as_the_status_says(cluster: LiveCluster) -> None:
+    before = cluster.status().ended["OK"]
+    requests = [
+        inference.GenerateRequest(
+            token_ids=inference.TokenIds(ids=prompt(i % 37 + 1, i)),
+            sampling=inference.SamplingParams(max_tokens=i % 9 + 1, n=i % 3 + 1, ignore_eos=True),
+        )
+        for i in range(100)
+    ]
+    for i, answer in enumerate(cluster.generate_all(requests)):
+        assert answer.usage.completion_tokens == (i % 9 + 1) * (i % 3 + 1)
+    status = cluster.wait_for(is_idle, FREED_WITHIN_S)
+    assert status.ended["OK"] == before + 100
