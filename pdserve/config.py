@@ -87,9 +87,13 @@ def load_config(cls: type[_Config], file: Path | None = None, flags: Mapping[str
     try:
         return cls.model_validate({**settings, **given})
     except ValidationError as error:
-        # A misspelt key often makes another one missing: name the cause.
-        worst = min(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
+        worst = min(error.errors(include_url=False), key=_rank)
         raise ConfigError(_explain(worst, cls.model_fields, file, given)) from error
+
+
+def _rank(error: ErrorDetails) -> int:
+    """Put causes first: a misspelt key often makes another one missing."""
+    return {"extra_forbidden": 0, "missing": 2}.get(error["type"], 1)
 
 
 def _read_yaml(file: Path) -> dict[str, object]:

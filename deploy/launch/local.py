@@ -167,10 +167,21 @@ def _state(spec: ClusterSpec, wiring: Wiring) -> ClusterState:
     return ClusterState(
         name=spec.name,
         supervisor_pid=os.getpid(),
-        endpoint=f"{spec.host}:{wiring.public_port}",
+        endpoint=f"{_reachable(spec.host)}:{wiring.public_port}",
         admin=f"127.0.0.1:{wiring.internal_port}",
         secret_file=wiring.secret_file,
         model=spec.served_model_name,
         ready=False,
         processes=(),
     )
+
+
+def _reachable(host: str) -> str:
+    """Return how this machine's own clients reach what listens on `host`."""
+    match host:
+        case "0.0.0.0":
+            return "127.0.0.1"
+        case "::":
+            return "[::1]"
+        case _:
+            return f"[{host}]" if ":" in host else host

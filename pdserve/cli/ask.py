@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pdserve.proto.v1 import inference_pb2 as inference
 
 # What a model writes must not drive the terminal: control characters are shown, not obeyed.
-_VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 def generate(
@@ -57,7 +57,7 @@ def generate(
         return
     if n > 1:
         for index, text in enumerate(answer.texts):
-            typer.echo(f"[{index}] {text.translate(_VISIBLE)}")
+            typer.echo(f"[{index}] {text.translate(VISIBLE)}")
     _print_ledger(answer)
 
 
@@ -120,7 +120,7 @@ def _run(
 
 
 def _show(_index: int, text: str) -> None:
-    typer.echo(text.translate(_VISIBLE), nl=False)
+    typer.echo(text.translate(VISIBLE), nl=False)
 
 
 def _quiet(_index: int, _text: str) -> None:

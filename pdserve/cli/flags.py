@@ -54,7 +54,7 @@ def _default_note(field: FieldInfo) -> str:
         return ""
     default = field.default
     shown = ", ".join(map(str, default)) if isinstance(default, Iterable) and not isinstance(default, str) else default
-    return f" [default: {shown}]"
+    return f" (default: {shown})"
 
 
 def _flag_type(annotation: object) -> object:

@@ -19,7 +19,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 # Sampling: what is not given is left to the router's defaults.
 Temperature = Annotated[
-    float | None, typer.Option(help="0 takes the likeliest token. [default: 1]", show_default=False)
+    float | None, typer.Option(help="0 takes the likeliest token. (default: 1)", show_default=False)
 ]
 TopK = Annotated[int | None, typer.Option(help="Draw from this many likeliest tokens.", show_default=False)]
 TopP = Annotated[float | None, typer.Option(help="Draw from this much probability.", show_default=False)]

@@ -1,0 +1,166 @@
+"""What commands print and how they end: 0 done, 1 failed outside, 2 refused what was asked for."""
+
+import io
+import json
+import resource
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+import pdserve as package
+from pdserve.cli.ask import VISIBLE
+from pdserve.proto.v1 import inference_pb2 as inference
+
+Command = Callable[..., CompletedProcess[str]]
+Requests = list[inference.GenerateRequest]
+
+LEDGER = "TTFT 40 ms | TPOT 7.9 ms | 5 tokens in (0 cached), 3 out | hand-off 2.50 MB in 1.2 ms | prefill-0 -> decode-0"
+
+
+def test_generate_streams_the_text_then_says_where_the_time_went(
+    pdserve: Command, address: str, requests: Requests
+) -> None:
+    ended = pdserve("generate", "count", "--max-tokens", "3", "--endpoint", address)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout == f" 1 2 3\n{LEDGER}\n"
+    request = requests[-1]
+    assert request.text == "count"
+    assert not request.sampling.HasField("temperature")  # the router's default, not the command line's
+
+
+def test_sampling_flags_reach_the_request(pdserve: Command, address: str, requests: Requests) -> None:
+    flags = ("--temperature", "0.5", "--top-k", "7", "--top-p", "0.25", "--min-p", "0.125", "--seed", "9")
+    more = ("--stop", "a", "--stop", "b", "--ignore-eos", "--max-tokens", "1", "--endpoint", address)
+    assert pdserve("generate", "x", *flags, *more).returncode == 0
+    request = requests[-1]
+    params = request.sampling
+    assert (params.temperature, params.top_k, params.top_p, params.min_p, params.seed) == (0.5, 7, 0.25, 0.125, 9)
+    assert (list(request.stop), params.ignore_eos) == (["a", "b"], True)
+
+
+def test_several_continuations_are_printed_one_by_one(pdserve: Command, address: str) -> None:
+    ended = pdserve("generate", "x", "--n", "2", "--max-tokens", "2", "--endpoint", address)
+    assert ended.stdout.splitlines()[:2] == ["[0]  1 2", "[1]  1 2"]
+
+
+def test_json_holds_all_of_the_answer_and_numbers_are_numbers(pdserve: Command, address: str) -> None:
+    ended = pdserve("generate", "x", "--json", "--max-tokens", "2", "--endpoint", address)
+    answer = json.loads(ended.stdout)
+    assert (answer["texts"], answer["token_ids"], answer["finish_reasons"]) == ([" 1 2"], [[0, 1]], ["length"])
+    assert answer["usage"] == {"prompt_tokens": 5, "completion_tokens": 2, "cached_tokens": 0}
+    assert answer["ledger"]["handoff_bytes"] == 2_500_000
+    assert answer["request_id"] == "abc"
+
+
+def test_a_refused_request_is_one_clear_line(pdserve: Command, address: str) -> None:
+    ended = pdserve("generate", "x", "--max-tokens", "13", "--endpoint", address)
+    assert ended.returncode == 1
+    assert ended.stderr == f"pdserve: {address}: INVALID_ARGUMENT: max_tokens: 13 brings bad luck\n"
+
+
+def test_an_endpoint_that_is_not_there_is_one_clear_line(pdserve: Command) -> None:
+    ended = pdserve("generate", "x", "--endpoint", "127.0.0.1:1")
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("pdserve: 127.0.0.1:1: UNAVAILABLE: ")
+    assert ended.stderr.count("\n") == 1
+
+
+def test_chat_once_sends_the_system_message_first(pdserve: Command, address: str, requests: Requests) -> None:
+    ended = pdserve("chat", "--once", "hi", "--system", "be brief", "--max-tokens", "3", "--endpoint", address)
+    assert ended.stdout == f" 1 2 3\n{LEDGER}\n"
+    messages = [(message.role, message.content) for message in requests[-1].chat.messages]
+    assert messages == [("system", "be brief"), ("user", "hi")]
+
+
+def test_chat_remembers_what_was_said_until_the_input_ends(
+    pdserve: Command, address: str, requests: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n\ntwo\n"))
+    assert pdserve("chat", "--max-tokens", "2", "--endpoint", address).returncode == 0
+    messages = [(message.role, message.content) for message in requests[-1].chat.messages]
+    assert messages == [("user", "one"), ("assistant", " 1 2"), ("user", "two")]
+
+
+def test_bench_measures_every_workload_and_writes_json(
+    pdserve: Command, address: str, requests: Requests, tmp_path: Path
+) -> None:
+    results = tmp_path / "results.json"
+    workloads = ("--workload", "4x5x6", "--workload", "2x3x13", "--rate", "200", "--slo", "ttft=60000")
+    ended = pdserve("bench", *workloads, "--json", str(results), "--endpoint", address)
+    assert ended.returncode == 0, ended.stderr
+    counting, refused = json.loads(results.read_text())["runs"]
+    assert (counting["num_requests"], counting["failures"], counting["attainment"]) == (4, {}, 1.0)
+    assert counting["output_tokens_per_s"] == pytest.approx(24 / counting["duration_s"])
+    assert counting["handoff_bytes"] == 4 * 2_500_000
+    assert (refused["failures"], refused["attainment"]) == ({"INVALID_ARGUMENT": 2}, 0.0)
+    assert "4x5x6" in ended.stdout
+    assert "2 INVALID_ARGUMENT" in ended.stdout
+    sent = requests[-1]
+    assert (len(sent.token_ids.ids), sent.sampling.temperature, sent.sampling.ignore_eos) == (3, 0.0, True)
+    assert sent.slo.ttft_ms == 60000
+    assert not sent.slo.HasField("tpot_ms")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (("bench", "--endpoint", "h:1"), "--workload or --trace"),
+        (("bench", "--workload", "3x4"), "3x4"),
+        (("status", "--admin", "h:1"), "--secret-file"),
+        (("generate", "x", "--name", "nobody"), "pdserve up"),
+        (("router",), "--model: is required"),
+        (("decode-worker", "--model", "m", "--page-size", "0"), "--page-size: 0"),
+        (("prefill-worker", "--config", "/nowhere.yaml"), "/nowhere.yaml"),
+        (("models", "fetch", "gpt-9"), "gpt-9"),
+        (("up", "gpt-9"), "gpt-9"),
+        (("up", "--prefill", "0", "/"), "--prefill: 0"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_status_2_and_one_line(
+    pdserve: Command, arguments: tuple[str, ...], part: str
+) -> None:
+    ended = pdserve(*arguments)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("pdserve: ")
+    assert part in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+def test_control_characters_of_a_model_do_not_reach_the_terminal() -> None:
+    assert "a\x1b[2Jb\r\n\t\x9b".translate(VISIBLE) == "a\\x1b[2Jb\\x0d\n\t\\x9b"
+
+
+def test_version_is_the_packages(pdserve: Command) -> None:
+    assert pdserve("--version").stdout == f"pdserve {package.__version__}\n"
+
+
+def test_the_schema_of_each_process_is_printed(pdserve: Command) -> None:
+    for process in ("router", "prefill-worker", "decode-worker"):
+        assert json.loads(pdserve("config", "schema", process).stdout)["additionalProperties"] is False
+
+
+def test_models_are_listed_with_their_licence(pdserve: Command) -> None:
+    assert "smollm2-135m-instruct  (Apache-2.0" in pdserve("models", "list").stdout
+
+
+def test_help_is_quick_and_loads_neither_torch_nor_grpc() -> None:
+    code = (
+        "import sys\n"
+        "from pdserve.cli.app import main\n"
+        "sys.argv = ['pdserve', '--help']\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code\n"
+        "heavy = {'torch', 'grpc', 'numpy', 'tokenizers', 'transformers', 'uvloop'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    taken_s = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-P", "-c", code], check=True, stdout=subprocess.DEVNULL)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        taken_s.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(taken_s) < 0.5  # of processor time: other tests may hold the cores

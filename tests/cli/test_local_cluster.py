@@ -1,0 +1,228 @@
+"""A worker's death is reported to the router at once, with the incarnation that died; the state file follows."""
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+
+from pdserve import rpc
+from pdserve.clock import MonotonicClock
+from pdserve.errors import ConfigError
+from pdserve.launch.backoff import Backoff
+from pdserve.launch.folder import choose_port, claimed_folder, write_secret
+from pdserve.launch.local import LaunchError, Listener, LocalCluster
+from pdserve.launch.plan import ChildSpec
+from pdserve.launch.state import ClusterState, read_state, runtime_dir
+from pdserve.launch.supervisor import Supervisor
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.proto.v1.admin_pb2_grpc import AdminServiceServicer, add_AdminServiceServicer_to_server
+
+SLEEPER = (sys.executable, "-I", "-c", "import time; time.sleep(600)")
+FAILURE = (sys.executable, "-I", "-c", "raise SystemExit(1)")
+
+
+class Operators(AdminServiceServicer):
+    """A router's admin service: notes which processes are reported gone, and shows the workers it is told of."""
+
+    def __init__(self) -> None:
+        self.gone: asyncio.Queue[tuple[str, int, float]] = asyncio.Queue()
+        self.status = admin.ClusterStatus()
+        self.changed = asyncio.Event()
+
+    async def ReportProcessGone(  # noqa: N802
+        self, request: admin.ReportProcessGoneRequest, context: object
+    ) -> admin.ReportProcessGoneResponse:
+        del context
+        process = request.process
+        await self.gone.put((process.worker_id, process.incarnation, time.monotonic()))
+        return admin.ReportProcessGoneResponse()
+
+    async def WatchStatus(  # noqa: N802
+        self, request: admin.WatchStatusRequest, context: object
+    ) -> AsyncIterator[admin.WatchStatusResponse]:
+        del request, context
+        while True:
+            self.changed.clear()
+            yield admin.WatchStatusResponse(status=self.status)
+            await self.changed.wait()
+
+    def GetStatus(self, request: object, context: object) -> admin.GetStatusResponse:  # noqa: N802
+        del request, context
+        return admin.GetStatusResponse(status=self.status)
+
+    def DrainWorker(self, request: object, context: object) -> admin.DrainWorkerResponse:  # noqa: N802
+        raise NotImplementedError
+
+    def show_ready(self, state: ClusterState) -> None:
+        """Let all workers of `state` appear with their models loaded."""
+        self.status = admin.ClusterStatus(
+            workers=[
+                admin.WorkerStatus(registration=link.Register(worker_id=p.name, incarnation=p.incarnation, ready=True))
+                for p in state.processes
+            ]
+        )
+        self.changed.set()
+
+
+@dataclass
+class Scene:
+    cluster: LocalCluster
+    operators: Operators
+    notices: list[str]
+    heard: asyncio.Event  # the cluster has been told of workers
+
+
+@asynccontextmanager
+async def scene(*children: ChildSpec) -> AsyncIterator[Scene]:
+    """Run children under a real admin service, in the folder of the cluster `tests`."""
+    with claimed_folder("tests") as folder:
+        secret_file = write_secret(folder)
+        operators = Operators()
+        server = grpc.aio.server(interceptors=[rpc.RequireSecret(rpc.read_secret(secret_file))])
+        add_AdminServiceServicer_to_server(operators, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        state = ClusterState(
+            name="tests",
+            supervisor_pid=os.getpid(),
+            endpoint="127.0.0.1:1",
+            admin=f"127.0.0.1:{port}",
+            secret_file=secret_file,
+            model="m",
+            ready=False,
+            processes=(),
+        )
+        notices: list[str] = []
+        heard = asyncio.Event()
+
+        def on_status(status: admin.ClusterStatus) -> None:
+            if status.workers:
+                heard.set()
+
+        listener = Listener(on_status=on_status, on_notice=notices.append)
+        supervisor = Supervisor(children, folder / "logs", MonotonicClock(), backoff=Backoff(0.0, 0.0))
+        cluster = LocalCluster(state, supervisor, listener)
+        try:
+            async with asyncio.TaskGroup() as tasks, asyncio.timeout(30):
+                supervising = tasks.create_task(cluster.supervise())
+                yield Scene(cluster, operators, notices, heard)
+                cluster.kill()
+                await supervising
+        finally:
+            await server.stop(None)
+
+
+@pytest.fixture(autouse=True)
+def private_runtime_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+async def running_children(stage: Scene) -> None:
+    """Let the children start, which is a matter of a few turns of the loop."""
+    while not all(process.pid for process in stage.cluster.state.processes):  # noqa: ASYNC110
+        await asyncio.sleep(0)
+
+
+async def started(stage: Scene) -> ClusterState:
+    """Wait until the children run and are shown as ready; return the state that other commands read."""
+    await running_children(stage)
+    stage.operators.show_ready(stage.cluster.state)
+    await stage.cluster.ready.wait()
+    return read_state("tests")
+
+
+async def test_a_killed_worker_is_reported_at_once_with_the_incarnation_that_died() -> None:
+    workers = [ChildSpec("prefill-0", "prefill", SLEEPER), ChildSpec("decode-0", "decode", SLEEPER)]
+    async with scene(*workers) as stage:
+        before = await started(stage)
+        pid = before.pid_of("decode-0")
+        assert pid is not None
+        killed_s = time.monotonic()
+        os.kill(pid, 9)
+        worker_id, incarnation, reported_s = await stage.operators.gone.get()
+        assert (worker_id, incarnation) == ("decode-0", before.processes[1].incarnation)
+        assert reported_s - killed_s < 0.5  # some milliseconds where the cores are not busy with other tests
+        assert stage.operators.gone.empty()
+    assert "decode-0 ended with status -9; starting again in 0 s" in stage.notices[0]
+
+
+async def test_a_routers_death_is_not_reported_to_itself() -> None:
+    async with scene(ChildSpec("router", "router", SLEEPER), ChildSpec("decode-0", "decode", SLEEPER)) as stage:
+        before = await started(stage)
+        for name in ("router", "decode-0"):
+            pid = before.pid_of(name)
+            assert pid is not None
+            os.kill(pid, 9)
+        worker_id, _, _ = await stage.operators.gone.get()
+        assert worker_id == "decode-0"
+        assert stage.operators.gone.empty()
+
+
+async def test_a_cluster_is_ready_when_the_running_incarnations_are() -> None:
+    async with scene(ChildSpec("decode-0", "decode", SLEEPER)) as stage:
+        state = await started(stage)
+        assert state.ready
+        assert state.model == "m"
+        assert [(p.name, p.role, p.num_restarts) for p in state.processes] == [("decode-0", "decode", 0)]
+
+
+async def test_an_earlier_incarnation_does_not_make_a_cluster_ready() -> None:
+    async with scene(ChildSpec("decode-0", "decode", SLEEPER)) as stage:
+        await running_children(stage)
+        stale = stage.cluster.state.processes[0].model_copy(update={"incarnation": 1})
+        stage.operators.show_ready(stage.cluster.state.model_copy(update={"processes": (stale,)}))
+        await stage.heard.wait()
+        assert not stage.cluster.ready.is_set()
+
+
+async def test_a_worker_that_never_starts_ends_the_cluster_and_names_its_log() -> None:
+    with pytest.raises(ExceptionGroup) as caught:
+        async with scene(ChildSpec("decode-0", "decode", FAILURE)) as stage:
+            await stage.cluster.ready.wait()
+    failures = caught.value.subgroup(LaunchError)
+    assert failures is not None
+    assert "decode-0.log" in str(leaf(failures))
+
+
+def leaf(error: BaseException) -> BaseException:
+    return leaf(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
+
+
+def test_a_name_is_used_by_one_cluster_at_a_time_and_its_secret_is_private() -> None:
+    with claimed_folder("one") as folder:
+        secret = write_secret(folder)
+        assert secret.stat().st_mode & 0o777 == 0o600
+        assert len(rpc.read_secret(secret)) >= rpc.MIN_SECRET_BYTES
+        with pytest.raises(ConfigError, match="'one' already runs"), claimed_folder("one"):
+            pass
+    assert not secret.exists()
+    with claimed_folder("one"):
+        assert runtime_dir("one") == folder
+
+
+@pytest.mark.parametrize("name", ["", "../x", ".hidden", "a/b"])
+def test_a_name_that_is_no_folders_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="name"):
+        runtime_dir(name)
+
+
+def test_a_cluster_that_is_not_there_is_a_clear_error() -> None:
+    with pytest.raises(ConfigError, match="pdserve up"):
+        read_state("nobody")
+
+
+async def test_a_port_in_use_is_refused_when_asked_for_and_passed_over_when_preferred() -> None:
+    server = await asyncio.start_server(lambda _reader, _writer: None, "127.0.0.1", 0)
+    taken = server.sockets[0].getsockname()[1]
+    async with server:
+        with pytest.raises(ConfigError, match=f"{taken} on 127.0.0.1 is in use"):
+            choose_port("127.0.0.1", taken)
+        assert choose_port("127.0.0.1", None, preferred=taken) not in (0, taken)

@@ -1,0 +1,193 @@
+"""No child outlives its supervisor, none stays dead, and each end is announced once, as soon as it is known."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pdserve.clock import MonotonicClock
+from pdserve.errors import ConfigError
+from pdserve.launch.backoff import Backoff
+from pdserve.launch.plan import ChildSpec
+from pdserve.launch.state import ProcessState, Role
+from pdserve.launch.supervisor import ChildExit, Supervisor
+
+AT_ONCE = Backoff(first_s=0.0, longest_s=0.0)
+SLEEP = "import time; time.sleep(600)"
+IGNORE_TERM = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+
+
+def child(name: str, code: str, role: Role = "decode") -> ChildSpec:
+    return ChildSpec(name, role, (sys.executable, "-I", "-c", code))
+
+
+def telling_child(folder: Path, name: str, role: Role, *, first: str = "") -> ChildSpec:
+    """Return a child that writes its arguments into a pipe once it is set up, then sleeps."""
+    pipe = folder / f"{name}.pipe"
+    os.mkfifo(pipe)
+    return child(name, f"import sys; {first}\nopen({str(pipe)!r}, 'w').write(repr(sys.argv[1:]))\n{SLEEP}", role)
+
+
+async def told(folder: Path, name: str) -> str:
+    """Return what the child wrote, once it has."""
+    return await asyncio.to_thread((folder / f"{name}.pipe").read_text)
+
+
+class Record:
+    """What a supervisor announced, and a way to wait for it."""
+
+    def __init__(self) -> None:
+        self.exits: list[ChildExit] = []
+        self.num_starts = 0
+        self._changed = asyncio.Condition()
+
+    def on_exit(self, exit_: ChildExit) -> None:
+        self.exits.append(exit_)
+        self._wake()
+
+    def on_start(self) -> None:
+        self.num_starts += 1
+        self._wake()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20), self._changed:
+            await self._changed.wait_for(condition)
+
+    def _wake(self) -> None:
+        self._waking = asyncio.get_running_loop().create_task(self._notify())
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+
+@asynccontextmanager
+async def supervised(supervisor: Supervisor, record: Record) -> AsyncIterator[None]:
+    async with asyncio.TaskGroup() as tasks:
+        run = tasks.create_task(supervisor.run(record.on_exit, record.on_start))
+        try:
+            yield
+        finally:
+            supervisor.kill()
+            await run
+
+
+def pids(processes: tuple[ProcessState, ...]) -> list[int]:
+    return [process.pid for process in processes if process.pid is not None]
+
+
+async def test_a_child_that_dies_is_announced_and_started_again_as_another_incarnation(tmp_path: Path) -> None:
+    supervisor = Supervisor([child("decode-0", SLEEP)], tmp_path, MonotonicClock(), backoff=AT_ONCE)
+    record = Record()
+    async with supervised(supervisor, record):
+        await record.until(lambda: record.num_starts == 1)
+        (before,) = supervisor.processes
+        assert before.pid is not None
+        psutil.Process(before.pid).kill()
+        await record.until(lambda: record.num_starts == 2)
+        (after,) = supervisor.processes
+        (exit_,) = record.exits
+        assert (exit_.spec.name, exit_.incarnation, exit_.status) == ("decode-0", before.incarnation, -signal.SIGKILL)
+        assert after.incarnation not in (0, before.incarnation)
+        assert after.pid not in (None, before.pid)
+
+
+async def test_the_incarnation_is_told_to_workers_and_not_to_the_router(tmp_path: Path) -> None:
+    children = [telling_child(tmp_path, "router", "router"), telling_child(tmp_path, "prefill-0", "prefill")]
+    supervisor = Supervisor(children, tmp_path, MonotonicClock())
+    record = Record()
+    async with supervised(supervisor, record):
+        await record.until(lambda: record.num_starts == 2)
+        router, prefill = supervisor.processes
+        assert await told(tmp_path, "router") == "[]"
+        assert await told(tmp_path, "prefill-0") == f"['--incarnation', '{prefill.incarnation}']"
+        assert router.incarnation != prefill.incarnation
+
+
+async def test_stopping_goes_role_by_role_and_kills_what_does_not_listen(tmp_path: Path) -> None:
+    children = [
+        telling_child(tmp_path, "router", "router"),
+        telling_child(tmp_path, "prefill-0", "prefill", first=IGNORE_TERM),
+        telling_child(tmp_path, "decode-0", "decode"),
+    ]
+    supervisor = Supervisor(children, tmp_path, MonotonicClock())
+    record = Record()
+    async with supervised(supervisor, record):
+        for name in ("router", "prefill-0", "decode-0"):
+            await told(tmp_path, name)
+        await supervisor.stop({"router": 20.0, "prefill": 0.1, "decode": 20.0})
+        await record.until(lambda: len(record.exits) == 3)
+    ends = {exit_.spec.role: exit_.status for exit_ in record.exits}
+    assert ends == {"router": -signal.SIGTERM, "prefill": -signal.SIGKILL, "decode": -signal.SIGTERM}
+    assert record.exits[0].spec.role == "router"
+    assert [exit_.restart_in_s for exit_ in record.exits] == [None, None, None]
+    assert pids(supervisor.processes) == []
+
+
+async def test_a_child_that_refuses_its_configuration_ends_all_and_is_quoted(tmp_path: Path) -> None:
+    refuse = "import sys; print('pdserve: --page-size: 0 is refused', file=sys.stderr); sys.exit(2)"
+    children = [child("prefill-0", refuse, "prefill"), child("decode-0", SLEEP)]
+    supervisor = Supervisor(children, tmp_path, MonotonicClock())
+    with pytest.raises(ExceptionGroup) as caught:
+        await supervisor.run(lambda _exit: None, lambda: None)
+    (error,) = caught.value.exceptions
+    assert isinstance(error, ConfigError)
+    assert str(error) == "prefill-0 refuses its configuration: pdserve: --page-size: 0 is refused"
+    assert pids(supervisor.processes) == []
+
+
+async def test_cancelling_leaves_no_child(tmp_path: Path) -> None:
+    supervisor = Supervisor([child("decode-0", SLEEP)], tmp_path, MonotonicClock())
+    record = Record()
+    run = asyncio.create_task(supervisor.run(record.on_exit, record.on_start))
+    await record.until(lambda: record.num_starts == 1)
+    (pid,) = pids(supervisor.processes)
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert not psutil.pid_exists(pid)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process of its parent's end")
+async def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
+    parent_code = (
+        "import os, subprocess, sys\n"
+        "tether = [sys.executable, '-P', '-m', 'pdserve.launch.tether', str(os.getpid())]\n"
+        f"child = subprocess.Popen([*tether, sys.executable, '-I', '-c', 'print(1, flush=True); {SLEEP}'],"
+        " stdout=subprocess.PIPE)\n"
+        "print(child.stdout.readline(), flush=True)\n"
+        "child.wait()\n"
+    )
+    parent = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", parent_code),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        cwd=tmp_path,
+    )
+    assert parent.stdout is not None
+    assert parent.stderr is not None
+    await parent.stdout.readline()
+    parent.kill()
+    await parent.wait()
+    async with asyncio.timeout(20):
+        assert await parent.stderr.read() == b""  # ends when the last process that holds it has ended
+
+
+def test_delays_double_up_to_the_longest() -> None:
+    backoff = Backoff(first_s=1.0, longest_s=30.0, healthy_s=60.0)
+    delays: list[float] = []
+    for _ in range(7):
+        delays.append(backoff.next_delay_s(delays[-1] if delays else None, ran_s=0.1))
+    assert delays == [1, 2, 4, 8, 16, 30, 30]
+
+
+def test_a_minute_of_health_forgives_what_was_before() -> None:
+    backoff = Backoff(first_s=1.0, longest_s=30.0, healthy_s=60.0)
+    assert backoff.next_delay_s(16.0, ran_s=59.9) == 30.0
+    assert backoff.next_delay_s(16.0, ran_s=60.0) == 1.0
