@@ -1,0 +1,21 @@
+"""What every test needs to run where it is: no GPU, no test that needs one."""
+
+import importlib.util
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` where there is none."""
+    marked = [item for item in items if item.get_closest_marker("gpu") is not None]
+    if marked and not _has_gpu():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _has_gpu() -> bool:
+    if importlib.util.find_spec("torch") is None:
+        return False
+    import torch  # noqa: PLC0415
+
+    return torch.cuda.is_available()

@@ -1,0 +1,86 @@
+"""The tree keeps its shape: components at the top, linked into the package, in files that can be read."""
+
+import ast
+import subprocess
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LINKS = {
+    "router": "../router",
+    "prefill_worker": "../prefill_worker",
+    "decode_worker": "../decode_worker",
+    "kvtransfer": "../kvtransfer",
+    "kernels": "../kernels",
+    "proto": "../proto",
+    "autoscaler": "../deploy/autoscaler",
+    "launch": "../deploy/launch",
+}
+DEVICE_CODE = ROOT / "kernels" / "device"  # a Triton kernel cannot be cut into functions at will
+MAX_LINES = 350
+MAX_FUNCTION_LINES = 60
+
+
+def tracked(*patterns: str) -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "-z", *patterns], cwd=ROOT, check=True, capture_output=True, text=True)
+    return [ROOT / name for name in listed.stdout.split("\0") if name and (ROOT / name).exists()]
+
+
+def sources() -> list[Path]:
+    return [path for path in tracked("*.py") if "_pb2" not in path.name]
+
+
+def test_components_are_linked_into_the_package() -> None:
+    links = {path.name: str(path.readlink()) for path in (ROOT / "pdserve").iterdir() if path.is_symlink()}
+    assert links == LINKS
+
+
+def test_no_file_is_too_long_to_read() -> None:
+    too_long = {str(path.relative_to(ROOT)): count_lines(path) for path in sources() if count_lines(path) > MAX_LINES}
+    assert too_long == {}
+
+
+def count_lines(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
+
+
+def test_no_function_is_too_long_to_read() -> None:
+    too_long = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {length}"
+        for path in sources()
+        if DEVICE_CODE not in path.parents
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if (length := (node.end_lineno or node.lineno) - node.lineno + 1) > MAX_FUNCTION_LINES
+    ]
+    assert too_long == []
+
+
+def test_modules_of_tests_have_names_of_their_own_and_no_packages() -> None:
+    tests = tracked("tests/**/*.py", "tests/*.py")
+    assert [path for path in tests if path.name == "__init__.py"] == []
+    repeated = [name for name, count in Counter(path.name for path in tests).items() if count > 1]
+    assert [name for name in repeated if name != "conftest.py"] == []
+
+
+def test_every_module_says_what_it_does() -> None:
+    silent = [
+        str(path.relative_to(ROOT))
+        for path in sources()
+        if ROOT / "tests" not in path.parents
+        and path.read_text(encoding="utf-8").strip()
+        and ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) is None
+    ]
+    assert silent == []
+
+
+def test_nothing_reads_pickles() -> None:
+    banned = ("import pickle", "torch.load(", "import dill", "import marshal")
+    own = Path(__file__)
+    found = [
+        f"{path.relative_to(ROOT)}: {word}"
+        for path in sources()
+        for word in banned
+        if path != own and word in path.read_text(encoding="utf-8")
+    ]
+    assert found == []
