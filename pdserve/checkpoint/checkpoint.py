@@ -3,11 +3,13 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pdserve.errors import ConfigError
 from pdserve.model.config import ModelConfig
 from pdserve.model.hf_fields import Fields
 from pdserve.text.chat import ChatTemplate
@@ -21,6 +23,15 @@ if TYPE_CHECKING:
 Weights = Iterator[tuple[str, "npt.NDArray[np.float32] | torch.Tensor"]]
 
 FINGERPRINT_SAMPLE_BYTES = 2**20
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Put the path before whatever ConfigError is raised within."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)

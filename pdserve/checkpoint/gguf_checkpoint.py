@@ -3,7 +3,7 @@
 from functools import partial
 from pathlib import Path
 
-from pdserve.checkpoint.checkpoint import Checkpoint, GenerationDefaults
+from pdserve.checkpoint.checkpoint import Checkpoint, GenerationDefaults, Weights, naming
 from pdserve.checkpoint.gguf_config import hf_config
 from pdserve.checkpoint.gguf_file import GgufFile, read_gguf
 from pdserve.checkpoint.gguf_tokenizer import build_tokenizer
@@ -37,13 +37,19 @@ def open_file(path: Path) -> Checkpoint:
         special_tokens={name: tokens[token_id] for name, token_id in named.items() if token_id is not None},
         chat_template=fields.text("tokenizer.chat_template", "") or None,
         weight_files=(path,),
-        weights=partial(read_weights, file, config),
+        weights=partial(_weights, file, config),
         tokenizer=partial(_tokenizer, file, named["bos_token"]),
     )
 
 
+def _weights(file: GgufFile, config: ModelConfig) -> Weights:
+    with naming(file.path):
+        yield from read_weights(file, config)
+
+
 def _tokenizer(file: GgufFile, bos_token_id: int | None) -> Tokenizer:
-    return Tokenizer(build_tokenizer(file.metadata), bos_token_id)
+    with naming(file.path):
+        return Tokenizer(build_tokenizer(file.metadata), bos_token_id)
 
 
 def _token_id(fields: Fields, key: str, num_tokens: int) -> int | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tokenizers
 
-from pdserve.checkpoint.checkpoint import Checkpoint, GenerationDefaults, Weights
+from pdserve.checkpoint.checkpoint import Checkpoint, GenerationDefaults, Weights, naming
 from pdserve.errors import ConfigError
 from pdserve.model.config import ModelConfig
 from pdserve.model.hf_fields import Fields
@@ -119,4 +119,5 @@ def _tokenizer(path: Path, special_tokens: Mapping[str, str]) -> Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     bos = special_tokens.get("bos_token")
-    return Tokenizer(backend, backend.token_to_id(bos) if bos is not None else None)
+    with naming(file):
+        return Tokenizer(backend, backend.token_to_id(bos) if bos is not None else None)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from pdserve.checkpoint import gguf_checkpoint, hf_directory
-from pdserve.checkpoint.checkpoint import Checkpoint
+from pdserve.checkpoint.checkpoint import Checkpoint, naming
 from pdserve.errors import ConfigError
 
 
@@ -13,9 +13,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Needs neither torch nor numpy. Raises ConfigError naming the path and the key at fault.
     """
     try:
-        return _open(path.expanduser())
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        with naming(path):
+            return _open(path.expanduser())
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
 

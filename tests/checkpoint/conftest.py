@@ -1,5 +1,6 @@
 """Model files for the checkpoint tests: SmolLM2 from the catalog, and tiny GGUF files written on the spot."""
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -41,17 +42,21 @@ def smollm2(smollm2_file: Path) -> Checkpoint:
 @pytest.fixture(scope="session")
 def smollm2_two_layers(smollm2_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """SmolLM2 cut down to its first two layers, tensors coded as they were."""
-    whole = gguf.GGUFReader(smollm2_file)
+    whole = read_gguf(smollm2_file)
+    data = np.memmap(smollm2_file, np.uint8, mode="r")
     path = tmp_path_factory.mktemp("smollm2") / "two-layers.gguf"
     writer = gguf.GGUFWriter(path, "llama")
-    for key, value in read_gguf(smollm2_file).metadata.items():
+    for key, value in whole.metadata.items():
         if key.startswith("llama.") and isinstance(value, int):
             writer.add_uint32(key, 2 if key == "llama.block_count" else value)
         elif key.startswith("llama.") and isinstance(value, float):
             writer.add_float32(key, value)
     for tensor in whole.tensors:
         if not tensor.name.startswith("blk.") or tensor.name.startswith(("blk.0.", "blk.1.")):
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+            kind = gguf.GGMLQuantizationType(tensor.kind)
+            byte_shape = gguf.quant_shape_to_byte_shape(tensor.shape, kind)
+            coded = data[tensor.offset_bytes :][: math.prod(byte_shape)].reshape(byte_shape)
+            writer.add_tensor(tensor.name, coded, raw_dtype=kind)
     return _finish(writer, path)
 
 

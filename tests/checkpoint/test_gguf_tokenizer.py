@@ -45,7 +45,7 @@ TEXTS = [
     ),
     *("<|begin|>", "a<|end|>b", " <|begin|> 1", "<think>x</think>", "a <think> b", "<|begin", "▁", "<0x41>"),
 ]
-PARTS = [*"abeT019 \n\r\t'.!é日😀_▁", "<|begin|>", "<think>", "<0x41>"]
+PARTS = [*"abeT019 \n\r\t'.!é日😀_▁", "<|begin|>", "<think>", "<0x41>", "th", "he", "ow", "in"]
 SPELLED = st.lists(st.sampled_from(PARTS), max_size=40).map("".join)
 
 
@@ -152,6 +152,16 @@ def test_sentencepiece_decodes_as_transformers_does(
     for text in TEXTS:
         ids = ours.encode(text, add_special=True)
         assert ours.decode(ids) == reference.decode(ids, skip_special_tokens=True)
+
+
+def test_sentencepiece_merges_the_best_scored_pair_first() -> None:
+    keys: dict[str, object] = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": ["a", "b", "c", "ab", "bc"],
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+    for scores, ids in (([0.0, 0.0, 0.0, -1.0, -2.0], [3, 2]), ([0.0, 0.0, 0.0, -2.0, -1.0], [0, 4])):
+        assert build_tokenizer(keys | {"tokenizer.ggml.scores": scores}).encode("abc").ids == ids
 
 
 def test_a_file_may_ask_for_no_space_before_a_text() -> None:

@@ -107,7 +107,7 @@ def test_tensors_without_a_place_are_refused_by_name(
 ) -> None:
     metadata = {f"llama.{key}": value for key, value in tiny_model.items()} | tokenizer_keys
     path = write_gguf("llama", metadata, {**embedding, "blk.0.ffn_gate_inp.weight": np.zeros((2, 32), np.float32)})
-    with pytest.raises(ConfigError, match=r"blk\.0\.ffn_gate_inp\.weight: there is no place"):
+    with pytest.raises(ConfigError, match=r"tiny\.gguf: blk\.0\.ffn_gate_inp\.weight: there is no place"):
         dict(open_checkpoint(path).weights())
 
 
@@ -123,7 +123,7 @@ def test_a_file_cut_short_is_noticed_wherever_it_was_cut(
         with pytest.raises(ConfigError, match=r"tiny\.gguf: .*(cut short|not a GGUF file)"):
             open_checkpoint(path)
     path.write_bytes(whole[:-33])
-    with pytest.raises(ConfigError, match=r"token_embd\.weight: the file ends within it"):
+    with pytest.raises(ConfigError, match=r"tiny\.gguf: token_embd\.weight: the file ends within it"):
         dict(open_checkpoint(path).weights())
 
 

@@ -9,8 +9,8 @@ from pdserve.text.output import OutputText, TextDelta
 from pdserve.text.stop import MAX_STOP_BYTES, MAX_STOP_STRINGS, StopMatcher, check_stops
 from pdserve.text.tokenizer import Tokenizer
 
-LETTERS = st.text(alphabet="abc", max_size=30)
-STOPS = st.lists(st.text(alphabet="abc", min_size=1, max_size=6), max_size=5).map(tuple)
+LETTERS = st.text(alphabet="ab", max_size=12)  # few letters, so that much almost matches
+STOPS = st.lists(st.text(alphabet="ab", min_size=2, max_size=6), max_size=4).map(tuple)
 
 
 def first_stop(text: str, stops: tuple[str, ...]) -> tuple[str, str | None]:
@@ -31,7 +31,7 @@ def may_become_a_stop(text: str, stops: tuple[str, ...]) -> int:
 
 @given(pieces=st.lists(LETTERS, max_size=8), stops=STOPS)
 @example(pieces=["ab", "ca", "b"], stops=("bc", "abcab"))
-@example(pieces=["aa", "ab"], stops=("aaab",))
+@example(pieces=["aa", "ab"], stops=("aab",))
 @example(pieces=["abc"], stops=("abc", "c"))
 def test_output_ends_where_the_first_stop_string_begins_whatever_the_pieces(
     pieces: list[str], stops: tuple[str, ...]
