@@ -68,8 +68,8 @@ def test_a_missing_setting_is_named() -> None:
 
 
 def test_an_unknown_key_is_named_before_the_one_that_it_makes_missing(yaml_file: Path) -> None:
-    yaml_file.write_text(COMPLETE.replace("model:", "modle:"))
-    with pytest.raises(ConfigError, match="modle: unknown key, did you mean model"):
+    yaml_file.write_text(COMPLETE.replace("model:", "models:"))
+    with pytest.raises(ConfigError, match="models: unknown key, did you mean model"):
         load_config(DecodeWorkerConfig, yaml_file)
 
 
