@@ -30,8 +30,10 @@ def claimed_folder(name: str) -> Iterator[Path]:
         _forget(folder)
         shutil.rmtree(folder / "logs", ignore_errors=True)
         (folder / "logs").mkdir(mode=0o700)
-        yield folder
-        _forget(folder)
+        try:
+            yield folder
+        finally:
+            _forget(folder)
     finally:
         os.close(lock)
 

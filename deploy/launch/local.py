@@ -95,7 +95,8 @@ class LocalCluster:
         name, log = exit_.spec.name, self._supervisor.log_file(exit_.spec.name)
         num_restarts = next(p.num_restarts for p in self._supervisor.processes if p.name == name)
         if not self.ready.is_set() and num_restarts >= MAX_RESTARTS_BEFORE_READY:
-            raise LaunchError(f"{name} does not start (status {exit_.status}): see {log}")
+            words = self._supervisor.last_words(name)
+            raise LaunchError(f"{name} does not start (status {exit_.status}): {words} (log: {log})")
         self._listener.on_notice(
             f"{name} ended with status {exit_.status}; starting again in {exit_.restart_in_s:g} s (log: {log})"
         )

@@ -79,6 +79,11 @@ class Supervisor:
         """Return where the process `name` writes what it has to say."""
         return self._log_dir / f"{name}.log"
 
+    def last_words(self, name: str) -> str:
+        """Return the last line that the process `name` wrote."""
+        lines = self.log_file(name).read_text(encoding="utf-8", errors="replace").split("\n")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+
     async def run(self, on_exit: Callable[[ChildExit], None], on_start: Callable[[], None]) -> None:
         """Keep all children running until stopped; what `on_exit` raises ends them all.
 
@@ -128,8 +133,8 @@ class Supervisor:
         finally:
             child.ended.set()
         if not self._stopping.is_set():
-            log = self.log_file(child.spec.name)
-            raise ConfigError(f"{child.spec.name} refuses its configuration: {_last_line(log)}")
+            name = child.spec.name
+            raise ConfigError(f"{name} refuses its configuration: {self.last_words(name)}")
 
     async def _start(self, child: _Child) -> Process:
         child.incarnation = new_incarnation()
@@ -171,8 +176,3 @@ def _signal(children: Sequence[_Child], number: signal.Signals) -> None:
     for child in children:
         if child.process is not None and child.process.returncode is None:
             child.process.send_signal(number)
-
-
-def _last_line(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), f"see {log}")
