@@ -51,7 +51,8 @@ _TEKKEN = Split(
 )
 _GPT2 = Split(None)
 
-# By `tokenizer.ggml.pre`. `smollm` is read as transformers reads it, as GPT-2's.
+# By `tokenizer.ggml.pre`. `smollm` is read as transformers reads it, as GPT-2's; llama.cpp splits off every digit
+# first, which gives other ids where several spaces or newlines stand before a digit.
 SPLITS = {
     "default": _GPT2,
     "gpt-2": _GPT2,
