@@ -204,12 +204,19 @@ def test_a_name_is_used_by_one_cluster_at_a_time_and_its_secret_is_private() -> 
         with pytest.raises(ConfigError, match="'one' already runs"), claimed_folder("one"):
             pass
     assert not secret.exists()
-    with pytest.raises(ZeroDivisionError), claimed_folder("one") as folder:
-        write_secret(folder)
-        raise ZeroDivisionError
-    assert not secret.exists()
     with claimed_folder("one"):
         assert runtime_dir("one") == folder
+
+
+def test_a_clusters_secret_is_forgotten_when_it_fails_too() -> None:
+    def fail() -> None:
+        with claimed_folder("one") as folder:
+            write_secret(folder)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert not (runtime_dir("one") / "secret").exists()
 
 
 @pytest.mark.parametrize("name", ["", "../x", ".hidden", "a/b"])
