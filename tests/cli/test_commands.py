@@ -13,6 +13,8 @@ import pytest
 
 import pdserve as package
 from pdserve.cli.ask import VISIBLE
+from pdserve.cli.processes import first_refusal
+from pdserve.errors import ConfigError
 from pdserve.proto.v1 import inference_pb2 as inference
 
 Command = Callable[..., CompletedProcess[str]]
@@ -132,6 +134,12 @@ def test_what_cannot_be_is_refused_with_status_2_and_one_line(
 
 def test_control_characters_of_a_model_do_not_reach_the_terminal() -> None:
     assert "a\x1b[2Jb\r\n\t\x9b".translate(VISIBLE) == "a\\x1b[2Jb\\x0d\n\t\\x9b"
+
+
+def test_a_refusal_is_found_inside_task_groups() -> None:
+    refusal = ConfigError("page_size: 3 is refused")
+    assert first_refusal(ExceptionGroup("a", [OSError(), ExceptionGroup("b", [refusal])])) is refusal
+    assert first_refusal(ExceptionGroup("a", [OSError(), ExceptionGroup("b", [KeyError()])])) is None
 
 
 def test_version_is_the_packages(pdserve: Command) -> None:
