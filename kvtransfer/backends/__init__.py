@@ -1,0 +1,1 @@
+"""The libraries that can move pages, each behind the same thread."""

@@ -1,0 +1,115 @@
+"""What moves pages between workers' memories, whichever library does it.
+
+A mover's owner keeps the source pages unchanged until the copy is reported stopped. The time a copy takes never makes
+it reported: only its end does, or the end of the process it writes to.
+"""
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NewType, Protocol
+
+import numpy as np
+
+from pdserve.errors import ProtocolError
+from pdserve.kvtransfer.session import Pages, Peer
+
+CopyId = NewType("CopyId", int)
+ByteRows = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
+
+_MAGIC = b"PDKV"
+_VERSION = 1
+_HEADER = struct.Struct("!4sHQQQI")  # magic, version, address, num_pages, page_bytes, length of the lane's part
+MAX_DESCRIPTION_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Region:
+    """The KV pages of this process: one contiguous run of memory, page i is row i of `view`."""
+
+    address: int
+    num_pages: int
+    page_bytes: int
+    view: ByteRows
+
+    @classmethod
+    def of(cls, view: ByteRows) -> "Region":
+        """Return the region that a contiguous [num_pages, page_bytes] array is."""
+        if not view.flags.c_contiguous:
+            raise ValueError("view: pages do not follow one another")
+        return cls(view.ctypes.data, view.shape[0], view.shape[1], view)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyStopped:
+    """A copy is over: landed (with a digest for each page), or failed (None). It touches no page any more."""
+
+    copy_id: CopyId
+    digests: tuple[int, ...] | None
+    reason: str = ""
+
+
+OnStopped = Callable[[CopyStopped], None]
+
+
+class Mover(Protocol):
+    """Writes pages of this process's region into those of others.
+
+    Copies to one peer are reported stopped in the order they were written. Reports come from the mover's own thread.
+    """
+
+    @property
+    def name(self) -> str:
+        """Which library it is; both ends must use the same."""
+        ...
+
+    def describe(self) -> bytes:
+        """Return what another process needs to write here; opaque to all but movers of the same name."""
+        ...
+
+    def attach(self, peer: Peer, description: bytes) -> None:
+        """Prepare writes to a peer; blocks. ProtocolError if its description cannot be used.
+
+        Attaching again mends a peer to which a copy has failed, once no copy to it is outstanding.
+        """
+        ...
+
+    def write(self, peer: Peer, src: Pages, dst: Pages) -> CopyId:
+        """Start to copy own pages `src` into the peer's pages `dst`. Never blocks; CopyStopped follows."""
+        ...
+
+    def forget(self, peer: Peer) -> None:
+        """Report every outstanding copy to a peer as failed: its process is known to have ended."""
+        ...
+
+    def close(self) -> None:
+        """Stop; blocks. Outstanding copies are not reported."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A peer's region, and what its mover's lane needs to reach it."""
+
+    address: int
+    num_pages: int
+    page_bytes: int
+    lane: bytes
+
+    def encode(self) -> bytes:
+        header = _HEADER.pack(_MAGIC, _VERSION, self.address, self.num_pages, self.page_bytes, len(self.lane))
+        return header + self.lane
+
+    @classmethod
+    def decode(cls, data: bytes) -> "Description":
+        """Return what a peer described; ProtocolError says what is wrong with it."""
+        if not _HEADER.size <= len(data) <= MAX_DESCRIPTION_BYTES:
+            raise ProtocolError(f"mover_metadata: {len(data)} bytes")
+        magic, version, address, num_pages, page_bytes, lane_bytes = _HEADER.unpack_from(data)
+        if (magic, version) != (_MAGIC, _VERSION):
+            raise ProtocolError(f"mover_metadata: version {version} of {magic!r}, {_VERSION} of {_MAGIC!r} is known")
+        if len(data) != _HEADER.size + lane_bytes:
+            raise ProtocolError(f"mover_metadata: {len(data)} bytes, its header says {_HEADER.size + lane_bytes}")
+        if num_pages < 1 or page_bytes < 1 or address + num_pages * page_bytes > 1 << 64:
+            raise ProtocolError(f"mover_metadata: {num_pages} pages of {page_bytes} bytes at {address:#x}")
+        return cls(address, num_pages, page_bytes, data[_HEADER.size :])
