@@ -264,9 +264,8 @@ class RouterCore:
     def _drop_silent(self, now_s: float) -> None:
         limit_s = self._limits.worker_silence_s
         for worker in tuple(self.workers):
-            silent_s = now_s - worker.last_heard_s
-            if worker.registration.ready and silent_s >= limit_s:
-                self._drop(worker, f"silent for {silent_s:.1f} s", now_s)
+            if worker.registration.ready and now_s >= worker.last_heard_s + limit_s:
+                self._drop(worker, f"silent for {now_s - worker.last_heard_s:.1f} s", now_s)
         # A worker that loads is busy with that; its stream's end is enough to notice its own.
         heard_s = (worker.last_heard_s for worker in self.workers if worker.registration.ready)
         self._silence_due_s = min(heard_s, default=inf) + limit_s

@@ -30,9 +30,11 @@ class Recovery:
         self._book.workers.remove(worker.link)
         num_lost = len(worker.shares)
         self._book.tell(Complain(f"lost {worker.name} ({reason}) with {num_lost} placements"))
-        for request_id, attempt in tuple(worker.shares):
-            request = self._book.requests[request_id]
-            placement = request.placements[attempt]
+        for key in tuple(worker.shares):
+            if key not in worker.shares:
+                continue  # its request has ended with another of its placements
+            request = self._book.requests[key[0]]
+            placement = request.placements[key[1]]
             indices = self._give_up(request, placement, {worker.link})
             self._again(request, indices, f"{worker.name} was lost ({reason})", now_s)
 

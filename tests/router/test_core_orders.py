@@ -1,0 +1,282 @@
+"""Whatever happens in whatever order: each request ends once, its tokens come once and in order, nothing is left."""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+from hypothesis import given, settings
+
+from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
+from pdserve.kvlayout import KvLayout
+from pdserve.router.core import RouterCore
+from pdserve.router.events import (
+    AttemptFailed,
+    CancelAttempt,
+    ClientGone,
+    Command,
+    Deliver,
+    DropLink,
+    End,
+    Event,
+    Failure,
+    Finished,
+    Limits,
+    LinkId,
+    LinkLost,
+    Load,
+    LoadReported,
+    Place,
+    ProcessEnded,
+    Refused,
+    Registration,
+    RequestArrived,
+    Role,
+    RungReached,
+    SequenceSpec,
+    ShutdownDue,
+    StepReported,
+    StopStringFound,
+    Tick,
+    WorkerRegistered,
+)
+from pdserve.router.ladder import Rung
+from pdserve.sampling import SamplingParams
+
+LIMITS = Limits(max_num_requests=4, max_num_held=2)
+LAYOUT = KvLayout("w", 1, 1, 8, 16, "float32")
+DEADLINE_S = 30.0
+Key = tuple[RequestId, Attempt]
+
+
+@dataclass(frozen=True)
+class Delta:
+    request_id: bytes
+    attempt: int
+    index: int
+    position: int
+    token_ids: tuple[int, ...]
+    finish_reason: int = 0
+    logprobs: tuple[object, ...] = ()
+
+
+def token_of(request_id: bytes, index: int, position: int) -> int:
+    return hash((request_id, index, position)) % 1000
+
+
+@dataclass
+class Worker:
+    """A worker of which every message may be late, but none overtakes another of its own."""
+
+    link: LinkId
+    role: Role
+    registration: Registration
+    specs: dict[Key, SequenceSpec] = field(default_factory=dict)
+    next_position: dict[tuple[Key, int], int] = field(default_factory=dict)
+    outbox: deque[Event] = field(default_factory=deque)
+
+    def take(self, spec: SequenceSpec) -> None:
+        key = (spec.request_id, spec.attempt)
+        self.specs[key] = spec
+        num_delivered = len(spec.token_ids) - spec.num_prompt_tokens
+        for index in spec.indices:
+            self.next_position[key, index] = num_delivered + (self.role is Role.DECODE)
+
+    def cancel(self, command: CancelAttempt) -> None:
+        for key in [k for k in self.specs if k[0] == command.request_id and k[1] <= command.attempt]:
+            left = [i for i in self.specs[key].indices if command.indices and i not in command.indices]
+            for index in set(self.specs[key].indices) - set(left):
+                self.next_position.pop((key, index), None)
+            if not left:
+                del self.specs[key]
+
+    def compute(self, key: Key, num_tokens: int) -> None:
+        """Draw the next tokens of each continuation that is not done."""
+        spec = self.specs[key]
+        deltas = []
+        for index in spec.indices:
+            start = self.next_position.get((key, index))
+            stop = spec.params.max_tokens if start is None else min(start + num_tokens, spec.params.max_tokens)
+            if start is None or start == stop:
+                continue
+            tokens = tuple(token_of(spec.request_id, index, position) for position in range(start, stop))
+            is_last = stop == spec.params.max_tokens
+            deltas.append(Delta(spec.request_id, spec.attempt, index, start, tokens, 2 * is_last))
+            self.next_position[key, index] = stop
+        if deltas:
+            self.outbox.append(StepReported(self.link, deltas))
+
+
+@dataclass
+class Client:
+    num_prompt_tokens: int
+    n: int
+    max_tokens: int
+    tokens: dict[int, list[int]]
+    end: Finished | Refused | None = None
+
+
+class World:
+    """The core with everything around it; checks each command against what was promised."""
+
+    def __init__(self) -> None:
+        self.core = RouterCore("m", LIMITS)
+        self.now_s = 0.0
+        self.workers: dict[LinkId, Worker] = {}
+        self.clients: dict[RequestId, Client] = {}
+        self._num_links = 0
+
+    def post(self, event: Event) -> None:
+        for command in self.core.handle(event, self.now_s):
+            self._check(command)
+
+    def _check(self, command: Command) -> None:
+        match command:
+            case Place(spec, prefill, decode):
+                self._check_spec(spec)
+                self.workers[prefill.link].take(spec)
+                if decode is not None:
+                    self.workers[decode.link].take(spec)
+            case CancelAttempt():
+                self.workers[command.link].cancel(command)
+            case DropLink(link):
+                del self.workers[link]
+            case Deliver():
+                self._check_tokens(command)
+            case End(request_id, outcome):
+                client = self.clients[request_id]
+                assert client.end is None, "ended twice"
+                client.end = outcome
+                if isinstance(outcome, Finished):
+                    self._check_ledger(outcome)
+
+    def _check_spec(self, spec: SequenceSpec) -> None:
+        client = self.clients[spec.request_id]
+        assert client.end is None
+        delivered = list(spec.token_ids[spec.num_prompt_tokens :])
+        for index in spec.indices:
+            assert client.tokens[index] == delivered
+
+    def _check_tokens(self, command: Deliver) -> None:
+        client = self.clients[command.request_id]
+        assert client.end is None, "tokens after the end"
+        tokens = client.tokens[command.index]
+        for token in command.token_ids:
+            assert token == token_of(command.request_id, command.index, len(tokens))
+            tokens.append(token)
+
+    def _check_ledger(self, outcome: Finished) -> None:
+        steps = outcome.ledger.steps
+        at_ms = [ms for _, ms in steps]
+        assert steps[0] == (Rung.RECEIVED, 0.0)
+        assert at_ms == sorted(at_ms)
+        assert dict(steps)[Rung.FIRST_TOKEN] == outcome.ledger.ttft_ms
+
+    def attach(self, role: Role, worker_id: str) -> None:
+        self._num_links += 1
+        link = LinkId(self._num_links)
+        registration = Registration(
+            WorkerId(worker_id), Incarnation(self._num_links), role, 1, True, "m", LAYOUT, 100, 8, 1000, "a"
+        )
+        self.workers[link] = Worker(link, role, registration)
+        self.post(WorkerRegistered(link, registration))
+
+    def arrive(self, n: int, max_tokens: int, priority: int) -> None:
+        request_id = RequestId(len(self.clients).to_bytes(16))
+        self.clients[request_id] = Client(3, n, max_tokens, {i: [] for i in range(n)})
+        params = SamplingParams(n=n, max_tokens=max_tokens)
+        deadline_s = self.now_s + DEADLINE_S
+        self.post(RequestArrived(request_id, (1, 2, 3), params, self.now_s, deadline_s, priority))
+
+    def advance(self, seconds: float) -> None:
+        until_s = self.now_s + seconds
+        while (due_s := self.core.next_wakeup_s()) is not None and due_s <= until_s:
+            self.now_s = max(self.now_s, due_s)
+            self.post(Tick())
+        self.now_s = until_s
+
+
+ACTIONS = st.sampled_from(
+    ["arrive", "attach", "compute", "hear", "hear", "hear", "fail", "die", "leave", "stop", "wait", "lie", "rung"]
+    + ["beat", "gone", "settle"]
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_every_request_ends_once_and_its_tokens_come_once_in_order(data: st.DataObject) -> None:
+    world = World()
+    world.attach(Role.PREFILL, "p0")
+    world.attach(Role.DECODE, "d0")
+    for _ in range(data.draw(st.integers(5, 60))):
+        _act(world, data.draw(ACTIONS), data)
+    assert world.core.num_active <= LIMITS.max_num_requests
+    assert world.core.num_held <= LIMITS.max_num_held
+    if data.draw(st.booleans()):
+        world.post(ShutdownDue())
+    else:
+        world.advance(DEADLINE_S + 1)
+    for client in world.clients.values():
+        assert client.end is not None
+        if isinstance(client.end, Finished):
+            assert client.end.usage.completion_tokens == sum(map(len, client.tokens.values()))
+    world.core.check_idle()
+
+
+def _act(world: World, action: str, data: st.DataObject) -> None:  # noqa: C901, PLR0912  # one case an event
+    workers = sorted(world.workers.values(), key=lambda w: w.link)
+    worker = data.draw(st.sampled_from(workers)) if workers else None
+    placed = sorted(worker.specs) if worker is not None else []
+    ids = sorted(world.clients)
+    with_text = [request_id for request_id in ids if world.clients[request_id].tokens[0]]
+    match action:
+        case "arrive":
+            world.arrive(data.draw(st.sampled_from([1, 1, 3])), data.draw(st.integers(1, 6)), data.draw(st.integers(0, 2)))
+        case "attach":
+            role = data.draw(st.sampled_from(Role))
+            world.attach(role, f"{role.value}{data.draw(st.integers(0, 1))}")
+        case "wait":
+            world.advance(data.draw(st.sampled_from([0.01, 0.1, 1.0, 6.0])))
+        case "leave" if ids:
+            world.post(ClientGone(data.draw(st.sampled_from(ids))))
+        case "stop" if with_text:
+            world.post(StopStringFound(data.draw(st.sampled_from(with_text)), 0))
+        case "settle":
+            for each in workers:
+                while each.link in world.workers and each.outbox:
+                    world.post(each.outbox.popleft())
+        case _ if worker is not None:
+            _act_of_worker(world, worker, placed, action, data)
+
+
+def _act_of_worker(world: World, worker: Worker, placed: list[Key], action: str, data: st.DataObject) -> None:
+    match action:
+        case "compute" if placed:
+            worker.compute(data.draw(st.sampled_from(placed)), 1 if worker.role is Role.PREFILL else data.draw(st.integers(1, 3)))
+        case "hear" if worker.outbox:
+            world.post(worker.outbox.popleft())
+        case "beat":
+            world.post(LoadReported(worker.link, Load(num_running=len(worker.specs))))
+        case "die" | "gone":
+            del world.workers[worker.link]
+            told = worker.registration
+            gone = ProcessEnded(told.worker_id, told.incarnation)
+            world.workers[worker.link] = worker  # the core may still drop it
+            world.post(LinkLost(worker.link, "died") if action == "die" else gone)
+            world.workers.pop(worker.link, None)
+        case "fail" if placed:
+            key = data.draw(st.sampled_from(placed))
+            worker.specs.pop(key)
+            failure = data.draw(st.sampled_from(Failure))
+            worker.outbox.append(AttemptFailed(worker.link, *key, failure, "so it goes"))
+        case "lie" if placed:
+            request_id, attempt = data.draw(st.sampled_from(placed))
+            index, position = data.draw(st.integers(0, 4)), data.draw(st.integers(0, 9))
+            token = token_of(request_id, index, position)
+            lie = Delta(request_id, attempt, index, position, (token,), data.draw(st.sampled_from([0, 0, 1])))
+            world.post(StepReported(worker.link, [lie]))
+        case "rung" if placed:
+            rung = data.draw(st.sampled_from([Rung.PREFILL_STARTED, Rung.PREFILL_DONE, Rung.LANDED, Rung.COMMITTED]))
+            key = data.draw(st.sampled_from(placed))
+            worker.outbox.append(RungReached(worker.link, *key, rung, data.draw(st.floats(0, 1))))
+
+
