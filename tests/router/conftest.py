@@ -224,7 +224,9 @@ class RouterUnderTest:
 
     async def worker(self, role: link.Role, name: str, **registration: object) -> FakeWorker:
         """Attach a fake worker on a connection of its own."""
-        layout = link.KvLayout(weights_hash="w", num_layers=1, num_kv_heads=1, head_dim=8, page_size=16, dtype="float32")
+        layout = link.KvLayout(
+            weights_hash="w", num_layers=1, num_kv_heads=1, head_dim=8, page_size=16, dtype="float32"
+        )
         fields: dict[str, object] = {
             "worker_id": name,
             "incarnation": secrets.randbits(63) + 1,
@@ -302,9 +304,7 @@ async def start_router(secret_file: Path) -> AsyncIterator[StartRouter]:
 
 
 @asynccontextmanager
-async def _running(
-    secret_file: Path, has_chat: bool, settings: dict[str, object]
-) -> AsyncIterator[RouterUnderTest]:
+async def _running(secret_file: Path, has_chat: bool, settings: dict[str, object]) -> AsyncIterator[RouterUnderTest]:
     config = RouterConfig.model_validate(
         {"model": MODEL, "secret_file": secret_file, "port": 0, "internal_port": 0, **settings}
     )

@@ -230,7 +230,9 @@ def _act(world: World, action: str, data: st.DataObject) -> None:  # noqa: C901,
     with_text = [request_id for request_id in ids if world.clients[request_id].tokens[0]]
     match action:
         case "arrive":
-            world.arrive(data.draw(st.sampled_from([1, 1, 3])), data.draw(st.integers(1, 6)), data.draw(st.integers(0, 2)))
+            world.arrive(
+                data.draw(st.sampled_from([1, 1, 3])), data.draw(st.integers(1, 6)), data.draw(st.integers(0, 2))
+            )
         case "attach":
             role = data.draw(st.sampled_from(Role))
             world.attach(role, f"{role.value}{data.draw(st.integers(0, 1))}")
@@ -251,7 +253,9 @@ def _act(world: World, action: str, data: st.DataObject) -> None:  # noqa: C901,
 def _act_of_worker(world: World, worker: Worker, placed: list[Key], action: str, data: st.DataObject) -> None:
     match action:
         case "compute" if placed:
-            worker.compute(data.draw(st.sampled_from(placed)), 1 if worker.role is Role.PREFILL else data.draw(st.integers(1, 3)))
+            worker.compute(
+                data.draw(st.sampled_from(placed)), 1 if worker.role is Role.PREFILL else data.draw(st.integers(1, 3))
+            )
         case "hear" if worker.outbox:
             world.post(worker.outbox.popleft())
         case "beat":
@@ -278,5 +282,3 @@ def _act_of_worker(world: World, worker: Worker, placed: list[Key], action: str,
             rung = data.draw(st.sampled_from([Rung.PREFILL_STARTED, Rung.PREFILL_DONE, Rung.LANDED, Rung.COMMITTED]))
             key = data.draw(st.sampled_from(placed))
             worker.outbox.append(RungReached(worker.link, *key, rung, data.draw(st.floats(0, 1))))
-
-
