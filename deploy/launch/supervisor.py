@@ -20,7 +20,7 @@ from pdserve.launch.plan import ChildSpec
 from pdserve.launch.state import ProcessState
 
 NEVER_STARTED = Incarnation(0)
-CONFIG_EXIT_STATUS = 2  # a process that refuses its configuration; starting it again would not help
+CONFIG_EXIT_STATUS = 2  # a process refuses its configuration; at its first start, another one would not help
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Supervisor:
     async def run(self, on_exit: Callable[[ChildExit], None], on_start: Callable[[], None]) -> None:
         """Keep all children running until stopped; what `on_exit` raises ends them all.
 
-        Raises an ExceptionGroup, with ConfigError in it when a child refuses its configuration. Whatever ends
+        Raises an ExceptionGroup, with ConfigError in it when a child refuses its configuration at its first start. Whatever ends
         this call, no child is left running.
         """
         try:
@@ -124,7 +124,8 @@ class Supervisor:
                 on_start()
                 status = await _until_ended(child, process)
                 delay_s = self._backoff.next_delay_s(delay_s, self._clock.now_s() - started_s)
-                again = not self._stopping.is_set() and status != CONFIG_EXIT_STATUS
+                refused = status == CONFIG_EXIT_STATUS and child.num_restarts == 0
+                again = not self._stopping.is_set() and not refused
                 on_exit(ChildExit(child.spec, child.incarnation, status, delay_s if again else None))
                 if not again:
                     break

@@ -76,7 +76,7 @@ def chat(
     stop: Stop = None,
     as_json: AsJson = False,
 ) -> None:
-    """Talk with the model. Ends with Ctrl-D."""
+    """Talk with the model. Ctrl-C ends an answer, Ctrl-D the talk."""
     from pdserve.cli.requests import add_message, new_request, sampling
 
     params = sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
@@ -86,7 +86,14 @@ def chat(
         add_message(request, "system", system)
     while (message := once if once is not None else _read_line()) is not None:
         add_message(request, "user", message)
-        answer = _run(endpoint, name, request, _quiet if as_json else _show)
+        try:
+            answer = _run(endpoint, name, request, _quiet if as_json else _show)
+        except KeyboardInterrupt:  # ends this answer, as if it had not been asked for
+            if once is not None:
+                raise
+            del request.chat.messages[-1]
+            typer.echo()
+            continue
         add_message(request, "assistant", answer.texts[0])
         if as_json:
             _print_json(answer)

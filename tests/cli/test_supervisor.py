@@ -142,6 +142,18 @@ async def test_a_child_that_refuses_its_configuration_ends_all_and_is_quoted(tmp
     assert pids(supervisor.processes) == []
 
 
+async def test_a_child_that_once_ran_is_started_again_whatever_it_says(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    code = f"import pathlib, sys; mark = pathlib.Path({str(mark)!r}); first = not mark.exists(); mark.touch()\n"
+    supervisor = Supervisor(
+        [child("decode-0", code + "sys.exit(1 if first else 2)")], tmp_path, MonotonicClock(), backoff=AT_ONCE
+    )
+    record = Record()
+    async with supervised(supervisor, record):
+        await record.until(lambda: record.num_starts == 3)
+        assert [exit_.status for exit_ in record.exits[:2]] == [1, 2]
+
+
 async def test_cancelling_leaves_no_child(tmp_path: Path) -> None:
     supervisor = Supervisor([child("decode-0", SLEEP)], tmp_path, MonotonicClock())
     record = Record()
