@@ -87,8 +87,8 @@ class Supervisor:
     async def run(self, on_exit: Callable[[ChildExit], None], on_start: Callable[[], None]) -> None:
         """Keep all children running until stopped; what `on_exit` raises ends them all.
 
-        Raises an ExceptionGroup, with ConfigError in it when a child refuses its configuration at its first start. Whatever ends
-        this call, no child is left running.
+        Raises an ExceptionGroup, with ConfigError in it when a child refuses its configuration at its first start.
+        Whatever ends this call, no child is left running.
         """
         try:
             async with asyncio.TaskGroup() as keepers:
