@@ -1,0 +1,59 @@
+"""What the two ends of a control stream tell the process around them, and what they know of it."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from pdserve.kvlayout import KvLayout
+from pdserve.kvtransfer import receiver, sender
+from pdserve.kvtransfer.mover import Mover
+from pdserve.kvtransfer.session import HandoffKey, Peer
+
+EventT_co = TypeVar("EventT_co", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Party:
+    """This process as a peer sees it."""
+
+    peer: Peer
+    layout: KvLayout
+    mover: Mover
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAttached:
+    """A stream to the peer stands."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
+class PeerMessage(Generic[EventT_co]):
+    """The peer spoke of one hand-off."""
+
+    peer: Peer
+    key: HandoffKey
+    event: EventT_co
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """The stream to the peer has ended, or could not be had. Its process, and its writes, may go on."""
+
+    peer: Peer
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerGone:
+    """The peer's process has ended: another incarnation of the same worker attached."""
+
+    peer: Peer
+
+
+FromSenders = PeerAttached | PeerMessage[receiver.Event] | PeerLost | PeerGone
+FromReceivers = PeerMessage[sender.Event] | PeerLost
+
+ReceiverSink = Callable[[FromSenders], Awaitable[None]]  # waits while the process has too much to do
+SenderSink = Callable[[FromReceivers], Awaitable[None]]

@@ -1,0 +1,171 @@
+"""The decode worker's end of the control streams: HandoffService."""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import grpc
+
+from pdserve.errors import ProtocolError
+from pdserve.ids import Incarnation, WorkerId
+from pdserve.kvtransfer import wire
+from pdserve.kvtransfer.peers import Party, PeerAttached, PeerGone, PeerLost, PeerMessage, ReceiverSink
+from pdserve.kvtransfer.session import HandoffKey, Peer
+from pdserve.proto.v1 import handoff_pb2 as handoff
+from pdserve.proto.v1.handoff_pb2_grpc import HandoffServiceServicer
+
+logger = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 5.0
+MAX_QUEUED = 4096  # messages to one peer
+MAX_GONE = 4096  # ended processes that are remembered, and refused
+
+Request = handoff.HandoffServiceAttachRequest
+Response = handoff.HandoffServiceAttachResponse
+Context: TypeAlias = "grpc.aio.ServicerContext[Request, Response]"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Stream:
+    peer: Peer
+    outbound: asyncio.Queue[Response] = field(default_factory=asyncio.Queue)
+    ended: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+    def end(self, reason: str) -> None:
+        if not self.ended.done():
+            self.ended.set_result(reason)
+
+
+class HandoffServicer(HandoffServiceServicer):
+    """Lets prefill workers attach; one stream each, the latest."""
+
+    def __init__(self, me: Party, sink: ReceiverSink) -> None:
+        self._me = me
+        self._introduction = wire.Introduction(me.peer, me.layout, me.mover.describe())
+        self._sink = sink
+        self._streams: dict[Peer, _Stream] = {}
+        self._latest: dict[WorkerId, Incarnation] = {}  # of each worker that has attached
+        self._gone: OrderedDict[Peer, None] = OrderedDict()
+        self.num_refused = 0  # messages, in attached streams
+
+    @property
+    def attached(self) -> tuple[Peer, ...]:
+        return tuple(self._streams)
+
+    def send(self, peer: Peer, key: HandoffKey, command: wire.FromReceiver) -> None:
+        """Queue a message; nothing happens for a peer that is not attached. A full queue ends its stream."""
+        stream = self._streams.get(peer)
+        if stream is None:
+            return
+        if stream.outbound.qsize() >= MAX_QUEUED:
+            stream.end(f"it does not read: {stream.outbound.qsize()} messages wait")
+            return
+        stream.outbound.put_nowait(wire.from_receiver(key, command))
+
+    def forget(self, peer: Peer) -> None:
+        """End a peer's stream and attach it no more: its process is known to have ended."""
+        self._gone[peer] = None
+        if len(self._gone) > MAX_GONE:
+            self._gone.popitem(last=False)
+        if self._latest.get(peer.worker_id) == peer.incarnation:
+            del self._latest[peer.worker_id]
+        stream = self._streams.get(peer)
+        if stream is not None:
+            stream.end("its process has ended")
+
+    async def Attach(  # type: ignore[override]  # replies are written to the context  # noqa: N802
+        self, request_iterator: AsyncIterator[Request], context: Context
+    ) -> None:
+        try:
+            peer = self._check(await _first(request_iterator))
+        except ProtocolError as error:
+            logger.warning("a prefill worker is refused: %s", error)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            return
+        stream = _Stream(peer)
+        reason = "its stream was cut"
+        try:
+            await self._welcome(stream)
+            reason = await self._attend(stream, request_iterator, context)
+        finally:
+            if self._streams.get(peer) is stream:
+                del self._streams[peer]
+                logger.info("%s: detached: %s", peer.worker_id, reason)
+                await self._sink(PeerLost(peer, reason))
+
+    def _check(self, hello: wire.Hello) -> Peer:
+        """Return who says hello; ProtocolError names what differs."""
+        me, peer = self._me, hello.me.peer
+        if hello.decode_incarnation != me.peer.incarnation:
+            raise ProtocolError(
+                f"decode_incarnation: {hello.decode_incarnation:016x}, here is {me.peer.incarnation:016x}"
+            )
+        difference = hello.me.layout.difference(me.layout)
+        if difference is not None:
+            raise ProtocolError(f"layout.{difference}")
+        if hello.mover != me.mover.name:
+            raise ProtocolError(f"mover: {hello.mover} there, {me.mover.name} here")
+        if peer in self._gone:
+            raise ProtocolError(f"incarnation: {peer.incarnation:016x} of {peer.worker_id} is known to have ended")
+        return peer
+
+    async def _welcome(self, stream: _Stream) -> None:
+        """Put a stream in the place of an earlier one, or of an earlier process, of the same worker."""
+        peer = stream.peer
+        before = self._streams.get(peer)
+        self._streams[peer] = stream
+        stream.outbound.put_nowait(wire.ack_to_proto(self._introduction))
+        incarnation = self._latest.get(peer.worker_id)
+        if incarnation not in (None, peer.incarnation):
+            older = Peer(peer.worker_id, Incarnation(incarnation or 0))
+            logger.info("%s: its incarnation %016x has ended", peer.worker_id, older.incarnation)
+            self.forget(older)
+            self._streams.pop(older, None)
+            await self._sink(PeerGone(older))
+        self._latest[peer.worker_id] = peer.incarnation
+        if before is not None:
+            before.end("it attached anew")
+            await self._sink(PeerLost(peer, "it attached anew"))
+        logger.info("%s: attached, incarnation %016x", peer.worker_id, peer.incarnation)
+        await self._sink(PeerAttached(peer))
+
+    async def _attend(self, stream: _Stream, messages: AsyncIterator[Request], context: Context) -> str:
+        """Read and write until the stream ends; return why."""
+        async with asyncio.TaskGroup() as tasks:
+            both = (
+                tasks.create_task(self._read(stream, messages), name=f"handoff {stream.peer.worker_id} reader"),
+                tasks.create_task(_write(stream, context), name=f"handoff {stream.peer.worker_id} writer"),
+            )
+            reason = await stream.ended
+            for task in both:
+                task.cancel()
+        return reason
+
+    async def _read(self, stream: _Stream, messages: AsyncIterator[Request]) -> None:
+        async for message in messages:
+            try:
+                key, event = wire.to_receiver(message)
+            except ProtocolError as error:
+                self.num_refused += 1
+                logger.warning("%s: refused: %s", stream.peer.worker_id, error)
+                continue
+            await self._sink(PeerMessage(stream.peer, key, event))
+        stream.end("it ended its stream")
+
+
+async def _first(messages: AsyncIterator[Request]) -> wire.Hello:
+    try:
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            async for message in messages:
+                return wire.hello_from_proto(message)
+    except TimeoutError:
+        raise ProtocolError(f"message: no hello within {HELLO_TIMEOUT_S:g} s") from None
+    raise ProtocolError("message: no hello")
+
+
+async def _write(stream: _Stream, context: Context) -> None:
+    while True:
+        await context.write(await stream.outbound.get())

@@ -1,0 +1,215 @@
+"""Messages of handoff.proto as the two halves of a hand-off know them, and back.
+
+What a peer says is checked here: ProtocolError names the field.
+"""
+
+from dataclasses import dataclass
+
+from pdserve.errors import ProtocolError
+from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
+from pdserve.kvlayout import KvLayout
+from pdserve.kvlayout_wire import layout_from_proto, layout_to_proto
+from pdserve.kvtransfer import receiver, sender
+from pdserve.kvtransfer.mover import MAX_DESCRIPTION_BYTES
+from pdserve.kvtransfer.session import CAPABILITY_BYTES, Capsule, Commit, Grant, HandoffKey, Peer
+from pdserve.proto.v1 import handoff_pb2 as handoff
+from pdserve.rpc import PROTOCOL_VERSION
+
+REQUEST_ID_BYTES = 16
+MAX_WORKER_ID_CHARS = 253
+MAX_REASON_CHARS = 512
+MAX_PAGES = 1 << 20  # in one hand-off
+MAX_CONTINUATIONS = 64
+
+ToReceiver = receiver.Committed | receiver.SenderQuiesced
+FromReceiver = receiver.SendGrant | receiver.SendTaken | receiver.SendWithdrawn
+ToSender = sender.Granted | sender.Taken | sender.Withdrawn
+FromSender = sender.SendCommit | sender.SendQuiesced
+
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """Who speaks, and what its pages are."""
+
+    peer: Peer
+    layout: KvLayout
+    mover_metadata: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first word of who dials."""
+
+    me: Introduction
+    mover: str
+    decode_incarnation: Incarnation
+    protocol_version: int = PROTOCOL_VERSION
+
+
+def hello_to_proto(hello: Hello) -> handoff.HandoffServiceAttachRequest:
+    return handoff.HandoffServiceAttachRequest(
+        hello=handoff.Hello(
+            worker_id=hello.me.peer.worker_id,
+            incarnation=hello.me.peer.incarnation,
+            protocol_version=hello.protocol_version,
+            layout=layout_to_proto(hello.me.layout),
+            mover=hello.mover,
+            mover_metadata=hello.me.mover_metadata,
+            decode_incarnation=hello.decode_incarnation,
+        )
+    )
+
+
+def hello_from_proto(message: handoff.HandoffServiceAttachRequest) -> Hello:
+    """Return the first word of who dials; its version is looked at before what may depend on it."""
+    if message.WhichOneof("message") != "hello":
+        raise ProtocolError(f"message: {message.WhichOneof('message')} before hello")
+    hello = message.hello
+    if hello.protocol_version != PROTOCOL_VERSION:
+        raise ProtocolError(f"protocol_version: {hello.protocol_version} there, {PROTOCOL_VERSION} here")
+    return Hello(_introduction(hello), hello.mover, Incarnation(hello.decode_incarnation))
+
+
+def ack_to_proto(me: Introduction) -> handoff.HandoffServiceAttachResponse:
+    return handoff.HandoffServiceAttachResponse(
+        hello_ack=handoff.HelloAck(
+            worker_id=me.peer.worker_id,
+            incarnation=me.peer.incarnation,
+            layout=layout_to_proto(me.layout),
+            mover_metadata=me.mover_metadata,
+        )
+    )
+
+
+def ack_from_proto(message: handoff.HandoffServiceAttachResponse) -> Introduction:
+    """Return the first word of who was dialled."""
+    if message.WhichOneof("message") != "hello_ack":
+        raise ProtocolError(f"message: {message.WhichOneof('message')} before hello_ack")
+    return _introduction(message.hello_ack)
+
+
+def to_receiver(message: handoff.HandoffServiceAttachRequest) -> tuple[HandoffKey, ToReceiver]:
+    """Return what a sender says of one hand-off."""
+    match message.WhichOneof("message"):
+        case "commit":
+            return _key(message.commit.handoff), receiver.Committed(_commit(message.commit))
+        case "quiesced":
+            return _key(message.quiesced.handoff), receiver.SenderQuiesced()
+        case other:
+            raise ProtocolError(f"message: {other} in an attached stream")
+
+
+def to_sender(message: handoff.HandoffServiceAttachResponse) -> tuple[HandoffKey, ToSender]:
+    """Return what a receiver says of one hand-off."""
+    match message.WhichOneof("message"):
+        case "grant":
+            return _key(message.grant.handoff), sender.Granted(_grant(message.grant))
+        case "taken":
+            return _key(message.taken.handoff), sender.Taken()
+        case "withdrawn":
+            return _key(message.withdrawn.handoff), sender.Withdrawn(message.withdrawn.reason[:MAX_REASON_CHARS])
+        case other:
+            raise ProtocolError(f"message: {other} in an attached stream")
+
+
+def from_receiver(key: HandoffKey, command: FromReceiver) -> handoff.HandoffServiceAttachResponse:
+    """Return the message for a sender."""
+    name = _id(key)
+    match command:
+        case receiver.SendGrant(grant):
+            return handoff.HandoffServiceAttachResponse(
+                grant=handoff.Grant(
+                    handoff=name,
+                    first_page=grant.first_page,
+                    pages=grant.pages,
+                    generations=grant.generations,
+                    capability=grant.capability,
+                )
+            )
+        case receiver.SendTaken():
+            return handoff.HandoffServiceAttachResponse(taken=handoff.Taken(handoff=name))
+        case receiver.SendWithdrawn(reason):
+            withdrawn = handoff.Withdrawn(handoff=name, reason=reason[:MAX_REASON_CHARS])
+            return handoff.HandoffServiceAttachResponse(withdrawn=withdrawn)
+
+
+def from_sender(key: HandoffKey, command: FromSender) -> handoff.HandoffServiceAttachRequest:
+    """Return the message for a receiver."""
+    name = _id(key)
+    match command:
+        case sender.SendCommit(commit):
+            capsule = handoff.Capsule(
+                num_tokens=commit.capsule.num_tokens,
+                first_tokens=commit.capsule.first_tokens,
+                indices=commit.capsule.indices,
+            )
+            return handoff.HandoffServiceAttachRequest(
+                commit=handoff.Commit(
+                    handoff=name, capability=commit.capability, digests=commit.digests, capsule=capsule
+                )
+            )
+        case sender.SendQuiesced(reason):
+            quiesced = handoff.Quiesced(handoff=name, reason=reason[:MAX_REASON_CHARS])
+            return handoff.HandoffServiceAttachRequest(quiesced=quiesced)
+
+
+def _introduction(message: handoff.Hello | handoff.HelloAck) -> Introduction:
+    if not 1 <= len(message.worker_id) <= MAX_WORKER_ID_CHARS:
+        raise ProtocolError(f"worker_id: {len(message.worker_id)} characters, 1 to {MAX_WORKER_ID_CHARS} are allowed")
+    if message.incarnation == 0:
+        raise ProtocolError("incarnation: 0 is nobody's")
+    if len(message.mover_metadata) > MAX_DESCRIPTION_BYTES:
+        raise ProtocolError(f"mover_metadata: {len(message.mover_metadata)} bytes are over {MAX_DESCRIPTION_BYTES}")
+    peer = Peer(WorkerId(message.worker_id), Incarnation(message.incarnation))
+    return Introduction(peer, layout_from_proto(message.layout), message.mover_metadata)
+
+
+def _id(key: HandoffKey) -> handoff.HandoffId:
+    return handoff.HandoffId(request_id=key.request_id, attempt=key.attempt)
+
+
+def _key(message: handoff.HandoffId) -> HandoffKey:
+    if len(message.request_id) != REQUEST_ID_BYTES:
+        raise ProtocolError(f"request_id: {len(message.request_id)} bytes, {REQUEST_ID_BYTES} are needed")
+    return HandoffKey(RequestId(message.request_id), Attempt(message.attempt))
+
+
+def _grant(message: handoff.Grant) -> Grant:
+    num_pages = len(message.pages)
+    if not 1 <= num_pages <= MAX_PAGES:
+        raise ProtocolError(f"pages: {num_pages} granted, 1 to {MAX_PAGES} are allowed")
+    if len(message.generations) != num_pages:
+        raise ProtocolError(f"generations: {len(message.generations)} for {num_pages} pages")
+    if len(set(message.pages)) != num_pages:
+        raise ProtocolError("pages: one is granted twice")
+    if message.first_page > MAX_PAGES:
+        raise ProtocolError(f"first_page: {message.first_page} is over {MAX_PAGES}")
+    return Grant(
+        first_page=message.first_page,
+        pages=tuple(PageId(page) for page in message.pages),
+        generations=tuple(Generation(generation) for generation in message.generations),
+        capability=_capability(message.capability),
+    )
+
+
+def _commit(message: handoff.Commit) -> Commit:
+    if len(message.digests) > MAX_PAGES:
+        raise ProtocolError(f"digests: {len(message.digests)} are over {MAX_PAGES}")
+    return Commit(_capability(message.capability), tuple(message.digests), _capsule(message.capsule))
+
+
+def _capsule(message: handoff.Capsule) -> Capsule:
+    indices = tuple(message.indices)
+    if message.num_tokens == 0:
+        raise ProtocolError("capsule.num_tokens: 0")
+    if not 1 <= len(indices) <= MAX_CONTINUATIONS or len(set(indices)) != len(indices):
+        raise ProtocolError(f"capsule.indices: {indices[:MAX_CONTINUATIONS]}")
+    if len(message.first_tokens) != len(indices):
+        raise ProtocolError(f"capsule.first_tokens: {len(message.first_tokens)} for {len(indices)} continuations")
+    return Capsule(message.num_tokens, tuple(message.first_tokens), indices)
+
+
+def _capability(value: bytes) -> bytes:
+    if len(value) != CAPABILITY_BYTES:
+        raise ProtocolError(f"capability: {len(value)} bytes, {CAPABILITY_BYTES} are needed")
+    return value
