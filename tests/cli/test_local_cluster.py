@@ -81,7 +81,7 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(*children: ChildSpec) -> AsyncIterator[Scene]:
+async def scene(*children: ChildSpec, backoff: Backoff | None = None) -> AsyncIterator[Scene]:
     """Run children under a real admin service, in the folder of the cluster `tests`."""
     with claimed_folder("tests") as folder:
         secret_file = write_secret(folder)
@@ -108,7 +108,7 @@ async def scene(*children: ChildSpec) -> AsyncIterator[Scene]:
                 heard.set()
 
         listener = Listener(on_status=on_status, on_notice=notices.append)
-        supervisor = Supervisor(children, folder / "logs", MonotonicClock(), backoff=Backoff(0.0, 0.0))
+        supervisor = Supervisor(children, folder / "logs", MonotonicClock(), backoff=backoff)
         cluster = LocalCluster(state, supervisor, listener)
         try:
             async with asyncio.TaskGroup() as tasks, asyncio.timeout(30):
@@ -151,7 +151,7 @@ async def test_a_killed_worker_is_reported_at_once_with_the_incarnation_that_die
         assert (worker_id, incarnation) == ("decode-0", before.processes[1].incarnation)
         assert reported_s - killed_s < 0.5  # some milliseconds where the cores are not busy with other tests
         assert stage.operators.gone.empty()
-    assert "decode-0 ended with status -9; starting again in 0 s" in stage.notices[0]
+    assert "decode-0 ended with status -9; starting again in 1 s" in stage.notices[0]
 
 
 async def test_a_routers_death_is_not_reported_to_itself() -> None:
@@ -185,7 +185,7 @@ async def test_an_earlier_incarnation_does_not_make_a_cluster_ready() -> None:
 
 async def test_a_worker_that_never_starts_ends_the_cluster_and_names_its_log() -> None:
     with pytest.raises(ExceptionGroup) as caught:
-        async with scene(ChildSpec("decode-0", "decode", FAILURE)) as stage:
+        async with scene(ChildSpec("decode-0", "decode", FAILURE), backoff=Backoff(0.0, 0.0)) as stage:
             await stage.cluster.ready.wait()
     failures = caught.value.subgroup(LaunchError)
     assert failures is not None
