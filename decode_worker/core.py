@@ -11,6 +11,7 @@ from pdserve.decode_worker.events import (
     Command,
     DigestsChecked,
     Event,
+    Forget,
     FromPeer,
     PeerAttached,
     PeerLost,
@@ -159,7 +160,7 @@ class DecodeCore:
                 ]
                 for task in lost:
                     self._forget(task)
-                return commands + self._tell_all(peer, receiver.SenderGone(), now_s)
+                return [*commands, *self._tell_all(peer, receiver.SenderGone(), now_s), Forget(peer)]
 
     def _place(self, placed: Placed) -> list[Command]:
         job = placed.job

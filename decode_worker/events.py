@@ -51,6 +51,13 @@ class CheckDigests:
     digests: tuple[int, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """The peer's process has ended: drop its stream and let it attach no more."""
+
+    peer: Peer
+
+
 Event = (
     Placed
     | Cancelled
@@ -63,4 +70,4 @@ Event = (
     | PeerGone
     | DigestsChecked
 )
-Command = Report | ToPeer | CheckDigests
+Command = Report | ToPeer | CheckDigests | Forget

@@ -1,0 +1,110 @@
+"""The prefill worker's process: engine, mover and streams around its core."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from pdserve.config import PrefillWorkerConfig
+from pdserve.engine.step import StepPlan, StepResult
+from pdserve.kvtransfer import peers, sender
+from pdserve.kvtransfer.backends.nixl import NixlMover
+from pdserve.kvtransfer.client import HandoffClient
+from pdserve.kvtransfer.mover import CopyId, CopyStopped, Mover
+from pdserve.kvtransfer.peers import FromReceivers, Party, PeerMessage
+from pdserve.kvtransfer.session import HandoffKey, Peer
+from pdserve.prefill_worker.core import PrefillCore
+from pdserve.prefill_worker.events import Command, Connect, Copy, Event, Forget, FromPeer, PeerLost, ToPeer
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.worker.boot import Engine
+from pdserve.worker.loop import Inbox
+from pdserve.worker.process import Identity, Parts, serve_worker
+from pdserve.worker.regions import kv_region
+from pdserve.worker.reporting import Reporter
+from pdserve.worker.words import Failed, Load, Progress, Report, Tokens
+
+MAX_TASKS = 1024
+
+
+async def serve(config: PrefillWorkerConfig) -> None:
+    """Run a prefill worker until it has drained."""
+    await serve_worker(config, link.ROLE_PREFILL, assemble)
+
+
+@asynccontextmanager
+async def assemble(
+    engine: Engine, identity: Identity, inbox: Inbox[Event], reporter: Reporter
+) -> AsyncIterator[Parts[Event, Command]]:
+    """Set up what a prefill worker consists of, and take it down again."""
+    copies = Copies(inbox)
+    mover = NixlMover(identity.peer, kv_region(engine.runner), copies.stopped)
+    core = PrefillCore(engine.scheduler, engine.vocab_size, engine.layout.page_bytes, MAX_TASKS)
+
+    async def hear(news: FromReceivers) -> None:
+        await inbox.offer(_event(news))
+
+    me = Party(identity.peer, engine.layout, mover)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            client = HandoffClient(me, identity.secret, hear, tasks)
+            yield Parts(core, PrefillOutbox(client, mover, copies, reporter))
+            await client.close()
+    finally:
+        await asyncio.to_thread(mover.close)
+
+
+def _event(news: FromReceivers) -> Event:
+    match news:
+        case PeerMessage(peer, key, event):
+            return FromPeer(peer, key, event)
+        case peers.PeerLost(peer, reason):
+            return PeerLost(peer, reason)
+
+
+class Copies:
+    """Which copy belongs to which hand-off."""
+
+    def __init__(self, inbox: Inbox[Event]) -> None:
+        self._inbox = inbox
+        self._loop = asyncio.get_running_loop()
+        self._owner: dict[CopyId, tuple[Peer, HandoffKey]] = {}
+
+    def started(self, copy_id: CopyId, peer: Peer, key: HandoffKey) -> None:
+        self._owner[copy_id] = (peer, key)
+
+    def stopped(self, stopped: CopyStopped) -> None:
+        """Hear of a copy's end, in the mover's thread."""
+        self._loop.call_soon_threadsafe(self._settle, stopped)
+
+    def _settle(self, stopped: CopyStopped) -> None:
+        peer, key = self._owner.pop(stopped.copy_id)
+        self._inbox.put(FromPeer(peer, key, sender.CopyStopped(stopped.digests, stopped.reason)))
+
+
+class PrefillOutbox:
+    """Carries out what the core decides."""
+
+    def __init__(self, client: HandoffClient, mover: Mover, copies: Copies, reporter: Reporter) -> None:
+        self._client = client
+        self._mover = mover
+        self._copies = copies
+        self._reporter = reporter
+
+    def perform(self, commands: Sequence[Command], step: tuple[StepPlan, StepResult] | None) -> None:
+        reports: list[Report] = []
+        for command in commands:
+            match command:
+                case Tokens() | Progress() | Failed():
+                    reports.append(command)
+                case Connect(peer, address):
+                    self._client.connect(peer, address)
+                case Copy(peer, key, src, dst):
+                    self._copies.started(self._mover.write(peer, src, dst), peer, key)
+                case ToPeer(peer, key, message):
+                    self._client.send(peer, key, message)
+                case Forget(peer):
+                    self._client.forget(peer)
+                    self._mover.forget(peer)
+        self._reporter.send(reports, step)
+
+    def beat(self, load: Load, num_steps: int) -> None:
+        self._reporter.beat(load, num_steps)
