@@ -24,19 +24,20 @@ class Decode:
         max_seqs: int,
         max_query_len: int,
         max_kv_len: int,
+        chip: tuning.Device | None = None,
         tile: tuning.Tile | None = None,
     ) -> None:
-        """Allocate everything a step of that size needs; `tile` overrides the tuning table."""
+        """Allocate what a step of that size needs. `chip` and `tile` override the device and the tuning table."""
         require(1 <= max_query_len <= MAX_QUERY_LEN, f"max_query_len must be 1 to {MAX_QUERY_LEN}, got {max_query_len}")
         require(max_seqs >= 1, f"max_seqs must be positive, got {max_seqs}")
         require(max_kv_len >= max_query_len, f"max_kv_len must be at least max_query_len, got {max_kv_len}")
         self.spec = spec
         self.device = torch.device(device)
         self.max_seqs, self.max_query_len, self.max_kv_len = max_seqs, max_query_len, max_kv_len
-        chip = tuning.device_of(str(self.device))
+        chip = chip or tuning.device_of(str(self.device))
         rows = min(MAX_ROWS, max(16, 1 << (max_query_len * spec.group - 1).bit_length()))
         self.tile = tile or tuning.decode_tile(chip, spec.block_d, spec.kv_dtype.itemsize, rows)
-        on_gpu = self.device.type == "cuda"
+        on_gpu = self.device.type != "cpu"
         self.program = Program.choose(spec, self.tile, chip, heads_inner=True, on_gpu=on_gpu)
         tokens_per_item = min(max_query_len, self.tile.block_m // spec.group)
         max_blocks = max_seqs * -(-max_query_len // tokens_per_item)

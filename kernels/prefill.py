@@ -13,13 +13,20 @@ from pdserve.kernels.checks import require, require_lens, require_page_table
 class Prefill:
     """Attention for a step's chunks. `plan` once per step, then `run` for each layer of the same spec."""
 
-    def __init__(self, spec: AttentionSpec, device: torch.device | str, *, tile: tuning.Tile | None = None) -> None:
-        """Choose the launch parameters: `tile`, or what the tuning table has for the device."""
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        device: torch.device | str,
+        *,
+        chip: tuning.Device | None = None,
+        tile: tuning.Tile | None = None,
+    ) -> None:
+        """Choose the launch parameters. `chip` overrides what the device is, `tile` what the tuning table says."""
         self.spec = spec
         self.device = torch.device(device)
-        self._chip = tuning.device_of(str(self.device))
+        self._chip = chip or tuning.device_of(str(self.device))
         self.tile = tile or tuning.prefill_tile(self._chip, spec.block_d, spec.kv_dtype.itemsize)
-        on_gpu = self.device.type == "cuda"
+        on_gpu = self.device.type != "cpu"
         self.program = Program.choose(spec, self.tile, self._chip, heads_inner=False, on_gpu=on_gpu)
         self._plan: PlanTensors | None = None
 

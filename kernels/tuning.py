@@ -31,41 +31,50 @@ INTERPRETER = Device((9, 0), 4, 232_448)  # stands in for a chip when kernels ru
 
 # Chosen from the compiler's reports, with 64-slot pages: no spills, wgmma not serialized, and on Hopper two items
 # per multiprocessor, so that one's softmax runs beside the other's matrix products.
-# (capability major, head_dim rounded up to a power of two) -> tile.
+# (capability major, head_dim rounded up to a power of two, bytes per K/V element) -> tile.
 PREFILL = {
-    (9, 64): Tile(128, 64, 8, 3, 2, 128),
-    (9, 128): Tile(128, 32, 8, 3, 2, 128),
-    (9, 256): Tile(128, 32, 8, 2),
-    (8, 64): Tile(128, 32, 8, 3, 2),
-    (8, 128): Tile(128, 32, 8, 3),
-    (8, 256): Tile(128, 32, 8, 2),
+    (9, 64, 2): Tile(128, 64, 8, 3, 2, 128),
+    (9, 128, 2): Tile(128, 32, 8, 3, 2, 128),
+    (9, 256, 2): Tile(128, 32, 8, 2),
+    (9, 64, 1): Tile(128, 64, 8, 3),
+    (9, 128, 1): Tile(128, 64, 8, 3),
+    (9, 256, 1): Tile(64, 32, 8, 2),
+    (10, 64, 2): Tile(128, 64, 8, 3),
+    (10, 128, 2): Tile(128, 64, 8, 3),
+    (10, 256, 2): Tile(128, 32, 8, 2),
+    (10, 64, 1): Tile(128, 64, 8, 3),
+    (10, 128, 1): Tile(128, 64, 8, 3),
+    (10, 256, 1): Tile(64, 32, 8, 2),
+    (8, 64, 2): Tile(128, 32, 4, 3, 2),
+    (8, 128, 2): Tile(128, 32, 8, 3),
+    (8, 256, 2): Tile(64, 32, 8, 2),
 }
-# (capability major, head_dim rounded up, rows) -> tile; a row is a query of one head.
+# (capability major, head_dim rounded up, bytes per K/V element, rows) -> tile; a row is a query of one head.
 DECODE = {
-    (9, 64, 16): Tile(16, 128, 4, 3, 2),
-    (9, 128, 16): Tile(16, 64, 4, 3, 2),
-    (9, 256, 16): Tile(16, 32, 4, 3, 2),
+    (9, 64, 2, 16): Tile(16, 64, 4, 4, 2),
+    (9, 128, 2, 16): Tile(16, 64, 8, 3, 2),
+    (9, 256, 2, 16): Tile(16, 32, 8, 3, 2),
 }
 
 
 def prefill_tile(device: Device, head_dim: int, kv_bytes: int) -> Tile:
-    """Return the tile for many queries; head_dim is rounded up to a power of two."""
+    """Return the tile for many queries; head_dim is a power of two."""
     if kv_bytes == 4:  # float32 is served for exactness, not speed
-        return Tile(32, 32 if head_dim <= 128 else 16, 4, 1)
-    return PREFILL[_family(device), max(64, head_dim)]
+        return Tile(16, 16, 4, 1, 2)
+    return PREFILL[_family(device), max(64, head_dim), kv_bytes]
 
 
 def decode_tile(device: Device, head_dim: int, kv_bytes: int, rows: int) -> Tile:
     """Return the tile for `rows` rows (a power of two, 16 to 128), the packed queries of one sequence."""
     if kv_bytes == 4:
-        return Tile(rows, 32 if head_dim <= 128 else 16, 4, 1, 2)
-    found = DECODE.get((_family(device), max(64, head_dim), rows))
+        return Tile(rows, 16, 4, 1, 2)
+    found = DECODE.get((_family(device), max(64, head_dim), kv_bytes, rows))
     if found is not None:
         return found
-    per_stage = 32 * 1024 if device.shared_bytes > 200_000 else 16 * 1024
-    block_n = max(16, min(128, per_stage // (2 * 2 * max(64, head_dim))))
-    warps = 8 if rows * head_dim > 64 * 128 else 4
-    return Tile(rows, block_n, warps, 2 if rows > 64 else 3, 1 if rows > 64 else 2)
+    if rows == 128:
+        return prefill_tile(device, head_dim, kv_bytes)
+    block_n = 64 if head_dim <= 128 else 32
+    return Tile(rows, block_n, 8 if rows == 16 or head_dim > 128 else 4, 3 if _family(device) >= 9 else 2, 2)
 
 
 @cache
@@ -79,4 +88,4 @@ def device_of(name: str) -> Device:
 
 
 def _family(device: Device) -> int:
-    return 8 if device.capability[0] < 9 else 9
+    return min(max(device.capability[0], 8), 10)

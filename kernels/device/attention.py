@@ -185,7 +185,8 @@ def attend(
         k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, score_scale, softcap, window,
         HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, IS_FP8, PRECISION, USE_TMA, True)  # fmt: skip
 
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    total = tl.where(total == 0.0, 1.0, total)  # a row that sees none of a split's keys has peak -inf, so no weight
+    acc = acc / total[:, None]
     if IS_FP8:
         acc = acc * tl.load(v_scale_ptr + kv_head)
     if num_splits == 1:

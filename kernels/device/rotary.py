@@ -59,11 +59,11 @@ def rope(
 
 
 @triton.jit
-def _to_page(values, dtype: tl.constexpr, IS_FP8: tl.constexpr):
-    """Convert to the pages' dtype; fp8 has no infinity, so it saturates at its largest value."""
+def _saturated(values, IS_FP8: tl.constexpr):
+    """Clamp to what e4m3 holds, which has no infinity."""
     if IS_FP8:
         values = tl.minimum(tl.maximum(values, -448.0), 448.0)
-    return values.to(dtype)
+    return values
 
 
 @triton.jit
@@ -88,10 +88,9 @@ def rope_write(
             q_ptr + token * q_token_stride, head * q_head_stride, head < num_heads, q_weight_ptr, eps, angles,
             HEAD_DIM, ROT, BLOCK_HALF, BLOCK_REST, INTERLEAVED, HAS_NORM)  # fmt: skip
         out = out_ptr + token * out_token_stride + (head * out_head_stride)[:, None]
-        dtype = out_ptr.dtype.element_ty
-        tl.store(out + first[None, :], a.to(dtype), in_pair)
-        tl.store(out + second[None, :], b.to(dtype), in_pair)
-        tl.store(out + other[None, :], rest.to(dtype), in_rest)
+        tl.store(out + first[None, :], a.to(out_ptr.dtype.element_ty), in_pair)
+        tl.store(out + second[None, :], b.to(out_ptr.dtype.element_ty), in_pair)
+        tl.store(out + other[None, :], rest.to(out_ptr.dtype.element_ty), in_rest)
     else:
         slot = tl.load(slots_ptr + token).to(tl.int64)
         head = (block - q_blocks) * HEADS + tl.arange(0, HEADS)
@@ -108,10 +107,9 @@ def rope_write(
             k_unit = 1.0 / tl.load(k_scale_ptr + head, valid, other=1.0)[:, None]
             a, b, rest = a * k_unit, b * k_unit, rest * k_unit
             v = v / tl.load(v_scale_ptr + head, valid, other=1.0)[:, None]
-        dtype = k_pages_ptr.dtype.element_ty
         k_row = k_pages_ptr + page * k_page_stride + place * k_slot_stride + (head * k_page_head_stride)[:, None]
-        tl.store(k_row + first[None, :], _to_page(a, dtype, IS_FP8), in_pair)
-        tl.store(k_row + second[None, :], _to_page(b, dtype, IS_FP8), in_pair)
-        tl.store(k_row + other[None, :], _to_page(rest, dtype, IS_FP8), in_rest)
+        tl.store(k_row + first[None, :], _saturated(a, IS_FP8).to(k_pages_ptr.dtype.element_ty), in_pair)
+        tl.store(k_row + second[None, :], _saturated(b, IS_FP8).to(k_pages_ptr.dtype.element_ty), in_pair)
+        tl.store(k_row + other[None, :], _saturated(rest, IS_FP8).to(k_pages_ptr.dtype.element_ty), in_rest)
         v_row = v_pages_ptr + page * v_page_stride + place * v_slot_stride + (head * v_page_head_stride)[:, None]
-        tl.store(v_row + channel[None, :], _to_page(v, dtype, IS_FP8), in_head)
+        tl.store(v_row + channel[None, :], _saturated(v, IS_FP8).to(v_pages_ptr.dtype.element_ty), in_head)

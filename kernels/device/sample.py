@@ -31,7 +31,8 @@ def _gumbel(ids, low, high):
 def _load_scores(row_ptr, start, vocab_size, divisor, BLOCK: tl.constexpr):
     """Load BLOCK logits over the temperature; what is not there, or not a number, is -inf."""
     ids = start + tl.arange(0, BLOCK)
-    x = tl.load(row_ptr + ids, ids < vocab_size, other=float("-inf")).to(tl.float32) / divisor
+    x = tl.load(row_ptr + ids, ids < vocab_size, other=float("-inf")).to(tl.float32)
+    x = tl.math.div_rn(x, divisor)
     return ids, tl.where(x == x, x, float("-inf"))
 
 
@@ -49,7 +50,7 @@ def _kth_largest(row_ptr, vocab_size, divisor, k, BLOCK: tl.constexpr):
     remaining = k
     digits = tl.arange(0, 256)
     for turn in tl.static_range(4):
-        shift: tl.constexpr = 24 - 8 * turn
+        shift = 24 - 8 * turn
         counts = tl.zeros([256], tl.int32)
         outside = 0
         for start in range(0, vocab_size, BLOCK):
@@ -63,9 +64,9 @@ def _kth_largest(row_ptr, vocab_size, divisor, k, BLOCK: tl.constexpr):
             outside += tl.sum(tl.where(inside, 0, 1), 0)
         counts = tl.where(digits == 0, counts - outside, counts)
         at_least = tl.cumsum(counts, 0, reverse=True)
-        digit = tl.sum((at_least >= remaining).to(tl.int32), 0) - 1
-        remaining = remaining - tl.sum(tl.where(digits > digit, counts, 0), 0)
-        prefix = (prefix << 8) | digit.to(tl.uint32)
+        chosen = tl.sum((at_least >= remaining).to(tl.int32), 0) - 1
+        remaining = remaining - tl.sum(tl.where(digits > chosen, counts, 0), 0)
+        prefix = (prefix << 8) | chosen.to(tl.uint32)
     return prefix
 
 
@@ -134,7 +135,7 @@ def _penalize(
         x = tl.load(logits_row + ids, ids < vocab_size, other=0.0).to(tl.float32)
         if HAS_COUNTS:
             count = tl.load(counts_row + ids, ids < vocab_size, other=0)
-            seen = tl.where(x > 0, x / repetition, x * repetition)
+            seen = tl.where(x > 0, tl.math.div_rn(x, repetition), x * repetition)
             x = tl.where(count > 0, seen, x)
             written = (count >> 1).to(tl.float32)
             x = x - frequency * written

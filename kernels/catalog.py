@@ -1,0 +1,181 @@
+"""Every kernel with the arguments it ships with, on torch's meta device: what compile reports and tests go through."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdserve.kernels import elementwise, pageio, sample
+from pdserve.kernels.attention import FP8, AttentionSpec, Scales
+from pdserve.kernels.decode import Decode
+from pdserve.kernels.prefill import Prefill
+from pdserve.kernels.tuning import Device
+
+CHIPS = {
+    80: Device((8, 0), 108, 166_912),  # A100
+    90: Device((9, 0), 132, 232_448),  # H200
+    100: Device((10, 0), 148, 232_448),  # B200
+}
+META = torch.device("meta")
+LLAMA = AttentionSpec(64, 8, 128, 64, 4096, 128**-0.5)  # Llama 3.1 70B's attention
+ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One shipping use of the kernels."""
+
+    name: str
+    run: Callable[[Device], object]
+    hot: bool = False  # a step's time goes here: no spills allowed
+    min_capability: int = 80
+
+
+def cases() -> list[Case]:
+    """List every kernel in its shipping forms."""
+    return [*attention_cases(), *page_cases(), *row_cases()]
+
+
+def attention_cases() -> list[Case]:
+    """List prefill and decode over head dims, page sizes, page dtypes and verify widths."""
+    fp8 = replace(LLAMA, kv_dtype=FP8)
+    found = []
+    for dim in (64, 80, 128, 256):
+        spec = replace(LLAMA, head_dim=dim)
+        found.append(Case(f"prefill d{dim}", prefill_of(spec), hot=dim in {64, 128}))
+        found.append(Case(f"decode d{dim}", decode_of(spec, 1), hot=dim in {64, 128}))
+    for width in (4, 8, 16):
+        found.append(Case(f"decode d128 width {width}", decode_of(LLAMA, width), hot=True))
+    small = replace(LLAMA, page_size=16)
+    edged = replace(LLAMA, window=4096, softcap=50.0)
+    return [
+        *found,
+        Case("prefill d128 16-slot pages", prefill_of(small)),
+        Case("decode d128 16-slot pages", decode_of(small, 1), hot=True),
+        Case("prefill d128 window, soft cap", prefill_of(edged)),
+        Case("decode d128 window, soft cap", decode_of(edged, 1)),
+        Case("prefill d128 fp8", prefill_of(fp8), min_capability=90),
+        Case("decode d128 fp8", decode_of(fp8, 1), hot=True, min_capability=90),
+        Case("prefill d128 float32", prefill_of(replace(LLAMA, dtype=torch.float32, kv_dtype=torch.float32))),
+    ]
+
+
+def page_cases() -> list[Case]:
+    """List the kernels that write and move pages."""
+    return [
+        Case("rope and write", lambda chip: _rope_write(torch.bfloat16, normed=False), hot=True),
+        Case("norm, rope and write", lambda chip: _rope_write(torch.bfloat16, normed=True), hot=True),
+        Case("norm, rope and write fp8", lambda chip: _rope_write(FP8, normed=True), min_capability=90),
+        Case("copy pages", lambda chip: _copy(), hot=True),
+        Case("digest pages", lambda chip: _digest(), hot=True),
+        Case("reshard", lambda chip: _reshard(torch.bfloat16), hot=True),
+        Case("reshard to fp8", lambda chip: _reshard(FP8), min_capability=90),
+    ]
+
+
+def row_cases() -> list[Case]:
+    """List the row-wise kernels and sampling."""
+    return [
+        Case("rms norm 4096", lambda chip: _norm(4096, residual=False), hot=True),
+        Case("rms norm 4096 with residual", lambda chip: _norm(4096, residual=True), hot=True),
+        Case("rms norm 8192 with residual", lambda chip: _norm(8192, residual=True), hot=True),
+        Case("silu mul", lambda chip: elementwise.silu_mul(_empty(ROWS, 28672)), hot=True),
+        Case("rope", lambda chip: elementwise.rope(_empty(ROWS, 64, 128), _angles(), _ids(ROWS))),
+        Case("sample", lambda chip: _sample(full=False)),
+        Case("sample with penalties and bias", lambda chip: _sample(full=True)),
+    ]
+
+
+def prefill_of(spec: AttentionSpec) -> Callable[[Device], object]:
+    """Return a 256-token chunk far into a sequence: few enough queries to split keys, so `merge` runs too."""
+
+    def run(chip: Device) -> object:
+        attention = Prefill(spec, META, chip=chip)
+        pages = 65536 // spec.page_size
+        attention.plan(np.array([256]), np.array([65536]), np.zeros((1, pages), dtype=np.int32))
+        return attention.run(_empty(256, spec.num_heads, spec.head_dim, dtype=spec.dtype), *_pool(spec), **_scales(spec))
+
+    return run
+
+
+def decode_of(spec: AttentionSpec, width: int) -> Callable[[Device], object]:
+    """Return a decode step with `width` queries per sequence."""
+
+    def run(chip: Device) -> object:
+        attention = Decode(spec, META, max_seqs=32, max_query_len=width, max_kv_len=8192, chip=chip)
+        return attention.run(
+            _empty(32 * width, spec.num_heads, spec.head_dim, dtype=spec.dtype), *_pool(spec), **_scales(spec)
+        )
+
+    return run
+
+
+def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=META)
+
+
+def _ids(count: int) -> Tensor:
+    return _empty(count, dtype=torch.int32)
+
+
+def _angles() -> Tensor:
+    return _empty(4096, 128, dtype=torch.float32)
+
+
+def _pool(spec: AttentionSpec, layers: int = 32) -> tuple[Tensor, Tensor]:
+    shape = (spec.num_pages, layers, 2, spec.num_kv_heads, spec.page_size, spec.head_dim)
+    kv = _empty(*shape, dtype=spec.kv_dtype)
+    return kv[:, 0, 0], kv[:, 0, 1]
+
+
+def _scales(spec: AttentionSpec) -> dict[str, Scales]:
+    if spec.kv_dtype != FP8:
+        return {}
+    heads = spec.num_kv_heads
+    return {"scales": Scales(_empty(heads, dtype=torch.float32), _empty(heads, dtype=torch.float32))}
+
+
+def _rope_write(kv_dtype: torch.dtype, *, normed: bool) -> Tensor:
+    spec = replace(LLAMA, kv_dtype=kv_dtype)
+    qkv = _empty(ROWS, 80, 128).split([64, 8, 8], dim=1)
+    weight = _empty(128) if normed else None
+    rotation = pageio.Rotation(_angles(), q_norm=weight, k_norm=weight)
+    target = pageio.Target(*_pool(spec), _ids(ROWS), _scales(spec).get("scales"))
+    return pageio.rope_write((qkv[0], qkv[1], qkv[2]), _ids(ROWS), rotation, target)
+
+
+def _whole_pool(dtype: torch.dtype, heads: int, page_size: int) -> Tensor:
+    return _empty(128, 32, 2, heads, page_size, 128, dtype=dtype)
+
+
+def _copy() -> None:
+    pool = _whole_pool(torch.bfloat16, 8, 64)
+    pageio.copy_pages(pool, pool, _ids(ROWS), _ids(ROWS))
+
+
+def _digest() -> Tensor:
+    return pageio.page_digests(_whole_pool(torch.bfloat16, 8, 64), _ids(ROWS))
+
+
+def _reshard(target_dtype: torch.dtype) -> None:
+    pools = (_whole_pool(target_dtype, 4, 64), _whole_pool(torch.bfloat16, 8, 16))
+    factors = _empty(32, 2, 4, dtype=torch.float32) if target_dtype == FP8 else None
+    pageio.reshard(pools, _ids(8), _ids(32), 512, pageio.HeadRange(4, 0, 4), factors=factors)
+
+
+def _norm(width: int, *, residual: bool) -> Tensor:
+    stream = _empty(ROWS, width) if residual else None
+    return elementwise.rms_norm(_empty(ROWS, width), _empty(width), 1e-5, residual=stream)
+
+
+def _sample(*, full: bool) -> Tensor:
+    def row() -> Tensor:
+        return _empty(ROWS, dtype=torch.float32)
+
+    draw = sample.Draw(_empty(ROWS, 2, dtype=torch.int32), row(), _ids(ROWS), row(), row())
+    ids = sample.Ragged(_ids(4096), _ids(ROWS + 1))
+    penalties = sample.Penalties(row(), row(), row(), ids, ids) if full else None
+    bias = sample.Bias(_ids(32), _empty(32, dtype=torch.float32), _ids(ROWS + 1)) if full else None
+    return sample.sample(_empty(ROWS, 128256, dtype=torch.float32), draw, penalties=penalties, bias=bias)

@@ -1,0 +1,97 @@
+"""Random attention problems with their float64 answers, for tests and for checks on a GPU."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdserve.kernels import reference
+from pdserve.kernels.attention import FP8, AttentionSpec, Scales
+from pdserve.kernels.attention_plan import Int32s, Ints
+
+SPARE_PAGES = 3  # belong to no sequence, and hold NaN
+OUTSIDE = 1_000_000  # fills the page table past each sequence's pages: reading it is a bug
+
+
+@dataclass(frozen=True, slots=True)
+class Lens:
+    """How many new tokens each sequence has, and how many in all."""
+
+    query: tuple[int, ...]
+    kv: tuple[int, ...]
+
+    @property
+    def arrays(self) -> tuple[Ints, Ints]:
+        """Both as vectors."""
+        return np.array(self.query), np.array(self.kv)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """A ragged batch over scattered pages. Slots and pages that are not in use hold NaN."""
+
+    spec: AttentionSpec
+    lens: Lens
+    page_table: Int32s
+    q: Tensor
+    kv: Tensor  # [num_pages, 2 layers, 2, num_kv_heads, page_size, head_dim]
+    scales: Scales | None
+
+    @property
+    def pages(self) -> tuple[Tensor, Tensor]:
+        """The K and V views under test: the second layer's."""
+        return reference.layer_views(self.kv, 1)
+
+    def expected(self) -> Tensor:
+        """Compute the answer in float64: [num_tokens, num_heads, head_dim]."""
+        spec, start, answers = self.spec, 0, []
+        for row, (query_len, kv_len) in enumerate(zip(self.lens.query, self.lens.kv, strict=True)):
+            ids = self.page_table[row, : -(-kv_len // spec.page_size)]
+            k, v = (reference.read_pages(pages, ids.tolist(), kv_len).double() for pages in self.pages)
+            if self.scales is not None:
+                k, v = k * self.scales.k[:, None, None], v * self.scales.v[:, None, None]
+            q = self.q[start : start + query_len].double()
+            answers.append(
+                reference.attention(q, k, v, scale=spec.scale, window=spec.window, softcap=spec.softcap)
+            )
+            start += query_len
+        return torch.cat(answers)
+
+    def error(self, out: Tensor) -> float:
+        """Return the largest absolute difference from the answer; infinite where `out` has NaN."""
+        gap = (out[: sum(self.lens.query)].double() - self.expected()).abs()
+        return float(gap.nan_to_num(nan=torch.inf).max())
+
+
+def spec_of(heads: tuple[int, int], head_dim: int, page_size: int, lens: Lens, **fields: object) -> AttentionSpec:
+    """Return a spec whose pool just holds `lens`; `fields` are AttentionSpec's own."""
+    num_pages = sum(-(-length // page_size) for length in lens.kv) + SPARE_PAGES
+    return AttentionSpec(*heads, head_dim, page_size, num_pages, head_dim**-0.5, **fields)  # type: ignore[arg-type]
+
+
+def make(spec: AttentionSpec, lens: Lens, *, device: str = "cpu", seed: int = 0) -> Trial:
+    """Draw a trial; queries and keys are normal, values within 0.75 of zero so that rounding stays comparable."""
+    random = torch.Generator(device).manual_seed(seed)
+    order = np.random.default_rng(seed).permutation(spec.num_pages)
+    counts = [-(-length // spec.page_size) for length in lens.kv]
+    table = np.full((len(counts), max(counts) + 2), OUTSIDE, dtype=np.int32)
+    shape = (spec.num_pages, 2, 2, spec.num_kv_heads, spec.page_size, spec.head_dim)
+    kv = torch.full(shape, torch.nan, device=device)
+    taken = 0
+    for row, (count, length) in enumerate(zip(counts, lens.kv, strict=True)):
+        ids = order[taken : taken + count]
+        table[row, :count] = ids
+        taken += count
+        slots = torch.as_tensor((ids[:, None] * spec.page_size + np.arange(spec.page_size)).reshape(-1)[:length])
+        rows = torch.randn((length, 2, spec.num_kv_heads, spec.head_dim), generator=random, device=device)
+        rows[:, 1] = rows[:, 1].mul(0.3).clamp(-0.75, 0.75)
+        for pages, values in zip(reference.layer_views(kv, 1), rows.unbind(1), strict=True):
+            reference.write_pages(pages, values, slots.to(device))
+    q_shape = (sum(lens.query), spec.num_heads, spec.head_dim)
+    q = torch.randn(q_shape, generator=random, device=device).to(spec.dtype)
+    scales = None
+    if spec.kv_dtype == FP8:
+        halves = torch.rand((2, spec.num_kv_heads), generator=random, device=device) / 2 + 0.5
+        scales = Scales(halves[0].contiguous(), halves[1].contiguous())
+    return Trial(spec, lens, table, q, kv.to(spec.kv_dtype), scales)

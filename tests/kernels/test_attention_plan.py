@@ -1,0 +1,71 @@
+"""The items of a plan cover each query's keys once, and no others."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pdserve.kernels.attention_plan import Cutting, WorkPlan, split_work
+
+LENS = st.lists(st.tuples(st.integers(1, 90), st.integers(0, 3000)), min_size=1, max_size=6)
+
+
+def cut(lens: list[tuple[int, int]], cutting: Cutting) -> WorkPlan:
+    query_lens = np.array([query for query, _ in lens])
+    return split_work(query_lens, query_lens + np.array([before for _, before in lens]), cutting)
+
+
+def keys_seen(plan: WorkPlan, num_queries: int, longest: int) -> np.ndarray:
+    """Count how often each (query, key) pair is in an item."""
+    seen = np.zeros((num_queries, longest), dtype=np.int64)
+    for _, q_start, q_count, _, begin, end, _, _ in plan.items:
+        seen[q_start : q_start + q_count, begin:end] += 1
+    return seen
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENS, st.sampled_from([1, 4, 16]), st.sampled_from([1, 40, 700]), st.sampled_from([None, 1, 100, 5000]))
+def test_every_visible_key_of_every_query_is_in_exactly_one_item(
+    lens: list[tuple[int, int]], tokens_per_item: int, slots: int, window: int | None
+) -> None:
+    plan = cut(lens, Cutting(tokens_per_item, 32, 2, slots, window))
+    seen = keys_seen(plan, sum(query for query, _ in lens), 3100)
+    start = 0
+    for query_len, before in lens:
+        for offset in range(query_len):
+            position = before + offset
+            oldest = 0 if window is None else max(0, position - window + 1)
+            assert (seen[start + offset, oldest : position + 1] == 1).all()
+        start += query_len
+    assert seen.max() == 1
+
+
+@settings(max_examples=60, deadline=None)
+@given(LENS, st.sampled_from([40, 700]))
+def test_each_split_item_has_its_own_partial_and_each_merge_names_them_all(
+    lens: list[tuple[int, int]], slots: int
+) -> None:
+    plan = cut(lens, Cutting(4, 32, 1, slots))
+    used = sorted(int(item[6]) for item in plan.items if item[7] > 1)
+    assert used == list(range(plan.num_partials))
+    named = [first + part for _, _, first, count in plan.merges for part in range(count)]
+    assert sorted(named) == used
+
+
+def test_keys_are_split_when_a_few_items_would_leave_the_chip_idle() -> None:
+    few = cut([(256, 131072 - 256)], Cutting(16, 64, 1, 132))
+    assert 120 <= len(few.items) <= 132
+
+
+def test_keys_are_not_split_when_items_fill_the_chip() -> None:
+    full = cut([(1, 8191)] * 32, Cutting(1, 64, 8, 264))
+    assert len(full.items) == 32
+    assert full.num_partials == 0
+
+
+def test_a_captured_plan_never_has_more_items_than_its_grid() -> None:
+    plan = cut([(1, 131071)] * 3, Cutting(1, 64, 1, 264, max_items=20))
+    assert len(plan.items) <= 20
+
+
+def test_the_longest_items_come_first() -> None:
+    spans = [int(end - begin) for *_, begin, end, _, _ in cut([(80, 500), (3, 7)], Cutting(4, 32, 2, 40)).items]
+    assert spans == sorted(spans, reverse=True)
