@@ -1,0 +1,72 @@
+"""What an engine step costs, as a sum of what it computes. Pure.
+
+A prefill step takes `step + each * tokens + context * work`, a decode step `step + each * sequences + context *
+kv_tokens`. A step that does both reads the weights once: it pays the larger `step`, and both other parts.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Coefficients of one kind of step, seconds. None is negative."""
+
+    step_s: float
+    each_s: float  # a prompt token; a sequence that decodes
+    context_s: float  # a unit of attention work; a KV token read
+
+    def seconds(self, each: float, context: float) -> float:
+        return self.step_s + self.each_s * each + self.context_s * context
+
+    def marginal_s(self, each: float, context: float) -> float:
+        """Return what it adds to a step that happens anyway."""
+        return self.each_s * each + self.context_s * context
+
+
+def attention_work(num_tokens: int, start: int) -> int:
+    """Return the work of attention over a prompt's chunk. Chunks add up: those of a whole prompt to its square."""
+    return num_tokens * (2 * start + num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What one engine step computes."""
+
+    prefill_tokens: int = 0
+    prefill_work: int = 0
+    sequences: int = 0  # that decode
+    kv_tokens: int = 0  # that they read
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePiece:
+    """A curve that holds up to a batch size."""
+
+    max_sequences: int | None  # None: for all larger ones
+    curve: Curve
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Measured costs of one configuration of a worker."""
+
+    prefill: Curve
+    decode: tuple[DecodePiece, ...]  # by rising max_sequences; the last holds for the rest
+
+    def decode_curve(self, sequences: int) -> Curve:
+        """Return the curve that holds for a batch size."""
+        for piece in self.decode[:-1]:
+            if piece.max_sequences is not None and sequences <= piece.max_sequences:
+                return piece.curve
+        return self.decode[-1].curve
+
+    def seconds(self, step: Step) -> float:
+        """Return how long a step takes."""
+        if not step.prefill_tokens:
+            return self.decode_curve(step.sequences).seconds(step.sequences, step.kv_tokens)
+        prefill_s = self.prefill.seconds(step.prefill_tokens, step.prefill_work)
+        if not step.sequences:
+            return prefill_s
+        decode = self.decode_curve(step.sequences)
+        fixed_s = max(0.0, decode.step_s - self.prefill.step_s)
+        return prefill_s + fixed_s + decode.marginal_s(step.sequences, step.kv_tokens)

@@ -1,0 +1,100 @@
+"""Fits a curve to steps as they are observed, forgetting old ones. Pure.
+
+Recursive least squares in the form of its normal equations, over relative errors (each step weighs the same,
+however long it takes), solved under the condition that no coefficient is negative: with three of them, by trying each
+set of those that are not zero.
+"""
+
+from itertools import combinations
+
+from pdserve.perfmodel.curve import Curve
+
+_SUBSETS = tuple(subset for size in (3, 2, 1) for subset in combinations(range(3), size))
+_ANCHOR = 1e-4  # pull towards the present curve, where the steps seen lately do not tell coefficients apart
+_ERROR_WEIGHT = 0.05  # of the latest step in the running mean of relative errors
+_OUTLIER = 5.0  # a step that took so many times the expected is a hiccup, and counts as one so long
+
+_Row = tuple[float, float, float]
+Point = tuple[float, float]  # each, context
+
+
+class Fit:
+    """A curve that follows what is observed."""
+
+    def __init__(self, start: Curve, points: tuple[Point, ...], forgetting: float = 0.99, weight: float = 4.0) -> None:
+        """Begin with a curve, believed as much as `weight` steps at each of the points."""
+        self.curve = start
+        self.relative_error = 0.0  # running mean of |predicted - observed| / observed
+        self.num_observed = 0
+        self._forgetting = forgetting
+        self._products = [[0.0] * 3 for _ in range(3)]
+        self._sums = [0.0] * 3
+        self._num_unsolved = 0
+        for each, context in points:
+            self._add(each, context, start.seconds(each, context), weight)
+
+    def observe(self, each: float, context: float, seconds: float) -> None:
+        """Take in one step."""
+        if seconds <= 0:
+            return
+        predicted_s = self.curve.seconds(each, context)
+        error = min(1.0, abs(predicted_s - seconds) / seconds)
+        weight = _ERROR_WEIGHT if self.num_observed else 1.0
+        self.relative_error += weight * (error - self.relative_error)
+        if self.num_observed > 64 and predicted_s > 0:
+            seconds = min(seconds, _OUTLIER * predicted_s)
+        self._decay()
+        self._add(each, context, seconds, 1.0)
+        self.num_observed += 1
+        self._num_unsolved += 1
+        if self._num_unsolved >= (2 if self.num_observed < 64 else 16):
+            self._solve()
+
+    def _decay(self) -> None:
+        keep = self._forgetting
+        self._products = [[keep * value for value in row] for row in self._products]
+        self._sums = [keep * value for value in self._sums]
+
+    def _add(self, each: float, context: float, seconds: float, weight: float) -> None:
+        row: _Row = (1.0 / seconds, each / seconds, context / seconds)
+        for i, left in enumerate(row):
+            self._sums[i] += weight * left
+            for j, right in enumerate(row):
+                self._products[i][j] += weight * left * right
+
+    def _solve(self) -> None:
+        """Move the curve to the best one without negative coefficients."""
+        self._num_unsolved = 0
+        scale = [self._products[i][i] ** 0.5 or 1.0 for i in range(3)]
+        now = (self.curve.step_s, self.curve.each_s, self.curve.context_s)
+        products = [[self._products[i][j] / (scale[i] * scale[j]) for j in range(3)] for i in range(3)]
+        sums = [self._sums[i] / scale[i] + _ANCHOR * now[i] * scale[i] for i in range(3)]
+        for i in range(3):
+            products[i][i] += _ANCHOR
+        best, best_loss = None, 0.0  # all zero has no loss below that
+        for subset in _SUBSETS:
+            solved = _solve_subset(products, sums, subset)
+            if solved is None or min(solved) < 0:
+                continue
+            loss = -sum(sums[i] * solved[i] for i in subset)
+            if loss < best_loss:
+                best, best_loss = solved, loss
+        if best is not None:
+            self.curve = Curve(best[0] / scale[0], best[1] / scale[1], best[2] / scale[2])
+
+
+def _solve_subset(products: list[list[float]], sums: list[float], subset: tuple[int, ...]) -> list[float] | None:
+    """Solve for these coefficients with the others zero, by elimination; None where they cannot be told apart."""
+    rows = [[*(products[i][j] for j in subset), sums[i]] for i in subset]
+    size = len(subset)
+    for k in range(size):
+        if abs(rows[k][k]) < 1e-12:
+            return None
+        for i in range(size):
+            if i != k:
+                factor = rows[i][k] / rows[k][k]
+                rows[i] = [value - factor * pivot for value, pivot in zip(rows[i], rows[k], strict=True)]
+    solved = [0.0] * 3
+    for k, i in enumerate(subset):
+        solved[i] = rows[k][size] / rows[k][k]
+    return solved

@@ -1,0 +1,106 @@
+"""A worker pool's performance, learnt from its step reports. Pure.
+
+Used by the router for each prediction, and by whoever plans capacity.
+"""
+
+from math import ceil
+
+from pdserve.perfmodel.curve import Curve, Step, StepCosts, attention_work
+from pdserve.perfmodel.fit import Fit, Point
+
+ENOUGH_STEPS = 32  # observed before predictions are worth refusing requests for
+STALE_S = 10.0  # without a step, a model may be wrong about the present: nothing is refused on its word
+
+_PROMPTS = (64, 512, 4096)
+_BATCHES: tuple[Point, ...] = ((1.0, 512.0), (16.0, 8192.0), (64.0, 65536.0), (128.0, 65536.0))
+
+# For a pool that nothing is known of: a mid-size model on one accelerator. Only the first seconds depend on it.
+UNKNOWN = StepCosts(Curve(0.01, 5e-5, 1e-9), ())
+_UNKNOWN_DECODE = Curve(0.01, 1e-4, 1e-7)
+
+
+class LearntCosts:
+    """Step times of the workers of one pool."""
+
+    def __init__(self, start: StepCosts | None = None) -> None:
+        start = start or UNKNOWN
+        decode = start.decode[0].curve if start.decode else _UNKNOWN_DECODE
+        self._prefill = Fit(start.prefill, tuple((float(n), float(attention_work(n, 0))) for n in _PROMPTS))
+        self._decode = Fit(decode, _BATCHES)
+        self._observed_s = float("-inf")
+
+    @property
+    def prefill(self) -> Curve:
+        return self._prefill.curve
+
+    @property
+    def decode(self) -> Curve:
+        return self._decode.curve
+
+    @property
+    def prefill_error(self) -> float:
+        return self._prefill.relative_error
+
+    @property
+    def decode_error(self) -> float:
+        return self._decode.relative_error
+
+    def observe(self, step: Step, elapsed_s: float, now_s: float) -> None:
+        """Take in one step. Of one that does both, the prefill's part is what decoding does not explain."""
+        self._observed_s = now_s
+        if not step.prefill_tokens:
+            self._decode.observe(step.sequences, step.kv_tokens, elapsed_s)
+            return
+        if step.sequences:
+            decode = self._decode.curve
+            shared_s = decode.marginal_s(step.sequences, step.kv_tokens) + max(0.0, decode.step_s - self.prefill.step_s)
+            if shared_s > 0.5 * elapsed_s:
+                return  # too little of it is the prefill's
+            elapsed_s -= shared_s
+        self._prefill.observe(step.prefill_tokens, step.prefill_work, elapsed_s)
+
+    def knows_prefill(self, now_s: float) -> bool:
+        """Return whether requests may be refused on these predictions."""
+        return self._prefill.num_observed >= ENOUGH_STEPS and now_s - self._observed_s < STALE_S
+
+    def knows_decode(self, now_s: float) -> bool:
+        return self._decode.num_observed >= ENOUGH_STEPS and now_s - self._observed_s < STALE_S
+
+    def prefill_s(self, num_tokens: float, work: float, budget: int) -> float:
+        """Return how long prompts take together, `budget` tokens to a step."""
+        if num_tokens <= 0:
+            return 0.0
+        curve = self._prefill.curve
+        return curve.step_s * ceil(num_tokens / budget) + curve.marginal_s(num_tokens, work)
+
+    def decode_s(self, sequences: float, kv_tokens: float) -> float:
+        """Return how long a decode step takes."""
+        return self._decode.curve.seconds(sequences, kv_tokens)
+
+
+class LearntLinks:
+    """Bandwidth between pairs of workers, from the hand-offs they report."""
+
+    def __init__(self, start_bytes_per_s: float = 5e9, latency_s: float = 0.001) -> None:
+        self._start = start_bytes_per_s
+        self._latency_s = latency_s
+        self._measured: dict[tuple[str, str], float] = {}  # by names of prefill and decode worker
+
+    def observe(self, pair: tuple[str, str], num_bytes: int, seconds: float) -> None:
+        """Take in one hand-off. Small ones tell of latency alone."""
+        if num_bytes < 1 << 16 or seconds <= 0:
+            return
+        rate = num_bytes / seconds
+        before = self._measured.get(pair)
+        self._measured[pair] = rate if before is None else before + 0.1 * (rate - before)
+
+    def bytes_per_s(self, pair: tuple[str, str]) -> float:
+        return self._measured.get(pair, self._start)
+
+    def transfer_s(self, pair: tuple[str, str], num_bytes: float) -> float:
+        """Return how long a hand-off takes on an idle link."""
+        return self._latency_s + num_bytes / self.bytes_per_s(pair)
+
+    def forget(self, worker: str) -> None:
+        """Drop what concerns a worker that has left."""
+        self._measured = {pair: rate for pair, rate in self._measured.items() if worker not in pair}

@@ -1,0 +1,153 @@
+"""Fits, learnt costs and profiles."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+from pdserve.errors import ConfigError
+from pdserve.perfmodel.curve import Curve, DecodePiece, Step, StepCosts, attention_work
+from pdserve.perfmodel.fit import Fit
+from pdserve.perfmodel.model import ENOUGH_STEPS, STALE_S, LearntCosts, LearntLinks
+from pdserve.perfmodel.profile import read_profile
+
+TRUTH = Curve(0.02, 1e-4, 7e-9)
+WRONG = Curve(0.1, 1e-5, 0.0)
+PROFILE = Path(__file__).parents[2] / "pdserve/perfmodel/profiles/opt-13b-a100.yaml"
+
+
+def noisy(rng: random.Random, seconds: float) -> float:
+    return seconds * rng.uniform(0.95, 1.05)
+
+
+def taught(steps: int, seed: int = 0) -> Fit:
+    rng, fit = random.Random(seed), Fit(WRONG, ((64, 64**2), (4096, 4096**2)))
+    for _ in range(steps):
+        tokens = rng.randrange(16, 4096)
+        work = attention_work(tokens, rng.choice([0, 2048]))
+        fit.observe(tokens, work, noisy(rng, TRUTH.seconds(tokens, work)))
+    return fit
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_wrong_start_is_forgotten_within_some_hundred_steps(seed: int) -> None:
+    curve = taught(400, seed).curve
+    for tokens in (32, 300, 3000):
+        expected_s = TRUTH.seconds(tokens, tokens**2)
+        assert curve.seconds(tokens, tokens**2) == pytest.approx(expected_s, rel=0.08)
+
+
+def test_it_follows_a_machine_that_becomes_slower() -> None:
+    fit = taught(400)
+    for _ in range(600):
+        fit.observe(500, 500**2, 2 * TRUTH.seconds(500, 500**2))
+    assert fit.curve.seconds(500, 500**2) == pytest.approx(2 * TRUTH.seconds(500, 500**2), rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_coefficient_is_ever_negative(seed: int) -> None:
+    rng, fit = random.Random(seed), Fit(WRONG, ((64, 64**2),))
+    for _ in range(200):
+        fit.observe(rng.randrange(1, 100), rng.randrange(1, 100), rng.uniform(0.001, 1.0))
+        assert min(fit.curve.step_s, fit.curve.each_s, fit.curve.context_s) >= 0
+
+
+def test_steps_that_are_all_alike_leave_a_finite_curve_that_predicts_them() -> None:
+    fit = Fit(WRONG, ((64, 64**2),))
+    for _ in range(3000):
+        fit.observe(100, 100, 0.05)
+    assert fit.curve.seconds(100, 100) == pytest.approx(0.05, rel=0.01)
+
+
+def test_it_knows_how_wrong_it_is() -> None:
+    rng, fit = random.Random(0), taught(300)
+    assert fit.relative_error < 0.1
+    for _ in range(40):
+        fit.observe(1000, 1000**2, rng.choice([0.5, 2.0]) * TRUTH.seconds(1000, 1000**2))
+    assert fit.relative_error > 0.3
+
+
+def test_one_hiccup_does_not_move_it_much() -> None:
+    fit = taught(400)
+    before_s = fit.curve.seconds(1000, 1000**2)
+    fit.observe(1000, 1000**2, 50 * before_s)
+    for _ in range(16):
+        fit.observe(1000, 1000**2, before_s)
+    assert fit.curve.seconds(1000, 1000**2) == pytest.approx(before_s, rel=0.1)
+
+
+def test_chunks_of_a_prompt_add_up_to_its_whole() -> None:
+    assert attention_work(300, 0) + attention_work(200, 300) + attention_work(12, 500) == attention_work(512, 0)
+
+
+def test_a_step_that_does_both_reads_the_weights_once() -> None:
+    costs = StepCosts(Curve(0.02, 1e-4, 0.0), (DecodePiece(95, Curve(0.03, 1e-3, 0.0)), DecodePiece(None, TRUTH)))
+    assert costs.seconds(Step(prefill_tokens=100)) == pytest.approx(0.03)
+    assert costs.seconds(Step(sequences=10)) == pytest.approx(0.04)
+    assert costs.seconds(Step(prefill_tokens=100, sequences=10)) == pytest.approx(0.05)
+    assert costs.decode_curve(96) is TRUTH
+
+
+def test_prefill_is_learnt_from_steps_that_also_decode() -> None:
+    rng, costs = random.Random(1), StepCosts(TRUTH, (DecodePiece(None, Curve(0.01, 1e-4, 1e-7)),))
+    learnt = LearntCosts()
+    for _ in range(400):
+        decoding = Step(sequences=rng.randrange(1, 20), kv_tokens=rng.randrange(1, 20_000))
+        learnt.observe(decoding, costs.seconds(decoding), 0.0)
+        tokens = rng.randrange(100, 2000)
+        both = Step(tokens, tokens**2, decoding.sequences, decoding.kv_tokens)
+        learnt.observe(both, costs.seconds(both), 0.0)
+    assert learnt.prefill_s(1000, 1000**2, 4096) == pytest.approx(TRUTH.seconds(1000, 1000**2), rel=0.1)
+    assert learnt.decode_s(8, 8000) == pytest.approx(costs.seconds(Step(sequences=8, kv_tokens=8000)), rel=0.05)
+
+
+def test_requests_are_not_refused_on_the_word_of_a_new_or_stale_model() -> None:
+    learnt = LearntCosts()
+    for i in range(ENOUGH_STEPS):
+        assert not learnt.knows_decode(i * 0.1)
+        learnt.observe(Step(sequences=1, kv_tokens=10), 0.01, i * 0.1)
+    assert learnt.knows_decode(4.0)
+    assert not learnt.knows_decode(4.0 + STALE_S)
+
+
+def test_bandwidth_is_that_of_the_pair() -> None:
+    links = LearntLinks(1e9, 0.001)
+    links.observe(("p0", "d0"), 10_000_000, 0.001)
+    links.observe(("p0", "d1"), 100, 1.0)
+    assert links.transfer_s(("p0", "d0"), 1e9) == pytest.approx(0.101)
+    assert links.transfer_s(("p0", "d1"), 1e9) == pytest.approx(1.001)
+    links.forget("d0")
+    assert links.bytes_per_s(("p0", "d0")) == 1e9
+
+
+def test_the_shipped_profile_is_distserves() -> None:
+    profile = read_profile(PROFILE)
+    costs = profile.configuration(1).costs()
+    assert costs.seconds(Step(prefill_tokens=1000, prefill_work=1000**2)) == pytest.approx(0.1271, rel=1e-3)
+    assert costs.seconds(Step(sequences=32, kv_tokens=32_000)) == pytest.approx(0.04123, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ("kv_tokens: 66144", "kv_tokens: many", "line 13: configurations.0.kv_tokens"),
+        ("kv_bytes_per_token: 819200", "", "kv_bytes_per_token: Field required"),
+        ("token_s: 0.0001019120", "token_s: -1", "configurations.0.prefill.token_s"),
+        ("link:", "links:", "link"),
+        ("tp: 1", "tp: [", "line"),
+    ],
+)
+def test_a_broken_profile_names_file_line_and_field(tmp_path: Path, old: str, new: str, told: str) -> None:
+    text = PROFILE.read_text()
+    assert old in text
+    broken = tmp_path / "broken.yaml"
+    broken.write_text(text.replace(old, new, 1))
+    with pytest.raises(ConfigError) as caught:
+        read_profile(broken)
+    assert "broken.yaml" in str(caught.value)
+    assert told in str(caught.value)
+
+
+def test_an_unmeasured_degree_names_those_that_are() -> None:
+    with pytest.raises(ConfigError, match=r"tp: 3 .* \[1, 2, 4\]"):
+        read_profile(PROFILE).configuration(3)
