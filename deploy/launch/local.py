@@ -20,7 +20,7 @@ from pdserve.launch.backoff import Backoff
 from pdserve.launch.folder import choose_port, claimed_folder, write_secret
 from pdserve.launch.plan import ClusterSpec, Wiring, plan
 from pdserve.launch.state import ClusterState, write_atomically
-from pdserve.launch.supervisor import ChildExit, Supervisor
+from pdserve.launch.supervisor import ChildExit, Stage, Supervisor
 from pdserve.launch.threads import child_environment, usable_cores
 from pdserve.proto.v1 import admin_pb2 as admin
 
@@ -28,7 +28,7 @@ PUBLIC_PORT = 50051
 REPORT_TIMEOUT_S = 60.0
 RECONNECT_S = 0.2
 MAX_RESTARTS_BEFORE_READY = 3
-DRAIN_GRACE_S = {"router": 40.0, "prefill": 10.0, "decode": 10.0}  # the router first: it finishes what runs
+DRAIN = (Stage(("router",), 40.0), Stage(("prefill", "decode"), 10.0))  # the router finishes what runs
 
 
 class LaunchError(Exception):
@@ -61,7 +61,7 @@ class LocalCluster:
 
     async def stop(self) -> None:
         """Let running requests finish, then end every process."""
-        await self._supervisor.stop(DRAIN_GRACE_S)
+        await self._supervisor.stop(DRAIN)
 
     def kill(self) -> None:
         """End every process now."""

@@ -17,7 +17,7 @@ from pdserve.errors import ConfigError
 from pdserve.ids import Incarnation, new_incarnation
 from pdserve.launch.backoff import Backoff
 from pdserve.launch.plan import ChildSpec
-from pdserve.launch.state import ProcessState
+from pdserve.launch.state import ProcessState, Role
 
 NEVER_STARTED = Incarnation(0)
 CONFIG_EXIT_STATUS = 2  # a process refuses its configuration; at its first start, another one would not help
@@ -31,6 +31,14 @@ class ChildExit:
     incarnation: Incarnation
     status: int  # exit status, or minus the signal that ended it
     restart_in_s: float | None  # None: it is not started again
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Children that are asked to end together, and how long they may take."""
+
+    roles: tuple[Role, ...]
+    grace_s: float
 
 
 @dataclass(slots=True)
@@ -97,14 +105,14 @@ class Supervisor:
         finally:
             self.kill()
 
-    async def stop(self, grace_s: Mapping[str, float]) -> None:
-        """Ask the children to end, role after role as in `grace_s`; kill what does not in its time."""
+    async def stop(self, stages: Sequence[Stage]) -> None:
+        """Ask the children to end, stage after stage; kill what does not in its time."""
         self._stopping.set()
-        for role, seconds in grace_s.items():
-            leaving = [child for child in self._children if child.spec.role == role]
+        for stage in stages:
+            leaving = [child for child in self._children if child.spec.role in stage.roles]
             _signal(leaving, signal.SIGTERM)
             try:
-                async with asyncio.timeout(seconds):
+                async with asyncio.timeout(stage.grace_s):
                     for child in leaving:
                         await child.ended.wait()
             except TimeoutError:

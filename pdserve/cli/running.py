@@ -76,7 +76,7 @@ async def serve_until_signal(spec: ClusterSpec, terminal: Terminal, ready_file: 
             for number in (signal.SIGINT, signal.SIGTERM):
                 asyncio.get_running_loop().add_signal_handler(number, _on_signal, cluster, stopping)
             if await until_ready(cluster, terminal, stopping):
-                terminal.notice(ready_line(cluster, terminal.status))
+                terminal.notice(f"{ready_line(cluster, terminal.status)} | Ctrl-C stops")
                 if ready_file is not None:
                     write_atomically(ready_file, cluster.state.model_dump_json(indent=2) + "\n")
                 await stopping.wait()
@@ -98,7 +98,7 @@ def ready_line(cluster: LocalCluster, status: admin.ClusterStatus) -> str:
         _pool(name, [w.registration for w in status.workers if w.registration.role == role])
         for name, role in (("prefill", link.ROLE_PREFILL), ("decode", link.ROLE_DECODE))
     )
-    return f"ready: {state.model} at {state.endpoint} (gRPC) | {pools} | Ctrl-C stops"
+    return f"ready: {state.model} at {state.endpoint} (gRPC) | {pools}"
 
 
 def _pool(name: str, workers: list[link.Register]) -> str:

@@ -16,7 +16,7 @@ from pdserve.errors import ConfigError
 from pdserve.launch.backoff import Backoff
 from pdserve.launch.plan import ChildSpec
 from pdserve.launch.state import ProcessState, Role
-from pdserve.launch.supervisor import ChildExit, Supervisor
+from pdserve.launch.supervisor import ChildExit, Stage, Supervisor
 
 AT_ONCE = Backoff(first_s=0.0, longest_s=0.0)
 SLEEP = "import time; time.sleep(600)"
@@ -110,7 +110,7 @@ async def test_the_incarnation_is_told_to_workers_and_not_to_the_router(tmp_path
         assert router.incarnation != prefill.incarnation
 
 
-async def test_stopping_goes_role_by_role_and_kills_what_does_not_listen(tmp_path: Path) -> None:
+async def test_stopping_goes_stage_by_stage_and_kills_what_does_not_listen(tmp_path: Path) -> None:
     children = [
         telling_child(tmp_path, "router", "router"),
         telling_child(tmp_path, "prefill-0", "prefill", first=IGNORE_TERM),
@@ -121,7 +121,7 @@ async def test_stopping_goes_role_by_role_and_kills_what_does_not_listen(tmp_pat
     async with supervised(supervisor, record):
         for name in ("router", "prefill-0", "decode-0"):
             await told(tmp_path, name)
-        await supervisor.stop({"router": 20.0, "prefill": 0.1, "decode": 20.0})
+        await supervisor.stop((Stage(("router",), 20.0), Stage(("prefill", "decode"), 0.5)))
         await record.until(lambda: len(record.exits) == 3)
     ends = {exit_.spec.role: exit_.status for exit_ in record.exits}
     assert ends == {"router": -signal.SIGTERM, "prefill": -signal.SIGKILL, "decode": -signal.SIGTERM}
