@@ -64,7 +64,8 @@ class Delivery:
         if placement.prefill is not None:
             placement.prefill.prefilled(placement.key)
             self._take_ahead(request, placement, sequence, now_s)
-            self.release_prefill_when_done(request, placement)
+            if placement.running:
+                self.release_prefill_when_done(request, placement)
 
     def _take_ahead(self, request: Request, placement: Placement, sequence: Sequence, now_s: float) -> None:
         """Take the decode worker's tokens that came before the first one."""
