@@ -20,6 +20,8 @@ from pdserve.proto.v1.handoff_pb2_grpc import HandoffServiceServicer
 logger = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 5.0
+CUT = "its stream was cut"
+LAST_WORDS_S = 1.0  # for what is queued when a stream is ended here
 MAX_QUEUED = 4096  # messages to one peer
 MAX_GONE = 4096  # ended processes that are remembered, and refused
 
@@ -28,15 +30,17 @@ Response = handoff.HandoffServiceAttachResponse
 Context: TypeAlias = "grpc.aio.ServicerContext[Request, Response]"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Stream:
     peer: Peer
-    outbound: asyncio.Queue[Response] = field(default_factory=asyncio.Queue)
-    ended: asyncio.Future[str] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    outbound: asyncio.Queue[Response | None] = field(default_factory=asyncio.Queue)  # None: say nothing more
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    reason: str = CUT
 
     def end(self, reason: str) -> None:
-        if not self.ended.done():
-            self.ended.set_result(reason)
+        if not self.ended.is_set():
+            self.reason = reason
+            self.ended.set()
 
 
 class HandoffServicer(HandoffServiceServicer):
@@ -86,15 +90,14 @@ class HandoffServicer(HandoffServiceServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
             return
         stream = _Stream(peer)
-        reason = "its stream was cut"
         try:
             await self._welcome(stream)
-            reason = await self._attend(stream, request_iterator, context)
+            await self._attend(stream, request_iterator, context)
         finally:
             if self._streams.get(peer) is stream:
                 del self._streams[peer]
-                logger.info("%s: detached: %s", peer.worker_id, reason)
-                await self._sink(PeerLost(peer, reason))
+                logger.info("%s: detached: %s", peer.worker_id, stream.reason)
+                await self._sink(PeerLost(peer, stream.reason))
 
     def _check(self, hello: wire.Hello) -> Peer:
         """Return who says hello; ProtocolError names what differs."""
@@ -132,17 +135,20 @@ class HandoffServicer(HandoffServiceServicer):
         logger.info("%s: attached, incarnation %016x", peer.worker_id, peer.incarnation)
         await self._sink(PeerAttached(peer))
 
-    async def _attend(self, stream: _Stream, messages: AsyncIterator[Request], context: Context) -> str:
-        """Read and write until the stream ends; return why."""
+    async def _attend(self, stream: _Stream, messages: AsyncIterator[Request], context: Context) -> None:
+        """Read and write until the stream ends."""
+        name = f"handoff {stream.peer.worker_id}"
         async with asyncio.TaskGroup() as tasks:
-            both = (
-                tasks.create_task(self._read(stream, messages), name=f"handoff {stream.peer.worker_id} reader"),
-                tasks.create_task(_write(stream, context), name=f"handoff {stream.peer.worker_id} writer"),
-            )
-            reason = await stream.ended
-            for task in both:
-                task.cancel()
-        return reason
+            reader = tasks.create_task(self._read(stream, messages), name=f"{name} reader")
+            writer = tasks.create_task(_write(stream, context), name=f"{name} writer")
+            await stream.ended.wait()
+            reader.cancel()
+            stream.outbound.put_nowait(None)
+            await asyncio.wait([writer], timeout=LAST_WORDS_S)
+            cut = writer.cancel()
+        if cut:
+            # A write that is stuck leaves no room for a status; gRPC cuts a call whose handler is cancelled.
+            raise asyncio.CancelledError
 
     async def _read(self, stream: _Stream, messages: AsyncIterator[Request]) -> None:
         async for message in messages:
@@ -167,5 +173,9 @@ async def _first(messages: AsyncIterator[Request]) -> wire.Hello:
 
 
 async def _write(stream: _Stream, context: Context) -> None:
-    while True:
-        await context.write(await stream.outbound.get())
+    while (message := await stream.outbound.get()) is not None:
+        try:
+            await context.write(message)
+        except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
+            stream.end(CUT)
+            return
