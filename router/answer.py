@@ -1,6 +1,6 @@
 """One request's answer on its way to the client: text made of tokens, coalesced while the client is slow.
 
-What waits is bounded: an answer that holds more than its limit says so, and takes no more.
+What waits is bounded: an answer that holds more than its limit when more comes says so, and takes no more.
 """
 
 import asyncio
@@ -44,6 +44,9 @@ class Answer:
         output = self._outputs[index]
         if output is None:
             return None  # decoded before the workers heard of the stop string
+        if self._unsent_bytes > self._max_unsent_bytes:
+            self.was_cut_off = True
+            return ClientTooSlow(self.request_id, self._max_unsent_bytes)
         delta = self._unsent.get(index)
         if delta is None:
             delta = self._unsent[index] = inference.SequenceDelta(index=index)
@@ -61,8 +64,6 @@ class Answer:
             delta.finish_reason = inference.FinishReason.ValueType(finish_reason)
             self._outputs[index] = None
         self._news.set()
-        if self._unsent_bytes > self._max_unsent_bytes:
-            return ClientTooSlow(self.request_id, self._max_unsent_bytes)
         return StopStringFound(self.request_id, index) if stop is not None else None
 
     def _add(self, delta: inference.SequenceDelta, command: Deliver, num_tokens: int, text: str) -> None:
@@ -82,9 +83,8 @@ class Answer:
     def end(self, outcome: Finished | Refused) -> None:
         """Note the request's end. A client that reads too slowly does not get to read what waits."""
         self._outcome = outcome
-        if self._unsent_bytes > self._max_unsent_bytes:
+        if self.was_cut_off:
             self._unsent.clear()
-            self.was_cut_off = True
             if self.writer is not None:
                 self.writer.cancel()
         self._news.set()

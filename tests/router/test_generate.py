@@ -1,21 +1,204 @@
-"""Answers, as a client of a real router sees them."""
+"""Answers, as clients of a real router see them."""
 
-from collections.abc import AsyncIterable
-from typing import TYPE_CHECKING
+import asyncio
+
+import grpc
+import pytest
+from router_fakes import MODEL, TOKENIZER, StartRouter, collect, error_of, text_of, token_of, tokens_in, tokens_of
 
 from pdserve.proto.v1 import inference_pb2 as inference
-
-if TYPE_CHECKING:
-    from tests.router.conftest import StartRouter
+from pdserve.proto.v1 import link_pb2 as link
 
 
-async def collect(call: AsyncIterable[inference.GenerateResponse]) -> list[inference.GenerateResponse]:
-    return [reply async for reply in call]
+def ids(text: str) -> list[int]:
+    return TOKENIZER.encode(text, add_special=False)
 
 
-async def test_an_answer_is_the_fake_models(start_router: "StartRouter") -> None:
+async def test_text_comes_back_with_usage_and_ledger(start_router: StartRouter) -> None:
     router = await start_router()
     await router.pair()
-    request = inference.GenerateRequest(text="hello", sampling=inference.SamplingParams(max_tokens=5))
-    replies = await collect(router.inference.Generate(request))
-    print(replies)
+    replies = await collect(router.generate(text="hello", max_tokens=6))
+    expected = tokens_of(ids("hello"), 6)
+    assert tokens_in(replies) == expected
+    assert text_of(replies) == TOKENIZER.decode(expected)
+    assert len({reply.request_id for reply in replies}) == 1
+    last = replies[-1]
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens, last.usage.cached_tokens) == (5, 6, 1)
+    assert (last.ledger.prefill_worker, last.ledger.decode_worker, last.ledger.attempts) == ("p0", "d0", 1)
+    assert (last.ledger.handoff_bytes, last.ledger.handoff_ms) == (4096, 1.5)
+    at_ms = [step.at_ms for step in last.ledger.steps]
+    assert at_ms == sorted(at_ms)
+    assert {step.name: step.at_ms for step in last.ledger.steps}["first_token"] == last.ledger.ttft_ms
+
+
+async def test_the_three_forms_of_a_prompt_reach_the_workers_as_token_ids(start_router: StartRouter) -> None:
+    router = await start_router()
+    prefill, _ = await router.pair()
+    message = inference.ChatMessage(role="user", content="hi")
+    await collect(router.generate(text="user: hi\nassistant:", max_tokens=2))
+    await collect(router.generate(token_ids=inference.TokenIds(ids=ids("user: hi\nassistant:")), max_tokens=2))
+    await collect(router.generate(chat=inference.Chat(messages=[message]), max_tokens=2))
+    prompts = [list(sent.spec.token_ids) for sent in prefill.prefills]
+    assert prompts == [ids("user: hi\nassistant:")] * 3
+
+
+async def test_workers_are_told_every_sampling_field(start_router: StartRouter) -> None:
+    router = await start_router()
+    prefill, decode = await router.pair()
+    asked = {"temperature": 0.5, "logit_bias": {3: 1.5}, "tenant": "acme", "priority": 2}
+    await collect(router.generate(text="a", timeout_s=None, **asked))
+    spec = prefill.prefills[0].spec
+    assert spec == decode.decodes[0].spec
+    assert {field.name for field, _ in spec.sampling.ListFields()} >= {
+        "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+        "seed", "max_tokens", "min_tokens", "n", "logit_bias",
+    }  # fmt: skip
+    assert (spec.sampling.max_tokens, spec.sampling.temperature, spec.sampling.logit_bias[3]) == (16, 0.5, 1.5)
+    assert (spec.cache_salt, spec.priority) == ("acme", 2)
+    assert 590_000 < spec.deadline_ms <= 600_000
+    assert (decode.decodes[0].prefill_worker_id, prefill.prefills[0].decode_worker_id) == ("p0", "d0")
+
+
+async def test_two_requests_without_a_seed_get_different_ones(start_router: StartRouter) -> None:
+    router = await start_router()
+    prefill, _ = await router.pair()
+    for seed in ({}, {}, {"seed": 7}):
+        await collect(router.generate(text="a", max_tokens=1, **seed))
+    first, second, third = (sent.spec.sampling.seed for sent in prefill.prefills)
+    assert first != second
+    assert third == 7
+
+
+async def test_several_continuations_come_apart_again(start_router: StartRouter) -> None:
+    router = await start_router()
+    prefill, _ = await router.pair()
+    replies = await collect(router.generate(text="hello", max_tokens=5, n=3))
+    for index in range(3):
+        assert tokens_in(replies, index) == tokens_of(ids("hello"), 5, index)
+    assert len(prefill.prefills) == 1
+    assert replies[-1].usage.completion_tokens == 15
+
+
+async def test_a_stop_string_across_tokens_ends_the_text_before_it(start_router: StartRouter) -> None:
+    router = await start_router()
+    prefill, decode = await router.pair()
+    answer = TOKENIZER.decode(tokens_of(ids("hello"), 30))
+    stop = answer[10:13]
+    replies = await collect(router.generate(text="hello", max_tokens=30, stop=["absent", stop], n=2))
+    before, _, _ = answer.partition(stop)
+    assert text_of(replies) == before
+    assert len(tokens_in(replies)) == len(before) + len(stop)
+    (end,) = [delta for reply in replies for delta in reply.deltas if delta.index == 0 and delta.finish_reason]
+    assert (end.finish_reason, end.stop_match) == (inference.FINISH_REASON_STOP, stop)
+    assert tokens_in(replies, 1) == tokens_of(ids("hello"), 30, 1), "the other continuation goes on"
+    await decode.until(lambda: any(list(cancel.indices) == [0] for cancel in decode.cancels))
+
+
+async def test_logprobs_pass_through(start_router: StartRouter) -> None:
+    router = await start_router()
+    prefill, decode = await router.pair()
+    prefill.logprobs_per_token = decode.logprobs_per_token = 2
+    replies = await collect(router.generate(text="a", max_tokens=3, logprobs=2))
+    logprobs = [entry for reply in replies for delta in reply.deltas for entry in delta.logprobs]
+    assert [(entry.chosen, len(entry.top)) for entry in logprobs] == [(-0.5, 2)] * 3
+
+
+async def test_a_client_that_cancels_frees_both_workers(start_router: StartRouter) -> None:
+    router = await start_router()
+    prefill, decode = await router.pair()
+    prefill.is_paused = True
+    call = router.generate(text="hello", max_tokens=5)
+    await decode.until(lambda: bool(decode.decodes))
+    call.cancel()
+    for worker in (prefill, decode):
+        await worker.until(lambda worker=worker: len(worker.cancels) == 1)
+        assert worker.cancels[0].request_id == prefill.prefills[0].spec.request_id
+
+
+async def test_the_deadline_of_the_request_ends_it(start_router: StartRouter) -> None:
+    router = await start_router()
+    prefill, decode = await router.pair()
+    decode.max_step = 2
+    call = router.generate(text="hello", max_tokens=9, deadline_ms=300)
+    code, message = await error_of(call)
+    assert (code, message) == (grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed after 3 tokens")
+    await decode.until(lambda: len(decode.cancels) == 1)
+    assert prefill.prefills[0].spec.deadline_ms <= 300
+
+
+async def test_the_deadline_of_the_call_ends_the_request(start_router: StartRouter) -> None:
+    router = await start_router()
+    _, decode = await router.pair()
+    decode.is_paused = True
+    code, _ = await error_of(router.generate(text="hello", max_tokens=9, timeout_s=0.3))
+    assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert decode.decodes[0].spec.deadline_ms <= 300
+    await decode.until(lambda: len(decode.cancels) == 1)
+
+
+async def test_a_slow_reader_is_cut_off_and_nobody_else_waits(start_router: StartRouter) -> None:
+    router = await start_router(max_unsent_bytes=32768)
+    prefill, decode = await router.pair()
+    prefill.logprobs_per_token = decode.logprobs_per_token = 1024  # fills the connection's own buffers soon
+    slow = router.generate(text="slow", max_tokens=1500, timeout_s=None)
+    await decode.until(lambda: any(cancel.request_id for cancel in decode.cancels))
+    await router.until_idle()
+    prefill.logprobs_per_token = decode.logprobs_per_token = 0
+    replies = await collect(router.generate(text="quick", max_tokens=5))
+    assert tokens_in(replies) == tokens_of(ids("quick"), 5)
+    code, message = await error_of(slow)
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert message == "client reads too slowly: 32768 bytes of its answer wait"
+
+
+async def test_tokens_that_wait_for_the_client_come_in_one_reply(start_router: StartRouter) -> None:
+    router = await start_router()
+    prefill, decode = await router.pair()
+    decode.is_paused = True
+    call = router.generate(text="a", max_tokens=4)
+    await decode.until(lambda: bool(decode.decodes))
+    spec = decode.decodes[0].spec
+    await call.read()
+    deltas = [decode.delta(spec, 0, position, is_last=position == 3) for position in (1, 2, 3)]
+    await decode.step(deltas)
+    reply = await call.read()
+    assert isinstance(reply, inference.GenerateResponse)
+    assert list(reply.deltas[0].token_ids) == [token_of(ids("a"), 0, position) for position in (1, 2, 3)]
+    assert reply.HasField("ledger")
+    assert await call.read() is grpc.aio.EOF
+    del prefill
+
+
+async def test_requests_over_the_limits_are_refused_and_held_ones_served(start_router: StartRouter) -> None:
+    router = await start_router(max_num_requests=1, max_num_held=1)
+    prefill, _ = await router.pair()
+    prefill.is_paused = True
+    first = router.generate(text="a", max_tokens=1)
+    await prefill.until(lambda: len(prefill.prefills) == 1)
+    second = asyncio.ensure_future(collect(router.generate(text="b", max_tokens=1)))
+    await router.until_status(lambda status: status.num_held == 1)
+    code, message = await error_of(router.generate(text="c", max_tokens=1))
+    assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert message.startswith("max_num_requests: 1 requests run, max_num_held: 1 more wait")
+    prefill.is_paused = False
+    first.cancel()
+    assert tokens_in(await second) == tokens_of(ids("b"), 1)
+
+
+async def test_the_models_are_listed(start_router: StartRouter) -> None:
+    router = await start_router(has_chat=False)
+    await router.pair()
+    reply = await router.inference.ListModels(inference.ListModelsRequest())
+    assert [(m.name, m.max_model_len, m.vocab_size, m.has_chat_template) for m in reply.models] == [
+        (MODEL, 2048, 256, False)
+    ]
+
+
+@pytest.mark.parametrize("role", [link.ROLE_PREFILL, link.ROLE_DECODE])
+async def test_without_a_worker_of_each_kind_requests_are_refused(start_router: StartRouter, role: link.Role) -> None:
+    router = await start_router()
+    await router.worker(role, "w")
+    await router.until_status(lambda status: len(status.workers) == 1)
+    code, message = await error_of(router.generate(text="a"))
+    missing = "decode" if role == link.ROLE_PREFILL else "prefill"
+    assert (code, message) == (grpc.StatusCode.UNAVAILABLE, f"no {missing} worker is ready")

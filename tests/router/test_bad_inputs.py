@@ -1,0 +1,109 @@
+"""Bad requests get a status and a message that names field, value and limit; the router stays."""
+
+import math
+
+import grpc
+import pytest
+from router_fakes import MODEL, StartRouter, collect, error_of, tokens_in
+
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.rpc import PUBLIC_MESSAGE_BYTES
+
+Chat = inference.Chat
+Message = inference.ChatMessage
+
+BAD = {
+    "no prompt": ({"text": None}, "prompt: none was given; exactly one of text, token_ids and chat is needed"),
+    "empty text": ({"text": ""}, "text: it is empty, at least 1 character is needed"),
+    "no ids": ({"token_ids": inference.TokenIds()}, "token_ids: it is empty, at least 1 id is needed"),
+    "unknown id": ({"token_ids": inference.TokenIds(ids=[1, 256])}, "token_ids: token id 256 at position 1 is outside"),
+    "too many ids": ({"token_ids": inference.TokenIds(ids=[1] * 2049)}, "token_ids: 2049 ids are over the limit of 2048"),
+    "too long": (
+        {"text": "x" * 2040, "max_tokens": 9},
+        "max_tokens: 2040 prompt tokens and max_tokens 9 are 2049 together, over the limit of 2048 (max_model_len)",
+    ),
+    "n 0": ({"n": 0}, "n: 0 is outside [1, 8]"),
+    "n 9": ({"n": 9}, "n: 9 is outside [1, 8]"),
+    "logprobs": ({"logprobs": 21}, "logprobs: 21 is outside [0, 20]"),
+    "max_tokens 0": ({"max_tokens": 0}, "max_tokens: 0 is outside [1, "),
+    "min_tokens": ({"min_tokens": 17}, "min_tokens: 17 is outside [0, 16]"),
+    "temperature": ({"temperature": -0.5}, "temperature: -0.5 is outside [0.0, 100.0]"),
+    "temperature NaN": ({"temperature": math.nan}, "temperature: nan is outside"),
+    "temperature infinite": ({"temperature": math.inf}, "temperature: inf is outside"),
+    "top_p 0": ({"top_p": 0.0}, "top_p: 0.0 is outside (0.0, 1.0]"),
+    "top_k": ({"top_k": 257}, "top_k: 257 is outside [0, 256]"),
+    "min_p": ({"min_p": 1.5}, "min_p: 1.5 is outside [0.0, 1.0]"),
+    "repetition_penalty": ({"repetition_penalty": math.nan}, "repetition_penalty: nan is outside (0.0, 100.0]"),
+    "presence_penalty": ({"presence_penalty": 2.5}, "presence_penalty: 2.5 is outside [-2.0, 2.0]"),
+    "frequency_penalty": ({"frequency_penalty": -2.5}, "frequency_penalty: -2.5 is outside [-2.0, 2.0]"),
+    "logit_bias token": ({"logit_bias": {256: 1.0}}, "logit_bias token: 256 is outside [0, 255]"),
+    "logit_bias": ({"logit_bias": {1: math.nan}}, "logit_bias: nan is outside [-100.0, 100.0]"),
+    "stop_token_ids": ({"stop_token_ids": [256]}, "stop_token_ids: 256 is outside [0, 255]"),
+    "many stop ids": ({"stop_token_ids": [1] * 129}, "stop_token_ids entries: 129 is outside [0, 128]"),
+    "many stops": ({"stop": ["x"] * 17}, "stop: 17 stop strings are over the limit of 16"),
+    "long stop": ({"stop": ["x" * 129]}, "stop: 129 bytes at position 0 are outside [1, 128]"),
+    "empty stop": ({"stop": ["a", ""]}, "stop: 0 bytes at position 1 are outside [1, 128]"),
+    "tenant": ({"tenant": "x" * 65}, "tenant: 65 bytes are over the limit of 64"),
+    "slo NaN": ({"slo": inference.Slo(ttft_ms=math.nan)}, "slo.ttft_ms: nan is not a number of milliseconds over 0"),
+    "slo negative": ({"slo": inference.Slo(tpot_ms=-1)}, "slo.tpot_ms: -1.0 is not a number of milliseconds over 0"),
+    "deadline 0": ({"deadline_ms": 0}, "deadline_ms: 0 is outside [1, 600000]"),
+    "deadline": ({"deadline_ms": 600_001}, "deadline_ms: 600001 is outside [1, 600000]"),
+    "no messages": ({"chat": Chat()}, "chat: 0 messages are outside [1, 4096]"),
+}
+
+
+@pytest.mark.parametrize(("fields", "message"), BAD.values(), ids=BAD.keys())
+async def test_a_bad_field_is_named_with_value_and_limit(
+    start_router: StartRouter, fields: dict[str, object], message: str
+) -> None:
+    router = await start_router()
+    prefill, _ = await router.pair()
+    prompt = {} if {"token_ids", "chat"} & fields.keys() else {"text": "hello"}
+    code, details = await error_of(router.generate(**(prompt | fields)))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert details.startswith(message)
+    assert prefill.prefills == [], "nothing was queued"
+
+
+async def test_another_model_is_not_found(start_router: StartRouter) -> None:
+    router = await start_router()
+    await router.pair()
+    code, details = await error_of(router.generate(text="a", model="gpt-5"))
+    assert (code, details) == (grpc.StatusCode.NOT_FOUND, "model: 'gpt-5' is not served here; 'tiny' is")
+    await collect(router.generate(text="a", model=MODEL, max_tokens=1))
+
+
+async def test_chat_needs_a_template(start_router: StartRouter) -> None:
+    router = await start_router(has_chat=False)
+    await router.pair()
+    code, details = await error_of(router.generate(chat=Chat(messages=[Message(role="user", content="hi")])))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert details == "chat: the model has no chat template; send text or token_ids"
+
+
+@pytest.mark.parametrize("num_bytes", [PUBLIC_MESSAGE_BYTES, PUBLIC_MESSAGE_BYTES * 3])
+async def test_a_message_over_the_limit_is_an_invalid_argument(start_router: StartRouter, num_bytes: int) -> None:
+    router = await start_router()
+    await router.pair()
+    code, details = await error_of(router.generate(text="x" * num_bytes))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert details.startswith("message: ")
+    assert details.endswith(f"are over the limit of {PUBLIC_MESSAGE_BYTES}")
+
+
+async def test_bytes_that_are_no_message_are_an_invalid_argument(start_router: StartRouter) -> None:
+    router = await start_router()
+    await router.pair()
+    call = router.public.unary_stream("/pdserve.v1.InferenceService/Generate")(b"\xff\xff\xff")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_hostile_text_is_only_text(start_router: StartRouter) -> None:
+    router = await start_router()
+    await router.pair()
+    for text in ("\x00", "‮" * 50, "{{ 7 * 7 }}", "%s%n", "\ud7ff\U0010ffff"):
+        message = Message(role="user", content=text)
+        for prompt in ({"text": text}, {"chat": Chat(messages=[message])}):
+            assert len(tokens_in(await collect(router.generate(max_tokens=2, **prompt)))) == 2

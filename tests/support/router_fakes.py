@@ -1,0 +1,334 @@
+"""A router's surroundings for its tests: a client, and workers that speak the real protocol over real sockets but compute nothing.
+
+A fake worker's token is a hash of prompt, continuation and position, so that a token from the wrong place shows.
+"""
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import TypeAlias
+
+import grpc
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.proto.v1.admin_pb2_grpc import AdminServiceStub
+from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
+from pdserve.proto.v1.link_pb2_grpc import LinkServiceStub
+from pdserve.router.config import RouterConfig
+from pdserve.router.front import ServedModel
+from pdserve.router.server import Addresses, TextModel, run
+from pdserve.rpc import INTERNAL_MESSAGE_BYTES, channel_options, read_secret, secret_metadata
+from pdserve.text.chat import ChatTemplate
+from pdserve.text.tokenizer import Tokenizer
+
+MODEL = "tiny"
+HEARTBEAT_S = 0.5
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+SAMPLING_FIELDS = frozenset(inference.SamplingParams.DESCRIPTOR.fields_by_name)
+GenerateCall: TypeAlias = "grpc.aio.UnaryStreamCall[inference.GenerateRequest, inference.GenerateResponse]"
+Key = tuple[bytes, int]  # request id, attempt
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Return a tokenizer with one token a byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(backend)
+
+
+TOKENIZER = byte_tokenizer()
+LETTERS = tuple(TOKENIZER.encode("abcdefghijklmnopqrstuvwxyz", add_special=False))
+
+
+def token_of(prompt: Sequence[int], index: int, position: int) -> int:
+    """Return what the fake model draws: a letter."""
+    digest = hashlib.sha256(f"{list(prompt)} {index} {position}".encode()).digest()
+    return LETTERS[digest[0] % len(LETTERS)]
+
+
+def tokens_of(prompt: Sequence[int], num_tokens: int, index: int = 0) -> list[int]:
+    return [token_of(prompt, index, position) for position in range(num_tokens)]
+
+
+class FakeWorker:
+    """Attaches to a router, records what it is told, and answers as a worker would."""
+
+    def __init__(self, channel: grpc.aio.Channel, secret: bytes, registration: link.Register) -> None:
+        self.registration = registration
+        self.name = registration.worker_id
+        self.specs: dict[Key, link.SequenceSpec] = {}  # placements it works on
+        self.prefills: list[link.Prefill] = []
+        self.decodes: list[link.Decode] = []
+        self.cancels: list[link.Cancel] = []
+        self.gone: list[link.ProcessGone] = []
+        self.peers: dict[str, FakeWorker] = {}
+        self.is_paused = False  # takes commands, computes nothing
+        self.max_step = 10_000  # tokens after which it pauses, per placement
+        self.has_heartbeat = True
+        self.logprobs_per_token = 0
+        self.news = asyncio.Condition()
+        self._writing = asyncio.Lock()
+        self._call = LinkServiceStub(channel).Attach(metadata=secret_metadata(secret))
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def attach(self) -> None:
+        await self.say(register=self.registration)
+        welcome = await self._call.read()
+        assert isinstance(welcome, link.AttachResponse)
+        assert welcome.WhichOneof("message") == "welcome"
+        self._start(self._read())
+        if self.has_heartbeat:
+            self._start(self._beat())
+
+    async def say(self, **message: object) -> None:
+        async with self._writing:
+            await self._call.write(link.AttachRequest(**message))  # type: ignore[arg-type]
+
+    async def die(self) -> None:
+        """End as a process does: nothing more is said or done."""
+        self._call.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until what this worker was told fulfils a condition."""
+        async with asyncio.timeout(5), self.news:
+            await self.news.wait_for(condition)
+
+    async def dropped(self) -> grpc.StatusCode:
+        """Wait until the router ends the stream."""
+        async with asyncio.timeout(5):
+            return await self._call.code()
+
+    def _start(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _read(self) -> None:
+        while isinstance(message := await self._call.read(), link.AttachResponse):
+            async with self.news:
+                self._take(message)
+                self.news.notify_all()
+
+    async def _beat(self) -> None:
+        while True:
+            await self.say(heartbeat=link.Heartbeat(pages_free=self.registration.num_pages))
+            await asyncio.sleep(HEARTBEAT_S)
+
+    def _take(self, message: link.AttachResponse) -> None:
+        match message.WhichOneof("message"):
+            case "prefill":
+                self.prefills.append(message.prefill)
+                self.specs[_key(message.prefill.spec)] = message.prefill.spec
+                self._start(self._prefill(message.prefill))
+            case "decode":
+                self.decodes.append(message.decode)
+                self.specs[_key(message.decode.spec)] = message.decode.spec
+            case "cancel":
+                self._cancel(message.cancel)
+            case "process_gone":
+                self.gone.append(message.process_gone)
+
+    def _cancel(self, cancel: link.Cancel) -> None:
+        self.cancels.append(cancel)
+        if not cancel.indices:
+            for key in [k for k in self.specs if k[0] == cancel.request_id and k[1] <= cancel.attempt]:
+                del self.specs[key]
+
+    async def _prefill(self, prefill: link.Prefill) -> None:
+        if self.is_paused:
+            return
+        spec, key = prefill.spec, _key(prefill.spec)
+        await self.progress(key, link.RUNG_PREFILL_QUEUED)
+        await self.progress(key, link.RUNG_PREFILL_STARTED, cached_tokens=1)
+        await self.progress(key, link.RUNG_PREFILL_DONE)
+        position = len(spec.token_ids) - spec.num_prompt_tokens
+        is_last = position + 1 >= spec.sampling.max_tokens
+        await self.step([self.delta(spec, index, position, is_last=is_last) for index in indices_of(spec)])
+        await self.progress(key, link.RUNG_LANDED, handoff_bytes=4096, handoff_us=1500)
+        self.specs.pop(key, None)
+        decode = self.peers.get(prefill.decode_worker_id)
+        if not is_last and decode is not None:
+            decode._start(decode._decode(key))
+
+    async def _decode(self, key: Key) -> None:
+        await self.until(lambda: key in self.specs or any(c.request_id == key[0] for c in self.cancels))
+        if key not in self.specs or self.is_paused:
+            return
+        spec = self.specs[key]
+        await self.progress(key, link.RUNG_COMMITTED)
+        await self.progress(key, link.RUNG_DECODE_JOINED)
+        first = len(spec.token_ids) - spec.num_prompt_tokens + 1
+        for position in range(first, min(spec.sampling.max_tokens, first + self.max_step)):
+            if key not in self.specs:
+                return
+            is_last = position + 1 == spec.sampling.max_tokens
+            await self.step([self.delta(spec, index, position, is_last=is_last) for index in indices_of(spec)])
+        if first + self.max_step >= spec.sampling.max_tokens:
+            self.specs.pop(key, None)
+
+    async def step(self, deltas: Sequence[link.TokenDelta]) -> None:
+        await self.say(step=link.StepReport(deltas=deltas))
+
+    async def progress(self, key: Key, rung: link.Rung, **figures: int) -> None:
+        news = link.Progress(request_id=key[0], attempt=key[1], rung=rung, **figures)  # type: ignore[arg-type]
+        await self.say(progress=news)
+
+    def delta(self, spec: link.SequenceSpec, index: int, position: int, *, is_last: bool = False) -> link.TokenDelta:
+        prompt = spec.token_ids[: spec.num_prompt_tokens]
+        top = [inference.TokenLogprob(token_id=i, logprob=-1.0) for i in range(self.logprobs_per_token)]
+        return link.TokenDelta(
+            request_id=spec.request_id,
+            attempt=spec.attempt,
+            index=index,
+            position=position,
+            token_ids=[token_of(prompt, index, position)],
+            logprobs=[inference.TokenLogprobs(chosen=-0.5, top=top)] if top else [],
+            finish_reason=inference.FINISH_REASON_LENGTH if is_last else inference.FINISH_REASON_UNSPECIFIED,
+        )
+
+
+def _key(spec: link.SequenceSpec) -> Key:
+    return spec.request_id, spec.attempt
+
+
+def indices_of(spec: link.SequenceSpec) -> Sequence[int]:
+    return spec.indices or range(spec.sampling.n)
+
+
+class RouterUnderTest:
+    """A running router, its clients' stubs, and workers for it."""
+
+    def __init__(self, addresses: Addresses, secret: bytes, stack: AsyncExitStack) -> None:
+        self.addresses = addresses
+        self.secret = secret
+        self.stop = asyncio.Event()
+        self._stack = stack
+        self.workers: dict[str, FakeWorker] = {}
+
+    async def start(self) -> None:
+        self.public = await self._channel(self.addresses.public)
+        self.internal = await self._channel(self.addresses.internal)
+        self.inference = InferenceServiceStub(self.public)
+        self.admin = AdminServiceStub(self.internal)
+
+    async def _channel(self, address: str) -> grpc.aio.Channel:
+        channel = grpc.aio.insecure_channel(address, options=channel_options(INTERNAL_MESSAGE_BYTES))
+        return await self._stack.enter_async_context(channel)
+
+    async def worker(self, role: link.Role, name: str, **registration: object) -> FakeWorker:
+        """Attach a fake worker on a connection of its own."""
+        layout = link.KvLayout(
+            weights_hash="w", num_layers=1, num_kv_heads=1, head_dim=8, page_size=16, dtype="float32"
+        )
+        fields: dict[str, object] = {
+            "worker_id": name,
+            "incarnation": secrets.randbits(63) + 1,
+            "role": role,
+            "protocol_version": 1,
+            "ready": True,
+            "model": MODEL,
+            "layout": layout,
+            "num_pages": 1000,
+            "max_num_seqs": 64,
+            "max_num_batched_tokens": 512,
+            "max_model_len": 2048,
+            "handoff_address": f"127.0.0.1:{len(self.workers)}",
+        }
+        channel = await self._channel(self.addresses.internal)
+        worker = FakeWorker(channel, self.secret, link.Register(**(fields | registration)))  # type: ignore[arg-type]
+        await worker.attach()
+        self._stack.push_async_callback(worker.die)
+        self.workers[name] = worker
+        for other in self.workers.values():
+            other.peers = self.workers
+        return worker
+
+    async def pair(self) -> tuple[FakeWorker, FakeWorker]:
+        """Attach one worker of each kind and wait until the router would place on them."""
+        prefill = await self.worker(link.ROLE_PREFILL, "p0")
+        decode = await self.worker(link.ROLE_DECODE, "d0")
+        await self.until_status(lambda status: sum(not w.unroutable for w in status.workers) == 2)
+        return prefill, decode
+
+    def generate(self, *, timeout_s: float | None = 10.0, **fields: object) -> "GenerateCall":
+        """Ask for text; keyword arguments are the request's fields, sampling's included."""
+        sampling = {name: fields.pop(name) for name in tuple(fields) if name in SAMPLING_FIELDS}
+        if sampling:
+            fields["sampling"] = inference.SamplingParams(**sampling)  # type: ignore[arg-type]
+        request = inference.GenerateRequest(**fields)  # type: ignore[arg-type]
+        return self.inference.Generate(request, timeout=timeout_s)
+
+    async def until_status(self, condition: Callable[[admin.ClusterStatus], bool]) -> None:
+        """Wait until the router's own account of the cluster fulfils a condition."""
+        async with asyncio.timeout(5):
+            call = self.admin.WatchStatus(admin.WatchStatusRequest(), metadata=secret_metadata(self.secret))
+            async for reply in call:
+                if condition(reply.status):
+                    call.cancel()
+                    return
+
+    async def until_idle(self) -> None:
+        """Wait until nothing of any request is left: the state every test has to end in."""
+        await self.until_status(
+            lambda s: s.num_active == 0 and s.num_held == 0 and all(w.num_assigned == 0 for w in s.workers)
+        )
+
+
+async def collect(call: GenerateCall) -> list[inference.GenerateResponse]:
+    """Read an answer to its end."""
+    return [reply async for reply in call]
+
+
+def text_of(replies: Iterable[inference.GenerateResponse], index: int = 0) -> str:
+    return "".join(delta.text for reply in replies for delta in reply.deltas if delta.index == index)
+
+
+def tokens_in(replies: Iterable[inference.GenerateResponse], index: int = 0) -> list[int]:
+    return [t for reply in replies for delta in reply.deltas if delta.index == index for t in delta.token_ids]
+
+
+async def error_of(call: GenerateCall) -> tuple[grpc.StatusCode, str]:
+    """Return how a call failed."""
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await collect(call)
+    return caught.value.code(), caught.value.details() or ""
+
+
+StartRouter = Callable[..., Awaitable[RouterUnderTest]]
+
+
+@asynccontextmanager
+async def running_router(
+    secret_file: Path, settings: dict[str, object], *, has_chat: bool
+) -> AsyncIterator[RouterUnderTest]:
+    config = RouterConfig.model_validate(
+        {"model": MODEL, "secret_file": secret_file, "port": 0, "internal_port": 0, **settings}
+    )
+    chat = ChatTemplate(TEMPLATE, {}) if has_chat else None
+    model = TextModel(ServedModel(MODEL, 4096, TOKENIZER.vocab_size), TOKENIZER, chat)
+    secret = read_secret(secret_file)
+    ready: asyncio.Future[Addresses] = asyncio.get_running_loop().create_future()
+    stop = asyncio.Event()
+    async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
+        tasks.create_task(run(config, model, stop, ready.set_result))
+        router = RouterUnderTest(await ready, secret, stack)
+        router.stop = stop
+        await router.start()
+        try:
+            yield router
+        finally:
+            await stack.aclose()
+            stop.set()
