@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pdserve.kernels import elementwise, pageio, sample
 from pdserve.kernels.attention import FP8, AttentionSpec, Scales
-from pdserve.kernels.decode import Decode
+from pdserve.kernels.decode import Decode, StepSize
 from pdserve.kernels.prefill import Prefill
 from pdserve.kernels.tuning import Device
 
@@ -46,8 +46,7 @@ def attention_cases() -> list[Case]:
         spec = replace(LLAMA, head_dim=dim)
         found.append(Case(f"prefill d{dim}", prefill_of(spec), hot=dim in {64, 128}))
         found.append(Case(f"decode d{dim}", decode_of(spec, 1), hot=dim in {64, 128}))
-    for width in (4, 8, 16):
-        found.append(Case(f"decode d128 width {width}", decode_of(LLAMA, width), hot=True))
+    found += [Case(f"decode d128 width {width}", decode_of(LLAMA, width), hot=True) for width in (4, 8, 16)]
     small = replace(LLAMA, page_size=16)
     edged = replace(LLAMA, window=4096, softcap=50.0)
     return [
@@ -95,7 +94,7 @@ def prefill_of(spec: AttentionSpec) -> Callable[[Device], object]:
         attention = Prefill(spec, META, chip=chip)
         pages = 65536 // spec.page_size
         attention.plan(np.array([256]), np.array([65536]), np.zeros((1, pages), dtype=np.int32))
-        return attention.run(_empty(256, spec.num_heads, spec.head_dim, dtype=spec.dtype), *_pool(spec), **_scales(spec))
+        return attention.run(_queries(spec, 256), *_pool(spec), scales=_scales(spec))
 
     return run
 
@@ -104,12 +103,14 @@ def decode_of(spec: AttentionSpec, width: int) -> Callable[[Device], object]:
     """Return a decode step with `width` queries per sequence."""
 
     def run(chip: Device) -> object:
-        attention = Decode(spec, META, max_seqs=32, max_query_len=width, max_kv_len=8192, chip=chip)
-        return attention.run(
-            _empty(32 * width, spec.num_heads, spec.head_dim, dtype=spec.dtype), *_pool(spec), **_scales(spec)
-        )
+        attention = Decode(spec, META, StepSize(32, width, 8192), chip=chip)
+        return attention.run(_queries(spec, 32 * width), *_pool(spec), scales=_scales(spec))
 
     return run
+
+
+def _queries(spec: AttentionSpec, num_tokens: int) -> Tensor:
+    return _empty(num_tokens, spec.num_heads, spec.head_dim, dtype=spec.dtype)
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -130,11 +131,11 @@ def _pool(spec: AttentionSpec, layers: int = 32) -> tuple[Tensor, Tensor]:
     return kv[:, 0, 0], kv[:, 0, 1]
 
 
-def _scales(spec: AttentionSpec) -> dict[str, Scales]:
+def _scales(spec: AttentionSpec) -> Scales | None:
     if spec.kv_dtype != FP8:
-        return {}
+        return None
     heads = spec.num_kv_heads
-    return {"scales": Scales(_empty(heads, dtype=torch.float32), _empty(heads, dtype=torch.float32))}
+    return Scales(_empty(heads, dtype=torch.float32), _empty(heads, dtype=torch.float32))
 
 
 def _rope_write(kv_dtype: torch.dtype, *, normed: bool) -> Tensor:
@@ -142,7 +143,7 @@ def _rope_write(kv_dtype: torch.dtype, *, normed: bool) -> Tensor:
     qkv = _empty(ROWS, 80, 128).split([64, 8, 8], dim=1)
     weight = _empty(128) if normed else None
     rotation = pageio.Rotation(_angles(), q_norm=weight, k_norm=weight)
-    target = pageio.Target(*_pool(spec), _ids(ROWS), _scales(spec).get("scales"))
+    target = pageio.Target(*_pool(spec), _ids(ROWS), _scales(spec))
     return pageio.rope_write((qkv[0], qkv[1], qkv[2]), _ids(ROWS), rotation, target)
 
 

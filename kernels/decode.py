@@ -1,5 +1,7 @@
 """Decode attention: 1 to 16 queries per sequence, in buffers that never move, so that a CUDA graph can hold it."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -13,6 +15,23 @@ MAX_QUERY_LEN = 16
 MAX_ROWS = 128
 
 
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """The largest step a captured graph serves."""
+
+    max_seqs: int
+    max_query_len: int  # tokens per sequence: 1, or more to verify speculated ones
+    max_kv_len: int
+
+    def __post_init__(self) -> None:
+        """Raise ValueError naming the first field out of range."""
+        width_fits = 1 <= self.max_query_len <= MAX_QUERY_LEN
+        require(width_fits, f"max_query_len must be 1 to {MAX_QUERY_LEN}, got {self.max_query_len}")
+        require(self.max_seqs >= 1, f"max_seqs must be positive, got {self.max_seqs}")
+        length_fits = self.max_kv_len >= self.max_query_len
+        require(length_fits, f"max_kv_len must be at least max_query_len, got {self.max_kv_len}")
+
+
 class Decode:
     """Attention for a decode step. `run` may be captured once; `plan` then changes what replays compute."""
 
@@ -20,27 +39,22 @@ class Decode:
         self,
         spec: AttentionSpec,
         device: torch.device | str,
+        size: StepSize,
         *,
-        max_seqs: int,
-        max_query_len: int,
-        max_kv_len: int,
         chip: tuning.Device | None = None,
         tile: tuning.Tile | None = None,
     ) -> None:
         """Allocate what a step of that size needs. `chip` and `tile` override the device and the tuning table."""
-        require(1 <= max_query_len <= MAX_QUERY_LEN, f"max_query_len must be 1 to {MAX_QUERY_LEN}, got {max_query_len}")
-        require(max_seqs >= 1, f"max_seqs must be positive, got {max_seqs}")
-        require(max_kv_len >= max_query_len, f"max_kv_len must be at least max_query_len, got {max_kv_len}")
         self.spec = spec
         self.device = torch.device(device)
-        self.max_seqs, self.max_query_len, self.max_kv_len = max_seqs, max_query_len, max_kv_len
+        self.size = size
         chip = chip or tuning.device_of(str(self.device))
-        rows = min(MAX_ROWS, max(16, 1 << (max_query_len * spec.group - 1).bit_length()))
+        rows = min(MAX_ROWS, max(16, 1 << (size.max_query_len * spec.group - 1).bit_length()))
         self.tile = tile or tuning.decode_tile(chip, spec.block_d, spec.kv_dtype.itemsize, rows)
         on_gpu = self.device.type != "cpu"
         self.program = Program.choose(spec, self.tile, chip, heads_inner=True, on_gpu=on_gpu)
-        tokens_per_item = min(max_query_len, self.tile.block_m // spec.group)
-        max_blocks = max_seqs * -(-max_query_len // tokens_per_item)
+        tokens_per_item = min(size.max_query_len, self.tile.block_m // spec.group)
+        max_blocks = size.max_seqs * -(-size.max_query_len // tokens_per_item)
         slots = chip.num_sms * self.tile.items_per_sm
         self._cutting = Cutting(
             tokens_per_item=tokens_per_item,
@@ -50,8 +64,9 @@ class Decode:
             window=spec.window,
             max_items=max_blocks + 2 * -(-slots // spec.num_kv_heads),
         )
-        self._buffers = _Buffers(self._cutting, max_blocks, (max_seqs, -(-max_kv_len // spec.page_size)), self.device)
-        self._plan = self._buffers.plan(spec, self.tile, max_seqs * max_query_len)
+        table_shape = (size.max_seqs, -(-size.max_kv_len // spec.page_size))
+        self._buffers = _Buffers(self._cutting, max_blocks, table_shape, self.device)
+        self._plan = self._buffers.plan(spec, self.tile, size.max_seqs * size.max_query_len)
 
     def plan(self, query_lens: Ints, kv_lens: Ints, page_table: Ints) -> None:
         """Cut the step into items and send them to the fixed buffers.
@@ -60,11 +75,12 @@ class Decode:
         page_table: [num_seqs, columns], the pages of each sequence in order. Raises ValueError naming the argument.
         """
         require_lens(query_lens, kv_lens)
-        require(len(query_lens) <= self.max_seqs, f"query_lens: {len(query_lens)} sequences, {self.max_seqs} at most")
+        size, num_seqs = self.size, len(query_lens)
+        require(num_seqs <= size.max_seqs, f"query_lens: {num_seqs} sequences, {size.max_seqs} at most")
         longest = int(query_lens.max())
-        require(longest <= self.max_query_len, f"query_lens must be at most {self.max_query_len}, got {longest}")
+        require(longest <= size.max_query_len, f"query_lens must be at most {size.max_query_len}, got {longest}")
         longest = int(kv_lens.max())
-        require(longest <= self.max_kv_len, f"kv_lens must be at most {self.max_kv_len}, got {longest}")
+        require(longest <= size.max_kv_len, f"kv_lens must be at most {size.max_kv_len}, got {longest}")
         require_page_table(page_table, kv_lens, self.spec.page_size, self.spec.num_pages)
         work = split_work(query_lens, kv_lens, self._cutting)
         self._buffers.fill(work.items, work.merges, page_table)

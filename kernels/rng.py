@@ -34,9 +34,7 @@ def keys(seeds: npt.NDArray[np.integer] | Sequence[int], indices: npt.ArrayLike)
         z = np.array([seed & _LOW64 for seed in seeds], dtype=np.uint64)
     counter = np.asarray(indices).astype(np.uint64)
     if z.ndim != 1 or z.shape != counter.shape:
-        raise ValueError(
-            f"seeds and indices must be vectors of one length, got {z.shape} and {counter.shape}"
-        )
+        raise ValueError(f"seeds and indices must be vectors of one length, got {z.shape} and {counter.shape}")
     z = z + np.uint64(GOLDEN) * (counter + np.uint64(1))
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -52,9 +52,7 @@ class Trial:
             if self.scales is not None:
                 k, v = k * self.scales.k[:, None, None], v * self.scales.v[:, None, None]
             q = self.q[start : start + query_len].double()
-            answers.append(
-                reference.attention(q, k, v, scale=spec.scale, window=spec.window, softcap=spec.softcap)
-            )
+            answers.append(reference.attention(q, k, v, scale=spec.scale, window=spec.window, softcap=spec.softcap))
             start += query_len
         return torch.cat(answers)
 

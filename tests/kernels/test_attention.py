@@ -1,4 +1,4 @@
-"""Prefill and decode agree with attention in float64, whatever the shapes; what is not theirs they neither read nor write.
+"""Prefill and decode agree with attention in float64, whatever the shapes, and touch nothing that is not theirs.
 
 Unused pages and slots hold NaN and so does the output beforehand: a masked key too many or a row forgotten shows.
 """
@@ -8,9 +8,10 @@ import os
 import numpy as np
 import pytest
 import torch
+
 from pdserve.kernels import trial
 from pdserve.kernels.attention import FP8
-from pdserve.kernels.decode import Decode
+from pdserve.kernels.decode import Decode, StepSize
 from pdserve.kernels.prefill import Prefill
 from pdserve.kernels.trial import Lens, Trial
 from pdserve.kernels.tuning import Tile
@@ -32,9 +33,8 @@ def prefill_error(case: Trial, tile: Tile | None = SMALL) -> float:
 def decode_error(case: Trial, tile: Tile | None = None) -> float:
     query_lens, kv_lens = case.lens.arrays
     widest = int(query_lens.max())
-    attention = Decode(
-        case.spec, "cpu", max_seqs=len(kv_lens) + 1, max_query_len=widest, max_kv_len=int(kv_lens.max()) + 9, tile=tile
-    )
+    size = StepSize(len(kv_lens) + 1, widest, int(kv_lens.max()) + 9)
+    attention = Decode(case.spec, "cpu", size, tile=tile)
     attention.plan(query_lens, kv_lens, case.page_table)
     q = torch.full(((len(kv_lens) + 1) * widest, *case.q.shape[1:]), torch.nan, dtype=case.q.dtype)
     q[: len(case.q)] = case.q
@@ -123,7 +123,7 @@ def test_the_shipping_tiles_are_right(head_dim: int) -> None:
 
 def test_one_plan_serves_every_layer_and_the_next_plan_replaces_it() -> None:
     first, second = make((4, 2), 64, 16, Lens((1, 1), (40, 17))), make((4, 2), 64, 16, Lens((1, 1), (40, 17)))
-    attention = Decode(first.spec, "cpu", max_seqs=4, max_query_len=1, max_kv_len=64)
+    attention = Decode(first.spec, "cpu", StepSize(4, 1, 64))
     q = torch.zeros((4, 4, 64), dtype=torch.bfloat16)
     q[:2] = first.q
     attention.plan(np.array([1] * 4), np.array([3] * 4), np.zeros((4, 1), dtype=np.int32))

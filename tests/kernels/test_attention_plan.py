@@ -3,6 +3,7 @@
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from pdserve.kernels.attention_plan import Cutting, WorkPlan, split_work
 
 LENS = st.lists(st.tuples(st.integers(1, 90), st.integers(0, 3000)), min_size=1, max_size=6)
