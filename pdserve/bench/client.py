@@ -1,6 +1,7 @@
 """Send a workload to a router, open loop: nothing waits for an answer before the next request goes out."""
 
 import asyncio
+import secrets
 from collections.abc import Callable, Sequence
 
 import grpc
@@ -29,8 +30,12 @@ class LoadClient:
     async def run(
         self, arrivals: Sequence[Arrival], prompts: Sequence[Sequence[int]], on_end: Callable[[], None]
     ) -> list[Sample]:
-        """Send each request at its time and return what came of it, in the same order."""
-        requests = [self._request(a, ids) for a, ids in zip(arrivals, prompts, strict=True)]
+        """Send each request at its time and return what came of it, in the same order.
+
+        Each run is a tenant of its own: it finds none of an earlier run's prompts in a prefix cache.
+        """
+        tenant = f"bench-{secrets.token_hex(8)}"
+        requests = [self._request(a, ids, tenant) for a, ids in zip(arrivals, prompts, strict=True)]
         began_s = self._clock.now_s()
         async with asyncio.TaskGroup() as tasks:
             calls = [
@@ -39,11 +44,12 @@ class LoadClient:
             ]
         return [call.result() for call in calls]
 
-    def _request(self, arrival: Arrival, token_ids: Sequence[int]) -> inference.GenerateRequest:
+    def _request(self, arrival: Arrival, token_ids: Sequence[int], tenant: str) -> inference.GenerateRequest:
         return inference.GenerateRequest(
             token_ids=inference.TokenIds(ids=token_ids),
             sampling=inference.SamplingParams(temperature=0.0, max_tokens=arrival.output_len, ignore_eos=True),
             slo=self._slo,
+            tenant=tenant,
         )
 
     async def _send(

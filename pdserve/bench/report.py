@@ -1,33 +1,42 @@
 """Show the summaries of a benchmark."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from rich.table import Table
 
 from pdserve.bench.summary import Percentiles, Slo, Summary
 
+RATES: dict[str, Callable[[Summary], str]] = {
+    "seconds": lambda run: f"{run.duration_s:.2f}",
+    "input tokens/s": lambda run: f"{run.input_tokens_per_s:.0f}",
+    "output tokens/s": lambda run: f"{run.output_tokens_per_s:.0f}",
+    "requests/s": lambda run: f"{run.requests_per_s:.2f}",
+    "goodput/s": lambda run: f"{run.goodput_per_s:.2f}",
+    "attainment": lambda run: f"{run.attainment:.0%}",
+    "failed": lambda run: ", ".join(f"{count} {status}" for status, count in run.failures.items()) or "0",
+    "hand-off MB": lambda run: f"{run.handoff_bytes / 1e6:.1f}",
+}
+TIMES: dict[str, Callable[[Summary], Percentiles | None]] = {
+    "TTFT": lambda run: run.ttft_ms,
+    "TPOT": lambda run: run.tpot_ms,
+    "ITL": lambda run: run.itl_ms,
+    "hand-off": lambda run: run.handoff_ms,
+}
 
-def table(summaries: Sequence[Summary], slo: Slo) -> Table:
-    """Return one row a run; three numbers are p50, p90 and p99 in milliseconds."""
-    view = Table(caption="three numbers: p50 / p90 / p99", caption_justify="left")
-    view.add_column("workload")
-    headings = ("s", "in tok/s", "out tok/s", "TTFT ms", "TPOT ms", "ITL ms", "hand-off MB", "hand-off ms")
-    for heading in (*headings, _objective(slo), "failed"):
-        view.add_column(heading, justify="right")
+
+def table(summaries: Sequence[Summary]) -> Table:
+    """Return one column a run, one row a quantity."""
+    view = Table()
+    view.add_column("")
     for run in summaries:
-        view.add_row(
-            run.name,
-            f"{run.duration_s:.2f}",
-            f"{run.input_tokens_per_s:.0f}",
-            f"{run.output_tokens_per_s:.0f}",
-            *map(_three, (run.ttft_ms, run.tpot_ms, run.itl_ms)),
-            f"{run.handoff_bytes / 1e6:.1f}",
-            _three(run.handoff_ms),
-            f"{run.goodput_per_s:.2f} ({run.attainment:.0%})",
-            ", ".join(f"{count} {status}" for status, count in run.failures.items()) or "0",
-        )
+        view.add_column(run.name, justify="right")
+    for name, rate in RATES.items():
+        view.add_row(name, *(rate(run) for run in summaries))
+    for name, times in TIMES.items():
+        for share in ("p50", "p90", "p99"):
+            view.add_row(f"{name} {share} ms", *(_shown(times(run), share) for run in summaries))
     return view
 
 
@@ -37,12 +46,11 @@ def as_json(summaries: Sequence[Summary], slo: Slo) -> str:
     return json.dumps({"slo": asdict(slo), "runs": runs}, indent=2) + "\n"
 
 
-def _three(values: Percentiles | None) -> str:
-    if values is None:
-        return "-"
-    return " / ".join(f"{value:.1f}" for value in (values.p50, values.p90, values.p99))
+def _shown(values: Percentiles | None, share: str) -> str:
+    return "-" if values is None else f"{getattr(values, share):.1f}"
 
 
-def _objective(slo: Slo) -> str:
-    limits = [f"{name} {ms:g} ms" for name, ms in (("TTFT", slo.ttft_ms), ("TPOT", slo.tpot_ms)) if ms]
-    return f"goodput/s ({', '.join(limits) or 'no objective'})"
+def objective(slo: Slo) -> str:
+    """Return what goodput counts, in words."""
+    limits = [f"{name} {ms:g} ms" for name, ms in (("TTFT", slo.ttft_ms), ("TPOT", slo.tpot_ms)) if ms is not None]
+    return f"goodput counts requests that ended well{' within ' if limits else ''}{' and '.join(limits)}"

@@ -54,11 +54,12 @@ def bench(
         raise ConfigError("--workload or --trace is needed, for example --workload 16x32x128")
     if rate is not None:
         runs = [workloads.poisson(run, rate, seed) for run in runs]
-    objective = parse_slo(slo) if slo else Slo()
-    summaries = asyncio.run(_measure(endpoint or read_state(name).endpoint, runs, objective, seed))
-    Console().print(report.table(summaries, objective))
+    goal = parse_slo(slo) if slo else Slo()
+    summaries = asyncio.run(_measure(endpoint or read_state(name).endpoint, runs, goal, seed))
+    Console().print(report.table(summaries))
+    typer.echo(report.objective(goal))
     if json_file is not None:
-        json_file.write_text(report.as_json(summaries, objective), encoding="utf-8")
+        json_file.write_text(report.as_json(summaries, goal), encoding="utf-8")
 
 
 async def _measure(endpoint: str, runs: "Sequence[Workload]", slo: "Slo", seed: int) -> "list[Summary]":

@@ -15,7 +15,8 @@ from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 
 ROLES = {link.ROLE_PREFILL: "prefill", link.ROLE_DECODE: "decode"}
-COLUMNS = ("free", "cached", "held", "granted", "quarantined", "running", "waiting", "requests")
+# Pages, then sequences, then requests of this router.
+COLUMNS = ("free", "cached", "held", "granted", "quar", "run", "wait", "reqs")
 
 
 async def show_status(address: str, secret_file: Path, *, watch: bool, as_json: bool) -> None:
@@ -55,12 +56,12 @@ def _json(status: admin.ClusterStatus, indent: int | None) -> str:
 
 def render(status: admin.ClusterStatus) -> RenderableType:
     """Return the state as a table: one row a worker, pages and sequences in columns, requests below."""
-    table = Table(title=f"{status.model} on {status.router_id}", title_justify="left")
-    table.add_column("worker")
-    table.add_column("role")
+    table = Table(box=None, pad_edge=False)
+    table.add_column("worker", no_wrap=True)
+    table.add_column("role", no_wrap=True)
     table.add_column("state")
     for column in COLUMNS:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     for worker in status.workers:
         load = worker.load
         numbers = (
@@ -71,7 +72,7 @@ def render(status: admin.ClusterStatus) -> RenderableType:
         table.add_row(worker.registration.worker_id, role, _state(worker), *map(str, numbers))
     ended = ", ".join(f"{count} {name}" for name, count in sorted(status.ended.items())) or "none"
     requests = f"requests: {status.num_active} active, {status.num_held} held; ended: {ended}"
-    return Group(table, f"{requests}; placed again: {status.num_replaced}")
+    return Group(f"{status.model} on {status.router_id}", table, f"{requests}; placed again: {status.num_replaced}")
 
 
 def _state(worker: admin.WorkerStatus) -> str:

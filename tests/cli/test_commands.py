@@ -105,6 +105,9 @@ def test_bench_measures_every_workload_and_writes_json(
     assert (len(sent.token_ids.ids), sent.sampling.temperature, sent.sampling.ignore_eos) == (3, 0.0, True)
     assert sent.slo.ttft_ms == 60000
     assert not sent.slo.HasField("tpot_ms")
+    tenants = [request.tenant for request in requests[-6:]]
+    assert len(set(tenants[:4])) == len(set(tenants[4:])) == 1
+    assert tenants[0] != tenants[-1]  # an earlier run's prefixes are not found again
 
 
 @pytest.mark.parametrize(

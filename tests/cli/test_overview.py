@@ -1,6 +1,7 @@
 """The state's table has every number that an operator needs, and says why a worker gets nothing."""
 
 import io
+import re
 
 from rich.console import Console
 
@@ -17,8 +18,8 @@ def shown(status: admin.ClusterStatus) -> str:
 
 def row(text: str, name: str) -> list[str]:
     """Return the cells of a worker's row."""
-    (line,) = (line for line in text.splitlines() if f" {name} " in line)
-    return [cell.strip() for cell in line.strip("│").split("│")]
+    (line,) = (line for line in text.splitlines() if line.startswith(f"{name} "))
+    return re.split(r" {2,}", line.strip())
 
 
 def test_a_workers_pages_sequences_and_requests_stand_in_its_row() -> None:
