@@ -18,7 +18,7 @@ serve: $(INSTALLED)
 	$(BIN)/pdserve up $(MODEL) --prefill $(PREFILL) --decode $(DECODE)
 
 test: $(INSTALLED)
-	$(BIN)/pytest -q -m "not gpu"
+	$(BIN)/pytest -q
 
 check: $(INSTALLED)
 	$(BIN)/ruff check
