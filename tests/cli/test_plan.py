@@ -1,0 +1,84 @@
+"""What the launcher writes on a command line is what the process reads from it."""
+
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from pdserve.cli.flags import config_flags
+from pdserve.cli.processes import CONFIGS, Process
+from pdserve.config import DecodeWorkerConfig, ProcessConfig, WorkerConfig, load_config
+from pdserve.errors import ConfigError
+from pdserve.ids import Incarnation
+from pdserve.launch.plan import ChildSpec, ClusterSpec, Wiring, flag_arguments, plan
+from pdserve.launch.threads import child_environment
+from pdserve.router.config import RouterConfig
+
+WIRING = Wiring(public_port=50051, internal_port=50052, secret_file=Path("/run/a secret"))
+MODEL = '/models/it\'s; a "model" $(x)'
+
+
+def read_back(child: ChildSpec) -> ProcessConfig:
+    """Return the configuration that the child's command line stands for."""
+    arguments = child.command_for(Incarnation(2**64 - 1))
+    at = arguments.index("pdserve") + 1
+    cls = CONFIGS[Process(arguments[at])]
+    read: list[ProcessConfig] = []
+    app = typer.Typer()
+
+    @config_flags(cls)
+    def command(**flags: object) -> None:
+        read.append(load_config(cls, None, flags))
+
+    app.command()(command)
+    result = CliRunner().invoke(app, arguments[at + 1 :], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return read[0]
+
+
+def test_the_processes_of_a_cluster_agree_and_have_names_of_their_own() -> None:
+    spec = ClusterSpec(
+        model=MODEL,
+        served_model_name="m",
+        num_prefill=2,
+        num_decode=1,
+        worker_flags={"page_size": 32, "dtype": "float32", "max_model_len": None},
+        router_flags={"trust_network": True, "host": "0.0.0.0"},
+    )
+    router, *workers = (read_back(child) for child in plan(spec, WIRING))
+    assert isinstance(router, RouterConfig)
+    assert (router.host, router.port, router.internal_port) == ("0.0.0.0", 50051, 50052)
+    assert router.trust_network
+    names = []
+    for worker in workers:
+        assert isinstance(worker, WorkerConfig)
+        names.append(worker.worker_id)
+        assert worker.routers == ("127.0.0.1:50052",)
+        assert (worker.model, worker.served_model_name, worker.secret_file) == (MODEL, "m", WIRING.secret_file)
+        assert (worker.page_size, worker.dtype, worker.max_model_len) == (32, "float32", None)
+        assert worker.incarnation == 2**64 - 1
+    assert names == ["prefill-0", "prefill-1", "decode-0"]
+    assert isinstance(workers[-1], DecodeWorkerConfig)
+    assert (router.model, router.served_model_name, router.secret_file) == (MODEL, "m", WIRING.secret_file)
+
+
+@pytest.mark.parametrize(("prefill", "decode", "flag"), [(0, 1, "--prefill"), (1, 0, "--decode"), (-1, 1, "--prefill")])
+def test_a_pool_without_workers_is_refused(prefill: int, decode: int, flag: str) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        ClusterSpec(model="m", served_model_name="m", num_prefill=prefill, num_decode=decode)
+
+
+def test_what_is_not_set_is_not_written_and_what_cannot_be_is_refused() -> None:
+    written = flag_arguments({"a_b": None, "c": False, "d": ("x", 1), "e": 0.5})
+    assert written == ("--no-c", "--d", "x", "--d", "1", "--e", "0.5")
+    with pytest.raises(TypeError, match="f: a flag cannot carry"):
+        flag_arguments({"f": {"g": 1}})
+
+
+def test_the_users_thread_settings_come_before_ours() -> None:
+    environment = child_environment({"OMP_NUM_THREADS": "1", "HOME": "/h"}, num_cores=8)
+    assert environment["OMP_NUM_THREADS"] == "1"
+    assert environment["HOME"] == "/h"
+    assert environment["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert child_environment({}, num_cores=8)["OMP_NUM_THREADS"] == "8"
