@@ -4,7 +4,9 @@ from collections import Counter
 
 from pdserve.errors import InvariantError
 from pdserve.ids import RequestId
+from pdserve.perfmodel.curve import attention_work
 from pdserve.router.events import CancelAttempt, Command, End, Finished, Place, Refused
+from pdserve.router.forecast import Forecast, Prompt
 from pdserve.router.ladder import Rung
 from pdserve.router.placement import Placed
 from pdserve.router.request import Placement, Request
@@ -14,12 +16,14 @@ from pdserve.router.view import Share, Workers, WorkerView
 class Book:
     """Requests that have been placed and have not ended."""
 
-    def __init__(self, workers: Workers) -> None:
+    def __init__(self, workers: Workers, forecast: Forecast) -> None:
         self.workers = workers
+        self.forecast = forecast
         self.requests: dict[bytes, Request] = {}  # by id, as it comes off the wire
         self.ended: Counter[str] = Counter()  # "OK" or a status name
         self.num_placed = 0  # placements made, all requests
         self.num_replaced = 0
+        self.num_ended = 0
         self._commands: list[Command] = []
 
     def tell(self, command: Command) -> None:
@@ -41,12 +45,23 @@ class Book:
         request.decision = placed.reason
         request.ladder.reach(Rung.PLACED, now_s)
         spec = request.spec(placement, now_s)
-        prefill.assign(placement.key, Share(0, len(spec.token_ids)))
+        num_tokens, cached = len(spec.token_ids), placed.cached_tokens
+        fresh, work = num_tokens - cached, attention_work(num_tokens - cached, cached)
+        if prefill is not None:
+            prefill.assign(placement.key, Share(0, fresh, work), now_s)
         if decode is not None:
-            decode.assign(placement.key, Share(len(indices), 0))
+            share = Share(len(indices), 0, 0, num_tokens, arriving=True)
+            if prefill is None:
+                share.prefill_tokens, share.prefill_work = fresh, work
+            decode.assign(placement.key, share, now_s)
+        cached_on = {} if prefill is None else {prefill.link: cached}
+        if prefill is None and decode is not None:
+            cached_on = {decode.link: cached}
+        prompt = Prompt(num_tokens, len(indices), cached_on)
+        self.forecast.note_placed(prefill, decode, request.names, prompt, now_s)
         self.num_placed += 1
         self.num_replaced += placement.attempt > 0
-        self.tell(Place(spec, prefill.address, None if decode is None else decode.address))
+        self.tell(Place(spec, None if prefill is None else prefill.address, None if decode is None else decode.address))
 
     def release_prefill(self, placement: Placement) -> None:
         """Note that the decode worker goes on without the prefill worker."""
@@ -90,6 +105,7 @@ class Book:
 
     def report_end(self, request_id: RequestId, outcome: Finished | Refused) -> None:
         self.ended["OK" if isinstance(outcome, Finished) else outcome.status.value] += 1
+        self.num_ended += 1
         self.tell(End(request_id, outcome))
 
     def finish(self, request: Request, now_s: float) -> None:

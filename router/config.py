@@ -6,9 +6,11 @@ from typing import Literal
 from pydantic import Field
 
 from pdserve.config import ProcessConfig
+from pdserve.perfmodel.curve import StepCosts
+from pdserve.perfmodel.profile import read_profile
 from pdserve.router.events import Limits
 
-PolicyName = Literal["least_loaded", "round_robin"]
+PolicyName = Literal["goodput", "least_loaded", "prefix_affinity", "round_robin"]
 
 _LIMITS = Limits()
 
@@ -30,6 +32,13 @@ class RouterConfig(ProcessConfig):
     secret_file: Path = Field(description="The cluster's shared secret; only its owner may read it.")
     router_id: str = Field("router", min_length=1, max_length=128, description="Name of this router.")
     policy: PolicyName = Field("least_loaded", description="How a pair of workers is chosen for a request.")
+    local_prefill: bool = Field(
+        _LIMITS.local_prefill, description="Let decode workers compute prompts themselves where that is better."
+    )
+    profile: Path | None = Field(
+        None, description="Measured step costs to start from (`pdserve profile` writes them); they are learnt anyway."
+    )
+    profile_tp: int = Field(1, ge=1, description="The profile's tensor-parallel degree to start from.")
     max_model_len: int | None = Field(
         None, ge=1, description="Longest sequence, prompt and answer; by default what all workers can hold."
     )
@@ -55,4 +64,9 @@ class RouterConfig(ProcessConfig):
             max_num_held=self.max_num_held,
             max_attempts=self.max_attempts,
             worker_silence_s=self.worker_silence_s,
+            local_prefill=self.local_prefill,
         )
+
+    def start_costs(self) -> StepCosts | None:
+        """Return the profile's step costs, if one is named."""
+        return None if self.profile is None else read_profile(self.profile).configuration(self.profile_tp).costs()

@@ -29,6 +29,7 @@ from pdserve.router.events import (
     ProcessEnded,
     Refused,
     RequestArrived,
+    Role,
     RungReached,
     ShutdownAsked,
     ShutdownDue,
@@ -39,6 +40,7 @@ from pdserve.router.events import (
     WorkerEvent,
     WorkerRegistered,
 )
+from pdserve.router.forecast import Forecast
 from pdserve.router.holding import HoldQueue
 from pdserve.router.ladder import Rung
 from pdserve.router.placement import Decision, Held, Placed, Policy, Rejected, decide, least_loaded, peerless
@@ -46,6 +48,7 @@ from pdserve.router.recovery import Recovery
 from pdserve.router.request import Request
 from pdserve.router.view import Workers, WorkerView
 
+_LOOK_AGAIN_S = 0.01
 _MAX_GONE = 64  # ended processes remembered for workers that attach later
 _CANCELLED = Refused(Status.CANCELLED, "the client has gone")
 
@@ -53,9 +56,13 @@ _CANCELLED = Refused(Status.CANCELLED, "the client has gone")
 class RouterCore:
     """All state of a router that decisions depend on."""
 
-    def __init__(self, model: str, limits: Limits, policy: Policy = least_loaded) -> None:
+    def __init__(
+        self, model: str, limits: Limits, policy: Policy = least_loaded, forecast: Forecast | None = None
+    ) -> None:
+        """`forecast` is what the policy asks, if it asks one."""
         self.workers = Workers(model)
-        self.book = Book(self.workers)
+        self.forecast = forecast or Forecast()
+        self.book = Book(self.workers, self.forecast)
         self._limits = limits
         self._policy = policy
         self._delivery = Delivery(self.book, limits.max_deltas_ahead)
@@ -66,6 +73,9 @@ class RouterCore:
         self._gone: deque[tuple[WorkerId, Incarnation]] = deque(maxlen=_MAX_GONE)
         self._num_arrived = 0
         self._closing = False
+        self._now_s = 0.0
+        self._look_again_s = inf  # before, only a request's end makes room for one that is held
+        self._num_ended = 0  # when held requests were last looked at
 
     @property
     def num_active(self) -> int:
@@ -82,15 +92,19 @@ class RouterCore:
 
     def unroutable(self, worker: WorkerView) -> str:
         """Return why nothing is placed on a worker; empty when things are."""
-        return self.workers.unroutable(worker) or peerless(self.workers, worker)
+        reason = self.workers.unroutable(worker)
+        if reason or (self._limits.local_prefill and worker.role is Role.DECODE):
+            return reason
+        return peerless(self.workers, worker)
 
     def next_wakeup_s(self) -> float | None:
         """Return when a Tick is due, if nothing else happens before."""
-        due_s = min(self._alarms.next_s() or inf, self._silence_due_s)
+        due_s = min(self._alarms.next_s() or inf, self._silence_due_s, self._look_again_s if self.num_held else inf)
         return None if due_s == inf else due_s
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         """Advance by one event; return what to do now, in order."""
+        self._now_s = now_s
         if isinstance(event, WorkerEvent):
             self._hear(event, now_s)
         elif isinstance(event, ClientEvent):
@@ -147,11 +161,14 @@ class RouterCore:
             return False
         decision = self._decide(request, request.running)
         match decision:
-            case Held():
+            case Held(_, until_s):
+                self._look_again_s = min(until_s, now_s + _LOOK_AGAIN_S)
                 return False
             case Rejected():
-                self.book.report_end(request.request_id, Refused(decision.status, decision.reason))
+                refused = Refused(decision.status, decision.reason, decision.predicted_ttft_s, decision.retry_after_s)
+                self.book.report_end(request.request_id, refused)
             case Placed():
+                request.is_admitted = True
                 request.ladder.reach(Rung.ADMITTED, now_s)
                 self.book.admit(request)
                 self.book.place(request, request.running, decision, now_s)
@@ -159,11 +176,20 @@ class RouterCore:
         return True
 
     def _admit_held(self, now_s: float) -> None:
+        if not self.num_held or (self.book.num_ended == self._num_ended and now_s < self._look_again_s):
+            return
+        self._look_again_s = inf
         while (request := self._held.first()) is not None and self._admit(request, now_s):
-            self._held.remove(request.request_id)
+            self._held.serve(request)
+        self._num_ended = self.book.num_ended
 
     def _decide(self, request: Request, indices: tuple[int, ...]) -> Decision:
-        return decide(self.workers, request.demand(indices, self.book.num_placed), self._policy)
+        return decide(
+            self.workers,
+            request.demand(indices, self.book.num_placed, self._now_s),
+            self._policy,
+            local=self._limits.local_prefill,
+        )
 
     def _stop(self, request: Request, index: int, now_s: float) -> None:
         if not request.sequences[index].ended:
@@ -194,6 +220,7 @@ class RouterCore:
                 self._recovery.lose_worker(worker, event.reason, now_s)
 
     def _take_step(self, worker: WorkerView, event: StepReported, now_s: float) -> None:
+        self.forecast.observe_step(worker, event.step, event.elapsed_s, now_s)
         for request, placement, text in self._delivery.step(worker, event.deltas, now_s):
             if request.placements.get(placement.attempt) is placement:
                 why = Refused(Status.INTERNAL, f"{worker.name} broke the protocol: {text}")

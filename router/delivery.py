@@ -61,8 +61,13 @@ class Delivery:
         placement.committed = placement.committed or from_decode
         if self._accept(request, sequence, delta, num_known, now_s):
             return
-        if placement.prefill is not None:
-            placement.prefill.prefilled(placement.key)
+        if placement.prefill is None:
+            if placement.decode is not None:
+                placement.decode.prefilled(placement.key, now_s)
+        else:
+            placement.prefill.prefilled(placement.key, now_s)
+            if placement.decode is not None:
+                placement.decode.prefilled(placement.key, now_s)
             self._take_ahead(request, placement, sequence, now_s)
             if placement.running:
                 self.release_prefill_when_done(request, placement)
@@ -97,6 +102,7 @@ class Delivery:
         if not finish_reason:
             return False
         self._note_decode(request, sequence.placement)
+        self._book.forecast.observe_answer(len(known), now_s - sequence.first_s)
         self._book.end_sequence(request, sequence.index, stop_workers=False)
         if not request.running:
             self._book.finish(request, now_s)
@@ -127,13 +133,17 @@ class Delivery:
         match event.rung:
             case Rung.PREFILL_STARTED if placement.attempt == Attempt(0):
                 request.cached_tokens = min(event.cached_tokens, len(request.prompt_ids))
+                self._book.forecast.prefixes.correct(worker.link, request.names, request.cached_tokens)
             case Rung.PREFILL_DONE if worker is placement.prefill:
-                worker.prefilled(placement.key)
+                worker.prefilled(placement.key, now_s)
             case Rung.GRANTED:
                 request.pages_reused = event.pages_reused
             case Rung.LANDED:
                 request.handoff_bytes += event.handoff_bytes
                 request.handoff_s = event.handoff_s
+                if placement.prefill is not None and placement.decode is not None:
+                    pair = placement.prefill.name, placement.decode.name
+                    self._book.forecast.links.observe(pair, event.handoff_bytes, event.handoff_s)
             case Rung.COMMITTED | Rung.DECODE_JOINED:
                 placement.committed = True
                 self.release_prefill_when_done(request, placement)

@@ -8,6 +8,7 @@ from typing import NewType, Protocol
 from pdserve.errors import Status
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
+from pdserve.perfmodel.curve import IDLE, Step
 from pdserve.router.ladder import Ledger, Rung, Usage
 from pdserve.sampling import SamplingParams
 
@@ -45,6 +46,7 @@ class Registration:
     max_num_seqs: int
     max_model_len: int
     handoff_address: str
+    max_num_batched_tokens: int = 0  # in a step; 0: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class Load:
     num_running: int = 0
     num_waiting: int = 0
     waiting_tokens: int = 0
+    kv_tokens: int = 0
     num_handoffs: int = 0
     draining: bool = False
 
@@ -138,6 +141,8 @@ class StepReported:
 
     link: LinkId
     deltas: Seq[TokenDelta]
+    step: Step = IDLE
+    elapsed_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,10 +236,10 @@ class SequenceSpec:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Send Prefill to one worker and Decode to the other, neither waiting for the other."""
+    """Send Prefill to one worker and Decode to the other, neither waiting for the other. One of them is there."""
 
     spec: SequenceSpec
-    prefill: Address
+    prefill: Address | None  # None: the decode worker computes the prompt itself
     decode: Address | None  # None: the first token ends the request
 
 
@@ -289,6 +294,8 @@ class Refused:
 
     status: Status
     message: str
+    predicted_ttft_s: float | None = None  # set where an objective was the reason
+    retry_after_s: float | None = None  # set where trying again may help
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,4 +325,5 @@ class Limits:
     max_attempts: int = 3
     worker_silence_s: float = 5.0
     retry_delay_s: float = 0.05  # before a failed attempt is placed again; doubles with each
+    local_prefill: bool = False  # whether decode workers may compute prompts themselves
     max_deltas_ahead: int = 64  # a decode worker's tokens that overtake the first token

@@ -12,7 +12,7 @@ from pdserve.ids import RequestId, new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceServicer
 from pdserve.router.answer import Answer
-from pdserve.router.events import RequestArrived
+from pdserve.router.events import Refused, RequestArrived
 from pdserve.router.prompts import Prompts, Tokenizer
 from pdserve.router.shell import Shell
 from pdserve.router.validation import Terms, check_length, check_model, check_terms
@@ -66,14 +66,18 @@ class Front(InferenceServiceServicer):
         finally:
             self._shell.leave(answer.request_id)
         if answer.refusal is not None:
-            await _abort(context, answer.refusal.status, answer.refusal.message)
+            await _abort(context, answer.refusal.status, answer.refusal.message, _hints(answer.refusal))
 
     async def _write(self, answer: Answer, context: GenerateContext) -> None:
         """Write an answer until its end, or until its client has proved too slow."""
-        task = asyncio.current_task()
+        task, is_begun = asyncio.current_task(), False
         answer.writer = task
         try:
             async for reply in answer.replies():
+                if not is_begun:
+                    # On its own: a first write that is interrupted leaves gRPC unsure whether this has been sent.
+                    await context.send_initial_metadata(())
+                    is_begun = True
                 await context.write(reply)
         except asyncio.CancelledError:
             if task is None or not answer.was_cut_off or task.uncancel():
@@ -130,5 +134,13 @@ def _time_remaining_s(context: GenerateContext) -> float:
     return float("inf") if remaining is None else max(0.0, remaining)
 
 
-async def _abort(context: GenerateContext, status: Status, message: str) -> Never:
-    await context.abort(CODES[status], message)
+def _hints(refused: Refused) -> tuple[tuple[str, str], ...]:
+    """Return what a refused client may plan with, as trailing metadata."""
+    known = (("predicted-ttft-ms", refused.predicted_ttft_s), ("retry-after-ms", refused.retry_after_s))
+    return tuple((name, f"{seconds * 1e3:.0f}") for name, seconds in known if seconds is not None)
+
+
+async def _abort(
+    context: GenerateContext, status: Status, message: str, trailing: tuple[tuple[str, str], ...] = ()
+) -> Never:
+    await context.abort(CODES[status], message, trailing_metadata=trailing)

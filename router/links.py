@@ -47,6 +47,8 @@ class Links(LinkServiceServicer):
         self, stream: WorkerStream, messages: AsyncIterator[link.AttachRequest], context: AttachContext
     ) -> None:
         """Read and write until either side closes the stream, which cancels both."""
+        # On its own: a first write that is interrupted leaves gRPC unsure whether this has been sent.
+        await context.send_initial_metadata(())
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._read(stream, messages), name=f"link {stream.link_id} reader")
             await context.write(link.AttachResponse(welcome=self._welcome))

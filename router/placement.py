@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from math import inf, lcm
 
 from pdserve.errors import Status
 from pdserve.router.events import LinkId, Registration, Role
+from pdserve.router.prefixes import Names
 from pdserve.router.view import Workers, WorkerView
 
 
@@ -16,17 +18,32 @@ class Demand:
     num_tokens: int  # to prefill
     num_sequences: int
     needs_decode: bool  # False: the first token ends it
+    max_tokens: int  # still to come
     ttft_slo_s: float | None
     tpot_slo_s: float | None
     avoid: frozenset[LinkId]  # workers that failed this request; used only where there is no other
     turn: int  # placements made so far, all requests
+    names: Names = ()  # of the prompt's blocks
+    draw: int = 0  # random bits
+    now_s: float = 0.0
+    waited_s: float = 0.0  # since the request was received
+    is_admitted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Workers that can hand KV over to each other. `local`: the decode workers may compute prompts themselves."""
+
+    prefills: Seq[WorkerView]
+    decodes: Seq[WorkerView]  # none: the first token ends the request
+    local: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two workers that can hand KV over to each other."""
+    """Who serves a request: a prefill worker alone, a decode worker alone, or both by a hand-off."""
 
-    prefill: WorkerView
+    prefill: WorkerView | None
     decode: WorkerView | None
 
 
@@ -34,71 +51,105 @@ class Pair:
 class Placed:
     pair: Pair
     reason: str  # in words, for the request's ledger
+    cached_tokens: int = 0  # that the worker which computes the prompt probably holds
+    ttft_s: float | None = None  # predicted, from now on
+    tpot_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
     reason: str
+    until_s: float = inf  # when waiting will no longer help
 
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
     status: Status
     reason: str
+    predicted_ttft_s: float | None = None
+    retry_after_s: float | None = None
 
 
 Decision = Placed | Held | Rejected
-Policy = Callable[[Seq[Pair], Demand], Decision]  # of at least one pair
+Policy = Callable[[Seq[Group], Demand], Decision]  # of at least one group with a worker
 
 
-def least_loaded(pairs: Seq[Pair], demand: Demand) -> Decision:
-    """Take the pair with the fewest prompt tokens to wait for and the emptiest decode batch; then take turns."""
+def least_loaded(groups: Seq[Group], demand: Demand) -> Decision:
+    """Take the fewest prompt tokens to wait for and the emptiest decode batch; then take turns."""
     del demand
-
-    def cost(pair: Pair) -> tuple[float, float, int, str]:
-        decode = pair.decode
-        share = 0.0 if decode is None else decode.num_sequences / decode.registration.max_num_seqs
-        turns = pair.prefill.num_placed + (0 if decode is None else decode.num_placed)
-        return share >= 1.0, share + _queue_share(pair.prefill), turns, _names(pair)
-
-    best = min(pairs, key=cost)
-    waiting = f"{best.prefill.name} has {best.prefill.pending_prefill_tokens} prompt tokens waiting"
+    best = min((_emptiest(group) for group in groups), key=_pair_load)
+    waiting = [] if best.prefill is None else [f"{best.prefill.name} has {_queue(best.prefill)} prompt tokens waiting"]
     if best.decode is not None:
-        waiting += f", {best.decode.name} {best.decode.num_sequences} sequences"
-    return Placed(best, f"least loaded of {len(pairs)}: {waiting}")
+        waiting.append(f"{best.decode.name} {best.decode.num_sequences} sequences")
+    return Placed(best, f"least loaded: {', '.join(waiting)}")
 
 
-def _queue_share(prefill: WorkerView) -> float:
+def _emptiest(group: Group) -> Pair:
+    prefill = min(group.prefills, key=lambda w: (_queue_share(w), w.num_placed, w.name), default=None)
+    decode = min(group.decodes, key=lambda w: (_batch_share(w), w.num_placed, w.name), default=None)
+    return Pair(prefill, decode)
+
+
+def _pair_load(pair: Pair) -> tuple[bool, float]:
+    batch = 0.0 if pair.decode is None else _batch_share(pair.decode)
+    return batch >= 1.0, batch + (0.0 if pair.prefill is None else _queue_share(pair.prefill))
+
+
+def _queue(worker: WorkerView) -> int:
+    return worker.pending_prefill_tokens
+
+
+def _queue_share(worker: WorkerView) -> float:
     """Return the prompt tokens in front, in units of the longest prompt."""
-    return prefill.pending_prefill_tokens / prefill.registration.max_model_len
+    return worker.pending_prefill_tokens / worker.registration.max_model_len
 
 
-def round_robin(pairs: Seq[Pair], demand: Demand) -> Decision:
-    """Take the pairs in turn, in the order of their names."""
-    ordered = sorted(pairs, key=_names)
-    return Placed(ordered[demand.turn % len(ordered)], f"turn {demand.turn} of {len(ordered)} pairs")
+def _batch_share(worker: WorkerView) -> float:
+    return worker.num_sequences / worker.registration.max_num_seqs
 
 
-def _names(pair: Pair) -> str:
-    return f"{pair.prefill.name} {'' if pair.decode is None else pair.decode.name}"
+def round_robin(groups: Seq[Group], demand: Demand) -> Decision:
+    """Take the workers of each pool in turn, in the order of their names; in time, every pair."""
+    turn = demand.turn
+    group = groups[turn % len(groups)]
+    turn //= len(groups)
+    round_length = lcm(max(1, len(group.prefills)), max(1, len(group.decodes)))
+    prefill, decode = _in_turn(group.prefills, turn), _in_turn(group.decodes, turn + turn // round_length)
+    return Placed(Pair(prefill, decode), f"turn {demand.turn}")
 
 
-POLICIES: dict[str, Policy] = {"least_loaded": least_loaded, "round_robin": round_robin}
+def _in_turn(workers: Seq[WorkerView], turn: int) -> WorkerView | None:
+    return sorted(workers, key=lambda worker: worker.name)[turn % len(workers)] if workers else None
 
 
-def decide(workers: Workers, demand: Demand, policy: Policy) -> Decision:
-    """Find the pairs that could serve the demand and let the policy choose; reject where there are none."""
+def decide(workers: Workers, demand: Demand, policy: Policy, *, local: bool = False) -> Decision:
+    """Find who could serve the demand and let the policy choose; reject where nobody could.
+
+    With `local`, decode workers may compute prompts themselves: none else is needed.
+    """
     prefills, decodes = workers.routable(Role.PREFILL), workers.routable(Role.DECODE)
-    if not prefills:
+    if not prefills and not (local and decodes):
         return Rejected(Status.UNAVAILABLE, f"no prefill worker is ready{_why_not(workers, Role.PREFILL)}")
-    if not demand.needs_decode:
-        return policy(_preferred([Pair(prefill, None) for prefill in prefills], demand.avoid), demand)
-    if not decodes:
+    if not decodes and demand.needs_decode:
         return Rejected(Status.UNAVAILABLE, f"no decode worker is ready{_why_not(workers, Role.DECODE)}")
-    pairs = [Pair(p, d) for p in prefills for d in decodes if difference(p, d) is None]
-    if not pairs:
+    clean = _preferred(prefills, demand.avoid), _preferred(decodes, demand.avoid)
+    if not demand.needs_decode:
+        return policy([Group(clean[0], ()) if prefills else Group((), clean[1], local)], demand)
+    groups = _groups(*clean, local) or _groups(prefills, decodes, local)
+    if not groups:
         return Rejected(Status.UNAVAILABLE, f"no compatible pair: {difference(prefills[0], decodes[0])}")
-    return policy(_preferred(pairs, demand.avoid), demand)
+    return policy(groups, demand)
+
+
+def _groups(prefills: list[WorkerView], decodes: list[WorkerView], local: bool) -> list[Group]:
+    kinds: dict[int, tuple[list[WorkerView], list[WorkerView]]] = {}
+    for worker in prefills:
+        kinds.setdefault(worker.kind, ([], []))[0].append(worker)
+    for worker in decodes:
+        kinds.setdefault(worker.kind, ([], []))[1].append(worker)
+    paired = [Group(ps, ds, local) for ps, ds in kinds.values() if ps and ds]
+    alone = [Group((), ds, local) for ps, ds in kinds.values() if local and ds and not ps]
+    return paired or alone
 
 
 def difference(prefill: WorkerView, decode: WorkerView) -> str | None:
@@ -126,10 +177,9 @@ def peerless(workers: Workers, worker: WorkerView) -> str:
     return "" if None in differences else f"no compatible {other_role.value} worker: {differences[0]}"
 
 
-def _preferred(pairs: list[Pair], avoid: frozenset[LinkId]) -> list[Pair]:
-    """Leave out pairs with a worker to avoid, unless none is left."""
-    clean = [p for p in pairs if p.prefill.link not in avoid and (p.decode is None or p.decode.link not in avoid)]
-    return clean or pairs
+def _preferred(workers: list[WorkerView], avoid: frozenset[LinkId]) -> list[WorkerView]:
+    """Leave out workers to avoid, unless none is left."""
+    return [worker for worker in workers if worker.link not in avoid] or workers
 
 
 def _why_not(workers: Workers, role: Role) -> str:

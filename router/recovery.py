@@ -28,6 +28,7 @@ class Recovery:
     def lose_worker(self, worker: WorkerView, reason: str, now_s: float) -> None:
         """Forget a worker and place again what it was doing."""
         self._book.workers.remove(worker.link)
+        self._book.forecast.forget(worker)
         num_lost = len(worker.shares)
         self._book.tell(Complain(f"lost {worker.name} ({reason}) with {num_lost} placements"))
         for key in tuple(worker.shares):

@@ -6,12 +6,15 @@ Invariant: token i of a sequence is accepted once, in order, from a worker of th
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import cached_property
+from math import inf
 
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt
 from pdserve.router.events import LinkId, RequestArrived, SequenceSpec, TokenDelta
 from pdserve.router.ladder import Ladder, Ledger, Rung, Usage
 from pdserve.router.placement import Demand
+from pdserve.router.prefixes import Names, block_names
 from pdserve.router.view import PlacementKey, WorkerView
 
 
@@ -21,7 +24,7 @@ class Placement:
 
     key: PlacementKey
     indices: tuple[int, ...]
-    prefill: WorkerView | None  # None once the decode worker goes on without it
+    prefill: WorkerView | None  # None once the decode worker goes on without it, or where there never was one
     decode: WorkerView | None  # None: the first token ends the request
     running: set[int]  # indices that have not ended
     committed: bool = False  # the decode worker has all it needs
@@ -85,6 +88,10 @@ class Request:
         self.tenant = event.tenant
         self.deadline_s = event.deadline_s
         self.slo_s = (event.ttft_slo_s, event.tpot_slo_s)
+        self.received_s = event.received_s
+        self.first_token_due_s = inf if event.ttft_slo_s is None else event.received_s + event.ttft_slo_s
+        self.is_admitted = False
+        self.draw = int.from_bytes(event.request_id[:8], "little")  # as random as the id
         self.ladder = Ladder(event.received_s)
         self.ladder.reach(Rung.TOKENIZED, now_s)
         self.sequences = tuple(Sequence(index) for index in range(event.params.n))
@@ -102,6 +109,16 @@ class Request:
         return f"Request({self.request_id.hex()})"
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_ids)
+
+    @cached_property
+    def names(self) -> Names:
+        """Names of the prompt's blocks, for prefix affinity."""
+        return block_names(self.prompt_ids, self.tenant)
+
+    @property
     def running(self) -> tuple[int, ...]:
         """Indices of the sequences that have not ended."""
         return tuple(sequence.index for sequence in self.sequences if not sequence.ended)
@@ -110,16 +127,22 @@ class Request:
     def num_tries(self) -> int:
         return max(sequence.num_tries for sequence in self.sequences)
 
-    def demand(self, indices: Seq[int], turn: int) -> Demand:
+    def demand(self, indices: Seq[int], turn: int, now_s: float) -> Demand:
         num_delivered = len(self.sequences[indices[0]].token_ids)
         return Demand(
             num_tokens=len(self.prompt_ids) + num_delivered,
             num_sequences=len(indices),
             needs_decode=self.params.max_tokens - num_delivered > 1,
+            max_tokens=self.params.max_tokens - num_delivered,
             ttft_slo_s=self.slo_s[0],
             tpot_slo_s=self.slo_s[1],
             avoid=self.avoid,
             turn=turn,
+            names=self.names,
+            draw=self.draw,
+            now_s=now_s,
+            waited_s=now_s - self.received_s,
+            is_admitted=self.is_admitted,
         )
 
     def groups(self, indices: Iterable[int]) -> list[tuple[int, ...]]:
@@ -129,7 +152,7 @@ class Request:
             return [(index,) for index in indices]
         return [indices] if indices else []
 
-    def place(self, indices: tuple[int, ...], prefill: WorkerView, decode: WorkerView | None) -> Placement:
+    def place(self, indices: tuple[int, ...], prefill: WorkerView | None, decode: WorkerView | None) -> Placement:
         """Start the next attempt at these sequences."""
         key = (self.request_id, Attempt(self._num_attempts))
         self._num_attempts += 1
@@ -141,7 +164,7 @@ class Request:
             sequence.num_before = len(sequence.token_ids)
             sequence.num_tries += 1
             sequence.ahead.clear()
-        self.prefill_name, self.decode_name = prefill.name, ""
+        self.prefill_name, self.decode_name = ("" if prefill is None else prefill.name), ""
         return placement
 
     def spec(self, placement: Placement, now_s: float) -> SequenceSpec:

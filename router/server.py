@@ -25,11 +25,12 @@ from pdserve.proto.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_
 from pdserve.proto.v1.link_pb2_grpc import add_LinkServiceServicer_to_server
 from pdserve.router.config import RouterConfig
 from pdserve.router.core import RouterCore
-from pdserve.router.events import ShutdownAsked, ShutdownDue
+from pdserve.router.events import Role, ShutdownAsked, ShutdownDue
+from pdserve.router.forecast import Forecast
 from pdserve.router.front import Front, FrontLimits, ServedModel
 from pdserve.router.links import Links
 from pdserve.router.operators import Operators
-from pdserve.router.placement import POLICIES
+from pdserve.router.policies import POLICIES
 from pdserve.router.prompts import ChatTemplate, Prompts, Tokenizer
 from pdserve.router.shell import Shell
 from pdserve.router.sizes import HARD_LIMIT_BYTES, LimitSizes
@@ -88,7 +89,9 @@ async def run(
 ) -> None:
     """Serve a model until `stop` is set, then drain. `on_ready` is told where, as is the ready file."""
     limits = config.limits()
-    core = RouterCore(model.served.name, limits, POLICIES[config.policy])
+    start = config.start_costs()
+    forecast = Forecast(dict.fromkeys(Role, start) if start else None)
+    core = RouterCore(model.served.name, limits, POLICIES[config.policy](forecast), forecast)
     shell = Shell(core, MonotonicClock())
     prompts = Prompts(model.tokenizer, model.chat, config.max_num_tokenizing, config.tokenize_timeout_s)
     front_limits = FrontLimits(config.max_model_len, config.max_deadline_ms, config.max_unsent_bytes)

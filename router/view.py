@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from pdserve.errors import InvariantError, ProtocolError
 from pdserve.ids import Attempt, RequestId
+from pdserve.kvlayout import KvLayout
 from pdserve.router.events import Address, LinkId, Load, Registration, Role
 
 PlacementKey = tuple[RequestId, Attempt]
@@ -16,6 +17,9 @@ class Share:
 
     num_sequences: int
     prefill_tokens: int  # 0 once they are computed
+    prefill_work: int = 0  # of attention, the same
+    kv_tokens: int = 0  # of one sequence when it starts to decode here
+    arriving: bool = False  # its prompt is not computed yet
     reported: bool = False  # whether the worker's last load report may count it already
 
 
@@ -32,6 +36,11 @@ class WorkerView:
         self.shares: dict[PlacementKey, Share] = {}
         self._sequences = self._tokens = 0  # sums over the shares
         self._sequences_since = self._tokens_since = 0  # the same over those not reported
+        self.prefill_work = 0  # of the prompts that wait
+        self.num_arriving = 0  # sequences whose prompts are not computed yet
+        self.kv_tokens = 0  # of all sequences, as each starts to decode
+        self.head_since_s = now_s  # since when the first waiting prompt may be under way
+        self.kind = 0  # equal for workers that can hand KV over to each other
 
     def __repr__(self) -> str:
         return f"WorkerView({self.name})"
@@ -63,30 +72,48 @@ class WorkerView:
         for share in self.shares.values():
             share.reported = True
 
-    def assign(self, key: PlacementKey, share: Share) -> None:
+    def assign(self, key: PlacementKey, share: Share, now_s: float) -> None:
         if key in self.shares:
             raise InvariantError(f"{self.name} was given one placement twice")
+        if not self._tokens:
+            self.head_since_s = now_s
         self.shares[key] = share
         self.num_placed += 1
         self._add(share, share.num_sequences, share.prefill_tokens)
+        self.prefill_work += share.prefill_work
+        self._decode(share, share.num_sequences)
 
     def unassign(self, key: PlacementKey) -> None:
         share = self.shares.pop(key, None)
         if share is None:
             raise InvariantError(f"{self.name} does not have this placement")
         self._add(share, -share.num_sequences, -share.prefill_tokens)
+        self.prefill_work -= share.prefill_work
+        self._decode(share, -share.num_sequences)
 
-    def prefilled(self, key: PlacementKey) -> None:
-        """Note that a placement's prompt needs no more computing."""
+    def prefilled(self, key: PlacementKey, now_s: float) -> None:
+        """Note that a placement's prompt needs no more computing, here or elsewhere."""
         share = self.shares[key]
-        self._add(share, 0, -share.prefill_tokens)
-        share.prefill_tokens = 0
+        if share.arriving:
+            share.arriving = False
+            self.num_arriving -= share.num_sequences
+        if share.prefill_tokens:
+            self._add(share, 0, -share.prefill_tokens)
+            self.prefill_work -= share.prefill_work
+            share.prefill_tokens = share.prefill_work = 0
+            self.head_since_s = now_s
 
     def sequence_ended(self, key: PlacementKey) -> None:
         """Note that a placement runs one sequence fewer."""
         share = self.shares[key]
         self._add(share, -1, 0)
+        self._decode(share, -1)
         share.num_sequences -= 1
+
+    def _decode(self, share: Share, num_sequences: int) -> None:
+        self.kv_tokens += num_sequences * share.kv_tokens
+        if share.arriving:
+            self.num_arriving += num_sequences
 
     def _add(self, share: Share, num_sequences: int, prefill_tokens: int) -> None:
         self._sequences += num_sequences
@@ -106,9 +133,20 @@ class WorkerView:
         told = self.load.num_running + self.load.num_waiting + self.load.num_handoffs
         return max(self._sequences, told + self._sequences_since)
 
+    @property
+    def kv_capacity(self) -> int:
+        """Tokens whose KV it can hold."""
+        return self.registration.num_pages * self.registration.layout.page_size
+
+    def head_tokens(self) -> int:
+        """Return the tokens of the first prompt of ours that waits; 0 when none does."""
+        return next((share.prefill_tokens for share in self.shares.values() if share.prefill_tokens), 0)
+
     def check_idle(self) -> None:
         """Raise InvariantError unless nothing of this router's is assigned to the worker."""
         if self.shares or self._sequences or self._tokens or self._sequences_since or self._tokens_since:
+            raise InvariantError(f"{self.name} still holds {self.shares}")
+        if self.prefill_work or self.num_arriving or self.kv_tokens:
             raise InvariantError(f"{self.name} still holds {self.shares}")
 
 
@@ -118,6 +156,7 @@ class Workers:
     def __init__(self, model: str) -> None:
         self._model = model
         self._by_link: dict[LinkId, WorkerView] = {}
+        self._kinds: dict[tuple[int, KvLayout], int] = {}
 
     def __iter__(self) -> Iterator[WorkerView]:
         return iter(self._by_link.values())
@@ -136,6 +175,7 @@ class Workers:
         worker = self._by_link.get(link)
         if worker is None:
             worker = self._by_link[link] = WorkerView(link, registration, now_s)
+            worker.kind = self._kind(registration)
             return worker
         before = worker.registration
         for name in ("worker_id", "incarnation", "role"):
@@ -143,7 +183,15 @@ class Workers:
             if old != now:
                 raise ProtocolError(f"{worker.name} registered again with {name} {now}, was {old}")
         worker.registration = registration
+        worker.kind = self._kind(registration)
         return worker
+
+    def _kind(self, told: Registration) -> int:
+        if len(self._kinds) > 2 * len(self._by_link) + 16:
+            present = {(w.registration.protocol_version, w.registration.layout): w.kind for w in self}
+            self._kinds = present
+        name = (told.protocol_version, told.layout)
+        return self._kinds.setdefault(name, max(self._kinds.values(), default=0) + 1)
 
     def remove(self, link: LinkId) -> WorkerView | None:
         return self._by_link.pop(link, None)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import DTYPE_BYTES, KvLayout
+from pdserve.perfmodel.curve import Step
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router.events import (
@@ -43,7 +44,8 @@ def worker_event(link_id: LinkId, message: link.AttachRequest) -> WorkerEvent:
     """Return what a worker's message means; ProtocolError for one that means nothing."""
     match message.WhichOneof("message"):
         case "step":
-            return StepReported(link_id, message.step.deltas)
+            told = message.step
+            return StepReported(link_id, told.deltas, _step(told), told.elapsed_us / 1e6)
         case "heartbeat":
             return LoadReported(link_id, _load(message.heartbeat))
         case "progress":
@@ -62,9 +64,20 @@ def _load(beat: link.Heartbeat) -> Load:
         num_running=beat.num_running,
         num_waiting=beat.num_waiting,
         waiting_tokens=beat.waiting_tokens,
+        kv_tokens=beat.kv_tokens,
         num_handoffs=beat.num_handoffs,
         draining=beat.draining,
     )
+
+
+def _step(told: link.StepReport) -> Step:
+    """Return what a step computed. Where it did both, its prompts are taken to be at their beginning."""
+    tokens, sequences, context = told.prefill_tokens, told.decode_sequences, told.context_tokens
+    if not tokens:
+        return Step(sequences=sequences, kv_tokens=context)
+    if sequences:
+        return Step(tokens, tokens * tokens, sequences, max(0, context - tokens))
+    return Step(tokens, tokens * max(tokens, 2 * context - tokens))
 
 
 def _rung(link_id: LinkId, progress: link.Progress) -> RungReached:
@@ -115,6 +128,7 @@ def _registration(told: link.Register) -> Registration:
         max_num_seqs=told.max_num_seqs,
         max_model_len=told.max_model_len,
         handoff_address=told.handoff_address,
+        max_num_batched_tokens=told.max_num_batched_tokens,
     )
 
 
@@ -137,6 +151,10 @@ Send = Callable[[LinkId, link.AttachResponse], None]
 def send_placement(place: Place, send: Send) -> None:
     """Write Prefill to one worker and, where there is one, Decode to the other."""
     spec, decode = _spec(place.spec), place.decode
+    if decode is not None and place.prefill is None:
+        send(decode.link, link.AttachResponse(decode=link.Decode(spec=spec)))
+    if place.prefill is None:
+        return
     prefill = link.Prefill(spec=spec)
     if decode is not None:
         prefill.decode_worker_id = decode.worker_id

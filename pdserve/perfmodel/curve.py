@@ -38,6 +38,9 @@ class Step:
     kv_tokens: int = 0  # that they read
 
 
+IDLE = Step()
+
+
 @dataclass(frozen=True, slots=True)
 class DecodePiece:
     """A curve that holds up to a batch size."""

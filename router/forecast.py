@@ -1,0 +1,164 @@
+"""What a placement would bring: predicted time to first token and time per token, from what workers report. Pure.
+
+Learns as it goes: step times of both pools, bandwidths of pairs, lengths of answers, prefixes routed.
+"""
+
+from dataclasses import dataclass
+from math import exp
+
+from pdserve.kvlayout import KvLayout
+from pdserve.perfmodel.curve import Step, StepCosts
+from pdserve.perfmodel.model import LearntCosts, LearntLinks
+from pdserve.router.events import LinkId, Role
+from pdserve.router.prefixes import Names, PrefixTable
+from pdserve.router.view import WorkerView
+
+_START_OUTPUT_TOKENS = 128.0
+_LEARN = 0.02  # weight of the latest answer in running means
+_UNKNOWN_BUDGET = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What of a request predictions depend on."""
+
+    num_tokens: int
+    num_sequences: int
+    cached: dict[LinkId, int]  # leading tokens that workers probably hold
+
+
+@dataclass(slots=True)
+class _Local:
+    """Seconds of prompts computed on a decode worker, fading with the life of a sequence."""
+
+    seconds: float
+    at_s: float
+
+
+class Forecast:
+    """All that a router has learnt of its cluster's performance."""
+
+    def __init__(self, start: dict[Role, StepCosts] | None = None, *, knows_arrivals: bool = True) -> None:
+        """Without `knows_arrivals`, a decode worker's load is taken to be the present one (for comparison)."""
+        self.costs = {role: LearntCosts((start or {}).get(role)) for role in Role}
+        self.links = LearntLinks()
+        self.prefixes = PrefixTable()
+        self.output_tokens = _START_OUTPUT_TOKENS  # running mean of answers
+        self.decoding_s = 2.0  # running mean of the time from first to last token
+        self._knows_arrivals = knows_arrivals
+        self._local: dict[LinkId, _Local] = {}
+
+    # ---- learning
+
+    def observe_step(self, worker: WorkerView, step: Step, elapsed_s: float, now_s: float) -> None:
+        if elapsed_s > 0 and (step.prefill_tokens or step.sequences):
+            self.costs[worker.role].observe(step, elapsed_s, now_s)
+
+    def observe_answer(self, num_tokens: int, decoding_s: float) -> None:
+        self.output_tokens += _LEARN * (num_tokens - self.output_tokens)
+        self.decoding_s = max(0.05, self.decoding_s + _LEARN * (decoding_s - self.decoding_s))
+
+    def note_placed(
+        self, prefill: WorkerView | None, decode: WorkerView | None, names: Names, prompt: Prompt, now_s: float
+    ) -> None:
+        """Note where a prompt's KV will be."""
+        if prefill is not None:
+            self.prefixes.note(prefill.link, names, now_s)
+        if decode is None:
+            return
+        self.prefixes.note(decode.link, names, now_s)
+        if prefill is None:
+            fresh, work = uncached(prompt, decode.link)
+            local_s = self.costs[Role.DECODE].prefill.marginal_s(fresh, work)
+            self._local[decode.link] = _Local(self.local_s(decode, now_s) + local_s, now_s)
+
+    def forget(self, worker: WorkerView) -> None:
+        self.prefixes.forget(worker.link)
+        self.links.forget(worker.name)
+        self._local.pop(worker.link, None)
+
+    # ---- predicting
+
+    def prefill_s(self, worker: WorkerView, prompt: Prompt, now_s: float) -> float:
+        """Predict when the first token comes from a prefill worker, from now on."""
+        fresh, work = uncached(prompt, worker.link)
+        costs, budget = self.costs[Role.PREFILL], _budget(worker)
+        queued = worker.pending_prefill_tokens
+        total_s = costs.prefill_s(queued + fresh, worker.prefill_work + work, budget)
+        return total_s - self._done_s(worker, costs, now_s) if queued else total_s
+
+    def _done_s(self, worker: WorkerView, costs: LearntCosts, now_s: float) -> float:
+        """Return how much of the queue's time has probably passed already."""
+        head = max(worker.head_tokens(), min(_budget(worker), worker.pending_prefill_tokens))
+        return min(now_s - worker.head_since_s, costs.prefill_s(head, 0.0, _budget(worker)))
+
+    def idle_prefill_s(self, prompt: Prompt, role: Role, budget: int = _UNKNOWN_BUDGET) -> float:
+        """Predict the time to first token of a cluster that does nothing else."""
+        cached = max(prompt.cached.values(), default=0)
+        fresh = max(1, prompt.num_tokens - cached)
+        return self.costs[role].prefill_s(fresh, prompt.num_tokens**2 - cached**2, budget)
+
+    def decode_step_s(self, worker: WorkerView, prompt: Prompt, delay_s: float) -> float:
+        """Predict a decode worker's step time once this request has joined, `delay_s` from now.
+
+        Of those that run now, a share will have ended by then; all that are on their way will have come.
+        """
+        num_all, width = worker.num_sequences, prompt.num_sequences
+        running = max(0, num_all - worker.num_arriving)
+        mean_kv = (worker.kv_tokens + prompt.num_tokens * width) / (num_all + width) + self.output_tokens / 2
+        if self._knows_arrivals:
+            count = running * exp(-delay_s / self.decoding_s) + worker.num_arriving + width
+        else:
+            count = running + width
+        return self.costs[Role.DECODE].decode_s(count, count * mean_kv)
+
+    def has_room(self, worker: WorkerView, prompt: Prompt) -> bool:
+        """Return whether a decode worker will probably have pages and a row for a request."""
+        count = worker.num_sequences + prompt.num_sequences
+        coming = prompt.num_tokens + self.output_tokens * prompt.num_sequences
+        kv_tokens = worker.kv_tokens + worker.num_sequences * self.output_tokens / 2 + coming
+        is_empty = worker.num_sequences == 0
+        return is_empty or (count <= worker.registration.max_num_seqs and kv_tokens <= 0.95 * worker.kv_capacity)
+
+    def local_s(self, worker: WorkerView, now_s: float) -> float:
+        """Return the seconds that a decode worker spends on prompts, over about one sequence's life."""
+        local = self._local.get(worker.link)
+        return 0.0 if local is None else local.seconds * exp((local.at_s - now_s) / self.decoding_s)
+
+    def local_share(self, worker: WorkerView, extra_s: float, now_s: float) -> float:
+        """Return the share of a decode worker's time that goes to prompts, with `extra_s` more of them."""
+        return min(0.9, (self.local_s(worker, now_s) + extra_s) / self.decoding_s)
+
+    def local_prefill_s(self, worker: WorkerView, prompt: Prompt, step_s: float) -> float:
+        """Predict when the first token comes from a decode worker that goes on decoding meanwhile."""
+        fresh, work = uncached(prompt, worker.link)
+        costs, running = self.costs[Role.DECODE], worker.num_sequences
+        budget = max(1, _budget(worker) - running)
+        queued = worker.pending_prefill_tokens
+        num_steps = -(-(queued + fresh) // budget)
+        if not running:
+            return costs.prefill_s(queued + fresh, worker.prefill_work + work, budget)
+        marginal_s = max(0.0, step_s - costs.prefill.step_s)
+        total_s = costs.prefill_s(queued + fresh, worker.prefill_work + work, budget) + num_steps * marginal_s
+        return total_s + step_s / 2  # the step that runs has to end first
+
+    def handoff_s(self, prefill: WorkerView, decode: WorkerView, prompt: Prompt) -> float:
+        """Predict what of a hand-off is left after the first token, on an idle link: its last chunk."""
+        layout = decode.registration.layout
+        fresh = prompt.num_tokens - prompt.cached.get(decode.link, 0)
+        num_bytes = min(fresh, _budget(prefill)) * _bytes_per_token(layout)
+        return self.links.transfer_s((prefill.name, decode.name), num_bytes)
+
+
+def uncached(prompt: Prompt, link: LinkId) -> tuple[int, int]:
+    """Return the tokens that a worker has to compute of a prompt, and the work of their attention."""
+    cached = min(prompt.cached.get(link, 0), prompt.num_tokens - 1)
+    return prompt.num_tokens - cached, prompt.num_tokens**2 - cached**2
+
+
+def _budget(worker: WorkerView) -> int:
+    return worker.registration.max_num_batched_tokens or _UNKNOWN_BUDGET
+
+
+def _bytes_per_token(layout: KvLayout) -> float:
+    return layout.page_bytes / layout.page_size

@@ -1,0 +1,188 @@
+"""Places a request where both its objectives are likely met at the least cost; else lets it wait, or refuses it.
+
+Invariant: a request is refused or held only on the word of a model that has seen enough, lately; and never once it
+has been admitted.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from math import inf
+
+from pdserve.errors import Status
+from pdserve.router.events import LinkId, Role
+from pdserve.router.forecast import Forecast, Prompt, uncached
+from pdserve.router.placement import Decision, Demand, Group, Held, Pair, Placed, Rejected
+from pdserve.router.view import WorkerView
+
+_NEAR = 0.02  # costs that differ by less are as good as equal
+_NEAR_S = 0.002
+_MAX_MARGIN = 0.5  # of a prediction, however wrong the model has been
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """One way to serve a request, and what it would bring."""
+
+    pair: Pair
+    ttft_s: float  # from now on
+    tpot_s: float
+    cost_s: float  # the request's own time, and the delay of others
+    has_room: bool
+
+
+class Goodput:
+    """The policy. `forecast` is the router's."""
+
+    def __init__(self, forecast: Forecast) -> None:
+        self._forecast = forecast
+
+    def __call__(self, groups: Seq[Group], demand: Demand) -> Decision:
+        forecast = self._forecast
+        prompt = Prompt(demand.num_tokens, demand.num_sequences, forecast.prefixes.match(demand.names, demand.now_s))
+        options = [option for group in groups for option in self._options(group, prompt, demand)]
+        good = [option for option in options if self._is_good(option, demand)]
+        best = min(good or options, key=lambda option: option.cost_s)
+        if good or demand.is_admitted or not self._may_refuse(best, demand):
+            return self._place(best, prompt, demand, len(options))
+        return self._put_off(options, prompt, demand)
+
+    # ---- options
+
+    def _options(self, group: Group, prompt: Prompt, demand: Demand) -> Iterator[_Option]:
+        """Yield the best hand-off of a group, and the best decode worker to do it all."""
+        if group.prefills:
+            yield self._handoff(group, prompt, demand)
+        if group.local and demand.needs_decode:
+            yield min((self._local(worker, prompt, demand) for worker in group.decodes), key=_merit(demand))
+
+    def _handoff(self, group: Group, prompt: Prompt, demand: Demand) -> _Option:
+        forecast, now_s = self._forecast, demand.now_s
+        ttfts = [(forecast.prefill_s(worker, prompt, now_s), worker) for worker in group.prefills]
+        ttft_s, prefill = _draw(ttfts, demand.draw)
+        if not group.decodes:
+            return _Option(Pair(prefill, None), ttft_s, 0.0, ttft_s, True)
+        steps = []
+        for worker in group.decodes:
+            room = forecast.has_room(worker, prompt)
+            step_s = forecast.decode_step_s(worker, prompt, ttft_s) / (1 - forecast.local_share(worker, 0.0, now_s))
+            steps.append((step_s + (0.0 if room else 1.0), worker))
+        _, decode = _draw(steps, demand.draw // 4099)
+        step_s = forecast.decode_step_s(decode, prompt, ttft_s) / (1 - forecast.local_share(decode, 0.0, now_s))
+        joins_s = forecast.handoff_s(prefill, decode, prompt) + step_s / 2
+        tpot_s = step_s + joins_s / max(1.0, self._num_later(demand))
+        cost_s = ttft_s + tpot_s * self._num_later(demand)
+        return _Option(Pair(prefill, decode), ttft_s, tpot_s, cost_s, forecast.has_room(decode, prompt))
+
+    def _local(self, worker: WorkerView, prompt: Prompt, demand: Demand) -> _Option:
+        forecast = self._forecast
+        step_s = forecast.decode_step_s(worker, prompt, 0.0)
+        ttft_s = forecast.local_prefill_s(worker, prompt, step_s)
+        compute_s = forecast.costs[Role.DECODE].prefill.marginal_s(*uncached(prompt, worker.link))
+        share = forecast.local_share(worker, compute_s, demand.now_s)
+        waiting_s = forecast.costs[Role.DECODE].prefill.each_s * worker.pending_prefill_tokens
+        stalled_s = step_s + (waiting_s + compute_s) / max(1.0, forecast.output_tokens / 2)
+        tpot_s = max(step_s / (1 - share), stalled_s)
+        harm_s = compute_s * worker.num_sequences
+        cost_s = ttft_s + tpot_s * self._num_later(demand) + harm_s
+        return _Option(Pair(None, worker), ttft_s, tpot_s, cost_s, forecast.has_room(worker, prompt))
+
+    def _num_later(self, demand: Demand) -> float:
+        return min(self._forecast.output_tokens, demand.max_tokens) - 1
+
+    # ---- admission
+
+    def _margin(self, option: _Option) -> tuple[float, float]:
+        """Return by what factors predictions of both times are widened, as much as they have been wrong lately."""
+        role = Role.PREFILL if option.pair.prefill is not None else Role.DECODE
+        errors = self._forecast.costs[role].prefill_error, self._forecast.costs[Role.DECODE].decode_error
+        return 1 + min(_MAX_MARGIN, errors[0]), 1 + min(_MAX_MARGIN, errors[1])
+
+    def _is_good(self, option: _Option, demand: Demand) -> bool:
+        wide_ttft, wide_tpot = self._margin(option)
+        if not demand.is_admitted and demand.waited_s + option.ttft_s * wide_ttft > (demand.ttft_slo_s or inf):
+            return False
+        if not demand.needs_decode:
+            return True
+        return option.has_room and option.tpot_s * wide_tpot <= (demand.tpot_slo_s or inf)
+
+    def _may_refuse(self, option: _Option, demand: Demand) -> bool:
+        if demand.ttft_slo_s is None and demand.tpot_slo_s is None:
+            return False
+        costs = self._forecast.costs
+        role = Role.PREFILL if option.pair.prefill is not None else Role.DECODE
+        knows_decode = not demand.needs_decode or costs[Role.DECODE].knows_decode(demand.now_s)
+        return costs[role].knows_prefill(demand.now_s) and knows_decode
+
+    def _put_off(self, options: list[_Option], prompt: Prompt, demand: Demand) -> Decision:
+        """Let a request wait while that can still meet its objectives; refuse it else."""
+        ttft_slo_s, tpot_slo_s = demand.ttft_slo_s or inf, demand.tpot_slo_s or inf
+        soonest = min(options, key=lambda option: option.ttft_s)
+        idle_ttft_s = min(self._forecast.idle_prefill_s(prompt, role) for role in _roles(options))
+        idle_tpot_s = self._forecast.costs[Role.DECODE].decode_s(1, prompt.num_tokens) if demand.needs_decode else 0.0
+        impossible = _impossible("ttft", ttft_slo_s, idle_ttft_s) or _impossible("tpot", tpot_slo_s, idle_tpot_s)
+        if impossible:
+            return Rejected(Status.RESOURCE_EXHAUSTED, impossible, predicted_ttft_s=idle_ttft_s)
+        wide_ttft, _ = self._margin(soonest)
+        predicted_s = demand.waited_s + soonest.ttft_s * wide_ttft
+        until_s = demand.now_s + ttft_slo_s - predicted_s
+        if predicted_s <= ttft_slo_s:
+            return Held(
+                f"no decode worker keeps {tpot_slo_s * 1e3:.0f} ms a token now", min(until_s, demand.now_s + 60)
+            )
+        late_s = predicted_s - ttft_slo_s
+        text = (
+            f"slo.ttft_ms: the first token would come after {predicted_s * 1e3:.0f} ms, "
+            f"{ttft_slo_s * 1e3:.0f} were asked for; try again in {late_s * 1e3:.0f} ms"
+        )
+        return Rejected(Status.RESOURCE_EXHAUSTED, text, predicted_ttft_s=predicted_s, retry_after_s=late_s)
+
+    def _place(self, option: _Option, prompt: Prompt, demand: Demand, num_options: int) -> Placed:
+        pair = option.pair
+        worker = pair.prefill or pair.decode
+        cached = 0 if worker is None else min(prompt.cached.get(worker.link, 0), prompt.num_tokens - 1)
+        first = f"first token in {option.ttft_s * 1e3:.0f} ms"
+        later = "" if pair.decode is None else f", then {option.tpot_s * 1e3:.1f} ms a token on {pair.decode.name}"
+        where = f"on {pair.decode.name} itself" if pair.prefill is None and pair.decode else "by hand-off"
+        waited = f", after {demand.waited_s * 1e3:.0f} ms" if demand.waited_s > 0.001 else ""
+        reason = f"goodput, {where}, best of {num_options}: {first}{later}, {cached} tokens cached{waited}"
+        return Placed(pair, reason, cached, option.ttft_s, option.tpot_s)
+
+
+def _merit(demand: Demand) -> "_Merit":
+    return _Merit(demand.ttft_slo_s or inf, demand.tpot_slo_s or inf)
+
+
+@dataclass(frozen=True, slots=True)
+class _Merit:
+    """Orders options: those that keep both objectives first, then by cost."""
+
+    ttft_slo_s: float
+    tpot_slo_s: float
+
+    def __call__(self, option: _Option) -> tuple[bool, float]:
+        keeps = option.has_room and option.ttft_s <= self.ttft_slo_s and option.tpot_s <= self.tpot_slo_s
+        return not keeps, option.cost_s
+
+
+def _draw(scored: list[tuple[float, WorkerView]], draw: int) -> tuple[float, WorkerView]:
+    """Return one of the best: of those nearly as good as the best, the better of two drawn at random."""
+    least = min(score for score, _ in scored)
+    near = [entry for entry in scored if entry[0] <= least * (1 + _NEAR) + _NEAR_S]
+    one, other = near[draw % len(near)], near[(draw // 65537) % len(near)]
+    return min(one, other, key=_fullness)
+
+
+def _fullness(entry: tuple[float, WorkerView]) -> tuple[float, int, LinkId]:
+    score, worker = entry
+    return score, worker.num_placed, worker.link
+
+
+def _roles(options: list[_Option]) -> set[Role]:
+    return {Role.DECODE if option.pair.prefill is None else Role.PREFILL for option in options}
+
+
+def _impossible(name: str, asked_s: float, idle_s: float) -> str:
+    if idle_s <= asked_s:
+        return ""
+    return f"slo.{name}_ms: {asked_s * 1e3:.0f} ms cannot be met here: an idle cluster would need {idle_s * 1e3:.0f} ms"
