@@ -21,7 +21,8 @@ LONG = 3000  # tokens: some seconds of work, for the small model too
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model("llama3", tmp_path_factory.mktemp("model") / "llama3")
+    slow = {"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 6, "num_attention_heads": 8}
+    return write_model("llama3", tmp_path_factory.mktemp("model") / "llama3", **slow)
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def all_well_before(cluster: LiveCluster) -> None:
     cluster.wait_for(lambda status: all_ready(4)(status) and is_idle(status), 60)
 
 
-def prompt(length: int, seed: int = 0) -> list[int]:
+def prompt(length: int, seed: object = 0) -> list[int]:
     rng = random.Random(f"{length} {seed}")
     return [rng.randrange(3, VOCAB) for _ in range(length)]
 
@@ -131,8 +132,8 @@ def test_a_killed_worker_costs_no_stream_a_token_and_no_pool_a_page(
     cluster: LiveCluster, oracle: PreTrainedModel, victim: str
 ) -> None:
     others = Bystanders(cluster, oracle, count=6)
-    long = [prompt(2000, seed) for seed in range(2)]  # prompts that are being computed when it dies
-    with ThreadPoolExecutor(2) as pool:
+    long = [prompt(3500, f"{victim} {i}") for i in range(4)]  # prompts that are being computed when it dies
+    with ThreadPoolExecutor(len(long)) as pool:
         pending = [pool.submit(cluster.generate, greedy(asked, 20)) for asked in long]
         cluster.wait_for(prefilling, 10)
         cluster.signal(victim, signal.SIGKILL)

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
@@ -41,17 +41,17 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 512,
 }
 FAMILIES = {
-    "llama3": lambda: LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=False)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=96)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=32)),
+    "llama3": lambda s: LlamaForCausalLM(LlamaConfig(**s, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=False)),
+    "mistral": lambda s: MistralForCausalLM(MistralConfig(**s, sliding_window=96)),
+    "qwen2": lambda s: Qwen2ForCausalLM(Qwen2Config(**s)),
+    "qwen3": lambda s: Qwen3ForCausalLM(Qwen3Config(**s, head_dim=32)),
 }
 
 
-def write_model(family: str, folder: Path) -> Path:
+def write_model(family: str, folder: Path, **shape: int) -> Path:
     """Write a random float32 model with weights large enough that its greedy text does not settle on one token."""
     torch.manual_seed(7)
-    model = FAMILIES[family]().float()
+    model = FAMILIES[family]({**SHAPE, **shape}).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if not name.endswith("norm.weight"):
@@ -59,9 +59,18 @@ def write_model(family: str, folder: Path) -> Path:
             if name.endswith("bias"):
                 parameter.normal_(std=0.5)
     model.save_pretrained(folder)
-    words = {f"w{i}": i for i in range(VOCAB)}
-    Tokenizer(WordLevel(words, unk_token="w2")).save(str(folder / "tokenizer.json"))
+    _write_tokenizer(folder / "tokenizer.json")
     return folder
+
+
+def _write_tokenizer(path: Path) -> None:
+    """Write a tokenizer that knows bytes, and words that no text is split into."""
+    pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces += [f"word{i}" for i in range(len(pieces), VOCAB)]
+    tokenizer = Tokenizer(BPE({piece: i for i, piece in enumerate(pieces)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(path))
 
 
 def load_oracle(path: Path) -> PreTrainedModel:

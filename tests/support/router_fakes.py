@@ -6,7 +6,7 @@ A fake worker's token is a hash of prompt, continuation and position, so that a 
 import asyncio
 import hashlib
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import TypeAlias
@@ -30,7 +30,8 @@ from pdserve.text.chat import ChatTemplate
 from pdserve.text.tokenizer import Tokenizer
 
 MODEL = "tiny"
-HEARTBEAT_S = 0.5
+HEARTBEAT_S = 0.1
+STREAM_OVER = (grpc.RpcError, asyncio.InvalidStateError)  # what reading and writing raise once it is
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 SAMPLING_FIELDS = frozenset(inference.SamplingParams.DESCRIPTOR.fields_by_name)
 GenerateCall: TypeAlias = "grpc.aio.UnaryStreamCall[inference.GenerateRequest, inference.GenerateResponse]"
@@ -74,7 +75,9 @@ class FakeWorker:
         self.peers: dict[str, FakeWorker] = {}
         self.is_paused = False  # takes commands, computes nothing
         self.max_step = 10_000  # tokens after which it pauses, per placement
-        self.has_heartbeat = True
+        self.is_welcome = False
+        self.is_asked_to_drain = False
+        self._heartbeat: asyncio.Task[None] | None = None
         self.logprobs_per_token = 0
         self.news = asyncio.Condition()
         self._writing = asyncio.Lock()
@@ -82,13 +85,17 @@ class FakeWorker:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def attach(self) -> None:
+        self.listen()
         await self.say(register=self.registration)
-        welcome = await self._call.read()
-        assert isinstance(welcome, link.AttachResponse)
-        assert welcome.WhichOneof("message") == "welcome"
+        await self.until(lambda: self.is_welcome)
+        self._heartbeat = self._start(self._beat())
+
+    def listen(self) -> None:
         self._start(self._read())
-        if self.has_heartbeat:
-            self._start(self._beat())
+
+    def stop_heartbeat(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
 
     async def say(self, **message: object) -> None:
         async with self._writing:
@@ -111,10 +118,17 @@ class FakeWorker:
         async with asyncio.timeout(5):
             return await self._call.code()
 
-    def _start(self, work: Awaitable[None]) -> None:
-        task = asyncio.ensure_future(work)
+    def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._forget)
+        return task
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not isinstance(error, STREAM_OVER):
+            asyncio.get_running_loop().call_exception_handler({"message": f"{self.name}: {error!r}"})
 
     async def _read(self) -> None:
         while isinstance(message := await self._call.read(), link.AttachResponse):
@@ -129,6 +143,8 @@ class FakeWorker:
 
     def _take(self, message: link.AttachResponse) -> None:
         match message.WhichOneof("message"):
+            case "welcome":
+                self.is_welcome = True
             case "prefill":
                 self.prefills.append(message.prefill)
                 self.specs[_key(message.prefill.spec)] = message.prefill.spec
@@ -140,6 +156,8 @@ class FakeWorker:
                 self._cancel(message.cancel)
             case "process_gone":
                 self.gone.append(message.process_gone)
+            case "drain":
+                self.is_asked_to_drain = True
 
     def _cancel(self, cancel: link.Cancel) -> None:
         self.cancels.append(cancel)
@@ -221,6 +239,7 @@ class RouterUnderTest:
     async def start(self) -> None:
         self.public = await self._channel(self.addresses.public)
         self.internal = await self._channel(self.addresses.internal)
+        self._worker_channel = await self._channel(self.addresses.internal)
         self.inference = InferenceServiceStub(self.public)
         self.admin = AdminServiceStub(self.internal)
 
@@ -229,7 +248,7 @@ class RouterUnderTest:
         return await self._stack.enter_async_context(channel)
 
     async def worker(self, role: link.Role, name: str, **registration: object) -> FakeWorker:
-        """Attach a fake worker on a connection of its own."""
+        """Attach a fake worker."""
         layout = link.KvLayout(
             weights_hash="w", num_layers=1, num_kv_heads=1, head_dim=8, page_size=16, dtype="float32"
         )
@@ -247,14 +266,17 @@ class RouterUnderTest:
             "max_model_len": 2048,
             "handoff_address": f"127.0.0.1:{len(self.workers)}",
         }
-        channel = await self._channel(self.addresses.internal)
-        worker = FakeWorker(channel, self.secret, link.Register(**(fields | registration)))  # type: ignore[arg-type]
+        worker = self.unattached(link.Register(**(fields | registration)))  # type: ignore[arg-type]
         await worker.attach()
         self._stack.push_async_callback(worker.die)
         self.workers[name] = worker
         for other in self.workers.values():
             other.peers = self.workers
         return worker
+
+    def unattached(self, registration: link.Register) -> FakeWorker:
+        """Open a worker's stream on which nothing has been said."""
+        return FakeWorker(self._worker_channel, self.secret, registration)
 
     async def pair(self) -> tuple[FakeWorker, FakeWorker]:
         """Attach one worker of each kind and wait until the router would place on them."""

@@ -1,0 +1,50 @@
+"""Greedy texts from a bare runner, with plans written by hand: no scheduler between the test and the runner."""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from itertools import count
+
+from pdserve.engine.runner import Runner
+from pdserve.engine.step import Chunk, SampleSpec, StepPlan
+from pdserve.ids import PageId
+from pdserve.sampling import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=64)
+
+
+def spec(output_ids: Seq[int] = (), params: SamplingParams = GREEDY, seed: int = 0) -> SampleSpec:
+    return SampleSpec(params, seed, len(output_ids), (), output_ids, forbid_stops=False)
+
+
+@dataclass
+class Text:
+    """A prompt and what has been drawn after it; pages are taken from one shared, shuffled supply."""
+
+    prompt: list[int]
+    pages: list[PageId]
+    answer: list[int] = field(default_factory=list)
+    computed: int = 0
+
+    def chunk(self, page_size: int, most: int) -> Chunk:
+        tokens = self.prompt + self.answer
+        stop = min(len(tokens), self.computed + most)
+        samples = (spec(tuple(self.answer)),) if stop == len(tokens) else ()
+        return Chunk(tokens[self.computed : stop], self.computed, self.pages[: -(-stop // page_size)], samples)
+
+
+def greedy_texts(runner: Runner, prompts: Seq[Seq[int]], num_tokens: int, chunk_tokens: int = 10**6) -> list[list[int]]:
+    """Continue all prompts together, each prompt in chunks of `chunk_tokens`."""
+    num_pages, page_size = runner.kv.shape[0], runner.kv.shape[4]
+    supply = ((7 * i + 3) % num_pages for i in count())  # num_pages must not be a multiple of 7
+    texts = []
+    for prompt in prompts:
+        needed = -(-(len(prompt) + num_tokens) // page_size)
+        texts.append(Text(list(prompt), [PageId(next(supply)) for _ in range(needed)]))
+    assert sum(len(text.pages) for text in texts) <= num_pages
+    while running := [text for text in texts if len(text.answer) < num_tokens]:
+        chunks = tuple(text.chunk(page_size, chunk_tokens) for text in running)
+        result = runner.run(StepPlan(chunks))
+        for text, chunk, drawn in zip(running, chunks, result.tokens, strict=True):
+            text.computed = chunk.start + len(chunk.token_ids)
+            text.answer += [token.token_id for token in drawn]
+    return [text.answer for text in texts]
