@@ -7,8 +7,9 @@ from torch import Tensor
 
 from pdserve.kernels.checks import require, require_tensor
 from pdserve.kernels.device import sample as device_sample
+from pdserve.kernels.elementwise import power_of_two
 
-BLOCK = 4096  # logits a program looks at together
+MAX_BLOCK = 4096  # logits a program looks at together
 BIAS_BLOCK = 64
 COUNT_BLOCK = 256
 NUM_WARPS = 16
@@ -77,7 +78,8 @@ def sample(logits: Tensor, draw: Draw, *, penalties: Penalties | None = None, bi
         penalties.presence if penalties else unit, counts,
         bias.ids if bias else draw.top_k, bias.values if bias else unit, bias.offsets if bias else draw.top_k,
         vocab_size, logits.stride(0), scratch.stride(0), counts.stride(0),
-        HAS_COUNTS=penalties is not None, HAS_BIAS=bias is not None, BLOCK=BLOCK, BIAS_BLOCK=BIAS_BLOCK,
+        HAS_COUNTS=penalties is not None, HAS_BIAS=bias is not None,
+        BLOCK=min(MAX_BLOCK, power_of_two(vocab_size)), BIAS_BLOCK=BIAS_BLOCK,
         num_warps=NUM_WARPS,
     )  # fmt: skip
     return out

@@ -48,6 +48,9 @@ PREFILL = {
     (8, 64, 2): Tile(128, 32, 4, 3, 2),
     (8, 128, 2): Tile(128, 32, 8, 3),
     (8, 256, 2): Tile(64, 32, 8, 2),
+    (8, 64, 1): Tile(128, 32, 4, 2, 2),
+    (8, 128, 1): Tile(128, 32, 8, 2),
+    (8, 256, 1): Tile(64, 32, 8, 2),
 }
 # (capability major, head_dim rounded up, bytes per K/V element, rows) -> tile; a row is a query of one head.
 DECODE = {

@@ -1,0 +1,87 @@
+"""Report what the compiler makes of every kernel for chips that need not be here.
+
+    python -m pdserve.kernels.compile_report [--capability 90 ...] [--write docs/performance/kernels-compile-report.md]
+
+Registers, spills and shared memory are facts about the machine code; the roofline is an estimate and says so.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import torch
+import triton
+
+from pdserve.kernels import catalog, compiling, roofline
+
+HEADER = """| case | kernel | registers | spilled bytes | shared KiB | warps | matrix unit |
+| --- | --- | ---: | ---: | ---: | ---: | --- |"""
+
+
+def main() -> int:
+    """Print the report; returns 1 if a kernel asks for more shared memory than its chip has."""
+    parser = argparse.ArgumentParser(prog="pdserve.kernels.compile_report", description=__doc__)
+    parser.add_argument("--capability", type=int, nargs="*", default=list(catalog.CHIPS), choices=list(catalog.CHIPS))
+    parser.add_argument("--only", default="", help="compile the cases whose name contains this")
+    parser.add_argument("--write", type=Path, help="also write the report to this file")
+    arguments = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET", "0") not in {"", "0"}:
+        parser.error("TRITON_INTERPRET is set: there is nothing to compile")
+    text, fits = report(arguments.capability, arguments.only)
+    sys.stdout.write(text)
+    if arguments.write:
+        arguments.write.parent.mkdir(parents=True, exist_ok=True)
+        arguments.write.write_text(text)
+    return 0 if fits else 1
+
+
+def report(capabilities: list[int], only: str) -> tuple[str, bool]:
+    """Compile, and return the report with whether every kernel fits its chip's shared memory."""
+    lines = [
+        "# Kernels: compile report",
+        "",
+        f"Written by `python -m pdserve.kernels.compile_report` with torch {torch.__version__}, "
+        f"Triton {triton.__version__}. Nothing here was run on a GPU.",
+    ]
+    fits = True
+    for capability in capabilities:
+        chip = catalog.CHIPS[capability]
+        lines += ["", f"## sm_{capability}", "", HEADER]
+        for case in catalog.cases():
+            if capability < case.min_capability or only not in case.name:
+                continue
+            for made in compiling.compile_all(lambda case=case, chip=chip: case.run(chip), capability):  # type: ignore[misc]
+                lines.append(_row(case, made))
+                fits = fits and made.shared_bytes <= chip.shared_bytes
+    return "\n".join([*lines, "", *_estimates()]) + "\n", fits
+
+
+def _row(case: catalog.Case, made: compiling.Resources) -> str:
+    name = f"**{case.name}**" if case.hot else case.name
+    unit = made.matrix_unit + (" (serialized)" if made.serialized else "")
+    shared = f"{made.shared_bytes / 1024:.1f}"
+    return f"| {name} | {made.kernel} | {made.registers} | {made.spill_bytes} | {shared} | {made.num_warps} | {unit} |"
+
+
+def _estimates() -> list[str]:
+    chip = roofline.H200
+    lines = [
+        "## Roofline ESTIMATE",
+        "",
+        f"The least time {chip.name} could take, from counted work at {chip.matrix_flops / 1e12:.0f} TFLOP/s and "
+        f"{chip.memory_bytes / 1e12:.1f} TB/s. No kernel was timed for this table.",
+        "",
+        "| work | GFLOP | MB | bound by | at least, µs |",
+        "| --- | ---: | ---: | --- | ---: |",
+    ]
+    for work in roofline.workloads():
+        best_us = work.best_time_s(chip) * 1e6
+        lines.append(
+            f"| {work.name} | {work.flops / 1e9:.1f} | {work.bytes / 1e6:.1f} | {work.bound(chip)} | {best_us:.1f} |"
+        )
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main())

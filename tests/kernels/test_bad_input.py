@@ -1,0 +1,197 @@
+"""What a kernel does not serve is refused before launch, by a ValueError that names the argument."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pdserve.kernels import elementwise, pageio, sample, trial
+from pdserve.kernels.attention import FP8, AttentionSpec, Scales
+from pdserve.kernels.decode import Decode, StepSize
+from pdserve.kernels.prefill import Prefill
+from pdserve.kernels.trial import Lens
+from pdserve.kernels.tuning import Device
+
+SPEC = AttentionSpec(4, 2, 64, 16, 8, 0.125)
+LENS = Lens((2, 1), (20, 5))
+TABLE = np.array([[0, 1], [2, 0]])
+AMPERE = Device((8, 0), 108, 166_912)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_heads", 5),
+        ("num_heads", 0),
+        ("num_kv_heads", 0),
+        ("head_dim", 40),
+        ("head_dim", 272),
+        ("page_size", 24),
+        ("num_pages", 0),
+        ("scale", 0.0),
+        ("scale", float("nan")),
+        ("dtype", torch.float64),
+        ("kv_dtype", torch.float16),
+        ("window", 0),
+        ("softcap", 0.0),
+    ],
+)
+def test_a_spec_names_the_field_it_does_not_serve(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=field):
+        replace(SPEC, **{field: value})
+
+
+def planned() -> tuple[Prefill, Tensor, Tensor, Tensor]:
+    attention = Prefill(SPEC, "cpu")
+    attention.plan(*LENS.arrays, TABLE)
+    kv = torch.zeros((8, 1, 2, 2, 16, 64), dtype=torch.bfloat16)
+    return attention, torch.zeros((3, 4, 64), dtype=torch.bfloat16), kv[:, 0, 0], kv[:, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil"),
+    [
+        ("q", lambda q, k, v: (q[:, :3], k, v)),
+        ("q", lambda q, k, v: (q.float(), k, v)),
+        ("q", lambda q, k, v: (q[:2], k, v)),
+        ("q", lambda q, k, v: (q.transpose(1, 2).contiguous().transpose(1, 2), k, v)),
+        ("k", lambda q, k, v: (q, k[:7], v)),
+        ("k", lambda q, k, v: (q, k.float(), v)),
+        ("v", lambda q, k, v: (q, k, v.transpose(2, 3))),
+        ("v", lambda q, k, v: (q, k, v.as_strided(v.shape, (4088, 1024, 64, 1)))),
+    ],
+)
+def test_attention_names_the_tensor_that_does_not_fit(name: str, spoil: Callable[..., tuple[Tensor, ...]]) -> None:
+    attention, q, k, v = planned()
+    with pytest.raises(ValueError, match=rf"^{name} "):
+        attention.run(*spoil(q, k, v))
+
+
+def test_attention_wants_scales_for_fp8_pages_and_only_for_those() -> None:
+    attention, q, k, v = planned()
+    ones = torch.ones(2)
+    with pytest.raises(ValueError, match="scales"):
+        attention.run(q, k, v, scales=Scales(ones, ones))
+    with pytest.raises(ValueError, match="kv_dtype"):
+        Prefill(replace(SPEC, kv_dtype=FP8), "cpu", chip=AMPERE)
+
+
+@pytest.mark.parametrize(
+    ("name", "query_lens", "kv_lens", "table"),
+    [
+        ("query_lens", [], [], np.zeros((0, 1))),
+        ("query_lens", [0, 1], [5, 5], TABLE),
+        ("kv_lens", [2, 1], [1, 5], TABLE),
+        ("kv_lens", [2, 1], [5], TABLE),
+        ("page_table", [2, 1], [20, 5], TABLE[:1]),
+        ("page_table", [2, 1], [33, 5], TABLE),
+    ],
+)
+def test_a_plan_names_what_does_not_fit(
+    name: str, query_lens: list[int], kv_lens: list[int], table: np.ndarray
+) -> None:
+    with pytest.raises(ValueError, match=name):
+        Prefill(SPEC, "cpu").plan(np.array(query_lens), np.array(kv_lens), table)
+    with pytest.raises(ValueError, match=name):
+        Decode(SPEC, "cpu", StepSize(4, 4, 64)).plan(np.array(query_lens), np.array(kv_lens), table)
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 64), (4, 0, 64), (4, 17, 64), (4, 8, 7)])
+def test_a_decode_step_of_a_size_it_does_not_serve_is_refused(sizes: tuple[int, int, int]) -> None:
+    with pytest.raises(ValueError, match="max_"):
+        StepSize(*sizes)
+
+
+@pytest.mark.parametrize(("query_lens", "kv_lens"), [([1] * 5, [5] * 5), ([3], [5]), ([1], [65])])
+def test_a_step_larger_than_the_captured_one_is_refused(query_lens: list[int], kv_lens: list[int]) -> None:
+    with pytest.raises(ValueError, match=r"query_lens|kv_lens"):
+        Decode(SPEC, "cpu", StepSize(4, 2, 64)).plan(
+            np.array(query_lens), np.array(kv_lens), np.zeros((len(kv_lens), 5), dtype=np.int32)
+        )
+
+
+def test_a_prefill_that_was_not_planned_does_not_run() -> None:
+    _, q, k, v = planned()
+    with pytest.raises(ValueError, match="plan"):
+        Prefill(SPEC, "cpu").run(q, k, v)
+
+
+@pytest.mark.parametrize("page_id", [-1, 8, 2**31 - 1])
+def test_page_ids_outside_the_pool_are_caught_when_debugging(monkeypatch: pytest.MonkeyPatch, page_id: int) -> None:
+    monkeypatch.setenv("PDSERVE_KERNEL_DEBUG", "1")
+    table = TABLE.copy()
+    table[1, 1] = page_id  # past the second sequence's only page: not an error
+    Prefill(SPEC, "cpu").plan(*LENS.arrays, table)
+    table[0, 1] = page_id
+    with pytest.raises(ValueError, match=re.escape(f"page_table[0, 1] is {page_id}")):
+        Prefill(SPEC, "cpu").plan(*LENS.arrays, table)
+    pool = torch.zeros((8, 1, 2, 2, 16, 64))
+    with pytest.raises(ValueError, match="page_ids"):
+        pageio.page_digests(pool, torch.tensor([0, page_id]))
+
+
+def test_slots_outside_the_pool_are_caught_when_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDSERVE_KERNEL_DEBUG", "1")
+    kv = torch.zeros((2, 1, 2, 1, 16, 64))
+    qkv = (torch.zeros(1, 2, 64), torch.zeros(1, 1, 64), torch.zeros(1, 1, 64))
+    target = pageio.Target(kv[:, 0, 0], kv[:, 0, 1], torch.tensor([33]))
+    with pytest.raises(ValueError, match="slots"):
+        pageio.rope_write(qkv, torch.tensor([0]), pageio.Rotation(torch.zeros(4, 64)), target)
+
+
+def test_page_kernels_name_what_does_not_fit() -> None:
+    pool, ids = torch.zeros((4, 1, 2, 2, 16, 64)), torch.tensor([0])
+    with pytest.raises(ValueError, match="target"):
+        pageio.copy_pages(torch.zeros((4, 1, 2, 2, 16, 32)), pool, ids, ids)
+    with pytest.raises(ValueError, match="source"):
+        pageio.copy_pages(pool, pool.transpose(3, 4), ids, ids)
+    with pytest.raises(ValueError, match="target_ids"):
+        pageio.copy_pages(pool, pool, torch.tensor([0, 1]), ids)
+    with pytest.raises(ValueError, match="heads"):
+        pageio.reshard((pool, pool), ids, ids, 16, pageio.HeadRange(1, 0, 2))
+    with pytest.raises(ValueError, match="source_ids"):
+        pageio.reshard((pool, pool), ids, torch.tensor([0, 1]), 16, pageio.HeadRange(0, 0, 2))
+    with pytest.raises(ValueError, match="factors"):
+        pageio.reshard((pool, pool), ids, ids, 16, pageio.HeadRange(0, 0, 2), factors=torch.zeros(2, 2))
+
+
+def test_row_kernels_name_what_does_not_fit() -> None:
+    x = torch.zeros(3, 64)
+    with pytest.raises(ValueError, match="weight"):
+        elementwise.rms_norm(x, torch.zeros(63), 1e-5)
+    with pytest.raises(ValueError, match="residual"):
+        elementwise.rms_norm(x, torch.zeros(64), 1e-5, residual=torch.zeros(2, 64))
+    with pytest.raises(ValueError, match="x must have stride 1"):
+        elementwise.silu_mul(x.t())
+    with pytest.raises(ValueError, match="x"):
+        elementwise.silu_mul(torch.zeros(3, 5))
+    with pytest.raises(ValueError, match="cos_sin"):
+        elementwise.rope(torch.zeros(3, 2, 64), torch.zeros(9, 66), torch.zeros(3, dtype=torch.int32))
+    with pytest.raises(ValueError, match="positions"):
+        elementwise.rope(torch.zeros(3, 2, 64), torch.zeros(9, 64), torch.zeros(3))
+
+
+def test_sampling_names_what_does_not_fit() -> None:
+    ones = torch.ones(2)
+    draw = sample.Draw(torch.zeros(2, 2, dtype=torch.int32), ones, torch.zeros(2, dtype=torch.int32), ones, ones)
+    with pytest.raises(ValueError, match="keys"):
+        sample.sample(torch.zeros(3, 8), draw)
+    with pytest.raises(ValueError, match="logits"):
+        sample.sample(torch.zeros(2, 8, dtype=torch.float64), draw)
+    with pytest.raises(ValueError, match="top_p"):
+        sample.sample(torch.zeros(2, 8), replace(draw, top_p=torch.ones(3)))
+    with pytest.raises(ValueError, match=r"bias\.offsets"):
+        bias = sample.Bias(torch.zeros(1, dtype=torch.int32), torch.zeros(1), torch.zeros(2, dtype=torch.int32))
+        sample.sample(torch.zeros(2, 8), draw, bias=bias)
+
+
+def test_an_empty_batch_is_served_by_doing_nothing() -> None:
+    empty = torch.zeros(0, 64)
+    assert elementwise.rms_norm(empty, torch.ones(64), 1e-5).shape == (0, 64)
+    assert elementwise.silu_mul(empty).shape == (0, 32)
+    assert len(pageio.page_digests(torch.zeros(1, 1, 2, 1, 16, 64), torch.zeros(0, dtype=torch.int32))) == 0
+    assert trial.make(trial.spec_of((2, 1), 64, 16, LENS), LENS).error(torch.zeros(3, 2, 64)) < 1

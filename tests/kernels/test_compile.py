@@ -1,0 +1,89 @@
+"""The kernels compile for the chips they ship to, within those chips' means, without a GPU.
+
+Another process compiles: this one runs the kernels in Triton's interpreter.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+
+SHARED_BYTES = {80: 166_912, 90: 232_448, 100: 232_448}
+CORE = "d128|rope and write|copy|digest|reshard|with residual|silu|sample"  # one of each kernel
+PROGRAM = """
+import json, re, sys
+from pdserve.kernels import catalog, compiling
+capability, wanted = int(sys.argv[1]), re.compile(sys.argv[2])
+chip = catalog.CHIPS[capability]
+for case in catalog.cases():
+    if capability >= case.min_capability and wanted.search(case.name):
+        for made in compiling.compile_all(lambda: case.run(chip), capability):
+            fields = {name: getattr(made, name) for name in made.__slots__}
+            print(json.dumps({"case": case.name, "hot": case.hot} | fields), flush=True)
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """One compiled kernel of the report."""
+
+    case: str
+    hot: bool
+    kernel: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    num_warps: int
+    matrix_unit: str
+    serialized: bool
+
+
+def start(capability: int, wanted: str) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", PROGRAM, str(capability), wanted]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.fixture(scope="module")
+def made() -> dict[int, list[Made]]:
+    running = {80: start(80, "(prefill|decode) d128$|width 8|" + CORE.split("|", 1)[1]), 90: start(90, CORE)}
+    running |= {100: start(100, "(prefill|decode) d128$|rope and write|sample with")}
+    found = {}
+    for capability, process in running.items():
+        output, _ = process.communicate()
+        assert process.returncode == 0, f"sm_{capability} did not compile"
+        found[capability] = [Made(**json.loads(line)) for line in output.splitlines()]
+    return found
+
+
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_every_kernel_fits_the_shared_memory_of_its_chip(made: dict[int, list[Made]], capability: int) -> None:
+    assert made[capability], "nothing was compiled"
+    assert {one.case: one.shared_bytes for one in made[capability] if one.shared_bytes > SHARED_BYTES[capability]} == {}
+
+
+@pytest.mark.parametrize("kind", ["prefill", "decode"])
+def test_both_attention_kernels_multiply_with_wgmma_where_their_rows_fill_it(
+    made: dict[int, list[Made]], kind: str
+) -> None:
+    wide = [one for one in made[90] if one.kernel == "attend" and one.case.startswith(kind)]
+    if kind == "decode":
+        wide = [one for one in wide if one.case.endswith(("width 8", "width 16"))]
+    else:
+        wide = [one for one in wide if not one.case.endswith("float32")]
+    assert len(wide) >= 2
+    assert {one.case: one.matrix_unit for one in wide if one.matrix_unit != "wgmma"} == {}
+    assert [one.case for one in wide if one.serialized] == []
+
+
+def test_hot_kernels_do_not_spill_on_hopper(made: dict[int, list[Made]]) -> None:
+    assert {one.case: one.spill_bytes for one in made[90] if one.hot and one.spill_bytes} == {}
+
+
+def test_two_prefill_items_share_a_hopper_multiprocessor(made: dict[int, list[Made]]) -> None:
+    plain = next(one for one in made[90] if one.case == "prefill d128" and one.kernel == "attend")
+    assert 2 * plain.registers * plain.num_warps * 32 <= 65_536
+    assert 2 * (plain.shared_bytes + 1024) <= 233_472

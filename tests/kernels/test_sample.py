@@ -1,0 +1,133 @@
+"""The sampling kernel draws what the reference draws, token for token, and at the right frequencies."""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pdserve.kernels import reference_sampling, rng, sample
+from pdserve.kernels.reference_sampling import RowParams
+
+VOCAB = 5000
+
+
+def draw_of(rows: Sequence[RowParams], indices: Sequence[int]) -> sample.Draw:
+    def column(name: str) -> Tensor:
+        return torch.tensor([getattr(row, name) for row in rows], dtype=torch.float32)
+
+    keys = rng.as_tensor(rng.keys(list(range(len(rows))), list(indices)))
+    top_k = torch.tensor([row.top_k for row in rows], dtype=torch.int32)
+    return sample.Draw(keys, column("temperature"), top_k, column("top_p"), column("min_p"))
+
+
+def ragged(lists: Sequence[Sequence[float]], dtype: torch.dtype) -> sample.Ragged:
+    offsets = np.cumsum([0, *(len(values) for values in lists)])
+    values = torch.tensor(list(itertools.chain.from_iterable(lists)), dtype=dtype)
+    return sample.Ragged(values, torch.tensor(offsets, dtype=torch.int32))
+
+
+def penalties_of(rows: Sequence[RowParams]) -> sample.Penalties:
+    columns = [
+        torch.tensor([getattr(row, name) for row in rows], dtype=torch.float32)
+        for name in ("repetition", "frequency", "presence")
+    ]
+    prompts = ragged([row.prompt_ids for row in rows], torch.int32)
+    return sample.Penalties(*columns, prompts, ragged([row.output_ids for row in rows], torch.int32))
+
+
+def bias_of(rows: Sequence[RowParams]) -> sample.Bias:
+    ids = ragged([list(row.bias) for row in rows], torch.int32)
+    return sample.Bias(ids.values, ragged([list(row.bias.values()) for row in rows], torch.float32).values, ids.offsets)
+
+
+def reference_tokens(logits: Tensor, rows: Sequence[RowParams], draw: sample.Draw) -> list[int]:
+    drawn = zip(logits.double(), rows, draw.keys, strict=True)
+    return [reference_sampling.sample(row_logits, row, key) for row_logits, row, key in drawn]
+
+
+FILTERS = [
+    RowParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    for temperature, top_k, top_p, min_p in itertools.product((0.0, 0.7, 1.5), (0, 1, 50), (1.0, 0.4), (0.0, 0.1))
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mixed_rows_draw_the_references_tokens(dtype: torch.dtype) -> None:
+    logits = (torch.randn((len(FILTERS), VOCAB), generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
+    draw = draw_of(FILTERS, [3] * len(FILTERS))
+    assert sample.sample(logits, draw).tolist() == reference_tokens(logits, FILTERS, draw)
+
+
+def test_penalties_and_biases_act_in_their_order() -> None:
+    random = np.random.default_rng(0)
+    rows = [
+        RowParams(
+            temperature=float(random.choice([0.0, 1.0])),
+            top_p=float(random.choice([1.0, 0.9])),
+            repetition=1.3,
+            frequency=0.4,
+            presence=0.6,
+            prompt_ids=tuple(random.integers(0, 300, 20).tolist()),
+            output_ids=tuple(random.integers(0, 300, 40).tolist()),
+            bias={int(token): float(random.choice([5.0, -math.inf])) for token in random.integers(0, 300, 3)},
+        )
+        for _ in range(12)
+    ]
+    logits = torch.randn((len(rows), 300), generator=torch.Generator().manual_seed(2)) * 2
+    draw = draw_of(rows, range(12))
+    drawn = sample.sample(logits, draw, penalties=penalties_of(rows), bias=bias_of(rows))
+    assert drawn.tolist() == reference_tokens(logits, rows, draw)
+
+
+def test_a_token_biased_to_minus_infinity_is_never_drawn() -> None:
+    row = RowParams(bias={1: -math.inf})
+    logits = torch.tensor([[0.0, 30.0, 0.0]] * 20)
+    drawn = sample.sample(logits, draw_of([row] * 20, range(20)), bias=bias_of([row] * 20))
+    assert 1 not in drawn.tolist()
+
+
+def test_greedy_ties_go_to_the_lowest_id() -> None:
+    logits = torch.zeros((1, VOCAB))
+    logits[0, [4200, 77, 3000]] = 1.0
+    assert sample.sample(logits, draw_of([RowParams(temperature=0.0)], [0])).tolist() == [77]
+
+
+def test_tokens_of_equal_logit_stand_or_fall_together_in_top_k() -> None:
+    logits = torch.tensor([[1.0, 2.0, 2.0, 2.0, 0.0]] * 60)
+    drawn = sample.sample(logits, draw_of([RowParams(top_k=2)] * 60, range(60)))
+    assert set(drawn.tolist()) == {1, 2, 3}
+
+
+def test_a_tiny_top_p_still_keeps_one_token() -> None:
+    logits = torch.randn((4, 100), generator=torch.Generator().manual_seed(0))
+    drawn = sample.sample(logits, draw_of([RowParams(top_p=1e-6)] * 4, range(4)))
+    assert drawn.tolist() == logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize(
+    "row", [RowParams(), RowParams(temperature=0.6, top_k=6, top_p=0.9), RowParams(top_p=0.8, min_p=0.15)]
+)
+def test_frequencies_pass_a_chi_square_test(row: RowParams) -> None:
+    draws, logits = 400, torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5]).repeat_interleave(2)
+    logits += torch.linspace(0, 0.1, 16)
+    drawn = sample.sample(logits.expand(draws, -1).contiguous(), draw_of([row] * draws, range(draws)))
+    scores = logits.double() / row.temperature
+    keep = reference_sampling.kept(scores, row)
+    expected = scores.masked_fill(~keep, -math.inf).softmax(0)[keep] * draws
+    counts = torch.bincount(drawn, minlength=16)
+    assert counts[~keep].sum() == 0
+    freedom = len(expected) - 1
+    chi_square = float(((counts[keep] - expected) ** 2 / expected).sum())
+    assert chi_square < freedom + 4 * math.sqrt(2 * freedom) + 4  # beyond the 99.9th percentile
+
+
+def test_a_draw_does_not_depend_on_the_rest_of_the_batch() -> None:
+    logits = torch.randn((3, 200), generator=torch.Generator().manual_seed(4))
+    rows = [RowParams(), RowParams(top_k=5), RowParams(temperature=0.5, top_p=0.7)]
+    draw = draw_of(rows, [9, 9, 9])
+    alone = sample.Draw(*(getattr(draw, name)[2:] for name in ("keys", "temperature", "top_k", "top_p", "min_p")))
+    assert sample.sample(logits, draw).tolist()[2] == sample.sample(logits[2:], alone).item()
