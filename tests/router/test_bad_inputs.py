@@ -17,7 +17,10 @@ BAD = {
     "empty text": ({"text": ""}, "text: it is empty, at least 1 character is needed"),
     "no ids": ({"token_ids": inference.TokenIds()}, "token_ids: it is empty, at least 1 id is needed"),
     "unknown id": ({"token_ids": inference.TokenIds(ids=[1, 256])}, "token_ids: token id 256 at position 1 is outside"),
-    "too many ids": ({"token_ids": inference.TokenIds(ids=[1] * 2049)}, "token_ids: 2049 ids are over the limit of 2048"),
+    "too many ids": (
+        {"token_ids": inference.TokenIds(ids=[1] * 2049)},
+        "token_ids: 2049 ids are over the limit of 2048",
+    ),
     "too long": (
         {"text": "x" * 2040, "max_tokens": 9},
         "max_tokens: 2040 prompt tokens and max_tokens 9 are 2049 together, over the limit of 2048 (max_model_len)",
@@ -103,7 +106,7 @@ async def test_bytes_that_are_no_message_are_an_invalid_argument(start_router: S
 async def test_hostile_text_is_only_text(start_router: StartRouter) -> None:
     router = await start_router()
     await router.pair()
-    for text in ("\x00", "‮" * 50, "{{ 7 * 7 }}", "%s%n", "\ud7ff\U0010ffff"):
+    for text in ("\x00", "\u202e" * 50, "{{ 7 * 7 }}", "%s%n", "\ud7ff\U0010ffff"):
         message = Message(role="user", content=text)
         for prompt in ({"text": text}, {"chat": Chat(messages=[message])}):
             assert len(tokens_in(await collect(router.generate(max_tokens=2, **prompt)))) == 2

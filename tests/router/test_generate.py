@@ -81,7 +81,7 @@ async def test_several_continuations_come_apart_again(start_router: StartRouter)
 
 async def test_a_stop_string_across_tokens_ends_the_text_before_it(start_router: StartRouter) -> None:
     router = await start_router()
-    prefill, decode = await router.pair()
+    _, decode = await router.pair()
     answer = TOKENIZER.decode(tokens_of(ids("hello"), 30))
     stop = answer[10:13]
     replies = await collect(router.generate(text="hello", max_tokens=30, stop=["absent", stop], n=2))

@@ -1,4 +1,4 @@
-"""A router's surroundings for its tests: a client, and workers that speak the real protocol over real sockets but compute nothing.
+"""A router's surroundings for tests: clients, and workers that speak the real protocol but compute nothing.
 
 A fake worker's token is a hash of prompt, continuation and position, so that a token from the wrong place shows.
 """

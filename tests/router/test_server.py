@@ -1,0 +1,180 @@
+"""The router process: who may call it, what it says of its health, how it stops."""
+
+import asyncio
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from router_fakes import RouterUnderTest, StartRouter, collect, error_of, tokens_in, tokens_of
+
+from pdserve.config import load_config
+from pdserve.errors import ConfigError
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.router.config import RouterConfig
+from pdserve.rpc import SECRET_METADATA_KEY, check_bind, read_secret
+
+SERVICE = "pdserve.v1.InferenceService"
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+INTERNAL_METHODS = ("LinkService/Attach", "AdminService/GetStatus", "AdminService/WatchStatus", "NoService/Nothing")
+
+
+async def test_health_follows_the_workers_and_ends_first(start_router: StartRouter) -> None:
+    router = await start_router()
+    health = health_pb2_grpc.HealthStub(router.public)
+    assert (await health.Check(health_pb2.HealthCheckRequest())).status == SERVING
+    watch = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+    assert (await watch.read()).status == NOT_SERVING
+    prefill, decode = await router.pair()
+    assert (await watch.read()).status == SERVING
+    await decode.die()
+    assert (await watch.read()).status == NOT_SERVING
+    await router.worker(link.ROLE_DECODE, "d1")
+    assert (await watch.read()).status == SERVING
+    prefill.is_paused = True
+    call = router.generate(text="hello", max_tokens=1)
+    await prefill.until(lambda: bool(prefill.prefills))
+    router.stop.set()
+    assert (await watch.read()).status == NOT_SERVING
+    assert (await health.Check(health_pb2.HealthCheckRequest())).status == NOT_SERVING
+    call.cancel()
+
+
+async def test_shutdown_lets_running_requests_finish_and_takes_no_others(start_router: StartRouter) -> None:
+    router = await start_router()
+    prefill, decode = await router.pair()
+    prefill.is_paused = True
+    running = router.generate(text="a", max_tokens=1)
+    await prefill.until(lambda: bool(prefill.prefills))
+    router.stop.set()
+    code, message = await refusal_at_shutdown(router)
+    assert (code, message) == (grpc.StatusCode.UNAVAILABLE, "this router is shutting down")
+    spec = prefill.prefills[0].spec
+    await prefill.step([prefill.delta(spec, 0, 0, is_last=True)])
+    assert tokens_in(await collect(running)) == tokens_of(spec.token_ids, 1)
+    del decode
+
+
+async def refusal_at_shutdown(router: RouterUnderTest) -> tuple[grpc.StatusCode, str]:
+    health = health_pb2_grpc.HealthStub(router.public)
+    async for state in health.Watch(health_pb2.HealthCheckRequest(service=SERVICE)):
+        if state.status == NOT_SERVING:
+            break
+    return await error_of(router.generate(text="b"))
+
+
+async def test_shutdown_ends_what_does_not_finish_in_time(start_router: StartRouter) -> None:
+    router = await start_router(drain_timeout_s=0.1)
+    prefill, _ = await router.pair()
+    prefill.is_paused = True
+    stuck = router.generate(text="a")
+    await prefill.until(lambda: bool(prefill.prefills))
+    router.stop.set()
+    code, message = await error_of(stuck)
+    assert (code, message) == (grpc.StatusCode.UNAVAILABLE, "this router is shutting down")
+
+
+@pytest.mark.parametrize("secret", [None, b"", b"x" * 64, "right but longer"])
+@pytest.mark.parametrize("method", INTERNAL_METHODS)
+async def test_nothing_internal_is_answered_without_the_secret(
+    start_router: StartRouter, method: str, secret: bytes | str | None
+) -> None:
+    router = await start_router()
+    value = router.secret + b"x" if isinstance(secret, str) else secret
+    metadata = () if value is None else ((SECRET_METADATA_KEY, value),)
+    call = router.internal.stream_stream(f"/pdserve.v1.{method}")(metadata=metadata)
+    assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_operators_are_not_served_on_the_public_port(start_router: StartRouter) -> None:
+    router = await start_router()
+    for method in ("AdminService/GetStatus", "LinkService/Attach"):
+        call = router.public.stream_stream(f"/pdserve.v1.{method}")(metadata=((SECRET_METADATA_KEY, router.secret),))
+        assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_reflection_names_the_public_services(start_router: StartRouter) -> None:
+    router = await start_router()
+    stub = reflection_pb2_grpc.ServerReflectionStub(router.public)
+    call = stub.ServerReflectionInfo()
+    await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+    reply = await call.read()
+    names = {service.name for service in reply.list_services_response.service}
+    assert names == {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+    call.cancel()
+
+
+async def test_watching_tells_of_changes(start_router: StartRouter) -> None:
+    router = await start_router()
+    metadata = ((SECRET_METADATA_KEY, router.secret),)
+    watch = router.admin.WatchStatus(admin.WatchStatusRequest(), metadata=metadata)
+    assert len((await watch.read()).status.workers) == 0
+    await router.worker(link.ROLE_PREFILL, "p0")
+    async with asyncio.timeout(5):
+        while not (await watch.read()).status.workers:
+            pass
+    watch.cancel()
+
+
+async def test_the_ready_file_names_both_ports(start_router: StartRouter, tmp_path: Path) -> None:
+    path = tmp_path / "ready.json"
+    router = await start_router(ready_file=path)
+    told = json.loads(path.read_text())
+    assert told == {"public": router.addresses.public, "internal": router.addresses.internal}
+    assert not told["public"].endswith(":0")
+
+
+async def test_a_port_in_use_is_the_operators_error(start_router: StartRouter) -> None:
+    router = await start_router()
+    port = int(router.addresses.public.rpartition(":")[2])
+    with pytest.raises(ExceptionGroup) as caught:
+        await start_router(port=port)
+    assert caught.group_contains(ConfigError, match=f"port: cannot listen on 127.0.0.1:{port}")
+
+
+def test_the_router_never_imports_torch() -> None:
+    code = (
+        "import sys, pdserve.router.server; print([m for m in ('torch', 'triton', 'transformers') if m in sys.modules])"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+def test_a_secret_has_to_be_private_and_long(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    with pytest.raises(ConfigError, match="secret_file: cannot read"):
+        read_secret(path)
+    path.write_bytes(b"x" * 32 + b"\n")
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match=r"secret_file: .* mode 0640"):
+        read_secret(path)
+    path.chmod(0o600)
+    assert read_secret(path) == b"x" * 32
+    path.write_bytes(b"x" * 31)
+    with pytest.raises(ConfigError, match=r"secret_file: .* 31 bytes"):
+        read_secret(path)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.1:80", "::1", "[::1]:80", "localhost:80", "127.9.9.9"])
+def test_listening_on_loopback_needs_no_identity(address: str) -> None:
+    check_bind(address, has_identity=False)
+
+
+@pytest.mark.parametrize("address", ["0.0.0.0", "0.0.0.0:80", "::", "[::]:80", "10.0.0.1", "example.org", ""])
+def test_listening_elsewhere_needs_identity(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"host: .* reachable"):
+        check_bind(address, has_identity=False)
+    check_bind(address, has_identity=True)
+
+
+def test_unknown_keys_and_bad_values_are_refused() -> None:
+    with pytest.raises(ConfigError, match="max_num_request"):
+        load_config(RouterConfig, None, {"model": "m", "secret_file": "s", "max_num_request": 3})
+    with pytest.raises(ConfigError, match="policy"):
+        load_config(RouterConfig, None, {"model": "m", "secret_file": "s", "policy": "best"})

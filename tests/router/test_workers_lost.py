@@ -1,0 +1,188 @@
+"""Workers come, go, fail and misbehave on real streams; clients see one answer or one typed error."""
+
+import grpc
+import pytest
+from router_fakes import TOKENIZER, FakeWorker, RouterUnderTest, StartRouter, collect, error_of, tokens_in, tokens_of
+
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.rpc import secret_metadata
+
+PROMPT = TOKENIZER.encode("hello", add_special=False)
+
+
+async def spare_decode(router: RouterUnderTest) -> FakeWorker:
+    decode = await router.worker(link.ROLE_DECODE, "d1")
+    await router.until_status(lambda status: sum(not w.unroutable for w in status.workers) == 3)
+    return decode
+
+
+async def test_a_decode_worker_lost_before_the_first_token_is_not_noticed(start_router: StartRouter) -> None:
+    router = await start_router()
+    prefill, first = await router.pair()
+    prefill.is_paused = True
+    call = router.generate(text="hello", max_tokens=6)
+    await first.until(lambda: bool(first.decodes))
+    await spare_decode(router)
+    prefill.is_paused = False
+    await first.die()
+    replies = await collect(call)
+    assert tokens_in(replies) == tokens_of(PROMPT, 6)
+    assert (replies[-1].ledger.attempts, replies[-1].ledger.decode_worker) == (2, "d1")
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_a_decode_worker_lost_in_mid_answer_costs_no_token(start_router: StartRouter, n: int) -> None:
+    router = await start_router()
+    _, first = await router.pair()
+    first.max_step = 3
+    call = router.generate(text="hello", max_tokens=9, n=n)
+    early = [await call.read()]
+    while len(tokens_in(early, n - 1)) < 4:
+        early.append(await call.read())
+    second = await spare_decode(router)
+    await first.die()
+    replies = [*early, *await read_on(call)]
+    for index in range(n):
+        assert tokens_in(replies, index) == tokens_of(PROMPT, 9, index)
+    delivered = {tuple(decode.spec.indices): len(decode.spec.token_ids) for decode in second.decodes}
+    assert delivered == {((index,) if n > 1 else ()): len(PROMPT) + 4 for index in range(n)}
+
+
+async def read_on(call: grpc.aio.UnaryStreamCall[object, object]) -> list[object]:
+    replies = []
+    while (reply := await call.read()) is not grpc.aio.EOF:
+        replies.append(reply)
+    return replies
+
+
+async def test_a_prefill_worker_lost_before_the_first_token_is_not_noticed(start_router: StartRouter) -> None:
+    router = await start_router()
+    first, _ = await router.pair()
+    first.is_paused = True
+    call = router.generate(text="hello", max_tokens=6)
+    await first.until(lambda: bool(first.prefills))
+    await router.worker(link.ROLE_PREFILL, "p1")
+    await router.until_status(lambda status: len(status.workers) == 3)
+    await first.die()
+    replies = await collect(call)
+    assert tokens_in(replies) == tokens_of(PROMPT, 6)
+    assert replies[-1].ledger.prefill_worker == "p1"
+
+
+async def test_the_last_worker_of_a_pool_ends_its_requests_with_a_reason(start_router: StartRouter) -> None:
+    router = await start_router()
+    prefill, decode = await router.pair()
+    prefill.is_paused = True
+    call = router.generate(text="hello")
+    await decode.until(lambda: bool(decode.decodes))
+    await decode.die()
+    code, message = await error_of(call)
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert message == "d0 was lost (its stream ended), and no decode worker is ready"
+
+
+async def test_a_failed_attempt_is_placed_again(start_router: StartRouter) -> None:
+    router = await start_router()
+    prefill, decode = await router.pair()
+    prefill.is_paused = True
+    call = router.generate(text="hello", max_tokens=6)
+    await prefill.until(lambda: bool(prefill.prefills))
+    prefill.is_paused = False
+    request_id = prefill.prefills[0].spec.request_id
+    code = link.FAILURE_CODE_DIGEST_MISMATCH
+    await decode.say(failed=link.Failed(request_id=request_id, attempt=0, code=code, detail="page 3"))
+    replies = await collect(call)
+    assert tokens_in(replies) == tokens_of(PROMPT, 6)
+    assert replies[-1].ledger.attempts == 2
+
+
+async def test_a_worker_that_is_silent_is_dropped(start_router: StartRouter) -> None:
+    router = await start_router(worker_silence_s=0.5)
+    prefill, decode = await router.pair()
+    decode.stop_heartbeat()
+    assert await decode.dropped() is grpc.StatusCode.FAILED_PRECONDITION
+    await router.until_status(lambda status: [w.registration.worker_id for w in status.workers] == ["p0"])
+    del prefill
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"heartbeat": link.Heartbeat()},
+        {"register": link.Register(worker_id="w", incarnation=1)},
+        {"register": link.Register(worker_id="", incarnation=1, role=link.ROLE_DECODE)},
+        {"register": link.Register(worker_id="w", role=link.ROLE_DECODE)},
+        {"register": link.Register(worker_id="w", incarnation=1, role=link.ROLE_DECODE, ready=True)},
+    ],
+)
+async def test_a_worker_that_does_not_say_who_it_is_is_turned_away(
+    start_router: StartRouter, message: dict[str, object]
+) -> None:
+    router = await start_router()
+    stranger = router.unattached(link.Register())
+    stranger.listen()
+    await stranger.say(**message)
+    assert await stranger.dropped() is grpc.StatusCode.FAILED_PRECONDITION
+    await router.until_status(lambda status: not status.workers)
+
+
+async def test_nonsense_from_a_worker_costs_that_worker_only(start_router: StartRouter) -> None:
+    router = await start_router()
+    await router.pair()
+    mad = await router.worker(link.ROLE_DECODE, "d9")
+    await mad.say(failed=link.Failed(code=99))  # type: ignore[arg-type]
+    assert await mad.dropped() is grpc.StatusCode.FAILED_PRECONDITION
+    assert tokens_in(await collect(router.generate(text="hello", max_tokens=3))) == tokens_of(PROMPT, 3)
+
+
+async def test_a_loading_worker_is_shown_and_not_used(start_router: StartRouter) -> None:
+    router = await start_router()
+    await router.worker(link.ROLE_PREFILL, "p0")
+    loading = await router.worker(link.ROLE_DECODE, "d0", ready=False, load_progress=0.5)
+    await router.until_status(
+        lambda s: [w.unroutable for w in s.workers if w.registration.worker_id == "d0"] == ["it is loading"]
+    )
+    code, message = await error_of(router.generate(text="hello"))
+    assert (code, message) == (grpc.StatusCode.UNAVAILABLE, "no decode worker is ready (d0: it is loading)")
+    loading.registration.ready = True
+    await loading.say(register=loading.registration)
+    await router.until_status(lambda status: not any(w.unroutable for w in status.workers))
+    assert tokens_in(await collect(router.generate(text="hello", max_tokens=3))) == tokens_of(PROMPT, 3)
+
+
+async def test_operators_see_requests_and_their_ends(start_router: StartRouter) -> None:
+    router = await start_router()
+    prefill, decode = await router.pair()
+    await collect(router.generate(text="hello", max_tokens=3))
+    prefill.is_paused = True
+    call = router.generate(text="hello", max_tokens=3)
+    await decode.until(lambda: len(decode.decodes) == 2)
+    reply = await router.admin.GetStatus(admin.GetStatusRequest(), metadata=secret_metadata(router.secret))
+    status = reply.status
+    assert (status.model, status.num_active, dict(status.ended)) == ("tiny", 1, {"OK": 1})
+    assert {w.registration.worker_id: w.num_assigned for w in status.workers} == {"p0": 1, "d0": 1}
+    assert all(w.load.pages_free == 1000 for w in status.workers)
+    call.cancel()
+
+
+async def test_a_process_that_is_gone_is_announced_and_its_link_dropped(start_router: StartRouter) -> None:
+    router = await start_router()
+    prefill, decode = await router.pair()
+    gone = link.ProcessGone(worker_id="d0", incarnation=decode.registration.incarnation)
+    await router.admin.ReportProcessGone(
+        admin.ReportProcessGoneRequest(process=gone), metadata=secret_metadata(router.secret)
+    )
+    await prefill.until(lambda: prefill.gone == [gone])
+    await decode.dropped()
+
+
+async def test_draining_is_passed_on(start_router: StartRouter) -> None:
+    router = await start_router()
+    _, decode = await router.pair()
+    metadata = secret_metadata(router.secret)
+    await router.admin.DrainWorker(admin.DrainWorkerRequest(worker_id="d0"), metadata=metadata)
+    await decode.until(lambda: decode.is_asked_to_drain)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await router.admin.DrainWorker(admin.DrainWorkerRequest(worker_id="nobody"), metadata=metadata)
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
