@@ -1,0 +1,157 @@
+"""A worker under virtual time: its own core, and a profile in place of an engine.
+
+As in `worker.loop`: handle what came, plan, run, commit; events are handled between steps only. Steps that only
+decode, until something comes or a sequence ends, are done in one leap.
+"""
+
+from collections.abc import Callable
+from math import sqrt
+
+from pdserve.decode_worker.core import DecodeCore
+from pdserve.engine.step import StepPlan
+from pdserve.perfmodel.curve import Step, StepCosts, attention_work
+from pdserve.prefill_worker.core import PrefillCore
+from pdserve.sim.capacity.leaping import LeapingScheduler
+from pdserve.sim.capacity.timeline import Timeline
+from pdserve.worker.words import Load
+
+BEAT_S = 0.5
+
+Perform = Callable[["SimWorker", list[object], Step | None, float], None]  # commands, the step they came of, its time
+Beat = Callable[["SimWorker", Load], None]
+
+
+class SimWorker:
+    """The loop around a core."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        name: str,
+        core: PrefillCore | DecodeCore,
+        scheduler: LeapingScheduler,
+        costs: StepCosts,
+    ) -> None:
+        self.name = name
+        self.core = core
+        self.scheduler = scheduler
+        self.busy_s = 0.0
+        self.num_steps = 0
+        self.perform: Perform = _nothing
+        self.beat: Beat = _nothing
+        self._timeline = timeline
+        self._costs = costs
+        self._inbox: list[object] = []
+        self._is_waiting = False  # for its turn
+        self._is_stepping = False
+        self._leap: _Leap | None = None
+        self._num_turns = 0  # of leaps, to tell a leap's end that was moved
+        self._beat_s = 0.0
+
+    def offer(self, event: object) -> None:
+        """Hand an event to the core, once the step that runs is over."""
+        self._inbox.append(event)
+        if self._leap is not None:
+            self._leap.shorten(self._timeline.now_s)
+            self._arrange(self._leap)
+        elif not self._is_stepping and not self._is_waiting:
+            self._is_waiting = True
+            self._timeline.soon(self._turn)
+
+    def _turn(self) -> None:
+        self._is_waiting = False
+        now_s = self._timeline.now_s
+        inbox, self._inbox = self._inbox, []
+        for event in inbox:
+            self.perform(self, self.core.handle(event, now_s), None, 0.0)  # type: ignore[arg-type]
+        if now_s - self._beat_s >= BEAT_S:
+            self._beat_s = now_s
+            self.beat(self, self.core.load())
+        num_steps = self.scheduler.leap_length()
+        if num_steps:
+            self._leap = _Leap(self._costs, now_s, num_steps, *self.scheduler.batch())
+            self._arrange(self._leap)
+            return
+        plan = self.core.plan(now_s)
+        if plan is not None:
+            self._is_stepping = True
+            step = _step(plan)
+            elapsed_s = self._costs.seconds(step)
+            self._timeline.at(now_s + elapsed_s, self._end_step, plan, step, elapsed_s)
+
+    def _end_step(self, plan: StepPlan, step: Step, elapsed_s: float) -> None:
+        self._is_stepping = False
+        self._commit(plan, step, elapsed_s, 1)
+
+    def _arrange(self, leap: "_Leap") -> None:
+        """Let a leap end when its steps do; an end arranged before does not count."""
+        self._num_turns += 1
+        self._timeline.at(leap.end_s, self._end_leap, self._num_turns)
+
+    def _end_leap(self, turn: int) -> None:
+        leap = self._leap
+        if leap is None or turn != self._num_turns:
+            return
+        self._leap = None
+        plan = self.scheduler.leap(leap.num_steps)
+        middle = Step(sequences=leap.sequences, kv_tokens=leap.kv_tokens + leap.sequences * (leap.num_steps // 2))
+        self._commit(plan, middle, leap.end_s - leap.start_s, leap.num_steps)
+
+    def _commit(self, plan: StepPlan, step: Step, elapsed_s: float, num_steps: int) -> None:
+        self.busy_s += elapsed_s
+        self.num_steps += num_steps
+        result = self.scheduler.draw(plan, elapsed_s)
+        commands = self.core.commit(plan, result, self._timeline.now_s)
+        self.perform(self, list(commands), step, elapsed_s / num_steps)
+        self._turn()
+
+
+class _Leap:
+    """Decode steps of one batch, and when each ends."""
+
+    def __init__(self, costs: StepCosts, start_s: float, num_steps: int, sequences: int, kv_tokens: int) -> None:
+        curve = costs.decode_curve(sequences)
+        self.start_s = start_s
+        self.num_steps = num_steps
+        self.sequences = sequences
+        self.kv_tokens = kv_tokens  # that the first step reads
+        self._first_s = curve.seconds(sequences, kv_tokens)
+        self._rise_s = curve.context_s * sequences  # each step reads one token a sequence more
+
+    @property
+    def end_s(self) -> float:
+        return self._after_s(self.num_steps)
+
+    def _after_s(self, num_steps: int) -> float:
+        return self.start_s + num_steps * self._first_s + self._rise_s * num_steps * (num_steps - 1) / 2
+
+    def shorten(self, now_s: float) -> None:
+        """End with the step that runs now."""
+        elapsed_s, half_s = now_s - self.start_s, self._rise_s / 2
+        linear_s = self._first_s - half_s
+        if half_s > 0:
+            count = int((sqrt(linear_s * linear_s + 4 * half_s * elapsed_s) - linear_s) / (2 * half_s))
+        else:
+            count = int(elapsed_s / self._first_s)
+        while self._after_s(count) < now_s:  # rounding
+            count += 1
+        while count > 1 and self._after_s(count - 1) >= now_s:
+            count -= 1
+        self.num_steps = min(self.num_steps, max(1, count))
+
+
+def _step(plan: StepPlan) -> Step:
+    tokens = work = sequences = kv_tokens = 0
+    for chunk in plan.chunks:
+        count = len(chunk.token_ids)
+        if count > 1:
+            tokens += count
+            work += attention_work(count, chunk.start)
+        else:
+            sequences += 1
+            kv_tokens += chunk.start + 1
+    return Step(tokens, work, sequences, kv_tokens)
+
+
+def _nothing(*_: object) -> None:
+    pass

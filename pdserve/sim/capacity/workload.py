@@ -1,0 +1,174 @@
+"""Requests to simulate: when they come, how long they are, and which prefixes they share."""
+
+import csv
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from math import isfinite
+from pathlib import Path
+from typing import TypeVar
+
+from pdserve.errors import ConfigError
+
+Item = TypeVar("Item")
+Value = TypeVar("Value")
+
+MOONCAKE_BLOCK = 512  # tokens that one of its hashes stands for
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...] = ()  # names of its leading blocks; equal ones are shared
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests in order of time."""
+
+    name: str
+    arrivals: tuple[Arrival, ...]
+    block_tokens: int = 0  # tokens of a shared block; 0: nothing is shared
+
+    @property
+    def rate(self) -> float:
+        """Requests per second, on average."""
+        span_s = self.arrivals[-1].at_s - self.arrivals[0].at_s
+        return (len(self.arrivals) - 1) / span_s if span_s > 0 else float("inf")
+
+    def first(self, count: int) -> "Workload":
+        return replace(self, arrivals=self.arrivals[:count])
+
+    def at_rate(self, rate: float) -> "Workload":
+        """Stretch time, so that the same requests come at another average rate."""
+        factor, start_s = self.rate / rate, self.arrivals[0].at_s
+        arrivals = tuple(replace(each, at_s=(each.at_s - start_s) * factor) for each in self.arrivals)
+        return replace(self, arrivals=arrivals)
+
+    def poisson(self, seed: int) -> "Workload":
+        """Let the same requests come at random, at the same average rate."""
+        rng, at_s, rate, arrivals = random.Random(seed), 0.0, self.rate, []
+        for each in self.arrivals:
+            at_s += rng.expovariate(rate)
+            arrivals.append(replace(each, at_s=at_s))
+        return replace(self, arrivals=tuple(arrivals))
+
+    def scaled(self, factor: float, max_prompt_tokens: int) -> "Workload":
+        """Shorten all lengths, shared blocks too, and cut prompts that are still too long."""
+
+        def scale(each: Arrival) -> Arrival:
+            prompt = min(max_prompt_tokens, max(2, round(each.prompt_tokens * factor)))
+            return replace(each, prompt_tokens=prompt, output_tokens=max(1, round(each.output_tokens * factor)))
+
+        block = max(1, round(self.block_tokens * factor)) if self.block_tokens else 0
+        return replace(self, arrivals=tuple(map(scale, self.arrivals)), block_tokens=block)
+
+
+def random_lengths(count: int, prompt_tokens: float, output_tokens: float, seed: int) -> Workload:
+    """Return requests of log-normal lengths with these means, one a second; stretch it to the rate wanted."""
+    rng, sigma = random.Random(seed), 0.8
+
+    def draw(mean: float) -> int:
+        return max(2, round(mean * rng.lognormvariate(-sigma * sigma / 2, sigma)))
+
+    arrivals = [Arrival(float(i), draw(prompt_tokens), draw(output_tokens)) for i in range(count)]
+    return Workload(f"{prompt_tokens:g} in, {output_tokens:g} out", tuple(arrivals)).poisson(seed)
+
+
+def read_workload(path: Path) -> Workload:
+    """Read a trace: Azure's CSV, Mooncake's JSON lines, or a JSON list of {start_time (s), prompt_len, output_len}.
+
+    ConfigError names the file, the line (or the entry) and the field that is wrong.
+    """
+    readers = {".csv": _read_azure, ".jsonl": _read_mooncake, ".json": _read_list}
+    reader = readers.get(path.suffix)
+    if reader is None:
+        raise ConfigError(f"{path}: known are {', '.join(readers)}")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    arrivals = sorted(reader(path, text), key=lambda each: each.at_s)
+    if len(arrivals) < 2:
+        raise ConfigError(f"{path}: {len(arrivals)} requests, at least 2 are needed")
+    return Workload(path.stem, tuple(arrivals), MOONCAKE_BLOCK if reader is _read_mooncake else 0)
+
+
+def _read_azure(path: Path, text: str) -> list[Arrival]:
+    def read(row: dict[str, str]) -> Arrival:
+        stamp = _field(row, "TIMESTAMP", str)[:26]  # its seventh decimal is more than Python keeps
+        at = datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S.%f").replace(tzinfo=timezone.utc)
+        return Arrival(at.timestamp(), _count(row, "ContextTokens"), _count(row, "GeneratedTokens"))
+
+    rows = csv.DictReader(text.splitlines())
+    return [_at_place(path, f"line {number}", read, row) for number, row in enumerate(rows, start=2)]
+
+
+def _read_mooncake(path: Path, text: str) -> list[Arrival]:
+    def read(line: str) -> Arrival:
+        row = json.loads(line)
+        blocks = tuple(_field(row, "hash_ids", list))
+        at_s = _seconds(row, "timestamp") / 1e3
+        return Arrival(at_s, _count(row, "input_length"), _count(row, "output_length"), blocks)
+
+    lines = enumerate(text.splitlines(), start=1)
+    return [_at_place(path, f"line {number}", read, line) for number, line in lines if line.strip()]
+
+
+def _read_list(path: Path, text: str) -> list[Arrival]:
+    def read(row: dict[str, object]) -> Arrival:
+        return Arrival(_seconds(row, "start_time"), _count(row, "prompt_len"), _count(row, "output_len"))
+
+    rows = _at_place(path, "the file", json.loads, text)
+    if not isinstance(rows, list):
+        raise ConfigError(f"{path}: it has to be a list")
+    return [_at_place(path, f"entry {number}", read, row) for number, row in enumerate(rows)]
+
+
+def _at_place(path: Path, place: str, read: Callable[[Item], Value], item: Item) -> Value:
+    try:
+        return read(item)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        text = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
+        raise ConfigError(f"{path}, {place}: {text}") from error
+
+
+def _field(row: object, name: str, kind: type[Value]) -> Value:
+    if not isinstance(row, dict):
+        raise ValueError(f"{row!r} is not an object")
+    value = row[name]
+    if not isinstance(value, kind):
+        raise ValueError(f"{name}: {value!r} is not a {kind.__name__}")
+    return value
+
+
+def _count(row: object, name: str) -> int:
+    value = _number(row, name)
+    if value < 1 or value != int(value):
+        raise ValueError(f"{name}: {value:g} is not a number of tokens over 0")
+    return int(value)
+
+
+def _seconds(row: object, name: str) -> float:
+    value = _number(row, name)
+    if value < 0:
+        raise ValueError(f"{name}: {value:g} is below 0")
+    return value
+
+
+def _number(row: object, name: str) -> float:
+    if not isinstance(row, dict):
+        raise ValueError(f"{row!r} is not an object")
+    try:
+        value = float(row[name])
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}: {row[name]!r} is not a number") from None
+    if not isfinite(value):
+        raise ValueError(f"{name}: {value} is not a number")
+    return value

@@ -1,0 +1,87 @@
+"""A simulated cluster: its processes, who finds whom, and the launcher that starts them again."""
+
+from pdserve.ids import Incarnation
+from pdserve.kvtransfer.session import Peer
+from pdserve.router.events import Limits, ProcessEnded
+from pdserve.sim.decode import DecodeProcess
+from pdserve.sim.network import Network
+from pdserve.sim.prefill import PrefillProcess
+from pdserve.sim.process import Process
+from pdserve.sim.router import RouterProcess
+from pdserve.sim.scenario import Scenario
+from pdserve.sim.world import World
+
+REPORT_TIMEOUT_S = 10.0  # how long a launcher tries to tell a router that a process is gone
+LOOK_S = 0.25
+
+Worker = PrefillProcess | DecodeProcess
+
+
+class Cluster:
+    """All processes by name. A name's process may be dead until the launcher has started the next."""
+
+    def __init__(self, world: World, scenario: Scenario) -> None:
+        self.world = world
+        self.scenario = scenario
+        self.network = Network(world, scenario.mean_delay_s)
+        self.routers: dict[str, RouterProcess] = {}
+        self.workers: dict[str, Worker] = {}
+        self._by_peer: dict[Peer, Worker] = {}
+        self._num_started = 0
+        for number in range(scenario.num_routers):
+            self.start(f"r{number}")
+        for number in range(scenario.num_prefill):
+            self.start(f"p{number}")
+        for number in range(scenario.num_decode):
+            self.start(f"d{number}")
+
+    def start(self, name: str) -> None:
+        """Start the next incarnation of a process."""
+        self._num_started += 1
+        incarnation = Incarnation(1000 + self._num_started)
+        if name.startswith("r"):
+            self.routers[name] = RouterProcess(self.network, name, incarnation, Limits())
+            return
+        worker = self._new_worker(name, incarnation)
+        worker.on_exit = lambda: self.end(worker)
+        self.workers[name] = worker
+        self._by_peer[worker.peer] = worker
+        worker.start([lambda router=router: self.routers.get(router) for router in self.routers])  # type: ignore[misc]
+
+    def end(self, process: Process) -> None:
+        """Let a process be over; its launcher notices, tells the routers, and starts it again."""
+        if not process.alive:
+            return
+        process.crash()
+        rng = self.world.rng
+        delay_s = rng.random() ** 4 * 3.0  # until it is reaped
+        if isinstance(process, PrefillProcess | DecodeProcess):
+            gone = ProcessEnded(process.peer.worker_id, process.incarnation)
+            for router in self.routers:
+                self.world.after(delay_s + rng.random() * 0.1, None, self._report, router, gone, self.world.now)
+        self.world.after(delay_s + rng.uniform(0.3, 2.0), None, self.start, process.name)
+
+    def find_peer(self, peer: Peer) -> Worker | None:
+        """Return the process of one incarnation, dead or alive."""
+        return self._by_peer.get(peer)
+
+    def processes(self) -> list[RouterProcess | Worker]:
+        """Return the living."""
+        return [process for process in (*self.routers.values(), *self.workers.values()) if process.alive]
+
+    def _new_worker(self, name: str, incarnation: Incarnation) -> Worker:
+        scenario = self.scenario
+        if name.startswith("d"):
+            return DecodeProcess(self.network, name, incarnation, scenario.decode_size)
+        worker = PrefillProcess(
+            self.network, name, incarnation, scenario.prefill_size, self.workers.get, self.find_peer
+        )
+        worker.mover.faults = scenario.copy_faults
+        return worker
+
+    def _report(self, router: str, gone: ProcessEnded, since_s: float) -> None:
+        process = self.routers[router]
+        if process.alive:
+            self.world.after(0.001, process, process.post, gone)
+        elif self.world.now - since_s < REPORT_TIMEOUT_S:
+            self.world.after(LOOK_S, None, self._report, router, gone, since_s)

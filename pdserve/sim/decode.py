@@ -1,0 +1,144 @@
+"""A decode worker's process: the real core, and the hand-off streams it is dialled on."""
+
+from dataclasses import dataclass
+
+from pdserve.decode_worker.core import DecodeCore
+from pdserve.decode_worker.events import (
+    CheckDigests,
+    Command,
+    DigestsChecked,
+    Event,
+    Forget,
+    FromPeer,
+    PeerAttached,
+    PeerLost,
+    ToPeer,
+)
+from pdserve.ids import Incarnation, WorkerId
+from pdserve.kvtransfer import receiver, sender
+from pdserve.kvtransfer.session import HandoffKey, Peer
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.sim.mover import digest
+from pdserve.sim.network import End, Network
+from pdserve.sim.prefill import Hello
+from pdserve.sim.worker import Size, WorkerProcess
+from pdserve.sim.world import Violation
+from pdserve.worker.words import Failed, PeerGone, Progress, Tokens
+
+DIGEST_S = 0.0003
+
+
+@dataclass(slots=True, eq=False)
+class Inbound:
+    """A stream from a prefill worker."""
+
+    end: End
+    peer: Peer | None = None
+
+
+class DecodeProcess(WorkerProcess[Event, Command]):
+    """Grants pages and decodes what lands in them."""
+
+    def __init__(self, network: Network, name: str, incarnation: Incarnation, size: Size) -> None:
+        super().__init__(network, name, incarnation, link.ROLE_DECODE, size)
+        key = self.world.rng.randbytes(16)
+        self.core = DecodeCore(self.scheduler, size.vocab_size, key, size.max_tasks)
+        self._streams: dict[Peer, Inbound] = {}
+        self._latest: dict[WorkerId, Peer] = {}  # of each worker that has attached
+        self._gone: set[Peer] = set()
+        self._told: dict[tuple[HandoffKey, type], int] = {}
+
+    def accept(self, end: End) -> None:
+        inbound = Inbound(end)
+        end.receive = lambda message: self._receive(inbound, message)
+        end.lost = lambda reason: self._over(inbound, reason)
+
+    def perform(self, command: Command) -> None:
+        match command:
+            case ToPeer(peer, key, message):
+                self._tell(peer, key, message)
+            case CheckDigests():
+                self.world.after(DIGEST_S * (0.5 + self.world.rng.random()), self, self._check_digests, command)
+            case Forget(peer):
+                self._forget(peer)
+            case Tokens() | Progress() | Failed():
+                raise AssertionError("reports go to routers")
+
+    def _tell(self, peer: Peer, key: HandoffKey, message: receiver.Command) -> None:
+        inbound = self._streams.get(peer)
+        if not isinstance(message, receiver.SendWithdrawn):
+            self._check_once(key, message)
+        if inbound is None:
+            return
+        match message:
+            case receiver.SendGrant(grant):
+                inbound.end.send((key, sender.Granted(grant)))
+            case receiver.SendTaken():
+                inbound.end.send((key, sender.Taken()))
+            case receiver.SendWithdrawn(reason):
+                inbound.end.send((key, sender.Withdrawn(reason)))
+            case _:
+                raise AssertionError(f"{message} is not for a peer")
+
+    def _check_once(self, key: HandoffKey, message: receiver.Command) -> None:
+        if (key, type(message)) in self._told:
+            raise Violation("I1", f"{self.name} said {message} twice", key.request_id)
+        self._told[key, type(message)] = 1
+
+    def _check_digests(self, command: CheckDigests) -> None:
+        found = (digest(self.memory.content(page)) for page in command.pages)
+        pairs = enumerate(zip(found, command.digests, strict=True))
+        mismatch = next((place for place, (mine, theirs) in pairs if mine != theirs), None)
+        self.offer(DigestsChecked(command.key, mismatch))
+
+    def _receive(self, inbound: Inbound, message: object) -> None:
+        if isinstance(message, Hello):
+            self._greet(inbound, message)
+        elif isinstance(message, tuple) and inbound.peer is not None:
+            key, event = message
+            self.offer(FromPeer(inbound.peer, key, event))
+
+    def _greet(self, inbound: Inbound, hello: Hello) -> None:
+        """Put a stream in the place of an earlier one, or of an earlier process, of the same worker."""
+        peer = hello.peer
+        if hello.wanted != self.incarnation or peer in self._gone:
+            inbound.end.close("another incarnation was meant, or dials")
+            return
+        before = self._streams.get(peer)
+        self._streams[peer] = inbound
+        inbound.peer = peer
+        inbound.end.send(Hello(self.peer, peer.incarnation))
+        older = self._latest.get(peer.worker_id)
+        if older is not None and older != peer:
+            self._forget(older)
+            self.offer(PeerGone(older))
+        self._latest[peer.worker_id] = peer
+        if before is not None:
+            before.end.close("it attached anew")
+            self.offer(PeerLost(peer, "it attached anew"))
+        self.offer(PeerAttached(peer))
+
+    def _forget(self, peer: Peer) -> None:
+        """End a peer's stream and attach it no more."""
+        self._gone.add(peer)
+        if self._latest.get(peer.worker_id) == peer:
+            del self._latest[peer.worker_id]
+        inbound = self._streams.get(peer)
+        if inbound is not None:
+            inbound.end.close("its process has ended")
+            self._over(inbound, "its process has ended")
+
+    def _over(self, inbound: Inbound, reason: str) -> None:
+        peer = inbound.peer
+        if peer is not None and self._streams.get(peer) is inbound:
+            del self._streams[peer]
+            self.offer(PeerLost(peer, reason))
+
+    def check_idle(self) -> None:
+        """Raise Violation unless nothing is left of any request."""
+        self.check()
+        pool = self.scheduler.cache.pool
+        if not self.core.idle or pool.num_free != pool.num_pages:
+            raise Violation("I2", f"{self.name} is not idle: {self.core.load()}")
+
+

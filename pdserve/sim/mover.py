@@ -1,0 +1,170 @@
+"""One-sided copies from one process's pages into another's: in slices, over virtual time.
+
+What NIXL does, as measured: a writer's end stops its writes for good and may leave a page half written; a frozen
+writer's outstanding writes go on when it thaws, whatever anybody released meanwhile; a lost receiver is an error soon,
+or never until the writer is told to forget it.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+from zlib import crc32
+
+from pdserve.kvtransfer import sender
+from pdserve.kvtransfer.session import Grant, HandoffKey, Peer
+from pdserve.prefill_worker.events import Copy, FromPeer
+from pdserve.sim.memory import Memory, Stamp
+from pdserve.sim.network import Network
+from pdserve.sim.process import Process
+
+DISCONNECT_S = 0.03  # until a write into a dead process is an error
+STALLED_S = 18.0  # until a write along a cut path is an error
+RETRY_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class CopyFaults:
+    """How often copies go wrong by themselves."""
+
+    failed: float = 0.0  # share of copies that break off half way
+    corrupted: float = 0.0  # share of pages that land with a wrong bit and are reported well
+    stuck: float = 0.0  # share of copies into dead processes that never err
+    page_s: float = 0.0002
+
+
+class Host(Protocol):
+    """A process whose pages can be written from outside."""
+
+    memory: Memory
+
+
+@dataclass(slots=True, eq=False)
+class Op:
+    """One copy under way."""
+
+    peer: Peer
+    key: HandoffKey
+    src: tuple[Stamp, ...]
+    dst: tuple[Stamp, ...]
+    digests: list[int] = field(default_factory=list)
+    num_stalls: int = 0
+    over: bool = False
+
+
+class Mover:
+    """One prefill process's copies: to each peer one after the other."""
+
+    def __init__(
+        self,
+        owner: Process,
+        memory: Memory,
+        network: Network,
+        find: Callable[[Peer], "Process | None"],
+        report: Callable[[FromPeer], object],
+    ) -> None:
+        self.faults = CopyFaults()
+        self.site: Callable[[str, Process], object] = lambda site, process: None
+        self._owner = owner
+        self._world = owner.world
+        self._memory = memory
+        self._network = network
+        self._find = find
+        self._report = report
+        self._queues: dict[Peer, deque[Op]] = {}
+
+    @property
+    def idle(self) -> bool:
+        return not any(self._queues.values())
+
+    def copy(self, copy: Copy, grant: Grant) -> None:
+        """Start a copy into pages of a grant; CopyStopped follows."""
+        generation = dict(zip(grant.pages, grant.generations, strict=True))
+        dst = tuple(Stamp(page, generation[page]) for page in copy.dst)
+        op = Op(copy.peer, copy.key, tuple(self._memory.stamp(page) for page in copy.src), dst)
+        queue = self._queues.setdefault(copy.peer, deque())
+        queue.append(op)
+        if len(queue) == 1:
+            self._schedule(op)
+
+    def forget(self, peer: Peer) -> None:
+        """Report every copy to a process that has ended as stopped."""
+        for op in self._queues.pop(peer, ()):
+            op.over = True
+            self._report(FromPeer(op.peer, op.key, sender.CopyStopped(None, "its process ended")))
+
+    def check(self) -> None:
+        """Raise Violation where a page was released that a copy will read or write."""
+        for peer, queue in self._queues.items():
+            target = self._target(peer)
+            for op in queue:
+                done = len(op.digests)
+                for src in op.src[done:]:
+                    self._memory.check_source(src, op.key)
+                for dst in op.dst[done:] if target is not None else ():
+                    target.memory.check_target(dst, op.key)
+
+    def _schedule(self, op: Op) -> None:
+        self._world.after(self.faults.page_s * (0.5 + self._world.rng.random()), self._owner, self._slice, op)
+
+    def _target(self, peer: Peer) -> "Host | None":
+        process = self._find(peer)
+        return process if process is not None and process.alive else None  # type: ignore[return-value]
+
+    def _slice(self, op: Op) -> None:
+        """Write the next page."""
+        if op.over:
+            return
+        chance = self._world.rng.random()
+        target = self._target(op.peer)
+        if target is None:
+            stuck = op.num_stalls > 0 or chance < self.faults.stuck
+            op.num_stalls += stuck
+            if not stuck:
+                self._world.after(DISCONNECT_S, self._owner, self._stop, op, "the peer disconnected")
+        elif self._is_cut(op.peer):
+            op.num_stalls += 1
+            if op.num_stalls * RETRY_S > STALLED_S:
+                self._stop(op, "the peer does not answer")
+            else:
+                self._world.after(RETRY_S, self._owner, self._slice, op)
+        elif chance < self.faults.failed / len(op.src):
+            half = self._memory.read(op.src[len(op.digests)], op.key)[: self._memory.page_bytes // 2]
+            target.memory.write(op.dst[len(op.digests)], op.key, half)
+            self._stop(op, "the transfer failed")
+        else:
+            self._write(op, target.memory)
+
+    def _is_cut(self, peer: Peer) -> bool:
+        process = self._find(peer)
+        return process is not None and self._network.is_cut(self._owner, process)
+
+    def _write(self, op: Op, target: Memory) -> None:
+        place = len(op.digests)
+        content = self._memory.read(op.src[place], op.key)
+        landed = content
+        if self._world.rng.random() < self.faults.corrupted:
+            landed = bytes((content[0] ^ 1, *content[1:]))
+        target.write(op.dst[place], op.key, landed)
+        op.digests.append(digest(content))
+        if len(op.digests) == len(op.src):
+            self._stop(op, "")
+        else:
+            self._schedule(op)
+            self.site("mid_copy", self._owner)
+
+    def _stop(self, op: Op, failure: str) -> None:
+        if op.over:
+            return
+        op.over = True
+        queue = self._queues[op.peer]
+        queue.popleft()
+        if queue:
+            self._schedule(queue[0])
+        digests = None if failure else tuple(op.digests)
+        self._report(FromPeer(op.peer, op.key, sender.CopyStopped(digests, failure)))
+
+
+def digest(content: bytes) -> int:
+    """Return what stands for a page's digest here."""
+    return crc32(content)

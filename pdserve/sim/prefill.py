@@ -1,0 +1,142 @@
+"""A prefill worker's process: the real core, its hand-off streams and its mover."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pdserve.ids import Incarnation
+from pdserve.kvtransfer import receiver, sender
+from pdserve.kvtransfer.session import Grant, HandoffKey, Peer
+from pdserve.prefill_worker.core import PrefillCore
+from pdserve.prefill_worker.events import Command, Connect, Copy, Event, Forget, FromPeer, PeerLost, ToPeer
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.sim.mover import Mover
+from pdserve.sim.network import End, Network
+from pdserve.sim.process import Process
+from pdserve.sim.worker import Size, WorkerProcess
+from pdserve.sim.world import Violation
+from pdserve.worker.words import Failed, Progress, Tokens
+
+HELLO_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Opens a hand-off stream; the other end answers with its own name."""
+
+    peer: Peer
+    wanted: Incarnation
+
+
+@dataclass(slots=True, eq=False)
+class Dialled:
+    """A stream to a decode worker, or a try at one."""
+
+    peer: Peer
+    end: End | None = None
+    stands: bool = False
+    queued: list[object] = field(default_factory=list)  # said before it stands
+    over: bool = False
+
+
+FindPeer = Callable[[Peer], Process | None]
+
+
+class PrefillProcess(WorkerProcess[Event, Command]):
+    """Dials decode workers and writes into their pages."""
+
+    def __init__(
+        self, network: Network, name: str, incarnation: Incarnation, size: Size, find_decode: Callable[[str], Process | None], find: FindPeer
+    ) -> None:
+        super().__init__(network, name, incarnation, link.ROLE_PREFILL, size)
+        self.core = PrefillCore(self.scheduler, size.vocab_size, self.runner.page_bytes, size.max_tasks)
+        self.mover = Mover(self, self.memory, network, find, self.offer)
+        self._find_decode = find_decode
+        self._streams: dict[Peer, Dialled] = {}
+        self._grants: dict[HandoffKey, Grant] = {}  # as last told
+
+    def check(self) -> None:
+        super().check()
+        self.mover.check()
+
+    def perform(self, command: Command) -> None:
+        match command:
+            case Connect(peer, _):
+                self._connect(peer)
+            case Copy(key=key):
+                self.mover.copy(command, self._grants[key])
+            case ToPeer(peer, key, message):
+                self._tell(peer, key, message)
+            case Forget(peer):
+                self.mover.forget(peer)
+                dialled = self._streams.get(peer)
+                if dialled is not None and dialled.end is not None:
+                    dialled.end.close("its process ended")
+                    self._over(dialled, "its process ended")
+            case Tokens() | Progress() | Failed():
+                raise AssertionError("reports go to routers")
+
+    def _connect(self, peer: Peer) -> None:
+        if peer not in self._streams:
+            dialled = self._streams[peer] = Dialled(peer)
+            self.network.dial(
+                self,
+                lambda: self._find_decode(peer.worker_id),
+                lambda end: self._opened(dialled, end),
+                lambda reason: self._over(dialled, reason),
+            )
+
+    def _opened(self, dialled: Dialled, end: End) -> None:
+        if dialled.over:
+            end.close("not wanted any more")
+            return
+        dialled.end = end
+        end.receive = lambda message: self._receive(dialled, message)
+        end.lost = lambda reason: self._over(dialled, reason)
+        end.send(Hello(self.peer, dialled.peer.incarnation))
+        self.world.after(HELLO_TIMEOUT_S, self, self._check_answer, dialled)
+
+    def _check_answer(self, dialled: Dialled) -> None:
+        if not dialled.stands and not dialled.over and dialled.end is not None:
+            dialled.end.close("no answer in time")
+            self._over(dialled, "no answer in time")
+
+    def _receive(self, dialled: Dialled, message: object) -> None:
+        if isinstance(message, Hello) and dialled.end is not None:
+            dialled.stands = True
+            for waiting in dialled.queued:
+                dialled.end.send(waiting)
+        elif isinstance(message, tuple):
+            key, event = message
+            if isinstance(event, sender.Granted):
+                self._grants[key] = event.grant
+            self.offer(FromPeer(dialled.peer, key, event))
+
+    def _over(self, dialled: Dialled, reason: str) -> None:
+        if not dialled.over:
+            dialled.over = True
+            del self._streams[dialled.peer]
+            self.offer(PeerLost(dialled.peer, reason))
+
+    def _tell(self, peer: Peer, key: HandoffKey, message: sender.SendCommit | sender.SendQuiesced) -> None:
+        dialled = self._streams.get(peer)
+        if dialled is None:
+            return
+        words: object
+        match message:
+            case sender.SendCommit(commit):
+                words = (key, receiver.Committed(commit))
+                self.mover.site("committed", self)
+            case sender.SendQuiesced():
+                words = (key, receiver.SenderQuiesced())
+                self._grants.pop(key, None)
+        if dialled.stands and dialled.end is not None:
+            dialled.end.send(words)
+        else:
+            dialled.queued.append(words)
+
+    def check_idle(self) -> None:
+        """Raise Violation unless nothing is left of any request."""
+        self.check()
+        pool = self.scheduler.cache.pool
+        if not self.core.idle or not self.mover.idle or pool.num_free != pool.num_pages:
+            raise Violation("I2", f"{self.name} is not idle: {self.core.load()}")

@@ -1,0 +1,118 @@
+"""One seed from its first event to rest, with every invariant asserted on the way."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pdserve.sim.chaos import Chaos
+from pdserve.sim.clients import Answer, Wish
+from pdserve.sim.cluster import Cluster
+from pdserve.sim.scenario import Scenario, draw
+from pdserve.sim.world import Violation, World
+
+SETTLE_S = 20.0  # after faults and arrivals: all requests have ended
+LEASE_S = 5.0  # a decode worker's grant that was never placed is given back
+FREE_S = 5.0  # and then, until every page is free
+LOOK_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a seed went."""
+
+    seed: int
+    num_events: int
+    num_words: int
+    virtual_s: float
+    ends: dict[str, int]
+    fingerprint: int  # equal for equal runs
+    violation: str = ""
+    story: tuple[str, ...] = ()
+
+
+class Simulation:
+    """A world with a cluster, its clients and its misfortunes."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        self.scenario = scenario
+        self.world = World(scenario.seed)
+        self.cluster = Cluster(self.world, scenario)
+        self.chaos = Chaos(self.cluster, scenario)
+        self.ends: Counter[str] = Counter()
+        self.answers: list[Answer] = []
+        self._fingerprint = 0
+        for wish in scenario.wishes:
+            self.world.at(wish.at_s, None, self._ask, wish)
+
+    def run(self) -> None:
+        """Run to rest; raises Violation."""
+        world, scenario = self.world, self.scenario
+        last_s = max(scenario.wishes[-1].at_s, scenario.span_s) + LOOK_S
+        self._look_until(last_s, lambda: False)
+        self.chaos.stop()
+        self._look_until(world.now + SETTLE_S, self._all_ended)
+        waiting = next((answer for answer in self.answers if answer.outcome is None), None)
+        if waiting is not None:
+            request_id = waiting.wish.request_id
+            raise Violation("I4", f"{request_id!r} has no end {SETTLE_S} s after the last fault", request_id)
+        self._look_until(world.now + LEASE_S + FREE_S, self._at_rest)
+        for process in self.cluster.processes():
+            process.check_idle()
+        if scenario.is_calm and set(self.ends) != {"OK"}:
+            failed = next(answer for answer in self.answers if answer.outcome != "OK")
+            text = f"without any fault, {failed.wish.request_id!r} ended as {failed.outcome}"
+            raise Violation("I4", text, failed.wish.request_id)
+
+    def _look_until(self, until_s: float, done: Callable[[], bool]) -> None:
+        world = self.world
+        while world.now < until_s and not done():
+            world.run(min(world.now + LOOK_S, until_s))
+            for process in self.cluster.processes():
+                process.check()
+
+    def _ask(self, wish: Wish) -> None:
+        answer = Answer(self.world, wish, self.scenario.decode_size.vocab_size, self._ended)
+        self.answers.append(answer)
+        routers = [router for router in self.cluster.routers.values() if router.alive]
+        answer.ask(self.world.rng.choice(routers) if routers else None)
+
+    def _ended(self, answer: Answer, outcome: str) -> None:
+        self.ends[outcome] += 1
+        self._fingerprint = hash((self._fingerprint, answer.wish.at_s, self.world.now, self.world.num_events))
+
+    @property
+    def fingerprint(self) -> int:
+        return self._fingerprint
+
+    def _all_ended(self) -> bool:
+        return all(answer.outcome is not None for answer in self.answers)
+
+    def _at_rest(self) -> bool:
+        try:
+            for process in self.cluster.processes():
+                process.check_idle()
+        except Violation:
+            return False
+        return True
+
+
+def simulate(seed: int, num_requests: int = 200) -> Outcome:
+    """Run one seed."""
+    simulation = Simulation(draw(seed, num_requests))
+    violation, story = "", ()
+    try:
+        simulation.run()
+    except Violation as error:
+        violation = str(error)
+        story = tuple(simulation.world.story(error.request_id))
+    world = simulation.world
+    return Outcome(
+        seed=seed,
+        num_events=world.num_events,
+        num_words=world.num_words,
+        virtual_s=world.now,
+        ends=dict(sorted(simulation.ends.items())),
+        fingerprint=simulation.fingerprint,
+        violation=violation,
+        story=story,
+    )

@@ -1,0 +1,249 @@
+"""A worker's process: its loop around the real core, in virtual time.
+
+As in `worker.loop`: handle what came, plan, run, commit; events are handled between steps only. A step reads and
+writes memory at its end, so that whatever touches its pages before that is seen.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
+
+from pdserve.engine.kvcache import KvCache
+from pdserve.engine.prefix import PrefixNames
+from pdserve.engine.scheduler import Limits, Scheduler
+from pdserve.engine.step import StepPlan, StepResult
+from pdserve.errors import InvariantError, ProtocolError
+from pdserve.ids import Incarnation, RequestId
+from pdserve.kvlayout import KvLayout
+from pdserve.kvlayout_wire import layout_to_proto
+from pdserve.kvtransfer.session import Peer
+from pdserve.ids import WorkerId
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.rpc import PROTOCOL_VERSION
+from pdserve.sim.engine import FakeRunner
+from pdserve.sim.links import Find, SimLinks
+from pdserve.sim.memory import Memory
+from pdserve.sim.network import Network
+from pdserve.sim.process import Process
+from pdserve.sim.world import Violation, World
+from pdserve.worker import wire
+from pdserve.worker.loop import MAX_INBOX, TICK_S, Core
+from pdserve.worker.reporting import Reporter
+from pdserve.worker.words import Cancelled, DrainAsked, Failed, PeerGone, Placed, Progress, RouterLost, RouterRef
+from pdserve.worker.words import Report, Ticked, Tokens
+
+if TYPE_CHECKING:
+    from pdserve.worker.link import Links
+
+CHECK_EVERY = 64  # turns of the loop between two looks at all pages
+MODEL = "chain-of-hashes"
+
+EventT = TypeVar("EventT")
+CommandT = TypeVar("CommandT")
+FromRouters = Placed | Cancelled | DrainAsked | RouterLost | PeerGone
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How big a worker is, and how fast."""
+
+    num_pages: int
+    page_size: int = 4
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 32
+    max_model_len: int = 96
+    vocab_size: int = 997
+    max_tasks: int = 256
+    step_s: float = 0.004
+    token_s: float = 0.0002
+    load_s: float = 0.3
+
+
+class WorkerProcess(Process, Generic[EventT, CommandT]):
+    """One incarnation of a worker. Subclasses bring the core, and carry out what it decides."""
+
+    core: Core[EventT, CommandT]
+
+    def __init__(
+        self, network: Network, name: str, incarnation: Incarnation, role: "link.Role.ValueType", size: Size
+    ) -> None:
+        super().__init__(network.world, name, incarnation)
+        self.peer = Peer(WorkerId(name), incarnation)
+        self.network = network
+        self.size = size
+        self.runner = FakeRunner(size.num_pages, size.page_size, size.vocab_size)
+        names = PrefixNames(b"a secret of the cluster", "weights", size.page_size)
+        limits = Limits(size.max_num_seqs, size.max_num_batched_tokens, size.max_model_len, frozenset())
+        self.scheduler = Scheduler(KvCache(size.num_pages, size.page_size, names), limits)
+        self.memory = Memory(name, self.runner, self.scheduler.cache)
+        self.register = _registration(self.peer, role, size)
+        self.links = SimLinks(self, network, self.register, self._hear, self.offer)
+        self.reporter = Reporter(cast("Links", self.links), self.world)
+        self.break_next_step = False
+        self.num_steps = 0
+        self.exited = False
+        self.on_exit: Callable[[], object] = lambda: None
+        self._cancelled: dict[RequestId, int] = {}  # attempts up to this one compute nothing more
+        self._inbox: deque[EventT] = deque()
+        self._loaded = self._busy = self._stepping = False
+        self._ticked_s = 0.0
+        self._num_turns = 0
+
+    def start(self, routers: list[Find]) -> None:
+        for find in routers:
+            self.links.dial(find)
+        self.world.after(self.size.load_s, self, self._load)
+
+    def _load(self) -> None:
+        self._loaded = True
+        self.register.ready = True
+        self.register.load_progress = 1.0
+        self.links.update()
+        self._ticked_s = self.world.now
+        self._turn()
+        self._wake()
+
+    def offer(self, event: object) -> None:
+        """Queue an event for the core."""
+        self._inbox.append(cast(EventT, event))
+        if len(self._inbox) > MAX_INBOX:
+            raise Violation("I6", f"{self.name} has {len(self._inbox)} events waiting")
+        self._turn()
+
+    def perform(self, command: CommandT) -> None:
+        """Carry out what is no report."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raise Violation unless the pool adds up and every table is within its bound."""
+        try:
+            self.scheduler.cache.check()
+        except InvariantError as error:
+            raise Violation("I2", f"{self.name}: {error}") from error
+
+    def _wake(self) -> None:
+        self._turn()
+        self.world.after(TICK_S, self, self._wake)
+
+    def _hear(self, router: RouterRef, message: link.AttachResponse) -> None:
+        event: FromRouters | None
+        if message.HasField("process_gone"):
+            event = PeerGone(wire.gone_process(message.process_gone))
+        else:
+            event = wire.command(message, router, self.world.now)
+        if event is not None:
+            self.offer(event)
+
+    def _turn(self) -> None:
+        """Go on until there is nothing to do, or a step runs."""
+        if self._busy or self._stepping or not self._loaded or self.exited:
+            return
+        self._busy = True
+        self._take_in()
+        if self.core.drained:
+            self._exit()
+        else:
+            self._plan()
+        self._busy = False
+
+    def _take_in(self) -> None:
+        while self._inbox:
+            self.handle(self._inbox.popleft())
+        now_s = self.world.now
+        if now_s - self._ticked_s >= TICK_S:
+            self._ticked_s = now_s
+            self.handle(Ticked())
+            self.reporter.beat(self.core.load(), self.num_steps)
+        self._num_turns += 1
+        if self._num_turns % CHECK_EVERY == 0:
+            self.check()
+
+    def handle(self, event: EventT | Ticked) -> None:
+        """Let the core take in one event. An honest one is never refused."""
+        self.world.note(self.name, event)
+        try:
+            commands = self.core.handle(event, self.world.now)
+        except ProtocolError as error:
+            raise Violation("I7", f"{self.name} refused an honest {event}: {error}") from error
+        except Exception as error:
+            raise Violation("I7", f"{self.name} broke on {event}: {error!r}") from error
+        if isinstance(event, Cancelled) and not event.indices:
+            self._cancelled[event.request_id] = event.attempt
+        if commands:
+            self._perform(commands, None)
+
+    def _plan(self) -> None:
+        try:
+            plan = self.core.plan(self.world.now)
+        except Exception as error:
+            raise Violation("I7", f"{self.name} broke while planning: {error!r}") from error
+        if plan is not None:
+            self._stepping = True
+            elapsed_s = (self.size.step_s + self.size.token_s * plan.num_tokens) * (0.8 + 0.4 * self.world.rng.random())
+            self.world.after(elapsed_s, self, self._step, plan)
+
+    def _step(self, plan: StepPlan) -> None:
+        """End a step: what it computed is in memory now."""
+        self._stepping = False
+        self._busy = True
+        self.num_steps += 1
+        try:
+            if self.break_next_step:
+                self.break_next_step = False
+                self.world.note(self.name, "a step broke")
+                self._perform(self.core.fail_step("broken by the simulator"), None)
+            else:
+                result = self.runner.run(plan)
+                commands = self.core.commit(plan, result, self.world.now)
+                self._perform(commands, (plan, result))
+        except Violation:
+            raise
+        except Exception as error:
+            raise Violation("I7", f"{self.name} broke on a step: {error!r}") from error
+        self._busy = False
+        self._turn()
+
+    def _perform(self, commands: list[CommandT], step: tuple[StepPlan, StepResult] | None) -> None:
+        reports: list[Report] = []
+        for command in commands:
+            if isinstance(command, Tokens | Progress | Failed):
+                reports.append(command)
+                if isinstance(command, Tokens):
+                    self._check_wanted(command)
+            else:
+                self.world.note(self.name, command)
+                self.perform(command)
+        if reports or step:
+            self.world.note(self.name, reports)
+            self.reporter.send(reports, step)
+
+    def _check_wanted(self, tokens: Tokens) -> None:
+        self.world.num_words += 1
+        if self._cancelled.get(tokens.key.request_id, -1) >= tokens.key.attempt:
+            text = f"{self.name} computes attempt {tokens.key.attempt}, which was cancelled"
+            raise Violation("I4", text, tokens.key.request_id)
+
+    def _exit(self) -> None:
+        self.world.note(self.name, "drained")
+        self.exited = True
+        self.reporter.beat(self.core.load(), self.num_steps)
+        self.links.finish()
+        self.world.after(0.05, None, self.on_exit)
+
+
+def _registration(peer: Peer, role: "link.Role.ValueType", size: Size) -> link.Register:
+    layout = KvLayout("weights", 1, 1, 1, size.page_size, "float32")
+    return link.Register(
+        worker_id=peer.worker_id,
+        incarnation=peer.incarnation,
+        role=role,
+        protocol_version=PROTOCOL_VERSION,
+        model=MODEL,
+        layout=layout_to_proto(layout),
+        num_pages=size.num_pages,
+        max_num_seqs=size.max_num_seqs,
+        max_num_batched_tokens=size.max_num_batched_tokens,
+        max_model_len=size.max_model_len,
+        handoff_address=peer.worker_id if role == link.ROLE_DECODE else "",
+    )
