@@ -76,9 +76,9 @@ async def serve_until_signal(spec: ClusterSpec, terminal: Terminal, ready_file: 
             for number in (signal.SIGINT, signal.SIGTERM):
                 asyncio.get_running_loop().add_signal_handler(number, _on_signal, cluster, stopping)
             if await until_ready(cluster, terminal, stopping):
-                terminal.notice(f"{ready_line(cluster, terminal.status)} | Ctrl-C stops")
                 if ready_file is not None:
                     write_atomically(ready_file, cluster.state.model_dump_json(indent=2) + "\n")
+                terminal.notice(f"{ready_line(cluster, terminal.status)} | Ctrl-C stops")
                 await stopping.wait()
             terminal.notice("stopping: running requests may finish; Ctrl-C again ends them")
     except LaunchError as error:

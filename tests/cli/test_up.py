@@ -1,0 +1,80 @@
+"""`pdserve up` as an operator meets it: real processes, a real hand-off, a death, a drain."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pdserve.launch.state import ClusterState
+
+PDSERVE = (sys.executable, "-P", "-m", "pdserve")
+NAME = "test-up"
+
+
+@contextmanager
+def up(ready_file: Path, *flags: str) -> Iterator[ClusterState]:
+    """Run `pdserve up` with random weights until the block ends; it must then drain and exit 0."""
+    command = (*PDSERVE, "up", "--name", NAME, "--load-format", "dummy", *flags, "--ready-file", str(ready_file))
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            lines = iter(process.stderr.readline, "")
+            assert any(line.startswith("ready: ") for line in lines), "ended before it was ready"
+            yield ClusterState.model_validate_json(ready_file.read_text())
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=60)
+            assert process.returncode == 0
+        finally:
+            process.kill()
+
+
+def pdserve_(*arguments: str) -> str:
+    ended = subprocess.run((*PDSERVE, *arguments, "--name", NAME), capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def generate() -> list[int]:
+    """Return the four tokens that the model answers with."""
+    flags = ("--max-tokens", "4", "--ignore-eos", "--temperature", "0", "--json")
+    (token_ids,) = json.loads(pdserve_("generate", "one two three", *flags))["token_ids"]
+    assert len(token_ids) == 4
+    return list(token_ids)
+
+
+def until_ready_again(incarnation: int) -> None:
+    """Follow the state until another incarnation of decode-0 is ready."""
+    watch = (*PDSERVE, "status", "--watch", "--json", "--name", NAME)
+    with subprocess.Popen(watch, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            workers = [worker["registration"] for worker in json.loads(line)["workers"]]
+            found = [w for w in workers if w["worker_id"] == "decode-0" and w["ready"]]
+            if any(int(w["incarnation"]) != incarnation for w in found):
+                break
+        process.kill()
+
+
+@pytest.mark.slow
+def test_a_cluster_serves_outlives_a_death_and_drains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    with up(tmp_path / "ready.json", "--max-model-len", "256", "--kv-cache-memory-bytes", "30000000") as state:
+        before = generate()
+        decode = next(process for process in state.processes if process.name == "decode-0")
+        assert decode.pid is not None
+        os.kill(decode.pid, signal.SIGKILL)
+        until_ready_again(decode.incarnation)
+        assert generate() == before
+        for worker in json.loads(pdserve_("status", "--json"))["workers"]:
+            load = worker["load"]
+            assert load["pages_free"] == worker["registration"]["num_pages"]
+            assert (load["pages_held"], load["pages_granted"], load["pages_quarantined"]) == (0, 0, 0)
+    assert not (tmp_path / "pdserve" / NAME / "secret").exists()
+    assert all(process.pid is None or not psutil.pid_exists(process.pid) for process in state.processes)
