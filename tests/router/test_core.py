@@ -321,6 +321,29 @@ def test_decode_may_overtake_the_first_token() -> None:
     assert d.answer(request).ledger.decode_worker == "d0"
 
 
+def test_decode_may_overtake_the_first_token_with_all_the_rest() -> None:
+    d = Driver()
+    prefill, decode = d.pair()
+    request = d.arrive()
+    d.tokens(decode, request, 1, 11, 12, 13, end=LENGTH)
+    d.tokens(prefill, request, 0, 10)
+    assert d.delivered[request, 0] == [10, 11, 12, 13]
+    assert d.answer(request).ledger.decode_worker == "d0"
+
+
+def test_what_overtook_a_lost_attempt_is_not_counted_in_the_next() -> None:
+    d = Driver()
+    prefill, first = d.pair()
+    request = d.arrive()
+    d.tokens(first, request, 1, 11)
+    second = d.attach("d1")
+    d.post(LinkLost(first, "its stream ended"))
+    d.tokens(second, request, 1, 11, 12, 13, attempt=1, end=LENGTH)
+    d.tokens(prefill, request, 0, 10, attempt=1)
+    assert d.delivered[request, 0] == [10, 11, 12, 13]
+    assert d.answer(request).ledger.attempts == 2
+
+
 def test_a_gap_ends_the_attempt_but_not_the_request() -> None:
     d = Driver()
     prefill, decode = d.pair()
@@ -513,6 +536,20 @@ def test_the_last_worker_of_a_pool_takes_its_requests_with_it() -> None:
     refusal = d.refusal(request)
     assert refusal.status is Status.UNAVAILABLE
     assert refusal.message == "d0 was lost (its stream ended), and no decode worker is ready"
+    d.core.check_idle()
+
+
+def test_the_last_worker_of_a_pool_may_hold_several_placements_of_a_request() -> None:
+    d = Driver()
+    prefill, first = d.pair()
+    request = d.arrive(n=3)
+    for index in range(3):
+        d.tokens(prefill, request, 0, 10, index=index)
+    second = d.attach("d1")
+    d.post(LinkLost(first, "its stream ended"))
+    assert len(d.placements()) == 3
+    d.post(LinkLost(second, "its stream ended"))
+    assert d.refusal(request).status is Status.UNAVAILABLE
     d.core.check_idle()
 
 
