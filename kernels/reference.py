@@ -42,7 +42,7 @@ def attention(
     scores = torch.einsum("qhd,hkd->hqk", q, k) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    kv_positions = torch.arange(k.shape[1])
+    kv_positions = torch.arange(k.shape[1], device=k.device)
     q_positions = kv_positions[-q.shape[0] :, None]
     hidden = kv_positions > q_positions
     if window is not None:

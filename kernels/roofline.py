@@ -1,4 +1,4 @@
-"""How fast a chip could do a kernel's work at best: an estimate from counted operations and bytes, not a measurement."""
+"""Estimate how fast a chip could do a kernel's work at best, from counted operations and bytes: not a measurement."""
 
 from dataclasses import dataclass
 
@@ -40,8 +40,9 @@ def prefill(name: str, queries: int, keys: int, heads: tuple[int, int], head_dim
     return Work(name, 4 * pairs * heads[0] * head_dim, moved)
 
 
-def decode(name: str, batch: int, keys: int, width: int, heads: tuple[int, int], head_dim: int) -> Work:
-    """Count one decode step, bf16."""
+def decode(name: str, batch: int, keys: int, width: int, heads: tuple[int, int]) -> Work:
+    """Count one decode step of head_dim 128, bf16."""
+    head_dim = 128
     moved = 2 * head_dim * batch * (2 * width * heads[0] + 2 * keys * heads[1])
     return Work(name, 4 * batch * width * keys * heads[0] * head_dim, moved)
 
@@ -52,11 +53,8 @@ def workloads() -> list[Work]:
     return [
         *(prefill(f"prefill {size} causal, 64/8 heads d128", size, size, llama, 128) for size in (2048, 8192, 16384)),
         prefill("prefill 256 of 131072, 8/1 heads d128", 256, 131072, shard, 128),
-        *(
-            decode(f"decode 32 x 8192, width {width}, 64/8 heads d128", 32, 8192, width, llama, 128)
-            for width in (1, 8, 16)
-        ),
-        decode("decode 1 x 131072, 8/1 heads d128", 1, 131072, 1, shard, 128),
+        *(decode(f"decode 32 x 8192, width {width}, 64/8 heads d128", 32, 8192, width, llama) for width in (1, 8, 16)),
+        decode("decode 1 x 131072, 8/1 heads d128", 1, 131072, 1, shard),
         Work("rms norm 16384 x 4096 with residual", 0, 16384 * 4096 * 2 * 4),
         Work("silu mul 16384 x 14336", 0, 16384 * 14336 * 2 * 3),
     ]

@@ -184,8 +184,8 @@ def test_sampling_names_what_does_not_fit() -> None:
         sample.sample(torch.zeros(2, 8, dtype=torch.float64), draw)
     with pytest.raises(ValueError, match="top_p"):
         sample.sample(torch.zeros(2, 8), replace(draw, top_p=torch.ones(3)))
+    bias = sample.Bias(torch.zeros(1, dtype=torch.int32), torch.zeros(1), torch.zeros(2, dtype=torch.int32))
     with pytest.raises(ValueError, match=r"bias\.offsets"):
-        bias = sample.Bias(torch.zeros(1, dtype=torch.int32), torch.zeros(1), torch.zeros(2, dtype=torch.int32))
         sample.sample(torch.zeros(2, 8), draw, bias=bias)
 
 

@@ -1,0 +1,71 @@
+"""Time GPU work with events: captured in a graph, so that launches from Python are not what is timed."""
+
+import statistics
+import subprocess
+from collections.abc import Callable, Sequence
+
+import torch
+import triton
+
+WARM_UPS = 3
+REPEATS = 15
+MIN_REPLAY_US = 2000.0
+SMI_FIELDS = "clocks.sm,clocks.mem,clocks_throttle_reasons.active,temperature.gpu,power.draw"
+
+
+def has_gpu() -> bool:
+    """Return whether torch sees a CUDA device."""
+    return torch.cuda.is_available()
+
+
+def machine() -> dict[str, str]:
+    """Say what the figures were read on."""
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "cuda": str(torch.version.cuda),
+        "cudnn": str(torch.backends.cudnn.version()),
+    }
+
+
+def clocks() -> str:
+    """Read clocks, throttling, temperature and power, or say that they cannot be read."""
+    command = ["nvidia-smi", f"--query-gpu={SMI_FIELDS}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"not read: {error}"
+    return done.stdout.strip()
+
+
+def time_us(calls: Sequence[Callable[[], object]]) -> float:
+    """Return the median time of one call in microseconds; `calls` should rotate over different data.
+
+    The calls are captured together, often enough that one replay lasts a few milliseconds.
+    """
+    for call in calls:
+        for _ in range(WARM_UPS):
+            call()
+    torch.cuda.synchronize()
+    once = _replayed_us(calls, 1)
+    rounds = max(1, min(50, round(MIN_REPLAY_US / max(once, 1.0))))
+    return _replayed_us(calls, rounds) / (rounds * len(calls))
+
+
+def _replayed_us(calls: Sequence[Callable[[], object]], rounds: int) -> float:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(rounds):
+            for call in calls:
+                call()
+    times = []
+    for turn in range(WARM_UPS + REPEATS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        if turn >= WARM_UPS:
+            times.append(start.elapsed_time(end) * 1e3)
+    return float(statistics.median(times))

@@ -1,0 +1,58 @@
+"""Time attention over tiles and print, per shape, the rows to put into `tuning.py`."""
+
+import itertools
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from pdserve.kernels.gpu.attention_bench import LLAMA, SMALL_HEADS, decode_call, prefill_call
+from pdserve.kernels.gpu.peers import Shape
+from pdserve.kernels.gpu.rows import Choice, Row
+from pdserve.kernels.gpu.timing import time_us
+from pdserve.kernels.tuning import Tile
+
+SHOWN = 4
+PREFILL_TILES = [
+    *(Tile(128, block_n, 8, stages) for block_n, stages in itertools.product((32, 64, 128), (2, 3))),
+    *(Tile(128, 32, 8, stages, 2, 128) for stages in (2, 3, 4)),
+    *(Tile(64, 64, 4, stages, 2) for stages in (2, 3)),
+    Tile(128, 64, 8, 3, 2, 128),
+]
+
+
+def run(choice: Choice) -> list[Row]:
+    """Return the best tiles of each shape, fastest first."""
+    rows = []
+    for name, spec in (("d128", LLAMA), ("d64", SMALL_HEADS)):
+        if choice.wants(f"prefill {name}"):
+            call = partial(prefill_call, spec, Shape(1, 8192, 8192))
+            rows += _best(f"prefill {name}", PREFILL_TILES, call)
+    for width, block_m in ((1, 16), (2, 16), (4, 32), (8, 64), (16, 128)):
+        if choice.wants(f"decode width {width}"):
+            call = partial(decode_call, LLAMA, Shape(32, width, 8192))
+            rows += _best(f"decode width {width}", decode_tiles(block_m), call)
+    return rows
+
+
+def decode_tiles(block_m: int) -> list[Tile]:
+    """List decode tiles of `block_m` rows worth trying."""
+    sizes = itertools.product((32, 64, 128), (4, 8), (2, 3, 4), (1, 2, 3))
+    return [
+        Tile(block_m, block_n, warps, stages, per_sm)
+        for block_n, warps, stages, per_sm in sizes
+        if per_sm * (2 * (stages - 1) * block_n + block_m) * 256 <= 227 * 1024
+    ]
+
+
+def _best(name: str, tiles: Iterable[Tile], call: Callable[[Tile], Callable[[], object]]) -> list[Row]:
+    timed, refused = [], 0
+    for tile in tiles:
+        try:
+            timed.append((time_us([call(tile)]), tile))
+        except Exception:  # noqa: BLE001 - a tile that does not compile or fit is no candidate
+            refused += 1
+    timed.sort(key=lambda pair: pair[0])
+    notes = [f"({refused} tiles refused)"] + [""] * SHOWN
+    return [
+        Row(f"{name} #{rank}", time, note=f"{tile} {note}")
+        for rank, ((time, tile), note) in enumerate(zip(timed[:SHOWN], notes, strict=False), 1)
+    ]
