@@ -26,7 +26,7 @@ class Runner:
         """Set up `num_pages` pages of `page_size` tokens, zeroed. eos_token_ids: the model config's unless given."""
         config = model.config
         shape = (num_pages, config.num_layers, 2, config.num_kv_heads, page_size, config.head_dim)
-        self.kv: Tensor = torch.zeros(shape, dtype=model.embedding.dtype, device=model.embedding.device)
+        self.kv = _zeroed(shape, model.embedding.dtype, model.embedding.device)
         self._model = model
         self._pool = PoolShape(num_pages, page_size, config.vocab_size)
         self._attention = TorchAttention(config, self.kv, model.rope)
@@ -57,6 +57,13 @@ class Runner:
         rows = None if every_token else torch.from_numpy(batch.sample_rows)
         logits = self._model.forward(token_ids, self._attention, rows)
         return _by_chunk(batch, self._sampler.sample(logits, batch.samples))
+
+
+def _zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return zeros. On the CPU memory becomes resident page by page, as it is first written to."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def _by_chunk(batch: Batch, drawn: Seq[SampledToken]) -> tuple[tuple[SampledToken, ...], ...]:
