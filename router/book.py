@@ -42,6 +42,7 @@ class Book:
         """Give these sequences to a pair of workers."""
         prefill, decode = placed.pair.prefill, placed.pair.decode
         placement = request.place(indices, prefill, decode)
+        placement.placed_s, placement.ttft_s, placement.tpot_s = now_s, placed.ttft_s, placed.tpot_s
         request.decision = placed.reason
         request.ladder.reach(Rung.PLACED, now_s)
         spec = request.spec(placement, now_s)
@@ -83,7 +84,6 @@ class Book:
         """End one continuation; the request goes on while another runs."""
         sequence = request.sequences[index]
         placement, sequence.ended, sequence.placement = sequence.placement, True, None
-        sequence.ahead.clear()
         if placement is None:
             return
         placement.running.discard(index)
