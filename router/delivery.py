@@ -13,6 +13,8 @@ from pdserve.router.ladder import Rung
 from pdserve.router.request import Placement, Request, Sequence
 from pdserve.router.view import WorkerView
 
+_NEAR_OBJECTIVE = 0.4  # of the time that is left
+_ENOUGH_TOKENS = 8  # of an answer, for its mean time per token to tell anything
 LENGTH = 2  # FinishReason of a continuation that has all the tokens it may have
 Fault = tuple[Request, Placement, str]  # a placement whose worker broke the protocol
 
@@ -94,6 +96,7 @@ class Delivery:
         if not known and token_ids:
             request.ladder.reach(Rung.FIRST_TOKEN, now_s)
             sequence.first_s = now_s
+            self._learn_ttft(request, sequence.placement, now_s)
         known.extend(token_ids)
         sequence.last_s = now_s
         if not num_left:
@@ -102,11 +105,29 @@ class Delivery:
         if not finish_reason:
             return False
         self._note_decode(request, sequence.placement)
-        self._book.forecast.observe_answer(len(known), now_s - sequence.first_s)
+        self._learn_answer(sequence)
         self._book.end_sequence(request, sequence.index, stop_workers=False)
         if not request.running:
             self._book.finish(request, now_s)
         return True
+
+    def _learn_ttft(self, request: Request, placement: Placement | None, now_s: float) -> None:
+        """Note how a prediction came out, if it was near the objective: only there does the margin decide."""
+        if placement is None or placement.ttft_s is None:
+            return
+        left_s = request.first_token_due_s - placement.placed_s
+        if request.slo_s[0] is None or placement.ttft_s >= _NEAR_OBJECTIVE * left_s:
+            margin = self._book.forecast.ttft_margins[placement.is_local]
+            margin.observe(placement.ttft_s, now_s - placement.placed_s)
+
+    def _learn_answer(self, sequence: Sequence) -> None:
+        """Note how an answer came out, with the margin of the way it went: one without a prefill worker is local."""
+        placement, num_tokens = sequence.placement, len(sequence.token_ids)
+        decoding_s = sequence.last_s - sequence.first_s
+        self._book.forecast.observe_answer(num_tokens, decoding_s)
+        if placement is not None and placement.tpot_s and num_tokens >= _ENOUGH_TOKENS:
+            margin = self._book.forecast.tpot_margins[placement.is_local]
+            margin.observe(placement.tpot_s, decoding_s / (num_tokens - 1))
 
     def release_prefill_when_done(self, request: Request, placement: Placement) -> None:
         """Let go of the prefill worker once decode has all it needs and every first token is here."""

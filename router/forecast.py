@@ -8,6 +8,7 @@ from math import exp
 
 from pdserve.kvlayout import KvLayout
 from pdserve.perfmodel.curve import Step, StepCosts
+from pdserve.perfmodel.margin import Margin
 from pdserve.perfmodel.model import LearntCosts, LearntLinks
 from pdserve.router.events import LinkId, Role
 from pdserve.router.prefixes import Names, PrefixTable
@@ -16,6 +17,7 @@ from pdserve.router.view import WorkerView
 _START_OUTPUT_TOKENS = 128.0
 _LEARN = 0.02  # weight of the latest answer in running means
 _UNKNOWN_BUDGET = 2048
+_RATE_S = 2.0  # over which the rate of prompt tokens is taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +30,14 @@ class Prompt:
 
 
 @dataclass(slots=True)
-class _Local:
-    """Seconds of prompts computed on a decode worker, fading with the life of a sequence."""
+class _Fading:
+    """A sum that fades with time."""
 
-    seconds: float
+    amount: float
     at_s: float
+
+    def now(self, now_s: float, life_s: float) -> float:
+        return self.amount * exp((self.at_s - now_s) / life_s)
 
 
 class Forecast:
@@ -46,7 +51,10 @@ class Forecast:
         self.output_tokens = _START_OUTPUT_TOKENS  # running mean of answers
         self.decoding_s = 2.0  # running mean of the time from first to last token
         self._knows_arrivals = knows_arrivals
-        self._local: dict[LinkId, _Local] = {}
+        self.ttft_margins = {True: Margin(), False: Margin()}  # by whether a decode worker computes the prompt
+        self.tpot_margins = {True: Margin(), False: Margin()}
+        self._local: dict[LinkId, _Fading] = {}  # seconds of prompts computed on decode workers
+        self._tokens: dict[LinkId, _Fading] = {}  # prompt tokens sent to workers
 
     # ---- learning
 
@@ -64,18 +72,23 @@ class Forecast:
         """Note where a prompt's KV will be."""
         if prefill is not None:
             self.prefixes.note(prefill.link, names, now_s)
+            fresh, _ = uncached(prompt, prefill.link)
+            sent = self._tokens.get(prefill.link)
+            before = 0.0 if sent is None else sent.now(now_s, _RATE_S)
+            self._tokens[prefill.link] = _Fading(before + fresh, now_s)
         if decode is None:
             return
         self.prefixes.note(decode.link, names, now_s)
         if prefill is None:
             fresh, work = uncached(prompt, decode.link)
             local_s = self.costs[Role.DECODE].prefill.marginal_s(fresh, work)
-            self._local[decode.link] = _Local(self.local_s(decode, now_s) + local_s, now_s)
+            self._local[decode.link] = _Fading(self.local_s(decode, now_s) + local_s, now_s)
 
     def forget(self, worker: WorkerView) -> None:
         self.prefixes.forget(worker.link)
         self.links.forget(worker.name)
         self._local.pop(worker.link, None)
+        self._tokens.pop(worker.link, None)
 
     # ---- predicting
 
@@ -85,7 +98,17 @@ class Forecast:
         costs, budget = self.costs[Role.PREFILL], _budget(worker)
         queued = worker.pending_prefill_tokens
         total_s = costs.prefill_s(queued + fresh, worker.prefill_work + work, budget)
-        return total_s - self._done_s(worker, costs, now_s) if queued else total_s
+        if not queued:
+            return total_s
+        total_s -= self._done_s(worker, costs, now_s)
+        return total_s + costs.prefill.each_s * self._joining(worker, total_s, queued + fresh, now_s)
+
+    def _joining(self, worker: WorkerView, wait_s: float, num_tokens: int, now_s: float) -> float:
+        """Return how many tokens of later prompts will probably share a prompt's last step, and prolong it."""
+        budget, sent = _budget(worker), self._tokens.get(worker.link)
+        if sent is None:
+            return 0.0
+        return min(-num_tokens % budget, wait_s * sent.now(now_s, _RATE_S) / _RATE_S)
 
     def _done_s(self, worker: WorkerView, costs: LearntCosts, now_s: float) -> float:
         """Return how much of the queue's time has probably passed already."""
@@ -123,7 +146,7 @@ class Forecast:
     def local_s(self, worker: WorkerView, now_s: float) -> float:
         """Return the seconds that a decode worker spends on prompts, over about one sequence's life."""
         local = self._local.get(worker.link)
-        return 0.0 if local is None else local.seconds * exp((local.at_s - now_s) / self.decoding_s)
+        return 0.0 if local is None else local.now(now_s, self.decoding_s)
 
     def local_share(self, worker: WorkerView, extra_s: float, now_s: float) -> float:
         """Return the share of a decode worker's time that goes to prompts, with `extra_s` more of them."""

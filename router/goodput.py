@@ -17,7 +17,6 @@ from pdserve.router.view import WorkerView
 
 _NEAR = 0.02  # costs that differ by less are as good as equal
 _NEAR_S = 0.002
-_MAX_MARGIN = 0.5  # of a prediction, however wrong the model has been
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +92,9 @@ class Goodput:
     # ---- admission
 
     def _margin(self, option: _Option) -> tuple[float, float]:
-        """Return by what factors predictions of both times are widened, as much as they have been wrong lately."""
-        role = Role.PREFILL if option.pair.prefill is not None else Role.DECODE
-        errors = self._forecast.costs[role].prefill_error, self._forecast.costs[Role.DECODE].decode_error
-        return 1 + min(_MAX_MARGIN, errors[0]), 1 + min(_MAX_MARGIN, errors[1])
+        """Return by what factors predictions of both times are widened, as they have come out lately."""
+        is_local = option.pair.prefill is None
+        return self._forecast.ttft_margins[is_local].factor, self._forecast.tpot_margins[is_local].factor
 
     def _is_good(self, option: _Option, demand: Demand) -> bool:
         wide_ttft, wide_tpot = self._margin(option)

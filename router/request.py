@@ -27,6 +27,10 @@ class Placement:
     prefill: WorkerView | None  # None once the decode worker goes on without it, or where there never was one
     decode: WorkerView | None  # None: the first token ends the request
     running: set[int]  # indices that have not ended
+    is_local: bool = False  # the decode worker computes the prompt
+    placed_s: float = 0.0
+    ttft_s: float | None = None  # predicted, from then on
+    tpot_s: float | None = None
     committed: bool = False  # the decode worker has all it needs
 
     @property
@@ -156,7 +160,7 @@ class Request:
         """Start the next attempt at these sequences."""
         key = (self.request_id, Attempt(self._num_attempts))
         self._num_attempts += 1
-        placement = Placement(key, indices, prefill, decode, set(indices))
+        placement = Placement(key, indices, prefill, decode, set(indices), prefill is None)
         self.placements[placement.attempt] = placement
         for index in indices:
             sequence = self.sequences[index]

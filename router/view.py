@@ -20,7 +20,6 @@ class Share:
     prefill_work: int = 0  # of attention, the same
     kv_tokens: int = 0  # of one sequence when it starts to decode here
     arriving: bool = False  # its prompt is not computed yet
-    reported: bool = False  # whether the worker's last load report may count it already
 
 
 class WorkerView:
@@ -35,7 +34,7 @@ class WorkerView:
         self.num_placed = 0  # since it attached
         self.shares: dict[PlacementKey, Share] = {}
         self._sequences = self._tokens = 0  # sums over the shares
-        self._sequences_since = self._tokens_since = 0  # the same over those not reported
+        self._foreign_sequences = self._foreign_tokens = 0  # as last reported, less what was ours then
         self.prefill_work = 0  # of the prompts that wait
         self.num_arriving = 0  # sequences whose prompts are not computed yet
         self.kv_tokens = 0  # of all sequences, as each starts to decode
@@ -65,12 +64,12 @@ class WorkerView:
         return min(told.max_model_len, told.num_pages * told.layout.page_size)
 
     def report(self, load: Load) -> None:
-        """Take a load report. What was sent before it is taken to be part of it."""
+        """Take a load report. What it tells beyond what is ours is other routers', until the next one."""
         self.load = load
         self.draining = self.draining or load.draining
-        self._tokens_since = self._sequences_since = 0
-        for share in self.shares.values():
-            share.reported = True
+        self._foreign_tokens = max(0, load.waiting_tokens - self._tokens)
+        told = load.num_running + load.num_waiting + load.num_handoffs
+        self._foreign_sequences = max(0, told - self._sequences)
 
     def assign(self, key: PlacementKey, share: Share, now_s: float) -> None:
         if key in self.shares:
@@ -79,7 +78,8 @@ class WorkerView:
             self.head_since_s = now_s
         self.shares[key] = share
         self.num_placed += 1
-        self._add(share, share.num_sequences, share.prefill_tokens)
+        self._sequences += share.num_sequences
+        self._tokens += share.prefill_tokens
         self.prefill_work += share.prefill_work
         self._decode(share, share.num_sequences)
 
@@ -87,7 +87,8 @@ class WorkerView:
         share = self.shares.pop(key, None)
         if share is None:
             raise InvariantError(f"{self.name} does not have this placement")
-        self._add(share, -share.num_sequences, -share.prefill_tokens)
+        self._sequences -= share.num_sequences
+        self._tokens -= share.prefill_tokens
         self.prefill_work -= share.prefill_work
         self._decode(share, -share.num_sequences)
 
@@ -98,7 +99,7 @@ class WorkerView:
             share.arriving = False
             self.num_arriving -= share.num_sequences
         if share.prefill_tokens:
-            self._add(share, 0, -share.prefill_tokens)
+            self._tokens -= share.prefill_tokens
             self.prefill_work -= share.prefill_work
             share.prefill_tokens = share.prefill_work = 0
             self.head_since_s = now_s
@@ -106,7 +107,7 @@ class WorkerView:
     def sequence_ended(self, key: PlacementKey) -> None:
         """Note that a placement runs one sequence fewer."""
         share = self.shares[key]
-        self._add(share, -1, 0)
+        self._sequences -= 1
         self._decode(share, -1)
         share.num_sequences -= 1
 
@@ -115,23 +116,15 @@ class WorkerView:
         if share.arriving:
             self.num_arriving += num_sequences
 
-    def _add(self, share: Share, num_sequences: int, prefill_tokens: int) -> None:
-        self._sequences += num_sequences
-        self._tokens += prefill_tokens
-        if not share.reported:
-            self._sequences_since += num_sequences
-            self._tokens_since += prefill_tokens
-
     @property
     def pending_prefill_tokens(self) -> int:
-        """Prompt tokens that wait in front of one more request: ours, or all routers' as last reported."""
-        return max(self._tokens, self.load.waiting_tokens + self._tokens_since)
+        """Prompt tokens that wait in front of one more request: ours, and other routers' as last reported."""
+        return self._tokens + self._foreign_tokens
 
     @property
     def num_sequences(self) -> int:
-        """Sequences it runs or will run: ours, or all routers' as last reported."""
-        told = self.load.num_running + self.load.num_waiting + self.load.num_handoffs
-        return max(self._sequences, told + self._sequences_since)
+        """Sequences it runs or will run: ours, and other routers' as last reported."""
+        return self._sequences + self._foreign_sequences
 
     @property
     def kv_capacity(self) -> int:
@@ -144,7 +137,7 @@ class WorkerView:
 
     def check_idle(self) -> None:
         """Raise InvariantError unless nothing of this router's is assigned to the worker."""
-        if self.shares or self._sequences or self._tokens or self._sequences_since or self._tokens_since:
+        if self.shares or self._sequences or self._tokens:
             raise InvariantError(f"{self.name} still holds {self.shares}")
         if self.prefill_work or self.num_arriving or self.kv_tokens:
             raise InvariantError(f"{self.name} still holds {self.shares}")

@@ -32,7 +32,7 @@ class LeapingScheduler(Scheduler):
     def leap_length(self) -> int:
         """Return how many steps can be done at once, the last of which may end sequences; 0 if none."""
         running = self._running
-        if self._waiting or not running or any(s.num_missing != 1 or len(s.indices) != 1 for s in running):
+        if self._waiting or not running or not all(map(_is_decoding, running)):
             return 0
         length = min(self._output_length(s.job.request_id) - s.num_output_tokens for s in running)
         if self.num_running > self.limits.max_num_batched_tokens:
@@ -74,3 +74,7 @@ class LeapingScheduler(Scheduler):
             sequence.pages.extend(pages)
         sequence.tokens.extend([OTHER] * num_done)
         sequence.computed += num_done
+
+
+def _is_decoding(sequence: Sequence) -> bool:
+    return sequence.num_missing == 1 and sequence.num_output_tokens > 0 and len(sequence.indices) == 1

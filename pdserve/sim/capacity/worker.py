@@ -60,6 +60,8 @@ class SimWorker:
 
     def _turn(self) -> None:
         self._is_waiting = False
+        if self._is_stepping or self._leap is not None:
+            return  # a turn taken since has seen to it
         now_s = self._timeline.now_s
         inbox, self._inbox = self._inbox, []
         for event in inbox:

@@ -5,7 +5,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from math import isfinite
 from pathlib import Path
 from typing import TypeVar
@@ -103,7 +103,7 @@ def read_workload(path: Path) -> Workload:
 def _read_azure(path: Path, text: str) -> list[Arrival]:
     def read(row: dict[str, str]) -> Arrival:
         stamp = _field(row, "TIMESTAMP", str)[:26]  # its seventh decimal is more than Python keeps
-        at = datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S.%f").replace(tzinfo=timezone.utc)
+        at = datetime.strptime(stamp, "%Y-%m-%d %H:%M:%S.%f").replace(tzinfo=UTC)
         return Arrival(at.timestamp(), _count(row, "ContextTokens"), _count(row, "GeneratedTokens"))
 
     rows = csv.DictReader(text.splitlines())

@@ -1,0 +1,30 @@
+"""How much predictions have to be widened so that few come out worse. Pure.
+
+A running quantile of observed over predicted (Robbins-Monro): it steps up when a prediction was exceeded, and down by
+so much less when it was not that it rests where the wanted share is exceeded.
+"""
+
+from math import exp
+
+_STEP = 0.03
+_LOW, _HIGH = 0.8, 3.0
+
+
+class Margin:
+    """A factor for predictions of one kind."""
+
+    def __init__(self, exceeded_share: float = 0.04) -> None:
+        self.factor = 1.0
+        self.num_observed = 0
+        self.relative_error = 0.0  # running mean of |predicted - observed| / observed
+        self._exceeded_share = exceeded_share
+
+    def observe(self, predicted_s: float, observed_s: float) -> None:
+        """Take in how a prediction came out."""
+        if predicted_s <= 0 or observed_s <= 0:
+            return
+        self.num_observed += 1
+        error = min(1.0, abs(predicted_s - observed_s) / observed_s)
+        self.relative_error += max(0.02, 1 / self.num_observed) * (error - self.relative_error)
+        exceeded = observed_s > predicted_s * self.factor
+        self.factor = min(_HIGH, max(_LOW, self.factor * exp(_STEP * (exceeded - self._exceeded_share))))

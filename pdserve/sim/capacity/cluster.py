@@ -1,0 +1,409 @@
+"""A cluster under virtual time: one router's core, workers, and the links between them."""
+
+from dataclasses import dataclass, field
+
+from pdserve.decode_worker import events as decode_events
+from pdserve.decode_worker.core import DecodeCore
+from pdserve.engine.kvcache import KvCache
+from pdserve.engine.prefix import PrefixNames
+from pdserve.engine.scheduler import Limits as EngineLimits
+from pdserve.engine.sequence import Job
+from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
+from pdserve.kvlayout import KvLayout
+from pdserve.kvtransfer import receiver, sender
+from pdserve.kvtransfer.session import Peer
+from pdserve.perfmodel.curve import Step
+from pdserve.perfmodel.profile import Profile
+from pdserve.prefill_worker import events as prefill_events
+from pdserve.prefill_worker.core import PrefillCore
+from pdserve.router import events as router_events
+from pdserve.router.core import RouterCore
+from pdserve.router.events import (
+    CancelAttempt,
+    Command,
+    Deliver,
+    End,
+    Event,
+    Failure,
+    Finished,
+    Limits,
+    LinkId,
+    Place,
+    Registration,
+    Role,
+    RungReached,
+    StepReported,
+    WorkerRegistered,
+)
+from pdserve.router.forecast import Forecast
+from pdserve.router.ladder import Rung
+from pdserve.router.policies import POLICIES
+from pdserve.rpc import PROTOCOL_VERSION
+from pdserve.sampling import SamplingParams
+from pdserve.sim.capacity.leaping import END, OTHER, LeapingScheduler
+from pdserve.sim.capacity.timeline import Timeline
+from pdserve.sim.capacity.worker import SimWorker
+from pdserve.sim.capacity.workload import Arrival, Workload
+from pdserve.worker import words
+from pdserve.worker.words import RouterRef
+
+MODEL = "simulated"
+VOCAB_SIZE = 2**31
+MAX_TASKS = 100_000
+DEADLINE_S = 600.0
+_ROUTER = RouterRef(1)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a cluster is made of. Without prefill workers it is colocated: decode workers do everything."""
+
+    prefill: int
+    decode: int
+    prefill_tp: int = 1
+    decode_tp: int = 1
+    prefill_chunk: int = 2048  # tokens of a prefill worker's step
+    decode_chunk: int = 512  # tokens of a step of a decode worker that computes prompts itself
+    max_num_seqs: int = 256
+    local_prefill: bool = True  # whether a policy may let decode workers compute prompts
+
+    @property
+    def num_gpus(self) -> int:
+        return self.prefill * self.prefill_tp + self.decode * self.decode_tp
+
+    def __str__(self) -> str:
+        if not self.prefill:
+            return f"colocated {self.decode} x tp{self.decode_tp}, chunk {self.decode_chunk}"
+        return f"{self.prefill} x tp{self.prefill_tp} prefill + {self.decode} x tp{self.decode_tp} decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What each request asks for."""
+
+    ttft_s: float
+    tpot_s: float
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a client of the simulated cluster saw."""
+
+    arrival: Arrival
+    num_tokens: int = 0
+    first_s: float = 0.0
+    last_s: float = 0.0
+    refused: str = ""  # the status it was refused with
+    predicted_ttft_s: float | None = None
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_s - self.arrival.at_s
+
+    @property
+    def tpot_s(self) -> float:
+        return (self.last_s - self.first_s) / (self.num_tokens - 1) if self.num_tokens > 1 else 0.0
+
+    def meets(self, objective: Objective) -> bool:
+        return not self.refused and self.ttft_s <= objective.ttft_s and self.tpot_s <= objective.tpot_s
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What came of a simulation."""
+
+    outcomes: tuple[Outcome, ...]
+    span_s: float  # from the first arrival to the last end
+    busy: dict[str, float]  # share of the time that each worker computed
+    num_steps: int
+    decode_sequences: tuple[tuple[float, int], ...] = ()  # sampled: time, sequences on all decode workers
+
+
+@dataclass(slots=True)
+class _Member:
+    """A worker as the cluster knows it."""
+
+    worker: SimWorker
+    peer: Peer
+    link: LinkId
+    role: Role
+    is_sending_s: float = 0.0  # until when its side of the link is taken
+    told: dict[tuple[RequestId, Attempt], int] = field(default_factory=dict)  # tokens the router knows of
+
+
+class SimCluster:
+    """Carries what the cores say to each other."""
+
+    def __init__(self, profile: Profile, shape: Shape, policy: str, workload: Workload, objective: Objective) -> None:
+        self._timeline = Timeline()
+        self._profile = profile
+        self._shape = shape
+        self._workload = workload
+        self._objective = objective
+        self._page_size = min(workload.block_tokens, 64) if workload.block_tokens else 64
+        self._page_bytes = self._page_size * profile.kv_bytes_per_token
+        self._outcomes: dict[bytes, Outcome] = {}
+        self._lengths: dict[bytes, int] = {}
+        self._members: dict[LinkId, _Member] = {}
+        self._by_peer: dict[Peer, _Member] = {}
+        self._connected: set[tuple[Peer, Peer]] = set()
+        costs = {
+            Role.PREFILL: profile.configuration(shape.prefill_tp).costs(),
+            Role.DECODE: profile.configuration(shape.decode_tp).costs(),
+        }
+        self._costs = costs
+        forecast = Forecast(costs)
+        limits = Limits(
+            max_num_requests=MAX_TASKS,
+            max_num_held=4096,
+            worker_silence_s=1e12,
+            local_prefill=shape.prefill == 0 or (shape.local_prefill and policy == "goodput"),
+        )
+        self._core = RouterCore(MODEL, limits, POLICIES[policy](forecast), forecast)
+        self._alarm_s = float("inf")
+        for index in range(shape.prefill):
+            self._attach(f"p{index}", Role.PREFILL)
+        for index in range(shape.decode):
+            self._attach(f"d{index}", Role.DECODE)
+
+    def run(self) -> Run:
+        """Serve the whole workload."""
+        arrivals = self._workload.arrivals
+        for number, arrival in enumerate(arrivals, start=1):
+            self._timeline.at(arrival.at_s, self._arrive, number, arrival)
+        self._timeline.run()
+        self._core.check_idle()
+        span_s = max(1e-9, max(max(o.last_s, o.arrival.at_s) for o in self._outcomes.values()) - arrivals[0].at_s)
+        members = self._members.values()
+        busy = {member.worker.name: member.worker.busy_s / span_s for member in members}
+        return Run(tuple(self._outcomes.values()), span_s, busy, sum(member.worker.num_steps for member in members))
+
+    # ---- the router
+
+    def _arrive(self, number: int, arrival: Arrival) -> None:
+        request_id = RequestId((number * 0x9E3779B97F4A7C15 % 2**64).to_bytes(8, "little") + number.to_bytes(8, "big"))
+        self._outcomes[request_id] = Outcome(arrival)
+        self._lengths[request_id] = arrival.output_tokens
+        now_s = self._timeline.now_s
+        event = router_events.RequestArrived(
+            request_id=request_id,
+            token_ids=self._prompt(number, arrival),
+            params=SamplingParams(max_tokens=self._max_tokens(arrival), stop_token_ids=(END,)),
+            received_s=now_s,
+            deadline_s=now_s + DEADLINE_S,
+            ttft_slo_s=self._objective.ttft_s,
+            tpot_slo_s=self._objective.tpot_s,
+        )
+        self._post(event)
+
+    def _max_tokens(self, arrival: Arrival) -> int:
+        """Return what a client might ask for who does not know how long its answer will be."""
+        return max(1024, arrival.output_tokens)
+
+    def _prompt(self, number: int, arrival: Arrival) -> tuple[int, ...]:
+        block, own = self._workload.block_tokens, 2**24 + number
+        if not block:
+            return (own,) * arrival.prompt_tokens
+        tokens = [name + 2 for name in arrival.blocks for _ in range(block)][: arrival.prompt_tokens]
+        tokens += [own] * (arrival.prompt_tokens - len(tokens))
+        return tuple(tokens)
+
+    def _post(self, event: Event) -> None:
+        for command in self._core.handle(event, self._timeline.now_s):
+            self._obey(command)
+        due_s = self._core.next_wakeup_s()
+        if due_s is not None and due_s < self._alarm_s and due_s < self._timeline.now_s + DEADLINE_S / 2:
+            self._alarm_s = due_s
+            self._timeline.at(max(due_s, self._timeline.now_s), self._ring, due_s)
+
+    def _ring(self, due_s: float) -> None:
+        if self._alarm_s == due_s:
+            self._alarm_s = float("inf")
+            self._post(router_events.Tick())
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Place():
+                self._place(command)
+            case Deliver(request_id, _, token_ids):
+                outcome, now_s = self._outcomes[request_id], self._timeline.now_s
+                if not outcome.num_tokens:
+                    outcome.first_s = now_s
+                outcome.num_tokens += len(token_ids)
+                outcome.last_s = now_s
+            case End(request_id, outcome) if not isinstance(outcome, Finished):
+                self._outcomes[request_id].refused = outcome.status.value
+                self._outcomes[request_id].predicted_ttft_s = outcome.predicted_ttft_s
+            case CancelAttempt(link, request_id, attempt, indices):
+                self._members[link].worker.offer(words.Cancelled(request_id, attempt, indices))
+            case _:
+                pass
+
+    def _place(self, place: Place) -> None:
+        spec = place.spec
+        job = Job(
+            spec.request_id,
+            spec.attempt,
+            tuple(spec.token_ids),
+            spec.num_prompt_tokens,
+            spec.params,
+            spec.indices,
+            spec.cache_salt,
+            spec.priority,
+        )
+        prefill = None if place.prefill is None else self._members[place.prefill.link]
+        decode = None if place.decode is None else self._members[place.decode.link]
+        deadline_s = self._timeline.now_s + spec.remaining_s
+        if decode is not None:
+            peer = None if prefill is None else prefill.peer
+            decode.told[spec.request_id, spec.attempt] = 0 if prefill is None else 1
+            decode.worker.offer(words.Placed(_ROUTER, job, deadline_s, peer))
+        if prefill is not None:
+            peer = None if decode is None else decode.peer
+            prefill.told[spec.request_id, spec.attempt] = 0
+            prefill.worker.offer(words.Placed(_ROUTER, job, deadline_s, peer, "simulated"))
+
+    # ---- workers
+
+    def _attach(self, name: str, role: Role) -> None:
+        shape, is_prefill = self._shape, role is Role.PREFILL
+        configuration = self._profile.configuration(shape.prefill_tp if is_prefill else shape.decode_tp)
+        num_pages = configuration.kv_tokens // self._page_size
+        link = LinkId(len(self._members) + 1)
+        names = PrefixNames(b"simulated", "", self._page_size) if self._workload.block_tokens else None
+        max_model_len = num_pages * self._page_size
+        limits = EngineLimits(
+            max_num_seqs=shape.max_num_seqs,
+            max_num_batched_tokens=shape.prefill_chunk if is_prefill else max(shape.decode_chunk, shape.max_num_seqs),
+            max_model_len=max_model_len,
+            eos_token_ids=frozenset(),
+        )
+        scheduler = LeapingScheduler(KvCache(num_pages, self._page_size, names), limits, self._lengths.__getitem__)
+        core: PrefillCore | DecodeCore = (
+            PrefillCore(scheduler, VOCAB_SIZE, self._page_bytes, MAX_TASKS)
+            if is_prefill
+            else DecodeCore(scheduler, VOCAB_SIZE, b"simulated", MAX_TASKS)
+        )
+        worker = SimWorker(self._timeline, name, core, scheduler, self._costs[role])
+        worker.perform, worker.beat = self._perform, self._beat
+        peer = Peer(WorkerId(name), Incarnation(link))
+        self._members[link] = self._by_peer[peer] = _Member(worker, peer, link, role)
+        # One head whose width makes a page as large as the profile says.
+        layout = KvLayout("simulated", 1, 1, self._profile.kv_bytes_per_token // 4, self._page_size, "bfloat16")
+        registration = Registration(
+            worker_id=peer.worker_id,
+            incarnation=peer.incarnation,
+            role=role,
+            protocol_version=PROTOCOL_VERSION,
+            ready=True,
+            model=MODEL,
+            layout=layout,
+            num_pages=num_pages,
+            max_num_seqs=shape.max_num_seqs,
+            max_model_len=max_model_len,
+            handoff_address=name,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+        )
+        self._post(WorkerRegistered(link, registration))
+
+    def _beat(self, worker: SimWorker, load: words.Load) -> None:
+        del worker, load  # one router knows all there is to know of its workers' loads
+
+    def _perform(self, worker: SimWorker, commands: list[object], step: Step | None, elapsed_s: float) -> None:
+        member = self._by_peer[Peer(WorkerId(worker.name), self._incarnation(worker))]
+        deltas: list[_Delta] = []
+        for command in commands:
+            match command:
+                case words.Tokens():
+                    deltas.append(_delta(member, command))
+                case words.Progress():
+                    self._post(_rung(member.link, command, self._timeline.now_s))
+                case words.Failed(_, key, code, reason):
+                    failure = Failure[code.name]
+                    self._post(router_events.AttemptFailed(member.link, key.request_id, key.attempt, failure, reason))
+                case _:
+                    self._carry(member, command)
+        if step is not None:
+            self._post(StepReported(member.link, deltas, step, elapsed_s))
+
+    def _incarnation(self, worker: SimWorker) -> Incarnation:
+        number = int(worker.name[1:]) + 1
+        return Incarnation(number if worker.name[0] == "p" else self._shape.prefill + number)
+
+    def _carry(self, member: _Member, command: object) -> None:
+        """Bring a worker's word to the other worker."""
+        match command:
+            case prefill_events.Connect(peer):
+                if (member.peer, peer) not in self._connected:
+                    self._connected.add((member.peer, peer))
+                    self._by_peer[peer].worker.offer(decode_events.PeerAttached(member.peer))
+            case prefill_events.Copy():
+                self._copy(member, command)
+            case prefill_events.ToPeer(peer, key, sender.SendCommit(commit)):
+                self._by_peer[peer].worker.offer(decode_events.FromPeer(member.peer, key, receiver.Committed(commit)))
+            case prefill_events.ToPeer(peer, key, sender.SendQuiesced()):
+                self._by_peer[peer].worker.offer(decode_events.FromPeer(member.peer, key, receiver.SenderQuiesced()))
+            case decode_events.CheckDigests(key):
+                member.worker.offer(decode_events.DigestsChecked(key, None))
+            case decode_events.ToPeer(peer, key, receiver.SendGrant(grant)):
+                self._by_peer[peer].worker.offer(prefill_events.FromPeer(member.peer, key, sender.Granted(grant)))
+            case decode_events.ToPeer(peer, key, receiver.SendTaken()):
+                self._by_peer[peer].worker.offer(prefill_events.FromPeer(member.peer, key, sender.Taken()))
+            case decode_events.ToPeer(peer, key, receiver.SendWithdrawn(reason)):
+                self._by_peer[peer].worker.offer(prefill_events.FromPeer(member.peer, key, sender.Withdrawn(reason)))
+            case _:
+                pass
+
+    def _copy(self, member: _Member, copy: prefill_events.Copy) -> None:
+        """Move pages: one copy at a time leaves a worker, and one at a time comes in."""
+        target, link = self._by_peer[copy.peer], self._profile.link
+        start_s = max(self._timeline.now_s, member.is_sending_s, target.is_sending_s)
+        end_s = start_s + len(copy.src) * self._page_bytes / link.bytes_per_s
+        member.is_sending_s = target.is_sending_s = end_s
+        stopped = prefill_events.FromPeer(copy.peer, copy.key, sender.CopyStopped((0,) * len(copy.src)))
+        self._timeline.at(end_s + link.latency_s, member.worker.offer, stopped)
+
+
+@dataclass(frozen=True, slots=True)
+class _Delta:
+    """Tokens, as the router expects them off the wire."""
+
+    request_id: bytes
+    attempt: int
+    index: int
+    position: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[object, ...]
+    finish_reason: int
+
+
+def _delta(member: _Member, tokens: words.Tokens) -> _Delta:
+    """Return what the router has not heard of: all tokens since the last report."""
+    key = tokens.key.request_id, tokens.key.attempt
+    known = member.told[key]
+    count = tokens.position + 1 - known
+    if tokens.finish is None:
+        member.told[key] = tokens.position + 1
+    else:
+        del member.told[key]
+    reason = 0 if tokens.finish is None else 1
+    return _Delta(key[0], key[1], tokens.index, known, (OTHER,) * count, (), reason)
+
+
+def _rung(link: LinkId, progress: words.Progress, now_s: float) -> RungReached:
+    return RungReached(
+        link,
+        progress.key.request_id,
+        progress.key.attempt,
+        Rung[progress.rung.name],
+        now_s - progress.at_s,
+        progress.cached_tokens,
+        progress.handoff_bytes,
+        progress.handoff_s,
+        progress.pages_reused,
+    )
+
+
+def simulate(profile: Profile, shape: Shape, policy: str, workload: Workload, objective: Objective) -> Run:
+    """Serve a workload on a cluster of this shape; return what its clients saw."""
+    return SimCluster(profile, shape, policy, workload, objective).run()
