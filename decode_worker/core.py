@@ -270,7 +270,7 @@ class DecodeCore:
             return
         if capsule.num_tokens != len(task.job.token_ids):
             raise ProtocolError(f"capsule: {capsule.num_tokens} tokens for {len(task.job.token_ids)}")
-        if not set(capsule.indices) <= set(task.job.indices) or max(capsule.first_tokens) >= self._vocab_size:
+        if not set(capsule.indices) <= set(task.job.indices) or max(capsule.first_tokens, default=0) >= self._vocab_size:
             raise ProtocolError("capsule: not the continuations, or tokens, of this request")
 
     def _perform(self, inbound: Inbound, command: receiver.Command, now_s: float) -> Iterator[Command]:

@@ -6,7 +6,7 @@ reports its tokens, or one failure, or was cancelled.
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pdserve.engine.scheduler import Computed, Drawn, Scheduler, Split, Started
 from pdserve.engine.sequence import Sequence
@@ -48,12 +48,14 @@ class Task:
     deadline_s: float
     num_announced: int = 0  # pages told to the sender
     first_tokens: tuple[tuple[int, int], ...] = ()  # (index, token) of continuations that go on
+    dropped: set[int] = field(default_factory=set)  # continuations cancelled one by one
     sendable_s: float = 0.0  # when the last page was final, or its room known
     ended: bool = False  # its end was reported, or nobody wants it
 
-    def cancels_all(self, cancelled: tuple[int, ...]) -> bool:
-        """Return whether cancelling these continuations (none named: all) leaves nothing to compute."""
-        return not cancelled or set(cancelled) >= set(self.sequence.indices)
+    def drop(self, cancelled: tuple[int, ...]) -> bool:
+        """Note that these continuations (none named: all) are not wanted; return whether none is any more."""
+        self.dropped.update(cancelled or self.sequence.indices)
+        return self.dropped.issuperset(self.sequence.indices)
 
 
 class PrefillCore:
@@ -103,7 +105,7 @@ class PrefillCore:
                 doomed = (
                     key
                     for key, task in self._tasks.items()
-                    if key.request_id == request_id and key.attempt <= attempt and task.cancels_all(indices)
+                    if key.request_id == request_id and key.attempt <= attempt and task.drop(indices)
                 )
                 return self._give_up(doomed, "cancelled")
             case RouterLost(router):
