@@ -3,6 +3,7 @@
 Page i of the pool is the contiguous run `kv[i]`; a step writes only the pages its plan names.
 """
 
+import math
 import time
 from collections.abc import Sequence as Seq
 
