@@ -6,6 +6,7 @@ the time to first token.
 
 from dataclasses import dataclass
 from enum import StrEnum
+from math import inf
 
 
 class Rung(StrEnum):
@@ -25,6 +26,9 @@ class Rung(StrEnum):
 
 
 LADDER = tuple(Rung.__members__.values())  # the order told for rungs reached at the same moment
+# What happens on workers is known a message's way late, so of two rungs in one line the later bounds the earlier.
+_PREFILL = (Rung.PREFILL_QUEUED, Rung.PREFILL_STARTED, Rung.PREFILL_DONE, Rung.FIRST_TOKEN)
+_HANDOFF = (Rung.GRANTED, Rung.LANDED, Rung.COMMITTED, Rung.DECODE_JOINED)
 _BEFORE_FIRST_TOKEN = frozenset(LADDER[: LADDER.index(Rung.FIRST_TOKEN)])
 
 
@@ -69,10 +73,14 @@ class Ladder:
             for earlier in _BEFORE_FIRST_TOKEN & self._reached_s.keys():
                 self._reached_s[earlier] = min(self._reached_s[earlier], at_s)
         elif rung in _BEFORE_FIRST_TOKEN and first_token_s is not None:
-            # A message's age leaves out its way here, so that news may seem later than what followed it.
             self._reached_s.setdefault(rung, min(at_s, first_token_s))
         else:
             self._reached_s[rung] = at_s
+
+    def start_over(self) -> None:
+        """Forget the hand-off of an attempt that has failed."""
+        for rung in _HANDOFF:
+            self._reached_s.pop(rung, None)
 
     def ms(self, rung: Rung) -> float:
         """Return milliseconds from "received" to `rung`; 0 where it was not reached."""
@@ -80,5 +88,13 @@ class Ladder:
 
     def steps(self) -> tuple[tuple[Rung, float], ...]:
         """Return the rungs reached, in time order."""
+        for line in (_PREFILL, _HANDOFF):
+            self._order(line)
         reached = sorted(self._reached_s, key=lambda rung: (self._reached_s[rung], LADDER.index(rung)))
         return tuple((rung, self.ms(rung)) for rung in reached)
+
+    def _order(self, line: tuple[Rung, ...]) -> None:
+        bound_s = inf
+        for rung in reversed(line):
+            if rung in self._reached_s:
+                bound_s = self._reached_s[rung] = min(self._reached_s[rung], bound_s)

@@ -77,6 +77,7 @@ class Recovery:
         indices = tuple(sorted(placement.running))
         self._book.close(request, placement, stop_workers=True)
         request.avoid |= frozenset(avoid)
+        request.ladder.start_over()
         return indices
 
     def _again(self, request: Request, indices: tuple[int, ...], cause: str, now_s: float) -> None:

@@ -677,3 +677,37 @@ def test_the_ledger_adds_up() -> None:
     assert ledger.tpot_ms == pytest.approx(10.0 / 3)
     assert (ledger.handoff_bytes, ledger.handoff_pages_reused, answer.usage.cached_tokens) == (100, 1, 2)
     assert ledger.handoff_ms == pytest.approx(3.0)
+
+
+def test_news_that_was_late_keeps_its_place_on_the_ladder() -> None:
+    d = Driver()
+    prefill, decode = d.pair()
+    request = d.arrive(max_tokens=2)
+    d.now_s += 0.010
+    d.rung(prefill, request, Rung.PREFILL_STARTED, age_s=0.008)
+    d.rung(prefill, request, Rung.PREFILL_QUEUED, age_s=0.005)
+    d.rung(decode, request, Rung.COMMITTED, age_s=0.004)
+    d.rung(decode, request, Rung.LANDED, age_s=0.001)
+    d.tokens(prefill, request, 0, 10)
+    d.tokens(decode, request, 1, 11, end=LENGTH)
+    at_ms = {rung: round(ms, 6) for rung, ms in d.answer(request).ledger.steps}
+    assert (at_ms[Rung.PREFILL_QUEUED], at_ms[Rung.PREFILL_STARTED]) == (2.0, 2.0)
+    assert (at_ms[Rung.LANDED], at_ms[Rung.COMMITTED]) == (6.0, 6.0)
+
+
+def test_the_hand_off_of_a_failed_attempt_is_not_in_the_ledger() -> None:
+    d = Driver()
+    prefill, first = d.pair()
+    request = d.arrive(max_tokens=2)
+    d.rung(first, request, Rung.GRANTED)
+    d.rung(prefill, request, Rung.LANDED)
+    d.attach("d1")
+    d.post(LinkLost(first, "its stream ended"))
+    second = d.placed().decode
+    assert second is not None
+    d.rung(second.link, request, Rung.COMMITTED, attempt=1)
+    d.tokens(prefill, request, 0, 10, attempt=1)
+    d.tokens(second.link, request, 1, 11, attempt=1, end=LENGTH)
+    rungs = [rung for rung, _ in d.answer(request).ledger.steps]
+    assert Rung.COMMITTED in rungs
+    assert Rung.LANDED not in rungs

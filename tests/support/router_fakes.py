@@ -200,7 +200,7 @@ class FakeWorker:
     async def step(self, deltas: Sequence[link.TokenDelta]) -> None:
         await self.say(step=link.StepReport(deltas=deltas))
 
-    async def progress(self, key: Key, rung: link.Rung, **figures: int) -> None:
+    async def progress(self, key: Key, rung: link.Rung.ValueType, **figures: int) -> None:
         news = link.Progress(request_id=key[0], attempt=key[1], rung=rung, **figures)  # type: ignore[arg-type]
         await self.say(progress=news)
 
@@ -247,7 +247,7 @@ class RouterUnderTest:
         channel = grpc.aio.insecure_channel(address, options=channel_options(INTERNAL_MESSAGE_BYTES))
         return await self._stack.enter_async_context(channel)
 
-    async def worker(self, role: link.Role, name: str, **registration: object) -> FakeWorker:
+    async def worker(self, role: link.Role.ValueType, name: str, **registration: object) -> FakeWorker:
         """Attach a fake worker."""
         layout = link.KvLayout(
             weights_hash="w", num_layers=1, num_kv_heads=1, head_dim=8, page_size=16, dtype="float32"
