@@ -83,6 +83,23 @@ def test_penalties_and_biases_act_in_their_order() -> None:
     assert drawn.tolist() == reference_tokens(logits, rows, draw)
 
 
+@pytest.mark.parametrize(
+    ("row", "token"),
+    [
+        (RowParams(temperature=0.0, repetition=1.3, prompt_ids=(0,)), 1),
+        (RowParams(temperature=0.0, repetition=1.3, output_ids=(0,)), 1),
+        (RowParams(temperature=0.0, frequency=0.2, output_ids=(0, 1, 0)), 2),
+        (RowParams(temperature=0.0, presence=0.2, output_ids=(0,)), 1),
+        (RowParams(temperature=0.0, frequency=0.2, presence=0.2, prompt_ids=(0,)), 0),
+        (RowParams(temperature=0.0, bias={2: 0.5}), 2),
+    ],
+)
+def test_each_penalty_looks_at_the_ids_it_should(row: RowParams, token: int) -> None:
+    logits = torch.tensor([[2.0, 1.9, 1.75, -3.0]])
+    drawn = sample.sample(logits, draw_of([row], [0]), penalties=penalties_of([row]), bias=bias_of([row]))
+    assert drawn.tolist() == [token] == [reference_sampling.sample(logits[0], row, draw_of([row], [0]).keys[0])]
+
+
 def test_a_token_biased_to_minus_infinity_is_never_drawn() -> None:
     row = RowParams(bias={1: -math.inf})
     logits = torch.tensor([[0.0, 30.0, 0.0]] * 20)
@@ -112,7 +129,7 @@ def test_a_tiny_top_p_still_keeps_one_token() -> None:
     "row", [RowParams(), RowParams(temperature=0.6, top_k=6, top_p=0.9), RowParams(top_p=0.8, min_p=0.15)]
 )
 def test_frequencies_pass_a_chi_square_test(row: RowParams) -> None:
-    draws, logits = 400, torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5]).repeat_interleave(2)
+    draws, logits = 250, torch.tensor([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0, -1.5]).repeat_interleave(2)
     logits += torch.linspace(0, 0.1, 16)
     drawn = sample.sample(logits.expand(draws, -1).contiguous(), draw_of([row] * draws, range(draws)))
     scores = logits.double() / row.temperature
