@@ -145,7 +145,7 @@ class DecodeCore:
                 inbound = self._inbound.get(key)
                 if inbound is None or inbound.peer != peer:
                     return []  # late news of a hand-off that is over
-                return self._advance(inbound, news, now_s)
+                return self._landed(inbound, news, now_s) + self._advance(inbound, news, now_s)
             case PeerAttached(peer):
                 self._peers.add(peer)
                 return self._tell_all(peer, receiver.SenderAttached(), now_s)
@@ -264,13 +264,33 @@ class DecodeCore:
         commands = inbound.receiver.handle(event)
         return [c for command in commands for c in self._perform(inbound, command, now_s)]
 
+    def _landed(self, inbound: Inbound, news: receiver.Event, now_s: float) -> list[Command]:
+        """Say that a hand-off has landed, if this is its commit and it is still wanted."""
+        task = self._tasks.get(inbound.key)
+        if task is None or not isinstance(news, receiver.Committed):
+            return []
+        commit = news.commit
+        return [
+            Progress(
+                task.router,
+                task.key,
+                Rung.LANDED,
+                now_s,
+                handoff_bytes=commit.handoff_bytes,
+                handoff_s=commit.handoff_s,
+            )
+        ]
+
     def _check_capsule(self, inbound: Inbound, capsule: Capsule) -> None:
         task = self._tasks.get(inbound.key)
         if task is None:
             return
         if capsule.num_tokens != len(task.job.token_ids):
             raise ProtocolError(f"capsule: {capsule.num_tokens} tokens for {len(task.job.token_ids)}")
-        if not set(capsule.indices) <= set(task.job.indices) or max(capsule.first_tokens, default=0) >= self._vocab_size:
+        if (
+            not set(capsule.indices) <= set(task.job.indices)
+            or max(capsule.first_tokens, default=0) >= self._vocab_size
+        ):
             raise ProtocolError("capsule: not the continuations, or tokens, of this request")
 
     def _perform(self, inbound: Inbound, command: receiver.Command, now_s: float) -> Iterator[Command]:

@@ -55,6 +55,8 @@ class Commit:
     capability: bytes
     digests: tuple[int, ...]
     capsule: Capsule
+    handoff_bytes: int = 0  # written; this and the next are for the request's ledger only
+    handoff_s: float = 0.0  # from the first moment it could be sent until it had landed
 
 
 def mint_capability(key: bytes, handoff: HandoffKey, pages: Pages, generations: tuple[Generation, ...]) -> bytes:

@@ -145,7 +145,12 @@ def from_sender(key: HandoffKey, command: FromSender) -> handoff.HandoffServiceA
             )
             return handoff.HandoffServiceAttachRequest(
                 commit=handoff.Commit(
-                    handoff=name, capability=commit.capability, digests=commit.digests, capsule=capsule
+                    handoff=name,
+                    capability=commit.capability,
+                    digests=commit.digests,
+                    capsule=capsule,
+                    handoff_bytes=commit.handoff_bytes,
+                    handoff_us=round(commit.handoff_s * 1e6),
                 )
             )
         case sender.SendQuiesced(reason):
@@ -195,7 +200,13 @@ def _grant(message: handoff.Grant) -> Grant:
 def _commit(message: handoff.Commit) -> Commit:
     if len(message.digests) > MAX_PAGES:
         raise ProtocolError(f"digests: {len(message.digests)} are over {MAX_PAGES}")
-    return Commit(_capability(message.capability), tuple(message.digests), _capsule(message.capsule))
+    return Commit(
+        _capability(message.capability),
+        tuple(message.digests),
+        _capsule(message.capsule),
+        message.handoff_bytes,
+        message.handoff_us / 1e6,
+    )
 
 
 def _capsule(message: handoff.Capsule) -> Capsule:

@@ -6,7 +6,7 @@ reports its tokens, or one failure, or was cancelled.
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pdserve.engine.scheduler import Computed, Drawn, Scheduler, Split, Started
 from pdserve.engine.sequence import Sequence
@@ -33,6 +33,8 @@ from pdserve.worker.words import (
 )
 
 EARLY_GRANT_S = 5.0  # how long a grant may wait for its placement
+REDIAL_S = 600.0  # how long a peer is dialled again that was lost and may wait for word of ours
+MAX_ADDRESSES = 1024
 MAX_CLOSED = 4096
 
 
@@ -47,6 +49,9 @@ class Task:
     sender: sender.Sender
     deadline_s: float
     num_announced: int = 0  # pages told to the sender
+    is_granted: bool = False  # or needs no grant
+    has_started: bool = False  # the scheduler has it
+    pages_ahead: int = 0  # pages it takes, or will take, before it is granted any
     first_tokens: tuple[tuple[int, int], ...] = ()  # (index, token) of continuations that go on
     dropped: set[int] = field(default_factory=set)  # continuations cancelled one by one
     sendable_s: float = 0.0  # when the last page was final, or its room known
@@ -67,6 +72,10 @@ class PrefillCore:
         self._tasks: dict[HandoffKey, Task] = {}
         self._early: dict[HandoffKey, tuple[float, FromPeer]] = {}  # grants that overtook their placement
         self._closed: OrderedDict[HandoffKey, None] = OrderedDict()  # the last ones, to answer late grants at once
+        self._unstarted: list[Task] = []  # wait until they are granted or leave room for those that are
+        self._pages_ahead = 0  # of all tasks
+        self._addresses: OrderedDict[Peer, str] = OrderedDict()
+        self._lost: dict[Peer, float] = {}  # since when; peers whose stream ended, to be dialled again
         self._order = 0
         self._draining = False
 
@@ -87,8 +96,8 @@ class PrefillCore:
             pages_quarantined=pool.num_quarantined,
             pages_cached=scheduler.cache.num_cached,
             num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            waiting_tokens=scheduler.waiting_tokens,
+            num_waiting=scheduler.num_waiting + len(self._unstarted),
+            waiting_tokens=scheduler.waiting_tokens + sum(len(t.sequence.tokens) for t in self._unstarted),
             kv_tokens=scheduler.kv_tokens,
             num_preemptions=scheduler.num_preemptions,
             num_handoffs=len(self._tasks),
@@ -98,6 +107,11 @@ class PrefillCore:
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         """Take in one event; return what to do now, in order. ProtocolError is the peer's and changes nothing."""
+        commands = self._react(event, now_s)
+        self._start_waiting()
+        return commands
+
+    def _react(self, event: Event, now_s: float) -> list[Command]:  # one match
         match event:
             case Placed():
                 return self._place(event, now_s)
@@ -112,7 +126,7 @@ class PrefillCore:
                 return self._give_up((k for k, t in self._tasks.items() if t.router == router), "router lost")
             case Ticked():
                 late = (k for k, t in self._tasks.items() if t.deadline_s < now_s)
-                return self._give_up(late, "deadline") + self._expire_early(now_s)
+                return self._give_up(late, "deadline") + self._expire_early(now_s) + self._redial(now_s)
             case DrainAsked():
                 self._draining = True
                 return []
@@ -122,8 +136,12 @@ class PrefillCore:
                     return self._unknown(event, now_s)
                 return self._advance(task, news, now_s)
             case PeerLost(peer, reason):
+                if peer in self._addresses:
+                    self._lost.setdefault(peer, now_s)
                 return self._lose(peer, reason, now_s)
             case PeerGone(peer):
+                self._addresses.pop(peer, None)
+                self._lost.pop(peer, None)
                 return [*self._lose(peer, "the peer's process ended", now_s), Forget(peer)]
 
     def plan(self, now_s: float) -> StepPlan | None:
@@ -190,13 +208,54 @@ class PrefillCore:
             stop_after_prompt=True,
         )
         task = Task(placed.router, key, sequence, placed.peer, sender.Sender(), placed.deadline_s)
+        task.is_granted = placed.peer is None
         self._tasks[key] = task
-        self._scheduler.add(sequence)
+        self._unstarted.append(task)
+        self._unstarted.sort(key=lambda t: t.sequence.urgency)
         commands: list[Command] = [Progress(placed.router, key, Rung.PREFILL_QUEUED, now_s)]
         if placed.peer is not None:
             commands.append(Connect(placed.peer, placed.peer_address))
+            self._addresses[placed.peer] = placed.peer_address
+            if len(self._addresses) > MAX_ADDRESSES:
+                self._addresses.popitem(last=False)
         _, early = self._early.pop(key, (0.0, None))
         return commands + (self.handle(early, now_s) if early else [])
+
+    def _start_waiting(self) -> None:
+        """Give prompts to the scheduler: those with room on their decode worker, and others only ahead of that.
+
+        A decode worker may have set pages aside for a prompt that is still to be computed here. Prompts that wait for
+        its grants while they hold pages here must leave enough for the longest prompt, or each would wait for the
+        other for ever.
+        """
+        cache, limits = self._scheduler.cache, self._scheduler.limits
+        room = cache.pool.num_pages - cache.num_pages(limits.max_model_len) - self._pages_ahead
+        waiting: list[Task] = []
+        for task in self._unstarted:
+            ahead = 0 if task.is_granted else cache.num_pages(len(task.sequence.tokens))
+            if ahead > room:
+                waiting.append(task)
+                room = 0  # the next ones do not overtake it
+                continue
+            room -= ahead
+            task.has_started, task.pages_ahead = True, ahead
+            self._pages_ahead += ahead
+            self._scheduler.add(task.sequence)
+        self._unstarted = waiting
+
+    def _settle_ahead(self, task: Task) -> None:
+        """Count a task no longer among those that hold pages before they are granted any."""
+        self._pages_ahead -= task.pages_ahead
+        task.pages_ahead = 0
+
+    def _redial(self, now_s: float) -> list[Command]:
+        """Dial lost peers again: pages that they granted stay quarantined until we answer for them."""
+        lost, self._lost = self._lost, {}
+        commands: list[Command] = []
+        for peer, since_s in lost.items():
+            if now_s - since_s < REDIAL_S:
+                commands.append(Connect(peer, self._addresses[peer]))
+        return commands
 
     def _lose(self, peer: Peer, reason: str, now_s: float) -> list[Command]:
         self._early = {k: e for k, e in self._early.items() if e[1].peer != peer}
@@ -251,27 +310,27 @@ class PrefillCore:
         return commands
 
     def _advance(self, task: Task, event: sender.Event, now_s: float) -> list[Command]:
+        commands = task.sender.handle(event)
         if isinstance(event, sender.Granted):
             task.sendable_s = max(task.sendable_s, now_s)
-        return [c for command in task.sender.handle(event) for c in self._perform(task, command, now_s)]
+            task.is_granted = True
+            self._settle_ahead(task)
+        return [c for command in commands for c in self._perform(task, command, now_s)]
 
     def _perform(self, task: Task, command: sender.Command, now_s: float) -> Iterator[Command]:
         match command:
             case sender.StartCopy(src, dst) if task.peer is not None:
                 yield Copy(task.peer, task.key, src, dst)
-            case sender.SendCommit() if task.peer is not None:
-                yield Progress(
-                    task.router,
-                    task.key,
-                    Rung.LANDED,
-                    now_s,
-                    handoff_bytes=task.sender.num_pages_sent * self._page_bytes,
-                    handoff_s=now_s - task.sendable_s,
-                )
-                yield ToPeer(task.peer, task.key, command)
+            case sender.SendCommit(commit) if task.peer is not None:
+                handoff_bytes = task.sender.num_pages_sent * self._page_bytes
+                commit = replace(commit, handoff_bytes=handoff_bytes, handoff_s=now_s - task.sendable_s)
+                yield ToPeer(task.peer, task.key, sender.SendCommit(commit))
             case sender.SendQuiesced() if task.peer is not None:
                 yield ToPeer(task.peer, task.key, command)
             case sender.ReleasePages():
+                if not task.has_started:
+                    self._unstarted.remove(task)
+                self._settle_ahead(task)
                 self._scheduler.remove(task.sequence)
                 del self._tasks[task.key]
                 self._closed[task.key] = None

@@ -78,6 +78,9 @@ class Delivery:
         """Take the decode worker's tokens that came before the first one."""
         ahead, sequence.ahead = sequence.ahead, []
         for delta in ahead:
+            if delta.position != len(sequence.token_ids):
+                sequence.ahead.append(delta)  # what came was not what these follow
+                continue
             placement.committed = True
             if self._accept(request, sequence, delta, 0, now_s):
                 return

@@ -74,16 +74,18 @@ class Links(LinkServiceServicer):
                 return
 
     def _take(self, stream: WorkerStream, message: link.AttachRequest) -> None:
-        event = wire.worker_event(stream.link_id, message)
+        events = wire.worker_events(stream.link_id, message)
         match message.WhichOneof("message"):
             case "register":
                 stream.registration = message.register
-                logger.info("worker %s: %s", message.register.worker_id, _summary(message.register))
+                level = logging.INFO if message.register.ready or not message.register.load_progress else logging.DEBUG
+                logger.log(level, "worker %s: %s", message.register.worker_id, _summary(message.register))
             case "heartbeat":
                 stream.load = message.heartbeat
             case _:
                 pass  # the core's alone
-        self._shell.post(event)
+        for event in events:
+            self._shell.post(event)
 
 
 def _summary(told: link.Register) -> str:

@@ -40,12 +40,17 @@ _RUNGS = {number: Rung[name.removeprefix("RUNG_")] for name, number in link.Rung
 _FAILURES = {link.FailureCode.Value(f"FAILURE_CODE_{failure.name}"): failure for failure in Failure}
 
 
-def worker_event(link_id: LinkId, message: link.AttachRequest) -> WorkerEvent:
-    """Return what a worker's message means; ProtocolError for one that means nothing."""
+def worker_events(link_id: LinkId, message: link.AttachRequest) -> list[WorkerEvent]:
+    """Return what a worker's message means, in order; ProtocolError for one that means nothing."""
+    if not message.HasField("step"):
+        return [_worker_event(link_id, message)]
+    told = message.step
+    rungs: list[WorkerEvent] = [_rung(link_id, progress) for progress in told.progress]
+    return [*rungs, StepReported(link_id, told.deltas, _step(told), told.elapsed_us / 1e6)]
+
+
+def _worker_event(link_id: LinkId, message: link.AttachRequest) -> WorkerEvent:
     match message.WhichOneof("message"):
-        case "step":
-            told = message.step
-            return StepReported(link_id, told.deltas, _step(told), told.elapsed_us / 1e6)
         case "heartbeat":
             return LoadReported(link_id, _load(message.heartbeat))
         case "progress":

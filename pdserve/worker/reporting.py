@@ -7,7 +7,7 @@ from pdserve.clock import Clock
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.worker import wire
 from pdserve.worker.link import Links
-from pdserve.worker.words import Load, Report, RouterRef, Tokens
+from pdserve.worker.words import Load, Progress, Report, RouterRef, Tokens
 
 
 class Reporter:
@@ -21,15 +21,17 @@ class Reporter:
         """Queue reports. With a step, every router hears of it: its cost is news to those it brought nothing."""
         now_s = self._clock.now_s()
         tokens: defaultdict[RouterRef, list[Tokens]] = defaultdict(list)
+        rungs: defaultdict[RouterRef, list[Progress]] = defaultdict(list)
         for report in reports:
             if isinstance(report, Tokens):
                 tokens[report.router].append(report)
+            elif isinstance(report, Progress) and step is not None:
+                rungs[report.router].append(report)
             else:
                 self._links.send(report.router, wire.report(report, now_s))
         if step is not None:
-            plan, result = step
             for router in self._links.attached:
-                self._links.send(router, wire.step_report(tokens[router], plan, result.elapsed_s))
+                self._links.send(router, wire.step_report(tokens[router], rungs[router], step, now_s))
 
     def beat(self, load: Load, num_steps: int) -> None:
         """Tell every router how full this worker is."""

@@ -7,7 +7,7 @@ readings of this process's clock on arrival.
 from collections.abc import Iterable, Iterator
 
 from pdserve.engine.sequence import Finish, Job
-from pdserve.engine.step import StepPlan, TokenLogprobs
+from pdserve.engine.step import StepPlan, StepResult, TokenLogprobs
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvtransfer.session import Peer
@@ -58,16 +58,20 @@ def command(message: link.AttachResponse, router: RouterRef, now_s: float) -> Pl
             return None
 
 
-def step_report(tokens: Iterable[Tokens], plan: StepPlan, elapsed_s: float) -> link.AttachRequest:
+def step_report(
+    tokens: Iterable[Tokens], rungs: Iterable[Progress], step: tuple[StepPlan, StepResult], now_s: float
+) -> link.AttachRequest:
     """Return one message for everything that a step brought to one router."""
+    plan, result = step
     prefill = [chunk for chunk in plan.chunks if len(chunk.token_ids) > 1]
     return link.AttachRequest(
         step=link.StepReport(
             deltas=[_delta(t) for t in tokens],
-            elapsed_us=round(elapsed_s * 1e6),
+            elapsed_us=round(result.elapsed_s * 1e6),
             prefill_tokens=sum(len(chunk.token_ids) for chunk in prefill),
             decode_sequences=len(plan.chunks) - len(prefill),
             context_tokens=sum(chunk.start + len(chunk.token_ids) for chunk in plan.chunks),
+            progress=[_progress(rung, now_s) for rung in rungs],
         )
     )
 
@@ -76,18 +80,7 @@ def report(word: Report, now_s: float) -> link.AttachRequest:
     """Return the message for one report outside of a step."""
     match word:
         case Progress():
-            return link.AttachRequest(
-                progress=link.Progress(
-                    request_id=word.key.request_id,
-                    attempt=word.key.attempt,
-                    rung=_RUNG[word.rung],
-                    age_us=max(0, round((now_s - word.at_s) * 1e6)),
-                    cached_tokens=word.cached_tokens,
-                    handoff_bytes=word.handoff_bytes,
-                    handoff_us=round(word.handoff_s * 1e6),
-                    pages_reused=word.pages_reused,
-                )
-            )
+            return link.AttachRequest(progress=_progress(word, now_s))
         case Failed():
             return link.AttachRequest(
                 failed=link.Failed(
@@ -151,6 +144,19 @@ def _request_id(value: bytes) -> RequestId:
     if len(value) != REQUEST_ID_BYTES:
         raise ProtocolError(f"request_id: {len(value)} bytes, {REQUEST_ID_BYTES} are needed")
     return RequestId(value)
+
+
+def _progress(word: Progress, now_s: float) -> link.Progress:
+    return link.Progress(
+        request_id=word.key.request_id,
+        attempt=word.key.attempt,
+        rung=_RUNG[word.rung],
+        age_us=max(0, round((now_s - word.at_s) * 1e6)),
+        cached_tokens=word.cached_tokens,
+        handoff_bytes=word.handoff_bytes,
+        handoff_us=round(word.handoff_s * 1e6),
+        pages_reused=word.pages_reused,
+    )
 
 
 def _delta(tokens: Tokens) -> link.TokenDelta:

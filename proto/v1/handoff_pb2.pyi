@@ -265,8 +265,14 @@ class Commit(_message.Message):
     CAPABILITY_FIELD_NUMBER: _builtins.int
     DIGESTS_FIELD_NUMBER: _builtins.int
     CAPSULE_FIELD_NUMBER: _builtins.int
+    HANDOFF_BYTES_FIELD_NUMBER: _builtins.int
+    HANDOFF_US_FIELD_NUMBER: _builtins.int
     capability: _builtins.bytes
     """The grant's own."""
+    handoff_bytes: _builtins.int
+    """Bytes written, for the request's ledger."""
+    handoff_us: _builtins.int
+    """From the first moment it could be sent until it had landed, microseconds."""
     @_builtins.property
     def handoff(self) -> Global___HandoffId:
         """Which hand-off."""
@@ -286,10 +292,12 @@ class Commit(_message.Message):
         capability: _builtins.bytes = ...,
         digests: _abc.Iterable[_builtins.int] | None = ...,
         capsule: Global___Capsule | None = ...,
+        handoff_bytes: _builtins.int = ...,
+        handoff_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capsule", b"capsule", "handoff", b"handoff"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "capsule", b"capsule", "digests", b"digests", "handoff", b"handoff"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "capsule", b"capsule", "digests", b"digests", "handoff", b"handoff", "handoff_bytes", b"handoff_bytes", "handoff_us", b"handoff_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -441,6 +441,7 @@ class StepReport(_message.Message):
     PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     DECODE_SEQUENCES_FIELD_NUMBER: _builtins.int
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    PROGRESS_FIELD_NUMBER: _builtins.int
     elapsed_us: _builtins.int
     """Wall time of the step, microseconds."""
     prefill_tokens: _builtins.int
@@ -453,6 +454,10 @@ class StepReport(_message.Message):
     def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenDelta]:
         """Tokens, one entry a sequence that gained some."""
 
+    @_builtins.property
+    def progress(self) -> _containers.RepeatedCompositeFieldContainer[Global___Progress]:
+        """Rungs that were reached with it, before its tokens."""
+
     def __init__(
         self,
         *,
@@ -461,10 +466,11 @@ class StepReport(_message.Message):
         prefill_tokens: _builtins.int = ...,
         decode_sequences: _builtins.int = ...,
         context_tokens: _builtins.int = ...,
+        progress: _abc.Iterable[Global___Progress] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "decode_sequences", b"decode_sequences", "deltas", b"deltas", "elapsed_us", b"elapsed_us", "prefill_tokens", b"prefill_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "decode_sequences", b"decode_sequences", "deltas", b"deltas", "elapsed_us", b"elapsed_us", "prefill_tokens", b"prefill_tokens", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -547,7 +553,7 @@ class Progress(_message.Message):
     handoff_bytes: _builtins.int
     """With LANDED: bytes written."""
     handoff_us: _builtins.int
-    """With LANDED: from the first moment it could be sent until it had landed, microseconds."""
+    """With LANDED: from the first moment it could be sent until it had landed, microseconds (as the sender says)."""
     pages_reused: _builtins.int
     """With GRANTED: leading pages the decode worker already held."""
     def __init__(
