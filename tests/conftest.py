@@ -1,8 +1,12 @@
 """What every test needs to run where it is: no GPU, no test that needs one."""
 
 import importlib.util
+import os
 
 import pytest
+
+# Before torch is loaded: threads that wait by spinning would take the cores that a cluster's processes need.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

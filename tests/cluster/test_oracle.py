@@ -108,7 +108,7 @@ def test_a_seed_gives_the_same_tokens_through_two_workers_and_through_one_engine
     pair: LiveCluster, engine: OneEngine, name: str
 ) -> None:
     sampling = {**SAMPLINGS[name], "seed": 1234, "max_tokens": 40}
-    prompt = random_prompt(50, 3)
+    prompt = random_prompt(50, 100 + list(SAMPLINGS).index(name))  # its own: a cached prefix would change how bfloat16 rounds
     answer = pair.generate(
         inference.GenerateRequest(
             token_ids=inference.TokenIds(ids=prompt), sampling=inference.SamplingParams(**sampling)
