@@ -1,0 +1,208 @@
+"""The prefill worker's half of a hand-off, over all orders of events."""
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import pytest
+
+from pdserve.errors import ProtocolError
+from pdserve.ids import Generation, PageId
+from pdserve.kvtransfer.sender import (
+    Command,
+    CopyStopped,
+    Event,
+    Failed,
+    GaveUp,
+    Granted,
+    PagesReady,
+    PeerLost,
+    PrefillDone,
+    ReleasePages,
+    SendCommit,
+    Sender,
+    SendQuiesced,
+    StartCopy,
+    State,
+    Taken,
+    Withdrawn,
+)
+from pdserve.kvtransfer.session import Capsule, Commit, Grant, Pages
+
+CAPSULE = Capsule(40, (7,), (0,))
+CAPABILITY = b"c" * 16
+
+
+def pages(*numbers: int) -> Pages:
+    return tuple(PageId(number) for number in numbers)
+
+
+def grant(first_page: int, *numbers: int) -> Granted:
+    return Granted(Grant(first_page, pages(*numbers), tuple(Generation(1) for _ in numbers), CAPABILITY))
+
+
+def fed(*events: Event) -> tuple[Sender, list[Command]]:
+    """Return a sender that has seen these events, and all that it answered."""
+    sender = Sender()
+    return sender, [command for event in events for command in sender.handle(event)]
+
+
+def test_pages_are_copied_as_they_become_final_and_committed_when_all_have_landed() -> None:
+    sender, commands = fed(PagesReady(pages(3)), grant(0, 10, 11, 12))
+    assert commands == [StartCopy(pages(3), pages(10))]
+    assert sender.handle(PagesReady(pages(5, 4))) == (StartCopy(pages(5, 4), pages(11, 12)),)
+    assert sender.handle(CopyStopped((1,))) == ()
+    assert sender.handle(PrefillDone(CAPSULE)) == ()
+    assert sender.handle(CopyStopped((2, 3))) == (SendCommit(Commit(CAPABILITY, (1, 2, 3), CAPSULE)),)
+    assert sender.handle(Taken()) == (ReleasePages(),)
+
+
+def test_leading_pages_that_the_receiver_holds_are_not_copied() -> None:
+    sender, commands = fed(PagesReady(pages(3, 4)), PrefillDone(CAPSULE), grant(1, 10))
+    assert commands == [StartCopy(pages(4), pages(10))]
+    assert sender.num_pages_sent == 1
+
+
+def test_a_late_grant_finds_everything_ready() -> None:
+    _, commands = fed(PagesReady(pages(3)), PagesReady(pages(4)), PrefillDone(CAPSULE), grant(0, 8, 9))
+    assert commands == [StartCopy(pages(3, 4), pages(8, 9))]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_grant_of_another_size_than_the_prompt_fails_the_transfer(size: int) -> None:
+    sender, commands = fed(PagesReady(pages(3, 4)), PrefillDone(CAPSULE), grant(0, *range(10, 10 + size)))
+    if size == 3:
+        commands += sender.handle(CopyStopped((1, 2)))
+    assert any(isinstance(command, Failed) and command.transfer for command in commands)
+    assert sender.state is State.CLOSED
+
+
+def test_giving_up_mid_copy_waits_for_every_copy_to_stop() -> None:
+    sender, _ = fed(grant(0, 8, 9), PagesReady(pages(3)), PagesReady(pages(4)))
+    assert sender.handle(GaveUp("deadline")) == ()
+    assert sender.handle(CopyStopped(None, "cut")) == ()
+    assert sender.handle(CopyStopped((5,))) == (SendQuiesced(""), ReleasePages())
+
+
+def test_a_failed_copy_fails_the_transfer_after_the_others_have_stopped() -> None:
+    sender, _ = fed(grant(0, 8, 9), PagesReady(pages(3)), PagesReady(pages(4)))
+    assert sender.handle(CopyStopped(None, "disconnected")) == (Failed(True, "disconnected"),)
+    assert sender.handle(CopyStopped((5,))) == (SendQuiesced(""), ReleasePages())
+
+
+def test_a_withdrawal_of_a_closed_hand_off_is_answered() -> None:
+    sender, _ = fed(GaveUp("cancelled"))
+    assert sender.handle(Withdrawn("gave up too")) == (SendQuiesced("gave up too"),)
+
+
+@pytest.mark.parametrize(
+    ("before", "event"),
+    [
+        ((), CopyStopped((1,))),
+        ((), Taken()),
+        ((grant(0, 1),), grant(0, 1)),
+        ((PagesReady(pages(3)), PrefillDone(CAPSULE)), PrefillDone(CAPSULE)),
+        ((grant(0, 1),), Taken()),
+        ((), Granted(Grant(0, pages(1), (), CAPABILITY))),
+    ],
+)
+def test_what_cannot_be_said_now_changes_nothing(before: Iterable[Event], event: Event) -> None:
+    sender, _ = fed(*before)
+    state = vars(sender).copy()
+    with pytest.raises(ProtocolError):
+        sender.handle(event)
+    assert vars(sender) == state
+
+
+EVENTS: tuple[Event, ...] = (
+    PagesReady(pages(0)),
+    PrefillDone(CAPSULE),
+    grant(0, 8, 9),
+    grant(1, 8),
+    CopyStopped((1,)),
+    CopyStopped(None, "failed"),
+    Taken(),
+    Withdrawn("w"),
+    GaveUp("g"),
+    PeerLost("p"),
+)
+DEPTH = 6
+
+
+@dataclass
+class Seen:
+    """What the world around a sender knows: what is under way, and what was said."""
+
+    sender: Sender = field(default_factory=Sender)
+    num_copying: int = 0
+    num_released: int = 0
+    num_failed: int = 0
+    committed: bool = False
+    quiesced: bool = False
+
+    def fork(self) -> "Seen":
+        other = copy.copy(self)
+        other.sender = copy.copy(self.sender)
+        return other
+
+    def feed(self, event: Event) -> None:
+        try:
+            commands = self.sender.handle(event)
+        except ProtocolError:
+            return
+        if isinstance(event, CopyStopped):
+            self.num_copying -= 1
+        for command in commands:
+            self.see(command)
+
+    def see(self, command: Command) -> None:
+        match command:
+            case StartCopy(src, dst):
+                assert len(src) == len(dst)
+                assert not self.quiesced
+                assert not self.committed
+                assert self.num_released == 0
+                self.num_copying += 1
+            case SendCommit(commit):
+                assert self.num_copying == 0
+                assert not self.committed
+                assert not self.quiesced
+                assert commit.digests
+                self.committed = True
+            case SendQuiesced():
+                assert self.num_copying == 0
+                self.quiesced = True
+            case ReleasePages():
+                assert self.num_copying == 0
+                self.num_released += 1
+                assert self.num_released == 1
+            case Failed():
+                self.num_failed += 1
+                assert self.num_failed == 1
+
+    def wind_up(self) -> None:
+        """However it stands, giving up and the end of its copies close it."""
+        self.feed(GaveUp("end"))
+        while self.num_copying:
+            self.feed(CopyStopped((1,)))
+        assert self.sender.state is State.CLOSED
+        assert self.num_released == 1
+        assert self.quiesced or self.committed
+
+
+def explore(seen: Seen, depth: int) -> int:
+    seen.fork().wind_up()
+    if depth == 0:
+        return 1
+    tried = 0
+    for event in EVENTS:
+        if isinstance(event, CopyStopped) and seen.num_copying == 0:
+            continue  # a mover reports no copy it was not given
+        after = seen.fork()
+        after.feed(event)
+        tried += explore(after, depth - 1)
+    return tried
+
+
+def test_no_order_of_events_releases_pages_twice_or_under_a_copy_or_lies_about_being_quiescent() -> None:
+    assert explore(Seen(), DEPTH - 1) > 30_000
