@@ -1,0 +1,82 @@
+"""Attention over pages gives what the plain formula gives over each sequence's own keys, in float64."""
+
+import math
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pdserve.engine.attention_torch import TorchAttention
+from pdserve.engine.batch import Batch, PoolShape
+from pdserve.engine.step import Chunk, StepPlan
+from pdserve.ids import PageId
+from pdserve.model.config import ModelConfig
+from pdserve.model.rope import Rope, rotate_
+
+PAGE_SIZE = 4
+NUM_PAGES = 400
+CONFIG = ModelConfig.from_hf(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 10,
+        "hidden_size": 96,
+        "intermediate_size": 8,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+    }
+)
+LAYER = 1
+CASES = {  # (start, length) of each chunk
+    "one fresh prompt": [(0, 13)],
+    "equal fresh prompts": [(0, 8), (0, 8), (0, 8)],
+    "ragged prompts, fresh and continued": [(0, 5), (9, 5), (30, 12), (0, 1)],
+    "decodes of one length": [(17, 1), (17, 1)],
+    "decodes near and far": [(0, 1), (3, 1), (4, 1), (40, 1), (170, 1), (400, 1)],
+    "decodes beside a prompt": [(0, 40), (7, 1), (21, 1)],
+}
+
+
+def expected_rows(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """Return the last len(q) positions' attention over k and v: [positions, heads, head_dim], in float64."""
+    q, k, v = q.double(), k.double(), v.double()
+    group = q.shape[1] // k.shape[1]
+    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) / math.sqrt(q.shape[-1])
+    positions = torch.arange(len(k) - len(q), len(k))[:, None]
+    keys = torch.arange(len(k))
+    hidden = keys > positions
+    if window is not None:
+        hidden |= keys <= positions - window
+    weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1)).flatten(1)
+
+
+@pytest.mark.parametrize(("case", "window"), list(product(CASES, [None, 1, 6])))
+def test_every_query_sees_its_own_sequence_and_no_more(case: str, window: int | None) -> None:
+    config = replace(CONFIG, sliding_window=window)
+    random = np.random.default_rng(5)
+    generator = torch.Generator().manual_seed(5)
+    kv = torch.full((NUM_PAGES, 3, 2, 2, PAGE_SIZE, 16), 30.0)  # what nobody wrote would show
+    supply = random.permutation(NUM_PAGES).tolist()
+    rope = Rope(config, torch.device("cpu"))
+    chunks, expected = [], []
+    for start, length in CASES[case]:
+        end = start + length
+        pages = [PageId(supply.pop()) for _ in range(-(-end // PAGE_SIZE))]
+        qkv = torch.randn(end, 10, 16, generator=generator)
+        rotated = qkv.clone()
+        rotate_(rotated[:, :8], rope.angles(torch.arange(end), torch.float32))
+        for position in range(start):
+            page = kv[pages[position // PAGE_SIZE], LAYER]
+            page[:, :, position % PAGE_SIZE] = rotated[position, 6:].view(2, 2, 16)
+        rows = expected_rows(rotated[start:, :6], rotated[:, 6:8], rotated[:, 8:], window)
+        chunks.append((Chunk([0] * length, start, pages, ()), qkv[start:]))
+        expected.append(rows)
+    attention = TorchAttention(config, kv, rope)
+    batch = Batch.of(StepPlan(tuple(chunk for chunk, _ in chunks)), PoolShape(NUM_PAGES, PAGE_SIZE, 10))
+    attention.plan(batch)
+    out = attention.run(LAYER, torch.cat([chunks[index][1] for index in batch.order]), None)
+    torch.testing.assert_close(out.double(), torch.cat([expected[index] for index in batch.order]), atol=1e-5, rtol=0)

@@ -1,0 +1,80 @@
+"""In float32 a model computes what transformers computes, however its tokens are batched and chunked."""
+
+import json
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from greedy_runs import greedy_texts, spec
+from model_zoo import FAMILIES, VOCAB, first_disagreement, load_oracle, write_model
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from pdserve.engine.attention_torch import TorchAttention
+from pdserve.engine.batch import Batch, PoolShape
+from pdserve.engine.runner import Runner
+from pdserve.engine.step import Chunk, StepPlan
+from pdserve.model.config import ModelConfig
+from pdserve.model.llama import Model
+from pdserve.model.loading import load_model
+from pdserve.model.safetensors_weights import iterate_safetensors
+
+PAGE_SIZE = 16
+NUM_PAGES = 200
+NUM_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Pair:
+    oracle: PreTrainedModel
+    model: Model
+
+
+def write_smollm2_shape(folder: Path) -> None:
+    """Write a random model with SmolLM2's odd head counts and its shared embedding."""
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 72, "intermediate_size": 192, "num_hidden_layers": 4, "vocab_size": VOCAB}
+    heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True, "rope_theta": 100000.0}
+    LlamaForCausalLM(LlamaConfig(**sizes, **heads, initializer_range=0.1)).save_pretrained(folder)
+
+
+@pytest.fixture(scope="module", params=[*FAMILIES, "smollm2"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "smollm2":
+        write_smollm2_shape(folder)
+    else:
+        write_model(request.param, folder)
+    config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
+    return Pair(load_oracle(folder), load_model(config, iterate_safetensors(folder), torch.float32))
+
+
+def prompts_of(*lengths: int) -> list[list[int]]:
+    rng = random.Random(1)
+    return [[rng.randrange(2, VOCAB) for _ in range(length)] for length in lengths]
+
+
+@torch.inference_mode()
+def test_logits_of_every_position_are_those_of_transformers(pair: Pair) -> None:
+    prompt = prompts_of(150)[0]
+    kv = Runner(pair.model, 10, PAGE_SIZE).kv
+    attention = TorchAttention(pair.model.config, kv, pair.model.rope)
+    plan = StepPlan((Chunk(prompt, 0, tuple(range(10)), (spec(),)),))
+    attention.plan(Batch.of(plan, PoolShape(10, PAGE_SIZE, VOCAB)))
+    ours = pair.model.forward(torch.tensor(prompt), attention, None)
+    torch.testing.assert_close(ours, pair.oracle(torch.tensor([prompt])).logits[0], atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("chunk_tokens", [PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, 10**6])
+def test_a_ragged_batch_draws_the_greedy_tokens_of_transformers(pair: Pair, chunk_tokens: int) -> None:
+    prompts = prompts_of(1, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, 3 * PAGE_SIZE, 140, 140, 300)
+    answers = greedy_texts(Runner(pair.model, NUM_PAGES, PAGE_SIZE), prompts, NUM_TOKENS, chunk_tokens)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert len(answer) == NUM_TOKENS
+        assert first_disagreement(pair.oracle, prompt, answer) is None
+
+
+def test_the_random_models_say_more_than_one_thing(pair: Pair) -> None:
+    (answer,) = greedy_texts(Runner(pair.model, NUM_PAGES, PAGE_SIZE), prompts_of(20), NUM_TOKENS)
+    assert len(set(answer)) > 2
