@@ -76,13 +76,14 @@ def _launch_of(kernel: JITFunction[Any], args: tuple[object, ...], kwargs: dict[
     attributes: dict[tuple[int, ...], list[list[object]]] = {}
     for index, (name, parameter) in enumerate(zip(kernel.arg_names, kernel.params, strict=True)):
         value = values[name]
-        is_one = isinstance(value, int) and value == 1
+        fixed = not parameter.do_not_specialize
+        is_one = fixed and isinstance(value, int) and value == 1
         if parameter.is_constexpr or is_one:
             signature[name] = "constexpr"
             constants[index,] = value
             continue
         signature[name] = _type_of(value)
-        if isinstance(value, Tensor) or (isinstance(value, int) and value % 16 == 0):
+        if isinstance(value, Tensor) or (fixed and isinstance(value, int) and value % 16 == 0):
             attributes[index,] = DIVISIBLE
     options = {name: kwargs[name] for name in OPTIONS if kwargs.get(name) is not None}
     return Launch(kernel, signature, constants, attributes, options)

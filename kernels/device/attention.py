@@ -116,7 +116,7 @@ def _attend_range(
     return acc, total, peak
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])  # it changes from step to step: never recompile for it
 def attend(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, items_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
     q_token_stride, q_head_stride, k_page_stride, k_head_stride, k_slot_stride,
@@ -185,17 +185,24 @@ def attend(
         k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, score_scale, softcap, window,
         HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, IS_FP8, PRECISION, USE_TMA, True)  # fmt: skip
 
-    total = tl.where(total == 0.0, 1.0, total)  # a row that sees none of a split's keys has peak -inf, so no weight
-    acc = acc / total[:, None]
     if IS_FP8:
         acc = acc * tl.load(v_scale_ptr + kv_head)
     if num_splits == 1:
         out_rows = (q_start + token).to(tl.int64) * out_token_stride + head * out_head_stride
-        tl.store(out_ptr + out_rows[:, None] + channel[None, :], acc.to(out_ptr.dtype.element_ty), real)
+        out = acc / total[:, None]
+        tl.store(out_ptr + out_rows[:, None] + channel[None, :], out.to(out_ptr.dtype.element_ty), real)
     else:
         rows = (slot * num_kv_heads + kv_head).to(tl.int64) * BLOCK_M + row
-        tl.store(partial_ptr + rows[:, None] * HEAD_DIM + channel[None, :], acc, real)
-        tl.store(lse_ptr + rows, peak + tl.log2(total), token < q_count)
+        _store_partial(partial_ptr + rows[:, None] * HEAD_DIM + channel[None, :], lse_ptr + rows, acc, total, peak,
+                       real, token < q_count)  # fmt: skip
+
+
+@triton.jit
+def _store_partial(places, lse_places, acc, total, peak, real, real_rows):
+    """Leave a split's normalized result and the log2 of its weight; a row that sees none of its keys has no weight."""
+    total = tl.where(total == 0.0, 1.0, total)
+    tl.store(places, acc / total[:, None], real)
+    tl.store(lse_places, peak + tl.log2(total), real_rows)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ def copy_pages(
     tl.store(target + word, tl.load(source + word, word < num_words), word < num_words)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def reshard(
     target_ptr, source_ptr, target_ids_ptr, source_ids_ptr, factors_ptr, num_tokens, num_heads,
     target_page_stride, target_layer_stride, target_kv_stride, target_head_stride, target_slot_stride,
