@@ -6,7 +6,7 @@ reports its tokens, or one failure, or was cancelled.
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from pdserve.engine.scheduler import Computed, Drawn, Scheduler, Split, Started
 from pdserve.engine.sequence import Sequence
@@ -15,6 +15,7 @@ from pdserve.errors import InvariantError
 from pdserve.kvtransfer import sender
 from pdserve.kvtransfer.session import Capsule, HandoffKey, Peer
 from pdserve.prefill_worker.events import Command, Connect, Copy, Event, Forget, FromPeer, PeerLost, ToPeer
+from pdserve.prefill_worker.tasks import Task
 from pdserve.worker.admission import refusal
 from pdserve.worker.words import (
     Cancelled,
@@ -26,7 +27,6 @@ from pdserve.worker.words import (
     Placed,
     Progress,
     RouterLost,
-    RouterRef,
     Rung,
     Ticked,
     Tokens,
@@ -36,31 +36,6 @@ EARLY_GRANT_S = 5.0  # how long a grant may wait for its placement
 REDIAL_S = 600.0  # how long a peer is dialled again that was lost and may wait for word of ours
 MAX_ADDRESSES = 1024
 MAX_CLOSED = 4096
-
-
-@dataclass(slots=True, eq=False)
-class Task:
-    """One placement: its sequence, and its hand-off if there is one."""
-
-    router: RouterRef
-    key: HandoffKey
-    sequence: Sequence
-    peer: Peer | None
-    sender: sender.Sender
-    deadline_s: float
-    num_announced: int = 0  # pages told to the sender
-    is_granted: bool = False  # or needs no grant
-    has_started: bool = False  # the scheduler has it
-    pages_ahead: int = 0  # pages it takes, or will take, before it is granted any
-    first_tokens: tuple[tuple[int, int], ...] = ()  # (index, token) of continuations that go on
-    dropped: set[int] = field(default_factory=set)  # continuations cancelled one by one
-    sendable_s: float = 0.0  # when the last page was final, or its room known
-    ended: bool = False  # its end was reported, or nobody wants it
-
-    def drop(self, cancelled: tuple[int, ...]) -> bool:
-        """Note that these continuations (none named: all) are not wanted; return whether none is any more."""
-        self.dropped.update(cancelled or self.sequence.indices)
-        return self.dropped.issuperset(self.sequence.indices)
 
 
 class PrefillCore:
@@ -111,7 +86,7 @@ class PrefillCore:
         self._start_waiting()
         return commands
 
-    def _react(self, event: Event, now_s: float) -> list[Command]:  # one match
+    def _react(self, event: Event, now_s: float) -> list[Command]:  # noqa: C901 - one match
         match event:
             case Placed():
                 return self._place(event, now_s)
@@ -199,6 +174,8 @@ class PrefillCore:
         if self._draining or len(self._tasks) >= self._max_tasks or key in self._tasks:
             why = "draining" if self._draining else f"{len(self._tasks)} of {self._max_tasks} requests"
             return [Failed(placed.router, key, FailureCode.OVERLOADED, why)]
+        if key in self._closed:
+            return [Failed(placed.router, key, FailureCode.PEER_LOST, "its grant was given back before it was placed")]
         self._order += 1
         sequence = Sequence(
             job=job,
@@ -269,14 +246,26 @@ class PrefillCore:
             self._early[news.key] = (now_s, news)
             return []
         self._early.pop(news.key, None)
-        asks = isinstance(news.event, sender.Granted | sender.Withdrawn)
-        return [ToPeer(news.peer, news.key, sender.SendQuiesced("unknown here"))] if asks else []
+        if not isinstance(news.event, sender.Granted | sender.Withdrawn):
+            return []
+        return [self._give_back(news, "unknown here")]
+
+    def _give_back(self, news: FromPeer, reason: str) -> Command:
+        """Answer for a hand-off that is not here, and will not be from now on."""
+        if news.key not in self._tasks:
+            self._close(news.key)
+        return ToPeer(news.peer, news.key, sender.SendQuiesced(reason))
+
+    def _close(self, key: HandoffKey) -> None:
+        self._closed[key] = None
+        if len(self._closed) > MAX_CLOSED:
+            self._closed.popitem(last=False)
 
     def _expire_early(self, now_s: float) -> list[Command]:
         expired = [news for since_s, news in self._early.values() if now_s - since_s > EARLY_GRANT_S]
         for news in expired:
             del self._early[news.key]
-        return [ToPeer(n.peer, n.key, sender.SendQuiesced("never placed here")) for n in expired]
+        return [self._give_back(news, "never placed here") for news in expired]
 
     def _announce(self, task: Task, now_s: float) -> list[Command]:
         """Tell the hand-off about pages that have become final: full ones, and at the end the last one."""
@@ -333,9 +322,7 @@ class PrefillCore:
                 self._settle_ahead(task)
                 self._scheduler.remove(task.sequence)
                 del self._tasks[task.key]
-                self._closed[task.key] = None
-                if len(self._closed) > MAX_CLOSED:
-                    self._closed.popitem(last=False)
+                self._close(task.key)
             case sender.Failed(transfer, reason):
                 self._scheduler.stop(task.sequence)
                 if not task.ended:
