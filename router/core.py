@@ -162,7 +162,7 @@ class RouterCore:
         decision = self._decide(request, request.running)
         match decision:
             case Held(_, until_s):
-                self._look_again_s = min(until_s, now_s + _LOOK_AGAIN_S)
+                self._look_again_s = max(now_s + _LOOK_AGAIN_S / 10, min(until_s, now_s + _LOOK_AGAIN_S))
                 return False
             case Rejected():
                 refused = Refused(decision.status, decision.reason, decision.predicted_ttft_s, decision.retry_after_s)

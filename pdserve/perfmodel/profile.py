@@ -77,6 +77,11 @@ class Profile(_Section):
         raise ConfigError(f"tp: {tp} is not in the profile of {self.model}; {known} are")
 
 
+def shipped_profile() -> Path:
+    """Return the profile that comes with pdserve."""
+    return Path(__file__).with_name("profiles") / "opt-13b-a100.yaml"
+
+
 def read_profile(path: Path) -> Profile:
     """Read a profile, YAML or JSON; ConfigError names the file, the line and the field that is wrong."""
     try:

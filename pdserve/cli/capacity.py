@@ -1,0 +1,155 @@
+"""`pdserve sim` and `pdserve plan`: what a cluster could serve, without one."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from pdserve.sim.capacity.cluster import Objective
+    from pdserve.sim.capacity.measure import Question
+    from pdserve.sim.capacity.workload import Workload
+
+WorkloadText = Annotated[
+    str,
+    typer.Option(help="A trace (.csv of Azure, .jsonl of Mooncake, .json list), or random lengths INxOUT.", metavar="W"),
+]
+SloText = Annotated[str, typer.Option(help="Objectives: ttft=MS,tpot=MS.")]
+ProfileFile = Annotated[
+    Path | None, typer.Option(help="Step costs; by default OPT-13B on A100.", show_default=False, exists=False)
+]
+Requests = Annotated[int, typer.Option(min=2, help="Requests simulated at each rate.")]
+Scale = Annotated[float, typer.Option(min=1e-3, help="Factor for all lengths.")]
+MaxPrompt = Annotated[int, typer.Option(min=2, help="Longer prompts are cut.")]
+Poisson = Annotated[bool, typer.Option(help="Random arrivals instead of the trace's.")]
+Seed = Annotated[int, typer.Option(help="Of random lengths and arrivals.")]
+Attainment = Annotated[float, typer.Option(min=0.01, max=1.0, help="Share of all requests to serve within both.")]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the results there.", show_default=False)]
+
+
+def sim(
+    workload: WorkloadText = "512x128",
+    slo: SloText = "ttft=250,tpot=100",
+    profile: ProfileFile = None,
+    prefill: Annotated[int, typer.Option(min=0, help="Prefill workers; 0: colocated.")] = 2,
+    decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 2,
+    prefill_tp: Annotated[int, typer.Option(min=1, help="Devices of a prefill worker.")] = 1,
+    decode_tp: Annotated[int, typer.Option(min=1, help="Devices of a decode worker.")] = 1,
+    prefill_chunk: Annotated[int, typer.Option(min=1, help="Tokens of a prefill worker's step.")] = 2048,
+    decode_chunk: Annotated[int, typer.Option(min=1, help="Tokens of a step that mixes prompts and decoding.")] = 512,
+    policy: Annotated[list[str] | None, typer.Option(help="Of the router; may be repeated.")] = None,
+    rate: Annotated[list[float] | None, typer.Option(help="Requests per second and GPU; none: the highest.")] = None,
+    attainment: Attainment = 0.9,
+    requests: Requests = 2000,
+    scale: Scale = 1.0,
+    max_prompt: MaxPrompt = 1_000_000,
+    poisson: Poisson = False,
+    seed: Seed = 0,
+    json_file: JsonFile = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw a PNG there.", show_default=False)] = None,
+) -> None:
+    """Simulate a cluster under load: attainment, goodput, percentiles, utilization."""
+    from rich.console import Console
+
+    from pdserve.errors import ConfigError
+    from pdserve.router.policies import POLICIES
+    from pdserve.sim.capacity import report
+    from pdserve.sim.capacity.cluster import Shape
+    from pdserve.sim.capacity.measure import highest_rate, measure
+
+    question = _question(workload, slo, profile, _Cut(requests, scale, max_prompt, poisson, seed))
+    shape = Shape(prefill, decode, prefill_tp, decode_tp, prefill_chunk, decode_chunk)
+    points = []
+    for name in policy or ["goodput"]:
+        if name not in POLICIES:
+            raise ConfigError(f"--policy: {name!r} is none of {', '.join(POLICIES)}")
+        if rate:
+            points += [measure(question, shape, name, each) for each in rate]
+        elif (best := highest_rate(question, shape, name, attainment)) is not None:
+            points.append(best)
+    title = f"{question.profile.model}, {question.workload.name}, {slo}"
+    Console().print(report.table(points, title))
+    if json_file is not None:
+        json_file.write_text(report.as_json(points, title), encoding="utf-8")
+    if plot is not None:
+        report.plot(points, title, attainment, plot)
+
+
+def plan(
+    gpus: Annotated[int, typer.Option(min=1, help="GPUs there are.")],
+    slo: SloText = "ttft=250,tpot=100",
+    workload: WorkloadText = "512x128",
+    profile: ProfileFile = None,
+    attainment: Attainment = 0.9,
+    requests: Requests = 600,
+    scale: Scale = 1.0,
+    max_prompt: MaxPrompt = 1_000_000,
+    poisson: Poisson = False,
+    seed: Seed = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Search the split into prefill and decode workers that serves most within the objectives."""
+    from rich.console import Console
+
+    from pdserve.cli.failure import CommandError
+    from pdserve.sim.capacity import planner, report
+
+    question = _question(workload, slo, profile, _Cut(requests, scale, max_prompt, poisson, seed))
+    console, progress = Console(), Console(stderr=True)
+    with progress.status("searching") as status:
+        found = planner.plan(question, gpus, attainment, lambda shape, _: status.update(f"tried {shape}"))
+    if found is None:
+        raise CommandError(f"no cluster of {gpus} GPUs serves {attainment:.0%} within {slo} at any rate")
+    points = [found.best] + ([found.colocated] if found.colocated and found.colocated is not found.best else [])
+    title = f"{found.best.shape}: {found.best.rate_per_gpu * gpus:.1f} requests/s on {gpus} GPUs"
+    console.print(report.table(points, title))
+    console.print(f"{found.num_tried} clusters tried. What binds: {found.binds}.")
+    if json_file is not None:
+        json_file.write_text(report.as_json(points, title), encoding="utf-8")
+
+
+class _Cut:
+    """How a workload is cut to size."""
+
+    def __init__(self, requests: int, scale: float, max_prompt: int, poisson: bool, seed: int) -> None:
+        self.requests = requests
+        self.scale = scale
+        self.max_prompt = max_prompt
+        self.poisson = poisson
+        self.seed = seed
+
+    def apply(self, workload: "Workload") -> "Workload":
+        cut = workload.first(self.requests).scaled(self.scale, self.max_prompt)
+        return cut.poisson(self.seed) if self.poisson else cut
+
+
+def _question(workload: str, slo: str, profile: Path | None, cut: _Cut) -> "Question":
+    from pdserve.perfmodel.profile import read_profile, shipped_profile
+    from pdserve.sim.capacity.measure import Question
+    from pdserve.sim.capacity.workload import random_lengths, read_workload
+
+    parsed = _lengths(workload)
+    if parsed is None:
+        requests = read_workload(Path(workload))
+    else:
+        requests = random_lengths(cut.requests, *parsed, cut.seed)
+    return Question(read_profile(profile or shipped_profile()), cut.apply(requests), _objective(slo))
+
+
+def _objective(slo: str) -> "Objective":
+    from pdserve.bench.summary import parse_slo
+    from pdserve.errors import ConfigError
+    from pdserve.sim.capacity.cluster import Objective
+
+    parsed = parse_slo(slo)
+    if parsed.ttft_ms is None or parsed.tpot_ms is None:
+        raise ConfigError(f"--slo: {slo!r} has to name both ttft and tpot")
+    return Objective(parsed.ttft_ms / 1e3, parsed.tpot_ms / 1e3)
+
+
+def _lengths(text: str) -> tuple[float, float] | None:
+    prompt, _, output = text.partition("x")
+    try:
+        return float(prompt), float(output)
+    except ValueError:
+        return None

@@ -1,0 +1,72 @@
+"""Searches the cluster that serves most within the objectives, for a number of GPUs: split, tensor parallelism, chunk.
+
+Each candidate is tried at the best rate found so far first, and searched further only if it keeps that up (after
+DistServe, Zhong et al., OSDI 2024). Colocated clusters are among the candidates and win where they are better.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from pdserve.perfmodel.profile import Profile
+from pdserve.sim.capacity.cluster import Shape
+from pdserve.sim.capacity.measure import Point, Question, highest_rate, measure
+
+_CHUNKS = (256, 512, 1024)
+_PREFILL_CHUNKS = (1024, 2048)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The answer, and the best of those that were tried."""
+
+    best: Point
+    colocated: Point | None  # the best colocated one, where one keeps the attainment at all
+    binds: str  # what keeps the rate from being higher
+    num_tried: int
+
+
+def candidates(profile: Profile, num_gpus: int) -> Iterator[Shape]:
+    """Yield all clusters of so many GPUs, colocated ones first."""
+    degrees = [configuration.tp for configuration in profile.configurations]
+    for tp in degrees:
+        if num_gpus % tp == 0:
+            for chunk in _CHUNKS:
+                yield Shape(0, num_gpus // tp, decode_tp=tp, decode_chunk=chunk)
+    for prefill_tp in degrees:
+        for decode_tp in degrees:
+            for prefill in range(1, num_gpus // prefill_tp + 1):
+                rest = num_gpus - prefill * prefill_tp
+                if rest > 0 and rest % decode_tp == 0:
+                    for chunk in _PREFILL_CHUNKS:
+                        yield Shape(prefill, rest // decode_tp, prefill_tp, decode_tp, prefill_chunk=chunk)
+
+
+def plan(
+    question: Question, num_gpus: int, wanted: float, on_tried: Callable[[Shape, Point | None], None]
+) -> Plan | None:
+    """Return the cluster that sustains the highest rate under the goodput policy; None if none keeps the attainment."""
+    best: Point | None = None
+    colocated: Point | None = None
+    num_tried = 0
+    for shape in candidates(question.profile, num_gpus):
+        at_least = best.rate_per_gpu * 1.02 if best is not None else 0.0
+        point = highest_rate(question, shape, "goodput", wanted, at_least=at_least)
+        num_tried += 1
+        on_tried(shape, point)
+        if point is None:
+            continue
+        best = point
+        if not shape.prefill:
+            colocated = point
+    if best is None:
+        return None
+    return Plan(best, colocated, _binds(question, best), num_tried)
+
+
+def _binds(question: Question, best: Point) -> str:
+    """Say what is missed first at a rate a little higher."""
+    beyond = measure(question, best.shape, best.policy, best.rate_per_gpu * 1.25)
+    busy = ", ".join(f"{pool} {share:.0%} busy" for pool, share in beyond.utilization.items())
+    missed = max(beyond.missed, key=lambda name: beyond.missed[name], default="nothing")
+    text = {"ttft": "time to first token", "tpot": "time per token", "refused": "admission: the first token is late"}
+    return f"{text.get(missed, missed)} ({busy} at {beyond.rate_per_gpu:.2f} requests/s a GPU)"
