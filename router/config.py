@@ -24,9 +24,6 @@ class RouterConfig(ProcessConfig):
     )
     host: str = Field("127.0.0.1", description="Host on which clients are awaited.")
     port: int = Field(50051, ge=0, le=65535, description="Port for clients; 0 takes a free one.")
-    trust_network: bool = Field(
-        False, description="Let clients of other machines in, though this port asks nobody who they are."
-    )
     internal_host: str = Field("127.0.0.1", description="Host on which workers and operators are awaited.")
     internal_port: int = Field(50052, ge=0, le=65535, description="Port for workers; 0 takes a free one.")
     secret_file: Path = Field(description="The cluster's shared secret; only its owner may read it.")

@@ -99,7 +99,7 @@ async def run(
     servicer = health.aio.HealthServicer()
     await servicer.set("", HealthCheckResponse.SERVING)
     public, internal = _public_server(front, servicer), _internal_server(config, shell, model.served.name)
-    check_bind(config.host, has_identity=config.trust_network)
+    check_bind(config.host, has_identity=False)
     addresses = Addresses(
         public=_listen(public, config.host, config.port, "port"),
         internal=_listen(internal, config.internal_host, config.internal_port, "internal_port"),

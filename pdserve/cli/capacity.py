@@ -12,7 +12,9 @@ if TYPE_CHECKING:
 
 WorkloadText = Annotated[
     str,
-    typer.Option(help="A trace (.csv of Azure, .jsonl of Mooncake, .json list), or random lengths INxOUT.", metavar="W"),
+    typer.Option(
+        help="A trace (.csv of Azure, .jsonl of Mooncake, .json list), or random lengths INxOUT.", metavar="W"
+    ),
 ]
 SloText = Annotated[str, typer.Option(help="Objectives: ttft=MS,tpot=MS.")]
 ProfileFile = Annotated[

@@ -24,9 +24,6 @@ def up(
     decode: Decode = 1,
     name: ClusterName = "default",
     host: Annotated[str, typer.Option(help="Where the public endpoint listens.")] = "127.0.0.1",
-    trust_network: Annotated[
-        bool, typer.Option("--trust-network", help="Let clients of other machines in, whoever they are.")
-    ] = False,
     router_port: Annotated[
         int | None,
         typer.Option(help="Port of the public endpoint; by default 50051 if free, else any.", show_default=False),
@@ -55,7 +52,7 @@ def up(
         host=host,
         router_port=router_port,
         worker_flags=flags,
-        router_flags={"log_level": flags.get("log_level"), "trust_network": trust_network or None},
+        router_flags={"log_level": flags.get("log_level")},
     )
     asyncio.run(serve_until_signal(spec, Terminal(), ready_file))
 

@@ -44,12 +44,12 @@ def test_the_processes_of_a_cluster_agree_and_have_names_of_their_own() -> None:
         num_prefill=2,
         num_decode=1,
         worker_flags={"page_size": 32, "dtype": "float32", "max_model_len": None},
-        router_flags={"trust_network": True, "host": "0.0.0.0"},
+        router_flags={"max_num_held": 7, "host": "0.0.0.0"},
     )
     router, *workers = (read_back(child) for child in plan(spec, WIRING))
     assert isinstance(router, RouterConfig)
     assert (router.host, router.port, router.internal_port) == ("0.0.0.0", 50051, 50052)
-    assert router.trust_network
+    assert router.max_num_held == 7
     names = []
     for worker in workers:
         assert isinstance(worker, WorkerConfig)
