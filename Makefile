@@ -31,7 +31,7 @@ check: $(INSTALLED)
 
 # Runs on a machine with a GPU, with its own torch and triton: nothing is installed.
 gpu:
-	python3 -m pdserve.kernels.gpu
+	python3 kernels/gpu/__main__.py
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
