@@ -17,8 +17,10 @@ demo: $(INSTALLED)
 serve: $(INSTALLED)
 	$(BIN)/pdserve up $(MODEL) --prefill $(PREFILL) --decode $(DECODE)
 
+# Clusters of real processes last and alone: they need both cores of a small machine.
 test: $(INSTALLED)
-	$(BIN)/pytest -q
+	$(BIN)/pytest -q -n 2 --dist loadfile --ignore tests/cluster
+	$(BIN)/pytest -q tests/cluster
 
 check: $(INSTALLED)
 	$(BIN)/ruff check

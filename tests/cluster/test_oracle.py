@@ -86,9 +86,7 @@ def random_prompt(length: int, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("length", [1, PAGE_SIZE, PAGE_SIZE + 1, CHUNK, 3 * CHUNK + 5])
-def test_in_bfloat16_two_workers_answer_as_one_engine_does(
-    pair: LiveCluster, engine: OneEngine, length: int
-) -> None:
+def test_in_bfloat16_two_workers_answer_as_one_engine_does(pair: LiveCluster, engine: OneEngine, length: int) -> None:
     prompt = random_prompt(length, length)
     answer = pair.generate(greedy(prompt, NUM_TOKENS))
     params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -108,7 +106,9 @@ def test_a_seed_gives_the_same_tokens_through_two_workers_and_through_one_engine
     pair: LiveCluster, engine: OneEngine, name: str
 ) -> None:
     sampling = {**SAMPLINGS[name], "seed": 1234, "max_tokens": 40}
-    prompt = random_prompt(50, 100 + list(SAMPLINGS).index(name))  # its own: a cached prefix would change how bfloat16 rounds
+    prompt = random_prompt(
+        50, 100 + list(SAMPLINGS).index(name)
+    )  # its own: a cached prefix would change how bfloat16 rounds
     answer = pair.generate(
         inference.GenerateRequest(
             token_ids=inference.TokenIds(ids=prompt), sampling=inference.SamplingParams(**sampling)

@@ -89,9 +89,7 @@ class LiveCluster:
     def status(self) -> admin.ClusterStatus:
         return self._admin.GetStatus(admin.GetStatusRequest(), metadata=self._metadata, timeout=10).status
 
-    def wait_for(
-        self, wanted: Callable[[admin.ClusterStatus], bool], timeout_s: float
-    ) -> admin.ClusterStatus:
+    def wait_for(self, wanted: Callable[[admin.ClusterStatus], bool], timeout_s: float) -> admin.ClusterStatus:
         """Return the first status that is as wanted, or fail after a time."""
         last = admin.ClusterStatus()
         try:
@@ -114,8 +112,7 @@ def is_idle(status: admin.ClusterStatus) -> bool:
     """Return whether nothing is going on and every page of every ready worker is free (or free and cached)."""
     workers = [worker for worker in status.workers if worker.registration.ready]
     return status.num_active == status.num_held == 0 and all(
-        worker.load.pages_free == worker.registration.num_pages and worker.load.num_handoffs == 0
-        for worker in workers
+        worker.load.pages_free == worker.registration.num_pages and worker.load.num_handoffs == 0 for worker in workers
     )
 
 

@@ -108,13 +108,8 @@ class Pair:
     def perform(self, commands: list) -> None:
         for command in commands:
             match command:
-                case Tokens(_, key, index, position, token, finish):
-                    drawn = self.tokens.setdefault((key, index), {})
-                    assert position not in drawn, "a position was reported twice"
-                    drawn[position] = token.token_id
-                    if finish is not None:
-                        assert (key, index) not in self.finished
-                        self.finished.add((key, index))
+                case Tokens():
+                    self.hear(command)
                 case Failed():
                     self.failed.append(command)
                 case prefill.Connect():
@@ -123,25 +118,39 @@ class Pair:
                         self.streams["p->d"].append(decode.PeerAttached(P))
                 case prefill.Copy():
                     self.streams["copies"].append(command)
-                case prefill.ToPeer(_, key, sender.SendCommit(commit)):
-                    self.streams["p->d"].append(decode.FromPeer(P, key, receiver.Committed(commit)))
-                case prefill.ToPeer(_, key, sender.SendQuiesced()):
-                    self.streams["p->d"].append(decode.FromPeer(P, key, receiver.SenderQuiesced()))
                 case decode.CheckDigests():
                     self.streams["digests"].append(command)
-                case decode.ToPeer(_, key, receiver.SendGrant(grant)):
-                    self.streams["d->p"].append(prefill.FromPeer(D, key, sender.Granted(grant)))
-                case decode.ToPeer(_, key, receiver.SendTaken()):
-                    self.streams["d->p"].append(prefill.FromPeer(D, key, sender.Taken()))
-                case decode.ToPeer(_, key, receiver.SendWithdrawn(reason)):
-                    self.streams["d->p"].append(prefill.FromPeer(D, key, sender.Withdrawn(reason)))
+                case prefill.ToPeer() | decode.ToPeer():
+                    self.carry(command)
+
+    def hear(self, tokens: Tokens) -> None:
+        drawn = self.tokens.setdefault((tokens.key, tokens.index), {})
+        assert tokens.position not in drawn, "a position was reported twice"
+        drawn[tokens.position] = tokens.token.token_id
+        if tokens.finish is not None:
+            assert (tokens.key, tokens.index) not in self.finished
+            self.finished.add((tokens.key, tokens.index))
+
+    def carry(self, command: prefill.ToPeer | decode.ToPeer) -> None:
+        key = command.key
+        match command.message:
+            case sender.SendCommit(commit):
+                self.streams["p->d"].append(decode.FromPeer(P, key, receiver.Committed(commit)))
+            case sender.SendQuiesced():
+                self.streams["p->d"].append(decode.FromPeer(P, key, receiver.SenderQuiesced()))
+            case receiver.SendGrant(grant):
+                self.streams["d->p"].append(prefill.FromPeer(D, key, sender.Granted(grant)))
+            case receiver.SendTaken():
+                self.streams["d->p"].append(prefill.FromPeer(D, key, sender.Taken()))
+            case receiver.SendWithdrawn(reason):
+                self.streams["d->p"].append(prefill.FromPeer(D, key, sender.Withdrawn(reason)))
 
     def output(self, job: Job, index: int) -> list[int]:
         drawn = self.tokens.get((HandoffKey(job.request_id, job.attempt), index), {})
         return [drawn[position] for position in sorted(drawn)]
 
 
-def job(number: int, prompt: list[int], max_tokens: int = 8, **params) -> Job:
+def job(number: int, prompt: list[int], max_tokens: int = 8, **params: int) -> Job:
     sampling = SamplingParams(max_tokens=max_tokens, seed=number, **params)
     indices = tuple(range(sampling.n))
     return Job(RequestId(number.to_bytes(16)), Attempt(0), tuple(prompt), len(prompt), sampling, indices)
