@@ -105,8 +105,7 @@ def test_a_request_ends_at_its_deadline_with_what_it_had(cluster: LiveCluster, o
     request.deadline_ms = 700
     answer = Answer()
     with pytest.raises(grpc.RpcError) as error:
-        for reply in cluster.start(request):
-            answer.add(reply)
+        answer.read(cluster.start(request))
     assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert answer.tokens[0]
     others.assert_undisturbed()

@@ -46,6 +46,12 @@ class Answer:
         if reply.HasField("ledger"):
             self.usage, self.ledger = reply.usage, reply.ledger
 
+    def read(self, call: grpc.Call) -> "Answer":
+        """Take in a stream to its end; its failure is raised, and what came before it stays."""
+        for reply in call:
+            self.add(reply)
+        return self
+
 
 class LiveCluster:
     """A running cluster, as its clients, its operator and its enemies see it."""
@@ -70,10 +76,7 @@ class LiveCluster:
         return self.inference.Generate(request, timeout=timeout_s)
 
     def generate(self, request: inference.GenerateRequest, timeout_s: float = 120) -> Answer:
-        answer = Answer()
-        for reply in self.start(request, timeout_s):
-            answer.add(reply)
-        return answer
+        return Answer().read(self.start(request, timeout_s))
 
     def generate_all(self, requests: list[inference.GenerateRequest]) -> list[Answer]:
         """Send all at once."""
