@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ from pdserve.kvtransfer.mover import ByteRows, CopyStopped, Description, Mover, 
 from pdserve.kvtransfer.session import Pages, Peer
 
 NUM_PAGES, PAGE_BYTES = 96, 360 * 1024
+NOBODY = Peer(WorkerId("nobody"), Incarnation(1))
 TARGET_PROCESS = Path(__file__).with_name("target_process.py")
 
 
@@ -62,14 +63,18 @@ class Writer:
 
 @dataclass(frozen=True)
 class Setting:
-    """One kind of mover, and how to have targets for it."""
+    """One kind of mover, and how to have targets for it.
+
+    Processes take long to start: those of `idle` are used again and go back there, unless a test ends them.
+    """
 
     name: str
     tmp_path: Path
     stack: ExitStack
+    idle: list[Target] = field(default_factory=list)
 
-    def writer(self, num_pages: int = NUM_PAGES) -> Writer:
-        view = np.random.default_rng(7).integers(0, 256, (num_pages, PAGE_BYTES), np.uint8)
+    def writer(self) -> Writer:
+        view = np.random.default_rng(7).integers(0, 256, (NUM_PAGES, PAGE_BYTES), np.uint8)
         stopped: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
         mover = self.mover(view, stopped.put)
         self.stack.callback(mover.close)
@@ -80,59 +85,83 @@ class Setting:
             return LoopbackMover(Region.of(view), on_stopped)
         return NixlMover(Peer(WorkerId("writer"), new_incarnation()), Region.of(view), on_stopped)
 
-    def target(self, num_pages: int = NUM_PAGES) -> Target:
+    def target(self) -> Target:
         peer = Peer(WorkerId("target"), new_incarnation())
         if self.name == "loopback":
-            view = np.zeros((num_pages, PAGE_BYTES), np.uint8)
+            view = np.zeros((NUM_PAGES, PAGE_BYTES), np.uint8)
             mover = LoopbackMover(Region.of(view), lambda _: None)
             self.stack.callback(mover.close)
             return Target(peer, mover.describe(), view)
-        path = self.tmp_path / f"pages-{peer.incarnation:x}"
-        mapped = np.memmap(path, np.uint8, "w+", shape=(num_pages, PAGE_BYTES))
-        command = [sys.executable, str(TARGET_PROCESS), str(path), str(num_pages), str(PAGE_BYTES)]
-        process = self.stack.enter_context(_ending(command))
-        assert process.stdout is not None
-        return Target(peer, bytes.fromhex(process.stdout.readline()), mapped, process)
+        found = self.idle.pop() if self.idle else self._start_target()
+        found.view[:] = 0
+        self.stack.callback(self._put_back, found)
+        return replace(found, peer=peer)
 
-    def attached(self, num_pages: int = NUM_PAGES) -> tuple[Writer, Target]:
-        target = self.target(num_pages)
-        writer = self.writer(num_pages)
+    def _start_target(self) -> Target:
+        path = self.tmp_path / f"pages-{new_incarnation():x}"
+        view = np.memmap(path, np.uint8, "w+", shape=(NUM_PAGES, PAGE_BYTES))
+        command = [sys.executable, str(TARGET_PROCESS), str(path), str(NUM_PAGES), str(PAGE_BYTES)]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        return Target(NOBODY, bytes.fromhex(process.stdout.readline()), view, process)
+
+    def _put_back(self, target: Target) -> None:
+        assert target.process is not None
+        if target.process.poll() is None:
+            self.idle.append(target)
+        else:
+            target.process.communicate()
+
+    def attached(self) -> tuple[Writer, Target]:
+        target = self.target()
+        writer = self.writer()
         writer.mover.attach(target.peer, target.description)
         return writer, target
 
 
-@contextmanager
-def _ending(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
+Idle = dict[str, list[Target]]
+
+
+@pytest.fixture(scope="module")
+def idle() -> Iterator[Idle]:
+    """Target processes for each kind of mover, ended after the last test."""
+    idle: Idle = {"loopback": [], "nixl-shm": [], "nixl-tcp": []}
+    yield idle
+    for target in (target for targets in idle.values() for target in targets):
+        assert target.process is not None
+        target.process.communicate()
+        assert target.process.returncode == 0
 
 
 @contextmanager
-def setting_of(name: str, tmp_path: Path) -> Iterator[Setting]:
+def setting_of(name: str, idle: Idle, tmp_path: Path) -> Iterator[Setting]:
     with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
         if name == "nixl-tcp":
             patch.setenv("UCX_TLS", "tcp")
-        yield Setting(name, tmp_path, stack)
+        yield Setting(name, tmp_path, stack, idle[name])
 
 
 @pytest.fixture(params=["loopback", "nixl-shm", "nixl-tcp"])
-def setting(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Setting]:
-    with setting_of(request.param, tmp_path) as setting:
+def setting(request: pytest.FixtureRequest, idle: Idle, tmp_path: Path) -> Iterator[Setting]:
+    with setting_of(request.param, idle, tmp_path) as setting:
         yield setting
 
 
 @pytest.fixture(params=["nixl-shm", "nixl-tcp"])
-def nixl(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Setting]:
-    with setting_of(request.param, tmp_path) as setting:
+def nixl(request: pytest.FixtureRequest, idle: Idle, tmp_path: Path) -> Iterator[Setting]:
+    with setting_of(request.param, idle, tmp_path) as setting:
         yield setting
 
 
 @pytest.fixture
-def loopback(tmp_path: Path) -> Iterator[Setting]:
-    with setting_of("loopback", tmp_path) as setting:
+def loopback(idle: Idle, tmp_path: Path) -> Iterator[Setting]:
+    with setting_of("loopback", idle, tmp_path) as setting:
+        yield setting
+
+
+@pytest.fixture
+def tcp(idle: Idle, tmp_path: Path) -> Iterator[Setting]:
+    with setting_of("nixl-tcp", idle, tmp_path) as setting:
         yield setting
 
 
@@ -200,7 +229,7 @@ def test_writers_of_several_threads_and_to_several_peers_do_not_mix(setting: Set
 
 def test_a_copy_to_nobody_is_reported_as_failed(setting: Setting) -> None:
     writer = setting.writer()
-    writer.mover.write(Peer(WorkerId("nobody"), Incarnation(1)), pages(0), pages(0))
+    writer.mover.write(NOBODY, pages(0), pages(0))
     stopped = writer.next_stopped()
     assert stopped.digests is None
     assert stopped.reason == "nobody is not attached"
@@ -269,7 +298,7 @@ def test_a_closed_mover_takes_no_orders(loopback: Setting) -> None:
     mover = loopback.mover(np.zeros((2, 8), np.uint8), lambda _: None)
     mover.close()
     with pytest.raises(InvariantError, match="closed"):
-        mover.write(Peer(WorkerId("target"), Incarnation(1)), pages(0), pages(0))
+        mover.write(NOBODY, pages(0), pages(0))
 
 
 def test_every_copy_to_a_killed_process_is_reported_within_two_seconds(nixl: Setting) -> None:
@@ -300,32 +329,30 @@ def test_a_killed_process_is_replaced_by_another(nixl: Setting) -> None:
     assert np.array_equal(heir.view, writer.view)
 
 
-def test_a_copy_to_a_frozen_process_is_not_reported_until_the_process_is_known_to_be_dead(tmp_path: Path) -> None:
-    with setting_of("nixl-tcp", tmp_path) as setting:
-        writer, target = setting.attached()
-        everything = pages(*range(NUM_PAGES))
-        assert writer.write(target, pages(0), pages(0)).digests is not None
-        target.signal(signal.SIGSTOP)
-        copy_id = writer.mover.write(target.peer, everything, everything)
-        with pytest.raises(queue.Empty):
-            writer.next_stopped(timeout_s=1.5)
-        target.kill()
-        writer.mover.forget(target.peer)
-        stopped = writer.next_stopped(timeout_s=2.0)
-        assert stopped.copy_id == copy_id
-        assert stopped.digests is None
+def test_a_copy_to_a_frozen_process_is_not_reported_until_the_process_is_known_to_be_dead(tcp: Setting) -> None:
+    writer, target = tcp.attached()
+    everything = pages(*range(NUM_PAGES))
+    assert writer.write(target, pages(0), pages(0)).digests is not None
+    target.signal(signal.SIGSTOP)
+    copy_id = writer.mover.write(target.peer, everything, everything)
+    with pytest.raises(queue.Empty):
+        writer.next_stopped(timeout_s=1.5)
+    target.kill()
+    writer.mover.forget(target.peer)
+    stopped = writer.next_stopped(timeout_s=2.0)
+    assert stopped.copy_id == copy_id
+    assert stopped.digests is None
 
 
-def test_a_thawed_process_gets_what_was_under_way(tmp_path: Path) -> None:
-    with setting_of("nixl-tcp", tmp_path) as setting:
-        writer, target = setting.attached()
-        everything = pages(*range(NUM_PAGES))
-        assert writer.write(target, pages(0), pages(0)).digests is not None
-        target.signal(signal.SIGSTOP)
-        writer.mover.write(target.peer, everything, everything)
-        target.signal(signal.SIGCONT)
-        assert writer.next_stopped().digests is not None
-        assert np.array_equal(target.view, writer.view)
+def test_a_thawed_process_gets_what_was_under_way(tcp: Setting) -> None:
+    writer, target = tcp.attached()
+    everything = pages(*range(NUM_PAGES))
+    assert writer.write(target, pages(0), pages(0)).digests is not None
+    target.signal(signal.SIGSTOP)
+    writer.mover.write(target.peer, everything, everything)
+    target.signal(signal.SIGCONT)
+    assert writer.next_stopped().digests is not None
+    assert np.array_equal(target.view, writer.view)
 
 
 def test_an_attached_mover_without_work_uses_no_processor(nixl: Setting) -> None:
@@ -347,7 +374,7 @@ def _process_cpu_s(pid: int) -> float:
 def test_a_closed_mover_leaves_no_thread_and_no_file_behind(setting: Setting) -> None:
     target = setting.target()
     held = []
-    for _ in range(3):
+    for _ in range(6):
         view = np.ones((4, PAGE_BYTES), np.uint8)
         stopped: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
         mover = setting.mover(view, stopped.put)
@@ -355,5 +382,5 @@ def test_a_closed_mover_leaves_no_thread_and_no_file_behind(setting: Setting) ->
         mover.write(target.peer, pages(0), pages(1))
         assert stopped.get(timeout=20).digests is not None
         mover.close()
-        held.append((len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))))
-    assert held[1] == held[2]
+        held.append(len(os.listdir("/proc/self/task")) + len(os.listdir("/proc/self/fd")))
+    assert held[5] < held[1] + 4  # a leak leaves four at least; a thread may be seen as it ends
