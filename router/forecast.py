@@ -17,6 +17,7 @@ from pdserve.router.view import WorkerView
 _START_OUTPUT_TOKENS = 128.0
 _LEARN = 0.02  # weight of the latest answer in running means
 _UNKNOWN_BUDGET = 2048
+_LOCAL_S = 2.0  # over which, at least, the share of prompts in a decode worker's time is taken
 _RATE_S = 2.0  # over which the rate of prompt tokens is taken
 
 
@@ -146,11 +147,11 @@ class Forecast:
     def local_s(self, worker: WorkerView, now_s: float) -> float:
         """Return the seconds that a decode worker spends on prompts, over about one sequence's life."""
         local = self._local.get(worker.link)
-        return 0.0 if local is None else local.now(now_s, self.decoding_s)
+        return 0.0 if local is None else local.now(now_s, max(_LOCAL_S, self.decoding_s))
 
     def local_share(self, worker: WorkerView, extra_s: float, now_s: float) -> float:
         """Return the share of a decode worker's time that goes to prompts, with `extra_s` more of them."""
-        return min(0.9, (self.local_s(worker, now_s) + extra_s) / self.decoding_s)
+        return min(0.9, (self.local_s(worker, now_s) + extra_s) / max(_LOCAL_S, self.decoding_s))
 
     def local_prefill_s(self, worker: WorkerView, prompt: Prompt, step_s: float) -> float:
         """Predict when the first token comes from a decode worker that goes on decoding meanwhile."""

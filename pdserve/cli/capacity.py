@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 if TYPE_CHECKING:
-    from pdserve.sim.capacity.cluster import Objective
     from pdserve.sim.capacity.measure import Question
+    from pdserve.sim.capacity.shape import Objective
     from pdserve.sim.capacity.workload import Workload
 
 WorkloadText = Annotated[
@@ -22,6 +22,9 @@ ProfileFile = Annotated[
 ]
 Requests = Annotated[int, typer.Option(min=2, help="Requests simulated at each rate.")]
 Scale = Annotated[float, typer.Option(min=1e-3, help="Factor for all lengths.")]
+OutputScale = Annotated[
+    float | None, typer.Option(min=1e-3, help="Factor for outputs, if another.", show_default=False)
+]
 MaxPrompt = Annotated[int, typer.Option(min=2, help="Longer prompts are cut.")]
 Poisson = Annotated[bool, typer.Option(help="Random arrivals instead of the trace's.")]
 Seed = Annotated[int, typer.Option(help="Of random lengths and arrivals.")]
@@ -44,6 +47,7 @@ def sim(
     attainment: Attainment = 0.9,
     requests: Requests = 2000,
     scale: Scale = 1.0,
+    output_scale: OutputScale = None,
     max_prompt: MaxPrompt = 1_000_000,
     poisson: Poisson = False,
     seed: Seed = 0,
@@ -56,10 +60,10 @@ def sim(
     from pdserve.errors import ConfigError
     from pdserve.router.policies import POLICIES
     from pdserve.sim.capacity import report
-    from pdserve.sim.capacity.cluster import Shape
     from pdserve.sim.capacity.measure import highest_rate, measure
+    from pdserve.sim.capacity.shape import Shape
 
-    question = _question(workload, slo, profile, _Cut(requests, scale, max_prompt, poisson, seed))
+    question = _question(workload, slo, profile, _Cut(requests, (scale, output_scale), max_prompt, poisson, seed))
     shape = Shape(prefill, decode, prefill_tp, decode_tp, prefill_chunk, decode_chunk)
     points = []
     for name in policy or ["goodput"]:
@@ -85,6 +89,7 @@ def plan(
     attainment: Attainment = 0.9,
     requests: Requests = 600,
     scale: Scale = 1.0,
+    output_scale: OutputScale = None,
     max_prompt: MaxPrompt = 1_000_000,
     poisson: Poisson = False,
     seed: Seed = 0,
@@ -96,7 +101,7 @@ def plan(
     from pdserve.cli.failure import CommandError
     from pdserve.sim.capacity import planner, report
 
-    question = _question(workload, slo, profile, _Cut(requests, scale, max_prompt, poisson, seed))
+    question = _question(workload, slo, profile, _Cut(requests, (scale, output_scale), max_prompt, poisson, seed))
     console, progress = Console(), Console(stderr=True)
     with progress.status("searching") as status:
         found = planner.plan(question, gpus, attainment, lambda shape, _: status.update(f"tried {shape}"))
@@ -113,15 +118,17 @@ def plan(
 class _Cut:
     """How a workload is cut to size."""
 
-    def __init__(self, requests: int, scale: float, max_prompt: int, poisson: bool, seed: int) -> None:
+    def __init__(
+        self, requests: int, scales: tuple[float, float | None], max_prompt: int, poisson: bool, seed: int
+    ) -> None:
         self.requests = requests
-        self.scale = scale
+        self.scales = scales  # of prompts, and of outputs if another
         self.max_prompt = max_prompt
         self.poisson = poisson
         self.seed = seed
 
     def apply(self, workload: "Workload") -> "Workload":
-        cut = workload.first(self.requests).scaled(self.scale, self.max_prompt)
+        cut = workload.first(self.requests).scaled(self.scales[0], self.max_prompt, self.scales[1])
         return cut.poisson(self.seed) if self.poisson else cut
 
 
@@ -131,17 +138,14 @@ def _question(workload: str, slo: str, profile: Path | None, cut: _Cut) -> "Ques
     from pdserve.sim.capacity.workload import random_lengths, read_workload
 
     parsed = _lengths(workload)
-    if parsed is None:
-        requests = read_workload(Path(workload))
-    else:
-        requests = random_lengths(cut.requests, *parsed, cut.seed)
+    requests = read_workload(Path(workload)) if parsed is None else random_lengths(cut.requests, *parsed, cut.seed)
     return Question(read_profile(profile or shipped_profile()), cut.apply(requests), _objective(slo))
 
 
 def _objective(slo: str) -> "Objective":
     from pdserve.bench.summary import parse_slo
     from pdserve.errors import ConfigError
-    from pdserve.sim.capacity.cluster import Objective
+    from pdserve.sim.capacity.shape import Objective
 
     parsed = parse_slo(slo)
     if parsed.ttft_ms is None or parsed.tpot_ms is None:

@@ -8,7 +8,7 @@ from pdserve.engine.kvcache import KvCache
 from pdserve.engine.prefix import PrefixNames
 from pdserve.engine.scheduler import Limits as EngineLimits
 from pdserve.engine.sequence import Job
-from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
+from pdserve.ids import Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer import receiver, sender
 from pdserve.kvtransfer.session import Peer
@@ -31,16 +31,16 @@ from pdserve.router.events import (
     Place,
     Registration,
     Role,
-    RungReached,
     StepReported,
     WorkerRegistered,
 )
 from pdserve.router.forecast import Forecast
-from pdserve.router.ladder import Rung
 from pdserve.router.policies import POLICIES
 from pdserve.rpc import PROTOCOL_VERSION
 from pdserve.sampling import SamplingParams
-from pdserve.sim.capacity.leaping import END, OTHER, LeapingScheduler
+from pdserve.sim.capacity.leaping import END, LeapingScheduler
+from pdserve.sim.capacity.shape import Objective, Outcome, Run, Shape
+from pdserve.sim.capacity.telling import Delta, Told, delta, rung
 from pdserve.sim.capacity.timeline import Timeline
 from pdserve.sim.capacity.worker import SimWorker
 from pdserve.sim.capacity.workload import Arrival, Workload
@@ -54,71 +54,6 @@ DEADLINE_S = 600.0
 _ROUTER = RouterRef(1)
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What a cluster is made of. Without prefill workers it is colocated: decode workers do everything."""
-
-    prefill: int
-    decode: int
-    prefill_tp: int = 1
-    decode_tp: int = 1
-    prefill_chunk: int = 2048  # tokens of a prefill worker's step
-    decode_chunk: int = 512  # tokens of a step of a decode worker that computes prompts itself
-    max_num_seqs: int = 256
-    local_prefill: bool = True  # whether a policy may let decode workers compute prompts
-
-    @property
-    def num_gpus(self) -> int:
-        return self.prefill * self.prefill_tp + self.decode * self.decode_tp
-
-    def __str__(self) -> str:
-        if not self.prefill:
-            return f"colocated {self.decode} x tp{self.decode_tp}, chunk {self.decode_chunk}"
-        return f"{self.prefill} x tp{self.prefill_tp} prefill + {self.decode} x tp{self.decode_tp} decode"
-
-
-@dataclass(frozen=True, slots=True)
-class Objective:
-    """What each request asks for."""
-
-    ttft_s: float
-    tpot_s: float
-
-
-@dataclass(slots=True)
-class Outcome:
-    """What a client of the simulated cluster saw."""
-
-    arrival: Arrival
-    num_tokens: int = 0
-    first_s: float = 0.0
-    last_s: float = 0.0
-    refused: str = ""  # the status it was refused with
-    predicted_ttft_s: float | None = None
-
-    @property
-    def ttft_s(self) -> float:
-        return self.first_s - self.arrival.at_s
-
-    @property
-    def tpot_s(self) -> float:
-        return (self.last_s - self.first_s) / (self.num_tokens - 1) if self.num_tokens > 1 else 0.0
-
-    def meets(self, objective: Objective) -> bool:
-        return not self.refused and self.ttft_s <= objective.ttft_s and self.tpot_s <= objective.tpot_s
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What came of a simulation."""
-
-    outcomes: tuple[Outcome, ...]
-    span_s: float  # from the first arrival to the last end
-    busy: dict[str, float]  # share of the time that each worker computed
-    num_steps: int
-    decode_sequences: tuple[tuple[float, int], ...] = ()  # sampled: time, sequences on all decode workers
-
-
 @dataclass(slots=True)
 class _Member:
     """A worker as the cluster knows it."""
@@ -128,7 +63,7 @@ class _Member:
     link: LinkId
     role: Role
     is_sending_s: float = 0.0  # until when its side of the link is taken
-    told: dict[tuple[RequestId, Attempt], int] = field(default_factory=dict)  # tokens the router knows of
+    told: Told = field(default_factory=dict)
 
 
 class SimCluster:
@@ -285,7 +220,7 @@ class SimCluster:
             else DecodeCore(scheduler, VOCAB_SIZE, b"simulated", MAX_TASKS)
         )
         worker = SimWorker(self._timeline, name, core, scheduler, self._costs[role])
-        worker.perform, worker.beat = self._perform, self._beat
+        worker.perform = self._perform
         peer = Peer(WorkerId(name), Incarnation(link))
         self._members[link] = self._by_peer[peer] = _Member(worker, peer, link, role)
         # One head whose width makes a page as large as the profile says.
@@ -306,18 +241,15 @@ class SimCluster:
         )
         self._post(WorkerRegistered(link, registration))
 
-    def _beat(self, worker: SimWorker, load: words.Load) -> None:
-        del worker, load  # one router knows all there is to know of its workers' loads
-
     def _perform(self, worker: SimWorker, commands: list[object], step: Step | None, elapsed_s: float) -> None:
         member = self._by_peer[Peer(WorkerId(worker.name), self._incarnation(worker))]
-        deltas: list[_Delta] = []
+        deltas: list[Delta] = []
         for command in commands:
             match command:
                 case words.Tokens():
-                    deltas.append(_delta(member, command))
+                    deltas.append(delta(member.told, command))
                 case words.Progress():
-                    self._post(_rung(member.link, command, self._timeline.now_s))
+                    self._post(rung(member.link, command, self._timeline.now_s))
                 case words.Failed(_, key, code, reason):
                     failure = Failure[code.name]
                     self._post(router_events.AttemptFailed(member.link, key.request_id, key.attempt, failure, reason))
@@ -362,46 +294,6 @@ class SimCluster:
         member.is_sending_s = target.is_sending_s = end_s
         stopped = prefill_events.FromPeer(copy.peer, copy.key, sender.CopyStopped((0,) * len(copy.src)))
         self._timeline.at(end_s + link.latency_s, member.worker.offer, stopped)
-
-
-@dataclass(frozen=True, slots=True)
-class _Delta:
-    """Tokens, as the router expects them off the wire."""
-
-    request_id: bytes
-    attempt: int
-    index: int
-    position: int
-    token_ids: tuple[int, ...]
-    logprobs: tuple[object, ...]
-    finish_reason: int
-
-
-def _delta(member: _Member, tokens: words.Tokens) -> _Delta:
-    """Return what the router has not heard of: all tokens since the last report."""
-    key = tokens.key.request_id, tokens.key.attempt
-    known = member.told[key]
-    count = tokens.position + 1 - known
-    if tokens.finish is None:
-        member.told[key] = tokens.position + 1
-    else:
-        del member.told[key]
-    reason = 0 if tokens.finish is None else 1
-    return _Delta(key[0], key[1], tokens.index, known, (OTHER,) * count, (), reason)
-
-
-def _rung(link: LinkId, progress: words.Progress, now_s: float) -> RungReached:
-    return RungReached(
-        link,
-        progress.key.request_id,
-        progress.key.attempt,
-        Rung[progress.rung.name],
-        now_s - progress.at_s,
-        progress.cached_tokens,
-        progress.handoff_bytes,
-        progress.handoff_s,
-        progress.pages_reused,
-    )
 
 
 def simulate(profile: Profile, shape: Shape, policy: str, workload: Workload, objective: Objective) -> Run:

@@ -5,7 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdserve.perfmodel.profile import Profile
-from pdserve.sim.capacity.cluster import Objective, Outcome, Run, Shape, simulate
+from pdserve.sim.capacity.cluster import simulate
+from pdserve.sim.capacity.shape import Objective, Outcome, Run, Shape
 from pdserve.sim.capacity.workload import Workload
 
 _MAX_DOUBLINGS = 12

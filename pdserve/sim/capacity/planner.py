@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from pdserve.perfmodel.profile import Profile
-from pdserve.sim.capacity.cluster import Shape
 from pdserve.sim.capacity.measure import Point, Question, highest_rate, measure
+from pdserve.sim.capacity.shape import Shape
 
 _CHUNKS = (256, 512, 1024)
 _PREFILL_CHUNKS = (1024, 2048)

@@ -1,6 +1,7 @@
 """A worker under virtual time: its own core, and a profile in place of an engine.
 
-As in `worker.loop`: handle what came, plan, run, commit; events are handled between steps only. Steps that only
+As in `worker.loop`: handle what came, plan, run, commit; events are handled between steps only. No load reports:
+the one router knows of all load. Steps that only
 decode, until something comes or a sequence ends, are done in one leap.
 """
 
@@ -13,12 +14,8 @@ from pdserve.perfmodel.curve import Step, StepCosts, attention_work
 from pdserve.prefill_worker.core import PrefillCore
 from pdserve.sim.capacity.leaping import LeapingScheduler
 from pdserve.sim.capacity.timeline import Timeline
-from pdserve.worker.words import Load
-
-BEAT_S = 0.5
 
 Perform = Callable[["SimWorker", list[object], Step | None, float], None]  # commands, the step they came of, its time
-Beat = Callable[["SimWorker", Load], None]
 
 
 class SimWorker:
@@ -38,7 +35,6 @@ class SimWorker:
         self.busy_s = 0.0
         self.num_steps = 0
         self.perform: Perform = _nothing
-        self.beat: Beat = _nothing
         self._timeline = timeline
         self._costs = costs
         self._inbox: list[object] = []
@@ -46,7 +42,6 @@ class SimWorker:
         self._is_stepping = False
         self._leap: _Leap | None = None
         self._num_turns = 0  # of leaps, to tell a leap's end that was moved
-        self._beat_s = 0.0
 
     def offer(self, event: object) -> None:
         """Hand an event to the core, once the step that runs is over."""
@@ -66,12 +61,11 @@ class SimWorker:
         inbox, self._inbox = self._inbox, []
         for event in inbox:
             self.perform(self, self.core.handle(event, now_s), None, 0.0)  # type: ignore[arg-type]
-        if now_s - self._beat_s >= BEAT_S:
-            self._beat_s = now_s
-            self.beat(self, self.core.load())
         num_steps = self.scheduler.leap_length()
         if num_steps:
             self._leap = _Leap(self._costs, now_s, num_steps, *self.scheduler.batch())
+            if self._inbox:  # what handling the last events brought
+                self._leap.shorten(now_s)
             self._arrange(self._leap)
             return
         plan = self.core.plan(now_s)

@@ -59,12 +59,14 @@ class Workload:
             arrivals.append(replace(each, at_s=at_s))
         return replace(self, arrivals=tuple(arrivals))
 
-    def scaled(self, factor: float, max_prompt_tokens: int) -> "Workload":
-        """Shorten all lengths, shared blocks too, and cut prompts that are still too long."""
+    def scaled(self, factor: float, max_prompt_tokens: int, output_factor: float | None = None) -> "Workload":
+        """Shorten prompts and shared blocks by a factor, outputs by theirs, and cut prompts that are still too long."""
+
+        by = factor if output_factor is None else output_factor
 
         def scale(each: Arrival) -> Arrival:
             prompt = min(max_prompt_tokens, max(2, round(each.prompt_tokens * factor)))
-            return replace(each, prompt_tokens=prompt, output_tokens=max(1, round(each.output_tokens * factor)))
+            return replace(each, prompt_tokens=prompt, output_tokens=max(1, round(each.output_tokens * by)))
 
         block = max(1, round(self.block_tokens * factor)) if self.block_tokens else 0
         return replace(self, arrivals=tuple(map(scale, self.arrivals)), block_tokens=block)

@@ -1,0 +1,69 @@
+"""What is simulated, and what comes of it."""
+
+from dataclasses import dataclass
+
+from pdserve.sim.capacity.workload import Arrival
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a cluster is made of. Without prefill workers it is colocated: decode workers do everything."""
+
+    prefill: int
+    decode: int
+    prefill_tp: int = 1
+    decode_tp: int = 1
+    prefill_chunk: int = 2048  # tokens of a prefill worker's step
+    decode_chunk: int = 512  # tokens of a step of a decode worker that computes prompts itself
+    max_num_seqs: int = 256
+    local_prefill: bool = True  # whether a policy may let decode workers compute prompts
+
+    @property
+    def num_gpus(self) -> int:
+        return self.prefill * self.prefill_tp + self.decode * self.decode_tp
+
+    def __str__(self) -> str:
+        if not self.prefill:
+            return f"colocated {self.decode} x tp{self.decode_tp}, chunk {self.decode_chunk}"
+        return f"{self.prefill} x tp{self.prefill_tp} prefill + {self.decode} x tp{self.decode_tp} decode"
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What each request asks for."""
+
+    ttft_s: float
+    tpot_s: float
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a client of the simulated cluster saw."""
+
+    arrival: Arrival
+    num_tokens: int = 0
+    first_s: float = 0.0
+    last_s: float = 0.0
+    refused: str = ""  # the status it was refused with
+    predicted_ttft_s: float | None = None
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_s - self.arrival.at_s
+
+    @property
+    def tpot_s(self) -> float:
+        return (self.last_s - self.first_s) / (self.num_tokens - 1) if self.num_tokens > 1 else 0.0
+
+    def meets(self, objective: Objective) -> bool:
+        return not self.refused and self.ttft_s <= objective.ttft_s and self.tpot_s <= objective.tpot_s
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What came of a simulation."""
+
+    outcomes: tuple[Outcome, ...]
+    span_s: float  # from the first arrival to the last end
+    busy: dict[str, float]  # share of the time that each worker computed
+    num_steps: int

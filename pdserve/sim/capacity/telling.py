@@ -1,0 +1,51 @@
+"""What workers say, as the router hears it."""
+
+from dataclasses import dataclass
+
+from pdserve.ids import Attempt, RequestId
+from pdserve.router.events import LinkId, RungReached
+from pdserve.router.ladder import Rung
+from pdserve.sim.capacity.leaping import OTHER
+from pdserve.worker import words
+
+Told = dict[tuple[RequestId, Attempt], int]  # tokens of each placement that the router knows of
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Tokens, as the router expects them off the wire."""
+
+    request_id: bytes
+    attempt: int
+    index: int
+    position: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[object, ...]
+    finish_reason: int
+
+
+def delta(told: Told, tokens: words.Tokens) -> Delta:
+    """Return what the router has not heard of: all tokens since the last report."""
+    key = tokens.key.request_id, tokens.key.attempt
+    known = told[key]
+    count = tokens.position + 1 - known
+    if tokens.finish is None:
+        told[key] = tokens.position + 1
+    else:
+        del told[key]
+    reason = 0 if tokens.finish is None else 1
+    return Delta(key[0], key[1], tokens.index, known, (OTHER,) * count, (), reason)
+
+
+def rung(link: LinkId, progress: words.Progress, now_s: float) -> RungReached:
+    return RungReached(
+        link,
+        progress.key.request_id,
+        progress.key.attempt,
+        Rung[progress.rung.name],
+        now_s - progress.at_s,
+        progress.cached_tokens,
+        progress.handoff_bytes,
+        progress.handoff_s,
+        progress.pages_reused,
+    )

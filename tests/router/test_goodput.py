@@ -1,0 +1,306 @@
+"""The goodput policy: predictions, admission, holding, and where a prompt is computed."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from pdserve.errors import Status
+from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
+from pdserve.kvlayout import KvLayout
+from pdserve.perfmodel.curve import Curve, DecodePiece, Step, StepCosts
+from pdserve.perfmodel.margin import Margin
+from pdserve.router.core import RouterCore
+from pdserve.router.events import (
+    Command,
+    End,
+    Limits,
+    LinkId,
+    LinkLost,
+    Place,
+    Refused,
+    Registration,
+    RequestArrived,
+    Role,
+    StepReported,
+    Tick,
+    WorkerRegistered,
+)
+from pdserve.router.forecast import Forecast
+from pdserve.router.holding import HoldQueue
+from pdserve.router.policies import POLICIES
+from pdserve.router.prefixes import BLOCK, PrefixTable, block_names
+from pdserve.router.request import Request
+from pdserve.sampling import SamplingParams
+
+COSTS = StepCosts(Curve(0.02, 1e-4, 0.0), (DecodePiece(None, Curve(0.02, 1e-3, 1e-7)),))
+LAYOUT = KvLayout("w", 1, 1, 8, 16, "float32")
+
+
+class Cluster:
+    """A router's core with workers that do nothing, and a model that has seen enough."""
+
+    def __init__(
+        self, policy: str = "goodput", workers: str = "p0 d0", local: bool = False, knows: bool = True
+    ) -> None:
+        self.now_s = 100.0
+        self.forecast = Forecast(dict.fromkeys(Role, COSTS))
+        limits = Limits(local_prefill=local)
+        self.core = RouterCore("m", limits, POLICIES[policy](self.forecast), self.forecast)
+        self.links: dict[str, LinkId] = {}
+        self.count = 0
+        for name in workers.split():
+            self.attach(name)
+        if knows:
+            self.teach()
+
+    def post(self, event: object) -> list[Command]:
+        return self.core.handle(event, self.now_s)  # type: ignore[arg-type]
+
+    def attach(self, name: str) -> None:
+        link = self.links[name] = LinkId(len(self.links) + 1)
+        role = Role.PREFILL if name[0] == "p" else Role.DECODE
+        registration = Registration(
+            WorkerId(name), Incarnation(link), role, 1, True, "m", LAYOUT, 1000, 32, 4096, name, 1024
+        )
+        self.post(WorkerRegistered(link, registration))
+
+    def teach(self) -> None:
+        for name, link in self.links.items():
+            for i in range(64):
+                prefill = Step(100 + i, (100 + i) ** 2)
+                decode = Step(sequences=1 + i % 8, kv_tokens=100 * i)
+                for step in [decode] if name[0] == "d" else [prefill]:
+                    self.post(StepReported(link, [], step, COSTS.seconds(step)))
+                if name[0] == "d":
+                    self.post(StepReported(link, [], prefill, COSTS.seconds(prefill)))
+
+    def arrive(
+        self, num_tokens: int = 1000, ttft_s: float | None = None, tpot_s: float | None = None, **terms: object
+    ) -> list[Command]:
+        self.count += 1
+        tokens = terms.pop("tokens", [self.count] * num_tokens)
+        params = SamplingParams(max_tokens=int(str(terms.pop("max_tokens", 100))))
+        event = RequestArrived(
+            request_id=RequestId(random.Random(self.count).randbytes(16)),
+            token_ids=tokens,  # type: ignore[arg-type]
+            params=params,
+            received_s=self.now_s,
+            deadline_s=self.now_s + 60,
+            ttft_slo_s=ttft_s,
+            tpot_slo_s=tpot_s,
+            **terms,  # type: ignore[arg-type]
+        )
+        return self.post(event)
+
+
+def placed(commands: list[Command]) -> Place:
+    (place,) = [command for command in commands if isinstance(command, Place)]
+    return place
+
+
+def refused(commands: list[Command]) -> Refused:
+    (end,) = [command for command in commands if isinstance(command, End)]
+    assert isinstance(end.outcome, Refused)
+    return end.outcome
+
+
+def test_a_request_goes_where_its_first_token_comes_soonest() -> None:
+    cluster = Cluster(workers="p0 p1 d0")
+    first = placed(cluster.arrive(4000))
+    second = placed(cluster.arrive(100))
+    assert first.prefill is not None
+    assert second.prefill is not None
+    assert first.prefill.worker_id != second.prefill.worker_id
+
+
+def test_a_queue_that_is_too_long_is_answered_with_the_time_and_when_to_try_again() -> None:
+    cluster = Cluster()
+    for _ in range(8):
+        placed(cluster.arrive(1000))
+    answer = refused(cluster.arrive(1000, ttft_s=0.25))
+    assert answer.status is Status.RESOURCE_EXHAUSTED
+    assert answer.predicted_ttft_s == pytest.approx(9 * 0.12, rel=0.1)
+    assert answer.retry_after_s == pytest.approx(9 * 0.12 - 0.25, rel=0.15)
+    assert "try again in" in answer.message
+
+
+def test_what_even_an_idle_cluster_cannot_do_is_refused_with_what_it_can() -> None:
+    answer = refused(Cluster().arrive(1000, ttft_s=0.05))
+    assert "slo.ttft_ms: 50 ms cannot be met here: an idle cluster would need 12" in answer.message
+    assert answer.retry_after_s is None
+    assert "slo.tpot_ms" in refused(Cluster().arrive(1000, tpot_s=0.001)).message
+
+
+def test_nothing_is_refused_before_the_model_has_seen_enough_nor_when_it_is_stale() -> None:
+    assert placed(Cluster(knows=False).arrive(1000, ttft_s=0.001))
+    cluster = Cluster()
+    cluster.now_s += 60
+    assert placed(cluster.arrive(1000, ttft_s=0.001))
+
+
+def test_a_request_waits_for_a_decode_worker_while_that_can_still_meet_its_objective() -> None:
+    cluster = Cluster()
+    for _ in range(30):
+        placed(cluster.arrive(10, max_tokens=1000))
+    assert cluster.arrive(10, ttft_s=0.5, tpot_s=0.045) == []
+    assert cluster.core.num_held == 1
+    due_s = cluster.core.next_wakeup_s()
+    assert due_s is not None
+    assert cluster.now_s < due_s <= cluster.now_s + 0.02
+    for _ in range(200):
+        cluster.now_s = max(cluster.core.next_wakeup_s() or 0.0, cluster.now_s)
+        commands = cluster.post(Tick())
+        if commands:
+            break
+    assert refused(commands).status is Status.RESOURCE_EXHAUSTED
+    assert cluster.now_s <= 100.0 + 0.51
+    assert cluster.core.num_held == 0
+
+
+def test_looking_at_a_held_request_always_moves_time_on() -> None:
+    cluster = Cluster()
+    for _ in range(30):
+        placed(cluster.arrive(10, max_tokens=1000))
+    cluster.arrive(10, ttft_s=0.5, tpot_s=0.045)
+    for _ in range(100):
+        due_s = cluster.core.next_wakeup_s()
+        if due_s is None or not cluster.core.num_held:
+            return
+        assert due_s > cluster.now_s
+        cluster.now_s = due_s
+        cluster.post(Tick())
+
+
+def test_a_decode_worker_computes_a_prompt_itself_where_the_queue_is_long() -> None:
+    cluster = Cluster(local=True)
+    for _ in range(20):
+        cluster.forecast.decoding_s = 20.0
+        cluster.arrive(4000, max_tokens=1)
+    place = placed(cluster.arrive(200, ttft_s=0.3, tpot_s=0.1))
+    assert place.prefill is None
+    assert place.decode is not None
+
+
+def test_decode_workers_alone_serve_when_they_may() -> None:
+    for policy in POLICIES:
+        cluster = Cluster(policy, workers="d0 d1", local=True)
+        place = placed(cluster.arrive(100))
+        assert place.prefill is None
+        assert cluster.core.is_ready
+    assert refused(Cluster(workers="d0").arrive(100)).status is Status.UNAVAILABLE
+
+
+@pytest.mark.parametrize("policy", ["goodput", "prefix_affinity"])
+def test_a_prefix_leads_to_the_worker_that_holds_it(policy: str) -> None:
+    cluster = Cluster(policy, workers="p0 p1 p2 d0")
+    prefix = list(range(2048))
+    home = placed(cluster.arrive(tokens=[*prefix, 1])).prefill
+    cluster.forecast.costs[Role.PREFILL].observe(Step(100, 10_000), 0.03, cluster.now_s)
+    for worker in cluster.core.workers:
+        for key in tuple(worker.shares):
+            worker.prefilled(key, cluster.now_s)
+    place = placed(cluster.arrive(tokens=[*prefix, 2]))
+    assert place.prefill == home
+
+
+def test_an_interrupted_request_is_never_refused_for_its_objectives() -> None:
+    cluster = Cluster(workers="p0 p1 d0")
+    place = placed(cluster.arrive(1000, ttft_s=0.3))
+    assert place.prefill is not None
+    other = "p1" if place.prefill.worker_id == "p0" else "p0"
+    cluster.now_s += 5.0
+    cluster.teach()
+    again = placed(cluster.post(LinkLost(place.prefill.link, "gone")))
+    assert again.prefill is not None
+    assert again.prefill.worker_id == other
+    assert again.spec.attempt == Attempt(1)
+
+
+def test_each_decision_tells_its_reason() -> None:
+    cluster = Cluster()
+    place = placed(cluster.arrive(1000))
+    request = cluster.core.book.requests[place.spec.request_id]
+    assert "goodput, by hand-off, best of 1: first token in 12" in request.decision
+    assert "ms a token on d0" in request.decision
+
+
+def held(number: int, *, priority: int = 0, tenant: str = "", ttft_s: float | None = None, tokens: int = 10) -> Request:
+    event = RequestArrived(
+        RequestId(number.to_bytes(16)), [1] * tokens, SamplingParams(), 0.0, 60.0, priority, tenant, ttft_s
+    )
+    return Request(event, number, 0.0)
+
+
+def drained(queue: HoldQueue) -> list[int]:
+    order = []
+    while (request := queue.first()) is not None:
+        order.append(request.arrival)
+        queue.serve(request)
+    return order
+
+
+def test_the_least_time_left_goes_first_and_the_highest_class_before_all() -> None:
+    queue = HoldQueue(10)
+    for request in (held(1), held(2, ttft_s=3.0), held(3, ttft_s=1.0), held(4, priority=1)):
+        assert queue.push(request) is None
+    assert drained(queue) == [4, 3, 2, 1]
+
+
+def test_tenants_share_by_tokens_not_by_requests() -> None:
+    queue = HoldQueue(100)
+    for number in range(10):
+        queue.push(held(number, tenant="long", tokens=100))
+    for number in range(10, 40):
+        queue.push(held(number, tenant="short", tokens=20))
+    first = drained(queue)[:18]
+    num_long = sum(number < 10 for number in first)
+    assert num_long == 3
+    assert len(first) - num_long == 15
+
+
+def test_a_full_queue_sheds_the_lowest_class_and_in_it_the_greediest_tenant() -> None:
+    queue = HoldQueue(3)
+    for request in (held(1, tenant="a"), held(2, tenant="b"), held(3, tenant="b")):
+        queue.push(request)
+    shed = queue.push(held(4, priority=1))
+    assert shed is not None
+    assert shed.arrival == 3
+    shed = queue.push(held(5, priority=-1))
+    assert shed is not None
+    assert shed.arrival == 5
+
+
+def test_a_prefix_is_matched_as_far_as_each_worker_holds_it() -> None:
+    table, tokens = PrefixTable(), list(range(BLOCK * 4))
+    names = block_names(tokens, "t")
+    table.note(LinkId(1), names, 0.0)
+    table.note(LinkId(2), names[:2], 0.0)
+    assert table.match(names, 1.0) == {1: 4 * BLOCK, 2: 2 * BLOCK}
+    assert table.match(block_names(tokens, "other tenant"), 1.0) == {}
+    table.correct(LinkId(1), names, BLOCK)
+    assert table.match(names, 1.0) == {1: BLOCK, 2: 2 * BLOCK}
+    assert table.match(names, 1e6) == {}
+    table.forget(LinkId(1))
+    table.forget(LinkId(2))
+    assert len(table) == 0
+
+
+def test_the_prefix_table_is_bounded() -> None:
+    table = PrefixTable(max_names=100)
+    for number in range(300):
+        table.note(LinkId(1), block_names([number] * BLOCK, ""), 0.0)
+    assert len(table) == 100
+
+
+@pytest.mark.parametrize("spread", [lambda rng: rng.uniform(0.8, 1.6), lambda rng: rng.expovariate(1.0)])
+def test_a_margin_is_exceeded_as_seldom_as_wanted(spread: Callable[[random.Random], float]) -> None:
+    rng, margin = random.Random(0), Margin(0.05)
+    for _ in range(3000):
+        margin.observe(1.0, spread(rng))
+    exceeded = 0
+    for _ in range(3000):
+        seen = spread(rng)
+        exceeded += seen > margin.factor
+        margin.observe(1.0, seen)
+    assert 0.02 < exceeded / 3000 < 0.09
