@@ -101,7 +101,7 @@ class Pump(Generic[RemoteT, SliceT]):
         self._orders: deque[Callable[[], None]] = deque()
         self._news = threading.Condition()
         self._closing = False
-        self._died = False
+        self._closed_because = "the mover is closed"
         self._questions: set[Future[None]] = set()
         self._thread = threading.Thread(target=self._run, name=f"mover-{name}", daemon=True)
         self._thread.start()
@@ -162,7 +162,7 @@ class Pump(Generic[RemoteT, SliceT]):
     def _order(self, order: Callable[[], None]) -> None:
         with self._news:
             if self._closing:
-                raise InvariantError("the mover's thread has died" if self._died else "the mover is closed")
+                raise InvariantError(self._closed_because)
             self._orders.append(order)
             self._news.notify()
 
@@ -174,11 +174,11 @@ class Pump(Generic[RemoteT, SliceT]):
         except Exception:
             # Outstanding copies stay outstanding; whoever orders next learns of it.
             logger.exception("the mover's thread has died")
-            self._died = True
+            self._closed_because = "the mover's thread has died"
         with self._news:
             self._closing = True
             for answer in self._questions:
-                answer.set_exception(InvariantError("the mover was closed meanwhile"))
+                answer.set_exception(InvariantError(self._closed_because))
         self._shut_down()
 
     def _serve(self) -> None:

@@ -1,0 +1,203 @@
+"""The thread that drives copies, over a lane whose slices end when the test says so."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from pdserve.errors import InvariantError, ProtocolError
+from pdserve.ids import Incarnation, PageId, WorkerId
+from pdserve.kvtransfer.backends.pump import (
+    MAX_OUTSTANDING,
+    MAX_SLICES_IN_FLIGHT,
+    SLICE_BYTES,
+    Indices,
+    LaneError,
+    Pump,
+)
+from pdserve.kvtransfer.mover import CopyStopped, Description, Region
+from pdserve.kvtransfer.session import Pages, Peer
+
+PAGE_BYTES = SLICE_BYTES // 2  # two pages make a slice
+FIRST, SECOND = Peer(WorkerId("first"), Incarnation(1)), Peer(WorkerId("second"), Incarnation(1))
+DESCRIPTION = Description(0, 64, PAGE_BYTES, b"").encode()
+
+
+@dataclass(eq=False)
+class Slice:
+    remote: int
+    end: str | None = None  # "landed", or why it failed
+
+
+@dataclass
+class Lane:
+    """Keeps every slice in flight until it is told how it ends."""
+
+    posted: list[Slice] = field(default_factory=list)
+    gone: list[Slice] = field(default_factory=list)  # seen to have ended
+    num_opened: int = 0
+    num_looks: int = 0
+    shut_down: bool = False
+    breaks: bool = False
+    news: threading.Condition = field(default_factory=threading.Condition)
+
+    def open(self, description: Description) -> int:
+        self.num_opened += 1
+        return self.num_opened
+
+    def shut(self, remote: int) -> None:
+        pass
+
+    def post(self, remote: int, src: Indices, dst: Indices) -> Slice:
+        with self.news:
+            self.posted.append(Slice(remote))
+            self.news.notify_all()
+        if self.breaks:
+            raise ZeroDivisionError
+        return self.posted[-1]
+
+    def landed(self, posted: Slice) -> bool:
+        with self.news:
+            self.num_looks += 1
+            self.news.notify_all()
+            if posted.end is None:
+                return False
+            assert posted not in self.gone
+            self.gone.append(posted)
+        if posted.end != "landed":
+            raise LaneError(posted.end)
+        return True
+
+    def close(self) -> None:
+        self.shut_down = True
+
+    def until(self, holds: Callable[[], bool]) -> None:
+        with self.news:
+            assert self.news.wait_for(holds, timeout=5)
+
+    def let_it_look(self) -> None:
+        """Return after the thread has looked at what is in flight, and done what follows from it."""
+        seen = self.num_looks
+        self.until(lambda: self.num_looks > seen + 10)
+
+
+@dataclass
+class Rig:
+    lane: Lane
+    pump: Pump[int, Slice]
+    stopped: queue.SimpleQueue[CopyStopped]
+
+    def write(self, peer: Peer, num_pages: int) -> int:
+        pages: Pages = tuple(PageId(n) for n in range(num_pages))
+        return self.pump.write(peer, pages, pages)
+
+    def next(self) -> CopyStopped:
+        return self.stopped.get(timeout=5)
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    lane, stopped = Lane(), queue.SimpleQueue[CopyStopped]()
+    no_bytes = np.zeros((64, 0), np.uint8)  # the lane moves none
+    pump = Pump("scripted", lane, Region(0, 64, PAGE_BYTES, no_bytes), stopped.put)
+    pump.attach(FIRST, DESCRIPTION)
+    yield Rig(lane, pump, stopped)
+    pump.close()
+
+
+def test_a_failed_copy_is_reported_only_after_its_other_slices_have_ended(rig: Rig) -> None:
+    copy_id = rig.write(FIRST, 6)
+    rig.lane.until(lambda: len(rig.lane.posted) == 3)
+    rig.lane.posted[0].end = "cut"
+    rig.lane.posted[2].end = "landed"
+    rig.lane.let_it_look()
+    assert rig.stopped.empty()
+    rig.lane.posted[1].end = "landed"
+    assert rig.next() == CopyStopped(copy_id, None, "cut")
+
+
+def test_a_later_copy_that_lands_first_is_reported_later(rig: Rig) -> None:
+    first, second = rig.write(FIRST, 2), rig.write(FIRST, 2)
+    rig.lane.until(lambda: len(rig.lane.posted) == 2)
+    rig.lane.posted[1].end = "landed"
+    rig.lane.let_it_look()
+    assert rig.stopped.empty()
+    rig.lane.posted[0].end = "landed"
+    assert [rig.next().copy_id, rig.next().copy_id] == [first, second]
+
+
+def test_a_stuck_peer_holds_up_no_other_and_gets_few_slices_at_once(rig: Rig) -> None:
+    rig.pump.attach(SECOND, DESCRIPTION)
+    rig.write(FIRST, 40)
+    rig.lane.until(lambda: len(rig.lane.posted) == MAX_SLICES_IN_FLIGHT)
+    copy_id = rig.write(SECOND, 2)
+    rig.lane.until(lambda: len(rig.lane.posted) > MAX_SLICES_IN_FLIGHT)
+    rig.lane.posted[-1].end = "landed"
+    assert rig.next().copy_id == copy_id
+    rig.lane.let_it_look()
+    assert len(rig.lane.posted) == MAX_SLICES_IN_FLIGHT + 1
+
+
+def test_a_forgotten_peers_copies_are_reported_at_once_and_their_slices_watched_to_their_end(rig: Rig) -> None:
+    ids = [rig.write(FIRST, 2), rig.write(FIRST, 2)]
+    rig.lane.until(lambda: len(rig.lane.posted) == 2)
+    rig.pump.forget(FIRST)
+    assert [rig.next(), rig.next()] == [CopyStopped(i, None, "the process of first has ended") for i in ids]
+    for posted in rig.lane.posted:
+        posted.end = "cancelled"
+    rig.lane.until(lambda: rig.lane.gone == rig.lane.posted)
+
+
+def test_after_a_failure_nothing_is_posted_until_the_peer_is_attached_anew(rig: Rig) -> None:
+    ids = [rig.write(FIRST, 20), rig.write(FIRST, 2)]
+    rig.lane.until(lambda: len(rig.lane.posted) == MAX_SLICES_IN_FLIGHT)
+    rig.lane.posted[0].end = "cut"
+    rig.lane.let_it_look()
+    with pytest.raises(ProtocolError, match="2 copies to it are still outstanding"):
+        rig.pump.attach(FIRST, DESCRIPTION)
+    for posted in rig.lane.posted[1:]:
+        posted.end = "landed"
+    assert [rig.next(), rig.next()] == [CopyStopped(i, None, "cut") for i in ids]
+    late = rig.write(FIRST, 2)
+    assert rig.next() == CopyStopped(late, None, "cut")
+    assert len(rig.lane.posted) == MAX_SLICES_IN_FLIGHT
+    rig.pump.attach(FIRST, DESCRIPTION)
+    mended = rig.write(FIRST, 2)
+    rig.lane.until(lambda: len(rig.lane.posted) == MAX_SLICES_IN_FLIGHT + 1)
+    assert rig.lane.posted[-1].remote == 2
+    rig.lane.posted[-1].end = "landed"
+    stopped = rig.next()
+    assert stopped.copy_id == mended
+    assert stopped.digests is not None
+
+
+def test_too_many_copies_at_once_are_refused(rig: Rig) -> None:
+    for _ in range(MAX_OUTSTANDING):
+        rig.write(FIRST, 1)
+    refused = rig.write(FIRST, 1)
+    assert rig.next() == CopyStopped(refused, None, "16384 copies are outstanding already")
+
+
+def test_a_broken_thread_reports_nothing_and_takes_no_orders(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    rig.write(FIRST, 2)
+    rig.lane.until(lambda: len(rig.lane.posted) == 1)
+    rig.lane.breaks = True
+    rig.write(FIRST, 2)
+    rig.lane.until(lambda: len(rig.lane.posted) == 2)
+    with pytest.raises(InvariantError, match="has died"):
+        rig.pump.attach(SECOND, DESCRIPTION)
+    with pytest.raises(InvariantError, match="has died"):
+        rig.write(FIRST, 2)
+    assert rig.stopped.empty()
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_closing_gives_the_lane_back_only_if_nothing_is_in_flight(rig: Rig) -> None:
+    rig.write(FIRST, 2)
+    rig.lane.until(lambda: len(rig.lane.posted) == 1)
+    rig.pump.close()
+    assert not rig.lane.shut_down
+    assert rig.stopped.empty()
