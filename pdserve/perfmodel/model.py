@@ -9,6 +9,8 @@ from pdserve.perfmodel.curve import Curve, Step, StepCosts, attention_work
 from pdserve.perfmodel.fit import Fit, Point
 
 ENOUGH_STEPS = 32  # observed before predictions are worth refusing requests for
+_ENOUGH_GOOD_STEPS = 8  # the same, where predictions have been right from the start
+_GOOD_ERROR = 0.2
 STALE_S = 10.0  # without a step, a model may be wrong about the present: nothing is refused on its word
 
 _PROMPTS = (64, 512, 4096)
@@ -27,6 +29,7 @@ class LearntCosts:
         decode = start.decode[0].curve if start.decode else _UNKNOWN_DECODE
         self._prefill = Fit(start.prefill, tuple((float(n), float(attention_work(n, 0))) for n in _PROMPTS))
         self._decode = Fit(decode, _BATCHES)
+        self._num_mixed = 0
         self._observed_s = float("-inf")
 
     @property
@@ -52,6 +55,7 @@ class LearntCosts:
             self._decode.observe(step.sequences, step.kv_tokens, elapsed_s)
             return
         if step.sequences:
+            self._num_mixed += 1
             decode = self._decode.curve
             shared_s = decode.marginal_s(step.sequences, step.kv_tokens) + max(0.0, decode.step_s - self.prefill.step_s)
             if shared_s > 0.5 * elapsed_s:
@@ -61,10 +65,12 @@ class LearntCosts:
 
     def knows_prefill(self, now_s: float) -> bool:
         """Return whether requests may be refused on these predictions."""
-        return self._prefill.num_observed >= ENOUGH_STEPS and now_s - self._observed_s < STALE_S
+        return now_s - self._observed_s < STALE_S and _is_enough(self._prefill, self._prefill.num_observed)
 
     def knows_decode(self, now_s: float) -> bool:
-        return self._decode.num_observed >= ENOUGH_STEPS and now_s - self._observed_s < STALE_S
+        """Return the same of decode steps. Those that also prefill tell of them too."""
+        num_steps = self._decode.num_observed + self._num_mixed
+        return now_s - self._observed_s < STALE_S and _is_enough(self._decode, num_steps)
 
     def prefill_s(self, num_tokens: float, work: float, budget: int) -> float:
         """Return how long prompts take together, `budget` tokens to a step."""
@@ -76,6 +82,11 @@ class LearntCosts:
     def decode_s(self, sequences: float, kv_tokens: float) -> float:
         """Return how long a decode step takes."""
         return self._decode.curve.seconds(sequences, kv_tokens)
+
+
+def _is_enough(fit: Fit, num_steps: int) -> bool:
+    is_good = num_steps >= _ENOUGH_GOOD_STEPS and fit.relative_error < _GOOD_ERROR
+    return num_steps >= ENOUGH_STEPS or is_good
 
 
 class LearntLinks:

@@ -105,9 +105,17 @@ def test_requests_are_not_refused_on_the_word_of_a_new_or_stale_model() -> None:
     learnt = LearntCosts()
     for i in range(ENOUGH_STEPS):
         assert not learnt.knows_decode(i * 0.1)
-        learnt.observe(Step(sequences=1, kv_tokens=10), 0.01, i * 0.1)
+        learnt.observe(Step(sequences=1, kv_tokens=10), 0.02 + 0.05 * (i % 2), i * 0.1)
     assert learnt.knows_decode(4.0)
     assert not learnt.knows_decode(4.0 + STALE_S)
+
+
+def test_a_profile_that_proves_right_is_believed_sooner() -> None:
+    learnt = LearntCosts(StepCosts(TRUTH, (DecodePiece(None, TRUTH),)))
+    for _ in range(8):
+        assert not learnt.knows_prefill(0.0)
+        learnt.observe(Step(100, 10_000), TRUTH.seconds(100, 10_000), 0.0)
+    assert learnt.knows_prefill(0.0)
 
 
 def test_bandwidth_is_that_of_the_pair() -> None:
