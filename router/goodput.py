@@ -7,6 +7,7 @@ has been admitted.
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from heapq import nlargest
 from math import inf
 
 from pdserve.errors import Status
@@ -17,6 +18,7 @@ from pdserve.router.view import WorkerView
 
 _NEAR = 0.02  # costs that differ by less are as good as equal
 _NEAR_S = 0.002
+_MAX_LOOKED_AT = 16  # workers of a pool; of larger ones, so many at random and as many that hold a prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,8 @@ class Goodput:
     def __call__(self, groups: Seq[Group], demand: Demand) -> Decision:
         forecast = self._forecast
         prompt = Prompt(demand.num_tokens, demand.num_sequences, forecast.prefixes.match(demand.names, demand.now_s))
-        options = [option for group in groups for option in self._options(group, prompt, demand)]
+        some = [_some(group, prompt, demand.draw) for group in groups]
+        options = [option for group in some for option in self._options(group, prompt, demand)]
         good = [option for option in options if self._is_good(option, demand)]
         best = min(good or options, key=lambda option: option.cost_s)
         if good or demand.is_admitted or not self._may_refuse(best, demand):
@@ -145,6 +148,23 @@ class Goodput:
         waited = f", after {demand.waited_s * 1e3:.0f} ms" if demand.waited_s > 0.001 else ""
         reason = f"goodput, {where}, best of {num_options}: {first}{later}, {cached} tokens cached{waited}"
         return Placed(pair, reason, cached, option.ttft_s, option.tpot_s)
+
+
+def _some(group: Group, prompt: Prompt, draw: int) -> Group:
+    """Return a group small enough to look at each of its workers."""
+    if max(len(group.prefills), len(group.decodes)) <= _MAX_LOOKED_AT:
+        return group
+    return Group(_sample(group.prefills, prompt, draw), _sample(group.decodes, prompt, draw // 8191), group.local)
+
+
+def _sample(workers: Seq[WorkerView], prompt: Prompt, draw: int) -> Seq[WorkerView]:
+    if len(workers) <= _MAX_LOOKED_AT:
+        return workers
+    start = draw % len(workers)
+    around = [*workers[start : start + _MAX_LOOKED_AT], *workers[: max(0, start + _MAX_LOOKED_AT - len(workers))]]
+    near = {worker.link for worker in around}
+    holders = [worker for worker in workers if worker.link in prompt.cached and worker.link not in near]
+    return around + nlargest(_MAX_LOOKED_AT, holders, key=lambda worker: prompt.cached[worker.link])
 
 
 def _merit(demand: Demand) -> "_Merit":

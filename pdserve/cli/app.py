@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from pdserve import __version__
-from pdserve.cli import ask, capacity, cluster, load, models, processes
+from pdserve.cli import ask, capacity, cluster, load, models, processes, speed
 from pdserve.cli.failure import CommandError
 from pdserve.errors import ConfigError
 
@@ -29,6 +29,7 @@ app.command("demo")(cluster.demo)
 app.command("generate")(ask.generate)
 app.command("chat")(ask.chat)
 app.command("bench")(load.bench)
+app.command("bench-router")(speed.bench_router)
 app.command("sim")(capacity.sim)
 app.command("plan")(capacity.plan)
 app.command("router")(processes.router)

@@ -7,6 +7,7 @@ import pytest
 from pdserve.errors import ConfigError
 from pdserve.perfmodel.profile import read_profile, shipped_profile
 from pdserve.router.policies import POLICIES
+from pdserve.router.speed import RouterSpeed
 from pdserve.sim.capacity import report
 from pdserve.sim.capacity.cluster import simulate
 from pdserve.sim.capacity.leaping import LeapingScheduler
@@ -167,3 +168,10 @@ def test_the_three_kinds_of_traces_are_read(tmp_path: Path) -> None:
     )
     assert [arrival.prompt_tokens for arrival in read_workload(listed).arrivals] == [8, 7]
     assert read_workload(listed).at_rate(4.0).rate == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_the_router_benchmark_places_and_ends_every_request(policy: str) -> None:
+    placements_per_s, rest_us = RouterSpeed(policy, 40, 40, 300).measure(60)
+    assert placements_per_s > 0
+    assert rest_us > 0
