@@ -10,7 +10,7 @@ from pdserve.router.events import ClientEvent, ClientGone, Deliver, Finished, Re
 from pdserve.sampling import SamplingParams
 from pdserve.sim.engine import expected
 from pdserve.sim.router import RouterProcess
-from pdserve.sim.world import Violation, World
+from pdserve.sim.world import ViolationError, World
 
 GRACE_S = 1.0  # an answer's end may come this long after its deadline
 
@@ -43,6 +43,7 @@ class Answer:
         self._has_left = False
         self._received: list[list[int]] = [[] for _ in range(wish.params.n)]
         self._ended = [False] * wish.params.n
+        self._stopped = [False] * wish.params.n  # by a stop string; what is under way may still come
         self._expected = [_whole_answer(wish, index, vocab_size) for index in range(wish.params.n)]
 
     def ask(self, router: RouterProcess | None) -> None:
@@ -89,6 +90,8 @@ class Answer:
         if received[start:] != due[start : len(received)]:
             text = f"tokens {start}... of {index} are {received[start:]}, due were {due[start : len(received)]}"
             raise self._violation("I3", text)
+        if self._stopped[index]:
+            return None
         if command.finish_reason:
             if self._ended[index] or received != due:
                 raise self._violation("I3", f"{index} ended after {len(received)} of {len(due)} tokens")
@@ -96,7 +99,7 @@ class Answer:
         if wish.leaves_at_first_token:
             self.leave()
         if wish.stops_at is not None and len(received) >= wish.stops_at and not self._ended[index]:
-            self._ended[index] = True
+            self._ended[index] = self._stopped[index] = True
             return StopStringFound(wish.request_id, index)
         return None
 
@@ -120,17 +123,18 @@ class Answer:
         if self.outcome is not None:
             raise self._violation("I4", f"ended as {outcome} after {self.outcome}")
         self.outcome = outcome
+        self._world.ended_s[self.wish.request_id] = self._world.now
         self._on_end(self, outcome)
 
     def _check_in_time(self) -> None:
-        """Raise Violation where the deadline passed without an end, unless the router could not act."""
+        """Raise ViolationError where the deadline passed without an end, unless the router could not act."""
         router = self.router
         was_frozen = router is not None and (router.frozen or self._world.now - router.thawed_s < 2 * GRACE_S)
         if self.outcome is None and not was_frozen:
             raise self._violation("I4", f"no end {GRACE_S} s after its deadline")
 
-    def _violation(self, invariant: str, text: str) -> Violation:
-        return Violation(invariant, f"request {self.wish.request_id!r}: {text}", self.wish.request_id)
+    def _violation(self, invariant: str, text: str) -> ViolationError:
+        return ViolationError(invariant, f"request {self.wish.request_id!r}: {text}", self.wish.request_id)
 
 
 def _whole_answer(wish: Wish, index: int, vocab_size: int) -> list[int]:

@@ -1,5 +1,7 @@
 """A simulated cluster: its processes, who finds whom, and the launcher that starts them again."""
 
+from collections.abc import Callable
+
 from pdserve.ids import Incarnation
 from pdserve.kvtransfer.session import Peer
 from pdserve.router.events import Limits, ProcessEnded
@@ -28,6 +30,7 @@ class Cluster:
         self.workers: dict[str, Worker] = {}
         self._by_peer: dict[Peer, Worker] = {}
         self._num_started = 0
+        self.on_start: Callable[[Worker], object] = lambda worker: None
         for number in range(scenario.num_routers):
             self.start(f"r{number}")
         for number in range(scenario.num_prefill):
@@ -43,6 +46,7 @@ class Cluster:
             self.routers[name] = RouterProcess(self.network, name, incarnation, Limits())
             return
         worker = self._new_worker(name, incarnation)
+        self.on_start(worker)
         worker.on_exit = lambda: self.end(worker)
         self.workers[name] = worker
         self._by_peer[worker.peer] = worker
@@ -54,12 +58,13 @@ class Cluster:
             return
         process.crash()
         rng = self.world.rng
-        delay_s = rng.random() ** 4 * 3.0  # until it is reaped
+        delay_s = rng.random() ** 6 * 3.0  # until it is reaped
         if isinstance(process, PrefillProcess | DecodeProcess):
             gone = ProcessEnded(process.peer.worker_id, process.incarnation)
             for router in self.routers:
-                self.world.after(delay_s + rng.random() * 0.1, None, self._report, router, gone, self.world.now)
-        self.world.after(delay_s + rng.uniform(0.3, 2.0), None, self.start, process.name)
+                late_s = rng.random() * rng.choice((0.01, 0.1, 3.0))
+                self.world.after(delay_s + late_s, None, self._report, router, gone, self.world.now)
+        self.world.after(delay_s + rng.uniform(0.1, 0.8), None, self.start, process.name)
 
     def find_peer(self, peer: Peer) -> Worker | None:
         """Return the process of one incarnation, dead or alive."""

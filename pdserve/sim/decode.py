@@ -1,5 +1,7 @@
 """A decode worker's process: the real core, and the hand-off streams it is dialled on."""
 
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdserve.decode_worker.core import DecodeCore
@@ -16,14 +18,15 @@ from pdserve.decode_worker.events import (
 )
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvtransfer import receiver, sender
-from pdserve.kvtransfer.session import HandoffKey, Peer
+from pdserve.kvtransfer.session import Grant, HandoffKey, Peer
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.sim.mover import digest
 from pdserve.sim.network import End, Network
 from pdserve.sim.prefill import Hello
+from pdserve.sim.process import Process
 from pdserve.sim.worker import Size, WorkerProcess
-from pdserve.sim.world import Violation
-from pdserve.worker.words import Failed, PeerGone, Progress, Tokens
+from pdserve.sim.world import ViolationError
+from pdserve.worker.words import Failed, PeerGone, Placed, Progress, Tokens
 
 DIGEST_S = 0.0003
 
@@ -39,6 +42,8 @@ class Inbound:
 class DecodeProcess(WorkerProcess[Event, Command]):
     """Grants pages and decodes what lands in them."""
 
+    core: DecodeCore
+
     def __init__(self, network: Network, name: str, incarnation: Incarnation, size: Size) -> None:
         super().__init__(network, name, incarnation, link.ROLE_DECODE, size)
         key = self.world.rng.randbytes(16)
@@ -46,12 +51,20 @@ class DecodeProcess(WorkerProcess[Event, Command]):
         self._streams: dict[Peer, Inbound] = {}
         self._latest: dict[WorkerId, Peer] = {}  # of each worker that has attached
         self._gone: set[Peer] = set()
+        self.site: Callable[[str, Process], object] = lambda site, process: None
+        self.granted: deque[tuple[Peer, HandoffKey, Grant, int]] = deque(maxlen=4)  # the latest, with tokens of each
+        self._num_tokens: dict[HandoffKey, int] = {}
         self._told: dict[tuple[HandoffKey, type], int] = {}
 
     def accept(self, end: End) -> None:
         inbound = Inbound(end)
         end.receive = lambda message: self._receive(inbound, message)
         end.lost = lambda reason: self._over(inbound, reason)
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, Placed):
+            self._num_tokens[HandoffKey(event.job.request_id, event.job.attempt)] = len(event.job.token_ids)
+        super().handle(event)
 
     def perform(self, command: Command) -> None:
         match command:
@@ -72,6 +85,8 @@ class DecodeProcess(WorkerProcess[Event, Command]):
             return
         match message:
             case receiver.SendGrant(grant):
+                self.granted.append((peer, key, grant, self._num_tokens[key]))
+                self.site("granted", self)
                 inbound.end.send((key, sender.Granted(grant)))
             case receiver.SendTaken():
                 inbound.end.send((key, sender.Taken()))
@@ -82,7 +97,7 @@ class DecodeProcess(WorkerProcess[Event, Command]):
 
     def _check_once(self, key: HandoffKey, message: receiver.Command) -> None:
         if (key, type(message)) in self._told:
-            raise Violation("I1", f"{self.name} said {message} twice", key.request_id)
+            raise ViolationError("I1", f"{self.name} said {message} twice", key.request_id)
         self._told[key, type(message)] = 1
 
     def _check_digests(self, command: CheckDigests) -> None:
@@ -135,10 +150,8 @@ class DecodeProcess(WorkerProcess[Event, Command]):
             self.offer(PeerLost(peer, reason))
 
     def check_idle(self) -> None:
-        """Raise Violation unless nothing is left of any request."""
+        """Raise ViolationError unless nothing is left of any request."""
         self.check()
         pool = self.scheduler.cache.pool
         if not self.core.idle or pool.num_free != pool.num_pages:
-            raise Violation("I2", f"{self.name} is not idle: {self.core.load()}")
-
-
+            raise ViolationError("I2", f"{self.name} is not idle: {self.core.load()}")

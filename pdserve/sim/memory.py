@@ -10,7 +10,7 @@ from pdserve.engine.kvcache import KvCache
 from pdserve.ids import Generation, PageId
 from pdserve.kvtransfer.session import HandoffKey
 from pdserve.sim.engine import FakeRunner
-from pdserve.sim.world import Violation
+from pdserve.sim.world import ViolationError
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +47,16 @@ class Memory:
         return bytes(self._runner.page(page))
 
     def check_source(self, stamp: Stamp, key: HandoffKey) -> None:
-        """Raise Violation unless the page is still held as it was."""
+        """Raise ViolationError unless the page is still held as it was."""
         pool = self._cache.pool
         if pool.holders(stamp.page) == 0 or pool.generation(stamp.page) != stamp.generation:
             text = f"{self._name} released {stamp} under a copy for attempt {key.attempt}"
-            raise Violation("I5", text, key.request_id)
+            raise ViolationError("I5", text, key.request_id)
 
     def check_target(self, stamp: Stamp, key: HandoffKey) -> None:
-        """Raise Violation unless the page is still granted, or quarantined, as it was."""
+        """Raise ViolationError unless the page is still granted, or quarantined, as it was."""
         pool, page = self._cache.pool, stamp.page
         if pool.generation(page) != stamp.generation or pool.holders(page) or pool.is_free(page):
             owner = f"generation {pool.generation(page)}, {pool.holders(page)} holders, free: {pool.is_free(page)}"
             text = f"a write of attempt {key.attempt} may reach {stamp} of {self._name}, which is {owner}"
-            raise Violation("I5", text, key.request_id)
+            raise ViolationError("I5", text, key.request_id)

@@ -8,7 +8,6 @@ or never until the writer is told to forget it.
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 from zlib import crc32
 
 from pdserve.kvtransfer import sender
@@ -33,7 +32,7 @@ class CopyFaults:
     page_s: float = 0.0002
 
 
-class Host(Protocol):
+class Host(Process):
     """A process whose pages can be written from outside."""
 
     memory: Memory
@@ -60,7 +59,7 @@ class Mover:
         owner: Process,
         memory: Memory,
         network: Network,
-        find: Callable[[Peer], "Process | None"],
+        find: Callable[[Peer], Host | None],
         report: Callable[[FromPeer], object],
     ) -> None:
         self.faults = CopyFaults()
@@ -94,22 +93,23 @@ class Mover:
             self._report(FromPeer(op.peer, op.key, sender.CopyStopped(None, "its process ended")))
 
     def check(self) -> None:
-        """Raise Violation where a page was released that a copy will read or write."""
+        """Raise ViolationError where a page was released that a copy will read or write."""
         for peer, queue in self._queues.items():
             target = self._target(peer)
             for op in queue:
                 done = len(op.digests)
                 for src in op.src[done:]:
                     self._memory.check_source(src, op.key)
-                for dst in op.dst[done:] if target is not None else ():
-                    target.memory.check_target(dst, op.key)
+                if target is not None:
+                    for dst in op.dst[done:]:
+                        target.memory.check_target(dst, op.key)
 
     def _schedule(self, op: Op) -> None:
         self._world.after(self.faults.page_s * (0.5 + self._world.rng.random()), self._owner, self._slice, op)
 
-    def _target(self, peer: Peer) -> "Host | None":
+    def _target(self, peer: Peer) -> Host | None:
         process = self._find(peer)
-        return process if process is not None and process.alive else None  # type: ignore[return-value]
+        return process if process is not None and process.alive else None
 
     def _slice(self, op: Op) -> None:
         """Write the next page."""

@@ -30,7 +30,7 @@ class End:
         self.held: list[tuple[Action, tuple[object, ...]]] = []  # arrived here while the path was cut
         self.receive: Callable[[Message], object] = _nobody
         self.lost: Callable[[str], object] = _nobody
-        owner.ends[self] = None
+        owner.ends[self] = network.ends[self] = None
 
     def send(self, message: Message) -> None:
         """Say something; nothing happens on a stream that has ended."""
@@ -71,6 +71,7 @@ class End:
     def _shut(self) -> None:
         self.closed = True
         self.owner.ends.pop(self, None)
+        self.network.ends.pop(self, None)
         self.held.clear()
 
     def _transmit(self, action: Action, what: object) -> None:
@@ -89,6 +90,7 @@ class Network:
         self._cut: dict[tuple[str, str], int] = {}  # direction -> which cut
         self._slow: dict[tuple[str, str], float] = {}
         self._num_cuts = 0
+        self.ends: dict[End, None] = {}  # of all streams, not closed
 
     def delay_s(self, source: Process, target: Process) -> float:
         """Draw how long a message takes."""
@@ -146,7 +148,7 @@ class Network:
         self._slow.pop((source.name, target.name), None)
         if self._cut.pop((source.name, target.name), None) is None:
             return
-        for end in _ends_from(source, target):
+        for end in self._ends_from(source, target):
             held, end.held = end.held, []
             for action, args in held:
                 self.world.after(0.0, end.owner, action, *args)
@@ -162,17 +164,17 @@ class Network:
 
     def _keepalive(self, source: Process, target: Process, number: int) -> None:
         if self._cut.get((source.name, target.name)) == number:
-            for end in _ends_from(source, target):
+            for end in self._ends_from(source, target):
                 self._time_out(end)
+
+    def _ends_from(self, source: Process, target: Process) -> list[End]:
+        """Return the receiving ends of streams between processes of these names, whatever their incarnation."""
+        names = source.name, target.name
+        return [end for end in self.ends if (end.peer.owner.name, end.owner.name) == names]
 
     def _time_out(self, end: End) -> None:
         for side in (end, end.peer):
             self.world.after(self.world.rng.random() * 2.0, side.owner, side.break_off, "keepalive time-out")
-
-
-def _ends_from(source: Process, target: Process) -> list[End]:
-    """Return the target's ends of its streams with any process of the source's name, alive or not."""
-    return [end for end in target.ends if end.peer.owner.name == source.name]
 
 
 def _nobody(what: object) -> None:

@@ -1,5 +1,6 @@
 """A prefill worker's process: the real core, its hand-off streams and its mover."""
 
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -9,12 +10,12 @@ from pdserve.kvtransfer.session import Grant, HandoffKey, Peer
 from pdserve.prefill_worker.core import PrefillCore
 from pdserve.prefill_worker.events import Command, Connect, Copy, Event, Forget, FromPeer, PeerLost, ToPeer
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.sim.mover import Mover
+from pdserve.sim.mover import Host, Mover
 from pdserve.sim.network import End, Network
 from pdserve.sim.process import Process
 from pdserve.sim.worker import Size, WorkerProcess
-from pdserve.sim.world import Violation
-from pdserve.worker.words import Failed, Progress, Tokens
+from pdserve.sim.world import ViolationError
+from pdserve.worker.words import Failed, Placed, Progress, Tokens
 
 HELLO_TIMEOUT_S = 2.0
 
@@ -38,25 +39,39 @@ class Dialled:
     over: bool = False
 
 
-FindPeer = Callable[[Peer], Process | None]
+FindPeer = Callable[[Peer], Host | None]
 
 
 class PrefillProcess(WorkerProcess[Event, Command]):
     """Dials decode workers and writes into their pages."""
 
+    core: PrefillCore
+
     def __init__(
-        self, network: Network, name: str, incarnation: Incarnation, size: Size, find_decode: Callable[[str], Process | None], find: FindPeer
+        self,
+        network: Network,
+        name: str,
+        incarnation: Incarnation,
+        size: Size,
+        find_decode: Callable[[str], Process | None],
+        find: FindPeer,
     ) -> None:
         super().__init__(network, name, incarnation, link.ROLE_PREFILL, size)
         self.core = PrefillCore(self.scheduler, size.vocab_size, self.runner.page_bytes, size.max_tasks)
         self.mover = Mover(self, self.memory, network, find, self.offer)
         self._find_decode = find_decode
         self._streams: dict[Peer, Dialled] = {}
+        self.placed: deque[tuple[Peer, HandoffKey]] = deque(maxlen=8)  # the latest hand-offs
         self._grants: dict[HandoffKey, Grant] = {}  # as last told
 
     def check(self) -> None:
         super().check()
         self.mover.check()
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, Placed) and event.peer is not None:
+            self.placed.append((event.peer, HandoffKey(event.job.request_id, event.job.attempt)))
+        super().handle(event)
 
     def perform(self, command: Command) -> None:
         match command:
@@ -135,8 +150,8 @@ class PrefillProcess(WorkerProcess[Event, Command]):
             dialled.queued.append(words)
 
     def check_idle(self) -> None:
-        """Raise Violation unless nothing is left of any request."""
+        """Raise ViolationError unless nothing is left of any request."""
         self.check()
         pool = self.scheduler.cache.pool
         if not self.core.idle or not self.mover.idle or pool.num_free != pool.num_pages:
-            raise Violation("I2", f"{self.name} is not idle: {self.core.load()}")
+            raise ViolationError("I2", f"{self.name} is not idle: {self.core.load()}")

@@ -12,10 +12,10 @@ from pdserve.router.events import (
     AskDrain,
     CancelAttempt,
     ClientEvent,
+    Command,
     Complain,
     Deliver,
     DropLink,
-    End as EndOfRequest,
     Event,
     Finished,
     Limits,
@@ -27,10 +27,13 @@ from pdserve.router.events import (
     TellProcessGone,
     Tick,
 )
+from pdserve.router.events import (
+    End as EndOfRequest,
+)
 from pdserve.sim.network import End, Network
 from pdserve.sim.process import Process
 from pdserve.sim.worker import MODEL
-from pdserve.sim.world import Violation
+from pdserve.sim.world import ViolationError
 
 
 class Client(Protocol):
@@ -38,6 +41,7 @@ class Client(Protocol):
 
     def deliver(self, command: Deliver) -> ClientEvent | None: ...
     def end(self, outcome: Finished | Refused) -> None: ...
+    def lose_router(self) -> None: ...
 
 
 class RouterProcess(Process):
@@ -49,6 +53,7 @@ class RouterProcess(Process):
         self.limits = limits
         self.streams: dict[LinkId, End] = {}
         self.clients: dict[RequestId, Client] = {}
+        self.recent: deque[tuple[LinkId, link.AttachRequest]] = deque(maxlen=8)  # steps reported last
         self._events: deque[Event] = deque()
         self._is_busy = False
         self._alarm_s: float | None = None
@@ -84,22 +89,28 @@ class RouterProcess(Process):
         return worker.link
 
     def check_idle(self) -> None:
-        """Raise Violation unless nothing is left of any request."""
+        """Raise ViolationError unless nothing is left of any request."""
         try:
             self.core.check_idle()
         except InvariantError as error:
-            raise Violation("I4", f"{self.name}: {error}") from error
+            raise ViolationError("I4", f"{self.name}: {error}") from error
         if self.clients:
-            raise Violation("I4", f"{self.name} forgot {list(self.clients)}")
+            raise ViolationError("I4", f"{self.name} forgot {list(self.clients)}")
 
     def check(self) -> None:
-        """Raise Violation unless the core keeps within its limits."""
+        """Raise ViolationError unless the core keeps within its limits."""
         if self.core.num_active > self.limits.max_num_requests or self.core.num_held > self.limits.max_num_held:
-            raise Violation("I6", f"{self.name}: {self.core.num_active} active, {self.core.num_held} held")
+            raise ViolationError("I6", f"{self.name}: {self.core.num_active} active, {self.core.num_held} held")
 
     def _receive(self, link_id: LinkId, message: object) -> None:
         if link_id in self.streams and isinstance(message, link.AttachRequest):
-            self.post(wire.worker_event(link_id, message))
+            if message.HasField("step"):
+                self.recent.append((link_id, message))
+            self.take(link_id, message)
+
+    def take(self, link_id: LinkId, message: link.AttachRequest) -> None:
+        for event in wire.worker_events(link_id, message):
+            self.post(event)
 
     def _lost(self, link_id: LinkId, reason: str) -> None:
         if self.streams.pop(link_id, None) is not None:
@@ -110,13 +121,13 @@ class RouterProcess(Process):
         try:
             commands = self.core.handle(event, self.world.now)
         except Exception as error:
-            raise Violation("I7", f"{self.name} broke on {event}: {error!r}") from error
+            raise ViolationError("I7", f"{self.name} broke on {event}: {error!r}") from error
         if commands:
             self.world.note(self.name, commands)
             for command in commands:
                 self._perform(command)
 
-    def _perform(self, command: object) -> None:
+    def _perform(self, command: Command) -> None:
         match command:
             case Deliver(request_id=request_id):
                 client = self.clients.get(request_id)
@@ -126,7 +137,7 @@ class RouterProcess(Process):
             case EndOfRequest(request_id, outcome):
                 client = self.clients.pop(request_id, None)
                 if client is None:
-                    raise Violation("I4", f"{self.name} ended it twice", request_id)
+                    raise ViolationError("I4", f"{self.name} ended it twice", request_id)
                 client.end(outcome)
             case Place():
                 wire.send_placement(command, self._send)

@@ -9,7 +9,7 @@ from pdserve.sim.clients import Wish
 from pdserve.sim.mover import CopyFaults
 from pdserve.sim.worker import Size
 
-CALM_EVERY = 8  # one seed in so many has no faults, and every request in it has to succeed
+PERIOD = 8  # of so many seeds, the first is calm and the fifth has impatient clients but no faults
 
 FAULTS = (
     "crash_worker",
@@ -48,17 +48,15 @@ class Scenario:
     copy_faults: CopyFaults
     site_chance: float  # of a fault at a moment chosen to hurt
 
-    @property
-    def is_calm(self) -> bool:
-        return not self.faults
+    is_calm: bool  # no faults, and clients that wait: every request has to succeed
 
 
 def draw(seed: int, num_requests: int) -> Scenario:
     """Return the scenario of a seed."""
     rng = random.Random(f"scenario {seed}")
-    calm = seed % CALM_EVERY == 0
-    faults = frozenset() if calm else frozenset(fault for fault in FAULTS if rng.random() < 0.5)
-    span_s = num_requests * rng.choice((0.01, 0.02, 0.04))
+    calm, faultless = seed % PERIOD == 0, seed % PERIOD in (0, 4)
+    faults = frozenset() if faultless else frozenset(fault for fault in FAULTS if rng.random() < 0.5)
+    span_s = num_requests * rng.choice((0.01, 0.02, 0.05))
     step_s = rng.choice((0.002, 0.004, 0.008))
     max_model_len = 96
     page_s = rng.choice((0.0001, 0.0005, 0.002))
@@ -70,19 +68,20 @@ def draw(seed: int, num_requests: int) -> Scenario:
     )
     return Scenario(
         seed=seed,
-        num_routers=rng.choice((1, 1, 2)),
-        num_prefill=rng.choice((1, 2, 2)),
-        num_decode=rng.choice((1, 2, 2)),
+        num_routers=rng.choice((1, 2, 2)),
+        num_prefill=rng.choice((1, 2, 2, 3)),
+        num_decode=rng.choice((1, 2, 2, 3)),
         prefill_size=Size(rng.choice((32, 64, 128)), max_model_len=max_model_len, step_s=step_s),
         decode_size=Size(
             rng.choice((32, 64, 128)), max_num_seqs=rng.choice((8, 16)), max_model_len=max_model_len, step_s=step_s
         ),
-        mean_delay_s=rng.choice((0.0003, 0.001, 0.004)),
+        mean_delay_s=rng.choice((0.0003, 0.001) if faultless else (0.0003, 0.001, 0.004)),
         span_s=span_s,
         wishes=tuple(_wishes(rng, num_requests, span_s, calm)),
         faults=faults,
         num_faults=rng.randrange(3, 14),
         copy_faults=copy_faults,
+        is_calm=calm,
         site_chance=rng.choice((0.0, 0.002, 0.01)),
     )
 
@@ -96,7 +95,7 @@ def _wishes(rng: random.Random, num_requests: int, span_s: float, calm: bool) ->
         at_s += rng.expovariate(num_requests / span_s)
         stem = rng.choice(stems)[: rng.randrange(25)] if rng.random() < 0.6 else []
         tail = [rng.randrange(997) for _ in range(rng.choice((1, 2, 3, 4, 5, 11, 30)))]
-        max_tokens = rng.choice((1, 2, 3, 8, 8, 16, 30))
+        max_tokens = rng.choice((1, 2, 3, 8, 8, 16, 30, 41))
         params = SamplingParams(
             max_tokens=max_tokens,
             seed=rng.getrandbits(64),

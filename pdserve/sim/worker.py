@@ -14,24 +14,34 @@ from pdserve.engine.prefix import PrefixNames
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import InvariantError, ProtocolError
-from pdserve.ids import Incarnation, RequestId
+from pdserve.ids import Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.kvlayout_wire import layout_to_proto
 from pdserve.kvtransfer.session import Peer
-from pdserve.ids import WorkerId
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.rpc import PROTOCOL_VERSION
 from pdserve.sim.engine import FakeRunner
 from pdserve.sim.links import Find, SimLinks
 from pdserve.sim.memory import Memory
+from pdserve.sim.mover import Host
 from pdserve.sim.network import Network
-from pdserve.sim.process import Process
-from pdserve.sim.world import Violation, World
+from pdserve.sim.world import ViolationError
 from pdserve.worker import wire
 from pdserve.worker.loop import MAX_INBOX, TICK_S, Core
 from pdserve.worker.reporting import Reporter
-from pdserve.worker.words import Cancelled, DrainAsked, Failed, PeerGone, Placed, Progress, RouterLost, RouterRef
-from pdserve.worker.words import Report, Ticked, Tokens
+from pdserve.worker.words import (
+    Cancelled,
+    DrainAsked,
+    Failed,
+    PeerGone,
+    Placed,
+    Progress,
+    Report,
+    RouterLost,
+    RouterRef,
+    Ticked,
+    Tokens,
+)
 
 if TYPE_CHECKING:
     from pdserve.worker.link import Links
@@ -60,7 +70,7 @@ class Size:
     load_s: float = 0.3
 
 
-class WorkerProcess(Process, Generic[EventT, CommandT]):
+class WorkerProcess(Host, Generic[EventT, CommandT]):
     """One incarnation of a worker. Subclasses bring the core, and carry out what it decides."""
 
     core: Core[EventT, CommandT]
@@ -104,11 +114,16 @@ class WorkerProcess(Process, Generic[EventT, CommandT]):
         self._turn()
         self._wake()
 
+    @property
+    def can_listen(self) -> bool:
+        """Whether the core may be handed an event now: between steps only."""
+        return self._loaded and not self._stepping and not self._busy and not self.exited and not self.frozen
+
     def offer(self, event: object) -> None:
         """Queue an event for the core."""
         self._inbox.append(cast(EventT, event))
         if len(self._inbox) > MAX_INBOX:
-            raise Violation("I6", f"{self.name} has {len(self._inbox)} events waiting")
+            raise ViolationError("I6", f"{self.name} has {len(self._inbox)} events waiting")
         self._turn()
 
     def perform(self, command: CommandT) -> None:
@@ -116,11 +131,11 @@ class WorkerProcess(Process, Generic[EventT, CommandT]):
         raise NotImplementedError
 
     def check(self) -> None:
-        """Raise Violation unless the pool adds up and every table is within its bound."""
+        """Raise ViolationError unless the pool adds up and every table is within its bound."""
         try:
             self.scheduler.cache.check()
         except InvariantError as error:
-            raise Violation("I2", f"{self.name}: {error}") from error
+            raise ViolationError("I2", f"{self.name}: {error}") from error
 
     def _wake(self) -> None:
         self._turn()
@@ -165,9 +180,9 @@ class WorkerProcess(Process, Generic[EventT, CommandT]):
         try:
             commands = self.core.handle(event, self.world.now)
         except ProtocolError as error:
-            raise Violation("I7", f"{self.name} refused an honest {event}: {error}") from error
+            raise ViolationError("I7", f"{self.name} refused an honest {event}: {error}") from error
         except Exception as error:
-            raise Violation("I7", f"{self.name} broke on {event}: {error!r}") from error
+            raise ViolationError("I7", f"{self.name} broke on {event}: {error!r}") from error
         if isinstance(event, Cancelled) and not event.indices:
             self._cancelled[event.request_id] = event.attempt
         if commands:
@@ -177,7 +192,7 @@ class WorkerProcess(Process, Generic[EventT, CommandT]):
         try:
             plan = self.core.plan(self.world.now)
         except Exception as error:
-            raise Violation("I7", f"{self.name} broke while planning: {error!r}") from error
+            raise ViolationError("I7", f"{self.name} broke while planning: {error!r}") from error
         if plan is not None:
             self._stepping = True
             elapsed_s = (self.size.step_s + self.size.token_s * plan.num_tokens) * (0.8 + 0.4 * self.world.rng.random())
@@ -197,10 +212,10 @@ class WorkerProcess(Process, Generic[EventT, CommandT]):
                 result = self.runner.run(plan)
                 commands = self.core.commit(plan, result, self.world.now)
                 self._perform(commands, (plan, result))
-        except Violation:
+        except ViolationError:
             raise
         except Exception as error:
-            raise Violation("I7", f"{self.name} broke on a step: {error!r}") from error
+            raise ViolationError("I7", f"{self.name} broke on a step: {error!r}") from error
         self._busy = False
         self._turn()
 
@@ -219,10 +234,15 @@ class WorkerProcess(Process, Generic[EventT, CommandT]):
             self.reporter.send(reports, step)
 
     def _check_wanted(self, tokens: Tokens) -> None:
-        self.world.num_words += 1
+        world = self.world
+        world.num_words += 1
+        late_s = world.now - world.ended_s.get(tokens.key.request_id, world.now)
+        if late_s > world.stop_within_s:
+            text = f"{self.name} computes attempt {tokens.key.attempt} {late_s:.3f} s after the request's end"
+            raise ViolationError("I4", text, tokens.key.request_id)
         if self._cancelled.get(tokens.key.request_id, -1) >= tokens.key.attempt:
             text = f"{self.name} computes attempt {tokens.key.attempt}, which was cancelled"
-            raise Violation("I4", text, tokens.key.request_id)
+            raise ViolationError("I4", text, tokens.key.request_id)
 
     def _exit(self) -> None:
         self.world.note(self.name, "drained")

@@ -4,6 +4,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
+from math import inf
 from typing import Protocol
 
 from pdserve.ids import RequestId
@@ -13,7 +14,7 @@ TRACE_LENGTH = 20_000
 Action = Callable[..., object]
 
 
-class Violation(Exception):
+class ViolationError(Exception):
     """An invariant does not hold. Names what it is about, so that its story can be told."""
 
     def __init__(self, invariant: str, text: str, request_id: RequestId | None = None) -> None:
@@ -37,6 +38,8 @@ class World:
         self.rng = random.Random(seed)
         self.num_events = 0
         self.num_words = 0  # things said by one process to another
+        self.ended_s: dict[RequestId, float] = {}  # when a request's client had its end
+        self.stop_within_s = inf  # how long after that a worker may still compute for it
         self.trace: deque[tuple[float, str, object]] = deque(maxlen=TRACE_LENGTH)
         self._heap: list[tuple[float, int, Owner | None, Action, tuple[object, ...]]] = []
         self._count = 0
@@ -77,5 +80,5 @@ class World:
         if request_id is None:
             return lines[-4 * num_last :]
         name = repr(request_id)[2:-1]
-        about = [line for line in lines[:-num_last] if name in line]
-        return [*about, "...", *lines[-num_last:]]
+        about = [line for line in lines if name in line]
+        return [*about, "...", *lines[len(lines) - num_last :]]

@@ -1,0 +1,23 @@
+import pytest
+from mutations import MUTATIONS
+
+from pdserve.sim.simulation import simulate
+
+MAX_SEEDS = 60  # twice what the slowest of them takes
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_the_simulator_catches(name: str) -> None:
+    for seed in range(MAX_SEEDS):
+        with MUTATIONS[name]():
+            if simulate(seed).violation:
+                return
+    pytest.fail(f"{MAX_SEEDS} seeds passed in spite of {name}")
+
+
+def test_a_switched_off_mutation_leaves_nothing_behind() -> None:
+    before = simulate(1, num_requests=40)
+    for mutation in MUTATIONS.values():
+        with mutation():
+            pass
+    assert simulate(1, num_requests=40) == before

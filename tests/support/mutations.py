@@ -1,0 +1,347 @@
+"""Bugs on purpose: each breaks one rule of the real cores while it is switched on."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+from pdserve.decode_worker.core import DecodeCore
+from pdserve.engine.kvcache import KvCache
+from pdserve.engine.pages import PagePool
+from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.sequence import Sequence
+from pdserve.ids import PageId
+from pdserve.kvtransfer import receiver, sender
+from pdserve.kvtransfer.session import Commit, HandoffKey, Pages
+from pdserve.prefill_worker.core import PrefillCore
+from pdserve.router.book import Book
+from pdserve.router.core import RouterCore
+from pdserve.router.delivery import Delivery
+from pdserve.router.events import SequenceSpec
+from pdserve.router.recovery import Recovery
+from pdserve.router.request import Placement, Request
+from pdserve.router.request import Sequence as RouterSequence
+from pdserve.worker.words import Cancelled, PeerGone, Ticked
+
+Original = Callable[..., Any]
+Mutation = Callable[[], AbstractContextManager[object]]
+MUTATIONS: dict[str, Mutation] = {}
+
+
+def mutation(make: Callable[[], Iterator[object]]) -> Callable[[], Iterator[object]]:
+    MUTATIONS[make.__name__] = contextmanager(make)
+    return make
+
+
+def _wrap(owner: object, name: str, around: Callable[..., Any]) -> AbstractContextManager[object]:
+    """Put `around(original, *args)` in the place of a method."""
+    original = getattr(owner, name)
+    return patch.object(owner, name, lambda *args, **kwargs: around(original, *args, **kwargs))
+
+
+# ---- the receiver's half
+
+
+@mutation
+def free_instead_of_quarantine() -> Iterator[object]:
+    """Give granted pages back at once when a hand-off is given up."""
+
+    def quarantine(original: Original, self: receiver.Receiver, reason: str) -> tuple[receiver.Command, ...]:
+        return (receiver.SendWithdrawn(reason), *self._free())
+
+    with _wrap(receiver.Receiver, "_quarantine", quarantine) as patched:
+        yield patched
+
+
+@mutation
+def free_when_the_stream_is_lost() -> Iterator[object]:
+    """Take the end of the control stream for the end of the sender."""
+
+    def handle(original: Original, self: receiver.Receiver, event: receiver.Event) -> tuple[receiver.Command, ...]:
+        return original(self, receiver.SenderGone() if isinstance(event, receiver.SenderLost) else event)
+
+    with _wrap(receiver.Receiver, "handle", handle) as patched:
+        yield patched
+
+
+@mutation
+def free_quarantined_pages_after_a_time() -> Iterator[object]:
+    """Believe that a second is enough for any write."""
+    since: dict[int, float] = {}
+
+    def react(original: Original, self: DecodeCore, event: object, now_s: float) -> list[object]:
+        commands = original(self, event, now_s)
+        if isinstance(event, Ticked):
+            for inbound in [i for i in self._inbound.values() if i.quarantined]:
+                if now_s - since.setdefault(id(inbound.receiver), now_s) > 1.0:
+                    commands += self._advance(inbound, receiver.SenderQuiesced(), now_s)
+        return commands
+
+    with _wrap(DecodeCore, "_react", react) as patched:
+        yield patched
+
+
+@mutation
+def accept_any_capability() -> Iterator[object]:
+    with patch.object(receiver.hmac, "compare_digest", lambda *_: True) as patched:
+        yield patched
+
+
+@mutation
+def accept_any_number_of_digests() -> Iterator[object]:
+    def landed(original: Original, self: receiver.Receiver, commit: Commit) -> tuple[receiver.Command, ...]:
+        digests = (commit.digests * 99)[: len(self.grant.pages)]
+        return original(self, replace(commit, digests=digests))
+
+    with _wrap(receiver.Receiver, "_landed", landed) as patched:
+        yield patched
+
+
+@mutation
+def skip_the_digest_check() -> Iterator[object]:
+    with _wrap(receiver.Receiver, "_checked", lambda original, self, mismatch: original(self, None)) as patched:
+        yield patched
+
+
+@mutation
+def say_taken_twice() -> Iterator[object]:
+    def checked(original: Original, self: receiver.Receiver, mismatch: int | None) -> tuple[receiver.Command, ...]:
+        commands = original(self, mismatch)
+        return (*commands, receiver.SendTaken()) if mismatch is None else commands
+
+    with _wrap(receiver.Receiver, "_checked", checked) as patched:
+        yield patched
+
+
+@mutation
+def take_a_commit_after_giving_up() -> Iterator[object]:
+    """Go on with a hand-off that was given up because its commit came after all."""
+
+    def handle(original: Original, self: receiver.Receiver, event: receiver.Event) -> tuple[receiver.Command, ...]:
+        if self.state is receiver.State.QUARANTINED and isinstance(event, receiver.Committed):
+            self.state = receiver.State.GRANTED
+        return original(self, event)
+
+    with _wrap(receiver.Receiver, "handle", handle) as patched:
+        yield patched
+
+
+# ---- the sender's half
+
+
+@mutation
+def release_the_source_while_copying() -> Iterator[object]:
+    """Say that nothing is under way though a copy is."""
+    with _wrap(sender.Sender, "_give_up", lambda original, self, reason: self._quiesce(reason)) as patched:
+        yield patched
+
+
+@mutation
+def commit_before_the_last_copy_has_landed() -> Iterator[object]:
+    def progress(original: Original, self: sender.Sender) -> tuple[sender.Command, ...]:
+        commands = original(self)
+        grant = self._grant
+        if self.state is sender.State.SENDING and grant and self._capsule and self._copying and not commands:
+            missing = len(grant.pages) - len(self._digests)
+            self.state = sender.State.LANDED
+            digests = (*self._digests, *([0] * missing))
+            return (sender.SendCommit(sender.Commit(grant.capability, digests, self._capsule)),)
+        return commands
+
+    with _wrap(sender.Sender, "_progress", progress) as patched:
+        yield patched
+
+
+# ---- workers
+
+
+@mutation
+def forget_a_cancel_of_a_hand_off_under_way() -> Iterator[object]:
+    """Ignore a cancel between prefill's end and the first decode step."""
+
+    def cancel(original: Original, self: DecodeCore, cancelled: Cancelled, now_s: float) -> list[object]:
+        if any(key.request_id == cancelled.request_id for key in self._inbound):
+            return []
+        return original(self, cancelled, now_s)
+
+    with _wrap(DecodeCore, "_cancel", cancel) as patched:
+        yield patched
+
+
+@mutation
+def ignore_the_incarnation_on_decode_workers() -> Iterator[object]:
+    """Let any process of a worker's name speak for its hand-offs."""
+
+    def react(original: Original, self: DecodeCore, event: object, now_s: float) -> list[object]:
+        inbound = self._inbound.get(getattr(event, "key", None))
+        if inbound is not None and hasattr(event, "peer") and event.peer.worker_id == inbound.peer.worker_id:
+            event = replace(event, peer=inbound.peer)
+        return original(self, event, now_s)
+
+    with _wrap(DecodeCore, "_react", react) as patched:
+        yield patched
+
+
+@mutation
+def take_one_process_gone_for_all_of_its_name() -> Iterator[object]:
+    """Believe that every incarnation has ended when one has."""
+
+    def react(original: Original, self: DecodeCore, event: object, now_s: float) -> list[object]:
+        commands = original(self, event, now_s)
+        if isinstance(event, PeerGone):
+            namesakes = {i.peer for i in self._inbound.values() if i.peer.worker_id == event.peer.worker_id}
+            for peer in sorted(namesakes, key=lambda peer: peer.incarnation):
+                commands += original(self, PeerGone(peer), now_s)
+        return commands
+
+    with _wrap(DecodeCore, "_react", react) as patched:
+        yield patched
+
+
+@mutation
+def drop_grants_that_overtake_their_placement() -> Iterator[object]:
+    with _wrap(PrefillCore, "_unknown", lambda original, self, news, now_s: []) as patched:
+        yield patched
+
+
+@mutation
+def never_dial_a_lost_peer_again() -> Iterator[object]:
+    with _wrap(PrefillCore, "_redial", lambda original, self, now_s: []) as patched:
+        yield patched
+
+
+@mutation
+def release_reused_pages_twice() -> Iterator[object]:
+    def give_up(
+        original: Original, self: DecodeCore, keys: Iterable[HandoffKey], reason: str, now_s: float
+    ) -> list[object]:
+        keys = list(keys)
+        for key in keys:
+            if key in self._inbound and self._inbound[key].reused:
+                pool = self._scheduler.cache.pool
+                pool.release(tuple(p for p in self._inbound[key].reused if pool.holders(p) > 1))
+        return original(self, keys, reason, now_s)
+
+    with _wrap(DecodeCore, "_give_up", give_up) as patched:
+        yield patched
+
+
+# ---- pages and scheduling
+
+
+@mutation
+def write_into_shared_pages() -> Iterator[object]:
+    """Skip copy-on-write."""
+
+    def make_room(original: Original, self: Scheduler, sequence: Sequence, copies: list[tuple[PageId, PageId]]) -> bool:
+        if sequence.computed // self.cache.page_size < len(sequence.pages):
+            return True
+        return original(self, sequence, copies)
+
+    with _wrap(Scheduler, "_make_room", make_room) as patched:
+        yield patched
+
+
+@mutation
+def publish_a_page_before_it_is_full() -> Iterator[object]:
+    def admit(original: Original, self: Scheduler, sequence: Sequence) -> bool:
+        admitted: bool = original(self, sequence)
+        if admitted:
+            self.cache.publish(sequence.names, sequence.pages, sequence.num_published, len(sequence.names))
+        return admitted
+
+    with _wrap(Scheduler, "_admit", admit) as patched:
+        yield patched
+
+
+@mutation
+def keep_the_index_of_a_page_given_out() -> Iterator[object]:
+    with _wrap(KvCache, "_fresh", lambda original, self, pages: pages) as patched:
+        yield patched
+
+
+@mutation
+def grant_pages_without_taking_them() -> Iterator[object]:
+    def grant(original: Original, self: PagePool, count: int) -> Pages | None:
+        pages: Pages | None = original(self, count)
+        for page in pages or ():
+            self._free[page] = None
+        return pages
+
+    with _wrap(PagePool, "grant", grant) as patched:
+        yield patched
+
+
+@mutation
+def recompute_too_little_after_preemption() -> Iterator[object]:
+    """Take the last page of a preempted sequence for still computed."""
+
+    def admit(original: Original, self: Scheduler, sequence: Sequence) -> bool:
+        admitted: bool = original(self, sequence)
+        if admitted and sequence.has_run and sequence.num_missing > self.cache.page_size:
+            sequence.computed += self.cache.page_size
+        return admitted
+
+    with _wrap(Scheduler, "_admit", admit) as patched:
+        yield patched
+
+
+# ---- the router
+
+
+@mutation
+def deliver_tokens_again_after_placing_again() -> Iterator[object]:
+    with _wrap(RouterSequence, "num_known", lambda original, self, delta: 0) as patched:
+        yield patched
+
+
+@mutation
+def lose_tokens_that_overtook_the_first() -> Iterator[object]:
+    with _wrap(RouterSequence, "is_ahead", lambda original, self, delta, limit: original(self, delta, 0)) as patched:
+        yield patched
+
+
+@mutation
+def place_again_without_what_was_delivered() -> Iterator[object]:
+    """Draw delivered tokens anew, under positions after them."""
+
+    def spec(original: Original, self: Request, placement: Placement, now_s: float) -> SequenceSpec:
+        whole: SequenceSpec = original(self, placement, now_s)
+        return replace(whole, token_ids=self.prompt_ids)
+
+    with _wrap(Request, "spec", spec) as patched, _wrap(RouterSequence, "num_known", lambda *_: 0):
+        yield patched
+
+
+@mutation
+def forget_to_stop_the_other_worker() -> Iterator[object]:
+    def close(original: Original, self: Book, request: Request, placement: Placement, *, stop_workers: bool) -> None:
+        original(self, request, placement, stop_workers=False)
+
+    with _wrap(Book, "close", close) as patched:
+        yield patched
+
+
+@mutation
+def let_deadlines_pass() -> Iterator[object]:
+    with _wrap(RouterCore, "_miss_deadline", lambda original, self, request_id: None) as patched:
+        yield patched
+
+
+@mutation
+def forget_what_a_lost_worker_was_doing() -> Iterator[object]:
+    with _wrap(Recovery, "_again", lambda original, self, *args: None) as patched:
+        yield patched
+
+
+@mutation
+def end_a_request_while_a_continuation_runs() -> Iterator[object]:
+    def accept(original: Original, self: Delivery, request: Request, *args: object) -> bool:
+        ended = original(self, request, *args)
+        if ended and request.running and request.request_id in self._book.requests:
+            self._book.finish(request, args[-1])
+        return ended
+
+    with _wrap(Delivery, "_accept", accept) as patched:
+        yield patched
