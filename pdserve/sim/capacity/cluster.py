@@ -81,6 +81,7 @@ class SimCluster:
         self._lengths: dict[bytes, int] = {}
         self._members: dict[LinkId, _Member] = {}
         self._by_peer: dict[Peer, _Member] = {}
+        self._by_name: dict[str, _Member] = {}
         self._connected: set[tuple[Peer, Peer]] = set()
         costs = {
             Role.PREFILL: profile.configuration(shape.prefill_tp).costs(),
@@ -222,7 +223,7 @@ class SimCluster:
         worker = SimWorker(self._timeline, name, core, scheduler, self._costs[role])
         worker.perform = self._perform
         peer = Peer(WorkerId(name), Incarnation(link))
-        self._members[link] = self._by_peer[peer] = _Member(worker, peer, link, role)
+        self._members[link] = self._by_peer[peer] = self._by_name[name] = _Member(worker, peer, link, role)
         # One head whose width makes a page as large as the profile says.
         layout = KvLayout("simulated", 1, 1, self._profile.kv_bytes_per_token // 4, self._page_size, "bfloat16")
         registration = Registration(
@@ -242,7 +243,7 @@ class SimCluster:
         self._post(WorkerRegistered(link, registration))
 
     def _perform(self, worker: SimWorker, commands: list[object], step: Step | None, elapsed_s: float) -> None:
-        member = self._by_peer[Peer(WorkerId(worker.name), self._incarnation(worker))]
+        member = self._by_name[worker.name]
         deltas: list[Delta] = []
         for command in commands:
             match command:
@@ -257,10 +258,6 @@ class SimCluster:
                     self._carry(member, command)
         if step is not None:
             self._post(StepReported(member.link, deltas, step, elapsed_s))
-
-    def _incarnation(self, worker: SimWorker) -> Incarnation:
-        number = int(worker.name[1:]) + 1
-        return Incarnation(number if worker.name[0] == "p" else self._shape.prefill + number)
 
     def _carry(self, member: _Member, command: object) -> None:
         """Bring a worker's word to the other worker."""

@@ -34,7 +34,8 @@ class LeapingScheduler(Scheduler):
         running = self._running
         if self._waiting or not running or not all(map(_is_decoding, running)):
             return 0
-        length = min(self._output_length(s.job.request_id) - s.num_output_tokens for s in running)
+        length_of = self._output_length
+        length = min([length_of(s.job.request_id) - len(s.tokens) + s.job.num_prompt_tokens for s in running])
         if self.num_running > self.limits.max_num_batched_tokens:
             return 0
         while length > 0 and self._pages_needed(length) > self.cache.pool.num_free:
@@ -43,11 +44,11 @@ class LeapingScheduler(Scheduler):
 
     def _pages_needed(self, num_steps: int) -> int:
         size = self.cache.page_size
-        return sum(-(-(s.computed + num_steps) // size) - len(s.pages) for s in self._running)
+        return sum([-(-(s.computed + num_steps) // size) - len(s.pages) for s in self._running])
 
     def batch(self) -> tuple[int, int]:
         """Return how many sequences the next decode step has, and how many KV tokens they read."""
-        return len(self._running), sum(s.computed for s in self._running) + len(self._running)
+        return len(self._running), sum([s.computed for s in self._running]) + len(self._running)
 
     def leap(self, num_steps: int) -> StepPlan:
         """Do that many steps but the last one of sequences of which something is to be told: return that one.
@@ -57,24 +58,29 @@ class LeapingScheduler(Scheduler):
         if self._planned:
             raise InvariantError("leapt while a step is running")
         chunks: list[Chunk] = []
+        size, length_of, ahead = self.cache.page_size, self._output_length, [OTHER] * num_steps
         for sequence in self._running:
-            left = self._output_length(sequence.job.request_id) - sequence.num_output_tokens
-            is_told = left <= num_steps or not sequence.has_run
-            self._grow(sequence, num_steps, num_steps - is_told)
-            if is_told:
+            job, tokens = sequence.job, sequence.tokens
+            left = length_of(job.request_id) - len(tokens) + job.num_prompt_tokens
+            if sequence.computed + num_steps > len(sequence.pages) * size:
+                self._add_pages(sequence, num_steps)
+            if left > num_steps and sequence.has_run:
+                tokens.extend(ahead)
+                sequence.computed += num_steps
+            else:
+                tokens.extend(ahead[1:])
+                sequence.computed += num_steps - 1
                 self._schedule(sequence, 1, chunks)
         return StepPlan(tuple(chunks))
 
-    def _grow(self, sequence: Sequence, num_steps: int, num_done: int) -> None:
-        fresh = self.cache.num_pages(sequence.computed + num_steps) - len(sequence.pages)
-        if fresh > 0:
-            pages = self.cache.take(fresh)
-            if pages is None:
-                raise InvariantError("a leap ran out of pages")
-            sequence.pages.extend(pages)
-        sequence.tokens.extend([OTHER] * num_done)
-        sequence.computed += num_done
+    def _add_pages(self, sequence: Sequence, num_steps: int) -> None:
+        pages = self.cache.take(self.cache.num_pages(sequence.computed + num_steps) - len(sequence.pages))
+        if pages is None:
+            raise InvariantError("a leap ran out of pages")
+        sequence.pages.extend(pages)
 
 
 def _is_decoding(sequence: Sequence) -> bool:
-    return sequence.num_missing == 1 and sequence.num_output_tokens > 0 and len(sequence.indices) == 1
+    length = len(sequence.tokens)
+    is_after_prompt = length > sequence.job.num_prompt_tokens
+    return is_after_prompt and length - sequence.computed == 1 and len(sequence.indices) == 1
