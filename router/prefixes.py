@@ -8,9 +8,9 @@ from collections.abc import Sequence as Seq
 
 from pdserve.router.events import LinkId
 
-BLOCK = 128  # tokens
+BLOCK = 64  # tokens
 MAX_NAMES = 65536
-LIFE_S = 120.0
+LIFE_S = 600.0  # workers correct what is no longer so, as they begin to compute
 
 Names = tuple[int, ...]
 
