@@ -87,8 +87,9 @@ class HandoffClient:
                 task.cancel()
 
     def _end(self, stream: _Stream, reason: str) -> None:
-        if stream.task is not None and not stream.reason:
-            stream.reason = reason
+        del self._streams[stream.peer]  # here, since a task that has not begun would not
+        stream.reason = reason
+        if stream.task is not None:
             stream.task.cancel()
 
     async def _keep(self, stream: _Stream) -> None:
@@ -108,7 +109,8 @@ class HandoffClient:
                 raise
             reason = stream.reason
         finally:
-            del self._streams[peer]
+            if self._streams.get(peer) is stream:
+                del self._streams[peer]
         if not self._closing:
             logger.warning("%s at %s: %s", peer.worker_id, stream.address, reason)
         await self._sink(PeerLost(peer, reason))

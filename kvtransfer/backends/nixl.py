@@ -5,6 +5,7 @@ in an idle process. With a pause the thread sleeps on UCX's file descriptors, an
 and TCP's copies do not advance without it.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 import nixl_cu12._bindings as nixl
@@ -51,16 +52,22 @@ class _NixlLane:
     def open(self, description: Description) -> _Remote:
         try:
             agent = self._agent.loadRemoteMD(description.lane).decode()
+        except _ERRORS as error:
+            raise LaneError(_words(error)) from error
+        try:
             return _Remote(agent, self._prepare(agent, description.address, description.num_pages))
         except _ERRORS as error:
+            self._drop(agent)
             raise LaneError(_words(error)) from error
 
     def shut(self, remote: _Remote) -> None:
-        try:
-            self._agent.releasedDlistH(remote.pages)
-            self._agent.invalidateRemoteMD(remote.agent)
-        except nixl.nixlNotFoundError:
-            pass  # NIXL has dropped the agent by itself, after a disconnect
+        self._agent.releasedDlistH(remote.pages)
+        self._drop(remote.agent)
+
+    def _drop(self, agent: str) -> None:
+        """Disconnect from an agent. NIXL has dropped it by itself after some errors."""
+        with suppress(nixl.nixlNotFoundError):
+            self._agent.invalidateRemoteMD(agent)
 
     def post(self, remote: _Remote, src: Indices, dst: Indices) -> int | None:
         try:

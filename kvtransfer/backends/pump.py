@@ -23,7 +23,7 @@ from pdserve.kvtransfer.session import Pages, Peer
 
 logger = logging.getLogger(__name__)
 
-SLICE_BYTES = 8 << 20  # posted at once: bounds how long the thread is away from other peers
+SLICE_BYTES = 4 << 20  # posted at once: bounds how long the thread is away from other peers
 MAX_SLICES_IN_FLIGHT = 4  # for each peer
 MAX_OUTSTANDING = 16384  # copies
 MIN_WAIT_S, MAX_WAIT_S = 50e-6, 1e-3  # between two looks at slices in flight

@@ -369,3 +369,11 @@ async def test_a_forgotten_decode_worker_is_cut_off() -> None:
         prefill.client.forget(DECODE)
         assert await prefill.heard.next() == PeerLost(DECODE, "its process has ended")
         assert isinstance(await decode.heard.next(), PeerLost)
+
+
+async def test_a_decode_worker_forgotten_before_it_was_dialled_can_be_dialled_later() -> None:
+    async with decode_worker() as decode, prefill_worker() as prefill:
+        prefill.connect(decode)
+        prefill.client.forget(DECODE)
+        prefill.connect(decode)
+        assert await decode.heard.next() == PeerAttached(PREFILL)

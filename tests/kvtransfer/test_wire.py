@@ -1,0 +1,70 @@
+"""Messages of the control stream: what a peer may not say is named."""
+
+import pytest
+
+from pdserve.errors import ProtocolError
+from pdserve.ids import Attempt, Generation, PageId, RequestId
+from pdserve.kvtransfer import receiver, wire
+from pdserve.kvtransfer.session import Grant, HandoffKey
+from pdserve.proto.v1 import handoff_pb2 as handoff
+
+KEY = HandoffKey(RequestId(b"r" * 16), Attempt(2**32 - 1))
+GRANT = Grant(3, (PageId(2**32 - 1), PageId(0)), (Generation(2**64 - 1), Generation(0)), b"c" * 16)
+
+
+def grant() -> handoff.HandoffServiceAttachResponse:
+    return wire.from_receiver(KEY, receiver.SendGrant(GRANT))
+
+
+def test_a_grant_of_the_largest_numbers_comes_back_unchanged() -> None:
+    key, event = wire.to_sender(grant())
+    assert key == KEY
+    assert event == wire.sender.Granted(GRANT)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("pages", []),
+        ("pages", [4, 4]),
+        ("generations", [1]),
+        ("first_page", wire.MAX_PAGES + 1),
+        ("capability", b"c" * 15),
+        ("capability", b""),
+    ],
+)
+def test_a_false_grant_is_refused_and_the_field_named(field: str, value: list[int] | int | bytes) -> None:
+    message = grant()
+    message.grant.ClearField(field)
+    message.grant.MergeFrom(handoff.Grant(**{field: value}))
+    with pytest.raises(ProtocolError, match=field):
+        wire.to_sender(message)
+
+
+def test_a_grant_of_more_pages_than_any_hand_off_has_is_refused() -> None:
+    message = grant()
+    message.grant.pages.extend(range(1, wire.MAX_PAGES + 1))
+    with pytest.raises(ProtocolError, match=r"pages: 1048578 granted"):
+        wire.to_sender(message)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        handoff.HandoffServiceAttachResponse(),
+        handoff.HandoffServiceAttachResponse(hello_ack=handoff.HelloAck()),
+        handoff.HandoffServiceAttachResponse(taken=handoff.Taken(handoff=handoff.HandoffId(request_id=b"r" * 17))),
+        handoff.HandoffServiceAttachResponse(withdrawn=handoff.Withdrawn()),
+    ],
+)
+def test_a_message_that_names_no_hand_off_is_refused(message: handoff.HandoffServiceAttachResponse) -> None:
+    with pytest.raises(ProtocolError, match="message|request_id"):
+        wire.to_sender(message)
+
+
+def test_a_reason_is_cut_on_both_ends() -> None:
+    message = wire.from_receiver(KEY, receiver.SendWithdrawn("x" * 10_000))
+    assert len(message.withdrawn.reason) == wire.MAX_REASON_CHARS
+    message.withdrawn.reason = "y" * 10_000
+    _, event = wire.to_sender(message)
+    assert event == wire.sender.Withdrawn("y" * wire.MAX_REASON_CHARS)
