@@ -27,7 +27,7 @@ class Runner:
         """Set up `num_pages` pages of `page_size` tokens, zeroed. eos_token_ids: the model config's unless given."""
         config = model.config
         shape = (num_pages, config.num_layers, 2, config.num_kv_heads, page_size, config.head_dim)
-        self.kv = _zeroed(shape, model.embedding.dtype, model.embedding.device)
+        self.kv = zeroed(shape, model.embedding.dtype, model.embedding.device)
         self._model = model
         self._pool = PoolShape(num_pages, page_size, config.vocab_size)
         self._attention = TorchAttention(config, self.kv, model.rope)
@@ -37,18 +37,9 @@ class Runner:
     def run(self, plan: StepPlan) -> StepResult:
         """Copy pages, compute all chunks, draw their samples. InvariantError if the plan cannot be run."""
         started_s = time.perf_counter()
-        self._copy(plan.copies)
+        copy_pages(self.kv, plan.copies)
         tokens = self._compute(plan) if plan.chunks else ()
         return StepResult(tokens, time.perf_counter() - started_s)
-
-    def _copy(self, copies: Seq[tuple[PageId, PageId]]) -> None:
-        """Copy whole pages; all are read before any is written."""
-        if not copies:
-            return
-        pages = torch.tensor(copies, dtype=torch.int64)
-        if int(pages.min()) < 0 or int(pages.max()) >= len(self.kv):
-            raise InvariantError(f"copies {copies} between {len(self.kv)} pages")
-        self.kv.index_copy_(0, pages[:, 1], self.kv.index_select(0, pages[:, 0]))
 
     def _compute(self, plan: StepPlan) -> tuple[tuple[SampledToken, ...], ...]:
         batch = Batch.of(plan, self._pool)
@@ -57,17 +48,28 @@ class Runner:
         every_token = np.array_equal(batch.sample_rows, np.arange(batch.num_tokens))
         rows = None if every_token else torch.from_numpy(batch.sample_rows)
         logits = self._model.forward(token_ids, self._attention, rows)
-        return _by_chunk(batch, self._sampler.sample(logits, batch.samples))
+        return by_chunk(batch, self._sampler.sample(logits, batch.samples))
 
 
-def _zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def copy_pages(kv: Tensor, copies: Seq[tuple[PageId, PageId]]) -> None:
+    """Copy whole pages; all are read before any is written."""
+    if not copies:
+        return
+    pages = torch.tensor(copies, dtype=torch.int64)
+    if int(pages.min()) < 0 or int(pages.max()) >= len(kv):
+        raise InvariantError(f"copies {copies} between {len(kv)} pages")
+    sources, targets = pages.to(kv.device).unbind(1)
+    kv.index_copy_(0, targets, kv.index_select(0, sources))
+
+
+def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros. On the CPU memory becomes resident page by page, as it is first written to."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
-def _by_chunk(batch: Batch, drawn: Seq[SampledToken]) -> tuple[tuple[SampledToken, ...], ...]:
+def by_chunk(batch: Batch, drawn: Seq[SampledToken]) -> tuple[tuple[SampledToken, ...], ...]:
     """Give the samples, which are in batch order, back in the plan's order of chunks."""
     tokens: list[tuple[SampledToken, ...]] = [()] * len(batch.order)
     first = 0

@@ -25,10 +25,7 @@ class Sampler:
         """Draw one token per row. logits: [len(specs), vocab_size], any float dtype; left as they are."""
         if not specs:
             return []
-        token_ids = self._token_ids(logits, specs)
-        reported = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
-        logprobs = dict(zip(reported, _logprobs(logits, specs, token_ids, reported), strict=True))
-        return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids)]
+        return with_logprobs(logits, specs, self._token_ids(logits, specs))
 
     def _token_ids(self, logits: Tensor, specs: Seq[SampleSpec]) -> list[int]:
         special = [row for row, spec in enumerate(specs) if not _plain_greedy(spec)]
@@ -45,6 +42,13 @@ class Sampler:
         adjust(adjusted, chosen, self._eos_token_ids)
         token_ids[special] = draw(adjusted, chosen).numpy()
         return token_ids.tolist()
+
+
+def with_logprobs(logits: Tensor, specs: Seq[SampleSpec], token_ids: Seq[int]) -> list[SampledToken]:
+    """Return the tokens drawn, each with the log probabilities its request asks for."""
+    reported = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
+    logprobs = dict(zip(reported, _logprobs(logits, specs, token_ids, reported), strict=True))
+    return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids)]
 
 
 def _plain_greedy(spec: SampleSpec) -> bool:

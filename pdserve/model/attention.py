@@ -5,15 +5,15 @@ from typing import Protocol
 
 from torch import Tensor
 
-from pdserve.model.layers import RmsNorm
+from pdserve.model.layers import Norm
 
 
 @dataclass(frozen=True, slots=True)
 class QkNorm:
     """The norms over each head of q and of k, before they are rotated."""
 
-    q: RmsNorm
-    k: RmsNorm
+    q: Norm
+    k: Norm
 
 
 class Attention(Protocol):

@@ -22,7 +22,7 @@ class Linear(Protocol):
         ...
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        """Return linear(x) + other."""
+        """Return linear(x) + other, which may be overwritten."""
         ...
 
 
@@ -80,16 +80,21 @@ def packs(dtype: torch.dtype, device: torch.device) -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """Return the fastest layer for the weight's device and dtype. weight: [out_features, in_features]."""
-    return PackedLinear(weight, bias) if packs(weight.dtype, weight.device) else PlainLinear(weight, bias)
+class Norm(Protocol):
+    """x / rms(x) * weight over the last axis, with the mean of squares in float32."""
+
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor: ...
 
 
 class RmsNorm:
-    """x / rms(x) * weight, with the mean of squares in float32."""
+    """The norm in plain torch."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
-        self._weight = weight
+        self.weight = weight
+        self.eps = eps
         self._eps = torch.full((1, 1), eps, dtype=torch.float32, device=weight.device)
         self._per_feature = 1.0 / weight.numel()
 
@@ -97,7 +102,7 @@ class RmsNorm:
         wide = x.float()
         norm = torch.linalg.vector_norm(wide, 2, -1, keepdim=True)
         scale = torch.addcmul(self._eps, norm, norm, value=self._per_feature).rsqrt_()
-        return (wide * scale).to(x.dtype).mul_(self._weight)
+        return (wide * scale).to(x.dtype).mul_(self.weight)
 
 
 class Mlp(Protocol):

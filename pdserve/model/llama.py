@@ -7,7 +7,7 @@ from torch.nn.functional import embedding
 
 from pdserve.model.attention import Attention, QkNorm
 from pdserve.model.config import ModelConfig
-from pdserve.model.layers import Linear, Mlp, RmsNorm
+from pdserve.model.layers import Linear, Mlp, Norm
 from pdserve.model.rope import Rope
 
 
@@ -15,11 +15,11 @@ from pdserve.model.rope import Rope
 class Layer:
     """One decoder layer's weights."""
 
-    input_norm: RmsNorm
+    input_norm: Norm
     qkv: Linear
     qk_norm: QkNorm | None
     o: Linear
-    post_attention_norm: RmsNorm
+    post_attention_norm: Norm
     mlp: Mlp
 
 
@@ -30,7 +30,7 @@ class Model:
     config: ModelConfig
     embedding: Tensor  # [vocab_size, hidden_size]; gives device and dtype
     layers: tuple[Layer, ...]
-    final_norm: RmsNorm
+    final_norm: Norm
     lm_head: Linear
     rope: Rope
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from pdserve.errors import ConfigError
 from pdserve.model.attention import QkNorm
 from pdserve.model.config import ModelConfig
-from pdserve.model.layers import FusedMlp, Linear, Mlp, RmsNorm, SplitMlp, linear, packs
+from pdserve.model.layer_choice import fused_mlp, linear, norm
+from pdserve.model.layers import Linear, Mlp, Norm, SplitMlp, packs
 from pdserve.model.llama import Layer, Model
 from pdserve.model.names import EMBEDDING, FINAL_NORM, LM_HEAD, Shape, hf_shapes, is_ignored, layer_prefix
 from pdserve.model.rope import Rope
@@ -101,7 +102,7 @@ class _Builder:
         gate, up, down = f"{prefix}gate_proj", f"{prefix}up_proj", f"{prefix}down_proj"
         if packs(self._dtype, self._device):
             return SplitMlp(self._linear(gate), self._linear(up), self._linear(down))
-        return FusedMlp(self._linear(gate, up), self._linear(down))
+        return fused_mlp(self._linear(gate, up), self._linear(down), self._device)
 
     def _linear(self, *names: str) -> Linear:
         """Return one layer that computes the named ones side by side."""
@@ -110,8 +111,8 @@ class _Builder:
         bias = torch.cat([self._take(f"{name}.bias") for name in names]) if has_bias else None
         return linear(weight, bias)
 
-    def _norm(self, name: str) -> RmsNorm:
-        return RmsNorm(self._take(name), self._config.rms_norm_eps)
+    def _norm(self, name: str) -> Norm:
+        return norm(self._take(name), self._config.rms_norm_eps)
 
     def _take(self, name: str) -> Tensor:
         return self._tensors.pop(name)

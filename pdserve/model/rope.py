@@ -28,6 +28,12 @@ class Rope:
         frequencies, self._cos_scale = _frequencies(config)
         self._frequencies = frequencies.to(device)
 
+    def table(self, num_positions: int) -> Tensor:
+        """Return each position's cosines, then its sines: float32 [num_positions, head_dim]."""
+        positions = torch.arange(num_positions, device=self._frequencies.device)
+        turns = positions.float()[:, None] * self._frequencies
+        return torch.cat((turns.cos(), turns.sin()), -1).mul_(self._cos_scale)
+
     def angles(self, positions: Tensor, dtype: torch.dtype) -> Angles:
         """Return the angles of `positions`: int64 [num_tokens]."""
         turns = positions.float()[:, None] * self._frequencies

@@ -1,0 +1,114 @@
+"""Attention over pages through the Triton kernels: for GPUs, and for a CPU where Triton interprets.
+
+A batch has its single-token chunks first. They are the decode kernel's, in one of a few fixed sizes; chunks of more
+tokens are the prefill kernel's, which also takes single tokens where no size fits the step.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdserve.engine.batch import Batch
+from pdserve.engine.graphs import size_for
+from pdserve.kernels.attention import AttentionSpec
+from pdserve.kernels.decode import Decode, StepSize
+from pdserve.kernels.pageio import Rotation, Target, rope_write
+from pdserve.kernels.prefill import Prefill
+from pdserve.model.attention import QkNorm
+from pdserve.model.config import ModelConfig
+from pdserve.model.rope import Rope
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Tokens of a step that one kernel serves."""
+
+    kernel: Prefill | Decode
+    tokens: slice  # at least as many as are planned; the decode kernel leaves the others alone
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    positions: Tensor  # int32 [num_tokens]
+    slots: Tensor  # int32 [num_tokens]
+    parts: tuple[_Part, ...]
+
+
+class TritonAttention:
+    """Plans a step once, then serves each layer of it."""
+
+    def __init__(self, config: ModelConfig, kv: Tensor, rope: Rope, max_kv_len: int, sizes: Seq[int]) -> None:
+        """Attend within `kv`: [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim].
+
+        max_kv_len: the longest context. sizes: how many sequences a decode step may have room for, rising.
+        ValueError names what of a model or pool the kernels do not serve.
+        """
+        self._config = config
+        self._spec = AttentionSpec(
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            page_size=kv.shape[4],
+            num_pages=kv.shape[0],
+            scale=config.head_dim**-0.5,
+            dtype=kv.dtype,
+            kv_dtype=kv.dtype,
+            window=config.sliding_window,
+        )
+        self._pages = [(kv[:, layer, 0], kv[:, layer, 1]) for layer in range(config.num_layers)]
+        self._cos_sin = rope.table(max_kv_len)
+        self._device = kv.device
+        self._max_kv_len = max_kv_len
+        self._sizes = tuple(sizes)
+        self._prefill = Prefill(self._spec, kv.device)
+        self._decodes: dict[int, Decode] = {}
+        self._step: _Step | None = None
+
+    def plan(self, batch: Batch, positions: Tensor, slots: Tensor) -> None:
+        """Prepare what all layers share of the step. positions, slots: int32, at least one for each token.
+
+        A step of single tokens whose `positions` are as long as one of the sizes may be captured.
+        """
+        single = int(np.count_nonzero(batch.query_lens == 1))
+        size = size_for(single, self._sizes) if single else None
+        parts = []
+        if size is not None and size <= len(positions):
+            parts.append(_planned(self._decode(size), batch, slice(0, single), slice(0, size)))
+        else:
+            single = 0
+        if single < len(batch.query_lens):
+            parts.append(_planned(self._prefill, batch, slice(single, None), slice(single, batch.num_tokens)))
+        self._step = _Step(positions, slots, tuple(parts))
+
+    def run(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None) -> Tensor:
+        """Attend in one layer; see `pdserve.model.attention.Attention`."""
+        step = self._step
+        if step is None:
+            raise RuntimeError("run before plan")
+        num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
+        q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        k_pages, v_pages = self._pages[layer]
+        target = Target(k_pages, v_pages, step.slots)
+        q = rope_write((q, k, v), step.positions, self._rotation(qk_norm), target, out=q)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for part in step.parts:
+            part.kernel.run(q[part.tokens], k_pages, v_pages, out=out[part.tokens])
+        return out.view(len(out), -1)
+
+    def _rotation(self, qk_norm: QkNorm | None) -> Rotation:
+        if qk_norm is None:
+            return Rotation(self._cos_sin)
+        return Rotation(self._cos_sin, q_norm=qk_norm.q.weight, k_norm=qk_norm.k.weight, eps=qk_norm.q.eps)
+
+    def _decode(self, size: int) -> Decode:
+        if size not in self._decodes:
+            self._decodes[size] = Decode(self._spec, self._device, StepSize(size, 1, self._max_kv_len))
+        return self._decodes[size]
+
+
+def _planned(kernel: Prefill | Decode, batch: Batch, chunks: slice, tokens: slice) -> _Part:
+    kernel.plan(batch.query_lens[chunks], batch.kv_lens[chunks], batch.page_table[chunks])
+    return _Part(kernel, tokens)

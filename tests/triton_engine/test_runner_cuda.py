@@ -1,0 +1,146 @@
+"""The engine over the kernels computes what the engine in plain torch computes."""
+
+import random
+
+import pytest
+import torch
+from greedy_runs import greedy_texts, spec
+from torch import Tensor
+
+from pdserve.engine.attention_torch import TorchAttention
+from pdserve.engine.attention_triton import TritonAttention
+from pdserve.engine.batch import Batch, PoolShape
+from pdserve.engine.graphs import StepInputs, graph_sizes
+from pdserve.engine.runner import Runner
+from pdserve.engine.runner_cuda import CudaRunner, StepLimits
+from pdserve.engine.step import Chunk, StepPlan
+from pdserve.ids import PageId
+from pdserve.model.config import ModelConfig
+from pdserve.model.dummy import dummy_weights
+from pdserve.model.llama import Model
+from pdserve.model.loading import load_model
+
+PAGE_SIZE = 16
+NUM_PAGES = 60
+VOCAB = 300
+LIMITS = StepLimits(max_num_seqs=6, max_num_batched_tokens=256, max_model_len=256)
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "head_dim": 32,
+    "eos_token_id": 5,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+FAMILIES: dict[str, dict[str, object]] = {
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 2},
+    "llama3": {
+        "architectures": ["LlamaForCausalLM"],
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "rope_scaling": LLAMA3_ROPE,
+    },
+    "mistral": {
+        "architectures": ["MistralForCausalLM"],
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "sliding_window": 24,
+    },
+}
+
+
+@pytest.fixture(scope="module", params=list(FAMILIES))
+def model(request: pytest.FixtureRequest) -> Model:
+    return load(request.param)
+
+
+def load(family: str) -> Model:
+    """Build a random model whose greedy text does not settle on one token."""
+    config = ModelConfig.from_hf({**SHAPE, **FAMILIES[family]})
+    weights = ((name, w if w.ndim == 1 else w * 4) for name, w in dummy_weights(config))
+    return load_model(config, weights, torch.float32)
+
+
+def tokens_of(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+def pages_of(first: int, num_tokens: int) -> tuple[PageId, ...]:
+    return tuple(PageId(first + i) for i in range(-(-num_tokens // PAGE_SIZE)))
+
+
+# Contexts of 40, 17, 1 and 33 tokens are in pages before the step that is compared.
+CONTEXTS = (40, 17, 1, 33)
+FILLING = StepPlan(tuple(Chunk(tokens_of(n, seed), 0, pages_of(5 * seed, n), ()) for seed, n in enumerate(CONTEXTS)))
+
+
+def after(seed: int, count: int) -> Chunk:
+    """Continue context `seed` by `count` tokens."""
+    start = CONTEXTS[seed]
+    return Chunk(tokens_of(count, 10 + seed), start, pages_of(5 * seed, start + count), (spec(),))
+
+
+STEPS = {
+    "one token each": (after(0, 1), after(1, 1), after(2, 1), after(3, 1)),
+    "tokens and chunks": (after(0, 1), after(1, 20), after(2, 1), after(3, 1)),
+    "chunks alone": (after(0, 17), after(2, 30)),
+    "few tokens beside many singles": (after(0, 1), after(1, 2), after(2, 1), after(3, 1)),
+}
+
+
+def logits_with_torch(model: Model, kv: Tensor, plan: StepPlan) -> Tensor:
+    attention = TorchAttention(model.config, kv, model.rope)
+    batch = Batch.of(plan, PoolShape(NUM_PAGES, PAGE_SIZE, VOCAB))
+    attention.plan(batch)
+    return model.forward(torch.from_numpy(batch.token_ids), attention, None)
+
+
+def logits_with_triton(model: Model, kv: Tensor, plan: StepPlan, room: int) -> Tensor:
+    """Return the logits of the plan's tokens, computed with `room` places without a token behind them."""
+    attention = TritonAttention(model.config, kv, model.rope, LIMITS.max_model_len, graph_sizes(LIMITS.max_num_seqs))
+    batch = Batch.of(plan, PoolShape(NUM_PAGES, PAGE_SIZE, VOCAB))
+    inputs = StepInputs(256, PAGE_SIZE, NUM_PAGES, kv.device)
+    token_ids, positions, slots = inputs.send(batch, batch.num_tokens + room)
+    attention.plan(batch, positions, slots)
+    return model.forward(token_ids, attention, None)[: batch.num_tokens]
+
+
+@pytest.mark.parametrize("chunks", STEPS.values(), ids=STEPS)
+@torch.inference_mode()
+def test_a_ragged_step_gives_the_logits_and_pages_of_plain_torch(model: Model, chunks: tuple[Chunk, ...]) -> None:
+    torch_runner = Runner(model, NUM_PAGES, PAGE_SIZE)
+    torch_runner.run(FILLING)
+    kv = torch_runner.kv.clone()
+    expected = logits_with_torch(model, torch_runner.kv, StepPlan(chunks))
+    ours = logits_with_triton(model, kv, StepPlan(chunks), room=0)
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(kv, torch_runner.kv, atol=1e-4, rtol=1e-4)
+
+
+@torch.inference_mode()
+def test_places_without_a_sequence_change_neither_pages_nor_logits(model: Model) -> None:
+    torch_runner = Runner(model, NUM_PAGES, PAGE_SIZE)
+    torch_runner.run(FILLING)
+    plan = StepPlan((after(0, 1), after(1, 1), after(2, 1)))
+    exact, padded = torch_runner.kv.clone(), torch_runner.kv.clone()
+    expected = logits_with_triton(model, exact, plan, room=0)
+    ours = logits_with_triton(model, padded, plan, room=1)
+    torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(exact, padded)
+    assert not exact[30:].any()
+
+
+@pytest.mark.parametrize("chunk_tokens", [7, 10**6])
+def test_greedy_texts_are_those_of_plain_torch(model: Model, chunk_tokens: int) -> None:
+    prompts = [tokens_of(length) for length in (1, 15, 16, 17, 40)]
+    expected = greedy_texts(Runner(model, NUM_PAGES, PAGE_SIZE), prompts, 8, chunk_tokens)
+    ours = greedy_texts(CudaRunner(model, NUM_PAGES, PAGE_SIZE, LIMITS), prompts, 8, chunk_tokens)
+    assert ours == expected
