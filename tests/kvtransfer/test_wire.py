@@ -58,7 +58,7 @@ def test_a_grant_of_more_pages_than_any_hand_off_has_is_refused() -> None:
     ],
 )
 def test_a_message_that_names_no_hand_off_is_refused(message: handoff.HandoffServiceAttachResponse) -> None:
-    with pytest.raises(ProtocolError, match="message|request_id"):
+    with pytest.raises(ProtocolError, match=r"message|request_id"):
         wire.to_sender(message)
 
 
