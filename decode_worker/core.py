@@ -115,7 +115,7 @@ class DecodeCore:
 
     def fail_step(self, reason: str) -> list[Command]:
         """Fail the requests of the planned step: computing it has broken."""
-        broken = {HandoffKey(s.job.request_id, s.job.attempt) for s in self._scheduler.abandon()}
+        broken = dict.fromkeys(HandoffKey(s.job.request_id, s.job.attempt) for s in self._scheduler.abandon())
         commands: list[Command] = []
         for key in broken:
             task = self._tasks[key]
