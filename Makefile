@@ -9,7 +9,10 @@ MODEL ?= smollm2-135m-instruct
 PREFILL ?= 1
 DECODE ?= 1
 
-.PHONY: demo serve test check gpu clean
+# make sim: how many seeds.
+SEEDS ?= 200
+
+.PHONY: demo serve test check sim gpu clean
 
 demo: $(INSTALLED)
 	$(BIN)/pdserve demo
@@ -30,6 +33,10 @@ check: $(INSTALLED)
 	$(BIN)/codespell
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/buf lint
 	$(BIN)/pytest -q tests/test_proto_drift.py
+
+# Simulated clusters with faults: seeds 0 to SEEDS-1.
+sim: $(INSTALLED)
+	$(BIN)/python -m pdserve.sim.faults --seeds $(SEEDS)
 
 # Runs on a machine with a GPU, with its own torch and triton: nothing is installed.
 gpu:
