@@ -1,1 +1,1 @@
-"""Worlds in which the real decisions run without the real machines."""
+"""Simulated clusters of the real cores: with faults (`faults`), and for capacity (`capacity`)."""

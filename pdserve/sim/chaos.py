@@ -13,6 +13,9 @@ from pdserve.sim.scenario import Scenario
 
 SITE_FAULTS = ("crash_worker", "freeze_worker", "reset_handoff", "cut_one_way")
 
+LATE_S = 0.2  # before the last request: what breaks then is repaired by no later request's traffic
+LATE_FACTOR = 10.0
+
 
 class Chaos:
     """Carries out a scenario's faults until it is told to stop; then everything heals."""
@@ -68,17 +71,22 @@ class Chaos:
     def _equip(self, worker: Worker) -> None:
         if isinstance(worker, PrefillProcess) and self._site_faults:
             worker.mover.site = self._visit
-        if isinstance(worker, DecodeProcess) and "hostile" in self._scenario.faults:
-            worker.site = self._intrude
+        if isinstance(worker, DecodeProcess):
+            worker.site = self._visit_grant
 
-    def _intrude(self, site: str, process: Process) -> None:
-        """Perhaps forge something about a grant while it is open."""
-        if not self._stopped and isinstance(process, DecodeProcess) and self._rng.random() < 0.3:
+    def _visit_grant(self, site: str, process: Process) -> None:
+        """Perhaps strike, or forge something, while a grant is open."""
+        if self._site_faults:
+            self._visit(site, process)
+        is_hostile = "hostile" in self._scenario.faults and not self._stopped
+        if is_hostile and isinstance(process, DecodeProcess) and self._rng.random() < 0.3:
             self._world.after(self._rng.random() * 0.01, None, self._hostile.speak_to, process)
 
     def _visit(self, site: str, process: Process) -> None:
         """Perhaps strike in the middle of a copy, or right after a commit."""
-        if not self._stopped and self._rng.random() < self._scenario.site_chance:
+        is_late = self._world.now > self._scenario.wishes[-1].at_s - LATE_S
+        chance = self._scenario.site_chance * (LATE_FACTOR if is_late else 1.0)
+        if not self._stopped and self._rng.random() < chance:
             kind = self._rng.choice(self._site_faults)
             self._world.note("chaos", f"{kind} at {site}")
             self._world.after(0.0, None, self._hurt, kind, process)

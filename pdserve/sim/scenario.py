@@ -56,7 +56,7 @@ def draw(seed: int, num_requests: int) -> Scenario:
     rng = random.Random(f"scenario {seed}")
     calm, faultless = seed % PERIOD == 0, seed % PERIOD in (0, 4)
     faults = frozenset() if faultless else frozenset(fault for fault in FAULTS if rng.random() < 0.5)
-    span_s = num_requests * rng.choice((0.01, 0.02, 0.05))
+    span_s = num_requests * rng.choice((0.005, 0.01, 0.03))
     step_s = rng.choice((0.002, 0.004, 0.008))
     max_model_len = 96
     page_s = rng.choice((0.0001, 0.0005, 0.002))

@@ -113,7 +113,6 @@ def simulate(seed: int, num_requests: int = 200) -> Outcome:
     simulation = Simulation(draw(seed, num_requests))
     violation: str = ""
     story: tuple[str, ...] = ()
-    gc.collect()
     gc.disable()  # a seed leaves little garbage, and looking for it takes a third of the time
     try:
         simulation.run()

@@ -109,9 +109,8 @@ def test_a_capsule_without_tokens_is_refused_and_changes_nothing() -> None:
     wanted = job(1, 4)
     core.handle(decode.PeerAttached(P), 0.0)
     commands = core.handle(Placed(RouterRef(1), wanted, 1e9, P), 0.0)
-    (grant,) = [
-        c.message.grant for c in commands if isinstance(c, decode.ToPeer) and isinstance(c.message, receiver.SendGrant)
-    ]
+    told = [command.message for command in commands if isinstance(command, decode.ToPeer)]
+    (grant,) = [message.grant for message in told if isinstance(message, receiver.SendGrant)]
     before = core.load()
     empty = Commit(grant.capability, (0,), Capsule(4, (), ()))
     with pytest.raises(ProtocolError, match="capsule"):
