@@ -6,6 +6,7 @@ into another worker's pages any more, which frees the pages that wait for it.
 
 import asyncio
 import os
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ PUBLIC_PORT = 50051
 REPORT_TIMEOUT_S = 60.0
 RECONNECT_S = 0.2
 MAX_RESTARTS_BEFORE_READY = 3
+MAX_GONE = 64  # ended processes that a router is told of when it starts again
 DRAIN = (Stage(("router",), 40.0), Stage(("prefill", "decode"), 10.0))  # the router finishes what runs
 
 
@@ -52,6 +54,7 @@ class LocalCluster:
         self._supervisor = supervisor
         self._listener = listener
         self.ready = asyncio.Event()
+        self._gone: deque[ChildExit] = deque(maxlen=MAX_GONE)
 
     @property
     def state(self) -> ClusterState:
@@ -74,6 +77,7 @@ class LocalCluster:
 
         def on_exit(exit_: ChildExit) -> None:
             if exit_.spec.role != "router" and exit_.restart_in_s is not None:
+                self._gone.append(exit_)
                 report = tasks.create_task(_report_gone(client, exit_))
                 helpers.add(report)
                 report.add_done_callback(helpers.discard)
@@ -103,8 +107,13 @@ class LocalCluster:
 
     async def _watch(self, client: AdminClient) -> None:
         while True:
+            told = False  # a router that starts again knows nothing of the dead; workers it missed may wait for word
             try:
                 async for status in client.watch(wait_for_ready=True):
+                    if not told:
+                        told = True
+                        for gone in tuple(self._gone):
+                            await _report_gone(client, gone)
                     self._listener.on_status(status)
                     if not self.ready.is_set() and self._is_complete(status):
                         self.ready.set()

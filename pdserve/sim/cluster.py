@@ -1,5 +1,6 @@
 """A simulated cluster: its processes, who finds whom, and the launcher that starts them again."""
 
+from collections import deque
 from collections.abc import Callable
 
 from pdserve.ids import Incarnation
@@ -13,8 +14,7 @@ from pdserve.sim.router import RouterProcess
 from pdserve.sim.scenario import Scenario
 from pdserve.sim.world import World
 
-REPORT_TIMEOUT_S = 10.0  # how long a launcher tries to tell a router that a process is gone
-LOOK_S = 0.25
+MAX_GONE = 64  # ended processes that a launcher tells a router when it starts again
 
 Worker = PrefillProcess | DecodeProcess
 
@@ -29,6 +29,7 @@ class Cluster:
         self.routers: dict[str, RouterProcess] = {}
         self.workers: dict[str, Worker] = {}
         self._by_peer: dict[Peer, Worker] = {}
+        self._gone: deque[ProcessEnded] = deque(maxlen=MAX_GONE)  # as its launcher knows
         self._num_started = 0
         self.on_start: Callable[[Worker], object] = lambda worker: None
         for number in range(scenario.num_routers):
@@ -44,6 +45,8 @@ class Cluster:
         incarnation = Incarnation(1000 + self._num_started)
         if name.startswith("r"):
             self.routers[name] = RouterProcess(self.network, name, incarnation, Limits())
+            for gone in self._gone:
+                self._report(name, gone)
             return
         worker = self._new_worker(name, incarnation)
         self.on_start(worker)
@@ -61,9 +64,8 @@ class Cluster:
         delay_s = rng.random() ** 6 * 3.0  # until it is reaped
         if isinstance(process, PrefillProcess | DecodeProcess):
             gone = ProcessEnded(process.peer.worker_id, process.incarnation)
-            for router in self.routers:
-                late_s = rng.random() * rng.choice((0.01, 0.1, 3.0))
-                self.world.after(delay_s + late_s, None, self._report, router, gone, self.world.now)
+            late_s = rng.random() * rng.choice((0.01, 0.1, 3.0))
+            self.world.after(delay_s + late_s, None, self._note_gone, gone)
         self.world.after(delay_s + rng.uniform(0.1, 0.8), None, self.start, process.name)
 
     def find_peer(self, peer: Peer) -> Worker | None:
@@ -84,9 +86,12 @@ class Cluster:
         worker.mover.faults = scenario.copy_faults
         return worker
 
-    def _report(self, router: str, gone: ProcessEnded, since_s: float) -> None:
+    def _note_gone(self, gone: ProcessEnded) -> None:
+        self._gone.append(gone)
+        for router in self.routers:
+            self._report(router, gone)
+
+    def _report(self, router: str, gone: ProcessEnded) -> None:
+        """Tell a router that a process has ended, if it is there to hear it."""
         process = self.routers[router]
-        if process.alive:
-            self.world.after(0.001, process, process.post, gone)
-        elif self.world.now - since_s < REPORT_TIMEOUT_S:
-            self.world.after(LOOK_S, None, self._report, router, gone, since_s)
+        self.world.after(0.001 + self.world.rng.random() * 0.01, process, process.post, gone)
