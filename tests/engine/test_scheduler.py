@@ -110,9 +110,7 @@ def test_a_preempted_sequence_gives_the_same_tokens() -> None:
         ({"max_tokens": 1}, 1, Finish.LENGTH),
     ],
 )
-def test_a_sequence_ends_at_its_stop_token_or_its_limit(
-    params: dict[str, int], count: int, finish: Finish
-) -> None:
+def test_a_sequence_ends_at_its_stop_token_or_its_limit(params: dict[str, int], count: int, finish: Finish) -> None:
     tokens = expected([9, 8, 7], 1, 5, VOCAB)
     bench = Bench()
     stop = {"stop_token_ids": (tokens[2],)} if params.pop("stop_token_ids", None) else {}

@@ -1,8 +1,7 @@
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-
-import pytest
 
 from pdserve.engine.pages import PagePool, Pages
 from pdserve.errors import InvariantError
