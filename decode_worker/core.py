@@ -5,6 +5,7 @@ this core's hands only as the receiver's half of the hand-off says; each task re
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from pdserve.decode_worker.events import (
     CheckDigests,
@@ -25,6 +26,7 @@ from pdserve.errors import InvariantError, ProtocolError
 from pdserve.kvtransfer import receiver
 from pdserve.kvtransfer.session import Capsule, Grant, HandoffKey, Peer, mint_capability
 from pdserve.worker.admission import refusal
+from pdserve.worker.load import load_of
 from pdserve.worker.words import (
     Cancelled,
     DrainAsked,
@@ -64,18 +66,10 @@ class DecodeCore:
         return self._draining and not self._tasks
 
     def load(self) -> Load:
-        pool, scheduler = self._scheduler.cache.pool, self._scheduler
-        return Load(
-            pages_free=pool.num_free,
-            pages_held=pool.num_held,
-            pages_granted=pool.num_granted,
-            pages_quarantined=pool.num_quarantined,
-            pages_cached=scheduler.cache.num_cached,
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting + len(self._ungranted),
-            waiting_tokens=scheduler.waiting_tokens,
-            kv_tokens=scheduler.kv_tokens,
-            num_preemptions=scheduler.num_preemptions,
+        load = load_of(self._scheduler)
+        return replace(
+            load,
+            num_waiting=load.num_waiting + len(self._ungranted),
             num_handoffs=len(self._inbound),
             num_digest_mismatches=self._num_digest_mismatches,
             draining=self._draining,

@@ -17,6 +17,7 @@ from pdserve.kvtransfer.session import Capsule, HandoffKey, Peer
 from pdserve.prefill_worker.events import Command, Connect, Copy, Event, Forget, FromPeer, PeerLost, ToPeer
 from pdserve.prefill_worker.tasks import Task
 from pdserve.worker.admission import refusal
+from pdserve.worker.load import load_of
 from pdserve.worker.words import (
     Cancelled,
     DrainAsked,
@@ -63,20 +64,12 @@ class PrefillCore:
         return self._draining and self.idle
 
     def load(self) -> Load:
-        pool, scheduler = self._scheduler.cache.pool, self._scheduler
-        return Load(
-            pages_free=pool.num_free,
-            pages_held=pool.num_held,
-            pages_granted=pool.num_granted,
-            pages_quarantined=pool.num_quarantined,
-            pages_cached=scheduler.cache.num_cached,
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting + len(self._unstarted),
-            waiting_tokens=scheduler.waiting_tokens + sum(len(t.sequence.tokens) for t in self._unstarted),
-            kv_tokens=scheduler.kv_tokens,
-            num_preemptions=scheduler.num_preemptions,
+        load, unstarted = load_of(self._scheduler), self._unstarted
+        return replace(
+            load,
+            num_waiting=load.num_waiting + len(unstarted),
+            waiting_tokens=load.waiting_tokens + sum(len(task.sequence.tokens) for task in unstarted),
             num_handoffs=len(self._tasks),
-            num_digest_mismatches=0,
             draining=self._draining,
         )
 

@@ -3,30 +3,43 @@
 import hmac
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from pdserve.checkpoint.checkpoint import Checkpoint
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.config import WorkerConfig
+from pdserve.engine.device_memory import pages_that_fit, step_bytes
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.prefix import PrefixNames
 from pdserve.engine.runner import Runner
 from pdserve.engine.scheduler import Limits, Scheduler
+from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import ConfigError
 from pdserve.kvlayout import KvLayout
 from pdserve.model.dummy import dummy_weights
+from pdserve.model.llama import Model
 from pdserve.model.loading import load_model
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+class EngineRunner(Protocol):
+    """What runs an engine's plans, on whichever device."""
+
+    kv: Tensor  # [num_pages, ..]
+
+    def run(self, plan: StepPlan) -> StepResult: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
     """A loaded model with its pages."""
 
-    runner: Runner
+    runner: EngineRunner
     scheduler: Scheduler
     layout: KvLayout
     vocab_size: int
@@ -58,24 +71,79 @@ def build_engine(
         page_size=config.page_size,
         dtype=dtype,
     )
-    num_pages = config.num_pages or config.kv_cache_memory_bytes // layout.page_bytes
-    limits = Limits(
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=_max_model_len(config, model_config.max_position_embeddings, num_pages * config.page_size),
-        eos_token_ids=frozenset(checkpoint.eos_token_ids),
-    )
+    device = engine_device(config)
+    num_pages = _pages_asked_for(config, layout, device)
+    if num_pages is not None:
+        _limits(config, checkpoint, num_pages)  # refuses what does not fit before the weights are read
     dummy = config.load_format == "dummy"
     weights = dummy_weights(model_config, config.seed) if dummy else checkpoint.weights()
-    model = load_model(model_config, weights, DTYPES[dtype], progress)
+    model = load_model(model_config, weights, DTYPES[dtype], progress, device)
+    if num_pages is None:
+        num_pages = _pages_beside(model, config, layout)
+    limits = _limits(config, checkpoint, num_pages)
     names = PrefixNames(hmac.digest(secret, b"prefix cache", "sha256"), layout.weights_hash, config.page_size)
     return Engine(
-        runner=Runner(model, num_pages, config.page_size, eos_token_ids=checkpoint.eos_token_ids),
+        runner=_runner(model, num_pages, config.page_size, limits),
         scheduler=Scheduler(KvCache(num_pages, config.page_size, names), limits),
         layout=layout,
         vocab_size=model_config.vocab_size,
         model_name=config.served_model_name or checkpoint.name,
     )
+
+
+def engine_device(config: WorkerConfig) -> torch.device:
+    """Return where the engine runs; ConfigError if it is not there."""
+    if config.device != "cuda":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("device: cuda is asked for, and torch sees no CUDA device")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _limits(config: WorkerConfig, checkpoint: Checkpoint, num_pages: int) -> Limits:
+    model_limit = checkpoint.config.max_position_embeddings
+    return Limits(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=_max_model_len(config, model_limit, num_pages * config.page_size),
+        eos_token_ids=frozenset(checkpoint.eos_token_ids),
+    )
+
+
+def _pages_asked_for(config: WorkerConfig, layout: KvLayout, device: torch.device) -> int | None:
+    """Return how many pages the configuration names, or None: what a GPU has room for."""
+    if config.num_pages is not None:
+        return config.num_pages
+    if device.type == "cuda" and "kv_cache_memory_bytes" not in config.model_fields_set:
+        return None
+    return config.kv_cache_memory_bytes // layout.page_bytes
+
+
+def _pages_beside(model: Model, config: WorkerConfig, layout: KvLayout) -> int:
+    """Return how many pages fit on the model's GPU beside it and a step."""
+    free, total = torch.cuda.mem_get_info(model.embedding.device)
+    needed = step_bytes(model.config, config.max_num_batched_tokens, config.max_num_seqs, model.embedding.itemsize)
+    in_use = total - free + needed
+    num_pages = pages_that_fit(total, in_use, config.gpu_memory_utilization, layout.page_bytes)
+    if num_pages == 0:
+        raise ConfigError(
+            f"gpu_memory_utilization: {config.gpu_memory_utilization} of {total} bytes leaves no room for a page of "
+            f"{layout.page_bytes} bytes beside {in_use}"
+        )
+    return num_pages
+
+
+def _runner(model: Model, num_pages: int, page_size: int, limits: Limits) -> EngineRunner:
+    eos_token_ids = sorted(limits.eos_token_ids)
+    if model.embedding.device.type == "cpu":
+        return Runner(model, num_pages, page_size, eos_token_ids)
+    from pdserve.engine.runner_cuda import CudaRunner, StepLimits  # noqa: PLC0415 - a CPU worker has no need of Triton
+
+    step_limits = StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len)
+    try:
+        return CudaRunner(model, num_pages, page_size, step_limits, eos_token_ids)
+    except ValueError as error:
+        raise ConfigError(f"device: cuda does not serve this model: {error}") from error
 
 
 def _max_model_len(config: WorkerConfig, model_limit: int, pool_tokens: int) -> int:
