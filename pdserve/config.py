@@ -16,6 +16,7 @@ from pdserve.errors import ConfigError
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+Device = Literal["auto", "cpu", "cuda"]
 
 _Config = TypeVar("_Config", bound="ProcessConfig")
 
@@ -49,9 +50,17 @@ class WorkerConfig(ProcessConfig):
     secret_file: Path = Field(description="The cluster's shared secret; only its owner may read it.")
     page_size: int = Field(16, ge=1, le=1024, description="Token slots in a KV page.")
     num_pages: int | None = Field(
-        None, ge=1, description="KV pages; by default as many as fit into kv_cache_memory_bytes."
+        None,
+        ge=1,
+        description="KV pages; by default as many as fit into kv_cache_memory_bytes, or on a GPU into its memory.",
     )
     kv_cache_memory_bytes: int = Field(2**30, ge=1, description="Bytes for KV pages unless num_pages is set.")
+    gpu_memory_utilization: float = Field(
+        0.9,
+        gt=0.0,
+        le=1.0,
+        description="Share of a GPU's memory for weights, a step and KV pages, unless the pages are set otherwise.",
+    )
     max_model_len: int | None = Field(
         None,
         ge=1,
@@ -60,6 +69,10 @@ class WorkerConfig(ProcessConfig):
     max_num_seqs: int = Field(64, ge=1, description="Sequences in one step.")
     max_num_batched_tokens: int = Field(512, ge=1, description="Tokens in one step.")
     dtype: Dtype = Field("auto", description="Type of weights and KV; auto takes the checkpoint's.")
+    device: Device = Field(
+        "auto",
+        description="Where the engine runs. auto is the CPU as long as pages in GPU memory cannot be handed off.",
+    )
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights.")
     seed: int = Field(0, ge=0, lt=2**64, description="Seed of dummy weights.")
     num_threads: int | None = Field(None, ge=1, description="CPU threads of the engine; by default torch decides.")

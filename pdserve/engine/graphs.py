@@ -75,7 +75,7 @@ class Replays:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._captured: dict[int, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
-        self._memory: _POOL_HANDLE | None = None
+        self._memory = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
     def run(self, size: int, step: Callable[[], Tensor]) -> Tensor:
         """Compute a step, capturing it if it is the first of its size.
@@ -93,8 +93,6 @@ class Replays:
 
     def _capture(self, step: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         self._warm_up(step)
-        if self._memory is None:
-            self._memory = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
             result = step()

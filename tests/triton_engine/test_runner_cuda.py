@@ -14,11 +14,13 @@ from pdserve.engine.graphs import StepInputs, graph_sizes
 from pdserve.engine.runner import Runner
 from pdserve.engine.runner_cuda import CudaRunner, StepLimits
 from pdserve.engine.step import Chunk, StepPlan
+from pdserve.errors import InvariantError
 from pdserve.ids import PageId
 from pdserve.model.config import ModelConfig
 from pdserve.model.dummy import dummy_weights
 from pdserve.model.llama import Model
 from pdserve.model.loading import load_model
+from pdserve.sampling import SamplingParams
 
 PAGE_SIZE = 16
 NUM_PAGES = 60
@@ -138,9 +140,56 @@ def test_places_without_a_sequence_change_neither_pages_nor_logits(model: Model)
     assert not exact[30:].any()
 
 
-@pytest.mark.parametrize("chunk_tokens", [7, 10**6])
-def test_greedy_texts_are_those_of_plain_torch(model: Model, chunk_tokens: int) -> None:
-    prompts = [tokens_of(length) for length in (1, 15, 16, 17, 40)]
-    expected = greedy_texts(Runner(model, NUM_PAGES, PAGE_SIZE), prompts, 8, chunk_tokens)
-    ours = greedy_texts(CudaRunner(model, NUM_PAGES, PAGE_SIZE, LIMITS), prompts, 8, chunk_tokens)
+def test_greedy_texts_are_those_of_plain_torch(model: Model) -> None:
+    prompts = [tokens_of(length) for length in (1, 16, 25)]
+    expected = greedy_texts(Runner(model, NUM_PAGES, PAGE_SIZE), prompts, 4, chunk_tokens=15)
+    ours = greedy_texts(CudaRunner(model, NUM_PAGES, PAGE_SIZE, LIMITS), prompts, 4, chunk_tokens=15)
     assert ours == expected
+
+
+@pytest.fixture
+def runner(model: Model) -> CudaRunner:
+    return CudaRunner(model, NUM_PAGES, PAGE_SIZE, LIMITS)
+
+
+@pytest.mark.parametrize("model", ["qwen3"], indirect=True)
+def test_samples_come_with_their_chunks_whatever_a_step_asks_for(runner: CudaRunner, model: Model) -> None:
+    asked = SamplingParams(temperature=0.9, top_p=0.8, logprobs=2)
+    twice = (spec((), asked, seed=1), spec((), asked, seed=2))
+    plan = StepPlan(
+        (
+            Chunk([7], 0, (PageId(1),), twice),
+            Chunk([8], 0, (PageId(2),), ()),
+            Chunk([9], 0, (PageId(3),), (spec(),)),
+        )
+    )
+    ours, expected = (each.run(plan).tokens for each in (runner, Runner(model, NUM_PAGES, PAGE_SIZE)))
+    assert [[token.token_id for token in drawn] for drawn in ours] == [
+        [t.token_id for t in drawn] for drawn in expected
+    ]
+    assert [len(drawn) for drawn in ours] == [2, 0, 1]
+    for token, wanted in zip(ours[0], expected[0], strict=True):
+        assert token.logprobs is not None
+        assert wanted.logprobs is not None
+        assert token.logprobs.chosen == pytest.approx(wanted.logprobs.chosen, abs=1e-4)
+    assert runner.run(StepPlan((plan.chunks[1],))).tokens == ((),)
+
+
+@pytest.mark.parametrize("model", ["qwen3"], indirect=True)
+def test_what_a_runner_is_not_set_up_for_is_our_own_fault(runner: CudaRunner) -> None:
+    too_long = Chunk([1], LIMITS.max_model_len, pages_of(0, LIMITS.max_model_len + 1), ())
+    too_many = Chunk(tokens_of(LIMITS.max_model_len), 0, pages_of(0, LIMITS.max_model_len), ())
+    for chunks in ((too_long,), (too_many, too_many)):
+        with pytest.raises(InvariantError):
+            runner.run(StepPlan(chunks))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["qwen3"], indirect=True)
+def test_replayed_steps_draw_the_tokens_of_the_cpu(model: Model) -> None:
+    prompts = [tokens_of(length) for length in (1, 16, 25, 33, 60)]
+    expected = greedy_texts(Runner(model, NUM_PAGES, PAGE_SIZE), prompts, 24)
+    weights = ((name, w if w.ndim == 1 else w * 4) for name, w in dummy_weights(model.config))
+    on_gpu = CudaRunner(load_model(model.config, weights, torch.float32, device="cuda"), NUM_PAGES, PAGE_SIZE, LIMITS)
+    on_gpu.capture()
+    assert greedy_texts(on_gpu, prompts, 24) == expected

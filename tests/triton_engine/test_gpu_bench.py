@@ -1,0 +1,79 @@
+"""The engine's part of `make gpu`: its workload, what it needs, and how pages share a device's memory."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from pdserve.engine.device_memory import WORKSPACE_BYTES, pages_that_fit, step_bytes
+from pdserve.engine.gpu_bench import QWEN3_0_6B, Work, drive, nano_vllm_work
+from pdserve.engine.kvcache import KvCache
+from pdserve.engine.runner_cuda import CudaRunner, StepLimits
+from pdserve.engine.scheduler import Limits, Scheduler
+from pdserve.model.config import ModelConfig
+from pdserve.model.dummy import dummy_weights
+from pdserve.model.loading import load_model
+
+ROOT = Path(__file__).resolve().parents[2]
+WHAT_A_BARE_MACHINE_LACKS = (
+    "gguf", "google", "grpc", "jinja2", "nixl_cu12", "psutil", "pydantic", "rich", "tokenizers", "transformers",
+    "typer", "uvloop", "xxhash", "yaml",
+)  # fmt: skip
+BARE_IMPORT = f"""
+import sys
+class Lacking:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {WHAT_A_BARE_MACHINE_LACKS!r}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Lacking())
+sys.path.insert(0, sys.argv[1])
+import pdserve.engine.gpu_bench as bench
+assert bench.__file__.startswith(sys.argv[1]), bench.__file__
+"""
+
+
+def test_the_workload_is_nano_vllms() -> None:
+    work = nano_vllm_work()
+    assert (sum(map(len, work.prompts)), work.output_tokens) == (142_827, 133_966)
+    assert work.decode_bytes(114_688, 0) == 13_870_140_899_328
+
+
+def test_the_benchmark_needs_engine_model_kernels_and_base_alone(tmp_path: Path) -> None:
+    package = tmp_path / "pdserve"
+    package.mkdir()
+    skip = shutil.ignore_patterns("__pycache__")
+    for name in ("engine", "model"):
+        shutil.copytree(ROOT / "pdserve" / name, package / name, ignore=skip)
+    shutil.copytree(ROOT / "kernels", package / "kernels", ignore=skip)
+    for name in ("__init__", "clock", "errors", "ids", "kvlayout", "sampling"):
+        shutil.copy(ROOT / "pdserve" / f"{name}.py", package)
+    command = [sys.executable, "-P", "-c", BARE_IMPORT, str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_driving_computes_every_token_of_the_work() -> None:
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_hidden_layers": 1}
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "eos_token_id": 1}
+    config = ModelConfig.from_hf({"architectures": ["Qwen3ForCausalLM"], **heads, **sizes})
+    runner = CudaRunner(load_model(config, dummy_weights(config), torch.float32), 12, 16, StepLimits(2, 16, 32))
+    scheduler = Scheduler(KvCache(12, 16, None), Limits(2, 16, 32, frozenset()))
+    timed = drive(runner, scheduler, Work(((1, 2, 3), (4,) * 20, (5,)), (2, 3, 1)), 0.6)
+    assert (timed.num_tokens, scheduler.num_running, scheduler.num_waiting) == (6, 0, 0)
+    assert 0.0 < timed.runner_s < timed.total_s
+    assert scheduler.cache.pool.num_free == 12
+
+
+def test_pages_take_what_is_left_of_their_share() -> None:
+    assert pages_that_fit(1000, 400, 0.9, 100) == 5
+    assert pages_that_fit(1000, 400, 0.9, 501) == 0
+    assert pages_that_fit(1000, 950, 0.9, 1) == 0
+
+
+def test_a_larger_step_leaves_less_for_pages() -> None:
+    config = ModelConfig.from_hf(QWEN3_0_6B)
+    small, wide, many = (step_bytes(config, tokens, seqs, 2) for tokens, seqs in ((512, 8), (1024, 8), (512, 16)))
+    assert WORKSPACE_BYTES < small < wide
+    assert many - small > 8 * config.vocab_size * 2 * 3  # a row's logits, and twice as much in captured steps

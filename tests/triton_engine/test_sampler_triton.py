@@ -1,0 +1,70 @@
+"""The sampling kernel, fed with requests' parameters, draws what the CPU's sampler draws."""
+
+import random
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from pdserve.engine.sampler import Sampler
+from pdserve.engine.sampler_triton import KernelSampler
+from pdserve.engine.step import SampleSpec
+from pdserve.sampling import SamplingParams
+
+VOCAB = 700
+EOS = (3, 9)
+
+
+def logits_of(num_rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return (torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
+
+
+def spec_of(index: int, params: SamplingParams, *, forbid_stops: bool = False) -> SampleSpec:
+    rng = random.Random(index)
+    prompt, output = (tuple(rng.randrange(VOCAB) for _ in range(count)) for count in (40, 25))
+    return SampleSpec(params, 2**63 + index, index, prompt, output, forbid_stops)
+
+
+def drawn_by_kernel(logits: Tensor, specs: list[SampleSpec]) -> list[int]:
+    sampler = KernelSampler(EOS, torch.device("cpu"))
+    return sampler.draw(logits, sampler.prepare(specs)).tolist()
+
+
+def drawn_on_the_cpu(logits: Tensor, specs: list[SampleSpec]) -> list[int]:
+    return [token.token_id for token in Sampler(EOS).sample(logits, specs)]
+
+
+FILTERS = [
+    SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    for temperature, top_k, top_p, min_p in product((0.0, 0.7, 1.5), (0, 1, 40), (1.0, 0.5), (0.0, 0.1))
+]
+CHANGES = [
+    SamplingParams(),
+    SamplingParams(repetition_penalty=1.4),
+    SamplingParams(temperature=0.0, presence_penalty=1.5, frequency_penalty=0.5),
+    SamplingParams(temperature=0.0, logit_bias=((17, 100.0),)),
+    SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=0.8, logit_bias=((4, 5.0), (3, -2.0))),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mixed_filters_draw_the_cpu_samplers_tokens(dtype: torch.dtype) -> None:
+    specs = [spec_of(index, params) for index, params in enumerate(FILTERS)]
+    logits = logits_of(len(specs), dtype)
+    assert drawn_by_kernel(logits, specs) == drawn_on_the_cpu(logits, specs)
+
+
+def test_penalties_and_biases_beside_rows_without_draw_the_cpu_samplers_tokens() -> None:
+    specs = [spec_of(index, params) for index, params in enumerate(CHANGES)]
+    logits = logits_of(len(specs))
+    tokens = drawn_by_kernel(logits, specs)
+    assert tokens == drawn_on_the_cpu(logits, specs)
+    assert tokens[3] == 17
+
+
+def test_a_stop_is_drawn_only_once_it_may_be() -> None:
+    params = SamplingParams(temperature=0.0, stop_token_ids=(20,), logit_bias=((9, 50.0), (20, 90.0), (33, 40.0)))
+    specs = [spec_of(0, params), spec_of(0, params, forbid_stops=True)]
+    logits = logits_of(1).expand(2, -1)
+    assert drawn_by_kernel(logits, specs) == drawn_on_the_cpu(logits, specs) == [20, 33]
