@@ -18,7 +18,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pdserve.kernels.gpu import sections
 
-SECTIONS_ABOVE = [("engine, nano-vllm's workload", "bench", "pdserve.engine.gpu_bench")]
+SECTIONS_ABOVE = [
+    ("engine against the CPU's", "check", "pdserve.engine.gpu_check"),
+    ("engine, nano-vllm's workload", "bench", "pdserve.engine.gpu_bench"),
+]
 
 
 def main() -> int:

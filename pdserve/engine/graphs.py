@@ -50,21 +50,26 @@ class StepInputs:
         length = NUM_FIELDS * _aligned(max_num_tokens)
         self._host = torch.zeros(length, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._device = torch.zeros(length, dtype=torch.int32, device=device)
+        self._sent = torch.cuda.Event() if device.type == "cuda" else None
         self._page_size = page_size
         self._num_pages = num_pages
 
     def send(self, batch: Batch, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Copy a step to the device; the last step must be over. Returns token ids, positions, slots: int32 [size].
+        """Copy a step to the device, behind the work already launched.
 
-        Steps of one size find them at the same addresses.
+        Returns token ids, positions and slots, int32 [size]; steps of one size find them at the same addresses.
         """
         stride = _aligned(size)
         used = NUM_FIELDS * stride
         if used > len(self._host):
             raise InvariantError(f"a step of {size} tokens in buffers for {len(self._host) // NUM_FIELDS}")
+        if self._sent is not None:
+            self._sent.synchronize()  # the last step's copy may still read the image
         image = self._host[:used].numpy().reshape(NUM_FIELDS, stride)
         lay_out(batch, self._page_size, self._num_pages, image)
         self._device[:used].copy_(self._host[:used], non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
         token_ids, positions, slots = self._device[:used].view(NUM_FIELDS, stride)[:, :size]
         return token_ids, positions, slots
 

@@ -1,7 +1,8 @@
 """Runs plans on a GPU: kernels for everything, and decode steps replayed instead of launched one by one.
 
-While the device computes a step's logits, the host lays out how its tokens are drawn; it then waits for the tokens.
-A step of single tokens is a replay; any other is launched kernel by kernel.
+A step of single tokens is a replay; any other is launched kernel by kernel. While the device computes a step's logits,
+the host lays out how its tokens are drawn. Between `start` and `finish` the host is free for a step of other sequences:
+steps run in the order they were started, on one stream. `run` waits, so between two of them the device does too.
 """
 
 import time
@@ -23,6 +24,8 @@ from pdserve.errors import InvariantError
 from pdserve.ids import PageId
 from pdserve.model.llama import Model
 
+_NOTHING = torch.empty(0, dtype=torch.int64)
+
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
@@ -33,8 +36,19 @@ class StepLimits:
     max_model_len: int
 
 
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A step on its way through the device."""
+
+    batch: Batch | None  # None: copies alone
+    token_ids: Tensor  # on the host, filled when the step is done
+    logits: Tensor | None  # where log probabilities are asked for
+    done: torch.cuda.Event | None
+    started_s: float
+
+
 class CudaRunner:
-    """One model on one GPU, or on a CPU where Triton interprets. `run` blocks; call it from one thread at a time."""
+    """One model on one GPU, or on a CPU where Triton interprets. Call it from one thread at a time."""
 
     def __init__(
         self,
@@ -60,13 +74,32 @@ class CudaRunner:
         self._replays = Replays(device)
         self._sampler = KernelSampler(config.eos_token_ids if eos_token_ids is None else eos_token_ids, device)
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Copy pages, compute all chunks, draw their samples. InvariantError if the plan cannot be run."""
+        return self.finish(self.start(plan))
+
+    @torch.inference_mode()
+    def start(self, plan: StepPlan) -> Started:
+        """Launch a step and return at once. It must not need a token of a step that is not finished."""
         started_s = time.perf_counter()
         copy_pages(self.kv, plan.copies)
-        tokens = self._compute(plan) if plan.chunks else ()
-        return StepResult(tokens, time.perf_counter() - started_s)
+        batch = Batch.of(plan, self._pool) if plan.chunks else None
+        token_ids, logits = self._compute(batch) if batch is not None else (_NOTHING, None)
+        return Started(batch, token_ids, logits, self._mark(), started_s)
+
+    @torch.inference_mode()
+    def finish(self, step: Started) -> StepResult:
+        """Wait for a step, the oldest not finished; its pages are then written."""
+        if step.done is not None:
+            step.done.synchronize()
+        tokens: tuple[tuple[SampledToken, ...], ...] = ()
+        if step.batch is not None:
+            token_ids = step.token_ids.tolist()
+            drawn = [SampledToken(token_id) for token_id in token_ids]
+            if step.logits is not None:
+                drawn = with_logprobs(step.logits, step.batch.samples, token_ids)
+            tokens = by_chunk(step.batch, drawn)
+        return StepResult(tokens, time.perf_counter() - step.started_s)
 
     def capture(self) -> None:
         """Capture every size of decode step now rather than when it first comes. Overwrites slots of page 0."""
@@ -74,14 +107,16 @@ class CudaRunner:
             chunks = tuple(Chunk((0,), 0, (PageId(0),), ()) for _ in range(size))
             self.run(StepPlan(chunks))
 
-    def _compute(self, plan: StepPlan) -> tuple[tuple[SampledToken, ...], ...]:
-        batch = Batch.of(plan, self._pool)
+    def _compute(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """Launch a batch; returns the place of its tokens on the host, and its logits if they are needed later."""
         logits = self._logits(batch)
         if not batch.samples:
-            self._wait()
-            return by_chunk(batch, ())
-        token_ids = self._sampler.draw(logits, self._sampler.prepare(batch.samples)).tolist()
-        return by_chunk(batch, with_logprobs(logits, batch.samples, token_ids))
+            return _NOTHING, None
+        on_gpu = logits.device.type == "cuda"
+        token_ids = torch.empty(len(batch.samples), dtype=torch.int64, pin_memory=on_gpu)
+        token_ids.copy_(self._sampler.draw(logits, self._sampler.prepare(batch.samples)), non_blocking=True)
+        reported = any(spec.params.logprobs is not None for spec in batch.samples)
+        return token_ids, logits.clone() if reported else None  # the next step overwrites them
 
     def _logits(self, batch: Batch) -> Tensor:
         """Launch the model; returns the logits of the batch's samples, to be used before the next step."""
@@ -105,6 +140,10 @@ class CudaRunner:
             rows = rows.pin_memory()
         return rows.to(self.kv.device, non_blocking=True)
 
-    def _wait(self) -> None:
-        if self.kv.device.type == "cuda":
-            torch.cuda.current_stream(self.kv.device).synchronize()
+    def _mark(self) -> torch.cuda.Event | None:
+        """Return an event that comes when all that has been launched is done; None where nothing runs behind us."""
+        if self.kv.device.type != "cuda":
+            return None
+        done = torch.cuda.Event()
+        done.record(torch.cuda.current_stream(self.kv.device))
+        return done

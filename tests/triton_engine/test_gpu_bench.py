@@ -1,14 +1,18 @@
 """The engine's part of `make gpu`: its workload, what it needs, and how pages share a device's memory."""
 
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
+from pdserve.engine import gpu_bench
 from pdserve.engine.device_memory import WORKSPACE_BYTES, pages_that_fit, step_bytes
-from pdserve.engine.gpu_bench import QWEN3_0_6B, Work, drive, nano_vllm_work
+from pdserve.engine.gpu_bench import QWEN3_0_6B, drive, nano_vllm_work
+from pdserve.engine.gpu_check import PROMPT_LENS, Work, different_texts
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.runner_cuda import CudaRunner, StepLimits
 from pdserve.engine.scheduler import Limits, Scheduler
@@ -30,6 +34,7 @@ class Lacking:
 sys.meta_path.insert(0, Lacking())
 sys.path.insert(0, sys.argv[1])
 import pdserve.engine.gpu_bench as bench
+import pdserve.engine.gpu_check
 assert bench.__file__.startswith(sys.argv[1]), bench.__file__
 """
 
@@ -54,16 +59,31 @@ def test_the_benchmark_needs_engine_model_kernels_and_base_alone(tmp_path: Path)
     assert done.returncode == 0, done.stderr
 
 
-def test_driving_computes_every_token_of_the_work() -> None:
+@pytest.mark.parametrize("num_lanes", [1, 2, 4])
+def test_driving_computes_every_token_of_the_work(num_lanes: int) -> None:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_hidden_layers": 1}
     sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "eos_token_id": 1}
     config = ModelConfig.from_hf({"architectures": ["Qwen3ForCausalLM"], **heads, **sizes})
     runner = CudaRunner(load_model(config, dummy_weights(config), torch.float32), 12, 16, StepLimits(2, 16, 32))
-    scheduler = Scheduler(KvCache(12, 16, None), Limits(2, 16, 32, frozenset()))
-    timed = drive(runner, scheduler, Work(((1, 2, 3), (4,) * 20, (5,)), (2, 3, 1)), 0.6)
-    assert (timed.num_tokens, scheduler.num_running, scheduler.num_waiting) == (6, 0, 0)
-    assert 0.0 < timed.runner_s < timed.total_s
-    assert scheduler.cache.pool.num_free == 12
+    cache = KvCache(12, 16, None)
+    lanes = [Scheduler(cache, Limits(2, 16, 32, frozenset())) for _ in range(num_lanes)]
+    timed = drive(runner, lanes, gpu_bench.Work(((1, 2, 3), (4,) * 20, (5,)), (2, 3, 1)), 0.6)
+    assert timed.num_tokens == 6
+    assert [(lane.num_running, lane.num_waiting) for lane in lanes] == [(0, 0)] * num_lanes
+    assert 0.0 < timed.waiting_s < timed.total_s
+    assert cache.pool.num_free == 12
+
+
+def test_the_comparison_of_engines_finds_none_different() -> None:
+    assert different_texts("qwen3 4/2", torch.device("cpu"), Work(PROMPT_LENS[1:5], 2)) == []
+
+
+@pytest.mark.gpu
+def test_the_engine_on_the_gpu_draws_the_tokens_of_the_cpus() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(ROOT / "kernels" / "gpu" / "__main__.py"), "check", "--only", "engine "]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 def test_pages_take_what_is_left_of_their_share() -> None:

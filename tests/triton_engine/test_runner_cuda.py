@@ -26,6 +26,7 @@ PAGE_SIZE = 16
 NUM_PAGES = 60
 VOCAB = 300
 LIMITS = StepLimits(max_num_seqs=6, max_num_batched_tokens=256, max_model_len=256)
+LOGPROBS = SamplingParams(temperature=0.9, top_p=0.8, logprobs=2)
 SHAPE = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -154,8 +155,7 @@ def runner(model: Model) -> CudaRunner:
 
 @pytest.mark.parametrize("model", ["qwen3"], indirect=True)
 def test_samples_come_with_their_chunks_whatever_a_step_asks_for(runner: CudaRunner, model: Model) -> None:
-    asked = SamplingParams(temperature=0.9, top_p=0.8, logprobs=2)
-    twice = (spec((), asked, seed=1), spec((), asked, seed=2))
+    twice = (spec((), LOGPROBS, seed=1), spec((), LOGPROBS, seed=2))
     plan = StepPlan(
         (
             Chunk([7], 0, (PageId(1),), twice),
@@ -184,12 +184,11 @@ def test_what_a_runner_is_not_set_up_for_is_our_own_fault(runner: CudaRunner) ->
             runner.run(StepPlan(chunks))
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("model", ["qwen3"], indirect=True)
-def test_replayed_steps_draw_the_tokens_of_the_cpu(model: Model) -> None:
-    prompts = [tokens_of(length) for length in (1, 16, 25, 33, 60)]
-    expected = greedy_texts(Runner(model, NUM_PAGES, PAGE_SIZE), prompts, 24)
-    weights = ((name, w if w.ndim == 1 else w * 4) for name, w in dummy_weights(model.config))
-    on_gpu = CudaRunner(load_model(model.config, weights, torch.float32, device="cuda"), NUM_PAGES, PAGE_SIZE, LIMITS)
-    on_gpu.capture()
-    assert greedy_texts(on_gpu, prompts, 24) == expected
+def test_a_step_may_be_started_while_one_of_other_sequences_runs(runner: CudaRunner, model: Model) -> None:
+    plans = [StepPlan((Chunk([7 + i], 0, (PageId(i),), (spec((), LOGPROBS),)),)) for i in range(3)]
+    started = [runner.start(plan) for plan in plans]
+    overlapped = [runner.finish(step).tokens[0][0] for step in started]
+    alone = CudaRunner(model, NUM_PAGES, PAGE_SIZE, LIMITS)
+    assert overlapped == [alone.run(plan).tokens[0][0] for plan in plans]
+    assert len({token.logprobs for token in overlapped}) == 3
