@@ -29,7 +29,7 @@ class Hostile:
         self._rng = cluster.world.rng
 
     def strike(self) -> None:
-        if self._rng.random() < 0.15:
+        if self._rng.random() < 0.3:
             self._repeat_a_step()
         else:
             self._speak_to_a_worker()
