@@ -150,8 +150,7 @@ class Network:
             return
         for end in self._ends_from(source, target):
             held, end.held = end.held, []
-            for action, args in held:
-                self.world.after(0.0, end.owner, action, *args)
+            end.owner.catch_up(held)
 
     def watch_frozen(self, process: Process) -> None:
         """Let keepalive end the streams of a process that stays frozen."""

@@ -49,7 +49,14 @@ class Process:
         self.frozen = False
         self.thawed_s = self.world.now
         deferred, self.deferred = self.deferred, []
-        for action, args in deferred:
+        self.catch_up(deferred)
+
+    def catch_up(self, missed: list[tuple[Action, tuple[object, ...]]]) -> None:
+        """Do what should have been done before anything that waits now."""
+        if self.frozen:
+            self.deferred[:0] = missed
+            return
+        for action, args in missed:
             if self.alive:
                 action(*args)
 

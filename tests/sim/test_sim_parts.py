@@ -95,6 +95,20 @@ def test_a_thawed_process_hears_what_was_said_meanwhile() -> None:
     assert line.far.heard == ["while frozen"]
 
 
+def test_what_a_cut_held_comes_before_what_a_freeze_deferred() -> None:
+    line = Line()
+    line.network.cut(line.near, line.far)
+    line.end.send("held")
+    line.world.run(2.0)
+    line.far.freeze()
+    line.end.send("deferred")
+    line.world.run(3.0)
+    line.network.heal(line.near, line.far)
+    line.world.run(4.0)
+    line.far.thaw()
+    assert line.far.heard == ["held", "deferred"]
+
+
 class Transfer:
     """A writer half way through a copy into another process's granted pages."""
 
