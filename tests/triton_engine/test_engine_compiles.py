@@ -1,0 +1,72 @@
+"""What the engine launches for a Qwen3-0.6B step compiles for a Hopper chip, in its own shapes and without a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+
+SHARED_BYTES = 232_448  # most that one program may use on sm_90
+SPILL_BYTES = 32  # per thread: prefill with two heads to a K/V head keeps this much out of its 128 registers
+PROGRAM = """
+import json, random, torch
+from pdserve.engine.attention_triton import TritonAttention
+from pdserve.engine.batch import Batch, PoolShape
+from pdserve.engine.gpu_bench import PAGE_SIZE, QWEN3_0_6B
+from pdserve.engine.graphs import StepInputs, graph_sizes
+from pdserve.engine.sampler_triton import KernelSampler
+from pdserve.engine.step import Chunk, SampleSpec, StepPlan
+from pdserve.kernels import compiling
+from pdserve.model.attention import QkNorm
+from pdserve.model.config import ModelConfig
+from pdserve.model.layers import PlainLinear
+from pdserve.model.layers_cuda import KernelMlp, KernelNorm
+from pdserve.model.rope import Rope
+from pdserve.sampling import SamplingParams
+
+META, NUM_PAGES = torch.device("meta"), 64
+config = ModelConfig.from_hf(QWEN3_0_6B)
+
+def empty(*shape):
+    return torch.empty(shape, dtype=torch.bfloat16, device=META)
+
+def step(*query_lens):
+    spec = SampleSpec(SamplingParams(), 1, 0, (), (), False)
+    chunks = tuple(Chunk((1,) * n, 100, tuple(range(-(-(n + 100) // PAGE_SIZE))), (spec,)) for n in query_lens)
+    return Batch.of(StepPlan(chunks), PoolShape(NUM_PAGES, PAGE_SIZE, config.vocab_size))
+
+def launch(attention, inputs, batch, size):
+    _, positions, slots = inputs.send(batch, size)
+    attention.plan(batch, positions, slots)
+    norm = QkNorm(KernelNorm(empty(config.head_dim), 1e-6), KernelNorm(empty(config.head_dim), 1e-6))
+    heads = config.num_heads + 2 * config.num_kv_heads
+    attention.run(1, empty(size, heads, config.head_dim), norm)
+    gate_up = PlainLinear(empty(2 * config.intermediate_size, config.hidden_size))
+    mlp = KernelMlp(gate_up, PlainLinear(empty(config.hidden_size, config.intermediate_size)))
+    mlp(KernelNorm(empty(config.hidden_size), 1e-6)(empty(size, config.hidden_size)), empty(size, config.hidden_size))
+    sampler = KernelSampler((1,), META)
+    sampler.draw(empty(len(batch.samples), config.vocab_size), sampler.prepare(batch.samples))
+
+kv = empty(NUM_PAGES, config.num_layers, 2, config.num_kv_heads, PAGE_SIZE, config.head_dim)
+attention = TritonAttention(config, kv, Rope(config, META), 2048, graph_sizes(256))
+inputs = StepInputs(1024, PAGE_SIZE, NUM_PAGES, META)
+with compiling.recorded() as launches:
+    launch(attention, inputs, step(1, 1, 1), 4)
+    launch(attention, inputs, step(1, 200, 300), 501)
+unique = {repr((each.kernel, each.signature, each.constants, each.options)): each for each in launches}
+for each in unique.values():
+    made = compiling.compile_launch(each, 90)
+    print(json.dumps([made.kernel, made.spill_bytes, made.shared_bytes]))
+"""
+
+
+def test_every_kernel_of_a_step_compiles_for_hopper_and_keeps_to_its_registers() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    made = [json.loads(line) for line in done.stdout.splitlines()]
+    names = [name for name, _, _ in made]
+    assert {"attend", "merge", "rope_write", "rms_norm", "silu_mul", "sample"} <= set(names)
+    assert names.count("attend") == 2  # once for single tokens, once for chunks
+    assert [(name, spilled) for name, spilled, _ in made if spilled > SPILL_BYTES] == []
+    assert max(shared for _, _, shared in made) <= SHARED_BYTES
