@@ -141,9 +141,11 @@ def _runner(model: Model, num_pages: int, page_size: int, limits: Limits) -> Eng
 
     step_limits = StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len)
     try:
-        return CudaRunner(model, num_pages, page_size, step_limits, eos_token_ids)
+        runner = CudaRunner(model, num_pages, page_size, step_limits, eos_token_ids)
     except ValueError as error:
         raise ConfigError(f"device: cuda does not serve this model: {error}") from error
+    runner.capture()
+    return runner
 
 
 def _max_model_len(config: WorkerConfig, model_limit: int, pool_tokens: int) -> int:
