@@ -82,6 +82,8 @@ class WorkerConfig(ProcessConfig):
 class PrefillWorkerConfig(WorkerConfig):
     """What a prefill worker is told."""
 
+    max_num_batched_tokens: int = Field(2048, ge=1, description="Tokens in one step: nobody decodes beside it.")
+
 
 class DecodeWorkerConfig(WorkerConfig):
     """What a decode worker is told."""

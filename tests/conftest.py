@@ -5,8 +5,8 @@ import os
 
 import pytest
 
-# Before torch is loaded: threads that wait by spinning would take the cores that a cluster's processes need.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Before torch is loaded: threads that spin for long would take the cores that a cluster's processes need.
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
