@@ -110,6 +110,7 @@ class Simulation:
 
 def simulate(seed: int, num_requests: int = 200) -> Outcome:
     """Run one seed."""
+    gc.collect(1)  # what the seed before left
     simulation = Simulation(draw(seed, num_requests))
     violation: str = ""
     story: tuple[str, ...] = ()
