@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 
 def bench(
+    more: Annotated[
+        list[str] | None, typer.Argument(metavar="[WORKLOAD]...", help="More workloads.", show_default=False)
+    ] = None,
     *,
     workload: Annotated[
         list[str] | None,
@@ -47,7 +50,7 @@ def bench(
     from pdserve.errors import ConfigError
     from pdserve.launch.state import read_state
 
-    runs = [workloads.parse(text) for text in workload or []]
+    runs = [workloads.parse(text) for text in (*(workload or ()), *(more or ()))]
     if trace is not None:
         runs.append(workloads.read_trace(trace, scale))
     if not runs:

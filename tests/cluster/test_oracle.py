@@ -1,6 +1,9 @@
 """Two prefill and two decode workers give what transformers gives, and what one engine gives."""
 
+import json
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -140,6 +143,23 @@ def test_four_continuations_cost_one_prefill_and_one_transfer(pair: LiveCluster,
     assert answer.ledger.handoff_bytes == single.ledger.handoff_bytes
     status = pair.wait_for(lambda s: is_idle(s) and _steps(s, "prefill-0") > before["prefill-0"], 5)
     assert _steps(status, "prefill-0") == before["prefill-0"] + 1
+
+
+def test_a_stranger_with_reflection_alone_gets_a_streamed_answer(pair: LiveCluster) -> None:
+    request = {"text": "The capital of France is", "sampling": {"temperature": 0, "max_tokens": 8}}
+    url = f"http://{pair.endpoint}/pdserve.v1.InferenceService/Generate"
+    buf = Path(sys.executable).with_name("buf")
+    command = [buf, "curl", "--protocol", "grpc", "--http2-prior-knowledge", "-d", json.dumps(request), url]
+    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    decoder, replies = json.JSONDecoder(), []
+    while output := output.lstrip():
+        reply, end = decoder.raw_decode(output)
+        replies.append(reply)
+        output = output[end:]
+    assert len(replies) > 2
+    text = "".join(delta.get("text", "") for reply in replies for delta in reply.get("deltas", []))
+    assert "Paris" in text
+    assert replies[-1]["usage"]["completionTokens"] == 8
 
 
 def _steps(status: admin.ClusterStatus, name: str) -> int:
