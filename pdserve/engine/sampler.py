@@ -62,7 +62,9 @@ def _rows(logits: Tensor, rows: list[int]) -> Tensor:
 
 
 def _argmax(logits: Tensor) -> Tensor:
-    return logits.argmax(-1).cpu()
+    if logits.is_cuda:
+        return logits.argmax(-1).cpu()
+    return torch.from_numpy(logits.float().numpy().argmax(-1))  # numpy's is vectorized, torch's on a CPU is not
 
 
 def _logprobs(logits: Tensor, specs: Seq[SampleSpec], token_ids: Seq[int], reported: list[int]) -> list[TokenLogprobs]:
