@@ -20,9 +20,12 @@ demo: $(INSTALLED)
 serve: $(INSTALLED)
 	$(BIN)/pdserve up $(MODEL) --prefill $(PREFILL) --decode $(DECODE)
 
-# Clusters of real processes last and alone: they need both cores of a small machine.
+# Triton's interpreter must be chosen before anything loads Triton, so its tests have processes of their own.
+# Clusters of real processes come last and alone: they need both cores of a small machine.
+INTERPRETED := tests/kernels tests/triton_engine
 test: $(INSTALLED)
-	$(BIN)/pytest -q -n 2 --dist loadfile --ignore tests/cluster
+	$(BIN)/pytest -q -n 2 --dist loadfile $(INTERPRETED)
+	$(BIN)/pytest -q -n 2 --dist loadfile $(addprefix --ignore=,$(INTERPRETED) tests/cluster)
 	$(BIN)/pytest -q tests/cluster
 
 check: $(INSTALLED)
