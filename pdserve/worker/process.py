@@ -91,6 +91,7 @@ async def serve_worker(config: WorkerConfig, role: "link.Role.ValueType", assemb
                 register.ready = True
                 register.load_progress = 1.0
                 register.handoff_address = parts.handoff_address
+                parts.outbox.beat(parts.core.load(), 0)  # before anybody counts on its pages
                 links.update(register)
                 logger.info("ready: %s, %d pages", engine.model_name, engine.scheduler.cache.pool.num_pages)
                 _write_ready_file(config, parts.handoff_address)
