@@ -28,6 +28,8 @@ class Core(Protocol[_Event_contra, CommandT]):
 
     @property
     def drained(self) -> bool: ...
+    @property
+    def idle(self) -> bool: ...
     def load(self) -> Load: ...
     def handle(self, event: _Event_contra | Ticked, now_s: float) -> list[CommandT]: ...
     def plan(self, now_s: float) -> StepPlan | None: ...
@@ -100,6 +102,7 @@ class WorkerLoop(Generic[EventT, CommandT]):
         self._outbox = outbox
         self._clock = clock
         self._num_steps = 0
+        self._has_worked = False  # since a beat said that nothing was left
         self._ticked_s = clock.now_s()
 
     async def run(self) -> None:
@@ -110,6 +113,7 @@ class WorkerLoop(Generic[EventT, CommandT]):
                 self._take_in()
                 plan = self._core.plan(self._clock.now_s())
                 if plan is None:
+                    self._rest()
                     await self._inbox.wait(TICK_S)
                     continue
                 try:
@@ -121,7 +125,14 @@ class WorkerLoop(Generic[EventT, CommandT]):
                     self._outbox.perform(self._core.fail_step(f"{type(error).__name__}: {error}"), None)
                     continue
                 self._num_steps += 1
+                self._has_worked = True
                 self._outbox.perform(self._core.commit(plan, result, self._clock.now_s()), (plan, result))
+            self._outbox.beat(self._core.load(), self._num_steps)
+
+    def _rest(self) -> None:
+        """Say at once, not at the next tick, that everything a worker had in hand is done."""
+        if self._has_worked and self._core.idle:
+            self._has_worked = False
             self._outbox.beat(self._core.load(), self._num_steps)
 
     def _take_in(self) -> None:
