@@ -133,12 +133,15 @@ def test_places_without_a_sequence_change_neither_pages_nor_logits(model: Model)
     torch_runner = Runner(model, NUM_PAGES, PAGE_SIZE)
     torch_runner.run(FILLING)
     plan = StepPlan((after(0, 1), after(1, 1), after(2, 1)))
-    exact, padded = torch_runner.kv.clone(), torch_runner.kv.clone()
+    before, exact, padded = (torch_runner.kv.clone() for _ in range(3))
     expected = logits_with_triton(model, exact, plan, room=0)
     ours = logits_with_triton(model, padded, plan, room=1)
+    # Close, not equal: a CPU's matrix product may round otherwise for another number of rows.
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
-    assert torch.equal(exact, padded)
-    assert not exact[30:].any()
+    torch.testing.assert_close(padded, exact, atol=1e-5, rtol=1e-5)
+    is_written = (exact != before).any(dim=-1)
+    assert is_written.any()
+    assert torch.equal(padded[~is_written], before[~is_written])
 
 
 def test_greedy_texts_are_those_of_plain_torch(model: Model) -> None:
