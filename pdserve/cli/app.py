@@ -10,6 +10,7 @@ import typer
 
 from pdserve import __version__
 from pdserve.cli import ask, capacity, cluster, load, models, processes, speed
+from pdserve.cli.default_command import DefaultLoad
 from pdserve.cli.failure import CommandError
 from pdserve.errors import ConfigError
 
@@ -22,14 +23,13 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Configuration of the processes.", no_args_is_help=True)
 models_app = typer.Typer(help="Models known by name.", no_args_is_help=True)
+bench_app = typer.Typer(cls=DefaultLoad, help="Measure a cluster, or a part of one. Without a command: load.")
 
 app.command("up")(cluster.up)
 app.command("status")(cluster.status)
 app.command("demo")(cluster.demo)
 app.command("generate")(ask.generate)
 app.command("chat")(ask.chat)
-app.command("bench")(load.bench)
-app.command("bench-router")(speed.bench_router)
 app.command("sim")(capacity.sim)
 app.command("plan")(capacity.plan)
 app.command("router")(processes.router)
@@ -38,6 +38,9 @@ app.command("decode-worker")(processes.decode_worker)
 config_app.command("schema")(processes.schema)
 models_app.command("list")(models.list_models)
 models_app.command("fetch")(models.fetch_model)
+bench_app.command("load")(load.bench)
+bench_app.command("router")(speed.bench_router)
+app.add_typer(bench_app, name="bench")
 app.add_typer(config_app, name="config")
 app.add_typer(models_app, name="models")
 

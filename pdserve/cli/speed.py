@@ -1,4 +1,4 @@
-"""`pdserve bench-router`: how fast a router decides."""
+"""`pdserve bench router`: how fast a router decides."""
 
 from typing import Annotated
 

@@ -110,6 +110,12 @@ def test_bench_measures_every_workload_and_writes_json(
     assert tenants[0] != tenants[-1]  # an earlier run's prefixes are not found again
 
 
+def test_bench_without_a_command_of_its_own_sends_load(pdserve: Command) -> None:
+    assert pdserve("bench", "load", "3x4").stderr == pdserve("bench", "3x4").stderr
+    assert "router" in pdserve("bench", "--help").stdout
+    assert "round_robin" in pdserve("bench", "router", "--requests", "5", "--prompt", "8").stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
