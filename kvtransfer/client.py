@@ -10,6 +10,7 @@ import grpc
 from pdserve.errors import ProtocolError
 from pdserve.kvtransfer import wire
 from pdserve.kvtransfer.peers import Party, PeerLost, PeerMessage, SenderSink
+from pdserve.kvtransfer.plan import refusal
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.proto.v1 import handoff_pb2 as handoff
 from pdserve.proto.v1.handoff_pb2_grpc import HandoffServiceStub
@@ -146,9 +147,9 @@ class HandoffClient:
         there = wire.ack_from_proto(first)
         if there.peer != peer:
             raise ProtocolError(f"worker_id: {there.peer.worker_id} answers for {peer.worker_id}")
-        difference = self._me.layout.difference(there.layout)
-        if difference is not None:
-            raise ProtocolError(f"layout.{difference}")
+        reason = refusal(self._me.layout, there.layout)
+        if reason is not None:
+            raise ProtocolError(f"layout.{reason}")
         return there
 
     async def _read(self, peer: Peer, call: Call) -> None:

@@ -13,6 +13,7 @@ from pdserve.errors import ProtocolError
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvtransfer import wire
 from pdserve.kvtransfer.peers import Party, PeerAttached, PeerGone, PeerLost, PeerMessage, ReceiverSink
+from pdserve.kvtransfer.plan import refusal
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.proto.v1 import handoff_pb2 as handoff
 from pdserve.proto.v1.handoff_pb2_grpc import HandoffServiceServicer
@@ -106,9 +107,9 @@ class HandoffServicer(HandoffServiceServicer):
             raise ProtocolError(
                 f"decode_incarnation: {hello.decode_incarnation:016x}, here is {me.peer.incarnation:016x}"
             )
-        difference = hello.me.layout.difference(me.layout)
-        if difference is not None:
-            raise ProtocolError(f"layout.{difference}")
+        reason = refusal(hello.me.layout, me.layout)
+        if reason is not None:
+            raise ProtocolError(f"layout.{reason}")
         if hello.mover != me.mover.name:
             raise ProtocolError(f"mover: {hello.mover} there, {me.mover.name} here")
         if peer in self._gone:

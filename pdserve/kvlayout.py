@@ -1,4 +1,4 @@
-"""How one worker's KV pages are laid out, and whether two workers' pages can be copied whole.
+"""How one worker's KV pages are laid out, and in what two layouts differ.
 
 A page is one contiguous run `[layer][k|v][kv_head][slot][head_dim]`.
 """

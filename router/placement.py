@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from math import inf, lcm
 
 from pdserve.errors import Status
-from pdserve.router.events import LinkId, Registration, Role
+from pdserve.kvtransfer.plan import refusal
+from pdserve.router.events import LinkId, Role
 from pdserve.router.prefixes import Names
 from pdserve.router.view import Workers, WorkerView
 
@@ -157,11 +158,7 @@ def difference(prefill: WorkerView, decode: WorkerView) -> str | None:
     mine, theirs = prefill.registration, decode.registration
     if mine.protocol_version != theirs.protocol_version:
         return f"protocol_version: {mine.protocol_version} != {theirs.protocol_version}"
-    return _layout_difference(mine, theirs)
-
-
-def _layout_difference(mine: Registration, theirs: Registration) -> str | None:
-    return None if mine.layout == theirs.layout else mine.layout.difference(theirs.layout)
+    return refusal(mine.layout, theirs.layout)
 
 
 def peerless(workers: Workers, worker: WorkerView) -> str:

@@ -1,0 +1,194 @@
+"""Which bytes go where between workers that lay their pages out differently. Pure.
+
+Invariant: once a plan is carried out, every token asked for lies in the target's pages as the target's layout has it,
+for each KV head that both ranks hold; nothing else has changed, but for slots past the last token.
+
+Movers write whole pages alone, so far: `refusal` is the one seam between what can be planned and what is served.
+"""
+
+from dataclasses import dataclass, replace
+from math import lcm
+
+import numpy as np
+
+from pdserve.errors import InvariantError
+from pdserve.ids import PageId
+from pdserve.kvlayout import DTYPE_BYTES, KvLayout
+from pdserve.kvtransfer.session import Pages
+
+Offsets = np.ndarray[tuple[int], np.dtype[np.int64]]
+Grid = np.ndarray[tuple[int, int, int], np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Pages of one worker that hold a sequence's tokens, in order, from a token that begins a page."""
+
+    layout: KvLayout
+    pages: Pages
+    first_token: int = 0
+
+    @property
+    def tokens(self) -> range:
+        return range(self.first_token, self.first_token + len(self.pages) * self.layout.page_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """KV heads that two ranks share: `count` of them, from `source` on in the one and from `target` on in the other."""
+
+    source: int
+    target: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Runs:
+    """Copies: run i is `length[i]` bytes from `source[i]` to `target[i]`, offsets from where the pages begin."""
+
+    source: Offsets
+    target: Offsets
+    length: Offsets
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Rewrite the shared heads of source pages into staging pages 0, 1, …: what `kernels.pageio.reshard` does."""
+
+    staging: KvLayout
+    heads: Heads  # of the staging pages: all
+    pages: Pages  # of the source
+    num_tokens: int  # from the first slot of both on
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to do, in order. With a pack, the runs are from its staging pages."""
+
+    pack: Pack | None
+    runs: Runs
+
+
+def refusal(source: KvLayout, target: KvLayout) -> str | None:
+    """Return why the movers do not serve a pair, or None. Only equal layouts are served."""
+    if source == target:
+        return None
+    difference = source.difference(target)
+    if unplannable(source, target) is not None:
+        return difference
+    return f"{difference}, and movers write whole pages alone"
+
+
+def unplannable(source: KvLayout, target: KvLayout) -> str | None:
+    """Return what makes the KV of one worker useless to another however it is copied, or None."""
+    for name in ("weights_hash", "num_layers", "head_dim"):
+        here, there = getattr(source, name), getattr(target, name)
+        if here != there:
+            return f"{name}: {here} != {there}"
+    here, there = source.num_kv_heads * source.tp_size, target.num_kv_heads * target.tp_size
+    if here != there:
+        return f"num_kv_heads of all ranks: {here} != {there}"
+    sizes = (source.page_size, target.page_size)
+    if source.dtype != target.dtype and any(size & (size - 1) for size in sizes):
+        return f"page_size: {sizes[0]} and {sizes[1]}, the pack kernel needs powers of two to convert {source.dtype}"
+    return None
+
+
+def plan(source: Part, target: Part, tokens: range) -> Plan | str:
+    """Return how tokens get from pages to pages, or why they cannot.
+
+    To convert, the source must hold the tokens from the nearest one before that begins a page on both sides.
+    """
+    reason = unplannable(source.layout, target.layout)
+    if reason is not None:
+        return reason
+    _require_held(source, tokens)
+    _require_held(target, tokens)
+    heads = shared_heads(source.layout, target.layout)
+    if source.layout.dtype == target.layout.dtype or heads is None:
+        return Plan(None, _runs(source, target, tokens, heads))
+    first = tokens.start - tokens.start % lcm(source.layout.page_size, target.layout.page_size)
+    _require_held(source, range(first, tokens.stop))
+    pack = _pack(source, target.layout, range(first, tokens.stop), heads)
+    staging_pages = range(pack.staging.num_pages(pack.num_tokens))
+    staged = Part(pack.staging, tuple(map(PageId, staging_pages)), first)
+    return Plan(pack, _runs(staged, target, tokens, Heads(0, heads.target, heads.count)))
+
+
+def _pack(source: Part, target: KvLayout, tokens: range, heads: Heads) -> Pack:
+    """Return how tokens are rewritten, of which the first begins a page on both sides."""
+    begin = (tokens.start - source.first_token) // source.layout.page_size
+    return Pack(
+        replace(target, num_kv_heads=heads.count, tp_size=1, tp_rank=0),
+        Heads(heads.source, 0, heads.count),
+        source.pages[begin : begin + source.layout.num_pages(len(tokens))],
+        len(tokens),
+    )
+
+
+def shared_heads(source: KvLayout, target: KvLayout) -> Heads | None:
+    """Return which KV heads two ranks have in common, or None."""
+    begins = source.tp_rank * source.num_kv_heads, target.tp_rank * target.num_kv_heads
+    first = max(begins)
+    stop = min(begins[0] + source.num_kv_heads, begins[1] + target.num_kv_heads)
+    return Heads(first - begins[0], first - begins[1], stop - first) if first < stop else None
+
+
+def _require_held(part: Part, tokens: range) -> None:
+    held = part.tokens
+    if part.first_token % part.layout.page_size:
+        raise InvariantError(f"token {part.first_token} does not begin a page of {part.layout.page_size}")
+    if tokens.step != 1 or tokens.start < held.start or tokens.stop > held.stop:
+        raise InvariantError(f"{tokens} is not within the pages of {held}")
+
+
+def _runs(source: Part, target: Part, tokens: range, heads: Heads | None) -> Runs:
+    """Return the copies, neighbours on both sides merged, in the order of the source's tokens."""
+    if heads is None or not tokens:
+        nothing = np.empty(0, np.int64)
+        return Runs(nothing, nothing, nothing)
+    starts, stops = _pieces(source, target, tokens)
+    slot_bytes = source.layout.head_dim * DTYPE_BYTES[source.layout.dtype]
+    if source.layout.page_size == target.layout.page_size:  # a page's unused slots come along: heads are one run then
+        stops = (starts // source.layout.page_size + 1) * source.layout.page_size
+    length = np.broadcast_to(
+        ((stops - starts) * slot_bytes)[:, None, None], (len(starts), 2 * source.layout.num_layers, heads.count)
+    )
+    return _merged(
+        _offsets(source, starts, heads.source, heads.count).ravel(),
+        _offsets(target, starts, heads.target, heads.count).ravel(),
+        length.ravel(),
+    )
+
+
+def _pieces(source: Part, target: Part, tokens: range) -> tuple[Offsets, Offsets]:
+    """Cut the tokens where a page of either side begins."""
+    cuts = {tokens.start, tokens.stop}
+    for part in (source, target):
+        size = part.layout.page_size
+        cuts.update(range(-(-tokens.start // size) * size, tokens.stop, size))
+    ordered = np.array(sorted(cuts), np.int64)
+    return ordered[:-1], ordered[1:]
+
+
+def _offsets(part: Part, tokens: Offsets, first_head: int, count: int) -> Grid:
+    """Return where each of these tokens begins: [tokens, layers * (k|v), heads]."""
+    layout = part.layout
+    slot_bytes = layout.head_dim * DTYPE_BYTES[layout.dtype]
+    head_bytes = layout.page_size * slot_bytes
+    index, slot = np.divmod(tokens - part.first_token, layout.page_size)
+    pages = np.array(part.pages, np.int64)[index] * layout.page_bytes + slot * slot_bytes
+    planes = np.arange(2 * layout.num_layers) * (layout.num_kv_heads * head_bytes)
+    heads = np.arange(first_head, first_head + count) * head_bytes
+    grid: Grid = pages[:, None, None] + planes[:, None] + heads
+    return grid
+
+
+def _merged(source: Offsets, target: Offsets, length: Offsets) -> Runs:
+    """Join each run with the one before where it goes on from there on both sides."""
+    goes_on = (source[1:] == source[:-1] + length[:-1]) & (target[1:] == target[:-1] + length[:-1])
+    first = np.flatnonzero(np.concatenate(([True], ~goes_on)))
+    return Runs(source[first], target[first], np.add.reduceat(length, first))
