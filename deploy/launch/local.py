@@ -22,7 +22,6 @@ from pdserve.launch.folder import choose_port, claimed_folder, write_secret
 from pdserve.launch.plan import ClusterSpec, Wiring, plan
 from pdserve.launch.state import ClusterState, write_atomically
 from pdserve.launch.supervisor import ChildExit, Stage, Supervisor
-from pdserve.launch.threads import child_environment, usable_cores
 from pdserve.proto.v1 import admin_pb2 as admin
 
 PUBLIC_PORT = 50051
@@ -151,9 +150,8 @@ async def running(
             internal_port=choose_port("127.0.0.1", None),
             secret_file=write_secret(folder),
         )
-        environment = child_environment(os.environ, usable_cores())
         supervisor = Supervisor(
-            plan(spec, wiring), folder / "logs", MonotonicClock(), environment=environment, backoff=backoff
+            plan(spec, wiring), folder / "logs", MonotonicClock(), environment=dict(os.environ), backoff=backoff
         )
         cluster = LocalCluster(_state(spec, wiring), supervisor, listener)
         try:

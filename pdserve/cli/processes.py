@@ -1,6 +1,7 @@
 """Commands that become one process of a cluster: router, prefill worker, decode worker."""
 
 import json
+import os
 from collections.abc import Callable, Coroutine
 from enum import StrEnum
 from typing import Annotated, Any, TypeVar
@@ -12,6 +13,7 @@ from pdserve.cli.options import ConfigFile
 from pdserve.config import DecodeWorkerConfig, PrefillWorkerConfig, ProcessConfig, load_config
 from pdserve.errors import ConfigError
 from pdserve.router.config import RouterConfig
+from pdserve.worker.threads import set_thread_defaults
 
 _Config = TypeVar("_Config", bound=ProcessConfig)
 
@@ -44,6 +46,7 @@ def router(config: ConfigFile = None, **flags: object) -> None:
 def prefill_worker(config: ConfigFile = None, **flags: object) -> None:
     """Run a prefill worker: prompts become KV pages and a first token."""
     settings = load_config(PrefillWorkerConfig, config, flags)
+    set_thread_defaults(os.environ)
     from pdserve.prefill_worker.server import serve
 
     _run(settings.worker_id, serve, settings)
@@ -53,6 +56,7 @@ def prefill_worker(config: ConfigFile = None, **flags: object) -> None:
 def decode_worker(config: ConfigFile = None, **flags: object) -> None:
     """Run a decode worker: KV pages become tokens."""
     settings = load_config(DecodeWorkerConfig, config, flags)
+    set_thread_defaults(os.environ)
     from pdserve.decode_worker.server import serve
 
     _run(settings.worker_id, serve, settings)

@@ -1,7 +1,7 @@
 """What a worker computes next: continuous batching, chunked prefill, preemption by recompute. Pure.
 
-Invariant: pages are given back only between a commit and the next plan, so a running step never writes into a page
-that somebody else was given.
+Invariant: pages that a running step reads or writes are nobody else's until it is over. Sequences may be added,
+stopped and removed while it runs: what it computes for one that has gone is dropped, and pages are given back after it.
 
 Each step serves running sequences first (one token each), then prompts in chunks, under one token budget
 (Sarathi-Serve, Agrawal et al. 2024). A prompt gets all its pages before its first chunk; when a running sequence
@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pdserve.engine.kvcache import KvCache
+from pdserve.engine.pages import Pages
 from pdserve.engine.sequence import Finish, Sequence
 from pdserve.engine.step import Chunk, SampledToken, StepPlan, StepResult
 from pdserve.errors import InvariantError
@@ -71,7 +72,10 @@ class Scheduler:
         self.num_preemptions = 0
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
-        self._planned: list[Sequence] = []
+        self._planned: list[Sequence] = []  # parallel to the running step's chunks
+        self._is_stepping = False
+        self._dropped: list[Sequence] = []  # planned, and stopped since
+        self._leaving: list[Pages] = []  # holds to give up when the step is over
 
     @property
     def num_running(self) -> int:
@@ -103,20 +107,25 @@ class Scheduler:
         self._running.append(sequence)
 
     def stop(self, sequence: Sequence) -> None:
-        """Compute nothing more of a sequence; it keeps its pages. Not while a step runs."""
+        """Compute nothing more of a sequence; it keeps its pages."""
         if sequence in self._running:
             self._running.remove(sequence)
+            if self._is_stepping and sequence in self._planned:
+                self._dropped.append(sequence)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence and give up its hold on its pages. Not while a step runs."""
+        """Forget a sequence and give up its hold on its pages."""
         self.stop(sequence)
         self.release(sequence)
 
     def release(self, sequence: Sequence) -> None:
         """Give up a sequence's hold on its pages; they stay reusable until given out again."""
-        self.cache.pool.release(tuple(sequence.pages))
+        if self._is_stepping:
+            self._leaving.append(tuple(sequence.pages))
+        else:
+            self.cache.pool.release(tuple(sequence.pages))
         sequence.pages.clear()
         sequence.computed = 0
         sequence.num_published = 0
@@ -148,7 +157,7 @@ class Scheduler:
 
     def plan(self) -> StepPlan | None:
         """Return the next step, or None if there is nothing to compute."""
-        if self._planned:
+        if self._is_stepping:
             raise InvariantError("planned a step while one is running")
         budget = self.limits.max_num_batched_tokens
         chunks: list[Chunk] = []
@@ -171,13 +180,18 @@ class Scheduler:
             count = min(budget, sequence.num_missing)
             budget -= count
             self._schedule(sequence, count, chunks)
-        return StepPlan(tuple(chunks), tuple(copies)) if chunks else None
+        if not chunks:
+            return None
+        self._is_stepping = True
+        return StepPlan(tuple(chunks), tuple(copies))
 
     def commit(self, plan: StepPlan, result: StepResult) -> tuple[Outcome, ...]:
         """Take in what a step brought. Sequences that ended, or go to a hand-off, are no longer running."""
         outcomes: list[Outcome] = []
-        planned, self._planned = self._planned, []
+        planned, dropped = self._end_step()
         for sequence, chunk, tokens in zip(planned, plan.chunks, result.tokens, strict=True):
+            if sequence in dropped:
+                continue
             was_prompt = sequence.num_missing > 1 or len(sequence.indices) > 1 or sequence.stop_after_prompt
             sequence.computed += len(chunk.token_ids)
             if not sequence.has_run:
@@ -192,8 +206,17 @@ class Scheduler:
 
     def abandon(self) -> tuple[Sequence, ...]:
         """Forget the planned step, which failed; return its sequences, which stay where they were."""
-        planned, self._planned = self._planned, []
-        return tuple(planned)
+        planned, dropped = self._end_step()
+        return tuple(sequence for sequence in planned if sequence not in dropped)
+
+    def _end_step(self) -> tuple[list[Sequence], list[Sequence]]:
+        """Give back what left during the step; return its sequences, and those of them that were stopped."""
+        planned, dropped, leaving = self._planned, self._dropped, self._leaving
+        self._planned, self._dropped, self._leaving = [], [], []
+        self._is_stepping = False
+        for pages in leaving:
+            self.cache.pool.release(pages)
+        return planned, dropped
 
     def _schedule(self, sequence: Sequence, count: int, chunks: list[Chunk]) -> None:
         stop = sequence.computed + count

@@ -1,7 +1,7 @@
 """A worker's process: its loop around the real core, in virtual time.
 
-As in `worker.loop`: handle what came, plan, run, commit; events are handled between steps only. A step reads and
-writes memory at its end, so that whatever touches its pages before that is seen.
+As in `worker.loop`: handle what came, plan, run, commit; what comes while a step runs is handled at once. A step reads
+and writes memory at its end, so that whatever touches its pages before that is seen.
 """
 
 from collections import deque
@@ -116,8 +116,8 @@ class WorkerProcess(Host, Generic[EventT, CommandT]):
 
     @property
     def can_listen(self) -> bool:
-        """Whether the core may be handed an event now: between steps only."""
-        return self._loaded and not self._stepping and not self._busy and not self.exited and not self.frozen
+        """Whether the core may be handed an event now."""
+        return self._loaded and not self._busy and not self.exited and not self.frozen
 
     def offer(self, event: object) -> None:
         """Queue an event for the core."""
@@ -152,19 +152,23 @@ class WorkerProcess(Host, Generic[EventT, CommandT]):
 
     def _turn(self) -> None:
         """Go on until there is nothing to do, or a step runs."""
-        if self._busy or self._stepping or not self._loaded or self.exited:
+        if self._busy or not self._loaded or self.exited:
             return
         self._busy = True
-        self._take_in()
+        while self._inbox:
+            self.handle(self._inbox.popleft())
+        if not self._stepping:
+            self._between_steps()
+        self._busy = False
+
+    def _between_steps(self) -> None:
+        self._tick()
         if self.core.drained:
             self._exit()
         else:
             self._plan()
-        self._busy = False
 
-    def _take_in(self) -> None:
-        while self._inbox:
-            self.handle(self._inbox.popleft())
+    def _tick(self) -> None:
         now_s = self.world.now
         if now_s - self._ticked_s >= TICK_S:
             self._ticked_s = now_s

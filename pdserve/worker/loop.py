@@ -76,17 +76,21 @@ class Inbox(Generic[EventT]):
         self._room.set()
         return events
 
-    async def wait(self, timeout_s: float) -> None:
-        """Return when there is an event, or after a time."""
+    async def wait(self, timeout_s: float | None) -> None:
+        """Return when there is an event, after a time, or when woken."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._news.wait()
         except TimeoutError:
             pass
 
+    def wake(self) -> None:
+        """Let whoever waits look around, though there may be no event."""
+        self._news.set()
+
 
 class WorkerLoop(Generic[EventT, CommandT]):
-    """Handle what came, plan, run, commit; events are handled between steps only."""
+    """Handle what came, plan, run, commit; what comes while a step runs is handled at once."""
 
     def __init__(
         self,
@@ -107,17 +111,17 @@ class WorkerLoop(Generic[EventT, CommandT]):
 
     async def run(self) -> None:
         """Serve until the core has drained. InvariantError ends this process."""
-        loop = asyncio.get_running_loop()
         with ThreadPoolExecutor(1, "engine") as engine:
             while not self._core.drained:
                 self._take_in()
+                self._tick()
                 plan = self._core.plan(self._clock.now_s())
                 if plan is None:
                     self._rest()
                     await self._inbox.wait(TICK_S)
                     continue
                 try:
-                    result = await loop.run_in_executor(engine, self._runner.run, plan)
+                    result = await self._step(engine, plan)
                 except InvariantError:
                     raise
                 except Exception as error:  # whatever a request makes the engine do, others go on
@@ -129,6 +133,15 @@ class WorkerLoop(Generic[EventT, CommandT]):
                 self._outbox.perform(self._core.commit(plan, result, self._clock.now_s()), (plan, result))
             self._outbox.beat(self._core.load(), self._num_steps)
 
+    async def _step(self, engine: ThreadPoolExecutor, plan: StepPlan) -> StepResult:
+        """Run a step in a thread, and handle what comes meanwhile."""
+        step = asyncio.get_running_loop().run_in_executor(engine, self._runner.run, plan)
+        step.add_done_callback(lambda _: self._inbox.wake())
+        while not step.done():
+            await self._inbox.wait(None)
+            self._take_in()
+        return step.result()
+
     def _rest(self) -> None:
         """Say at once, not at the next tick, that everything a worker had in hand is done."""
         if self._has_worked and self._core.idle:
@@ -138,6 +151,9 @@ class WorkerLoop(Generic[EventT, CommandT]):
     def _take_in(self) -> None:
         for event in self._inbox.drain():
             self._handle(event)
+
+    def _tick(self) -> None:
+        """Beat between steps only: a worker whose step hangs falls silent."""
         now_s = self._clock.now_s()
         if now_s - self._ticked_s >= TICK_S:
             self._ticked_s = now_s

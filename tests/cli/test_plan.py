@@ -12,7 +12,6 @@ from pdserve.config import DecodeWorkerConfig, ProcessConfig, WorkerConfig, load
 from pdserve.errors import ConfigError
 from pdserve.ids import Incarnation
 from pdserve.launch.plan import ChildSpec, ClusterSpec, Wiring, flag_arguments, plan
-from pdserve.launch.threads import child_environment
 from pdserve.router.config import RouterConfig
 
 WIRING = Wiring(public_port=50051, internal_port=50052, secret_file=Path("/run/a secret"))
@@ -74,11 +73,3 @@ def test_what_is_not_set_is_not_written_and_what_cannot_be_is_refused() -> None:
     assert written == ("--no-c", "--d", "x", "--d", "1", "--e", "0.5")
     with pytest.raises(TypeError, match="f: a flag cannot carry"):
         flag_arguments({"f": {"g": 1}})
-
-
-def test_the_users_thread_settings_come_before_ours() -> None:
-    environment = child_environment({"OMP_NUM_THREADS": "1", "HOME": "/h"}, num_cores=8)
-    assert environment["OMP_NUM_THREADS"] == "1"
-    assert environment["HOME"] == "/h"
-    assert environment["GOMP_SPINCOUNT"] == "20000"
-    assert child_environment({}, num_cores=8)["OMP_NUM_THREADS"] == "8"

@@ -1,7 +1,7 @@
 import pytest
 
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.scheduler import Drawn, Limits, Scheduler, Started
+from pdserve.engine.scheduler import Drawn, Limits, Scheduler, Split, Started
 from pdserve.engine.sequence import Finish, Job, Sequence
 from pdserve.errors import InvariantError
 from pdserve.ids import Attempt, RequestId
@@ -140,3 +140,42 @@ def test_a_failed_step_leaves_the_scheduler_usable() -> None:
     bench.add(2, [1, 2, 3], max_tokens=4)
     bench.run()
     assert bench.drawn[2] == expected([1, 2, 3], 2, 4, VOCAB)
+
+
+def test_a_sequence_removed_during_its_step_keeps_its_pages_until_that_is_over() -> None:
+    bench = Bench(num_pages=8, budget=8)
+    pool = bench.scheduler.cache.pool
+    gone = bench.add(1, list(range(8)), max_tokens=4)
+    plan = bench.scheduler.plan()
+    assert plan is not None
+    pages = tuple(gone.pages)
+    bench.scheduler.remove(gone)
+    assert all(pool.holders(page) == 1 for page in pages)
+    assert bench.scheduler.commit(plan, bench.runner.run(plan)) == ()
+    assert all(pool.is_free(page) for page in pages)
+    bench.run()
+
+
+def test_a_sequence_stopped_during_a_failing_step_is_not_among_those_it_fails() -> None:
+    bench = Bench(budget=8)
+    stopped, other = bench.add(1, [1], max_tokens=4), bench.add(2, [2], max_tokens=4)
+    assert bench.scheduler.plan() is not None
+    bench.scheduler.remove(stopped)
+    assert bench.scheduler.abandon() == (other,)
+    bench.run()
+
+
+def test_a_page_that_a_step_copies_from_stays_held_though_its_other_sequence_leaves() -> None:
+    bench = Bench(num_pages=3, budget=4)
+    scheduler, pool = bench.scheduler, bench.scheduler.cache.pool
+    job = Job(RequestId(bytes(16)), Attempt(0), (1, 2), 2, SamplingParams(max_tokens=4), (0, 1))
+    scheduler.add(Sequence(job, (0, 1), [1, 2], order=1))
+    (split,) = [outcome for outcome in bench.step() if isinstance(outcome, Split)]
+    plan = scheduler.plan()
+    assert plan is not None
+    ((source, _),) = plan.copies
+    for sibling in split.children:
+        scheduler.remove(sibling)
+    assert pool.holders(source) == 1
+    assert scheduler.commit(plan, bench.runner.run(plan)) == ()
+    assert pool.num_free == pool.num_pages

@@ -287,6 +287,27 @@ def recompute_too_little_after_preemption() -> Iterator[object]:
         yield patched
 
 
+@mutation
+def give_pages_back_while_a_step_writes_them() -> Iterator[object]:
+    def release(original: Original, self: Scheduler, sequence: Sequence) -> None:
+        is_stepping, self._is_stepping = self._is_stepping, False
+        original(self, sequence)
+        self._is_stepping = is_stepping
+
+    with _wrap(Scheduler, "release", release) as patched:
+        yield patched
+
+
+@mutation
+def take_in_what_a_step_computed_for_a_sequence_that_left() -> Iterator[object]:
+    def end_step(original: Original, self: Scheduler) -> tuple[list[Sequence], list[Sequence]]:
+        planned, _ = original(self)
+        return planned, []
+
+    with _wrap(Scheduler, "_end_step", end_step) as patched:
+        yield patched
+
+
 # ---- the router
 
 

@@ -1,0 +1,98 @@
+"""The loop that every worker runs, around a core that notes what it is told, and an engine that can be held up."""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from pdserve.clock import MonotonicClock
+from pdserve.engine.kvcache import KvCache
+from pdserve.engine.scheduler import Limits, Scheduler
+from pdserve.engine.step import StepPlan, StepResult
+from pdserve.worker.load import load_of
+from pdserve.worker.loop import Inbox, WorkerLoop
+from pdserve.worker.words import Load, Ticked
+
+EMPTY = StepResult((), 0.0)
+LOAD = load_of(Scheduler(KvCache(1, 1, None), Limits(1, 1, 1, frozenset())))
+
+
+class Notes:
+    """A core with one step to plan; it drains when told to."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+        self.drained = False
+        self.idle = True
+        self.has_planned = False
+
+    def load(self) -> Load:
+        return LOAD
+
+    def handle(self, event: str | Ticked, now_s: float) -> list[str]:
+        if isinstance(event, Ticked):
+            return []
+        self.heard.append(event)
+        return [f"answer to {event}"]
+
+    def plan(self, now_s: float) -> StepPlan | None:
+        if self.has_planned:
+            return None
+        self.has_planned = True
+        return StepPlan(())
+
+    def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> list[str]:
+        self.heard.append("commit")
+        return []
+
+    def fail_step(self, reason: str) -> list[str]:
+        self.heard.append(f"failed: {reason}")
+        return []
+
+
+class HeldUp:
+    """An engine whose step lasts until it is let go."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.started = threading.Event()
+        self.go_on = threading.Event()
+        self._error = error
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.started.set()
+        self.go_on.wait()
+        if self._error is not None:
+            raise self._error
+        return EMPTY
+
+
+class Carried:
+    """Commands in the order they were carried out, and a signal for each."""
+
+    def __init__(self) -> None:
+        self.commands: asyncio.Queue[str] = asyncio.Queue()
+
+    def perform(self, commands: Sequence[str], step: tuple[StepPlan, StepResult] | None) -> None:
+        for command in commands:
+            self.commands.put_nowait(command)
+
+    def beat(self, load: Load, num_steps: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("error", [None, ValueError("broken")], ids=["a good step", "a failing step"])
+async def test_what_comes_while_a_step_runs_is_answered_before_the_step_is_over(error: Exception | None) -> None:
+    core, engine, inbox, carried = Notes(), HeldUp(error), Inbox[str](), Carried()
+    loop = asyncio.create_task(WorkerLoop(core, engine, inbox, carried, MonotonicClock()).run())
+    await asyncio.to_thread(engine.started.wait)
+    inbox.put("news")
+    assert await carried.commands.get() == "answer to news"
+    assert core.heard == ["news"]
+    engine.go_on.set()
+    inbox.put("more")
+    assert await carried.commands.get() == "answer to more"
+    core.drained = True
+    inbox.wake()
+    await loop
+    assert sorted(core.heard[1:]) == sorted(["more", "commit" if error is None else "failed: ValueError: broken"])
