@@ -18,6 +18,7 @@ from pdserve.router.view import WorkerView
 
 _NEAR = 0.02  # costs that differ by less are as good as equal
 _NEAR_S = 0.002
+_MOST_LENIENT = 0.9  # factor of a predicted time to first token, where nobody waits
 _MAX_LOOKED_AT = 16  # workers of a pool; of larger ones, so many at random and as many that hold a prefix
 
 
@@ -43,11 +44,12 @@ class Goodput:
         prompt = Prompt(demand.num_tokens, demand.num_sequences, forecast.prefixes.match(demand.names, demand.now_s))
         some = [_some(group, prompt, demand.draw) for group in groups]
         options = [option for group in some for option in self._options(group, prompt, demand)]
-        good = [option for option in options if self._is_good(option, demand)]
+        crowding = _crowding(some)
+        good = [option for option in options if self._is_good(option, demand, crowding)]
         best = min(good or options, key=lambda option: option.cost_s)
         if good or demand.is_admitted or not self._may_refuse(best, demand):
             return self._place(best, prompt, demand, len(options))
-        return self._put_off(options, prompt, demand)
+        return self._put_off(options, prompt, demand, crowding)
 
     # ---- options
 
@@ -94,13 +96,20 @@ class Goodput:
 
     # ---- admission
 
-    def _margin(self, option: _Option) -> tuple[float, float]:
-        """Return by what factors predictions of both times are widened, as they have come out lately."""
-        is_local = option.pair.prefill is None
-        return self._forecast.ttft_margins[is_local].factor, self._forecast.tpot_margins[is_local].factor
+    def _margin(self, option: _Option, crowding: float) -> tuple[float, float]:
+        """Return by what factors predictions of both times are widened, as they have come out lately.
 
-    def _is_good(self, option: _Option, demand: Demand) -> bool:
-        wide_ttft, wide_tpot = self._margin(option)
+        To refuse what might just have been in time pays where others want its place. Where nobody waits, the chance
+        is taken: the prediction is narrowed by as much as it would be widened among a crowd.
+        """
+        is_local = option.pair.prefill is None
+        wide = self._forecast.ttft_margins[is_local].factor
+        if wide > 1:
+            wide = max(_MOST_LENIENT, wide ** (2 * crowding - 1))
+        return wide, self._forecast.tpot_margins[is_local].factor
+
+    def _is_good(self, option: _Option, demand: Demand, crowding: float) -> bool:
+        wide_ttft, wide_tpot = self._margin(option, crowding)
         if not demand.is_admitted and demand.waited_s + option.ttft_s * wide_ttft > (demand.ttft_slo_s or inf):
             return False
         if not demand.needs_decode:
@@ -115,7 +124,7 @@ class Goodput:
         knows_decode = not demand.needs_decode or costs[Role.DECODE].knows_decode(demand.now_s)
         return costs[role].knows_prefill(demand.now_s) and knows_decode
 
-    def _put_off(self, options: list[_Option], prompt: Prompt, demand: Demand) -> Decision:
+    def _put_off(self, options: list[_Option], prompt: Prompt, demand: Demand, crowding: float) -> Decision:
         """Let a request wait while that can still meet its objectives; refuse it else."""
         ttft_slo_s, tpot_slo_s = demand.ttft_slo_s or inf, demand.tpot_slo_s or inf
         soonest = min(options, key=lambda option: option.ttft_s)
@@ -124,7 +133,7 @@ class Goodput:
         impossible = _impossible("ttft", ttft_slo_s, idle_ttft_s) or _impossible("tpot", tpot_slo_s, idle_tpot_s)
         if impossible:
             return Rejected(Status.RESOURCE_EXHAUSTED, impossible, predicted_ttft_s=idle_ttft_s)
-        wide_ttft, _ = self._margin(soonest)
+        wide_ttft, _ = self._margin(soonest, crowding)
         predicted_s = demand.waited_s + soonest.ttft_s * wide_ttft
         until_s = demand.now_s + ttft_slo_s - predicted_s
         if predicted_s <= ttft_slo_s:
@@ -194,6 +203,12 @@ def _draw(scored: list[tuple[float, WorkerView]], draw: int) -> tuple[float, Wor
 def _fullness(entry: tuple[float, WorkerView]) -> tuple[float, int, LinkId]:
     score, worker = entry
     return score, worker.num_placed, worker.link
+
+
+def _crowding(groups: Seq[Group]) -> float:
+    """Return the share of the workers that could compute a prompt which have others to compute, 0 to 1."""
+    workers = [worker for group in groups for worker in (group.prefills or group.decodes)]
+    return sum(worker.pending_prefill_tokens > 0 for worker in workers) / len(workers)
 
 
 def _roles(options: list[_Option]) -> set[Role]:

@@ -114,6 +114,17 @@ def test_a_request_goes_where_its_first_token_comes_soonest() -> None:
     assert first.prefill.worker_id != second.prefill.worker_id
 
 
+def test_a_close_chance_is_taken_where_nobody_waits_and_left_in_a_crowd() -> None:
+    alone, crowd = Cluster(workers="p0 p1 d0"), Cluster(workers="p0 p1 d0")
+    for cluster in (alone, crowd):
+        cluster.forecast.ttft_margins[False].factor = 1.2
+    placed(alone.arrive(800, ttft_s=0.095))  # 100 ms are predicted
+    for _ in range(2):
+        placed(crowd.arrive(50))
+    assert refused(crowd.arrive(800, ttft_s=0.115)).predicted_ttft_s == pytest.approx(1.2 * 0.105, rel=0.05)
+    assert "cannot be met here" in refused(alone.arrive(800, ttft_s=0.01)).message
+
+
 def test_a_queue_that_is_too_long_is_answered_with_the_time_and_when_to_try_again() -> None:
     cluster = Cluster()
     for _ in range(8):
