@@ -16,6 +16,7 @@ import grpc
 from pdserve.launch.state import ClusterState
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceStub
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 from pdserve.rpc import read_secret, secret_metadata
@@ -85,9 +86,25 @@ class LiveCluster:
 
     def signal(self, name: str, number: signal.Signals) -> None:
         """Send a signal to one process of the cluster, by its name."""
+        os.kill(self._pid(name), number)
+
+    @contextmanager
+    def frozen(self, *names: str) -> Iterator[None]:
+        """Keep processes from running for the length of the block. Those that have ended meanwhile stay so."""
+        pids = [self._pid(name) for name in names]
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+    def _pid(self, name: str) -> int:
         pid = self.state.pid_of(name)
         assert pid is not None
-        os.kill(pid, number)
+        return pid
 
     def status(self) -> admin.ClusterStatus:
         return self._admin.GetStatus(admin.GetStatusRequest(), metadata=self._metadata, timeout=10).status
@@ -117,6 +134,11 @@ def is_idle(status: admin.ClusterStatus) -> bool:
     return status.num_active == status.num_held == 0 and all(
         worker.load.pages_free == worker.registration.num_pages and worker.load.num_handoffs == 0 for worker in workers
     )
+
+
+def load_of(status: admin.ClusterStatus, name: str) -> link.Heartbeat:
+    """Return what a worker last said of its load; nothing at all of one that is not attached."""
+    return next((w.load for w in status.workers if w.registration.worker_id == name), link.Heartbeat())
 
 
 def all_ready(count: int) -> Callable[[admin.ClusterStatus], bool]:
