@@ -44,6 +44,8 @@ class Book:
         placement = request.place(indices, prefill, decode)
         placement.placed_s, placement.ttft_s, placement.tpot_s = now_s, placed.ttft_s, placed.tpot_s
         request.decision = placed.reason
+        if placement.attempt == 0 and placed.ttft_s is not None and placed.tpot_s is not None:
+            request.predicted_s = now_s - request.received_s + placed.ttft_s, placed.tpot_s
         request.ladder.reach(Rung.PLACED, now_s)
         spec = request.spec(placement, now_s)
         num_tokens, cached = len(spec.token_ids), placed.cached_tokens

@@ -225,6 +225,7 @@ class RouterCore:
             if request.placements.get(placement.attempt) is placement:
                 why = Refused(Status.INTERNAL, f"{worker.name} broke the protocol: {text}")
                 self._recovery.fail(request, placement, why, {worker.link}, now_s)
+        worker.stepped(event.step, now_s)
 
     def _register(self, event: WorkerRegistered, now_s: float) -> None:
         link, is_new = event.link, self.workers.get(event.link) is None

@@ -65,11 +65,11 @@ class Delivery:
             return
         if placement.prefill is None:
             if placement.decode is not None:
-                placement.decode.prefilled(placement.key, now_s)
+                placement.decode.prefilled(placement.key)
         else:
-            placement.prefill.prefilled(placement.key, now_s)
+            placement.prefill.prefilled(placement.key)
             if placement.decode is not None:
-                placement.decode.prefilled(placement.key, now_s)
+                placement.decode.prefilled(placement.key)
             self._take_ahead(request, placement, sequence, now_s)
             if placement.running:
                 self.release_prefill_when_done(request, placement)
@@ -159,7 +159,7 @@ class Delivery:
                 request.cached_tokens = min(event.cached_tokens, len(request.prompt_ids))
                 self._book.forecast.prefixes.correct(worker.link, request.names, request.cached_tokens)
             case Rung.PREFILL_DONE if worker is placement.prefill:
-                worker.prefilled(placement.key, now_s)
+                worker.prefilled(placement.key)
             case Rung.GRANTED:
                 request.pages_reused = event.pages_reused
             case Rung.LANDED:

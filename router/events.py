@@ -47,6 +47,7 @@ class Registration:
     max_model_len: int
     handoff_address: str
     max_num_batched_tokens: int = 0  # in a step; 0: unknown
+    host: str = ""  # name of its machine; empty: unknown
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,25 +96,23 @@ class Forecast:
     def prefill_s(self, worker: WorkerView, prompt: Prompt, now_s: float) -> float:
         """Predict when the first token comes from a prefill worker, from now on."""
         fresh, work = uncached(prompt, worker.link)
-        costs, budget = self.costs[Role.PREFILL], _budget(worker)
-        queued = worker.pending_prefill_tokens
-        total_s = costs.prefill_s(queued + fresh, worker.prefill_work + work, budget)
+        costs, budget = self.costs[Role.PREFILL], worker.step_tokens
+        queued, running = worker.pending_prefill_tokens, worker.running
         if not queued:
-            return total_s
-        total_s -= self._done_s(worker, costs, now_s)
-        return total_s + costs.prefill.each_s * self._joining(worker, total_s, queued + fresh, now_s)
+            return costs.prefill_s(fresh, work, budget)
+        left_s = costs.prefill_s(running.prefill_tokens, running.prefill_work, budget) - (now_s - running.since_s)
+        tokens = max(0, queued - running.prefill_tokens) + fresh
+        later_s = costs.prefill_s(tokens, max(0, worker.pending_prefill_work - running.prefill_work) + work, budget)
+        total_s = max(0.0, left_s) + later_s
+        last_s = costs.prefill.step_s + costs.prefill.each_s * (tokens % budget or budget)
+        return total_s + costs.prefill.each_s * self._joining(worker, total_s - last_s, tokens, now_s)
 
     def _joining(self, worker: WorkerView, wait_s: float, num_tokens: int, now_s: float) -> float:
         """Return how many tokens of later prompts will probably share a prompt's last step, and prolong it."""
-        budget, sent = _budget(worker), self._tokens.get(worker.link)
+        sent = self._tokens.get(worker.link)
         if sent is None:
             return 0.0
-        return min(-num_tokens % budget, wait_s * sent.now(now_s, _RATE_S) / _RATE_S)
-
-    def _done_s(self, worker: WorkerView, costs: LearntCosts, now_s: float) -> float:
-        """Return how much of the queue's time has probably passed already."""
-        head = max(worker.head_tokens(), min(_budget(worker), worker.pending_prefill_tokens))
-        return min(now_s - worker.head_since_s, costs.prefill_s(head, 0.0, _budget(worker)))
+        return min(-num_tokens % worker.step_tokens, max(0.0, wait_s) * sent.now(now_s, _RATE_S) / _RATE_S)
 
     def idle_prefill_s(self, prompt: Prompt, role: Role, budget: int = _UNKNOWN_BUDGET) -> float:
         """Predict the time to first token of a cluster that does nothing else."""
@@ -157,20 +155,20 @@ class Forecast:
         """Predict when the first token comes from a decode worker that goes on decoding meanwhile."""
         fresh, work = uncached(prompt, worker.link)
         costs, running = self.costs[Role.DECODE], worker.num_sequences
-        budget = max(1, _budget(worker) - running)
+        budget, waiting_work = max(1, worker.step_tokens - running), worker.pending_prefill_work + work
         queued = worker.pending_prefill_tokens
         num_steps = -(-(queued + fresh) // budget)
         if not running:
-            return costs.prefill_s(queued + fresh, worker.prefill_work + work, budget)
+            return costs.prefill_s(queued + fresh, waiting_work, budget)
         marginal_s = max(0.0, step_s - costs.prefill.step_s)
-        total_s = costs.prefill_s(queued + fresh, worker.prefill_work + work, budget) + num_steps * marginal_s
+        total_s = costs.prefill_s(queued + fresh, waiting_work, budget) + num_steps * marginal_s
         return total_s + step_s / 2  # the step that runs has to end first
 
     def handoff_s(self, prefill: WorkerView, decode: WorkerView, prompt: Prompt) -> float:
         """Predict what of a hand-off is left after the first token, on an idle link: its last chunk."""
         layout = decode.registration.layout
         fresh = prompt.num_tokens - prompt.cached.get(decode.link, 0)
-        num_bytes = min(fresh, _budget(prefill)) * _bytes_per_token(layout)
+        num_bytes = min(fresh, prefill.step_tokens) * _bytes_per_token(layout)
         return self.links.transfer_s((prefill.name, decode.name), num_bytes)
 
 
@@ -178,10 +176,6 @@ def uncached(prompt: Prompt, link: LinkId) -> tuple[int, int]:
     """Return the tokens that a worker has to compute of a prompt, and the work of their attention."""
     cached = min(prompt.cached.get(link, 0), prompt.num_tokens - 1)
     return prompt.num_tokens - cached, prompt.num_tokens**2 - cached**2
-
-
-def _budget(worker: WorkerView) -> int:
-    return worker.registration.max_num_batched_tokens or _UNKNOWN_BUDGET
 
 
 def _bytes_per_token(layout: KvLayout) -> float:

@@ -51,6 +51,8 @@ class Ledger:
     handoff_pages_reused: int
     ttft_ms: float
     tpot_ms: float
+    predicted_ttft_ms: float | None = None  # None: the policy does not predict
+    predicted_tpot_ms: float | None = None
 
 
 class Ladder:

@@ -107,6 +107,7 @@ class Request:
         self.handoff_bytes = 0
         self.handoff_s = 0.0
         self.pages_reused = 0
+        self.predicted_s: tuple[float, float] | None = None  # time to first token, and per later one, at its placement
         self._num_attempts = 0
 
     def __repr__(self) -> str:
@@ -201,6 +202,8 @@ class Request:
             handoff_pages_reused=self.pages_reused,
             ttft_ms=self.ladder.ms(Rung.FIRST_TOKEN),
             tpot_ms=self._tpot_ms(),
+            predicted_ttft_ms=None if self.predicted_s is None else self.predicted_s[0] * 1e3,
+            predicted_tpot_ms=None if self.predicted_s is None else self.predicted_s[1] * 1e3,
         )
 
     def _tpot_ms(self) -> float:

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pdserve.errors import InvariantError, ProtocolError
 from pdserve.ids import Attempt, RequestId
 from pdserve.kvlayout import KvLayout
+from pdserve.perfmodel.curve import Step
 from pdserve.router.events import Address, LinkId, Load, Registration, Role
 
+_UNKNOWN_STEP_TOKENS = 2048
 PlacementKey = tuple[RequestId, Attempt]
 
 
@@ -22,6 +24,24 @@ class Share:
     arriving: bool = False  # its prompt is not computed yet
 
 
+_NOTHING = Share(0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class RunningStep:
+    """What a worker's running step probably computes of prompts: what waited when it began."""
+
+    prefill_tokens: int
+    prefill_work: int
+    since_s: float
+
+    def cut(self, num_tokens: int) -> "RunningStep":
+        """Return the step with so many tokens at most."""
+        if self.prefill_tokens <= num_tokens:
+            return self
+        return RunningStep(num_tokens, self.prefill_work * num_tokens // self.prefill_tokens, self.since_s)
+
+
 class WorkerView:
     """One attached worker."""
 
@@ -33,12 +53,12 @@ class WorkerView:
         self.last_heard_s = now_s
         self.num_placed = 0  # since it attached
         self.shares: dict[PlacementKey, Share] = {}
-        self._sequences = self._tokens = 0  # sums over the shares
+        self._sequences = self._tokens = self._work = 0  # sums over the shares
+        self._computed_tokens = self._computed_work = 0  # of prompts that are computed in part
         self._foreign_sequences = self._foreign_tokens = 0  # as last reported, less what was ours then
-        self.prefill_work = 0  # of the prompts that wait
         self.num_arriving = 0  # sequences whose prompts are not computed yet
         self.kv_tokens = 0  # of all sequences, as each starts to decode
-        self.head_since_s = now_s  # since when the first waiting prompt may be under way
+        self.running = RunningStep(0, 0, now_s)
         self.kind = 0  # equal for workers that can hand KV over to each other
 
     def __repr__(self) -> str:
@@ -67,20 +87,20 @@ class WorkerView:
         """Take a load report. What it tells beyond what is ours is other routers', until the next one."""
         self.load = load
         self.draining = self.draining or load.draining
-        self._foreign_tokens = max(0, load.waiting_tokens - self._tokens)
+        self._foreign_tokens = max(0, load.waiting_tokens - self._own_tokens)
         told = load.num_running + load.num_waiting + load.num_handoffs
         self._foreign_sequences = max(0, told - self._sequences)
 
     def assign(self, key: PlacementKey, share: Share, now_s: float) -> None:
         if key in self.shares:
             raise InvariantError(f"{self.name} was given one placement twice")
-        if not self._tokens:
-            self.head_since_s = now_s
+        if share.prefill_tokens and not self.pending_prefill_tokens:
+            self.running = RunningStep(share.prefill_tokens, share.prefill_work, now_s).cut(self.step_tokens)
         self.shares[key] = share
         self.num_placed += 1
         self._sequences += share.num_sequences
         self._tokens += share.prefill_tokens
-        self.prefill_work += share.prefill_work
+        self._work += share.prefill_work
         self._decode(share, share.num_sequences)
 
     def unassign(self, key: PlacementKey) -> None:
@@ -89,20 +109,30 @@ class WorkerView:
             raise InvariantError(f"{self.name} does not have this placement")
         self._sequences -= share.num_sequences
         self._tokens -= share.prefill_tokens
-        self.prefill_work -= share.prefill_work
+        self._work -= share.prefill_work
         self._decode(share, -share.num_sequences)
 
-    def prefilled(self, key: PlacementKey, now_s: float) -> None:
+    def prefilled(self, key: PlacementKey) -> None:
         """Note that a placement's prompt needs no more computing, here or elsewhere."""
         share = self.shares[key]
         if share.arriving:
             share.arriving = False
             self.num_arriving -= share.num_sequences
-        if share.prefill_tokens:
-            self._tokens -= share.prefill_tokens
-            self.prefill_work -= share.prefill_work
-            share.prefill_tokens = share.prefill_work = 0
-            self.head_since_s = now_s
+        self._tokens -= share.prefill_tokens
+        self._work -= share.prefill_work
+        self._computed_tokens -= share.prefill_tokens
+        self._computed_work -= share.prefill_work
+        share.prefill_tokens = share.prefill_work = 0
+
+    def stepped(self, step: Step, now_s: float) -> None:
+        """Note a step's end, once the prompts that it completed are noted: what it brought the others, and the next.
+
+        Only one prompt at a time is computed in part. Steps tell of other routers' prompts too, hence the bounds.
+        """
+        head = next((share for share in self.shares.values() if share.prefill_tokens), _NOTHING)
+        self._computed_tokens = _within(self._computed_tokens + step.prefill_tokens, head.prefill_tokens - 1)
+        self._computed_work = _within(self._computed_work + step.prefill_work, head.prefill_work)
+        self.running = RunningStep(self.pending_prefill_tokens, self.pending_prefill_work, now_s).cut(self.step_tokens)
 
     def sequence_ended(self, key: PlacementKey) -> None:
         """Note that a placement runs one sequence fewer."""
@@ -119,7 +149,21 @@ class WorkerView:
     @property
     def pending_prefill_tokens(self) -> int:
         """Prompt tokens that wait in front of one more request: ours, and other routers' as last reported."""
-        return self._tokens + self._foreign_tokens
+        return self._own_tokens + self._foreign_tokens
+
+    @property
+    def pending_prefill_work(self) -> int:
+        """Work of their attention, as far as they are ours."""
+        return max(0, self._work - max(0, self._computed_work))
+
+    @property
+    def _own_tokens(self) -> int:
+        return self._tokens - max(0, self._computed_tokens)
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens that a step computes at most."""
+        return self.registration.max_num_batched_tokens or _UNKNOWN_STEP_TOKENS
 
     @property
     def num_sequences(self) -> int:
@@ -131,16 +175,16 @@ class WorkerView:
         """Tokens whose KV it can hold."""
         return self.registration.num_pages * self.registration.layout.page_size
 
-    def head_tokens(self) -> int:
-        """Return the tokens of the first prompt of ours that waits; 0 when none does."""
-        return next((share.prefill_tokens for share in self.shares.values() if share.prefill_tokens), 0)
-
     def check_idle(self) -> None:
         """Raise InvariantError unless nothing of this router's is assigned to the worker."""
         if self.shares or self._sequences or self._tokens:
             raise InvariantError(f"{self.name} still holds {self.shares}")
-        if self.prefill_work or self.num_arriving or self.kv_tokens:
+        if self._work or self.num_arriving or self.kv_tokens:
             raise InvariantError(f"{self.name} still holds {self.shares}")
+
+
+def _within(value: int, high: int) -> int:
+    return max(0, min(value, high))
 
 
 class Workers:

@@ -76,13 +76,7 @@ def _load(beat: link.Heartbeat) -> Load:
 
 
 def _step(told: link.StepReport) -> Step:
-    """Return what a step computed. Where it did both, its prompts are taken to be at their beginning."""
-    tokens, sequences, context = told.prefill_tokens, told.decode_sequences, told.context_tokens
-    if not tokens:
-        return Step(sequences=sequences, kv_tokens=context)
-    if sequences:
-        return Step(tokens, tokens * tokens, sequences, max(0, context - tokens))
-    return Step(tokens, tokens * max(tokens, 2 * context - tokens))
+    return Step(told.prefill_tokens, told.prefill_work, told.decode_sequences, told.decode_kv_tokens)
 
 
 def _rung(link_id: LinkId, progress: link.Progress) -> RungReached:
@@ -134,6 +128,7 @@ def _registration(told: link.Register) -> Registration:
         max_model_len=told.max_model_len,
         handoff_address=told.handoff_address,
         max_num_batched_tokens=told.max_num_batched_tokens,
+        host=told.host,
     )
 
 
@@ -229,6 +224,8 @@ def ledger_message(ledger: Ledger) -> inference.Ledger:
         handoff_pages_reused=ledger.handoff_pages_reused,
         ttft_ms=ledger.ttft_ms,
         tpot_ms=ledger.tpot_ms,
+        predicted_ttft_ms=ledger.predicted_ttft_ms,
+        predicted_tpot_ms=ledger.predicted_tpot_ms,
     )
 
 

@@ -5,6 +5,7 @@ import logging
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 from pdserve.clock import Clock
@@ -107,7 +108,7 @@ class WorkerLoop(Generic[EventT, CommandT]):
         self._clock = clock
         self._num_steps = 0
         self._has_worked = False  # since a beat said that nothing was left
-        self._ticked_s = clock.now_s()
+        self._ticked_s = self._began_s = clock.now_s()
 
     async def run(self) -> None:
         """Serve until the core has drained. InvariantError ends this process."""
@@ -119,6 +120,7 @@ class WorkerLoop(Generic[EventT, CommandT]):
                 if plan is None:
                     self._rest()
                     await self._inbox.wait(TICK_S)
+                    self._began_s = self._clock.now_s()
                     continue
                 try:
                     result = await self._step(engine, plan)
@@ -130,7 +132,7 @@ class WorkerLoop(Generic[EventT, CommandT]):
                     continue
                 self._num_steps += 1
                 self._has_worked = True
-                self._outbox.perform(self._core.commit(plan, result, self._clock.now_s()), (plan, result))
+                self._outbox.perform(*self._commit(plan, result))
             self._outbox.beat(self._core.load(), self._num_steps)
 
     async def _step(self, engine: ThreadPoolExecutor, plan: StepPlan) -> StepResult:
@@ -141,6 +143,12 @@ class WorkerLoop(Generic[EventT, CommandT]):
             await self._inbox.wait(None)
             self._take_in()
         return step.result()
+
+    def _commit(self, plan: StepPlan, result: StepResult) -> tuple[list[CommandT], tuple[StepPlan, StepResult]]:
+        """Take in what a step brought; return what to do, and the step with all its time, not only the engine's."""
+        began_s, self._began_s = self._began_s, self._clock.now_s()
+        commands = self._core.commit(plan, result, self._began_s)
+        return commands, (plan, replace(result, elapsed_s=self._began_s - began_s))
 
     def _rest(self) -> None:
         """Say at once, not at the next tick, that everything a worker had in hand is done."""

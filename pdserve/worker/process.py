@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass
@@ -74,6 +75,7 @@ async def serve_worker(config: WorkerConfig, role: "link.Role.ValueType", assemb
         protocol_version=PROTOCOL_VERSION,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
+        host=socket.gethostname(),
     )
     clock = MonotonicClock()
 

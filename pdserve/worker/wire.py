@@ -11,6 +11,7 @@ from pdserve.engine.step import StepPlan, StepResult, TokenLogprobs
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvtransfer.session import Peer
+from pdserve.perfmodel.curve import attention_work
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.sampling import SamplingParams
@@ -72,6 +73,8 @@ def step_report(
             decode_sequences=len(plan.chunks) - len(prefill),
             context_tokens=sum(chunk.start + len(chunk.token_ids) for chunk in plan.chunks),
             progress=[_progress(rung, now_s) for rung in rungs],
+            prefill_work=sum(attention_work(len(chunk.token_ids), chunk.start) for chunk in prefill),
+            decode_kv_tokens=sum(chunk.start + 1 for chunk in plan.chunks if len(chunk.token_ids) == 1),
         )
     )
 

@@ -562,6 +562,8 @@ class Ledger(_message.Message):
     HANDOFF_PAGES_REUSED_FIELD_NUMBER: _builtins.int
     TTFT_MS_FIELD_NUMBER: _builtins.int
     TPOT_MS_FIELD_NUMBER: _builtins.int
+    PREDICTED_TTFT_MS_FIELD_NUMBER: _builtins.int
+    PREDICTED_TPOT_MS_FIELD_NUMBER: _builtins.int
     prefill_worker: _builtins.str
     """Name of the prefill worker (of the last attempt)."""
     decode_worker: _builtins.str
@@ -580,6 +582,10 @@ class Ledger(_message.Message):
     """Time to first token as the router sees it, milliseconds."""
     tpot_ms: _builtins.float
     """Mean time per later token, milliseconds; 0 with fewer than two tokens."""
+    predicted_ttft_ms: _builtins.float
+    """What the router predicted for ttft_ms when it placed the request. Unset: its policy does not predict."""
+    predicted_tpot_ms: _builtins.float
+    """The same for tpot_ms."""
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___LedgerStep]:
         """Rungs reached, in time order. The first is "received" at 0."""
@@ -597,12 +603,21 @@ class Ledger(_message.Message):
         handoff_pages_reused: _builtins.int = ...,
         ttft_ms: _builtins.float = ...,
         tpot_ms: _builtins.float = ...,
+        predicted_ttft_ms: _builtins.float | None = ...,
+        predicted_tpot_ms: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_predicted_tpot_ms", b"_predicted_tpot_ms", "_predicted_ttft_ms", b"_predicted_ttft_ms", "predicted_tpot_ms", b"predicted_tpot_ms", "predicted_ttft_ms", b"predicted_ttft_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "decision", b"decision", "decode_worker", b"decode_worker", "handoff_bytes", b"handoff_bytes", "handoff_ms", b"handoff_ms", "handoff_pages_reused", b"handoff_pages_reused", "prefill_worker", b"prefill_worker", "steps", b"steps", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_predicted_tpot_ms", b"_predicted_tpot_ms", "_predicted_ttft_ms", b"_predicted_ttft_ms", "attempts", b"attempts", "decision", b"decision", "decode_worker", b"decode_worker", "handoff_bytes", b"handoff_bytes", "handoff_ms", b"handoff_ms", "handoff_pages_reused", b"handoff_pages_reused", "predicted_tpot_ms", b"predicted_tpot_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "prefill_worker", b"prefill_worker", "steps", b"steps", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__predicted_tpot_ms: _TypeAlias = _typing.Literal["predicted_tpot_ms"]  # noqa: Y015
+    _WhichOneofArgType__predicted_tpot_ms: _TypeAlias = _typing.Literal["_predicted_tpot_ms", b"_predicted_tpot_ms"]  # noqa: Y015
+    _WhichOneofReturnType__predicted_ttft_ms: _TypeAlias = _typing.Literal["predicted_ttft_ms"]  # noqa: Y015
+    _WhichOneofArgType__predicted_ttft_ms: _TypeAlias = _typing.Literal["_predicted_ttft_ms", b"_predicted_ttft_ms"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__predicted_tpot_ms) -> _WhichOneofReturnType__predicted_tpot_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__predicted_ttft_ms) -> _WhichOneofReturnType__predicted_ttft_ms | None: ...
 
 Global___Ledger: _TypeAlias = Ledger  # noqa: Y015
 

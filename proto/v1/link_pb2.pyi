@@ -253,6 +253,7 @@ class Register(_message.Message):
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     HANDOFF_ADDRESS_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name."""
     incarnation: _builtins.int
@@ -277,6 +278,8 @@ class Register(_message.Message):
     """Longest sequence."""
     handoff_address: _builtins.str
     """Decode worker: host:port where prefill workers dial its Handoff service."""
+    host: _builtins.str
+    """Name of its machine: workers of one machine may slow each other down. Empty: unknown."""
     @_builtins.property
     def layout(self) -> Global___KvLayout:
         """Layout of its pages."""
@@ -297,10 +300,11 @@ class Register(_message.Message):
         max_num_batched_tokens: _builtins.int = ...,
         max_model_len: _builtins.int = ...,
         handoff_address: _builtins.str = ...,
+        host: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_address", b"handoff_address", "incarnation", b"incarnation", "layout", b"layout", "load_progress", b"load_progress", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_pages", b"num_pages", "protocol_version", b"protocol_version", "ready", b"ready", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_address", b"handoff_address", "host", b"host", "incarnation", b"incarnation", "layout", b"layout", "load_progress", b"load_progress", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_pages", b"num_pages", "protocol_version", b"protocol_version", "ready", b"ready", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -442,14 +446,20 @@ class StepReport(_message.Message):
     DECODE_SEQUENCES_FIELD_NUMBER: _builtins.int
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    PREFILL_WORK_FIELD_NUMBER: _builtins.int
+    DECODE_KV_TOKENS_FIELD_NUMBER: _builtins.int
     elapsed_us: _builtins.int
-    """Wall time of the step, microseconds."""
+    """Wall time of the step, microseconds: from the end of the one before, where the worker did not rest in between."""
     prefill_tokens: _builtins.int
     """Prompt tokens computed in it."""
     decode_sequences: _builtins.int
     """Sequences that decoded in it."""
     context_tokens: _builtins.int
     """KV tokens that its attention read."""
+    prefill_work: _builtins.int
+    """Work of its prompts' attention: for each chunk, tokens * (2 * tokens before it + tokens)."""
+    decode_kv_tokens: _builtins.int
+    """KV tokens that the sequences which decoded have read, of context_tokens."""
     @_builtins.property
     def deltas(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenDelta]:
         """Tokens, one entry a sequence that gained some."""
@@ -467,10 +477,12 @@ class StepReport(_message.Message):
         decode_sequences: _builtins.int = ...,
         context_tokens: _builtins.int = ...,
         progress: _abc.Iterable[Global___Progress] | None = ...,
+        prefill_work: _builtins.int = ...,
+        decode_kv_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "decode_sequences", b"decode_sequences", "deltas", b"deltas", "elapsed_us", b"elapsed_us", "prefill_tokens", b"prefill_tokens", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "decode_kv_tokens", b"decode_kv_tokens", "decode_sequences", b"decode_sequences", "deltas", b"deltas", "elapsed_us", b"elapsed_us", "prefill_tokens", b"prefill_tokens", "prefill_work", b"prefill_work", "progress", b"progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,76 @@
+"""What the router knows of prompts that a worker computes in several steps."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.engine.step import Chunk, StepPlan, StepResult
+from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
+from pdserve.kvlayout import KvLayout
+from pdserve.perfmodel.curve import Step, attention_work
+from pdserve.router.events import LinkId, Registration, Role, StepReported
+from pdserve.router.view import PlacementKey, Share, WorkerView
+from pdserve.router.wire import worker_events
+from pdserve.worker.wire import step_report
+
+BUDGET = 512
+
+
+def worker() -> WorkerView:
+    layout = KvLayout("w", 1, 1, 8, 16, "float32")
+    told = Registration(WorkerId("p"), Incarnation(1), Role.PREFILL, 1, True, "m", layout, 1000, 32, 10_000, "", BUDGET)
+    return WorkerView(LinkId(1), told, 0.0)
+
+
+def key(number: int) -> PlacementKey:
+    return RequestId(number.to_bytes(16)), Attempt(0)
+
+
+def assign(view: WorkerView, number: int, tokens: int, now_s: float = 0.0) -> None:
+    view.assign(key(number), Share(0, tokens, attention_work(tokens, 0)), now_s)
+
+
+def test_what_is_left_of_a_long_prompt_shrinks_with_each_step() -> None:
+    view = worker()
+    assign(view, 1, 1200)
+    for done in (512, 1024):
+        view.stepped(Step(512, attention_work(512, done - 512)), 0.1)
+        assert view.pending_prefill_tokens == 1200 - done
+        assert view.pending_prefill_work == attention_work(1200 - done, done)
+        assert view.running.prefill_tokens == min(BUDGET, 1200 - done)
+    view.prefilled(key(1))
+    view.stepped(Step(176, attention_work(176, 1024)), 0.3)
+    assert (view.pending_prefill_tokens, view.pending_prefill_work) == (0, 0)
+
+
+def test_a_prompt_that_comes_during_a_step_is_not_part_of_it() -> None:
+    view = worker()
+    assign(view, 1, 100, now_s=1.0)
+    assign(view, 2, 200, now_s=1.1)
+    assert (view.running.prefill_tokens, view.running.since_s) == (100, 1.0)
+    view.prefilled(key(1))
+    view.stepped(Step(100, 10_000), 1.5)
+    assert (view.running.prefill_tokens, view.running.since_s) == (200, 1.5)
+
+
+@given(st.lists(st.tuples(st.integers(1, 2000), st.integers(0, 3000)), max_size=30))
+def test_other_routers_prompts_never_make_what_is_left_negative_nor_more_than_was_sent(
+    events: list[tuple[int, int]],
+) -> None:
+    view, sent = worker(), 0
+    for number, (tokens, foreign) in enumerate(events):
+        assign(view, number, tokens)
+        sent += tokens
+        view.stepped(Step(foreign, foreign * foreign), 0.0)
+        assert 0 < view.pending_prefill_tokens <= sent
+        assert 0 <= view.pending_prefill_work
+    for number in range(len(events)):
+        view.prefilled(key(number))
+    view.stepped(Step(), 0.0)
+    assert (view.pending_prefill_tokens, view.pending_prefill_work) == (0, 0)
+
+
+def test_a_step_that_does_both_is_told_in_its_parts() -> None:
+    chunks = (Chunk([1] * 100, 300, (), ()), Chunk([1], 70, (), ()), Chunk([1], 50, (), ()))
+    message = step_report((), (), (StepPlan(chunks), StepResult(((), (), ()), 0.25)), 0.0)
+    (event,) = worker_events(LinkId(1), message)
+    assert event == StepReported(LinkId(1), message.step.deltas, Step(100, attention_work(100, 300), 2, 122), 0.25)
