@@ -42,7 +42,13 @@ class RouterConfig(ProcessConfig):
     max_num_requests: int = Field(_LIMITS.max_num_requests, ge=1, description="Requests placed at once.")
     max_num_held: int = Field(_LIMITS.max_num_held, ge=0, description="Requests that wait for a place.")
     max_attempts: int = Field(
-        _LIMITS.max_attempts, ge=1, description="Placements of a request before a worker's loss ends it."
+        _LIMITS.max_attempts, ge=1, description="Placements of a request that may fail where they are computed."
+    )
+    max_interruptions: int = Field(
+        _LIMITS.max_interruptions, ge=1, description="Placements of a request that may fail because of their peers."
+    )
+    pool_grace_s: float = Field(
+        _LIMITS.pool_grace_s, ge=0, description="Seconds that requests wait for workers while no pair can serve."
     )
     worker_silence_s: float = Field(
         _LIMITS.worker_silence_s, gt=0, description="Seconds without news after which a worker is lost."
@@ -60,6 +66,8 @@ class RouterConfig(ProcessConfig):
             max_num_requests=self.max_num_requests,
             max_num_held=self.max_num_held,
             max_attempts=self.max_attempts,
+            max_interruptions=self.max_interruptions,
+            pool_grace_s=self.pool_grace_s,
             worker_silence_s=self.worker_silence_s,
             local_prefill=self.local_prefill,
         )

@@ -4,12 +4,12 @@ Invariant: each request that arrives ends exactly once, its tokens are delivered
 end nothing of it is left in any table.
 """
 
-from collections import deque
 from math import inf
 
-from pdserve.errors import InvariantError, ProtocolError, Status
-from pdserve.ids import Incarnation, RequestId, WorkerId
+from pdserve.errors import InvariantError, Status
+from pdserve.ids import RequestId
 from pdserve.router.alarms import Alarms, DeadlineDue, RetryDue
+from pdserve.router.attendance import Attendance
 from pdserve.router.book import Book
 from pdserve.router.delivery import Delivery
 from pdserve.router.events import (
@@ -20,7 +20,6 @@ from pdserve.router.events import (
     ClientTooSlow,
     Command,
     DrainAsked,
-    DropLink,
     Event,
     Limits,
     LinkLost,
@@ -29,27 +28,34 @@ from pdserve.router.events import (
     ProcessEnded,
     Refused,
     RequestArrived,
-    Role,
     RungReached,
     ShutdownAsked,
     ShutdownDue,
     StepReported,
     StopStringFound,
-    TellProcessGone,
     Tick,
     WorkerEvent,
     WorkerRegistered,
 )
 from pdserve.router.forecast import Forecast
+from pdserve.router.grace import PoolGrace
 from pdserve.router.holding import HoldQueue
 from pdserve.router.ladder import Rung
-from pdserve.router.placement import Decision, Held, Placed, Policy, Rejected, decide, least_loaded, peerless
+from pdserve.router.placement import (
+    Decision,
+    Held,
+    Placed,
+    Policy,
+    Rejected,
+    Unserved,
+    decide,
+    least_loaded,
+)
 from pdserve.router.recovery import Recovery
 from pdserve.router.request import Request
 from pdserve.router.view import Workers, WorkerView
 
 _LOOK_AGAIN_S = 0.01
-_MAX_GONE = 64  # ended processes remembered for workers that attach later
 _CANCELLED = Refused(Status.CANCELLED, "the client has gone")
 
 
@@ -68,9 +74,9 @@ class RouterCore:
         self._delivery = Delivery(self.book, limits.max_deltas_ahead)
         self._held = HoldQueue(limits.max_num_held)
         self._alarms = Alarms()
-        self._recovery = Recovery(self.book, self._alarms, limits, self._decide)
-        self._silence_due_s = inf  # no worker has been silent too long before that
-        self._gone: deque[tuple[WorkerId, Incarnation]] = deque(maxlen=_MAX_GONE)
+        self._grace = PoolGrace(limits.pool_grace_s)
+        self._recovery = Recovery(self.book, self._alarms, limits, self._grace, self._decide)
+        self._attendance = Attendance(self.book, self._recovery, self._grace, limits)
         self._num_arrived = 0
         self._closing = False
         self._now_s = 0.0
@@ -88,18 +94,17 @@ class RouterCore:
     @property
     def is_ready(self) -> bool:
         """Whether some pair of workers could serve a request now."""
-        return not self._closing and any(not self.unroutable(worker) for worker in self.workers)
+        return not self._closing and self._attendance.has_pair
 
     def unroutable(self, worker: WorkerView) -> str:
         """Return why nothing is placed on a worker; empty when things are."""
-        reason = self.workers.unroutable(worker)
-        if reason or (self._limits.local_prefill and worker.role is Role.DECODE):
-            return reason
-        return peerless(self.workers, worker)
+        return self._attendance.unroutable(worker)
 
     def next_wakeup_s(self) -> float | None:
         """Return when a Tick is due, if nothing else happens before."""
-        due_s = min(self._alarms.next_s() or inf, self._silence_due_s, self._look_again_s if self.num_held else inf)
+        due_s = min(
+            self._alarms.next_s() or inf, self._attendance.silence_due_s, self._look_again_s if self.num_held else inf
+        )
         return None if due_s == inf else due_s
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
@@ -111,6 +116,8 @@ class RouterCore:
             self._serve(event, now_s)
         else:
             self._operate(event, now_s)
+        if self._attendance.may_serve_more():
+            self._look_again_s = now_s
         self._admit_held(now_s)
         return self.book.take_commands()
 
@@ -164,6 +171,11 @@ class RouterCore:
             case Held(_, until_s):
                 self._look_again_s = max(now_s + _LOOK_AGAIN_S / 10, min(until_s, now_s + _LOOK_AGAIN_S))
                 return False
+            case Unserved(reason):
+                self._look_again_s = self._grace.until_s(now_s)
+                if now_s < self._look_again_s:
+                    return False
+                self.book.report_end(request.request_id, Refused(Status.UNAVAILABLE, reason))
             case Rejected():
                 refused = Refused(decision.status, decision.reason, decision.predicted_ttft_s, decision.retry_after_s)
                 self.book.report_end(request.request_id, refused)
@@ -201,7 +213,7 @@ class RouterCore:
 
     def _hear(self, event: WorkerEvent, now_s: float) -> None:
         if isinstance(event, WorkerRegistered):
-            self._register(event, now_s)
+            self._attendance.register(event, now_s)
             return
         worker = self.workers.get(event.link)
         if worker is None:
@@ -213,11 +225,14 @@ class RouterCore:
             case RungReached():
                 self._delivery.rung(worker, event, now_s)
             case LoadReported():
+                was_draining = worker.draining
                 worker.report(event.load)
+                if worker.draining is not was_draining:
+                    self._attendance.note_change(now_s)
             case AttemptFailed():
                 self._recovery.take_failure(worker, event, now_s)
             case LinkLost():
-                self._recovery.lose_worker(worker, event.reason, now_s)
+                self._attendance.lose(worker, event.reason, now_s)
 
     def _take_step(self, worker: WorkerView, event: StepReported, now_s: float) -> None:
         self.forecast.observe_step(worker, event.step, event.elapsed_s, now_s)
@@ -227,25 +242,6 @@ class RouterCore:
                 self._recovery.fail(request, placement, why, {worker.link}, now_s)
         worker.stepped(event.step, now_s)
 
-    def _register(self, event: WorkerRegistered, now_s: float) -> None:
-        link, is_new = event.link, self.workers.get(event.link) is None
-        namesake = self.workers.named(event.registration.worker_id)
-        if namesake is not None and namesake.link != link:
-            self._drop(namesake, "its name attached again", now_s)
-        try:
-            worker = self.workers.register(link, event.registration, now_s)
-        except ProtocolError as error:
-            self._drop(self.workers.known(link), str(error), now_s)
-            return
-        worker.last_heard_s = now_s
-        self._silence_due_s = min(self._silence_due_s, now_s + self._limits.worker_silence_s)
-        for worker_id, incarnation in self._gone if is_new else ():
-            self.book.tell(TellProcessGone(link, worker_id, incarnation))
-
-    def _drop(self, worker: WorkerView, reason: str, now_s: float) -> None:
-        self.book.tell(DropLink(worker.link, reason))
-        self._recovery.lose_worker(worker, reason, now_s)
-
     # ---- operator and time
 
     def _operate(self, event: OperatorEvent, now_s: float) -> None:
@@ -253,24 +249,17 @@ class RouterCore:
             case Tick():
                 self._tick(now_s)
             case ProcessEnded():
-                self._note_gone(event, now_s)
+                self._attendance.note_ended(event, now_s)
             case DrainAsked():
                 worker = self.workers.get(event.link)
                 if worker is not None:
                     worker.draining = True
                     self.book.tell(AskDrain(worker.link))
+                    self._attendance.note_change(now_s)
             case ShutdownAsked():
                 self._closing = True
             case ShutdownDue():
                 self._end_all()
-
-    def _note_gone(self, event: ProcessEnded, now_s: float) -> None:
-        self._gone.append((event.worker_id, event.incarnation))
-        worker = self.workers.named(event.worker_id)
-        if worker is not None and worker.registration.incarnation == event.incarnation:
-            self._drop(worker, "its process has ended", now_s)
-        for survivor in self.workers:
-            self.book.tell(TellProcessGone(survivor.link, event.worker_id, event.incarnation))
 
     def _end_all(self) -> None:
         why = Refused(Status.UNAVAILABLE, "this router is shutting down")
@@ -280,23 +269,14 @@ class RouterCore:
             self.book.end(request, why)
 
     def _tick(self, now_s: float) -> None:
-        if now_s >= self._silence_due_s:
-            self._drop_silent(now_s)
+        if now_s >= self._attendance.silence_due_s:
+            self._attendance.drop_silent(now_s)
         for alarm in self._alarms.due(now_s):
             match alarm:
                 case RetryDue():
                     self._recovery.retry(alarm, now_s)
                 case DeadlineDue(request_id):
                     self._miss_deadline(request_id)
-
-    def _drop_silent(self, now_s: float) -> None:
-        limit_s = self._limits.worker_silence_s
-        for worker in tuple(self.workers):
-            if worker.registration.ready and now_s >= worker.last_heard_s + limit_s:
-                self._drop(worker, f"silent for {now_s - worker.last_heard_s:.1f} s", now_s)
-        # A worker that loads is busy with that; its stream's end is enough to notice its own.
-        heard_s = (worker.last_heard_s for worker in self.workers if worker.registration.ready)
-        self._silence_due_s = min(heard_s, default=inf) + limit_s
 
     def _miss_deadline(self, request_id: RequestId) -> None:
         request, held = self.book.requests.get(request_id), self._held.remove(request_id)

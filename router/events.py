@@ -182,6 +182,7 @@ class ProcessEnded:
 
     worker_id: WorkerId
     incarnation: Incarnation
+    from_outside: bool = False  # a signal or a drain ended it, not what it computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,7 +324,11 @@ class Limits:
 
     max_num_requests: int = 1024
     max_num_held: int = 256
-    max_attempts: int = 3
+    max_attempts: int = 3  # that fail where they are computed
+    max_interruptions: int = 8  # by others: a hand-off that failed, a peer that was lost, a worker without room
+    max_deaths: int = 2  # of workers that had a request which gained no token between them; then it is suspected
+    verdict_s: float = 2.0  # for a launcher to say what else ended them
+    pool_grace_s: float = 30.0  # that requests wait for workers while no pair can serve
     worker_silence_s: float = 5.0
     retry_delay_s: float = 0.05  # before a failed attempt is placed again; doubles with each
     local_prefill: bool = False  # whether decode workers may compute prompts themselves

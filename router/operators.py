@@ -51,7 +51,8 @@ class Operators(AdminServiceServicer):
     ) -> admin.ReportProcessGoneResponse:
         del context
         gone = request.process
-        self._shell.post(ProcessEnded(WorkerId(gone.worker_id), Incarnation(gone.incarnation)))
+        ended = ProcessEnded(WorkerId(gone.worker_id), Incarnation(gone.incarnation), request.from_outside)
+        self._shell.post(ended)
         return admin.ReportProcessGoneResponse()
 
     async def DrainWorker(  # noqa: N802

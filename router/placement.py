@@ -64,6 +64,13 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
+class Unserved:
+    """No pair of workers could serve it; one may come."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Rejected:
     status: Status
     reason: str
@@ -71,7 +78,7 @@ class Rejected:
     retry_after_s: float | None = None
 
 
-Decision = Placed | Held | Rejected
+Decision = Placed | Held | Unserved | Rejected
 Policy = Callable[[Seq[Group], Demand], Decision]  # of at least one group with a worker
 
 
@@ -124,21 +131,21 @@ def _in_turn(workers: Seq[WorkerView], turn: int) -> WorkerView | None:
 
 
 def decide(workers: Workers, demand: Demand, policy: Policy, *, local: bool = False) -> Decision:
-    """Find who could serve the demand and let the policy choose; reject where nobody could.
+    """Find who could serve the demand and let the policy choose.
 
     With `local`, decode workers may compute prompts themselves: none else is needed.
     """
     prefills, decodes = workers.routable(Role.PREFILL), workers.routable(Role.DECODE)
     if not prefills and not (local and decodes):
-        return Rejected(Status.UNAVAILABLE, f"no prefill worker is ready{_why_not(workers, Role.PREFILL)}")
+        return Unserved(f"no prefill worker is ready{_why_not(workers, Role.PREFILL)}")
     if not decodes and demand.needs_decode:
-        return Rejected(Status.UNAVAILABLE, f"no decode worker is ready{_why_not(workers, Role.DECODE)}")
+        return Unserved(f"no decode worker is ready{_why_not(workers, Role.DECODE)}")
     clean = _preferred(prefills, demand.avoid), _preferred(decodes, demand.avoid)
     if not demand.needs_decode:
         return policy([Group(clean[0], ()) if prefills else Group((), clean[1], local)], demand)
     groups = _groups(*clean, local) or _groups(prefills, decodes, local)
     if not groups:
-        return Rejected(Status.UNAVAILABLE, f"no compatible pair: {difference(prefills[0], decodes[0])}")
+        return Unserved(f"no compatible pair: {difference(prefills[0], decodes[0])}")
     return policy(groups, demand)
 
 

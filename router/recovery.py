@@ -1,4 +1,8 @@
-"""What becomes of placements that cannot go on: their sequences are placed again, or their request ends."""
+"""What becomes of placements that cannot go on: their sequences are placed again, or their request ends.
+
+Invariant: each sequence given up here is placed again, or waits for an alarm or a pair of workers, or its request
+ends.
+"""
 
 from collections.abc import Callable, Iterable
 
@@ -6,24 +10,32 @@ from pdserve.errors import Status
 from pdserve.router.alarms import Alarms, RetryDue
 from pdserve.router.book import Book
 from pdserve.router.events import AttemptFailed, Complain, Failure, Limits, LinkId, Refused
-from pdserve.router.placement import Decision, Held, Placed, Rejected
+from pdserve.router.grace import PoolGrace
+from pdserve.router.losses import Process
+from pdserve.router.placement import Decision, Held, Placed, Rejected, Unserved
 from pdserve.router.request import Placement, Request
 from pdserve.router.view import WorkerView
 
 _BLAMED_ON_PEER = (Failure.PEER_LOST, Failure.TRANSFER_FAILED)
 _OURS = (Failure.DIGEST_MISMATCH, Failure.INVALID, Failure.INTERNAL)  # the rest is a want of workers
+_LONGEST_DELAY_S = 1.0
 
 Decide = Callable[[Request, tuple[int, ...]], Decision]
 
 
 class Recovery:
-    """Places again what a worker's loss or failure interrupted, a bounded number of times."""
+    """Places again what a worker's loss or failure interrupted.
 
-    def __init__(self, book: Book, alarms: Alarms, limits: Limits, decide: Decide) -> None:
+    Failures are bounded in number. Losses of workers are not, as long as the request is not suspected of them.
+    """
+
+    def __init__(self, book: Book, alarms: Alarms, limits: Limits, grace: PoolGrace, decide: Decide) -> None:
         self._book = book
         self._alarms = alarms
         self._limits = limits
+        self._grace = grace
         self._decide = decide
+        self._stranded: list[RetryDue] = []  # wait for a pair of workers, or for what explains their losses
 
     def lose_worker(self, worker: WorkerView, reason: str, now_s: float) -> None:
         """Forget a worker and place again what it was doing."""
@@ -31,13 +43,27 @@ class Recovery:
         self._book.forecast.forget(worker)
         num_lost = len(worker.shares)
         self._book.tell(Complain(f"lost {worker.name} ({reason}) with {num_lost} placements"))
+        process = worker.registration.worker_id, worker.registration.incarnation
         for key in tuple(worker.shares):
             if key not in worker.shares:
                 continue  # its request has ended with another of its placements
             request = self._book.requests[key[0]]
             placement = request.placements[key[1]]
+            request.losses.note(process, request.num_delivered, now_s)
             indices = self._give_up(request, placement, {worker.link})
             self._again(request, indices, f"{worker.name} was lost ({reason})", now_s)
+
+    def explain(self, process: Process, now_s: float) -> None:
+        """Note that no request ended a process; those that were suspected of it go on."""
+        for request in self._book.requests.values():
+            request.losses.explain(process)
+        self.retry_stranded(now_s)
+
+    def retry_stranded(self, now_s: float) -> None:
+        """Try again what has waited for workers: there may be some now."""
+        stranded, self._stranded = self._stranded, []
+        for waiting in stranded:
+            self.retry(waiting, now_s)
 
     def take_failure(self, worker: WorkerView, event: AttemptFailed, now_s: float) -> None:
         """Place an attempt again that a worker gave up, a moment later."""
@@ -56,14 +82,25 @@ class Recovery:
         self.fail(request, placement, Refused(status, cause), avoid, now_s)
 
     def fail(self, request: Request, placement: Placement, why: Refused, avoid: Iterable[LinkId], now_s: float) -> None:
-        """Stop a placement and place its sequences again after a delay; `why` ends the request on the last try."""
+        """Stop a placement and place its sequences again after a delay; `why` ends the request on the last try.
+
+        INTERNAL counts among the failures of the request's own computing, any other status among interruptions.
+        """
         self._book.tell(Complain(f"{request} attempt {placement.attempt} failed: {why.message}"))
-        indices = self._give_up(request, placement, avoid)
-        num_tries = max(request.sequences[index].num_tries for index in indices)
-        if num_tries >= self._limits.max_attempts:
+        sequences = [request.sequences[index] for index in self._give_up(request, placement, avoid)]
+        for sequence in sequences:
+            if why.status is Status.INTERNAL:
+                sequence.num_failed += 1
+            else:
+                sequence.num_interrupted += 1
+        num_failed = max(sequence.num_failed for sequence in sequences)
+        num_interrupted = max(sequence.num_interrupted for sequence in sequences)
+        if num_failed >= self._limits.max_attempts or num_interrupted >= self._limits.max_interruptions:
+            num_tries = max(sequence.num_tries for sequence in sequences)
             self._book.end(request, Refused(why.status, f"{why.message}; placed {num_tries} times"))
             return
-        delay_s = self._limits.retry_delay_s * 2 ** (num_tries - 1)
+        delay_s = min(_LONGEST_DELAY_S, self._limits.retry_delay_s * 2 ** (num_failed + num_interrupted - 1))
+        indices = tuple(sequence.index for sequence in sequences)
         self._alarms.add(now_s + delay_s, RetryDue(request.request_id, indices, why.message))
 
     def retry(self, alarm: RetryDue, now_s: float) -> None:
@@ -82,19 +119,39 @@ class Recovery:
 
     def _again(self, request: Request, indices: tuple[int, ...], cause: str, now_s: float) -> None:
         for group in request.groups(indices):
-            num_tries = request.sequences[group[0]].num_tries
-            if num_tries >= self._limits.max_attempts:
-                why = Refused(Status.UNAVAILABLE, f"{cause}; placed {num_tries} times")
-                self._book.end(request, why)
-                return
+            due = RetryDue(request.request_id, group, cause)
+            if self._is_suspected(request):
+                verdict_s = request.losses.last_s + self._limits.verdict_s
+                if now_s >= verdict_s:
+                    self._refuse_suspect(request, cause)
+                    return
+                self._strand(due, verdict_s)
+                continue
             decision = self._decide(request, group)
             match decision:
                 case Placed():
                     self._book.place(request, group, decision, now_s)
                 case Held():
-                    due_s = now_s + self._limits.retry_delay_s
-                    self._alarms.add(due_s, RetryDue(request.request_id, group, cause))
+                    self._alarms.add(now_s + self._limits.retry_delay_s, due)
+                case Unserved(reason):
+                    until_s = self._grace.until_s(now_s)
+                    if now_s >= until_s:
+                        self._book.end(request, Refused(Status.UNAVAILABLE, f"{cause}, and {reason}"))
+                        return
+                    self._strand(due, until_s)
                 case Rejected():
-                    why = Refused(decision.status, f"{cause}, and {decision.reason}")
-                    self._book.end(request, why)
+                    self._book.end(request, Refused(decision.status, f"{cause}, and {decision.reason}"))
                     return
+
+    def _strand(self, due: RetryDue, until_s: float) -> None:
+        self._stranded.append(due)
+        self._alarms.add(until_s, due)
+
+    def _is_suspected(self, request: Request) -> bool:
+        losses, limits = request.losses, self._limits
+        return losses.num_unexplained >= limits.max_deaths or losses.count >= limits.max_interruptions
+
+    def _refuse_suspect(self, request: Request, cause: str) -> None:
+        text = f"{cause}: {request.losses} were lost while they had this request, which is not tried again"
+        self._book.tell(Complain(f"{request} is suspected of ending workers: {text}"))
+        self._book.end(request, Refused(Status.INTERNAL, text))

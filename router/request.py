@@ -13,6 +13,7 @@ from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt
 from pdserve.router.events import LinkId, RequestArrived, SequenceSpec, TokenDelta
 from pdserve.router.ladder import Ladder, Ledger, Rung, Usage
+from pdserve.router.losses import Losses
 from pdserve.router.placement import Demand
 from pdserve.router.prefixes import Names, block_names
 from pdserve.router.view import PlacementKey, WorkerView
@@ -50,6 +51,8 @@ class Sequence:
     placement: Placement | None = None
     num_before: int = 0  # tokens it had when it was placed
     num_tries: int = 0
+    num_failed: int = 0  # tries that failed where they were computed
+    num_interrupted: int = 0  # tries that failed because of others
     ended: bool = False
     ahead: list[TokenDelta] = field(default_factory=list)  # from decode, before the first token from prefill
     first_s: float = 0.0
@@ -101,6 +104,7 @@ class Request:
         self.sequences = tuple(Sequence(index) for index in range(event.params.n))
         self.placements: dict[int, Placement] = {}  # by attempt
         self.avoid: frozenset[LinkId] = frozenset()
+        self.losses = Losses()
         self.decision = ""
         self.prefill_name = self.decode_name = ""
         self.cached_tokens = 0
@@ -127,6 +131,11 @@ class Request:
     def running(self) -> tuple[int, ...]:
         """Indices of the sequences that have not ended."""
         return tuple(sequence.index for sequence in self.sequences if not sequence.ended)
+
+    @property
+    def num_delivered(self) -> int:
+        """Tokens of all continuations that the client has."""
+        return sum(len(sequence.token_ids) for sequence in self.sequences)
 
     @property
     def num_tries(self) -> int:
@@ -187,8 +196,7 @@ class Request:
         )
 
     def usage(self) -> Usage:
-        completion = sum(len(sequence.token_ids) for sequence in self.sequences)
-        return Usage(len(self.prompt_ids), completion, self.cached_tokens)
+        return Usage(len(self.prompt_ids), self.num_delivered, self.cached_tokens)
 
     def ledger(self) -> Ledger:
         return Ledger(

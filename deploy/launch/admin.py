@@ -44,11 +44,16 @@ class AdminClient:
         async for reply in call:
             yield reply.status
 
-    async def report_gone(self, worker_id: WorkerId, incarnation: Incarnation, timeout_s: float) -> None:
-        """Tell the router that a worker's process is gone; waits for a router to tell, up to `timeout_s`."""
+    async def report_gone(
+        self, worker_id: WorkerId, incarnation: Incarnation, timeout_s: float, *, from_outside: bool
+    ) -> None:
+        """Tell the router that a worker's process is gone; waits for a router to tell, up to `timeout_s`.
+
+        `from_outside`: a signal or a drain ended it, not what it computed.
+        """
         process = link.ProcessGone(worker_id=worker_id, incarnation=incarnation)
         await self._stub.ReportProcessGone(
-            admin.ReportProcessGoneRequest(process=process),
+            admin.ReportProcessGoneRequest(process=process, from_outside=from_outside),
             metadata=self._metadata,
             timeout=timeout_s,
             wait_for_ready=True,

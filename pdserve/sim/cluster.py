@@ -63,7 +63,8 @@ class Cluster:
         rng = self.world.rng
         delay_s = rng.random() ** 6 * 3.0  # until it is reaped
         if isinstance(process, PrefillProcess | DecodeProcess):
-            gone = ProcessEnded(process.peer.worker_id, process.incarnation)
+            is_explained = process.incarnation % 2 == 0
+            gone = ProcessEnded(process.peer.worker_id, process.incarnation, is_explained)
             late_s = rng.random() * rng.choice((0.01, 0.1, 3.0))
             self.world.after(delay_s + late_s, None, self._note_gone, gone)
         self.world.after(delay_s + rng.uniform(0.1, 0.8), None, self.start, process.name)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.proto.v1 import link_pb2 as proto_dot_v1_dot_link__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14proto/v1/admin.proto\x12\npdserve.v1\x1a\x13proto/v1/link.proto\"\x12\n\x10GetStatusRequest\">\n\x11GetStatusResponse\x12)\n\x06status\x18\x01 \x01(\x0b\x32\x19.pdserve.v1.ClusterStatus\"\x14\n\x12WatchStatusRequest\"@\n\x13WatchStatusResponse\x12)\n\x06status\x18\x01 \x01(\x0b\x32\x19.pdserve.v1.ClusterStatus\"D\n\x18ReportProcessGoneRequest\x12(\n\x07process\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.ProcessGone\"\x1b\n\x19ReportProcessGoneResponse\"\'\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x15\n\x13\x44rainWorkerResponse\"\xfb\x01\n\rClusterStatus\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12)\n\x07workers\x18\x03 \x03(\x0b\x32\x18.pdserve.v1.WorkerStatus\x12\x12\n\nnum_active\x18\x04 \x01(\r\x12\x10\n\x08num_held\x18\x05 \x01(\r\x12\x33\n\x05\x65nded\x18\x06 \x03(\x0b\x32$.pdserve.v1.ClusterStatus.EndedEntry\x12\x14\n\x0cnum_replaced\x18\x07 \x01(\x04\x1a,\n\nEndedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x9c\x01\n\x0cWorkerStatus\x12*\n\x0cregistration\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.Register\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.pdserve.v1.Heartbeat\x12\x14\n\x0cnum_assigned\x18\x03 \x01(\r\x12\x11\n\tsilent_ms\x18\x04 \x01(\r\x12\x12\n\nunroutable\x18\x05 \x01(\t2\xdc\x02\n\x0c\x41\x64minService\x12H\n\tGetStatus\x12\x1c.pdserve.v1.GetStatusRequest\x1a\x1d.pdserve.v1.GetStatusResponse\x12P\n\x0bWatchStatus\x12\x1e.pdserve.v1.WatchStatusRequest\x1a\x1f.pdserve.v1.WatchStatusResponse0\x01\x12`\n\x11ReportProcessGone\x12$.pdserve.v1.ReportProcessGoneRequest\x1a%.pdserve.v1.ReportProcessGoneResponse\x12N\n\x0b\x44rainWorker\x12\x1e.pdserve.v1.DrainWorkerRequest\x1a\x1f.pdserve.v1.DrainWorkerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14proto/v1/admin.proto\x12\npdserve.v1\x1a\x13proto/v1/link.proto\"\x12\n\x10GetStatusRequest\">\n\x11GetStatusResponse\x12)\n\x06status\x18\x01 \x01(\x0b\x32\x19.pdserve.v1.ClusterStatus\"\x14\n\x12WatchStatusRequest\"@\n\x13WatchStatusResponse\x12)\n\x06status\x18\x01 \x01(\x0b\x32\x19.pdserve.v1.ClusterStatus\"Z\n\x18ReportProcessGoneRequest\x12(\n\x07process\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.ProcessGone\x12\x14\n\x0c\x66rom_outside\x18\x02 \x01(\x08\"\x1b\n\x19ReportProcessGoneResponse\"\'\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x15\n\x13\x44rainWorkerResponse\"\xfb\x01\n\rClusterStatus\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12)\n\x07workers\x18\x03 \x03(\x0b\x32\x18.pdserve.v1.WorkerStatus\x12\x12\n\nnum_active\x18\x04 \x01(\r\x12\x10\n\x08num_held\x18\x05 \x01(\r\x12\x33\n\x05\x65nded\x18\x06 \x03(\x0b\x32$.pdserve.v1.ClusterStatus.EndedEntry\x12\x14\n\x0cnum_replaced\x18\x07 \x01(\x04\x1a,\n\nEndedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x9c\x01\n\x0cWorkerStatus\x12*\n\x0cregistration\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.Register\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.pdserve.v1.Heartbeat\x12\x14\n\x0cnum_assigned\x18\x03 \x01(\r\x12\x11\n\tsilent_ms\x18\x04 \x01(\r\x12\x12\n\nunroutable\x18\x05 \x01(\t2\xdc\x02\n\x0c\x41\x64minService\x12H\n\tGetStatus\x12\x1c.pdserve.v1.GetStatusRequest\x1a\x1d.pdserve.v1.GetStatusResponse\x12P\n\x0bWatchStatus\x12\x1e.pdserve.v1.WatchStatusRequest\x1a\x1f.pdserve.v1.WatchStatusResponse0\x01\x12`\n\x11ReportProcessGone\x12$.pdserve.v1.ReportProcessGoneRequest\x1a%.pdserve.v1.ReportProcessGoneResponse\x12N\n\x0b\x44rainWorker\x12\x1e.pdserve.v1.DrainWorkerRequest\x1a\x1f.pdserve.v1.DrainWorkerResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,19 +43,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHSTATUSRESPONSE']._serialized_start=163
   _globals['_WATCHSTATUSRESPONSE']._serialized_end=227
   _globals['_REPORTPROCESSGONEREQUEST']._serialized_start=229
-  _globals['_REPORTPROCESSGONEREQUEST']._serialized_end=297
-  _globals['_REPORTPROCESSGONERESPONSE']._serialized_start=299
-  _globals['_REPORTPROCESSGONERESPONSE']._serialized_end=326
-  _globals['_DRAINWORKERREQUEST']._serialized_start=328
-  _globals['_DRAINWORKERREQUEST']._serialized_end=367
-  _globals['_DRAINWORKERRESPONSE']._serialized_start=369
-  _globals['_DRAINWORKERRESPONSE']._serialized_end=390
-  _globals['_CLUSTERSTATUS']._serialized_start=393
-  _globals['_CLUSTERSTATUS']._serialized_end=644
-  _globals['_CLUSTERSTATUS_ENDEDENTRY']._serialized_start=600
-  _globals['_CLUSTERSTATUS_ENDEDENTRY']._serialized_end=644
-  _globals['_WORKERSTATUS']._serialized_start=647
-  _globals['_WORKERSTATUS']._serialized_end=803
-  _globals['_ADMINSERVICE']._serialized_start=806
-  _globals['_ADMINSERVICE']._serialized_end=1154
+  _globals['_REPORTPROCESSGONEREQUEST']._serialized_end=319
+  _globals['_REPORTPROCESSGONERESPONSE']._serialized_start=321
+  _globals['_REPORTPROCESSGONERESPONSE']._serialized_end=348
+  _globals['_DRAINWORKERREQUEST']._serialized_start=350
+  _globals['_DRAINWORKERREQUEST']._serialized_end=389
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=391
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=412
+  _globals['_CLUSTERSTATUS']._serialized_start=415
+  _globals['_CLUSTERSTATUS']._serialized_end=666
+  _globals['_CLUSTERSTATUS_ENDEDENTRY']._serialized_start=622
+  _globals['_CLUSTERSTATUS_ENDEDENTRY']._serialized_end=666
+  _globals['_WORKERSTATUS']._serialized_start=669
+  _globals['_WORKERSTATUS']._serialized_end=825
+  _globals['_ADMINSERVICE']._serialized_start=828
+  _globals['_ADMINSERVICE']._serialized_end=1176
 # @@protoc_insertion_point(module_scope)

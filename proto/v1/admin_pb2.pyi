@@ -108,6 +108,11 @@ class ReportProcessGoneRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PROCESS_FIELD_NUMBER: _builtins.int
+    FROM_OUTSIDE_FIELD_NUMBER: _builtins.int
+    from_outside: _builtins.bool
+    """Whether a signal from outside, or a drain, ended it: nothing that it computed did. A request that was placed on
+    several workers when they ended otherwise is not placed again.
+    """
     @_builtins.property
     def process(self) -> _link_pb2.ProcessGone:
         """Which one."""
@@ -116,10 +121,11 @@ class ReportProcessGoneRequest(_message.Message):
         self,
         *,
         process: _link_pb2.ProcessGone | None = ...,
+        from_outside: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["process", b"process"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["process", b"process"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_outside", b"from_outside", "process", b"process"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,149 +1,31 @@
 """The router's decisions, one by one."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
+from router_driver import LAYOUT, LENGTH, PROMPT, STOP, Driver
 
 from pdserve.errors import Status
-from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
-from pdserve.kvlayout import KvLayout
-from pdserve.router.core import RouterCore
+from pdserve.ids import Incarnation, WorkerId
 from pdserve.router.events import (
     AskDrain,
-    AttemptFailed,
-    CancelAttempt,
     ClientGone,
     ClientTooSlow,
-    Command,
-    Deliver,
     DrainAsked,
     DropLink,
-    End,
-    Event,
     Failure,
-    Finished,
     Limits,
-    LinkId,
     LinkLost,
     Load,
     LoadReported,
-    Place,
     ProcessEnded,
     Refused,
-    Registration,
-    RequestArrived,
-    Role,
-    RungReached,
     ShutdownAsked,
-    StepReported,
     StopStringFound,
     TellProcessGone,
-    Tick,
     WorkerRegistered,
 )
 from pdserve.router.ladder import Rung
-from pdserve.router.placement import round_robin
-from pdserve.sampling import SamplingParams
-
-LAYOUT = KvLayout("w", 1, 1, 8, 16, "float32")
-STOP, LENGTH = 1, 2
-PROMPT = (5, 6, 7)
-
-
-@dataclass(frozen=True)
-class Delta:
-    request_id: bytes
-    attempt: int
-    index: int
-    position: int
-    token_ids: tuple[int, ...]
-    finish_reason: int = 0
-    logprobs: tuple[object, ...] = ()
-
-
-class Driver:
-    """A core with a hand on everything it hears."""
-
-    def __init__(self, limits: Limits | None = None, *, in_turn: bool = False) -> None:
-        limits = limits or Limits()
-        self.core = RouterCore("m", limits, round_robin) if in_turn else RouterCore("m", limits)
-        self.now_s = 100.0
-        self.delivered: dict[tuple[RequestId, int], list[int]] = {}
-        self.ends: dict[RequestId, Finished | Refused] = {}
-        self.last: list[Command] = []
-        self._num_links = 0
-        self._num_requests = 0
-
-    def post(self, event: Event) -> list[Command]:
-        self.last = self.core.handle(event, self.now_s)
-        for command in self.last:
-            match command:
-                case Deliver():
-                    self.delivered.setdefault((command.request_id, command.index), []).extend(command.token_ids)
-                case End():
-                    assert command.request_id not in self.ends
-                    self.ends[command.request_id] = command.outcome
-        return self.last
-
-    def attach(self, name: str, *, incarnation: int = 1, **changes: object) -> LinkId:
-        self._num_links += 1
-        role = Role.PREFILL if name.startswith("p") else Role.DECODE
-        told = Registration(
-            WorkerId(name), Incarnation(incarnation), role, 1, True, "m", LAYOUT, 100, 8, 1000, f"{name}:1"
-        )
-        self.post(WorkerRegistered(LinkId(self._num_links), replace(told, **changes)))  # type: ignore[arg-type]
-        return LinkId(self._num_links)
-
-    def pair(self) -> tuple[LinkId, LinkId]:
-        return self.attach("p0"), self.attach("d0")
-
-    def arrive(self, *, priority: int = 0, deadline_in_s: float = 60.0, **params: int) -> RequestId:
-        self._num_requests += 1
-        request_id = RequestId(self._num_requests.to_bytes(16))
-        sampling = SamplingParams(**{"max_tokens": 4, **params})  # type: ignore[arg-type]
-        deadline_s = self.now_s + deadline_in_s
-        self.post(RequestArrived(request_id, PROMPT, sampling, self.now_s, deadline_s, priority, "salt"))
-        return request_id
-
-    def placed(self) -> Place:
-        (place,) = self.placements()
-        return place
-
-    def placements(self) -> list[Place]:
-        return [command for command in self.last if isinstance(command, Place)]
-
-    def cancels(self) -> list[CancelAttempt]:
-        return [command for command in self.last if isinstance(command, CancelAttempt)]
-
-    def tokens(
-        self, link: LinkId, request: RequestId, position: int, *ids: int, attempt: int = 0, index: int = 0, end: int = 0
-    ) -> None:
-        self.post(StepReported(link, [Delta(request, attempt, index, position, ids, end)]))
-
-    def rung(
-        self, link: LinkId, request: RequestId, rung: Rung, age_s: float = 0.0, attempt: int = 0, **figures: float
-    ) -> None:
-        event = RungReached(link, request, Attempt(attempt), rung, age_s)
-        self.post(replace(event, **figures))  # type: ignore[arg-type]
-
-    def fail(self, link: LinkId, request: RequestId, failure: Failure, attempt: int = 0) -> None:
-        self.post(AttemptFailed(link, request, Attempt(attempt), failure, "no luck"))
-
-    def wait(self, seconds: float) -> None:
-        self.now_s += seconds
-        self.post(Tick())
-
-    def refusal(self, request: RequestId) -> Refused:
-        outcome = self.ends[request]
-        assert isinstance(outcome, Refused)
-        return outcome
-
-    def answer(self, request: RequestId) -> Finished:
-        outcome = self.ends[request]
-        assert isinstance(outcome, Finished)
-        self.core.check_idle()
-        return outcome
-
 
 # ---- placement
 
@@ -189,7 +71,7 @@ def test_a_single_token_needs_no_decode_worker() -> None:
 def test_without_a_pair_a_request_is_refused_with_the_reason(
     workers: dict[str, dict[str, object]], message: str
 ) -> None:
-    d = Driver()
+    d = Driver(Limits(pool_grace_s=0))
     for name, changes in workers.items():
         d.attach(name, **changes)
     assert not d.core.is_ready
@@ -248,7 +130,7 @@ def test_taking_turns_visits_every_pair() -> None:
 
 
 def test_a_draining_worker_gets_nothing_more() -> None:
-    d = Driver()
+    d = Driver(Limits(pool_grace_s=0))
     prefill, decode = d.pair()
     assert d.post(DrainAsked(decode)) == [AskDrain(decode)]
     request = d.arrive()
@@ -477,14 +359,18 @@ def test_a_prefill_worker_lost_before_the_commit_is_replaced() -> None:
     assert [c.link for c in d.cancels()] == [decode]
 
 
-def test_attempts_are_bounded() -> None:
-    d = Driver()
+@pytest.mark.parametrize(
+    ("failure", "status", "most"), [(Failure.OVERLOADED, Status.UNAVAILABLE, 8), (Failure.INTERNAL, Status.INTERNAL, 3)]
+)
+def test_attempts_are_bounded(failure: Failure, status: Status, most: int) -> None:
+    d = Driver(Limits(worker_silence_s=1e6))
     prefill, _ = d.pair()
     request = d.arrive()
-    for attempt in range(3):
-        d.fail(prefill, request, Failure.OVERLOADED, attempt)
+    for attempt in range(most):
+        assert request not in d.ends
+        d.fail(prefill, request, failure, attempt)
         d.wait(1.0)
-    assert d.refusal(request) == Refused(Status.UNAVAILABLE, "p0: OVERLOADED: no luck; placed 3 times")
+    assert d.refusal(request) == Refused(status, f"p0: {failure.name}: no luck; placed {most} times")
     d.core.check_idle()
 
 
@@ -513,7 +399,7 @@ def test_a_failed_attempt_is_placed_elsewhere_where_there_is_an_elsewhere() -> N
     ],
 )
 def test_the_last_failure_decides_the_status(failure: Failure, status: Status) -> None:
-    d = Driver(Limits(max_attempts=1))
+    d = Driver(Limits(max_attempts=1, max_interruptions=1))
     prefill, decode = d.pair()
     request = d.arrive()
     d.fail(prefill, request, failure)
@@ -530,7 +416,7 @@ def test_what_no_worker_can_serve_is_not_tried_again() -> None:
 
 
 def test_the_last_worker_of_a_pool_takes_its_requests_with_it() -> None:
-    d = Driver()
+    d = Driver(Limits(pool_grace_s=0))
     prefill, decode = d.pair()
     request = d.arrive(n=3)
     for index in range(3):
@@ -543,7 +429,7 @@ def test_the_last_worker_of_a_pool_takes_its_requests_with_it() -> None:
 
 
 def test_the_last_worker_of_a_pool_may_hold_several_placements_of_a_request() -> None:
-    d = Driver()
+    d = Driver(Limits(pool_grace_s=0, max_deaths=3))
     prefill, first = d.pair()
     request = d.arrive(n=3)
     for index in range(3):
@@ -557,7 +443,7 @@ def test_the_last_worker_of_a_pool_may_hold_several_placements_of_a_request() ->
 
 
 def test_a_silent_worker_is_dropped_and_a_loading_one_is_not() -> None:
-    d = Driver()
+    d = Driver(Limits(pool_grace_s=0))
     prefill, decode = d.pair()
     loading = d.attach("d1", ready=False)
     request = d.arrive()
@@ -571,7 +457,7 @@ def test_a_silent_worker_is_dropped_and_a_loading_one_is_not() -> None:
 
 
 def test_a_name_that_attaches_again_replaces_its_former_stream() -> None:
-    d = Driver()
+    d = Driver(Limits(pool_grace_s=0))
     _, old = d.pair()
     request = d.arrive()
     new = d.attach("d0", incarnation=2)

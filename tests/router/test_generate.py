@@ -196,7 +196,7 @@ async def test_the_models_are_listed(start_router: StartRouter) -> None:
 
 @pytest.mark.parametrize("role", [link.ROLE_PREFILL, link.ROLE_DECODE])
 async def test_without_a_worker_of_each_kind_requests_are_refused(start_router: StartRouter, role: link.Role) -> None:
-    router = await start_router()
+    router = await start_router(pool_grace_s=0)
     await router.worker(role, "w")
     await router.until_status(lambda status: len(status.workers) == 1)
     code, message = await error_of(router.generate(text="a"))

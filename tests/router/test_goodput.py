@@ -45,7 +45,7 @@ class Cluster:
     ) -> None:
         self.now_s = 100.0
         self.forecast = Forecast(dict.fromkeys(Role, COSTS))
-        limits = Limits(local_prefill=local)
+        limits = Limits(local_prefill=local, pool_grace_s=0)
         self.core = RouterCore("m", limits, POLICIES[policy](self.forecast), self.forecast)
         self.links: dict[str, LinkId] = {}
         self.count = 0

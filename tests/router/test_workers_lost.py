@@ -71,7 +71,7 @@ async def test_a_prefill_worker_lost_before_the_first_token_is_not_noticed(start
 
 
 async def test_the_last_worker_of_a_pool_ends_its_requests_with_a_reason(start_router: StartRouter) -> None:
-    router = await start_router()
+    router = await start_router(pool_grace_s=0.2)
     prefill, decode = await router.pair()
     prefill.is_paused = True
     call = router.generate(text="hello")
@@ -137,7 +137,7 @@ async def test_nonsense_from_a_worker_costs_that_worker_only(start_router: Start
 
 
 async def test_a_loading_worker_is_shown_and_not_used(start_router: StartRouter) -> None:
-    router = await start_router()
+    router = await start_router(pool_grace_s=0)
     await router.worker(link.ROLE_PREFILL, "p0")
     loading = await router.worker(link.ROLE_DECODE, "d0", ready=False, load_progress=0.5)
     await router.until_status(

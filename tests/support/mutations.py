@@ -357,6 +357,12 @@ def forget_what_a_lost_worker_was_doing() -> Iterator[object]:
 
 
 @mutation
+def never_wake_requests_that_wait_for_a_pair() -> Iterator[object]:
+    with _wrap(Recovery, "retry_stranded", lambda original, self, now_s: None) as patched:
+        yield patched
+
+
+@mutation
 def end_a_request_while_a_continuation_runs() -> Iterator[object]:
     def accept(original: Original, self: Delivery, request: Request, *args: object) -> bool:
         ended = original(self, request, *args)

@@ -1,0 +1,116 @@
+"""Which workers are attached: they register, fall silent, leave, end, and follow one another under one name.
+
+Invariant: a worker is among those attached from its registration until its link is lost or dropped, and what it was
+doing is then placed again; a process known to have ended is never attached.
+"""
+
+from math import inf
+
+from pdserve.errors import ProtocolError
+from pdserve.router.book import Book
+from pdserve.router.census import Census
+from pdserve.router.events import DropLink, Limits, ProcessEnded, Role, TellProcessGone, WorkerRegistered
+from pdserve.router.grace import PoolGrace
+from pdserve.router.placement import peerless
+from pdserve.router.recovery import Recovery
+from pdserve.router.view import WorkerView
+
+
+class Attendance:
+    """Keeps the book's workers, and tells the others who has ended."""
+
+    def __init__(self, book: Book, recovery: Recovery, grace: PoolGrace, limits: Limits) -> None:
+        self._book = book
+        self._workers = book.workers
+        self._recovery = recovery
+        self._grace = grace
+        self._limits = limits
+        self._census = Census()
+        self._may_serve_more = False
+        self.silence_due_s = inf  # no worker has been silent too long before that
+
+    @property
+    def has_pair(self) -> bool:
+        """Whether some pair of workers could serve a request now."""
+        return any(not self.unroutable(worker) for worker in self._workers)
+
+    def unroutable(self, worker: WorkerView) -> str:
+        """Return why nothing is placed on a worker; empty when things are."""
+        reason = self._workers.unroutable(worker)
+        if reason or (self._limits.local_prefill and worker.role is Role.DECODE):
+            return reason
+        return peerless(self._workers, worker)
+
+    def may_serve_more(self) -> bool:
+        """Return whether workers have come, gone or changed since this was asked, and some pair can serve."""
+        news, self._may_serve_more = self._may_serve_more, False
+        return news
+
+    def register(self, event: WorkerRegistered, now_s: float) -> None:
+        link, is_new = event.link, self._workers.get(event.link) is None
+        worker_id, incarnation = event.registration.worker_id, event.registration.incarnation
+        if self._census.has_ended(worker_id, incarnation):
+            self._book.tell(DropLink(link, "its process is known to have ended"))
+            return
+        namesake = self._workers.named(worker_id)
+        if namesake is not None and namesake.link != link:
+            self.drop(namesake, "its name attached again", now_s)
+        try:
+            worker = self._workers.register(link, event.registration, now_s)
+        except ProtocolError as error:
+            self.drop(self._workers.known(link), str(error), now_s)
+            return
+        worker.last_heard_s = now_s
+        self.silence_due_s = min(self.silence_due_s, now_s + self._limits.worker_silence_s)
+        if is_new:
+            self._welcome(worker, now_s)
+        self.note_change(now_s)
+
+    def _welcome(self, worker: WorkerView, now_s: float) -> None:
+        """Tell a worker which processes have ended; the one it follows has."""
+        worker_id, incarnation = worker.registration.worker_id, worker.registration.incarnation
+        self._recovery.explain((worker_id, incarnation), now_s)  # if it was lost before, it lives
+        for process in self._census.ended():
+            self._book.tell(TellProcessGone(worker.link, *process))
+        before = self._census.note_attached(worker_id, incarnation)
+        if before is not None:
+            self.note_ended(ProcessEnded(worker_id, before), now_s)
+
+    def lose(self, worker: WorkerView, reason: str, now_s: float) -> None:
+        """Take note that a worker's link is over."""
+        self._recovery.lose_worker(worker, reason, now_s)
+        self.note_change(now_s)
+
+    def drop(self, worker: WorkerView, reason: str, now_s: float) -> None:
+        """End a worker's link."""
+        self._book.tell(DropLink(worker.link, reason))
+        self.lose(worker, reason, now_s)
+
+    def drop_silent(self, now_s: float) -> None:
+        """Drop the workers that have not been heard for too long."""
+        limit_s = self._limits.worker_silence_s
+        for worker in tuple(self._workers):
+            if worker.registration.ready and now_s >= worker.last_heard_s + limit_s:
+                self.drop(worker, f"silent for {now_s - worker.last_heard_s:.1f} s", now_s)
+        # A worker that loads is busy with that; its stream's end is enough to notice its own.
+        heard_s = (worker.last_heard_s for worker in self._workers if worker.registration.ready)
+        self.silence_due_s = min(heard_s, default=inf) + limit_s
+
+    def note_ended(self, event: ProcessEnded, now_s: float) -> None:
+        """Take the proof that a process has ended, and tell it to all workers, now and later."""
+        self._census.note_ended(event.worker_id, event.incarnation)
+        if event.from_outside:
+            self._recovery.explain((event.worker_id, event.incarnation), now_s)
+        worker = self._workers.named(event.worker_id)
+        if worker is not None and worker.registration.incarnation == event.incarnation:
+            self.drop(worker, "its process has ended", now_s)
+        for survivor in self._workers:
+            self._book.tell(TellProcessGone(survivor.link, event.worker_id, event.incarnation))
+
+    def note_change(self, now_s: float) -> None:
+        """Note that workers came, went or began to drain; serve what waits for a pair if there is one."""
+        has_pair = self.has_pair
+        self._grace.note(now_s, has_pair=has_pair)
+        if has_pair:
+            self._recovery.retry_stranded(now_s)
+            self._may_serve_more = True

@@ -1,0 +1,237 @@
+"""While no pair of workers can serve, requests wait for one; who was there at several deaths is not tried again."""
+
+import pytest
+from router_driver import LENGTH, Driver
+
+from pdserve.errors import Status
+from pdserve.ids import Incarnation, WorkerId
+from pdserve.router.events import (
+    ClientGone,
+    DrainAsked,
+    DropLink,
+    Finished,
+    Limits,
+    LinkId,
+    LinkLost,
+    ProcessEnded,
+    Refused,
+    RequestId,
+    TellProcessGone,
+)
+
+PATIENT = Limits(worker_silence_s=1e6)
+
+
+def lose(d: Driver, link: LinkId) -> None:
+    d.post(LinkLost(link, "its stream ended"))
+
+
+def replace_decode(d: Driver, link: LinkId, incarnation: int) -> LinkId:
+    """Let a decode worker die and its successor attach."""
+    lose(d, link)
+    return d.attach("d0", incarnation=incarnation)
+
+
+def finish(d: Driver, prefill: LinkId, decode: LinkId, request: RequestId, attempt: int = 0) -> None:
+    d.tokens(prefill, request, 0, 10, attempt=attempt)
+    d.tokens(decode, request, 1, 11, 12, 13, attempt=attempt, end=LENGTH)
+    assert isinstance(d.ends[request], Finished)
+    d.core.check_idle()
+
+
+# ---- waiting for a pair
+
+
+def test_a_request_that_finds_no_worker_is_served_as_soon_as_there_is_a_pair() -> None:
+    d = Driver()
+    prefill = d.attach("p0")
+    request = d.arrive()
+    assert (d.core.num_held, d.last) == (1, [])
+    decode = d.attach("d0")
+    assert d.placed().spec.request_id == request
+    finish(d, prefill, decode, request)
+
+
+def test_a_request_whose_last_worker_is_lost_goes_on_with_the_next_one() -> None:
+    d = Driver(PATIENT)
+    prefill, decode = d.pair()
+    request = d.arrive()
+    d.tokens(prefill, request, 0, 10)
+    lose(d, decode)
+    assert request not in d.ends
+    d.wait(29.0)
+    decode = d.attach("d0", incarnation=2)
+    assert (d.placed().spec.attempt, list(d.placed().spec.token_ids)) == (1, [5, 6, 7, 10])
+    d.tokens(prefill, request, 1, 11, attempt=1)
+    d.tokens(decode, request, 2, 12, 13, attempt=1, end=LENGTH)
+    assert d.delivered[request, 0] == [10, 11, 12, 13]
+    d.answer(request)
+
+
+def test_requests_wait_for_a_pair_no_longer_than_the_grace_and_then_none_waits() -> None:
+    d = Driver(PATIENT)
+    prefill, decode = d.pair()
+    running = d.arrive()
+    lose(d, decode)
+    d.now_s += 10.0
+    held = d.arrive()
+    assert d.core.next_wakeup_s() == 130.0
+    d.wait(20.0)
+    why = "no decode worker is ready"
+    assert d.refusal(running) == Refused(Status.UNAVAILABLE, f"d0 was lost (its stream ended), and {why}")
+    assert d.refusal(held) == Refused(Status.UNAVAILABLE, why)
+    assert d.refusal(d.arrive()) == Refused(Status.UNAVAILABLE, why)
+    del prefill
+    d.core.check_idle()
+
+
+def test_a_pair_renews_the_grace() -> None:
+    d = Driver()
+    prefill, decode = d.pair()
+    lose(d, decode)
+    d.now_s += 31.0
+    assert d.refusal(d.arrive()).status is Status.UNAVAILABLE
+    again = d.attach("d0", incarnation=2)
+    lose(d, again)
+    request = d.arrive()
+    last = d.attach("d0", incarnation=3)
+    finish(d, prefill, last, request)
+
+
+def test_a_deadline_ends_the_wait_for_a_pair() -> None:
+    d = Driver()
+    prefill, decode = d.pair()
+    running, short = d.arrive(deadline_in_s=5.0), d.arrive(deadline_in_s=4.0)
+    lose(d, decode)
+    held = d.arrive(deadline_in_s=3.0)
+    for seconds, request in ((3.0, held), (1.0, short), (1.0, running)):
+        d.wait(seconds)
+        assert d.refusal(request).status is Status.DEADLINE_EXCEEDED
+    del prefill
+    d.core.check_idle()
+
+
+def test_no_more_requests_wait_for_a_pair_than_may_be_held() -> None:
+    d = Driver(Limits(max_num_held=2))
+    requests = [d.arrive() for _ in range(3)]
+    assert [request in d.ends for request in requests] == [False, False, True]
+    assert d.refusal(requests[2]).status is Status.RESOURCE_EXHAUSTED
+
+
+def test_who_leaves_while_waiting_for_a_pair_is_not_placed() -> None:
+    d = Driver()
+    prefill, decode = d.pair()
+    running = d.arrive()
+    lose(d, decode)
+    held = d.arrive()
+    d.post(ClientGone(running))
+    d.post(ClientGone(held))
+    d.attach("d0", incarnation=2)
+    assert d.placements() == []
+    del prefill
+    d.core.check_idle()
+
+
+def test_a_pool_that_drains_wholly_is_waited_for_too() -> None:
+    d = Driver()
+    _, decode = d.pair()
+    d.post(DrainAsked(decode))
+    request = d.arrive()
+    assert request not in d.ends
+    d.attach("d1")
+    assert d.placed().spec.request_id == request
+
+
+# ---- deaths
+
+
+@pytest.mark.parametrize("incarnation", [2, 3])
+def test_a_request_present_at_two_deaths_is_not_tried_a_third_time(incarnation: int) -> None:
+    d = Driver()
+    _, decode = d.pair()
+    request = d.arrive()
+    decode = replace_decode(d, decode, 2)
+    assert d.placed().spec.attempt == 1
+    replace_decode(d, decode, 3)
+    assert d.placements() == [], "it waits for a word of what ended them"
+    d.post(ProcessEnded(WorkerId("d0"), Incarnation(incarnation)))
+    d.wait(2.0)
+    refusal = d.refusal(request)
+    assert refusal.status is Status.INTERNAL
+    assert "not tried again" in refusal.message
+    d.core.check_idle()
+
+
+def test_deaths_from_outside_are_no_evidence() -> None:
+    d = Driver()
+    prefill, decode = d.pair()
+    request = d.arrive()
+    for incarnation in range(1, 6):
+        lose(d, decode)
+        d.post(ProcessEnded(WorkerId("d0"), Incarnation(incarnation), from_outside=True))
+        decode = d.attach("d0", incarnation=incarnation + 1)
+        assert d.placed().spec.attempt == incarnation
+    finish(d, prefill, decode, request, attempt=5)
+
+
+def test_a_late_word_from_the_launcher_clears_a_suspect() -> None:
+    d = Driver()
+    _, decode = d.pair()
+    d.arrive()
+    decode = replace_decode(d, decode, 2)
+    replace_decode(d, decode, 3)
+    assert d.placements() == []
+    d.now_s += 1.0
+    d.post(ProcessEnded(WorkerId("d0"), Incarnation(2), from_outside=True))
+    assert d.placed().spec.attempt == 2
+
+
+def test_a_worker_that_attaches_again_was_not_ended_by_anybody() -> None:
+    d = Driver()
+    _, decode = d.pair()
+    d.arrive()
+    for attempt in range(1, 4):
+        lose(d, decode)
+        decode = d.attach("d0")
+        assert d.placed().spec.attempt == attempt
+
+
+def test_a_request_that_gains_tokens_between_deaths_is_not_suspected() -> None:
+    d = Driver()
+    prefill, decode = d.pair()
+    request = d.arrive(max_tokens=9)
+    for attempt in range(6):
+        d.tokens(prefill, request, attempt, 10 + attempt, attempt=attempt)
+        decode = replace_decode(d, decode, attempt + 2)
+        assert d.placed().spec.attempt == attempt + 1
+    assert request not in d.ends
+
+
+# ---- who follows whom
+
+
+def test_the_next_process_of_a_name_proves_the_end_of_the_one_before() -> None:
+    d = Driver()
+    prefill, decode = d.pair()
+    lose(d, decode)
+    successor = d.attach("d0", incarnation=2)
+    told = [command for command in d.last if isinstance(command, TellProcessGone)]
+    assert TellProcessGone(prefill, WorkerId("d0"), Incarnation(1)) in told
+    assert {(gone.worker_id, gone.incarnation) for gone in told} == {("d0", 1)}
+    d.post(ProcessEnded(WorkerId("p9"), Incarnation(1)))
+    lose(d, successor)
+    d.attach("d0", incarnation=2)
+    assert TellProcessGone(prefill, WorkerId("d0"), Incarnation(2)) not in d.last, "it is the same process"
+
+
+def test_a_process_known_to_have_ended_is_turned_away() -> None:
+    d = Driver()
+    prefill, decode = d.pair()
+    d.attach("d0", incarnation=2)
+    ghost = d.attach("d0", incarnation=1)
+    assert [command.link for command in d.last if isinstance(command, DropLink)] == [ghost]
+    d.arrive()
+    place = d.placed()
+    assert place.decode is not None
+    assert place.decode.incarnation == 2
+    del prefill, decode
