@@ -6,6 +6,7 @@ it reported: only its end does, or the end of the process it writes to.
 
 import struct
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NewType, Protocol
 
@@ -15,29 +16,66 @@ from pdserve.errors import ProtocolError
 from pdserve.kvtransfer.session import Pages, Peer
 
 CopyId = NewType("CopyId", int)
+Row = np.ndarray[tuple[int], np.dtype[np.uint8]]
 ByteRows = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
 
 _MAGIC = b"PDKV"
-_VERSION = 1
-_HEADER = struct.Struct("!4sHQQQI")  # magic, version, address, num_pages, page_bytes, length of the lane's part
+_VERSION = 2
+# Magic, version, address, num_pages, page_bytes, probe's address, its pages, length of the lane's part.
+_HEADER = struct.Struct("!4sHQQQQQI")
 MAX_DESCRIPTION_BYTES = 1 << 20
+PROBE_BYTES = 4 << 20  # or one page, if that is more
+MAX_PROBE_PAGES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
-    """The KV pages of this process: one contiguous run of memory, page i is row i of `view`."""
+    """The KV pages of this process: one contiguous run of memory, page i is row i of `view`.
+
+    `probe` is as much again as is needed to measure a way here: rows of the same size that never hold KV.
+    """
 
     address: int
     num_pages: int
     page_bytes: int
     view: ByteRows
+    probe: ByteRows
 
     @classmethod
     def of(cls, view: ByteRows) -> "Region":
         """Return the region that a contiguous [num_pages, page_bytes] array is."""
         if not view.flags.c_contiguous:
             raise ValueError("view: pages do not follow one another")
-        return cls(view.ctypes.data, view.shape[0], view.shape[1], view)
+        num_pages, page_bytes = view.shape
+        probe = np.zeros((max(1, PROBE_BYTES // page_bytes), page_bytes), np.uint8)
+        return cls(view.ctypes.data, num_pages, page_bytes, view, probe)
+
+    @property
+    def probe_address(self) -> int:
+        return self.probe.ctypes.data
+
+    def row(self, index: int) -> Row:
+        """Return a page, or past the last one a row of the probe memory."""
+        row: Row = self.view[index] if index < self.num_pages else self.probe[index - self.num_pages]
+        return row
+
+    def describe(self, lane: bytes) -> bytes:
+        """Return what another process's mover needs to write here; `lane` is for its lane."""
+        probe = (self.probe_address, len(self.probe))
+        return Description(self.address, self.num_pages, self.page_bytes, *probe, lane).encode()
+
+
+class ProbeError(Exception):
+    """A pair could not be measured. Its copies go on as if nothing had been asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairSpeed:
+    """How fast one process's memory reaches another's, measured while nothing else was copied."""
+
+    bytes_per_s: float
+    page_s: float  # for one page by itself
+    carrier: str  # "memory", "tcp", "not tcp": as far as it can be known
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +116,15 @@ class Mover(Protocol):
         """Start to copy own pages `src` into the peer's pages `dst`. Never blocks; CopyStopped follows."""
         ...
 
+    def probe(self, peer: Peer) -> Future[PairSpeed]:
+        """Measure how fast a peer is reached, whenever no copy is under way. Never blocks; ProbeError if it fails."""
+        ...
+
+    @property
+    def num_stalled(self) -> int:
+        """Return to how many peers bytes are in flight and hardly move."""
+        ...
+
     def forget(self, peer: Peer) -> None:
         """Report every outstanding copy to a peer as failed: its process is known to have ended."""
         ...
@@ -94,22 +141,26 @@ class Description:
     address: int
     num_pages: int
     page_bytes: int
+    probe_address: int
+    num_probe_pages: int
     lane: bytes
 
     def encode(self) -> bytes:
-        header = _HEADER.pack(_MAGIC, _VERSION, self.address, self.num_pages, self.page_bytes, len(self.lane))
-        return header + self.lane
+        fields = (self.address, self.num_pages, self.page_bytes, self.probe_address, self.num_probe_pages)
+        return _HEADER.pack(_MAGIC, _VERSION, *fields, len(self.lane)) + self.lane
 
     @classmethod
     def decode(cls, data: bytes) -> "Description":
         """Return what a peer described; ProtocolError says what is wrong with it."""
         if not _HEADER.size <= len(data) <= MAX_DESCRIPTION_BYTES:
             raise ProtocolError(f"mover_metadata: {len(data)} bytes")
-        magic, version, address, num_pages, page_bytes, lane_bytes = _HEADER.unpack_from(data)
+        magic, version, address, num_pages, page_bytes, *probe, lane_bytes = _HEADER.unpack_from(data)
         if (magic, version) != (_MAGIC, _VERSION):
             raise ProtocolError(f"mover_metadata: version {version} of {magic!r}, {_VERSION} of {_MAGIC!r} is known")
         if len(data) != _HEADER.size + lane_bytes:
             raise ProtocolError(f"mover_metadata: {len(data)} bytes, its header says {_HEADER.size + lane_bytes}")
         if num_pages < 1 or page_bytes < 1 or address + num_pages * page_bytes > 1 << 64:
             raise ProtocolError(f"mover_metadata: {num_pages} pages of {page_bytes} bytes at {address:#x}")
-        return cls(address, num_pages, page_bytes, data[_HEADER.size :])
+        if not 1 <= probe[1] <= MAX_PROBE_PAGES or probe[0] + probe[1] * page_bytes > 1 << 64:
+            raise ProtocolError(f"mover_metadata: {probe[1]} pages to probe at {probe[0]:#x}")
+        return cls(address, num_pages, page_bytes, probe[0], probe[1], data[_HEADER.size :])

@@ -4,7 +4,8 @@ import secrets
 import threading
 from typing import NewType
 
-from pdserve.kvtransfer.backends.pump import Indices, LaneError, Pump
+from pdserve.kvtransfer.backends.lane import Indices, LaneError
+from pdserve.kvtransfer.backends.pump import Pump
 from pdserve.kvtransfer.mover import Description, OnStopped, Region
 
 _TOKEN_BYTES = 16
@@ -15,6 +16,8 @@ _lock = threading.Lock()
 
 
 class _LoopbackLane:
+    carrier = "memory"
+
     def __init__(self, region: Region) -> None:
         self._region = region
         self.token = _Token(secrets.token_bytes(_TOKEN_BYTES))
@@ -34,8 +37,8 @@ class _LoopbackLane:
         region = _regions.get(remote)
         if region is None:
             raise LaneError("the region is gone")
-        for source, target in zip(src, dst, strict=True):
-            region.view[target] = self._region.view[source]
+        for source, target in zip(src.tolist(), dst.tolist(), strict=True):
+            region.row(target)[:] = self._region.row(source)
 
     def landed(self, posted: None) -> bool:
         raise LaneError("nothing is ever in flight")
@@ -48,7 +51,7 @@ class _LoopbackLane:
 class LoopbackMover(Pump[_Token, None]):
     def __init__(self, region: Region, on_stopped: OnStopped) -> None:
         lane = _LoopbackLane(region)
-        self._description = Description(region.address, region.num_pages, region.page_bytes, lane.token).encode()
+        self._description = region.describe(lane.token)
         super().__init__("loopback", lane, region, on_stopped)
 
     def describe(self) -> bytes:

@@ -12,7 +12,8 @@ import nixl_cu12._bindings as nixl
 import numpy as np
 
 from pdserve.errors import InvariantError
-from pdserve.kvtransfer.backends.pump import Indices, LaneError, Pump
+from pdserve.kvtransfer.backends.lane import Indices, LaneError
+from pdserve.kvtransfer.backends.pump import Pump
 from pdserve.kvtransfer.mover import Description, OnStopped, Region
 from pdserve.kvtransfer.session import Peer
 
@@ -40,13 +41,19 @@ class _Remote:
 
 
 class _NixlLane:
+    carrier = ""  # UCX does not say
+
     def __init__(self, agent_name: str, region: Region) -> None:
         self._agent = nixl.nixlAgent(agent_name, _agent_config())
         self._agent.createBackend("UCX", {})
-        self._memory = nixl.nixlRegDList(nixl.DRAM_SEG, [(region.address, region.view.nbytes, 0, "")])
+        pages = (region.address, region.view.nbytes, 0, "")
+        probe = (region.probe_address, region.probe.nbytes, 0, "")
+        self._memory = nixl.nixlRegDList(nixl.DRAM_SEG, [pages, probe])
         self._agent.registerMem(self._memory, [])
         self._region = region  # stays alive while UCX may read it
-        self._pages = self._prepare(nixl.NIXL_INIT_AGENT, region.address, region.num_pages)
+        self._pages = self._prepare(
+            nixl.NIXL_INIT_AGENT, (region.address, region.num_pages), (region.probe_address, len(region.probe))
+        )
         self.metadata: bytes = self._agent.getLocalMD()
 
     def open(self, description: Description) -> _Remote:
@@ -55,7 +62,9 @@ class _NixlLane:
         except _ERRORS as error:
             raise LaneError(_words(error)) from error
         try:
-            return _Remote(agent, self._prepare(agent, description.address, description.num_pages))
+            pages = (description.address, description.num_pages)
+            probe = (description.probe_address, description.num_probe_pages)
+            return _Remote(agent, self._prepare(agent, pages, probe))
         except _ERRORS as error:
             self._drop(agent)
             raise LaneError(_words(error)) from error
@@ -102,10 +111,11 @@ class _NixlLane:
             raise LaneError(str(status))
         return True
 
-    def _prepare(self, agent: str, address: int, num_pages: int) -> int:
+    def _prepare(self, agent: str, *memory: tuple[int, int]) -> int:
+        """Prepare strided runs (address, num_pages), one after the other: descriptor i is page i, then probe memory."""
         size = self._region.page_bytes
-        run = np.array([[address, size, 0, size, num_pages]], np.uint64)  # one strided run: descriptor i is page i
-        handle: int = self._agent.prepXferDlist(agent, nixl.DRAM_SEG, run, [])
+        runs = np.array([[address, size, 0, size, num_pages] for address, num_pages in memory], np.uint64)
+        handle: int = self._agent.prepXferDlist(agent, nixl.DRAM_SEG, runs, [])
         return handle
 
 
@@ -114,8 +124,7 @@ class NixlMover(Pump[_Remote, int]):
         lane = _NixlLane(f"{me.worker_id}-{me.incarnation:016x}", region)
         if len(lane.metadata) == 0:
             raise InvariantError("NIXL describes itself with nothing")
-        description = Description(region.address, region.num_pages, region.page_bytes, lane.metadata)
-        self._description = description.encode()
+        self._description = region.describe(lane.metadata)
         super().__init__("nixl", lane, region, on_stopped)
 
     def describe(self) -> bytes:

@@ -9,93 +9,45 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Generic, Protocol, TypeVar
+from typing import Generic
 
-import numpy as np
-
+from pdserve.clock import Clock, MonotonicClock
 from pdserve.errors import InvariantError, ProtocolError
-from pdserve.kvtransfer.digest import page_digests
-from pdserve.kvtransfer.mover import CopyId, CopyStopped, Description, OnStopped, Region
+from pdserve.kvtransfer.backends.lane import Lane, LaneError, RemoteT, SliceT
+from pdserve.kvtransfer.backends.probe import Probe
+from pdserve.kvtransfer.backends.route import Copy, Route
+from pdserve.kvtransfer.mover import CopyId, CopyStopped, Description, OnStopped, PairSpeed, ProbeError, Region
 from pdserve.kvtransfer.session import Pages, Peer
 
 logger = logging.getLogger(__name__)
 
 SLICE_BYTES = 4 << 20  # posted at once: bounds how long the thread is away from other peers
-MAX_SLICES_IN_FLIGHT = 4  # for each peer
 MAX_OUTSTANDING = 16384  # copies
-MIN_WAIT_S, MAX_WAIT_S = 50e-6, 1e-3  # between two looks at slices in flight
-
-Indices = np.ndarray[tuple[int], np.dtype[np.int32]]
-RemoteT = TypeVar("RemoteT")
-SliceT = TypeVar("SliceT")
-
-
-class LaneError(Exception):
-    """A slice has ended without landing, or could not be posted: nothing of it is under way."""
-
-
-class Lane(Protocol[RemoteT, SliceT]):
-    """What a library does for the pump, in the pump's thread alone."""
-
-    def open(self, description: Description) -> RemoteT:
-        """Prepare writes to a peer's region; LaneError if it cannot be reached this way."""
-        ...
-
-    def shut(self, remote: RemoteT) -> None:
-        """Undo `open`; what is in flight ends soon if the peer's process has ended."""
-        ...
-
-    def post(self, remote: RemoteT, src: Indices, dst: Indices) -> SliceT | None:
-        """Start to write pages; None if they have landed already."""
-        ...
-
-    def landed(self, posted: SliceT) -> bool:
-        """Return whether a slice has landed. After True, or a LaneError, it is gone."""
-        ...
-
-    def close(self) -> None: ...
-
-
-@dataclass(slots=True, eq=False)
-class _Copy:
-    copy_id: CopyId
-    src: Pages
-    dst: Pages
-    num_posted: int = 0  # pages
-    num_in_flight: int = 0  # slices
-    digests: tuple[int, ...] = ()
-    failure: str = ""
-
-    @property
-    def over(self) -> bool:
-        return self.num_in_flight == 0 and (bool(self.failure) or self.num_posted == len(self.src))
-
-
-@dataclass(slots=True, eq=False)
-class _Route(Generic[RemoteT, SliceT]):
-    """One attached peer. Copies wait in the order in which they are reported."""
-
-    remote: RemoteT
-    description: Description
-    copies: deque[_Copy] = field(default_factory=deque)
-    in_flight: list[tuple[SliceT, _Copy]] = field(default_factory=list)
-    broken: str = ""  # why the next attach must open it anew
+MIN_WAIT_S, MAX_WAIT_S = 50e-6, 1e-3  # between two looks at slices in flight: no library says by itself that one landed
+FINE = 1.125  # growth of that wait while a probe is timed: what is measured is off by no more
 
 
 class Pump(Generic[RemoteT, SliceT]):
     """A mover over a lane. Every method may be called from any thread."""
 
-    def __init__(self, name: str, lane: Lane[RemoteT, SliceT], region: Region, on_stopped: OnStopped) -> None:
+    def __init__(
+        self,
+        name: str,
+        lane: Lane[RemoteT, SliceT],
+        region: Region,
+        on_stopped: OnStopped,
+        clock: Clock | None = None,
+    ) -> None:
+        self._clock = clock or MonotonicClock()
         self._name = name
         self._lane = lane
         self._region = region
         self._on_stopped = on_stopped
         self._ids = count()
         self._slice_pages = max(1, SLICE_BYTES // region.page_bytes)
-        self._routes: dict[Peer, _Route[RemoteT, SliceT]] = {}
+        self._routes: dict[Peer, Route[RemoteT, SliceT]] = {}
         self._orphans: list[SliceT] = []  # slices to processes that have ended
         self._num_outstanding = 0
         self._orders: deque[Callable[[], None]] = deque()
@@ -110,6 +62,11 @@ class Pump(Generic[RemoteT, SliceT]):
     def name(self) -> str:
         return self._name
 
+    @property
+    def num_stalled(self) -> int:
+        """Peers to which bytes are in flight and hardly move."""
+        return sum(route.progress.is_stalled for route in list(self._routes.values()))
+
     def attach(self, peer: Peer, description: bytes) -> None:
         """Prepare writes to a peer; blocks. ProtocolError if its description cannot be used."""
         remote = Description.decode(description)
@@ -121,7 +78,7 @@ class Pump(Generic[RemoteT, SliceT]):
         """Start to copy own pages `src` into the peer's pages `dst`. Never blocks; CopyStopped follows."""
         if len(src) != len(dst):
             raise InvariantError(f"{len(src)} pages to copy into {len(dst)}")
-        copy = _Copy(CopyId(next(self._ids)), src, dst)
+        copy = Copy(CopyId(next(self._ids)), src, dst)
         with self._news:
             full = self._num_outstanding >= MAX_OUTSTANDING
             self._num_outstanding += not full
@@ -130,6 +87,12 @@ class Pump(Generic[RemoteT, SliceT]):
         else:
             self._order(partial(self._take, peer, copy))
         return copy.copy_id
+
+    def probe(self, peer: Peer) -> Future[PairSpeed]:
+        """Measure how fast a peer is reached, whenever no copy is under way. Never blocks; ProbeError if it fails."""
+        answer: Future[PairSpeed] = Future()
+        self._order(partial(self._start_probe, peer, answer))
+        return answer
 
     def forget(self, peer: Peer) -> None:
         """Report every outstanding copy to a peer as failed: its process is known to have ended."""
@@ -189,18 +152,37 @@ class Pump(Generic[RemoteT, SliceT]):
                 return
             for order in orders:
                 order()
-            moved = False
-            for route in self._routes.values():
-                moved |= self._poll(route)
-                moved |= self._post(route)
-                self._report(route)
+            moved = self._move()
             self._orphans = [posted for posted in self._orphans if not self._ended(posted)]
             if moved:
                 wait_s = 0.0
-            elif any(route.in_flight for route in self._routes.values()) or self._orphans:
-                wait_s = min(2 * wait_s, MAX_WAIT_S) if wait_s else MIN_WAIT_S
+            elif self._orphans or any(route.is_busy for route in self._routes.values()):
+                probes = any(route.is_probing for route in self._routes.values())
+                wait_s = min((FINE if probes else 2.0) * wait_s, MAX_WAIT_S) if wait_s else MIN_WAIT_S
             else:
                 wait_s = None
+
+    def _move(self) -> bool:
+        """Look at what is in flight, post what waits, report what is over; return whether anything has moved."""
+        moved, now_s = False, self._clock.now_s()
+        for peer, route in self._routes.items():
+            moved |= route.poll()
+            moved |= route.post(self._slice_pages, now_s)
+            for copy in route.take_finished():
+                self._stopped(copy)
+            if route.progress.look(now_s):
+                num_bytes = route.progress.bytes_in_flight
+                logger.warning("%s: %d bytes in flight hardly move; nothing is given up", peer.worker_id, num_bytes)
+        return self._move_probes() or moved
+
+    def _move_probes(self) -> bool:
+        """Probe one peer at a time, while nothing else is to be done; return whether a write was posted."""
+        routes = self._routes.values()
+        if any(route.copies for route in routes):
+            for route in routes:
+                route.spoil_probe()
+            return False
+        return not any(route.is_busy for route in routes) and any(route.post_probe() for route in routes)
 
     def _await_orders(self, wait_s: float | None) -> list[Callable[[], None]] | None:
         """Sleep until there are orders or the time is up; None: close."""
@@ -220,15 +202,23 @@ class Pump(Generic[RemoteT, SliceT]):
                 return
             if route.copies:
                 raise ProtocolError(f"{peer.worker_id}: {len(route.copies)} copies to it are still outstanding")
-            self._lane.shut(route.remote)
+            self._orphans += route.shut()
             del self._routes[peer]
         try:
-            remote = self._lane.open(description)
+            self._routes[peer] = Route(self._lane, self._region, description)
         except LaneError as error:
             raise ProtocolError(f"mover_metadata: {error}") from error
-        self._routes[peer] = _Route(remote, description)
 
-    def _take(self, peer: Peer, copy: _Copy) -> None:
+    def _start_probe(self, peer: Peer, answer: Future[PairSpeed]) -> None:
+        route = self._routes.get(peer)
+        if route is None or route.broken or route.probe is not None:
+            if answer.set_running_or_notify_cancel():
+                answer.set_exception(ProbeError(f"{peer.worker_id} is not attached, or being probed"))
+            return
+        count = min(len(self._region.probe), route.description.num_probe_pages)
+        route.probe = Probe(answer, (count, self._region.page_bytes), self._lane.carrier, self._clock.now_s)
+
+    def _take(self, peer: Peer, copy: Copy) -> None:
         route = self._routes.get(peer)
         if route is None:
             copy.failure = f"{peer.worker_id} is not attached"
@@ -244,65 +234,21 @@ class Pump(Generic[RemoteT, SliceT]):
         route = self._routes.pop(peer, None)
         if route is None:
             return
-        self._lane.shut(route.remote)
-        self._orphans += [posted for posted, _ in route.in_flight]
+        self._orphans += route.shut()
         for copy in route.copies:
             copy.failure = copy.failure or f"the process of {peer.worker_id} has ended"
             self._stopped(copy)
 
-    def _poll(self, route: _Route[RemoteT, SliceT]) -> bool:
-        """Look at slices in flight; return whether any has ended."""
-        still: list[tuple[SliceT, _Copy]] = []
-        for posted, copy in route.in_flight:
-            try:
-                if not self._lane.landed(posted):
-                    still.append((posted, copy))
-                    continue
-            except LaneError as error:
-                self._fail(route, copy, str(error))
-            copy.num_in_flight -= 1
-        moved = len(still) != len(route.in_flight)
-        route.in_flight = still
-        return moved
-
-    def _post(self, route: _Route[RemoteT, SliceT]) -> bool:
-        """Post the next slice that waits, if the peer has room for it; return whether there was one."""
-        if len(route.in_flight) >= MAX_SLICES_IN_FLIGHT:
-            return False
-        copy = next((c for c in route.copies if not c.failure and c.num_posted < len(c.src)), None)
-        if copy is None:
-            return False
-        part = slice(copy.num_posted, copy.num_posted + self._slice_pages)
-        src, dst = copy.src[part], copy.dst[part]
-        try:
-            posted = self._lane.post(route.remote, np.array(src, np.int32), np.array(dst, np.int32))
-        except LaneError as error:
-            self._fail(route, copy, str(error))
-            return True
-        copy.num_posted += len(src)
-        if posted is not None:
-            copy.num_in_flight += 1
-            route.in_flight.append((posted, copy))
-        copy.digests += page_digests(self._region.view, src)
-        return True
-
-    def _fail(self, route: _Route[RemoteT, SliceT], copy: _Copy, reason: str) -> None:
-        """After one failure nothing more goes to this peer until it is attached anew."""
-        route.broken = reason
-        for each in route.copies:
-            if each is copy or each.num_posted < len(each.src):
-                each.failure = each.failure or reason
-
-    def _report(self, route: _Route[RemoteT, SliceT]) -> None:
-        while route.copies and route.copies[0].over:
-            self._stopped(route.copies.popleft())
-
     def _shut_down(self) -> None:
         """Give the lane back, unless something is still under way: then only the process's end stops it."""
-        if self._orphans or any(route.in_flight for route in self._routes.values()):
+        routes = self._routes.values()
+        for route in routes:
+            if route.probe is not None:
+                route.probe.fail(self._closed_because)
+        if self._orphans or any(route.is_busy for route in routes):
             return
-        for route in self._routes.values():
-            self._lane.shut(route.remote)
+        for route in routes:
+            route.shut()
         self._lane.close()
 
     def _ended(self, posted: SliceT) -> bool:
@@ -311,7 +257,7 @@ class Pump(Generic[RemoteT, SliceT]):
         except LaneError:
             return True
 
-    def _stopped(self, copy: _Copy) -> None:
+    def _stopped(self, copy: Copy) -> None:
         with self._news:
             self._num_outstanding -= 1
         digests = None if copy.failure else copy.digests

@@ -20,7 +20,7 @@ from pdserve.ids import Incarnation, PageId, WorkerId, new_incarnation
 from pdserve.kvtransfer.backends.loopback import LoopbackMover
 from pdserve.kvtransfer.backends.nixl import NixlMover
 from pdserve.kvtransfer.digest import first_mismatch, page_digests
-from pdserve.kvtransfer.mover import ByteRows, CopyStopped, Description, Mover, OnStopped, Region
+from pdserve.kvtransfer.mover import ByteRows, CopyStopped, Description, Mover, OnStopped, ProbeError, Region
 from pdserve.kvtransfer.session import Pages, Peer
 
 NUM_PAGES, PAGE_BYTES = 96, 360 * 1024
@@ -258,10 +258,44 @@ def test_attaching_again_changes_nothing(setting: Setting) -> None:
     assert writer.write(target, pages(1), pages(2)).digests is not None
 
 
+def test_a_probe_measures_the_way_to_a_peer_and_touches_no_page(setting: Setting) -> None:
+    writer, target = setting.attached()
+    speed = writer.mover.probe(target.peer).result(timeout=20)
+    assert speed.bytes_per_s > 1e6
+    assert 0 < speed.page_s < 1
+    assert speed.carrier == {"loopback": "memory", "nixl-shm": "not tcp", "nixl-tcp": "tcp"}[setting.name]
+    assert not target.view.any()
+    assert writer.write(target, pages(1), pages(2)).digests is not None
+
+
+def test_copies_asked_for_while_a_probe_runs_arrive_whole_and_the_probe_ends_as_well(setting: Setting) -> None:
+    writer, target = setting.attached()
+    probed = writer.mover.probe(target.peer)
+    for number in range(0, NUM_PAGES, 8):
+        some = pages(*range(number, number + 8))
+        assert writer.write(target, some, some).digests is not None
+    assert probed.result(timeout=20).bytes_per_s > 0
+    assert np.array_equal(target.view, writer.view)
+
+
+def test_a_probe_of_nobody_fails_and_breaks_nothing(setting: Setting) -> None:
+    writer, target = setting.attached()
+    with pytest.raises(ProbeError, match="nobody is not attached"):
+        writer.mover.probe(NOBODY).result(timeout=20)
+    assert writer.write(target, pages(1), pages(2)).digests is not None
+
+
+def test_a_probe_that_is_given_up_leaves_the_pair_as_it_was(setting: Setting) -> None:
+    writer, target = setting.attached()
+    writer.mover.probe(target.peer).cancel()
+    assert writer.write(target, pages(1), pages(2)).digests is not None
+    assert writer.mover.probe(target.peer).result(timeout=20).bytes_per_s > 0
+
+
 def test_pages_of_another_size_are_refused(setting: Setting) -> None:
     writer, target = setting.writer(), setting.target()
     known = Description.decode(target.description)
-    other = Description(known.address, known.num_pages, known.page_bytes // 2, known.lane)
+    other = replace(known, page_bytes=known.page_bytes // 2)
     with pytest.raises(ProtocolError, match=r"page_bytes: 184320 there, 368640 here"):
         writer.mover.attach(target.peer, other.encode())
 
@@ -289,7 +323,7 @@ def test_a_spoilt_description_is_refused(loopback: Setting, spoil: Callable[[byt
 def test_a_lane_that_cannot_be_used_is_refused(setting: Setting) -> None:
     writer, target = setting.writer(), setting.target()
     known = Description.decode(target.description)
-    strange = Description(known.address, known.num_pages, known.page_bytes, b"no such lane")
+    strange = replace(known, lane=b"no such lane")
     with pytest.raises(ProtocolError, match="mover_metadata"):
         writer.mover.attach(target.peer, strange.encode())
 

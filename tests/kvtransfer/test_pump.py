@@ -8,33 +8,34 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+from pdserve.clock import FakeClock
 from pdserve.errors import InvariantError, ProtocolError
 from pdserve.ids import Incarnation, PageId, WorkerId
-from pdserve.kvtransfer.backends.pump import (
-    MAX_OUTSTANDING,
-    MAX_SLICES_IN_FLIGHT,
-    SLICE_BYTES,
-    Indices,
-    LaneError,
-    Pump,
-)
-from pdserve.kvtransfer.mover import CopyStopped, Description, Region
+from pdserve.kvtransfer.backends.lane import Indices, LaneError
+from pdserve.kvtransfer.backends.progress import WINDOW_S
+from pdserve.kvtransfer.backends.pump import MAX_OUTSTANDING, SLICE_BYTES, Pump
+from pdserve.kvtransfer.backends.route import MAX_SLICES_IN_FLIGHT
+from pdserve.kvtransfer.mover import CopyStopped, Description, PairSpeed, ProbeError, Region
 from pdserve.kvtransfer.session import Pages, Peer
 
 PAGE_BYTES = SLICE_BYTES // 2  # two pages make a slice
 FIRST, SECOND = Peer(WorkerId("first"), Incarnation(1)), Peer(WorkerId("second"), Incarnation(1))
-DESCRIPTION = Description(0, 64, PAGE_BYTES, b"").encode()
+DESCRIPTION = Description(0, 64, PAGE_BYTES, 0, 2, b"").encode()
 
 
 @dataclass(eq=False)
 class Slice:
     remote: int
+    src: tuple[int, ...] = ()
+    dst: tuple[int, ...] = ()
     end: str | None = None  # "landed", or why it failed
 
 
 @dataclass
 class Lane:
     """Keeps every slice in flight until it is told how it ends."""
+
+    carrier = "script"
 
     posted: list[Slice] = field(default_factory=list)
     gone: list[Slice] = field(default_factory=list)  # seen to have ended
@@ -53,7 +54,7 @@ class Lane:
 
     def post(self, remote: int, src: Indices, dst: Indices) -> Slice:
         with self.news:
-            self.posted.append(Slice(remote))
+            self.posted.append(Slice(remote, tuple(src.tolist()), tuple(dst.tolist())))
             self.news.notify_all()
         if self.breaks:
             raise ZeroDivisionError
@@ -87,6 +88,7 @@ class Lane:
 @dataclass
 class Rig:
     lane: Lane
+    clock: FakeClock
     pump: Pump[int, Slice]
     stopped: queue.SimpleQueue[CopyStopped]
 
@@ -100,11 +102,11 @@ class Rig:
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    lane, stopped = Lane(), queue.SimpleQueue[CopyStopped]()
+    lane, clock, stopped = Lane(), FakeClock(), queue.SimpleQueue[CopyStopped]()
     no_bytes = np.zeros((64, 0), np.uint8)  # the lane moves none
-    pump = Pump("scripted", lane, Region(0, 64, PAGE_BYTES, no_bytes), stopped.put)
+    pump = Pump("scripted", lane, Region(0, 64, PAGE_BYTES, no_bytes, no_bytes[:2]), stopped.put, clock)
     pump.attach(FIRST, DESCRIPTION)
-    yield Rig(lane, pump, stopped)
+    yield Rig(lane, clock, pump, stopped)
     pump.close()
 
 
@@ -201,3 +203,79 @@ def test_closing_gives_the_lane_back_only_if_nothing_is_in_flight(rig: Rig) -> N
     rig.pump.close()
     assert not rig.lane.shut_down
     assert rig.stopped.empty()
+
+
+def end_in_turn(rig: Rig, took_s: list[float]) -> None:
+    """Let slices land one after the other, each after a time, beginning with the next that is posted."""
+    first = len(rig.lane.gone)
+    for number, seconds in enumerate(took_s):
+        rig.lane.until(lambda at=first + number: len(rig.lane.posted) > at)  # type: ignore[misc]
+        rig.clock.advance(seconds)
+        rig.lane.posted[first + number].end = "landed"
+        rig.lane.until(lambda at=first + number: len(rig.lane.gone) > at)  # type: ignore[misc]
+
+
+def test_a_probe_tells_the_fastest_of_its_writes_and_leaves_out_the_one_that_connects(rig: Rig) -> None:
+    answer = rig.pump.probe(FIRST)
+    end_in_turn(rig, [0.001, 0.5, 0.25, 0.5, 0.2, 0.1, 0.2, 0.2])
+    assert answer.result(timeout=5) == PairSpeed(2 * PAGE_BYTES / 0.25, pytest.approx(0.1), "script")
+
+
+def test_a_probe_writes_into_probe_memory_alone(rig: Rig) -> None:
+    answer = rig.pump.probe(FIRST)
+    end_in_turn(rig, [0.1] * 8)
+    answer.result(timeout=5)
+    assert {index for posted in rig.lane.posted for index in (*posted.src, *posted.dst)} == {64, 65}
+
+
+def test_what_a_probe_measures_beside_a_copy_counts_for_nothing(rig: Rig) -> None:
+    answer = rig.pump.probe(FIRST)
+    rig.lane.until(lambda: len(rig.lane.posted) == 1)
+    rig.write(FIRST, 2)
+    rig.lane.until(lambda: len(rig.lane.posted) == 2)
+    rig.lane.posted[0].end = "landed"
+    rig.lane.until(lambda: len(rig.lane.gone) == 1)
+    rig.lane.let_it_look()
+    assert len(rig.lane.posted) == 2  # the probe waits for the copy
+    rig.lane.posted[1].end = "landed"
+    rig.next()
+    end_in_turn(rig, [0.1] * 7)
+    assert not answer.done()
+    end_in_turn(rig, [0.1])
+    assert answer.result(timeout=5).bytes_per_s == pytest.approx(2 * PAGE_BYTES / 0.1)
+
+
+def test_a_probe_that_fails_leaves_the_pair_whole(rig: Rig) -> None:
+    answer = rig.pump.probe(FIRST)
+    rig.lane.until(lambda: len(rig.lane.posted) == 1)
+    rig.lane.posted[0].end = "cut"
+    with pytest.raises(ProbeError, match="cut"):
+        answer.result(timeout=5)
+    copy_id = rig.write(FIRST, 2)
+    rig.lane.until(lambda: len(rig.lane.posted) == 2)
+    rig.lane.posted[1].end = "landed"
+    stopped = rig.next()
+    assert (stopped.copy_id, stopped.reason) == (copy_id, "")
+
+
+def test_a_probe_of_a_peer_that_is_forgotten_fails_and_its_slice_is_watched_to_its_end(rig: Rig) -> None:
+    answer = rig.pump.probe(FIRST)
+    rig.lane.until(lambda: len(rig.lane.posted) == 1)
+    rig.pump.forget(FIRST)
+    with pytest.raises(ProbeError, match="given up"):
+        answer.result(timeout=5)
+    rig.lane.posted[0].end = "landed"
+    rig.lane.until(lambda: rig.lane.gone == rig.lane.posted)
+
+
+def test_a_transfer_that_does_not_move_is_told_of_and_not_ended(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+    copy_id = rig.write(FIRST, 2)
+    rig.lane.until(lambda: len(rig.lane.posted) == 1)
+    rig.clock.advance(WINDOW_S)
+    rig.lane.let_it_look()
+    assert rig.pump.num_stalled == 1
+    assert f"first: {2 * PAGE_BYTES} bytes in flight hardly move" in caplog.text
+    assert rig.stopped.empty()
+    rig.lane.posted[0].end = "landed"
+    assert rig.next().copy_id == copy_id
+    assert rig.pump.num_stalled == 0

@@ -1,0 +1,169 @@
+"""One attached peer: the copies to it, cut into slices, and what of them is in flight.
+
+Invariant: a copy is over only when every slice of it that was posted has ended; copies leave in the order they came.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic
+
+import numpy as np
+
+from pdserve.kvtransfer.backends.lane import Lane, LaneError, RemoteT, SliceT
+from pdserve.kvtransfer.backends.probe import Probe
+from pdserve.kvtransfer.backends.progress import Progress
+from pdserve.kvtransfer.digest import page_digests
+from pdserve.kvtransfer.mover import CopyId, Description, Region
+from pdserve.kvtransfer.session import Pages
+
+MAX_SLICES_IN_FLIGHT = 4
+
+
+@dataclass(slots=True, eq=False)
+class Copy:
+    copy_id: CopyId
+    src: Pages
+    dst: Pages
+    num_posted: int = 0  # pages
+    num_in_flight: int = 0  # slices
+    digests: tuple[int, ...] = ()
+    failure: str = ""
+
+    @property
+    def over(self) -> bool:
+        return self.num_in_flight == 0 and (bool(self.failure) or self.num_posted == len(self.src))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class InFlight(Generic[SliceT]):
+    posted: SliceT
+    copy: Copy
+    num_bytes: int
+
+
+class Route(Generic[RemoteT, SliceT]):
+    """What the pump's thread keeps of one peer."""
+
+    def __init__(self, lane: Lane[RemoteT, SliceT], region: Region, description: Description) -> None:
+        """Open the lane to the peer; LaneError if that cannot be done."""
+        self._lane = lane
+        self._region = region
+        self.remote = lane.open(description)
+        self.description = description
+        self.copies: deque[Copy] = deque()
+        self.in_flight: list[InFlight[SliceT]] = []
+        self.progress = Progress()
+        self.probe: Probe[SliceT] | None = None
+        self.broken = ""  # why the next attach must open it anew
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is in flight."""
+        return bool(self.in_flight) or self.is_probing
+
+    @property
+    def is_probing(self) -> bool:
+        return self.probe is not None and self.probe.in_flight is not None
+
+    def shut(self) -> list[SliceT]:
+        """Close the lane to the peer; return the slices whose end is still to be waited for."""
+        self._lane.shut(self.remote)
+        orphans = [each.posted for each in self.in_flight]
+        if self.probe is not None:
+            self.probe.fail("the peer was given up")
+            if self.probe.in_flight is not None:
+                orphans.append(self.probe.in_flight)
+        return orphans
+
+    def poll(self) -> bool:
+        """Look at slices in flight; return whether any has ended."""
+        still: list[InFlight[SliceT]] = []
+        for each in self.in_flight:
+            try:
+                if not self._lane.landed(each.posted):
+                    still.append(each)
+                    continue
+                self.progress.ended(each.num_bytes, landed=True)
+            except LaneError as error:
+                self.progress.ended(each.num_bytes, landed=False)
+                self._fail(each.copy, str(error))
+            each.copy.num_in_flight -= 1
+        moved = len(still) != len(self.in_flight)
+        self.in_flight = still
+        return self._poll_probe() or moved
+
+    def post(self, slice_pages: int, now_s: float) -> bool:
+        """Post the next slice that waits, if there is room for it; return whether there was one."""
+        if len(self.in_flight) >= MAX_SLICES_IN_FLIGHT:
+            return False
+        copy = next((c for c in self.copies if not c.failure and c.num_posted < len(c.src)), None)
+        if copy is None:
+            return False
+        part = slice(copy.num_posted, copy.num_posted + slice_pages)
+        src, dst = copy.src[part], copy.dst[part]
+        try:
+            posted = self._lane.post(self.remote, np.array(src, np.int32), np.array(dst, np.int32))
+        except LaneError as error:
+            self._fail(copy, str(error))
+            return True
+        copy.num_posted += len(src)
+        if posted is not None:
+            num_bytes = len(src) * self._region.page_bytes
+            copy.num_in_flight += 1
+            self.in_flight.append(InFlight(posted, copy, num_bytes))
+            self.progress.posted(num_bytes, now_s)
+        copy.digests += page_digests(self._region.view, src)
+        return True
+
+    def spoil_probe(self) -> None:
+        """Note that copies are under way: what is being measured counts for nothing."""
+        if self.probe is not None:
+            self.probe.spoil()
+
+    def post_probe(self) -> bool:
+        """Post a probe's next write; return whether there was one."""
+        probe = self.probe
+        if probe is None or not probe.waits:
+            return False
+        count = probe.begin()
+        ours = np.arange(self._region.num_pages, self._region.num_pages + count, dtype=np.int32)
+        theirs = np.arange(self.description.num_pages, self.description.num_pages + count, dtype=np.int32)
+        try:
+            probe.in_flight = self._lane.post(self.remote, ours, theirs)
+        except LaneError as error:
+            probe.fail(str(error))  # the next copy finds out for itself
+            return True
+        if probe.in_flight is None:
+            probe.landed()
+        return True
+
+    def take_finished(self) -> Iterator[Copy]:
+        """Let go of the copies that are over, as long as none before them is not."""
+        while self.copies and self.copies[0].over:
+            yield self.copies.popleft()
+
+    def _poll_probe(self) -> bool:
+        probe = self.probe
+        if probe is None:
+            return False
+        moved = False
+        if probe.in_flight is not None:
+            try:
+                moved = self._lane.landed(probe.in_flight)
+                if moved:
+                    probe.landed()
+            except LaneError as error:
+                probe.in_flight = None
+                probe.fail(str(error))
+                moved = True
+        if probe.over:
+            self.probe = None
+        return moved
+
+    def _fail(self, copy: Copy, reason: str) -> None:
+        """After one failure nothing more goes to this peer until it is attached anew."""
+        self.broken = reason
+        for each in self.copies:
+            if each is copy or each.num_posted < len(each.src):
+                each.failure = each.failure or reason
