@@ -40,7 +40,7 @@ from pdserve.rpc import PROTOCOL_VERSION
 from pdserve.sampling import SamplingParams
 from pdserve.sim.capacity.leaping import END, LeapingScheduler
 from pdserve.sim.capacity.shape import Objective, Outcome, Run, Shape
-from pdserve.sim.capacity.telling import Delta, Told, delta, rung
+from pdserve.sim.capacity.telling import LEDGER_ONLY, Delta, Told, delta, rung
 from pdserve.sim.capacity.timeline import Timeline
 from pdserve.sim.capacity.worker import SimWorker
 from pdserve.sim.capacity.workload import Arrival, Workload
@@ -249,8 +249,10 @@ class SimCluster:
             match command:
                 case words.Tokens():
                     deltas.append(delta(member.told, command))
-                case words.Progress():
+                case words.Progress() if command.rung not in LEDGER_ONLY:
                     self._post(rung(member.link, command, self._timeline.now_s))
+                case words.Progress():
+                    pass
                 case words.Failed(_, key, code, reason):
                     failure = Failure[code.name]
                     self._post(router_events.AttemptFailed(member.link, key.request_id, key.attempt, failure, reason))

@@ -3,12 +3,17 @@
 from collections.abc import Callable
 
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.scheduler import Limits, Scheduler
+from pdserve.engine.scheduler import Limits, Outcome, Scheduler
 from pdserve.engine.sequence import Sequence
-from pdserve.engine.step import Chunk, SampledToken, StepPlan, StepResult
+from pdserve.engine.step import Chunk, SampledToken, SampleSpec, StepPlan, StepResult
 from pdserve.errors import InvariantError
+from pdserve.sampling import SamplingParams
 
 OTHER, END = 0, 1  # tokens: one that goes on, and the end of a sequence
+_GOES_ON, _ENDS = (SampledToken(OTHER),), (SampledToken(END),)
+_SAMPLES = (SampleSpec(SamplingParams(), 0, 0, (), (), False),)  # nobody draws by them here
+
+_MANY_STEPS = 1 << 30
 
 OutputLength = Callable[[bytes], int]  # of a request, by its id
 
@@ -26,21 +31,49 @@ class LeapingScheduler(Scheduler):
         return StepResult(tokens, elapsed_s)
 
     def _token(self, sequence: Sequence) -> tuple[SampledToken, ...]:
-        is_last = sequence.num_output_tokens + 1 >= self._output_length(sequence.job.request_id)
-        return (SampledToken(END if is_last else OTHER),) * len(sequence.indices)
+        job = sequence.job
+        is_last = len(sequence.tokens) - job.num_prompt_tokens + 1 >= self._output_length(job.request_id)
+        tokens = _ENDS if is_last else _GOES_ON
+        return tokens if len(sequence.indices) == 1 else tokens * len(sequence.indices)
+
+    def commit(self, plan: StepPlan, result: StepResult) -> tuple[Outcome, ...]:
+        """Take in what a step brought. Nothing is told of sequences that go on decoding, as in a leap."""
+        planned, self._planned = self._planned, []
+        chunks: list[Chunk] = []
+        drawn: list[tuple[SampledToken, ...]] = []
+        for sequence, chunk, tokens in zip(planned, plan.chunks, result.tokens, strict=True):
+            if tokens is _GOES_ON and sequence.has_run and not sequence.stop_after_prompt and _is_decoding(sequence):
+                sequence.computed += 1
+                sequence.tokens.append(OTHER)
+            else:
+                self._planned.append(sequence)
+                chunks.append(chunk)
+                drawn.append(tokens)
+        return super().commit(StepPlan(tuple(chunks)), StepResult(tuple(drawn), result.elapsed_s))
+
+    def _schedule(self, sequence: Sequence, count: int, chunks: list[Chunk]) -> None:
+        start = sequence.computed
+        samples = _SAMPLES if start + count == len(sequence.tokens) else ()
+        chunks.append(Chunk(range(count), start, (), samples))
+        self._planned.append(sequence)
 
     def leap_length(self) -> int:
         """Return how many steps can be done at once, the last of which may end sequences; 0 if none."""
-        running = self._running
-        if self._waiting or not running or not all(map(_is_decoding, running)):
+        running, length_of = self._running, self._output_length
+        if self._waiting or not running or len(running) > self.limits.max_num_batched_tokens:
             return 0
-        length_of = self._output_length
-        length = min([length_of(s.job.request_id) - len(s.tokens) + s.job.num_prompt_tokens for s in running])
-        if self.num_running > self.limits.max_num_batched_tokens:
-            return 0
-        while length > 0 and self._pages_needed(length) > self.cache.pool.num_free:
-            length //= 2
-        return max(0, length)
+        shortest = _MANY_STEPS
+        for sequence in running:
+            job, length = sequence.job, len(sequence.tokens)
+            num_output = length - job.num_prompt_tokens
+            if num_output <= 0 or length - sequence.computed != 1 or len(sequence.indices) != 1:
+                return 0
+            left = length_of(job.request_id) - num_output
+            if left < shortest:  # noqa: PLR1730 - a call costs more here
+                shortest = left
+        while shortest > 0 and self._pages_needed(shortest) > self.cache.pool.num_free:
+            shortest //= 2
+        return max(0, shortest)
 
     def _pages_needed(self, num_steps: int) -> int:
         size = self.cache.page_size

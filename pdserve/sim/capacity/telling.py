@@ -8,6 +8,9 @@ from pdserve.router.ladder import Rung
 from pdserve.sim.capacity.leaping import OTHER
 from pdserve.worker import words
 
+# Rungs that no decision depends on: they tell a client where the time went.
+LEDGER_ONLY = frozenset((words.Rung.PREFILL_QUEUED, words.Rung.GRANTED, words.Rung.DECODE_JOINED))
+
 Told = dict[tuple[RequestId, Attempt], int]  # tokens of each placement that the router knows of
 
 
