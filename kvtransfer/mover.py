@@ -80,11 +80,12 @@ class PairSpeed:
 
 @dataclass(frozen=True, slots=True)
 class CopyStopped:
-    """A copy is over: landed (with a digest for each page), or failed (None). It touches no page any more."""
+    """A copy is over: landed (with a digest for each page), or failed (None). It reads no page any more."""
 
     copy_id: CopyId
     digests: tuple[int, ...] | None
     reason: str = ""
+    in_doubt: bool = False  # failed, and bytes that were on their way may still be written into the peer's pages
 
 
 OnStopped = Callable[[CopyStopped], None]

@@ -1,7 +1,7 @@
 """The prefill worker's half of one hand-off. Decides; does no I/O.
 
 Invariant: the source pages are released exactly once, and never while a copy may still be reading them; the receiver
-is told that we are quiescent only when no copy of ours is or will be under way.
+is told that we are quiescent only when no copy of ours is or will be under way, and none has ended in doubt.
 """
 
 from dataclasses import dataclass
@@ -18,6 +18,7 @@ class State(Enum):
     LANDED = auto()  # everything copied and committed, the decode worker has yet to take it
     DRAINING = auto()  # given up, but copies may still be under way
     CLOSED = auto()  # source pages released
+    IN_DOUBT = auto()  # source pages released, but bytes may still land: only a process's end is proof that none do
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +42,11 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class CopyStopped:
-    """A copy is over: landed (with a digest for each page), or failed (None). It touches no page any more."""
+    """A copy is over: landed (with a digest for each page), or failed (None). It reads no page any more."""
 
     digests: tuple[int, ...] | None
     reason: str = ""
+    in_doubt: bool = False  # failed, and bytes that were on their way may still be written into the granted pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,7 @@ class Sender:
         self._ready: Pages = ()
         self._sent = 0  # pages handed to a copy, or skipped because the receiver holds them
         self._copying = 0
+        self._in_doubt = False
         self._digests: tuple[int, ...] = ()
         self._grant: Grant | None = None
         self._capsule: Capsule | None = None
@@ -136,8 +139,8 @@ class Sender:
                 return self._progress()
             case ((State.COMPUTING | State.OFFERED), Granted(grant)):
                 return self._granted(grant)
-            case ((State.SENDING | State.DRAINING), CopyStopped(digests, reason)):
-                return self._copy_stopped(digests, reason)
+            case ((State.SENDING | State.DRAINING), CopyStopped()):
+                return self._copy_stopped(event)
             case State.LANDED, Taken():
                 return self._close()
             case (
@@ -149,7 +152,7 @@ class Sender:
             case State.CLOSED, Withdrawn(reason):
                 return (SendQuiesced(reason),)  # its grant crossed our own giving up
             case (
-                (State.DRAINING | State.CLOSED),
+                (State.DRAINING | State.CLOSED | State.IN_DOUBT),
                 (PagesReady() | PrefillDone() | Granted() | Taken() | Withdrawn() | GaveUp() | PeerLost()),
             ):
                 return ()  # late news of a hand-off that is over
@@ -187,15 +190,16 @@ class Sender:
         self.state = State.LANDED
         return (SendCommit(Commit(grant.capability, self._digests, self._capsule)),)
 
-    def _copy_stopped(self, digests: tuple[int, ...] | None, reason: str) -> tuple[Command, ...]:
+    def _copy_stopped(self, stopped: CopyStopped) -> tuple[Command, ...]:
         if self._copying == 0:
             raise ProtocolError("a copy stopped that was never started")
         self._copying -= 1
+        self._in_doubt |= stopped.in_doubt
         if self.state is State.DRAINING:
-            return self._quiesce(reason) if self._copying == 0 else ()
-        if digests is None:
-            return (Failed(True, reason), *self._give_up(reason))
-        self._digests += digests
+            return self._quiesce(stopped.reason) if self._copying == 0 else ()
+        if stopped.digests is None:
+            return (Failed(True, stopped.reason), *self._give_up(stopped.reason))
+        self._digests += stopped.digests
         return self._progress()
 
     def _give_up(self, reason: str) -> tuple[Command, ...]:
@@ -205,6 +209,9 @@ class Sender:
         return ()
 
     def _quiesce(self, reason: str) -> tuple[Command, ...]:
+        if self._in_doubt:
+            self.state = State.IN_DOUBT
+            return (ReleasePages(),)
         return (SendQuiesced(reason), *self._close())
 
     def _close(self) -> tuple[Command, ...]:

@@ -48,6 +48,7 @@ class PrefillCore:
         self._tasks: dict[HandoffKey, Task] = {}
         self._early: dict[HandoffKey, tuple[float, FromPeer]] = {}  # grants that overtook their placement
         self._closed: OrderedDict[HandoffKey, None] = OrderedDict()  # the last ones, to answer late grants at once
+        self._in_doubt: dict[Peer, set[HandoffKey]] = {}  # hand-offs into pages that late bytes may still reach
         self._unstarted: list[Task] = []  # wait until they are granted or leave room for those that are
         self._pages_ahead = 0  # of all tasks
         self._addresses: OrderedDict[Peer, str] = OrderedDict()
@@ -110,6 +111,7 @@ class PrefillCore:
             case PeerGone(peer):
                 self._addresses.pop(peer, None)
                 self._lost.pop(peer, None)
+                self._in_doubt.pop(peer, None)
                 return [*self._lose(peer, "the peer's process ended", now_s), Forget(peer)]
 
     def plan(self, now_s: float) -> StepPlan | None:
@@ -241,6 +243,8 @@ class PrefillCore:
         self._early.pop(news.key, None)
         if not isinstance(news.event, sender.Granted | sender.Withdrawn):
             return []
+        if news.key in self._in_doubt.get(news.peer, ()):
+            return []  # to say that it is quiescent would be a guess
         return [self._give_back(news, "unknown here")]
 
     def _give_back(self, news: FromPeer, reason: str) -> Command:
@@ -316,6 +320,8 @@ class PrefillCore:
                 self._scheduler.remove(task.sequence)
                 del self._tasks[task.key]
                 self._close(task.key)
+                if task.sender.state is sender.State.IN_DOUBT and task.peer is not None:
+                    self._in_doubt.setdefault(task.peer, set()).add(task.key)
             case sender.Failed(transfer, reason):
                 self._scheduler.stop(task.sequence)
                 if not task.ended:

@@ -77,7 +77,7 @@ class Copies:
 
     def _settle(self, stopped: CopyStopped) -> None:
         peer, key = self._owner.pop(stopped.copy_id)
-        self._inbox.put(FromPeer(peer, key, sender.CopyStopped(stopped.digests, stopped.reason)))
+        self._inbox.put(FromPeer(peer, key, sender.CopyStopped(stopped.digests, stopped.reason, stopped.in_doubt)))
 
 
 class PrefillOutbox:

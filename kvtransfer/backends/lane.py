@@ -12,7 +12,11 @@ SliceT = TypeVar("SliceT")
 
 
 class LaneError(Exception):
-    """A slice has ended without landing, or could not be posted: nothing of it is under way."""
+    """A slice could not be posted: nothing of it is, or was, under way."""
+
+
+class SliceLostError(LaneError):
+    """A posted slice has ended without landing: what the lane had taken of it may still be written."""
 
 
 class Lane(Protocol[RemoteT, SliceT]):
@@ -32,11 +36,11 @@ class Lane(Protocol[RemoteT, SliceT]):
         ...
 
     def post(self, remote: RemoteT, src: Indices, dst: Indices) -> SliceT | None:
-        """Start to write pages; None if they have landed already."""
+        """Start to write pages; None if they have landed already. SliceLostError: some may be on their way."""
         ...
 
     def landed(self, posted: SliceT) -> bool:
-        """Return whether a slice has landed. After True, or a LaneError, it is gone."""
+        """Return whether a slice has landed. After True, or a SliceLostError, it is gone."""
         ...
 
     def close(self) -> None: ...

@@ -12,7 +12,7 @@ import nixl_cu12._bindings as nixl
 import numpy as np
 
 from pdserve.errors import InvariantError
-from pdserve.kvtransfer.backends.lane import Indices, LaneError
+from pdserve.kvtransfer.backends.lane import Indices, LaneError, SliceLostError
 from pdserve.kvtransfer.backends.pump import Pump
 from pdserve.kvtransfer.mover import Description, OnStopped, Region
 from pdserve.kvtransfer.session import Peer
@@ -87,7 +87,7 @@ class _NixlLane:
             status = self._agent.postXferReq(handle, "")
         except _ERRORS as error:
             self._agent.releaseXferReq(handle)
-            raise LaneError(_words(error)) from error
+            raise SliceLostError(_words(error)) from error
         return None if self._is_over(handle, status) else handle
 
     def landed(self, posted: int) -> bool:
@@ -95,7 +95,7 @@ class _NixlLane:
             status = self._agent.getXferStatus(posted)
         except _ERRORS as error:
             self._agent.releaseXferReq(posted)
-            raise LaneError(_words(error)) from error
+            raise SliceLostError(_words(error)) from error
         return self._is_over(posted, status)
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class _NixlLane:
             return False
         self._agent.releaseXferReq(handle)
         if status != nixl.NIXL_SUCCESS:
-            raise LaneError(str(status))
+            raise SliceLostError(str(status))
         return True
 
     def _prepare(self, agent: str, *memory: tuple[int, int]) -> int:

@@ -236,6 +236,7 @@ class Pump(Generic[RemoteT, SliceT]):
             return
         self._orphans += route.shut()
         for copy in route.copies:
+            copy.in_doubt = False  # its pages have ended too
             copy.failure = copy.failure or f"the process of {peer.worker_id} has ended"
             self._stopped(copy)
 
@@ -261,4 +262,4 @@ class Pump(Generic[RemoteT, SliceT]):
         with self._news:
             self._num_outstanding -= 1
         digests = None if copy.failure else copy.digests
-        self._on_stopped(CopyStopped(copy.copy_id, digests, copy.failure))
+        self._on_stopped(CopyStopped(copy.copy_id, digests, copy.failure, copy.in_doubt))

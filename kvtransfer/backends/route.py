@@ -10,7 +10,7 @@ from typing import Generic
 
 import numpy as np
 
-from pdserve.kvtransfer.backends.lane import Lane, LaneError, RemoteT, SliceT
+from pdserve.kvtransfer.backends.lane import Lane, LaneError, RemoteT, SliceLostError, SliceT
 from pdserve.kvtransfer.backends.probe import Probe
 from pdserve.kvtransfer.backends.progress import Progress
 from pdserve.kvtransfer.digest import page_digests
@@ -29,6 +29,7 @@ class Copy:
     num_in_flight: int = 0  # slices
     digests: tuple[int, ...] = ()
     failure: str = ""
+    in_doubt: bool = False  # a slice was lost
 
     @property
     def over(self) -> bool:
@@ -87,6 +88,7 @@ class Route(Generic[RemoteT, SliceT]):
                 self.progress.ended(each.num_bytes, landed=True)
             except LaneError as error:
                 self.progress.ended(each.num_bytes, landed=False)
+                each.copy.in_doubt = True
                 self._fail(each.copy, str(error))
             each.copy.num_in_flight -= 1
         moved = len(still) != len(self.in_flight)
@@ -105,6 +107,7 @@ class Route(Generic[RemoteT, SliceT]):
         try:
             posted = self._lane.post(self.remote, np.array(src, np.int32), np.array(dst, np.int32))
         except LaneError as error:
+            copy.in_doubt |= isinstance(error, SliceLostError)
             self._fail(copy, str(error))
             return True
         copy.num_posted += len(src)

@@ -90,6 +90,13 @@ def test_a_failed_copy_fails_the_transfer_after_the_others_have_stopped() -> Non
     assert sender.handle(CopyStopped((5,))) == (SendQuiesced(""), ReleasePages())
 
 
+def test_after_a_copy_that_ended_in_doubt_nothing_is_said_but_the_source_pages_are_released() -> None:
+    sender, _ = fed(grant(0, 8, 9), PagesReady(pages(3)), PagesReady(pages(4)))
+    assert sender.handle(CopyStopped(None, "reset", in_doubt=True)) == (Failed(True, "reset"),)
+    assert sender.handle(CopyStopped((5,))) == (ReleasePages(),)
+    assert sender.handle(Withdrawn("it failed")) == ()
+
+
 def test_a_withdrawal_of_a_closed_hand_off_is_answered() -> None:
     sender, _ = fed(GaveUp("cancelled"))
     assert sender.handle(Withdrawn("gave up too")) == (SendQuiesced("gave up too"),)
@@ -121,6 +128,7 @@ EVENTS: tuple[Event, ...] = (
     grant(1, 8),
     CopyStopped((1,)),
     CopyStopped(None, "failed"),
+    CopyStopped(None, "cut", in_doubt=True),
     Taken(),
     Withdrawn("w"),
     GaveUp("g"),
@@ -139,6 +147,7 @@ class Seen:
     num_failed: int = 0
     committed: bool = False
     quiesced: bool = False
+    in_doubt: bool = False
 
     def fork(self) -> "Seen":
         other = copy.copy(self)
@@ -152,6 +161,7 @@ class Seen:
             return
         if isinstance(event, CopyStopped):
             self.num_copying -= 1
+            self.in_doubt |= event.in_doubt
         for command in commands:
             self.see(command)
 
@@ -171,6 +181,7 @@ class Seen:
                 self.committed = True
             case SendQuiesced():
                 assert self.num_copying == 0
+                assert not self.in_doubt
                 self.quiesced = True
             case ReleasePages():
                 assert self.num_copying == 0
@@ -185,9 +196,9 @@ class Seen:
         self.feed(GaveUp("end"))
         while self.num_copying:
             self.feed(CopyStopped((1,)))
-        assert self.sender.state is State.CLOSED
+        assert self.sender.state is (State.IN_DOUBT if self.in_doubt else State.CLOSED)
         assert self.num_released == 1
-        assert self.quiesced or self.committed
+        assert self.quiesced + self.in_doubt == 1 or self.committed
 
 
 def explore(seen: Seen, depth: int) -> int:

@@ -19,7 +19,7 @@ from pdserve.prefill_worker import events as prefill
 from pdserve.prefill_worker.core import PrefillCore
 from pdserve.sampling import SamplingParams
 from pdserve.sim.engine import FakeRunner, expected
-from pdserve.worker.words import Cancelled, Failed, PeerGone, Placed, RouterLost, RouterRef, Tokens
+from pdserve.worker.words import Cancelled, Failed, FailureCode, PeerGone, Placed, RouterLost, RouterRef, Tokens
 
 VOCAB = 997
 PAGE_SIZE = 4
@@ -96,14 +96,16 @@ class Pair:
                 for src, dst in zip(item.src, item.dst, strict=True):
                     self.d_runner.page(dst)[:] = self.p_runner.page(src)
                 digests = tuple(hash(bytes(self.p_runner.page(src))) for src in item.src)
-                stopped = prefill.FromPeer(item.peer, item.key, sender.CopyStopped(digests))
-                self.perform(self.p.handle(stopped, 0.0))
+                self.stop_copy(item, sender.CopyStopped(digests))
             case "digests":
                 found = [hash(bytes(self.d_runner.page(page))) for page in item.pages]
                 wrong = [i for i, digest in enumerate(item.digests) if digest != found[i]]
                 self.perform(self.d.handle(decode.DigestsChecked(item.key, wrong[0] if wrong else None), 0.0))
             case _:
                 self.perform(self.d.handle(item, 0.0))
+
+    def stop_copy(self, item: prefill.Copy, stopped: sender.CopyStopped) -> None:
+        self.perform(self.p.handle(prefill.FromPeer(item.peer, item.key, stopped), 0.0))
 
     def perform(self, commands: list) -> None:
         for command in commands:
@@ -222,6 +224,30 @@ def test_a_cancelled_continuation_ends_and_its_sibling_goes_on() -> None:
     pair.run()
     assert pair.output(both, 0) == wanted(both, 0)
     assert len(pair.output(both, 1)) < 12
+    assert_nothing_held(pair)
+
+
+def test_pages_that_late_bytes_may_reach_come_back_with_the_senders_process_alone() -> None:
+    pair = Pair(random.Random(0))
+    lost = job(1, list(range(1, 31)))
+    pair.place(lost)
+    while not pair.streams["copies"]:
+        for name in [name for name, stream in pair.streams.items() if stream]:
+            pair.deliver(name)
+        pair.step("p")
+    pair.stop_copy(pair.streams["copies"].popleft(), sender.CopyStopped(None, "reset", in_doubt=True))
+    (failed,) = pair.failed
+    assert failed.code is FailureCode.TRANSFER_FAILED
+    pair.cancel(lost)
+    pair.run()
+    assert pair.p.idle
+    pool = pair.d_scheduler.cache.pool
+    assert pool.num_quarantined == 8
+    pair.perform(pair.d.handle(decode.PeerLost(P, "reset"), 0.0))
+    pair.perform(pair.d.handle(decode.PeerAttached(P), 0.0))  # asks again
+    pair.run()
+    assert pool.num_quarantined == 8
+    pair.perform(pair.d.handle(PeerGone(P), 0.0))
     assert_nothing_held(pair)
 
 
