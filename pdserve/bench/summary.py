@@ -18,6 +18,9 @@ class Sample:
     prompt_len: int
     handoff_bytes: int = 0
     handoff_ms: float = 0.0
+    predicted_ttft_s: float | None = None  # by the router when it placed the request, or refused it
+    predicted_tpot_s: float | None = None
+    retry_after_s: float | None = None  # as told with a refusal
 
     @property
     def ttft_s(self) -> float | None:

@@ -1,0 +1,1 @@
+"""Measurements on live clusters that are started for them: predictions, overload, the simulator beside them."""

@@ -1,0 +1,52 @@
+"""What the experiments send: lengths of a trace or random ones, scaled to fit, at random moments."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
+from pathlib import Path
+
+from pdserve.bench.workload import Arrival
+from pdserve.errors import ConfigError
+from pdserve.sim.capacity.workload import random_lengths, read_workload
+
+_NUM_RANDOM = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Requests of a workload, without their times."""
+
+    name: str
+    requests: tuple[Arrival, ...]
+
+    def poisson(self, rate_per_s: float, seconds: float, seed: int) -> list[Arrival]:
+        """Return requests that come at random for some seconds, from a random place in the workload on."""
+        draw, arrivals, now_s = random.Random(seed), list[Arrival](), 0.0
+        start = draw.randrange(len(self.requests))
+        for request in islice(cycle(self.requests), start, None):
+            now_s += draw.expovariate(rate_per_s)
+            if now_s > seconds:
+                return arrivals
+            arrivals.append(replace(request, start_s=now_s))
+        raise AssertionError("a cycle has ended")
+
+
+def read_lengths(text: str, scale: float, max_tokens: int, seed: int) -> Lengths:
+    """Return the lengths of a trace file, or random ones written INxOUT; scaled, and cut at `max_tokens` each."""
+    prompt, _, output = text.partition("x")
+    if Path(text).suffix:
+        workload = read_workload(Path(text))
+    elif prompt.isdecimal() and output.isdecimal():
+        workload = random_lengths(_NUM_RANDOM, float(prompt), float(output), seed)
+    else:
+        raise ConfigError(f"--workload: {text!r} is neither a trace nor INxOUT, for example 1155x211")
+    scaled = workload.scaled(scale, max_tokens)
+    requests = [Arrival(0.0, each.prompt_tokens, min(max_tokens, each.output_tokens)) for each in scaled.arrivals]
+    return Lengths(f"{workload.name}, lengths x {scale:g}", tuple(requests))
+
+
+def mean_tokens(arrivals: Sequence[Arrival]) -> tuple[float, float]:
+    """Return the mean lengths of prompts and answers."""
+    count = max(1, len(arrivals))
+    return sum(a.prompt_len for a in arrivals) / count, sum(a.output_len for a in arrivals) / count
