@@ -42,7 +42,8 @@ class LeapingScheduler(Scheduler):
         chunks: list[Chunk] = []
         drawn: list[tuple[SampledToken, ...]] = []
         for sequence, chunk, tokens in zip(planned, plan.chunks, result.tokens, strict=True):
-            if tokens is _GOES_ON and sequence.has_run and not sequence.stop_after_prompt and _is_decoding(sequence):
+            goes_on = tokens is _GOES_ON and sequence.has_run and not sequence.stop_after_prompt
+            if goes_on and _is_decoding(sequence) and sequence not in self._dropped:
                 sequence.computed += 1
                 sequence.tokens.append(OTHER)
             else:
@@ -83,20 +84,33 @@ class LeapingScheduler(Scheduler):
         """Return how many sequences the next decode step has, and how many KV tokens they read."""
         return len(self._running), sum([s.computed for s in self._running]) + len(self._running)
 
+    def begin_leap(self) -> None:
+        """Begin a leap of all that runs: to the rest of the scheduler it is a step."""
+        self._planned = self._running.copy()
+        self._is_stepping = True
+
+    def take_pages(self, num_steps: int) -> None:
+        """Take the pages that the first steps of the leap under way have written to, before others are given any."""
+        for sequence in self._leaping():
+            self._add_pages(sequence, num_steps)
+
+    def can_go_on(self, num_steps: int) -> bool:
+        """Return whether the leap under way may do that many steps: nothing has come, and there are pages for it."""
+        unchanged = not self._waiting and len(self._running) == len(self._planned) and not self._dropped
+        return unchanged and self._pages_needed(num_steps) <= self.cache.pool.num_free
+
     def leap(self, num_steps: int) -> StepPlan:
         """Do that many steps but the last one of sequences of which something is to be told: return that one.
 
         Told is of sequences that end, and of those that have not run before.
         """
-        if self._planned:
-            raise InvariantError("leapt while a step is running")
         chunks: list[Chunk] = []
-        size, length_of, ahead = self.cache.page_size, self._output_length, [OTHER] * num_steps
-        for sequence in self._running:
+        leaping, self._planned = self._leaping(), []
+        length_of, ahead = self._output_length, [OTHER] * num_steps
+        for sequence in leaping:
             job, tokens = sequence.job, sequence.tokens
             left = length_of(job.request_id) - len(tokens) + job.num_prompt_tokens
-            if sequence.computed + num_steps > len(sequence.pages) * size:
-                self._add_pages(sequence, num_steps)
+            self._add_pages(sequence, num_steps)
             if left > num_steps and sequence.has_run:
                 tokens.extend(ahead)
                 sequence.computed += num_steps
@@ -106,8 +120,14 @@ class LeapingScheduler(Scheduler):
                 self._schedule(sequence, 1, chunks)
         return StepPlan(tuple(chunks))
 
+    def _leaping(self) -> list[Sequence]:
+        return [s for s in self._planned if s not in self._dropped] if self._dropped else self._planned
+
     def _add_pages(self, sequence: Sequence, num_steps: int) -> None:
-        pages = self.cache.take(self.cache.num_pages(sequence.computed + num_steps) - len(sequence.pages))
+        last = sequence.computed + num_steps
+        if last <= len(sequence.pages) * self.cache.page_size:
+            return
+        pages = self.cache.take(self.cache.num_pages(last) - len(sequence.pages))
         if pages is None:
             raise InvariantError("a leap ran out of pages")
         sequence.pages.extend(pages)

@@ -1,8 +1,8 @@
 """A worker under virtual time: its own core, and a profile in place of an engine.
 
-As in `worker.loop`: handle what came, plan, run, commit; events are handled between steps only. No load reports:
-the one router knows of all load. Steps that only
-decode, until something comes or a sequence ends, are done in one leap.
+As in `worker.loop`: handle what came, plan, run, commit; what comes while a step runs is handled at once. No load
+reports: the one router knows of all load. Steps that only decode, until a sequence ends or another comes, are done in
+one leap.
 """
 
 from collections.abc import Callable
@@ -44,28 +44,36 @@ class SimWorker:
         self._num_turns = 0  # of leaps, to tell a leap's end that was moved
 
     def offer(self, event: object) -> None:
-        """Hand an event to the core, once the step that runs is over."""
+        """Hand an event to the core, at this moment."""
         self._inbox.append(event)
-        if self._leap is not None:
-            self._leap.shorten(self._timeline.now_s)
-            self._arrange(self._leap)
-        elif not self._is_stepping and not self._is_waiting:
+        if not self._is_waiting:
             self._is_waiting = True
             self._timeline.soon(self._turn)
 
     def _turn(self) -> None:
         self._is_waiting = False
-        if self._is_stepping or self._leap is not None:
-            return  # a turn taken since has seen to it
-        now_s = self._timeline.now_s
+        if self._inbox:
+            self._take_in()
+        if not self._is_stepping and self._leap is None:
+            self._start()
+
+    def _take_in(self) -> None:
+        now_s, leap = self._timeline.now_s, self._leap
+        if leap is not None:
+            self.scheduler.take_pages(leap.num_begun(now_s))
         inbox, self._inbox = self._inbox, []
         for event in inbox:
             self.perform(self, self.core.handle(event, now_s), None, 0.0)  # type: ignore[arg-type]
+        if leap is not None and not self.scheduler.can_go_on(leap.num_steps):
+            leap.num_steps = leap.num_begun(now_s)
+            self._arrange(leap)
+
+    def _start(self) -> None:
+        now_s = self._timeline.now_s
         num_steps = self.scheduler.leap_length()
         if num_steps:
             self._leap = _Leap(self._costs, now_s, num_steps, *self.scheduler.batch())
-            if self._inbox:  # what handling the last events brought
-                self._leap.shorten(now_s)
+            self.scheduler.begin_leap()
             self._arrange(self._leap)
             return
         plan = self.core.plan(now_s)
@@ -121,8 +129,8 @@ class _Leap:
     def _after_s(self, num_steps: int) -> float:
         return self.start_s + num_steps * self._first_s + self._rise_s * num_steps * (num_steps - 1) / 2
 
-    def shorten(self, now_s: float) -> None:
-        """End with the step that runs now."""
+    def num_begun(self, now_s: float) -> int:
+        """Return how many steps have begun, the one that runs now included."""
         elapsed_s, half_s = now_s - self.start_s, self._rise_s / 2
         linear_s = self._first_s - half_s
         if half_s > 0:
@@ -133,7 +141,7 @@ class _Leap:
             count += 1
         while count > 1 and self._after_s(count - 1) >= now_s:
             count -= 1
-        self.num_steps = min(self.num_steps, max(1, count))
+        return min(self.num_steps, max(1, count))
 
 
 def _step(plan: StepPlan) -> Step:
