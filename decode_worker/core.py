@@ -14,20 +14,25 @@ from pdserve.decode_worker.events import (
     Event,
     Forget,
     FromPeer,
+    PeerAlive,
     PeerAttached,
     PeerLost,
     ToPeer,
 )
-from pdserve.decode_worker.tasks import Inbound, Task
+from pdserve.decode_worker.granting import Granting
+from pdserve.decode_worker.rules import Rules
+from pdserve.decode_worker.tasks import Inbound, Task, check_capsule
 from pdserve.engine.scheduler import Computed, Drawn, Scheduler, Split, Started
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepPlan, StepResult
-from pdserve.errors import InvariantError, ProtocolError
+from pdserve.errors import InvariantError
 from pdserve.kvtransfer import receiver
-from pdserve.kvtransfer.session import Capsule, Grant, HandoffKey, Peer, mint_capability
+from pdserve.kvtransfer.lease import Leases
+from pdserve.kvtransfer.session import Capsule, HandoffKey, Peer
 from pdserve.worker.admission import refusal
 from pdserve.worker.load import load_of
 from pdserve.worker.words import (
+    BEAT_S,
     Cancelled,
     DrainAsked,
     Failed,
@@ -42,17 +47,23 @@ from pdserve.worker.words import (
     Tokens,
 )
 
+_CODES = {
+    receiver.Cause.SENDER_LOST: FailureCode.PEER_LOST,
+    receiver.Cause.LEASE_LAPSED: FailureCode.LEASE_LAPSED,
+    receiver.Cause.DIGEST_MISMATCH: FailureCode.DIGEST_MISMATCH,
+}
+
 
 class DecodeCore:
-    def __init__(self, scheduler: Scheduler, vocab_size: int, capability_key: bytes, max_tasks: int) -> None:
+    def __init__(self, scheduler: Scheduler, vocab_size: int, capability_key: bytes, rules: Rules) -> None:
         self._scheduler = scheduler
         self._vocab_size = vocab_size
-        self._capability_key = capability_key
-        self._max_tasks = max_tasks
+        self._granting = Granting(scheduler, capability_key, rules)
+        self._rules = rules
         self._tasks: dict[HandoffKey, Task] = {}
         self._ungranted: list[Task] = []  # wait for pages, most urgent first
         self._inbound: dict[HandoffKey, Inbound] = {}
-        self._peers: set[Peer] = set()
+        self._leases = Leases(rules.lease_s)
         self._order = 0
         self._draining = False
         self._num_digest_mismatches = 0
@@ -64,6 +75,10 @@ class DecodeCore:
     @property
     def drained(self) -> bool:
         return self._draining and not self._tasks
+
+    def num_granted_to(self, peer: Peer) -> int:
+        """Return how many grants of a peer are open: it may write into their pages."""
+        return sum(i.peer == peer and i.receiver.state is receiver.State.GRANTED for i in self._inbound.values())
 
     def load(self) -> Load:
         load = load_of(self._scheduler)
@@ -117,7 +132,7 @@ class DecodeCore:
             self._forget(task)
         return commands
 
-    def _react(self, event: Event, now_s: float) -> list[Command]:  # noqa: C901 - one match
+    def _react(self, event: Event, now_s: float) -> list[Command]:  # noqa: C901, PLR0912 - one match
         match event:
             case Placed():
                 return self._place(event)
@@ -126,9 +141,9 @@ class DecodeCore:
             case RouterLost(router):
                 orphans = (k for k, t in self._tasks.items() if t.router == router)
                 return self._give_up(orphans, "router lost", now_s)
-            case Ticked():
+            case Ticked(silent_s):
                 late = (k for k, t in self._tasks.items() if t.deadline_s < now_s)
-                return self._give_up(late, "deadline", now_s)
+                return self._give_up(late, "deadline", now_s) + self._end_leases(silent_s, now_s)
             case DrainAsked():
                 self._draining = True
                 return []
@@ -141,13 +156,16 @@ class DecodeCore:
                     return []  # late news of a hand-off that is over
                 return self._landed(inbound, news, now_s) + self._advance(inbound, news, now_s)
             case PeerAttached(peer):
-                self._peers.add(peer)
+                self._leases.begin(peer, now_s)
                 return self._tell_all(peer, receiver.SenderAttached(), now_s)
+            case PeerAlive(peer):
+                is_back = self._leases.hear(peer, now_s)
+                return self._tell_all(peer, receiver.SenderAttached(), now_s) if is_back else []
             case PeerLost(peer, reason):
-                self._peers.discard(peer)
+                self._leases.end(peer)
                 return self._tell_all(peer, receiver.SenderLost(reason), now_s)
             case PeerGone(peer):
-                self._peers.discard(peer)
+                self._leases.end(peer)
                 lost = [t for t in self._ungranted if t.peer == peer]
                 commands: list[Command] = [
                     Failed(t.router, t.key, FailureCode.PEER_LOST, "the sender's process ended") for t in lost
@@ -162,8 +180,8 @@ class DecodeCore:
         reason = refusal(self._scheduler, job, self._vocab_size)
         if reason is not None:
             return [Failed(placed.router, key, FailureCode.INVALID, reason)]
-        if self._draining or len(self._tasks) >= self._max_tasks or key in self._tasks or key in self._inbound:
-            why = "draining" if self._draining else f"{len(self._tasks)} of {self._max_tasks} requests"
+        if self._draining or len(self._tasks) >= self._rules.max_tasks or key in self._tasks or key in self._inbound:
+            why = "draining" if self._draining else f"{len(self._tasks)} of {self._rules.max_tasks} requests"
             return [Failed(placed.router, key, FailureCode.OVERLOADED, why)]
         self._order += 1
         task = Task(placed.router, job, placed.deadline_s, self._order, placed.peer)
@@ -183,36 +201,24 @@ class DecodeCore:
         commands: list[Command] = []
         while self._ungranted and self._scheduler.num_waiting == 0:
             task = self._ungranted[0]
-            inbound = self._reserve(task)
+            coming = sum(i.num_sequences for i in self._inbound.values() if not i.quarantined)
+            inbound = self._granting.reserve(task, coming)
             if inbound is None:
                 break
             self._ungranted.pop(0)
             self._inbound[task.key] = inbound
             commands.append(Progress(task.router, task.key, Rung.GRANTED, now_s, pages_reused=len(inbound.reused)))
-            if inbound.peer in self._peers:
+            if self._leases.holds(inbound.peer):
                 commands += self._advance(inbound, receiver.SenderAttached(), now_s)
         return commands
 
-    def _reserve(self, task: Task) -> Inbound | None:
-        """Set pages aside for a hand-off, keeping one for each running sequence to grow into; None without room."""
-        cache, scheduler = self._scheduler.cache, self._scheduler
-        coming = sum(i.num_sequences for i in self._inbound.values() if not i.quarantined)
-        width = len(task.job.indices)
-        busy = scheduler.num_running + coming
-        if (busy and busy + width > scheduler.limits.max_num_seqs) or task.peer is None:
-            return None
-        num_tokens = len(task.job.token_ids)
-        reused = cache.reuse(task.names[: (num_tokens - 1) // cache.page_size])
-        count = cache.num_pages(num_tokens) - len(reused)
-        room = cache.pool.num_free - (busy + width if busy else 0)
-        pages = cache.grant(count) if count <= room else None
-        if pages is None:
-            cache.pool.release(reused)
-            return None
-        generations = tuple(cache.pool.generation(page) for page in pages)
-        capability = mint_capability(self._capability_key, task.key, pages, generations)
-        grant = Grant(len(reused), pages, generations, capability)
-        return Inbound(task.key, task.peer, receiver.Receiver(grant), reused, width)
+    def _end_leases(self, silent_s: float, now_s: float) -> list[Command]:
+        """Give up what was granted to peers that say nothing, unless it was this process that heard nothing."""
+        self._leases.excuse(max(0.0, silent_s - 2 * BEAT_S), now_s)
+        commands: list[Command] = []
+        for peer, reason in self._leases.take_lapsed(now_s):
+            commands += self._tell_all(peer, receiver.LeaseLapsed(reason), now_s)
+        return commands
 
     def _tell_all(self, peer: Peer, event: receiver.Event, now_s: float) -> list[Command]:
         concerned = [i for i in self._inbound.values() if i.peer == peer]
@@ -253,8 +259,9 @@ class DecodeCore:
             self._scheduler.remove(sequence)
 
     def _advance(self, inbound: Inbound, event: receiver.Event, now_s: float) -> list[Command]:
-        if isinstance(event, receiver.Committed):
-            self._check_capsule(inbound, event.commit.capsule)
+        task = self._tasks.get(inbound.key)
+        if isinstance(event, receiver.Committed) and task is not None:
+            check_capsule(task.job, event.commit.capsule, self._vocab_size)
         commands = inbound.receiver.handle(event)
         return [c for command in commands for c in self._perform(inbound, command, now_s)]
 
@@ -274,18 +281,6 @@ class DecodeCore:
                 handoff_s=commit.handoff_s,
             )
         ]
-
-    def _check_capsule(self, inbound: Inbound, capsule: Capsule) -> None:
-        task = self._tasks.get(inbound.key)
-        if task is None:
-            return
-        if capsule.num_tokens != len(task.job.token_ids):
-            raise ProtocolError(f"capsule: {capsule.num_tokens} tokens for {len(task.job.token_ids)}")
-        if (
-            not set(capsule.indices) <= set(task.job.indices)
-            or max(capsule.first_tokens, default=0) >= self._vocab_size
-        ):
-            raise ProtocolError("capsule: not the continuations, or tokens, of this request")
 
     def _perform(self, inbound: Inbound, command: receiver.Command, now_s: float) -> Iterator[Command]:
         pool, key = self._scheduler.cache.pool, inbound.key
@@ -310,12 +305,11 @@ class DecodeCore:
                 pool.release(inbound.reused)
                 if task is not None:
                     self._forget(task)  # the sender has told the router why
-            case receiver.Failed(digest_mismatch, reason):
-                self._num_digest_mismatches += digest_mismatch
+            case receiver.Failed(cause, reason):
+                self._num_digest_mismatches += cause is receiver.Cause.DIGEST_MISMATCH
                 if task is not None:
                     self._forget(task)
-                    code = FailureCode.DIGEST_MISMATCH if digest_mismatch else FailureCode.PEER_LOST
-                    yield Failed(task.router, key, code, reason)
+                    yield Failed(task.router, key, _CODES[cause], reason)
             case receiver.Admit():
                 raise InvariantError("a hand-off outlived its task without being given up")
 

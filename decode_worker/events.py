@@ -22,6 +22,13 @@ class PeerAttached:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerAlive:
+    """An attached prefill worker's engine loop goes on."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
 class PeerLost:
     """The stream from a prefill worker has ended; its writes may go on."""
 
@@ -66,6 +73,7 @@ Event = (
     | Ticked
     | FromPeer
     | PeerAttached
+    | PeerAlive
     | PeerLost
     | PeerGone
     | DigestsChecked

@@ -16,10 +16,12 @@ from pdserve.decode_worker.events import (
     Event,
     Forget,
     FromPeer,
+    PeerAlive,
     PeerAttached,
     PeerLost,
     ToPeer,
 )
+from pdserve.decode_worker.rules import Rules
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.kvtransfer import peers
 from pdserve.kvtransfer.backends.nixl import NixlMover
@@ -36,7 +38,6 @@ from pdserve.worker.regions import kv_region
 from pdserve.worker.reporting import Reporter
 from pdserve.worker.words import Failed, Load, PeerGone, Progress, Report, Tokens
 
-MAX_TASKS = 1024
 STOP_GRACE_S = 1.0
 
 
@@ -49,7 +50,8 @@ async def serve(config: DecodeWorkerConfig) -> None:
     ) -> AsyncIterator[Parts[Event, Command]]:
         """Set up what a decode worker consists of, and take it down again."""
         mover = NixlMover(identity.peer, kv_region(engine.runner), lambda _: None)  # written to, writes nothing
-        core = DecodeCore(engine.scheduler, engine.vocab_size, secrets.token_bytes(32), MAX_TASKS)
+        rules = Rules(lease_s=config.lease_s)
+        core = DecodeCore(engine.scheduler, engine.vocab_size, secrets.token_bytes(32), rules)
 
         async def hear(news: peers.FromSenders) -> None:
             await inbox.offer(_event(news))
@@ -82,6 +84,8 @@ def _event(news: peers.FromSenders) -> Event:
     match news:
         case peers.PeerAttached(peer):
             return PeerAttached(peer)
+        case peers.PeerAlive(peer):
+            return PeerAlive(peer)
         case peers.PeerMessage(peer, key, event):
             return FromPeer(peer, key, event)
         case peers.PeerLost(peer, reason):

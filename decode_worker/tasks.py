@@ -4,8 +4,9 @@ from dataclasses import dataclass, field
 
 from pdserve.engine.prefix import PageName
 from pdserve.engine.sequence import Job, Sequence
+from pdserve.errors import ProtocolError
 from pdserve.kvtransfer import receiver
-from pdserve.kvtransfer.session import HandoffKey, Pages, Peer
+from pdserve.kvtransfer.session import Capsule, HandoffKey, Pages, Peer
 from pdserve.worker.words import RouterRef
 
 
@@ -37,3 +38,11 @@ class Inbound:
     reused: Pages  # leading pages held since the grant
     num_sequences: int
     quarantined: bool = False
+
+
+def check_capsule(job: Job, capsule: Capsule, vocab_size: int) -> None:
+    """Raise ProtocolError unless a capsule is about this job."""
+    if capsule.num_tokens != len(job.token_ids):
+        raise ProtocolError(f"capsule: {capsule.num_tokens} tokens for {len(job.token_ids)}")
+    if not set(capsule.indices) <= set(job.indices) or max(capsule.first_tokens, default=0) >= vocab_size:
+        raise ProtocolError("capsule: not the continuations, or tokens, of this request")

@@ -69,6 +69,12 @@ class HandoffClient:
             return
         stream.outbound.put_nowait(wire.from_sender(key, command))
 
+    def beat(self) -> None:
+        """Tell every peer that this process's engine loop goes on."""
+        for stream in self._streams.values():
+            if stream.outbound.qsize() < MAX_QUEUED:
+                stream.outbound.put_nowait(wire.ALIVE)
+
     def forget(self, peer: Peer) -> None:
         """End the stream to a peer: its process is known to have ended."""
         stream = self._streams.get(peer)

@@ -29,6 +29,13 @@ class PeerAttached:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerAlive:
+    """The peer's engine loop goes on."""
+
+    peer: Peer
+
+
+@dataclass(frozen=True, slots=True)
 class PeerMessage(Generic[EventT_co]):
     """The peer spoke of one hand-off."""
 
@@ -52,7 +59,7 @@ class PeerGone:
     peer: Peer
 
 
-FromSenders = PeerAttached | PeerMessage[receiver.Event] | PeerLost | PeerGone
+FromSenders = PeerAttached | PeerAlive | PeerMessage[receiver.Event] | PeerLost | PeerGone
 FromReceivers = PeerMessage[sender.Event] | PeerLost
 
 ReceiverSink = Callable[[FromSenders], Awaitable[None]]  # waits while the process has too much to do

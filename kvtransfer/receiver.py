@@ -56,6 +56,13 @@ class SenderLost:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseLapsed:
+    """The sender has said nothing for as long as its lease was. Proves nothing about writes under way."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class SenderGone:
     """The sender's process is known to have ended."""
 
@@ -97,15 +104,23 @@ class FreePages:
     pass
 
 
+class Cause(Enum):
+    """Why an attempt failed here."""
+
+    SENDER_LOST = auto()
+    LEASE_LAPSED = auto()
+    DIGEST_MISMATCH = auto()
+
+
 @dataclass(frozen=True, slots=True)
 class Failed:
     """Tell the router that this attempt is over without its answer."""
 
-    digest_mismatch: bool  # otherwise the sender was lost
+    cause: Cause
     reason: str
 
 
-Event = SenderAttached | Committed | DigestsChecked | GaveUp | SenderQuiesced | SenderLost | SenderGone
+Event = SenderAttached | Committed | DigestsChecked | GaveUp | SenderQuiesced | SenderLost | LeaseLapsed | SenderGone
 Command = SendGrant | CheckDigests | Admit | SendTaken | SendWithdrawn | QuarantinePages | FreePages | Failed
 
 
@@ -127,17 +142,14 @@ class Receiver:
                 return self._landed(commit)
             case State.LANDING, DigestsChecked(mismatch):
                 return self._checked(mismatch)
-            case State.RESERVED, (GaveUp(reason) | SenderLost(reason)):
-                failed = (Failed(False, reason),) if isinstance(event, SenderLost) else ()
-                return (*failed, SendWithdrawn(reason), *self._free())
+            case State.RESERVED, (GaveUp(reason) | SenderLost(reason) | LeaseLapsed(reason)):
+                return (*_failures(event), SendWithdrawn(reason), *self._free())
             case State.RESERVED, (SenderQuiesced() | SenderGone()):
-                failed = (Failed(False, "the sender's process ended"),) if isinstance(event, SenderGone) else ()
-                return (*failed, *self._free())
-            case State.GRANTED, (GaveUp(reason) | SenderLost(reason)):
-                failed = (Failed(False, reason),) if isinstance(event, SenderLost) else ()
-                return (*failed, *self._quarantine(reason))
+                return (*_failures(event), *self._free())
+            case State.GRANTED, (GaveUp(reason) | SenderLost(reason) | LeaseLapsed(reason)):
+                return (*_failures(event), *self._quarantine(reason))
             case State.GRANTED, SenderGone():
-                return (Failed(False, "the sender's process ended"), *self._free())
+                return (*_failures(event), *self._free())
             case ((State.GRANTED | State.QUARANTINED), SenderQuiesced()):
                 return self._free()
             case State.QUARANTINED, SenderGone():
@@ -146,8 +158,10 @@ class Receiver:
                 return (SendWithdrawn("given up while the stream was down"),)
             case State.LANDING, GaveUp(reason):
                 return (SendWithdrawn(reason), *self._free())  # a commit is proof: nothing is under way
-            case _, (SenderAttached() | DigestsChecked() | GaveUp() | SenderQuiesced() | SenderLost() | SenderGone()):
+            case _, (SenderAttached() | SenderQuiesced() | SenderLost() | LeaseLapsed() | SenderGone()):
                 return ()  # late news of a hand-off that is over, or that no longer needs its sender
+            case _, (DigestsChecked() | GaveUp()):
+                return ()  # late news of a hand-off that is over
             case ((State.QUARANTINED | State.FREE), Committed()):
                 return ()  # crossed our own giving up; the sender's answer to it is the proof we wait for
             case _:
@@ -167,7 +181,7 @@ class Receiver:
     def _checked(self, mismatch: int | None) -> tuple[Command, ...]:
         if mismatch is not None or self._capsule is None:
             reason = f"digest of page {mismatch} differs from the commit's"
-            return (Failed(True, reason), *self._quarantine(reason))
+            return (Failed(Cause.DIGEST_MISMATCH, reason), *self._quarantine(reason))
         self.state = State.COMMITTED
         return (Admit(self._capsule), SendTaken())
 
@@ -178,3 +192,16 @@ class Receiver:
     def _free(self) -> tuple[Command, ...]:
         self.state = State.FREE
         return (FreePages(),)
+
+
+def _failures(event: Event) -> tuple[Failed, ...]:
+    """Return what the router must be told of an event that ends a hand-off; it knows of its own giving up."""
+    match event:
+        case SenderLost(reason):
+            return (Failed(Cause.SENDER_LOST, reason),)
+        case LeaseLapsed(reason):
+            return (Failed(Cause.LEASE_LAPSED, reason),)
+        case SenderGone():
+            return (Failed(Cause.SENDER_LOST, "the sender's process ended"),)
+        case _:
+            return ()

@@ -76,6 +76,13 @@ class PeerLost:
 
 
 @dataclass(frozen=True, slots=True)
+class FellSilent:
+    """This process was frozen, or so busy, that it said nothing for a time."""
+
+    silent_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class StartCopy:
     src: Pages
     dst: Pages
@@ -104,7 +111,7 @@ class Failed:
     reason: str
 
 
-Event = PagesReady | PrefillDone | Granted | CopyStopped | Taken | Withdrawn | GaveUp | PeerLost
+Event = PagesReady | PrefillDone | Granted | CopyStopped | Taken | Withdrawn | GaveUp | PeerLost | FellSilent
 Command = StartCopy | SendCommit | SendQuiesced | ReleasePages | Failed
 
 
@@ -126,7 +133,7 @@ class Sender:
         """Return how many pages were, or are being, copied."""
         return 0 if self._grant is None else self._sent - self._grant.first_page
 
-    def handle(self, event: Event) -> tuple[Command, ...]:
+    def handle(self, event: Event) -> tuple[Command, ...]:  # noqa: C901 - one match
         """Advance by one event; return what to do now, in order. ProtocolError changes nothing."""
         match self.state, event:
             case ((State.COMPUTING | State.SENDING), PagesReady(pages)):
@@ -149,6 +156,11 @@ class Sender:
             ):
                 failed = (Failed(False, reason),) if isinstance(event, PeerLost | Withdrawn) else ()
                 return failed + self._give_up(reason)
+            case State.SENDING, FellSilent(silent_s) if self._grant is not None and silent_s >= self._grant.lease_s:
+                reason = f"silent for {silent_s:.1f} s under a lease of {self._grant.lease_s:g} s"
+                return (Failed(False, reason), *self._give_up(reason))
+            case _, FellSilent():
+                return ()  # no lease was open, or it has held
             case State.CLOSED, Withdrawn(reason):
                 return (SendQuiesced(reason),)  # its grant crossed our own giving up
             case (

@@ -12,7 +12,7 @@ import grpc
 from pdserve.errors import ProtocolError
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvtransfer import wire
-from pdserve.kvtransfer.peers import Party, PeerAttached, PeerGone, PeerLost, PeerMessage, ReceiverSink
+from pdserve.kvtransfer.peers import Party, PeerAlive, PeerAttached, PeerGone, PeerLost, PeerMessage, ReceiverSink
 from pdserve.kvtransfer.plan import refusal
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.proto.v1 import handoff_pb2 as handoff
@@ -153,6 +153,9 @@ class HandoffServicer(HandoffServiceServicer):
 
     async def _read(self, stream: _Stream, messages: AsyncIterator[Request]) -> None:
         async for message in messages:
+            if message.HasField("alive"):
+                await self._sink(PeerAlive(stream.peer))
+                continue
             try:
                 key, event = wire.to_receiver(message)
             except ProtocolError as error:

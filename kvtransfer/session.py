@@ -11,6 +11,7 @@ from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, Wor
 
 Pages = tuple[PageId, ...]
 CAPABILITY_BYTES = 16
+MIN_LEASE_S = 1.0  # two beats: nobody can keep a shorter one
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class Grant:
     pages: Pages
     generations: tuple[Generation, ...]
     capability: bytes
+    lease_s: float  # how long the sender may say nothing before the grant is given up
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from pdserve.kvlayout import KvLayout
 from pdserve.kvlayout_wire import layout_from_proto, layout_to_proto
 from pdserve.kvtransfer import receiver, sender
 from pdserve.kvtransfer.mover import MAX_DESCRIPTION_BYTES
-from pdserve.kvtransfer.session import CAPABILITY_BYTES, Capsule, Commit, Grant, HandoffKey, Peer
+from pdserve.kvtransfer.session import CAPABILITY_BYTES, MIN_LEASE_S, Capsule, Commit, Grant, HandoffKey, Peer
 from pdserve.proto.v1 import handoff_pb2 as handoff
 from pdserve.rpc import PROTOCOL_VERSION
 
@@ -88,6 +88,9 @@ def ack_from_proto(message: handoff.HandoffServiceAttachResponse) -> Introductio
     return _introduction(message.hello_ack)
 
 
+ALIVE = handoff.HandoffServiceAttachRequest(alive=handoff.Alive())
+
+
 def to_receiver(message: handoff.HandoffServiceAttachRequest) -> tuple[HandoffKey, ToReceiver]:
     """Return what a sender says of one hand-off."""
     match message.WhichOneof("message"):
@@ -124,6 +127,7 @@ def from_receiver(key: HandoffKey, command: FromReceiver) -> handoff.HandoffServ
                     pages=grant.pages,
                     generations=grant.generations,
                     capability=grant.capability,
+                    lease_ms=round(grant.lease_s * 1e3),
                 )
             )
         case receiver.SendTaken():
@@ -189,11 +193,14 @@ def _grant(message: handoff.Grant) -> Grant:
         raise ProtocolError("pages: one is granted twice")
     if message.first_page > MAX_PAGES:
         raise ProtocolError(f"first_page: {message.first_page} is over {MAX_PAGES}")
+    if message.lease_ms < MIN_LEASE_S * 1e3:
+        raise ProtocolError(f"lease_ms: {message.lease_ms} is under {MIN_LEASE_S * 1e3:.0f}")
     return Grant(
         first_page=message.first_page,
         pages=tuple(PageId(page) for page in message.pages),
         generations=tuple(Generation(generation) for generation in message.generations),
         capability=_capability(message.capability),
+        lease_s=message.lease_ms / 1e3,
     )
 
 

@@ -76,6 +76,9 @@ class WorkerConfig(ProcessConfig):
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights.")
     seed: int = Field(0, ge=0, lt=2**64, description="Seed of dummy weights.")
     num_threads: int | None = Field(None, ge=1, description="CPU threads of the engine; by default torch decides.")
+    stalled_step_s: float = Field(
+        600.0, ge=1.0, description="Seconds a step may take; a worker whose step hangs for longer ends its process."
+    )
     mover: Literal["nixl"] = Field("nixl", description="What carries pages between workers.")
 
 
@@ -92,6 +95,9 @@ class DecodeWorkerConfig(WorkerConfig):
     handoff_port: int = Field(0, ge=0, le=65535, description="Port for prefill workers; 0 takes a free one.")
     handoff_advertise: str | None = Field(
         None, description="host or host:port told to prefill workers; by default what was bound."
+    )
+    lease_s: float = Field(
+        4.0, ge=1.0, description="Seconds after which a prefill worker that says nothing loses what it was granted."
     )
 
 

@@ -13,7 +13,7 @@ from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.kvtransfer import sender
-from pdserve.kvtransfer.session import Capsule, HandoffKey, Peer
+from pdserve.kvtransfer.session import MIN_LEASE_S, Capsule, HandoffKey, Peer
 from pdserve.prefill_worker.events import Command, Connect, Copy, Event, Forget, FromPeer, PeerLost, ToPeer
 from pdserve.prefill_worker.tasks import Task
 from pdserve.worker.admission import refusal
@@ -93,9 +93,10 @@ class PrefillCore:
                 return self._give_up(doomed, "cancelled")
             case RouterLost(router):
                 return self._give_up((k for k, t in self._tasks.items() if t.router == router), "router lost")
-            case Ticked():
+            case Ticked(silent_s):
+                commands = self._fell_silent(silent_s, now_s) if silent_s > MIN_LEASE_S else []
                 late = (k for k, t in self._tasks.items() if t.deadline_s < now_s)
-                return self._give_up(late, "deadline") + self._expire_early(now_s) + self._redial(now_s)
+                return commands + self._give_up(late, "deadline") + self._expire_early(now_s) + self._redial(now_s)
             case DrainAsked():
                 self._draining = True
                 return []
@@ -233,6 +234,11 @@ class PrefillCore:
         self._early = {k: e for k, e in self._early.items() if e[1].peer != peer}
         lost = [task for task in self._tasks.values() if task.peer == peer]
         return [c for task in lost for c in self._advance(task, sender.PeerLost(reason), now_s)]
+
+    def _fell_silent(self, silent_s: float, now_s: float) -> list[Command]:
+        """Start no more copies under leases that have lapsed: this process was frozen."""
+        tasks = list(self._tasks.values())
+        return [c for task in tasks for c in self._advance(task, sender.FellSilent(silent_s), now_s)]
 
     def _unknown(self, news: FromPeer, now_s: float) -> list[Command]:
         """Answer news of a hand-off that is not here: over, or not here yet."""

@@ -107,4 +107,5 @@ class PrefillOutbox:
         self._reporter.send(reports, step)
 
     def beat(self, load: Load, num_steps: int) -> None:
+        self._client.beat()
         self._reporter.beat(load, num_steps)

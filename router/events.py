@@ -29,6 +29,7 @@ class Failure(Enum):
     OVERLOADED = auto()
     INVALID = auto()
     INTERNAL = auto()
+    LEASE_LAPSED = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +330,7 @@ class Limits:
     max_deaths: int = 2  # of workers that had a request which gained no token between them; then it is suspected
     verdict_s: float = 2.0  # for a launcher to say what else ended them
     pool_grace_s: float = 30.0  # that requests wait for workers while no pair can serve
-    worker_silence_s: float = 5.0
+    worker_silence_s: float = 4.0
     retry_delay_s: float = 0.05  # before a failed attempt is placed again; doubles with each
     local_prefill: bool = False  # whether decode workers may compute prompts themselves
     max_deltas_ahead: int = 64  # a decode worker's tokens that overtake the first token

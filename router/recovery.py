@@ -16,7 +16,7 @@ from pdserve.router.placement import Decision, Held, Placed, Rejected, Unserved
 from pdserve.router.request import Placement, Request
 from pdserve.router.view import WorkerView
 
-_BLAMED_ON_PEER = (Failure.PEER_LOST, Failure.TRANSFER_FAILED)
+_BLAMED_ON_PEER = (Failure.PEER_LOST, Failure.TRANSFER_FAILED, Failure.LEASE_LAPSED)
 _OURS = (Failure.DIGEST_MISMATCH, Failure.INVALID, Failure.INTERNAL)  # the rest is a want of workers
 _LONGEST_DELAY_S = 1.0
 

@@ -80,7 +80,7 @@ class Cluster:
     def _new_worker(self, name: str, incarnation: Incarnation) -> Worker:
         scenario = self.scenario
         if name.startswith("d"):
-            return DecodeProcess(self.network, name, incarnation, scenario.decode_size)
+            return DecodeProcess(self.network, name, incarnation, scenario.decode_size, scenario.lease_s)
         worker = PrefillProcess(
             self.network, name, incarnation, scenario.prefill_size, self.workers.get, self.find_peer
         )

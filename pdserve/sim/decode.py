@@ -12,23 +12,26 @@ from pdserve.decode_worker.events import (
     Event,
     Forget,
     FromPeer,
+    PeerAlive,
     PeerAttached,
     PeerLost,
     ToPeer,
 )
+from pdserve.decode_worker.rules import Rules
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvtransfer import receiver, sender
 from pdserve.kvtransfer.session import Grant, HandoffKey, Peer
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.sim.mover import digest
 from pdserve.sim.network import End, Network
-from pdserve.sim.prefill import Hello
+from pdserve.sim.prefill import Alive, Hello
 from pdserve.sim.process import Process
 from pdserve.sim.worker import Size, WorkerProcess
 from pdserve.sim.world import ViolationError
 from pdserve.worker.words import Failed, PeerGone, Placed, Progress, Tokens
 
 DIGEST_S = 0.0003
+LAPSE_S = 1.1  # from a lease's end until it is noticed: a tick, and one that was late
 
 
 @dataclass(slots=True, eq=False)
@@ -37,6 +40,7 @@ class Inbound:
 
     end: End
     peer: Peer | None = None
+    heard_s: float = 0.0  # when its last word arrived
 
 
 class DecodeProcess(WorkerProcess[Event, Command]):
@@ -44,10 +48,11 @@ class DecodeProcess(WorkerProcess[Event, Command]):
 
     core: DecodeCore
 
-    def __init__(self, network: Network, name: str, incarnation: Incarnation, size: Size) -> None:
+    def __init__(self, network: Network, name: str, incarnation: Incarnation, size: Size, lease_s: float) -> None:
         super().__init__(network, name, incarnation, link.ROLE_DECODE, size)
         key = self.world.rng.randbytes(16)
-        self.core = DecodeCore(self.scheduler, size.vocab_size, key, size.max_tasks)
+        self.lease_s = lease_s
+        self.core = DecodeCore(self.scheduler, size.vocab_size, key, Rules(size.max_tasks, lease_s))
         self._streams: dict[Peer, Inbound] = {}
         self._latest: dict[WorkerId, Peer] = {}  # of each worker that has attached
         self._gone: set[Peer] = set()
@@ -76,6 +81,14 @@ class DecodeProcess(WorkerProcess[Event, Command]):
                 self._forget(peer)
             case Tokens() | Progress() | Failed():
                 raise AssertionError("reports go to routers")
+
+    def check(self) -> None:
+        super().check()
+        for peer, inbound in self._streams.items():
+            silent_s = self.world.now - max(inbound.heard_s, self.thawed_s)
+            if silent_s > self.lease_s + LAPSE_S and self.core.num_granted_to(peer):
+                text = f"{self.name} keeps grants open to {peer}, silent for {silent_s:.2f} s"
+                raise ViolationError("I4", text)
 
     def _tell(self, peer: Peer, key: HandoffKey, message: receiver.Command) -> None:
         inbound = self._streams.get(peer)
@@ -107,8 +120,11 @@ class DecodeProcess(WorkerProcess[Event, Command]):
         self.offer(DigestsChecked(command.key, mismatch))
 
     def _receive(self, inbound: Inbound, message: object) -> None:
+        inbound.heard_s = self.world.now
         if isinstance(message, Hello):
             self._greet(inbound, message)
+        elif isinstance(message, Alive) and inbound.peer is not None:
+            self.offer(PeerAlive(inbound.peer))
         elif isinstance(message, tuple) and inbound.peer is not None:
             key, event = message
             self.offer(FromPeer(inbound.peer, key, event))

@@ -101,7 +101,7 @@ class Hostile:
             return prefill.FromPeer(NOBODY, UNKNOWN, sender.Taken())
         peer, key = self._rng.choice(sending)
         past = Peer(peer.worker_id, Incarnation(peer.incarnation - 500))
-        skewed = Grant(0, (PageId(0), PageId(1)), (Generation(1),), b"?" * 16)
+        skewed = Grant(0, (PageId(0), PageId(1)), (Generation(1),), b"?" * 16, 4.0)
         events: list[tuple[Peer, sender.Event]] = [
             (past, sender.Taken()),
             (past, sender.Withdrawn("forged")),

@@ -39,6 +39,11 @@ class Dialled:
     over: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """Said to every decode worker, as to every router."""
+
+
 FindPeer = Callable[[Peer], Host | None]
 
 
@@ -72,6 +77,12 @@ class PrefillProcess(WorkerProcess[Event, Command]):
         if isinstance(event, Placed) and event.peer is not None:
             self.placed.append((event.peer, HandoffKey(event.job.request_id, event.job.attempt)))
         super().handle(event)
+
+    def beat(self) -> None:
+        super().beat()
+        for dialled in self._streams.values():
+            if dialled.stands and dialled.end is not None:
+                dialled.end.send(Alive())
 
     def perform(self, command: Command) -> None:
         match command:

@@ -46,6 +46,7 @@ class Scenario:
     faults: frozenset[str]
     num_faults: int
     copy_faults: CopyFaults
+    lease_s: float
     site_chance: float  # of a fault at a moment chosen to hurt
 
     is_calm: bool  # no faults, and clients that wait: every request has to succeed
@@ -81,6 +82,7 @@ def draw(seed: int, num_requests: int) -> Scenario:
         faults=faults,
         num_faults=rng.randrange(3, 14),
         copy_faults=copy_faults,
+        lease_s=rng.choice((1.0, 1.0, 2.0)),
         is_calm=calm,
         site_chance=rng.choice((0.0, 0.002, 0.01)),
     )

@@ -27,9 +27,10 @@ from pdserve.sim.mover import Host
 from pdserve.sim.network import Network
 from pdserve.sim.world import ViolationError
 from pdserve.worker import wire
-from pdserve.worker.loop import MAX_INBOX, TICK_S, Core
+from pdserve.worker.loop import MAX_INBOX, Core
 from pdserve.worker.reporting import Reporter
 from pdserve.worker.words import (
+    BEAT_S,
     Cancelled,
     DrainAsked,
     Failed,
@@ -112,7 +113,7 @@ class WorkerProcess(Host, Generic[EventT, CommandT]):
         self.links.update()
         self._ticked_s = self.world.now
         self._turn()
-        self._wake()
+        self.world.after(BEAT_S, self, self._wake)
 
     @property
     def can_listen(self) -> bool:
@@ -138,8 +139,17 @@ class WorkerProcess(Host, Generic[EventT, CommandT]):
             raise ViolationError("I2", f"{self.name}: {error}") from error
 
     def _wake(self) -> None:
-        self._turn()
-        self.world.after(TICK_S, self, self._wake)
+        """Say that this worker lives, and let its core know that time passes."""
+        if self.exited:
+            return
+        silent_s, self._ticked_s = self.world.now - self._ticked_s, self.world.now
+        self.beat()
+        self.offer(Ticked(silent_s))
+        self.world.after(BEAT_S, self, self._wake)
+
+    def beat(self) -> None:
+        """Tell routers and peers that this worker lives."""
+        self.reporter.beat(self.core.load(), self.num_steps)
 
     def _hear(self, router: RouterRef, message: link.AttachResponse) -> None:
         event: FromRouters | None
@@ -162,23 +172,15 @@ class WorkerProcess(Host, Generic[EventT, CommandT]):
         self._busy = False
 
     def _between_steps(self) -> None:
-        self._tick()
         if self.core.drained:
             self._exit()
         else:
             self._plan()
-
-    def _tick(self) -> None:
-        now_s = self.world.now
-        if now_s - self._ticked_s >= TICK_S:
-            self._ticked_s = now_s
-            self.handle(Ticked())
-            self.reporter.beat(self.core.load(), self.num_steps)
         self._num_turns += 1
         if self._num_turns % CHECK_EVERY == 0:
             self.check()
 
-    def handle(self, event: EventT | Ticked) -> None:
+    def handle(self, event: EventT) -> None:
         """Let the core take in one event. An honest one is never refused."""
         self.world.note(self.name, event)
         try:

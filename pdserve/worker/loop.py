@@ -2,20 +2,22 @@
 
 import asyncio
 import logging
+import os
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar, cast
 
 from pdserve.clock import Clock
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import InvariantError, ProtocolError
-from pdserve.worker.words import Load, Ticked
+from pdserve.worker.pulse import Pulse
+from pdserve.worker.words import BEAT_S, Load, Ticked
 
 logger = logging.getLogger(__name__)
 
-TICK_S = 0.5
+STALLED_EXIT_STATUS = 70  # EX_SOFTWARE
 MAX_INBOX = 16384  # events; beyond it, streams are read no further
 
 EventT = TypeVar("EventT")
@@ -32,7 +34,7 @@ class Core(Protocol[_Event_contra, CommandT]):
     @property
     def idle(self) -> bool: ...
     def load(self) -> Load: ...
-    def handle(self, event: _Event_contra | Ticked, now_s: float) -> list[CommandT]: ...
+    def handle(self, event: _Event_contra, now_s: float) -> list[CommandT]: ...
     def plan(self, now_s: float) -> StepPlan | None: ...
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> list[CommandT]: ...
     def fail_step(self, reason: str) -> list[CommandT]: ...
@@ -77,13 +79,9 @@ class Inbox(Generic[EventT]):
         self._room.set()
         return events
 
-    async def wait(self, timeout_s: float | None) -> None:
-        """Return when there is an event, after a time, or when woken."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._news.wait()
-        except TimeoutError:
-            pass
+    async def wait(self) -> None:
+        """Return when there is an event, or when woken."""
+        await self._news.wait()
 
     def wake(self) -> None:
         """Let whoever waits look around, though there may be no event."""
@@ -100,6 +98,7 @@ class WorkerLoop(Generic[EventT, CommandT]):
         inbox: Inbox[EventT],
         outbox: Outbox[CommandT],
         clock: Clock,
+        stalled_step_s: float,
     ) -> None:
         self._core = core
         self._runner = runner
@@ -108,18 +107,42 @@ class WorkerLoop(Generic[EventT, CommandT]):
         self._clock = clock
         self._num_steps = 0
         self._has_worked = False  # since a beat said that nothing was left
-        self._ticked_s = self._began_s = clock.now_s()
+        self._began_s = clock.now_s()
+        self._pulse = Pulse(stalled_step_s, clock.now_s())
 
     async def run(self) -> None:
-        """Serve until the core has drained. InvariantError ends this process."""
+        """Serve until the core has drained. InvariantError ends this process, and so does a step that hangs."""
+        async with asyncio.TaskGroup() as tasks:
+            beating = tasks.create_task(self._keep_beating(), name="pulse")
+            try:
+                await self._serve()
+            finally:
+                beating.cancel()
+
+    async def _keep_beating(self) -> None:
+        """Say that this worker lives, and let its core know that time passes, while steps run too."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            now_s = self._clock.now_s()
+            if not self._pulse.beat(now_s):
+                self._end_process()
+            self._outbox.beat(self._core.load(), self._num_steps)
+            self._inbox.put(cast(EventT, Ticked(self._pulse.take_silence_s())))
+
+    def _end_process(self) -> None:
+        """End at once: a thread that hangs cannot be ended, and as long as it may write, peers keep pages back."""
+        logger.critical("a step hangs: this process ends")
+        os._exit(STALLED_EXIT_STATUS)
+
+    async def _serve(self) -> None:
         with ThreadPoolExecutor(1, "engine") as engine:
             while not self._core.drained:
+                self._pulse.turn(self._clock.now_s())
                 self._take_in()
-                self._tick()
                 plan = self._core.plan(self._clock.now_s())
                 if plan is None:
                     self._rest()
-                    await self._inbox.wait(TICK_S)
+                    await self._inbox.wait()
                     self._began_s = self._clock.now_s()
                     continue
                 try:
@@ -140,7 +163,7 @@ class WorkerLoop(Generic[EventT, CommandT]):
         step = asyncio.get_running_loop().run_in_executor(engine, self._runner.run, plan)
         step.add_done_callback(lambda _: self._inbox.wake())
         while not step.done():
-            await self._inbox.wait(None)
+            await self._inbox.wait()
             self._take_in()
         return step.result()
 
@@ -160,15 +183,7 @@ class WorkerLoop(Generic[EventT, CommandT]):
         for event in self._inbox.drain():
             self._handle(event)
 
-    def _tick(self) -> None:
-        """Beat between steps only: a worker whose step hangs falls silent."""
-        now_s = self._clock.now_s()
-        if now_s - self._ticked_s >= TICK_S:
-            self._ticked_s = now_s
-            self._handle(Ticked())
-            self._outbox.beat(self._core.load(), self._num_steps)
-
-    def _handle(self, event: EventT | Ticked) -> None:
+    def _handle(self, event: EventT) -> None:
         try:
             commands = self._core.handle(event, self._clock.now_s())
         except ProtocolError as error:

@@ -97,7 +97,8 @@ async def serve_worker(config: WorkerConfig, role: "link.Role.ValueType", assemb
                 links.update(register)
                 logger.info("ready: %s, %d pages", engine.model_name, engine.scheduler.cache.pool.num_pages)
                 _write_ready_file(config, parts.handoff_address)
-                await WorkerLoop(parts.core, engine.runner, inbox, parts.outbox, clock).run()
+                loop = WorkerLoop(parts.core, engine.runner, inbox, parts.outbox, clock, config.stalled_step_s)
+                await loop.run()
                 links.finish()
                 await linking
     logger.info("drained")

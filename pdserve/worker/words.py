@@ -12,6 +12,8 @@ from pdserve.engine.step import SampledToken
 from pdserve.ids import Attempt, RequestId
 from pdserve.kvtransfer.session import HandoffKey, Peer
 
+BEAT_S = 0.5  # a worker says that it lives, and ticks, so often
+
 RouterRef = NewType("RouterRef", int)  # one attached stream to a router
 
 
@@ -54,7 +56,9 @@ class DrainAsked:
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    """Time has passed: about once a second."""
+    """Time has passed: about half a second."""
+
+    silent_s: float = 0.0  # the longest this process has said nothing since the last tick
 
 
 class Rung(Enum):
@@ -76,6 +80,7 @@ class FailureCode(Enum):
     OVERLOADED = auto()
     INVALID = auto()
     INTERNAL = auto()
+    LEASE_LAPSED = auto()
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ class HandoffServiceAttachRequest(_message.Message):
     HELLO_FIELD_NUMBER: _builtins.int
     COMMIT_FIELD_NUMBER: _builtins.int
     QUIESCED_FIELD_NUMBER: _builtins.int
+    ALIVE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """First message."""
@@ -40,18 +41,23 @@ class HandoffServiceAttachRequest(_message.Message):
     def quiesced(self) -> Global___Quiesced:
         """No hand-off after all, and no write of it is or will be outstanding."""
 
+    @_builtins.property
+    def alive(self) -> Global___Alive:
+        """The sender's engine loop goes on: every lease of this stream begins anew."""
+
     def __init__(
         self,
         *,
         hello: Global___Hello | None = ...,
         commit: Global___Commit | None = ...,
         quiesced: Global___Quiesced | None = ...,
+        alive: Global___Alive | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "hello", b"hello", "message", b"message", "quiesced", b"quiesced"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "commit", b"commit", "hello", b"hello", "message", b"message", "quiesced", b"quiesced"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commit", b"commit", "hello", b"hello", "message", b"message", "quiesced", b"quiesced"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "commit", b"commit", "hello", b"hello", "message", b"message", "quiesced", b"quiesced"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "commit", "quiesced"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "commit", "quiesced", "alive"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -222,10 +228,13 @@ class Grant(_message.Message):
     PAGES_FIELD_NUMBER: _builtins.int
     GENERATIONS_FIELD_NUMBER: _builtins.int
     CAPABILITY_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
     first_page: _builtins.int
     """Pages of the prompt that the decode worker already holds; these are not sent."""
     capability: _builtins.bytes
     """Proof that this grant is ours, used once."""
+    lease_ms: _builtins.int
+    """The grant's lease, milliseconds: it is given up when the sender has said nothing for so long."""
     @_builtins.property
     def handoff(self) -> Global___HandoffId:
         """Which hand-off."""
@@ -246,14 +255,32 @@ class Grant(_message.Message):
         pages: _abc.Iterable[_builtins.int] | None = ...,
         generations: _abc.Iterable[_builtins.int] | None = ...,
         capability: _builtins.bytes = ...,
+        lease_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "first_page", b"first_page", "generations", b"generations", "handoff", b"handoff", "pages", b"pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "first_page", b"first_page", "generations", b"generations", "handoff", b"handoff", "lease_ms", b"lease_ms", "pages", b"pages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Grant: _TypeAlias = Grant  # noqa: Y015
+
+@_typing.final
+class Alive(_message.Message):
+    """Said every half second, whether a step is under way or not. A frozen process, or one whose step hangs, does not."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Alive: _TypeAlias = Alive  # noqa: Y015
 
 @_typing.final
 class Commit(_message.Message):

@@ -108,6 +108,8 @@ class _FailureCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FailureCo
     """The command cannot be served (too long, unknown token, layout); placing it again would not help."""
     FAILURE_CODE_INTERNAL: _FailureCode.ValueType  # 6
     """Something broke inside the worker."""
+    FAILURE_CODE_LEASE_LAPSED: _FailureCode.ValueType  # 7
+    """The prefill worker said nothing for as long as its lease was."""
 
 class FailureCode(_FailureCode, metaclass=_FailureCodeEnumTypeWrapper):
     """Why an attempt ended without its answer."""
@@ -126,6 +128,8 @@ FAILURE_CODE_INVALID: FailureCode.ValueType  # 5
 """The command cannot be served (too long, unknown token, layout); placing it again would not help."""
 FAILURE_CODE_INTERNAL: FailureCode.ValueType  # 6
 """Something broke inside the worker."""
+FAILURE_CODE_LEASE_LAPSED: FailureCode.ValueType  # 7
+"""The prefill worker said nothing for as long as its lease was."""
 Global___FailureCode: _TypeAlias = FailureCode  # noqa: Y015
 
 @_typing.final

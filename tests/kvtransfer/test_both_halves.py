@@ -15,7 +15,7 @@ from pdserve.kvtransfer.session import Capsule, Grant, Pages
 
 SRC = tuple(PageId(n) for n in (5, 6, 7))
 DST = tuple(PageId(n) for n in (20, 21))
-GRANT = Grant(1, DST, (Generation(3), Generation(9)), b"c" * 16)
+GRANT = Grant(1, DST, (Generation(3), Generation(9)), b"c" * 16, 4.0)
 
 
 def content(page: PageId) -> int:
@@ -144,6 +144,18 @@ class World:
             self.note(s.PeerLost("cut"))
             self.to_receiver(r.SenderLost("cut"))
 
+    def lapse(self) -> None:
+        """The sender says nothing for so long that its lease lapses, and notices that itself, or not."""
+        if self.attached:
+            self.to_receiver(r.LeaseLapsed("silent"))
+
+    def thaw(self) -> None:
+        self.note(s.FellSilent(9.0))
+
+    def hear_again(self) -> None:
+        if self.attached and self.receiver.state is not r.State.GRANTED:
+            self.to_receiver(r.SenderAttached())
+
     def deliver_up(self) -> None:
         if self.up:
             match self.up.popleft():
@@ -191,6 +203,9 @@ ACTS: tuple[Callable[[World], None], ...] = (
     World.tear,
     World.corrupt,
     World.cut,
+    World.lapse,
+    World.thaw,
+    World.hear_again,
     World.sender_gives_up,
     World.receiver_gives_up,
     World.die,

@@ -13,6 +13,7 @@ from pdserve.kvtransfer.sender import (
     CopyStopped,
     Event,
     Failed,
+    FellSilent,
     GaveUp,
     Granted,
     PagesReady,
@@ -38,7 +39,7 @@ def pages(*numbers: int) -> Pages:
 
 
 def grant(first_page: int, *numbers: int) -> Granted:
-    return Granted(Grant(first_page, pages(*numbers), tuple(Generation(1) for _ in numbers), CAPABILITY))
+    return Granted(Grant(first_page, pages(*numbers), tuple(Generation(1) for _ in numbers), CAPABILITY, 4.0))
 
 
 def fed(*events: Event) -> tuple[Sender, list[Command]]:
@@ -102,6 +103,22 @@ def test_a_withdrawal_of_a_closed_hand_off_is_answered() -> None:
     assert sender.handle(Withdrawn("gave up too")) == (SendQuiesced("gave up too"),)
 
 
+def test_after_a_silence_longer_than_its_lease_a_sender_starts_no_more_copies() -> None:
+    sender, _ = fed(grant(0, 8, 9), PagesReady(pages(3)))
+    assert sender.handle(FellSilent(3.9)) == ()
+    assert sender.handle(FellSilent(4.0)) == (Failed(False, "silent for 4.0 s under a lease of 4 s"),)
+    assert sender.handle(PagesReady(pages(4))) == ()
+    assert sender.handle(CopyStopped((5,))) == (SendQuiesced(""), ReleasePages())
+
+
+@pytest.mark.parametrize("before", [(), (PagesReady(pages(3)),), (PagesReady(pages(3)), PrefillDone(CAPSULE))])
+def test_without_a_grant_silence_ends_nothing(before: Iterable[Event]) -> None:
+    sender, _ = fed(*before)
+    state = sender.state
+    assert sender.handle(FellSilent(99.0)) == ()
+    assert sender.state is state
+
+
 @pytest.mark.parametrize(
     ("before", "event"),
     [
@@ -110,7 +127,7 @@ def test_a_withdrawal_of_a_closed_hand_off_is_answered() -> None:
         ((grant(0, 1),), grant(0, 1)),
         ((PagesReady(pages(3)), PrefillDone(CAPSULE)), PrefillDone(CAPSULE)),
         ((grant(0, 1),), Taken()),
-        ((), Granted(Grant(0, pages(1), (), CAPABILITY))),
+        ((), Granted(Grant(0, pages(1), (), CAPABILITY, 4.0))),
     ],
 )
 def test_what_cannot_be_said_now_changes_nothing(before: Iterable[Event], event: Event) -> None:
@@ -133,6 +150,7 @@ EVENTS: tuple[Event, ...] = (
     Withdrawn("w"),
     GaveUp("g"),
     PeerLost("p"),
+    FellSilent(4.0),
 )
 DEPTH = 6
 

@@ -20,6 +20,7 @@ from pdserve.kvtransfer.peers import (
     FromReceivers,
     FromSenders,
     Party,
+    PeerAlive,
     PeerAttached,
     PeerGone,
     PeerLost,
@@ -36,7 +37,7 @@ LAYOUT = KvLayout("w", 2, 2, 4, 4, "float32")
 PREFILL = Peer(WorkerId("prefill-0"), Incarnation(1))
 DECODE = Peer(WorkerId("decode-0"), Incarnation(2))
 KEY = HandoffKey(RequestId(bytes(16)), Attempt(3))
-GRANT = Grant(1, (PageId(4), PageId(2)), (Generation(7), Generation(8)), b"c" * 16)
+GRANT = Grant(1, (PageId(4), PageId(2)), (Generation(7), Generation(8)), b"c" * 16, 4.0)
 COMMIT = Commit(b"c" * 16, (5, 2**64 - 1), Capsule(9, (11, 12), (0, 2)))
 
 
@@ -135,6 +136,16 @@ async def test_a_hand_off_is_spoken_of_in_order_and_unchanged() -> None:
         decode.send(receiver.SendWithdrawn("over"))
         assert await prefill.heard.next() == PeerMessage(DECODE, KEY, sender.Taken())
         assert await prefill.heard.next() == PeerMessage(DECODE, KEY, sender.Withdrawn("over"))
+
+
+async def test_a_beat_reaches_every_attached_decode_worker_in_its_place_among_words() -> None:
+    async with pair() as (prefill, decode):
+        prefill.send(sender.SendCommit(COMMIT))
+        prefill.client.beat()
+        prefill.send(sender.SendQuiesced("late"))
+        assert await decode.heard.next() == PeerMessage(PREFILL, KEY, receiver.Committed(COMMIT))
+        assert await decode.heard.next() == PeerAlive(PREFILL)
+        assert await decode.heard.next() == PeerMessage(PREFILL, KEY, receiver.SenderQuiesced())
 
 
 async def test_pages_can_be_written_as_soon_as_a_grant_arrives() -> None:

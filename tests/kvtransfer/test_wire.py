@@ -9,7 +9,7 @@ from pdserve.kvtransfer.session import Grant, HandoffKey
 from pdserve.proto.v1 import handoff_pb2 as handoff
 
 KEY = HandoffKey(RequestId(b"r" * 16), Attempt(2**32 - 1))
-GRANT = Grant(3, (PageId(2**32 - 1), PageId(0)), (Generation(2**64 - 1), Generation(0)), b"c" * 16)
+GRANT = Grant(3, (PageId(2**32 - 1), PageId(0)), (Generation(2**64 - 1), Generation(0)), b"c" * 16, 4.0)
 
 
 def grant() -> handoff.HandoffServiceAttachResponse:
@@ -31,6 +31,7 @@ def test_a_grant_of_the_largest_numbers_comes_back_unchanged() -> None:
         ("first_page", wire.MAX_PAGES + 1),
         ("capability", b"c" * 15),
         ("capability", b""),
+        ("lease_ms", 999),
     ],
 )
 def test_a_false_grant_is_refused_and_the_field_named(field: str, value: list[int] | int | bytes) -> None:

@@ -447,9 +447,9 @@ def test_a_silent_worker_is_dropped_and_a_loading_one_is_not() -> None:
     prefill, decode = d.pair()
     loading = d.attach("d1", ready=False)
     request = d.arrive()
-    d.wait(4.0)
+    d.wait(3.0)
     d.post(LoadReported(prefill, Load()))
-    assert d.core.next_wakeup_s() == 105.0
+    assert d.core.next_wakeup_s() == 104.0
     d.wait(1.0)
     assert [c.link for c in d.last if isinstance(c, DropLink)] == [decode]
     assert d.refusal(request).status is Status.UNAVAILABLE

@@ -4,6 +4,7 @@ import pytest
 
 from pdserve.decode_worker import events as decode
 from pdserve.decode_worker.core import DecodeCore
+from pdserve.decode_worker.rules import Rules
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job
@@ -70,7 +71,7 @@ def test_continuations_cancelled_one_by_one_leave_nothing_on_a_prefill_worker() 
 
 def test_a_placement_whose_grant_was_given_back_fails_at_once() -> None:
     worker, late = Prefill(), job(1, 4)
-    grant = Grant(0, (PageId(0),), (Generation(1),), b"")
+    grant = Grant(0, (PageId(0),), (Generation(1),), b"", 4.0)
     worker.handle(prefill.FromPeer(D, key(late), sender.Granted(grant)))
     (answer,) = worker.handle(Ticked(), EARLY_GRANT_S + 1.0)
     assert isinstance(answer, prefill.ToPeer)
@@ -87,7 +88,7 @@ def test_prompts_that_wait_for_grants_leave_room_for_one_that_has_its_own() -> N
         worker.place(job(number, 16))
     worker.compute()
     granted = job(5, 16)
-    grant = Grant(0, tuple(map(PageId, range(4))), (Generation(1),) * 4, b"")
+    grant = Grant(0, tuple(map(PageId, range(4))), (Generation(1),) * 4, b"", 4.0)
     worker.handle(prefill.FromPeer(D, key(granted), sender.Granted(grant)))
     copies = [command for command in worker.compute() if isinstance(command, prefill.Copy)]
     assert [copy.key for copy in copies] == [key(granted)]
@@ -105,7 +106,7 @@ def test_a_lost_peer_is_dialled_again_until_its_process_is_known_to_have_ended()
 
 
 def test_a_capsule_without_tokens_is_refused_and_changes_nothing() -> None:
-    core = DecodeCore(scheduler(32, 32), VOCAB, b"secret", 64)
+    core = DecodeCore(scheduler(32, 32), VOCAB, b"secret", Rules(64))
     wanted = job(1, 4)
     core.handle(decode.PeerAttached(P), 0.0)
     commands = core.handle(Placed(RouterRef(1), wanted, 1e9, P), 0.0)

@@ -1,10 +1,10 @@
 """Bugs on purpose: each breaks one rule of the real cores while it is switched on."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
-from unittest.mock import patch
+
+import receiver_mutations
+from breaking import MUTATIONS, Original, mutation, wrap
 
 from pdserve.decode_worker.core import DecodeCore
 from pdserve.engine.kvcache import KvCache
@@ -12,8 +12,8 @@ from pdserve.engine.pages import PagePool
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.ids import PageId
-from pdserve.kvtransfer import receiver, sender
-from pdserve.kvtransfer.session import Commit, HandoffKey, Pages
+from pdserve.kvtransfer import sender
+from pdserve.kvtransfer.session import HandoffKey, Pages
 from pdserve.prefill_worker.core import PrefillCore
 from pdserve.router.book import Book
 from pdserve.router.core import RouterCore
@@ -22,110 +22,9 @@ from pdserve.router.events import SequenceSpec
 from pdserve.router.recovery import Recovery
 from pdserve.router.request import Placement, Request
 from pdserve.router.request import Sequence as RouterSequence
-from pdserve.worker.words import Cancelled, PeerGone, Ticked
+from pdserve.worker.words import Cancelled, PeerGone
 
-Original = Callable[..., Any]
-Mutation = Callable[[], AbstractContextManager[object]]
-MUTATIONS: dict[str, Mutation] = {}
-
-
-def mutation(make: Callable[[], Iterator[object]]) -> Callable[[], Iterator[object]]:
-    MUTATIONS[make.__name__] = contextmanager(make)
-    return make
-
-
-def _wrap(owner: object, name: str, around: Callable[..., Any]) -> AbstractContextManager[object]:
-    """Put `around(original, *args)` in the place of a method."""
-    original = getattr(owner, name)
-    return patch.object(owner, name, lambda *args, **kwargs: around(original, *args, **kwargs))
-
-
-# ---- the receiver's half
-
-
-@mutation
-def free_instead_of_quarantine() -> Iterator[object]:
-    """Give granted pages back at once when a hand-off is given up."""
-
-    def quarantine(original: Original, self: receiver.Receiver, reason: str) -> tuple[receiver.Command, ...]:
-        return (receiver.SendWithdrawn(reason), *self._free())
-
-    with _wrap(receiver.Receiver, "_quarantine", quarantine) as patched:
-        yield patched
-
-
-@mutation
-def free_when_the_stream_is_lost() -> Iterator[object]:
-    """Take the end of the control stream for the end of the sender."""
-
-    def handle(original: Original, self: receiver.Receiver, event: receiver.Event) -> tuple[receiver.Command, ...]:
-        return original(self, receiver.SenderGone() if isinstance(event, receiver.SenderLost) else event)
-
-    with _wrap(receiver.Receiver, "handle", handle) as patched:
-        yield patched
-
-
-@mutation
-def free_quarantined_pages_after_a_time() -> Iterator[object]:
-    """Believe that a second is enough for any write."""
-    since: dict[int, float] = {}
-
-    def react(original: Original, self: DecodeCore, event: object, now_s: float) -> list[object]:
-        commands = original(self, event, now_s)
-        if isinstance(event, Ticked):
-            for inbound in [i for i in self._inbound.values() if i.quarantined]:
-                if now_s - since.setdefault(id(inbound.receiver), now_s) > 1.0:
-                    commands += self._advance(inbound, receiver.SenderQuiesced(), now_s)
-        return commands
-
-    with _wrap(DecodeCore, "_react", react) as patched:
-        yield patched
-
-
-@mutation
-def accept_any_capability() -> Iterator[object]:
-    with patch.object(receiver.hmac, "compare_digest", lambda *_: True) as patched:
-        yield patched
-
-
-@mutation
-def accept_any_number_of_digests() -> Iterator[object]:
-    def landed(original: Original, self: receiver.Receiver, commit: Commit) -> tuple[receiver.Command, ...]:
-        digests = (commit.digests * 99)[: len(self.grant.pages)]
-        return original(self, replace(commit, digests=digests))
-
-    with _wrap(receiver.Receiver, "_landed", landed) as patched:
-        yield patched
-
-
-@mutation
-def skip_the_digest_check() -> Iterator[object]:
-    with _wrap(receiver.Receiver, "_checked", lambda original, self, mismatch: original(self, None)) as patched:
-        yield patched
-
-
-@mutation
-def say_taken_twice() -> Iterator[object]:
-    def checked(original: Original, self: receiver.Receiver, mismatch: int | None) -> tuple[receiver.Command, ...]:
-        commands = original(self, mismatch)
-        return (*commands, receiver.SendTaken()) if mismatch is None else commands
-
-    with _wrap(receiver.Receiver, "_checked", checked) as patched:
-        yield patched
-
-
-@mutation
-def take_a_commit_after_giving_up() -> Iterator[object]:
-    """Go on with a hand-off that was given up because its commit came after all."""
-
-    def handle(original: Original, self: receiver.Receiver, event: receiver.Event) -> tuple[receiver.Command, ...]:
-        if self.state is receiver.State.QUARANTINED and isinstance(event, receiver.Committed):
-            self.state = receiver.State.GRANTED
-        return original(self, event)
-
-    with _wrap(receiver.Receiver, "handle", handle) as patched:
-        yield patched
-
+__all__ = ["MUTATIONS", "receiver_mutations"]  # the latter has put its own among them
 
 # ---- the sender's half
 
@@ -133,7 +32,7 @@ def take_a_commit_after_giving_up() -> Iterator[object]:
 @mutation
 def release_the_source_while_copying() -> Iterator[object]:
     """Say that nothing is under way though a copy is."""
-    with _wrap(sender.Sender, "_give_up", lambda original, self, reason: self._quiesce(reason)) as patched:
+    with wrap(sender.Sender, "_give_up", lambda original, self, reason: self._quiesce(reason)) as patched:
         yield patched
 
 
@@ -149,7 +48,7 @@ def commit_before_the_last_copy_has_landed() -> Iterator[object]:
             return (sender.SendCommit(sender.Commit(grant.capability, digests, self._capsule)),)
         return commands
 
-    with _wrap(sender.Sender, "_progress", progress) as patched:
+    with wrap(sender.Sender, "_progress", progress) as patched:
         yield patched
 
 
@@ -165,7 +64,7 @@ def forget_a_cancel_of_a_hand_off_under_way() -> Iterator[object]:
             return []
         return original(self, cancelled, now_s)
 
-    with _wrap(DecodeCore, "_cancel", cancel) as patched:
+    with wrap(DecodeCore, "_cancel", cancel) as patched:
         yield patched
 
 
@@ -179,7 +78,7 @@ def ignore_the_incarnation_on_decode_workers() -> Iterator[object]:
             event = replace(event, peer=inbound.peer)
         return original(self, event, now_s)
 
-    with _wrap(DecodeCore, "_react", react) as patched:
+    with wrap(DecodeCore, "_react", react) as patched:
         yield patched
 
 
@@ -195,19 +94,19 @@ def take_one_process_gone_for_all_of_its_name() -> Iterator[object]:
                 commands += original(self, PeerGone(peer), now_s)
         return commands
 
-    with _wrap(DecodeCore, "_react", react) as patched:
+    with wrap(DecodeCore, "_react", react) as patched:
         yield patched
 
 
 @mutation
 def drop_grants_that_overtake_their_placement() -> Iterator[object]:
-    with _wrap(PrefillCore, "_unknown", lambda original, self, news, now_s: []) as patched:
+    with wrap(PrefillCore, "_unknown", lambda original, self, news, now_s: []) as patched:
         yield patched
 
 
 @mutation
 def never_dial_a_lost_peer_again() -> Iterator[object]:
-    with _wrap(PrefillCore, "_redial", lambda original, self, now_s: []) as patched:
+    with wrap(PrefillCore, "_redial", lambda original, self, now_s: []) as patched:
         yield patched
 
 
@@ -223,7 +122,7 @@ def release_reused_pages_twice() -> Iterator[object]:
                 pool.release(tuple(p for p in self._inbound[key].reused if pool.holders(p) > 1))
         return original(self, keys, reason, now_s)
 
-    with _wrap(DecodeCore, "_give_up", give_up) as patched:
+    with wrap(DecodeCore, "_give_up", give_up) as patched:
         yield patched
 
 
@@ -239,7 +138,7 @@ def write_into_shared_pages() -> Iterator[object]:
             return True
         return original(self, sequence, copies)
 
-    with _wrap(Scheduler, "_make_room", make_room) as patched:
+    with wrap(Scheduler, "_make_room", make_room) as patched:
         yield patched
 
 
@@ -251,13 +150,13 @@ def publish_a_page_before_it_is_full() -> Iterator[object]:
             self.cache.publish(sequence.names, sequence.pages, sequence.num_published, len(sequence.names))
         return admitted
 
-    with _wrap(Scheduler, "_admit", admit) as patched:
+    with wrap(Scheduler, "_admit", admit) as patched:
         yield patched
 
 
 @mutation
 def keep_the_index_of_a_page_given_out() -> Iterator[object]:
-    with _wrap(KvCache, "_fresh", lambda original, self, pages: pages) as patched:
+    with wrap(KvCache, "_fresh", lambda original, self, pages: pages) as patched:
         yield patched
 
 
@@ -269,7 +168,7 @@ def grant_pages_without_taking_them() -> Iterator[object]:
             self._free[page] = None
         return pages
 
-    with _wrap(PagePool, "grant", grant) as patched:
+    with wrap(PagePool, "grant", grant) as patched:
         yield patched
 
 
@@ -283,7 +182,7 @@ def recompute_too_little_after_preemption() -> Iterator[object]:
             sequence.computed += self.cache.page_size
         return admitted
 
-    with _wrap(Scheduler, "_admit", admit) as patched:
+    with wrap(Scheduler, "_admit", admit) as patched:
         yield patched
 
 
@@ -294,7 +193,7 @@ def give_pages_back_while_a_step_writes_them() -> Iterator[object]:
         original(self, sequence)
         self._is_stepping = is_stepping
 
-    with _wrap(Scheduler, "release", release) as patched:
+    with wrap(Scheduler, "release", release) as patched:
         yield patched
 
 
@@ -304,7 +203,7 @@ def take_in_what_a_step_computed_for_a_sequence_that_left() -> Iterator[object]:
         planned, _ = original(self)
         return planned, []
 
-    with _wrap(Scheduler, "_end_step", end_step) as patched:
+    with wrap(Scheduler, "_end_step", end_step) as patched:
         yield patched
 
 
@@ -313,13 +212,13 @@ def take_in_what_a_step_computed_for_a_sequence_that_left() -> Iterator[object]:
 
 @mutation
 def deliver_tokens_again_after_placing_again() -> Iterator[object]:
-    with _wrap(RouterSequence, "num_known", lambda original, self, delta: 0) as patched:
+    with wrap(RouterSequence, "num_known", lambda original, self, delta: 0) as patched:
         yield patched
 
 
 @mutation
 def lose_tokens_that_overtook_the_first() -> Iterator[object]:
-    with _wrap(RouterSequence, "is_ahead", lambda original, self, delta, limit: original(self, delta, 0)) as patched:
+    with wrap(RouterSequence, "is_ahead", lambda original, self, delta, limit: original(self, delta, 0)) as patched:
         yield patched
 
 
@@ -331,7 +230,7 @@ def place_again_without_what_was_delivered() -> Iterator[object]:
         whole: SequenceSpec = original(self, placement, now_s)
         return replace(whole, token_ids=self.prompt_ids)
 
-    with _wrap(Request, "spec", spec) as patched, _wrap(RouterSequence, "num_known", lambda *_: 0):
+    with wrap(Request, "spec", spec) as patched, wrap(RouterSequence, "num_known", lambda *_: 0):
         yield patched
 
 
@@ -340,25 +239,25 @@ def forget_to_stop_the_other_worker() -> Iterator[object]:
     def close(original: Original, self: Book, request: Request, placement: Placement, *, stop_workers: bool) -> None:
         original(self, request, placement, stop_workers=False)
 
-    with _wrap(Book, "close", close) as patched:
+    with wrap(Book, "close", close) as patched:
         yield patched
 
 
 @mutation
 def let_deadlines_pass() -> Iterator[object]:
-    with _wrap(RouterCore, "_miss_deadline", lambda original, self, request_id: None) as patched:
+    with wrap(RouterCore, "_miss_deadline", lambda original, self, request_id: None) as patched:
         yield patched
 
 
 @mutation
 def forget_what_a_lost_worker_was_doing() -> Iterator[object]:
-    with _wrap(Recovery, "_again", lambda original, self, *args: None) as patched:
+    with wrap(Recovery, "_again", lambda original, self, *args: None) as patched:
         yield patched
 
 
 @mutation
 def never_wake_requests_that_wait_for_a_pair() -> Iterator[object]:
-    with _wrap(Recovery, "retry_stranded", lambda original, self, now_s: None) as patched:
+    with wrap(Recovery, "retry_stranded", lambda original, self, now_s: None) as patched:
         yield patched
 
 
@@ -370,5 +269,5 @@ def end_a_request_while_a_continuation_runs() -> Iterator[object]:
             self._book.finish(request, args[-1])
         return ended
 
-    with _wrap(Delivery, "_accept", accept) as patched:
+    with wrap(Delivery, "_accept", accept) as patched:
         yield patched

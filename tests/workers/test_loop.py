@@ -84,7 +84,7 @@ class Carried:
 @pytest.mark.parametrize("error", [None, ValueError("broken")], ids=["a good step", "a failing step"])
 async def test_what_comes_while_a_step_runs_is_answered_before_the_step_is_over(error: Exception | None) -> None:
     core, engine, inbox, carried = Notes(), HeldUp(error), Inbox[str](), Carried()
-    loop = asyncio.create_task(WorkerLoop(core, engine, inbox, carried, MonotonicClock()).run())
+    loop = asyncio.create_task(WorkerLoop(core, engine, inbox, carried, MonotonicClock(), 60.0).run())
     await asyncio.to_thread(engine.started.wait)
     inbox.put("news")
     assert await carried.commands.get() == "answer to news"

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from pdserve.decode_worker import events as decode_events
 from pdserve.decode_worker.core import DecodeCore
+from pdserve.decode_worker.rules import Rules
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.prefix import PrefixNames
 from pdserve.engine.scheduler import Limits as EngineLimits
@@ -218,7 +219,7 @@ class SimCluster:
         core: PrefillCore | DecodeCore = (
             PrefillCore(scheduler, VOCAB_SIZE, self._page_bytes, MAX_TASKS)
             if is_prefill
-            else DecodeCore(scheduler, VOCAB_SIZE, b"simulated", MAX_TASKS)
+            else DecodeCore(scheduler, VOCAB_SIZE, b"simulated", Rules(MAX_TASKS))
         )
         worker = SimWorker(self._timeline, name, core, scheduler, self._costs[role])
         worker.perform = self._perform

@@ -1,0 +1,39 @@
+"""Sets pages aside for hand-offs, and mints the grants that offer them. Does no I/O.
+
+Invariant: what a grant names is reserved for it alone, and each running sequence keeps a page to grow into.
+"""
+
+from pdserve.decode_worker.rules import Rules
+from pdserve.decode_worker.tasks import Inbound, Task
+from pdserve.engine.scheduler import Scheduler
+from pdserve.kvtransfer import receiver
+from pdserve.kvtransfer.session import Grant, mint_capability
+
+
+class Granting:
+    """One process's grants: their capabilities are under a key that never leaves it."""
+
+    def __init__(self, scheduler: Scheduler, key: bytes, rules: Rules) -> None:
+        self._scheduler = scheduler
+        self._key = key
+        self._rules = rules
+
+    def reserve(self, task: Task, num_coming: int) -> Inbound | None:
+        """Set pages aside for a hand-off, beside what runs and `num_coming` sequences; or None, and change nothing."""
+        cache, scheduler = self._scheduler.cache, self._scheduler
+        width = len(task.job.indices)
+        busy = scheduler.num_running + num_coming
+        if (busy and busy + width > scheduler.limits.max_num_seqs) or task.peer is None:
+            return None
+        num_tokens = len(task.job.token_ids)
+        reused = cache.reuse(task.names[: (num_tokens - 1) // cache.page_size])
+        count = cache.num_pages(num_tokens) - len(reused)
+        room = cache.pool.num_free - (busy + width if busy else 0)
+        pages = cache.grant(count) if count <= room else None
+        if pages is None:
+            cache.pool.release(reused)
+            return None
+        generations = tuple(cache.pool.generation(page) for page in pages)
+        capability = mint_capability(self._key, task.key, pages, generations)
+        grant = Grant(len(reused), pages, generations, capability, self._rules.lease_s)
+        return Inbound(task.key, task.peer, receiver.Receiver(grant), reused, width)

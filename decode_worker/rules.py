@@ -1,0 +1,9 @@
+"""What an operator may set of a decode worker's decisions."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    max_tasks: int = 1024
+    lease_s: float = 4.0  # a prefill worker that says nothing for so long has lost its grants

@@ -1,0 +1,21 @@
+"""Switches bugs on and off: each mutation breaks one rule of the real cores while it is on."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+Original = Callable[..., Any]
+Mutation = Callable[[], AbstractContextManager[object]]
+MUTATIONS: dict[str, Mutation] = {}
+
+
+def mutation(make: Callable[[], Iterator[object]]) -> Callable[[], Iterator[object]]:
+    MUTATIONS[make.__name__] = contextmanager(make)
+    return make
+
+
+def wrap(owner: object, name: str, around: Callable[..., Any]) -> AbstractContextManager[object]:
+    """Put `around(original, *args)` in the place of a method."""
+    original = getattr(owner, name)
+    return patch.object(owner, name, lambda *args, **kwargs: around(original, *args, **kwargs))

@@ -1,0 +1,114 @@
+"""When a worker says that it lives: while steps run too, but not while one hangs."""
+
+import asyncio
+import threading
+from collections.abc import Sequence
+
+import pytest
+
+from pdserve.clock import MonotonicClock
+from pdserve.engine.step import StepPlan, StepResult
+from pdserve.worker.loop import Inbox, WorkerLoop
+from pdserve.worker.pulse import Pulse
+from pdserve.worker.words import BEAT_S, DrainAsked, Load, Ticked
+
+PLAN = StepPlan((), ())
+NOTHING = Load(*[0] * len(Load.__slots__))
+Event = Ticked | DrainAsked
+
+
+class OneStep:
+    """A core with one step to compute, drained when asked."""
+
+    def __init__(self) -> None:
+        self.drained = False
+        self.idle = True
+        self.ticks: list[Ticked] = []
+        self._plans = [PLAN]
+
+    def load(self) -> Load:
+        return NOTHING
+
+    def handle(self, event: Event, now_s: float) -> list[str]:
+        if isinstance(event, Ticked):
+            self.ticks.append(event)
+        else:
+            self.drained = True
+        return []
+
+    def plan(self, now_s: float) -> StepPlan | None:
+        return self._plans.pop() if self._plans else None
+
+    def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> list[str]:
+        return []
+
+    def fail_step(self, reason: str) -> list[str]:
+        return []
+
+
+class HeldRunner:
+    """An engine whose step ends when a test lets it."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.begun.set()
+        self.may_end.wait(20)
+        return StepResult((), 0.0)
+
+
+class Beats:
+    """Hears that a worker lives."""
+
+    def __init__(self) -> None:
+        self.heard: asyncio.Queue[Load] = asyncio.Queue()
+
+    def perform(self, commands: Sequence[str], step: tuple[StepPlan, StepResult] | None) -> None:
+        pass
+
+    def beat(self, load: Load, num_steps: int) -> None:
+        self.heard.put_nowait(load)
+
+
+async def test_a_worker_beats_and_ticks_while_a_long_step_runs() -> None:
+    core, runner, outbox, inbox = OneStep(), HeldRunner(), Beats(), Inbox[Event]()
+    loop = WorkerLoop(core, runner, inbox, outbox, MonotonicClock(), 60.0)
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        serving = tasks.create_task(loop.run())
+        assert await asyncio.to_thread(runner.begun.wait, 10)
+        for _ in range(3):
+            await outbox.heard.get()
+        assert not serving.done()
+        runner.may_end.set()
+        inbox.put(DrainAsked())
+    assert len(core.ticks) >= 2
+    assert all(tick.silent_s >= BEAT_S * 0.9 for tick in core.ticks)
+
+
+async def test_a_step_that_hangs_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    core, runner, inbox = OneStep(), HeldRunner(), Inbox[Event]()
+    loop = WorkerLoop(core, runner, inbox, Beats(), MonotonicClock(), 0.1)
+    ended: asyncio.Queue[int] = asyncio.Queue()
+    monkeypatch.setattr("pdserve.worker.loop.os._exit", ended.put_nowait)
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        tasks.create_task(loop.run())
+        assert await ended.get() == 70
+        runner.may_end.set()
+        inbox.put(DrainAsked())
+
+
+def test_a_pulse_stops_when_its_loop_has_stood_still_for_too_long() -> None:
+    pulse = Pulse(stalled_s=10.0, now_s=0.0)
+    assert pulse.beat(9.0)
+    pulse.turn(9.5)
+    assert pulse.beat(19.0)
+    assert not pulse.beat(19.6)
+
+
+def test_a_silence_is_told_once() -> None:
+    pulse = Pulse(stalled_s=100.0, now_s=0.0)
+    for now_s in (0.5, 7.5, 8.0):
+        pulse.beat(now_s)
+    assert pulse.take_silence_s() == 7.0
+    assert pulse.take_silence_s() == 0.0
