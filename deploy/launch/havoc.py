@@ -1,0 +1,84 @@
+"""Kills or freezes workers of a cluster on this machine, one at a time, and sees how soon its router notices."""
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pdserve.clock import Clock
+from pdserve.launch.state import ClusterState, ProcessState
+from pdserve.proto.v1 import admin_pb2 as admin
+
+
+@dataclass(frozen=True, slots=True)
+class HavocPlan:
+    """What is done to workers, and how often."""
+
+    every_s: float
+    freeze_s: float | None = None  # None: kill; otherwise freeze for that long
+    seed: int = 0
+
+
+@dataclass(slots=True)
+class Blow:
+    """One worker that was hit."""
+
+    name: str
+    incarnation: int
+    at_s: float
+    was_attached: bool
+    noticed_s: float | None = None  # after the blow, when the router no longer counted on the worker
+
+
+class Havoc:
+    """`state` tells which processes there are; `see` is to be called with each status of the router."""
+
+    def __init__(self, state: Callable[[], ClusterState], plan: HavocPlan, clock: Clock) -> None:
+        self.blows: list[Blow] = []
+        self._state = state
+        self._plan = plan
+        self._clock = clock
+        self._rng = random.Random(f"havoc {plan.seed}")
+        self._attached: set[tuple[str, int]] = set()
+
+    def see(self, status: admin.ClusterStatus) -> None:
+        """Note which workers the router counts on."""
+        self._attached = {(w.registration.worker_id, w.registration.incarnation) for w in status.workers}
+        for blow in self.blows:
+            if blow.was_attached and blow.noticed_s is None and (blow.name, blow.incarnation) not in self._attached:
+                blow.noticed_s = self._clock.now_s() - blow.at_s
+
+    async def run(self) -> None:
+        """Hit a worker every so often, until cancelled; a frozen one is thawed then too."""
+        while True:
+            await asyncio.sleep(self._plan.every_s)
+            victim = self._victim()
+            if victim is not None:
+                await self._hit(victim)
+
+    def _victim(self) -> ProcessState | None:
+        workers = [p for p in self._state().processes if p.role != "router" and p.pid is not None]
+        return self._rng.choice(workers) if workers else None
+
+    async def _hit(self, victim: ProcessState) -> None:
+        is_attached = (victim.name, victim.incarnation) in self._attached
+        self.blows.append(Blow(victim.name, victim.incarnation, self._clock.now_s(), is_attached))
+        if self._plan.freeze_s is None:
+            self._signal(victim, signal.SIGKILL)
+            return
+        self._signal(victim, signal.SIGSTOP)
+        try:
+            await asyncio.sleep(self._plan.freeze_s)
+        finally:
+            self._signal(victim, signal.SIGCONT)
+
+    @staticmethod
+    def _signal(victim: ProcessState, number: signal.Signals) -> None:
+        if victim.pid is None:
+            return
+        try:
+            os.kill(victim.pid, number)
+        except ProcessLookupError:
+            return  # it ended by itself

@@ -1,0 +1,71 @@
+"""`pdserve bench chaos`: requests against a cluster whose workers are killed, and every token checked."""
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pdserve.cli.options import Dtype
+
+if TYPE_CHECKING:
+    pass
+
+
+def bench_chaos(
+    model: Annotated[str, typer.Argument(help="A path, or a name from the catalog.")],
+    requests: Annotated[int, typer.Option(min=1, help="Requests sent.")] = 1000,
+    clients: Annotated[int, typer.Option(min=1, help="Requests under way at once.")] = 8,
+    distinct: Annotated[int, typer.Option(min=1, help="Different requests; they are sent in turn.")] = 200,
+    prompt: Annotated[int, typer.Option(min=8, help="Longest prompt, in tokens.")] = 512,
+    answer: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 48,
+    kill_every: Annotated[float, typer.Option(min=0, help="Seconds between two kills of a worker; 0: none.")] = 5.0,
+    freeze_for: Annotated[
+        float | None, typer.Option(help="Freeze workers for so many seconds instead of killing.", show_default=False)
+    ] = None,
+    baseline: Annotated[int, typer.Option(min=0, help="Requests sent without any fault first, to compare.")] = 0,
+    prefill: Annotated[int, typer.Option("--prefill", help="Prefill workers.")] = 2,
+    decode: Annotated[int, typer.Option("--decode", help="Decode workers.")] = 2,
+    dtype: Dtype = "float32",
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads of each worker's engine.", show_default=False)
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the requests and the faults.")] = 0,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Also write the results to this file.", show_default=False)
+    ] = None,
+) -> None:
+    """Kill workers of a local cluster while requests run; check each answer against one engine alone.
+
+    Fails unless every request was answered with the right tokens and every page was free in the end.
+    """
+    from rich.console import Console
+
+    from pdserve.bench.asks import Lengths
+    from pdserve.cli.chaos_report import as_json, is_clean, table
+    from pdserve.cli.chaos_run import Trial, expected, run_trial
+    from pdserve.cli.failure import CommandError
+    from pdserve.cli.models import fetched
+    from pdserve.launch.havoc import HavocPlan
+    from pdserve.launch.plan import ClusterSpec
+
+    spec = ClusterSpec(
+        model=str(fetched(model)),
+        served_model_name="chaos",
+        num_prefill=prefill,
+        num_decode=decode,
+        name=f"chaos-{seed}",
+        worker_flags={"dtype": dtype, "num_threads": threads},
+    )
+    console = Console(stderr=True)
+    asks, due = expected(spec.model, dtype, distinct, Lengths(prompt, answer), seed)
+    trials = [Trial("faultless", spec, baseline, clients, None)] if baseline else []
+    trials.append(
+        Trial("chaos", spec, requests, clients, HavocPlan(kill_every, freeze_for, seed) if kill_every else None)
+    )
+    verdicts = [asyncio.run(run_trial(trial, asks, due, console)) for trial in trials]
+    Console().print(table(verdicts))
+    if json_file is not None:
+        json_file.write_text(as_json(verdicts), encoding="utf-8")
+    if not all(map(is_clean, verdicts)):
+        raise CommandError("not every request was answered as it had to be, or pages were not given back")
