@@ -109,7 +109,8 @@ class Mover(Protocol):
     def attach(self, peer: Peer, description: bytes) -> None:
         """Prepare writes to a peer; blocks. ProtocolError if its description cannot be used.
 
-        Attaching again mends a peer to which a copy has failed, once no copy to it is outstanding.
+        A peer to which a copy has failed is opened anew by the next one, or by attaching it again, once no copy to it
+        is outstanding.
         """
         ...
 

@@ -80,6 +80,9 @@ class WorkerConfig(ProcessConfig):
         600.0, ge=1.0, description="Seconds a step may take; a worker whose step hangs for longer ends its process."
     )
     mover: Literal["nixl"] = Field("nixl", description="What carries pages between workers.")
+    test_fail_copies: float = Field(
+        0.0, ge=0.0, le=1.0, description="For testing alone: share of the copies between workers that are made to fail."
+    )
 
 
 class PrefillWorkerConfig(WorkerConfig):

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 from pdserve.config import PrefillWorkerConfig
 from pdserve.engine.step import StepPlan, StepResult
@@ -27,16 +28,16 @@ MAX_TASKS = 1024
 
 async def serve(config: PrefillWorkerConfig) -> None:
     """Run a prefill worker until it has drained."""
-    await serve_worker(config, link.ROLE_PREFILL, assemble)
+    await serve_worker(config, link.ROLE_PREFILL, partial(assemble, fail_share=config.test_fail_copies))
 
 
 @asynccontextmanager
 async def assemble(
-    engine: Engine, identity: Identity, inbox: Inbox[Event], reporter: Reporter
+    engine: Engine, identity: Identity, inbox: Inbox[Event], reporter: Reporter, fail_share: float = 0.0
 ) -> AsyncIterator[Parts[Event, Command]]:
-    """Set up what a prefill worker consists of, and take it down again."""
+    """Set up what a prefill worker consists of, and take it down again. `fail_share` of copies fail, for testing."""
     copies = Copies(inbox)
-    mover = NixlMover(identity.peer, kv_region(engine.runner), copies.stopped)
+    mover = NixlMover(identity.peer, kv_region(engine.runner), copies.stopped, fail_share)
     core = PrefillCore(engine.scheduler, engine.vocab_size, engine.layout.page_bytes, MAX_TASKS)
 
     async def hear(news: FromReceivers) -> None:

@@ -9,7 +9,7 @@ class Backoff:
 
     first_s: float = 1.0
     longest_s: float = 30.0
-    healthy_s: float = 60.0
+    healthy_s: float = 10.0
 
     def next_delay_s(self, previous_s: float | None, ran_s: float) -> float:
         """Return the delay after a run of `ran_s`, where `previous_s` was the one before that run, if any."""

@@ -12,6 +12,7 @@ import nixl_cu12._bindings as nixl
 import numpy as np
 
 from pdserve.errors import InvariantError
+from pdserve.kvtransfer.backends.faulty import FaultyLane
 from pdserve.kvtransfer.backends.lane import Indices, LaneError, SliceLostError
 from pdserve.kvtransfer.backends.pump import Pump
 from pdserve.kvtransfer.mover import Description, OnStopped, Region
@@ -120,12 +121,14 @@ class _NixlLane:
 
 
 class NixlMover(Pump[_Remote, int]):
-    def __init__(self, me: Peer, region: Region, on_stopped: OnStopped) -> None:
+    def __init__(self, me: Peer, region: Region, on_stopped: OnStopped, fail_share: float = 0.0) -> None:
+        """`fail_share`: of the copies that are made to fail, for testing."""
         lane = _NixlLane(f"{me.worker_id}-{me.incarnation:016x}", region)
         if len(lane.metadata) == 0:
             raise InvariantError("NIXL describes itself with nothing")
         self._description = region.describe(lane.metadata)
-        super().__init__("nixl", lane, region, on_stopped)
+        faulty = FaultyLane(lane, fail_share, me.worker_id) if fail_share else lane
+        super().__init__("nixl", faulty, region, on_stopped)
 
     def describe(self) -> bytes:
         """Return what another process's NIXL needs to write here."""

@@ -219,6 +219,7 @@ class Pump(Generic[RemoteT, SliceT]):
         route.probe = Probe(answer, (count, self._region.page_bytes), self._lane.carrier, self._clock.now_s)
 
     def _take(self, peer: Peer, copy: Copy) -> None:
+        self._mend(peer)
         route = self._routes.get(peer)
         if route is None:
             copy.failure = f"{peer.worker_id} is not attached"
@@ -229,6 +230,16 @@ class Pump(Generic[RemoteT, SliceT]):
         elif route.broken:
             copy.failure = route.broken
         route.copies.append(copy)
+
+    def _mend(self, peer: Peer) -> None:
+        """Open a peer anew to which a copy has failed, unless one to it is outstanding: this may go better."""
+        route = self._routes.get(peer)
+        if route is None or not route.broken or route.copies:
+            return
+        try:
+            self._attach(peer, route.description)
+        except ProtocolError as error:
+            logger.warning("%s cannot be opened anew: %s", peer.worker_id, error)
 
     def _forget(self, peer: Peer) -> None:
         route = self._routes.pop(peer, None)

@@ -56,7 +56,7 @@ class Route(Generic[RemoteT, SliceT]):
         self.in_flight: list[InFlight[SliceT]] = []
         self.progress = Progress()
         self.probe: Probe[SliceT] | None = None
-        self.broken = ""  # why the next attach must open it anew
+        self.broken = ""  # why it must be opened anew
 
     @property
     def is_busy(self) -> bool:
@@ -165,7 +165,7 @@ class Route(Generic[RemoteT, SliceT]):
         return moved
 
     def _fail(self, copy: Copy, reason: str) -> None:
-        """After one failure nothing more goes to this peer until it is attached anew."""
+        """After one failure nothing more goes to this peer until it is opened anew."""
         self.broken = reason
         for each in self.copies:
             if each is copy or each.num_posted < len(each.src):

@@ -1,6 +1,7 @@
 """`pdserve bench chaos`: requests against a cluster whose workers are killed, and every token checked."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,6 +24,9 @@ def bench_chaos(
     freeze_for: Annotated[
         float | None, typer.Option(help="Freeze workers for so many seconds instead of killing.", show_default=False)
     ] = None,
+    fail_copies: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the copies between workers that are made to fail.")
+    ] = 0.0,
     baseline: Annotated[int, typer.Option(min=0, help="Requests sent without any fault first, to compare.")] = 0,
     prefill: Annotated[int, typer.Option("--prefill", help="Prefill workers.")] = 2,
     decode: Annotated[int, typer.Option("--decode", help="Decode workers.")] = 2,
@@ -57,11 +61,12 @@ def bench_chaos(
         name=f"chaos-{seed}",
         worker_flags={"dtype": dtype, "num_threads": threads},
     )
+    faulty = replace(spec, worker_flags={**spec.worker_flags, "test_fail_copies": fail_copies or None})
     console = Console(stderr=True)
     asks, due = expected(spec.model, dtype, distinct, Lengths(prompt, answer), seed)
     trials = [Trial("faultless", spec, baseline, clients, None)] if baseline else []
     trials.append(
-        Trial("chaos", spec, requests, clients, HavocPlan(kill_every, freeze_for, seed) if kill_every else None)
+        Trial("chaos", faulty, requests, clients, HavocPlan(kill_every, freeze_for, seed) if kill_every else None)
     )
     verdicts = [asyncio.run(run_trial(trial, asks, due, console)) for trial in trials]
     Console().print(table(verdicts))
