@@ -11,6 +11,7 @@ from pdserve.perfmodel.curve import Curve
 
 _SUBSETS = tuple(subset for size in (3, 2, 1) for subset in combinations(range(3), size))
 _ANCHOR = 1e-4  # pull towards the present curve, where the steps seen lately do not tell coefficients apart
+_START_FORGETTING = 0.75  # a start that is too fast weighs more than what is seen, as errors are relative
 _ERROR_WEIGHT = 0.05  # of the latest step in the running mean of relative errors
 _OUTLIER = 5.0  # a step that took so many times the expected is a hiccup, and counts as one so long
 
@@ -18,20 +19,46 @@ _Row = tuple[float, float, float]
 Point = tuple[float, float]  # each, context
 
 
+class _Equations:
+    """Normal equations of steps, over relative errors."""
+
+    def __init__(self) -> None:
+        self.products = [[0.0] * 3 for _ in range(3)]
+        self.sums = [0.0] * 3
+
+    def decay(self, keep: float) -> None:
+        self.products = [[keep * value for value in row] for row in self.products]
+        self.sums = [keep * value for value in self.sums]
+
+    def add(self, each: float, context: float, seconds: float, weight: float) -> None:
+        row: _Row = (1.0 / seconds, each / seconds, context / seconds)
+        for i, left in enumerate(row):
+            self.sums[i] += weight * left
+            for j, right in enumerate(row):
+                self.products[i][j] += weight * left * right
+
+    def plus(self, other: "_Equations") -> "_Equations":
+        both = _Equations()
+        both.products = [
+            [a + b for a, b in zip(*rows, strict=True)] for rows in zip(self.products, other.products, strict=True)
+        ]
+        both.sums = [a + b for a, b in zip(self.sums, other.sums, strict=True)]
+        return both
+
+
 class Fit:
     """A curve that follows what is observed."""
 
     def __init__(self, start: Curve, points: tuple[Point, ...], forgetting: float = 0.99, weight: float = 4.0) -> None:
-        """Begin with a curve, believed as much as `weight` steps at each of the points."""
+        """Begin with a curve, believed as much as `weight` steps at each of the points, and soon not at all."""
         self.curve = start
         self.relative_error = 0.0  # running mean of |predicted - observed| / observed
         self.num_observed = 0
         self._forgetting = forgetting
-        self._products = [[0.0] * 3 for _ in range(3)]
-        self._sums = [0.0] * 3
+        self._seen, self._start = _Equations(), _Equations()
         self._num_unsolved = 0
         for each, context in points:
-            self._add(each, context, start.seconds(each, context), weight)
+            self._start.add(each, context, start.seconds(each, context), weight)
 
     def observe(self, each: float, context: float, seconds: float) -> None:
         """Take in one step."""
@@ -43,32 +70,22 @@ class Fit:
         self.relative_error += weight * (error - self.relative_error)
         if self.num_observed > 64 and predicted_s > 0:
             seconds = min(seconds, _OUTLIER * predicted_s)
-        self._decay()
-        self._add(each, context, seconds, 1.0)
+        self._seen.decay(self._forgetting)
+        self._start.decay(_START_FORGETTING)
+        self._seen.add(each, context, seconds, 1.0)
         self.num_observed += 1
         self._num_unsolved += 1
         if self._num_unsolved >= (2 if self.num_observed < 64 else 16):
             self._solve()
 
-    def _decay(self) -> None:
-        keep = self._forgetting
-        self._products = [[keep * value for value in row] for row in self._products]
-        self._sums = [keep * value for value in self._sums]
-
-    def _add(self, each: float, context: float, seconds: float, weight: float) -> None:
-        row: _Row = (1.0 / seconds, each / seconds, context / seconds)
-        for i, left in enumerate(row):
-            self._sums[i] += weight * left
-            for j, right in enumerate(row):
-                self._products[i][j] += weight * left * right
-
     def _solve(self) -> None:
         """Move the curve to the best one without negative coefficients."""
         self._num_unsolved = 0
-        scale = [self._products[i][i] ** 0.5 or 1.0 for i in range(3)]
+        known = self._seen.plus(self._start)
+        scale = [known.products[i][i] ** 0.5 or 1.0 for i in range(3)]
         now = (self.curve.step_s, self.curve.each_s, self.curve.context_s)
-        products = [[self._products[i][j] / (scale[i] * scale[j]) for j in range(3)] for i in range(3)]
-        sums = [self._sums[i] / scale[i] + _ANCHOR * now[i] * scale[i] for i in range(3)]
+        products = [[known.products[i][j] / (scale[i] * scale[j]) for j in range(3)] for i in range(3)]
+        sums = [known.sums[i] / scale[i] + _ANCHOR * now[i] * scale[i] for i in range(3)]
         for i in range(3):
             products[i][i] += _ANCHOR
         best, best_loss = None, 0.0  # all zero has no loss below that
