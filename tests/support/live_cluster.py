@@ -110,18 +110,24 @@ class LiveCluster:
         return self._admin.GetStatus(admin.GetStatusRequest(), metadata=self._metadata, timeout=10).status
 
     def wait_for(self, wanted: Callable[[admin.ClusterStatus], bool], timeout_s: float) -> admin.ClusterStatus:
-        """Return the first status that is as wanted, or fail after a time."""
+        """Return the first status that is as wanted, or fail after a time. A router that starts again is awaited."""
         last = admin.ClusterStatus()
-        try:
-            request = admin.WatchStatusRequest()
-            for update in self._admin.WatchStatus(request, metadata=self._metadata, timeout=timeout_s):
-                last = update.status
-                if wanted(last):
-                    return last
-        except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise
+        deadline_s = time.monotonic() + timeout_s
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            try:
+                for last in self._watch(left_s):
+                    if wanted(last):
+                        return last
+            except grpc.RpcError as error:
+                if error.code() not in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE):
+                    raise
         raise AssertionError(f"not within {timeout_s} s: {last}")
+
+    def _watch(self, timeout_s: float) -> Iterator[admin.ClusterStatus]:
+        request = admin.WatchStatusRequest()
+        updates = self._admin.WatchStatus(request, metadata=self._metadata, timeout=timeout_s, wait_for_ready=True)
+        for update in updates:
+            yield update.status
 
     def close(self) -> None:
         self.channel.close()

@@ -1,0 +1,161 @@
+"""Control streams that are slow, sliced, held up, cut or garbled cost no stream a token and no worker a page."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fault_proxy import Faults
+from live_cluster import Answer, all_ready, greedy, is_idle, load_of
+from model_zoo import VOCAB, first_disagreement, load_oracle, write_model
+from transformers import PreTrainedModel
+from wired_cluster import WiredCluster, wired_cluster
+
+from pdserve.proto.v1 import admin_pb2 as admin
+
+PREFILLS, DECODES = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
+WORKERS = (*PREFILLS, *DECODES)
+FREED_WITHIN_S = 5
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    slow = {"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 4, "num_attention_heads": 8}
+    return write_model("llama3", tmp_path_factory.mktemp("model") / "llama3", **slow)
+
+
+@pytest.fixture(scope="module")
+def oracle(model: Path) -> PreTrainedModel:
+    return load_oracle(model)
+
+
+@pytest.fixture(scope="module")
+def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WiredCluster]:
+    flags = {"dtype": "float32", "max_num_batched_tokens": 128}
+    with wired_cluster(tmp_path_factory.mktemp("cluster"), model, PREFILLS, DECODES, flags) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(shared: WiredCluster) -> WiredCluster:
+    shared.wait_for(lambda status: all_ready(len(WORKERS))(status) and is_idle(status), 30)
+    return shared
+
+
+def prompt(length: int, seed: object) -> list[int]:
+    rng = random.Random(f"{length} {seed}")
+    return [rng.randrange(3, VOCAB) for _ in range(length)]
+
+
+def assert_right(oracle: PreTrainedModel, asked: list[int], answer: Answer, count: int) -> None:
+    assert len(answer.tokens[0]) == count
+    assert first_disagreement(oracle, asked, answer.tokens[0]) is None
+
+
+def server_of(cluster: WiredCluster, names: tuple[str, ...]) -> str:
+    """Return which of these workers has the one request."""
+    busy = [w.registration.worker_id for w in cluster.status().workers if w.num_assigned]
+    (name,) = set(busy) & set(names)
+    return name
+
+
+def has_grants(status: admin.ClusterStatus) -> bool:
+    return any(worker.load.pages_granted for worker in status.workers)
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [Faults(latency_s=0.03), Faults(slice_bytes=11), Faults(bytes_per_s=60_000, slice_bytes=600)],
+    ids=["latency", "slices", "bandwidth"],
+)
+def test_bad_paths_change_no_token(cluster: WiredCluster, oracle: PreTrainedModel, faults: Faults) -> None:
+    asked = [prompt(length, faults) for length in (5, 40, 200, 600)]
+    for proxy in cluster.proxies.values():
+        proxy.set(faults)
+    try:
+        answers = cluster.generate_all([greedy(each, 40) for each in asked])
+    finally:
+        for proxy in cluster.proxies.values():
+            proxy.set(Faults())
+    for each, answer in zip(asked, answers, strict=True):
+        assert_right(oracle, each, answer, 40)
+        assert answer.ledger.attempts == 1
+    cluster.wait_for(is_idle, FREED_WITHIN_S)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_link_that_is_reset_in_mid_stream_costs_no_token(
+    cluster: WiredCluster, oracle: PreTrainedModel, role: str
+) -> None:
+    asked = prompt(50, role)
+    call = cluster.start(greedy(asked, 200))
+    answer = Answer()
+    while len(answer.tokens.get(0, ())) < 20:
+        answer.add(next(call))
+    names = [name for name in WORKERS if name.startswith(role)]
+    for name in names if role == "prefill" else [server_of(cluster, DECODES)]:
+        cluster.proxies[f"link {name}"].reset()
+    answer.read(call)
+    assert_right(oracle, asked, answer, 200)
+    cluster.wait_for(is_idle, FREED_WITHIN_S)
+
+
+@pytest.mark.parametrize("moment", ["before the grant", "while pages move"])
+def test_a_hand_off_stream_that_is_reset_costs_no_token_and_no_page(
+    cluster: WiredCluster, oracle: PreTrainedModel, moment: str
+) -> None:
+    asked = prompt(3500, moment)
+    call = cluster.start(greedy(asked, 20))
+    if moment == "while pages move":
+        cluster.wait_for(has_grants, 10)
+    for name in DECODES:
+        cluster.proxies[f"handoff {name}"].reset()
+    assert_right(oracle, asked, Answer().read(call), 20)
+    cluster.wait_for(is_idle, FREED_WITHIN_S)
+
+
+def test_a_hand_off_stream_that_is_held_up_goes_on_where_it_was(cluster: WiredCluster, oracle: PreTrainedModel) -> None:
+    asked = prompt(800, "held up")
+    call = cluster.start(greedy(asked, 20))
+    answer = Answer()
+    handoffs = [cluster.proxies[f"handoff {name}"] for name in DECODES]
+    for proxy in handoffs:
+        proxy.set(Faults(blackhole=True))
+    answer.add(next(call))  # the first token needs no hand-off
+    assert len(answer.tokens[0]) == 1
+    for proxy in handoffs:
+        proxy.set(Faults())
+    assert_right(oracle, asked, answer.read(call), 20)
+    cluster.wait_for(is_idle, FREED_WITHIN_S)
+
+
+def test_a_decode_worker_that_nobody_hears_is_replaced_and_comes_back(
+    cluster: WiredCluster, oracle: PreTrainedModel
+) -> None:
+    asked = prompt(60, "silent")
+    call = cluster.start(greedy(asked, 400))
+    answer = Answer()
+    while len(answer.tokens.get(0, ())) < 20:
+        answer.add(next(call))
+    silent = server_of(cluster, DECODES)
+    with cluster.proxies[f"link {silent}"].having(Faults(blackhole=True)):
+        answer.read(call)  # at most until the silence is noticed, then elsewhere
+    assert_right(oracle, asked, answer, 400)
+    assert answer.ledger.attempts == 2
+    cluster.wait_for(lambda status: all_ready(len(WORKERS))(status) and is_idle(status), 15)
+
+
+def test_garbled_streams_end_no_process_and_are_mended(cluster: WiredCluster, oracle: PreTrainedModel) -> None:
+    garbled = Faults(corrupt_every=50)
+    for proxy in cluster.proxies.values():
+        proxy.set(garbled)
+    cluster.wait_for(lambda status: not all_ready(len(WORKERS))(status), 10)
+    for proxy in cluster.proxies.values():
+        proxy.set(Faults())
+        proxy.reset()
+    cluster.wait_for(lambda status: all_ready(len(WORKERS))(status) and is_idle(status), 30)
+    assert all(process.poll() is None for process, _ in cluster.wiring.started.values())
+    for seed in range(4):
+        asked = prompt(40, seed)
+        assert_right(oracle, asked, cluster.generate(greedy(asked, 20)), 20)
+    assert all(load_of(cluster.status(), name).num_digest_mismatches == 0 for name in DECODES)

@@ -1,0 +1,147 @@
+"""Real processes started one by one, with a fault proxy on every control stream between them.
+
+No launcher: nothing is started again, and nobody reports a process's end but the test.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fault_proxy import FaultProxy, fault_proxies
+from live_cluster import STOP_TIMEOUT_S, LiveCluster, all_ready
+
+from pdserve.ids import new_incarnation
+from pdserve.launch.folder import choose_port, write_secret
+from pdserve.launch.plan import Flags, flag_arguments
+from pdserve.launch.state import ClusterState, ProcessState, Role
+
+HOST = "127.0.0.1"
+
+
+@dataclass
+class Wiring:
+    """What the processes share, and those that have been started."""
+
+    folder: Path
+    model: Path
+    worker_flags: Flags
+    secret_file: Path
+    public_port: int
+    internal_port: int
+    started: dict[str, tuple[subprocess.Popen[bytes], ProcessState]] = field(default_factory=dict)
+
+    def start(self, role: Role, name: str, flags: Flags) -> subprocess.Popen[bytes]:
+        """Start a process with its log in the folder."""
+        command = role if role == "router" else f"{role}-worker"
+        arguments = flag_arguments({"model": self.model, "secret_file": self.secret_file, **flags})
+        with (self.folder / f"{name}.log").open("wb") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "pdserve", command, *arguments],
+                stdout=log,
+                stderr=log,
+            )
+        incarnation = int(str(flags.get("incarnation", 1)))
+        self.started[name] = (
+            process,
+            ProcessState(name=name, role=role, pid=process.pid, incarnation=incarnation, num_restarts=0),
+        )
+        return process
+
+    def start_worker(self, role: Role, name: str, router: str, **flags: object) -> subprocess.Popen[bytes]:
+        own = {"worker_id": name, "incarnation": new_incarnation(), "routers": (router,)}
+        return self.start(role, name, {**own, **self.worker_flags, **flags})
+
+    def state(self) -> ClusterState:
+        return ClusterState(
+            name="wired",
+            supervisor_pid=os.getpid(),
+            endpoint=f"{HOST}:{self.public_port}",
+            admin=f"{HOST}:{self.internal_port}",
+            secret_file=self.secret_file,
+            model="wired",
+            ready=True,
+            processes=tuple(state for _, state in self.started.values()),
+        )
+
+    def log_of(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
+
+
+class WiredCluster(LiveCluster):
+    """A cluster whose links and hand-off streams are `proxies`: "link NAME" of each worker, "handoff NAME" of each
+    decode worker."""
+
+    def __init__(self, wiring: Wiring, proxies: Mapping[str, FaultProxy]) -> None:
+        super().__init__(wiring.started["router"][0], wiring.folder)
+        self.wiring = wiring
+        self.proxies = proxies
+
+
+@contextmanager
+def wired_cluster(
+    folder: Path, model: Path, prefills: tuple[str, ...], decodes: tuple[str, ...], worker_flags: Flags
+) -> Iterator[WiredCluster]:
+    """Run a router and these workers for the length of the block; all must drain and end well."""
+    names = [*(f"link {name}" for name in (*prefills, *decodes)), *(f"handoff {name}" for name in decodes)]
+    with ExitStack() as stack:
+        proxies = stack.enter_context(fault_proxies(*names))
+        state_file = folder / "pdserve" / "wired" / "state.json"
+        state_file.parent.mkdir(parents=True)
+        ports = choose_port(HOST, None), choose_port(HOST, None)
+        flags = {"served_model_name": "wired", **worker_flags}
+        wiring = Wiring(folder, model, flags, write_secret(folder), *ports)
+        stack.callback(_kill, wiring)
+        wiring.start("router", "router", _router_flags(wiring))
+        for name in decodes:
+            _start_decode(wiring, name, proxies)
+        for name in prefills:
+            _link(wiring, name, proxies)
+            wiring.start_worker("prefill", name, proxies[f"link {name}"].address)
+        state_file.write_text(wiring.state().model_dump_json())
+        cluster = WiredCluster(wiring, proxies)
+        stack.callback(cluster.close)
+        cluster.wait_for(all_ready(len(prefills) + len(decodes)), 90)
+        yield cluster
+        _drain(wiring)
+
+
+def _router_flags(wiring: Wiring) -> Flags:
+    ports = {"port": wiring.public_port, "internal_port": wiring.internal_port}
+    return {"served_model_name": "wired", **ports}
+
+
+def _link(wiring: Wiring, name: str, proxies: Mapping[str, FaultProxy]) -> None:
+    proxies[f"link {name}"].target = (HOST, wiring.internal_port)
+
+
+def _start_decode(wiring: Wiring, name: str, proxies: Mapping[str, FaultProxy]) -> None:
+    _link(wiring, name, proxies)
+    port, proxy = choose_port(HOST, None), proxies[f"handoff {name}"]
+    proxy.target = (HOST, port)
+    link = proxies[f"link {name}"].address
+    wiring.start_worker("decode", name, link, handoff_port=port, handoff_advertise=proxy.address)
+
+
+def _drain(wiring: Wiring) -> None:
+    """End all in the launcher's order: the router first, so that what runs can finish."""
+    router, _ = wiring.started["router"]
+    workers = [process for name, (process, _) in wiring.started.items() if name != "router"]
+    for group in ([router], workers):
+        for process in group:
+            process.send_signal(signal.SIGTERM)
+        for process in group:
+            process.wait(STOP_TIMEOUT_S)
+    ended = {name: process.returncode for name, (process, _) in wiring.started.items()}
+    assert set(ended.values()) <= {0, -signal.SIGKILL}, ended
+
+
+def _kill(wiring: Wiring) -> None:
+    for process, _ in wiring.started.values():
+        if process.poll() is None:
+            process.kill()
+            process.wait()
