@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from pdserve import __version__
-from pdserve.cli import ask, capacity, chaos, cluster, experiments, load, models, processes, speed
+from pdserve.cli import ask, cancel, capacity, chaos, cluster, experiments, load, models, processes, speed
 from pdserve.cli.default_command import DefaultLoad
 from pdserve.cli.failure import CommandError
 from pdserve.errors import ConfigError
@@ -42,6 +42,7 @@ bench_app.command("load")(load.bench)
 bench_app.command("router")(speed.bench_router)
 bench_app.command("accuracy")(experiments.accuracy)
 bench_app.command("chaos")(chaos.bench_chaos)
+bench_app.command("cancel")(cancel.bench_cancel)
 app.add_typer(bench_app, name="bench")
 app.add_typer(config_app, name="config")
 app.add_typer(models_app, name="models")

@@ -1,7 +1,7 @@
 """One cluster from its start to its end, under load and under attack."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,13 +15,13 @@ from pdserve.bench.closed_loop import ClosedLoop
 from pdserve.bench.outcomes import Outcome, Tally, tally
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.cli.failure import CommandError
+from pdserve.cli.status_board import StatusBoard, all_free, not_free, num_ready
 from pdserve.clock import MonotonicClock
 from pdserve.engine.alone import LoneEngine
 from pdserve.launch.havoc import Blow, Havoc, HavocPlan
 from pdserve.launch.local import LaunchError, Listener, LocalCluster, running
 from pdserve.launch.plan import ClusterSpec
 from pdserve.model.loading import load_model
-from pdserve.proto.v1 import admin_pb2 as admin
 
 REQUEST_DEADLINE_S = 120.0
 FREE_WITHIN_S = 15.0
@@ -52,32 +52,6 @@ class Verdict:
     num_replaced: int
     ended: dict[str, int]
     outcomes: tuple[Outcome, ...] = field(repr=False, default=())
-
-
-class StatusBoard:
-    """The router's last status, and a way to wait for one."""
-
-    def __init__(self) -> None:
-        self.last = admin.ClusterStatus()
-        self.watchers: list[Callable[[admin.ClusterStatus], None]] = []
-        self._news = asyncio.Event()
-
-    def put(self, status: admin.ClusterStatus) -> None:
-        self.last = status
-        for watcher in self.watchers:
-            watcher(status)
-        self._news.set()
-
-    async def until(self, wanted: Callable[[admin.ClusterStatus], bool], timeout_s: float) -> bool:
-        """Wait for a status; return whether it came in time."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not wanted(self.last):
-                    self._news.clear()
-                    await self._news.wait()
-        except TimeoutError:
-            return False
-        return True
 
 
 def expected(model: str, dtype: str, count: int, lengths: Lengths, seed: int) -> tuple[list[Ask], list[Answers]]:
@@ -132,8 +106,8 @@ async def _attack(
                 striking.cancel()
     ended_s = clock.now_s()
     is_free = await board.until(all_free, FREE_WITHIN_S)
-    free_after_s, left_over = clock.now_s() - ended_s if is_free else None, "" if is_free else _not_free(board.last)
-    await board.until(lambda status: _num_ready(status) == len(cluster.state.processes) - 1, RECOVER_WITHIN_S)
+    free_after_s, left_over = clock.now_s() - ended_s if is_free else None, "" if is_free else not_free(board.last)
+    await board.until(lambda status: num_ready(status) == len(cluster.state.processes) - 1, RECOVER_WITHIN_S)
     return Verdict(
         name=trial.name,
         tally=tally(outcomes),
@@ -144,24 +118,3 @@ async def _attack(
         ended=dict(board.last.ended),
         outcomes=tuple(outcomes),
     )
-
-
-def all_free(status: admin.ClusterStatus) -> bool:
-    """Return whether nothing is going on and every page of every ready worker is free (or free and cached)."""
-    return not status.num_active and not status.num_held and not _not_free(status)
-
-
-def _not_free(status: admin.ClusterStatus) -> str:
-    held = [f"{status.num_active} active, {status.num_held} held"] if status.num_active or status.num_held else []
-    for worker in status.workers:
-        told, load = worker.registration, worker.load
-        if told.ready and (load.pages_free != told.num_pages or load.num_handoffs):
-            held.append(
-                f"{told.worker_id}: {load.pages_free} of {told.num_pages} pages free, {load.pages_quarantined} in "
-                f"quarantine, {load.pages_granted} granted, {load.num_handoffs} hand-offs"
-            )
-    return "; ".join(held)
-
-
-def _num_ready(status: admin.ClusterStatus) -> int:
-    return sum(worker.registration.ready for worker in status.workers)

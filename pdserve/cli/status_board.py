@@ -1,0 +1,66 @@
+"""What a router last said of its cluster, and who waits for it to say something else."""
+
+import asyncio
+from collections.abc import Callable
+
+from pdserve.proto.v1 import admin_pb2 as admin
+
+Condition = Callable[[admin.ClusterStatus], bool]
+
+
+class StatusBoard:
+    """The router's last status, and a way to wait for one."""
+
+    def __init__(self) -> None:
+        self.last = admin.ClusterStatus()
+        self.watchers: list[Callable[[admin.ClusterStatus], None]] = []
+        self._news = asyncio.Condition()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def put(self, status: admin.ClusterStatus) -> None:
+        self.last = status
+        for watcher in self.watchers:
+            watcher(status)
+        task = asyncio.get_running_loop().create_task(self._tell())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _tell(self) -> None:
+        async with self._news:
+            self._news.notify_all()
+
+    async def until(self, wanted: Condition, timeout_s: float) -> bool:
+        """Wait for a status; return whether it came in time."""
+        try:
+            async with asyncio.timeout(timeout_s), self._news:
+                await self._news.wait_for(lambda: wanted(self.last))
+        except TimeoutError:
+            return False
+        return True
+
+
+def all_free(status: admin.ClusterStatus) -> bool:
+    """Return whether nothing is going on and every page of every ready worker is free (or free and cached)."""
+    return not status.num_active and not status.num_held and not not_free(status)
+
+
+def not_free(status: admin.ClusterStatus) -> str:
+    """Return what is going on, in words."""
+    held = [f"{status.num_active} active, {status.num_held} held"] if status.num_active or status.num_held else []
+    for worker in status.workers:
+        if worker.registration.ready and is_busy(worker):
+            load = worker.load
+            held.append(
+                f"{worker.registration.worker_id}: {load.pages_free} of {worker.registration.num_pages} pages free, "
+                f"{load.pages_quarantined} in quarantine, {load.pages_granted} granted, {load.num_handoffs} hand-offs"
+            )
+    return "; ".join(held)
+
+
+def is_busy(worker: admin.WorkerStatus) -> bool:
+    """Return whether a worker has anything in hand, as it last said."""
+    return worker.load.pages_free != worker.registration.num_pages or worker.load.num_handoffs > 0
+
+
+def num_ready(status: admin.ClusterStatus) -> int:
+    return sum(worker.registration.ready for worker in status.workers)
