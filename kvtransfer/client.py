@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -41,7 +42,16 @@ class _Stream:
 class HandoffClient:
     """Dials on first need, and again on the next need after a stream was lost."""
 
-    def __init__(self, me: Party, secret: bytes, sink: SenderSink, tasks: asyncio.TaskGroup) -> None:
+    def __init__(
+        self,
+        me: Party,
+        secret: bytes,
+        sink: SenderSink,
+        tasks: asyncio.TaskGroup,
+        on_attached: Callable[[Peer], None] = lambda _: None,
+    ) -> None:
+        """`on_attached` hears of each stream that stands; the peer's pages can be written then."""
+        self._on_attached = on_attached
         self._me = me
         self._introduction = wire.Introduction(me.peer, me.layout, me.mover.describe())
         self._metadata = secret_metadata(secret)
@@ -131,6 +141,7 @@ class HandoffClient:
                     there = await self._greet(call, stream.peer)
                 await asyncio.to_thread(self._me.mover.attach, stream.peer, there.mover_metadata)
                 logger.info("attached to %s at %s", stream.peer.worker_id, stream.address)
+                self._on_attached(stream.peer)
                 await self._serve(stream, call)
             finally:
                 call.cancel()

@@ -89,6 +89,9 @@ class PrefillWorkerConfig(WorkerConfig):
     """What a prefill worker is told."""
 
     max_num_batched_tokens: int = Field(2048, ge=1, description="Tokens in one step: nobody decodes beside it.")
+    slow_pair_bytes_per_s: int = Field(
+        500_000_000, ge=0, description="Bandwidth to a decode worker below which the pair is called slow; 0: never."
+    )
 
 
 class DecodeWorkerConfig(WorkerConfig):

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 
 from pdserve.config import PrefillWorkerConfig
@@ -15,6 +16,7 @@ from pdserve.kvtransfer.peers import FromReceivers, Party, PeerMessage
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.prefill_worker.core import PrefillCore
 from pdserve.prefill_worker.events import Command, Connect, Copy, Event, Forget, FromPeer, PeerLost, ToPeer
+from pdserve.prefill_worker.pairs import Pairs
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.worker.boot import Engine
 from pdserve.worker.loop import Inbox
@@ -28,16 +30,16 @@ MAX_TASKS = 1024
 
 async def serve(config: PrefillWorkerConfig) -> None:
     """Run a prefill worker until it has drained."""
-    await serve_worker(config, link.ROLE_PREFILL, partial(assemble, fail_share=config.test_fail_copies))
+    await serve_worker(config, link.ROLE_PREFILL, partial(assemble, config))
 
 
 @asynccontextmanager
 async def assemble(
-    engine: Engine, identity: Identity, inbox: Inbox[Event], reporter: Reporter, fail_share: float = 0.0
+    config: PrefillWorkerConfig, engine: Engine, identity: Identity, inbox: Inbox[Event], reporter: Reporter
 ) -> AsyncIterator[Parts[Event, Command]]:
-    """Set up what a prefill worker consists of, and take it down again. `fail_share` of copies fail, for testing."""
+    """Set up what a prefill worker consists of, and take it down again."""
     copies = Copies(inbox)
-    mover = NixlMover(identity.peer, kv_region(engine.runner), copies.stopped, fail_share)
+    mover = NixlMover(identity.peer, kv_region(engine.runner), copies.stopped, config.test_fail_copies)
     core = PrefillCore(engine.scheduler, engine.vocab_size, engine.layout.page_bytes, MAX_TASKS)
 
     async def hear(news: FromReceivers) -> None:
@@ -46,8 +48,10 @@ async def assemble(
     me = Party(identity.peer, engine.layout, mover)
     try:
         async with asyncio.TaskGroup() as tasks:
-            client = HandoffClient(me, identity.secret, hear, tasks)
-            yield Parts(core, PrefillOutbox(client, mover, copies, reporter))
+            pairs = Pairs(mover, reporter, tasks, config.slow_pair_bytes_per_s)
+            client = HandoffClient(me, identity.secret, hear, tasks, pairs.attached)
+            yield Parts(core, PrefillOutbox(client, Movement(mover, copies, pairs), reporter))
+            pairs.close()
             await client.close()
     finally:
         await asyncio.to_thread(mover.close)
@@ -81,13 +85,21 @@ class Copies:
         self._inbox.put(FromPeer(peer, key, sender.CopyStopped(stopped.digests, stopped.reason, stopped.in_doubt)))
 
 
+@dataclass(frozen=True, slots=True)
+class Movement:
+    """What moves pages, and what is kept of it."""
+
+    mover: Mover
+    copies: Copies
+    pairs: Pairs
+
+
 class PrefillOutbox:
     """Carries out what the core decides."""
 
-    def __init__(self, client: HandoffClient, mover: Mover, copies: Copies, reporter: Reporter) -> None:
+    def __init__(self, client: HandoffClient, movement: Movement, reporter: Reporter) -> None:
         self._client = client
-        self._mover = mover
-        self._copies = copies
+        self._movement = movement
         self._reporter = reporter
 
     def perform(self, commands: Sequence[Command], step: tuple[StepPlan, StepResult] | None) -> None:
@@ -99,14 +111,15 @@ class PrefillOutbox:
                 case Connect(peer, address):
                     self._client.connect(peer, address)
                 case Copy(peer, key, src, dst):
-                    self._copies.started(self._mover.write(peer, src, dst), peer, key)
+                    self._movement.copies.started(self._movement.mover.write(peer, src, dst), peer, key)
                 case ToPeer(peer, key, message):
                     self._client.send(peer, key, message)
                 case Forget(peer):
                     self._client.forget(peer)
-                    self._mover.forget(peer)
+                    self._movement.mover.forget(peer)
+                    self._movement.pairs.forget(peer)
         self._reporter.send(reports, step)
 
     def beat(self, load: Load, num_steps: int) -> None:
         self._client.beat()
-        self._reporter.beat(load, num_steps)
+        self._reporter.beat(replace(load, num_stalled_peers=self._movement.mover.num_stalled), num_steps)

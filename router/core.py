@@ -19,12 +19,14 @@ from pdserve.router.events import (
     ClientGone,
     ClientTooSlow,
     Command,
+    Complain,
     DrainAsked,
     Event,
     Limits,
     LinkLost,
     LoadReported,
     OperatorEvent,
+    PairMeasured,
     ProcessEnded,
     Refused,
     RequestArrived,
@@ -229,10 +231,18 @@ class RouterCore:
                 worker.report(event.load)
                 if worker.draining is not was_draining:
                     self._attendance.note_change(now_s)
+            case PairMeasured():
+                self._note_pair(worker, event)
             case AttemptFailed():
                 self._recovery.take_failure(worker, event, now_s)
             case LinkLost():
                 self._attendance.lose(worker, event.reason, now_s)
+
+    def _note_pair(self, worker: WorkerView, pair: PairMeasured) -> None:
+        self.forecast.links.begin((worker.name, pair.decode), pair.bytes_per_s)
+        if pair.is_slow:
+            rate = f"{pair.bytes_per_s / 1e6:.0f} MB/s, carried by {pair.carrier}"
+            self.book.tell(Complain(f"SLOW: pages of {worker.name} reach {pair.decode} at {rate}"))
 
     def _take_step(self, worker: WorkerView, event: StepReported, now_s: float) -> None:
         self.forecast.observe_step(worker, event.step, event.elapsed_s, now_s)

@@ -163,6 +163,17 @@ class RungReached:
 
 
 @dataclass(frozen=True, slots=True)
+class PairMeasured:
+    """How fast a prefill worker's pages reach a decode worker, as measured when the two met."""
+
+    link: LinkId
+    decode: WorkerId
+    bytes_per_s: float
+    carrier: str
+    is_slow: bool
+
+
+@dataclass(frozen=True, slots=True)
 class AttemptFailed:
     link: LinkId
     request_id: RequestId
@@ -207,7 +218,7 @@ class Tick:
 
 
 ClientEvent = RequestArrived | ClientGone | ClientTooSlow | StopStringFound
-WorkerEvent = WorkerRegistered | LoadReported | StepReported | RungReached | AttemptFailed | LinkLost
+WorkerEvent = WorkerRegistered | LoadReported | StepReported | RungReached | PairMeasured | AttemptFailed | LinkLost
 OperatorEvent = ProcessEnded | DrainAsked | ShutdownAsked | ShutdownDue | Tick
 Event = ClientEvent | WorkerEvent | OperatorEvent
 

@@ -16,6 +16,7 @@ from pdserve.router.shell import Shell, WorkerStream
 logger = logging.getLogger(__name__)
 
 REGISTER_TIMEOUT_S = 10.0
+MAX_PAIRS = 4096  # shown of one worker
 STREAM_ENDED = "its stream ended"
 
 AttachContext: TypeAlias = "grpc.aio.ServicerContext[link.AttachRequest, link.AttachResponse]"
@@ -82,6 +83,8 @@ class Links(LinkServiceServicer):
                 logger.log(level, "worker %s: %s", message.register.worker_id, _summary(message.register))
             case "heartbeat":
                 stream.load = message.heartbeat
+            case "pair" if len(stream.pairs) < MAX_PAIRS:
+                stream.pairs[message.pair.decode_worker_id] = message.pair
             case _:
                 pass  # the core's alone
         for event in events:

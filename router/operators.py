@@ -87,4 +87,5 @@ class Operators(AdminServiceServicer):
             num_assigned=len(worker.shares),
             silent_ms=round(silent_s * 1e3),
             unroutable=self._shell.core.unroutable(worker),
+            pairs=[pair for name, pair in stream.pairs.items() if self._shell.core.workers.named(name) is not None],
         )

@@ -43,6 +43,7 @@ class WorkerStream:
         self.outbound: asyncio.Queue[link.AttachResponse] = asyncio.Queue(MAX_QUEUED)
         self.registration = link.Register()  # as last told, for operators
         self.load = link.Heartbeat()
+        self.pairs: dict[str, link.PairMeasured] = {}  # by the decode worker's name
         self.closed: str | None = None  # why
         self._owner = owner
 

@@ -20,6 +20,7 @@ from pdserve.router.events import (
     LinkId,
     Load,
     LoadReported,
+    PairMeasured,
     Place,
     Registration,
     Role,
@@ -55,6 +56,8 @@ def _worker_event(link_id: LinkId, message: link.AttachRequest) -> WorkerEvent:
             return LoadReported(link_id, _load(message.heartbeat))
         case "progress":
             return _rung(link_id, message.progress)
+        case "pair":
+            return _pair(link_id, message.pair)
         case "failed":
             return _failed(link_id, message.failed)
         case "register":
@@ -94,6 +97,13 @@ def _rung(link_id: LinkId, progress: link.Progress) -> RungReached:
         handoff_s=progress.handoff_us / 1e6,
         pages_reused=progress.pages_reused,
     )
+
+
+def _pair(link_id: LinkId, told: link.PairMeasured) -> PairMeasured:
+    if not told.bytes_per_s:
+        raise ProtocolError("pair.bytes_per_s: has to be over 0")
+    decode = WorkerId(told.decode_worker_id)
+    return PairMeasured(link_id, decode, float(told.bytes_per_s), told.carrier, told.is_slow)
 
 
 def _failed(link_id: LinkId, failed: link.Failed) -> AttemptFailed:

@@ -16,6 +16,7 @@ from pdserve.proto.v1 import link_pb2 as link
 
 ROLES = {link.ROLE_PREFILL: "prefill", link.ROLE_DECODE: "decode"}
 # Pages, then sequences, then requests of this router.
+MAX_PAIRS = 8  # shown: the slowest
 COLUMNS = ("free", "cached", "held", "granted", "quar", "run", "wait", "reqs")
 
 
@@ -71,8 +72,17 @@ def render(status: admin.ClusterStatus) -> RenderableType:
         role = ROLES.get(worker.registration.role, "?")
         table.add_row(worker.registration.worker_id, role, _state(worker), *map(str, numbers))
     ended = ", ".join(f"{count} {name}" for name, count in sorted(status.ended.items())) or "none"
+    pairs = [(worker.registration.worker_id, pair) for worker in status.workers for pair in worker.pairs]
     requests = f"requests: {status.num_active} active, {status.num_held} held; ended: {ended}"
-    return Group(f"{status.model} on {status.router_id}", table, f"{requests}; placed again: {status.num_replaced}")
+    lines = [_pair(*pair) for pair in sorted(pairs, key=lambda pair: pair[1].bytes_per_s)[:MAX_PAIRS]]
+    title = f"{status.model} on {status.router_id}"
+    return Group(title, table, f"{requests}; placed again: {status.num_replaced}", *lines)
+
+
+def _pair(prefill: str, pair: link.PairMeasured) -> str:
+    """Return one line: how fast pages travel from a prefill to a decode worker."""
+    rate, slow = f"{pair.bytes_per_s / 1e6:.0f} MB/s", "SLOW " if pair.is_slow else ""
+    return f"{slow}{prefill} -> {pair.decode_worker_id}: {rate}, a page in {pair.page_us} us, carried by {pair.carrier}"
 
 
 def _state(worker: admin.WorkerStatus) -> str:

@@ -13,6 +13,8 @@ _ENOUGH_GOOD_STEPS = 8  # the same, where predictions have been right from the s
 _GOOD_ERROR = 0.2
 STALE_S = 10.0  # without a step, a model may be wrong about the present: nothing is refused on its word
 
+MAX_BEGUN = 1 << 16  # pairs that only a worker's word is known of
+
 _PROMPTS = (64, 512, 4096)
 _BATCHES: tuple[Point, ...] = ((1.0, 512.0), (16.0, 8192.0), (64.0, 65536.0), (128.0, 65536.0))
 
@@ -96,6 +98,11 @@ class LearntLinks:
         self._start = start_bytes_per_s
         self._latency_s = latency_s
         self._measured: dict[tuple[str, str], float] = {}  # by names of prefill and decode worker
+
+    def begin(self, pair: tuple[str, str], bytes_per_s: float) -> None:
+        """Start from what the pair itself measured. What hand-offs have shown already counts for more."""
+        if len(self._measured) < MAX_BEGUN:
+            self._measured.setdefault(pair, bytes_per_s)
 
     def observe(self, pair: tuple[str, str], num_bytes: int, seconds: float) -> None:
         """Take in one hand-off. Small ones tell of latency alone."""

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 from pdserve.clock import Clock
 from pdserve.engine.step import StepPlan, StepResult
+from pdserve.proto.v1 import link_pb2 as link
 from pdserve.worker import wire
 from pdserve.worker.link import Links
 from pdserve.worker.words import Load, Progress, Report, RouterRef, Tokens
@@ -16,6 +17,8 @@ class Reporter:
     def __init__(self, links: Links, clock: Clock) -> None:
         self._links = links
         self._clock = clock
+        self._announced: dict[str, link.AttachRequest] = {}
+        self._told: set[RouterRef] = set()  # all of what is announced
 
     def send(self, reports: Iterable[Report], step: tuple[StepPlan, StepResult] | None) -> None:
         """Queue reports. With a step, every router hears of it: its cost is news to those it brought nothing."""
@@ -36,3 +39,20 @@ class Reporter:
     def beat(self, load: Load, num_steps: int) -> None:
         """Tell every router how full this worker is."""
         self._links.broadcast(wire.heartbeat(load, num_steps))
+        if self._announced:
+            self._repeat()
+
+    def announce(self, subject: str, message: link.AttachRequest | None) -> None:
+        """Tell every router, and those that attach later; the last word on a subject counts, None is nothing."""
+        self._announced.pop(subject, None)
+        if message is not None:
+            self._announced[subject] = message
+            self._links.broadcast(message)
+
+    def _repeat(self) -> None:
+        """Tell routers that have attached since what was announced."""
+        attached = self._links.attached
+        for router in attached:
+            for message in self._announced.values() if router not in self._told else ():
+                self._links.send(router, message)
+        self._told = set(attached)

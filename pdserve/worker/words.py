@@ -137,3 +137,4 @@ class Load:
     num_handoffs: int
     num_digest_mismatches: int
     draining: bool
+    num_stalled_peers: int = 0  # bytes are in flight to them and hardly move

@@ -268,6 +268,7 @@ class WorkerStatus(_message.Message):
     NUM_ASSIGNED_FIELD_NUMBER: _builtins.int
     SILENT_MS_FIELD_NUMBER: _builtins.int
     UNROUTABLE_FIELD_NUMBER: _builtins.int
+    PAIRS_FIELD_NUMBER: _builtins.int
     num_assigned: _builtins.int
     """Requests of this router that it works on."""
     silent_ms: _builtins.int
@@ -282,6 +283,10 @@ class WorkerStatus(_message.Message):
     def load(self) -> _link_pb2.Heartbeat:
         """What it said of its load."""
 
+    @_builtins.property
+    def pairs(self) -> _containers.RepeatedCompositeFieldContainer[_link_pb2.PairMeasured]:
+        """Prefill worker: the decode workers it has measured its way to."""
+
     def __init__(
         self,
         *,
@@ -290,10 +295,11 @@ class WorkerStatus(_message.Message):
         num_assigned: _builtins.int = ...,
         silent_ms: _builtins.int = ...,
         unroutable: _builtins.str = ...,
+        pairs: _abc.Iterable[_link_pb2.PairMeasured] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "registration", b"registration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "num_assigned", b"num_assigned", "registration", b"registration", "silent_ms", b"silent_ms", "unroutable", b"unroutable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "num_assigned", b"num_assigned", "pairs", b"pairs", "registration", b"registration", "silent_ms", b"silent_ms", "unroutable", b"unroutable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

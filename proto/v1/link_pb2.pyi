@@ -143,6 +143,7 @@ class AttachRequest(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
+    PAIR_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def register(self) -> Global___Register:
         """First message of the stream; again when loading has finished."""
@@ -163,6 +164,10 @@ class AttachRequest(_message.Message):
     def failed(self) -> Global___Failed:
         """A request (one attempt) has ended here without its answer."""
 
+    @_builtins.property
+    def pair(self) -> Global___PairMeasured:
+        """Prefill worker: how fast it reaches a decode worker."""
+
     def __init__(
         self,
         *,
@@ -171,16 +176,55 @@ class AttachRequest(_message.Message):
         step: Global___StepReport | None = ...,
         progress: Global___Progress | None = ...,
         failed: Global___Failed | None = ...,
+        pair: Global___PairMeasured | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "heartbeat", b"heartbeat", "message", b"message", "progress", b"progress", "register", b"register", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "heartbeat", b"heartbeat", "message", b"message", "pair", b"pair", "progress", b"progress", "register", b"register", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "heartbeat", b"heartbeat", "message", b"message", "progress", b"progress", "register", b"register", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "heartbeat", b"heartbeat", "message", b"message", "pair", b"pair", "progress", b"progress", "register", b"register", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["register", "heartbeat", "step", "progress", "failed"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["register", "heartbeat", "step", "progress", "failed", "pair"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___AttachRequest: _TypeAlias = AttachRequest  # noqa: Y015
+
+@_typing.final
+class PairMeasured(_message.Message):
+    """How fast a prefill worker's pages reach a decode worker, measured when the two first met."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECODE_WORKER_ID_FIELD_NUMBER: _builtins.int
+    BYTES_PER_S_FIELD_NUMBER: _builtins.int
+    PAGE_US_FIELD_NUMBER: _builtins.int
+    CARRIER_FIELD_NUMBER: _builtins.int
+    IS_SLOW_FIELD_NUMBER: _builtins.int
+    decode_worker_id: _builtins.str
+    """The decode worker's name."""
+    bytes_per_s: _builtins.int
+    """Bandwidth while nothing else was copied."""
+    page_us: _builtins.int
+    """Time of one page by itself, microseconds."""
+    carrier: _builtins.str
+    """What carried the bytes, as far as it can be known: "tcp", "not tcp", "memory"."""
+    is_slow: _builtins.bool
+    """Whether the bandwidth is below what this worker was told to expect."""
+    def __init__(
+        self,
+        *,
+        decode_worker_id: _builtins.str = ...,
+        bytes_per_s: _builtins.int = ...,
+        page_us: _builtins.int = ...,
+        carrier: _builtins.str = ...,
+        is_slow: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_per_s", b"bytes_per_s", "carrier", b"carrier", "decode_worker_id", b"decode_worker_id", "is_slow", b"is_slow", "page_us", b"page_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PairMeasured: _TypeAlias = PairMeasured  # noqa: Y015
 
 @_typing.final
 class AttachResponse(_message.Message):
@@ -384,6 +428,7 @@ class Heartbeat(_message.Message):
     NUM_HANDOFFS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     NUM_DIGEST_MISMATCHES_FIELD_NUMBER: _builtins.int
+    NUM_STALLED_PEERS_FIELD_NUMBER: _builtins.int
     pages_free: _builtins.int
     """Pages on the free list, those that hold cached prefixes included."""
     pages_held: _builtins.int
@@ -412,6 +457,8 @@ class Heartbeat(_message.Message):
     """Whether the worker is draining."""
     num_digest_mismatches: _builtins.int
     """Digest mismatches since start."""
+    num_stalled_peers: _builtins.int
+    """Prefill worker: peers to which bytes are in flight and hardly move."""
     def __init__(
         self,
         *,
@@ -429,10 +476,11 @@ class Heartbeat(_message.Message):
         num_handoffs: _builtins.int = ...,
         draining: _builtins.bool = ...,
         num_digest_mismatches: _builtins.int = ...,
+        num_stalled_peers: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "kv_tokens", b"kv_tokens", "num_digest_mismatches", b"num_digest_mismatches", "num_handoffs", b"num_handoffs", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "pages_cached", b"pages_cached", "pages_free", b"pages_free", "pages_granted", b"pages_granted", "pages_held", b"pages_held", "pages_quarantined", b"pages_quarantined", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "kv_tokens", b"kv_tokens", "num_digest_mismatches", b"num_digest_mismatches", "num_handoffs", b"num_handoffs", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_stalled_peers", b"num_stalled_peers", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "pages_cached", b"pages_cached", "pages_free", b"pages_free", "pages_granted", b"pages_granted", "pages_held", b"pages_held", "pages_quarantined", b"pages_quarantined", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

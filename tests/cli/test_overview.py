@@ -55,3 +55,16 @@ def test_the_state_says_what_keeps_a_worker_from_serving() -> None:
 def test_requests_are_counted_by_how_they_ended() -> None:
     status = admin.ClusterStatus(num_active=1, num_held=2, ended={"UNAVAILABLE": 3, "OK": 4}, num_replaced=5)
     assert "requests: 1 active, 2 held; ended: 4 OK, 3 UNAVAILABLE; placed again: 5" in shown(status)
+
+
+def test_the_slowest_pairs_are_shown_with_what_carries_them() -> None:
+    slow = link.PairMeasured(
+        decode_worker_id="decode-1", bytes_per_s=2 * 10**8, page_us=90, carrier="tcp", is_slow=True
+    )
+    fast = link.PairMeasured(decode_worker_id="decode-0", bytes_per_s=5 * 10**9, page_us=70, carrier="not tcp")
+    registration = link.Register(worker_id="prefill-0", role=link.ROLE_PREFILL, ready=True)
+    text = shown(admin.ClusterStatus(workers=[admin.WorkerStatus(registration=registration, pairs=[fast, slow])]))
+    assert text.splitlines()[-2:] == [
+        "SLOW prefill-0 -> decode-1: 200 MB/s, a page in 90 us, carried by tcp",
+        "prefill-0 -> decode-0: 5000 MB/s, a page in 70 us, carried by not tcp",
+    ]

@@ -52,6 +52,8 @@ def assert_greedy(cluster: LiveCluster, oracle: PreTrainedModel, vocab_size: int
     assert {p for p, _ in workers} == {"prefill-0", "prefill-1"}
     assert {d for _, d in workers} == {"decode-0", "decode-1"}
     cluster.wait_for(is_idle, 5)
+    status = cluster.wait_for(lambda status: sum(len(worker.pairs) for worker in status.workers) == 4, 5)
+    assert {pair.carrier for worker in status.workers for pair in worker.pairs} == {"not tcp"}
 
 
 @pytest.mark.slow

@@ -128,6 +128,15 @@ def test_bandwidth_is_that_of_the_pair() -> None:
     assert links.bytes_per_s(("p0", "d0")) == 1e9
 
 
+def test_what_a_pair_measured_itself_counts_until_hand_offs_tell() -> None:
+    links = LearntLinks(1e9)
+    links.begin(("p0", "d0"), 4e9)
+    assert links.bytes_per_s(("p0", "d0")) == 4e9
+    links.observe(("p0", "d1"), 10_000_000, 0.01)
+    links.begin(("p0", "d1"), 9e9)
+    assert links.bytes_per_s(("p0", "d1")) == 1e9
+
+
 def test_the_shipped_profile_is_distserves() -> None:
     profile = read_profile(PROFILE)
     costs = profile.configuration(1).costs()

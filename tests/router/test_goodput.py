@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -13,10 +14,12 @@ from pdserve.perfmodel.margin import Margin
 from pdserve.router.core import RouterCore
 from pdserve.router.events import (
     Command,
+    Complain,
     End,
     Limits,
     LinkId,
     LinkLost,
+    PairMeasured,
     Place,
     Refused,
     Registration,
@@ -234,6 +237,15 @@ def test_each_decision_tells_its_reason() -> None:
     request = cluster.core.book.requests[place.spec.request_id]
     assert "goodput, by hand-off, best of 1: first token in 12" in request.decision
     assert "ms a token on d0" in request.decision
+
+
+def test_a_pairs_own_measurement_is_what_hand_offs_are_predicted_from_and_a_slow_one_is_complained_of() -> None:
+    cluster = Cluster()
+    pair = PairMeasured(cluster.links["p0"], WorkerId("d0"), 2e8, "tcp", is_slow=True)
+    (complaint,) = cluster.post(pair)
+    assert complaint == Complain("SLOW: pages of p0 reach d0 at 200 MB/s, carried by tcp")
+    assert cluster.forecast.links.bytes_per_s(("p0", "d0")) == 2e8
+    assert cluster.post(replace(pair, is_slow=False)) == []
 
 
 def held(number: int, *, priority: int = 0, tenant: str = "", ttft_s: float | None = None, tokens: int = 10) -> Request:

@@ -1,0 +1,74 @@
+"""Measures the way to each decode worker when it is first met, and tells routers."""
+
+import asyncio
+import logging
+from collections import OrderedDict
+
+from pdserve.kvtransfer.mover import Mover, PairSpeed, ProbeError
+from pdserve.kvtransfer.session import Peer
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.worker.reporting import Reporter
+
+logger = logging.getLogger(__name__)
+
+PROBE_TIMEOUT_S = 30.0  # copies come first: on a busy worker it may never be a probe's turn
+MAX_MET = 4096
+
+
+class Pairs:
+    """One probe for each peer. Whatever becomes of it, the pair works on."""
+
+    def __init__(self, mover: Mover, reporter: Reporter, tasks: asyncio.TaskGroup, slow_bytes_per_s: int) -> None:
+        self._mover = mover
+        self._reporter = reporter
+        self._tasks = tasks
+        self._slow_bytes_per_s = slow_bytes_per_s
+        self._met: OrderedDict[Peer, asyncio.Task[None]] = OrderedDict()
+
+    def attached(self, peer: Peer) -> None:
+        """Measure a peer that is met for the first time."""
+        if peer in self._met:
+            return
+        self._met[peer] = self._tasks.create_task(self._measure(peer), name=f"probe {peer.worker_id}")
+        if len(self._met) > MAX_MET:
+            self._forget(next(iter(self._met)))
+
+    def forget(self, peer: Peer) -> None:
+        """Drop what is known of a peer: its process has ended."""
+        if peer in self._met:
+            self._forget(peer)
+
+    def close(self) -> None:
+        for task in self._met.values():
+            task.cancel()
+
+    def _forget(self, peer: Peer) -> None:
+        self._met.pop(peer).cancel()
+        if all(other.worker_id != peer.worker_id for other in self._met):
+            self._reporter.announce(peer.worker_id, None)
+
+    async def _measure(self, peer: Peer) -> None:
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT_S):
+                speed = await asyncio.wrap_future(self._mover.probe(peer))
+        except (ProbeError, TimeoutError) as error:
+            logger.warning("the way to %s was not measured: %s", peer.worker_id, error or "there were always copies")
+            return
+        is_slow = speed.bytes_per_s < self._slow_bytes_per_s
+        level = logging.WARNING if is_slow else logging.INFO
+        logger.log(level, "%s%s", "SLOW: " if is_slow else "", _words(peer, speed, self._slow_bytes_per_s))
+        told = link.PairMeasured(
+            decode_worker_id=peer.worker_id,
+            bytes_per_s=round(speed.bytes_per_s),
+            page_us=max(1, round(1e6 * speed.page_s)),
+            carrier=speed.carrier,
+            is_slow=is_slow,
+        )
+        self._reporter.announce(peer.worker_id, link.AttachRequest(pair=told))
+
+
+def _words(peer: Peer, speed: PairSpeed, floor: int) -> str:
+    return (
+        f"pages reach {peer.worker_id} at {speed.bytes_per_s / 1e6:.0f} MB/s, one page in {1e6 * speed.page_s:.0f} us, "
+        f"carried by {speed.carrier}; {floor / 1e6:.0f} MB/s are expected"
+    )

@@ -1,0 +1,116 @@
+"""Each decode worker is measured when it is met; what comes of it is told to routers, and a slow way loudly."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+import pytest
+
+from pdserve.clock import FakeClock
+from pdserve.ids import Incarnation, WorkerId
+from pdserve.kvtransfer.backends.loopback import LoopbackMover
+from pdserve.kvtransfer.mover import Region
+from pdserve.kvtransfer.session import Peer
+from pdserve.prefill_worker.pairs import Pairs
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.worker.link import Links
+from pdserve.worker.reporting import Reporter
+from pdserve.worker.words import Load, RouterRef
+
+DECODE = Peer(WorkerId("decode-0"), Incarnation(1))
+LOAD = Load(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, draining=False)
+
+
+@dataclass
+class Wire:
+    """Takes what is sent to routers."""
+
+    attached: tuple[RouterRef, ...] = (RouterRef(1),)
+    sent: asyncio.Queue[tuple[RouterRef, link.PairMeasured]] = field(default_factory=asyncio.Queue)
+
+    def send(self, router: RouterRef, message: link.AttachRequest) -> None:
+        if message.HasField("pair"):
+            self.sent.put_nowait((router, message.pair))
+
+    def broadcast(self, message: link.AttachRequest) -> None:
+        for router in self.attached:
+            self.send(router, message)
+
+    async def next(self) -> tuple[RouterRef, link.PairMeasured]:
+        async with asyncio.timeout(5):
+            return await self.sent.get()
+
+
+@dataclass
+class Scene:
+    wire: Wire
+    reporter: Reporter
+    pairs: Pairs
+    view: np.ndarray[tuple[int, int], np.dtype[np.uint8]]  # the decode worker's pages
+
+
+@asynccontextmanager
+async def scene(slow_bytes_per_s: int = 0) -> AsyncIterator[Scene]:
+    pages = np.zeros((4, 4096), np.uint8)
+    mine, theirs = (LoopbackMover(Region.of(view), lambda _: None) for view in (np.ones_like(pages), pages))
+    mine.attach(DECODE, theirs.describe())
+    wire = Wire()
+    reporter = Reporter(cast("Links", wire), FakeClock())
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            pairs = Pairs(mine, reporter, tasks, slow_bytes_per_s)
+            yield Scene(wire, reporter, pairs, pages)
+            pairs.close()
+    finally:
+        mine.close()
+        theirs.close()
+
+
+async def test_a_peer_is_measured_once_and_every_router_hears_of_it() -> None:
+    async with scene() as it:
+        it.pairs.attached(DECODE)
+        it.pairs.attached(DECODE)
+        router, told = await it.wire.next()
+        assert (router, told.decode_worker_id, told.carrier, told.is_slow) == (1, "decode-0", "memory", False)
+        assert told.bytes_per_s > 1e6
+        assert told.page_us >= 1
+        assert not it.view.any()
+        it.wire.attached = (RouterRef(1), RouterRef(2))
+        it.reporter.beat(LOAD, 0)
+        it.reporter.beat(LOAD, 0)
+        heard = [it.wire.sent.get_nowait() for _ in range(it.wire.sent.qsize())]
+        assert (RouterRef(2), told) in heard
+        assert len([router for router, _ in heard if router == 2]) == 1
+
+
+async def test_a_slow_way_is_called_so_loudly(caplog: pytest.LogCaptureFixture) -> None:
+    async with scene(slow_bytes_per_s=10**15) as it:
+        it.pairs.attached(DECODE)
+        _, told = await it.wire.next()
+        assert told.is_slow
+    (record,) = (r for r in caplog.records if r.levelno == logging.WARNING)
+    assert record.getMessage().startswith("SLOW: pages reach decode-0 at ")
+
+
+async def test_a_peer_that_cannot_be_measured_is_only_mentioned(caplog: pytest.LogCaptureFixture) -> None:
+    stranger = Peer(WorkerId("stranger"), Incarnation(1))
+    async with scene() as it:
+        it.pairs.attached(stranger)
+        it.pairs.attached(DECODE)
+        _, told = await it.wire.next()
+        assert told.decode_worker_id == "decode-0"
+    assert "the way to stranger was not measured" in caplog.text
+
+
+async def test_what_is_known_of_a_process_that_has_ended_is_told_no_more() -> None:
+    async with scene() as it:
+        it.pairs.attached(DECODE)
+        await it.wire.next()
+        it.pairs.forget(DECODE)
+        it.wire.attached = (RouterRef(9),)
+        it.reporter.beat(LOAD, 0)
+        assert it.wire.sent.empty()
