@@ -1,7 +1,7 @@
 """Paged attention: what prefill and decode share, which is everything but where their plans live.
 
 q: [num_tokens, num_heads, head_dim]; k, v: [num_pages, num_kv_heads, page_size, head_dim], one layer's strided views
-of the page-major pool. Plan once per step, run once per layer.
+of the page-major pool, with the same strides. Plan once per step, run once per layer.
 """
 
 import math
@@ -97,6 +97,7 @@ def check_inputs(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, scales: S
         aligned = all(stride % 16 == 0 for stride in pages.stride()[:-1])
         require(aligned, f"{name} must have strides in multiples of 16 elements, got {pages.stride()}")
         require(pages.device == q.device, f"{name} must be on {q.device}, got {pages.device}")
+    require(k.stride() == v.stride(), f"v must have the strides of k, {k.stride()}, got {v.stride()}")
     require((scales is not None) == (spec.kv_dtype == FP8), "scales must be given for fp8 pages, and only for those")
     if scales is not None:
         require_tensor("scales.k", scales.k, (spec.num_kv_heads,), (torch.float32,))
@@ -137,8 +138,8 @@ class Program:
         device_attention.attend[grid](
             q, self._source(k), self._source(v), out, plan.partials, plan.lse, plan.items, plan.table,
             scales.k if scales else plan.lse, scales.v if scales else plan.lse,
-            *q.stride()[:2], *k.stride()[:3], *v.stride()[:3], *out.stride()[:2], plan.table.stride(0),
-            spec.scale * LOG2_E, spec.softcap or 1.0, spec.window or 0, spec.num_kv_heads,
+            *q.stride()[:2], *k.stride()[:3], *out.stride()[:2], plan.table.stride(0),
+            *self._score_factors(), spec.window or 0, spec.num_kv_heads,
             **self.attend_constants(), num_warps=tile.num_warps, num_stages=tile.num_stages,
             maxnreg=tile.max_registers,
         )  # fmt: skip
@@ -177,6 +178,12 @@ class Program:
             "BLOCK_M": self.tile.block_m,
             "BLOCK_S": MERGE_SPLITS,
         }
+
+    def _score_factors(self) -> tuple[float, float]:
+        """Return what q·k is multiplied by, and the soft cap, both for exponents of two."""
+        if self.spec.softcap is None:
+            return self.spec.scale * LOG2_E, 1.0
+        return 2 * self.spec.scale / self.spec.softcap * LOG2_E, self.spec.softcap * LOG2_E
 
     def _source(self, pages: Tensor) -> Tensor | TensorDescriptor:
         """Return what the kernel reads K or V through."""

@@ -75,7 +75,7 @@ def _load_tile(
 @triton.jit
 def _attend_range(
     acc, total, peak, q, q_position, begin, end, kv_end, last_page,
-    k_source, v_source, kv_head, table, k_page_stride, k_slot_stride, v_page_stride, v_slot_stride,
+    k_source, v_source, kv_head, table, page_stride, slot_stride,
     score_scale, softcap, window,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IS_FP8: tl.constexpr, PRECISION: tl.constexpr,
@@ -85,18 +85,17 @@ def _attend_range(
     page = _pages_at(table, begin, last_page, PAGE_SIZE, BLOCK_N)
     for tile_start in tl.range(begin, end, BLOCK_N):
         start = tl.multiple_of(tile_start, BLOCK_N)
-        k = _load_tile(k_source, kv_head, page, start, kv_end, k_page_stride, k_slot_stride,
+        k = _load_tile(k_source, kv_head, page, start, kv_end, page_stride, slot_stride,
                        HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, USE_TMA, MASKED, IS_FP8)  # fmt: skip
-        v = _load_tile(v_source, kv_head, page, start, kv_end, v_page_stride, v_slot_stride,
+        v = _load_tile(v_source, kv_head, page, start, kv_end, page_stride, slot_stride,
                        HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, USE_TMA, MASKED, IS_FP8)  # fmt: skip
         # The next tile's page id is fetched one turn early: its address is needed before its data can be.
         page = _pages_at(table, start + BLOCK_N, last_page, PAGE_SIZE, BLOCK_N)
         scores = _multiply(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32), PRECISION)
         if HAS_SOFTCAP:
-            # tanh(x) = 1 - 2 / (exp(2x) + 1), finite for every x; the results are in units of log2.
-            scores = 1.0 - 2.0 / (tl.exp2(scores * (2.0 * score_scale / softcap)) + 1.0)
-            scores = scores * (softcap * 1.4426950408889634)
-            unit = 1.0
+            # tanh(x) = 1 - 2 / (exp(2x) + 1), finite for every x; score_scale turns scores into 2x in units of log2.
+            scores = 1.0 - 2.0 / (tl.exp2(scores * score_scale) + 1.0)
+            unit = softcap
         else:
             unit = score_scale
         if MASKED:
@@ -116,11 +115,24 @@ def _attend_range(
     return acc, total, peak
 
 
+@triton.jit
+def _whole_tiles(
+    first, q_count, kv_begin, kv_end, window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr
+):  # fmt: skip
+    """Return the range of keys that every row sees and that tiles of BLOCK_N cut evenly; only its edges need a mask."""
+    end = tl.maximum(tl.minimum(kv_end, first + 1) // BLOCK_N * BLOCK_N, kv_begin)
+    begin = kv_begin
+    if HAS_WINDOW:
+        oldest = tl.maximum(first + q_count - window, kv_begin)  # the last query's oldest key
+        begin = tl.minimum((oldest + BLOCK_N - 1) // BLOCK_N * BLOCK_N, end)
+    return begin, end
+
+
 @triton.jit(do_not_specialize=["table_stride"])  # it changes from step to step: never recompile for it
 def attend(
     q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, items_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
-    q_token_stride, q_head_stride, k_page_stride, k_head_stride, k_slot_stride,
-    v_page_stride, v_head_stride, v_slot_stride, out_token_stride, out_head_stride, table_stride,
+    q_token_stride, q_head_stride, page_stride, head_stride, slot_stride,
+    out_token_stride, out_head_stride, table_stride,
     score_scale, softcap, window, num_kv_heads,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEADS_INNER: tl.constexpr,
@@ -129,80 +141,92 @@ def attend(
 ):  # fmt: skip
     """Compute one item for one K/V head; a split item leaves (normalized partial, log2 of its weight) to `merge`.
 
-    Row r of the tile is query r // GROUP and head r % GROUP of the group. score_scale includes log2(e).
+    Row r of the tile is query r // GROUP and head r % GROUP of the group. score_scale and softcap include log2(e);
+    with a soft cap, score_scale is 2 / softcap as large.
     """
-    if HEADS_INNER:
-        kv_head, item = tl.program_id(0), tl.program_id(1)
-    else:
-        item, kv_head = tl.program_id(0), tl.program_id(1)
+    kv_head, item = tl.program_id(1 - HEADS_INNER), tl.program_id(HEADS_INNER)
     fields = items_ptr + item * ITEM_FIELDS
     q_count = tl.load(fields + Q_COUNT)
     if q_count == 0:  # a captured grid is as large as its largest step
         return
-    seq, q_start, first = tl.load(fields + SEQ), tl.load(fields + Q_START), tl.load(fields + Q_POSITION)
+    q_start, first = tl.load(fields + Q_START), tl.load(fields + Q_POSITION)
     kv_begin, kv_end = tl.load(fields + KV_BEGIN), tl.load(fields + KV_END)
-    slot, num_splits = tl.load(fields + PARTIAL), tl.load(fields + NUM_SPLITS)
+    table = table_ptr + tl.load(fields + SEQ).to(tl.int64) * table_stride
+    last_page = (kv_end - 1) // PAGE_SIZE
 
-    row = tl.arange(0, BLOCK_M)
-    channel = tl.arange(0, BLOCK_D)
-    token = row // GROUP
-    head = kv_head * GROUP + row % GROUP
-    real = (token < q_count)[:, None] & (channel < HEAD_DIM)[None, :]
-    q_rows = (q_start + token).to(tl.int64) * q_token_stride + head * q_head_stride
-    q = tl.load(q_ptr + q_rows[:, None] + channel[None, :], real, other=0.0)
+    q = _load_queries(q_ptr + kv_head * GROUP * q_head_stride, q_start, q_count, q_token_stride, q_head_stride,
+                      GROUP, HEAD_DIM, BLOCK_D, BLOCK_M)  # fmt: skip
     if IS_FP8:
         q = q.to(tl.float16)
         score_scale = score_scale * tl.load(k_scale_ptr + kv_head)
-    q_position = first + tl.minimum(token, q_count - 1)
-
-    if USE_TMA:
-        k_source, v_source = k_ptr, v_ptr
-    else:
-        k_source, v_source = k_ptr + kv_head * k_head_stride, v_ptr + kv_head * v_head_stride
-    table = table_ptr + seq.to(tl.int64) * table_stride
-    last_page = (kv_end - 1) // PAGE_SIZE
+    q_position = first + tl.minimum(tl.arange(0, BLOCK_M) // GROUP, q_count - 1)
+    k_source, v_source = k_ptr, v_ptr
+    if not USE_TMA:
+        k_source, v_source = k_ptr + kv_head * head_stride, v_ptr + kv_head * head_stride
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
 
-    # Tiles wholly inside what every row sees need no mask; only the edges do.
-    full_end = tl.maximum(tl.minimum(kv_end, first + 1) // BLOCK_N * BLOCK_N, kv_begin)
-    full_begin = kv_begin
+    begin, end = _whole_tiles(first, q_count, kv_begin, kv_end, window, BLOCK_N, HAS_WINDOW)
     if HAS_WINDOW:
-        oldest = tl.maximum(first + q_count - window, kv_begin)  # the last query's oldest key
-        full_begin = tl.minimum((oldest + BLOCK_N - 1) // BLOCK_N * BLOCK_N, full_end)
         acc, total, peak = _attend_range(
-            acc, total, peak, q, q_position, kv_begin, full_begin, kv_end, last_page, k_source, v_source, kv_head,
-            table, k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, score_scale, softcap, window,
+            acc, total, peak, q, q_position, kv_begin, begin, kv_end, last_page, k_source, v_source, kv_head,
+            table, page_stride, slot_stride, score_scale, softcap, window,
             HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, IS_FP8, PRECISION, USE_TMA, True,
         )  # fmt: skip
     acc, total, peak = _attend_range(
-        acc, total, peak, q, q_position, full_begin, full_end, kv_end, last_page, k_source, v_source, kv_head, table,
-        k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, score_scale, softcap, window,
+        acc, total, peak, q, q_position, begin, end, kv_end, last_page, k_source, v_source, kv_head, table,
+        page_stride, slot_stride, score_scale, softcap, window,
         HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, IS_FP8, PRECISION, USE_TMA, False)  # fmt: skip
     acc, total, peak = _attend_range(
-        acc, total, peak, q, q_position, full_end, kv_end, kv_end, last_page, k_source, v_source, kv_head, table,
-        k_page_stride, k_slot_stride, v_page_stride, v_slot_stride, score_scale, softcap, window,
+        acc, total, peak, q, q_position, end, kv_end, kv_end, last_page, k_source, v_source, kv_head, table,
+        page_stride, slot_stride, score_scale, softcap, window,
         HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, IS_FP8, PRECISION, USE_TMA, True)  # fmt: skip
-
     if IS_FP8:
         acc = acc * tl.load(v_scale_ptr + kv_head)
+    slot, num_splits = tl.load(fields + PARTIAL), tl.load(fields + NUM_SPLITS)
     if num_splits == 1:
-        out_rows = (q_start + token).to(tl.int64) * out_token_stride + head * out_head_stride
-        out = acc / total[:, None]
-        tl.store(out_ptr + out_rows[:, None] + channel[None, :], out.to(out_ptr.dtype.element_ty), real)
+        _store_whole(out_ptr + kv_head * GROUP * out_head_stride, q_start, q_count, out_token_stride, out_head_stride,
+                     acc, total, GROUP, HEAD_DIM)  # fmt: skip
     else:
-        rows = (slot * num_kv_heads + kv_head).to(tl.int64) * BLOCK_M + row
-        _store_partial(partial_ptr + rows[:, None] * HEAD_DIM + channel[None, :], lse_ptr + rows, acc, total, peak,
-                       real, token < q_count)  # fmt: skip
+        rows = (slot * num_kv_heads + kv_head).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        _store_partial(partial_ptr, lse_ptr, rows, q_count * GROUP, acc, total, peak, HEAD_DIM)
 
 
 @triton.jit
-def _store_partial(places, lse_places, acc, total, peak, real, real_rows):
+def _load_queries(
+    source, q_start, q_count, token_stride, head_stride,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Load an item's queries as [BLOCK_M, BLOCK_D]; `source` is the first head of the group. The rest reads as zero."""
+    row, channel = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
+    token = row // GROUP
+    rows = (q_start + token).to(tl.int64) * token_stride + row % GROUP * head_stride
+    real = (token < q_count)[:, None] & (channel < HEAD_DIM)[None, :]
+    return tl.load(source + rows[:, None] + channel[None, :], real, other=0.0)
+
+
+@triton.jit
+def _store_whole(
+    target, q_start, q_count, token_stride, head_stride, acc, total, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr
+):  # fmt: skip
+    """Store the results of an item that has all of its queries' keys; `target` is the first head of the group."""
+    row, channel = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
+    token = row // GROUP
+    rows = (q_start + token).to(tl.int64) * token_stride + row % GROUP * head_stride
+    real = (token < q_count)[:, None] & (channel < HEAD_DIM)[None, :]
+    out = acc / total[:, None]
+    tl.store(target + rows[:, None] + channel[None, :], out.to(target.dtype.element_ty), real)
+
+
+@triton.jit
+def _store_partial(partial_ptr, lse_ptr, rows, num_rows, acc, total, peak, HEAD_DIM: tl.constexpr):
     """Leave a split's normalized result and the log2 of its weight; a row that sees none of its keys has no weight."""
+    row, channel = tl.arange(0, acc.shape[0]), tl.arange(0, acc.shape[1])
+    real = (row < num_rows)[:, None] & (channel < HEAD_DIM)[None, :]
     total = tl.where(total == 0.0, 1.0, total)
-    tl.store(places, acc / total[:, None], real)
-    tl.store(lse_places, peak + tl.log2(total), real_rows)
+    tl.store(partial_ptr + rows[:, None] * HEAD_DIM + channel[None, :], acc / total[:, None], real)
+    tl.store(lse_ptr + rows, peak + tl.log2(total), row < num_rows)
 
 
 @triton.jit

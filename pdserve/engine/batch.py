@@ -16,6 +16,8 @@ from pdserve.errors import InvariantError
 
 Ints = npt.NDArray[np.int64]
 
+FOLLOWS_NONE = -1  # in arrays of chunks
+
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
@@ -42,6 +44,19 @@ class Batch:
     samples: tuple[SampleSpec, ...]  # in batch order
     sample_rows: Ints  # [num_samples]: the token whose logits a sample is drawn from
     sample_counts: Ints  # [num_chunks]
+    followed: Ints  # [num_tokens]: the chunk of the step before whose token this is, or FOLLOWS_NONE
+
+    @property
+    def follows_any(self) -> bool:
+        """Return whether a token is only known once the step before is over."""
+        return bool((self.followed != FOLLOWS_NONE).any())
+
+    @property
+    def first_samples(self) -> Ints:
+        """Return [num_chunks]: for each of the plan's chunks, its first sample in batch order."""
+        firsts = np.empty_like(self.order)
+        firsts[self.order] = _offsets(self.sample_counts)[:-1]
+        return firsts
 
     @property
     def num_tokens(self) -> int:
@@ -63,6 +78,7 @@ class Batch:
         chunk_of_token = np.repeat(np.arange(len(chunks)), query_lens)
         positions = np.arange(len(token_ids)) + (starts - query_starts[:-1])[chunk_of_token]
         sample_counts = _lengths([chunk.samples for chunk in chunks])
+        follows = [FOLLOWS_NONE if chunk.follows is None else chunk.follows for chunk in chunks]
         return cls(
             token_ids=token_ids,
             positions=positions,
@@ -76,6 +92,7 @@ class Batch:
             samples=tuple(chain.from_iterable(chunk.samples for chunk in chunks)),
             sample_rows=np.repeat(query_starts[1:] - 1, sample_counts),
             sample_counts=sample_counts,
+            followed=np.array(follows, dtype=np.int64)[chunk_of_token],
         )
 
 
@@ -107,6 +124,8 @@ def _check(chunks: Seq[Chunk], kv_lens: Ints, token_ids: Ints, page_table: Ints,
             raise InvariantError(f"a chunk of {len(chunk.token_ids)} tokens at position {chunk.start}")
         if len(chunk.pages) * shape.page_size < kv_len:
             raise InvariantError(f"{len(chunk.pages)} pages of {shape.page_size} tokens for a context of {kv_len}")
+        if chunk.follows is not None and len(chunk.token_ids) != 1:
+            raise InvariantError(f"{len(chunk.token_ids)} tokens after chunk {chunk.follows} of the step before")
     _check_range("page", page_table, shape.num_pages)
     _check_range("token id", token_ids, shape.vocab_size)
 

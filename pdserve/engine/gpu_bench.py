@@ -7,7 +7,6 @@ Qwen3-0.6B's shape with random weights. The scheduler is the worker's own; prefi
 import random
 import time
 from collections import deque
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import torch
@@ -87,38 +86,37 @@ class Timed:
     num_tokens: int
 
 
-def drive(runner: CudaRunner, lanes: Seq[Scheduler], work: Work, temperature: float) -> Timed:
-    """Compute all of the work. Each lane has a share of the sequences; their steps take turns on the device."""
+def drive(runner: CudaRunner, scheduler: Scheduler, work: Work, temperature: float, *, ahead: bool) -> Timed:
+    """Compute all of the work. With `ahead`, a step is planned and started while the one before it runs."""
     for order, (prompt, answer_len) in enumerate(zip(work.prompts, work.answer_lens, strict=True)):
         params = SamplingParams(temperature=temperature, max_tokens=answer_len, ignore_eos=True, seed=order)
         job = Job(RequestId(order.to_bytes(16)), Attempt(0), prompt, len(prompt), params, (0,))
-        lanes[order % len(lanes)].add(Sequence(job, (0,), list(prompt), order))
+        scheduler.add(Sequence(job, (0,), list(prompt), order))
     started_s = time.perf_counter()
     waiting_s, num_steps, num_tokens = 0.0, 0, 0
-    running: deque[tuple[Scheduler, StepPlan, Started]] = deque()
-    idle = deque(lanes)
-    while idle or running:
-        if not idle:
-            lane, plan, step = running.popleft()
-            waited_s = time.perf_counter()
-            result = runner.finish(step)
-            waiting_s += time.perf_counter() - waited_s
-            lane.commit(plan, result)
-            num_steps += 1
-            num_tokens += sum(map(len, result.tokens))
-            idle.append(lane)
-        lane = idle.popleft()
-        if (following := lane.plan()) is not None:
-            running.append((lane, following, runner.start(following)))
-    return Timed(time.perf_counter() - started_s, waiting_s, num_steps, num_tokens)
+    running: deque[tuple[StepPlan, Started]] = deque()
+    while True:
+        if (plan := scheduler.plan()) is not None:
+            running.append((plan, runner.start(plan)))
+            if ahead and len(running) == 1:
+                continue
+        elif not running:
+            return Timed(time.perf_counter() - started_s, waiting_s, num_steps, num_tokens)
+        waited_s = time.perf_counter()
+        done, step = running.popleft()
+        result = runner.finish(step)
+        waiting_s += time.perf_counter() - waited_s
+        scheduler.commit(done, result)
+        num_steps += 1
+        num_tokens += sum(map(len, result.tokens))
 
 
 def run(choice: Choice) -> list[Row]:
-    """Time the workload in one batch, and in two that take turns; the rate is output tokens per second."""
+    """Time the workload with steps planned ahead, and one by one; the rate is output tokens per second."""
     cases = {
-        f"256 sequences, temperature {temperature}, {lanes}": (temperature, num_lanes)
+        f"256 sequences, temperature {temperature}, {how}": (temperature, ahead)
         for temperature in (0.0, 0.6)
-        for num_lanes, lanes in ((1, "one batch"), (2, "two batches in turn"))
+        for ahead, how in ((True, "steps planned ahead"), (False, "one step at a time"))
     }
     wanted = {name: case for name, case in cases.items() if choice.wants(name)}
     if not wanted:
@@ -129,16 +127,15 @@ def run(choice: Choice) -> list[Row]:
     runner = CudaRunner(model, num_pages, PAGE_SIZE, STEP_LIMITS)
     runner.capture()
     work = nano_vllm_work()
-    _time(runner, num_pages, Work(work.prompts[:8], (4,) * 8), (0.6, 1))  # compiles what capturing did not
+    _time(runner, num_pages, Work(work.prompts[:8], (4,) * 8), (0.6, True))  # compiles what capturing did not
     return [_row(name, _time(runner, num_pages, work, case), work, config) for name, case in wanted.items()]
 
 
-def _time(runner: CudaRunner, num_pages: int, work: Work, case: tuple[float, int]) -> Timed:
-    temperature, num_lanes = case
-    cache = KvCache(num_pages, PAGE_SIZE, None)
-    max_num_batched_tokens = STEP_LIMITS.max_num_batched_tokens
-    limits = Limits(NUM_SEQS // num_lanes, max_num_batched_tokens, STEP_LIMITS.max_model_len, frozenset())
-    return drive(runner, [Scheduler(cache, limits) for _ in range(num_lanes)], work, temperature)
+def _time(runner: CudaRunner, num_pages: int, work: Work, case: tuple[float, bool]) -> Timed:
+    temperature, ahead = case
+    limits = Limits(NUM_SEQS, STEP_LIMITS.max_num_batched_tokens, STEP_LIMITS.max_model_len, frozenset())
+    scheduler = Scheduler(KvCache(num_pages, PAGE_SIZE, None), limits)
+    return drive(runner, scheduler, work, temperature, ahead=ahead)
 
 
 def _row(name: str, timed: Timed, work: Work, config: ModelConfig) -> Row:

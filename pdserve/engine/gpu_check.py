@@ -1,13 +1,15 @@
 """The engine on a GPU against the engine on the CPU, token for token: a section of `make gpu`.
 
-Small random models in float32; prompts in chunks, decode steps replayed, greedy and sampled sequences side by side.
+Small random models in float32; prompts in chunks, decode steps replayed and planned ahead, greedy and sampled sequences
+side by side.
 """
 
 import random
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TypeVar
 
 import torch
 
@@ -31,6 +33,7 @@ PROMPT_LENS = (1, 15, 16, 17, 40, 70, 100)
 NUM_TOKENS = 32
 LIMITS = StepLimits(max_num_seqs=6, max_num_batched_tokens=48, max_model_len=256)
 WEIGHT_SCALE = 4.0  # makes random models say more than one thing
+_Step = TypeVar("_Step")
 PARAMS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=0.9),
@@ -66,10 +69,6 @@ class Work:
     num_tokens: int = NUM_TOKENS
 
 
-class _Runner(Protocol):
-    def run(self, plan: StepPlan) -> StepResult: ...
-
-
 def run(choice: Choice) -> list[Row]:
     """Compare each family's texts; a row fails if one token differs."""
     rows = []
@@ -91,8 +90,10 @@ def different_texts(family: str, device: torch.device, work: Work) -> list[int]:
     if device.type == "cuda":
         kernels.capture()
     plain = Runner(_model(config, torch.device("cpu")), NUM_PAGES, PAGE_SIZE)
-    pairs = zip(_texts(kernels, work), _texts(plain, work), strict=True)
-    return [order for order, (ours, expected) in enumerate(pairs) if ours != expected]
+    ours = _texts(work, kernels.start, kernels.finish, num_running=2)
+    theirs = _texts(work, lambda plan: plan, plain.run, num_running=1)
+    pairs = zip(ours, theirs, strict=True)
+    return [order for order, (text, expected) in enumerate(pairs) if text != expected]
 
 
 def _model(config: ModelConfig, device: torch.device) -> Model:
@@ -100,18 +101,32 @@ def _model(config: ModelConfig, device: torch.device) -> Model:
     return load_model(config, weights, torch.float32, device=device)
 
 
-def _texts(runner: _Runner, work: Work) -> list[list[int]]:
+def _texts(
+    work: Work, start: Callable[[StepPlan], _Step], finish: Callable[[_Step], StepResult], num_running: int
+) -> list[list[int]]:
+    """Compute the work's texts, with as many steps running at a time as they are planned ahead."""
     limits = Limits(LIMITS.max_num_seqs, LIMITS.max_num_batched_tokens, LIMITS.max_model_len, frozenset())
     scheduler = Scheduler(KvCache(NUM_PAGES, PAGE_SIZE, None), limits)
-    rng = random.Random(0)
+    for sequence in _sequences(work):
+        scheduler.add(sequence)
     texts: list[list[int]] = [[] for _ in work.prompt_lens]
+    running: deque[tuple[StepPlan, _Step]] = deque()
+    while True:
+        if len(running) < num_running and (plan := scheduler.plan()) is not None:
+            running.append((plan, start(plan)))
+            continue
+        if not running:
+            return texts
+        done, step = running.popleft()
+        for outcome in scheduler.commit(done, finish(step)):
+            if isinstance(outcome, Drawn):
+                texts[outcome.sequence.order].append(outcome.token.token_id)
+
+
+def _sequences(work: Work) -> Iterator[Sequence]:
+    rng = random.Random(0)
     for order, length in enumerate(work.prompt_lens):
         params = replace(PARAMS[order % len(PARAMS)], max_tokens=work.num_tokens, ignore_eos=True, seed=order)
         prompt = tuple(rng.randrange(VOCAB) for _ in range(length))
         job = Job(RequestId(order.to_bytes(16)), Attempt(0), prompt, length, params, (0,))
-        scheduler.add(Sequence(job, (0,), list(prompt), order))
-    while (plan := scheduler.plan()) is not None:
-        for outcome in scheduler.commit(plan, runner.run(plan)):
-            if isinstance(outcome, Drawn):
-                texts[outcome.sequence.order].append(outcome.token.token_id)
-    return texts
+        yield Sequence(job, (0,), list(prompt), order)

@@ -43,6 +43,8 @@ class Runner:
 
     def _compute(self, plan: StepPlan) -> tuple[tuple[SampledToken, ...], ...]:
         batch = Batch.of(plan, self._pool)
+        if batch.follows_any:
+            raise InvariantError("a step planned ahead, on a runner that computes one at a time")
         self._attention.plan(batch)
         token_ids = torch.from_numpy(batch.token_ids)
         every_token = np.array_equal(batch.sample_rows, np.arange(batch.num_tokens))

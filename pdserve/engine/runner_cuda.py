@@ -1,8 +1,9 @@
 """Runs plans on a GPU: kernels for everything, and decode steps replayed instead of launched one by one.
 
 A step of single tokens is a replay; any other is launched kernel by kernel. While the device computes a step's logits,
-the host lays out how its tokens are drawn. Between `start` and `finish` the host is free for a step of other sequences:
-steps run in the order they were started, on one stream. `run` waits, so between two of them the device does too.
+the host lays out how its tokens are drawn. Between `start` and `finish` the host is free to plan and start the step
+after: steps run in the order they were started, on one stream, and tokens that one step draws for the next need not
+come to the host in between. `run` waits, so between two of them the device does too.
 """
 
 import time
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from pdserve.engine.attention_triton import TritonAttention
 from pdserve.engine.batch import Batch, PoolShape
+from pdserve.engine.drawn import DrawnTokens
 from pdserve.engine.graphs import Replays, StepInputs, graph_sizes, size_for
 from pdserve.engine.runner import by_chunk, copy_pages, zeroed
 from pdserve.engine.sampler import with_logprobs
@@ -73,6 +75,7 @@ class CudaRunner:
         self._inputs = StepInputs(max(limits.max_num_batched_tokens, self._sizes[-1]), page_size, num_pages, device)
         self._replays = Replays(device)
         self._sampler = KernelSampler(config.eos_token_ids if eos_token_ids is None else eos_token_ids, device)
+        self._drawn: DrawnTokens | None = None  # by the step started last
 
     def run(self, plan: StepPlan) -> StepResult:
         """Copy pages, compute all chunks, draw their samples. InvariantError if the plan cannot be run."""
@@ -80,7 +83,7 @@ class CudaRunner:
 
     @torch.inference_mode()
     def start(self, plan: StepPlan) -> Started:
-        """Launch a step and return at once. It must not need a token of a step that is not finished."""
+        """Launch a step and return at once. It may need tokens of the step started just before it, and of no other."""
         started_s = time.perf_counter()
         copy_pages(self.kv, plan.copies)
         batch = Batch.of(plan, self._pool) if plan.chunks else None
@@ -111,10 +114,12 @@ class CudaRunner:
         """Launch a batch; returns the place of its tokens on the host, and its logits if they are needed later."""
         logits = self._logits(batch)
         if not batch.samples:
+            self._drawn = None
             return _NOTHING, None
-        on_gpu = logits.device.type == "cuda"
-        token_ids = torch.empty(len(batch.samples), dtype=torch.int64, pin_memory=on_gpu)
-        token_ids.copy_(self._sampler.draw(logits, self._sampler.prepare(batch.samples)), non_blocking=True)
+        drawn = self._sampler.draw(logits, self._sampler.prepare(batch.samples))
+        self._drawn = DrawnTokens(drawn, batch.first_samples)
+        token_ids = torch.empty(len(batch.samples), dtype=torch.int64, pin_memory=drawn.device.type == "cuda")
+        token_ids.copy_(drawn, non_blocking=True)
         reported = any(spec.params.logprobs is not None for spec in batch.samples)
         return token_ids, logits.clone() if reported else None  # the next step overwrites them
 
@@ -126,6 +131,8 @@ class CudaRunner:
         only_single = int(batch.query_lens[-1]) == 1
         size = size_for(batch.num_tokens, self._sizes) if only_single else None
         token_ids, positions, slots = self._inputs.send(batch, batch.num_tokens if size is None else size)
+        if batch.follows_any:
+            self._fill_in(token_ids, batch)
         self._attention.plan(batch, positions, slots)
         if size is None:
             return self._model.forward(token_ids, self._attention, self._rows(batch))
@@ -133,6 +140,11 @@ class CudaRunner:
         if np.array_equal(batch.sample_rows, np.arange(batch.num_tokens)):
             return logits[: batch.num_tokens]
         return logits.index_select(0, self._rows(batch))
+
+    def _fill_in(self, token_ids: Tensor, batch: Batch) -> None:
+        if self._drawn is None:
+            raise InvariantError("a step follows one that drew nothing")
+        self._drawn.fill_in(token_ids, batch.followed)
 
     def _rows(self, batch: Batch) -> Tensor:
         rows = torch.from_numpy(batch.sample_rows)

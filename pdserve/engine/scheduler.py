@@ -3,16 +3,20 @@
 Invariant: pages that a running step reads or writes are nobody else's until it is over. Sequences may be added,
 stopped and removed while it runs: what it computes for one that has gone is dropped, and pages are given back after it.
 
+A step may be planned while the one before it runs: a token still to be drawn is named by the chunk it is drawn for. A
+sequence found to have ended meanwhile is computed one token too far.
+
 Each step serves running sequences first (one token each), then prompts in chunks, under one token budget
 (Sarathi-Serve, Agrawal et al. 2024). A prompt gets all its pages before its first chunk; when a running sequence
 finds no page, the least urgent one gives up its pages and is computed anew later, with the same tokens.
 """
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from pdserve.engine.ahead import NO_SHARE, RunningStep, Shares, may_follow
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.pages import Pages
 from pdserve.engine.sequence import Finish, Sequence
 from pdserve.engine.step import Chunk, SampledToken, StepPlan, StepResult
 from pdserve.errors import InvariantError
@@ -63,6 +67,9 @@ class Split:
 Outcome = Drawn | Started | Computed | Split
 
 
+_UNKNOWN = (0,)  # stands for a token that is still being drawn
+
+
 class Scheduler:
     """Sequences of one worker: waiting for pages, or running."""
 
@@ -72,10 +79,9 @@ class Scheduler:
         self.num_preemptions = 0
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
-        self._planned: list[Sequence] = []  # parallel to the running step's chunks
-        self._is_stepping = False
-        self._dropped: list[Sequence] = []  # planned, and stopped since
-        self._leaving: list[Pages] = []  # holds to give up when the step is over
+        self._steps: deque[RunningStep] = deque()  # at most two, the oldest first
+        self._shares: Shares = {}  # of the running step, while the one after it is planned
+        self._planned: list[Sequence] = []  # parallel to the chunks of the step that is being planned
 
     @property
     def num_running(self) -> int:
@@ -110,8 +116,9 @@ class Scheduler:
         """Compute nothing more of a sequence; it keeps its pages."""
         if sequence in self._running:
             self._running.remove(sequence)
-            if self._is_stepping and sequence in self._planned:
-                self._dropped.append(sequence)
+            for step in self._steps:
+                if sequence in step.sequences:
+                    step.dropped.add(sequence)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
 
@@ -122,22 +129,21 @@ class Scheduler:
 
     def release(self, sequence: Sequence) -> None:
         """Give up a sequence's hold on its pages; they stay reusable until given out again."""
-        if self._is_stepping:
-            self._leaving.append(tuple(sequence.pages))
+        if self._steps:
+            self._steps[-1].leaving.append(tuple(sequence.pages))
         else:
             self.cache.pool.release(tuple(sequence.pages))
-        sequence.pages.clear()
-        sequence.computed = 0
-        sequence.num_published = 0
+        sequence.forget_pages()
 
     def split(self, sequence: Sequence, first_tokens: Iterable[tuple[int, int]]) -> list[Sequence]:
         """Return a sequence for each (index, first token) that shares the prompt's pages, and release the prompt's.
 
         A shared page is copied before one of them writes into it.
         """
-        children = []
+        children: list[Sequence] = []
         for index, token in first_tokens:
-            self.cache.pool.share(sequence.pages)
+            if children:  # the first takes over the prompt's hold
+                self.cache.pool.share(sequence.pages)
             children.append(
                 Sequence(
                     job=sequence.job,
@@ -152,24 +158,34 @@ class Scheduler:
                     has_run=sequence.has_run,
                 )
             )
-        self.release(sequence)
+        if children:
+            sequence.forget_pages()
+        else:
+            self.release(sequence)
         return children
 
     def plan(self) -> StepPlan | None:
-        """Return the next step, or None if there is nothing to compute."""
-        if self._is_stepping:
-            raise InvariantError("planned a step while one is running")
+        """Return the next step, or None if there is nothing to compute.
+
+        While a step runs, also None where the next one needs its tokens, or pages that only preemption frees.
+        """
+        if len(self._steps) > 1:
+            raise InvariantError("planned a step while two are running")
+        self._shares = self._steps[0].shares() if self._steps else {}
         budget = self.limits.max_num_batched_tokens
         chunks: list[Chunk] = []
         copies: list[tuple[PageId, PageId]] = []
-        decoding = [s for s in self._running if s.num_missing == 1]
+        running = self._plannable()
+        decoding = [s for s in running if self._num_unplanned(s) == 1]
+        if self._steps and sum(map(self._wants_page, decoding)) > self.cache.pool.num_free:
+            return None
         for sequence in sorted(decoding, key=lambda s: s.urgency):
             if budget > 0 and sequence.pages and self._make_room(sequence, copies):
                 budget -= 1
                 self._schedule(sequence, 1, chunks)
-        for sequence in sorted((s for s in self._running if s.num_missing > 1), key=lambda s: s.urgency):
+        for sequence in sorted((s for s in running if self._num_unplanned(s) > 1), key=lambda s: s.urgency):
             if budget > 0 and sequence.pages:
-                count = min(budget, sequence.num_missing)
+                count = min(budget, self._num_unplanned(sequence))
                 budget -= count
                 self._schedule(sequence, count, chunks)
         while budget > 0 and self._waiting:
@@ -180,17 +196,14 @@ class Scheduler:
             count = min(budget, sequence.num_missing)
             budget -= count
             self._schedule(sequence, count, chunks)
-        if not chunks:
-            return None
-        self._is_stepping = True
-        return StepPlan(tuple(chunks), tuple(copies))
+        return self._launch(chunks, copies) if chunks else None
 
     def commit(self, plan: StepPlan, result: StepResult) -> tuple[Outcome, ...]:
-        """Take in what a step brought. Sequences that ended, or go to a hand-off, are no longer running."""
+        """Take in what the oldest step brought. Sequences that ended, or go to a hand-off, are no longer running."""
         outcomes: list[Outcome] = []
-        planned, dropped = self._end_step()
-        for sequence, chunk, tokens in zip(planned, plan.chunks, result.tokens, strict=True):
-            if sequence in dropped:
+        step = self._end_step()
+        for sequence, chunk, tokens in zip(step.sequences, plan.chunks, result.tokens, strict=True):
+            if sequence in step.dropped:
                 continue
             was_prompt = sequence.num_missing > 1 or len(sequence.indices) > 1 or sequence.stop_after_prompt
             sequence.computed += len(chunk.token_ids)
@@ -205,30 +218,51 @@ class Scheduler:
         return tuple(outcomes)
 
     def abandon(self) -> tuple[Sequence, ...]:
-        """Forget the planned step, which failed; return its sequences, which stay where they were."""
-        planned, dropped = self._end_step()
-        return tuple(sequence for sequence in planned if sequence not in dropped)
+        """Forget the planned steps, which failed and write no more; return their sequences, which stay as they were."""
+        steps = [self._end_step() for _ in range(len(self._steps))]
+        planned = dict.fromkeys(s for step in steps for s in step.sequences if s not in step.dropped)
+        return tuple(planned)
 
-    def _end_step(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Give back what left during the step; return its sequences, and those of them that were stopped."""
-        planned, dropped, leaving = self._planned, self._dropped, self._leaving
-        self._planned, self._dropped, self._leaving = [], [], []
-        self._is_stepping = False
-        for pages in leaving:
+    def _end_step(self) -> RunningStep:
+        """Return the oldest step, which is over, and give back what left during it."""
+        step = self._steps.popleft()
+        for pages in step.leaving:
             self.cache.pool.release(pages)
-        return planned, dropped
+        return step
+
+    def _plannable(self) -> list[Sequence]:
+        """Return the running sequences of which more can be planned without the tokens being drawn."""
+        if not self._shares:
+            return self._running
+        shares, limit = self._shares, self.limits.max_model_len
+        return [s for s in self._running if may_follow(s, shares.get(s, NO_SHARE), limit)]
+
+    def _num_unplanned(self, sequence: Sequence) -> int:
+        share = self._shares.get(sequence, NO_SHARE)
+        return sequence.num_missing - share.num_tokens + share.num_drawn
 
     def _schedule(self, sequence: Sequence, count: int, chunks: list[Chunk]) -> None:
-        stop = sequence.computed + count
+        share, num_known = self._shares.get(sequence, NO_SHARE), len(sequence.tokens)
+        start = sequence.computed + share.num_tokens
+        stop, is_known = start + count, start < num_known
+        is_last = stop == num_known + share.num_drawn
         chunks.append(
             Chunk(
-                token_ids=sequence.tokens[sequence.computed : stop],
-                start=sequence.computed,
+                token_ids=sequence.tokens[start:stop] if is_known else _UNKNOWN,
+                start=start,
                 pages=sequence.pages[: self.cache.num_pages(stop)],
-                samples=sequence.samples() if stop == len(sequence.tokens) else (),
+                samples=sequence.samples(share.num_drawn) if is_last else (),
+                follows=None if is_known else share.place,
             )
         )
         self._planned.append(sequence)
+
+    def _launch(self, chunks: list[Chunk], copies: Iterable[tuple[PageId, PageId]] = ()) -> StepPlan:
+        """Count what has been scheduled as running, until it is committed."""
+        plan = StepPlan(tuple(chunks), tuple(copies))
+        self._steps.append(RunningStep(self._planned, plan.chunks))
+        self._planned = []
+        return plan
 
     def _admit(self, sequence: Sequence) -> bool:
         """Move the first waiting sequence to the running ones, with pages for all it has to compute."""
@@ -250,12 +284,21 @@ class Scheduler:
         self._running.append(sequence)
         return True
 
+    def _next_page(self, sequence: Sequence) -> int:
+        """Return which of its pages, in order, a decoding sequence writes to next."""
+        return (sequence.computed + self._shares.get(sequence, NO_SHARE).num_tokens) // self.cache.page_size
+
+    def _wants_page(self, sequence: Sequence) -> bool:
+        """Return whether a decoding sequence has no page of its own to write into."""
+        slot = self._next_page(sequence)
+        return slot >= len(sequence.pages) or self.cache.pool.holders(sequence.pages[slot]) > 1
+
     def _make_room(self, sequence: Sequence, copies: list[tuple[PageId, PageId]]) -> bool:
         """Give a decoding sequence a page of its own to write into, preempting others; False if it was preempted."""
-        slot = sequence.computed // self.cache.page_size
-        shared = slot < len(sequence.pages) and self.cache.pool.holders(sequence.pages[slot]) > 1
-        if slot < len(sequence.pages) and not shared:
+        if not self._wants_page(sequence):
             return True
+        slot = self._next_page(sequence)
+        shared = slot < len(sequence.pages)
         while (pages := self.cache.take(1)) is None:
             victim = max((s for s in self._running if s.pages and s not in self._planned), key=lambda s: s.urgency)
             self._preempt(victim)
@@ -285,16 +328,13 @@ class Scheduler:
             sequence.num_published = full
 
     def _draw(self, sequence: Sequence, tokens: tuple[SampledToken, ...]) -> list[Outcome]:
-        position = sequence.num_output_tokens
-        outcomes: list[Outcome] = [
-            Drawn(sequence, index, position, token, self._finish(sequence, token.token_id))
+        position, eos, limit = sequence.num_output_tokens, self.limits.eos_token_ids, self.limits.max_model_len
+        drawn = [
+            Drawn(sequence, index, position, token, sequence.finish_with(token.token_id, eos, limit))
             for index, token in zip(sequence.indices, tokens, strict=True)
         ]
-        going_on = [
-            (index, token.token_id)
-            for index, token in zip(sequence.indices, tokens, strict=True)
-            if self._finish(sequence, token.token_id) is None
-        ]
+        outcomes: list[Outcome] = [*drawn]
+        going_on = [(one.index, one.token.token_id) for one in drawn if one.finish is None]
         if sequence.stop_after_prompt:
             self._running.remove(sequence)  # its pages are held until the hand-off is over
         elif len(sequence.indices) > 1:
@@ -307,14 +347,3 @@ class Scheduler:
         else:
             self.remove(sequence)
         return outcomes
-
-    def _finish(self, sequence: Sequence, token_id: int) -> Finish | None:
-        params = sequence.job.params
-        if token_id in params.stop_token_ids:
-            return Finish.STOP
-        if token_id in self.limits.eos_token_ids and not params.ignore_eos:
-            return Finish.STOP
-        full = len(sequence.tokens) + 1 >= self.limits.max_model_len
-        if full or sequence.num_output_tokens + 1 >= params.max_tokens:
-            return Finish.LENGTH
-        return None

@@ -69,9 +69,28 @@ class Sequence:
         """Return a key that sorts first what is served first and preempted last."""
         return -self.job.priority, self.order
 
-    def samples(self) -> tuple[SampleSpec, ...]:
-        """Return what to draw after the last token, one draw for each index."""
-        params, count = self.job.params, self.num_output_tokens
+    def forget_pages(self) -> None:
+        """Hold no page, so no KV; someone else holds or releases them."""
+        self.pages.clear()
+        self.computed = 0
+        self.num_published = 0
+
+    def is_next_last(self, max_model_len: int) -> bool:
+        """Return whether the next token is the last that the request or the model allows."""
+        return len(self.tokens) + 1 >= max_model_len or self.num_output_tokens + 1 >= self.job.params.max_tokens
+
+    def finish_with(self, token_id: int, eos_token_ids: frozenset[int], max_model_len: int) -> Finish | None:
+        """Return why the sequence ends if `token_id` is its next token; None if it goes on."""
+        params = self.job.params
+        if token_id in params.stop_token_ids:
+            return Finish.STOP
+        if token_id in eos_token_ids and not params.ignore_eos:
+            return Finish.STOP
+        return Finish.LENGTH if self.is_next_last(max_model_len) else None
+
+    def samples(self, num_undrawn: int = 0) -> tuple[SampleSpec, ...]:
+        """Return what to draw after the last token and `num_undrawn` unknown ones, one draw for each index."""
+        params, count = self.job.params, self.num_output_tokens + num_undrawn
         history = self.tokens if params.has_penalties else ()  # nothing else reads it
         prompt_ids = tuple(history[: self.job.num_prompt_tokens])
         output_ids = tuple(history[self.job.num_prompt_tokens :])

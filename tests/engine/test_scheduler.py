@@ -3,7 +3,6 @@ import pytest
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Drawn, Limits, Scheduler, Split, Started
 from pdserve.engine.sequence import Finish, Job, Sequence
-from pdserve.errors import InvariantError
 from pdserve.ids import Attempt, RequestId
 from pdserve.sampling import SamplingParams
 from pdserve.sim.engine import FakeRunner, expected
@@ -133,8 +132,6 @@ def test_a_failed_step_leaves_the_scheduler_usable() -> None:
     bench = Bench()
     sequence = bench.add(1, [1, 2, 3], max_tokens=4)
     assert bench.scheduler.plan() is not None
-    with pytest.raises(InvariantError):
-        bench.scheduler.plan()
     assert bench.scheduler.abandon() == (sequence,)
     bench.scheduler.remove(sequence)
     bench.add(2, [1, 2, 3], max_tokens=4)

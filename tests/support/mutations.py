@@ -1,5 +1,6 @@
 """Bugs on purpose: each breaks one rule of the real cores while it is switched on."""
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ import receiver_mutations
 from breaking import MUTATIONS, Original, mutation, wrap
 
 from pdserve.decode_worker.core import DecodeCore
+from pdserve.engine.ahead import RunningStep
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.pages import PagePool
 from pdserve.engine.scheduler import Scheduler
@@ -189,9 +191,9 @@ def recompute_too_little_after_preemption() -> Iterator[object]:
 @mutation
 def give_pages_back_while_a_step_writes_them() -> Iterator[object]:
     def release(original: Original, self: Scheduler, sequence: Sequence) -> None:
-        is_stepping, self._is_stepping = self._is_stepping, False
+        steps, self._steps = self._steps, deque()
         original(self, sequence)
-        self._is_stepping = is_stepping
+        self._steps = steps
 
     with wrap(Scheduler, "release", release) as patched:
         yield patched
@@ -199,9 +201,10 @@ def give_pages_back_while_a_step_writes_them() -> Iterator[object]:
 
 @mutation
 def take_in_what_a_step_computed_for_a_sequence_that_left() -> Iterator[object]:
-    def end_step(original: Original, self: Scheduler) -> tuple[list[Sequence], list[Sequence]]:
-        planned, _ = original(self)
-        return planned, []
+    def end_step(original: Original, self: Scheduler) -> RunningStep:
+        step: RunningStep = original(self)
+        step.dropped.clear()
+        return step
 
     with wrap(Scheduler, "_end_step", end_step) as patched:
         yield patched

@@ -59,19 +59,19 @@ def test_the_benchmark_needs_engine_model_kernels_and_base_alone(tmp_path: Path)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("num_lanes", [1, 2, 4])
-def test_driving_computes_every_token_of_the_work(num_lanes: int) -> None:
+@pytest.mark.parametrize("ahead", [True, False])
+def test_driving_computes_every_token_of_the_work(ahead: bool) -> None:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_hidden_layers": 1}
     sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "eos_token_id": 1}
     config = ModelConfig.from_hf({"architectures": ["Qwen3ForCausalLM"], **heads, **sizes})
     runner = CudaRunner(load_model(config, dummy_weights(config), torch.float32), 12, 16, StepLimits(2, 16, 32))
-    cache = KvCache(12, 16, None)
-    lanes = [Scheduler(cache, Limits(2, 16, 32, frozenset())) for _ in range(num_lanes)]
-    timed = drive(runner, lanes, gpu_bench.Work(((1, 2, 3), (4,) * 20, (5,)), (2, 3, 1)), 0.6)
+    scheduler = Scheduler(KvCache(12, 16, None), Limits(2, 16, 32, frozenset()))
+    work = gpu_bench.Work(((1, 2, 3), (4,) * 20, (5,)), (2, 3, 1))
+    timed = drive(runner, scheduler, work, 0.6, ahead=ahead)
     assert timed.num_tokens == 6
-    assert [(lane.num_running, lane.num_waiting) for lane in lanes] == [(0, 0)] * num_lanes
+    assert (scheduler.num_running, scheduler.num_waiting) == (0, 0)
     assert 0.0 < timed.waiting_s < timed.total_s
-    assert cache.pool.num_free == 12
+    assert scheduler.cache.pool.num_free == 12
 
 
 def test_the_comparison_of_engines_finds_none_different() -> None:

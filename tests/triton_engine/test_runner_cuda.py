@@ -195,3 +195,42 @@ def test_a_step_may_be_started_while_one_of_other_sequences_runs(runner: CudaRun
     alone = CudaRunner(model, NUM_PAGES, PAGE_SIZE, LIMITS)
     assert overlapped == [alone.run(plan).tokens[0][0] for plan in plans]
     assert len({token.logprobs for token in overlapped}) == 3
+
+
+@pytest.mark.parametrize("model", ["qwen3"], indirect=True)
+def test_a_step_may_follow_one_whose_tokens_are_not_known_yet(runner: CudaRunner, model: Model) -> None:
+    sampled = SamplingParams(temperature=1.3)
+    prompts = [tokens_of(length, length) for length in (5, 17, 1)]
+
+    def chunks(drawn: list[int] | None, follows: tuple[int | None, ...]) -> StepPlan:
+        places = enumerate(follows)
+        return StepPlan(
+            tuple(
+                Chunk(
+                    (0 if drawn is None else drawn[i],),
+                    len(prompts[i]),
+                    pages_of(4 * i, len(prompts[i]) + 1),
+                    (spec((1,), sampled, seed=i),),
+                    follows=place,
+                )
+                for i, place in places
+            )
+        )
+
+    first = StepPlan(
+        tuple(Chunk(p, 0, pages_of(4 * i, len(p)), (spec((), sampled, seed=i),)) for i, p in enumerate(prompts))
+    )
+    steps = [runner.start(first), runner.start(chunks(None, (0, 1, 2)))]
+    ahead = [[tokens[0].token_id for tokens in runner.finish(step).tokens] for step in steps]
+    alone = CudaRunner(model, NUM_PAGES, PAGE_SIZE, LIMITS)
+    drawn = [tokens[0].token_id for tokens in alone.run(first).tokens]
+    known = [tokens[0].token_id for tokens in alone.run(chunks(drawn, (None,) * 3)).tokens]
+    assert ahead == [drawn, known]
+    assert len(set(drawn)) > 1
+
+
+@pytest.mark.parametrize("model", ["qwen3"], indirect=True)
+def test_following_a_step_that_drew_nothing_is_our_own_fault(runner: CudaRunner) -> None:
+    runner.run(StepPlan((Chunk([7], 0, (PageId(1),), ()),)))
+    with pytest.raises(InvariantError, match="drew nothing"):
+        runner.start(StepPlan((Chunk((0,), 1, (PageId(1),), (spec(),), follows=0),)))

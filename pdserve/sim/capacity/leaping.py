@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from pdserve.engine.ahead import RunningStep
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Outcome, Scheduler
 from pdserve.engine.sequence import Sequence
@@ -27,7 +28,8 @@ class LeapingScheduler(Scheduler):
 
     def draw(self, plan: StepPlan, elapsed_s: float) -> StepResult:
         """Return what the step that is planned brings."""
-        tokens = tuple([self._token(s) if c.samples else () for s, c in zip(self._planned, plan.chunks, strict=True)])
+        planned = self._steps[0].sequences
+        tokens = tuple([self._token(s) if c.samples else () for s, c in zip(planned, plan.chunks, strict=True)])
         return StepResult(tokens, elapsed_s)
 
     def _token(self, sequence: Sequence) -> tuple[SampledToken, ...]:
@@ -38,18 +40,19 @@ class LeapingScheduler(Scheduler):
 
     def commit(self, plan: StepPlan, result: StepResult) -> tuple[Outcome, ...]:
         """Take in what a step brought. Nothing is told of sequences that go on decoding, as in a leap."""
-        planned, self._planned = self._planned, []
+        step, kept = self._steps[0], list[Sequence]()
         chunks: list[Chunk] = []
         drawn: list[tuple[SampledToken, ...]] = []
-        for sequence, chunk, tokens in zip(planned, plan.chunks, result.tokens, strict=True):
+        for sequence, chunk, tokens in zip(step.sequences, plan.chunks, result.tokens, strict=True):
             goes_on = tokens is _GOES_ON and sequence.has_run and not sequence.stop_after_prompt
-            if goes_on and _is_decoding(sequence) and sequence not in self._dropped:
+            if goes_on and _is_decoding(sequence) and sequence not in step.dropped:
                 sequence.computed += 1
                 sequence.tokens.append(OTHER)
             else:
-                self._planned.append(sequence)
+                kept.append(sequence)
                 chunks.append(chunk)
                 drawn.append(tokens)
+        step.sequences = kept
         return super().commit(StepPlan(tuple(chunks)), StepResult(tuple(drawn), result.elapsed_s))
 
     def _schedule(self, sequence: Sequence, count: int, chunks: list[Chunk]) -> None:
@@ -86,8 +89,7 @@ class LeapingScheduler(Scheduler):
 
     def begin_leap(self) -> None:
         """Begin a leap of all that runs: to the rest of the scheduler it is a step."""
-        self._planned = self._running.copy()
-        self._is_stepping = True
+        self._steps.append(RunningStep(self._running.copy(), ()))
 
     def take_pages(self, num_steps: int) -> None:
         """Take the pages that the first steps of the leap under way have written to, before others are given any."""
@@ -96,7 +98,8 @@ class LeapingScheduler(Scheduler):
 
     def can_go_on(self, num_steps: int) -> bool:
         """Return whether the leap under way may do that many steps: nothing has come, and there are pages for it."""
-        unchanged = not self._waiting and len(self._running) == len(self._planned) and not self._dropped
+        step = self._steps[0]
+        unchanged = not self._waiting and len(self._running) == len(step.sequences) and not step.dropped
         return unchanged and self._pages_needed(num_steps) <= self.cache.pool.num_free
 
     def leap(self, num_steps: int) -> StepPlan:
@@ -105,7 +108,7 @@ class LeapingScheduler(Scheduler):
         Told is of sequences that end, and of those that have not run before.
         """
         chunks: list[Chunk] = []
-        leaping, self._planned = self._leaping(), []
+        leaping = self._leaping()
         length_of, ahead = self._output_length, [OTHER] * num_steps
         for sequence in leaping:
             job, tokens = sequence.job, sequence.tokens
@@ -118,10 +121,12 @@ class LeapingScheduler(Scheduler):
                 tokens.extend(ahead[1:])
                 sequence.computed += num_steps - 1
                 self._schedule(sequence, 1, chunks)
+        self._steps[0].sequences, self._planned = self._planned, []
         return StepPlan(tuple(chunks))
 
     def _leaping(self) -> list[Sequence]:
-        return [s for s in self._planned if s not in self._dropped] if self._dropped else self._planned
+        step = self._steps[0]
+        return [s for s in step.sequences if s not in step.dropped] if step.dropped else step.sequences
 
     def _add_pages(self, sequence: Sequence, num_steps: int) -> None:
         last = sequence.computed + num_steps

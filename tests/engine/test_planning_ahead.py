@@ -1,0 +1,243 @@
+"""A step planned while the one before it runs gives the tokens of steps planned one by one, and writes to no page that
+has been given back."""
+
+from collections import deque
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.engine.kvcache import KvCache
+from pdserve.engine.scheduler import Drawn, Limits, Scheduler, Split
+from pdserve.engine.sequence import Job, Sequence
+from pdserve.engine.step import Chunk, SampledToken, StepPlan, StepResult
+from pdserve.errors import InvariantError
+from pdserve.ids import Attempt, RequestId
+from pdserve.sampling import SamplingParams
+from pdserve.sim.engine import FakeRunner, expected
+
+VOCAB = 101
+PAGE_SIZE = 4
+
+
+class FollowingRunner(FakeRunner):
+    """Knows the tokens of the step before, as a device does."""
+
+    drawn: tuple[tuple[SampledToken, ...], ...] = ()
+
+    def run(self, plan: StepPlan) -> StepResult:
+        known = tuple(map(self._fill_in, plan.chunks))
+        result = super().run(replace(plan, chunks=known))
+        self.drawn = result.tokens
+        return result
+
+    def _fill_in(self, chunk: Chunk) -> Chunk:
+        if chunk.follows is None:
+            return chunk
+        (token,) = self.drawn[chunk.follows]
+        return replace(chunk, token_ids=(token.token_id,))
+
+
+@dataclass
+class Bench:
+    """A scheduler whose steps run `depth` at a time where it lets them."""
+
+    num_pages: int = 32
+    budget: int = 8
+    depth: int = 2
+
+    def __post_init__(self) -> None:
+        limits = Limits(max_num_seqs=4, max_num_batched_tokens=self.budget, max_model_len=48, eos_token_ids=frozenset())
+        self.scheduler = Scheduler(KvCache(self.num_pages, PAGE_SIZE, None), limits)
+        self.runner = FollowingRunner(self.num_pages, PAGE_SIZE, VOCAB)
+        self.running: deque[tuple[StepPlan, StepResult]] = deque()
+        self.drawn: dict[tuple[int, int], list[int]] = {}
+        self.alive: dict[int, list[Sequence]] = {}
+        self.num_ahead = 0
+
+    def add(self, number: int, prompt: list[int], indices: tuple[int, ...] = (0,), **params: object) -> None:
+        settings = SamplingParams(seed=number, **params)  # type: ignore[arg-type]
+        job = Job(RequestId(number.to_bytes(16)), Attempt(0), tuple(prompt), len(prompt), settings, indices)
+        sequence = Sequence(job, indices, list(prompt), order=number)
+        self.alive[number] = [sequence]
+        self.scheduler.add(sequence)
+
+    def cancel(self, number: int) -> None:
+        for sequence in self.alive.pop(number, []):
+            self.scheduler.remove(sequence)
+        self.check()
+
+    def turn(self) -> bool:
+        """Plan a step if one may be, else let the oldest one end; False if there is nothing to do."""
+        plan = self.scheduler.plan() if len(self.running) < self.depth else None
+        if plan is None and not self.running:
+            return False
+        if plan is not None:
+            self.num_ahead += len(self.running)
+            self.running.append((plan, self.runner.run(plan)))
+        else:
+            self._commit()
+        self.check()
+        return True
+
+    def run(self) -> None:
+        while self.turn():
+            pass
+        pool = self.scheduler.cache.pool
+        assert pool.num_free == pool.num_pages
+
+    def check(self) -> None:
+        """No step in flight has a page that is free; the pool adds up."""
+        self.scheduler.cache.check()
+        in_flight = {page for plan, _ in self.running for chunk in plan.chunks for page in chunk.pages}
+        assert [page for page in in_flight if self.scheduler.cache.pool.is_free(page)] == []
+
+    def _commit(self) -> None:
+        plan, result = self.running.popleft()
+        for outcome in self.scheduler.commit(plan, result):
+            number = int.from_bytes(outcome.sequence.job.request_id)
+            assert number in self.alive, "told of a sequence that was given up"
+            match outcome:
+                case Drawn(sequence, index, position, token, finish):
+                    tokens = self.drawn.setdefault((number, index), [])
+                    assert len(tokens) == position
+                    tokens.append(token.token_id)
+                    if finish is not None and sequence.indices == (index,):
+                        self.alive[number].remove(sequence)
+                case Split(_, children):
+                    self.alive[number] = list(children)
+
+
+def test_decode_steps_follow_each_other_without_waiting_for_tokens() -> None:
+    bench = Bench()
+    bench.add(1, [9, 8, 7], max_tokens=12)
+    bench.run()
+    assert bench.drawn[1, 0] == expected([9, 8, 7], 1, 12, VOCAB)
+    assert bench.num_ahead == 11  # each but the first
+
+
+def test_a_step_ahead_names_the_chunk_its_token_comes_from() -> None:
+    bench = Bench()
+    for number in (1, 2):
+        bench.add(number, [number], max_tokens=3)
+    first, second = bench.scheduler.plan(), bench.scheduler.plan()
+    assert first is not None
+    assert second is not None
+    assert [chunk.follows for chunk in first.chunks] == [None, None]
+    assert [(chunk.follows, chunk.start, tuple(chunk.token_ids)) for chunk in second.chunks] == [
+        (0, 1, (0,)),
+        (1, 1, (0,)),
+    ]
+    assert [chunk.samples[0].index for chunk in second.chunks] == [1, 1]
+
+
+def test_no_more_than_two_steps_run_at_a_time() -> None:
+    bench = Bench()
+    bench.add(1, [1], max_tokens=9)
+    assert bench.scheduler.plan() is not None
+    assert bench.scheduler.plan() is not None
+    with pytest.raises(InvariantError):
+        bench.scheduler.plan()
+
+
+def test_a_stop_found_late_drops_the_token_computed_too_far() -> None:
+    tokens = expected([9, 8, 7], 1, 6, VOCAB)
+    bench = Bench()
+    bench.add(1, [9, 8, 7], max_tokens=6, stop_token_ids=(tokens[2],))
+    bench.run()
+    assert bench.drawn[1, 0] == tokens[:3]
+
+
+def test_a_page_of_a_sequence_that_ended_is_held_until_the_step_after_is_over() -> None:
+    tokens = expected([9, 8, 7], 1, 6, VOCAB)
+    bench = Bench(num_pages=4)
+    bench.add(1, [9, 8, 7], max_tokens=6, stop_token_ids=(tokens[0],))
+    assert (bench.turn(), bench.turn()) == (True, True)
+    free = bench.scheduler.cache.pool.num_free
+    bench.turn()  # the first step ends, and with it the sequence, while the second still writes
+    assert bench.drawn[1, 0] == tokens[:1]
+    assert bench.scheduler.cache.pool.num_free == free < 4
+    bench.run()
+
+
+def test_a_limit_is_known_beforehand_and_costs_no_step() -> None:
+    bench = Bench()
+    bench.add(1, [1], max_tokens=1)
+    assert bench.turn()
+    assert bench.scheduler.plan() is None
+
+
+def test_penalties_wait_for_the_token_they_count() -> None:
+    bench = Bench()
+    bench.add(1, [1], max_tokens=5, presence_penalty=1.0)
+    bench.run()
+    assert bench.num_ahead == 0
+
+
+def test_a_failure_abandons_both_steps_and_gives_back_what_was_let_go() -> None:
+    bench = Bench()
+    bench.add(1, [1], max_tokens=9)
+    bench.add(2, [2], max_tokens=9)
+    bench.turn()
+    bench.turn()
+    bench.cancel(1)
+    bench.running.clear()
+    (kept,) = bench.scheduler.abandon()
+    assert kept.job.request_id == RequestId((2).to_bytes(16))
+    bench.scheduler.remove(kept)
+    assert bench.scheduler.cache.pool.num_free == 32
+
+
+JOBS = st.lists(
+    st.tuples(
+        st.integers(1, 14),  # prompt
+        st.integers(1, 12),  # answer
+        st.sampled_from([(0,), (0,), (0,), (0, 1)]),
+        st.booleans(),  # penalties
+        st.none() | st.integers(0, 11),  # which of its tokens stops it
+        st.none() | st.integers(1, 30),  # given up after so many turns
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(jobs=JOBS, num_pages=st.integers(7, 20), budget=st.integers(4, 12))
+def test_whatever_ends_when_tokens_are_those_of_steps_one_by_one(
+    jobs: list[tuple], num_pages: int, budget: int
+) -> None:  # type: ignore[type-arg]
+    bench = Bench(num_pages, budget)
+    wanted: dict[tuple[int, int], list[int]] = {}
+    gives_up: dict[int, int] = {}
+    for number, (length, count, indices, penalized, stop, patience) in enumerate(jobs):
+        prompt = [(number * 7 + i) % VOCAB for i in range(length)]
+        tokens = expected(prompt, number, count, VOCAB)
+        stops = (tokens[stop],) if stop is not None and stop < count else ()
+        end = tokens.index(stops[0]) + 1 if stops else count
+        if indices == (0,):
+            wanted[number, 0] = tokens[:end]
+        gives_up |= {number: patience} if patience is not None else {}
+        penalty = 0.5 if penalized else 0.0
+        bench.add(number, prompt, indices, max_tokens=count, stop_token_ids=stops, presence_penalty=penalty)
+    turn = 0
+    while bench.turn():
+        turn += 1
+        for number in [n for n, patience in gives_up.items() if patience == turn]:
+            bench.cancel(number)
+    assert bench.scheduler.cache.pool.num_free == num_pages
+    for (number, index), tokens in wanted.items():
+        got = bench.drawn.get((number, index), [])
+        assert got == tokens if number not in gives_up else got == tokens[: len(got)]
+
+
+def test_a_step_ahead_preempts_nobody() -> None:
+    num_preemptions = []
+    for depth in (1, 2):
+        bench = Bench(num_pages=7, budget=16, depth=depth)
+        for number in range(3):
+            bench.add(number, [number] * 6, max_tokens=14)
+        bench.run()
+        assert {n: bench.drawn[n, 0] for n in range(3)} == {n: expected([n] * 6, n, 14, VOCAB) for n in range(3)}
+        num_preemptions.append(bench.scheduler.num_preemptions)
+    assert num_preemptions[1] == num_preemptions[0] > 0
