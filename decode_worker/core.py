@@ -25,7 +25,7 @@ from pdserve.decode_worker.tasks import Inbound, Task, check_capsule
 from pdserve.engine.scheduler import Computed, Drawn, Scheduler, Split, Started
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepPlan, StepResult
-from pdserve.errors import InvariantError
+from pdserve.errors import InvariantError, ProtocolError, Refusal
 from pdserve.kvtransfer import receiver
 from pdserve.kvtransfer.lease import Leases
 from pdserve.kvtransfer.session import Capsule, HandoffKey, Peer
@@ -152,8 +152,10 @@ class DecodeCore:
                 return self._advance(inbound, receiver.DigestsChecked(mismatch), now_s) if inbound else []
             case FromPeer(peer, key, news):
                 inbound = self._inbound.get(key)
-                if inbound is None or inbound.peer != peer:
+                if inbound is None:
                     return []  # late news of a hand-off that is over
+                if inbound.peer != peer:
+                    raise ProtocolError(f"{peer} speaks for a hand-off of {inbound.peer}", Refusal.INCARNATION)
                 return self._landed(inbound, news, now_s) + self._advance(inbound, news, now_s)
             case PeerAttached(peer):
                 self._leases.begin(peer, now_s)

@@ -7,7 +7,7 @@ from pdserve.decode_worker.rules import Rules
 from pdserve.decode_worker.tasks import Inbound, Task
 from pdserve.engine.scheduler import Scheduler
 from pdserve.kvtransfer import receiver
-from pdserve.kvtransfer.session import Grant, mint_capability
+from pdserve.kvtransfer.session import KV_REGION, Grant, mint_capability
 
 
 class Granting:
@@ -34,6 +34,8 @@ class Granting:
             cache.pool.release(reused)
             return None
         generations = tuple(cache.pool.generation(page) for page in pages)
-        capability = mint_capability(self._key, task.key, pages, generations)
+        capability = mint_capability(self._key, task.key, KV_REGION, pages, generations)
         grant = Grant(len(reused), pages, generations, capability, self._rules.lease_s)
-        return Inbound(task.key, task.peer, receiver.Receiver(grant), reused, width)
+        checked = self._rules.digests.checks(task.key)
+        half = receiver.Receiver(grant, checks_digests=checked)
+        return Inbound(task.key, task.peer, half, reused, width)

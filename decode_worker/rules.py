@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass
 
+from pdserve.kvtransfer.session import DigestPolicy
+
 
 @dataclass(frozen=True, slots=True)
 class Rules:
     max_tasks: int = 1024
+    digests: DigestPolicy = DigestPolicy.ALWAYS
     lease_s: float = 4.0  # a prefill worker that says nothing for so long has lost its grants

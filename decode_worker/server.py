@@ -23,11 +23,13 @@ from pdserve.decode_worker.events import (
 )
 from pdserve.decode_worker.rules import Rules
 from pdserve.engine.step import StepPlan, StepResult
+from pdserve.errors import Refusal
 from pdserve.kvtransfer import peers
 from pdserve.kvtransfer.backends.nixl import NixlMover
 from pdserve.kvtransfer.digest import first_mismatch
 from pdserve.kvtransfer.mover import ByteRows
 from pdserve.kvtransfer.server import HandoffServicer
+from pdserve.kvtransfer.session import DigestPolicy
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.handoff_pb2_grpc import add_HandoffServiceServicer_to_server
 from pdserve.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, server_options
@@ -50,15 +52,16 @@ async def serve(config: DecodeWorkerConfig) -> None:
     ) -> AsyncIterator[Parts[Event, Command]]:
         """Set up what a decode worker consists of, and take it down again."""
         mover = NixlMover(identity.peer, kv_region(engine.runner), lambda _: None)  # written to, writes nothing
-        rules = Rules(lease_s=config.lease_s)
+        rules = Rules(lease_s=config.lease_s, digests=DigestPolicy(config.digests))
         core = DecodeCore(engine.scheduler, engine.vocab_size, secrets.token_bytes(32), rules)
 
         async def hear(news: peers.FromSenders) -> None:
             await inbox.offer(_event(news))
 
-        servicer = HandoffServicer(peers.Party(identity.peer, engine.layout, mover), hear)
+        servicer = HandoffServicer(peers.Party(identity.peer, engine.layout, mover), hear, reporter.refused)
         server = grpc.aio.server(
-            interceptors=[RequireSecret(identity.secret)], options=server_options(INTERNAL_MESSAGE_BYTES)
+            interceptors=[RequireSecret(identity.secret, lambda: reporter.refuse(Refusal.SECRET))],
+            options=server_options(INTERNAL_MESSAGE_BYTES),
         )
         add_HandoffServiceServicer_to_server(servicer, server)
         port = server.add_insecure_port(f"{config.handoff_host}:{config.handoff_port}")
@@ -134,3 +137,6 @@ class DecodeOutbox:
 
     def beat(self, load: Load, num_steps: int) -> None:
         self._reporter.beat(load, num_steps)
+
+    def refuse(self, refusal: Refusal) -> None:
+        self._reporter.refuse(refusal)

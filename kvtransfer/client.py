@@ -2,13 +2,14 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import grpc
 
-from pdserve.errors import ProtocolError
+from pdserve.errors import ProtocolError, Refusal
 from pdserve.kvtransfer import wire
 from pdserve.kvtransfer.peers import Party, PeerLost, PeerMessage, SenderSink
 from pdserve.kvtransfer.plan import refusal
@@ -48,9 +49,14 @@ class HandoffClient:
         secret: bytes,
         sink: SenderSink,
         tasks: asyncio.TaskGroup,
+        refused: Counter[Refusal],
         on_attached: Callable[[Peer], None] = lambda _: None,
     ) -> None:
-        """`on_attached` hears of each stream that stands; the peer's pages can be written then."""
+        """`refused` counts what is refused here, beside what its owner counts.
+
+        `on_attached` hears of each stream that stands; the peer's pages can be written then.
+        """
+        self._refused = refused
         self._on_attached = on_attached
         self._me = me
         self._introduction = wire.Introduction(me.peer, me.layout, me.mover.describe())
@@ -59,7 +65,6 @@ class HandoffClient:
         self._tasks = tasks
         self._streams: dict[Peer, _Stream] = {}
         self._closing = False
-        self.num_refused = 0  # messages, in attached streams
 
     def connect(self, peer: Peer, address: str) -> None:
         """Have a stream to a peer: nothing if it stands or is being dialled. PeerLost follows if it cannot be had."""
@@ -118,6 +123,7 @@ class HandoffClient:
         except TimeoutError:
             reason = f"no answer from {stream.address} within {CONNECT_TIMEOUT_S:g} s"
         except ProtocolError as error:
+            self._refused[error.refusal] += 1
             reason = str(error)
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
@@ -163,10 +169,11 @@ class HandoffClient:
             raise ProtocolError("message: the stream ended before hello_ack")
         there = wire.ack_from_proto(first)
         if there.peer != peer:
-            raise ProtocolError(f"worker_id: {there.peer.worker_id} answers for {peer.worker_id}")
+            text = f"worker_id: {there.peer.worker_id} answers for {peer.worker_id}"
+            raise ProtocolError(text, Refusal.INCARNATION)
         reason = refusal(self._me.layout, there.layout)
         if reason is not None:
-            raise ProtocolError(f"layout.{reason}")
+            raise ProtocolError(f"layout.{reason}", Refusal.LAYOUT)
         return there
 
     async def _read(self, peer: Peer, call: Call) -> None:
@@ -177,7 +184,7 @@ class HandoffClient:
             try:
                 key, event = wire.to_sender(message)
             except ProtocolError as error:
-                self.num_refused += 1
+                self._refused[error.refusal] += 1
                 logger.warning("%s: refused: %s", peer.worker_id, error)
                 continue
             await self._sink(PeerMessage(peer, key, event))

@@ -8,7 +8,7 @@ import hmac
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from pdserve.errors import ProtocolError
+from pdserve.errors import ProtocolError, Refusal
 from pdserve.kvtransfer.session import Capsule, Commit, Grant
 
 
@@ -127,9 +127,10 @@ Command = SendGrant | CheckDigests | Admit | SendTaken | SendWithdrawn | Quarant
 class Receiver:
     """One hand-off into the pages of `grant`, which the caller has reserved."""
 
-    def __init__(self, grant: Grant) -> None:
+    def __init__(self, grant: Grant, *, checks_digests: bool = True) -> None:
         self.state = State.RESERVED
         self.grant = grant
+        self._checks_digests = checks_digests
         self._capsule: Capsule | None = None
 
     def handle(self, event: Event) -> tuple[Command, ...]:  # noqa: C901, PLR0912 - one match
@@ -165,18 +166,31 @@ class Receiver:
             case ((State.QUARANTINED | State.FREE), Committed()):
                 return ()  # crossed our own giving up; the sender's answer to it is the proof we wait for
             case _:
-                raise ProtocolError(f"{type(event).__name__} while {self.state.name}")
+                raise ProtocolError(f"{type(event).__name__} while {self.state.name}", Refusal.ORDER)
 
     def _landed(self, commit: Commit) -> tuple[Command, ...]:
-        if not hmac.compare_digest(commit.capability, self.grant.capability):
-            raise ProtocolError("capability: not that of the grant")
+        self._refuse_other_places(commit)
         if len(commit.digests) != len(self.grant.pages):
             raise ProtocolError(f"digests: {len(commit.digests)} for {len(self.grant.pages)} pages")
         if len(commit.capsule.first_tokens) != len(commit.capsule.indices) or not commit.capsule.indices:
             raise ProtocolError("capsule: first_tokens and indices do not match")
-        self.state = State.LANDING
         self._capsule = commit.capsule
+        if not self._checks_digests:
+            return self._checked(None)
+        self.state = State.LANDING
         return (CheckDigests(commit.digests),)
+
+    def _refuse_other_places(self, commit: Commit) -> None:
+        """Raise ProtocolError unless a commit is for exactly what was granted, and can prove it."""
+        grant = self.grant
+        if commit.region != grant.region:
+            raise ProtocolError(f"region: {commit.region}, granted was {grant.region}", Refusal.REGION)
+        if commit.pages != grant.pages:
+            raise ProtocolError("pages: not those of the grant", Refusal.PAGE)
+        if commit.generations != grant.generations:
+            raise ProtocolError("generations: not those of the grant", Refusal.GENERATION)
+        if not hmac.compare_digest(commit.capability, grant.capability):
+            raise ProtocolError("capability: not that of the grant", Refusal.CAPABILITY)
 
     def _checked(self, mismatch: int | None) -> tuple[Command, ...]:
         if mismatch is not None or self._capsule is None:

@@ -7,8 +7,8 @@ is told that we are quiescent only when no copy of ours is or will be under way,
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from pdserve.errors import ProtocolError
-from pdserve.kvtransfer.session import Capsule, Commit, Grant, Pages
+from pdserve.errors import ProtocolError, Refusal
+from pdserve.kvtransfer.session import KV_REGION, Capsule, Commit, Grant, Pages
 
 
 class State(Enum):
@@ -169,9 +169,11 @@ class Sender:
             ):
                 return ()  # late news of a hand-off that is over
             case _:
-                raise ProtocolError(f"{type(event).__name__} while {self.state.name}")
+                raise ProtocolError(f"{type(event).__name__} while {self.state.name}", Refusal.ORDER)
 
     def _granted(self, grant: Grant) -> tuple[Command, ...]:
+        if grant.region != KV_REGION:
+            raise ProtocolError(f"region: {grant.region} is unknown", Refusal.REGION)
         if len(grant.pages) != len(grant.generations):
             raise ProtocolError(f"{len(grant.pages)} pages granted in {len(grant.generations)} generations")
         self._grant = grant
@@ -200,7 +202,7 @@ class Sender:
             reason = f"{len(grant.pages)} pages granted, {len(self._digests)} to send"
             return (Failed(True, reason), *self._give_up(reason))
         self.state = State.LANDED
-        return (SendCommit(Commit(grant.capability, self._digests, self._capsule)),)
+        return (SendCommit(Commit.of(grant, self._digests, self._capsule)),)
 
     def _copy_stopped(self, stopped: CopyStopped) -> tuple[Command, ...]:
         if self._copying == 0:

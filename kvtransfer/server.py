@@ -2,14 +2,14 @@
 
 import asyncio
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import grpc
 
-from pdserve.errors import ProtocolError
+from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvtransfer import wire
 from pdserve.kvtransfer.peers import Party, PeerAlive, PeerAttached, PeerGone, PeerLost, PeerMessage, ReceiverSink
@@ -47,14 +47,15 @@ class _Stream:
 class HandoffServicer(HandoffServiceServicer):
     """Lets prefill workers attach; one stream each, the latest."""
 
-    def __init__(self, me: Party, sink: ReceiverSink) -> None:
+    def __init__(self, me: Party, sink: ReceiverSink, refused: Counter[Refusal]) -> None:
+        """`refused` counts what is refused here, beside what its owner counts."""
         self._me = me
         self._introduction = wire.Introduction(me.peer, me.layout, me.mover.describe())
         self._sink = sink
         self._streams: dict[Peer, _Stream] = {}
         self._latest: dict[WorkerId, Incarnation] = {}  # of each worker that has attached
         self._gone: OrderedDict[Peer, None] = OrderedDict()
-        self.num_refused = 0  # messages, in attached streams
+        self._refused = refused
 
     @property
     def attached(self) -> tuple[Peer, ...]:
@@ -87,6 +88,7 @@ class HandoffServicer(HandoffServiceServicer):
         try:
             peer = self._check(await _first(request_iterator))
         except ProtocolError as error:
+            self._refused[error.refusal] += 1
             logger.warning("a prefill worker is refused: %s", error)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
             return
@@ -104,16 +106,16 @@ class HandoffServicer(HandoffServiceServicer):
         """Return who says hello; ProtocolError names what differs."""
         me, peer = self._me, hello.me.peer
         if hello.decode_incarnation != me.peer.incarnation:
-            raise ProtocolError(
-                f"decode_incarnation: {hello.decode_incarnation:016x}, here is {me.peer.incarnation:016x}"
-            )
+            text = f"decode_incarnation: {hello.decode_incarnation:016x}, here is {me.peer.incarnation:016x}"
+            raise ProtocolError(text, Refusal.INCARNATION)
         reason = refusal(hello.me.layout, me.layout)
         if reason is not None:
-            raise ProtocolError(f"layout.{reason}")
+            raise ProtocolError(f"layout.{reason}", Refusal.LAYOUT)
         if hello.mover != me.mover.name:
-            raise ProtocolError(f"mover: {hello.mover} there, {me.mover.name} here")
+            raise ProtocolError(f"mover: {hello.mover} there, {me.mover.name} here", Refusal.MOVER)
         if peer in self._gone:
-            raise ProtocolError(f"incarnation: {peer.incarnation:016x} of {peer.worker_id} is known to have ended")
+            text = f"incarnation: {peer.incarnation:016x} of {peer.worker_id} is known to have ended"
+            raise ProtocolError(text, Refusal.INCARNATION)
         return peer
 
     async def _welcome(self, stream: _Stream) -> None:
@@ -159,7 +161,7 @@ class HandoffServicer(HandoffServiceServicer):
             try:
                 key, event = wire.to_receiver(message)
             except ProtocolError as error:
-                self.num_refused += 1
+                self._refused[error.refusal] += 1
                 logger.warning("%s: refused: %s", stream.peer.worker_id, error)
                 continue
             await self._sink(PeerMessage(stream.peer, key, event))

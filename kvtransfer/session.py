@@ -6,11 +6,14 @@ The halves themselves are `sender.Sender` and `receiver.Receiver`: state machine
 import hashlib
 import hmac
 from dataclasses import dataclass
+from enum import Enum
 
 from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
 
 Pages = tuple[PageId, ...]
 CAPABILITY_BYTES = 16
+SAMPLED_ONE_IN = 16
+KV_REGION = 0  # the one region that a worker offers: its KV pages
 MIN_LEASE_S = 1.0  # two beats: nobody can keep a shorter one
 
 
@@ -39,6 +42,7 @@ class Grant:
     generations: tuple[Generation, ...]
     capability: bytes
     lease_s: float  # how long the sender may say nothing before the grant is given up
+    region: int = KV_REGION
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +56,50 @@ class Capsule:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Every write has landed. `digests` are of the granted pages, in the grant's order."""
+    """Every write has landed. `digests` are of the granted pages, in the grant's order.
 
+    It names what was written to as the grant did, so that a commit for anything else is seen for what it is.
+    """
+
+    region: int
+    pages: Pages
+    generations: tuple[Generation, ...]
     capability: bytes
     digests: tuple[int, ...]
     capsule: Capsule
     handoff_bytes: int = 0  # written; this and the next are for the request's ledger only
     handoff_s: float = 0.0  # from the first moment it could be sent until it had landed
 
+    @classmethod
+    def of(cls, grant: Grant, digests: tuple[int, ...], capsule: Capsule) -> "Commit":
+        """Return the commit of all that was granted."""
+        return cls(grant.region, grant.pages, grant.generations, grant.capability, digests, capsule)
 
-def mint_capability(key: bytes, handoff: HandoffKey, pages: Pages, generations: tuple[Generation, ...]) -> bytes:
+
+class DigestPolicy(Enum):
+    """Of which hand-offs the digests are checked before their pages are used."""
+
+    ALWAYS = "always"
+    SAMPLED = "sampled"
+    OFF = "off"
+
+    def checks(self, handoff: HandoffKey) -> bool:
+        """Return whether digests of a hand-off are checked: of the same ones in every process, when sampled."""
+        if self is not DigestPolicy.SAMPLED:
+            return self is DigestPolicy.ALWAYS
+        name = handoff.request_id + handoff.attempt.to_bytes(4, "big")
+        return int.from_bytes(hashlib.sha256(name).digest()[:4], "big") % SAMPLED_ONE_IN == 0
+
+
+def mint_capability(
+    key: bytes, handoff: HandoffKey, region: int, pages: Pages, generations: tuple[Generation, ...]
+) -> bytes:
     """Return the token that proves a grant of exactly these pages in these generations: HMAC-SHA256, cut to 128 bits.
 
-    `key` is random per decode process and never leaves it.
+    `key` is random per decode process and never leaves it. Every field has a fixed width, so no two grants share one.
     """
     mac = hmac.new(key, handoff.request_id, hashlib.sha256)
-    mac.update(handoff.attempt.to_bytes(4, "big"))
+    mac.update(handoff.attempt.to_bytes(4, "big") + region.to_bytes(4, "big"))
     for page, generation in zip(pages, generations, strict=True):
         mac.update(page.to_bytes(8, "big") + generation.to_bytes(8, "big"))
     return mac.digest()[:CAPABILITY_BYTES]

@@ -5,7 +5,7 @@ What a peer says is checked here: ProtocolError names the field.
 
 from dataclasses import dataclass
 
-from pdserve.errors import ProtocolError
+from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.kvlayout_wire import layout_from_proto, layout_to_proto
@@ -66,7 +66,9 @@ def hello_from_proto(message: handoff.HandoffServiceAttachRequest) -> Hello:
         raise ProtocolError(f"message: {message.WhichOneof('message')} before hello")
     hello = message.hello
     if hello.protocol_version != PROTOCOL_VERSION:
-        raise ProtocolError(f"protocol_version: {hello.protocol_version} there, {PROTOCOL_VERSION} here")
+        raise ProtocolError(
+            f"protocol_version: {hello.protocol_version} there, {PROTOCOL_VERSION} here", Refusal.VERSION
+        )
     return Hello(_introduction(hello), hello.mover, Incarnation(hello.decode_incarnation))
 
 
@@ -128,6 +130,7 @@ def from_receiver(key: HandoffKey, command: FromReceiver) -> handoff.HandoffServ
                     generations=grant.generations,
                     capability=grant.capability,
                     lease_ms=round(grant.lease_s * 1e3),
+                    region=grant.region,
                 )
             )
         case receiver.SendTaken():
@@ -155,6 +158,9 @@ def from_sender(key: HandoffKey, command: FromSender) -> handoff.HandoffServiceA
                     capsule=capsule,
                     handoff_bytes=commit.handoff_bytes,
                     handoff_us=round(commit.handoff_s * 1e6),
+                    region=commit.region,
+                    pages=commit.pages,
+                    generations=commit.generations,
                 )
             )
         case sender.SendQuiesced(reason):
@@ -166,7 +172,7 @@ def _introduction(message: handoff.Hello | handoff.HelloAck) -> Introduction:
     if not 1 <= len(message.worker_id) <= MAX_WORKER_ID_CHARS:
         raise ProtocolError(f"worker_id: {len(message.worker_id)} characters, 1 to {MAX_WORKER_ID_CHARS} are allowed")
     if message.incarnation == 0:
-        raise ProtocolError("incarnation: 0 is nobody's")
+        raise ProtocolError("incarnation: 0 is nobody's", Refusal.INCARNATION)
     if len(message.mover_metadata) > MAX_DESCRIPTION_BYTES:
         raise ProtocolError(f"mover_metadata: {len(message.mover_metadata)} bytes are over {MAX_DESCRIPTION_BYTES}")
     peer = Peer(WorkerId(message.worker_id), Incarnation(message.incarnation))
@@ -201,13 +207,20 @@ def _grant(message: handoff.Grant) -> Grant:
         generations=tuple(Generation(generation) for generation in message.generations),
         capability=_capability(message.capability),
         lease_s=message.lease_ms / 1e3,
+        region=message.region,
     )
 
 
 def _commit(message: handoff.Commit) -> Commit:
     if len(message.digests) > MAX_PAGES:
         raise ProtocolError(f"digests: {len(message.digests)} are over {MAX_PAGES}")
+    if len(message.pages) != len(message.digests) or len(message.generations) != len(message.digests):
+        told = f"{len(message.pages)} in {len(message.generations)} generations"
+        raise ProtocolError(f"pages: {told} for {len(message.digests)} digests")
     return Commit(
+        message.region,
+        tuple(PageId(page) for page in message.pages),
+        tuple(Generation(generation) for generation in message.generations),
         _capability(message.capability),
         tuple(message.digests),
         _capsule(message.capsule),

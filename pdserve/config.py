@@ -105,6 +105,9 @@ class DecodeWorkerConfig(WorkerConfig):
     lease_s: float = Field(
         4.0, ge=1.0, description="Seconds after which a prefill worker that says nothing loses what it was granted."
     )
+    digests: Literal["always", "sampled", "off"] = Field(
+        "always", description="Of which hand-offs page digests are checked; sampled: of one in sixteen."
+    )
 
 
 def load_config(cls: type[_Config], file: Path | None = None, flags: Mapping[str, object] | None = None) -> _Config:

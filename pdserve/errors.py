@@ -7,8 +7,28 @@ class ConfigError(Exception):
     """The operator asked for something that cannot be; names the key. Exit with status 2."""
 
 
+class Refusal(Enum):
+    """What was wrong with what a peer said. Refusals are counted by this."""
+
+    SECRET = "secret"
+    VERSION = "version"
+    INCARNATION = "incarnation"
+    LAYOUT = "layout"
+    MOVER = "mover"
+    CAPABILITY = "capability"
+    REGION = "region"
+    PAGE = "page"
+    GENERATION = "generation"
+    ORDER = "order"  # right words at the wrong time
+    MALFORMED = "malformed"
+
+
 class ProtocolError(Exception):
     """A peer said something it may not say now. Drop that peer or request, keep serving."""
+
+    def __init__(self, message: str, refusal: Refusal = Refusal.MALFORMED) -> None:
+        super().__init__(message)
+        self.refusal = refusal
 
 
 class InvariantError(Exception):

@@ -115,8 +115,9 @@ def _host_of(address: str) -> str:
 class RequireSecret(grpc.aio.ServerInterceptor):
     """Answers UNAUTHENTICATED to every call, known method or not, that does not carry the secret."""
 
-    def __init__(self, secret: bytes) -> None:
+    def __init__(self, secret: bytes, on_denied: Callable[[], None] = lambda: None) -> None:
         self._secret = secret
+        self._on_denied = on_denied
 
     async def intercept_service(
         self,
@@ -128,6 +129,7 @@ class RequireSecret(grpc.aio.ServerInterceptor):
         for key, value in handler_call_details.invocation_metadata or ():
             if key == SECRET_METADATA_KEY and hmac.compare_digest(_as_bytes(value), self._secret):
                 return await continuation(handler_call_details)
+        self._on_denied()
         # Streaming on both sides: such a handler answers before it has read anything.
         return grpc.stream_stream_rpc_method_handler(_deny)
 

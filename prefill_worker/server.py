@@ -8,6 +8,7 @@ from functools import partial
 
 from pdserve.config import PrefillWorkerConfig
 from pdserve.engine.step import StepPlan, StepResult
+from pdserve.errors import Refusal
 from pdserve.kvtransfer import peers, sender
 from pdserve.kvtransfer.backends.nixl import NixlMover
 from pdserve.kvtransfer.client import HandoffClient
@@ -49,7 +50,7 @@ async def assemble(
     try:
         async with asyncio.TaskGroup() as tasks:
             pairs = Pairs(mover, reporter, tasks, config.slow_pair_bytes_per_s)
-            client = HandoffClient(me, identity.secret, hear, tasks, pairs.attached)
+            client = HandoffClient(me, identity.secret, hear, tasks, reporter.refused, pairs.attached)
             yield Parts(core, PrefillOutbox(client, Movement(mover, copies, pairs), reporter))
             pairs.close()
             await client.close()
@@ -123,3 +124,6 @@ class PrefillOutbox:
     def beat(self, load: Load, num_steps: int) -> None:
         self._client.beat()
         self._reporter.beat(replace(load, num_stalled_peers=self._movement.mover.num_stalled), num_steps)
+
+    def refuse(self, refusal: Refusal) -> None:
+        self._reporter.refuse(refusal)

@@ -52,7 +52,7 @@ class DecodeProcess(WorkerProcess[Event, Command]):
         super().__init__(network, name, incarnation, link.ROLE_DECODE, size)
         key = self.world.rng.randbytes(16)
         self.lease_s = lease_s
-        self.core = DecodeCore(self.scheduler, size.vocab_size, key, Rules(size.max_tasks, lease_s))
+        self.core = DecodeCore(self.scheduler, size.vocab_size, key, Rules(size.max_tasks, lease_s=lease_s))
         self._streams: dict[Peer, Inbound] = {}
         self._latest: dict[WorkerId, Peer] = {}  # of each worker that has attached
         self._gone: set[Peer] = set()

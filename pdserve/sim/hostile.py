@@ -77,14 +77,18 @@ class Hostile:
         """Speak as the sender of a hand-off with something wrong about it."""
         granted = list(worker.granted)
         if not granted or self._rng.random() < 0.2:
-            return decode.FromPeer(NOBODY, UNKNOWN, receiver.Committed(Commit(b"?" * 16, (), CAPSULE)))
+            return decode.FromPeer(NOBODY, UNKNOWN, receiver.Committed(Commit(0, (), (), b"?" * 16, (), CAPSULE)))
         peer, key, grant, length = self._rng.choice(granted)
         digests = tuple(0 for _ in grant.pages)
-        good = Commit(grant.capability, digests, Capsule(length, (1,), (0,)))
+        good = Commit.of(grant, digests, Capsule(length, (1,), (0,)))
+        older = tuple(Generation(generation - 1) for generation in grant.generations)
         past = Peer(peer.worker_id, Incarnation(peer.incarnation - 500))
         events: list[tuple[Peer, receiver.Event]] = [
             (peer, receiver.Committed(replace(good, capability=b"?" * 16))),
             (peer, receiver.Committed(replace(good, digests=(*digests, 0)))),
+            (peer, receiver.Committed(replace(good, generations=older))),
+            (peer, receiver.Committed(replace(good, pages=(*grant.pages[1:], PageId(10**6))))),
+            (peer, receiver.Committed(replace(good, region=1))),
             (peer, receiver.Committed(replace(good, capsule=Capsule(length, (1, 2), (0,))))),
             (peer, receiver.Committed(replace(good, capsule=Capsule(length, (), ())))),
             (peer, receiver.Committed(replace(good, capsule=Capsule(length + 1, (1,), (0,))))),

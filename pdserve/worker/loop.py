@@ -11,7 +11,7 @@ from typing import Generic, Protocol, TypeVar, cast
 
 from pdserve.clock import Clock
 from pdserve.engine.step import StepPlan, StepResult
-from pdserve.errors import InvariantError, ProtocolError
+from pdserve.errors import InvariantError, ProtocolError, Refusal
 from pdserve.worker.pulse import Pulse
 from pdserve.worker.words import BEAT_S, Load, Ticked
 
@@ -49,6 +49,7 @@ class Outbox(Protocol[_Command_contra]):
 
     def perform(self, commands: Sequence[_Command_contra], step: tuple[StepPlan, StepResult] | None) -> None: ...
     def beat(self, load: Load, num_steps: int) -> None: ...
+    def refuse(self, refusal: Refusal) -> None: ...
 
 
 class Inbox(Generic[EventT]):
@@ -187,6 +188,7 @@ class WorkerLoop(Generic[EventT, CommandT]):
         try:
             commands = self._core.handle(event, self._clock.now_s())
         except ProtocolError as error:
+            self._outbox.refuse(error.refusal)
             logger.warning("refused %s: %s", type(event).__name__, error)
             return
         self._outbox.perform(commands, None)

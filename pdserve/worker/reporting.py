@@ -1,10 +1,11 @@
 """Carries a core's reports to the routers they concern."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from pdserve.clock import Clock
 from pdserve.engine.step import StepPlan, StepResult
+from pdserve.errors import Refusal
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.worker import wire
 from pdserve.worker.link import Links
@@ -19,6 +20,7 @@ class Reporter:
         self._clock = clock
         self._announced: dict[str, link.AttachRequest] = {}
         self._told: set[RouterRef] = set()  # all of what is announced
+        self.refused: Counter[Refusal] = Counter()  # by this process, since its start
 
     def send(self, reports: Iterable[Report], step: tuple[StepPlan, StepResult] | None) -> None:
         """Queue reports. With a step, every router hears of it: its cost is news to those it brought nothing."""
@@ -38,9 +40,13 @@ class Reporter:
 
     def beat(self, load: Load, num_steps: int) -> None:
         """Tell every router how full this worker is."""
-        self._links.broadcast(wire.heartbeat(load, num_steps))
+        self._links.broadcast(wire.heartbeat(load, num_steps, self.refused))
         if self._announced:
             self._repeat()
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Count what was refused."""
+        self.refused[refusal] += 1
 
     def announce(self, subject: str, message: link.AttachRequest | None) -> None:
         """Tell every router, and those that attach later; the last word on a subject counts, None is nothing."""

@@ -4,11 +4,11 @@ What a router says is checked here: ProtocolError names the field. Only duration
 readings of this process's clock on arrival.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from pdserve.engine.sequence import Finish, Job
 from pdserve.engine.step import StepPlan, StepResult, TokenLogprobs
-from pdserve.errors import ProtocolError
+from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvtransfer.session import Peer
 from pdserve.perfmodel.curve import attention_work
@@ -97,10 +97,11 @@ def report(word: Report, now_s: float) -> link.AttachRequest:
             return link.AttachRequest(step=link.StepReport(deltas=[_delta(word)]))
 
 
-def heartbeat(load: Load, num_steps: int) -> link.AttachRequest:
-    """Return the message that says how full this worker is."""
-    names = (field for field in Load.__slots__)
-    return link.AttachRequest(heartbeat=link.Heartbeat(num_steps=num_steps, **{n: getattr(load, n) for n in names}))
+def heartbeat(load: Load, num_steps: int, refused: Mapping[Refusal, int]) -> link.AttachRequest:
+    """Return the message that says how full this worker is, and what it has refused."""
+    told = {name: getattr(load, name) for name in Load.__slots__}
+    counts = {refusal.value: count for refusal, count in refused.items()}
+    return link.AttachRequest(heartbeat=link.Heartbeat(num_steps=num_steps, refused=counts, **told))
 
 
 def sampling_params(message: inference.SamplingParams) -> SamplingParams:

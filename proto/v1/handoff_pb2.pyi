@@ -229,12 +229,15 @@ class Grant(_message.Message):
     GENERATIONS_FIELD_NUMBER: _builtins.int
     CAPABILITY_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    REGION_FIELD_NUMBER: _builtins.int
     first_page: _builtins.int
     """Pages of the prompt that the decode worker already holds; these are not sent."""
     capability: _builtins.bytes
     """Proof that this grant is ours, used once."""
     lease_ms: _builtins.int
     """The grant's lease, milliseconds: it is given up when the sender has said nothing for so long."""
+    region: _builtins.int
+    """Which of the decode worker's regions the pages are of: 0, its KV pages, is the only one."""
     @_builtins.property
     def handoff(self) -> Global___HandoffId:
         """Which hand-off."""
@@ -256,10 +259,11 @@ class Grant(_message.Message):
         generations: _abc.Iterable[_builtins.int] | None = ...,
         capability: _builtins.bytes = ...,
         lease_ms: _builtins.int = ...,
+        region: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "first_page", b"first_page", "generations", b"generations", "handoff", b"handoff", "lease_ms", b"lease_ms", "pages", b"pages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "first_page", b"first_page", "generations", b"generations", "handoff", b"handoff", "lease_ms", b"lease_ms", "pages", b"pages", "region", b"region"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -294,12 +298,17 @@ class Commit(_message.Message):
     CAPSULE_FIELD_NUMBER: _builtins.int
     HANDOFF_BYTES_FIELD_NUMBER: _builtins.int
     HANDOFF_US_FIELD_NUMBER: _builtins.int
+    REGION_FIELD_NUMBER: _builtins.int
+    PAGES_FIELD_NUMBER: _builtins.int
+    GENERATIONS_FIELD_NUMBER: _builtins.int
     capability: _builtins.bytes
     """The grant's own."""
     handoff_bytes: _builtins.int
     """Bytes written, for the request's ledger."""
     handoff_us: _builtins.int
     """From the first moment it could be sent until it had landed, microseconds."""
+    region: _builtins.int
+    """What was written to, as the grant named it."""
     @_builtins.property
     def handoff(self) -> Global___HandoffId:
         """Which hand-off."""
@@ -312,6 +321,14 @@ class Commit(_message.Message):
     def capsule(self) -> Global___Capsule:
         """What the decode worker goes on with."""
 
+    @_builtins.property
+    def pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The grant's pages, in its order."""
+
+    @_builtins.property
+    def generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Their generations."""
+
     def __init__(
         self,
         *,
@@ -321,10 +338,13 @@ class Commit(_message.Message):
         capsule: Global___Capsule | None = ...,
         handoff_bytes: _builtins.int = ...,
         handoff_us: _builtins.int = ...,
+        region: _builtins.int = ...,
+        pages: _abc.Iterable[_builtins.int] | None = ...,
+        generations: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capsule", b"capsule", "handoff", b"handoff"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "capsule", b"capsule", "digests", b"digests", "handoff", b"handoff", "handoff_bytes", b"handoff_bytes", "handoff_us", b"handoff_us"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "capsule", b"capsule", "digests", b"digests", "generations", b"generations", "handoff", b"handoff", "handoff_bytes", b"handoff_bytes", "handoff_us", b"handoff_us", "pages", b"pages", "region", b"region"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from pdserve.errors import ProtocolError
+from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import Generation, PageId
 from pdserve.kvtransfer.receiver import (
     Admit,
@@ -34,7 +34,7 @@ from pdserve.kvtransfer.receiver import (
 from pdserve.kvtransfer.session import Capsule, Commit, Grant
 
 GRANT = Grant(1, (PageId(8), PageId(9)), (Generation(1), Generation(4)), b"c" * 16, 4.0)
-COMMIT = Commit(GRANT.capability, (21, 22), Capsule(40, (7, 8), (0, 2)))
+COMMIT = Commit.of(GRANT, (21, 22), Capsule(40, (7, 8), (0, 2)))
 
 
 def fed(*events: Event) -> tuple[Receiver, list[Command]]:
@@ -98,6 +98,9 @@ def test_pages_that_were_never_offered_are_free_at_once() -> None:
         ((), Committed(COMMIT)),
         ((SenderAttached(), Committed(COMMIT)), Committed(COMMIT)),
         ((SenderAttached(),), Committed(replace(COMMIT, capability=b"x" * 16))),
+        ((SenderAttached(),), Committed(replace(COMMIT, region=1))),
+        ((SenderAttached(),), Committed(replace(COMMIT, pages=(PageId(8), PageId(7))))),
+        ((SenderAttached(),), Committed(replace(COMMIT, generations=(Generation(1), Generation(3))))),
         ((SenderAttached(),), Committed(replace(COMMIT, digests=(21,)))),
         ((SenderAttached(),), Committed(replace(COMMIT, capsule=Capsule(40, (7,), (0, 2))))),
         ((SenderAttached(),), Committed(replace(COMMIT, capsule=Capsule(40, (), ())))),
@@ -109,6 +112,41 @@ def test_what_cannot_be_said_now_changes_nothing(before: Iterable[Event], event:
     with pytest.raises(ProtocolError):
         receiver.handle(event)
     assert vars(receiver) == state
+
+
+@pytest.mark.parametrize(
+    ("commit", "refusal"),
+    [
+        (replace(COMMIT, capability=b"x" * 16), Refusal.CAPABILITY),
+        (replace(COMMIT, region=1), Refusal.REGION),
+        (replace(COMMIT, pages=(PageId(8), PageId(7))), Refusal.PAGE),
+        (replace(COMMIT, generations=(Generation(1), Generation(3))), Refusal.GENERATION),
+    ],
+)
+def test_a_commit_for_anything_but_the_grant_is_refused_by_its_kind(commit: Commit, refusal: Refusal) -> None:
+    receiver, _ = fed(SenderAttached())
+    with pytest.raises(ProtocolError) as refused:
+        receiver.handle(Committed(commit))
+    assert refused.value.refusal is refusal
+    assert receiver.handle(Committed(COMMIT)) == (CheckDigests((21, 22)),)
+
+
+def test_a_capability_is_good_for_one_commit() -> None:
+    receiver, _ = fed(SenderAttached(), Committed(COMMIT))
+    for event in (Committed(COMMIT), DigestsChecked(None), Committed(COMMIT)):
+        if isinstance(event, DigestsChecked):
+            receiver.handle(event)
+            continue
+        with pytest.raises(ProtocolError) as refused:
+            receiver.handle(event)
+        assert refused.value.refusal is Refusal.ORDER
+
+
+def test_without_digest_checks_a_commit_is_taken_at_its_word() -> None:
+    receiver = Receiver(GRANT, checks_digests=False)
+    receiver.handle(SenderAttached())
+    assert receiver.handle(Committed(COMMIT)) == (Admit(COMMIT.capsule), SendTaken())
+    assert receiver.state is State.COMMITTED
 
 
 EVENTS: tuple[Event, ...] = (

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -49,12 +49,13 @@ def fed(*events: Event) -> tuple[Sender, list[Command]]:
 
 
 def test_pages_are_copied_as_they_become_final_and_committed_when_all_have_landed() -> None:
-    sender, commands = fed(PagesReady(pages(3)), grant(0, 10, 11, 12))
+    granted = grant(0, 10, 11, 12)
+    sender, commands = fed(PagesReady(pages(3)), granted)
     assert commands == [StartCopy(pages(3), pages(10))]
     assert sender.handle(PagesReady(pages(5, 4))) == (StartCopy(pages(5, 4), pages(11, 12)),)
     assert sender.handle(CopyStopped((1,))) == ()
     assert sender.handle(PrefillDone(CAPSULE)) == ()
-    assert sender.handle(CopyStopped((2, 3))) == (SendCommit(Commit(CAPABILITY, (1, 2, 3), CAPSULE)),)
+    assert sender.handle(CopyStopped((2, 3))) == (SendCommit(Commit.of(granted.grant, (1, 2, 3), CAPSULE)),)
     assert sender.handle(Taken()) == (ReleasePages(),)
 
 
@@ -128,6 +129,7 @@ def test_without_a_grant_silence_ends_nothing(before: Iterable[Event]) -> None:
         ((PagesReady(pages(3)), PrefillDone(CAPSULE)), PrefillDone(CAPSULE)),
         ((grant(0, 1),), Taken()),
         ((), Granted(Grant(0, pages(1), (), CAPABILITY, 4.0))),
+        ((), Granted(replace(grant(0, 1).grant, region=1))),
     ],
 )
 def test_what_cannot_be_said_now_changes_nothing(before: Iterable[Event], event: Event) -> None:

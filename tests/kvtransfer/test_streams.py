@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,7 @@ import grpc
 import numpy as np
 import pytest
 
+from pdserve.errors import Refusal
 from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer import receiver, sender, wire
@@ -38,7 +40,7 @@ PREFILL = Peer(WorkerId("prefill-0"), Incarnation(1))
 DECODE = Peer(WorkerId("decode-0"), Incarnation(2))
 KEY = HandoffKey(RequestId(bytes(16)), Attempt(3))
 GRANT = Grant(1, (PageId(4), PageId(2)), (Generation(7), Generation(8)), b"c" * 16, 4.0)
-COMMIT = Commit(b"c" * 16, (5, 2**64 - 1), Capsule(9, (11, 12), (0, 2)))
+COMMIT = Commit.of(GRANT, (5, 2**64 - 1), Capsule(9, (11, 12), (0, 2)))
 
 
 @dataclass
@@ -64,6 +66,7 @@ class End:
 @dataclass
 class Decode(End):
     servicer: HandoffServicer
+    refused: Counter[Refusal]
     server: grpc.aio.Server
     address: str
 
@@ -90,13 +93,15 @@ def party(peer: Peer, layout: KvLayout = LAYOUT) -> Party:
 @asynccontextmanager
 async def decode_worker(peer: Peer = DECODE) -> AsyncIterator[Decode]:
     me, heard = party(peer), Heard()
-    servicer = HandoffServicer(me, heard.take_in)
-    server = grpc.aio.server(interceptors=[RequireSecret(SECRET)], options=server_options(INTERNAL_MESSAGE_BYTES))
+    refused: Counter[Refusal] = Counter()
+    servicer = HandoffServicer(me, heard.take_in, refused)
+    identify = RequireSecret(SECRET, lambda: refused.update([Refusal.SECRET]))
+    server = grpc.aio.server(interceptors=[identify], options=server_options(INTERNAL_MESSAGE_BYTES))
     add_HandoffServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
-        yield Decode(me, heard, servicer, server, f"127.0.0.1:{port}")
+        yield Decode(me, heard, servicer, refused, server, f"127.0.0.1:{port}")
     finally:
         await server.stop(None)
         me.mover.close()
@@ -108,7 +113,7 @@ async def prefill_worker(
 ) -> AsyncIterator[Prefill]:
     me, heard = party(peer, layout), Heard()
     async with asyncio.TaskGroup() as tasks:
-        client = HandoffClient(me, secret, heard.take_in, tasks)
+        client = HandoffClient(me, secret, heard.take_in, tasks, Counter())
         try:
             yield Prefill(me, heard, client)
         finally:
@@ -216,6 +221,7 @@ async def test_a_wrong_secret_is_refused() -> None:
         lost = await prefill.heard.next()
         assert isinstance(lost, PeerLost)
         assert "UNAUTHENTICATED" in lost.reason
+        assert decode.refused == {Refusal.SECRET: 1}
         assert decode.servicer.attached == ()
 
 
@@ -233,6 +239,7 @@ async def test_another_incarnation_than_the_one_meant_is_refused_and_named() -> 
         lost = await prefill.heard.next()
         assert isinstance(lost, PeerLost)
         assert "decode_incarnation: 0000000000000063" in lost.reason
+        assert decode.refused == {Refusal.INCARNATION: 1}
 
 
 async def test_another_worker_at_the_address_is_refused() -> None:
@@ -281,6 +288,7 @@ async def test_a_false_hello_is_refused_and_the_field_named(change: Change, name
                 await call.read()
         assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert named in (refused.value.details() or "")
+        assert decode.refused.total() == 1
         assert decode.heard.queue.empty()
 
 
@@ -315,7 +323,7 @@ async def test_a_malformed_message_is_refused_and_the_stream_goes_on(
         await call.write(quiesced())
         assert await decode.heard.next() == PeerAttached(PREFILL)
         assert await decode.heard.next() == PeerMessage(PREFILL, KEY, receiver.SenderQuiesced())
-        assert decode.servicer.num_refused == 1
+        assert decode.refused == {Refusal.MALFORMED: 1}
 
 
 async def test_a_cut_connection_is_a_lost_peer() -> None:

@@ -47,7 +47,7 @@ def commit_before_the_last_copy_has_landed() -> Iterator[object]:
             missing = len(grant.pages) - len(self._digests)
             self.state = sender.State.LANDED
             digests = (*self._digests, *([0] * missing))
-            return (sender.SendCommit(sender.Commit(grant.capability, digests, self._capsule)),)
+            return (sender.SendCommit(sender.Commit.of(grant, digests, self._capsule)),)
         return commands
 
     with wrap(sender.Sender, "_progress", progress) as patched:

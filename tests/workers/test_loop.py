@@ -10,6 +10,7 @@ from pdserve.clock import MonotonicClock
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.step import StepPlan, StepResult
+from pdserve.errors import Refusal
 from pdserve.worker.load import load_of
 from pdserve.worker.loop import Inbox, WorkerLoop
 from pdserve.worker.words import Load, Ticked
@@ -78,6 +79,9 @@ class Carried:
             self.commands.put_nowait(command)
 
     def beat(self, load: Load, num_steps: int) -> None:
+        pass
+
+    def refuse(self, refusal: Refusal) -> None:
         pass
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from pdserve.clock import MonotonicClock
 from pdserve.engine.step import StepPlan, StepResult
+from pdserve.errors import Refusal
 from pdserve.worker.loop import Inbox, WorkerLoop
 from pdserve.worker.pulse import Pulse
 from pdserve.worker.words import BEAT_S, DrainAsked, Load, Ticked
@@ -69,6 +70,9 @@ class Beats:
 
     def beat(self, load: Load, num_steps: int) -> None:
         self.heard.put_nowait(load)
+
+    def refuse(self, refusal: Refusal) -> None:
+        pass
 
 
 async def test_a_worker_beats_and_ticks_while_a_long_step_runs() -> None:

@@ -1,0 +1,96 @@
+"""What a hostile peer says to a decode worker's core is refused by its kind, and changes nothing."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from pdserve.decode_worker import events as decode
+from pdserve.decode_worker.core import DecodeCore
+from pdserve.decode_worker.rules import Rules
+from pdserve.engine.kvcache import KvCache
+from pdserve.engine.scheduler import Limits, Scheduler
+from pdserve.engine.sequence import Job
+from pdserve.errors import ProtocolError, Refusal
+from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
+from pdserve.kvtransfer import receiver
+from pdserve.kvtransfer.session import Capsule, Commit, DigestPolicy, HandoffKey, Peer
+from pdserve.sampling import SamplingParams
+from pdserve.worker.words import Placed, Progress, RouterRef
+
+P = Peer(WorkerId("p0"), Incarnation(11))
+JOB = Job(RequestId(b"r" * 16), Attempt(0), (1, 2, 3, 4, 5), 5, SamplingParams(max_tokens=4, seed=1), (0,))
+KEY = HandoffKey(JOB.request_id, JOB.attempt)
+CAPSULE = Capsule(5, (7,), (0,))
+
+
+class Worker:
+    """A decode core with one open grant."""
+
+    def __init__(self, rules: Rules | None = None) -> None:
+        limits = Limits(max_num_seqs=8, max_num_batched_tokens=8, max_model_len=96, eos_token_ids=frozenset())
+        self.scheduler = Scheduler(KvCache(16, 4, None), limits)
+        self.core = DecodeCore(self.scheduler, 997, b"secret", rules or Rules())
+        self.core.handle(decode.PeerAttached(P), 0.0)
+        commands = self.core.handle(Placed(RouterRef(1), JOB, 1e9, P), 0.0)
+        (self.grant,) = [c.message.grant for c in commands if isinstance(c, decode.ToPeer)]
+        self.good = Commit.of(self.grant, (1,) * len(self.grant.pages), CAPSULE)
+
+    def say(self, event: receiver.Event, peer: Peer = P, key: HandoffKey = KEY) -> list[decode.Command]:
+        return self.core.handle(decode.FromPeer(peer, key, event), 1.0)
+
+    def state(self) -> tuple[object, ...]:
+        pool = self.scheduler.cache.pool
+        return self.core.load(), tuple(pool.generation(PageId(page)) for page in range(16))
+
+
+FORGED: dict[Refusal, Callable[[Commit], Commit]] = {
+    Refusal.CAPABILITY: lambda good: replace(good, capability=b"?" * 16),
+    Refusal.REGION: lambda good: replace(good, region=1),
+    Refusal.PAGE: lambda good: replace(good, pages=(PageId(15), *good.pages[1:])),
+    Refusal.GENERATION: lambda good: replace(good, generations=(Generation(0), *good.generations[1:])),
+    Refusal.MALFORMED: lambda good: replace(good, capsule=Capsule(6, (7,), (0,))),
+}
+
+
+@pytest.mark.parametrize("refusal", FORGED)
+def test_a_forged_commit_is_refused_by_its_kind_and_changes_nothing(refusal: Refusal) -> None:
+    worker = Worker()
+    before = worker.state()
+    with pytest.raises(ProtocolError) as refused:
+        worker.say(receiver.Committed(FORGED[refusal](worker.good)))
+    assert refused.value.refusal is refusal
+    assert worker.state() == before
+    assert any(isinstance(command, decode.CheckDigests) for command in worker.say(receiver.Committed(worker.good)))
+
+
+@pytest.mark.parametrize("peer", [Peer(P.worker_id, Incarnation(10)), Peer(WorkerId("p1"), P.incarnation)])
+@pytest.mark.parametrize("quiesced", [False, True], ids=["commit", "quiesced"])
+def test_another_process_cannot_speak_for_a_hand_off(peer: Peer, quiesced: bool) -> None:
+    worker = Worker()
+    before = worker.state()
+    with pytest.raises(ProtocolError) as refused:
+        worker.say(receiver.SenderQuiesced() if quiesced else receiver.Committed(worker.good), peer)
+    assert refused.value.refusal is Refusal.INCARNATION
+    assert worker.state() == before
+
+
+def test_a_commit_shown_again_after_its_hand_off_has_ended_changes_nothing() -> None:
+    worker = Worker()
+    worker.say(receiver.Committed(worker.good))
+    with pytest.raises(ProtocolError) as refused:
+        worker.say(receiver.Committed(worker.good))
+    assert refused.value.refusal is Refusal.ORDER
+    worker.core.handle(decode.DigestsChecked(KEY, None), 1.0)
+    before = worker.state()
+    assert worker.say(receiver.Committed(worker.good)) == []
+    assert worker.say(receiver.Committed(worker.good), key=HandoffKey(KEY.request_id, Attempt(1))) == []
+    assert worker.state() == before
+
+
+def test_with_digests_off_a_commit_joins_the_batch_at_once() -> None:
+    worker = Worker(Rules(digests=DigestPolicy.OFF))
+    commands = worker.say(receiver.Committed(worker.good))
+    assert [c.rung.name for c in commands if isinstance(c, Progress)] == ["LANDED", "COMMITTED"]
+    assert not any(isinstance(command, decode.CheckDigests) for command in commands)
+    assert worker.core.load().num_running == 1
