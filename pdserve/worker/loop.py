@@ -191,4 +191,5 @@ class WorkerLoop(Generic[EventT, CommandT]):
             self._outbox.refuse(error.refusal)
             logger.warning("refused %s: %s", type(event).__name__, error)
             return
+        self._has_worked |= not isinstance(event, Ticked)
         self._outbox.perform(commands, None)
