@@ -6,7 +6,6 @@ into another worker's pages any more, which frees the pages that wait for it.
 
 import asyncio
 import os
-import signal
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -29,7 +28,6 @@ PUBLIC_PORT = 50051
 REPORT_TIMEOUT_S = 60.0
 RECONNECT_S = 0.2
 MAX_RESTARTS_BEFORE_READY = 3
-FROM_OUTSIDE = (0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)  # statuses; memory that ran out looks the same
 MAX_GONE = 64  # ended processes that a router is told of when it starts again
 DRAIN = (Stage(("router",), 40.0), Stage(("prefill", "decode"), 10.0))  # the router finishes what runs
 
@@ -132,8 +130,8 @@ class LocalCluster:
 
 async def _report_gone(client: AdminClient, exit_: ChildExit) -> None:
     try:
-        name, from_outside = WorkerId(exit_.spec.name), exit_.status in FROM_OUTSIDE
-        await client.report_gone(name, exit_.incarnation, REPORT_TIMEOUT_S, from_outside=from_outside)
+        name = WorkerId(exit_.spec.name)
+        await client.report_gone(name, exit_.incarnation, REPORT_TIMEOUT_S, from_outside=exit_.from_outside)
     except grpc.aio.AioRpcError:
         return  # no router to tell; the worker's next incarnation is the same proof
 

@@ -20,6 +20,7 @@ from pdserve.launch.plan import ChildSpec
 from pdserve.launch.state import ProcessState, Role
 
 NEVER_STARTED = Incarnation(0)
+FROM_OUTSIDE = (0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)  # when memory runs out, it is SIGKILL as well
 CONFIG_EXIT_STATUS = 2  # a process refuses its configuration; at its first start, another one would not help
 
 
@@ -31,6 +32,11 @@ class ChildExit:
     incarnation: Incarnation
     status: int  # exit status, or minus the signal that ended it
     restart_in_s: float | None  # None: it is not started again
+
+    @property
+    def from_outside(self) -> bool:
+        """Whether a signal from outside, or a drain, ended it: nothing that it did itself."""
+        return self.status in FROM_OUTSIDE
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +137,8 @@ class Supervisor:
                 process = await self._start(child)
                 on_start()
                 status = await _until_ended(child, process)
-                delay_s = self._backoff.next_delay_s(delay_s, self._clock.now_s() - started_s)
+                previous_s = None if status in FROM_OUTSIDE else delay_s  # what it did itself may happen again
+                delay_s = self._backoff.next_delay_s(previous_s, self._clock.now_s() - started_s)
                 refused = status == CONFIG_EXIT_STATUS and child.num_restarts == 0
                 again = not self._stopping.is_set() and not refused
                 on_exit(ChildExit(child.spec, child.incarnation, status, delay_s if again else None))

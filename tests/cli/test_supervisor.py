@@ -98,6 +98,20 @@ async def test_a_child_that_dies_is_announced_and_started_again_as_another_incar
         assert after.pid not in (None, before.pid)
 
 
+async def test_a_child_that_others_kill_does_not_wait_longer_each_time(tmp_path: Path) -> None:
+    backoff = Backoff(first_s=0.01, longest_s=100.0, healthy_s=1000.0)
+    supervisor = Supervisor([child("decode-0", SLEEP)], tmp_path, MonotonicClock(), backoff=backoff)
+    record = Record()
+    async with supervised(supervisor, record):
+        for number in range(1, 4):
+            await record.until(lambda number=number: record.num_starts == number)
+            (process,) = supervisor.processes
+            assert process.pid is not None
+            psutil.Process(process.pid).kill()
+        await record.until(lambda: len(record.exits) == 3)
+    assert [exit_.restart_in_s for exit_ in record.exits] == [0.01] * 3
+
+
 async def test_the_incarnation_is_told_to_workers_and_not_to_the_router(tmp_path: Path) -> None:
     children = [telling_child(tmp_path, "router", "router"), telling_child(tmp_path, "prefill-0", "prefill")]
     supervisor = Supervisor(children, tmp_path, MonotonicClock())
