@@ -245,12 +245,12 @@ class RouterCore:
             self.book.tell(Complain(f"SLOW: pages of {worker.name} reach {pair.decode} at {rate}"))
 
     def _take_step(self, worker: WorkerView, event: StepReported, now_s: float) -> None:
-        self.forecast.observe_step(worker, event.step, event.elapsed_s, now_s)
         for request, placement, text in self._delivery.step(worker, event.deltas, now_s):
             if request.placements.get(placement.attempt) is placement:
                 why = Refused(Status.INTERNAL, f"{worker.name} broke the protocol: {text}")
                 self._recovery.fail(request, placement, why, {worker.link}, now_s)
         worker.stepped(event.step, now_s)
+        self.forecast.observe_step(worker, event.step, event.elapsed_s, now_s)
 
     # ---- operator and time
 

@@ -108,7 +108,7 @@ class Delivery:
         if not finish_reason:
             return False
         self._note_decode(request, sequence.placement)
-        self._learn_answer(sequence)
+        self._learn_answer(sequence, max_tokens)
         self._book.end_sequence(request, sequence.index, stop_workers=False)
         if not request.running:
             self._book.finish(request, now_s)
@@ -123,11 +123,11 @@ class Delivery:
             margin = self._book.forecast.ttft_margins[placement.is_local]
             margin.observe(placement.ttft_s, now_s - placement.placed_s)
 
-    def _learn_answer(self, sequence: Sequence) -> None:
+    def _learn_answer(self, sequence: Sequence, max_tokens: int) -> None:
         """Note how an answer came out, with the margin of the way it went: one without a prefill worker is local."""
         placement, num_tokens = sequence.placement, len(sequence.token_ids)
         decoding_s = sequence.last_s - sequence.first_s
-        self._book.forecast.observe_answer(num_tokens, decoding_s)
+        self._book.forecast.observe_answer(num_tokens, max_tokens, decoding_s)
         if placement is not None and placement.tpot_s and num_tokens >= _ENOUGH_TOKENS:
             margin = self._book.forecast.tpot_margins[placement.is_local]
             margin.observe(placement.tpot_s, decoding_s / (num_tokens - 1))

@@ -4,20 +4,22 @@ Learns as it goes: step times of both pools, bandwidths of pairs, lengths of ans
 """
 
 from dataclasses import dataclass
-from math import exp
+from math import exp, inf
 
 from pdserve.kvlayout import KvLayout
 from pdserve.perfmodel.curve import Step, StepCosts
 from pdserve.perfmodel.margin import Margin
 from pdserve.perfmodel.model import LearntCosts, LearntLinks
 from pdserve.router.events import LinkId, Role
+from pdserve.router.lengths import AnswerLengths
+from pdserve.router.machines import Machines
 from pdserve.router.prefixes import Names, PrefixTable
 from pdserve.router.view import WorkerView
 
-_START_OUTPUT_TOKENS = 128.0
 _LEARN = 0.02  # weight of the latest answer in running means
 _UNKNOWN_BUDGET = 2048
 _LOCAL_S = 2.0  # over which, at least, the share of prompts in a decode worker's time is taken
+_SEQUENCES_S = 10.0  # over which, at least, the rate of sequences is taken
 _RATE_S = 2.0  # over which the rate of prompt tokens is taken
 
 
@@ -36,9 +38,15 @@ class _Fading:
 
     amount: float
     at_s: float
+    since_s: float = -inf  # when it began
 
     def now(self, now_s: float, life_s: float) -> float:
         return self.amount * exp((self.at_s - now_s) / life_s)
+
+    def rate(self, now_s: float, life_s: float) -> float:
+        """Return how much is added a second."""
+        seen_s = life_s * (1 - exp(min(0.0, (self.since_s - now_s) / life_s)))
+        return self.now(now_s, life_s) / max(0.1 * life_s, seen_s)
 
 
 class Forecast:
@@ -48,29 +56,40 @@ class Forecast:
         """Without `knows_arrivals`, a decode worker's load is taken to be the present one (for comparison)."""
         self.costs = {role: LearntCosts((start or {}).get(role)) for role in Role}
         self.links = LearntLinks()
+        self.machines = Machines()
         self.prefixes = PrefixTable()
-        self.output_tokens = _START_OUTPUT_TOKENS  # running mean of answers
+        self.lengths = AnswerLengths()
         self.decoding_s = 2.0  # running mean of the time from first to last token
         self._knows_arrivals = knows_arrivals
         self.ttft_margins = {True: Margin(), False: Margin()}  # by whether a decode worker computes the prompt
         self.tpot_margins = {True: Margin(), False: Margin()}
         self._local: dict[LinkId, _Fading] = {}  # seconds of prompts computed on decode workers
         self._tokens: dict[LinkId, _Fading] = {}  # prompt tokens sent to workers
+        self._sequences: dict[LinkId, _Fading] = {}  # sequences sent to decode workers
 
     # ---- learning
 
     def observe_step(self, worker: WorkerView, step: Step, elapsed_s: float, now_s: float) -> None:
         if elapsed_s > 0 and (step.prefill_tokens or step.sequences):
-            self.costs[worker.role].observe(step, elapsed_s, now_s)
+            crowd = self.machines.end_step(worker, elapsed_s, now_s)
+            self.costs[worker.role].observe(step, elapsed_s, now_s, crowd)
 
-    def observe_answer(self, num_tokens: int, decoding_s: float) -> None:
-        self.output_tokens += _LEARN * (num_tokens - self.output_tokens)
+    @property
+    def output_tokens(self) -> float:
+        """Mean length of answers."""
+        return self.lengths.mean_tokens
+
+    def observe_answer(self, num_tokens: int, max_tokens: int, decoding_s: float) -> None:
+        self.lengths.observe(num_tokens, max_tokens)
         self.decoding_s = max(0.05, self.decoding_s + _LEARN * (decoding_s - self.decoding_s))
 
     def note_placed(
         self, prefill: WorkerView | None, decode: WorkerView | None, names: Names, prompt: Prompt, now_s: float
     ) -> None:
-        """Note where a prompt's KV will be."""
+        """Note where a prompt's KV will be, and who will be busy with it."""
+        for worker in (prefill, decode):
+            if worker is not None:
+                self.machines.look(worker, now_s)
         if prefill is not None:
             self.prefixes.note(prefill.link, names, now_s)
             fresh, _ = uncached(prompt, prefill.link)
@@ -80,6 +99,10 @@ class Forecast:
         if decode is None:
             return
         self.prefixes.note(decode.link, names, now_s)
+        sent = self._sequences.get(decode.link)
+        before = 0.0 if sent is None else sent.now(now_s, self._life_s)
+        since_s = now_s if sent is None else sent.since_s
+        self._sequences[decode.link] = _Fading(before + prompt.num_sequences, now_s, since_s)
         if prefill is None:
             fresh, work = uncached(prompt, decode.link)
             local_s = self.costs[Role.DECODE].prefill.marginal_s(fresh, work)
@@ -87,9 +110,11 @@ class Forecast:
 
     def forget(self, worker: WorkerView) -> None:
         self.prefixes.forget(worker.link)
+        self.machines.forget(worker)
         self.links.forget(worker.name)
         self._local.pop(worker.link, None)
         self._tokens.pop(worker.link, None)
+        self._sequences.pop(worker.link, None)
 
     # ---- predicting
 
@@ -99,13 +124,16 @@ class Forecast:
         costs, budget = self.costs[Role.PREFILL], worker.step_tokens
         queued, running = worker.pending_prefill_tokens, worker.running
         if not queued:
-            return costs.prefill_s(fresh, work, budget)
-        left_s = costs.prefill_s(running.prefill_tokens, running.prefill_work, budget) - (now_s - running.since_s)
+            alone_s = costs.prefill_s(fresh, work, budget)
+            return alone_s * costs.prefill_slowdown(self.machines.expected(worker, alone_s))
+        running_s = costs.prefill_s(running.prefill_tokens, running.prefill_work, budget)
         tokens = max(0, queued - running.prefill_tokens) + fresh
         later_s = costs.prefill_s(tokens, max(0, worker.pending_prefill_work - running.prefill_work) + work, budget)
-        total_s = max(0.0, left_s) + later_s
-        last_s = costs.prefill.step_s + costs.prefill.each_s * (tokens % budget or budget)
-        return total_s + costs.prefill.each_s * self._joining(worker, total_s - last_s, tokens, now_s)
+        slowdown = costs.prefill_slowdown(self.machines.expected(worker, running_s + later_s))
+        left_s = max(0.0, slowdown * running_s - (now_s - running.since_s))
+        last_s = slowdown * (costs.prefill.step_s + costs.prefill.each_s * (tokens % budget or budget))
+        total_s = left_s + slowdown * later_s
+        return total_s + slowdown * costs.prefill.each_s * self._joining(worker, total_s - last_s, tokens, now_s)
 
     def _joining(self, worker: WorkerView, wait_s: float, num_tokens: int, now_s: float) -> float:
         """Return how many tokens of later prompts will probably share a prompt's last step, and prolong it."""
@@ -120,19 +148,41 @@ class Forecast:
         fresh = max(1, prompt.num_tokens - cached)
         return self.costs[role].prefill_s(fresh, prompt.num_tokens**2 - cached**2, budget)
 
-    def decode_step_s(self, worker: WorkerView, prompt: Prompt, delay_s: float) -> float:
-        """Predict a decode worker's step time once this request has joined, `delay_s` from now.
+    def decode_step_s(self, worker: WorkerView, prompt: Prompt, delay_s: float, later: tuple[float, float]) -> float:
+        """Predict a decode worker's mean step time while it runs this request, which joins `delay_s` from now.
 
-        Of those that run now, a share will have ended by then; all that are on their way will have come.
+        `later`: how many tokens it will take part in, and the present moment. Of those that run now, a share will
+        have ended when it joins; all that are on their way will have come. From then on the batch goes towards what
+        arrivals and lengths of lately lead to.
         """
+        num_later, now_s = later
         num_all, width = worker.num_sequences, prompt.num_sequences
         running = max(0, num_all - worker.num_arriving)
         mean_kv = (worker.kv_tokens + prompt.num_tokens * width) / (num_all + width) + self.output_tokens / 2
+        costs, others = self.costs[Role.DECODE], float(running)
         if self._knows_arrivals:
-            count = running * exp(-delay_s / self.decoding_s) + worker.num_arriving + width
-        else:
-            count = running + width
-        return self.costs[Role.DECODE].decode_s(count, count * mean_kv)
+            others = running * exp(-delay_s / self.decoding_s) + worker.num_arriving
+        alone_s = costs.decode_s(others + width, (others + width) * mean_kv)
+        slowdown = costs.decode_slowdown(self.machines.expected(worker, alone_s * num_later))
+        if self._knows_arrivals:
+            ratio = max(1e-6, alone_s * slowdown * num_later / self.decoding_s)
+            others += (self._steady(worker, now_s) - others) * (1 - (1 - exp(-ratio)) / ratio)
+            alone_s = costs.decode_s(others + width, (others + width) * mean_kv)
+        return alone_s * slowdown
+
+    @property
+    def _life_s(self) -> float:
+        """Over which the rate of sequences is taken."""
+        return max(_SEQUENCES_S, 2 * self.decoding_s)
+
+    def _sequences_a_second(self, worker: WorkerView, now_s: float) -> float:
+        sent = self._sequences.get(worker.link)
+        return 0.0 if sent is None else sent.rate(now_s, self._life_s)
+
+    def _steady(self, worker: WorkerView, now_s: float) -> float:
+        """Return the batch that the present rate of sequences leads to."""
+        steady = self._sequences_a_second(worker, now_s) * self.decoding_s
+        return min(steady, float(worker.registration.max_num_seqs))
 
     def has_room(self, worker: WorkerView, prompt: Prompt) -> bool:
         """Return whether a decode worker will probably have pages and a row for a request."""

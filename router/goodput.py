@@ -66,13 +66,15 @@ class Goodput:
         ttft_s, prefill = _draw(ttfts, demand.draw)
         if not group.decodes:
             return _Option(Pair(prefill, None), ttft_s, 0.0, ttft_s, True)
-        steps = []
+        steps, later = [], (self._num_later(demand), now_s)
         for worker in group.decodes:
             room = forecast.has_room(worker, prompt)
-            step_s = forecast.decode_step_s(worker, prompt, ttft_s) / (1 - forecast.local_share(worker, 0.0, now_s))
+            step_s = forecast.decode_step_s(worker, prompt, ttft_s, later) / (
+                1 - forecast.local_share(worker, 0.0, now_s)
+            )
             steps.append((step_s + (0.0 if room else 1.0), worker))
         _, decode = _draw(steps, demand.draw // 4099)
-        step_s = forecast.decode_step_s(decode, prompt, ttft_s) / (1 - forecast.local_share(decode, 0.0, now_s))
+        step_s = forecast.decode_step_s(decode, prompt, ttft_s, later) / (1 - forecast.local_share(decode, 0.0, now_s))
         joins_s = forecast.handoff_s(prefill, decode, prompt) + step_s / 2
         tpot_s = step_s + joins_s / max(1.0, self._num_later(demand))
         cost_s = ttft_s + tpot_s * self._num_later(demand)
@@ -80,7 +82,7 @@ class Goodput:
 
     def _local(self, worker: WorkerView, prompt: Prompt, demand: Demand) -> _Option:
         forecast = self._forecast
-        step_s = forecast.decode_step_s(worker, prompt, 0.0)
+        step_s = forecast.decode_step_s(worker, prompt, 0.0, (self._num_later(demand), demand.now_s))
         ttft_s = forecast.local_prefill_s(worker, prompt, step_s)
         compute_s = forecast.costs[Role.DECODE].prefill.marginal_s(*uncached(prompt, worker.link))
         share = forecast.local_share(worker, compute_s, demand.now_s)
@@ -92,7 +94,7 @@ class Goodput:
         return _Option(Pair(None, worker), ttft_s, tpot_s, cost_s, forecast.has_room(worker, prompt))
 
     def _num_later(self, demand: Demand) -> float:
-        return min(self._forecast.output_tokens, demand.max_tokens) - 1
+        return max(1.0, self._forecast.lengths.expected(demand.max_tokens) - 1)
 
     # ---- admission
 

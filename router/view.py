@@ -171,6 +171,11 @@ class WorkerView:
         return self._sequences + self._foreign_sequences
 
     @property
+    def is_busy(self) -> bool:
+        """Whether it probably computes now: sequences whose prompts are still to come do not count."""
+        return self.pending_prefill_tokens > 0 or self.num_sequences > self.num_arriving
+
+    @property
     def kv_capacity(self) -> int:
         """Tokens whose KV it can hold."""
         return self.registration.num_pages * self.registration.layout.page_size

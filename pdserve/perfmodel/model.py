@@ -5,6 +5,7 @@ Used by the router for each prediction, and by whoever plans capacity.
 
 from math import ceil
 
+from pdserve.perfmodel.crowding import Crowding
 from pdserve.perfmodel.curve import Curve, Step, StepCosts, attention_work
 from pdserve.perfmodel.fit import Fit, Point
 
@@ -14,6 +15,7 @@ _GOOD_ERROR = 0.2
 STALE_S = 10.0  # without a step, a model may be wrong about the present: nothing is refused on its word
 
 MAX_BEGUN = 1 << 16  # pairs that only a worker's word is known of
+_DECODE_FORGETTING = 0.997  # decode steps are short and many
 
 _PROMPTS = (64, 512, 4096)
 _BATCHES: tuple[Point, ...] = ((1.0, 512.0), (16.0, 8192.0), (64.0, 65536.0), (128.0, 65536.0))
@@ -30,7 +32,8 @@ class LearntCosts:
         start = start or UNKNOWN
         decode = start.decode[0].curve if start.decode else _UNKNOWN_DECODE
         self._prefill = Fit(start.prefill, tuple((float(n), float(attention_work(n, 0))) for n in _PROMPTS))
-        self._decode = Fit(decode, _BATCHES)
+        self._decode = Fit(decode, _BATCHES, _DECODE_FORGETTING)
+        self._prefill_crowding, self._decode_crowding = Crowding(), Crowding()
         self._num_mixed = 0
         self._observed_s = float("-inf")
 
@@ -50,11 +53,14 @@ class LearntCosts:
     def decode_error(self) -> float:
         return self._decode.relative_error
 
-    def observe(self, step: Step, elapsed_s: float, now_s: float) -> None:
-        """Take in one step. Of one that does both, the prefill's part is what decoding does not explain."""
+    def observe(self, step: Step, elapsed_s: float, now_s: float, crowd: float = 0.0) -> None:
+        """Take in one step, during which so many neighbours computed.
+
+        Of a step that does both, the prefill's part is what decoding does not explain.
+        """
         self._observed_s = now_s
         if not step.prefill_tokens:
-            self._decode.observe(step.sequences, step.kv_tokens, elapsed_s)
+            _observe(self._decode, self._decode_crowding, (step.sequences, step.kv_tokens), elapsed_s, crowd)
             return
         if step.sequences:
             self._num_mixed += 1
@@ -63,7 +69,7 @@ class LearntCosts:
             if shared_s > 0.5 * elapsed_s:
                 return  # too little of it is the prefill's
             elapsed_s -= shared_s
-        self._prefill.observe(step.prefill_tokens, step.prefill_work, elapsed_s)
+        _observe(self._prefill, self._prefill_crowding, (step.prefill_tokens, step.prefill_work), elapsed_s, crowd)
 
     def knows_prefill(self, now_s: float) -> bool:
         """Return whether requests may be refused on these predictions."""
@@ -73,6 +79,14 @@ class LearntCosts:
         """Return the same of decode steps. Those that also prefill tell of them too."""
         num_steps = self._decode.num_observed + self._num_mixed
         return now_s - self._observed_s < STALE_S and _is_enough(self._decode, num_steps)
+
+    def prefill_slowdown(self, crowd: float) -> float:
+        """Return the factor by which prompts take longer while neighbours compute."""
+        return self._prefill_crowding.expected(crowd)
+
+    def decode_slowdown(self, crowd: float) -> float:
+        """Return the same for decode steps."""
+        return self._decode_crowding.expected(crowd)
 
     def prefill_s(self, num_tokens: float, work: float, budget: int) -> float:
         """Return how long prompts take together, `budget` tokens to a step."""
@@ -84,6 +98,14 @@ class LearntCosts:
     def decode_s(self, sequences: float, kv_tokens: float) -> float:
         """Return how long a decode step takes."""
         return self._decode.curve.seconds(sequences, kv_tokens)
+
+
+def _observe(fit: Fit, crowding: Crowding, point: Point, elapsed_s: float, crowd: float) -> None:
+    """Let a curve learn what a step would have taken alone, and the slowdown what it took beyond the curve."""
+    alone_s = fit.curve.seconds(*point)
+    if alone_s > 0 and elapsed_s > 0:
+        crowding.observe(crowd, elapsed_s / alone_s)
+    fit.observe(*point, elapsed_s / crowding.during(crowd))
 
 
 def _is_enough(fit: Fit, num_steps: int) -> bool:

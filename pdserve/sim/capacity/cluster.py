@@ -40,6 +40,7 @@ from pdserve.router.policies import POLICIES
 from pdserve.rpc import PROTOCOL_VERSION
 from pdserve.sampling import SamplingParams
 from pdserve.sim.capacity.leaping import END, LeapingScheduler
+from pdserve.sim.capacity.machine import Machine
 from pdserve.sim.capacity.shape import Objective, Outcome, Run, Shape
 from pdserve.sim.capacity.telling import LEDGER_ONLY, Delta, Told, delta, rung
 from pdserve.sim.capacity.timeline import Timeline
@@ -89,6 +90,7 @@ class SimCluster:
             Role.DECODE: profile.configuration(shape.decode_tp).costs(),
         }
         self._costs = costs
+        self._machine = Machine(self._timeline) if any(each.shares_machine for each in costs.values()) else None
         forecast = Forecast(costs)
         limits = Limits(
             max_num_requests=MAX_TASKS,
@@ -221,7 +223,7 @@ class SimCluster:
             if is_prefill
             else DecodeCore(scheduler, VOCAB_SIZE, b"simulated", Rules(MAX_TASKS))
         )
-        worker = SimWorker(self._timeline, name, core, scheduler, self._costs[role])
+        worker = SimWorker(self._timeline, name, core, scheduler, self._costs[role], self._machine)
         worker.perform = self._perform
         peer = Peer(WorkerId(name), Incarnation(link))
         self._members[link] = self._by_peer[peer] = self._by_name[name] = _Member(worker, peer, link, role)
@@ -240,6 +242,7 @@ class SimCluster:
             max_model_len=max_model_len,
             handoff_address=name,
             max_num_batched_tokens=limits.max_num_batched_tokens,
+            host="simulated" if self._machine else "",
         )
         self._post(WorkerRegistered(link, registration))
 

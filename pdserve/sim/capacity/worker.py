@@ -2,10 +2,11 @@
 
 As in `worker.loop`: handle what came, plan, run, commit; what comes while a step runs is handled at once. No load
 reports: the one router knows of all load. Steps that only decode, until a sequence ends or another comes, are done in
-one leap.
+one leap, unless workers share a machine and slow each other down.
 """
 
 from collections.abc import Callable
+from functools import partial
 from math import sqrt
 
 from pdserve.decode_worker.core import DecodeCore
@@ -13,6 +14,7 @@ from pdserve.engine.step import StepPlan
 from pdserve.perfmodel.curve import Step, StepCosts, attention_work
 from pdserve.prefill_worker.core import PrefillCore
 from pdserve.sim.capacity.leaping import LeapingScheduler
+from pdserve.sim.capacity.machine import Machine
 from pdserve.sim.capacity.timeline import Timeline
 
 Perform = Callable[["SimWorker", list[object], Step | None, float], None]  # commands, the step they came of, its time
@@ -28,6 +30,7 @@ class SimWorker:
         core: PrefillCore | DecodeCore,
         scheduler: LeapingScheduler,
         costs: StepCosts,
+        machine: Machine | None = None,
     ) -> None:
         self.name = name
         self.core = core
@@ -37,6 +40,7 @@ class SimWorker:
         self.perform: Perform = _nothing
         self._timeline = timeline
         self._costs = costs
+        self._machine = machine  # that it shares with others; None: it has devices of its own
         self._inbox: list[object] = []
         self._is_waiting = False  # for its turn
         self._is_stepping = False
@@ -70,7 +74,7 @@ class SimWorker:
 
     def _start(self) -> None:
         now_s = self._timeline.now_s
-        num_steps = self.scheduler.leap_length()
+        num_steps = self.scheduler.leap_length() if self._machine is None else 0
         if num_steps:
             self._leap = _Leap(self._costs, now_s, num_steps, *self.scheduler.batch())
             self.scheduler.begin_leap()
@@ -81,7 +85,10 @@ class SimWorker:
             self._is_stepping = True
             step = _step(plan)
             elapsed_s = self._costs.seconds(step)
-            self._timeline.at(now_s + elapsed_s, self._end_step, plan, step, elapsed_s)
+            if self._machine is None:
+                self._timeline.at(now_s + elapsed_s, self._end_step, plan, step, elapsed_s)
+            else:
+                self._machine.begin(elapsed_s, self._costs.slowdown(step), partial(self._end_step, plan, step))
 
     def _end_step(self, plan: StepPlan, step: Step, elapsed_s: float) -> None:
         self._is_stepping = False

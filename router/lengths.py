@@ -1,0 +1,33 @@
+"""How long answers get. Pure.
+
+Two guesses compete: the mean of the answers so far, and the mean share of what requests allowed. Where clients ask for
+what they need, the second is right; where they ask for more than they need, the first. Whichever was nearer lately is
+believed.
+"""
+
+_LEARN = 0.02  # weight of the latest answer in running means
+_START_TOKENS = 128.0
+
+
+class AnswerLengths:
+    """Learns from answers, guesses the next one."""
+
+    def __init__(self) -> None:
+        self.mean_tokens = _START_TOKENS
+        self._share = 1.0
+        self._errors = [0.0, 0.0]  # running means of |guess - tokens|: by the mean, by the share
+
+    def observe(self, num_tokens: int, max_tokens: int) -> None:
+        """Take in an answer, and what its request allowed."""
+        for number, guess in enumerate(self._guesses(max_tokens)):
+            self._errors[number] += _LEARN * (abs(guess - num_tokens) - self._errors[number])
+        self.mean_tokens += _LEARN * (num_tokens - self.mean_tokens)
+        self._share += _LEARN * (num_tokens / max(1, max_tokens) - self._share)
+
+    def expected(self, max_tokens: int) -> float:
+        """Return how many tokens an answer will probably have."""
+        by_mean, by_share = self._guesses(max_tokens)
+        return by_share if self._errors[1] < self._errors[0] else by_mean
+
+    def _guesses(self, max_tokens: int) -> tuple[float, float]:
+        return min(self.mean_tokens, max_tokens), self._share * max_tokens

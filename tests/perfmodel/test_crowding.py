@@ -1,0 +1,57 @@
+"""Workers that slow each other down: what is learnt of it, and the machine that the simulator has for it."""
+
+import random
+
+import pytest
+
+from pdserve.perfmodel.crowding import Crowding
+from pdserve.perfmodel.curve import Curve, DecodePiece, Step, StepCosts
+from pdserve.perfmodel.model import LearntCosts
+from pdserve.sim.capacity.machine import Machine
+from pdserve.sim.capacity.timeline import Timeline
+
+PREFILL, DECODE = Curve(0.02, 7e-4, 1e-7), Curve(0.025, 2e-3, 1e-6)
+COSTS = StepCosts(PREFILL, (DecodePiece(None, DECODE),))
+
+
+@pytest.mark.parametrize("slowdown", [1.0, 1.3, 2.0])
+def test_the_slowdown_and_the_cost_alone_are_told_apart(slowdown: float) -> None:
+    rng, learnt = random.Random(3), LearntCosts()
+    for number in range(1500):
+        crowd = rng.choice([0.0, 0.0, 0.5, 1.0])
+        step = Step(sequences=rng.randrange(1, 30), kv_tokens=rng.randrange(1, 10_000))
+        if number % 3 == 0:
+            step = Step(prefill_tokens=(tokens := rng.randrange(10, 1500)), prefill_work=tokens**2)
+        learnt.observe(step, COSTS.seconds(step) * slowdown**crowd * rng.uniform(0.9, 1.1), 0.0, crowd)
+    assert learnt.prefill_s(500, 500**2, 2048) == pytest.approx(PREFILL.seconds(500, 500**2), rel=0.08)
+    assert learnt.decode_s(10, 3000) == pytest.approx(DECODE.seconds(10, 3000), rel=0.08)
+    for expected in (learnt.prefill_slowdown(1.0), learnt.decode_slowdown(1.0)):
+        assert expected == pytest.approx(slowdown, rel=0.08)
+
+
+def test_nothing_is_learnt_of_neighbours_that_never_rest() -> None:
+    crowding = Crowding()
+    for _ in range(500):
+        crowding.observe(1.0, 3.0)
+    assert crowding.during(1.0) == pytest.approx(1.0)
+
+
+def test_neighbours_are_never_taken_to_speed_a_step_up() -> None:
+    crowding = Crowding()
+    for number in range(500):
+        crowding.observe(float(number % 2), 1.0 - 0.5 * (number % 2))
+    assert crowding.during(1.0) == 1.0
+
+
+def test_steps_on_one_machine_take_longer_for_as_long_as_both_run() -> None:
+    timeline, ended = Timeline(), dict[str, tuple[float, float]]()
+    machine = Machine(timeline)
+
+    def begin(name: str, alone_s: float, slowdown: float) -> None:
+        machine.begin(alone_s, slowdown, lambda elapsed_s: ended.update({name: (timeline.now_s, elapsed_s)}))
+
+    timeline.at(0.0, begin, "long", 3.0, 2.0)
+    timeline.at(1.0, begin, "short", 1.0, 1.5)
+    timeline.run()
+    assert ended["short"] == (pytest.approx(2.5), pytest.approx(1.5))
+    assert ended["long"] == (pytest.approx(3.75), pytest.approx(3.75))  # 1 alone, 0.75 beside the other, 1.25 alone
