@@ -22,6 +22,7 @@ ROWS: dict[str, Callable[[Verdict], str]] = {
     "workers hit": lambda v: f"{len(v.blows)}",
     "noticed p50 s": lambda v: _shown(percentile(noticed_s(v), 0.5)),
     "noticed max s": lambda v: _shown(percentile(noticed_s(v), 1.0)),
+    "ended, says the router": lambda v: f"{sum(v.ended.values())}",
     "moved": lambda v: f"{v.tally.num_moved}",
     "most attempts": lambda v: f"{v.tally.most_attempts}",
     "placed again": lambda v: f"{v.num_replaced}",
@@ -42,8 +43,10 @@ def noticed_s(verdict: Verdict) -> list[float]:
 
 
 def is_clean(verdict: Verdict) -> bool:
-    """Return whether every request was answered rightly and every page came back."""
-    return verdict.tally.num_good == verdict.tally.num_requests and verdict.free_after_s is not None
+    """Return whether every request was answered rightly and ended once, and every page came back."""
+    total = verdict.tally
+    num_ended = sum(verdict.ended.values())
+    return total.num_good == total.num_requests == num_ended and verdict.free_after_s is not None
 
 
 def table(verdicts: Sequence[Verdict]) -> Table:

@@ -28,5 +28,6 @@ def test_killed_workers_and_failed_copies_cost_no_client_anything(
     verdict = asyncio.run(run_trial(trial, asks, due, Console(quiet=True)))
     assert [outcome for outcome in verdict.outcomes if not outcome.is_good] == []
     assert verdict.left_over == ""
+    assert verdict.ended == {"OK": len(verdict.outcomes)}
     assert verdict.blows
     assert verdict.num_replaced > 0
