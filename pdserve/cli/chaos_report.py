@@ -46,7 +46,7 @@ def is_clean(verdict: Verdict) -> bool:
     """Return whether every request was answered rightly and ended once, and every page came back."""
     total = verdict.tally
     num_ended = sum(verdict.ended.values())
-    return total.num_good == total.num_requests == num_ended and verdict.free_after_s is not None
+    return total.num_good == total.num_requests == num_ended and not verdict.left_over
 
 
 def table(verdicts: Sequence[Verdict]) -> Table:

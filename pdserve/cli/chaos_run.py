@@ -48,7 +48,7 @@ class Verdict:
     tally: Tally
     blows: tuple[Blow, ...]
     free_after_s: float | None  # of the last answer; None: not all pages within the time
-    left_over: str  # what was not free, in words
+    left_over: str  # what was not free, or not ready again, in words
     num_replaced: int
     ended: dict[str, int]
     outcomes: tuple[Outcome, ...] = field(repr=False, default=())
@@ -106,8 +106,10 @@ async def _attack(
                 striking.cancel()
     ended_s = clock.now_s()
     is_free = await board.until(all_free, FREE_WITHIN_S)
-    free_after_s, left_over = clock.now_s() - ended_s if is_free else None, "" if is_free else not_free(board.last)
-    await board.until(lambda status: num_ready(status) == len(cluster.state.processes) - 1, RECOVER_WITHIN_S)
+    free_after_s, left_over = clock.now_s() - ended_s if is_free else None, not_free(board.last)
+    num_workers = len(cluster.state.processes) - 1
+    if not await board.until(lambda status: num_ready(status) == num_workers and all_free(status), RECOVER_WITHIN_S):
+        left_over = not_free(board.last) or f"{num_ready(board.last)} of {num_workers} workers are ready again"
     return Verdict(
         name=trial.name,
         tally=tally(outcomes),
