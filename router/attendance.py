@@ -99,11 +99,11 @@ class Attendance:
     def note_ended(self, event: ProcessEnded, now_s: float) -> None:
         """Take the proof that a process has ended, and tell it to all workers, now and later."""
         self._census.note_ended(event.worker_id, event.incarnation)
-        if event.from_outside:
-            self._recovery.explain((event.worker_id, event.incarnation), now_s)
         worker = self._workers.named(event.worker_id)
         if worker is not None and worker.registration.incarnation == event.incarnation:
             self.drop(worker, "its process has ended", now_s)
+        if event.from_outside:  # after the loss has been noted, which this may be the first word of
+            self._recovery.explain((event.worker_id, event.incarnation), now_s)
         for survivor in self._workers:
             self._book.tell(TellProcessGone(survivor.link, event.worker_id, event.incarnation))
 

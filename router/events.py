@@ -339,7 +339,7 @@ class Limits:
     max_attempts: int = 3  # that fail where they are computed
     max_interruptions: int = 8  # by others: a hand-off that failed, a peer that was lost, a worker without room
     max_deaths: int = 2  # of workers that had a request which gained no token between them; then it is suspected
-    verdict_s: float = 2.0  # for a launcher to say what else ended them
+    verdict_s: float = 5.0  # for a launcher to say what else ended them
     pool_grace_s: float = 30.0  # that requests wait for workers while no pair can serve
     worker_silence_s: float = 4.0
     retry_delay_s: float = 0.05  # before a failed attempt is placed again; doubles with each

@@ -155,19 +155,21 @@ def test_a_request_present_at_two_deaths_is_not_tried_a_third_time(incarnation: 
     replace_decode(d, decode, 3)
     assert d.placements() == [], "it waits for a word of what ended them"
     d.post(ProcessEnded(WorkerId("d0"), Incarnation(incarnation)))
-    d.wait(2.0)
+    d.wait(5.0)
     refusal = d.refusal(request)
     assert refusal.status is Status.INTERNAL
     assert "not tried again" in refusal.message
     d.core.check_idle()
 
 
-def test_deaths_from_outside_are_no_evidence() -> None:
+@pytest.mark.parametrize("is_lost_first", [True, False])
+def test_deaths_from_outside_are_no_evidence(is_lost_first: bool) -> None:
     d = Driver()
     prefill, decode = d.pair()
     request = d.arrive()
     for incarnation in range(1, 6):
-        lose(d, decode)
+        if is_lost_first:
+            lose(d, decode)
         d.post(ProcessEnded(WorkerId("d0"), Incarnation(incarnation), from_outside=True))
         decode = d.attach("d0", incarnation=incarnation + 1)
         assert d.placed().spec.attempt == incarnation
