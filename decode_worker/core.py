@@ -19,7 +19,7 @@ from pdserve.decode_worker.events import (
     PeerLost,
     ToPeer,
 )
-from pdserve.decode_worker.granting import Granting
+from pdserve.decode_worker.granting import Granting, committed
 from pdserve.decode_worker.rules import Rules
 from pdserve.decode_worker.tasks import Inbound, Task, check_capsule
 from pdserve.engine.scheduler import Computed, Drawn, Scheduler, Split, Started
@@ -30,6 +30,7 @@ from pdserve.kvtransfer import receiver
 from pdserve.kvtransfer.lease import Leases
 from pdserve.kvtransfer.session import Capsule, HandoffKey, Peer
 from pdserve.worker.admission import refusal
+from pdserve.worker.audit import Auditor, Claim
 from pdserve.worker.load import load_of
 from pdserve.worker.words import (
     BEAT_S,
@@ -66,7 +67,9 @@ class DecodeCore:
         self._leases = Leases(rules.lease_s)
         self._order = 0
         self._draining = False
+        self._drain_reason = ""
         self._num_digest_mismatches = 0
+        self._auditor = Auditor(scheduler.cache.pool)
 
     @property
     def idle(self) -> bool:
@@ -80,14 +83,22 @@ class DecodeCore:
         """Return how many grants of a peer are open: it may write into their pages."""
         return sum(i.peer == peer and i.receiver.state is receiver.State.GRANTED for i in self._inbound.values())
 
+    def claims(self) -> Iterator[Claim]:
+        """Yield the pages of everything that goes on."""
+        yield Claim(held=self._scheduler.leaving)
+        for task in self._tasks.values():
+            yield from (Claim(held=sequence.pages) for sequence in task.sequences)
+        yield from (inbound.claim for inbound in self._inbound.values())
+
     def load(self) -> Load:
-        load = load_of(self._scheduler)
+        load = load_of(self._scheduler, self._auditor)
         return replace(
             load,
             num_waiting=load.num_waiting + len(self._ungranted),
             num_handoffs=len(self._inbound),
             num_digest_mismatches=self._num_digest_mismatches,
             draining=self._draining,
+            drain_reason=self._drain_reason,
         )
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
@@ -143,7 +154,9 @@ class DecodeCore:
                 return self._give_up(orphans, "router lost", now_s)
             case Ticked(silent_s):
                 late = (k for k, t in self._tasks.items() if t.deadline_s < now_s)
-                return self._give_up(late, "deadline", now_s) + self._end_leases(silent_s, now_s)
+                ended = self._give_up(late, "deadline", now_s) + self._end_leases(silent_s, now_s)
+                self._auditor.look(self.claims(), now_s, idle=self.idle)
+                return ended + self._leave_if_too_much_is_quarantined()
             case DrainAsked():
                 self._draining = True
                 return []
@@ -222,6 +235,18 @@ class DecodeCore:
             commands += self._tell_all(peer, receiver.LeaseLapsed(reason), now_s)
         return commands
 
+    def _leave_if_too_much_is_quarantined(self) -> list[Command]:
+        """Drain once too few pages are left to be of use: the end of this process is proof for all of them."""
+        pool = self._scheduler.cache.pool
+        if self._draining or pool.num_quarantined <= self._rules.max_quarantined_share * pool.num_pages:
+            return []
+        self._draining = True
+        self._drain_reason = f"{pool.num_quarantined} of {pool.num_pages} pages are quarantined"
+        refused = list(self._ungranted)
+        for task in refused:
+            self._forget(task)
+        return [Failed(task.router, task.key, FailureCode.OVERLOADED, self._drain_reason) for task in refused]
+
     def _tell_all(self, peer: Peer, event: receiver.Event, now_s: float) -> list[Command]:
         concerned = [i for i in self._inbound.values() if i.peer == peer]
         return [command for inbound in concerned for command in self._advance(inbound, event, now_s)]
@@ -273,16 +298,8 @@ class DecodeCore:
         if task is None or not isinstance(news, receiver.Committed):
             return []
         commit = news.commit
-        return [
-            Progress(
-                task.router,
-                task.key,
-                Rung.LANDED,
-                now_s,
-                handoff_bytes=commit.handoff_bytes,
-                handoff_s=commit.handoff_s,
-            )
-        ]
+        landed = Progress(task.router, task.key, Rung.LANDED, now_s)
+        return [replace(landed, handoff_bytes=commit.handoff_bytes, handoff_s=commit.handoff_s)]
 
     def _perform(self, inbound: Inbound, command: receiver.Command, now_s: float) -> Iterator[Command]:
         pool, key = self._scheduler.cache.pool, inbound.key
@@ -317,21 +334,7 @@ class DecodeCore:
 
     def _admit(self, task: Task, inbound: Inbound, capsule: Capsule) -> None:
         """Let the committed sequences join the batch."""
-        pages = [*inbound.reused, *inbound.receiver.grant.pages]
-        prompt = Sequence(
-            job=task.job,
-            indices=capsule.indices,
-            tokens=list(task.job.token_ids),
-            order=task.order,
-            computed=capsule.num_tokens,
-            pages=pages,
-            names=task.names,
-        )
-        full = capsule.num_tokens // self._scheduler.cache.page_size
-        self._scheduler.cache.publish(prompt.names, pages, len(inbound.reused), full)
-        prompt.num_published = full
-        first_tokens = zip(capsule.indices, capsule.first_tokens, strict=True)
-        task.sequences += self._scheduler.split(prompt, first_tokens)
+        task.sequences += committed(self._scheduler, task, inbound, capsule)
         for sequence in task.sequences:
             self._scheduler.join(sequence)
         self._drop_sequences(task)

@@ -1,4 +1,4 @@
-"""Sets pages aside for hand-offs, and mints the grants that offer them. Does no I/O.
+"""Sets pages aside for hand-offs, mints the grants that offer them, and makes sequences of what came. Does no I/O.
 
 Invariant: what a grant names is reserved for it alone, and each running sequence keeps a page to grow into.
 """
@@ -6,8 +6,9 @@ Invariant: what a grant names is reserved for it alone, and each running sequenc
 from pdserve.decode_worker.rules import Rules
 from pdserve.decode_worker.tasks import Inbound, Task
 from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.sequence import Sequence
 from pdserve.kvtransfer import receiver
-from pdserve.kvtransfer.session import KV_REGION, Grant, mint_capability
+from pdserve.kvtransfer.session import KV_REGION, Capsule, Grant, mint_capability
 
 
 class Granting:
@@ -39,3 +40,21 @@ class Granting:
         checked = self._rules.digests.checks(task.key)
         half = receiver.Receiver(grant, checks_digests=checked)
         return Inbound(task.key, task.peer, half, reused, width)
+
+
+def committed(scheduler: Scheduler, task: Task, inbound: Inbound, capsule: Capsule) -> list[Sequence]:
+    """Return the sequences that a committed hand-off has become: they share the prompt's pages."""
+    pages = [*inbound.reused, *inbound.receiver.grant.pages]
+    prompt = Sequence(
+        job=task.job,
+        indices=capsule.indices,
+        tokens=list(task.job.token_ids),
+        order=task.order,
+        computed=capsule.num_tokens,
+        pages=pages,
+        names=task.names,
+    )
+    full = capsule.num_tokens // scheduler.cache.page_size
+    scheduler.cache.publish(prompt.names, pages, len(inbound.reused), full)
+    prompt.num_published = full
+    return scheduler.split(prompt, zip(capsule.indices, capsule.first_tokens, strict=True))

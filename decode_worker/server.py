@@ -52,7 +52,11 @@ async def serve(config: DecodeWorkerConfig) -> None:
     ) -> AsyncIterator[Parts[Event, Command]]:
         """Set up what a decode worker consists of, and take it down again."""
         mover = NixlMover(identity.peer, kv_region(engine.runner), lambda _: None)  # written to, writes nothing
-        rules = Rules(lease_s=config.lease_s, digests=DigestPolicy(config.digests))
+        rules = Rules(
+            digests=DigestPolicy(config.digests),
+            max_quarantined_share=config.max_quarantined_share,
+            lease_s=config.lease_s,
+        )
         core = DecodeCore(engine.scheduler, engine.vocab_size, secrets.token_bytes(32), rules)
 
         async def hear(news: peers.FromSenders) -> None:

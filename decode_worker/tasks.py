@@ -7,6 +7,7 @@ from pdserve.engine.sequence import Job, Sequence
 from pdserve.errors import ProtocolError
 from pdserve.kvtransfer import receiver
 from pdserve.kvtransfer.session import Capsule, HandoffKey, Pages, Peer
+from pdserve.worker.audit import Claim
 from pdserve.worker.words import RouterRef
 
 
@@ -38,6 +39,13 @@ class Inbound:
     reused: Pages  # leading pages held since the grant
     num_sequences: int
     quarantined: bool = False
+
+    @property
+    def claim(self) -> Claim:
+        pages = self.receiver.grant.pages
+        if self.quarantined:
+            return Claim(held=self.reused, quarantined=pages)
+        return Claim(held=self.reused, granted=pages)
 
 
 def check_capsule(job: Job, capsule: Capsule, vocab_size: int) -> None:

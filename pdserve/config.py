@@ -105,6 +105,9 @@ class DecodeWorkerConfig(WorkerConfig):
     lease_s: float = Field(
         4.0, ge=1.0, description="Seconds after which a prefill worker that says nothing loses what it was granted."
     )
+    max_quarantined_share: float = Field(
+        0.5, gt=0.0, le=1.0, description="Share of the pages in quarantine above which this worker drains and exits."
+    )
     digests: Literal["always", "sampled", "off"] = Field(
         "always", description="Of which hand-offs page digests are checked; sampled: of one in sixteen."
     )

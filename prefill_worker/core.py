@@ -17,6 +17,7 @@ from pdserve.kvtransfer.session import MIN_LEASE_S, Capsule, HandoffKey, Peer
 from pdserve.prefill_worker.events import Command, Connect, Copy, Event, Forget, FromPeer, PeerLost, ToPeer
 from pdserve.prefill_worker.tasks import Task
 from pdserve.worker.admission import refusal
+from pdserve.worker.audit import Auditor, Claim
 from pdserve.worker.load import load_of
 from pdserve.worker.words import (
     Cancelled,
@@ -55,6 +56,7 @@ class PrefillCore:
         self._lost: dict[Peer, float] = {}  # since when; peers whose stream ended, to be dialled again
         self._order = 0
         self._draining = False
+        self._auditor = Auditor(scheduler.cache.pool)
 
     @property
     def idle(self) -> bool:
@@ -64,8 +66,13 @@ class PrefillCore:
     def drained(self) -> bool:
         return self._draining and self.idle
 
+    def claims(self) -> tuple[Claim, ...]:
+        """Return the pages of everything that goes on."""
+        tasks = tuple(Claim(held=task.sequence.pages) for task in self._tasks.values())
+        return (Claim(held=self._scheduler.leaving), *tasks)
+
     def load(self) -> Load:
-        load, unstarted = load_of(self._scheduler), self._unstarted
+        load, unstarted = load_of(self._scheduler, self._auditor), self._unstarted
         return replace(
             load,
             num_waiting=load.num_waiting + len(unstarted),
@@ -96,6 +103,7 @@ class PrefillCore:
             case Ticked(silent_s):
                 commands = self._fell_silent(silent_s, now_s) if silent_s > MIN_LEASE_S else []
                 late = (k for k, t in self._tasks.items() if t.deadline_s < now_s)
+                self._auditor.look(self.claims(), now_s, idle=self.idle)
                 return commands + self._give_up(late, "deadline") + self._expire_early(now_s) + self._redial(now_s)
             case DrainAsked():
                 self._draining = True

@@ -90,5 +90,7 @@ def _state(worker: admin.WorkerStatus) -> str:
     if not registration.ready:
         return f"loading {registration.load_progress:.0%}"
     if worker.load.draining:
-        return "draining"
+        return f"draining: {worker.load.drain_reason}" if worker.load.drain_reason else "draining"
+    if worker.load.pages_leaked:
+        return f"{worker.load.pages_leaked} pages leaked"
     return f"unroutable: {worker.unroutable}" if worker.unroutable else "ready"

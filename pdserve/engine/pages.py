@@ -40,6 +40,11 @@ class PagePool:
         return len(self._quarantined)
 
     @property
+    def num_holds(self) -> int:
+        """Return how many holds there are on all pages."""
+        return sum(self._holders)
+
+    @property
     def num_held(self) -> int:
         return self.num_pages - self.num_free - self.num_granted - self.num_quarantined
 
@@ -52,6 +57,12 @@ class PagePool:
 
     def is_free(self, page: PageId) -> bool:
         return page in self._free
+
+    def is_granted(self, page: PageId) -> bool:
+        return page in self._granted
+
+    def is_quarantined(self, page: PageId) -> bool:
+        return page in self._quarantined
 
     def take(self, count: int) -> Pages | None:
         """Give `count` free pages one holder each, or None (and change nothing) if there are not enough."""

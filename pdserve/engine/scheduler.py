@@ -103,6 +103,11 @@ class Scheduler:
         """Return how many tokens' KV running sequences hold."""
         return sum(s.computed for s in self._running)
 
+    @property
+    def leaving(self) -> tuple[PageId, ...]:
+        """Return the pages that nobody wants, but steps under way may touch; as often as they are held."""
+        return tuple(page for step in self._steps for pages in step.leaving for page in pages)
+
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence whose tokens are to be computed."""
         self._waiting.append(sequence)

@@ -27,6 +27,7 @@ from pdserve.sim.mover import Host
 from pdserve.sim.network import Network
 from pdserve.sim.world import ViolationError
 from pdserve.worker import wire
+from pdserve.worker.audit import adds_up, leaked_pages
 from pdserve.worker.loop import MAX_INBOX, Core
 from pdserve.worker.reporting import Reporter
 from pdserve.worker.words import (
@@ -135,8 +136,12 @@ class WorkerProcess(Host, Generic[EventT, CommandT]):
         """Raise ViolationError unless the pool adds up and every table is within its bound."""
         try:
             self.scheduler.cache.check()
+            pool, claims = self.scheduler.cache.pool, tuple(self.core.claims())
+            leaked = () if adds_up(pool, claims) else leaked_pages(pool, claims)
         except InvariantError as error:
             raise ViolationError("I2", f"{self.name}: {error}") from error
+        if leaked:
+            raise ViolationError("I2", f"{self.name} has leaked pages {leaked}: they belong to nothing that goes on")
 
     def _wake(self) -> None:
         """Say that this worker lives, and let its core know that time passes."""

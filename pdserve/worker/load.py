@@ -1,10 +1,11 @@
 """How full a worker is, as far as its scheduler knows. Pure."""
 
 from pdserve.engine.scheduler import Scheduler
+from pdserve.worker.audit import Auditor
 from pdserve.worker.words import Load
 
 
-def load_of(scheduler: Scheduler) -> Load:
+def load_of(scheduler: Scheduler, auditor: Auditor) -> Load:
     """Return the load of a worker that has no hand-offs and is not draining."""
     pool = scheduler.cache.pool
     return Load(
@@ -21,4 +22,5 @@ def load_of(scheduler: Scheduler) -> Load:
         num_handoffs=0,
         num_digest_mismatches=0,
         draining=False,
+        pages_leaked=auditor.num_leaked,
     )

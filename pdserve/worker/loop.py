@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Generic, Protocol, TypeVar, cast
@@ -12,6 +12,7 @@ from typing import Generic, Protocol, TypeVar, cast
 from pdserve.clock import Clock
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import InvariantError, ProtocolError, Refusal
+from pdserve.worker.audit import Claim
 from pdserve.worker.pulse import Pulse
 from pdserve.worker.words import BEAT_S, Load, Ticked
 
@@ -34,6 +35,7 @@ class Core(Protocol[_Event_contra, CommandT]):
     @property
     def idle(self) -> bool: ...
     def load(self) -> Load: ...
+    def claims(self) -> Iterable[Claim]: ...
     def handle(self, event: _Event_contra, now_s: float) -> list[CommandT]: ...
     def plan(self, now_s: float) -> StepPlan | None: ...
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> list[CommandT]: ...

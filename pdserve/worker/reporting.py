@@ -1,5 +1,6 @@
 """Carries a core's reports to the routers they concern."""
 
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
@@ -11,6 +12,8 @@ from pdserve.worker import wire
 from pdserve.worker.link import Links
 from pdserve.worker.words import Load, Progress, Report, RouterRef, Tokens
 
+logger = logging.getLogger(__name__)
+
 
 class Reporter:
     """Turns reports into messages: one a step and router, however many sequences it served."""
@@ -20,6 +23,7 @@ class Reporter:
         self._clock = clock
         self._announced: dict[str, link.AttachRequest] = {}
         self._told: set[RouterRef] = set()  # all of what is announced
+        self._pages_leaked, self._drain_reason = 0, ""  # as last told
         self.refused: Counter[Refusal] = Counter()  # by this process, since its start
 
     def send(self, reports: Iterable[Report], step: tuple[StepPlan, StepResult] | None) -> None:
@@ -39,7 +43,12 @@ class Reporter:
                 self._links.send(router, wire.step_report(tokens[router], rungs[router], step, now_s))
 
     def beat(self, load: Load, num_steps: int) -> None:
-        """Tell every router how full this worker is."""
+        """Tell every router how full this worker is; and the operator, loudly, what should not be."""
+        if load.pages_leaked > self._pages_leaked:
+            logger.error("%d pages are leaked: they belong to nothing that goes on", load.pages_leaked)
+        if load.drain_reason != self._drain_reason:
+            logger.error("draining: %s", load.drain_reason)
+        self._pages_leaked, self._drain_reason = load.pages_leaked, load.drain_reason
         self._links.broadcast(wire.heartbeat(load, num_steps, self.refused))
         if self._announced:
             self._repeat()

@@ -137,4 +137,6 @@ class Load:
     num_handoffs: int
     num_digest_mismatches: int
     draining: bool
+    pages_leaked: int = 0  # belong to nothing that is going on
+    drain_reason: str = ""  # if nobody asked for it
     num_stalled_peers: int = 0  # bytes are in flight to them and hardly move

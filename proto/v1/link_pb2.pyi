@@ -450,6 +450,8 @@ class Heartbeat(_message.Message):
     NUM_DIGEST_MISMATCHES_FIELD_NUMBER: _builtins.int
     NUM_STALLED_PEERS_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    PAGES_LEAKED_FIELD_NUMBER: _builtins.int
+    DRAIN_REASON_FIELD_NUMBER: _builtins.int
     pages_free: _builtins.int
     """Pages on the free list, those that hold cached prefixes included."""
     pages_held: _builtins.int
@@ -480,6 +482,10 @@ class Heartbeat(_message.Message):
     """Digest mismatches since start."""
     num_stalled_peers: _builtins.int
     """Prefill worker: peers to which bytes are in flight and hardly move."""
+    pages_leaked: _builtins.int
+    """Pages that are not free and belong to nothing that goes on: a bug. Counted every ten seconds, and when idle."""
+    drain_reason: _builtins.str
+    """Why it drains, if nobody asked it to."""
     @_builtins.property
     def refused(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """What peers and routers said that was refused since start, by what was wrong with it ("capability", "layout", ..)."""
@@ -503,10 +509,12 @@ class Heartbeat(_message.Message):
         num_digest_mismatches: _builtins.int = ...,
         num_stalled_peers: _builtins.int = ...,
         refused: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        pages_leaked: _builtins.int = ...,
+        drain_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "kv_tokens", b"kv_tokens", "num_digest_mismatches", b"num_digest_mismatches", "num_handoffs", b"num_handoffs", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_stalled_peers", b"num_stalled_peers", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "pages_cached", b"pages_cached", "pages_free", b"pages_free", "pages_granted", b"pages_granted", "pages_held", b"pages_held", "pages_quarantined", b"pages_quarantined", "refused", b"refused", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_reason", b"drain_reason", "draining", b"draining", "kv_tokens", b"kv_tokens", "num_digest_mismatches", b"num_digest_mismatches", "num_handoffs", b"num_handoffs", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_stalled_peers", b"num_stalled_peers", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "pages_cached", b"pages_cached", "pages_free", b"pages_free", "pages_granted", b"pages_granted", "pages_held", b"pages_held", "pages_leaked", b"pages_leaked", "pages_quarantined", b"pages_quarantined", "refused", b"refused", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

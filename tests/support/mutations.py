@@ -210,6 +210,19 @@ def take_in_what_a_step_computed_for_a_sequence_that_left() -> Iterator[object]:
         yield patched
 
 
+@mutation
+def leak_a_page_of_what_leaves() -> Iterator[object]:
+    """Forget the last page of every longer sequence that gives up its pages."""
+
+    def release(original: Original, self: Scheduler, sequence: Sequence) -> None:
+        if len(sequence.pages) > 4:
+            sequence.pages.pop()
+        original(self, sequence)
+
+    with wrap(Scheduler, "release", release) as patched:
+        yield patched
+
+
 # ---- the router
 
 

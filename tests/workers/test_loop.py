@@ -11,12 +11,14 @@ from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import Refusal
+from pdserve.worker.audit import Auditor, Claim
 from pdserve.worker.load import load_of
 from pdserve.worker.loop import Inbox, WorkerLoop
 from pdserve.worker.words import Load, Ticked
 
 EMPTY = StepResult((), 0.0)
-LOAD = load_of(Scheduler(KvCache(1, 1, None), Limits(1, 1, 1, frozenset())))
+CACHE = KvCache(1, 1, None)
+LOAD = load_of(Scheduler(CACHE, Limits(1, 1, 1, frozenset())), Auditor(CACHE.pool))
 
 
 class Notes:
@@ -30,6 +32,9 @@ class Notes:
 
     def load(self) -> Load:
         return LOAD
+
+    def claims(self) -> tuple[Claim, ...]:
+        return ()
 
     def handle(self, event: str | Ticked, now_s: float) -> list[str]:
         if isinstance(event, Ticked):

@@ -9,6 +9,7 @@ import pytest
 from pdserve.clock import MonotonicClock
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import Refusal
+from pdserve.worker.audit import Claim
 from pdserve.worker.loop import Inbox, WorkerLoop
 from pdserve.worker.pulse import Pulse
 from pdserve.worker.words import BEAT_S, DrainAsked, Load, Ticked
@@ -29,6 +30,9 @@ class OneStep:
 
     def load(self) -> Load:
         return NOTHING
+
+    def claims(self) -> tuple[Claim, ...]:
+        return ()
 
     def handle(self, event: Event, now_s: float) -> list[str]:
         if isinstance(event, Ticked):

@@ -1,0 +1,138 @@
+"""The auditor: pages that belong to nothing, and pages that something uses without holding them."""
+
+import pytest
+
+from pdserve.decode_worker import events as decode
+from pdserve.decode_worker.core import DecodeCore
+from pdserve.decode_worker.rules import Rules
+from pdserve.engine.kvcache import KvCache
+from pdserve.engine.pages import PagePool, Pages
+from pdserve.engine.scheduler import Limits, Scheduler
+from pdserve.engine.sequence import Job
+from pdserve.errors import InvariantError
+from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
+from pdserve.kvtransfer.session import Peer
+from pdserve.prefill_worker.core import PrefillCore
+from pdserve.sampling import SamplingParams
+from pdserve.sim.engine import FakeRunner
+from pdserve.worker.audit import EVERY_S, Auditor, Claim, adds_up, leaked_pages
+from pdserve.worker.words import Cancelled, Failed, FailureCode, PeerGone, Placed, RouterRef, Ticked
+
+P = Peer(WorkerId("p0"), Incarnation(11))
+ROUTER = RouterRef(1)
+
+
+def taken(pages: Pages | None) -> Pages:
+    assert pages is not None
+    return pages
+
+
+def test_what_is_claimed_as_it_is_had_is_not_leaked() -> None:
+    pool = PagePool(8)
+    shared, granted, bad = taken(pool.take(2)), taken(pool.grant(2)), taken(pool.grant(1))
+    pool.share(shared[:1])
+    pool.quarantine(bad)
+    claims = [Claim(held=shared), Claim(held=shared[:1], granted=granted), Claim(quarantined=bad)]
+    assert adds_up(pool, claims)
+    assert leaked_pages(pool, claims) == ()
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2, 3])
+def test_a_page_without_its_owner_is_leaked(missing: int) -> None:
+    pool = PagePool(8)
+    shared, granted, bad = taken(pool.take(1)), taken(pool.grant(1)), taken(pool.grant(1))
+    pool.share(shared)
+    pool.quarantine(bad)
+    claims = [Claim(held=shared), Claim(held=shared), Claim(granted=granted), Claim(quarantined=bad)]
+    gone = claims.pop(missing)
+    assert not adds_up(pool, claims)
+    assert leaked_pages(pool, claims) == (*gone.held, *gone.granted, *gone.quarantined)
+
+
+def test_a_page_that_is_used_by_more_than_hold_it_stops_the_worker() -> None:
+    pool = PagePool(4)
+    pages = taken(pool.take(1))
+    with pytest.raises(InvariantError, match="page 0"):
+        leaked_pages(pool, [Claim(held=pages), Claim(held=pages)])
+    with pytest.raises(InvariantError, match="page 0"):
+        leaked_pages(pool, [Claim(granted=pages)])
+
+
+def test_the_auditor_looks_every_ten_seconds_and_at_once_when_idle() -> None:
+    pool = PagePool(4)
+    auditor = Auditor(pool)
+    auditor.look([], 0.0, idle=False)
+    pages = taken(pool.take(3))
+    auditor.look([], EVERY_S - 0.1, idle=False)
+    assert auditor.num_leaked == 0
+    auditor.look([], EVERY_S, idle=False)
+    assert auditor.num_leaked == 3
+    pool.release(pages[:1])
+    auditor.look([], EVERY_S + 0.5, idle=True)
+    assert auditor.num_leaked == 2
+    pool.release(pages[1:])
+    auditor.look([], EVERY_S + 1.0, idle=True)
+    assert auditor.num_leaked == 0
+
+
+def scheduler(num_pages: int = 16) -> Scheduler:
+    limits = Limits(max_num_seqs=8, max_num_batched_tokens=8, max_model_len=60, eos_token_ids=frozenset())
+    return Scheduler(KvCache(num_pages, 4, None), limits)
+
+
+def job(number: int, num_tokens: int = 20) -> Job:
+    params = SamplingParams(max_tokens=4, seed=number)
+    return Job(RequestId(number.to_bytes(16)), Attempt(0), (7,) * num_tokens, num_tokens, params, (0,))
+
+
+def test_a_page_that_leaks_from_a_real_worker_is_told_with_its_load() -> None:
+    pages = scheduler()
+    core = PrefillCore(pages, 997, 64, 8)
+    assert pages.cache.take(2) is not None
+    core.handle(Ticked(), 1.0)
+    assert core.load().pages_leaked == 2
+
+
+def test_pages_of_a_request_cancelled_in_mid_step_are_not_leaked() -> None:
+    pages = scheduler()
+    core, runner = PrefillCore(pages, 997, 64, 8), FakeRunner(16, 4, 997)
+    core.handle(Placed(ROUTER, job(1), 1e9, None), 0.0)
+    plan = core.plan(0.0)
+    assert plan is not None
+    core.handle(Cancelled(job(1).request_id, Attempt(0)), 0.0)
+    core.handle(Ticked(), 20.0)
+    assert core.load().pages_held > 0
+    assert core.load().pages_leaked == 0
+    core.commit(plan, runner.run(plan), 0.0)
+    core.handle(Ticked(), 21.0)
+    assert core.load().pages_free == 16
+    assert core.load().pages_leaked == 0
+
+
+def crowded(share: float) -> tuple[DecodeCore, list[decode.Command]]:
+    """Return a decode worker with a lost grant of five pages of 16, and what it did about that at its next tick."""
+    core = DecodeCore(scheduler(), 997, b"secret", Rules(max_quarantined_share=share))
+    core.handle(decode.PeerAttached(P), 0.0)
+    for number, num_tokens in ((1, 20), (2, 52)):
+        core.handle(Placed(ROUTER, job(number, num_tokens), 1e9, P), 0.0)
+    core.handle(decode.PeerLost(P, "reset"), 0.0)
+    assert core.load().pages_quarantined == 5
+    return core, core.handle(Ticked(), 1.0)
+
+
+def test_a_worker_with_too_many_quarantined_pages_drains_and_gives_back_what_waits() -> None:
+    core, commands = crowded(share=0.3)
+    assert [(c.code, c.reason) for c in commands if isinstance(c, Failed)] == [
+        (FailureCode.OVERLOADED, "5 of 16 pages are quarantined")
+    ]
+    assert core.load().draining
+    assert core.load().drain_reason == "5 of 16 pages are quarantined"
+    assert core.drained
+
+
+def test_a_worker_with_few_quarantined_pages_goes_on_and_gets_them_back() -> None:
+    core, commands = crowded(share=0.32)
+    assert commands == []
+    assert not core.load().draining
+    core.handle(PeerGone(P), 2.0)
+    assert core.load().pages_quarantined == 0
