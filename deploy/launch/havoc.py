@@ -42,10 +42,12 @@ class Havoc:
         self._clock = clock
         self._rng = random.Random(f"havoc {plan.seed}")
         self._attached: set[tuple[str, int]] = set()
+        self._ready: set[str] = set()
 
     def see(self, status: admin.ClusterStatus) -> None:
         """Note which workers the router counts on."""
         self._attached = {(w.registration.worker_id, w.registration.incarnation) for w in status.workers}
+        self._ready = {w.registration.worker_id for w in status.workers if w.registration.ready}
         for blow in self.blows:
             if blow.was_attached and blow.noticed_s is None and (blow.name, blow.incarnation) not in self._attached:
                 blow.noticed_s = self._clock.now_s() - blow.at_s
@@ -59,8 +61,10 @@ class Havoc:
                 await self._hit(victim)
 
     def _victim(self) -> ProcessState | None:
+        """Return one of the workers that are ready; while there is none, any that runs."""
         workers = [p for p in self._state().processes if p.role != "router" and p.pid is not None]
-        return self._rng.choice(workers) if workers else None
+        serving = [worker for worker in workers if worker.name in self._ready]
+        return self._rng.choice(serving or workers) if workers else None
 
     async def _hit(self, victim: ProcessState) -> None:
         is_attached = (victim.name, victim.incarnation) in self._attached
