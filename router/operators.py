@@ -6,9 +6,11 @@ from typing import TypeAlias
 import grpc
 
 from pdserve.ids import Incarnation, WorkerId
+from pdserve.perfmodel.model import LearntCosts
 from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceServicer
-from pdserve.router.events import DrainAsked, ProcessEnded
+from pdserve.router.events import DrainAsked, ProcessEnded, Role
 from pdserve.router.shell import Shell, WorkerStream
 
 MIN_INTERVAL_S = 0.1
@@ -74,6 +76,7 @@ class Operators(AdminServiceServicer):
             num_held=core.num_held,
             ended=core.book.ended,
             num_replaced=core.book.num_replaced,
+            costs=[_costs(role, costs) for role, costs in core.forecast.costs.items()],
         )
 
     def _worker(self, stream: WorkerStream) -> admin.WorkerStatus:
@@ -89,3 +92,21 @@ class Operators(AdminServiceServicer):
             unroutable=self._shell.core.unroutable(worker),
             pairs=[pair for name, pair in stream.pairs.items() if self._shell.core.workers.named(name) is not None],
         )
+
+
+def _costs(role: Role, costs: LearntCosts) -> admin.LearntCosts:
+    return admin.LearntCosts(
+        role=link.ROLE_PREFILL if role is Role.PREFILL else link.ROLE_DECODE,
+        prefill_step_s=costs.prefill.step_s,
+        prefill_token_s=costs.prefill.each_s,
+        prefill_work_s=costs.prefill.context_s,
+        decode_step_s=costs.decode.step_s,
+        decode_sequence_s=costs.decode.each_s,
+        decode_kv_token_s=costs.decode.context_s,
+        prefill_slowdown=costs.prefill_slowdown(1.0),
+        decode_slowdown=costs.decode_slowdown(1.0),
+        num_prefill_steps=costs.num_prefill_steps,
+        num_decode_steps=costs.num_decode_steps,
+        prefill_error=costs.prefill_error,
+        decode_error=costs.decode_error,
+    )

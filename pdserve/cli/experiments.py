@@ -1,4 +1,4 @@
-"""`pdserve bench accuracy`, `overload` and `simulator`: experiments on clusters that they start themselves."""
+"""`pdserve bench accuracy`, `overload`, `simulator`, and `pdserve profile`: measurements that teach a router."""
 
 import asyncio
 from pathlib import Path
@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pdserve.cli.options import ClusterName
+
 if TYPE_CHECKING:
+    from pdserve.bench.summary import Slo
     from pdserve.launch.plan import ClusterSpec
 
 Model = Annotated[str, typer.Argument(help="A path, or a name from the catalog.")]
@@ -21,6 +24,12 @@ Seconds = Annotated[float, typer.Option(min=1, help="Of load at each rate.")]
 Seed = Annotated[int, typer.Option(help="Of lengths, prompts and arrivals.")]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the results there.", show_default=False)]
 
+Threads = Annotated[int | None, typer.Option(min=1, help="Of each worker's engine.", show_default=False)]
+Calibration = Annotated[float, typer.Option(min=2, help="Seconds of load before.")]
+SloText = Annotated[
+    str, typer.Option(help="ttft=MS,tpot=MS; by default multiples of what is seen at light load.", show_default=False)
+]
+
 DEFAULT_MODEL = "smollm2-135m-instruct"
 AZURE_MEANS = "1155x211"  # of Azure's conversation trace of 2023
 
@@ -32,9 +41,10 @@ def accuracy(
     max_tokens: MaxTokens = 1024,
     prefill: Prefill = 1,
     decode: Decode = 1,
+    threads: Threads = None,
     load: Annotated[list[float] | None, typer.Option(help="Share of the capacity; repeatable.")] = None,
     seconds: Seconds = 60,
-    calibration: Annotated[float, typer.Option(min=1, help="Seconds of load before.")] = 60,
+    calibration: Calibration = 60,
     profile: Annotated[
         Path | None, typer.Option(help="To start from; by default OPT-13B on A100, wrong here.", show_default=False)
     ] = None,
@@ -50,19 +60,137 @@ def accuracy(
 
     lengths = read_lengths(workload, scale, max_tokens, seed)
     trial = Trial(lengths, tuple(load or (0.3, 0.6, 0.9)), calibration, seconds, seed)
-    spec = _spec(model, (prefill, decode), {"policy": "goodput", "profile": profile or shipped_profile()})
+    spec = _spec(model, (prefill, decode), {"policy": "goodput", "profile": profile or shipped_profile()}, threads)
 
     async def measure() -> None:
         async with live_cluster(spec, _tell) as cluster:
             found = await predict(cluster, trial, _tell)
         _show(prediction_table(found, lengths.name))
-        if json_file is not None:
-            json_file.write_text(prediction_json(found, lengths.name), encoding="utf-8")
+        _save(json_file, prediction_json(found, lengths.name))
 
     asyncio.run(measure())
 
 
-def _spec(model: str, workers: tuple[int, int], router_flags: dict[str, object]) -> "ClusterSpec":
+def overload(
+    model: Model = DEFAULT_MODEL,
+    workload: WorkloadText = AZURE_MEANS,
+    scale: Scale = 0.125,
+    max_tokens: MaxTokens = 1024,
+    prefill: Prefill = 1,
+    decode: Decode = 1,
+    threads: Threads = None,
+    load: Annotated[list[float] | None, typer.Option(help="Share of the capacity; repeatable.")] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="Of the router; repeatable.")] = None,
+    slo: SloText = "",
+    seconds: Seconds = 40,
+    calibration: Calibration = 60,
+    seed: Seed = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Load clusters up to twice their capacity: goodput, what admitted requests attain, how fast others are refused."""
+    from pdserve.experiments.lengths import read_lengths
+    from pdserve.experiments.live import live_cluster
+    from pdserve.experiments.overload import Goal, Point, Trial, find_goal, sweep
+    from pdserve.experiments.report import overload_json, overload_table
+
+    lengths = read_lengths(workload, scale, max_tokens, seed)
+    trial = Trial(lengths, tuple(load or (0.5, 0.75, 1.0, 1.5, 2.0)), seconds, _slo(slo), seed)
+
+    async def measure() -> None:
+        goal: Goal | None = None
+        points: list[Point] = []
+        for name in policy or ("goodput", "round_robin"):
+            spec = _spec(model, (prefill, decode), {"policy": name}, threads)
+            async with live_cluster(spec, _tell) as cluster:
+                found = await find_goal(cluster, trial, calibration / 2, _tell)
+                goal = goal or found  # one goal for all, so that loads are the same
+                points += await sweep(cluster, name, goal, trial, _tell)
+        if goal is not None:
+            _show(overload_table(points, goal, lengths.name))
+            _save(json_file, overload_json(points, goal, lengths.name))
+
+    asyncio.run(measure())
+
+
+def simulator(
+    model: Model = DEFAULT_MODEL,
+    workload: WorkloadText = AZURE_MEANS,
+    scale: Scale = 0.125,
+    max_tokens: MaxTokens = 1024,
+    prefill: Prefill = 1,
+    decode: Decode = 1,
+    threads: Threads = None,
+    load: Annotated[list[float] | None, typer.Option(help="Share of the capacity; repeatable.")] = None,
+    policy: Annotated[str, typer.Option(help="Of the router.")] = "goodput",
+    slo: SloText = "",
+    seconds: Seconds = 60,
+    calibration: Calibration = 60,
+    seed: Seed = 0,
+    json_file: JsonFile = None,
+    profile: Annotated[Path | None, typer.Option(help="Also write what was learnt.", show_default=False)] = None,
+) -> None:
+    """Serve a load live, and simulate the same requests with the step times that the live router has learnt."""
+    from pdserve.experiments.lengths import read_lengths
+    from pdserve.experiments.live import live_cluster
+    from pdserve.experiments.overload import Trial, find_goal
+    from pdserve.experiments.replay import replay
+    from pdserve.experiments.report import replay_json, replay_table
+    from pdserve.perfmodel.profile import write_profile
+
+    lengths = read_lengths(workload, scale, max_tokens, seed)
+    trial = Trial(lengths, tuple(load or (0.3, 0.6, 0.9, 1.2)), seconds, _slo(slo), seed)
+    spec = _spec(model, (prefill, decode), {"policy": policy}, threads)
+
+    async def measure() -> None:
+        async with live_cluster(spec, _tell) as cluster:
+            goal = await find_goal(cluster, trial, calibration / 2, _tell)
+            learnt, found = await replay(cluster, policy, goal, trial, _tell)
+        _show(replay_table(found, goal, lengths.name))
+        _save(json_file, replay_json(found, goal, lengths.name))
+        if profile is not None:
+            write_profile(profile, learnt)
+
+    asyncio.run(measure())
+
+
+def profile(
+    output: Annotated[Path, typer.Argument(help="File to write, YAML.")],
+    name: ClusterName = "default",
+    bursts: Annotated[int, typer.Option(min=20, help="Bursts of requests to send.")] = 120,
+    max_tokens: MaxTokens = 1024,
+    seed: Seed = 0,
+) -> None:
+    """Sweep the workers of a running cluster with requests of many shapes; write what their steps cost."""
+    from pdserve.experiments.learnt import learnt_profile
+    from pdserve.experiments.live import connected
+    from pdserve.experiments.sweep import bursts as shapes_of
+    from pdserve.experiments.sweep import sweep
+    from pdserve.launch.state import read_state
+    from pdserve.perfmodel.profile import write_profile
+
+    state = read_state(name)
+
+    async def measure() -> None:
+        async with connected(state) as cluster:
+            await sweep(cluster, shapes_of(bursts, max_tokens, seed), _tell)
+            found = learnt_profile(await cluster.status(), f"pdserve profile --bursts {bursts} --seed {seed}")
+        write_profile(output, found)
+
+    asyncio.run(measure())
+
+
+def _slo(text: str) -> "Slo | None":
+    from pdserve.bench.summary import parse_slo
+
+    return parse_slo(text) if text else None
+
+
+def _save(path: Path | None, text: str) -> None:
+    if path is not None:
+        path.write_text(text, encoding="utf-8")
+
+
+def _spec(model: str, workers: tuple[int, int], router_flags: dict[str, object], threads: int | None) -> "ClusterSpec":
     from pdserve.cli.models import fetched
     from pdserve.launch.plan import ClusterSpec
 
@@ -73,6 +201,7 @@ def _spec(model: str, workers: tuple[int, int], router_flags: dict[str, object])
         num_prefill=workers[0],
         num_decode=workers[1],
         name="experiment",
+        worker_flags={"num_threads": threads},
         router_flags=router_flags,
     )
 

@@ -48,9 +48,16 @@ async def live_cluster(spec: ClusterSpec, tell: Tell) -> AsyncIterator[LiveClust
     tell(f"starting {spec.num_prefill} prefill and {spec.num_decode} decode workers of {spec.served_model_name}")
     async with running(spec, Listener(on_status=_nothing, on_notice=tell)) as cluster:
         await cluster.ready.wait()
-        async with connect(cluster.state.endpoint) as channel:
-            client = LoadClient(channel, MonotonicClock(), ANY)
-            yield LiveCluster(cluster.state, client, await client.vocab_size())
+        async with connected(cluster.state) as live:
+            yield live
+
+
+@asynccontextmanager
+async def connected(state: ClusterState) -> AsyncIterator[LiveCluster]:
+    """Be a client of a cluster that runs already."""
+    async with connect(state.endpoint) as channel:
+        client = LoadClient(channel, MonotonicClock(), ANY)
+        yield LiveCluster(state, client, await client.vocab_size())
 
 
 def _nothing(*_: object) -> None:

@@ -46,6 +46,14 @@ class LearntCosts:
         return self._decode.curve
 
     @property
+    def num_prefill_steps(self) -> int:
+        return self._prefill.num_observed
+
+    @property
+    def num_decode_steps(self) -> int:
+        return self._decode.num_observed
+
+    @property
     def prefill_error(self) -> float:
         return self._prefill.relative_error
 

@@ -89,6 +89,11 @@ class Profile(_Section):
         raise ConfigError(f"tp: {tp} is not in the profile of {self.model}; {known} are")
 
 
+def write_profile(path: Path, profile: Profile) -> None:
+    """Write a profile as YAML that `read_profile` takes."""
+    path.write_text(yaml.safe_dump(profile.model_dump(), sort_keys=False), encoding="utf-8")
+
+
 def shipped_profile() -> Path:
     """Return the profile that comes with pdserve."""
     return Path(__file__).with_name("profiles") / "opt-13b-a100.yaml"

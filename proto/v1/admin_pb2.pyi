@@ -220,6 +220,7 @@ class ClusterStatus(_message.Message):
     NUM_HELD_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     NUM_REPLACED_FIELD_NUMBER: _builtins.int
+    COSTS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """Name of the router that answers."""
     model: _builtins.str
@@ -238,6 +239,10 @@ class ClusterStatus(_message.Message):
     def ended(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Requests since start, by how they ended ("OK" or a gRPC status name)."""
 
+    @_builtins.property
+    def costs(self) -> _containers.RepeatedCompositeFieldContainer[Global___LearntCosts]:
+        """What this router has learnt of its workers' speed."""
+
     def __init__(
         self,
         *,
@@ -248,14 +253,87 @@ class ClusterStatus(_message.Message):
         num_held: _builtins.int = ...,
         ended: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         num_replaced: _builtins.int = ...,
+        costs: _abc.Iterable[Global___LearntCosts] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "model", b"model", "num_active", b"num_active", "num_held", b"num_held", "num_replaced", b"num_replaced", "router_id", b"router_id", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "ended", b"ended", "model", b"model", "num_active", b"num_active", "num_held", b"num_held", "num_replaced", b"num_replaced", "router_id", b"router_id", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClusterStatus: _TypeAlias = ClusterStatus  # noqa: Y015
+
+@_typing.final
+class LearntCosts(_message.Message):
+    """Seconds of a pool's steps. A prefill step takes step + token * tokens + work * attention work (a prompt of n tokens
+    has n * n), a decode step step + sequence * sequences + kv_token * KV tokens read.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    PREFILL_STEP_S_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKEN_S_FIELD_NUMBER: _builtins.int
+    PREFILL_WORK_S_FIELD_NUMBER: _builtins.int
+    DECODE_STEP_S_FIELD_NUMBER: _builtins.int
+    DECODE_SEQUENCE_S_FIELD_NUMBER: _builtins.int
+    DECODE_KV_TOKEN_S_FIELD_NUMBER: _builtins.int
+    PREFILL_SLOWDOWN_FIELD_NUMBER: _builtins.int
+    DECODE_SLOWDOWN_FIELD_NUMBER: _builtins.int
+    NUM_PREFILL_STEPS_FIELD_NUMBER: _builtins.int
+    NUM_DECODE_STEPS_FIELD_NUMBER: _builtins.int
+    PREFILL_ERROR_FIELD_NUMBER: _builtins.int
+    DECODE_ERROR_FIELD_NUMBER: _builtins.int
+    role: _link_pb2.Role.ValueType
+    """Which pool."""
+    prefill_step_s: _builtins.float
+    """Of a step that computes prompts, whatever it computes."""
+    prefill_token_s: _builtins.float
+    """Of each prompt token."""
+    prefill_work_s: _builtins.float
+    """Of each unit of attention work."""
+    decode_step_s: _builtins.float
+    """Of a step that decodes."""
+    decode_sequence_s: _builtins.float
+    """Of each sequence."""
+    decode_kv_token_s: _builtins.float
+    """Of each KV token read."""
+    prefill_slowdown: _builtins.float
+    """Factor of a prefill step for each other worker of the same machine that computes meanwhile."""
+    decode_slowdown: _builtins.float
+    """The same of a decode step."""
+    num_prefill_steps: _builtins.int
+    """Steps with prompts seen so far; with none, the figures are those the router started from."""
+    num_decode_steps: _builtins.int
+    """Steps that only decoded, seen so far."""
+    prefill_error: _builtins.float
+    """Mean of |predicted - seen| / seen over the last prefill steps."""
+    decode_error: _builtins.float
+    """The same over the last decode steps."""
+    def __init__(
+        self,
+        *,
+        role: _link_pb2.Role.ValueType = ...,
+        prefill_step_s: _builtins.float = ...,
+        prefill_token_s: _builtins.float = ...,
+        prefill_work_s: _builtins.float = ...,
+        decode_step_s: _builtins.float = ...,
+        decode_sequence_s: _builtins.float = ...,
+        decode_kv_token_s: _builtins.float = ...,
+        prefill_slowdown: _builtins.float = ...,
+        decode_slowdown: _builtins.float = ...,
+        num_prefill_steps: _builtins.int = ...,
+        num_decode_steps: _builtins.int = ...,
+        prefill_error: _builtins.float = ...,
+        decode_error: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_error", b"decode_error", "decode_kv_token_s", b"decode_kv_token_s", "decode_sequence_s", b"decode_sequence_s", "decode_slowdown", b"decode_slowdown", "decode_step_s", b"decode_step_s", "num_decode_steps", b"num_decode_steps", "num_prefill_steps", b"num_prefill_steps", "prefill_error", b"prefill_error", "prefill_slowdown", b"prefill_slowdown", "prefill_step_s", b"prefill_step_s", "prefill_token_s", b"prefill_token_s", "prefill_work_s", b"prefill_work_s", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LearntCosts: _TypeAlias = LearntCosts  # noqa: Y015
 
 @_typing.final
 class WorkerStatus(_message.Message):

@@ -136,8 +136,8 @@ class SimCluster:
         self._post(event)
 
     def _max_tokens(self, arrival: Arrival) -> int:
-        """Return what a client might ask for who does not know how long its answer will be."""
-        return max(1024, arrival.output_tokens)
+        """Return what a client asks for; unless it knows how long its answer will be, more than it needs."""
+        return arrival.output_tokens if self._workload.exact else max(1024, arrival.output_tokens)
 
     def _prompt(self, number: int, arrival: Arrival) -> tuple[int, ...]:
         block, own = self._workload.block_tokens, 2**24 + number

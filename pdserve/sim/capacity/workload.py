@@ -35,6 +35,7 @@ class Workload:
     name: str
     arrivals: tuple[Arrival, ...]
     block_tokens: int = 0  # tokens of a shared block; 0: nothing is shared
+    exact: bool = False  # whether clients know how long their answers will be, and ask for no more
 
     @property
     def rate(self) -> float:

@@ -1,0 +1,52 @@
+"""A profile made of what a router has learnt from its workers' steps."""
+
+from pdserve.errors import ConfigError
+from pdserve.perfmodel.profile import Configuration, DecodeFields, LinkFields, PrefillFields, Profile
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.proto.v1 import link_pb2 as link
+
+_LEAST_S = 1e-9  # of a token: a profile's tokens take some time
+_ENOUGH_STEPS = 20
+_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_LINK = LinkFields(bytes_per_s=2e9, latency_s=0.005)  # where hand-offs tell nothing of it
+
+
+def learnt_profile(status: admin.ClusterStatus, source: str) -> Profile:
+    """Return a profile of a cluster; ConfigError where its router has seen too few steps."""
+    costs = {told.role: told for told in status.costs}
+    prefill, decode = costs[link.ROLE_PREFILL], costs[link.ROLE_DECODE]
+    if prefill.num_prefill_steps < _ENOUGH_STEPS or decode.num_decode_steps < _ENOUGH_STEPS:
+        raise ConfigError(
+            f"profile: the router has seen {prefill.num_prefill_steps} prefill and {decode.num_decode_steps} decode "
+            f"steps; {_ENOUGH_STEPS} of each are needed"
+        )
+    workers = [worker.registration for worker in status.workers if worker.registration.ready]
+    layout = workers[0].layout
+    token_bytes = 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * _DTYPE_BYTES[layout.dtype]
+    return Profile(
+        model=status.model,
+        source=source,
+        kv_bytes_per_token=token_bytes,
+        link=_LINK,
+        configurations=[
+            Configuration(
+                tp=1,
+                kv_tokens=min(worker.num_pages * worker.layout.page_size for worker in workers),
+                prefill=PrefillFields(
+                    step_s=prefill.prefill_step_s,
+                    token_s=max(_LEAST_S, prefill.prefill_token_s),
+                    token_context_s=prefill.prefill_work_s,
+                ),
+                decode=[
+                    DecodeFields(
+                        max_sequences=None,
+                        step_s=decode.decode_step_s,
+                        sequence_s=decode.decode_sequence_s,
+                        kv_token_s=decode.decode_kv_token_s,
+                    )
+                ],
+                prefill_slowdown=prefill.prefill_slowdown,
+                decode_slowdown=decode.decode_slowdown,
+            )
+        ],
+    )
