@@ -88,14 +88,13 @@ class TorchAttention:
         else:
             gathered = self._runs[layer * self._runs_per_layer :].index_select(0, group.runs)
             k, v = gathered.view(2, group.num_chunks, num_kv_heads, -1, self._config.head_dim)[:, :, :, : group.kv_len]
-        out = scaled_dot_product_attention(
-            heads[:, :num_heads],
-            k,
-            v,
-            attn_mask=group.mask,
-            is_causal=group.runs is None and group.query_len > 1,
-            enable_gqa=num_heads != num_kv_heads,
-        )
+        q = heads[:, :num_heads]
+        if group.query_len == 1:
+            # All heads that share K and V as one block of queries: each K is then read once, not once for each head.
+            q = q.reshape(group.num_chunks, num_kv_heads, -1, self._config.head_dim)
+            return scaled_dot_product_attention(q, k, v, attn_mask=group.mask).reshape(len(qkv), -1)
+        causal, grouped = group.runs is None, num_heads != num_kv_heads
+        out = scaled_dot_product_attention(q, k, v, attn_mask=group.mask, is_causal=causal, enable_gqa=grouped)
         return out.transpose(1, 2).reshape(len(qkv), -1)
 
     def _group(self, batch: Batch, first: int, last: int) -> _Group:
