@@ -25,7 +25,6 @@ from pdserve.decode_worker.rules import Rules
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import Refusal
 from pdserve.kvtransfer import peers
-from pdserve.kvtransfer.backends.nixl import NixlMover
 from pdserve.kvtransfer.digest import first_mismatch
 from pdserve.kvtransfer.mover import ByteRows
 from pdserve.kvtransfer.server import HandoffServicer
@@ -35,6 +34,7 @@ from pdserve.proto.v1.handoff_pb2_grpc import add_HandoffServiceServicer_to_serv
 from pdserve.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, server_options
 from pdserve.worker.boot import Engine
 from pdserve.worker.loop import Inbox
+from pdserve.worker.movers import build_mover
 from pdserve.worker.process import Identity, Parts, serve_worker
 from pdserve.worker.regions import kv_region
 from pdserve.worker.reporting import Reporter
@@ -51,7 +51,9 @@ async def serve(config: DecodeWorkerConfig) -> None:
         engine: Engine, identity: Identity, inbox: Inbox[Event], reporter: Reporter
     ) -> AsyncIterator[Parts[Event, Command]]:
         """Set up what a decode worker consists of, and take it down again."""
-        mover = NixlMover(identity.peer, kv_region(engine.runner), lambda _: None)  # written to, writes nothing
+        region = kv_region(engine.runner)
+        listen = (config.handoff_host, _advertised(config, 0).rpartition(":")[0])
+        mover = build_mover(config, identity.peer, region, lambda _: None, listen)  # written to, writes nothing
         rules = Rules(
             digests=DigestPolicy(config.digests),
             max_quarantined_share=config.max_quarantined_share,

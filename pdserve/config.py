@@ -79,7 +79,9 @@ class WorkerConfig(ProcessConfig):
     stalled_step_s: float = Field(
         600.0, ge=1.0, description="Seconds a step may take; a worker whose step hangs for longer ends its process."
     )
-    mover: Literal["nixl"] = Field("nixl", description="What carries pages between workers.")
+    mover: Literal["nixl", "collective"] = Field(
+        "nixl", description="What carries pages between workers; collective is torch.distributed's gloo over TCP."
+    )
     test_fail_copies: float = Field(
         0.0, ge=0.0, le=1.0, description="For testing alone: share of the copies between workers that are made to fail."
     )

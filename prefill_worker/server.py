@@ -10,7 +10,6 @@ from pdserve.config import PrefillWorkerConfig
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import Refusal
 from pdserve.kvtransfer import peers, sender
-from pdserve.kvtransfer.backends.nixl import NixlMover
 from pdserve.kvtransfer.client import HandoffClient
 from pdserve.kvtransfer.mover import CopyId, CopyStopped, Mover
 from pdserve.kvtransfer.peers import FromReceivers, Party, PeerMessage
@@ -21,6 +20,7 @@ from pdserve.prefill_worker.pairs import Pairs
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.worker.boot import Engine
 from pdserve.worker.loop import Inbox
+from pdserve.worker.movers import build_mover
 from pdserve.worker.process import Identity, Parts, serve_worker
 from pdserve.worker.regions import kv_region
 from pdserve.worker.reporting import Reporter
@@ -40,7 +40,7 @@ async def assemble(
 ) -> AsyncIterator[Parts[Event, Command]]:
     """Set up what a prefill worker consists of, and take it down again."""
     copies = Copies(inbox)
-    mover = NixlMover(identity.peer, kv_region(engine.runner), copies.stopped, config.test_fail_copies)
+    mover = build_mover(config, identity.peer, kv_region(engine.runner), copies.stopped)
     core = PrefillCore(engine.scheduler, engine.vocab_size, engine.layout.page_bytes, MAX_TASKS)
 
     async def hear(news: FromReceivers) -> None:

@@ -127,7 +127,7 @@ class Hello(_message.Message):
     protocol_version: _builtins.int
     """Version of the internal protocols."""
     mover: _builtins.str
-    """Which mover it writes with: "nixl" or "loopback"."""
+    """Which mover it writes with: "nixl", "collective" or "loopback"."""
     mover_metadata: _builtins.bytes
     """The mover's own description of this process (agent metadata); opaque here."""
     decode_incarnation: _builtins.int

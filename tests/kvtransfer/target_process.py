@@ -1,4 +1,4 @@
-"""A process whose pages others write into: `target_process.py FILE NUM_PAGES PAGE_BYTES`.
+"""A process whose pages others write into: `target_process.py MOVER FILE NUM_PAGES PAGE_BYTES`.
 
 Its pages are the file, so that a test sees them whatever becomes of the process. Prints its description, ends with its
 standard input.
@@ -9,15 +9,22 @@ import sys
 import numpy as np
 
 from pdserve.ids import WorkerId, new_incarnation
+from pdserve.kvtransfer.backends.collective import CollectiveMover
 from pdserve.kvtransfer.backends.nixl import NixlMover
-from pdserve.kvtransfer.mover import Region
+from pdserve.kvtransfer.mover import Mover, Region
 from pdserve.kvtransfer.session import Peer
 
 
+def mover_of(kind: str, region: Region) -> Mover:
+    if kind == "collective":
+        return CollectiveMover(region, lambda _: None)
+    return NixlMover(Peer(WorkerId("target"), new_incarnation()), region, lambda _: None)
+
+
 def main() -> None:
-    path, num_pages, page_bytes = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    kind, path, num_pages, page_bytes = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     view = np.memmap(path, np.uint8, "r+", shape=(num_pages, page_bytes))
-    mover = NixlMover(Peer(WorkerId("target"), new_incarnation()), Region.of(view), lambda _: None)
+    mover = mover_of(kind, Region.of(view))
     sys.stdout.write(mover.describe().hex() + "\n")
     sys.stdout.flush()
     sys.stdin.read()

@@ -17,6 +17,7 @@ import pytest
 
 from pdserve.errors import InvariantError, ProtocolError
 from pdserve.ids import Incarnation, PageId, WorkerId, new_incarnation
+from pdserve.kvtransfer.backends.collective import CollectiveMover
 from pdserve.kvtransfer.backends.loopback import LoopbackMover
 from pdserve.kvtransfer.backends.nixl import NixlMover
 from pdserve.kvtransfer.digest import first_mismatch, page_digests
@@ -83,6 +84,8 @@ class Setting:
     def mover(self, view: ByteRows, on_stopped: OnStopped) -> Mover:
         if self.name == "loopback":
             return LoopbackMover(Region.of(view), on_stopped)
+        if self.name == "collective":
+            return CollectiveMover(Region.of(view), on_stopped)
         return NixlMover(Peer(WorkerId("writer"), new_incarnation()), Region.of(view), on_stopped)
 
     def target(self) -> Target:
@@ -100,7 +103,7 @@ class Setting:
     def _start_target(self) -> Target:
         path = self.tmp_path / f"pages-{new_incarnation():x}"
         view = np.memmap(path, np.uint8, "w+", shape=(NUM_PAGES, PAGE_BYTES))
-        command = [sys.executable, str(TARGET_PROCESS), str(path), str(NUM_PAGES), str(PAGE_BYTES)]
+        command = [sys.executable, str(TARGET_PROCESS), self.name, str(path), str(NUM_PAGES), str(PAGE_BYTES)]
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         return Target(NOBODY, bytes.fromhex(process.stdout.readline()), view, process)
@@ -125,7 +128,7 @@ Idle = dict[str, list[Target]]
 @pytest.fixture(scope="module")
 def idle() -> Iterator[Idle]:
     """Target processes for each kind of mover, ended after the last test."""
-    idle: Idle = {"loopback": [], "nixl-shm": [], "nixl-tcp": []}
+    idle: Idle = {"loopback": [], "nixl-shm": [], "nixl-tcp": [], "collective": []}
     yield idle
     for target in (target for targets in idle.values() for target in targets):
         assert target.process is not None
@@ -141,14 +144,14 @@ def setting_of(name: str, idle: Idle, tmp_path: Path) -> Iterator[Setting]:
         yield Setting(name, tmp_path, stack, idle[name])
 
 
-@pytest.fixture(params=["loopback", "nixl-shm", "nixl-tcp"])
+@pytest.fixture(params=["loopback", "nixl-shm", "nixl-tcp", "collective"])
 def setting(request: pytest.FixtureRequest, idle: Idle, tmp_path: Path) -> Iterator[Setting]:
     with setting_of(request.param, idle, tmp_path) as setting:
         yield setting
 
 
-@pytest.fixture(params=["nixl-shm", "nixl-tcp"])
-def nixl(request: pytest.FixtureRequest, idle: Idle, tmp_path: Path) -> Iterator[Setting]:
+@pytest.fixture(params=["nixl-shm", "nixl-tcp", "collective"])
+def remote(request: pytest.FixtureRequest, idle: Idle, tmp_path: Path) -> Iterator[Setting]:
     with setting_of(request.param, idle, tmp_path) as setting:
         yield setting
 
@@ -159,9 +162,9 @@ def loopback(idle: Idle, tmp_path: Path) -> Iterator[Setting]:
         yield setting
 
 
-@pytest.fixture
-def tcp(idle: Idle, tmp_path: Path) -> Iterator[Setting]:
-    with setting_of("nixl-tcp", idle, tmp_path) as setting:
+@pytest.fixture(params=["nixl-tcp", "collective"])
+def tcp(request: pytest.FixtureRequest, idle: Idle, tmp_path: Path) -> Iterator[Setting]:
+    with setting_of(request.param, idle, tmp_path) as setting:
         yield setting
 
 
@@ -263,7 +266,10 @@ def test_a_probe_measures_the_way_to_a_peer_and_touches_no_page(setting: Setting
     speed = writer.mover.probe(target.peer).result(timeout=20)
     assert speed.bytes_per_s > 1e6
     assert 0 < speed.page_s < 1
-    assert speed.carrier == {"loopback": "memory", "nixl-shm": "not tcp", "nixl-tcp": "tcp"}[setting.name]
+    assert (
+        speed.carrier
+        == {"loopback": "memory", "nixl-shm": "not tcp", "nixl-tcp": "tcp", "collective": "tcp"}[setting.name]
+    )
     assert not target.view.any()
     assert writer.write(target, pages(1), pages(2)).digests is not None
 
@@ -335,8 +341,8 @@ def test_a_closed_mover_takes_no_orders(loopback: Setting) -> None:
         mover.write(NOBODY, pages(0), pages(0))
 
 
-def test_every_copy_to_a_killed_process_is_reported_within_two_seconds(nixl: Setting) -> None:
-    writer, target = nixl.attached()
+def test_every_copy_to_a_killed_process_is_reported_within_two_seconds(remote: Setting) -> None:
+    writer, target = remote.attached()
     everything = pages(*range(NUM_PAGES))
     ids = [writer.mover.write(target.peer, everything, everything) for _ in range(20)]
     first = writer.next_stopped()
@@ -349,15 +355,15 @@ def test_every_copy_to_a_killed_process_is_reported_within_two_seconds(nixl: Set
     assert reports[-1].reason
 
 
-def test_a_killed_process_is_replaced_by_another(nixl: Setting) -> None:
-    writer, target = nixl.attached()
+def test_a_killed_process_is_replaced_by_another(remote: Setting) -> None:
+    writer, target = remote.attached()
     everything = pages(*range(NUM_PAGES))
     writer.mover.write(target.peer, everything, everything)
     target.kill()
     writer.next_stopped()
     assert writer.write(target, pages(0), pages(0)).digests is None
     writer.mover.forget(target.peer)
-    heir = nixl.target()
+    heir = remote.target()
     writer.mover.attach(heir.peer, heir.description)
     assert writer.write(heir, everything, everything).digests is not None
     assert np.array_equal(heir.view, writer.view)
@@ -389,8 +395,8 @@ def test_a_thawed_process_gets_what_was_under_way(tcp: Setting) -> None:
     assert np.array_equal(target.view, writer.view)
 
 
-def test_an_attached_mover_without_work_uses_no_processor(nixl: Setting) -> None:
-    writer, target = nixl.attached()
+def test_an_attached_mover_without_work_uses_no_processor(remote: Setting) -> None:
+    writer, target = remote.attached()
     assert writer.write(target, pages(0), pages(0)).digests is not None
     assert target.process is not None
     before_s = time.process_time() + _process_cpu_s(target.process.pid)

@@ -1,0 +1,23 @@
+"""Which library moves a worker's pages."""
+
+from pdserve.config import WorkerConfig
+from pdserve.errors import ConfigError
+from pdserve.kvtransfer.mover import Mover, OnStopped, Region
+from pdserve.kvtransfer.session import Peer
+
+LOOPBACK = "127.0.0.1"
+
+
+def build_mover(
+    config: WorkerConfig, me: Peer, region: Region, on_stopped: OnStopped, listen: tuple[str, str] = (LOOPBACK, "")
+) -> Mover:
+    """Start the configured mover. `listen`: host where it may await others, and the one that they are told."""
+    if config.test_fail_copies and config.mover != "nixl":
+        raise ConfigError(f"test_fail_copies: mover {config.mover} does not know how to fail on purpose")
+    if config.mover == "nixl":
+        from pdserve.kvtransfer.backends.nixl import NixlMover  # noqa: PLC0415 - the library of the other one may be missing
+
+        return NixlMover(me, region, on_stopped, config.test_fail_copies)
+    from pdserve.kvtransfer.backends.collective import CollectiveMover  # noqa: PLC0415
+
+    return CollectiveMover(region, on_stopped, listen)

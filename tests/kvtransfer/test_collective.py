@@ -1,0 +1,98 @@
+"""What is particular to the mover over torch.distributed: its receiver takes writes, and only those it should."""
+
+import queue
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pdserve.ids import Incarnation, PageId, WorkerId
+from pdserve.kvtransfer.backends.collective import TOKEN_BYTES, CollectiveMover
+from pdserve.kvtransfer.backends.framing import Framed
+from pdserve.kvtransfer.backends.pairing import WRITER, meet
+from pdserve.kvtransfer.mover import ByteRows, CopyStopped, Description, Region
+from pdserve.kvtransfer.session import Peer
+
+NUM_PAGES, PAGE_BYTES = 64, 1 << 16
+TARGET = Peer(WorkerId("target"), Incarnation(1))
+WRITER_PROCESS = Path(__file__).with_name("writer_process.py")
+EVERYTHING = tuple(map(PageId, range(NUM_PAGES)))
+
+
+@pytest.fixture
+def view() -> ByteRows:
+    return np.zeros((NUM_PAGES, PAGE_BYTES), np.uint8)
+
+
+@pytest.fixture
+def receiver(view: ByteRows) -> Iterator[CollectiveMover]:
+    mover = CollectiveMover(Region.of(view), lambda _: None)
+    yield mover
+    mover.close()
+
+
+def connected(receiver: CollectiveMover) -> tuple[Framed, bytes]:
+    """Return a socket to the receiver's listener, and the secret to show there."""
+    lane = Description.decode(receiver.describe()).lane
+    host, _, port = lane[TOKEN_BYTES:].decode().rpartition(":")
+    raw = socket.create_connection((host, int(port)), 5)
+    return Framed(raw), lane[:TOKEN_BYTES]
+
+
+def assert_takes_writes(receiver: CollectiveMover, view: ByteRows) -> None:
+    mine = np.random.default_rng(1).integers(0, 256, view.shape, np.uint8)
+    stopped: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
+    writer = CollectiveMover(Region.of(mine), stopped.put)
+    try:
+        writer.attach(TARGET, receiver.describe())
+        writer.write(TARGET, EVERYTHING, EVERYTHING)
+        assert stopped.get(timeout=20).digests is not None
+        assert np.array_equal(view, mine)
+    finally:
+        writer.close()
+
+
+def test_it_listens_on_the_loopback_interface_unless_told_otherwise(receiver: CollectiveMover) -> None:
+    lane = Description.decode(receiver.describe()).lane
+    assert lane[TOKEN_BYTES:].startswith(b"127.0.0.1:")
+
+
+def test_who_does_not_know_the_secret_is_cut_off_and_others_are_served(
+    receiver: CollectiveMover, view: ByteRows
+) -> None:
+    stranger, _ = connected(receiver)
+    stranger.send(bytes(TOKEN_BYTES))
+    with pytest.raises(OSError, match="ended"):
+        stranger.receive(100)
+    stranger.close()
+    assert_takes_writes(receiver, view)
+
+
+def test_a_page_that_is_not_there_ends_the_connection_before_anything_is_written(
+    receiver: CollectiveMover, view: ByteRows
+) -> None:
+    hostile, secret = connected(receiver)
+    hostile.send(secret)
+    group = meet(hostile, WRITER)
+    hostile.send(np.array([1 << 20], ">u4").tobytes())
+    with pytest.raises(OSError, match="ended"):
+        hostile.receive(100)
+    del group
+    hostile.close()
+    assert not view.any()
+    assert_takes_writes(receiver, view)
+
+
+def test_a_receiver_outlives_writers_that_are_killed_as_they_write(receiver: CollectiveMover, view: ByteRows) -> None:
+    for _ in range(2):
+        command = [sys.executable, str(WRITER_PROCESS), receiver.describe().hex(), str(NUM_PAGES), str(PAGE_BYTES)]
+        writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "writing\n"
+        writer.kill()
+        writer.communicate()
+    assert_takes_writes(receiver, view)
