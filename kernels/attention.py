@@ -66,6 +66,11 @@ class AttentionSpec:
         """head_dim rounded up to a power of two."""
         return 1 << (self.head_dim - 1).bit_length()
 
+    @property
+    def demand(self) -> tuning.Demand:
+        """What decides how the kernels are launched."""
+        return tuning.Demand(self.block_d, self.kv_dtype.itemsize, self.page_size, self.softcap is not None)
+
 
 @dataclass(frozen=True, slots=True)
 class Scales:

@@ -42,20 +42,25 @@ def attention_cases() -> list[Case]:
     """List prefill and decode over head dims, page sizes, page dtypes and verify widths."""
     fp8 = replace(LLAMA, kv_dtype=FP8)
     found = []
-    for dim in (64, 80, 128, 256):
+    for dim in (64, 80, 96, 128, 256):
         spec = replace(LLAMA, head_dim=dim)
-        found.append(Case(f"prefill d{dim}", prefill_of(spec), hot=dim in {64, 128}))
-        found.append(Case(f"decode d{dim}", decode_of(spec, 1), hot=dim in {64, 128}))
+        found.append(Case(f"prefill d{dim}", prefill_of(spec), hot=True))
+        found.append(Case(f"decode d{dim}", decode_of(spec, 1), hot=True))
     found += [Case(f"decode d128 width {width}", decode_of(LLAMA, width), hot=True) for width in (4, 8, 16)]
-    small = replace(LLAMA, page_size=16)
-    edged = replace(LLAMA, window=4096, softcap=50.0)
+    variants = {
+        "d128 two heads a group": replace(LLAMA, num_heads=16),  # Qwen3 0.6B
+        "d64 three heads a group": replace(LLAMA, num_heads=9, num_kv_heads=3, head_dim=64),  # SmolLM2 135M
+        "d128 16-slot pages": replace(LLAMA, page_size=16),
+        "d128 window": replace(LLAMA, window=4096),
+        "d128 window, soft cap": replace(LLAMA, window=4096, softcap=50.0),
+        "d128 window, soft cap, 16-slot pages": replace(LLAMA, page_size=16, window=4096, softcap=50.0),
+    }
+    for name, spec in variants.items():
+        found.append(Case(f"prefill {name}", prefill_of(spec), hot=True))
+        found.append(Case(f"decode {name}", decode_of(spec, 1), hot=True))
     return [
         *found,
-        Case("prefill d128 16-slot pages", prefill_of(small)),
-        Case("decode d128 16-slot pages", decode_of(small, 1), hot=True),
-        Case("prefill d128 window, soft cap", prefill_of(edged)),
-        Case("decode d128 window, soft cap", decode_of(edged, 1)),
-        Case("prefill d128 fp8", prefill_of(fp8), min_capability=90),
+        Case("prefill d128 fp8", prefill_of(fp8), hot=True, min_capability=90),
         Case("decode d128 fp8", decode_of(fp8, 1), hot=True, min_capability=90),
         Case("prefill d128 float32", prefill_of(replace(LLAMA, dtype=torch.float32, kv_dtype=torch.float32))),
     ]
@@ -82,8 +87,8 @@ def row_cases() -> list[Case]:
         Case("rms norm 8192 with residual", lambda chip: _norm(8192, residual=True), hot=True),
         Case("silu mul", lambda chip: elementwise.silu_mul(_empty(ROWS, 28672)), hot=True),
         Case("rope", lambda chip: elementwise.rope(_empty(ROWS, 64, 128), _angles(), _ids(ROWS))),
-        Case("sample", lambda chip: _sample(full=False)),
-        Case("sample with penalties and bias", lambda chip: _sample(full=True)),
+        Case("sample", lambda chip: _sample(full=False), hot=True),
+        Case("sample with penalties and bias", lambda chip: _sample(full=True), hot=True),
     ]
 
 

@@ -50,7 +50,7 @@ class Decode:
         self.size = size
         chip = chip or tuning.device_of(str(self.device))
         rows = min(MAX_ROWS, max(16, 1 << (size.max_query_len * spec.group - 1).bit_length()))
-        self.tile = tile or tuning.decode_tile(chip, spec.block_d, spec.kv_dtype.itemsize, rows)
+        self.tile = tile or tuning.decode_tile(chip, spec.demand, rows)
         on_gpu = self.device.type != "cpu"
         self.program = Program.choose(spec, self.tile, chip, heads_inner=True, on_gpu=on_gpu)
         tokens_per_item = min(size.max_query_len, self.tile.block_m // spec.group)

@@ -25,7 +25,7 @@ class Prefill:
         self.spec = spec
         self.device = torch.device(device)
         self._chip = chip or tuning.device_of(str(self.device))
-        self.tile = tile or tuning.prefill_tile(self._chip, spec.block_d, spec.kv_dtype.itemsize)
+        self.tile = tile or tuning.prefill_tile(self._chip, spec.demand)
         on_gpu = self.device.type != "cpu"
         self.program = Program.choose(spec, self.tile, self._chip, heads_inner=False, on_gpu=on_gpu)
         self._plan: PlanTensors | None = None

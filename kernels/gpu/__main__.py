@@ -29,7 +29,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", help="check, bench, tune; by default check and bench")
     parser.add_argument("--only", default="", help="only cases whose name contains this")
-    parser.add_argument("--flex", action="store_true", help="time FlexAttention too (it compiles for long)")
+    parser.add_argument("--flex", action="store_true", help="time FlexAttention on every shape, not on two")
     arguments = parser.parse_args()
     _find_package()
     from pdserve.kernels.gpu import sections, timing  # noqa: PLC0415 - the package is only now importable

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 
 from pdserve.kernels.gpu.attention_bench import LLAMA, SMALL_HEADS, decode_call, prefill_call
@@ -15,6 +16,7 @@ PREFILL_TILES = [
     *(Tile(128, block_n, 8, stages) for block_n, stages in itertools.product((32, 64, 128), (2, 3))),
     *(Tile(128, 32, 8, stages, 2, 128) for stages in (2, 3, 4)),
     *(Tile(64, 64, 4, stages, 2) for stages in (2, 3)),
+    *(Tile(64, 32, 4, stages, 3, 168) for stages in (2, 3)),
     Tile(128, 64, 8, 3, 2, 128),
 ]
 
@@ -22,7 +24,8 @@ PREFILL_TILES = [
 def run(choice: Choice) -> list[Row]:
     """Return the best tiles of each shape, fastest first."""
     rows = []
-    for name, spec in (("d128", LLAMA), ("d64", SMALL_HEADS)):
+    crowded = (("d128 16-slot pages", replace(LLAMA, page_size=16)), ("d128 soft cap", replace(LLAMA, softcap=50.0)))
+    for name, spec in (("d128", LLAMA), ("d64", SMALL_HEADS), *crowded):
         if choice.wants(f"prefill {name}"):
             call = partial(prefill_call, spec, Shape(1, 8192, 8192))
             rows += _best(f"prefill {name}", PREFILL_TILES, call)
