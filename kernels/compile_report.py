@@ -15,8 +15,12 @@ import triton
 
 from pdserve.kernels import catalog, compiling, roofline
 
-HEADER = """| case | kernel | registers | spilled bytes | shared KiB | warps | matrix unit |
-| --- | --- | ---: | ---: | ---: | ---: | --- |"""
+HEADER = """| case | kernel | registers | spilled bytes | shared KiB | warps | at a time | matrix unit |
+| --- | --- | ---: | ---: | ---: | ---: | ---: | --- |"""
+LEGEND = (
+    "**Bold**: a step's time goes here, and nothing may spill. *At a time*: how many programs registers and shared "
+    "memory let run on one multiprocessor."
+)
 
 
 def main() -> int:
@@ -43,6 +47,8 @@ def report(capabilities: list[int], only: str) -> tuple[str, bool]:
         "",
         f"Written by `python -m pdserve.kernels.compile_report` with torch {torch.__version__}, "
         f"Triton {triton.__version__}. Nothing here was run on a GPU.",
+        "",
+        LEGEND,
     ]
     fits = True
     for capability in capabilities:
@@ -52,16 +58,17 @@ def report(capabilities: list[int], only: str) -> tuple[str, bool]:
             if capability < case.min_capability or only not in case.name:
                 continue
             for made in compiling.compile_all(lambda case=case, chip=chip: case.run(chip), capability):  # type: ignore[misc]
-                lines.append(_row(case, made))
+                lines.append(_row(case, made, made.programs_at_a_time(chip.shared_bytes)))
                 fits = fits and made.shared_bytes <= chip.shared_bytes
     return "\n".join([*lines, "", *_estimates()]) + "\n", fits
 
 
-def _row(case: catalog.Case, made: compiling.Resources) -> str:
+def _row(case: catalog.Case, made: compiling.Resources, at_a_time: int) -> str:
     name = f"**{case.name}**" if case.hot else case.name
     unit = made.matrix_unit + (" (serialized)" if made.serialized else "")
     shared = f"{made.shared_bytes / 1024:.1f}"
-    return f"| {name} | {made.kernel} | {made.registers} | {made.spill_bytes} | {shared} | {made.num_warps} | {unit} |"
+    figures = (made.registers, made.spill_bytes, shared, made.num_warps, at_a_time)
+    return f"| {name} | {made.kernel} | {' | '.join(map(str, figures))} | {unit} |"
 
 
 def _estimates() -> list[str]:
@@ -69,17 +76,20 @@ def _estimates() -> list[str]:
     lines = [
         "## Roofline ESTIMATE",
         "",
-        f"The least time {chip.name} could take, from counted work at {chip.matrix_flops / 1e12:.0f} TFLOP/s and "
-        f"{chip.memory_bytes / 1e12:.1f} TB/s. No kernel was timed for this table.",
+        f"What {chip.name} could take, from counted work at {chip.matrix_flops / 1e12:.0f} TFLOP/s of matrix products, "
+        f"{chip.memory_bytes / 1e12:.1f} TB/s, {chip.exponentials / 1e12:.1f} T exponentials/s and "
+        f"{chip.vector_ops / 1e12:.0f} T other operations/s. No kernel was timed for this table.",
+        "*At least*: everything overlaps. *In turn*: no softmax runs beside a matrix product, as with one program at a "
+        "time.",
         "",
-        "| work | GFLOP | MB | bound by | at least, µs |",
-        "| --- | ---: | ---: | --- | ---: |",
+        "| work | GFLOP | MB | bound by | at least, µs | in turn, µs | TFLOP/s, in turn to at best |",
+        "| --- | ---: | ---: | --- | ---: | ---: | ---: |",
     ]
     for work in roofline.workloads():
-        best_us = work.best_time_s(chip) * 1e6
-        lines.append(
-            f"| {work.name} | {work.flops / 1e9:.1f} | {work.bytes / 1e6:.1f} | {work.bound(chip)} | {best_us:.1f} |"
-        )
+        best_us, plain_us = work.best_time_s(chip) * 1e6, work.plain_time_s(chip) * 1e6
+        rates = f"{work.flops / plain_us / 1e6:.0f} to {work.flops / best_us / 1e6:.0f}" if work.flops else ""
+        counted = f"{work.flops / 1e9:.1f} | {work.bytes / 1e6:.1f} | {work.bound(chip)}"
+        lines.append(f"| {work.name} | {counted} | {best_us:.1f} | {plain_us:.1f} | {rates} |")
     return lines
 
 

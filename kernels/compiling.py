@@ -28,6 +28,9 @@ TYPE_NAMES = {
     torch.int64: "i64",
 }
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
+# Of a multiprocessor of compute capability 8.0, 9.0 and 10.0.
+REGISTERS, REGISTER_STEP, MAX_WARPS, WARP = 65_536, 8, 64, 32
+RESERVED_SHARED = 1024  # per program, by the driver
 DIVISIBLE = [["tt.divisibility", 16]]
 
 
@@ -53,6 +56,12 @@ class Resources:
     num_warps: int
     matrix_unit: str  # which instructions multiply matrices; empty: none
     serialized: bool  # the assembler gave up overlapping wgmma
+
+    def programs_at_a_time(self, shared_bytes: int) -> int:
+        """Return how many programs fit on a multiprocessor of which one program may use `shared_bytes`."""
+        registers = -(-self.registers // REGISTER_STEP) * REGISTER_STEP * self.num_warps * WARP
+        by_shared = (shared_bytes + RESERVED_SHARED) // (self.shared_bytes + RESERVED_SHARED)
+        return min(REGISTERS // registers, by_shared, MAX_WARPS // self.num_warps)
 
 
 @contextmanager

@@ -62,6 +62,7 @@ def planned() -> tuple[Prefill, Tensor, Tensor, Tensor]:
         ("k", lambda q, k, v: (q, k[:7], v)),
         ("k", lambda q, k, v: (q, k.float(), v)),
         ("v", lambda q, k, v: (q, k, v.transpose(2, 3))),
+        ("v", lambda q, k, v: (q, k, v.contiguous())),
         ("v", lambda q, k, v: (q, k, v.as_strided(v.shape, (4088, 1024, 64, 1)))),
     ],
 )
