@@ -14,7 +14,7 @@ def debugging() -> bool:
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise ValueError unless `condition` holds."""
+    """Raise ValueError unless `condition` holds. The message is built in any case: name no whole array in it."""
     if not condition:
         raise ValueError(message)
 
@@ -35,9 +35,11 @@ def require_tensor(
 
 def require_lens(query_lens: npt.NDArray[np.integer], kv_lens: npt.NDArray[np.integer]) -> None:
     """Check that every sequence has queries, and keys for at least those."""
-    require(query_lens.ndim == 1 and len(query_lens) > 0, f"query_lens must be a non-empty vector, got {query_lens}")
+    require(
+        query_lens.ndim == 1 and len(query_lens) > 0, f"query_lens must be a non-empty vector, got {query_lens.shape}"
+    )
     require(kv_lens.shape == query_lens.shape, f"kv_lens must be as long as query_lens, got {kv_lens.shape}")
-    require(bool((query_lens >= 1).all()), f"query_lens must all be at least 1, got {query_lens}")
+    require(bool((query_lens >= 1).all()), "query_lens must all be at least 1")
     require(bool((kv_lens >= query_lens).all()), "kv_lens must count the queries' own positions too")
 
 

@@ -180,17 +180,18 @@ class Scheduler:
         budget = self.limits.max_num_batched_tokens
         chunks: list[Chunk] = []
         copies: list[tuple[PageId, PageId]] = []
-        running = self._plannable()
-        decoding = [s for s in running if self._num_unplanned(s) == 1]
-        if self._steps and sum(map(self._wants_page, decoding)) > self.cache.pool.num_free:
+        running = [(sequence, self._num_unplanned(sequence)) for sequence in self._plannable()]
+        decoding = [sequence for sequence, count in running if count == 1]
+        free = self.cache.pool.num_free
+        if self._steps and len(decoding) > free and sum(map(self._wants_page, decoding)) > free:
             return None
         for sequence in sorted(decoding, key=lambda s: s.urgency):
             if budget > 0 and sequence.pages and self._make_room(sequence, copies):
                 budget -= 1
                 self._schedule(sequence, 1, chunks)
-        for sequence in sorted((s for s in running if self._num_unplanned(s) > 1), key=lambda s: s.urgency):
+        for sequence, missing in sorted((pair for pair in running if pair[1] > 1), key=lambda pair: pair[0].urgency):
             if budget > 0 and sequence.pages:
-                count = min(budget, self._num_unplanned(sequence))
+                count = min(budget, missing)
                 budget -= count
                 self._schedule(sequence, count, chunks)
         while budget > 0 and self._waiting:

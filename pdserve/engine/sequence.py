@@ -91,17 +91,11 @@ class Sequence:
     def samples(self, num_undrawn: int = 0) -> tuple[SampleSpec, ...]:
         """Return what to draw after the last token and `num_undrawn` unknown ones, one draw for each index."""
         params, count = self.job.params, self.num_output_tokens + num_undrawn
-        history = self.tokens if params.has_penalties else ()  # nothing else reads it
-        prompt_ids = tuple(history[: self.job.num_prompt_tokens])
-        output_ids = tuple(history[self.job.num_prompt_tokens :])
-        return tuple(
-            SampleSpec(
-                params=params,
-                seed=(params.seed + index * SEED_STRIDE) & SEED_MASK,
-                index=count,
-                prompt_ids=prompt_ids,
-                output_ids=output_ids,
-                forbid_stops=count < params.min_tokens,
-            )
-            for index in self.indices
-        )
+        prompt_ids: tuple[int, ...] = ()
+        output_ids: tuple[int, ...] = ()
+        if params.has_penalties:  # nothing else reads what came before
+            num_prompt = self.job.num_prompt_tokens
+            prompt_ids, output_ids = tuple(self.tokens[:num_prompt]), tuple(self.tokens[num_prompt:])
+        forbid_stops = count < params.min_tokens
+        seeds = [(params.seed + index * SEED_STRIDE) & SEED_MASK for index in self.indices]
+        return tuple([SampleSpec(params, seed, count, prompt_ids, output_ids, forbid_stops) for seed in seeds])
