@@ -5,6 +5,7 @@ Invariant: what a grant names is reserved for it alone, and each running sequenc
 
 from pdserve.decode_worker.rules import Rules
 from pdserve.decode_worker.tasks import Inbound, Task
+from pdserve.engine.kvcache import Content
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.kvtransfer import receiver
@@ -55,6 +56,7 @@ def committed(scheduler: Scheduler, task: Task, inbound: Inbound, capsule: Capsu
         names=task.names,
     )
     full = capsule.num_tokens // scheduler.cache.page_size
-    scheduler.cache.publish(prompt.names, pages, len(inbound.reused), full)
+    content = Content(prompt.tokens, task.job.cache_salt)
+    scheduler.cache.publish(prompt.names, pages, range(len(inbound.reused), full), content)
     prompt.num_published = full
     return scheduler.split(prompt, zip(capsule.indices, capsule.first_tokens, strict=True))

@@ -79,6 +79,12 @@ class WorkerConfig(ProcessConfig):
     stalled_step_s: float = Field(
         600.0, ge=1.0, description="Seconds a step may take; a worker whose step hangs for longer ends its process."
     )
+    kv_events_endpoint: str | None = Field(
+        None, description="Where KV events are published over ZMQ in vLLM's format: tcp://host:port or ipc://path."
+    )
+    kv_events_replay_endpoint: str | None = Field(None, description="Where subscribers ask for KV events they missed.")
+    kv_events_topic: str = Field("", description="Topic of published KV events.")
+    kv_events_buffer_steps: int = Field(10_000, ge=1, description="Batches of KV events kept for replay.")
     mover: Literal["nixl", "collective"] = Field(
         "nixl", description="What carries pages between workers; collective is torch.distributed's gloo over TCP."
     )

@@ -29,6 +29,10 @@ class RouterConfig(ProcessConfig):
     secret_file: Path = Field(description="The cluster's shared secret; only its owner may read it.")
     router_id: str = Field("router", min_length=1, max_length=128, description="Name of this router.")
     policy: PolicyName = Field("least_loaded", description="How a pair of workers is chosen for a request.")
+    kv_events: Literal["link", "zmq", "off"] = Field(
+        "link",
+        description="How the router hears which prefixes workers hold: on their links, where they publish, or not.",
+    )
     local_prefill: bool = Field(
         _LIMITS.local_prefill, description="Let decode workers compute prompts themselves where that is better."
     )

@@ -22,6 +22,7 @@ from pdserve.router.events import (
     Complain,
     DrainAsked,
     Event,
+    KvChanged,
     Limits,
     LinkLost,
     LoadReported,
@@ -213,7 +214,7 @@ class RouterCore:
 
     # ---- workers
 
-    def _hear(self, event: WorkerEvent, now_s: float) -> None:
+    def _hear(self, event: WorkerEvent, now_s: float) -> None:  # noqa: C901 - one match
         if isinstance(event, WorkerRegistered):
             self._attendance.register(event, now_s)
             return
@@ -233,6 +234,8 @@ class RouterCore:
                     self._attendance.note_change(now_s)
             case PairMeasured():
                 self._note_pair(worker, event)
+            case KvChanged():
+                self.forecast.prefixes.tell(worker.link, event.events)
             case AttemptFailed():
                 self._recovery.take_failure(worker, event, now_s)
             case LinkLost():

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt
 from pdserve.router.book import Book
-from pdserve.router.events import Deliver, RungReached, TokenDelta
+from pdserve.router.deltas import TokenDelta
+from pdserve.router.events import Deliver, RungReached
 from pdserve.router.ladder import Rung
 from pdserve.router.request import Placement, Request, Sequence
 from pdserve.router.view import WorkerView
@@ -157,7 +158,6 @@ class Delivery:
         match event.rung:
             case Rung.PREFILL_STARTED if placement.attempt == Attempt(0):
                 request.cached_tokens = min(event.cached_tokens, len(request.prompt_ids))
-                self._book.forecast.prefixes.correct(worker.link, request.names, request.cached_tokens)
             case Rung.PREFILL_DONE if worker is placement.prefill:
                 worker.prefilled(placement.key)
             case Rung.GRANTED:

@@ -3,12 +3,14 @@
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NewType, Protocol
+from typing import NewType
 
 from pdserve.errors import Status
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
+from pdserve.kvevents import KvEvent
 from pdserve.kvlayout import KvLayout
 from pdserve.perfmodel.curve import IDLE, Step
+from pdserve.router.deltas import TokenDelta
 from pdserve.router.ladder import Ledger, Rung, Usage
 from pdserve.sampling import SamplingParams
 
@@ -62,29 +64,6 @@ class Load:
     kv_tokens: int = 0
     num_handoffs: int = 0
     draining: bool = False
-
-
-class TokenDelta(Protocol):
-    """Tokens of one sequence, as they came off the wire.
-
-    The one place where a protobuf message passes through the core: copying 256 of them a step into values of our
-    own would cost a third of the step's budget. `logprobs` is opaque; `finish_reason` is 0 until the sequence ends.
-    """
-
-    @property
-    def request_id(self) -> bytes: ...
-    @property
-    def attempt(self) -> int: ...
-    @property
-    def index(self) -> int: ...
-    @property
-    def position(self) -> int: ...
-    @property
-    def token_ids(self) -> Seq[int]: ...
-    @property
-    def logprobs(self) -> Seq[object]: ...
-    @property
-    def finish_reason(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +142,14 @@ class RungReached:
 
 
 @dataclass(frozen=True, slots=True)
+class KvChanged:
+    """A worker's prefix cache holds something else now."""
+
+    link: LinkId
+    events: tuple[KvEvent, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PairMeasured:
     """How fast a prefill worker's pages reach a decode worker, as measured when the two met."""
 
@@ -218,7 +205,11 @@ class Tick:
 
 
 ClientEvent = RequestArrived | ClientGone | ClientTooSlow | StopStringFound
-WorkerEvent = WorkerRegistered | LoadReported | StepReported | RungReached | PairMeasured | AttemptFailed | LinkLost
+
+
+WorkerEvent = (
+    WorkerRegistered | LoadReported | StepReported | RungReached | PairMeasured | KvChanged | AttemptFailed | LinkLost
+)
 OperatorEvent = ProcessEnded | DrainAsked | ShutdownAsked | ShutdownDue | Tick
 Event = ClientEvent | WorkerEvent | OperatorEvent
 

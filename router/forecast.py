@@ -13,7 +13,8 @@ from pdserve.perfmodel.model import LearntCosts, LearntLinks
 from pdserve.router.events import LinkId, Role
 from pdserve.router.lengths import AnswerLengths
 from pdserve.router.machines import Machines
-from pdserve.router.prefixes import Names, PrefixTable
+from pdserve.router.pages import Names
+from pdserve.router.prefixes import PrefixTable
 from pdserve.router.view import WorkerView
 
 _LEARN = 0.02  # weight of the latest answer in running means

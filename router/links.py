@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import TypeAlias
 
 import grpc
@@ -19,15 +19,18 @@ REGISTER_TIMEOUT_S = 10.0
 MAX_PAIRS = 4096  # shown of one worker
 STREAM_ENDED = "its stream ended"
 
+Follow = Callable[[WorkerStream], Coroutine[object, object, None]]
 AttachContext: TypeAlias = "grpc.aio.ServicerContext[link.AttachRequest, link.AttachResponse]"
 
 
 class Links(LinkServiceServicer):
     """Lets workers attach."""
 
-    def __init__(self, shell: Shell, welcome: link.Welcome) -> None:
+    def __init__(self, shell: Shell, welcome: link.Welcome, follow: Follow | None = None) -> None:
+        """`follow` starts to follow the KV events that a worker publishes."""
         self._shell = shell
         self._welcome = welcome
+        self._follow = follow
 
     async def Attach(  # type: ignore[override]  # replies are written to the context  # noqa: N802
         self, request_iterator: AsyncIterator[link.AttachRequest], context: AttachContext
@@ -51,16 +54,22 @@ class Links(LinkServiceServicer):
         # On its own: a first write that is interrupted leaves gRPC unsure whether this has been sent.
         await context.send_initial_metadata(())
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._read(stream, messages), name=f"link {stream.link_id} reader")
+            tasks.create_task(self._read(stream, messages, tasks), name=f"link {stream.link_id} reader")
             await context.write(link.AttachResponse(welcome=self._welcome))
             while True:
                 await context.write(await stream.outbound.get())
 
-    async def _read(self, stream: WorkerStream, messages: AsyncIterator[link.AttachRequest]) -> None:
+    async def _read(
+        self, stream: WorkerStream, messages: AsyncIterator[link.AttachRequest], tasks: asyncio.TaskGroup
+    ) -> None:
+        follows = False
         try:
             await self._read_registration(stream, messages)
             async for message in messages:
                 self._take(stream, message)
+                if self._follow is not None and stream.registration.kv_events_endpoint and not follows:
+                    follows = True
+                    tasks.create_task(self._follow(stream), name=f"link {stream.link_id} KV events")
         except (ProtocolError, TimeoutError) as error:
             logger.warning("worker %r is dropped: %s", stream.registration.worker_id, error)
             stream.close(str(error) or "no registration came in time")

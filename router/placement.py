@@ -8,7 +8,7 @@ from math import inf, lcm
 from pdserve.errors import Status
 from pdserve.kvtransfer.plan import refusal
 from pdserve.router.events import LinkId, Role
-from pdserve.router.prefixes import Names
+from pdserve.router.pages import Names
 from pdserve.router.view import Workers, WorkerView
 
 

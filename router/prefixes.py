@@ -1,25 +1,28 @@
-"""Which workers probably hold which prefixes: what was routed to them, for a while. Pure.
+"""Which workers hold which prefixes: what they say, and what was routed to them, for a while. Pure.
 
-A hint that placement may be wrong about: workers name their pages themselves, and forget them as they please.
+What was routed is a hint that placement may be wrong about: a worker that tells of its pages corrects it soon, one that
+does not is believed to hold it for longer.
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from math import inf
 
+from pdserve.kvevents import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from pdserve.router.events import LinkId
+from pdserve.router.pages import BLOCK, Names, WorkerPages, chain, root_name
 
-BLOCK = 64  # tokens
 MAX_NAMES = 65536
-LIFE_S = 600.0  # workers correct what is no longer so, as they begin to compute
-
-Names = tuple[int, ...]
+LIFE_S = 600.0  # of what was routed to a worker that says nothing of its pages
+TOLD_LIFE_S = 10.0  # of what was routed to one that does: it has told of it by then, or never will
 
 
 def block_names(token_ids: Seq[int], salt: str) -> Names:
     """Return the names of a prompt's full blocks, chained, so that equal names mean equal prefixes."""
-    names, parent = [], hash(salt)
+    names, parent = [], root_name(salt)
     for start in range(0, len(token_ids) - BLOCK + 1, BLOCK):
-        parent = hash((parent, *token_ids[start : start + BLOCK]))
+        parent = chain(parent, token_ids[start : start + BLOCK])
         names.append(parent)
     return tuple(names)
 
@@ -31,18 +34,27 @@ class PrefixTable:
         self._life_s = life_s
         self._max_names = max_names
         self._holders: OrderedDict[int, dict[LinkId, float]] = OrderedDict()
+        self._pages: dict[LinkId, WorkerPages] = {}  # of workers that tell of them
 
     def __len__(self) -> int:
         return len(self._holders)
 
     def note(self, link: LinkId, names: Names, now_s: float) -> None:
         """Note that a worker will hold these blocks."""
-        until_s = now_s + self._life_s
-        for name in reversed(names):  # a prefix is kept longer than what it leads to
-            self._holders.setdefault(name, {})[link] = until_s
-            self._holders.move_to_end(name)
-        while len(self._holders) > self._max_names:
-            self._holders.popitem(last=False)
+        self._hold(link, names, now_s + (TOLD_LIFE_S if link in self._pages else self._life_s))
+
+    def tell(self, link: LinkId, events: Iterable[KvEvent]) -> None:
+        """Take in what a worker says of its pages."""
+        pages = self._pages.setdefault(link, WorkerPages())
+        for event in events:
+            match event:
+                case BlockStored():
+                    self._hold(link, pages.stored(event), inf)
+                case BlockRemoved(hashes):
+                    self._drop(link, pages.removed(hashes))
+                case AllBlocksCleared():
+                    self.forget(link)
+                    pages = self._pages[link] = WorkerPages()
 
     def match(self, names: Names, now_s: float) -> dict[LinkId, int]:
         """Return how many leading tokens each worker holds; workers that hold none are left out."""
@@ -60,17 +72,21 @@ class PrefixTable:
                 break
         return found
 
-    def correct(self, link: LinkId, names: Names, num_tokens: int) -> None:
-        """Note that a worker held no more than this of a prompt."""
-        for name in names[-(-num_tokens // BLOCK) :]:
+    def forget(self, link: LinkId) -> None:
+        """Drop a worker that has left, or holds nothing any longer."""
+        self._pages.pop(link, None)
+        self._drop(link, [name for name, holders in self._holders.items() if link in holders])
+
+    def _hold(self, link: LinkId, names: Seq[int], until_s: float) -> None:
+        for name in reversed(names):  # a prefix is kept longer than what it leads to
+            holders = self._holders.setdefault(name, {})
+            holders[link] = max(until_s, holders.get(link, 0.0))
+            self._holders.move_to_end(name)
+        while len(self._holders) > self._max_names:
+            self._holders.popitem(last=False)
+
+    def _drop(self, link: LinkId, names: Iterable[int]) -> None:
+        for name in names:
             holders = self._holders.get(name)
             if holders is not None and holders.pop(link, None) is not None and not holders:
-                del self._holders[name]
-
-    def forget(self, link: LinkId) -> None:
-        """Drop a worker that has left."""
-        for name in [name for name, holders in self._holders.items() if link in holders]:
-            holders = self._holders[name]
-            del holders[link]
-            if not holders:
                 del self._holders[name]

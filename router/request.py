@@ -11,11 +11,13 @@ from math import inf
 
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt
-from pdserve.router.events import LinkId, RequestArrived, SequenceSpec, TokenDelta
+from pdserve.router.deltas import TokenDelta
+from pdserve.router.events import LinkId, RequestArrived, SequenceSpec
 from pdserve.router.ladder import Ladder, Ledger, Rung, Usage
 from pdserve.router.losses import Losses
+from pdserve.router.pages import Names
 from pdserve.router.placement import Demand
-from pdserve.router.prefixes import Names, block_names
+from pdserve.router.prefixes import block_names
 from pdserve.router.view import PlacementKey, WorkerView
 
 

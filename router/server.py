@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -25,14 +25,15 @@ from pdserve.proto.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_
 from pdserve.proto.v1.link_pb2_grpc import add_LinkServiceServicer_to_server
 from pdserve.router.config import RouterConfig
 from pdserve.router.core import RouterCore
-from pdserve.router.events import Role, ShutdownAsked, ShutdownDue
+from pdserve.router.events import KvChanged, Role, ShutdownAsked, ShutdownDue
 from pdserve.router.forecast import Forecast
 from pdserve.router.front import Front, FrontLimits, ServedModel
-from pdserve.router.links import Links
+from pdserve.router.kv_subscriber import KvSubscriber, Source
+from pdserve.router.links import Follow, Links
 from pdserve.router.operators import Operators
 from pdserve.router.policies import POLICIES
 from pdserve.router.prompts import ChatTemplate, Prompts, Tokenizer
-from pdserve.router.shell import Shell
+from pdserve.router.shell import Shell, WorkerStream
 from pdserve.router.sizes import HARD_LIMIT_BYTES, LimitSizes
 from pdserve.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, check_bind, read_secret, server_options
 
@@ -136,10 +137,22 @@ def _public_server(front: Front, servicer: health.aio.HealthServicer) -> grpc.ai
 def _internal_server(config: RouterConfig, shell: Shell, model: str) -> grpc.aio.Server:
     secret = read_secret(config.secret_file)
     server = grpc.aio.server(interceptors=[RequireSecret(secret)], options=server_options(INTERNAL_MESSAGE_BYTES))
-    welcome = link.Welcome(router_id=config.router_id, incarnation=new_incarnation())
-    add_LinkServiceServicer_to_server(Links(shell, welcome), server)
+    welcome = link.Welcome(
+        router_id=config.router_id, incarnation=new_incarnation(), wants_kv_events=config.kv_events == "link"
+    )
+    follow = _follower(shell, secret) if config.kv_events == "zmq" else None
+    add_LinkServiceServicer_to_server(Links(shell, welcome, follow), server)
     add_AdminServiceServicer_to_server(Operators(shell, config.router_id, model), server)
     return server
+
+
+def _follower(shell: Shell, secret: bytes) -> Follow:
+    def follow(stream: WorkerStream) -> Coroutine[object, object, None]:
+        told, link_id = stream.registration, stream.link_id
+        source = Source(told.kv_events_endpoint, told.kv_events_replay_endpoint)
+        return KvSubscriber(source, secret, lambda events: shell.post(KvChanged(link_id, events))).follow()
+
+    return follow
 
 
 def _listen(server: grpc.aio.Server, host: str, port: int, key: str) -> str:

@@ -5,6 +5,7 @@ What a worker sends is checked here as far as a single message shows it; Protoco
 
 from collections.abc import Callable
 
+from pdserve import kvevents
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import DTYPE_BYTES, KvLayout
@@ -17,6 +18,7 @@ from pdserve.router.events import (
     AttemptFailed,
     CancelAttempt,
     Failure,
+    KvChanged,
     LinkId,
     Load,
     LoadReported,
@@ -35,6 +37,7 @@ from pdserve.router.ladder import Ledger, Rung, Usage
 from pdserve.sampling import SamplingParams
 
 MAX_WORKER_ID_BYTES = 128
+_NO_NUMBER = bytes(kvevents.SEQUENCE_BYTES)  # a stream has no gaps
 
 _ROLES = {link.ROLE_PREFILL: Role.PREFILL, link.ROLE_DECODE: Role.DECODE}
 _RUNGS = {number: Rung[name.removeprefix("RUNG_")] for name, number in link.Rung.items() if number}
@@ -60,6 +63,8 @@ def _worker_event(link_id: LinkId, message: link.AttachRequest) -> WorkerEvent:
             return _pair(link_id, message.pair)
         case "failed":
             return _failed(link_id, message.failed)
+        case "kv_events":
+            return KvChanged(link_id, kvevents.decode(_NO_NUMBER, message.kv_events.batch).events)
         case "register":
             return WorkerRegistered(link_id, _registration(message.register))
         case _:

@@ -4,11 +4,21 @@ Invariant: an indexed page still holds the KV that its name says; it leaves the 
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from pdserve.engine.journal import Journal
 from pdserve.engine.pages import PagePool, Pages
 from pdserve.engine.prefix import PageName, PrefixIndex, PrefixNames
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What pages hold: tokens from position 0 on, under a salt."""
+
+    token_ids: Sequence[int]
+    salt: str
 
 
 class KvCache:
@@ -20,6 +30,7 @@ class KvCache:
         self.pool = PagePool(num_pages)
         self._names = names
         self._index = PrefixIndex()
+        self.journal: Journal | None = None  # where changes of the index are noted, once somebody reads them
 
     @property
     def num_cached(self) -> int:
@@ -54,10 +65,16 @@ class KvCache:
         """Set `count` pages aside for a hand-off, or None (and change nothing)."""
         return self._fresh(self.pool.grant(count))
 
-    def publish(self, names: Sequence[PageName], pages: Sequence[PageId], start: int, stop: int) -> None:
-        """Index pages start … stop-1 of a sequence: their KV is complete."""
-        for i in range(start, min(stop, len(names))):
-            self._index.add(names[i], pages[i])
+    def publish(self, names: Sequence[PageName], pages: Sequence[PageId], run: range, content: Content) -> None:
+        """Index the pages `run` of a sequence, by number: their KV is complete. `content` is the sequence's."""
+        fresh = range(run.start, run.start)
+        for i in range(run.start, min(run.stop, len(names))):
+            if self._index.add(names[i], pages[i]):
+                fresh = range(fresh.start, i + 1)
+            else:
+                self._note_stored(names, fresh, content)
+                fresh = range(i + 1, i + 1)
+        self._note_stored(names, fresh, content)
 
     def check(self) -> None:
         """Raise InvariantError unless the pool adds up and no page under a writer is indexed."""
@@ -68,5 +85,11 @@ class KvCache:
 
     def _fresh(self, pages: Pages | None) -> Pages | None:
         if pages is not None:
-            self._index.forget(pages)
+            names = self._index.forget(pages)
+            if self.journal is not None:
+                self.journal.removed(names)
         return pages
+
+    def _note_stored(self, names: Sequence[PageName], run: range, content: Content) -> None:
+        if self.journal is not None:
+            self.journal.stored(names, run, content.token_ids, self.page_size, content.salt)

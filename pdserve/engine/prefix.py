@@ -67,15 +67,20 @@ class PrefixIndex:
             pages.append(page)
         return tuple(pages)
 
-    def add(self, name: PageName, page: PageId) -> None:
-        """Index a page. Keeps the page that already has this name, if one has."""
-        if name not in self._page and page not in self._name:
-            self._page[name] = page
-            self._name[page] = name
+    def add(self, name: PageName, page: PageId) -> bool:
+        """Index a page and return True; where a page has this name already, keep that one."""
+        if name in self._page or page in self._name:
+            return False
+        self._page[name] = page
+        self._name[page] = name
+        return True
 
-    def forget(self, pages: Sequence[PageId]) -> None:
-        """Drop pages whose content is about to change. Pages that are not indexed are fine."""
+    def forget(self, pages: Sequence[PageId]) -> list[PageName]:
+        """Drop pages whose content is about to change; return the names of those that were indexed."""
+        names = []
         for page in pages:
             name = self._name.pop(page, None)
             if name is not None:
                 del self._page[name]
+                names.append(name)
+        return names

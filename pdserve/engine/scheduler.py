@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pdserve.engine.ahead import NO_SHARE, RunningStep, Shares, may_follow
-from pdserve.engine.kvcache import KvCache
+from pdserve.engine.kvcache import Content, KvCache
 from pdserve.engine.sequence import Finish, Sequence
 from pdserve.engine.step import Chunk, SampledToken, StepPlan, StepResult
 from pdserve.errors import InvariantError
@@ -330,7 +330,8 @@ class Scheduler:
         full = sequence.computed // self.cache.page_size
         if full > sequence.num_published:
             self.cache.extend_names(sequence.names, sequence.tokens, sequence.job.cache_salt)
-            self.cache.publish(sequence.names, sequence.pages, sequence.num_published, full)
+            content = Content(sequence.tokens, sequence.job.cache_salt)
+            self.cache.publish(sequence.names, sequence.pages, range(sequence.num_published, full), content)
             sequence.num_published = full
 
     def _draw(self, sequence: Sequence, tokens: tuple[SampledToken, ...]) -> list[Outcome]:

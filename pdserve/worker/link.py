@@ -45,6 +45,7 @@ class Stream:
 
     call: Call
     queue: asyncio.Queue[link.AttachRequest | None]
+    wants_kv_events: bool = False
 
 
 class Links:
@@ -62,6 +63,10 @@ class Links:
     @property
     def attached(self) -> tuple[RouterRef, ...]:
         return tuple(self._streams)
+
+    @property
+    def wanting_kv_events(self) -> tuple[RouterRef, ...]:
+        return tuple(router for router, stream in self._streams.items() if stream.wants_kv_events)
 
     def update(self, register: link.Register) -> None:
         """Say anew who this worker is, to routers attached now and later."""
@@ -124,7 +129,7 @@ class Links:
                 if not isinstance(first, link.AttachResponse) or not first.HasField("welcome"):
                     raise TimeoutError(f"router {address} ended the stream without a welcome")
                 logger.info("attached to router %s at %s", first.welcome.router_id, address)
-                stream = Stream(call, asyncio.Queue())
+                stream = Stream(call, asyncio.Queue(), first.welcome.wants_kv_events)
                 self._streams[router] = stream
                 self.send(router, link.AttachRequest(register=self._register))
                 writer = asyncio.create_task(_write(stream), name=f"link {address} writer")

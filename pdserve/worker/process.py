@@ -6,8 +6,8 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
@@ -22,6 +22,8 @@ from pdserve.rpc import PROTOCOL_VERSION, read_secret
 from pdserve.telemetry import configure_logging
 from pdserve.worker import wire
 from pdserve.worker.boot import Engine, build_engine, open_model
+from pdserve.worker.kv_feed import KvFeed
+from pdserve.worker.kv_publisher import KvPublisher, PublisherSettings
 from pdserve.worker.link import FromRouter, Links, RouterGone
 from pdserve.worker.loop import Core, Inbox, Outbox, WorkerLoop
 from pdserve.worker.regions import require_movable
@@ -89,7 +91,10 @@ async def serve_worker(config: WorkerConfig, role: "link.Role.ValueType", assemb
         linking = group.create_task(links.run(), name="links")
         engine = await _load(config, identity, links, register)
         with _drain_on_signals(lambda: inbox.put(cast(EventT, DrainAsked()))):
-            async with assemble(engine, identity, inbox, Reporter(links, clock)) as parts:
+            async with (
+                _publishing(config, identity.secret, register) as publisher,
+                assemble(engine, identity, inbox, _reporter(engine, links, clock, publisher)) as parts,
+            ):
                 register.ready = True
                 register.load_progress = 1.0
                 register.handoff_address = parts.handoff_address
@@ -102,6 +107,36 @@ async def serve_worker(config: WorkerConfig, role: "link.Role.ValueType", assemb
                 links.finish()
                 await linking
     logger.info("drained")
+
+
+def _reporter(engine: Engine, links: Links, clock: MonotonicClock, publisher: KvPublisher | None) -> Reporter:
+    return Reporter(links, clock, KvFeed(engine.scheduler.cache, links, publisher))
+
+
+@asynccontextmanager
+async def _publishing(
+    config: WorkerConfig, secret: bytes, register: link.Register
+) -> AsyncIterator[KvPublisher | None]:
+    """Publish KV events for the length of the block, if the configuration says where."""
+    if config.kv_events_endpoint is None:
+        yield None
+        return
+    settings = PublisherSettings(
+        config.kv_events_endpoint,
+        config.kv_events_replay_endpoint,
+        config.kv_events_topic,
+        config.kv_events_buffer_steps,
+    )
+    publisher = KvPublisher(settings, secret)
+    register.kv_events_endpoint = publisher.endpoint
+    register.kv_events_replay_endpoint = publisher.replay_endpoint
+    replaying = asyncio.create_task(publisher.serve_replays(), name="kv event replays")
+    try:
+        yield publisher
+    finally:
+        replaying.cancel()
+        await asyncio.wait([replaying])
+        publisher.close()
 
 
 async def _load(config: WorkerConfig, identity: Identity, links: Links, register: link.Register) -> Engine:

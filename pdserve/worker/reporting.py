@@ -9,6 +9,7 @@ from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import Refusal
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.worker import wire
+from pdserve.worker.kv_feed import KvFeed
 from pdserve.worker.link import Links
 from pdserve.worker.words import Load, Progress, Report, RouterRef, Tokens
 
@@ -18,13 +19,14 @@ logger = logging.getLogger(__name__)
 class Reporter:
     """Turns reports into messages: one a step and router, however many sequences it served."""
 
-    def __init__(self, links: Links, clock: Clock) -> None:
+    def __init__(self, links: Links, clock: Clock, kv_feed: KvFeed | None = None) -> None:
         self._links = links
         self._clock = clock
         self._announced: dict[str, link.AttachRequest] = {}
         self._told: set[RouterRef] = set()  # all of what is announced
         self._pages_leaked, self._drain_reason = 0, ""  # as last told
         self.refused: Counter[Refusal] = Counter()  # by this process, since its start
+        self._kv_feed = kv_feed
 
     def send(self, reports: Iterable[Report], step: tuple[StepPlan, StepResult] | None) -> None:
         """Queue reports. With a step, every router hears of it: its cost is news to those it brought nothing."""
@@ -41,6 +43,8 @@ class Reporter:
         if step is not None:
             for router in self._links.attached:
                 self._links.send(router, wire.step_report(tokens[router], rungs[router], step, now_s))
+        if self._kv_feed is not None:
+            self._kv_feed.flush()
 
     def beat(self, load: Load, num_steps: int) -> None:
         """Tell every router how full this worker is; and the operator, loudly, what should not be."""

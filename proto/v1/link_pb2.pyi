@@ -144,6 +144,7 @@ class AttachRequest(_message.Message):
     PROGRESS_FIELD_NUMBER: _builtins.int
     FAILED_FIELD_NUMBER: _builtins.int
     PAIR_FIELD_NUMBER: _builtins.int
+    KV_EVENTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def register(self) -> Global___Register:
         """First message of the stream; again when loading has finished."""
@@ -168,6 +169,10 @@ class AttachRequest(_message.Message):
     def pair(self) -> Global___PairMeasured:
         """Prefill worker: how fast it reaches a decode worker."""
 
+    @_builtins.property
+    def kv_events(self) -> Global___KvEvents:
+        """What changed in the prefix cache, to routers that want to know."""
+
     def __init__(
         self,
         *,
@@ -177,12 +182,13 @@ class AttachRequest(_message.Message):
         progress: Global___Progress | None = ...,
         failed: Global___Failed | None = ...,
         pair: Global___PairMeasured | None = ...,
+        kv_events: Global___KvEvents | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "heartbeat", b"heartbeat", "message", b"message", "pair", b"pair", "progress", b"progress", "register", b"register", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "heartbeat", b"heartbeat", "kv_events", b"kv_events", "message", b"message", "pair", b"pair", "progress", b"progress", "register", b"register", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "heartbeat", b"heartbeat", "message", b"message", "pair", b"pair", "progress", b"progress", "register", b"register", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "heartbeat", b"heartbeat", "kv_events", b"kv_events", "message", b"message", "pair", b"pair", "progress", b"progress", "register", b"register", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["register", "heartbeat", "step", "progress", "failed", "pair"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["register", "heartbeat", "step", "progress", "failed", "pair", "kv_events"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -302,6 +308,8 @@ class Register(_message.Message):
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     HANDOFF_ADDRESS_FIELD_NUMBER: _builtins.int
     HOST_FIELD_NUMBER: _builtins.int
+    KV_EVENTS_ENDPOINT_FIELD_NUMBER: _builtins.int
+    KV_EVENTS_REPLAY_ENDPOINT_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name."""
     incarnation: _builtins.int
@@ -328,6 +336,10 @@ class Register(_message.Message):
     """Decode worker: host:port where prefill workers dial its Handoff service."""
     host: _builtins.str
     """Name of its machine: workers of one machine may slow each other down. Empty: unknown."""
+    kv_events_endpoint: _builtins.str
+    """Where it publishes KV events over ZMQ; empty: nowhere."""
+    kv_events_replay_endpoint: _builtins.str
+    """Where missed ones are replayed; empty: nowhere."""
     @_builtins.property
     def layout(self) -> Global___KvLayout:
         """Layout of its pages."""
@@ -349,10 +361,12 @@ class Register(_message.Message):
         max_model_len: _builtins.int = ...,
         handoff_address: _builtins.str = ...,
         host: _builtins.str = ...,
+        kv_events_endpoint: _builtins.str = ...,
+        kv_events_replay_endpoint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_address", b"handoff_address", "host", b"host", "incarnation", b"incarnation", "layout", b"layout", "load_progress", b"load_progress", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_pages", b"num_pages", "protocol_version", b"protocol_version", "ready", b"ready", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_address", b"handoff_address", "host", b"host", "incarnation", b"incarnation", "kv_events_endpoint", b"kv_events_endpoint", "kv_events_replay_endpoint", b"kv_events_replay_endpoint", "layout", b"layout", "load_progress", b"load_progress", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_pages", b"num_pages", "protocol_version", b"protocol_version", "ready", b"ready", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -675,6 +689,28 @@ class Progress(_message.Message):
 Global___Progress: _TypeAlias = Progress  # noqa: Y015
 
 @_typing.final
+class KvEvents(_message.Message):
+    """What changed in a worker's prefix cache."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BATCH_FIELD_NUMBER: _builtins.int
+    batch: _builtins.bytes
+    """In vLLM's msgpack format, as published over ZMQ."""
+    def __init__(
+        self,
+        *,
+        batch: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvEvents: _TypeAlias = KvEvents  # noqa: Y015
+
+@_typing.final
 class Failed(_message.Message):
     """An attempt ended without its answer."""
 
@@ -716,19 +752,23 @@ class Welcome(_message.Message):
 
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    WANTS_KV_EVENTS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """Name of the router."""
     incarnation: _builtins.int
     """Random 64 bits of the router's process start."""
+    wants_kv_events: _builtins.bool
+    """Whether it wants KvEvents on this stream."""
     def __init__(
         self,
         *,
         router_id: _builtins.str = ...,
         incarnation: _builtins.int = ...,
+        wants_kv_events: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "router_id", b"router_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "router_id", b"router_id", "wants_kv_events", b"wants_kv_events"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.engine.kvcache import KvCache
+from pdserve.engine.kvcache import Content, KvCache
 from pdserve.engine.prefix import PrefixNames
 
 PAGE_SIZE = 4
@@ -43,7 +43,7 @@ def test_a_released_prefix_is_reused_until_its_page_is_given_out_again() -> None
     names = kv.names(list(range(8)), "")
     pages = kv.take(2)
     assert pages is not None
-    kv.publish(names, pages, 0, 2)
+    kv.publish(names, pages, range(2), Content(range(8), ""))
     kv.pool.release(pages)
     assert kv.num_cached == 2
     assert kv.reuse(names) == pages
@@ -58,7 +58,7 @@ def test_a_granted_page_is_not_found_by_its_old_name() -> None:
     names = kv.names(list(range(4)), "")
     pages = kv.take(1)
     assert pages is not None
-    kv.publish(names, pages, 0, 1)
+    kv.publish(names, pages, range(1), Content(range(4), ""))
     kv.pool.release(pages)
     assert kv.grant(1) == pages
     assert kv.reuse(names) == ()

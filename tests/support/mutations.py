@@ -9,7 +9,7 @@ from breaking import MUTATIONS, Original, mutation, wrap
 
 from pdserve.decode_worker.core import DecodeCore
 from pdserve.engine.ahead import RunningStep
-from pdserve.engine.kvcache import KvCache
+from pdserve.engine.kvcache import Content, KvCache
 from pdserve.engine.pages import PagePool
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
@@ -149,7 +149,8 @@ def publish_a_page_before_it_is_full() -> Iterator[object]:
     def admit(original: Original, self: Scheduler, sequence: Sequence) -> bool:
         admitted: bool = original(self, sequence)
         if admitted:
-            self.cache.publish(sequence.names, sequence.pages, sequence.num_published, len(sequence.names))
+            run = range(sequence.num_published, len(sequence.names))
+            self.cache.publish(sequence.names, sequence.pages, run, Content(sequence.tokens, sequence.job.cache_salt))
         return admitted
 
     with wrap(Scheduler, "_admit", admit) as patched:

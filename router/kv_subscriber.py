@@ -1,0 +1,109 @@
+"""Follows a worker's KV events over ZMQ, ours or another's that speaks vLLM's format.
+
+Invariant: what is posted are the publisher's batches in their order, each once, except that a gap which no replay
+closes is posted as everything being cleared.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+
+import zmq
+import zmq.asyncio
+
+from pdserve import kvevents
+from pdserve.errors import ProtocolError
+from pdserve.kvevents import AllBlocksCleared, KvEvent
+from pdserve.zmq_identity import CurveKeys, is_local
+
+logger = logging.getLogger(__name__)
+
+REPLAY_TIMEOUT_S = 5.0
+_FORGET_ALL: tuple[KvEvent, ...] = (AllBlocksCleared(),)
+
+Post = Callable[[tuple[KvEvent, ...]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a worker publishes."""
+
+    endpoint: str
+    replay_endpoint: str  # empty: nowhere
+
+
+class KvSubscriber:
+    """Follows one worker, for as long as `follow` runs."""
+
+    def __init__(self, source: Source, secret: bytes, post: Post) -> None:
+        self._source = source
+        self._secret = secret
+        self._post = post
+        self._next = 0  # number of the batch that is due
+
+    async def follow(self) -> None:
+        """Post what the worker publishes, from the first batch that it still has; until cancelled."""
+        with zmq.asyncio.Context() as context:
+            feed = self._connect(context, zmq.SUB, self._source.endpoint)
+            feed.subscribe(b"")
+            try:
+                await self._catch_up(context)
+                while True:
+                    await self._take(context, await feed.recv_multipart())
+            finally:
+                context.destroy(linger=0)
+
+    async def _take(self, context: zmq.asyncio.Context, frames: list[bytes]) -> None:
+        try:
+            if len(frames) != 3:
+                raise ProtocolError(f"kv events: {len(frames)} frames")
+            batch = kvevents.decode(frames[1], frames[2])
+        except ProtocolError as error:
+            logger.warning("%s: %s", self._source.endpoint, error)
+            self._post(_FORGET_ALL)
+            return
+        if batch.sequence > self._next:
+            await self._catch_up(context)
+        if batch.sequence > self._next:
+            logger.warning("%s: batches %d to %d are lost", self._source.endpoint, self._next, batch.sequence - 1)
+            self._post(_FORGET_ALL)
+            self._next = batch.sequence
+        self._accept(batch)
+
+    def _accept(self, batch: kvevents.Batch) -> None:
+        if batch.sequence == self._next:
+            self._next += 1
+            self._post(batch.events)
+
+    async def _catch_up(self, context: zmq.asyncio.Context) -> None:
+        """Take the batches that are due from a replay, as far as there is one."""
+        if not self._source.replay_endpoint:
+            return
+        try:
+            async with asyncio.timeout(REPLAY_TIMEOUT_S):
+                async for batch in self._replay(context):
+                    if not self._next < batch.sequence:
+                        self._accept(batch)
+                    elif self._next == 0:
+                        self._next = batch.sequence  # what came before is older than the publisher's memory
+                        self._accept(batch)
+        except (TimeoutError, ProtocolError) as error:
+            logger.warning("%s: no replay: %s", self._source.replay_endpoint, error or "it does not answer")
+
+    async def _replay(self, context: zmq.asyncio.Context) -> AsyncIterator[kvevents.Batch]:
+        with self._connect(context, zmq.DEALER, self._source.replay_endpoint) as replay:
+            await replay.send_multipart((b"", self._next.to_bytes(kvevents.SEQUENCE_BYTES, "big")))
+            while True:
+                *_, number, payload = await replay.recv_multipart()
+                if number == kvevents.END_OF_REPLAY:
+                    return
+                yield kvevents.decode(number, payload)
+
+    def _connect(self, context: zmq.asyncio.Context, kind: int, endpoint: str) -> zmq.asyncio.Socket:
+        socket = context.socket(kind)
+        socket.linger = 0
+        if not is_local(endpoint):
+            CurveKeys.of(self._secret).show(socket)
+        socket.connect(endpoint)
+        return socket

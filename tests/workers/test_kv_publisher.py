@@ -1,0 +1,181 @@
+"""KV events over real sockets: published, replayed, followed by the router, refused to strangers."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from pdserve import kvevents
+from pdserve.errors import ConfigError
+from pdserve.kvevents import AllBlocksCleared, BlockRemoved, KvEvent
+from pdserve.router.kv_subscriber import KvSubscriber, Source
+from pdserve.worker.kv_publisher import KvPublisher, PublisherSettings
+from pdserve.zmq_identity import CurveKeys, is_local
+
+SECRET = b"a secret of the cluster, long enough"
+LOCAL = "tcp://127.0.0.1:*"
+EVERYWHERE = "tcp://0.0.0.0:*"
+
+
+def batch(number: int) -> bytes:
+    return kvevents.encode([BlockRemoved([number])], 0.0)
+
+
+def removed(number: int) -> tuple[KvEvent, ...]:
+    return (BlockRemoved([number]),)
+
+
+@asynccontextmanager
+async def publisher(
+    endpoint: str = LOCAL, replay: str | None = LOCAL, buffer_steps: int = 100
+) -> AsyncIterator[KvPublisher]:
+    """Publish, and answer replays, for the length of the block."""
+    publisher = KvPublisher(PublisherSettings(endpoint, replay, "kv", buffer_steps), SECRET)
+    replaying = asyncio.create_task(publisher.serve_replays())
+    try:
+        yield publisher
+    finally:
+        replaying.cancel()
+        await asyncio.wait([replaying])
+        publisher.close()
+
+
+class Follower:
+    """A router's subscriber, and what it posted."""
+
+    def __init__(self, source: Source, secret: bytes = SECRET) -> None:
+        self.heard: asyncio.Queue[tuple[KvEvent, ...]] = asyncio.Queue()
+        self._task = asyncio.create_task(KvSubscriber(source, secret, self.heard.put_nowait).follow())
+
+    async def next(self) -> tuple[KvEvent, ...]:
+        async with asyncio.timeout(10):
+            return await self.heard.get()
+
+    async def stop(self) -> None:
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+
+@asynccontextmanager
+async def following(source: Source, secret: bytes = SECRET) -> AsyncIterator[Follower]:
+    follower = Follower(source, secret)
+    try:
+        yield follower
+    finally:
+        await follower.stop()
+
+
+def source_of(publisher: KvPublisher) -> Source:
+    return Source(
+        publisher.endpoint.replace("0.0.0.0", "127.0.0.1"), publisher.replay_endpoint.replace("0.0.0.0", "127.0.0.1")
+    )
+
+
+async def test_who_comes_late_hears_all_that_the_publisher_still_has_and_then_what_follows() -> None:
+    async with publisher(buffer_steps=3) as ours:
+        for number in range(5):
+            ours.publish(batch(number))
+        async with following(source_of(ours)) as follower:
+            assert [await follower.next() for _ in range(3)] == [removed(2), removed(3), removed(4)]
+            ours.publish(batch(5))
+            assert await follower.next() == removed(5)
+
+
+async def test_a_replay_is_answered_as_vllm_does() -> None:
+    async with publisher() as ours:
+        for number in range(3):
+            ours.publish(batch(number))
+        with zmq.asyncio.Context() as context:
+            client = context.socket(zmq.REQ)
+            client.connect(ours.replay_endpoint)
+            await client.send((1).to_bytes(8, "big"))
+            first = await client.recv_multipart()
+            assert first == [b"kv", (1).to_bytes(8, "big"), batch(1)]
+            context.destroy(linger=0)
+
+
+async def test_a_replay_that_means_nothing_is_not_answered_and_others_are() -> None:
+    async with publisher() as ours:
+        ours.publish(batch(0))
+        with zmq.asyncio.Context() as context:
+            client = context.socket(zmq.DEALER)
+            client.connect(ours.replay_endpoint)
+            await client.send_multipart((b"", b"short"))
+            await client.send_multipart((b"what",))
+            await client.send_multipart((b"", bytes(8)))
+            async with asyncio.timeout(10):
+                assert (await client.recv_multipart())[3] == batch(0)
+                assert (await client.recv_multipart())[2:] == [kvevents.END_OF_REPLAY, b""]
+            context.destroy(linger=0)
+
+
+async def feed(frames: list[tuple[bytes, bytes]]) -> list[tuple[KvEvent, ...]]:
+    """Return what a subscriber makes of these numbers and payloads, from a publisher without replays."""
+    with zmq.asyncio.Context() as context:
+        socket = context.socket(zmq.XPUB)
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        async with following(Source(f"tcp://127.0.0.1:{port}", "")) as follower:
+            assert await socket.recv() == b"\x01"  # it has subscribed
+            for number, payload in frames:
+                await socket.send_multipart((b"", number, payload))
+            await socket.send_multipart((b"", b"end", b""))
+            heard = []
+            while (events := await follower.next()) != (AllBlocksCleared(),) or len(heard) < len(frames):
+                heard.append(events)
+        context.destroy(linger=0)
+    return heard
+
+
+async def test_a_gap_without_a_replay_forgets_everything_once() -> None:
+    frames = [(number.to_bytes(8, "big"), batch(number)) for number in (0, 1, 4, 5)]
+    cleared = (AllBlocksCleared(),)
+    assert await feed(frames) == [removed(0), removed(1), cleared, removed(4), removed(5)]
+
+
+async def handshake(port: str, secret: bytes) -> int:
+    """Return what comes of connecting to a publisher with the keys of a cluster with this secret."""
+    with zmq.asyncio.Context() as context:
+        socket, seen = context.socket(zmq.SUB), zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        CurveKeys.of(secret).show(socket)
+        monitor = socket.get_monitor_socket(seen | zmq.EVENT_DISCONNECTED)
+        try:
+            socket.connect(f"tcp://127.0.0.1:{port}")
+            async with asyncio.timeout(10):
+                message = await monitor.recv_multipart()
+        finally:
+            socket.disable_monitor()
+            monitor.close(linger=0)
+            socket.close(linger=0)
+    return int.from_bytes(message[0][:2], "little")
+
+
+async def test_beyond_this_machine_only_who_knows_the_secret_hears_anything() -> None:
+    async with publisher(EVERYWHERE, EVERYWHERE) as ours:
+        port = ours.endpoint.rpartition(":")[2]
+        assert await handshake(port, SECRET) == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        assert await handshake(port, b"another secret, just as long as that") != zmq.EVENT_HANDSHAKE_SUCCEEDED
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "local"),
+    [
+        ("tcp://127.0.0.1:5557", True),
+        ("tcp://localhost:*", True),
+        ("tcp://[::1]:5557", True),
+        ("ipc:///tmp/x", True),
+        ("tcp://*:5557", False),
+        ("tcp://0.0.0.0:5557", False),
+        ("tcp://somewhere:5557", False),
+        ("nonsense", False),
+    ],
+)
+def test_endpoints_that_others_can_reach_are_known(endpoint: str, local: bool) -> None:
+    assert is_local(endpoint) is local
+
+
+async def test_an_endpoint_that_cannot_be_bound_is_the_operators_to_mend() -> None:
+    with pytest.raises(ConfigError, match="kv_events_endpoint: cannot listen on tcp://nowhere"):
+        KvPublisher(PublisherSettings("tcp://nowhere.invalid:1", None, "", 1), SECRET)
