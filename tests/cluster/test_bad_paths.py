@@ -9,7 +9,7 @@ from fault_proxy import Faults
 from live_cluster import Answer, all_ready, greedy, is_idle, load_of
 from model_zoo import VOCAB, first_disagreement, load_oracle, write_model
 from transformers import PreTrainedModel
-from wired_cluster import WiredCluster, wired_cluster
+from wired_cluster import Pools, WiredCluster, wired_cluster
 
 from pdserve.proto.v1 import admin_pb2 as admin
 
@@ -32,7 +32,7 @@ def oracle(model: Path) -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WiredCluster]:
     flags = {"dtype": "float32", "max_num_batched_tokens": 128}
-    with wired_cluster(tmp_path_factory.mktemp("cluster"), model, PREFILLS, DECODES, flags) as cluster:
+    with wired_cluster(tmp_path_factory.mktemp("cluster"), model, Pools(PREFILLS, DECODES), flags) as cluster:
         yield cluster
 
 

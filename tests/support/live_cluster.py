@@ -65,8 +65,8 @@ class LiveCluster:
         self.channel = grpc.insecure_channel(state.endpoint)
         self.inference = InferenceServiceStub(self.channel)
         self._admin_channel = grpc.insecure_channel(state.admin)
-        self._admin = AdminServiceStub(self._admin_channel)
-        self._metadata = secret_metadata(read_secret(state.secret_file))
+        self.admin = AdminServiceStub(self._admin_channel)
+        self.metadata = secret_metadata(read_secret(state.secret_file))
 
     @property
     def state(self) -> ClusterState:
@@ -107,7 +107,7 @@ class LiveCluster:
         return pid
 
     def status(self) -> admin.ClusterStatus:
-        return self._admin.GetStatus(admin.GetStatusRequest(), metadata=self._metadata, timeout=10).status
+        return self.admin.GetStatus(admin.GetStatusRequest(), metadata=self.metadata, timeout=10).status
 
     def wait_for(self, wanted: Callable[[admin.ClusterStatus], bool], timeout_s: float) -> admin.ClusterStatus:
         """Return the first status that is as wanted, or fail after a time. A router that starts again is awaited."""
@@ -125,7 +125,7 @@ class LiveCluster:
 
     def _watch(self, timeout_s: float) -> Iterator[admin.ClusterStatus]:
         request = admin.WatchStatusRequest()
-        updates = self._admin.WatchStatus(request, metadata=self._metadata, timeout=timeout_s, wait_for_ready=True)
+        updates = self.admin.WatchStatus(request, metadata=self.metadata, timeout=timeout_s, wait_for_ready=True)
         for update in updates:
             yield update.status
 

@@ -18,9 +18,19 @@ from live_cluster import STOP_TIMEOUT_S, LiveCluster, all_ready
 from pdserve.ids import new_incarnation
 from pdserve.launch.folder import choose_port, write_secret
 from pdserve.launch.plan import Flags, flag_arguments
-from pdserve.launch.state import ClusterState, ProcessState, Role
+from pdserve.launch.state import ClusterState, ProcessState, Role, write_atomically
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.proto.v1 import link_pb2 as link
 
 HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """Names of the workers."""
+
+    prefills: tuple[str, ...]
+    decodes: tuple[str, ...]
 
 
 @dataclass
@@ -33,13 +43,16 @@ class Wiring:
     secret_file: Path
     public_port: int
     internal_port: int
+    router_flags: Flags = field(default_factory=dict)
     started: dict[str, tuple[subprocess.Popen[bytes], ProcessState]] = field(default_factory=dict)
+    _flags: dict[str, Flags] = field(default_factory=dict)  # of each process, but for its incarnation
 
     def start(self, role: Role, name: str, flags: Flags) -> subprocess.Popen[bytes]:
         """Start a process with its log in the folder."""
         command = role if role == "router" else f"{role}-worker"
         arguments = flag_arguments({"model": self.model, "secret_file": self.secret_file, **flags})
-        with (self.folder / f"{name}.log").open("wb") as log:
+        self._flags[name] = flags
+        with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "pdserve", command, *arguments],
                 stdout=log,
@@ -50,11 +63,22 @@ class Wiring:
             process,
             ProcessState(name=name, role=role, pid=process.pid, incarnation=incarnation, num_restarts=0),
         )
+        self._write_state()
         return process
+
+    def start_router(self) -> subprocess.Popen[bytes]:
+        ports = {"port": self.public_port, "internal_port": self.internal_port}
+        return self.start("router", "router", {"served_model_name": "wired", **ports, **self.router_flags})
 
     def start_worker(self, role: Role, name: str, router: str, **flags: object) -> subprocess.Popen[bytes]:
         own = {"worker_id": name, "incarnation": new_incarnation(), "routers": (router,)}
-        return self.start(role, name, {**own, **self.worker_flags, **flags})
+        return self.start(role, name, {**own, "served_model_name": "wired", **self.worker_flags, **flags})
+
+    def start_again(self, name: str) -> subprocess.Popen[bytes]:
+        """Start the next incarnation of a process that has ended."""
+        role = self.started[name][1].role
+        fresh = {} if role == "router" else {"incarnation": new_incarnation()}
+        return self.start(role, name, {**self._flags[name], **fresh})
 
     def state(self) -> ClusterState:
         return ClusterState(
@@ -68,8 +92,10 @@ class Wiring:
             processes=tuple(state for _, state in self.started.values()),
         )
 
-    def log_of(self, name: str) -> str:
-        return (self.folder / f"{name}.log").read_text()
+    def _write_state(self) -> None:
+        folder = self.folder / "pdserve" / "wired"
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "state.json", self.state().model_dump_json())
 
 
 class WiredCluster(LiveCluster):
@@ -81,38 +107,43 @@ class WiredCluster(LiveCluster):
         self.wiring = wiring
         self.proxies = proxies
 
+    def kill(self, name: str) -> None:
+        """End a process at once; it has been reaped when this returns."""
+        process, _ = self.wiring.started[name]
+        process.kill()
+        process.wait()
+
+    def report_gone(self, name: str) -> None:
+        """Say, as a launcher does, that a process has ended."""
+        _, state = self.wiring.started[name]
+        gone = link.ProcessGone(worker_id=name, incarnation=state.incarnation)
+        request = admin.ReportProcessGoneRequest(process=gone)
+        self.admin.ReportProcessGone(request, metadata=self.metadata, timeout=10, wait_for_ready=True)
+
 
 @contextmanager
 def wired_cluster(
-    folder: Path, model: Path, prefills: tuple[str, ...], decodes: tuple[str, ...], worker_flags: Flags
+    folder: Path, model: Path, pools: Pools, worker_flags: Flags, router_flags: Flags | None = None
 ) -> Iterator[WiredCluster]:
     """Run a router and these workers for the length of the block; all must drain and end well."""
-    names = [*(f"link {name}" for name in (*prefills, *decodes)), *(f"handoff {name}" for name in decodes)]
+    workers = (*pools.prefills, *pools.decodes)
+    names = [*(f"link {name}" for name in workers), *(f"handoff {name}" for name in pools.decodes)]
     with ExitStack() as stack:
         proxies = stack.enter_context(fault_proxies(*names))
-        state_file = folder / "pdserve" / "wired" / "state.json"
-        state_file.parent.mkdir(parents=True)
         ports = choose_port(HOST, None), choose_port(HOST, None)
-        flags = {"served_model_name": "wired", **worker_flags}
-        wiring = Wiring(folder, model, flags, write_secret(folder), *ports)
+        wiring = Wiring(folder, model, worker_flags, write_secret(folder), *ports, router_flags or {})
         stack.callback(_kill, wiring)
-        wiring.start("router", "router", _router_flags(wiring))
-        for name in decodes:
+        wiring.start_router()
+        for name in pools.decodes:
             _start_decode(wiring, name, proxies)
-        for name in prefills:
+        for name in pools.prefills:
             _link(wiring, name, proxies)
             wiring.start_worker("prefill", name, proxies[f"link {name}"].address)
-        state_file.write_text(wiring.state().model_dump_json())
         cluster = WiredCluster(wiring, proxies)
         stack.callback(cluster.close)
-        cluster.wait_for(all_ready(len(prefills) + len(decodes)), 90)
+        cluster.wait_for(all_ready(len(workers)), 90)
         yield cluster
         _drain(wiring)
-
-
-def _router_flags(wiring: Wiring) -> Flags:
-    ports = {"port": wiring.public_port, "internal_port": wiring.internal_port}
-    return {"served_model_name": "wired", **ports}
 
 
 def _link(wiring: Wiring, name: str, proxies: Mapping[str, FaultProxy]) -> None:
