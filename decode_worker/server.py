@@ -25,6 +25,7 @@ from pdserve.decode_worker.rules import Rules
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import Refusal
 from pdserve.kvtransfer import peers
+from pdserve.kvtransfer.backends.unread import until_read
 from pdserve.kvtransfer.digest import first_mismatch
 from pdserve.kvtransfer.mover import ByteRows
 from pdserve.kvtransfer.server import HandoffServicer
@@ -62,6 +63,8 @@ async def serve(config: DecodeWorkerConfig) -> None:
         core = DecodeCore(engine.scheduler, engine.vocab_size, secrets.token_bytes(32), rules)
 
         async def hear(news: peers.FromSenders) -> None:
+            if isinstance(news, peers.PeerGone):
+                await until_read()
             await inbox.offer(_event(news))
 
         servicer = HandoffServicer(peers.Party(identity.peer, engine.layout, mover), hear, reporter.refused)

@@ -16,6 +16,7 @@ from pdserve.config import WorkerConfig
 from pdserve.errors import ProtocolError
 from pdserve.ids import Incarnation, WorkerId, new_incarnation
 from pdserve.kvlayout_wire import layout_to_proto
+from pdserve.kvtransfer.backends.unread import until_read
 from pdserve.kvtransfer.session import Peer
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.rpc import PROTOCOL_VERSION, read_secret
@@ -83,6 +84,8 @@ async def serve_worker(config: WorkerConfig, role: "link.Role.ValueType", assemb
 
     async def sink(news: FromRouter | RouterGone) -> None:
         event = _event(news, clock.now_s())
+        if isinstance(event, PeerGone):
+            await until_read()  # what the process had sent may still be on its way into our pages
         if event is not None:
             await inbox.offer(cast(EventT, event))  # what routers say is among every kind of worker's events
 

@@ -86,12 +86,12 @@ class LiveCluster:
 
     def signal(self, name: str, number: signal.Signals) -> None:
         """Send a signal to one process of the cluster, by its name."""
-        os.kill(self._pid(name), number)
+        os.kill(self.pid_of(name), number)
 
     @contextmanager
     def frozen(self, *names: str) -> Iterator[None]:
         """Keep processes from running for the length of the block. Those that have ended meanwhile stay so."""
-        pids = [self._pid(name) for name in names]
+        pids = [self.pid_of(name) for name in names]
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         try:
@@ -101,13 +101,13 @@ class LiveCluster:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
 
-    def _pid(self, name: str) -> int:
+    def pid_of(self, name: str) -> int:
         pid = self.state.pid_of(name)
         assert pid is not None
         return pid
 
-    def status(self) -> admin.ClusterStatus:
-        return self.admin.GetStatus(admin.GetStatusRequest(), metadata=self.metadata, timeout=10).status
+    def status(self, timeout_s: float = 10) -> admin.ClusterStatus:
+        return self.admin.GetStatus(admin.GetStatusRequest(), metadata=self.metadata, timeout=timeout_s).status
 
     def wait_for(self, wanted: Callable[[admin.ClusterStatus], bool], timeout_s: float) -> admin.ClusterStatus:
         """Return the first status that is as wanted, or fail after a time. A router that starts again is awaited."""

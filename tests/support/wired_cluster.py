@@ -44,6 +44,7 @@ class Wiring:
     public_port: int
     internal_port: int
     router_flags: Flags = field(default_factory=dict)
+    code: str | None = None  # what processes started from now on run, instead of pdserve as it is
     started: dict[str, tuple[subprocess.Popen[bytes], ProcessState]] = field(default_factory=dict)
     _flags: dict[str, Flags] = field(default_factory=dict)  # of each process, but for its incarnation
 
@@ -54,7 +55,7 @@ class Wiring:
         self._flags[name] = flags
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "pdserve", command, *arguments],
+                [sys.executable, "-P", *(("-c", self.code) if self.code else ("-m", "pdserve")), command, *arguments],
                 stdout=log,
                 stderr=log,
             )
@@ -92,6 +93,9 @@ class Wiring:
             processes=tuple(state for _, state in self.started.values()),
         )
 
+    def log_of(self, name: str) -> str:
+        return (self.folder / f"{name}.log").read_text()
+
     def _write_state(self) -> None:
         folder = self.folder / "pdserve" / "wired"
         folder.mkdir(parents=True, exist_ok=True)
@@ -102,8 +106,9 @@ class WiredCluster(LiveCluster):
     """A cluster whose links and hand-off streams are `proxies`: "link NAME" of each worker, "handoff NAME" of each
     decode worker."""
 
-    def __init__(self, wiring: Wiring, proxies: Mapping[str, FaultProxy]) -> None:
+    def __init__(self, wiring: Wiring, pools: Pools, proxies: Mapping[str, FaultProxy]) -> None:
         super().__init__(wiring.started["router"][0], wiring.folder)
+        self.pools = pools
         self.wiring = wiring
         self.proxies = proxies
 
@@ -139,7 +144,7 @@ def wired_cluster(
         for name in pools.prefills:
             _link(wiring, name, proxies)
             wiring.start_worker("prefill", name, proxies[f"link {name}"].address)
-        cluster = WiredCluster(wiring, proxies)
+        cluster = WiredCluster(wiring, pools, proxies)
         stack.callback(cluster.close)
         cluster.wait_for(all_ready(len(workers)), 90)
         yield cluster
