@@ -22,7 +22,8 @@ from pdserve.decode_worker.events import (
 from pdserve.decode_worker.granting import Granting, committed
 from pdserve.decode_worker.rules import Rules
 from pdserve.decode_worker.tasks import Inbound, Task, check_capsule
-from pdserve.engine.scheduler import Computed, Drawn, Scheduler, Split, Started
+from pdserve.engine.outcomes import Computed, Drawn, Split, Started
+from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import InvariantError, ProtocolError, Refusal

@@ -8,14 +8,15 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from pdserve.engine.scheduler import Computed, Drawn, Scheduler, Split, Started
+from pdserve.engine.outcomes import Computed, Drawn, Split, Started
+from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.kvtransfer import sender
 from pdserve.kvtransfer.session import MIN_LEASE_S, Capsule, HandoffKey, Peer
 from pdserve.prefill_worker.events import Command, Connect, Copy, Event, Forget, FromPeer, PeerLost, ToPeer
-from pdserve.prefill_worker.tasks import Task
+from pdserve.prefill_worker.tasks import Task, key_of
 from pdserve.worker.admission import refusal
 from pdserve.worker.audit import Auditor, Claim
 from pdserve.worker.load import load_of
@@ -133,7 +134,7 @@ class PrefillCore:
         commands: list[Command] = []
         finished: dict[HandoffKey, Task] = {}
         for outcome in self._scheduler.commit(plan, result):
-            task = self._tasks[_key(outcome.sequence)]
+            task = self._tasks[key_of(outcome.sequence)]
             match outcome:
                 case Started(sequence):
                     started_s = now_s - result.elapsed_s
@@ -161,7 +162,7 @@ class PrefillCore:
 
     def fail_step(self, reason: str) -> list[Command]:
         """Fail the requests of the planned step: computing it has broken."""
-        broken = [self._tasks[_key(sequence)] for sequence in self._scheduler.abandon()]
+        broken = [self._tasks[key_of(sequence)] for sequence in self._scheduler.abandon()]
         commands: list[Command] = []
         for task in broken:
             if not task.ended:
@@ -344,7 +345,3 @@ class PrefillCore:
                     yield Failed(task.router, task.key, code, reason)
             case _:
                 pass  # no peer: nobody to tell
-
-
-def _key(sequence: Sequence) -> HandoffKey:
-    return HandoffKey(sequence.job.request_id, sequence.job.attempt)

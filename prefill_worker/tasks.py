@@ -31,3 +31,7 @@ class Task:
         """Note that these continuations (none named: all) are not wanted; return whether none is any more."""
         self.dropped.update(cancelled or self.sequence.indices)
         return self.dropped.issuperset(self.sequence.indices)
+
+
+def key_of(sequence: Sequence) -> HandoffKey:
+    return HandoffKey(sequence.job.request_id, sequence.job.attempt)

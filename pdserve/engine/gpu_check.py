@@ -14,9 +14,10 @@ from typing import TypeVar
 import torch
 
 from pdserve.engine.kvcache import KvCache
+from pdserve.engine.outcomes import Drawn
 from pdserve.engine.runner import Runner
 from pdserve.engine.runner_cuda import CudaRunner, StepLimits
-from pdserve.engine.scheduler import Drawn, Limits, Scheduler
+from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job, Sequence
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.ids import Attempt, RequestId

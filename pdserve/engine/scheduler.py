@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 from pdserve.engine.ahead import NO_SHARE, RunningStep, Shares, may_follow
 from pdserve.engine.kvcache import Content, KvCache
-from pdserve.engine.sequence import Finish, Sequence
+from pdserve.engine.outcomes import Computed, Drawn, Outcome, Split, Started
+from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Chunk, SampledToken, StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId
@@ -29,42 +30,6 @@ class Limits:
     max_num_batched_tokens: int
     max_model_len: int
     eos_token_ids: frozenset[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Drawn:
-    """A sequence gained a token. `position` counts the tokens generated before it, from the request's start."""
-
-    sequence: Sequence
-    index: int
-    position: int
-    token: SampledToken
-    finish: Finish | None
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """A sequence was in a step for the first time."""
-
-    sequence: Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """A chunk of a prompt is done: KV of tokens[:sequence.computed] is final."""
-
-    sequence: Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """A prompt's continuations go separate ways; those that ended with their first token are not among them."""
-
-    sequence: Sequence
-    children: tuple[Sequence, ...]
-
-
-Outcome = Drawn | Started | Computed | Split
 
 
 _UNKNOWN = (0,)  # stands for a token that is still being drawn

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.scheduler import Drawn, Limits, Scheduler, Split
+from pdserve.engine.outcomes import Drawn, Split
+from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job, Sequence
 from pdserve.engine.step import Chunk, SampledToken, StepPlan, StepResult
 from pdserve.errors import InvariantError

@@ -1,7 +1,8 @@
 import pytest
 
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.scheduler import Drawn, Limits, Scheduler, Split, Started
+from pdserve.engine.outcomes import Drawn, Split, Started
+from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Finish, Job, Sequence
 from pdserve.ids import Attempt, RequestId
 from pdserve.sampling import SamplingParams

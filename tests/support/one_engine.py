@@ -7,8 +7,9 @@ import torch
 
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.engine.kvcache import KvCache
+from pdserve.engine.outcomes import Drawn
 from pdserve.engine.runner import Runner
-from pdserve.engine.scheduler import Drawn, Limits, Scheduler
+from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job
 from pdserve.engine.sequence import Sequence as EngineSequence
 from pdserve.engine.step import SampledToken

@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 from pdserve.engine.ahead import RunningStep
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.scheduler import Limits, Outcome, Scheduler
+from pdserve.engine.outcomes import Outcome
+from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Chunk, SampledToken, SampleSpec, StepPlan, StepResult
 from pdserve.errors import InvariantError

@@ -1,0 +1,42 @@
+"""What a committed step brought each of its sequences. Pure values."""
+
+from dataclasses import dataclass
+
+from pdserve.engine.sequence import Finish, Sequence
+from pdserve.engine.step import SampledToken
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A sequence gained a token. `position` counts the tokens generated before it, from the request's start."""
+
+    sequence: Sequence
+    index: int
+    position: int
+    token: SampledToken
+    finish: Finish | None
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A sequence was in a step for the first time."""
+
+    sequence: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A chunk of a prompt is done: KV of tokens[:sequence.computed] is final."""
+
+    sequence: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A prompt's continuations go separate ways; those that ended with their first token are not among them."""
+
+    sequence: Sequence
+    children: tuple[Sequence, ...]
+
+
+Outcome = Drawn | Started | Computed | Split
