@@ -109,8 +109,7 @@ class Attendance:
 
     def note_change(self, now_s: float) -> None:
         """Note that workers came, went or began to drain; serve what waits for a pair if there is one."""
-        has_pair = self.has_pair
-        self._grace.note(now_s, has_pair=has_pair)
-        if has_pair:
+        self._grace.note_change(now_s)
+        if self.has_pair:
             self._recovery.retry_stranded(now_s)
             self._may_serve_more = True

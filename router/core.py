@@ -175,7 +175,7 @@ class RouterCore:
                 self._look_again_s = max(now_s + _LOOK_AGAIN_S / 10, min(until_s, now_s + _LOOK_AGAIN_S))
                 return False
             case Unserved(reason):
-                self._look_again_s = self._grace.until_s(now_s)
+                self._look_again_s = self._grace.until_s(request.wait_for_pair(now_s), now_s)
                 if now_s < self._look_again_s:
                     return False
                 self.book.report_end(request.request_id, Refused(Status.UNAVAILABLE, reason))

@@ -134,7 +134,7 @@ class Recovery:
                 case Held():
                     self._alarms.add(now_s + self._limits.retry_delay_s, due)
                 case Unserved(reason):
-                    until_s = self._grace.until_s(now_s)
+                    until_s = self._grace.until_s(request.wait_for_pair(now_s), now_s)
                     if now_s >= until_s:
                         self._book.end(request, Refused(Status.UNAVAILABLE, f"{cause}, and {reason}"))
                         return

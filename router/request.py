@@ -107,6 +107,7 @@ class Request:
         self.placements: dict[int, Placement] = {}  # by attempt
         self.avoid: frozenset[LinkId] = frozenset()
         self.losses = Losses()
+        self._no_pair_since_s: float | None = None
         self.decision = ""
         self.prefill_name = self.decode_name = ""
         self.cached_tokens = 0
@@ -161,6 +162,12 @@ class Request:
             is_admitted=self.is_admitted,
         )
 
+    def wait_for_pair(self, now_s: float) -> float:
+        """Note that no pair of workers can serve it; return since when."""
+        if self._no_pair_since_s is None:
+            self._no_pair_since_s = now_s
+        return self._no_pair_since_s
+
     def groups(self, indices: Iterable[int]) -> list[tuple[int, ...]]:
         """Split sequences into those that one prefill can serve: all while none has a token, else each alone."""
         indices = tuple(indices)
@@ -170,6 +177,7 @@ class Request:
 
     def place(self, indices: tuple[int, ...], prefill: WorkerView | None, decode: WorkerView | None) -> Placement:
         """Start the next attempt at these sequences."""
+        self._no_pair_since_s = None
         key = (self.request_id, Attempt(self._num_attempts))
         self._num_attempts += 1
         placement = Placement(key, indices, prefill, decode, set(indices), prefill is None)

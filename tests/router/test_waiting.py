@@ -98,6 +98,24 @@ def test_a_pair_renews_the_grace() -> None:
     finish(d, prefill, last, request)
 
 
+def test_a_sign_of_life_is_waited_for_but_by_each_request_no_longer_than_the_grace() -> None:
+    d = Driver(PATIENT)
+    _, decode = d.pair()
+    lose(d, decode)
+    d.now_s += 10.0
+    early = d.arrive()
+    d.now_s += 15.0
+    d.attach("d0", incarnation=2, ready=False)
+    d.now_s += 10.0
+    late = d.arrive()
+    d.wait(5.0)
+    assert (early in d.ends, late in d.ends) == (True, False)
+    d.wait(15.0)
+    assert d.refusal(late) == Refused(Status.UNAVAILABLE, "no decode worker is ready (d0: it is loading)")
+    assert d.refusal(d.arrive()).status is Status.UNAVAILABLE, "it has told nothing for as long"
+    d.core.check_idle()
+
+
 def test_a_deadline_ends_the_wait_for_a_pair() -> None:
     d = Driver()
     prefill, decode = d.pair()
