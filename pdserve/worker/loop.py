@@ -4,8 +4,7 @@ import asyncio
 import logging
 import os
 from collections import deque
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Generic, Protocol, TypeVar, cast
 
@@ -23,6 +22,7 @@ MAX_INBOX = 16384  # events; beyond it, streams are read no further
 
 EventT = TypeVar("EventT")
 CommandT = TypeVar("CommandT")
+StartStep = Callable[[StepPlan], asyncio.Future[StepResult]]  # in another thread
 _Event_contra = TypeVar("_Event_contra", contravariant=True)
 _Command_contra = TypeVar("_Command_contra", contravariant=True)
 
@@ -40,10 +40,6 @@ class Core(Protocol[_Event_contra, CommandT]):
     def plan(self, now_s: float) -> StepPlan | None: ...
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> list[CommandT]: ...
     def fail_step(self, reason: str) -> list[CommandT]: ...
-
-
-class Runner(Protocol):
-    def run(self, plan: StepPlan) -> StepResult: ...
 
 
 class Outbox(Protocol[_Command_contra]):
@@ -97,14 +93,14 @@ class WorkerLoop(Generic[EventT, CommandT]):
     def __init__(
         self,
         core: Core[EventT, CommandT],
-        runner: Runner,
+        start_step: StartStep,
         inbox: Inbox[EventT],
         outbox: Outbox[CommandT],
         clock: Clock,
         stalled_step_s: float,
     ) -> None:
         self._core = core
-        self._runner = runner
+        self._start_step = start_step
         self._inbox = inbox
         self._outbox = outbox
         self._clock = clock
@@ -138,32 +134,31 @@ class WorkerLoop(Generic[EventT, CommandT]):
         os._exit(STALLED_EXIT_STATUS)
 
     async def _serve(self) -> None:
-        with ThreadPoolExecutor(1, "engine") as engine:
-            while not self._core.drained:
-                self._pulse.turn(self._clock.now_s())
-                self._take_in()
-                plan = self._core.plan(self._clock.now_s())
-                if plan is None:
-                    self._rest()
-                    await self._inbox.wait()
-                    self._began_s = self._clock.now_s()
-                    continue
-                try:
-                    result = await self._step(engine, plan)
-                except InvariantError:
-                    raise
-                except Exception as error:  # whatever a request makes the engine do, others go on
-                    logger.exception("a step failed")
-                    self._outbox.perform(self._core.fail_step(f"{type(error).__name__}: {error}"), None)
-                    continue
-                self._num_steps += 1
-                self._has_worked = True
-                self._outbox.perform(*self._commit(plan, result))
-            self._outbox.beat(self._core.load(), self._num_steps)
+        while not self._core.drained:
+            self._pulse.turn(self._clock.now_s())
+            self._take_in()
+            plan = self._core.plan(self._clock.now_s())
+            if plan is None:
+                self._rest()
+                await self._inbox.wait()
+                self._began_s = self._clock.now_s()
+                continue
+            try:
+                result = await self._step(plan)
+            except InvariantError:
+                raise
+            except Exception as error:  # whatever a request makes the engine do, others go on
+                logger.exception("a step failed")
+                self._outbox.perform(self._core.fail_step(f"{type(error).__name__}: {error}"), None)
+                continue
+            self._num_steps += 1
+            self._has_worked = True
+            self._outbox.perform(*self._commit(plan, result))
+        self._outbox.beat(self._core.load(), self._num_steps)
 
-    async def _step(self, engine: ThreadPoolExecutor, plan: StepPlan) -> StepResult:
-        """Run a step in a thread, and handle what comes meanwhile."""
-        step = asyncio.get_running_loop().run_in_executor(engine, self._runner.run, plan)
+    async def _step(self, plan: StepPlan) -> StepResult:
+        """Let a step run in its thread, and handle what comes meanwhile."""
+        step = self._start_step(plan)
         step.add_done_callback(lambda _: self._inbox.wake())
         while not step.done():
             await self._inbox.wait()

@@ -13,6 +13,7 @@ from typing import Generic, TypeVar, cast
 
 from pdserve.clock import MonotonicClock
 from pdserve.config import WorkerConfig
+from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import ProtocolError
 from pdserve.ids import Incarnation, WorkerId, new_incarnation
 from pdserve.kvlayout_wire import layout_to_proto
@@ -29,6 +30,7 @@ from pdserve.worker.link import FromRouter, Links, RouterGone
 from pdserve.worker.loop import Core, Inbox, Outbox, WorkerLoop
 from pdserve.worker.regions import require_movable
 from pdserve.worker.reporting import Reporter
+from pdserve.worker.threads import EngineThread
 from pdserve.worker.words import Cancelled, DrainAsked, PeerGone, Placed, RouterLost
 
 logger = logging.getLogger(__name__)
@@ -90,9 +92,14 @@ async def serve_worker(config: WorkerConfig, role: "link.Role.ValueType", assemb
             await inbox.offer(cast(EventT, event))  # what routers say is among every kind of worker's events
 
     links = Links(config.routers, identity.secret, register, sink)
-    async with asyncio.TaskGroup() as group:
+    async with EngineThread() as thread, asyncio.TaskGroup() as group:
         linking = group.create_task(links.run(), name="links")
-        engine = await _load(config, identity, links, register)
+        engine = await thread.call(_load, config, identity, _Progress(links, register))
+        _describe(engine, register)
+
+        def start_step(plan: StepPlan) -> asyncio.Future[StepResult]:
+            return thread.call(engine.runner.run, plan)
+
         with _drain_on_signals(lambda: inbox.put(cast(EventT, DrainAsked()))):
             async with (
                 _publishing(config, identity.secret, register) as publisher,
@@ -105,7 +112,7 @@ async def serve_worker(config: WorkerConfig, role: "link.Role.ValueType", assemb
                 links.update(register)
                 logger.info("ready: %s, %d pages", engine.model_name, engine.scheduler.cache.pool.num_pages)
                 _write_ready_file(config, parts.handoff_address)
-                loop = WorkerLoop(parts.core, engine.runner, inbox, parts.outbox, clock, config.stalled_step_s)
+                loop = WorkerLoop(parts.core, start_step, inbox, parts.outbox, clock, config.stalled_step_s)
                 await loop.run()
                 links.finish()
                 await linking
@@ -142,28 +149,35 @@ async def _publishing(
         publisher.close()
 
 
-async def _load(config: WorkerConfig, identity: Identity, links: Links, register: link.Register) -> Engine:
-    """Load the model in a thread, telling routers how far it has come."""
-    loop = asyncio.get_running_loop()
-    told = 0.0
+class _Progress:
+    """Tells routers how far a model's loading has come."""
 
-    def tell(share: float) -> None:
-        nonlocal told
-        if share - told >= PROGRESS_STEP:
-            told = share
-            loop.call_soon_threadsafe(report, share)
+    def __init__(self, links: Links, register: link.Register) -> None:
+        self._links = links
+        self._register = register
+        self._loop = asyncio.get_running_loop()
+        self._told = 0.0
 
-    def report(share: float) -> None:
-        register.load_progress = min(share, 0.99)
-        links.update(register)
+    def tell(self, share: float) -> None:
+        """Tell it in whole steps; from any thread."""
+        if share - self._told >= PROGRESS_STEP:
+            self._told = share
+            self._loop.call_soon_threadsafe(self._report, share)
 
-    checkpoint = await asyncio.to_thread(open_model, config)
-    engine = await asyncio.to_thread(build_engine, config, checkpoint, identity.secret, tell)
+    def _report(self, share: float) -> None:
+        self._register.load_progress = min(share, 0.99)
+        self._links.update(self._register)
+
+
+def _load(config: WorkerConfig, identity: Identity, progress: _Progress) -> Engine:
+    return build_engine(config, open_model(config), identity.secret, progress.tell)
+
+
+def _describe(engine: Engine, register: link.Register) -> None:
     register.model = engine.model_name
     register.num_pages = engine.scheduler.cache.pool.num_pages
     register.max_model_len = engine.scheduler.limits.max_model_len
     register.layout.CopyFrom(layout_to_proto(engine.layout))
-    return engine
 
 
 def _event(news: FromRouter | RouterGone, now_s: float) -> FromRouterEvent | None:

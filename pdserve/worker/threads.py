@@ -1,13 +1,20 @@
-"""How the engine's CPU threads wait for one another. To be settled before torch loads OpenMP."""
+"""The engine's thread, and how the CPU threads that it computes with wait for one another."""
 
+import asyncio
 import os
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import ParamSpec, TypeVar
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 SPIN_COUNT = "20000"  # fractions of a millisecond
 
 
 def set_thread_defaults(environment: MutableMapping[str, str]) -> None:
-    """Choose how OpenMP's threads share the machine; what the user set stays.
+    """Choose how OpenMP's threads share the machine, before torch loads it; what the user set stays.
 
     Prefill and decode workers rarely compute at the same moment under light load, so each may use all cores. Threads
     spin between the many short loops of a step, or waking them would double the time of a decode step; they soon
@@ -16,3 +23,29 @@ def set_thread_defaults(environment: MutableMapping[str, str]) -> None:
     environment.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     environment.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     environment.setdefault("KMP_BLOCKTIME", "1")
+
+
+class EngineThread:
+    """The one thread of a process that torch computes in, from loading the weights to the last step.
+
+    OpenMP keeps a team of threads for every thread that ever computed. Of a second team, all would count as more than
+    the machine has cores for, and none would spin any more: a decode step would take a third longer.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "engine")
+
+    async def __aenter__(self) -> "EngineThread":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Wait for what was called."""
+        await asyncio.to_thread(self._pool.shutdown)
+
+    def call(
+        self, function: Callable[Given, Result], *args: Given.args, **kwargs: Given.kwargs
+    ) -> asyncio.Future[Result]:
+        """Call a function in the thread, after those that were called before."""
+        return asyncio.wrap_future(self._pool.submit(function, *args, **kwargs))

@@ -65,6 +65,9 @@ class HeldUp:
         self.go_on = threading.Event()
         self._error = error
 
+    def start(self, plan: StepPlan) -> asyncio.Future[StepResult]:
+        return asyncio.get_running_loop().run_in_executor(None, self.run, plan)
+
     def run(self, plan: StepPlan) -> StepResult:
         self.started.set()
         self.go_on.wait()
@@ -93,7 +96,7 @@ class Carried:
 @pytest.mark.parametrize("error", [None, ValueError("broken")], ids=["a good step", "a failing step"])
 async def test_what_comes_while_a_step_runs_is_answered_before_the_step_is_over(error: Exception | None) -> None:
     core, engine, inbox, carried = Notes(), HeldUp(error), Inbox[str](), Carried()
-    loop = asyncio.create_task(WorkerLoop(core, engine, inbox, carried, MonotonicClock(), 60.0).run())
+    loop = asyncio.create_task(WorkerLoop(core, engine.start, inbox, carried, MonotonicClock(), 60.0).run())
     await asyncio.to_thread(engine.started.wait)
     inbox.put("news")
     assert await carried.commands.get() == "answer to news"

@@ -57,6 +57,9 @@ class HeldRunner:
     def __init__(self) -> None:
         self.begun, self.may_end = threading.Event(), threading.Event()
 
+    def start(self, plan: StepPlan) -> asyncio.Future[StepResult]:
+        return asyncio.get_running_loop().run_in_executor(None, self.run, plan)
+
     def run(self, plan: StepPlan) -> StepResult:
         self.begun.set()
         self.may_end.wait(20)
@@ -81,7 +84,14 @@ class Beats:
 
 async def test_a_worker_beats_and_ticks_while_a_long_step_runs() -> None:
     core, runner, outbox, inbox = OneStep(), HeldRunner(), Beats(), Inbox[Event]()
-    loop = WorkerLoop(core, runner, inbox, outbox, MonotonicClock(), 60.0)
+    loop = WorkerLoop(
+        core,
+        runner.start,
+        inbox,
+        outbox,
+        MonotonicClock(),
+        60.0,
+    )
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
         serving = tasks.create_task(loop.run())
         assert await asyncio.to_thread(runner.begun.wait, 10)
@@ -96,7 +106,14 @@ async def test_a_worker_beats_and_ticks_while_a_long_step_runs() -> None:
 
 async def test_a_step_that_hangs_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     core, runner, inbox = OneStep(), HeldRunner(), Inbox[Event]()
-    loop = WorkerLoop(core, runner, inbox, Beats(), MonotonicClock(), 0.1)
+    loop = WorkerLoop(
+        core,
+        runner.start,
+        inbox,
+        Beats(),
+        MonotonicClock(),
+        0.1,
+    )
     ended: asyncio.Queue[int] = asyncio.Queue()
     monkeypatch.setattr("pdserve.worker.loop.os._exit", ended.put_nowait)
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
