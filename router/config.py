@@ -45,6 +45,11 @@ class RouterConfig(ProcessConfig):
     )
     max_num_requests: int = Field(_LIMITS.max_num_requests, ge=1, description="Requests placed at once.")
     max_num_held: int = Field(_LIMITS.max_num_held, ge=0, description="Requests that wait for a place.")
+    max_hold_s: float = Field(
+        _LIMITS.max_hold_s,
+        ge=0,
+        description="Seconds that a request with objectives waits for room that keeps them, before it is refused.",
+    )
     max_attempts: int = Field(
         _LIMITS.max_attempts, ge=1, description="Placements of a request that may fail where they are computed."
     )
@@ -69,6 +74,7 @@ class RouterConfig(ProcessConfig):
         return Limits(
             max_num_requests=self.max_num_requests,
             max_num_held=self.max_num_held,
+            max_hold_s=self.max_hold_s,
             max_attempts=self.max_attempts,
             max_interruptions=self.max_interruptions,
             pool_grace_s=self.pool_grace_s,

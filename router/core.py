@@ -201,7 +201,7 @@ class RouterCore:
     def _decide(self, request: Request, indices: tuple[int, ...]) -> Decision:
         return decide(
             self.workers,
-            request.demand(indices, self.book.num_placed, self._now_s),
+            request.demand(indices, self.book.num_placed, self._now_s, self._limits.max_hold_s),
             self._policy,
             local=self._limits.local_prefill,
         )

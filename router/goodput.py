@@ -137,17 +137,25 @@ class Goodput:
             return Rejected(Status.RESOURCE_EXHAUSTED, impossible, predicted_ttft_s=idle_ttft_s)
         wide_ttft, _ = self._margin(soonest, crowding)
         predicted_s = demand.waited_s + soonest.ttft_s * wide_ttft
-        until_s = demand.now_s + ttft_slo_s - predicted_s
         if predicted_s <= ttft_slo_s:
-            return Held(
-                f"no decode worker keeps {tpot_slo_s * 1e3:.0f} ms a token now", min(until_s, demand.now_s + 60)
-            )
+            crowded = f"no decode worker keeps {tpot_slo_s * 1e3:.0f} ms a token now"
+            wait_s = min(ttft_slo_s - predicted_s, demand.may_wait_s)
+            if wait_s > 0:
+                return Held(crowded, demand.now_s + wait_s)
+            room_s = self._room_s(options)
+            text = f"slo.tpot_ms: {crowded}; try again in {room_s * 1e3:.0f} ms"
+            return Rejected(Status.RESOURCE_EXHAUSTED, text, predicted_s, room_s)
         late_s = predicted_s - ttft_slo_s
         text = (
             f"slo.ttft_ms: the first token would come after {predicted_s * 1e3:.0f} ms, "
             f"{ttft_slo_s * 1e3:.0f} were asked for; try again in {late_s * 1e3:.0f} ms"
         )
         return Rejected(Status.RESOURCE_EXHAUSTED, text, predicted_ttft_s=predicted_s, retry_after_s=late_s)
+
+    def _room_s(self, options: list[_Option]) -> float:
+        """Return when a sequence will probably have ended on one of the decode workers looked at."""
+        num_running = sum(option.pair.decode.num_sequences for option in options if option.pair.decode is not None)
+        return self._forecast.decoding_s / max(1, num_running)
 
     def _place(self, option: _Option, prompt: Prompt, demand: Demand, num_options: int) -> Placed:
         pair = option.pair

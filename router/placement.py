@@ -29,6 +29,7 @@ class Demand:
     now_s: float = 0.0
     waited_s: float = 0.0  # since the request was received
     is_admitted: bool = False
+    may_wait_s: float = inf  # for room; then it is refused
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,7 +144,7 @@ class Request:
     def num_tries(self) -> int:
         return max(sequence.num_tries for sequence in self.sequences)
 
-    def demand(self, indices: Seq[int], turn: int, now_s: float) -> Demand:
+    def demand(self, indices: Seq[int], turn: int, now_s: float, max_hold_s: float) -> Demand:
         num_delivered = len(self.sequences[indices[0]].token_ids)
         return Demand(
             num_tokens=len(self.prompt_ids) + num_delivered,
@@ -159,6 +159,7 @@ class Request:
             draw=self.draw,
             now_s=now_s,
             waited_s=now_s - self.received_s,
+            may_wait_s=max_hold_s - (now_s - self.received_s),
             is_admitted=self.is_admitted,
         )
 

@@ -13,7 +13,7 @@ _LOW, _HIGH = 0.8, 3.0
 class Margin:
     """A factor for predictions of one kind."""
 
-    def __init__(self, exceeded_share: float = 0.12) -> None:
+    def __init__(self, exceeded_share: float = 0.05) -> None:
         self.factor = 1.0
         self.num_observed = 0
         self.relative_error = 0.0  # running mean of |predicted - observed| / observed

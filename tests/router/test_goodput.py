@@ -159,7 +159,7 @@ def test_nothing_is_refused_before_the_model_has_seen_enough_nor_when_it_is_stal
     assert placed(cluster.arrive(1000, ttft_s=0.001))
 
 
-def test_a_request_waits_for_a_decode_worker_while_that_can_still_meet_its_objective() -> None:
+def test_a_request_waits_for_a_decode_worker_for_a_moment_and_is_refused_then() -> None:
     cluster = Cluster()
     for _ in range(30):
         placed(cluster.arrive(10, max_tokens=1000))
@@ -173,8 +173,11 @@ def test_a_request_waits_for_a_decode_worker_while_that_can_still_meet_its_objec
         commands = cluster.post(Tick())
         if commands:
             break
-    assert refused(commands).status is Status.RESOURCE_EXHAUSTED
-    assert cluster.now_s <= 100.0 + 0.51
+    answer = refused(commands)
+    assert answer.status is Status.RESOURCE_EXHAUSTED
+    assert answer.retry_after_s
+    assert "slo.tpot_ms: no decode worker keeps 45 ms a token now; try again in" in answer.message
+    assert cluster.now_s <= 100.0 + Limits().max_hold_s + 0.002
     assert cluster.core.num_held == 0
 
 
