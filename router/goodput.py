@@ -19,7 +19,7 @@ from pdserve.router.view import WorkerView
 _NEAR = 0.02  # costs that differ by less are as good as equal
 _NEAR_S = 0.002
 _MOST_LENIENT = 0.9  # factor of a predicted time to first token, where nobody waits
-_MAX_LOOKED_AT = 16  # workers of a pool; of larger ones, so many at random and as many that hold a prefix
+_MAX_LOOKED_AT = 12  # workers of a pool; of larger ones, so many at random and as many that hold a prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,23 +66,22 @@ class Goodput:
         ttft_s, prefill = _draw(ttfts, demand.draw)
         if not group.decodes:
             return _Option(Pair(prefill, None), ttft_s, 0.0, ttft_s, True)
-        steps, later = [], (self._num_later(demand), now_s)
+        later, steps = (self._num_later(demand), now_s), []
         for worker in group.decodes:
-            room = forecast.has_room(worker, prompt)
-            step_s = forecast.decode_step_s(worker, prompt, ttft_s, later) / (
-                1 - forecast.local_share(worker, 0.0, now_s)
-            )
-            steps.append((step_s + (0.0 if room else 1.0), worker))
-        _, decode = _draw(steps, demand.draw // 4099)
-        step_s = forecast.decode_step_s(decode, prompt, ttft_s, later) / (1 - forecast.local_share(decode, 0.0, now_s))
+            step_s = forecast.decode_step_s(worker, prompt, ttft_s, later)
+            step_s /= 1 - forecast.local_share(worker, 0.0, now_s)
+            steps.append((step_s + _no_room_s(forecast.has_room(worker, prompt)), worker))
+        score_s, decode = _draw(steps, demand.draw // 4099)
+        has_room = forecast.has_room(decode, prompt)
+        step_s = score_s - _no_room_s(has_room)
         joins_s = forecast.handoff_s(prefill, decode, prompt) + step_s / 2
-        tpot_s = step_s + joins_s / max(1.0, self._num_later(demand))
-        cost_s = ttft_s + tpot_s * self._num_later(demand)
-        return _Option(Pair(prefill, decode), ttft_s, tpot_s, cost_s, forecast.has_room(decode, prompt))
+        tpot_s = step_s + joins_s / later[0]
+        return _Option(Pair(prefill, decode), ttft_s, tpot_s, ttft_s + tpot_s * later[0], has_room)
 
     def _local(self, worker: WorkerView, prompt: Prompt, demand: Demand) -> _Option:
         forecast = self._forecast
-        step_s = forecast.decode_step_s(worker, prompt, 0.0, (self._num_later(demand), demand.now_s))
+        num_later = self._num_later(demand)
+        step_s = forecast.decode_step_s(worker, prompt, 0.0, (num_later, demand.now_s))
         ttft_s = forecast.local_prefill_s(worker, prompt, step_s)
         compute_s = forecast.costs[Role.DECODE].prefill.marginal_s(*uncached(prompt, worker.link))
         share = forecast.local_share(worker, compute_s, demand.now_s)
@@ -90,7 +89,7 @@ class Goodput:
         stalled_s = step_s + (waiting_s + compute_s) / max(1.0, forecast.output_tokens / 2)
         tpot_s = max(step_s / (1 - share), stalled_s)
         harm_s = compute_s * worker.num_sequences
-        cost_s = ttft_s + tpot_s * self._num_later(demand) + harm_s
+        cost_s = ttft_s + tpot_s * num_later + harm_s
         return _Option(Pair(None, worker), ttft_s, tpot_s, cost_s, forecast.has_room(worker, prompt))
 
     def _num_later(self, demand: Demand) -> float:
@@ -213,6 +212,11 @@ def _draw(scored: list[tuple[float, WorkerView]], draw: int) -> tuple[float, Wor
 def _fullness(entry: tuple[float, WorkerView]) -> tuple[float, int, LinkId]:
     score, worker = entry
     return score, worker.num_placed, worker.link
+
+
+def _no_room_s(has_room: bool) -> float:
+    """Return what makes a decode worker without room the last choice."""
+    return 0.0 if has_room else 1.0
 
 
 def _crowding(groups: Seq[Group]) -> float:

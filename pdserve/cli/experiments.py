@@ -144,11 +144,12 @@ def simulator(
     async def measure() -> None:
         async with live_cluster(spec, _tell) as cluster:
             goal = await find_goal(cluster, trial, calibration / 2, _tell)
-            learnt, found = await replay(cluster, policy, goal, trial, _tell)
+            replays = await replay(cluster, policy, goal, trial, _tell)
+        found = [each for each, _ in replays]
         _show(replay_table(found, goal, lengths.name))
         _save(json_file, replay_json(found, goal, lengths.name))
         if profile is not None:
-            write_profile(profile, learnt)
+            write_profile(profile, replays[-1][1])
 
     asyncio.run(measure())
 

@@ -40,9 +40,9 @@ class Replay:
 
 async def replay(
     cluster: LiveCluster, policy: str, goal: Goal, trial: Trial, tell: Tell
-) -> tuple[Profile, list[Replay]]:
-    """Serve each load live and simulate it; return the last profile learnt too."""
-    found, profile = [], learnt_profile(await cluster.status(), "pdserve bench simulator")
+) -> list[tuple[Replay, Profile]]:
+    """Serve each load live and simulate it with the profile that the router has learnt by then."""
+    found = []
     for number, load in enumerate(trial.loads, start=2):
         tell(f"{policy} at {load:.0%} of the capacity, live and simulated")
         arrivals = trial.lengths.poisson(load * goal.capacity_per_s, trial.seconds, trial.seed + number)
@@ -51,8 +51,8 @@ async def replay(
         profile = learnt_profile(status, "pdserve bench simulator")
         run = simulate(profile, shape_of(status), policy, _workload(arrivals), _objective(goal))
         live = _live(samples, goal, trial.seconds)
-        found.append(Replay(load, live, _simulated(run.outcomes, goal, trial.seconds)))
-    return profile, found
+        found.append((Replay(load, live, _simulated(run.outcomes, goal, trial.seconds)), profile))
+    return found
 
 
 def shape_of(status: admin.ClusterStatus) -> Shape:

@@ -38,4 +38,4 @@ class Crowding:
 
     def expected(self, crowd: float) -> float:
         """Return the mean factor of many steps, if others compute for a share of the time that adds up to `crowd`."""
-        return 1 + crowd * (exp(self.log_slowdown) - 1)
+        return 1 + crowd * (exp(self.log_slowdown) - 1) if crowd else 1.0
