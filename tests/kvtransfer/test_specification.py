@@ -1,0 +1,131 @@
+"""docs/handoff.md says what each half does on every event in every state; the halves do exactly that."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from pdserve.errors import ProtocolError, Refusal
+from pdserve.ids import Generation, PageId
+from pdserve.kvtransfer import receiver as r
+from pdserve.kvtransfer import sender as s
+from pdserve.kvtransfer.session import Capsule, Commit, Grant
+from pdserve.worker.words import FailureCode
+
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "handoff.md").read_text()
+
+GRANT = Grant(0, (PageId(8), PageId(9)), (Generation(1), Generation(4)), b"c" * 16, 4.0)
+CAPSULE = Capsule(40, (7,), (0,))
+COMMIT = r.Committed(Commit.of(GRANT, (21, 22), CAPSULE))
+ATTACHED, GRANTED = r.SenderAttached(), s.Granted(GRANT)
+READY, DONE = s.PagesReady((PageId(3),)), s.PrefillDone(CAPSULE)
+LANDED, FAILED, DOUBTED = s.CopyStopped((5,)), s.CopyStopped(None, "error"), s.CopyStopped(None, "error", True)
+
+RECEIVER_STATES: dict[str, Sequence[r.Event]] = {
+    "RESERVED": (),
+    "GRANTED": (ATTACHED,),
+    "LANDING": (ATTACHED, COMMIT),
+    "COMMITTED": (ATTACHED, COMMIT, r.DigestsChecked(None)),
+    "QUARANTINED": (ATTACHED, r.GaveUp("cancelled")),
+    "FREE": (r.GaveUp("cancelled"),),
+}
+RECEIVER_EVENTS: dict[str, r.Event] = {
+    "the sender's stream stands, or its lease begins anew": ATTACHED,
+    "`Commit`, right": COMMIT,
+    "`Commit`, for anything but the grant": r.Committed(Commit.of(GRANT, (21,), CAPSULE)),
+    "digests agree": r.DigestsChecked(None),
+    "a digest differs": r.DigestsChecked(0),
+    "the request has ended here": r.GaveUp("cancelled"),
+    "`Quiesced`": r.SenderQuiesced(),
+    "the stream has ended": r.SenderLost("cut"),
+    "the lease has lapsed": r.LeaseLapsed("silent"),
+    "the sender's process has ended": r.SenderGone(),
+}
+SENDER_STATES: dict[str, Sequence[s.Event]] = {
+    "COMPUTING": (),
+    "OFFERED": (READY, READY, DONE),
+    "SENDING": (GRANTED, READY),
+    "LANDED": (READY, READY, DONE, GRANTED, s.CopyStopped((5, 6))),
+    "DRAINING": (GRANTED, READY, s.GaveUp("cancelled")),
+    "CLOSED": (s.GaveUp("cancelled"),),
+    "IN_DOUBT": (GRANTED, READY, DOUBTED),
+}
+SENDER_EVENTS: dict[str, s.Event] = {
+    "more pages are final": READY,
+    "the prompt is done": DONE,
+    "`Grant`": GRANTED,
+    "a copy has landed": LANDED,
+    "a copy has failed": FAILED,
+    "a copy has failed, in doubt": DOUBTED,
+    "`Taken`": s.Taken(),
+    "`Withdrawn`": s.Withdrawn("cancelled"),
+    "the request has ended here": s.GaveUp("cancelled"),
+    "the stream has ended": s.PeerLost("cut"),
+    "this process was silent for its lease": s.FellSilent(4.0),
+}
+
+
+def reached(half: r.Receiver | s.Sender, path: Sequence[r.Event | s.Event]) -> r.Receiver | s.Sender:
+    for event in path:
+        half.handle(event)
+    return half
+
+
+def cell(half: r.Receiver | s.Sender, event: r.Event | s.Event) -> str:
+    """Return what a half does on an event, in the words of the tables."""
+    before = half.state
+    try:
+        commands = half.handle(event)
+    except ProtocolError:
+        assert half.state is before
+        return "refused"
+    done = ", ".join(type(command).__name__ for command in commands)
+    moved = f"→ {half.state.name}" if half.state is not before else ""
+    return " ".join(part for part in (done, moved) if part) or "-"
+
+
+def receiver_table() -> list[list[str]]:
+    rows = [["event", *RECEIVER_STATES]]
+    for name, event in RECEIVER_EVENTS.items():
+        row = [name]
+        for state, path in RECEIVER_STATES.items():
+            half = reached(r.Receiver(GRANT), path)
+            assert half.state.name == state
+            row.append(cell(half, event))
+        rows.append(row)
+    return rows
+
+
+def sender_table() -> list[list[str]]:
+    rows = [["event", *SENDER_STATES]]
+    for name, event in SENDER_EVENTS.items():
+        row = [name]
+        for state, path in SENDER_STATES.items():
+            half = reached(s.Sender(), path)
+            assert half.state.name == state
+            row.append(cell(half, event))
+        rows.append(row)
+    return rows
+
+
+def tables(document: str) -> list[list[list[str]]]:
+    """Return every table of a page as rows of cells."""
+    blocks = re.findall(r"(?:^\|.*\n)+", document, re.MULTILINE)
+    return [
+        [[cell.strip() for cell in row.strip("|").split("|")] for row in block.split("\n") if row] for block in blocks
+    ]
+
+
+@pytest.mark.parametrize("table", [receiver_table(), sender_table()], ids=["receiver", "sender"])
+def test_a_half_does_on_every_event_in_every_state_what_the_page_says(table: list[list[str]]) -> None:
+    written = [rows for rows in tables(DOCUMENT) if rows[0] == table[0]]
+    assert len(written) == 1
+    assert [written[0][0], *written[0][2:]] == table
+
+
+def test_the_page_names_every_refusal_and_every_failure() -> None:
+    for refusal in Refusal:
+        assert f"`{refusal.value}`" in DOCUMENT
+    for code in FailureCode:
+        assert f"`{code.name}`" in DOCUMENT
