@@ -41,7 +41,9 @@ class _Remote:
     pages: int  # handle of its prepared list: descriptor i is page i
 
 
-class _NixlLane:
+class NixlLane:
+    """One NIXL agent over UCX, and this process's memory registered with it."""
+
     carrier = ""  # UCX does not say
 
     def __init__(self, agent_name: str, region: Region) -> None:
@@ -123,7 +125,7 @@ class _NixlLane:
 class NixlMover(Pump[_Remote, int]):
     def __init__(self, me: Peer, region: Region, on_stopped: OnStopped, fail_share: float = 0.0) -> None:
         """`fail_share`: of the copies that are made to fail, for testing."""
-        lane = _NixlLane(f"{me.worker_id}-{me.incarnation:016x}", region)
+        lane = NixlLane(f"{me.worker_id}-{me.incarnation:016x}", region)
         if len(lane.metadata) == 0:
             raise InvariantError("NIXL describes itself with nothing")
         self._description = region.describe(lane.metadata)

@@ -24,6 +24,7 @@ from pdserve.kvtransfer.session import Pages, Peer
 logger = logging.getLogger(__name__)
 
 SLICE_BYTES = 4 << 20  # posted at once: bounds how long the thread is away from other peers
+MIN_SLICE_PAGES = 16  # however large: a post costs tens of microseconds beside its bytes
 MAX_OUTSTANDING = 16384  # copies
 MIN_WAIT_S, MAX_WAIT_S = 50e-6, 1e-3  # between two looks at slices in flight: no library says by itself that one landed
 FINE = 1.125  # growth of that wait while a probe is timed: what is measured is off by no more
@@ -46,7 +47,7 @@ class Pump(Generic[RemoteT, SliceT]):
         self._region = region
         self._on_stopped = on_stopped
         self._ids = count()
-        self._slice_pages = max(1, SLICE_BYTES // region.page_bytes)
+        self._slice_pages = max(MIN_SLICE_PAGES, SLICE_BYTES // region.page_bytes)
         self._routes: dict[Peer, Route[RemoteT, SliceT]] = {}
         self._orphans: list[SliceT] = []  # slices to processes that have ended
         self._num_outstanding = 0

@@ -99,6 +99,7 @@ class LoadClient:
             predicted_ttft_s=hints.get("predicted-ttft-ms"),
             predicted_tpot_s=hints.get("predicted-tpot-ms"),
             retry_after_s=hints.get("retry-after-ms"),
+            rungs_ms={step.name: step.at_ms for step in ledger.steps},
         )
 
 

@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 from rich.table import Table
 
+from pdserve.bench.ladder import PARTS
 from pdserve.bench.summary import Percentiles, Slo, Summary
 
 RATES: dict[str, Callable[[Summary], str]] = {
@@ -37,6 +38,18 @@ def table(summaries: Sequence[Summary]) -> Table:
     for name, times in TIMES.items():
         for share in ("p50", "p90", "p99"):
             view.add_row(f"{name} {share} ms", *(_shown(times(run), share) for run in summaries))
+    return view
+
+
+def parts_table(summaries: Sequence[Summary]) -> Table:
+    """Return one column a run, one row a part of a request's way from rung to rung."""
+    view = Table(title="from rung to rung, ms: p50 / p90 / p99")
+    view.add_column("")
+    for run in summaries:
+        view.add_column(run.name, justify="right")
+    for name in PARTS:
+        found = (run.parts_ms.get(name) for run in summaries)
+        view.add_row(name, *("-" if p is None else f"{p.p50:.1f} / {p.p90:.1f} / {p.p99:.1f}" for p in found))
     return view
 
 

@@ -1,9 +1,10 @@
 """What a run's measurements add up to. Every request that was sent counts, the failed ones too."""
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from pdserve.bench.ladder import PARTS, part_times
 from pdserve.errors import ConfigError
 
 
@@ -21,6 +22,7 @@ class Sample:
     predicted_ttft_s: float | None = None  # by the router when it placed the request, or refused it
     predicted_tpot_s: float | None = None
     retry_after_s: float | None = None  # as told with a refusal
+    rungs_ms: Mapping[str, float] = field(default_factory=dict)  # of the ledger, after "received"
 
     @property
     def ttft_s(self) -> float | None:
@@ -83,6 +85,7 @@ class Summary:
     goodput_per_s: float  # that ended well and met the objective
     attainment: float  # share of all requests that did
     failures: dict[str, int]  # by status
+    parts_ms: dict[str, Percentiles]  # from rung to rung, of the requests that ended well
 
 
 def parse_slo(text: str) -> Slo:
@@ -117,6 +120,12 @@ def percentiles(values_ms: Sequence[float]) -> Percentiles | None:
     return Percentiles(*(percentile(ordered, share) for share in (0.5, 0.9, 0.99)))
 
 
+def _parts(samples: Sequence[Sample]) -> dict[str, Percentiles]:
+    times = [part_times(s.rungs_ms) for s in samples]
+    found = {name: percentiles([each[name] for each in times if name in each]) for name in PARTS}
+    return {name: values for name, values in found.items() if values is not None}
+
+
 def summarize(name: str, samples: Sequence[Sample], slo: Slo) -> Summary:
     """Return what the samples of one run add up to."""
     duration_s = max(s.ended_s for s in samples) - min(s.sent_s for s in samples)
@@ -138,4 +147,5 @@ def summarize(name: str, samples: Sequence[Sample], slo: Slo) -> Summary:
         goodput_per_s=num_met / duration_s,
         attainment=num_met / len(samples),
         failures=dict(Counter(s.status for s in samples if s.status != "OK")),
+        parts_ms=_parts(succeeded),
     )

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from pdserve import __version__
-from pdserve.cli import ask, cancel, capacity, chaos, cluster, experiments, load, models, processes, speed
+from pdserve.cli import ask, cancel, capacity, chaos, cluster, experiments, handoff, load, models, processes, speed
 from pdserve.cli.default_command import DefaultLoad
 from pdserve.cli.failure import CommandError
 from pdserve.errors import ConfigError
@@ -46,6 +46,7 @@ bench_app.command("overload")(experiments.overload)
 bench_app.command("simulator")(experiments.simulator)
 bench_app.command("chaos")(chaos.bench_chaos)
 bench_app.command("cancel")(cancel.bench_cancel)
+bench_app.command("handoff")(handoff.bench_handoff)
 app.add_typer(bench_app, name="bench")
 app.add_typer(config_app, name="config")
 app.add_typer(models_app, name="models")

@@ -60,6 +60,7 @@ def bench(
     goal = parse_slo(slo) if slo else Slo()
     summaries = asyncio.run(_measure(endpoint or read_state(name).endpoint, runs, goal, seed))
     Console().print(report.table(summaries))
+    Console().print(report.parts_table(summaries))
     typer.echo(report.objective(goal))
     if json_file is not None:
         json_file.write_text(report.as_json(summaries, goal), encoding="utf-8")

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.bench.ladder import PARTS, part_times
 from pdserve.bench.summary import Sample, Slo, parse_slo, percentile, summarize
 from pdserve.errors import ConfigError
 
@@ -78,3 +79,37 @@ def test_objectives_are_written_as_milliseconds(text: str, slo: Slo) -> None:
 def test_other_objectives_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--slo"):
         parse_slo(text)
+
+
+RUNGS = {
+    "received": 0.0,
+    "tokenized": 1.0,
+    "placed": 2.0,
+    "granted": 5.0,
+    "prefill_started": 4.0,
+    "prefill_done": 10.0,
+    "first_token": 11.0,
+    "landed": 14.0,
+    "committed": 16.0,
+    "decode_joined": 20.0,
+}
+
+
+def test_parts_add_up_to_the_first_token_and_to_the_first_decode_step() -> None:
+    times = part_times(RUNGS)
+    assert sum(times[name] for name in list(PARTS)[:4]) == RUNGS["first_token"]
+    assert sum(times[name] for name in list(PARTS)[4:]) == RUNGS["decode_joined"] - RUNGS["prefill_done"]
+    late = part_times({**RUNGS, "granted": 13.0})
+    assert (late["wait for a grant"], late["until landed"]) == (3.0, 1.0)
+
+
+def test_a_request_without_a_hand_off_has_only_the_parts_before_the_first_token() -> None:
+    rungs = {name: RUNGS[name] for name in ("received", "placed", "prefill_started", "prefill_done", "first_token")}
+    assert list(part_times(rungs)) == list(PARTS)[:4]
+
+
+def test_parts_are_of_requests_that_ended_well() -> None:
+    good = Sample(0.0, (0.1,), 0.1, "OK", 10, rungs_ms=RUNGS)
+    bad = Sample(0.0, (), 0.1, "UNAVAILABLE", 10, rungs_ms={"received": 0.0, "placed": 900.0})
+    summary = summarize("w", [good, bad], Slo())
+    assert summary.parts_ms["placed"].p99 == 2.0

@@ -13,14 +13,16 @@ from pdserve.errors import InvariantError, ProtocolError
 from pdserve.ids import Incarnation, PageId, WorkerId
 from pdserve.kvtransfer.backends.lane import Indices, LaneError
 from pdserve.kvtransfer.backends.progress import WINDOW_S
-from pdserve.kvtransfer.backends.pump import MAX_OUTSTANDING, SLICE_BYTES, Pump
+from pdserve.kvtransfer.backends.pump import MAX_OUTSTANDING, MIN_SLICE_PAGES, SLICE_BYTES, Pump
 from pdserve.kvtransfer.backends.route import MAX_SLICES_IN_FLIGHT
 from pdserve.kvtransfer.mover import CopyStopped, Description, PairSpeed, ProbeError, Region
 from pdserve.kvtransfer.session import Pages, Peer
 
-PAGE_BYTES = SLICE_BYTES // 2  # two pages make a slice
+PAGE_BYTES = SLICE_BYTES // MIN_SLICE_PAGES
+NUM_PAGES = 32 * MIN_SLICE_PAGES
+PROBE_PAGES = 2
 FIRST, SECOND = Peer(WorkerId("first"), Incarnation(1)), Peer(WorkerId("second"), Incarnation(1))
-DESCRIPTION = Description(0, 64, PAGE_BYTES, 0, 2, b"").encode()
+DESCRIPTION = Description(0, NUM_PAGES, PAGE_BYTES, 0, PROBE_PAGES, b"").encode()
 
 
 @dataclass(eq=False)
@@ -92,8 +94,8 @@ class Rig:
     pump: Pump[int, Slice]
     stopped: queue.SimpleQueue[CopyStopped]
 
-    def write(self, peer: Peer, num_pages: int) -> int:
-        pages: Pages = tuple(PageId(n) for n in range(num_pages))
+    def write(self, peer: Peer, num_slices: int) -> int:
+        pages: Pages = tuple(PageId(n) for n in range(num_slices * MIN_SLICE_PAGES))
         return self.pump.write(peer, pages, pages)
 
     def next(self) -> CopyStopped:
@@ -103,15 +105,17 @@ class Rig:
 @pytest.fixture
 def rig() -> Iterator[Rig]:
     lane, clock, stopped = Lane(), FakeClock(), queue.SimpleQueue[CopyStopped]()
-    no_bytes = np.zeros((64, 0), np.uint8)  # the lane moves none
-    pump = Pump("scripted", lane, Region(0, 64, PAGE_BYTES, no_bytes, no_bytes[:2]), stopped.put, clock)
+    no_bytes = np.zeros((NUM_PAGES, 0), np.uint8)  # the lane moves none
+    pump = Pump(
+        "scripted", lane, Region(0, NUM_PAGES, PAGE_BYTES, no_bytes, no_bytes[:PROBE_PAGES]), stopped.put, clock
+    )
     pump.attach(FIRST, DESCRIPTION)
     yield Rig(lane, clock, pump, stopped)
     pump.close()
 
 
 def test_a_failed_copy_is_reported_only_after_its_other_slices_have_ended(rig: Rig) -> None:
-    copy_id = rig.write(FIRST, 6)
+    copy_id = rig.write(FIRST, 3)
     rig.lane.until(lambda: len(rig.lane.posted) == 3)
     rig.lane.posted[0].end = "cut"
     rig.lane.posted[2].end = "landed"
@@ -122,7 +126,7 @@ def test_a_failed_copy_is_reported_only_after_its_other_slices_have_ended(rig: R
 
 
 def test_a_later_copy_that_lands_first_is_reported_later(rig: Rig) -> None:
-    first, second = rig.write(FIRST, 2), rig.write(FIRST, 2)
+    first, second = rig.write(FIRST, 1), rig.write(FIRST, 1)
     rig.lane.until(lambda: len(rig.lane.posted) == 2)
     rig.lane.posted[1].end = "landed"
     rig.lane.let_it_look()
@@ -133,9 +137,9 @@ def test_a_later_copy_that_lands_first_is_reported_later(rig: Rig) -> None:
 
 def test_a_stuck_peer_holds_up_no_other_and_gets_few_slices_at_once(rig: Rig) -> None:
     rig.pump.attach(SECOND, DESCRIPTION)
-    rig.write(FIRST, 40)
+    rig.write(FIRST, 20)
     rig.lane.until(lambda: len(rig.lane.posted) == MAX_SLICES_IN_FLIGHT)
-    copy_id = rig.write(SECOND, 2)
+    copy_id = rig.write(SECOND, 1)
     rig.lane.until(lambda: len(rig.lane.posted) > MAX_SLICES_IN_FLIGHT)
     rig.lane.posted[-1].end = "landed"
     assert rig.next().copy_id == copy_id
@@ -144,7 +148,7 @@ def test_a_stuck_peer_holds_up_no_other_and_gets_few_slices_at_once(rig: Rig) ->
 
 
 def test_a_forgotten_peers_copies_are_reported_at_once_and_their_slices_watched_to_their_end(rig: Rig) -> None:
-    ids = [rig.write(FIRST, 2), rig.write(FIRST, 2)]
+    ids = [rig.write(FIRST, 1), rig.write(FIRST, 1)]
     rig.lane.until(lambda: len(rig.lane.posted) == 2)
     rig.pump.forget(FIRST)
     assert [rig.next(), rig.next()] == [CopyStopped(i, None, "the process of first has ended") for i in ids]
@@ -154,7 +158,7 @@ def test_a_forgotten_peers_copies_are_reported_at_once_and_their_slices_watched_
 
 
 def test_after_a_failure_nothing_is_posted_until_the_next_copy_opens_the_peer_anew(rig: Rig) -> None:
-    ids = [rig.write(FIRST, 20), rig.write(FIRST, 2)]
+    ids = [rig.write(FIRST, 10), rig.write(FIRST, 1)]
     rig.lane.until(lambda: len(rig.lane.posted) == MAX_SLICES_IN_FLIGHT)
     rig.lane.posted[0].end = "cut"
     rig.lane.let_it_look()
@@ -165,7 +169,7 @@ def test_after_a_failure_nothing_is_posted_until_the_next_copy_opens_the_peer_an
     # The second copy was never posted: nothing of it is under way.
     assert [rig.next(), rig.next()] == [CopyStopped(i, None, "cut", in_doubt=i == ids[0]) for i in ids]
     assert len(rig.lane.posted) == MAX_SLICES_IN_FLIGHT
-    mended = rig.write(FIRST, 2)
+    mended = rig.write(FIRST, 1)
     rig.lane.until(lambda: len(rig.lane.posted) == MAX_SLICES_IN_FLIGHT + 1)
     assert rig.lane.posted[-1].remote == 2
     rig.lane.posted[-1].end = "landed"
@@ -182,21 +186,21 @@ def test_too_many_copies_at_once_are_refused(rig: Rig) -> None:
 
 
 def test_a_broken_thread_reports_nothing_and_takes_no_orders(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
-    rig.write(FIRST, 2)
+    rig.write(FIRST, 1)
     rig.lane.until(lambda: len(rig.lane.posted) == 1)
     rig.lane.breaks = True
-    rig.write(FIRST, 2)
+    rig.write(FIRST, 1)
     rig.lane.until(lambda: len(rig.lane.posted) == 2)
     with pytest.raises(InvariantError, match="has died"):
         rig.pump.attach(SECOND, DESCRIPTION)
     with pytest.raises(InvariantError, match="has died"):
-        rig.write(FIRST, 2)
+        rig.write(FIRST, 1)
     assert rig.stopped.empty()
     assert "ZeroDivisionError" in caplog.text
 
 
 def test_closing_gives_the_lane_back_only_if_nothing_is_in_flight(rig: Rig) -> None:
-    rig.write(FIRST, 2)
+    rig.write(FIRST, 1)
     rig.lane.until(lambda: len(rig.lane.posted) == 1)
     rig.pump.close()
     assert not rig.lane.shut_down
@@ -223,13 +227,13 @@ def test_a_probe_writes_into_probe_memory_alone(rig: Rig) -> None:
     answer = rig.pump.probe(FIRST)
     end_in_turn(rig, [0.1] * 8)
     answer.result(timeout=5)
-    assert {index for posted in rig.lane.posted for index in (*posted.src, *posted.dst)} == {64, 65}
+    assert {index for posted in rig.lane.posted for index in (*posted.src, *posted.dst)} == {NUM_PAGES, NUM_PAGES + 1}
 
 
 def test_what_a_probe_measures_beside_a_copy_counts_for_nothing(rig: Rig) -> None:
     answer = rig.pump.probe(FIRST)
     rig.lane.until(lambda: len(rig.lane.posted) == 1)
-    rig.write(FIRST, 2)
+    rig.write(FIRST, 1)
     rig.lane.until(lambda: len(rig.lane.posted) == 2)
     rig.lane.posted[0].end = "landed"
     rig.lane.until(lambda: len(rig.lane.gone) == 1)
@@ -249,7 +253,7 @@ def test_a_probe_that_fails_leaves_the_pair_whole(rig: Rig) -> None:
     rig.lane.posted[0].end = "cut"
     with pytest.raises(ProbeError, match="cut"):
         answer.result(timeout=5)
-    copy_id = rig.write(FIRST, 2)
+    copy_id = rig.write(FIRST, 1)
     rig.lane.until(lambda: len(rig.lane.posted) == 2)
     rig.lane.posted[1].end = "landed"
     stopped = rig.next()
@@ -267,12 +271,12 @@ def test_a_probe_of_a_peer_that_is_forgotten_fails_and_its_slice_is_watched_to_i
 
 
 def test_a_transfer_that_does_not_move_is_told_of_and_not_ended(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
-    copy_id = rig.write(FIRST, 2)
+    copy_id = rig.write(FIRST, 1)
     rig.lane.until(lambda: len(rig.lane.posted) == 1)
     rig.clock.advance(WINDOW_S)
     rig.lane.let_it_look()
     assert rig.pump.num_stalled == 1
-    assert f"first: {2 * PAGE_BYTES} bytes in flight hardly move" in caplog.text
+    assert f"first: {SLICE_BYTES} bytes in flight hardly move" in caplog.text
     assert rig.stopped.empty()
     rig.lane.posted[0].end = "landed"
     assert rig.next().copy_id == copy_id

@@ -1,0 +1,121 @@
+"""What moving pages costs beside the bytes: one process writes into another's pages, as workers do.
+
+`post` is the library's call that starts a slice. Over shared memory NIXL copies inside of it; over TCP it sends a part.
+With pages of a few bytes, what is left of it is the price of a page.
+"""
+
+import os
+import queue
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from time import perf_counter
+
+import numpy as np
+
+from pdserve.ids import Incarnation, PageId, WorkerId
+from pdserve.kvtransfer.backends.nixl import NixlLane, NixlMover
+from pdserve.kvtransfer.backends.pump import Pump
+from pdserve.kvtransfer.backends.timed import TimedLane
+from pdserve.kvtransfer.mover import CopyStopped, Region
+from pdserve.kvtransfer.session import Peer
+
+TARGET = Peer(WorkerId("trial-target"), Incarnation(1))
+WAIT_S = 60.0
+
+
+class CopyFailedError(Exception):
+    """A copy of the trial has failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Medians over some copies of `num_pages` pages each."""
+
+    page_bytes: int
+    num_pages: int
+    ask_us: float  # a page's share of the call that asks for the copy, in the caller's thread
+    post_us: float  # a page's share of the library's calls, on the clock
+    post_cpu_us: float  # the same, of the thread's own time: what others on the machine take is left out
+    landed_us: float  # until the copy was reported
+    bytes_per_s: float
+
+
+def measure(page_bytes: int, counts: Sequence[int], repeats: int, *, tcp: bool) -> list[Cost]:
+    """Copy each number of pages some times between two processes."""
+    if tcp:
+        os.environ["UCX_TLS"] = "tcp"
+    with _target(max(counts), page_bytes) as description:
+        trial = _Trial(max(counts), page_bytes, description)
+        try:
+            trial.copy(max(counts))  # makes the connection
+            return [trial.cost(count, repeats) for count in counts]
+        finally:
+            trial.close()
+
+
+class _Trial:
+    """A writer attached to its target."""
+
+    def __init__(self, num_pages: int, page_bytes: int, description: bytes) -> None:
+        self._page_bytes = page_bytes
+        region = Region.of(np.ones((num_pages, page_bytes), np.uint8))
+        self._stopped: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
+        self._lane = TimedLane(NixlLane("trial-writer", region))
+        self._pump = Pump("nixl", self._lane, region, self._stopped.put)
+        self._pump.attach(TARGET, description)
+
+    def copy(self, num_pages: int) -> tuple[float, float]:
+        """Copy so many pages; return the seconds that asking took, and those until it was reported."""
+        pages = tuple(map(PageId, range(num_pages)))
+        began_s = perf_counter()
+        self._pump.write(TARGET, pages, pages)
+        asked_s = perf_counter()
+        stopped = self._stopped.get(timeout=WAIT_S)
+        ended_s = perf_counter()
+        if stopped.digests is None:
+            raise CopyFailedError(stopped.reason)
+        return asked_s - began_s, ended_s - began_s
+
+    def cost(self, num_pages: int, repeats: int) -> Cost:
+        """Return the medians over some copies."""
+        taken = []
+        for _ in range(repeats):
+            self._lane.reset()
+            asked_s, landed_s = self.copy(num_pages)
+            taken.append((asked_s, self._lane.clock_s, self._lane.cpu_s, landed_s))
+        asked_s, post_s, cpu_s, landed_s = (statistics.median(times) for times in zip(*taken, strict=True))
+        share = 1e6 / num_pages
+        rate = num_pages * self._page_bytes / landed_s
+        return Cost(self._page_bytes, num_pages, share * asked_s, share * post_s, share * cpu_s, share * landed_s, rate)
+
+    def close(self) -> None:
+        self._pump.close()
+
+
+@contextmanager
+def _target(num_pages: int, page_bytes: int) -> Iterator[bytes]:
+    """Have a process whose pages are written into; yields its description."""
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_be_target, args=(theirs, num_pages, page_bytes), daemon=True)
+    process.start()
+    try:
+        if not ours.poll(WAIT_S):
+            raise CopyFailedError(f"no target process within {WAIT_S:g} s")
+        yield ours.recv_bytes()
+    finally:
+        ours.close()  # ends it
+        process.join()
+
+
+def _be_target(parent: Connection, num_pages: int, page_bytes: int) -> None:
+    """Offer pages until the parent has gone."""
+    mover = NixlMover(TARGET, Region.of(np.zeros((num_pages, page_bytes), np.uint8)), lambda _: None)
+    parent.send_bytes(mover.describe())
+    with suppress(EOFError):
+        parent.recv_bytes()
+    mover.close()

@@ -1,0 +1,22 @@
+"""A cluster whose pages travel through torch.distributed answers as transformers does."""
+
+from pathlib import Path
+
+from live_cluster import greedy, is_idle, live_cluster
+from model_zoo import FAMILIES, VOCAB, first_disagreement, load_oracle, write_model
+
+FLAGS = ("--prefill", "1", "--decode", "1", "--dtype", "float32", "--mover", "collective")
+
+
+def test_answers_do_not_depend_on_what_carries_the_pages(tmp_path: Path) -> None:
+    model = write_model(next(iter(FAMILIES)), tmp_path / "model")
+    oracle = load_oracle(model)
+    prompts = [[3 + (7 * i + j) % (VOCAB - 3) for j in range(11 * i)] for i in range(1, 9)]
+    with live_cluster(tmp_path, model, *FLAGS) as cluster:
+        answers = cluster.generate_all([greedy(prompt, 16) for prompt in prompts])
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.ledger.handoff_bytes > 0
+            assert first_disagreement(oracle, prompt, answer.tokens[0]) is None
+        status = cluster.wait_for(lambda status: any(worker.pairs for worker in status.workers), 20)
+        assert [pair.carrier for worker in status.workers for pair in worker.pairs] == ["tcp"]
+        cluster.wait_for(is_idle, 10)

@@ -1,0 +1,13 @@
+"""The trial copies between two real processes and tells what each page cost."""
+
+from pdserve.kvtransfer.trial import measure
+
+
+def test_a_trial_tells_the_cost_of_a_page_for_each_number_of_pages() -> None:
+    costs = measure(4096, [1, 40], repeats=3, tcp=False)
+    assert [(cost.page_bytes, cost.num_pages) for cost in costs] == [(4096, 1), (4096, 40)]
+    for cost in costs:
+        assert 0 < cost.post_us < cost.landed_us
+        assert cost.ask_us > 0
+        assert cost.post_cpu_us > 0
+        assert cost.bytes_per_s > 0
