@@ -25,7 +25,7 @@ from pdserve.model.loading import load_model
 
 REQUEST_DEADLINE_S = 120.0
 FREE_WITHIN_S = 15.0
-RECOVER_WITHIN_S = 60.0  # after the last blow, until all workers are ready again
+RECOVER_WITHIN_S = 90.0  # after the last blow, until all workers are ready again
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
