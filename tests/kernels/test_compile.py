@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import pytest
 
 SHARED_BYTES = {80: 166_912, 90: 232_448, 100: 232_448}
-CORE = "d128|rope and write|copy|digest|reshard|with residual|silu|sample"  # one of each kernel
+ROWS = "rope and write|copy|digest|reshard|with residual|silu|sample"
+CORE = f"d128$|width|d128 16-slot|soft cap$|fp8|float32|{ROWS}"  # one of each kernel; the report has all
 PROGRAM = """
 import json, re, sys
 from pdserve.kernels import catalog, compiling
@@ -49,7 +50,7 @@ def start(capability: int, wanted: str) -> subprocess.Popen[str]:
 
 @pytest.fixture(scope="module")
 def made() -> dict[int, list[Made]]:
-    running = {80: start(80, "(prefill|decode) d128$|width 8|" + CORE.split("|", 1)[1]), 90: start(90, CORE)}
+    running = {80: start(80, f"(prefill|decode) d128$|width 8|{ROWS}"), 90: start(90, CORE)}
     running |= {100: start(100, "(prefill|decode) d128$|rope and write|sample with")}
     found = {}
     for capability, process in running.items():
@@ -79,8 +80,11 @@ def test_both_attention_kernels_multiply_with_wgmma_where_their_rows_fill_it(
     assert [one.case for one in wide if one.serialized] == []
 
 
-def test_hot_kernels_do_not_spill_on_hopper(made: dict[int, list[Made]]) -> None:
-    assert {one.case: one.spill_bytes for one in made[90] if one.hot and one.spill_bytes} == {}
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+def test_hot_kernels_do_not_spill(made: dict[int, list[Made]], capability: int) -> None:
+    hot = [one for one in made[capability] if one.hot]
+    assert {"attend", "rope_write", "sample"} <= {one.kernel for one in hot}
+    assert {one.case: one.spill_bytes for one in hot if one.spill_bytes} == {}
 
 
 def test_two_prefill_items_share_a_hopper_multiprocessor(made: dict[int, list[Made]]) -> None:

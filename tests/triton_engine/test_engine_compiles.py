@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 SHARED_BYTES = 232_448  # most that one program may use on sm_90
-SPILL_BYTES = 32  # per thread: prefill with two heads to a K/V head keeps this much out of its 128 registers
 PROGRAM = """
 import json, random, torch
 from pdserve.engine.attention_triton import TritonAttention
@@ -68,5 +67,5 @@ def test_every_kernel_of_a_step_compiles_for_hopper_and_keeps_to_its_registers()
     names = [name for name, _, _ in made]
     assert {"attend", "merge", "rope_write", "rms_norm", "silu_mul", "sample"} <= set(names)
     assert names.count("attend") == 2  # once for single tokens, once for chunks
-    assert [(name, spilled) for name, spilled, _ in made if spilled > SPILL_BYTES] == []
+    assert [(name, spilled) for name, spilled, _ in made if spilled] == []
     assert max(shared for _, _, shared in made) <= SHARED_BYTES
