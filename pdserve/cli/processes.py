@@ -13,7 +13,7 @@ from pdserve.cli.options import ConfigFile
 from pdserve.config import DecodeWorkerConfig, PrefillWorkerConfig, ProcessConfig, load_config
 from pdserve.errors import ConfigError
 from pdserve.router.config import RouterConfig
-from pdserve.worker.threads import set_thread_defaults
+from pdserve.worker.threads import thread_defaults
 
 _Config = TypeVar("_Config", bound=ProcessConfig)
 
@@ -46,8 +46,8 @@ def router(config: ConfigFile = None, **flags: object) -> None:
 def prefill_worker(config: ConfigFile = None, **flags: object) -> None:
     """Run a prefill worker: prompts become KV pages and a first token."""
     settings = load_config(PrefillWorkerConfig, config, flags)
-    set_thread_defaults(os.environ)
-    from pdserve.prefill_worker.server import serve
+    with thread_defaults(os.environ, settings.num_threads):
+        from pdserve.prefill_worker.server import serve
 
     _run(settings.worker_id, serve, settings)
 
@@ -56,8 +56,8 @@ def prefill_worker(config: ConfigFile = None, **flags: object) -> None:
 def decode_worker(config: ConfigFile = None, **flags: object) -> None:
     """Run a decode worker: KV pages become tokens."""
     settings = load_config(DecodeWorkerConfig, config, flags)
-    set_thread_defaults(os.environ)
-    from pdserve.decode_worker.server import serve
+    with thread_defaults(os.environ, settings.num_threads):
+        from pdserve.decode_worker.server import serve
 
     _run(settings.worker_id, serve, settings)
 

@@ -2,8 +2,9 @@
 
 import asyncio
 import os
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
@@ -13,16 +14,23 @@ Result = TypeVar("Result")
 SPIN_COUNT = "20000"  # fractions of a millisecond
 
 
-def set_thread_defaults(environment: MutableMapping[str, str]) -> None:
-    """Choose how OpenMP's threads share the machine, before torch loads it; what the user set stays.
+@contextmanager
+def thread_defaults(environment: MutableMapping[str, str], num_threads: int | None) -> Iterator[None]:
+    """Choose how OpenMP's threads share the machine, for the block that loads torch; what the user set stays.
 
     Prefill and decode workers rarely compute at the same moment under light load, so each may use all cores. Threads
     spin between the many short loops of a step, or waking them would double the time of a decode step; they soon
-    stop, so that an idle worker leaves the cores to the other one.
+    stop, so that an idle worker leaves the cores to the other one. Each keeps to a core of its own, if there is one for
+    each: two that met on one core, because others kept the next one busy, would wait for each other in every loop.
     """
-    environment.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+    cores = os.sched_getaffinity(0)
+    if num_threads is None and "OMP_NUM_THREADS" not in environment:
+        environment.setdefault("OMP_PROC_BIND", "true")
+        environment["OMP_NUM_THREADS"] = str(len(cores))
     environment.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     environment.setdefault("KMP_BLOCKTIME", "1")
+    yield
+    os.sched_setaffinity(0, cores)  # OpenMP has bound this thread, which computes nothing, and all that it will start
 
 
 class EngineThread:
