@@ -111,8 +111,35 @@ def plan(
     title = f"{found.best.shape}: {found.best.rate_per_gpu * gpus:.1f} requests/s on {gpus} GPUs"
     console.print(report.table(points, title))
     console.print(f"{found.num_tried} clusters tried. What binds: {found.binds}.")
+    console.print(f"It takes {found.kv_share:.0%} of the KV pages that fit.")
     if json_file is not None:
         json_file.write_text(report.as_json(points, title), encoding="utf-8")
+
+
+def early_rejection(
+    workload: WorkloadText = "800x60",
+    slo: SloText = "ttft=3000,tpot=40",
+    profile: ProfileFile = None,
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 6,
+    decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1,
+    rate: Annotated[float, typer.Option(min=0.01, help="Requests per second.")] = 20.0,
+    requests: Requests = 1200,
+    seed: Seed = 1,
+    plot: Annotated[Path | None, typer.Option(help="Also draw a PNG there.", show_default=False)] = None,
+) -> None:
+    """Show what admission by the present decode load leads to, beside admission by the predicted one."""
+    from rich.console import Console
+
+    from pdserve.sim.capacity import rejection
+    from pdserve.sim.capacity.shape import Shape
+
+    question = _question(workload, slo, profile, _Cut(requests, (1.0, None), 1_000_000, poisson=False, seed=seed))
+    shape = Shape(prefill, decode, local_prefill=False)
+    sways = rejection.compare(question, shape, rate)
+    title = f"{question.profile.model}, {shape}, {question.workload.name}, {rate:g} requests/s, {slo}"
+    Console().print(rejection.table(sways, title))
+    if plot is not None:
+        rejection.plot(sways, title, plot)
 
 
 class _Cut:

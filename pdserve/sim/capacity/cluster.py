@@ -91,7 +91,7 @@ class SimCluster:
         }
         self._costs = costs
         self._machine = Machine(self._timeline) if any(each.shares_machine for each in costs.values()) else None
-        forecast = Forecast(costs)
+        forecast = Forecast(costs, knows_arrivals=shape.knows_arrivals)
         limits = Limits(
             max_num_requests=MAX_TASKS,
             max_num_held=4096,
@@ -207,7 +207,7 @@ class SimCluster:
     def _attach(self, name: str, role: Role) -> None:
         shape, is_prefill = self._shape, role is Role.PREFILL
         configuration = self._profile.configuration(shape.prefill_tp if is_prefill else shape.decode_tp)
-        num_pages = configuration.kv_tokens // self._page_size
+        num_pages = int(configuration.kv_tokens * shape.kv_share) // self._page_size
         link = LinkId(len(self._members) + 1)
         names = PrefixNames(b"simulated", "", self._page_size) if self._workload.block_tokens else None
         max_model_len = num_pages * self._page_size

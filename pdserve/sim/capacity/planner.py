@@ -1,11 +1,12 @@
-"""Searches the cluster that serves most within the objectives, for a number of GPUs: split, tensor parallelism, chunk.
+"""Searches the cluster that serves most within the objectives, for a number of GPUs: split, tensor parallelism, chunk,
+and how much of its KV pages it needs for that.
 
 Each candidate is tried at the best rate found so far first, and searched further only if it keeps that up (after
 DistServe, Zhong et al., OSDI 2024). Colocated clusters are among the candidates and win where they are better.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdserve.perfmodel.profile import Profile
 from pdserve.sim.capacity.measure import Point, Question, highest_rate, measure
@@ -13,6 +14,7 @@ from pdserve.sim.capacity.shape import Shape
 
 _CHUNKS = (256, 512, 1024)
 _PREFILL_CHUNKS = (1024, 2048)
+_LEAST_KV_SHARE = 1 / 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,7 @@ class Plan:
     colocated: Point | None  # the best colocated one, where one keeps the attainment at all
     binds: str  # what keeps the rate from being higher
     num_tried: int
+    kv_share: float  # of the KV pages that fit: with half as many, the rate is not kept
 
 
 def candidates(profile: Profile, num_gpus: int) -> Iterator[Shape]:
@@ -44,13 +47,13 @@ def candidates(profile: Profile, num_gpus: int) -> Iterator[Shape]:
 def plan(
     question: Question, num_gpus: int, wanted: float, on_tried: Callable[[Shape, Point | None], None]
 ) -> Plan | None:
-    """Return the cluster that sustains the highest rate under the goodput policy; None if none keeps the attainment."""
+    """Return the cluster that sustains the highest rate; None if none keeps the attainment."""
     best: Point | None = None
     colocated: Point | None = None
     num_tried = 0
-    for shape in candidates(question.profile, num_gpus):
+    for shape, policy in _tries(question.profile, num_gpus):
         at_least = best.rate_per_gpu * 1.02 if best is not None else 0.0
-        point = highest_rate(question, shape, "goodput", wanted, at_least=at_least)
+        point = highest_rate(question, shape, policy, wanted, at_least=at_least)
         num_tried += 1
         on_tried(shape, point)
         if point is None:
@@ -60,7 +63,26 @@ def plan(
             colocated = point
     if best is None:
         return None
-    return Plan(best, colocated, _binds(question, best), num_tried)
+    return Plan(best, colocated, _binds(question, best), num_tried, _kv_share(question, best, wanted))
+
+
+def _tries(profile: Profile, num_gpus: int) -> Iterator[tuple[Shape, str]]:
+    """Yield what to try: each cluster under the goodput policy, colocated ones also as others run them, in turns."""
+    for shape in candidates(profile, num_gpus):
+        yield shape, "goodput"
+        if not shape.prefill:
+            yield shape, "round_robin"
+
+
+def _kv_share(question: Question, best: Point, wanted: float) -> float:
+    """Halve the KV pages for as long as the rate is kept."""
+    share = 1.0
+    while share > _LEAST_KV_SHARE:
+        smaller = replace(best.shape, kv_share=share / 2)
+        if measure(question, smaller, best.policy, best.rate_per_gpu).attainment < wanted:
+            break
+        share /= 2
+    return share
 
 
 def _binds(question: Question, best: Point) -> str:

@@ -17,6 +17,8 @@ class Shape:
     decode_chunk: int = 512  # tokens of a step of a decode worker that computes prompts itself
     max_num_seqs: int = 256
     local_prefill: bool = True  # whether a policy may let decode workers compute prompts
+    kv_share: float = 1.0  # of the KV pages that fit, which a worker gets
+    knows_arrivals: bool = True  # whether admission counts what is on its way to decode workers
 
     @property
     def num_gpus(self) -> int:
