@@ -15,6 +15,7 @@ from pdserve.router.request import Placement, Request, Sequence
 from pdserve.router.view import WorkerView
 
 _NEAR_OBJECTIVE = 0.4  # of the time that is left
+_NEAR_TPOT = 0.6  # of the objective
 _ENOUGH_TOKENS = 8  # of an answer, for its mean time per token to tell anything
 LENGTH = 2  # FinishReason of a continuation that has all the tokens it may have
 Fault = tuple[Request, Placement, str]  # a placement whose worker broke the protocol
@@ -109,7 +110,7 @@ class Delivery:
         if not finish_reason:
             return False
         self._note_decode(request, sequence.placement)
-        self._learn_answer(sequence, max_tokens)
+        self._learn_answer(request, sequence)
         self._book.end_sequence(request, sequence.index, stop_workers=False)
         if not request.running:
             self._book.finish(request, now_s)
@@ -124,14 +125,19 @@ class Delivery:
             margin = self._book.forecast.ttft_margins[placement.is_local]
             margin.observe(placement.ttft_s, now_s - placement.placed_s)
 
-    def _learn_answer(self, sequence: Sequence, max_tokens: int) -> None:
-        """Note how an answer came out, with the margin of the way it went: one without a prefill worker is local."""
+    def _learn_answer(self, request: Request, sequence: Sequence) -> None:
+        """Note how an answer came out, with the margin of the way it went: one without a prefill worker is local.
+
+        As above, a prediction of the time per token counts where it was near the objective, or missed it.
+        """
         placement, num_tokens = sequence.placement, len(sequence.token_ids)
         decoding_s = sequence.last_s - sequence.first_s
-        self._book.forecast.observe_answer(num_tokens, max_tokens, decoding_s)
-        if placement is not None and placement.tpot_s and num_tokens >= _ENOUGH_TOKENS:
-            margin = self._book.forecast.tpot_margins[placement.is_local]
-            margin.observe(placement.tpot_s, decoding_s / (num_tokens - 1))
+        self._book.forecast.observe_answer(num_tokens, request.params.max_tokens, decoding_s)
+        if placement is None or not placement.tpot_s or num_tokens < _ENOUGH_TOKENS:
+            return
+        tpot_s, objective_s = decoding_s / (num_tokens - 1), request.slo_s[1] or 0.0
+        if placement.tpot_s >= _NEAR_TPOT * objective_s or tpot_s > objective_s:
+            self._book.forecast.tpot_margins[placement.is_local].observe(placement.tpot_s, tpot_s)
 
     def release_prefill_when_done(self, request: Request, placement: Placement) -> None:
         """Let go of the prefill worker once decode has all it needs and every first token is here."""

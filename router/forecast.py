@@ -19,6 +19,7 @@ from pdserve.router.view import WorkerView
 
 _LEARN = 0.02  # weight of the latest answer in running means
 _UNKNOWN_BUDGET = 2048
+_PAGES_BESIDE = 1.5  # of a sequence: its last one is half full, and one is kept for it to grow into
 _LOCAL_S = 2.0  # over which, at least, the share of prompts in a decode worker's time is taken
 _SEQUENCES_S = 10.0  # over which, at least, the rate of sequences is taken
 _RATE_S = 2.0  # over which the rate of prompt tokens is taken
@@ -190,6 +191,7 @@ class Forecast:
         count = worker.num_sequences + prompt.num_sequences
         coming = prompt.num_tokens + self.output_tokens * prompt.num_sequences
         kv_tokens = worker.kv_tokens + worker.num_sequences * self.output_tokens / 2 + coming
+        kv_tokens += _PAGES_BESIDE * worker.registration.layout.page_size * count
         is_empty = worker.num_sequences == 0
         return is_empty or (count <= worker.registration.max_num_seqs and kv_tokens <= 0.95 * worker.kv_capacity)
 

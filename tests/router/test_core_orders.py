@@ -9,6 +9,8 @@ from hypothesis import given, settings
 
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
+from pdserve.perfmodel.curve import Step
+from pdserve.perfmodel.model import ENOUGH_STEPS
 from pdserve.router.core import RouterCore
 from pdserve.router.events import (
     AttemptFailed,
@@ -40,12 +42,15 @@ from pdserve.router.events import (
     Tick,
     WorkerRegistered,
 )
+from pdserve.router.forecast import Forecast
 from pdserve.router.ladder import Rung
+from pdserve.router.policies import POLICIES
 from pdserve.sampling import SamplingParams
 
 LIMITS = Limits(max_num_requests=4, max_num_held=2)
 LAYOUT = KvLayout("w", 1, 1, 8, 16, "float32")
 DEADLINE_S = 30.0
+STEP_S = 0.01
 Key = tuple[RequestId, Attempt]
 
 
@@ -122,8 +127,9 @@ class Client:
 class World:
     """The core with everything around it; checks each command against what was promised."""
 
-    def __init__(self) -> None:
-        self.core = RouterCore("m", LIMITS)
+    def __init__(self, policy: str) -> None:
+        forecast = Forecast()
+        self.core = RouterCore("m", LIMITS, POLICIES[policy](forecast), forecast)
         self.now_s = 0.0
         self.workers: dict[LinkId, Worker] = {}
         self.clients: dict[RequestId, Client] = {}
@@ -184,13 +190,18 @@ class World:
         )
         self.workers[link] = Worker(link, role, registration)
         self.post(WorkerRegistered(link, registration))
+        step = Step(3, 9) if role is Role.PREFILL else Step(sequences=1, kv_tokens=4)
+        for _ in range(ENOUGH_STEPS):  # so that a policy may refuse for an objective's sake
+            self.post(StepReported(link, [], step, STEP_S))
 
-    def arrive(self, n: int, max_tokens: int, priority: int) -> None:
+    def arrive(self, n: int, max_tokens: int, priority: int, slo_s: float | None) -> None:
         request_id = RequestId(len(self.clients).to_bytes(16))
         self.clients[request_id] = Client(3, n, max_tokens, {i: [] for i in range(n)})
         params = SamplingParams(n=n, max_tokens=max_tokens)
         deadline_s = self.now_s + DEADLINE_S
-        self.post(RequestArrived(request_id, (1, 2, 3), params, self.now_s, deadline_s, priority))
+        tenant = f"tenant {n}"
+        event = RequestArrived(request_id, (1, 2, 3), params, self.now_s, deadline_s, priority, tenant, slo_s, slo_s)
+        self.post(event)
 
     def advance(self, seconds: float) -> None:
         until_s = self.now_s + seconds
@@ -208,7 +219,7 @@ ACTIONS = st.sampled_from(OFTEN + SELDOM)
 @settings(max_examples=600, deadline=None)
 @given(st.data())
 def test_every_request_ends_once_and_its_tokens_come_once_in_order(data: st.DataObject) -> None:
-    world = World()
+    world = World(data.draw(st.sampled_from(sorted(POLICIES))))
     for name in data.draw(st.sampled_from([("p0", "d0"), ("p0", "d0", "d1"), ("p0", "p1", "d0", "d1")])):
         world.attach(Role.PREFILL if name[0] == "p" else Role.DECODE, name)
     for _ in range(data.draw(st.integers(10, 60))):
@@ -240,7 +251,8 @@ def _act(world: World, action: str, data: st.DataObject) -> None:
     match action:
         case "arrive":
             n, max_tokens = data.draw(st.sampled_from([1, 1, 3])), data.draw(st.integers(1, 6))
-            world.arrive(n, max_tokens, data.draw(st.integers(0, 2)))
+            slo_s = data.draw(st.sampled_from([None, STEP_S / 10, 1.5 * STEP_S, 10 * STEP_S]))
+            world.arrive(n, max_tokens, data.draw(st.integers(0, 2)), slo_s)
         case "attach":
             role = data.draw(st.sampled_from(Role))
             world.attach(role, f"{role.value[0]}{data.draw(st.integers(0, 1))}")

@@ -78,6 +78,7 @@ class SimCluster:
         self._workload = workload
         self._objective = objective
         self._page_size = min(workload.block_tokens, 64) if workload.block_tokens else 64
+        self._longest = max(each.prompt_tokens + self._max_tokens(each) for each in workload.arrivals) + 1
         self._page_bytes = self._page_size * profile.kv_bytes_per_token
         self._outcomes: dict[bytes, Outcome] = {}
         self._lengths: dict[bytes, int] = {}
@@ -210,7 +211,7 @@ class SimCluster:
         num_pages = int(configuration.kv_tokens * shape.kv_share) // self._page_size
         link = LinkId(len(self._members) + 1)
         names = PrefixNames(b"simulated", "", self._page_size) if self._workload.block_tokens else None
-        max_model_len = num_pages * self._page_size
+        max_model_len = min(self._longest, num_pages * self._page_size)
         limits = EngineLimits(
             max_num_seqs=shape.max_num_seqs,
             max_num_batched_tokens=shape.prefill_chunk if is_prefill else max(shape.decode_chunk, shape.max_num_seqs),
