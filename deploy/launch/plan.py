@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pdserve.config import DecodeWorkerConfig, PrefillWorkerConfig, WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.ids import Incarnation
 from pdserve.launch.state import Role
@@ -23,10 +24,13 @@ class ClusterSpec:
     name: str = "default"
     host: str = "127.0.0.1"
     router_port: int | None = None  # None: 50051 if it is free, else any
-    worker_flags: Flags = field(default_factory=dict)  # by field name, for all workers alike
+    worker_flags: Flags = field(default_factory=dict)  # by field name, for all workers that have such a field
     router_flags: Flags = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        known = PrefillWorkerConfig.model_fields.keys() | DecodeWorkerConfig.model_fields.keys()
+        for key in self.worker_flags.keys() - known:
+            raise ConfigError(f"--{key.replace('_', '-')}: no worker has such a setting")
         for key, count in (("prefill", self.num_prefill), ("decode", self.num_decode)):
             if count < 1:
                 raise ConfigError(f"--{key}: {count} is refused: at least one worker is needed")
@@ -74,14 +78,15 @@ def plan(spec: ClusterSpec, wiring: Wiring) -> tuple[ChildSpec, ...]:
     worker = {**shared, "routers": (f"127.0.0.1:{wiring.internal_port}",), **spec.worker_flags}
     return (
         _child("router", "router", "router", router),
-        *(_worker("prefill", i, worker) for i in range(spec.num_prefill)),
-        *(_worker("decode", i, worker) for i in range(spec.num_decode)),
+        *(_worker("prefill", i, worker, PrefillWorkerConfig) for i in range(spec.num_prefill)),
+        *(_worker("decode", i, worker, DecodeWorkerConfig) for i in range(spec.num_decode)),
     )
 
 
-def _worker(role: Role, index: int, flags: Flags) -> ChildSpec:
+def _worker(role: Role, index: int, flags: Flags, config: type[WorkerConfig]) -> ChildSpec:
     name = f"{role}-{index}"
-    return _child(name, role, f"{role}-worker", {**flags, "worker_id": name})
+    known = {key: value for key, value in flags.items() if key in config.model_fields}
+    return _child(name, role, f"{role}-worker", {**known, "worker_id": name})
 
 
 def _child(name: str, role: Role, command: str, flags: Flags) -> ChildSpec:

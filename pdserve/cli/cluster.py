@@ -8,16 +8,17 @@ import typer
 
 from pdserve.cli.flags import config_flags
 from pdserve.cli.options import AsJson, ClusterName
-from pdserve.config import WorkerConfig
+from pdserve.config import DecodeWorkerConfig, PrefillWorkerConfig, WorkerConfig
 
 PER_PROCESS = ("model", "worker_id", "incarnation", "routers", "secret_file", "ready_file")
+ADDRESSES = ("handoff_host", "handoff_port", "handoff_advertise")
 DEMO_MODEL = "smollm2-135m-instruct"
 
 Prefill = Annotated[int, typer.Option("--prefill", help="Prefill workers.")]
 Decode = Annotated[int, typer.Option("--decode", help="Decode workers.")]
 
 
-@config_flags(WorkerConfig, without=PER_PROCESS)
+@config_flags(WorkerConfig, PrefillWorkerConfig, DecodeWorkerConfig, without=(*PER_PROCESS, *ADDRESSES))
 def up(
     model: Annotated[str, typer.Argument(help="A path, or a name from the catalog.")] = DEMO_MODEL,
     prefill: Prefill = 1,
@@ -35,7 +36,7 @@ def up(
 ) -> None:
     """Start a router and workers on this machine and keep them running. Ctrl-C drains, a second one kills.
 
-    Flags of the workers go to all of them.
+    Flags of the workers go to all of them that have them.
     """
     from pdserve.cli.models import fetched
     from pdserve.cli.running import Terminal, serve_until_signal

@@ -20,10 +20,15 @@ SPELLINGS = {"page_size": "--block-size", "num_pages": "--num-gpu-blocks-overrid
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
 
-def config_flags(cls: type[ProcessConfig], *, without: Collection[str] = ()) -> Callable[[_Command], _Command]:
-    """Give a command that takes `**flags` one flag for each field of `cls`, those in `without` left out."""
-    names = [name for name in cls.model_fields if name not in without]
-    generated = [_parameter(name, cls.model_fields[name]) for name in names]
+def config_flags(*classes: type[ProcessConfig], without: Collection[str] = ()) -> Callable[[_Command], _Command]:
+    """Give a command that takes `**flags` one flag for each field of `classes`, those in `without` left out.
+
+    Of a field that several of them have, the first one's description and default are shown.
+    """
+    fields: dict[str, FieldInfo] = {}
+    for cls in classes:
+        fields = {**cls.model_fields, **fields}
+    generated = [_parameter(name, field) for name, field in fields.items() if name not in without]
 
     def decorate(command: _Command) -> _Command:
         signature = inspect.signature(command)

@@ -68,6 +68,17 @@ def test_a_pool_without_workers_is_refused(prefill: int, decode: int, flag: str)
         ClusterSpec(model="m", served_model_name="m", num_prefill=prefill, num_decode=decode)
 
 
+def test_a_flag_of_one_kind_of_worker_goes_to_that_kind_and_one_of_none_is_refused() -> None:
+    spec = ClusterSpec(model="m", served_model_name="m", worker_flags={"lease_s": 2.5, "digests": "off"})
+    _, prefill, decode = plan(spec, WIRING)
+    assert "--lease-s" not in prefill.command
+    read = read_back(decode)
+    assert isinstance(read, DecodeWorkerConfig)
+    assert (read.lease_s, read.digests) == (2.5, "off")
+    with pytest.raises(ConfigError, match="--leese-s"):
+        ClusterSpec(model="m", served_model_name="m", worker_flags={"leese_s": 1.0})
+
+
 def test_what_is_not_set_is_not_written_and_what_cannot_be_is_refused() -> None:
     written = flag_arguments({"a_b": None, "c": False, "d": ("x", 1), "e": 0.5})
     assert written == ("--no-c", "--d", "x", "--d", "1", "--e", "0.5")
