@@ -188,11 +188,13 @@ class Forecast:
 
     def has_room(self, worker: WorkerView, prompt: Prompt) -> bool:
         """Return whether a decode worker will probably have pages and a row for a request."""
-        count = worker.num_sequences + prompt.num_sequences
+        present = worker.num_sequences if self._knows_arrivals else worker.num_sequences - worker.num_arriving
+        count = present + prompt.num_sequences
         coming = prompt.num_tokens + self.output_tokens * prompt.num_sequences
-        kv_tokens = worker.kv_tokens + worker.num_sequences * self.output_tokens / 2 + coming
+        held = worker.kv_tokens * present / max(1, worker.num_sequences)
+        kv_tokens = held + present * self.output_tokens / 2 + coming
         kv_tokens += _PAGES_BESIDE * worker.registration.layout.page_size * count
-        is_empty = worker.num_sequences == 0
+        is_empty = present == 0
         return is_empty or (count <= worker.registration.max_num_seqs and kv_tokens <= 0.95 * worker.kv_capacity)
 
     def local_s(self, worker: WorkerView, now_s: float) -> float:

@@ -117,13 +117,13 @@ def plan(
 
 
 def early_rejection(
-    workload: WorkloadText = "800x60",
-    slo: SloText = "ttft=3000,tpot=40",
+    workload: WorkloadText = "1500x60",
+    slo: SloText = "ttft=10000,tpot=60",
     profile: ProfileFile = None,
-    prefill: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 6,
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 2,
     decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1,
-    rate: Annotated[float, typer.Option(min=0.01, help="Requests per second.")] = 20.0,
-    requests: Requests = 1200,
+    rate: Annotated[float, typer.Option(min=0.01, help="Requests per second.")] = 24.0,
+    requests: Requests = 900,
     seed: Seed = 1,
     plot: Annotated[Path | None, typer.Option(help="Also draw a PNG there.", show_default=False)] = None,
 ) -> None:

@@ -14,6 +14,7 @@ from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer import receiver, sender
 from pdserve.kvtransfer.session import Peer
 from pdserve.perfmodel.curve import Step
+from pdserve.perfmodel.margin import Margin
 from pdserve.perfmodel.profile import Profile
 from pdserve.prefill_worker import events as prefill_events
 from pdserve.prefill_worker.core import PrefillCore
@@ -68,6 +69,13 @@ class _Member:
     told: Told = field(default_factory=dict)
 
 
+class _NeverWidened(Margin):
+    """Takes each prediction at its word."""
+
+    def observe(self, predicted_s: float, observed_s: float) -> None:
+        del predicted_s, observed_s
+
+
 class SimCluster:
     """Carries what the cores say to each other."""
 
@@ -93,6 +101,8 @@ class SimCluster:
         self._costs = costs
         self._machine = Machine(self._timeline) if any(each.shares_machine for each in costs.values()) else None
         forecast = Forecast(costs, knows_arrivals=shape.knows_arrivals)
+        if not shape.widens:
+            forecast.ttft_margins = forecast.tpot_margins = dict.fromkeys((True, False), _NeverWidened())
         limits = Limits(
             max_num_requests=MAX_TASKS,
             max_num_held=4096,

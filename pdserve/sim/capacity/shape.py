@@ -19,6 +19,7 @@ class Shape:
     local_prefill: bool = True  # whether a policy may let decode workers compute prompts
     kv_share: float = 1.0  # of the KV pages that fit, which a worker gets
     knows_arrivals: bool = True  # whether admission counts what is on its way to decode workers
+    widens: bool = True  # whether predictions are widened as they have come out before
 
     @property
     def num_gpus(self) -> int:
