@@ -38,6 +38,8 @@ def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wi
 @pytest.fixture
 def cluster(shared: WiredCluster) -> Iterator[WiredCluster]:
     shared.wait_for(is_well, 60)
+    shared.introduce()
+    shared.wait_for(is_well, 5)
     yield shared
     shared.wait_for(is_well, 60)
 

@@ -55,6 +55,7 @@ class Scene:
         self.thaw(*(name for name in self.frozen if name != but))
 
     def begin(self) -> None:
+        """Send the request."""
         self._call = self.cluster.start(greedy(self.asked, NUM_TOKENS), timeout_s=60)
 
     def read(self, count: int) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fault_proxy import FaultProxy, fault_proxies
-from live_cluster import STOP_TIMEOUT_S, LiveCluster, all_ready
+from live_cluster import STOP_TIMEOUT_S, LiveCluster, all_ready, greedy
 
 from pdserve.ids import new_incarnation
 from pdserve.launch.folder import choose_port, write_secret
@@ -23,6 +23,7 @@ from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 
 HOST = "127.0.0.1"
+MAX_ROUNDS = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,21 @@ class WiredCluster(LiveCluster):
         process, _ = self.wiring.started[name]
         process.kill()
         process.wait()
+
+    def introduce(self) -> None:
+        """Have every prefill worker meet every decode worker: each dials on first need."""
+        for round_ in range(MAX_ROUNDS):
+            if all(self._have_met(prefill, decode) for prefill in self.pools.prefills for decode in self.pools.decodes):
+                return
+            # Workers of a pool take turns; an odd prompt without a decode worker lets the pools' turns drift.
+            for max_tokens in (2, 2, 1):
+                self.generate(greedy([3 + round_, 4, 5], max_tokens))
+        raise AssertionError("some workers never meet")
+
+    def _have_met(self, prefill: str, decode: str) -> bool:
+        incarnation = self.wiring.started[prefill][1].incarnation
+        _, _, since_ready = self.wiring.log_of(decode).rpartition(" ready: ")
+        return f"{prefill}: attached, incarnation {incarnation:016x}" in since_ready
 
     def report_gone(self, name: str) -> None:
         """Say, as a launcher does, that a process has ended."""
