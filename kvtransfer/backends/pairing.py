@@ -12,7 +12,7 @@ from torch._C import _distributed_c10d as c10d
 
 from pdserve.kvtransfer.backends.framing import Framed
 
-MEET_TIMEOUT = timedelta(seconds=10)
+MEET_TIMEOUT = timedelta(seconds=5)  # a mover serves no other peer meanwhile
 MAX_KEY_BYTES, MAX_VALUE_BYTES = 256, 1 << 16
 WRITER, READER = 0, 1  # ranks
 

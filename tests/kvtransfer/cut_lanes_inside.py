@@ -50,7 +50,7 @@ class Rig:
 def rig(tmp_path: Path) -> Iterator[Rig]:
     path = tmp_path / "pages"
     landed = np.memmap(path, np.uint8, "w+", shape=(NUM_PAGES, PAGE_BYTES))
-    command = [sys.executable, str(TARGET_PROCESS), str(path), str(NUM_PAGES), str(PAGE_BYTES)]
+    command = [sys.executable, str(TARGET_PROCESS), "nixl", str(path), str(NUM_PAGES), str(PAGE_BYTES)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("UCX_TLS", "tcp")
         process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

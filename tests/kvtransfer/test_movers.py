@@ -1,175 +1,18 @@
-"""One contract for every mover; and what NIXL makes of processes that die or freeze."""
+"""One contract for every mover."""
 
 import os
 import queue
-import signal
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from mover_settings import NOBODY, NUM_PAGES, PAGE_BYTES, Setting, Target, pages
 
 from pdserve.errors import InvariantError, ProtocolError
-from pdserve.ids import Incarnation, PageId, WorkerId, new_incarnation
-from pdserve.kvtransfer.backends.collective import CollectiveMover
-from pdserve.kvtransfer.backends.loopback import LoopbackMover
-from pdserve.kvtransfer.backends.nixl import NixlMover
 from pdserve.kvtransfer.digest import first_mismatch, page_digests
-from pdserve.kvtransfer.mover import ByteRows, CopyStopped, Description, Mover, OnStopped, ProbeError, Region
-from pdserve.kvtransfer.session import Pages, Peer
-
-NUM_PAGES, PAGE_BYTES = 96, 360 * 1024
-NOBODY = Peer(WorkerId("nobody"), Incarnation(1))
-TARGET_PROCESS = Path(__file__).with_name("target_process.py")
-
-
-@dataclass(frozen=True)
-class Target:
-    peer: Peer
-    description: bytes
-    view: ByteRows
-    process: subprocess.Popen[str] | None = None
-
-    def signal(self, number: signal.Signals) -> None:
-        assert self.process is not None
-        self.process.send_signal(number)
-
-    def kill(self) -> None:
-        self.signal(signal.SIGKILL)
-        assert self.process is not None
-        self.process.wait(5)
-
-
-@dataclass(frozen=True)
-class Writer:
-    mover: Mover
-    view: ByteRows
-    stopped: queue.SimpleQueue[CopyStopped] = field(default_factory=queue.SimpleQueue)
-
-    def next_stopped(self, timeout_s: float = 20.0) -> CopyStopped:
-        return self.stopped.get(timeout=timeout_s)
-
-    def write(self, target: Target, src: Pages, dst: Pages) -> CopyStopped:
-        copy_id = self.mover.write(target.peer, src, dst)
-        stopped = self.next_stopped()
-        assert stopped.copy_id == copy_id
-        return stopped
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One kind of mover, and how to have targets for it.
-
-    Processes take long to start: those of `idle` are used again and go back there, unless a test ends them.
-    """
-
-    name: str
-    tmp_path: Path
-    stack: ExitStack
-    idle: list[Target] = field(default_factory=list)
-
-    def writer(self) -> Writer:
-        view = np.random.default_rng(7).integers(0, 256, (NUM_PAGES, PAGE_BYTES), np.uint8)
-        stopped: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
-        mover = self.mover(view, stopped.put)
-        self.stack.callback(mover.close)
-        return Writer(mover, view, stopped)
-
-    def mover(self, view: ByteRows, on_stopped: OnStopped) -> Mover:
-        if self.name == "loopback":
-            return LoopbackMover(Region.of(view), on_stopped)
-        if self.name == "collective":
-            return CollectiveMover(Region.of(view), on_stopped)
-        return NixlMover(Peer(WorkerId("writer"), new_incarnation()), Region.of(view), on_stopped)
-
-    def target(self) -> Target:
-        peer = Peer(WorkerId("target"), new_incarnation())
-        if self.name == "loopback":
-            view = np.zeros((NUM_PAGES, PAGE_BYTES), np.uint8)
-            mover = LoopbackMover(Region.of(view), lambda _: None)
-            self.stack.callback(mover.close)
-            return Target(peer, mover.describe(), view)
-        found = self.idle.pop() if self.idle else self._start_target()
-        found.view[:] = 0
-        self.stack.callback(self._put_back, found)
-        return replace(found, peer=peer)
-
-    def _start_target(self) -> Target:
-        path = self.tmp_path / f"pages-{new_incarnation():x}"
-        view = np.memmap(path, np.uint8, "w+", shape=(NUM_PAGES, PAGE_BYTES))
-        command = [sys.executable, str(TARGET_PROCESS), self.name, str(path), str(NUM_PAGES), str(PAGE_BYTES)]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        return Target(NOBODY, bytes.fromhex(process.stdout.readline()), view, process)
-
-    def _put_back(self, target: Target) -> None:
-        assert target.process is not None
-        if target.process.poll() is None:
-            self.idle.append(target)
-        else:
-            target.process.communicate()
-
-    def attached(self) -> tuple[Writer, Target]:
-        target = self.target()
-        writer = self.writer()
-        writer.mover.attach(target.peer, target.description)
-        return writer, target
-
-
-Idle = dict[str, list[Target]]
-
-
-@pytest.fixture(scope="module")
-def idle() -> Iterator[Idle]:
-    """Target processes for each kind of mover, ended after the last test."""
-    idle: Idle = {"loopback": [], "nixl-shm": [], "nixl-tcp": [], "collective": []}
-    yield idle
-    for target in (target for targets in idle.values() for target in targets):
-        assert target.process is not None
-        target.process.communicate()
-        assert target.process.returncode == 0
-
-
-@contextmanager
-def setting_of(name: str, idle: Idle, tmp_path: Path) -> Iterator[Setting]:
-    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-        if name == "nixl-tcp":
-            patch.setenv("UCX_TLS", "tcp")
-        yield Setting(name, tmp_path, stack, idle[name])
-
-
-@pytest.fixture(params=["loopback", "nixl-shm", "nixl-tcp", "collective"])
-def setting(request: pytest.FixtureRequest, idle: Idle, tmp_path: Path) -> Iterator[Setting]:
-    with setting_of(request.param, idle, tmp_path) as setting:
-        yield setting
-
-
-@pytest.fixture(params=["nixl-shm", "nixl-tcp", "collective"])
-def remote(request: pytest.FixtureRequest, idle: Idle, tmp_path: Path) -> Iterator[Setting]:
-    with setting_of(request.param, idle, tmp_path) as setting:
-        yield setting
-
-
-@pytest.fixture
-def loopback(idle: Idle, tmp_path: Path) -> Iterator[Setting]:
-    with setting_of("loopback", idle, tmp_path) as setting:
-        yield setting
-
-
-@pytest.fixture(params=["nixl-tcp", "collective"])
-def tcp(request: pytest.FixtureRequest, idle: Idle, tmp_path: Path) -> Iterator[Setting]:
-    with setting_of(request.param, idle, tmp_path) as setting:
-        yield setting
-
-
-def pages(*numbers: int) -> Pages:
-    return tuple(PageId(number) for number in numbers)
+from pdserve.kvtransfer.mover import CopyStopped, Description, ProbeError
 
 
 def test_the_pages_named_arrive_and_no_others(setting: Setting) -> None:
@@ -339,76 +182,6 @@ def test_a_closed_mover_takes_no_orders(loopback: Setting) -> None:
     mover.close()
     with pytest.raises(InvariantError, match="closed"):
         mover.write(NOBODY, pages(0), pages(0))
-
-
-def test_every_copy_to_a_killed_process_is_reported_within_two_seconds(remote: Setting) -> None:
-    writer, target = remote.attached()
-    everything = pages(*range(NUM_PAGES))
-    ids = [writer.mover.write(target.peer, everything, everything) for _ in range(20)]
-    first = writer.next_stopped()
-    target.kill()
-    killed_s = time.monotonic()
-    reports = [first, *(writer.next_stopped() for _ in ids[1:])]
-    assert time.monotonic() - killed_s < 2.0
-    assert [report.copy_id for report in reports] == ids
-    assert reports[-1].digests is None
-    assert reports[-1].reason
-
-
-def test_a_killed_process_is_replaced_by_another(remote: Setting) -> None:
-    writer, target = remote.attached()
-    everything = pages(*range(NUM_PAGES))
-    writer.mover.write(target.peer, everything, everything)
-    target.kill()
-    writer.next_stopped()
-    assert writer.write(target, pages(0), pages(0)).digests is None
-    writer.mover.forget(target.peer)
-    heir = remote.target()
-    writer.mover.attach(heir.peer, heir.description)
-    assert writer.write(heir, everything, everything).digests is not None
-    assert np.array_equal(heir.view, writer.view)
-
-
-def test_a_copy_to_a_frozen_process_is_not_reported_until_the_process_is_known_to_be_dead(tcp: Setting) -> None:
-    writer, target = tcp.attached()
-    everything = pages(*range(NUM_PAGES))
-    assert writer.write(target, pages(0), pages(0)).digests is not None
-    target.signal(signal.SIGSTOP)
-    copy_id = writer.mover.write(target.peer, everything, everything)
-    with pytest.raises(queue.Empty):
-        writer.next_stopped(timeout_s=1.5)
-    target.kill()
-    writer.mover.forget(target.peer)
-    stopped = writer.next_stopped(timeout_s=2.0)
-    assert stopped.copy_id == copy_id
-    assert stopped.digests is None
-
-
-def test_a_thawed_process_gets_what_was_under_way(tcp: Setting) -> None:
-    writer, target = tcp.attached()
-    everything = pages(*range(NUM_PAGES))
-    assert writer.write(target, pages(0), pages(0)).digests is not None
-    target.signal(signal.SIGSTOP)
-    writer.mover.write(target.peer, everything, everything)
-    target.signal(signal.SIGCONT)
-    assert writer.next_stopped().digests is not None
-    assert np.array_equal(target.view, writer.view)
-
-
-def test_an_attached_mover_without_work_uses_no_processor(remote: Setting) -> None:
-    writer, target = remote.attached()
-    assert writer.write(target, pages(0), pages(0)).digests is not None
-    assert target.process is not None
-    before_s = time.process_time() + _process_cpu_s(target.process.pid)
-    with pytest.raises(queue.Empty):
-        writer.next_stopped(timeout_s=1.0)
-    used_s = time.process_time() + _process_cpu_s(target.process.pid) - before_s
-    assert used_s < 0.06
-
-
-def _process_cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def test_a_closed_mover_leaves_no_thread_and_no_file_behind(setting: Setting) -> None:

@@ -1,0 +1,42 @@
+"""Kinds of movers; processes take long to start, so tests share them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from mover_settings import Idle, Setting, setting_of
+
+
+@pytest.fixture(scope="package")
+def idle() -> Iterator[Idle]:
+    """Target processes for each kind of mover, ended after the last test."""
+    idle: Idle = {"loopback": [], "nixl-shm": [], "nixl-tcp": [], "collective": []}
+    yield idle
+    for target in (target for targets in idle.values() for target in targets):
+        assert target.process is not None
+        target.process.communicate()
+        assert target.process.returncode == 0
+
+
+@pytest.fixture(params=["loopback", "nixl-shm", "nixl-tcp", "collective"])
+def setting(request: pytest.FixtureRequest, idle: Idle, tmp_path: Path) -> Iterator[Setting]:
+    with setting_of(request.param, idle, tmp_path) as setting:
+        yield setting
+
+
+@pytest.fixture(params=["nixl-shm", "nixl-tcp", "collective"])
+def remote(request: pytest.FixtureRequest, idle: Idle, tmp_path: Path) -> Iterator[Setting]:
+    with setting_of(request.param, idle, tmp_path) as setting:
+        yield setting
+
+
+@pytest.fixture
+def loopback(idle: Idle, tmp_path: Path) -> Iterator[Setting]:
+    with setting_of("loopback", idle, tmp_path) as setting:
+        yield setting
+
+
+@pytest.fixture(params=["nixl-tcp", "collective"])
+def tcp(request: pytest.FixtureRequest, idle: Idle, tmp_path: Path) -> Iterator[Setting]:
+    with setting_of(request.param, idle, tmp_path) as setting:
+        yield setting

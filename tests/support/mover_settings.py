@@ -1,0 +1,132 @@
+"""Movers of each kind, and targets to write into: for tests that all of them have to pass."""
+
+import queue
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pdserve.ids import Incarnation, PageId, WorkerId, new_incarnation
+from pdserve.kvtransfer.backends.collective import CollectiveMover
+from pdserve.kvtransfer.backends.loopback import LoopbackMover
+from pdserve.kvtransfer.backends.nixl import NixlMover
+from pdserve.kvtransfer.mover import ByteRows, CopyStopped, Mover, OnStopped, Region
+from pdserve.kvtransfer.session import Pages, Peer
+
+NUM_PAGES, PAGE_BYTES = 96, 360 * 1024
+NOBODY = Peer(WorkerId("nobody"), Incarnation(1))
+TARGET_PROCESS = Path(__file__).parent.parent / "kvtransfer" / "target_process.py"
+
+
+@dataclass(frozen=True)
+class Target:
+    peer: Peer
+    description: bytes
+    view: ByteRows
+    process: subprocess.Popen[str] | None = None
+
+    def signal(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        self.process.send_signal(number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        assert self.process is not None
+        self.process.wait(5)
+
+
+@dataclass(frozen=True)
+class Writer:
+    mover: Mover
+    view: ByteRows
+    stopped: queue.SimpleQueue[CopyStopped] = field(default_factory=queue.SimpleQueue)
+
+    def next_stopped(self, timeout_s: float = 20.0) -> CopyStopped:
+        return self.stopped.get(timeout=timeout_s)
+
+    def write(self, target: Target, src: Pages, dst: Pages) -> CopyStopped:
+        copy_id = self.mover.write(target.peer, src, dst)
+        stopped = self.next_stopped()
+        assert stopped.copy_id == copy_id
+        return stopped
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One kind of mover, and how to have targets for it.
+
+    Processes take long to start: those of `idle` are used again and go back there, unless a test ends them.
+    """
+
+    name: str
+    tmp_path: Path
+    stack: ExitStack
+    idle: list[Target] = field(default_factory=list)
+
+    def writer(self) -> Writer:
+        view = np.random.default_rng(7).integers(0, 256, (NUM_PAGES, PAGE_BYTES), np.uint8)
+        stopped: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
+        mover = self.mover(view, stopped.put)
+        self.stack.callback(mover.close)
+        return Writer(mover, view, stopped)
+
+    def mover(self, view: ByteRows, on_stopped: OnStopped) -> Mover:
+        if self.name == "loopback":
+            return LoopbackMover(Region.of(view), on_stopped)
+        if self.name == "collective":
+            return CollectiveMover(Region.of(view), on_stopped)
+        return NixlMover(Peer(WorkerId("writer"), new_incarnation()), Region.of(view), on_stopped)
+
+    def target(self) -> Target:
+        peer = Peer(WorkerId("target"), new_incarnation())
+        if self.name == "loopback":
+            view = np.zeros((NUM_PAGES, PAGE_BYTES), np.uint8)
+            mover = LoopbackMover(Region.of(view), lambda _: None)
+            self.stack.callback(mover.close)
+            return Target(peer, mover.describe(), view)
+        found = self.idle.pop() if self.idle else self._start_target()
+        found.view[:] = 0
+        self.stack.callback(self._put_back, found)
+        return replace(found, peer=peer)
+
+    def _start_target(self) -> Target:
+        path = self.tmp_path / f"pages-{new_incarnation():x}"
+        view = np.memmap(path, np.uint8, "w+", shape=(NUM_PAGES, PAGE_BYTES))
+        command = [sys.executable, str(TARGET_PROCESS), self.name, str(path), str(NUM_PAGES), str(PAGE_BYTES)]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        return Target(NOBODY, bytes.fromhex(process.stdout.readline()), view, process)
+
+    def _put_back(self, target: Target) -> None:
+        assert target.process is not None
+        if target.process.poll() is None:
+            self.idle.append(target)
+        else:
+            target.process.communicate()
+
+    def attached(self) -> tuple[Writer, Target]:
+        target = self.target()
+        writer = self.writer()
+        writer.mover.attach(target.peer, target.description)
+        return writer, target
+
+
+Idle = dict[str, list[Target]]
+
+
+@contextmanager
+def setting_of(name: str, idle: Idle, tmp_path: Path) -> Iterator[Setting]:
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        if name == "nixl-tcp":
+            patch.setenv("UCX_TLS", "tcp")
+        yield Setting(name, tmp_path, stack, idle[name])
+
+
+def pages(*numbers: int) -> Pages:
+    return tuple(PageId(number) for number in numbers)
