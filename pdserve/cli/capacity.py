@@ -13,7 +13,9 @@ if TYPE_CHECKING:
 WorkloadText = Annotated[
     str,
     typer.Option(
-        help="A trace (.csv of Azure, .jsonl of Mooncake, .json list), or random lengths INxOUT.", metavar="W"
+        help="A trace (.csv of Azure, .jsonl of Mooncake, .json list), a slice that comes with pdserve (azure-conv, "
+        "azure-code, mooncake), or random lengths INxOUT.",
+        metavar="W",
     ),
 ]
 SloText = Annotated[str, typer.Option(help="Objectives: ttft=MS,tpot=MS.")]
@@ -162,10 +164,12 @@ class _Cut:
 def _question(workload: str, slo: str, profile: Path | None, cut: _Cut) -> "Question":
     from pdserve.perfmodel.profile import read_profile, shipped_profile
     from pdserve.sim.capacity.measure import Question
-    from pdserve.sim.capacity.workload import random_lengths, read_workload
+    from pdserve.sim.capacity.workload import random_lengths, read_workload, trace_path
 
     parsed = _lengths(workload)
-    requests = read_workload(Path(workload)) if parsed is None else random_lengths(cut.requests, *parsed, cut.seed)
+    requests = (
+        read_workload(trace_path(workload)) if parsed is None else random_lengths(cut.requests, *parsed, cut.seed)
+    )
     return Question(read_profile(profile or shipped_profile()), cut.apply(requests), _objective(slo))
 
 

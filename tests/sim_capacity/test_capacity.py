@@ -14,7 +14,7 @@ from pdserve.sim.capacity.leaping import LeapingScheduler
 from pdserve.sim.capacity.measure import Question, highest_rate, measure
 from pdserve.sim.capacity.planner import candidates, plan
 from pdserve.sim.capacity.shape import Objective, Run, Shape
-from pdserve.sim.capacity.workload import Arrival, Workload, random_lengths, read_workload
+from pdserve.sim.capacity.workload import Arrival, Workload, random_lengths, read_workload, trace_path
 
 PROFILE = read_profile(shipped_profile())
 OBJECTIVE = Objective(0.25, 0.1)
@@ -169,6 +169,15 @@ def test_the_three_kinds_of_traces_are_read(tmp_path: Path) -> None:
     )
     assert [arrival.prompt_tokens for arrival in read_workload(listed).arrivals] == [8, 7]
     assert read_workload(listed).at_rate(4.0).rate == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(("name", "count"), [("azure-conv", 600), ("azure-code", 600), ("mooncake", 400)])
+def test_a_slice_of_each_trace_comes_with_pdserve(name: str, count: int) -> None:
+    workload = read_workload(trace_path(name))
+    assert len(workload.arrivals) == count
+    assert bool(workload.block_tokens) is (name == "mooncake")
+    assert name in trace_path(name).with_name("README.md").read_text()
+    assert trace_path("elsewhere.csv") == Path("elsewhere.csv")
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))

@@ -90,5 +90,6 @@ def _binds(question: Question, best: Point) -> str:
     beyond = measure(question, best.shape, best.policy, best.rate_per_gpu * 1.25)
     busy = ", ".join(f"{pool} {share:.0%} busy" for pool, share in beyond.utilization.items())
     missed = max(beyond.missed, key=lambda name: beyond.missed[name], default="nothing")
-    text = {"ttft": "time to first token", "tpot": "time per token", "refused": "admission: the first token is late"}
+    busiest = max(beyond.utilization, key=lambda pool: beyond.utilization[pool])
+    text = {"ttft": "time to first token", "tpot": "time per token", "refused": f"{busiest}: more is refused"}
     return f"{text.get(missed, missed)} ({busy} at {beyond.rate_per_gpu:.2f} requests/s a GPU)"

@@ -84,6 +84,12 @@ def random_lengths(count: int, prompt_tokens: float, output_tokens: float, seed:
     return Workload(f"{prompt_tokens:g} in, {output_tokens:g} out", tuple(arrivals)).poisson(seed)
 
 
+def trace_path(text: str) -> Path:
+    """Return a shipped slice of a trace by its name, or the path that the text is."""
+    shipped = {path.stem: path for path in Path(__file__).with_name("traces").iterdir() if path.suffix != ".md"}
+    return shipped.get(text, Path(text))
+
+
 def read_workload(path: Path) -> Workload:
     """Read a trace: Azure's CSV, Mooncake's JSON lines, or a JSON list of {start_time (s), prompt_len, output_len}.
 
