@@ -9,15 +9,18 @@ import sys
 import numpy as np
 
 from pdserve.ids import WorkerId, new_incarnation
-from pdserve.kvtransfer.backends.collective import CollectiveMover
-from pdserve.kvtransfer.backends.nixl import NixlMover
 from pdserve.kvtransfer.mover import Mover, Region
 from pdserve.kvtransfer.session import Peer
 
 
 def mover_of(kind: str, region: Region) -> Mover:
+    """Start one; torch takes seconds to import, so only where it is needed."""
     if kind == "collective":
+        from pdserve.kvtransfer.backends.collective import CollectiveMover  # noqa: PLC0415
+
         return CollectiveMover(region, lambda _: None)
+    from pdserve.kvtransfer.backends.nixl import NixlMover  # noqa: PLC0415
+
     return NixlMover(Peer(WorkerId("target"), new_incarnation()), region, lambda _: None)
 
 
