@@ -56,7 +56,7 @@ class Scene:
 
     def begin(self) -> None:
         """Send the request."""
-        self._call = self.cluster.start(greedy(self.asked, NUM_TOKENS), timeout_s=60)
+        self._call = self.cluster.start(greedy(self.asked, NUM_TOKENS))
 
     def read(self, count: int) -> None:
         """Read until there are so many tokens."""

@@ -1,0 +1,103 @@
+"""Workers that do not belong, by secret, layout or protocol, get nothing and spoil nothing."""
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import grpc
+import pytest
+from live_cluster import all_ready, greedy, is_idle
+from model_zoo import first_disagreement, load_oracle, write_model
+from transformers import PreTrainedModel
+from wired_cluster import HOST, Pools, WiredCluster, wired_cluster
+
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.rpc import PROTOCOL_VERSION
+
+pytestmark = pytest.mark.timeout(240)
+OTHER_VERSION = PROTOCOL_VERSION + 1
+OF_ANOTHER_VERSION = (
+    f"from pdserve import rpc; rpc.PROTOCOL_VERSION = {OTHER_VERSION}; from pdserve.cli.app import main; main()"
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model("llama3", tmp_path_factory.mktemp("model") / "llama3")
+
+
+@pytest.fixture(scope="module")
+def oracle(model: Path) -> PreTrainedModel:
+    return load_oracle(model)
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WiredCluster]:
+    flags = {"dtype": "float32", "num_pages": 400}
+    pools = Pools(("prefill-0",), ("decode-0",))
+    with wired_cluster(tmp_path_factory.mktemp("cluster"), model, pools, flags) as cluster:
+        yield cluster
+
+
+def start(cluster: WiredCluster, name: str, **flags: object) -> subprocess.Popen[bytes]:
+    """Start a decode worker that has no place in the cluster."""
+    return cluster.wiring.start_worker("decode", name, f"{HOST}:{cluster.wiring.internal_port}", **flags)
+
+
+def unroutable(status: admin.ClusterStatus, name: str) -> str:
+    return next((w.unroutable for w in status.workers if w.registration.worker_id == name), "")
+
+
+def assert_serves(cluster: WiredCluster, oracle: PreTrainedModel) -> None:
+    """The workers that belong together serve, and no others."""
+    asked = [[seed, *range(5, 60)] for seed in range(10, 16)]
+    answers = cluster.generate_all([greedy(each, 20) for each in asked])
+    for each, answer in zip(asked, answers, strict=True):
+        assert first_disagreement(oracle, each, answer.tokens[0]) is None
+        assert (answer.ledger.attempts, answer.ledger.decode_worker) == (1, "decode-0")
+    cluster.wait_for(is_idle, 5)
+
+
+def test_a_worker_with_another_secret_is_turned_away(cluster: WiredCluster, oracle: PreTrainedModel) -> None:
+    secret_file = cluster.wiring.folder / "other_secret"
+    secret_file.touch(mode=0o600)
+    secret_file.write_text("x" * 64)
+    stranger = start(cluster, "stranger", secret_file=secret_file)
+    while "UNAUTHENTICATED" not in cluster.wiring.log_of("stranger"):
+        with suppress(subprocess.TimeoutExpired):
+            stranger.wait(0.1)
+            raise AssertionError(cluster.wiring.log_of("stranger"))
+    assert {w.registration.worker_id for w in cluster.status().workers} == {"prefill-0", "decode-0"}
+    assert_serves(cluster, oracle)
+    stranger.terminate()
+    assert stranger.wait(30) == 0
+
+
+def test_a_worker_of_another_layout_is_shown_and_not_used(cluster: WiredCluster, oracle: PreTrainedModel) -> None:
+    stranger = start(cluster, "other-layout", page_size=32)
+    cluster.wait_for(lambda status: "page_size: 16 != 32" in unroutable(status, "other-layout"), 90)
+    assert_serves(cluster, oracle)
+    stranger.terminate()
+    assert stranger.wait(30) == 0
+
+
+def test_a_worker_of_another_protocol_is_shown_and_not_used_even_where_there_is_no_other(
+    cluster: WiredCluster, oracle: PreTrainedModel
+) -> None:
+    cluster.wiring.code = OF_ANOTHER_VERSION
+    start(cluster, "other-version")
+    cluster.wiring.code = None
+    difference = f"protocol_version: {PROTOCOL_VERSION} != {OTHER_VERSION}"
+    cluster.wait_for(lambda status: difference in unroutable(status, "other-version"), 90)
+    assert_serves(cluster, oracle)
+    cluster.kill("decode-0")
+    cluster.report_gone("decode-0")
+    cluster.wait_for(lambda status: len(status.workers) == 2, 5)
+    with pytest.raises(grpc.RpcError) as refused:
+        cluster.generate(greedy([3, 4, 5], 5))
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert difference in refused.value.details()
+    cluster.wiring.start_again("decode-0")
+    cluster.wait_for(all_ready(3), 90)
+    assert_serves(cluster, oracle)
