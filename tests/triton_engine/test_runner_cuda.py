@@ -199,7 +199,7 @@ def test_a_step_may_be_started_while_one_of_other_sequences_runs(runner: CudaRun
 
 @pytest.mark.parametrize("model", ["qwen3"], indirect=True)
 def test_a_step_may_follow_one_whose_tokens_are_not_known_yet(runner: CudaRunner, model: Model) -> None:
-    sampled = SamplingParams(temperature=1.3)
+    sampled = SamplingParams(temperature=1.3, logprobs=1)
     prompts = [tokens_of(length, length) for length in (5, 17, 1)]
 
     def chunks(drawn: list[int] | None, follows: tuple[int | None, ...]) -> StepPlan:
@@ -221,12 +221,13 @@ def test_a_step_may_follow_one_whose_tokens_are_not_known_yet(runner: CudaRunner
         tuple(Chunk(p, 0, pages_of(4 * i, len(p)), (spec((), sampled, seed=i),)) for i, p in enumerate(prompts))
     )
     steps = [runner.start(first), runner.start(chunks(None, (0, 1, 2)))]
-    ahead = [[tokens[0].token_id for tokens in runner.finish(step).tokens] for step in steps]
+    drawn, ahead = ([tokens[0] for tokens in runner.finish(step).tokens] for step in steps)
     alone = CudaRunner(model, NUM_PAGES, PAGE_SIZE, LIMITS)
-    drawn = [tokens[0].token_id for tokens in alone.run(first).tokens]
-    known = [tokens[0].token_id for tokens in alone.run(chunks(drawn, (None,) * 3)).tokens]
-    assert ahead == [drawn, known]
-    assert len(set(drawn)) > 1
+    ids = [tokens[0].token_id for tokens in alone.run(first).tokens]
+    known = [tokens[0] for tokens in alone.run(chunks(ids, (None,) * 3)).tokens]
+    assert [token.token_id for token in drawn] == ids
+    assert len(set(ids)) == 3
+    assert ahead == known  # with their log probabilities: those tell which token a context ends in
 
 
 @pytest.mark.parametrize("model", ["qwen3"], indirect=True)
