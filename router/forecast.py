@@ -8,7 +8,7 @@ from math import exp, inf
 
 from pdserve.kvlayout import KvLayout
 from pdserve.perfmodel.curve import Step, StepCosts
-from pdserve.perfmodel.margin import Margin
+from pdserve.perfmodel.margin import Bias, Margin
 from pdserve.perfmodel.model import LearntCosts, LearntLinks
 from pdserve.router.events import LinkId, Role
 from pdserve.router.lengths import AnswerLengths
@@ -63,7 +63,9 @@ class Forecast:
         self.lengths = AnswerLengths()
         self.decoding_s = 2.0  # running mean of the time from first to last token
         self._knows_arrivals = knows_arrivals
-        self.ttft_margins = {True: Margin(), False: Margin()}  # by whether a decode worker computes the prompt
+        self.ttft_bias = {True: Bias(), False: Bias()}  # by whether a decode worker computes the prompt
+        self.tpot_bias = {True: Bias(), False: Bias()}
+        self.ttft_margins = {True: Margin(), False: Margin()}
         self.tpot_margins = {True: Margin(), False: Margin()}
         self._local: dict[LinkId, _Fading] = {}  # seconds of prompts computed on decode workers
         self._tokens: dict[LinkId, _Fading] = {}  # prompt tokens sent to workers

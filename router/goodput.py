@@ -65,6 +65,7 @@ class Goodput:
         ttfts = [(forecast.prefill_s(worker, prompt, now_s), worker) for worker in group.prefills]
         ttft_s, prefill = _draw(ttfts, demand.draw)
         if not group.decodes:
+            ttft_s *= forecast.ttft_bias[False].factor
             return _Option(Pair(prefill, None), ttft_s, 0.0, ttft_s, True)
         later, steps = (self._num_later(demand), now_s), []
         for worker in group.decodes:
@@ -76,6 +77,7 @@ class Goodput:
         step_s = score_s - _no_room_s(has_room)
         joins_s = forecast.handoff_s(prefill, decode, prompt) + step_s / 2
         tpot_s = step_s + joins_s / later[0]
+        ttft_s, tpot_s = forecast.ttft_bias[False].factor * ttft_s, forecast.tpot_bias[False].factor * tpot_s
         return _Option(Pair(prefill, decode), ttft_s, tpot_s, ttft_s + tpot_s * later[0], has_room)
 
     def _local(self, worker: WorkerView, prompt: Prompt, demand: Demand) -> _Option:
@@ -87,7 +89,8 @@ class Goodput:
         share = forecast.local_share(worker, compute_s, demand.now_s)
         waiting_s = forecast.costs[Role.DECODE].prefill.each_s * worker.pending_prefill_tokens
         stalled_s = step_s + (waiting_s + compute_s) / max(1.0, forecast.output_tokens / 2)
-        tpot_s = max(step_s / (1 - share), stalled_s)
+        tpot_s = forecast.tpot_bias[True].factor * max(step_s / (1 - share), stalled_s)
+        ttft_s *= forecast.ttft_bias[True].factor
         harm_s = compute_s * worker.num_sequences
         cost_s = ttft_s + tpot_s * num_later + harm_s
         return _Option(Pair(None, worker), ttft_s, tpot_s, cost_s, forecast.has_room(worker, prompt))

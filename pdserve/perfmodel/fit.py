@@ -11,9 +11,11 @@ from pdserve.perfmodel.curve import Curve
 
 _SUBSETS = tuple(subset for size in (3, 2, 1) for subset in combinations(range(3), size))
 _ANCHOR = 1e-4  # pull towards the present curve, where the steps seen lately do not tell coefficients apart
+_START_WEIGHT = 4.0  # of the start at each of its points, in steps
 _START_FORGETTING = 0.75  # a start that is too fast weighs more than what is seen, as errors are relative
 _ERROR_WEIGHT = 0.05  # of the latest step in the running mean of relative errors
-_OUTLIER = 5.0  # a step that took so many times the expected is a hiccup, and counts as one so long
+_KNOWN = 32  # steps seen, after which the curve says what is normal
+_OUTLIER_WEIGHT = 0.05  # a step counts as so long at most that it moves what is learnt by about this share
 
 _Row = tuple[float, float, float]
 Point = tuple[float, float]  # each, context
@@ -30,10 +32,11 @@ class _Equations:
         self.products = [[keep * value for value in row] for row in self.products]
         self.sums = [keep * value for value in self.sums]
 
-    def add(self, each: float, context: float, seconds: float, weight: float) -> None:
-        row: _Row = (1.0 / seconds, each / seconds, context / seconds)
+    def add(self, point: Point, seconds: float, scale_s: float, weight: float) -> None:
+        """Add a step; errors are taken relative to `scale_s`."""
+        row: _Row = (1.0 / scale_s, point[0] / scale_s, point[1] / scale_s)
         for i, left in enumerate(row):
-            self.sums[i] += weight * left
+            self.sums[i] += weight * left * seconds / scale_s
             for j, right in enumerate(row):
                 self.products[i][j] += weight * left * right
 
@@ -49,16 +52,25 @@ class _Equations:
 class Fit:
     """A curve that follows what is observed."""
 
-    def __init__(self, start: Curve, points: tuple[Point, ...], forgetting: float = 0.99, weight: float = 4.0) -> None:
-        """Begin with a curve, believed as much as `weight` steps at each of the points, and soon not at all."""
+    def __init__(
+        self, start: Curve, points: tuple[Point, ...], forgetting: float = 0.99, *, adds_up: bool = False
+    ) -> None:
+        """Begin with a curve, believed as much as a few steps at each of the points, and soon not at all.
+
+        With `adds_up`, it predicts the mean, hiccups included: what many steps take together. Else it predicts what
+        is usual: a step weighs the less, the longer it took.
+        """
         self.curve = start
         self.relative_error = 0.0  # running mean of |predicted - observed| / observed
         self.num_observed = 0
         self._forgetting = forgetting
+        self._adds_up = adds_up
+        self._outlier = _OUTLIER_WEIGHT / (1 - forgetting)
         self._seen, self._start = _Equations(), _Equations()
         self._num_unsolved = 0
         for each, context in points:
-            self._start.add(each, context, start.seconds(each, context), weight)
+            seconds = start.seconds(each, context)
+            self._start.add((each, context), seconds, seconds, _START_WEIGHT)
 
     def observe(self, each: float, context: float, seconds: float) -> None:
         """Take in one step."""
@@ -68,11 +80,12 @@ class Fit:
         error = min(1.0, abs(predicted_s - seconds) / seconds)
         weight = _ERROR_WEIGHT if self.num_observed else 1.0
         self.relative_error += weight * (error - self.relative_error)
-        if self.num_observed > 64 and predicted_s > 0:
-            seconds = min(seconds, _OUTLIER * predicted_s)
+        is_known = self.num_observed >= _KNOWN and predicted_s > 0
+        if is_known:
+            seconds = min(seconds, self._outlier * predicted_s)
         self._seen.decay(self._forgetting)
         self._start.decay(_START_FORGETTING)
-        self._seen.add(each, context, seconds, 1.0)
+        self._seen.add((each, context), seconds, predicted_s if is_known and self._adds_up else seconds, 1.0)
         self.num_observed += 1
         self._num_unsolved += 1
         if self._num_unsolved >= (2 if self.num_observed < 64 else 16):

@@ -8,6 +8,8 @@ from math import exp
 
 _STEP = 0.03
 _LOW, _HIGH = 0.8, 3.0
+_BIAS_STEP = 0.01  # errors of requests that come together are alike: what is learnt of few is little
+_MOST_BIASED = 2.0
 
 
 class Margin:
@@ -28,3 +30,16 @@ class Margin:
         self.relative_error += max(0.02, 1 / self.num_observed) * (error - self.relative_error)
         exceeded = observed_s > predicted_s * self.factor
         self.factor = min(_HIGH, max(_LOW, self.factor * exp(_STEP * (exceeded - self._exceeded_share))))
+
+
+class Bias:
+    """A factor that makes predictions of one kind too high as often as too low: a running median, as above."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def observe(self, predicted_s: float, observed_s: float) -> None:
+        """Take in how a prediction came out that had this factor in it."""
+        if predicted_s > 0 and observed_s > 0:
+            step = _BIAS_STEP if observed_s > predicted_s else -_BIAS_STEP
+            self.factor = min(_MOST_BIASED, max(1 / _MOST_BIASED, self.factor * exp(step)))

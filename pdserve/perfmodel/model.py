@@ -32,7 +32,7 @@ class LearntCosts:
         start = start or UNKNOWN
         decode = start.decode[0].curve if start.decode else _UNKNOWN_DECODE
         self._prefill = Fit(start.prefill, tuple((float(n), float(attention_work(n, 0))) for n in _PROMPTS))
-        self._decode = Fit(decode, _BATCHES, _DECODE_FORGETTING)
+        self._decode = Fit(decode, _BATCHES, _DECODE_FORGETTING, adds_up=True)
         self._prefill_crowding, self._decode_crowding = Crowding(), Crowding()
         self._num_mixed = 0
         self._observed_s = float("-inf")

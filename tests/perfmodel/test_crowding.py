@@ -6,6 +6,8 @@ import pytest
 
 from pdserve.perfmodel.crowding import Crowding
 from pdserve.perfmodel.curve import Curve, DecodePiece, Step, StepCosts
+from pdserve.perfmodel.fit import Fit
+from pdserve.perfmodel.margin import Bias
 from pdserve.perfmodel.model import LearntCosts
 from pdserve.sim.capacity.machine import Machine
 from pdserve.sim.capacity.timeline import Timeline
@@ -55,3 +57,23 @@ def test_steps_on_one_machine_take_longer_for_as_long_as_both_run() -> None:
     timeline.run()
     assert ended["short"] == (pytest.approx(2.5), pytest.approx(1.5))
     assert ended["long"] == (pytest.approx(3.75), pytest.approx(3.75))  # 1 alone, 0.75 beside the other, 1.25 alone
+
+
+def test_what_adds_up_is_predicted_with_its_hiccups_and_what_does_not_without() -> None:
+    rng = random.Random(5)
+    usual, mean = Fit(DECODE, ((8.0, 1000.0),)), Fit(DECODE, ((8.0, 1000.0),), adds_up=True)
+    for _ in range(4000):
+        each, context = rng.randrange(1, 30), rng.randrange(1, 10_000)
+        seconds = DECODE.seconds(each, context) * (4.0 if rng.random() < 0.1 else 1.0)
+        usual.observe(each, context, seconds)
+        mean.observe(each, context, seconds)
+    assert mean.curve.seconds(10, 3000) == pytest.approx(1.3 * DECODE.seconds(10, 3000), rel=0.15)
+    assert usual.curve.seconds(10, 3000) == pytest.approx(DECODE.seconds(10, 3000), rel=0.12)
+
+
+@pytest.mark.parametrize("truth", [0.7, 1.0, 1.6])
+def test_a_bias_is_found_whatever_the_noise(truth: float) -> None:
+    rng, bias = random.Random(2), Bias()
+    for _ in range(600):
+        bias.observe(bias.factor, truth * rng.lognormvariate(0.0, 0.4))
+    assert bias.factor == pytest.approx(truth, rel=0.15)
