@@ -1,6 +1,7 @@
 """`pdserve bench chaos`: requests against a cluster whose workers are killed, and every token checked."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +11,7 @@ import typer
 from pdserve.cli.options import Dtype
 
 if TYPE_CHECKING:
-    pass
+    from pdserve.cli.chaos_run import Verdict
 
 
 def bench_chaos(
@@ -47,9 +48,7 @@ def bench_chaos(
     from rich.console import Console
 
     from pdserve.bench.asks import Lengths
-    from pdserve.cli.chaos_report import as_json, is_clean, table
     from pdserve.cli.chaos_run import Trial, expected, run_trial
-    from pdserve.cli.failure import CommandError
     from pdserve.cli.models import fetched
     from pdserve.launch.havoc import HavocPlan
     from pdserve.launch.plan import ClusterSpec
@@ -71,6 +70,16 @@ def bench_chaos(
         Trial("chaos", faulty, requests, clients, HavocPlan(kill_every, freeze_for, seed) if kill_every else None)
     )
     verdicts = [asyncio.run(run_trial(trial, asks, due, console)) for trial in trials]
+    _conclude(verdicts, json_file)
+
+
+def _conclude(verdicts: "Sequence[Verdict]", json_file: Path | None) -> None:
+    """Show what came of it; CommandError unless all of it is as it has to be."""
+    from rich.console import Console
+
+    from pdserve.cli.chaos_report import as_json, is_clean, table
+    from pdserve.cli.failure import CommandError
+
     Console().print(table(verdicts))
     if json_file is not None:
         json_file.write_text(as_json(verdicts), encoding="utf-8")
