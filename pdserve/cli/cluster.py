@@ -9,6 +9,7 @@ import typer
 from pdserve.cli.flags import config_flags
 from pdserve.cli.options import AsJson, ClusterName
 from pdserve.config import DecodeWorkerConfig, PrefillWorkerConfig, WorkerConfig
+from pdserve.router.config import PolicyName
 
 PER_PROCESS = ("model", "worker_id", "incarnation", "routers", "secret_file", "ready_file")
 ADDRESSES = ("handoff_host", "handoff_port", "handoff_advertise")
@@ -32,6 +33,12 @@ def up(
     ready_file: Annotated[
         Path | None, typer.Option(help="JSON file written when the cluster is ready.", show_default=False)
     ] = None,
+    policy: Annotated[
+        PolicyName | None, typer.Option(help="How the router chooses workers; goodput predicts.", show_default=False)
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Step costs that the router starts from.", show_default=False)
+    ] = None,
     **flags: object,
 ) -> None:
     """Start a router and workers on this machine and keep them running. Ctrl-C drains, a second one kills.
@@ -53,7 +60,7 @@ def up(
         host=host,
         router_port=router_port,
         worker_flags=flags,
-        router_flags={"log_level": flags.get("log_level")},
+        router_flags={"log_level": flags.get("log_level"), "policy": policy, "profile": profile},
     )
     asyncio.run(serve_until_signal(spec, Terminal(), ready_file))
 
