@@ -84,6 +84,8 @@ class DecodeProcess(WorkerProcess[Event, Command]):
 
     def check(self) -> None:
         super().check()
+        if self.frozen:
+            return  # it hears nobody, and cannot end a lease before it thaws
         for peer, inbound in self._streams.items():
             silent_s = self.world.now - max(inbound.heard_s, self.thawed_s)
             if silent_s > self.lease_s + LAPSE_S and self.core.num_granted_to(peer):

@@ -1,6 +1,7 @@
 """Run seeds of the fault simulator: `python -m pdserve.sim.faults --seeds 1000`."""
 
 import argparse
+import logging
 import os
 import sys
 import time
@@ -18,6 +19,7 @@ MAX_SHOWN = 5  # failing seeds whose story is told
 def main(arguments: list[str] | None = None) -> int:
     """Run the seeds asked for; return 1 where an invariant did not hold."""
     options = _parser().parse_args(arguments)
+    logging.getLogger("pdserve").addHandler(logging.NullHandler())  # what simulated workers log has no operator
     seeds = range(options.first, options.first + options.seeds)
     started_s = time.monotonic()
     num_words, ends, failed = 0, Counter[str](), []

@@ -17,6 +17,7 @@ from pdserve.worker.words import Cancelled
 NOBODY = Peer(WorkerId("p0"), Incarnation(1))  # an incarnation that ended long ago
 UNKNOWN = HandoffKey(RequestId(b"request-of-nobody"[:16]), Attempt(0))
 CAPSULE = Capsule(1, (1,), (0,))
+LATE_NEWS = decode.DigestsChecked(UNKNOWN, None)  # honest, and of nothing that goes on
 
 Forged = prefill.FromPeer | decode.FromPeer | Cancelled
 
@@ -52,6 +53,8 @@ class Hostile:
         """Forge a message; raise ViolationError unless it is refused, and changes nothing."""
         if not worker.alive or not worker.can_listen:
             return
+        if isinstance(worker, DecodeProcess):
+            worker.handle(LATE_NEWS)  # brings the grants that a step made room for: they are no answer to ours
         forged = self._forge(worker)
         self._cluster.world.note("mallory", forged)
         before = _state(worker)

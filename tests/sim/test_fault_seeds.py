@@ -55,3 +55,11 @@ def test_the_command_tells_how_many_seeds_ran_and_how_they_ended(capsys: pytest.
     told = capsys.readouterr().out
     assert "2 seeds, 0 failed" in told
     assert "messages/s" in told
+
+
+def test_what_simulated_workers_log_is_not_the_commands_output() -> None:
+    seed = 50  # workers of it drain by themselves, which their shell logs as an error
+    command = [sys.executable, "-m", "pdserve.sim.faults", "--first", str(seed), "--seeds", "1", "--jobs", "1"]
+    ran = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert ran.stderr == ""
+    assert ran.stdout.startswith("1 seeds, 0 failed")

@@ -3,7 +3,7 @@ from mutations import MUTATIONS
 
 from pdserve.sim.simulation import simulate
 
-MAX_SEEDS = 150  # several times what the slowest of them takes
+MAX_SEEDS = 300  # several times what the slowest of them takes
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
