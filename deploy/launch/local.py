@@ -19,7 +19,7 @@ from pdserve.ids import WorkerId
 from pdserve.launch.admin import AdminClient
 from pdserve.launch.backoff import Backoff
 from pdserve.launch.folder import choose_port, claimed_folder, write_secret
-from pdserve.launch.plan import ClusterSpec, Wiring, plan
+from pdserve.launch.plan import ClusterSpec, Wiring, plan, threads_each
 from pdserve.launch.state import ClusterState, write_atomically
 from pdserve.launch.supervisor import ChildExit, Stage, Supervisor
 from pdserve.proto.v1 import admin_pb2 as admin
@@ -150,6 +150,7 @@ async def running(
             public_port=choose_port(spec.host, spec.router_port, preferred=PUBLIC_PORT),
             internal_port=choose_port("127.0.0.1", None),
             secret_file=write_secret(folder),
+            num_threads=_threads_each(spec),
         )
         supervisor = Supervisor(
             plan(spec, wiring), folder / "logs", MonotonicClock(), environment=dict(os.environ), backoff=backoff
@@ -165,6 +166,12 @@ async def running(
             if expected is None or rest is not None:
                 raise
             raise _first(expected) from None
+
+
+def _threads_each(spec: ClusterSpec) -> int | None:
+    if "OMP_NUM_THREADS" in os.environ:
+        return None
+    return threads_each(spec.num_prefill + spec.num_decode, len(os.sched_getaffinity(0)))
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

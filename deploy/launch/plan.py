@@ -43,6 +43,7 @@ class Wiring:
     public_port: int
     internal_port: int
     secret_file: Path
+    num_threads: int | None = None  # of each worker's engine, unless the cluster's flags say; None: one for each core
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +76,23 @@ def plan(spec: ClusterSpec, wiring: Wiring) -> tuple[ChildSpec, ...]:
         "internal_port": wiring.internal_port,
         **spec.router_flags,
     }
-    worker = {**shared, "routers": (f"127.0.0.1:{wiring.internal_port}",), **spec.worker_flags}
+    chosen = {key: value for key, value in spec.worker_flags.items() if value is not None}
+    routers = (f"127.0.0.1:{wiring.internal_port}",)
+    worker = {**shared, "routers": routers, "num_threads": wiring.num_threads, **chosen}
     return (
         _child("router", "router", "router", router),
         *(_worker("prefill", i, worker, PrefillWorkerConfig) for i in range(spec.num_prefill)),
         *(_worker("decode", i, worker, DecodeWorkerConfig) for i in range(spec.num_decode)),
     )
+
+
+def threads_each(num_workers: int, num_cores: int) -> int | None:
+    """Return how many threads each engine of one machine computes with; None: one for each core.
+
+    A prefill and a decode worker rarely compute at the same moment under light load. Of more workers, as many run at
+    once as keep the cores busy twice over: threads that wait for one another cost more than they bring.
+    """
+    return None if num_workers <= 2 else max(1, 2 * num_cores // num_workers)
 
 
 def _worker(role: Role, index: int, flags: Flags, config: type[WorkerConfig]) -> ChildSpec:

@@ -11,7 +11,7 @@ from pdserve.cli.processes import CONFIGS, Process
 from pdserve.config import DecodeWorkerConfig, ProcessConfig, WorkerConfig, load_config
 from pdserve.errors import ConfigError
 from pdserve.ids import Incarnation
-from pdserve.launch.plan import ChildSpec, ClusterSpec, Wiring, flag_arguments, plan
+from pdserve.launch.plan import ChildSpec, ClusterSpec, Wiring, flag_arguments, plan, threads_each
 from pdserve.router.config import RouterConfig
 
 WIRING = Wiring(public_port=50051, internal_port=50052, secret_file=Path("/run/a secret"))
@@ -84,3 +84,10 @@ def test_what_is_not_set_is_not_written_and_what_cannot_be_is_refused() -> None:
     assert written == ("--no-c", "--d", "x", "--d", "1", "--e", "0.5")
     with pytest.raises(TypeError, match="f: a flag cannot carry"):
         flag_arguments({"f": {"g": 1}})
+
+
+def test_two_workers_use_every_core_and_more_of_them_share_the_cores() -> None:
+    assert threads_each(num_workers=2, num_cores=8) is None
+    assert threads_each(num_workers=4, num_cores=8) == 4
+    assert threads_each(num_workers=4, num_cores=2) == 1
+    assert threads_each(num_workers=64, num_cores=2) == 1

@@ -130,8 +130,8 @@ def test_a_client_that_does_not_read_is_cut_off_and_nobody_else_waits(
 def test_a_killed_worker_costs_no_stream_a_token_and_no_pool_a_page(
     cluster: LiveCluster, oracle: PreTrainedModel, victim: str
 ) -> None:
-    others = Bystanders(cluster, oracle, count=6)
-    long = [prompt(3500, f"{victim} {i}") for i in range(4)]  # prompts that are being computed when it dies
+    others = Bystanders(cluster, oracle, count=6, max_tokens=400)
+    long = [prompt(2500, f"{victim} {i}") for i in range(4)]  # prompts that are being computed when it dies
     with ThreadPoolExecutor(len(long)) as pool:
         pending = [pool.submit(cluster.generate, greedy(asked, 20)) for asked in long]
         cluster.wait_for(prefilling, 10)

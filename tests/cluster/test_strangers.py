@@ -36,7 +36,8 @@ def oracle(model: Path) -> PreTrainedModel:
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WiredCluster]:
     flags = {"dtype": "float32", "num_pages": 400}
     pools = Pools(("prefill-0",), ("decode-0",))
-    with wired_cluster(tmp_path_factory.mktemp("cluster"), model, pools, flags) as cluster:
+    grace = {"pool_grace_s": 3.0}  # of which one test waits for the end
+    with wired_cluster(tmp_path_factory.mktemp("cluster"), model, pools, flags, grace) as cluster:
         yield cluster
 
 

@@ -68,10 +68,6 @@ class Scene:
         prefill, decode = (self._serving(status, names) for names in (self._prefills, self._decodes))
         self.servers = {"prefill": prefill, "decode": decode, "router": "router"}
 
-    def serves(self, status: admin.ClusterStatus) -> bool:
-        """Return whether the stream has its workers."""
-        return bool(self._serving(status, self._prefills) and self._serving(status, self._decodes))
-
     def granted(self, status: admin.ClusterStatus) -> bool:
         return any(load_of(status, name).pages_granted for name in self._decodes)
 
@@ -113,8 +109,8 @@ def during(scene: Scene) -> None:
 
 def after(scene: Scene) -> None:
     """The decode worker streams."""
-    scene.begin()
-    scene.find_servers(scene.cluster.wait_for(scene.serves, STATUS_WITHIN_S))
+    during(scene)
+    scene.thaw(scene.servers["decode"])
     scene.read(8)
 
 

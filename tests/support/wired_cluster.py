@@ -73,7 +73,7 @@ class Wiring:
         return self.start("router", "router", {"served_model_name": "wired", **ports, **self.router_flags})
 
     def start_worker(self, role: Role, name: str, router: str, **flags: object) -> subprocess.Popen[bytes]:
-        own = {"worker_id": name, "incarnation": new_incarnation(), "routers": (router,)}
+        own = {"worker_id": name, "incarnation": new_incarnation(), "routers": (router,), "num_threads": 1}
         return self.start(role, name, {**own, "served_model_name": "wired", **self.worker_flags, **flags})
 
     def start_again(self, name: str) -> subprocess.Popen[bytes]:
