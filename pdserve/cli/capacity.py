@@ -14,7 +14,7 @@ WorkloadText = Annotated[
     str,
     typer.Option(
         help="A trace (.csv of Azure, .jsonl of Mooncake, .json list), a slice that comes with pdserve (azure-conv, "
-        "azure-code, mooncake), or random lengths INxOUT.",
+        "azure-code, mooncake), or random lengths INxOUT or INxOUT~S, with S the deviation of their logarithms.",
         metavar="W",
     ),
 ]
@@ -119,15 +119,20 @@ def plan(
 
 
 def early_rejection(
-    workload: WorkloadText = "1500x60",
-    slo: SloText = "ttft=10000,tpot=60",
+    workload: WorkloadText = "4000x45~0.4",
+    slo: SloText = "ttft=2000,tpot=50",
     profile: ProfileFile = None,
-    prefill: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 2,
-    decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1,
-    rate: Annotated[float, typer.Option(min=0.01, help="Requests per second.")] = 24.0,
-    requests: Requests = 900,
-    seed: Seed = 1,
-    plot: Annotated[Path | None, typer.Option(help="Also draw a PNG there.", show_default=False)] = None,
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 16,
+    decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 2,
+    rate: Annotated[float, typer.Option(min=0.01, help="Requests per second.")] = 25.0,
+    requests: Requests = 1500,
+    seed: Annotated[
+        list[int] | None, typer.Option(help="Of lengths and arrivals; may be repeated; none: 1, 2 and 3.")
+    ] = None,
+    corrects: Annotated[
+        bool, typer.Option("--correct", help="Let both correct predictions by how they have come out.")
+    ] = False,
+    plot: Annotated[Path | None, typer.Option(help="Also draw the first seed's PNG there.", show_default=False)] = None,
 ) -> None:
     """Show what admission by the present decode load leads to, beside admission by the predicted one."""
     from rich.console import Console
@@ -135,13 +140,15 @@ def early_rejection(
     from pdserve.sim.capacity import rejection
     from pdserve.sim.capacity.shape import Shape
 
-    question = _question(workload, slo, profile, _Cut(requests, (1.0, None), 1_000_000, poisson=False, seed=seed))
-    shape = Shape(prefill, decode, local_prefill=False)
-    sways = rejection.compare(question, shape, rate)
+    shape, is_trace = Shape(prefill, decode, local_prefill=False, corrects=corrects), _lengths(workload) is None
+    seeds, sways = seed or [1, 2, 3], []
+    for each in seeds:
+        question = _question(workload, slo, profile, _Cut(requests, (1.0, None), 1_000_000, is_trace, each))
+        sways.append(rejection.compare(question, shape, rate))
     title = f"{question.profile.model}, {shape}, {question.workload.name}, {rate:g} requests/s, {slo}"
-    Console().print(rejection.table(sways, title))
+    Console().print(rejection.table(dict(zip(seeds, sways, strict=True)), title))
     if plot is not None:
-        rejection.plot(sways, title, plot)
+        rejection.plot(sways[0], f"{title}, seed {seeds[0]}", plot)
 
 
 class _Cut:
@@ -167,9 +174,11 @@ def _question(workload: str, slo: str, profile: Path | None, cut: _Cut) -> "Ques
     from pdserve.sim.capacity.workload import random_lengths, read_workload, trace_path
 
     parsed = _lengths(workload)
-    requests = (
-        read_workload(trace_path(workload)) if parsed is None else random_lengths(cut.requests, *parsed, cut.seed)
-    )
+    if parsed is None:
+        requests = read_workload(trace_path(workload))
+    else:
+        prompt_tokens, output_tokens, spread = parsed
+        requests = random_lengths(cut.requests, prompt_tokens, output_tokens, cut.seed, spread)
     return Question(read_profile(profile or shipped_profile()), cut.apply(requests), _objective(slo))
 
 
@@ -184,9 +193,13 @@ def _objective(slo: str) -> "Objective":
     return Objective(parsed.ttft_ms / 1e3, parsed.tpot_ms / 1e3)
 
 
-def _lengths(text: str) -> tuple[float, float] | None:
-    prompt, _, output = text.partition("x")
+def _lengths(text: str) -> tuple[float, float, float] | None:
+    """Return means of prompts and outputs, and their spread; None if the text is of another kind."""
+    from pdserve.sim.capacity.workload import SPREAD
+
+    means, _, spread = text.partition("~")
+    prompt, _, output = means.partition("x")
     try:
-        return float(prompt), float(output)
+        return float(prompt), float(output), float(spread or SPREAD)
     except ValueError:
         return None

@@ -1,5 +1,6 @@
 """Admission by the present decode load sways; by the predicted one it does not."""
 
+from math import pi, sin
 from pathlib import Path
 
 import pytest
@@ -7,19 +8,46 @@ import pytest
 from pdserve.perfmodel.profile import read_profile, shipped_profile
 from pdserve.sim.capacity import rejection
 from pdserve.sim.capacity.measure import Question
+from pdserve.sim.capacity.rejection import Sway
 from pdserve.sim.capacity.shape import Objective, Shape
 from pdserve.sim.capacity.workload import random_lengths
 
+PROFILE = read_profile(shipped_profile())
+NUM_REQUESTS = 900
 
-def test_judging_by_the_predicted_load_stops_the_swing_and_serves_more(tmp_path: Path) -> None:
-    profile = read_profile(shipped_profile())
-    question = Question(profile, random_lengths(900, 1500, 60, 1), Objective(10.0, 0.06))
-    present, predicted = rejection.compare(question, Shape(2, 1, local_prefill=False), 24.0)
-    assert present.swing > 1.5 * predicted.swing
-    assert present.slow > 4 * predicted.slow
-    assert predicted.attainment > 1.1 * present.attainment
-    assert sum(present.refusals) == pytest.approx(present.refused * 900)
-    assert rejection.table((present, predicted), "title").row_count == 2
+
+def compare(seed: int, *, corrects: bool) -> tuple[Sway, Sway]:
+    question = Question(PROFILE, random_lengths(NUM_REQUESTS, 4000, 45, seed, 0.4), Objective(2.0, 0.05))
+    return rejection.compare(question, Shape(16, 2, local_prefill=False, corrects=corrects), 25.0)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_judging_by_the_predicted_load_stops_the_swing_and_serves_more(seed: int) -> None:
+    present, predicted = compare(seed, corrects=False)
+    assert present.prefill_swing > 2 * predicted.prefill_swing
+    assert present.slow > 2 * predicted.slow
+    assert predicted.attainment > 2 * present.attainment
+
+
+def test_what_is_learnt_of_past_errors_does_not_replace_what_is_on_its_way() -> None:
+    present, predicted = compare(1, corrects=True)
+    assert present.prefill_swing > 2 * predicted.prefill_swing
+    assert predicted.attainment > 2 * present.attainment
+
+
+def test_a_swing_counts_waves_and_neither_drift_nor_the_start() -> None:
+    seconds = [i / 10 for i in range(600)]
+    drift = [round(1000 + 20 * time_s) for time_s in seconds]
+    waves = [round(1000 + 500 * sin(2 * pi * time_s / 5)) for time_s in seconds]
+    assert rejection.swing(drift) < 0.05
+    assert rejection.swing(waves) == pytest.approx(0.5 / 2**0.5, rel=0.01)
+    assert rejection.swing([0] * 100 + [7] * 500) == 0
+    assert rejection.swing([1, 3]) == 0.5
+
+
+def test_results_are_shown_for_each_seed_and_way(tmp_path: Path) -> None:
+    sways = compare(1, corrects=False)
+    assert rejection.table({1: sways, 2: sways}, "title").row_count == 4
     pytest.importorskip("matplotlib")
-    rejection.plot((present, predicted), "title", tmp_path / "plot.png")
+    rejection.plot(sways, "title", tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

@@ -14,7 +14,7 @@ from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer import receiver, sender
 from pdserve.kvtransfer.session import Peer
 from pdserve.perfmodel.curve import Step
-from pdserve.perfmodel.margin import Margin
+from pdserve.perfmodel.margin import Bias, Margin
 from pdserve.perfmodel.profile import Profile
 from pdserve.prefill_worker import events as prefill_events
 from pdserve.prefill_worker.core import PrefillCore
@@ -76,6 +76,13 @@ class _NeverWidened(Margin):
         del predicted_s, observed_s
 
 
+class _NeverBiased(Bias):
+    """The same of its bias."""
+
+    def observe(self, predicted_s: float, observed_s: float) -> None:
+        del predicted_s, observed_s
+
+
 class SimCluster:
     """Carries what the cores say to each other."""
 
@@ -101,8 +108,9 @@ class SimCluster:
         self._costs = costs
         self._machine = Machine(self._timeline) if any(each.shares_machine for each in costs.values()) else None
         forecast = Forecast(costs, knows_arrivals=shape.knows_arrivals)
-        if not shape.widens:
+        if not shape.corrects:
             forecast.ttft_margins = forecast.tpot_margins = dict.fromkeys((True, False), _NeverWidened())
+            forecast.ttft_bias = forecast.tpot_bias = dict.fromkeys((True, False), _NeverBiased())
         limits = Limits(
             max_num_requests=MAX_TASKS,
             max_num_held=4096,
@@ -191,6 +199,7 @@ class SimCluster:
 
     def _place(self, place: Place) -> None:
         spec = place.spec
+        self._outcomes[spec.request_id].placed_s = self._timeline.now_s
         job = Job(
             spec.request_id,
             spec.attempt,

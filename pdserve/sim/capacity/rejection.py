@@ -1,15 +1,18 @@
 """Early rejection by the decode load of the moment against by the load predicted for the end of the prefill.
 
 A request joins its decode worker some time after it was admitted. Judged by the present load, a worker looks empty
-until those admitted in the meantime arrive, all at once, and full until they have left: admission and load swing
-against each other (Mooncake, Qin et al., FAST 2025). Counting what is on its way is the cure. Neither way is helped
-here by margins learnt from past errors, which would hide a part of the difference.
+until those admitted in the meantime arrive, all at once, and full until they have left: prompts under way and decode
+load swing against each other (Mooncake, Qin et al., FAST 2025). Counting what is on its way is the cure. It shows where
+a prompt takes long beside an answer, there are prefill workers enough to take in a whole wave at once, and requests are
+alike: a queue for prefill, and lengths of all kinds, smooth the waves. Unless told otherwise, neither way is helped by
+what is learnt of past errors, which would hide a part of the difference.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import correlation, fmean, pstdev
 
 from rich.table import Table
 
@@ -18,8 +21,10 @@ from pdserve.sim.capacity.cluster import simulate
 from pdserve.sim.capacity.measure import Question
 from pdserve.sim.capacity.shape import Run, Shape
 
-_NUM_SAMPLES = 300
-_SETTLED = 0.15  # share of the time after which the cluster is taken to have settled
+_SAMPLE_S = 0.1
+_SETTLED_S = 10.0  # after which the cluster is taken to have settled
+_WINDOW_S = 10.0  # some periods of a swing; what changes more slowly is drift, and does not count
+_WINDOW = round(_WINDOW_S / _SAMPLE_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,75 +36,105 @@ class Sway:
     refused: float  # share of all requests
     slow: float  # share that was admitted, and missed its time per token
     at_s: tuple[float, ...]
-    decoding: tuple[int, ...]  # requests between their first and last token, at these times
-    refusals: tuple[int, ...]  # since the time before
+    prefilling: tuple[int, ...]  # requests placed whose first token is still to come, at these times
+    decoding: tuple[int, ...]  # requests between their first and last token
 
     @property
-    def swing(self) -> float:
-        """How far the decode load strays from its mean, as a share of it."""
-        settled = self.decoding[round(_SETTLED * len(self.decoding)) :]
-        return pstdev(settled) / max(1e-9, fmean(settled))
+    def prefill_swing(self) -> float:
+        return swing(self.prefilling)
+
+    @property
+    def decode_swing(self) -> float:
+        return swing(self.decoding)
+
+    @property
+    def phase(self) -> float:
+        """Correlation of both loads in a window, on average: below 0, one is high while the other is low."""
+        pairs = zip(_windows(self.prefilling), _windows(self.decoding), strict=True)
+        return _mean([correlation(one, other) for one, other in pairs if pstdev(one) and pstdev(other)])
+
+
+def swing(loads: Sequence[int]) -> float:
+    """Return how far a load strays from its mean, as a share of it, within a window of a settled cluster."""
+    return _mean([pstdev(window) / fmean(window) for window in _windows(loads) if any(window)])
+
+
+def _mean(values: Sequence[float]) -> float:
+    return fmean(values) if values else 0.0
+
+
+def _windows(loads: Sequence[int]) -> Iterator[Sequence[int]]:
+    """Yield whole windows; of a time too short for one, all of it."""
+    settled = loads[round(_SETTLED_S / _SAMPLE_S) :]
+    if loads and len(settled) < _WINDOW:
+        yield loads
+    for start in range(0, len(settled) - _WINDOW + 1, _WINDOW):
+        yield settled[start : start + _WINDOW]
 
 
 def compare(question: Question, shape: Shape, rate: float) -> tuple[Sway, Sway]:
     """Simulate the goodput policy under one load, judging by the present and by the predicted decode load."""
     workload = question.workload.at_rate(rate)
-    runs = [
-        simulate(
-            question.profile,
-            replace(shape, knows_arrivals=knows, widens=False),
-            "goodput",
-            workload,
-            question.objective,
-        )
+    present, predicted = (
+        simulate(question.profile, replace(shape, knows_arrivals=knows), "goodput", workload, question.objective)
         for knows in (False, True)
-    ]
-    return _sway(runs[0], question, "present load"), _sway(runs[1], question, "predicted load")
+    )
+    return _sway(present, question, "present load"), _sway(predicted, question, "predicted load")
 
 
 def _sway(run: Run, question: Question, judged_by: str) -> Sway:
     outcomes, objective = run.outcomes, question.objective
     end_s = max(outcome.arrival.at_s for outcome in outcomes)
-    times = tuple((i + 1) * end_s / _NUM_SAMPLES for i in range(_NUM_SAMPLES))
+    times = tuple((i + 1) * _SAMPLE_S for i in range(int(end_s / _SAMPLE_S)))
     served = [outcome for outcome in outcomes if not outcome.refused]
-    refused_at = [outcome.arrival.at_s for outcome in outcomes if outcome.refused]
-    counts = [sum(at_s <= time_s for at_s in refused_at) for time_s in times]
     return Sway(
         judged_by=judged_by,
         attainment=sum(outcome.meets(objective) for outcome in outcomes) / len(outcomes),
-        refused=len(refused_at) / len(outcomes),
+        refused=1 - len(served) / len(outcomes),
         slow=sum(outcome.tpot_s > objective.tpot_s for outcome in served) / len(outcomes),
         at_s=times,
-        decoding=tuple(sum(each.first_s <= time_s < each.last_s for each in served) for time_s in times),
-        refusals=tuple(now - before for before, now in zip([0, *counts], counts, strict=False)),
+        prefilling=_present([(outcome.placed_s, outcome.first_s) for outcome in served], times),
+        decoding=_present([(outcome.first_s, outcome.last_s) for outcome in served], times),
     )
 
 
-def table(sways: Sequence[Sway], title: str) -> Table:
+def _present(spans: Sequence[tuple[float, float]], times: Sequence[float]) -> tuple[int, ...]:
+    """Count the spans that each time lies in."""
+    starts, ends = sorted(start for start, _ in spans), sorted(end for _, end in spans)
+    return tuple(bisect_right(starts, time_s) - bisect_right(ends, time_s) for time_s in times)
+
+
+def table(sways: Mapping[int, Sequence[Sway]], title: str) -> Table:
+    """Return a row for each seed and way to judge."""
     rows = Table(title=title)
-    for column in ("admission by", "within both", "refused", "slow", "decoding, mean", "swing"):
+    columns = ("admission by", "seed", "within both", "refused", "slow", "prefill swing", "decode swing", "phase")
+    for column in columns:
         rows.add_column(column, justify="left" if column == "admission by" else "right")
-    for sway in sways:
-        shares = (f"{share:.1%}" for share in (sway.attainment, sway.refused, sway.slow))
-        rows.add_row(sway.judged_by, *shares, f"{fmean(sway.decoding):.1f}", f"{sway.swing:.2f}")
+    for number in range(2):
+        for seed, ways in sways.items():
+            sway = ways[number]
+            shares = (f"{share:.1%}" for share in (sway.attainment, sway.refused, sway.slow))
+            swings = (f"{share:.2f}" for share in (sway.prefill_swing, sway.decode_swing, sway.phase))
+            rows.add_row(sway.judged_by, str(seed), *shares, *swings)
     return rows
 
 
 def plot(sways: Sequence[Sway], title: str, path: Path) -> None:
-    """Draw decode load and refusals over time; ConfigError without matplotlib."""
+    """Draw both loads over time; ConfigError without matplotlib."""
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415 - an extra that only plots need
     except ImportError as error:
         raise ConfigError("--plot: needs matplotlib: pip install 'pdserve[plots]'") from error
-    figure = Figure(figsize=(7, 2.4 * len(sways)))
+    figure = Figure(figsize=(8, 2.6 * len(sways)))
     rows = figure.subplots(len(sways), 1, sharex=True, sharey=True)
     for axes, sway in zip(rows, sways, strict=True):
-        axes.plot(sway.at_s, sway.decoding, label="requests that decode")
-        axes.bar(sway.at_s, sway.refusals, width=sway.at_s[0], color="tab:red", alpha=0.5, label="refused in that time")
-        axes.set_title(f"by {sway.judged_by}: {sway.attainment:.0%} within both objectives", fontsize="medium")
+        axes.plot(sway.at_s, sway.decoding, linewidth=1, label="requests between first and last token")
+        axes.plot(sway.at_s, sway.prefilling, linewidth=1, label="requests being prefilled")
+        text = f"by {sway.judged_by}: {sway.attainment:.0%} within both objectives, {sway.slow:.0%} admitted but slow"
+        axes.set_title(text, fontsize="medium")
         axes.grid(alpha=0.3)
-    rows[0].legend(fontsize="small")
+    rows[0].legend(fontsize="small", loc="upper right")
     rows[-1].set_xlabel("seconds")
-    figure.suptitle(title, fontsize="medium")
+    figure.suptitle(title, fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=110, bbox_inches="tight")

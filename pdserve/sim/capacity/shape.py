@@ -19,7 +19,7 @@ class Shape:
     local_prefill: bool = True  # whether a policy may let decode workers compute prompts
     kv_share: float = 1.0  # of the KV pages that fit, which a worker gets
     knows_arrivals: bool = True  # whether admission counts what is on its way to decode workers
-    widens: bool = True  # whether predictions are widened as they have come out before
+    corrects: bool = True  # whether predictions are corrected by how they have come out before
 
     @property
     def num_gpus(self) -> int:
@@ -45,6 +45,7 @@ class Outcome:
 
     arrival: Arrival
     num_tokens: int = 0
+    placed_s: float = 0.0  # when it was given to workers
     first_s: float = 0.0
     last_s: float = 0.0
     refused: str = ""  # the status it was refused with

@@ -15,6 +15,7 @@ from pdserve.errors import ConfigError
 Item = TypeVar("Item")
 Value = TypeVar("Value")
 
+SPREAD = 0.8  # of random lengths
 MOONCAKE_BLOCK = 512  # tokens that one of its hashes stands for
 
 
@@ -73,12 +74,17 @@ class Workload:
         return replace(self, arrivals=tuple(map(scale, self.arrivals)), block_tokens=block)
 
 
-def random_lengths(count: int, prompt_tokens: float, output_tokens: float, seed: int) -> Workload:
-    """Return requests of log-normal lengths with these means, one a second; stretch it to the rate wanted."""
-    rng, sigma = random.Random(seed), 0.8
+def random_lengths(
+    count: int, prompt_tokens: float, output_tokens: float, seed: int, spread: float = SPREAD
+) -> Workload:
+    """Return requests of log-normal lengths with these means, one a second; stretch it to the rate wanted.
+
+    `spread` is the standard deviation of the lengths' logarithms.
+    """
+    rng = random.Random(seed)
 
     def draw(mean: float) -> int:
-        return max(2, round(mean * rng.lognormvariate(-sigma * sigma / 2, sigma)))
+        return max(2, round(mean * rng.lognormvariate(-spread * spread / 2, spread)))
 
     arrivals = [Arrival(float(i), draw(prompt_tokens), draw(output_tokens)) for i in range(count)]
     return Workload(f"{prompt_tokens:g} in, {output_tokens:g} out", tuple(arrivals)).poisson(seed)
