@@ -120,7 +120,8 @@ class Delivery:
         """Note how a prediction came out, if it was near the objective: only there does the margin decide."""
         if placement is None or placement.ttft_s is None:
             return
-        self._book.forecast.ttft_bias[placement.is_local].observe(placement.ttft_s, now_s - placement.placed_s)
+        bias = self._book.forecast.ttft_bias[placement.is_local]
+        bias.observe(placement.ttft_s / placement.ttft_bias, now_s - placement.placed_s)
         left_s = request.first_token_due_s - placement.placed_s
         if request.slo_s[0] is None or placement.ttft_s >= _NEAR_OBJECTIVE * left_s:
             margin = self._book.forecast.ttft_margins[placement.is_local]
@@ -137,7 +138,8 @@ class Delivery:
         if placement is None or not placement.tpot_s or num_tokens < _ENOUGH_TOKENS:
             return
         tpot_s, objective_s = decoding_s / (num_tokens - 1), request.slo_s[1] or 0.0
-        self._book.forecast.tpot_bias[placement.is_local].observe(placement.tpot_s, tpot_s)
+        bias = self._book.forecast.tpot_bias[placement.is_local]
+        bias.observe(placement.tpot_s / placement.tpot_bias, tpot_s)
         if placement.tpot_s >= _NEAR_TPOT * objective_s or tpot_s > objective_s:
             self._book.forecast.tpot_margins[placement.is_local].observe(placement.tpot_s, tpot_s)
 

@@ -34,6 +34,8 @@ class Placement:
     placed_s: float = 0.0
     ttft_s: float | None = None  # predicted, from then on
     tpot_s: float | None = None
+    ttft_bias: float = 1.0  # factors that are in them
+    tpot_bias: float = 1.0
     committed: bool = False  # the decode worker has all it needs
 
     @property

@@ -33,13 +33,17 @@ class Margin:
 
 
 class Bias:
-    """A factor that makes predictions of one kind too high as often as too low: a running median, as above."""
+    """A factor that makes predictions of one kind too high as often as too low: a running median, as above.
+
+    It is told of predictions without it. Those of now come out much later: a factor that was corrected by how it did
+    would go too far, and back, before it hears of it.
+    """
 
     def __init__(self) -> None:
         self.factor = 1.0
 
     def observe(self, predicted_s: float, observed_s: float) -> None:
-        """Take in how a prediction came out that had this factor in it."""
+        """Take in how a prediction came out."""
         if predicted_s > 0 and observed_s > 0:
-            step = _BIAS_STEP if observed_s > predicted_s else -_BIAS_STEP
+            step = _BIAS_STEP if observed_s > predicted_s * self.factor else -_BIAS_STEP
             self.factor = min(_MOST_BIASED, max(1 / _MOST_BIASED, self.factor * exp(step)))

@@ -75,5 +75,5 @@ def test_what_adds_up_is_predicted_with_its_hiccups_and_what_does_not_without() 
 def test_a_bias_is_found_whatever_the_noise(truth: float) -> None:
     rng, bias = random.Random(2), Bias()
     for _ in range(600):
-        bias.observe(bias.factor, truth * rng.lognormvariate(0.0, 0.4))
+        bias.observe(1.0, truth * rng.lognormvariate(0.0, 0.4))
     assert bias.factor == pytest.approx(truth, rel=0.15)

@@ -86,6 +86,12 @@ def test_goodput_under_overload_is_not_below_round_robin_and_what_is_admitted_is
     assert ours.attainment / (1 - ours.refused) > 0.9
 
 
+def test_what_is_learnt_under_overload_does_not_turn_requests_away_from_a_pool() -> None:
+    workload = read_workload(trace_path("azure-conv")).scaled(0.25, 2048).poisson(0)
+    point = measure(Question(PROFILE, workload, OBJECTIVE), Shape(2, 2), "goodput", 32.0)
+    assert point.attainment > 0.82
+
+
 def test_the_highest_rate_keeps_the_attainment_and_a_higher_one_does_not() -> None:
     question = Question(PROFILE, random_lengths(150, 300, 30, 5), OBJECTIVE)
     best = highest_rate(question, Shape(1, 1), "round_robin", 0.9, precision=0.1)
