@@ -41,8 +41,9 @@ class Reporter:
             else:
                 self._links.send(report.router, wire.report(report, now_s))
         if step is not None:
+            cost = wire.step_cost(*step)
             for router in self._links.attached:
-                self._links.send(router, wire.step_report(tokens[router], rungs[router], step, now_s))
+                self._links.send(router, wire.step_report(cost, tokens[router], rungs[router], now_s))
         if self._kv_feed is not None:
             self._kv_feed.flush()
 

@@ -59,42 +59,59 @@ def command(message: link.AttachResponse, router: RouterRef, now_s: float) -> Pl
             return None
 
 
-def step_report(
-    tokens: Iterable[Tokens], rungs: Iterable[Progress], step: tuple[StepPlan, StepResult], now_s: float
-) -> link.AttachRequest:
-    """Return one message for everything that a step brought to one router."""
-    plan, result = step
-    prefill = [chunk for chunk in plan.chunks if len(chunk.token_ids) > 1]
-    return link.AttachRequest(
-        step=link.StepReport(
-            deltas=[_delta(t) for t in tokens],
-            elapsed_us=round(result.elapsed_s * 1e6),
-            prefill_tokens=sum(len(chunk.token_ids) for chunk in prefill),
-            decode_sequences=len(plan.chunks) - len(prefill),
-            context_tokens=sum(chunk.start + len(chunk.token_ids) for chunk in plan.chunks),
-            progress=[_progress(rung, now_s) for rung in rungs],
-            prefill_work=sum(attention_work(len(chunk.token_ids), chunk.start) for chunk in prefill),
-            decode_kv_tokens=sum(chunk.start + 1 for chunk in plan.chunks if len(chunk.token_ids) == 1),
-        )
+def step_cost(plan: StepPlan, result: StepResult) -> link.StepReport:
+    """Return what a step took and what it computed: news to every router, whatever it brought them."""
+    num_decoding = prefill_tokens = prefill_work = kv_tokens = context_tokens = 0
+    for chunk in plan.chunks:
+        count = len(chunk.token_ids)
+        context_tokens += chunk.start + count
+        if count > 1:
+            prefill_tokens += count
+            prefill_work += attention_work(count, chunk.start)
+        else:
+            num_decoding += 1
+            kv_tokens += chunk.start + 1
+    return link.StepReport(
+        elapsed_us=round(result.elapsed_s * 1e6),
+        prefill_tokens=prefill_tokens,
+        decode_sequences=num_decoding,
+        context_tokens=context_tokens,
+        prefill_work=prefill_work,
+        decode_kv_tokens=kv_tokens,
     )
+
+
+def step_report(
+    cost: link.StepReport, tokens: Iterable[Tokens], rungs: Iterable[Progress], now_s: float
+) -> link.AttachRequest:
+    """Return one message for everything that a step brought to one router.
+
+    Its parts are written where they belong: protobuf copies a message that is given to another one.
+    """
+    message = link.AttachRequest()
+    step = message.step
+    step.CopyFrom(cost)
+    deltas, progress = step.deltas, step.progress
+    for word in tokens:
+        _write_delta(word, deltas.add())
+    for rung in rungs:
+        _write_progress(rung, now_s, progress.add())
+    return message
 
 
 def report(word: Report, now_s: float) -> link.AttachRequest:
     """Return the message for one report outside of a step."""
+    message = link.AttachRequest()
     match word:
         case Progress():
-            return link.AttachRequest(progress=_progress(word, now_s))
-        case Failed():
-            return link.AttachRequest(
-                failed=link.Failed(
-                    request_id=word.key.request_id,
-                    attempt=word.key.attempt,
-                    code=_FAILURE[word.code],
-                    detail=word.reason,
-                )
-            )
+            _write_progress(word, now_s, message.progress)
+        case Failed(_, key, code, reason):
+            failed = message.failed
+            failed.request_id, failed.attempt = key.request_id, key.attempt
+            failed.code, failed.detail = _FAILURE[code], reason
         case Tokens():
-            return link.AttachRequest(step=link.StepReport(deltas=[_delta(word)]))
+            _write_delta(word, message.step.deltas.add())
+    return message
 
 
 def heartbeat(load: Load, num_steps: int, refused: Mapping[Refusal, int]) -> link.AttachRequest:
@@ -150,32 +167,25 @@ def _request_id(value: bytes) -> RequestId:
     return RequestId(value)
 
 
-def _progress(word: Progress, now_s: float) -> link.Progress:
-    return link.Progress(
-        request_id=word.key.request_id,
-        attempt=word.key.attempt,
-        rung=_RUNG[word.rung],
-        age_us=max(0, round((now_s - word.at_s) * 1e6)),
-        cached_tokens=word.cached_tokens,
-        handoff_bytes=word.handoff_bytes,
-        handoff_us=round(word.handoff_s * 1e6),
-        pages_reused=word.pages_reused,
-    )
+def _write_progress(word: Progress, now_s: float, progress: link.Progress) -> None:
+    progress.request_id, progress.attempt = word.key.request_id, word.key.attempt
+    progress.rung = _RUNG[word.rung]
+    progress.age_us = max(0, round((now_s - word.at_s) * 1e6))
+    progress.cached_tokens = word.cached_tokens
+    progress.handoff_bytes = word.handoff_bytes
+    progress.handoff_us = round(word.handoff_s * 1e6)
+    progress.pages_reused = word.pages_reused
 
 
-def _delta(tokens: Tokens) -> link.TokenDelta:
-    delta = link.TokenDelta(
-        request_id=tokens.key.request_id,
-        attempt=tokens.key.attempt,
-        index=tokens.index,
-        position=tokens.position,
-        token_ids=[tokens.token.token_id],
-    )
-    if tokens.token.logprobs is not None:
-        delta.logprobs.append(_logprobs(tokens.token.logprobs))
-    if tokens.finish is not None:
-        delta.finish_reason = _FINISH[tokens.finish]
-    return delta
+def _write_delta(word: Tokens, delta: link.TokenDelta) -> None:
+    key, token = word.key, word.token
+    delta.request_id, delta.attempt = key.request_id, key.attempt
+    delta.index, delta.position = word.index, word.position
+    delta.token_ids.append(token.token_id)
+    if token.logprobs is not None:
+        delta.logprobs.append(_logprobs(token.logprobs))
+    if word.finish is not None:
+        delta.finish_reason = _FINISH[word.finish]
 
 
 def _logprobs(logprobs: TokenLogprobs) -> inference.TokenLogprobs:
