@@ -110,21 +110,26 @@ class Simulation:
 
 def simulate(seed: int, num_requests: int = 200) -> Outcome:
     """Run one seed."""
-    gc.collect(1)  # what the seed before left
-    simulation = Simulation(draw(seed, num_requests))
+    gc.disable()  # a seed leaves little garbage before its end, and looking for it takes a third of the time
+    try:
+        return _outcome(Simulation(draw(seed, num_requests)))
+    finally:
+        gc.collect(0)
+        gc.enable()
+
+
+def _outcome(simulation: Simulation) -> Outcome:
     violation: str = ""
     story: tuple[str, ...] = ()
-    gc.disable()  # a seed leaves little garbage, and looking for it takes a third of the time
+    world = simulation.world
     try:
         simulation.run()
     except ViolationError as error:
         violation = str(error)
-        story = tuple(simulation.world.story(error.request_id))
-    finally:
-        gc.enable()
-    world = simulation.world
+        story = tuple(world.story(error.request_id))
+    world.trace.clear()  # holds most of what was made, which needs no looking for when it is let go here
     return Outcome(
-        seed=seed,
+        seed=simulation.scenario.seed,
         num_events=world.num_events,
         num_words=world.num_words,
         virtual_s=world.now,
