@@ -7,6 +7,7 @@ import hashlib
 import hmac
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
 
@@ -17,16 +18,14 @@ KV_REGION = 0  # the one region that a worker offers: its KV pages
 MIN_LEASE_S = 1.0  # two beats: nobody can keep a shorter one
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
+class Peer(NamedTuple):
     """One process at the other end. A restarted worker is another peer."""
 
     worker_id: WorkerId
     incarnation: Incarnation
 
 
-@dataclass(frozen=True, slots=True)
-class HandoffKey:
+class HandoffKey(NamedTuple):
     """Names one hand-off: one attempt of a request."""
 
     request_id: RequestId

@@ -13,6 +13,7 @@ from pdserve.perfmodel.curve import IDLE, Step
 from pdserve.router.deltas import TokenDelta
 from pdserve.router.ladder import Ledger, Rung, Usage
 from pdserve.sampling import SamplingParams
+from pdserve.values import value
 
 LinkId = NewType("LinkId", int)  # one stream of one worker; never used again after its end
 
@@ -116,7 +117,7 @@ class LoadReported:
     load: Load
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StepReported:
     """What one engine step brought."""
 
@@ -126,7 +127,7 @@ class StepReported:
     elapsed_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RungReached:
     """A rung that happens on workers; the figures are set where the rung brings them."""
 
@@ -276,7 +277,7 @@ class DropLink:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Deliver:
     """Hand tokens of one continuation to the client."""
 

@@ -8,6 +8,7 @@ from pdserve.ids import Attempt, RequestId
 from pdserve.kvlayout import KvLayout
 from pdserve.perfmodel.curve import Step
 from pdserve.router.events import Address, LinkId, Load, Registration, Role
+from pdserve.values import value
 
 _UNKNOWN_STEP_TOKENS = 2048
 PlacementKey = tuple[RequestId, Attempt]
@@ -27,7 +28,7 @@ class Share:
 _NOTHING = Share(0, 0)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RunningStep:
     """What a worker's running step probably computes of prompts: what waited when it began."""
 

@@ -1,12 +1,11 @@
 """What a committed step brought each of its sequences. Pure values."""
 
-from dataclasses import dataclass
-
 from pdserve.engine.sequence import Finish, Sequence
 from pdserve.engine.step import SampledToken
+from pdserve.values import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Drawn:
     """A sequence gained a token. `position` counts the tokens generated before it, from the request's start."""
 
@@ -17,21 +16,21 @@ class Drawn:
     finish: Finish | None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Started:
     """A sequence was in a step for the first time."""
 
     sequence: Sequence
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Computed:
     """A chunk of a prompt is done: KV of tokens[:sequence.computed] is final."""
 
     sequence: Sequence
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Split:
     """A prompt's continuations go separate ways; those that ended with their first token are not among them."""
 

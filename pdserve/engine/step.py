@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from pdserve.ids import PageId
 from pdserve.sampling import SamplingParams
+from pdserve.values import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SampleSpec:
     """Draw one token after a chunk's last token.
 
@@ -22,7 +23,7 @@ class SampleSpec:
     forbid_stops: bool  # min_tokens not reached: neither end-of-sequence nor stop tokens may be drawn
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Chunk:
     """One sequence's share of a step: compute KV of `token_ids` at positions start, start+1, …
 
@@ -39,7 +40,7 @@ class Chunk:
     follows: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StepPlan:
     """One step: page copies first (copy-on-write), then all chunks in one forward pass."""
 
@@ -59,13 +60,13 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]  # (token id, logprob), likeliest first
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SampledToken:
     token_id: int
     logprobs: TokenLogprobs | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StepResult:
     """Tokens drawn, parallel to `StepPlan.chunks` and each chunk's `samples`."""
 

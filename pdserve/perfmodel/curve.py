@@ -6,6 +6,8 @@ kv_tokens`. A step that does both reads the weights once: it pays the larger `st
 
 from dataclasses import dataclass
 
+from pdserve.values import value
+
 
 @dataclass(frozen=True, slots=True)
 class Curve:
@@ -28,7 +30,7 @@ def attention_work(num_tokens: int, start: int) -> int:
     return num_tokens * (2 * start + num_tokens)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Step:
     """What one engine step computes."""
 

@@ -11,6 +11,7 @@ from pdserve.engine.sequence import Finish, Job
 from pdserve.engine.step import SampledToken
 from pdserve.ids import Attempt, RequestId
 from pdserve.kvtransfer.session import HandoffKey, Peer
+from pdserve.values import value
 
 BEAT_S = 0.5  # a worker says that it lives, and ticks, so often
 
@@ -83,7 +84,7 @@ class FailureCode(Enum):
     LEASE_LAPSED = auto()
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Tokens:
     """A sequence gained a token. `position` counts those generated before it, from the request's start."""
 
@@ -95,7 +96,7 @@ class Tokens:
     finish: Finish | None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Progress:
     router: RouterRef
     key: HandoffKey
