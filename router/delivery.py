@@ -117,31 +117,34 @@ class Delivery:
         return True
 
     def _learn_ttft(self, request: Request, placement: Placement | None, now_s: float) -> None:
-        """Note how a prediction came out, if it was near the objective: only there does the margin decide."""
+        """Note how a prediction came out; for its margin only where that may decide, near the objective."""
         if placement is None or placement.ttft_s is None:
             return
         bias = self._book.forecast.ttft_bias[placement.is_local]
         bias.observe(placement.ttft_s / placement.ttft_bias, now_s - placement.placed_s)
-        left_s = request.first_token_due_s - placement.placed_s
-        if request.slo_s[0] is None or placement.ttft_s >= _NEAR_OBJECTIVE * left_s:
-            margin = self._book.forecast.ttft_margins[placement.is_local]
+        margin = self._book.forecast.ttft_margins[placement.is_local]
+        near_s = _NEAR_OBJECTIVE * (request.first_token_due_s - placement.placed_s)
+        if request.slo_s[0] is not None and placement.ttft_s * max(1.0, margin.factor) >= near_s:
             margin.observe(placement.ttft_s, now_s - placement.placed_s)
 
     def _learn_answer(self, request: Request, sequence: Sequence) -> None:
         """Note how an answer came out, with the margin of the way it went: one without a prefill worker is local.
 
-        As above, a prediction of the time per token counts where it was near the objective, or missed it.
+        As above, a prediction of the time per token counts where its margin may decide, or it missed the objective.
         """
         placement, num_tokens = sequence.placement, len(sequence.token_ids)
         decoding_s = sequence.last_s - sequence.first_s
         self._book.forecast.observe_answer(num_tokens, request.params.max_tokens, decoding_s)
         if placement is None or not placement.tpot_s or num_tokens < _ENOUGH_TOKENS:
             return
-        tpot_s, objective_s = decoding_s / (num_tokens - 1), request.slo_s[1] or 0.0
+        tpot_s, objective_s = decoding_s / (num_tokens - 1), request.slo_s[1]
         bias = self._book.forecast.tpot_bias[placement.is_local]
         bias.observe(placement.tpot_s / placement.tpot_bias, tpot_s)
-        if placement.tpot_s >= _NEAR_TPOT * objective_s or tpot_s > objective_s:
-            self._book.forecast.tpot_margins[placement.is_local].observe(placement.tpot_s, tpot_s)
+        margin = self._book.forecast.tpot_margins[placement.is_local]
+        if objective_s is not None:
+            near_s = _NEAR_TPOT * objective_s
+            if placement.tpot_s * max(1.0, margin.factor) >= near_s or tpot_s > objective_s:
+                margin.observe(placement.tpot_s, tpot_s)
 
     def release_prefill_when_done(self, request: Request, placement: Placement) -> None:
         """Let go of the prefill worker once decode has all it needs and every first token is here."""

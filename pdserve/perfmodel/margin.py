@@ -1,25 +1,29 @@
-"""How much predictions have to be widened so that few come out worse. Pure.
+"""How much predictions have to be widened so that few come out worse, and whether they are off to one side. Pure."""
 
-A running quantile of observed over predicted (Robbins-Monro): it steps up when a prediction was exceeded, and down by
-so much less when it was not that it rests where the wanted share is exceeded.
-"""
-
+from bisect import bisect_left, insort
+from collections import deque
 from math import exp
 
-_STEP = 0.03
+_WINDOW = 100  # predictions that are remembered
+_STEP = 1.03  # of the factor, at most, for each prediction
 _LOW, _HIGH = 0.8, 3.0
 _BIAS_STEP = 0.01  # errors of requests that come together are alike: what is learnt of few is little
 _MOST_BIASED = 2.0
 
 
 class Margin:
-    """A factor for predictions of one kind."""
+    """A factor for predictions of one kind: a quantile of observed over predicted, of the last ones.
 
-    def __init__(self, exceeded_share: float = 0.05) -> None:
+    It starts as if all of them had been right, and what was wrong while the model knew little is soon forgotten.
+    """
+
+    def __init__(self, exceeded_share: float = 0.1) -> None:
         self.factor = 1.0
         self.num_observed = 0
         self.relative_error = 0.0  # running mean of |predicted - observed| / observed
-        self._exceeded_share = exceeded_share
+        self._latest = deque([1.0] * _WINDOW)
+        self._sorted = list(self._latest)
+        self._place = round((1 - exceeded_share) * _WINDOW) - 1  # of the quantile
 
     def observe(self, predicted_s: float, observed_s: float) -> None:
         """Take in how a prediction came out."""
@@ -28,12 +32,16 @@ class Margin:
         self.num_observed += 1
         error = min(1.0, abs(predicted_s - observed_s) / observed_s)
         self.relative_error += max(0.02, 1 / self.num_observed) * (error - self.relative_error)
-        exceeded = observed_s > predicted_s * self.factor
-        self.factor = min(_HIGH, max(_LOW, self.factor * exp(_STEP * (exceeded - self._exceeded_share))))
+        ratio = observed_s / predicted_s
+        del self._sorted[bisect_left(self._sorted, self._latest.popleft())]
+        self._latest.append(ratio)
+        insort(self._sorted, ratio)
+        quantile = min(_HIGH, max(_LOW, self._sorted[self._place]))
+        self.factor = min(self.factor * _STEP, max(self.factor / _STEP, quantile))
 
 
 class Bias:
-    """A factor that makes predictions of one kind too high as often as too low: a running median, as above.
+    """A factor that makes predictions of one kind too high as often as too low: a running median (Robbins-Monro).
 
     It is told of predictions without it. Those of now come out much later: a factor that was corrected by how it did
     would go too far, and back, before it hears of it.

@@ -1,8 +1,7 @@
 """The goodput policy: predictions, admission, holding, and where a prompt is computed."""
 
 import random
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -10,7 +9,6 @@ from pdserve.errors import Status
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.perfmodel.curve import Curve, DecodePiece, Step, StepCosts
-from pdserve.perfmodel.margin import Margin
 from pdserve.router.core import RouterCore
 from pdserve.router.events import (
     Command,
@@ -323,14 +321,34 @@ def test_the_prefix_table_is_bounded() -> None:
     assert len(table) == 100
 
 
-@pytest.mark.parametrize("spread", [lambda rng: rng.uniform(0.8, 1.6), lambda rng: rng.expovariate(1.0)])
-def test_a_margin_is_exceeded_as_seldom_as_wanted(spread: Callable[[random.Random], float]) -> None:
-    rng, margin = random.Random(0), Margin(0.05)
-    for _ in range(3000):
-        margin.observe(1.0, spread(rng))
-    exceeded = 0
-    for _ in range(3000):
-        seen = spread(rng)
-        exceeded += seen > margin.factor
-        margin.observe(1.0, seen)
-    assert 0.02 < exceeded / 3000 < 0.09
+@dataclass(frozen=True)
+class FirstToken:
+    """As it comes off the wire."""
+
+    request_id: bytes
+    attempt: int = 0
+    index: int = 0
+    position: int = 0
+    token_ids: tuple[int, ...] = (7,)
+    logprobs: tuple[object, ...] = ()
+    finish_reason: int = 0
+
+
+@pytest.mark.parametrize(("ttft_s", "learns"), [(None, False), (60.0, False), (0.2, True)])
+def test_only_what_is_near_an_objective_teaches_the_margin(ttft_s: float | None, learns: bool) -> None:
+    cluster = Cluster()
+    place = placed(cluster.arrive(1000, ttft_s=ttft_s))  # 120 ms are predicted
+    cluster.now_s += 0.5
+    step = Step(1000, 1000**2)
+    cluster.post(StepReported(cluster.links["p0"], [FirstToken(place.spec.request_id)], step, 0.5))
+    assert (cluster.forecast.ttft_margins[False].num_observed == 1) is learns
+
+
+def test_a_margin_that_is_too_wide_is_taught_by_all_that_it_decides() -> None:
+    cluster = Cluster()
+    cluster.forecast.ttft_margins[False].factor = 3.0
+    place = placed(cluster.arrive(1000, ttft_s=0.7))  # 120 ms are predicted: with such a margin, near
+    cluster.now_s += 0.12
+    step = Step(1000, 1000**2)
+    cluster.post(StepReported(cluster.links["p0"], [FirstToken(place.spec.request_id)], step, 0.12))
+    assert cluster.forecast.ttft_margins[False].factor < 3.0
