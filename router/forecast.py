@@ -64,11 +64,11 @@ class Forecast:
         self.decoding_s = 2.0  # running mean of the time from first to last token
         self._knows_arrivals = knows_arrivals
         self.ttft_bias = {True: Bias(), False: Bias()}  # by whether a decode worker computes the prompt
-        # The same decode workers run the steps: with a bias of its own, a way could be shunned for good, since nothing
-        # is learnt of what is not used.
-        self.tpot_bias = dict.fromkeys((True, False), Bias())
         self.ttft_margins = {True: Margin(), False: Margin()}
-        self.tpot_margins = {True: Margin(), False: Margin()}
+        # The same decode workers run the steps: with a bias or a margin of its own, a way could be shunned for good,
+        # since nothing is learnt of what is not used.
+        self.tpot_bias = dict.fromkeys((True, False), Bias())
+        self.tpot_margins = dict.fromkeys((True, False), Margin())
         self._local: dict[LinkId, _Fading] = {}  # seconds of prompts computed on decode workers
         self._tokens: dict[LinkId, _Fading] = {}  # prompt tokens sent to workers
         self._sequences: dict[LinkId, _Fading] = {}  # sequences sent to decode workers

@@ -132,6 +132,16 @@ def test_a_close_chance_is_taken_where_nobody_waits() -> None:
     assert "cannot be met here" in refused(cluster.arrive(800, ttft_s=0.01)).message
 
 
+def test_a_way_that_missed_its_time_per_token_is_taken_again_once_the_other_keeps_it() -> None:
+    margins = Forecast().tpot_margins
+    for _ in range(50):
+        margins[False].observe(0.05, 0.1)
+    assert margins[True].factor > 1.5
+    for _ in range(1000):
+        margins[True].observe(0.05, 0.05)
+    assert margins[False].factor < 1.1
+
+
 def test_a_queue_that_is_too_long_is_answered_with_the_time_and_when_to_try_again() -> None:
     cluster = Cluster()
     for _ in range(8):
