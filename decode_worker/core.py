@@ -299,8 +299,8 @@ class DecodeCore:
         if task is None or not isinstance(news, receiver.Committed):
             return []
         commit = news.commit
-        landed = Progress(task.router, task.key, Rung.LANDED, now_s)
-        return [replace(landed, handoff_bytes=commit.handoff_bytes, handoff_s=commit.handoff_s)]
+        num_bytes, seconds = commit.handoff_bytes, commit.handoff_s
+        return [Progress(task.router, task.key, Rung.LANDED, now_s, handoff_bytes=num_bytes, handoff_s=seconds)]
 
     def _perform(self, inbound: Inbound, command: receiver.Command, now_s: float) -> Iterator[Command]:
         pool, key = self._scheduler.cache.pool, inbound.key

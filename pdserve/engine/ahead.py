@@ -38,5 +38,4 @@ def may_follow(sequence: Sequence, share: Share, max_model_len: int) -> bool:
     """Return whether more of a sequence can be planned before the tokens of the running step are known."""
     if not share.num_drawn:
         return True
-    goes_its_own_way = len(sequence.indices) > 1 or sequence.stop_after_prompt
-    return not (goes_its_own_way or sequence.job.params.has_penalties or sequence.is_next_last(max_model_len))
+    return not (sequence.ends_with_prompt or sequence.job.params.has_penalties or sequence.is_next_last(max_model_len))

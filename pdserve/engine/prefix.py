@@ -22,24 +22,23 @@ class PrefixNames:
 
     def __init__(self, key: bytes, context: str, page_size: int) -> None:
         """`context` separates what must never share pages: weights, adapter."""
-        self._key = key[:MAX_KEY_BYTES]
+        self._keyed = hashlib.blake2b(key=key[:MAX_KEY_BYTES], digest_size=NAME_BYTES)
         self._context = context.encode()
         self._page_size = page_size
 
     def root(self, salt: str) -> PageName:
         """Return the name before the first page of any sequence under `salt`."""
-        return self._hash(len(self._context).to_bytes(4, "big"), self._context, salt.encode())
+        return self._hash(len(self._context).to_bytes(4, "big") + self._context + salt.encode())
 
     def extend(self, parent: PageName, token_ids: Sequence[int], start: int) -> Iterator[PageName]:
         """Yield the names of the full pages of `token_ids` from position `start` (a page border) on."""
         for begin in range(start, len(token_ids) - self._page_size + 1, self._page_size):
-            parent = self._hash(parent, array("I", token_ids[begin : begin + self._page_size]).tobytes())
+            parent = self._hash(parent + array("I", token_ids[begin : begin + self._page_size]).tobytes())
             yield parent
 
-    def _hash(self, *parts: bytes) -> PageName:
-        digest = hashlib.blake2b(key=self._key, digest_size=NAME_BYTES)
-        for part in parts:
-            digest.update(part)
+    def _hash(self, content: bytes) -> PageName:
+        digest = self._keyed.copy()
+        digest.update(content)
         return digest.digest()
 
 

@@ -14,6 +14,7 @@ finds no page, the least urgent one gives up its pages and is computed anew late
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import attrgetter
 
 from pdserve.engine.ahead import NO_SHARE, RunningStep, Shares, may_follow
 from pdserve.engine.kvcache import Content, KvCache
@@ -33,6 +34,7 @@ class Limits:
 
 
 _UNKNOWN = (0,)  # stands for a token that is still being drawn
+_urgency = attrgetter("urgency")
 
 
 class Scheduler:
@@ -76,7 +78,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence whose tokens are to be computed."""
         self._waiting.append(sequence)
-        self._waiting.sort(key=lambda s: s.urgency)
+        self._waiting.sort(key=_urgency)
 
     def join(self, sequence: Sequence) -> None:
         """Let a sequence run whose prompt is computed and whose pages are held for it."""
@@ -141,20 +143,21 @@ class Scheduler:
         """
         if len(self._steps) > 1:
             raise InvariantError("planned a step while two are running")
+        if not self._running and not self._waiting:
+            return None
         self._shares = self._steps[0].shares() if self._steps else {}
         budget = self.limits.max_num_batched_tokens
         chunks: list[Chunk] = []
         copies: list[tuple[PageId, PageId]] = []
-        running = [(sequence, self._num_unplanned(sequence)) for sequence in self._plannable()]
-        decoding = [sequence for sequence, count in running if count == 1]
+        decoding, prompts = self._plannable()
         free = self.cache.pool.num_free
         if self._steps and len(decoding) > free and sum(map(self._wants_page, decoding)) > free:
             return None
-        for sequence in sorted(decoding, key=lambda s: s.urgency):
+        for sequence in decoding:
             if budget > 0 and sequence.pages and self._make_room(sequence, copies):
                 budget -= 1
                 self._schedule(sequence, 1, chunks)
-        for sequence, missing in sorted((pair for pair in running if pair[1] > 1), key=lambda pair: pair[0].urgency):
+        for sequence, missing in prompts:
             if budget > 0 and sequence.pages:
                 count = min(budget, missing)
                 budget -= count
@@ -176,7 +179,7 @@ class Scheduler:
         for sequence, chunk, tokens in zip(step.sequences, plan.chunks, result.tokens, strict=True):
             if sequence in step.dropped:
                 continue
-            was_prompt = sequence.num_missing > 1 or len(sequence.indices) > 1 or sequence.stop_after_prompt
+            was_prompt = sequence.ends_with_prompt or sequence.num_missing > 1
             sequence.computed += len(chunk.token_ids)
             if not sequence.has_run:
                 sequence.has_run = True
@@ -184,8 +187,12 @@ class Scheduler:
             self._publish(sequence)
             if was_prompt:
                 outcomes.append(Computed(sequence))
-            if tokens:
-                outcomes += self._draw(sequence, tokens)
+            if not tokens:
+                continue
+            if sequence.ends_with_prompt:
+                outcomes += self._part(sequence, tokens)
+            else:
+                outcomes.append(self._go_on(sequence, tokens[0]))
         return tuple(outcomes)
 
     def abandon(self) -> tuple[Sequence, ...]:
@@ -201,31 +208,35 @@ class Scheduler:
             self.cache.pool.release(pages)
         return step
 
-    def _plannable(self) -> list[Sequence]:
-        """Return the running sequences of which more can be planned without the tokens being drawn."""
-        if not self._shares:
-            return self._running
-        shares, limit = self._shares, self.limits.max_model_len
-        return [s for s in self._running if may_follow(s, shares.get(s, NO_SHARE), limit)]
+    def _plannable(self) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:
+        """Return what can be planned of running sequences without the tokens being drawn, the most urgent first.
 
-    def _num_unplanned(self, sequence: Sequence) -> int:
-        share = self._shares.get(sequence, NO_SHARE)
-        return sequence.num_missing - share.num_tokens + share.num_drawn
+        Those that decode, and those with more tokens to compute, with how many.
+        """
+        shares, limit = self._shares, self.limits.max_model_len
+        decoding: list[Sequence] = []
+        prompts: list[tuple[Sequence, int]] = []
+        for sequence in sorted(self._running, key=_urgency):
+            missing, share = sequence.num_missing, shares.get(sequence)
+            if share is not None:
+                if not may_follow(sequence, share, limit):
+                    continue
+                missing += share.num_drawn - share.num_tokens
+            if missing == 1:
+                decoding.append(sequence)
+            elif missing > 1:
+                prompts.append((sequence, missing))
+        return decoding, prompts
 
     def _schedule(self, sequence: Sequence, count: int, chunks: list[Chunk]) -> None:
         share, num_known = self._shares.get(sequence, NO_SHARE), len(sequence.tokens)
         start = sequence.computed + share.num_tokens
         stop, is_known = start + count, start < num_known
         is_last = stop == num_known + share.num_drawn
-        chunks.append(
-            Chunk(
-                token_ids=sequence.tokens[start:stop] if is_known else _UNKNOWN,
-                start=start,
-                pages=sequence.pages[: self.cache.num_pages(stop)],
-                samples=sequence.samples(share.num_drawn) if is_last else (),
-                follows=None if is_known else share.place,
-            )
-        )
+        token_ids = sequence.tokens[start:stop] if is_known else _UNKNOWN
+        pages = sequence.pages[: self.cache.num_pages(stop)]
+        samples = sequence.samples(share.num_drawn) if is_last else ()
+        chunks.append(Chunk(token_ids, start, pages, samples, None if is_known else share.place))
         self._planned.append(sequence)
 
     def _launch(self, chunks: list[Chunk], copies: Iterable[tuple[PageId, PageId]] = ()) -> StepPlan:
@@ -271,7 +282,7 @@ class Scheduler:
         slot = self._next_page(sequence)
         shared = slot < len(sequence.pages)
         while (pages := self.cache.take(1)) is None:
-            victim = max((s for s in self._running if s.pages and s not in self._planned), key=lambda s: s.urgency)
+            victim = max((s for s in self._running if s.pages and s not in self._planned), key=_urgency)
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -299,23 +310,26 @@ class Scheduler:
             self.cache.publish(sequence.names, sequence.pages, range(sequence.num_published, full), content)
             sequence.num_published = full
 
-    def _draw(self, sequence: Sequence, tokens: tuple[SampledToken, ...]) -> list[Outcome]:
+    def _go_on(self, sequence: Sequence, token: SampledToken) -> Drawn:
+        """Give a sequence its next token."""
+        position, limits = sequence.num_output_tokens, self.limits
+        finish = sequence.finish_with(token.token_id, limits.eos_token_ids, limits.max_model_len)
+        if finish is None:
+            sequence.tokens.append(token.token_id)
+        else:
+            self.remove(sequence)
+        return Drawn(sequence, sequence.indices[0], position, token, finish)
+
+    def _part(self, sequence: Sequence, tokens: tuple[SampledToken, ...]) -> list[Outcome]:
+        """Let what shared a prompt go separate ways with its first tokens, or leave it to a hand-off."""
         position, eos, limit = sequence.num_output_tokens, self.limits.eos_token_ids, self.limits.max_model_len
         drawn = [
             Drawn(sequence, index, position, token, sequence.finish_with(token.token_id, eos, limit))
             for index, token in zip(sequence.indices, tokens, strict=True)
         ]
-        outcomes: list[Outcome] = [*drawn]
-        going_on = [(one.index, one.token.token_id) for one in drawn if one.finish is None]
+        self._running.remove(sequence)
         if sequence.stop_after_prompt:
-            self._running.remove(sequence)  # its pages are held until the hand-off is over
-        elif len(sequence.indices) > 1:
-            self._running.remove(sequence)
-            children = self.split(sequence, going_on)
-            self._running += children
-            outcomes.append(Split(sequence, tuple(children)))
-        elif going_on:
-            sequence.tokens.append(tokens[0].token_id)
-        else:
-            self.remove(sequence)
-        return outcomes
+            return [*drawn]  # its pages are held until the hand-off is over
+        children = self.split(sequence, [(one.index, one.token.token_id) for one in drawn if one.finish is None])
+        self._running += children
+        return [*drawn, Split(sequence, tuple(children))]

@@ -54,6 +54,15 @@ class Sequence:
     num_published: int = 0
     num_cached_tokens: int = 0
     has_run: bool = False
+    ends_with_prompt: bool = field(init=False)  # its first tokens are its last: it splits, or is handed off
+    urgency: tuple[int, int] = field(init=False)  # sorts first what is served first and preempted last
+    seeds: tuple[int, ...] = field(init=False)  # of draws, parallel to indices
+
+    def __post_init__(self) -> None:
+        self.ends_with_prompt = self.stop_after_prompt or len(self.indices) > 1
+        self.urgency = -self.job.priority, self.order
+        seed = self.job.params.seed
+        self.seeds = tuple([(seed + index * SEED_STRIDE) & SEED_MASK for index in self.indices])
 
     @property
     def num_output_tokens(self) -> int:
@@ -63,11 +72,6 @@ class Sequence:
     def num_missing(self) -> int:
         """Return how many tokens wait to be computed; 1 while decoding."""
         return len(self.tokens) - self.computed
-
-    @property
-    def urgency(self) -> tuple[int, int]:
-        """Return a key that sorts first what is served first and preempted last."""
-        return -self.job.priority, self.order
 
     def forget_pages(self) -> None:
         """Hold no page, so no KV; someone else holds or releases them."""
@@ -97,5 +101,4 @@ class Sequence:
             num_prompt = self.job.num_prompt_tokens
             prompt_ids, output_ids = tuple(self.tokens[:num_prompt]), tuple(self.tokens[num_prompt:])
         forbid_stops = count < params.min_tokens
-        seeds = [(params.seed + index * SEED_STRIDE) & SEED_MASK for index in self.indices]
-        return tuple([SampleSpec(params, seed, count, prompt_ids, output_ids, forbid_stops) for seed in seeds])
+        return tuple([SampleSpec(params, seed, count, prompt_ids, output_ids, forbid_stops) for seed in self.seeds])

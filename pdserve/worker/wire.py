@@ -147,7 +147,7 @@ def _placed(spec: link.SequenceSpec, router: RouterRef, now_s: float, peer: Peer
     job = Job(
         request_id=_request_id(spec.request_id),
         attempt=Attempt(spec.attempt),
-        token_ids=tuple(spec.token_ids),
+        token_ids=tuple(spec.token_ids[:]),  # as a list first: one look into protobuf in place of one a token
         num_prompt_tokens=spec.num_prompt_tokens,
         params=params,
         indices=tuple(spec.indices) or tuple(range(params.n)),
