@@ -214,8 +214,8 @@ class PrefillCore:
         room = cache.pool.num_pages - cache.num_pages(limits.max_model_len) - self._pages_ahead
         waiting: list[Task] = []
         for task in self._unstarted:
-            ahead = 0 if task.is_granted else cache.num_pages(len(task.sequence.tokens))
-            if ahead > room:
+            ahead = 0
+            if not task.is_granted and (room <= 0 or (ahead := cache.num_pages(len(task.sequence.tokens))) > room):
                 waiting.append(task)
                 room = 0  # the next ones do not overtake it
                 continue

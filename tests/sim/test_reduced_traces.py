@@ -94,6 +94,15 @@ def test_prompts_that_wait_for_grants_leave_room_for_one_that_has_its_own() -> N
     assert [copy.key for copy in copies] == [key(granted)]
 
 
+def test_a_granted_prompt_starts_where_the_longest_prompt_would_not_fit() -> None:
+    worker, granted = Prefill(num_pages=6, max_model_len=32), job(1, 8)
+    worker.place(granted)
+    assert worker.compute() == []
+    grant = Grant(0, tuple(map(PageId, range(2))), (Generation(1),) * 2, b"", 4.0)
+    worker.handle(prefill.FromPeer(D, key(granted), sender.Granted(grant)))
+    assert any(isinstance(command, prefill.Copy) for command in worker.compute())
+
+
 def test_a_lost_peer_is_dialled_again_until_its_process_is_known_to_have_ended() -> None:
     worker = Prefill()
     worker.place(job(1, 4))
