@@ -3,6 +3,7 @@
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from math import inf
 
 from pdserve.ids import RequestId
 
@@ -38,8 +39,9 @@ class Alarms:
         self._count += 1
         heappush(self._heap, (at_s, self._count, alarm))
 
-    def next_s(self) -> float | None:
-        return self._heap[0][0] if self._heap else None
+    def next_s(self) -> float:
+        """Return when the next one rings; infinity where none is left."""
+        return self._heap[0][0] if self._heap else inf
 
     def due(self, now_s: float) -> list[Alarm]:
         """Take out what is due, earliest first."""

@@ -105,9 +105,9 @@ class RouterCore:
 
     def next_wakeup_s(self) -> float | None:
         """Return when a Tick is due, if nothing else happens before."""
-        due_s = min(
-            self._alarms.next_s() or inf, self._attendance.silence_due_s, self._look_again_s if self.num_held else inf
-        )
+        due_s = min(self._alarms.next_s(), self._attendance.silence_due_s)
+        if self._look_again_s < due_s and self.num_held:
+            due_s = self._look_again_s
         return None if due_s == inf else due_s
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
@@ -191,7 +191,7 @@ class RouterCore:
         return True
 
     def _admit_held(self, now_s: float) -> None:
-        if not self.num_held or (self.book.num_ended == self._num_ended and now_s < self._look_again_s):
+        if self.book.num_ended == self._num_ended and now_s < self._look_again_s:
             return
         self._look_again_s = inf
         while (request := self._held.first()) is not None and self._admit(request, now_s):

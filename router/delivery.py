@@ -66,15 +66,15 @@ class Delivery:
         if self._accept(request, sequence, delta, num_known, now_s):
             return
         if placement.prefill is None:
-            if placement.decode is not None:
-                placement.decode.prefilled(placement.key)
-        else:
-            placement.prefill.prefilled(placement.key)
-            if placement.decode is not None:
-                placement.decode.prefilled(placement.key)
-            self._take_ahead(request, placement, sequence, now_s)
-            if placement.running:
-                self.release_prefill_when_done(request, placement)
+            if placement.is_local:
+                worker.prefilled(placement.key)
+            return
+        placement.prefill.prefilled(placement.key)
+        if placement.decode is not None:
+            placement.decode.prefilled(placement.key)
+        self._take_ahead(request, placement, sequence, now_s)
+        if placement.running:
+            self.release_prefill_when_done(request, placement)
 
     def _take_ahead(self, request: Request, placement: Placement, sequence: Sequence, now_s: float) -> None:
         """Take the decode worker's tokens that came before the first one."""
@@ -89,9 +89,9 @@ class Delivery:
 
     def _accept(self, request: Request, sequence: Sequence, delta: TokenDelta, num_known: int, now_s: float) -> bool:
         """Hand on what is news in a delta; return whether the continuation has ended by it."""
-        token_ids, logprobs, finish_reason = delta.token_ids, delta.logprobs, delta.finish_reason
-        if num_known:
-            token_ids, logprobs = token_ids[num_known:], logprobs[num_known:]
+        token_ids = delta.token_ids[num_known:]  # a list, however dear a look into what came off the wire is
+        logprobs = delta.logprobs[num_known:] if num_known else delta.logprobs
+        finish_reason = delta.finish_reason
         if not token_ids and not finish_reason:
             return False
         known, max_tokens = sequence.token_ids, request.params.max_tokens

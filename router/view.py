@@ -130,7 +130,8 @@ class WorkerView:
 
         Only one prompt at a time is computed in part. Steps tell of other routers' prompts too, hence the bounds.
         """
-        head = next((share for share in self.shares.values() if share.prefill_tokens), _NOTHING)
+        shares = self.shares.values() if self._tokens else ()
+        head = next((share for share in shares if share.prefill_tokens), _NOTHING)
         self._computed_tokens = _within(self._computed_tokens + step.prefill_tokens, head.prefill_tokens - 1)
         self._computed_work = _within(self._computed_work + step.prefill_work, head.prefill_work)
         self.running = RunningStep(self.pending_prefill_tokens, self.pending_prefill_work, now_s).cut(self.step_tokens)

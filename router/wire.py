@@ -13,7 +13,6 @@ from pdserve.perfmodel.curve import Step
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router.events import (
-    Address,
     AskDrain,
     AttemptFailed,
     CancelAttempt,
@@ -165,22 +164,22 @@ Send = Callable[[LinkId, link.AttachResponse], None]
 
 def send_placement(place: Place, send: Send) -> None:
     """Write Prefill to one worker and, where there is one, Decode to the other."""
-    spec, decode = _spec(place.spec), place.decode
-    if decode is not None and place.prefill is None:
-        send(decode.link, link.AttachResponse(decode=link.Decode(spec=spec)))
-    if place.prefill is None:
-        return
-    prefill = link.Prefill(spec=spec)
+    prefill, decode, spec = place.prefill, place.decode, _spec(place.spec)
     if decode is not None:
-        prefill.decode_worker_id = decode.worker_id
-        prefill.decode_incarnation = decode.incarnation
-        prefill.handoff_address = decode.handoff_address
-        send(decode.link, link.AttachResponse(decode=_decode(spec, place.prefill)))
-    send(place.prefill.link, link.AttachResponse(prefill=prefill))
-
-
-def _decode(spec: link.SequenceSpec, prefill: Address) -> link.Decode:
-    return link.Decode(spec=spec, prefill_worker_id=prefill.worker_id, prefill_incarnation=prefill.incarnation)
+        message = link.AttachResponse()
+        message.decode.spec.CopyFrom(spec)
+        if prefill is not None:
+            message.decode.prefill_worker_id = prefill.worker_id
+            message.decode.prefill_incarnation = prefill.incarnation
+        send(decode.link, message)
+    if prefill is not None:
+        message = link.AttachResponse()
+        message.prefill.spec.CopyFrom(spec)
+        if decode is not None:
+            message.prefill.decode_worker_id = decode.worker_id
+            message.prefill.decode_incarnation = decode.incarnation
+            message.prefill.handoff_address = decode.handoff_address
+        send(prefill.link, message)
 
 
 def _spec(spec: SequenceSpec) -> link.SequenceSpec:

@@ -34,10 +34,8 @@ from pdserve.worker.words import (
     BEAT_S,
     Cancelled,
     DrainAsked,
-    Failed,
     PeerGone,
     Placed,
-    Progress,
     Report,
     RouterLost,
     RouterRef,
@@ -233,10 +231,11 @@ class WorkerProcess(Host, Generic[EventT, CommandT]):
     def _perform(self, commands: list[CommandT], step: tuple[StepPlan, StepResult] | None) -> None:
         reports: list[Report] = []
         for command in commands:
-            if isinstance(command, Tokens | Progress | Failed):
+            if isinstance(command, Tokens):
+                self._check_wanted(command)
                 reports.append(command)
-                if isinstance(command, Tokens):
-                    self._check_wanted(command)
+            elif isinstance(command, Report):
+                reports.append(command)
             else:
                 self.world.note(self.name, command)
                 self.perform(command)
