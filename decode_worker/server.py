@@ -26,8 +26,7 @@ from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import Refusal
 from pdserve.kvtransfer import peers
 from pdserve.kvtransfer.backends.unread import until_read
-from pdserve.kvtransfer.digest import first_mismatch
-from pdserve.kvtransfer.mover import ByteRows
+from pdserve.kvtransfer.mover import Region
 from pdserve.kvtransfer.server import HandoffServicer
 from pdserve.kvtransfer.session import DigestPolicy
 from pdserve.proto.v1 import link_pb2 as link
@@ -52,7 +51,7 @@ async def serve(config: DecodeWorkerConfig) -> None:
         engine: Engine, identity: Identity, inbox: Inbox[Event], reporter: Reporter
     ) -> AsyncIterator[Parts[Event, Command]]:
         """Set up what a decode worker consists of, and take it down again."""
-        region = kv_region(engine.runner)
+        region = kv_region(engine)
         listen = (config.handoff_host, _advertised(config, 0).rpartition(":")[0])
         mover = build_mover(config, identity.peer, region, lambda _: None, listen)  # written to, writes nothing
         rules = Rules(
@@ -77,7 +76,7 @@ async def serve(config: DecodeWorkerConfig) -> None:
         await server.start()
         try:
             async with asyncio.TaskGroup() as tasks:
-                checks = Checks(kv_region(engine.runner).view, inbox, tasks)
+                checks = Checks(region, inbox, tasks)
                 yield Parts(core, DecodeOutbox(servicer, checks, reporter), _advertised(config, port))
         finally:
             await server.stop(STOP_GRACE_S)
@@ -109,8 +108,8 @@ def _event(news: peers.FromSenders) -> Event:
 class Checks:
     """Digest checks under way, each in a thread."""
 
-    def __init__(self, pages: ByteRows, inbox: Inbox[Event], tasks: asyncio.TaskGroup) -> None:
-        self._pages = pages
+    def __init__(self, region: Region, inbox: Inbox[Event], tasks: asyncio.TaskGroup) -> None:
+        self._region = region
         self._inbox = inbox
         self._tasks = tasks
 
@@ -118,7 +117,7 @@ class Checks:
         self._tasks.create_task(self._check(command), name="digests")
 
     async def _check(self, command: CheckDigests) -> None:
-        mismatch = await asyncio.to_thread(first_mismatch, self._pages, command.pages, command.digests)
+        mismatch = await asyncio.to_thread(self._region.first_mismatch, command.pages, command.digests)
         self._inbox.put(DigestsChecked(command.key, mismatch))
 
 

@@ -8,21 +8,23 @@ import struct
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import NewType, Protocol
+from typing import Any, NewType, Protocol
 
 import numpy as np
 
 from pdserve.errors import ProtocolError
+from pdserve.kvlayout import PageDigest
+from pdserve.kvtransfer.digest import ByteRows, Digests, host_digests
 from pdserve.kvtransfer.session import Pages, Peer
 
 CopyId = NewType("CopyId", int)
-Row = np.ndarray[tuple[int], np.dtype[np.uint8]]
-ByteRows = np.ndarray[tuple[int, int], np.dtype[np.uint8]]
+Rows = Any  # uint8 [rows, page_bytes]: numpy's, or torch's where they lie in a GPU's memory
 
 _MAGIC = b"PDKV"
-_VERSION = 2
-# Magic, version, address, num_pages, page_bytes, probe's address, its pages, length of the lane's part.
-_HEADER = struct.Struct("!4sHQQQQQI")
+_VERSION = 3
+# Magic, version, GPU (-1: the host), address, num_pages, page_bytes, address and pages of the probe, bytes of the lane.
+_HEADER = struct.Struct("!4sHiQQQQQI")
+_HOST = -1
 MAX_DESCRIPTION_BYTES = 1 << 20
 PROBE_BYTES = 4 << 20  # or one page, if that is more
 MAX_PROBE_PAGES = 1 << 20
@@ -35,34 +37,47 @@ class Region:
     `probe` is as much again as is needed to measure a way here: rows of the same size that never hold KV.
     """
 
+    view: Rows
+    probe: Rows
     address: int
-    num_pages: int
-    page_bytes: int
-    view: ByteRows
-    probe: ByteRows
+    probe_address: int
+    digests: Digests
+    gpu: int | None = None  # whose memory it is; None: the host's
 
     @classmethod
-    def of(cls, view: ByteRows) -> "Region":
+    def of(cls, view: ByteRows, digest: PageDigest = "xxh3") -> "Region":
         """Return the region that a contiguous [num_pages, page_bytes] array is."""
         if not view.flags.c_contiguous:
             raise ValueError("view: pages do not follow one another")
-        num_pages, page_bytes = view.shape
-        probe = np.zeros((max(1, PROBE_BYTES // page_bytes), page_bytes), np.uint8)
-        return cls(view.ctypes.data, num_pages, page_bytes, view, probe)
+        probe = np.zeros((num_probe_rows(view.shape[1]), view.shape[1]), np.uint8)
+        return cls(view, probe, view.ctypes.data, probe.ctypes.data, host_digests(digest, view))
 
     @property
-    def probe_address(self) -> int:
-        return self.probe.ctypes.data
+    def num_pages(self) -> int:
+        return len(self.view)
 
-    def row(self, index: int) -> Row:
+    @property
+    def page_bytes(self) -> int:
+        return int(self.view.shape[1])
+
+    def row(self, index: int) -> Rows:
         """Return a page, or past the last one a row of the probe memory."""
-        row: Row = self.view[index] if index < self.num_pages else self.probe[index - self.num_pages]
-        return row
+        return self.view[index] if index < self.num_pages else self.probe[index - self.num_pages]
+
+    def first_mismatch(self, pages: Pages, digests: tuple[int, ...]) -> int | None:
+        """Return the position of the first page whose digest differs, or None."""
+        found = zip(self.digests(pages), digests, strict=True)
+        return next((position for position, (mine, theirs) in enumerate(found) if mine != theirs), None)
 
     def describe(self, lane: bytes) -> bytes:
         """Return what another process's mover needs to write here; `lane` is for its lane."""
-        probe = (self.probe_address, len(self.probe))
-        return Description(self.address, self.num_pages, self.page_bytes, *probe, lane).encode()
+        pages = (self.address, self.num_pages, self.page_bytes)
+        return Description(*pages, self.probe_address, len(self.probe), lane, self.gpu).encode()
+
+
+def num_probe_rows(page_bytes: int) -> int:
+    """Return how many rows of probe memory a region has beside its pages."""
+    return max(1, PROBE_BYTES // page_bytes)
 
 
 class ProbeError(Exception):
@@ -146,17 +161,19 @@ class Description:
     probe_address: int
     num_probe_pages: int
     lane: bytes
+    gpu: int | None = None  # whose memory it is; None: the host's
 
     def encode(self) -> bytes:
         fields = (self.address, self.num_pages, self.page_bytes, self.probe_address, self.num_probe_pages)
-        return _HEADER.pack(_MAGIC, _VERSION, *fields, len(self.lane)) + self.lane
+        gpu = _HOST if self.gpu is None else self.gpu
+        return _HEADER.pack(_MAGIC, _VERSION, gpu, *fields, len(self.lane)) + self.lane
 
     @classmethod
     def decode(cls, data: bytes) -> "Description":
         """Return what a peer described; ProtocolError says what is wrong with it."""
         if not _HEADER.size <= len(data) <= MAX_DESCRIPTION_BYTES:
             raise ProtocolError(f"mover_metadata: {len(data)} bytes")
-        magic, version, address, num_pages, page_bytes, *probe, lane_bytes = _HEADER.unpack_from(data)
+        magic, version, gpu, address, num_pages, page_bytes, *probe, lane_bytes = _HEADER.unpack_from(data)
         if (magic, version) != (_MAGIC, _VERSION):
             raise ProtocolError(f"mover_metadata: version {version} of {magic!r}, {_VERSION} of {_MAGIC!r} is known")
         if len(data) != _HEADER.size + lane_bytes:
@@ -165,4 +182,7 @@ class Description:
             raise ProtocolError(f"mover_metadata: {num_pages} pages of {page_bytes} bytes at {address:#x}")
         if not 1 <= probe[1] <= MAX_PROBE_PAGES or probe[0] + probe[1] * page_bytes > 1 << 64:
             raise ProtocolError(f"mover_metadata: {probe[1]} pages to probe at {probe[0]:#x}")
-        return cls(address, num_pages, page_bytes, probe[0], probe[1], data[_HEADER.size :])
+        if gpu < _HOST:
+            raise ProtocolError(f"mover_metadata: GPU {gpu}")
+        lane = data[_HEADER.size :]
+        return cls(address, num_pages, page_bytes, probe[0], probe[1], lane, None if gpu == _HOST else gpu)

@@ -16,7 +16,7 @@ from pdserve.errors import ConfigError
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
-Device = Literal["auto", "cpu", "cuda"]
+Device = Literal["auto", "cpu", "cuda", "interpreter"]
 
 _Config = TypeVar("_Config", bound="ProcessConfig")
 
@@ -71,7 +71,8 @@ class WorkerConfig(ProcessConfig):
     dtype: Dtype = Field("auto", description="Type of weights and KV; auto takes the checkpoint's.")
     device: Device = Field(
         "auto",
-        description="Where the engine runs. auto is the CPU as long as pages in GPU memory cannot be handed off.",
+        description="Where the engine runs. auto is the CPU: cuda has not been tried on a GPU yet. interpreter, for "
+        "testing, is the GPU's engine on a CPU, in Triton's interpreter.",
     )
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights.")
     seed: int = Field(0, ge=0, lt=2**64, description="Seed of dummy weights.")
@@ -87,6 +88,10 @@ class WorkerConfig(ProcessConfig):
     kv_events_buffer_steps: int = Field(10_000, ge=1, description="Batches of KV events kept for replay.")
     mover: Literal["nixl", "collective"] = Field(
         "nixl", description="What carries pages between workers; collective is torch.distributed's gloo over TCP."
+    )
+    page_digest: Literal["auto", "xxh3", "splitmix64"] = Field(
+        "auto",
+        description="How digests of pages are taken, the same in both pools. auto: xxh3 on a CPU, splitmix64 on a GPU.",
     )
     test_fail_copies: float = Field(
         0.0, ge=0.0, le=1.0, description="For testing alone: share of the copies between workers that are made to fail."

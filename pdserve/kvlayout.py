@@ -4,7 +4,10 @@ A page is one contiguous run `[layer][k|v][kv_head][slot][head_dim]`.
 """
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
+PageDigest = Literal["xxh3", "splitmix64"]  # how 64 bits are made of a page's bytes: `kvtransfer.digest`
+PAGE_DIGESTS: tuple[str, ...] = get_args(PageDigest)
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -20,6 +23,7 @@ class KvLayout:
     dtype: str  # a key of DTYPE_BYTES
     tp_size: int = 1
     tp_rank: int = 0
+    page_digest: PageDigest = "xxh3"
 
     @property
     def page_bytes(self) -> int:

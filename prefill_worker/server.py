@@ -40,7 +40,7 @@ async def assemble(
 ) -> AsyncIterator[Parts[Event, Command]]:
     """Set up what a prefill worker consists of, and take it down again."""
     copies = Copies(inbox)
-    mover = build_mover(config, identity.peer, kv_region(engine.runner), copies.stopped)
+    mover = build_mover(config, identity.peer, kv_region(engine), copies.stopped)
     core = PrefillCore(engine.scheduler, engine.vocab_size, engine.layout.page_bytes, MAX_TASKS)
 
     async def hear(news: FromReceivers) -> None:

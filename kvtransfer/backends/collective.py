@@ -5,7 +5,7 @@ its description, and the two become a group; then it names the pages of a slice 
 the group, and the receiver answers with one byte when they are all in their places.
 
 A receiver's thread writes only into the pages of its region. A peer's end, at any moment, ends its connection and its
-thread here, and nothing else. A group over NCCL would take tensors on a GPU; a region is memory of the CPU.
+thread here, and nothing else. A region must be memory of the host: gloo takes no other.
 """
 
 import hmac
@@ -202,4 +202,4 @@ class CollectiveMover(Pump[_Remote, _Slice]):
 
 
 def _row(region: Region, index: int) -> torch.Tensor:
-    return torch.from_numpy(region.row(index))
+    return torch.as_tensor(region.row(index))

@@ -49,14 +49,14 @@ class NixlLane:
     def __init__(self, agent_name: str, region: Region) -> None:
         self._agent = nixl.nixlAgent(agent_name, _agent_config())
         self._agent.createBackend("UCX", {})
-        pages = (region.address, region.view.nbytes, 0, "")
-        probe = (region.probe_address, region.probe.nbytes, 0, "")
-        self._memory = nixl.nixlRegDList(nixl.DRAM_SEG, [pages, probe])
+        segment, gpu = _memory_of(region)
+        pages = (region.address, region.num_pages * region.page_bytes, gpu, "")
+        probe = (region.probe_address, len(region.probe) * region.page_bytes, gpu, "")
+        self._memory = nixl.nixlRegDList(segment, [pages, probe])
         self._agent.registerMem(self._memory, [])
         self._region = region  # stays alive while UCX may read it
-        self._pages = self._prepare(
-            nixl.NIXL_INIT_AGENT, (region.address, region.num_pages), (region.probe_address, len(region.probe))
-        )
+        runs = (region.address, region.num_pages), (region.probe_address, len(region.probe))
+        self._pages = self._prepare(nixl.NIXL_INIT_AGENT, region, *runs)
         self.metadata: bytes = self._agent.getLocalMD()
 
     def open(self, description: Description) -> _Remote:
@@ -67,7 +67,7 @@ class NixlLane:
         try:
             pages = (description.address, description.num_pages)
             probe = (description.probe_address, description.num_probe_pages)
-            return _Remote(agent, self._prepare(agent, pages, probe))
+            return _Remote(agent, self._prepare(agent, description, pages, probe))
         except _ERRORS as error:
             self._drop(agent)
             raise LaneError(_words(error)) from error
@@ -114,11 +114,12 @@ class NixlLane:
             raise SliceLostError(str(status))
         return True
 
-    def _prepare(self, agent: str, *memory: tuple[int, int]) -> int:
+    def _prepare(self, agent: str, owner: Region | Description, *memory: tuple[int, int]) -> int:
         """Prepare strided runs (address, num_pages), one after the other: descriptor i is page i, then probe memory."""
-        size = self._region.page_bytes
-        runs = np.array([[address, size, 0, size, num_pages] for address, num_pages in memory], np.uint64)
-        handle: int = self._agent.prepXferDlist(agent, nixl.DRAM_SEG, runs, [])
+        segment, gpu = _memory_of(owner)
+        size = owner.page_bytes
+        runs = np.array([[address, size, gpu, size, num_pages] for address, num_pages in memory], np.uint64)
+        handle: int = self._agent.prepXferDlist(agent, segment, runs, [])
         return handle
 
 
@@ -144,6 +145,11 @@ def _agent_config() -> nixl.nixlAgentConfig:
     config.useListenThread = False
     config.syncMode = nixl.NIXL_THREAD_SYNC_NONE
     return config
+
+
+def _memory_of(owner: Region | Description) -> tuple[nixl.nixl_mem_t, int]:
+    """Return which memory NIXL is to take pages for, and of which device."""
+    return (nixl.DRAM_SEG, 0) if owner.gpu is None else (nixl.VRAM_SEG, owner.gpu)
 
 
 def _words(error: Exception) -> str:

@@ -13,7 +13,6 @@ import numpy as np
 from pdserve.kvtransfer.backends.lane import Lane, LaneError, RemoteT, SliceLostError, SliceT
 from pdserve.kvtransfer.backends.probe import Probe
 from pdserve.kvtransfer.backends.progress import Progress
-from pdserve.kvtransfer.digest import page_digests
 from pdserve.kvtransfer.mover import CopyId, Description, Region
 from pdserve.kvtransfer.session import Pages
 
@@ -116,7 +115,7 @@ class Route(Generic[RemoteT, SliceT]):
             copy.num_in_flight += 1
             self.in_flight.append(InFlight(posted, copy, num_bytes))
             self.progress.posted(num_bytes, now_s)
-        copy.digests += page_digests(self._region.view, src)
+        copy.digests += self._region.digests(src)
         return True
 
     def spoil_probe(self) -> None:

@@ -1,6 +1,7 @@
 """Turns a worker's configuration into an engine: opens the checkpoint, loads the model, lays out the pages."""
 
 import hmac
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,11 +20,12 @@ from pdserve.engine.runner import Runner
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import ConfigError
-from pdserve.kvlayout import KvLayout
+from pdserve.kvlayout import KvLayout, PageDigest
 from pdserve.model.dummy import dummy_weights
 from pdserve.model.llama import Model
 from pdserve.model.loading import load_model
 
+KERNEL_DEVICES = ("cuda", "interpreter")  # on which an engine runs Triton's kernels
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -70,6 +72,7 @@ def build_engine(
         head_dim=model_config.head_dim,
         page_size=config.page_size,
         dtype=dtype,
+        page_digest=page_digest(config),
     )
     device = engine_device(config)
     num_pages = _pages_asked_for(config, layout, device)
@@ -83,7 +86,7 @@ def build_engine(
     limits = _limits(config, checkpoint, num_pages)
     names = PrefixNames(hmac.digest(secret, b"prefix cache", "sha256"), layout.weights_hash, config.page_size)
     return Engine(
-        runner=_runner(model, num_pages, config.page_size, limits),
+        runner=_runner(model, num_pages, config, limits),
         scheduler=Scheduler(KvCache(num_pages, config.page_size, names), limits),
         layout=layout,
         vocab_size=model_config.vocab_size,
@@ -95,9 +98,20 @@ def engine_device(config: WorkerConfig) -> torch.device:
     """Return where the engine runs; ConfigError if it is not there."""
     if config.device != "cuda":
         return torch.device("cpu")
+    if config.mover != "nixl":
+        raise ConfigError(f"mover: {config.mover} carries no pages of GPU memory; with device cuda it must be nixl")
     if not torch.cuda.is_available():
         raise ConfigError("device: cuda is asked for, and torch sees no CUDA device")
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def page_digest(config: WorkerConfig) -> PageDigest:
+    """Return how digests of pages are taken; ConfigError if the device cannot take the one asked for."""
+    if config.page_digest == "auto":
+        return "splitmix64" if config.device in KERNEL_DEVICES else "xxh3"
+    if config.device == "cuda" and config.page_digest != "splitmix64":
+        raise ConfigError(f"page_digest: {config.page_digest} is not taken of pages in GPU memory, splitmix64 is")
+    return config.page_digest
 
 
 def _limits(config: WorkerConfig, checkpoint: Checkpoint, num_pages: int) -> Limits:
@@ -133,17 +147,19 @@ def _pages_beside(model: Model, config: WorkerConfig, layout: KvLayout) -> int:
     return num_pages
 
 
-def _runner(model: Model, num_pages: int, page_size: int, limits: Limits) -> EngineRunner:
+def _runner(model: Model, num_pages: int, config: WorkerConfig, limits: Limits) -> EngineRunner:
     eos_token_ids = sorted(limits.eos_token_ids)
-    if model.embedding.device.type == "cpu":
-        return Runner(model, num_pages, page_size, eos_token_ids)
+    if config.device not in KERNEL_DEVICES:
+        return Runner(model, num_pages, config.page_size, eos_token_ids)
+    if config.device == "interpreter":
+        os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are imported
     from pdserve.engine.runner_cuda import CudaRunner, StepLimits  # noqa: PLC0415 - a CPU worker has no need of Triton
 
     step_limits = StepLimits(limits.max_num_seqs, limits.max_num_batched_tokens, limits.max_model_len)
     try:
-        runner = CudaRunner(model, num_pages, page_size, step_limits, eos_token_ids)
+        runner = CudaRunner(model, num_pages, config.page_size, step_limits, eos_token_ids)
     except ValueError as error:
-        raise ConfigError(f"device: cuda does not serve this model: {error}") from error
+        raise ConfigError(f"device: {config.device} does not serve this model: {error}") from error
     runner.capture()
     return runner
 

@@ -28,7 +28,6 @@ from pdserve.worker.kv_feed import KvFeed
 from pdserve.worker.kv_publisher import KvPublisher, PublisherSettings
 from pdserve.worker.link import FromRouter, Links, RouterGone
 from pdserve.worker.loop import Core, Inbox, Outbox, WorkerLoop
-from pdserve.worker.regions import require_movable
 from pdserve.worker.reporting import Reporter
 from pdserve.worker.threads import EngineThread
 from pdserve.worker.words import Cancelled, DrainAsked, PeerGone, Placed, RouterLost
@@ -69,7 +68,6 @@ Assemble = Callable[
 async def serve_worker(config: WorkerConfig, role: "link.Role.ValueType", assemble: Assemble[EventT, CommandT]) -> None:
     """Run a worker until it has drained (on SIGTERM, SIGINT or a router's word)."""
     configure_logging(config.worker_id, config.log_level)
-    require_movable(config.device)
     incarnation = Incarnation(config.incarnation) if config.incarnation else new_incarnation()
     identity = Identity(Peer(WorkerId(config.worker_id), incarnation), role, read_secret(config.secret_file))
     inbox: Inbox[EventT] = Inbox()

@@ -386,6 +386,7 @@ class KvLayout(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     TP_SIZE_FIELD_NUMBER: _builtins.int
     TP_RANK_FIELD_NUMBER: _builtins.int
+    PAGE_DIGEST_FIELD_NUMBER: _builtins.int
     weights_hash: _builtins.str
     """Fingerprint of weights and configuration."""
     num_layers: _builtins.int
@@ -402,6 +403,8 @@ class KvLayout(_message.Message):
     """Tensor-parallel degree."""
     tp_rank: _builtins.int
     """This worker's rank."""
+    page_digest: _builtins.str
+    """How a page's digest is taken: "xxh3" or "splitmix64"."""
     def __init__(
         self,
         *,
@@ -413,10 +416,11 @@ class KvLayout(_message.Message):
         dtype: _builtins.str = ...,
         tp_size: _builtins.int = ...,
         tp_rank: _builtins.int = ...,
+        page_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "page_size", b"page_size", "tp_rank", b"tp_rank", "tp_size", b"tp_size", "weights_hash", b"weights_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "head_dim", b"head_dim", "num_kv_heads", b"num_kv_heads", "num_layers", b"num_layers", "page_digest", b"page_digest", "page_size", b"page_size", "tp_rank", b"tp_rank", "tp_size", b"tp_size", "weights_hash", b"weights_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

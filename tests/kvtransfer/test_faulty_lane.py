@@ -40,7 +40,7 @@ def failures(share: float, seed: str) -> list[bool]:
     """Return which of some copies, each written after the last has stopped, have failed."""
     stopped = queue.SimpleQueue[CopyStopped]()
     pages = np.zeros((8, 16), np.uint8)
-    pump = Pump("faulty", FaultyLane(AtOnce(), share, seed), Region(0, 8, 16, pages, pages[:1]), stopped.put)
+    pump = Pump("faulty", FaultyLane(AtOnce(), share, seed), Region.of(pages), stopped.put)
     try:
         pump.attach(PEER, Description(0, 8, 16, 0, 1, b"").encode())
         ends = []

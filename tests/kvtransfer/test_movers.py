@@ -11,15 +11,14 @@ import pytest
 from mover_settings import NOBODY, NUM_PAGES, PAGE_BYTES, Setting, Target, pages
 
 from pdserve.errors import InvariantError, ProtocolError
-from pdserve.kvtransfer.digest import first_mismatch, page_digests
-from pdserve.kvtransfer.mover import CopyStopped, Description, ProbeError
+from pdserve.kvtransfer.mover import CopyStopped, Description, ProbeError, Region
 
 
 def test_the_pages_named_arrive_and_no_others(setting: Setting) -> None:
     writer, target = setting.attached()
     src, dst = pages(5, 0, 95), pages(3, 90, 4)
     stopped = writer.write(target, src, dst)
-    assert stopped.digests == page_digests(writer.view, src)
+    assert stopped.digests == Region.of(writer.view).digests(src)
     assert np.array_equal(target.view[list(dst)], writer.view[list(src)])
     assert set(target.view.any(axis=1).nonzero()[0]) == set(dst)
 
@@ -29,9 +28,10 @@ def test_digests_find_the_page_that_differs(setting: Setting) -> None:
     src, dst = pages(*range(8)), pages(*range(20, 28))
     digests = writer.write(target, src, dst).digests
     assert digests is not None
-    assert first_mismatch(target.view, dst, digests) is None
+    landed = Region.of(target.view)
+    assert landed.first_mismatch(dst, digests) is None
     target.view[25, PAGE_BYTES - 1] ^= 1
-    assert first_mismatch(target.view, dst, digests) == 5
+    assert landed.first_mismatch(dst, digests) == 5
 
 
 def test_many_copies_at_once_arrive_and_are_reported_in_their_order(setting: Setting) -> None:
@@ -40,7 +40,8 @@ def test_many_copies_at_once_arrive_and_are_reported_in_their_order(setting: Set
     ids = [writer.mover.write(target.peer, copy, copy) for copy in copies]
     reports = [writer.next_stopped() for _ in copies]
     assert [report.copy_id for report in reports] == ids
-    assert all(report.digests == page_digests(writer.view, c) for report, c in zip(reports, copies, strict=True))
+    taken = Region.of(writer.view).digests
+    assert [report.digests for report in reports] == [taken(copy) for copy in copies]
     written = sorted({page for copy in copies for page in copy})
     assert np.array_equal(target.view[written], writer.view[written])
 
@@ -158,8 +159,9 @@ def test_pages_of_another_size_are_refused(setting: Setting) -> None:
         lambda data: data + b"x",
         lambda data: b"XXXX" + data[4:],
         lambda data: data[:4] + b"\x00\x09" + data[6:],
-        lambda data: data[:6] + b"\xff" * 8 + data[14:],
-        lambda data: data[:14] + bytes(8) + data[22:],
+        lambda data: data[:6] + b"\xff\xff\xff\xfe" + data[10:],
+        lambda data: data[:10] + b"\xff" * 8 + data[18:],
+        lambda data: data[:18] + bytes(8) + data[26:],
         lambda data: data + bytes(1 << 20),
     ],
 )

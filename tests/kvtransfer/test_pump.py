@@ -105,10 +105,9 @@ class Rig:
 @pytest.fixture
 def rig() -> Iterator[Rig]:
     lane, clock, stopped = Lane(), FakeClock(), queue.SimpleQueue[CopyStopped]()
-    no_bytes = np.zeros((NUM_PAGES, 0), np.uint8)  # the lane moves none
-    pump = Pump(
-        "scripted", lane, Region(0, NUM_PAGES, PAGE_BYTES, no_bytes, no_bytes[:PROBE_PAGES]), stopped.put, clock
-    )
+    rows = np.broadcast_to(np.uint8(0), (NUM_PAGES, PAGE_BYTES))  # of no memory: the lane moves nothing
+    region = Region(rows, rows[:PROBE_PAGES], 0, 0, lambda pages: (0,) * len(pages))
+    pump = Pump("scripted", lane, region, stopped.put, clock)
     pump.attach(FIRST, DESCRIPTION)
     yield Rig(lane, clock, pump, stopped)
     pump.close()

@@ -7,8 +7,7 @@ import torch
 
 from pdserve.config import PrefillWorkerConfig
 from pdserve.errors import ConfigError
-from pdserve.worker.boot import engine_device
-from pdserve.worker.regions import require_movable
+from pdserve.worker.boot import engine_device, page_digest
 
 
 def config_of(**settings: object) -> PrefillWorkerConfig:
@@ -16,18 +15,34 @@ def config_of(**settings: object) -> PrefillWorkerConfig:
     return PrefillWorkerConfig.model_validate(given)
 
 
-def test_left_to_itself_a_worker_runs_where_its_pages_can_be_handed_off() -> None:
-    device = config_of().device
-    require_movable(device)
+def test_left_to_itself_a_worker_runs_on_the_cpu() -> None:
     assert engine_device(config_of()) == torch.device("cpu")
-
-
-def test_a_worker_whose_pages_could_not_be_handed_off_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^device: cuda is not supported by workers"):
-        require_movable(config_of(device="cuda").device)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^device: cuda is asked for, and torch sees no CUDA device"):
         engine_device(config_of(device="cuda"))
+
+
+def test_a_mover_that_cannot_reach_gpu_memory_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^mover: collective carries no pages of GPU memory"):
+        engine_device(config_of(device="cuda", mover="collective"))
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "taken"),
+    [
+        ("cpu", "auto", "xxh3"),
+        ("cuda", "auto", "splitmix64"),
+        ("interpreter", "auto", "splitmix64"),
+        ("cpu", "splitmix64", "splitmix64"),
+    ],
+)
+def test_a_gpu_takes_the_digest_that_it_computes_in_place(device: str, asked: str, taken: str) -> None:
+    assert page_digest(config_of(device=device, page_digest=asked)) == taken
+
+
+def test_a_digest_that_a_gpu_does_not_take_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^page_digest: xxh3 is not taken of pages in GPU memory"):
+        page_digest(config_of(device="cuda", page_digest="xxh3"))

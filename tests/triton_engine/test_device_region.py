@@ -1,0 +1,61 @@
+"""Pages whose digests a kernel takes where they lie are handed off like any others."""
+
+import queue
+
+import numpy as np
+import pytest
+import torch
+
+from pdserve.ids import Incarnation, PageId, WorkerId
+from pdserve.kvtransfer.backends.loopback import LoopbackMover
+from pdserve.kvtransfer.backends.nixl import NixlMover
+from pdserve.kvtransfer.mover import CopyStopped, Description, Mover, OnStopped, Region
+from pdserve.kvtransfer.session import Peer
+from pdserve.worker.regions import device_region
+
+NUM_PAGES, PAGE_BYTES = 12, 3 * 8192 + 40
+SRC, DST = tuple(map(PageId, (1, 5, 0))), tuple(map(PageId, (7, 2, 11)))
+TARGET = Peer(WorkerId("target"), Incarnation(1))
+
+
+def some_pages() -> torch.Tensor:
+    return torch.randint(0, 256, (NUM_PAGES, PAGE_BYTES), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
+
+
+def mover_of(kind: str, name: str, region: Region, on_stopped: OnStopped) -> Mover:
+    if kind == "loopback":
+        return LoopbackMover(region, on_stopped)
+    return NixlMover(Peer(WorkerId(name), Incarnation(1)), region, on_stopped)
+
+
+def test_a_kernels_digests_are_the_hosts() -> None:
+    pages = some_pages()
+    assert device_region(pages).digests(SRC) == Region.of(pages.numpy(), "splitmix64").digests(SRC)
+
+
+@pytest.mark.parametrize("kind", ["loopback", "nixl"])
+def test_a_copy_between_tensors_carries_digests_that_agree_on_both_sides(kind: str) -> None:
+    mine, theirs = some_pages(), torch.zeros((NUM_PAGES, PAGE_BYTES), dtype=torch.uint8)
+    target = device_region(theirs)
+    stopped: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
+    writer = mover_of(kind, "writer", device_region(mine), stopped.put)
+    receiver = mover_of(kind, "target", target, lambda _: None)
+    try:
+        writer.attach(TARGET, receiver.describe())
+        writer.write(TARGET, SRC, DST)
+        digests = stopped.get(timeout=20).digests
+    finally:
+        writer.close()
+        receiver.close()
+    assert digests is not None
+    assert np.array_equal(theirs[list(DST)], mine[list(SRC)])
+    assert target.first_mismatch(DST, digests) is None
+    theirs[DST[1], 100] ^= 1
+    assert target.first_mismatch(DST, digests) == 1
+
+
+def test_a_region_of_a_gpu_says_whose_memory_it_is() -> None:
+    pages = some_pages()
+    region = Region(pages, pages[:1], pages.data_ptr(), pages.data_ptr(), lambda _: (), gpu=2)
+    assert Description.decode(region.describe(b"lane")).gpu == 2
+    assert Description.decode(Region.of(pages.numpy()).describe(b"lane")).gpu is None
