@@ -17,34 +17,33 @@ _ERROR_WEIGHT = 0.05  # of the latest step in the running mean of relative error
 _KNOWN = 32  # steps seen, after which the curve says what is normal
 _OUTLIER_WEIGHT = 0.05  # a step counts as so long at most that it moves what is learnt by about this share
 
-_Row = tuple[float, float, float]
 Point = tuple[float, float]  # each, context
+_DIAGONAL = (0, 3, 5)  # of a symmetric matrix kept as its upper half: 00 01 02 11 12 22
 
 
 class _Equations:
     """Normal equations of steps, over relative errors."""
 
     def __init__(self) -> None:
-        self.products = [[0.0] * 3 for _ in range(3)]
+        self.products = [0.0] * 6  # the upper half of a symmetric matrix
         self.sums = [0.0] * 3
 
     def decay(self, keep: float) -> None:
-        self.products = [[keep * value for value in row] for row in self.products]
+        self.products = [keep * value for value in self.products]
         self.sums = [keep * value for value in self.sums]
 
     def add(self, point: Point, seconds: float, scale_s: float, weight: float) -> None:
         """Add a step; errors are taken relative to `scale_s`."""
-        row: _Row = (1.0 / scale_s, point[0] / scale_s, point[1] / scale_s)
-        for i, left in enumerate(row):
-            self.sums[i] += weight * left * seconds / scale_s
-            for j, right in enumerate(row):
-                self.products[i][j] += weight * left * right
+        x, y, z = 1.0 / scale_s, point[0] / scale_s, point[1] / scale_s
+        left_x, left_y, left_z = weight * x, weight * y, weight * z
+        row = (left_x * x, left_x * y, left_x * z, left_y * y, left_y * z, left_z * z)
+        self.products = [value + more for value, more in zip(self.products, row, strict=True)]
+        sums = (left_x * seconds / scale_s, left_y * seconds / scale_s, left_z * seconds / scale_s)
+        self.sums = [value + more for value, more in zip(self.sums, sums, strict=True)]
 
     def plus(self, other: "_Equations") -> "_Equations":
         both = _Equations()
-        both.products = [
-            [a + b for a, b in zip(*rows, strict=True)] for rows in zip(self.products, other.products, strict=True)
-        ]
+        both.products = [a + b for a, b in zip(self.products, other.products, strict=True)]
         both.sums = [a + b for a, b in zip(self.sums, other.sums, strict=True)]
         return both
 
@@ -95,9 +94,11 @@ class Fit:
         """Move the curve to the best one without negative coefficients."""
         self._num_unsolved = 0
         known = self._seen.plus(self._start)
-        scale = [known.products[i][i] ** 0.5 or 1.0 for i in range(3)]
+        scale = [known.products[i] ** 0.5 or 1.0 for i in _DIAGONAL]
         now = (self.curve.step_s, self.curve.each_s, self.curve.context_s)
-        products = [[known.products[i][j] / (scale[i] * scale[j]) for j in range(3)] for i in range(3)]
+        xx, xy, xz, yy, yz, zz = known.products
+        rows = ((xx, xy, xz), (xy, yy, yz), (xz, yz, zz))
+        products = [[rows[i][j] / (scale[i] * scale[j]) for j in range(3)] for i in range(3)]
         sums = [known.sums[i] / scale[i] + _ANCHOR * now[i] * scale[i] for i in range(3)]
         for i in range(3):
             products[i][i] += _ANCHOR
@@ -109,6 +110,8 @@ class Fit:
             loss = -sum(sums[i] * solved[i] for i in subset)
             if loss < best_loss:
                 best, best_loss = solved, loss
+            if len(subset) == 3:
+                break  # no condition binds: no other set does better
         if best is not None:
             self.curve = Curve(best[0] / scale[0], best[1] / scale[1], best[2] / scale[2])
 

@@ -76,13 +76,16 @@ class LeapingScheduler(Scheduler):
             left = length_of(job.request_id) - num_output
             if left < shortest:  # noqa: PLR1730 - a call costs more here
                 shortest = left
-        while shortest > 0 and self._pages_needed(shortest) > self.cache.pool.num_free:
+        while shortest > 0 and not self._has_pages(shortest):
             shortest //= 2
         return max(0, shortest)
 
-    def _pages_needed(self, num_steps: int) -> int:
-        size = self.cache.page_size
-        return sum([-(-(s.computed + num_steps) // size) - len(s.pages) for s in self._running])
+    def _has_pages(self, num_steps: int) -> bool:
+        """Return whether there are pages for that many steps of all that runs."""
+        running, size, num_free = self._running, self.cache.page_size, self.cache.pool.num_free
+        if len(running) * -(-num_steps // size) <= num_free:  # as many as they can need
+            return True
+        return sum([-(-(s.computed + num_steps) // size) - len(s.pages) for s in running]) <= num_free
 
     def batch(self) -> tuple[int, int]:
         """Return how many sequences the next decode step has, and how many KV tokens they read."""
@@ -94,14 +97,16 @@ class LeapingScheduler(Scheduler):
 
     def take_pages(self, num_steps: int) -> None:
         """Take the pages that the first steps of the leap under way have written to, before others are given any."""
+        size = self.cache.page_size
         for sequence in self._leaping():
-            self._add_pages(sequence, num_steps)
+            if sequence.computed + num_steps > len(sequence.pages) * size:
+                self._add_pages(sequence, num_steps)
 
     def can_go_on(self, num_steps: int) -> bool:
         """Return whether the leap under way may do that many steps: nothing has come, and there are pages for it."""
         step = self._steps[0]
         unchanged = not self._waiting and len(self._running) == len(step.sequences) and not step.dropped
-        return unchanged and self._pages_needed(num_steps) <= self.cache.pool.num_free
+        return unchanged and self._has_pages(num_steps)
 
     def leap(self, num_steps: int) -> StepPlan:
         """Do that many steps but the last one of sequences of which something is to be told: return that one.
@@ -109,12 +114,12 @@ class LeapingScheduler(Scheduler):
         Told is of sequences that end, and of those that have not run before.
         """
         chunks: list[Chunk] = []
-        leaping = self._leaping()
-        length_of, ahead = self._output_length, [OTHER] * num_steps
-        for sequence in leaping:
+        length_of, ahead, size = self._output_length, [OTHER] * num_steps, self.cache.page_size
+        for sequence in self._leaping():
             job, tokens = sequence.job, sequence.tokens
             left = length_of(job.request_id) - len(tokens) + job.num_prompt_tokens
-            self._add_pages(sequence, num_steps)
+            if sequence.computed + num_steps > len(sequence.pages) * size:
+                self._add_pages(sequence, num_steps)
             if left > num_steps and sequence.has_run:
                 tokens.extend(ahead)
                 sequence.computed += num_steps
@@ -130,9 +135,8 @@ class LeapingScheduler(Scheduler):
         return [s for s in step.sequences if s not in step.dropped] if step.dropped else step.sequences
 
     def _add_pages(self, sequence: Sequence, num_steps: int) -> None:
+        """Take the pages that a sequence does not have yet for that many steps."""
         last = sequence.computed + num_steps
-        if last <= len(sequence.pages) * self.cache.page_size:
-            return
         pages = self.cache.take(self.cache.num_pages(last) - len(sequence.pages))
         if pages is None:
             raise InvariantError("a leap ran out of pages")

@@ -63,8 +63,9 @@ class SimWorker:
 
     def _take_in(self) -> None:
         now_s, leap = self._timeline.now_s, self._leap
-        if leap is not None:
-            self.scheduler.take_pages(leap.num_begun(now_s))
+        if leap is not None and (num_begun := leap.num_begun(now_s)) > leap.num_with_pages:
+            self.scheduler.take_pages(num_begun)
+            leap.num_with_pages = num_begun
         inbox, self._inbox = self._inbox, []
         for event in inbox:
             self.perform(self, self.core.handle(event, now_s), None, 0.0)  # type: ignore[arg-type]
@@ -126,6 +127,7 @@ class _Leap:
         self.num_steps = num_steps
         self.sequences = sequences
         self.kv_tokens = kv_tokens  # that the first step reads
+        self.num_with_pages = 0  # of its steps: their pages are taken
         self._first_s = curve.seconds(sequences, kv_tokens)
         self._rise_s = curve.context_s * sequences  # each step reads one token a sequence more
 
