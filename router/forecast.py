@@ -19,7 +19,6 @@ from pdserve.router.view import WorkerView
 
 _LEARN = 0.02  # weight of the latest answer in running means
 _UNKNOWN_BUDGET = 2048
-_PAGES_BESIDE = 1.5  # of a sequence: its last one is half full, and one is kept for it to grow into
 _LOCAL_S = 2.0  # over which, at least, the share of prompts in a decode worker's time is taken
 _SEQUENCES_S = 10.0  # over which, at least, the rate of sequences is taken
 _RATE_S = 2.0  # over which the rate of prompt tokens is taken
@@ -62,7 +61,7 @@ class Forecast:
         self.prefixes = PrefixTable()
         self.lengths = AnswerLengths()
         self.decoding_s = 2.0  # running mean of the time from first to last token
-        self._knows_arrivals = knows_arrivals
+        self.knows_arrivals = knows_arrivals
         self.ttft_bias = {True: Bias(), False: Bias()}  # by whether a decode worker computes the prompt
         self.ttft_margins = {True: Margin(), False: Margin()}
         # The same decode workers run the steps: with a bias or a margin of its own, a way could be shunned for good,
@@ -154,74 +153,25 @@ class Forecast:
         fresh = max(1, prompt.num_tokens - cached)
         return self.costs[role].prefill_s(fresh, prompt.num_tokens**2 - cached**2, budget)
 
-    def decode_step_s(self, worker: WorkerView, prompt: Prompt, delay_s: float, later: tuple[float, float]) -> float:
-        """Predict a decode worker's mean step time while it runs this request, which joins `delay_s` from now.
-
-        `later`: how many tokens it will take part in, and the present moment. Of those that run now, a share will
-        have ended when it joins; all that are on their way will have come. From then on the batch goes towards what
-        arrivals and lengths of lately lead to.
-        """
-        num_later, now_s = later
-        num_all, width = worker.num_sequences, prompt.num_sequences
-        running = max(0, num_all - worker.num_arriving)
-        mean_kv = (worker.kv_tokens + prompt.num_tokens * width) / (num_all + width) + self.output_tokens / 2
-        costs, others = self.costs[Role.DECODE], float(running)
-        if self._knows_arrivals:
-            others = running * exp(-delay_s / self.decoding_s) + worker.num_arriving
-        alone_s = costs.decode_s(others + width, (others + width) * mean_kv)
-        slowdown = costs.decode_slowdown(self.machines.expected(worker, alone_s * num_later))
-        if self._knows_arrivals:
-            ratio = max(1e-6, alone_s * slowdown * num_later / self.decoding_s)
-            others += (self._steady(worker, now_s) - others) * (1 - (1 - exp(-ratio)) / ratio)
-            alone_s = costs.decode_s(others + width, (others + width) * mean_kv)
-        return alone_s * slowdown
-
     @property
     def _life_s(self) -> float:
         """Over which the rate of sequences is taken."""
         return max(_SEQUENCES_S, 2 * self.decoding_s)
 
-    def _sequences_a_second(self, worker: WorkerView, now_s: float) -> float:
+    def steady_sequences(self, worker: WorkerView, now_s: float) -> float:
+        """Return the batch of a decode worker that the present rate of sequences leads to."""
         sent = self._sequences.get(worker.link)
-        return 0.0 if sent is None else sent.rate(now_s, self._life_s)
-
-    def _steady(self, worker: WorkerView, now_s: float) -> float:
-        """Return the batch that the present rate of sequences leads to."""
-        steady = self._sequences_a_second(worker, now_s) * self.decoding_s
+        steady = 0.0 if sent is None else sent.rate(now_s, self._life_s) * self.decoding_s
         return min(steady, float(worker.registration.max_num_seqs))
-
-    def has_room(self, worker: WorkerView, prompt: Prompt) -> bool:
-        """Return whether a decode worker will probably have pages and a row for a request."""
-        present = worker.num_sequences if self._knows_arrivals else worker.num_sequences - worker.num_arriving
-        count = present + prompt.num_sequences
-        coming = prompt.num_tokens + self.output_tokens * prompt.num_sequences
-        held = worker.kv_tokens * present / max(1, worker.num_sequences)
-        kv_tokens = held + present * self.output_tokens / 2 + coming
-        kv_tokens += _PAGES_BESIDE * worker.registration.layout.page_size * count
-        is_empty = present == 0
-        return is_empty or (count <= worker.registration.max_num_seqs and kv_tokens <= 0.95 * worker.kv_capacity)
 
     def local_s(self, worker: WorkerView, now_s: float) -> float:
         """Return the seconds that a decode worker spends on prompts, over about one sequence's life."""
         local = self._local.get(worker.link)
         return 0.0 if local is None else local.now(now_s, max(_LOCAL_S, self.decoding_s))
 
-    def local_share(self, worker: WorkerView, extra_s: float, now_s: float) -> float:
-        """Return the share of a decode worker's time that goes to prompts, with `extra_s` more of them."""
-        return min(0.9, (self.local_s(worker, now_s) + extra_s) / max(_LOCAL_S, self.decoding_s))
-
-    def local_prefill_s(self, worker: WorkerView, prompt: Prompt, step_s: float) -> float:
-        """Predict when the first token comes from a decode worker that goes on decoding meanwhile."""
-        fresh, work = uncached(prompt, worker.link)
-        costs, running = self.costs[Role.DECODE], worker.num_sequences
-        budget, waiting_work = max(1, worker.step_tokens - running), worker.pending_prefill_work + work
-        queued = worker.pending_prefill_tokens
-        num_steps = -(-(queued + fresh) // budget)
-        if not running:
-            return costs.prefill_s(queued + fresh, waiting_work, budget)
-        marginal_s = max(0.0, step_s - costs.prefill.step_s)
-        total_s = costs.prefill_s(queued + fresh, waiting_work, budget) + num_steps * marginal_s
-        return total_s + step_s / 2  # the step that runs has to end first
+    def local_share(self, local_s: float) -> float:
+        """Return the share of a decode worker's time that so many seconds of prompts are."""
+        return min(0.9, local_s / max(_LOCAL_S, self.decoding_s))
 
     def handoff_s(self, prefill: WorkerView, decode: WorkerView, prompt: Prompt) -> float:
         """Predict what of a hand-off is left after the first token, on an idle link: its last chunk."""

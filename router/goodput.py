@@ -12,7 +12,8 @@ from math import inf
 
 from pdserve.errors import Status
 from pdserve.router.events import LinkId, Role
-from pdserve.router.forecast import Forecast, Prompt, uncached
+from pdserve.router.forecast import Forecast, Prompt
+from pdserve.router.outlook import Outlook
 from pdserve.router.placement import Decision, Demand, Group, Held, Pair, Placed, Rejected
 from pdserve.router.view import WorkerView
 
@@ -55,45 +56,39 @@ class Goodput:
 
     def _options(self, group: Group, prompt: Prompt, demand: Demand) -> Iterator[_Option]:
         """Yield the best hand-off of a group, and the best decode worker to do it all."""
+        later = self._num_later(demand), demand.now_s
+        outlooks = [Outlook(self._forecast, worker, prompt, later) for worker in group.decodes]
         if group.prefills:
-            yield self._handoff(group, prompt, demand)
+            yield self._handoff(group, outlooks, prompt, demand)
         if group.local and demand.needs_decode:
-            yield min((self._local(worker, prompt, demand) for worker in group.decodes), key=_merit(demand))
+            yield min((self._local(outlook, later[0]) for outlook in outlooks), key=_merit(demand))
 
-    def _handoff(self, group: Group, prompt: Prompt, demand: Demand) -> _Option:
-        forecast, now_s = self._forecast, demand.now_s
-        ttfts = [(forecast.prefill_s(worker, prompt, now_s), worker) for worker in group.prefills]
-        ttft_s, prefill = _draw(ttfts, demand.draw)
-        if not group.decodes:
-            ttft_s *= forecast.ttft_bias[False].factor
-            return _Option(Pair(prefill, None), ttft_s, 0.0, ttft_s, True)
-        later, steps = (self._num_later(demand), now_s), []
-        for worker in group.decodes:
-            step_s = forecast.decode_step_s(worker, prompt, ttft_s, later)
-            step_s /= 1 - forecast.local_share(worker, 0.0, now_s)
-            steps.append((step_s + _no_room_s(forecast.has_room(worker, prompt)), worker))
-        score_s, decode = _draw(steps, demand.draw // 4099)
-        has_room = forecast.has_room(decode, prompt)
-        step_s = score_s - _no_room_s(has_room)
-        joins_s = forecast.handoff_s(prefill, decode, prompt) + step_s / 2
-        tpot_s = step_s + joins_s / later[0]
-        ttft_s, tpot_s = forecast.ttft_bias[False].factor * ttft_s, forecast.tpot_bias[False].factor * tpot_s
-        return _Option(Pair(prefill, decode), ttft_s, tpot_s, ttft_s + tpot_s * later[0], has_room)
-
-    def _local(self, worker: WorkerView, prompt: Prompt, demand: Demand) -> _Option:
+    def _handoff(self, group: Group, outlooks: list[Outlook], prompt: Prompt, demand: Demand) -> _Option:
         forecast = self._forecast
-        num_later = self._num_later(demand)
-        step_s = forecast.decode_step_s(worker, prompt, 0.0, (num_later, demand.now_s))
-        ttft_s = forecast.local_prefill_s(worker, prompt, step_s)
-        compute_s = forecast.costs[Role.DECODE].prefill.marginal_s(*uncached(prompt, worker.link))
-        share = forecast.local_share(worker, compute_s, demand.now_s)
+        prefills = [(forecast.prefill_s(worker, prompt, demand.now_s), worker) for worker in group.prefills]
+        ttft_s, prefill = prefills[_draw(prefills, demand.draw)]
+        biased_s = forecast.ttft_bias[False].factor * ttft_s
+        if not outlooks:
+            return _Option(Pair(prefill, None), biased_s, 0.0, biased_s, True)
+        steps_s = [each.step_s(ttft_s) / (1 - each.local_share(with_prompt=False)) for each in outlooks]
+        scored = [(step_s + _no_room_s(each), each.worker) for step_s, each in zip(steps_s, outlooks, strict=True)]
+        chosen = _draw(scored, demand.draw // 4099)
+        step_s, decode, num_later = steps_s[chosen], outlooks[chosen].worker, self._num_later(demand)
+        joins_s = forecast.handoff_s(prefill, decode, prompt) + step_s / 2
+        tpot_s = forecast.tpot_bias[False].factor * (step_s + joins_s / num_later)
+        cost_s = biased_s + tpot_s * num_later
+        return _Option(Pair(prefill, decode), biased_s, tpot_s, cost_s, outlooks[chosen].has_room)
+
+    def _local(self, outlook: Outlook, num_later: float) -> _Option:
+        forecast, worker, compute_s = self._forecast, outlook.worker, outlook.compute_s
+        step_s = outlook.step_s(0.0)
+        ttft_s = forecast.ttft_bias[True].factor * outlook.prefill_s(step_s)
         waiting_s = forecast.costs[Role.DECODE].prefill.each_s * worker.pending_prefill_tokens
         stalled_s = step_s + (waiting_s + compute_s) / max(1.0, forecast.output_tokens / 2)
-        tpot_s = forecast.tpot_bias[True].factor * max(step_s / (1 - share), stalled_s)
-        ttft_s *= forecast.ttft_bias[True].factor
+        tpot_s = forecast.tpot_bias[True].factor * max(step_s / (1 - outlook.local_share(with_prompt=True)), stalled_s)
         harm_s = compute_s * worker.num_sequences
         cost_s = ttft_s + tpot_s * num_later + harm_s
-        return _Option(Pair(None, worker), ttft_s, tpot_s, cost_s, forecast.has_room(worker, prompt))
+        return _Option(Pair(None, worker), ttft_s, tpot_s, cost_s, outlook.has_room)
 
     def _num_later(self, demand: Demand) -> float:
         return max(1.0, self._forecast.lengths.expected(demand.max_tokens) - 1)
@@ -204,12 +199,12 @@ class _Merit:
         return not keeps, option.cost_s
 
 
-def _draw(scored: list[tuple[float, WorkerView]], draw: int) -> tuple[float, WorkerView]:
-    """Return one of the best: of those nearly as good as the best, the better of two drawn at random."""
-    least = min(score for score, _ in scored)
-    near = [entry for entry in scored if entry[0] <= least * (1 + _NEAR) + _NEAR_S]
+def _draw(scored: list[tuple[float, WorkerView]], draw: int) -> int:
+    """Return the place of one of the best: of those nearly as good as the best, the better of two drawn at random."""
+    least = min([score for score, _ in scored])
+    near = [place for place, (score, _) in enumerate(scored) if score <= least * (1 + _NEAR) + _NEAR_S]
     one, other = near[draw % len(near)], near[(draw // 65537) % len(near)]
-    return min(one, other, key=_fullness)
+    return one if one == other else min(one, other, key=lambda place: _fullness(scored[place]))
 
 
 def _fullness(entry: tuple[float, WorkerView]) -> tuple[float, int, LinkId]:
@@ -217,9 +212,9 @@ def _fullness(entry: tuple[float, WorkerView]) -> tuple[float, int, LinkId]:
     return score, worker.num_placed, worker.link
 
 
-def _no_room_s(has_room: bool) -> float:
+def _no_room_s(outlook: Outlook) -> float:
     """Return what makes a decode worker without room the last choice."""
-    return 0.0 if has_room else 1.0
+    return 0.0 if outlook.has_room else 1.0
 
 
 def _crowding(groups: Seq[Group]) -> float:

@@ -1,0 +1,79 @@
+"""What a decode worker would be to one request: how long its steps take, and whether it has room. Pure.
+
+One outlook serves both ways to give it the request: by a hand-off, once the prompt is computed, or with its prompt now.
+"""
+
+from math import exp
+
+from pdserve.router.events import Role
+from pdserve.router.forecast import Forecast, Prompt, uncached
+from pdserve.router.view import WorkerView
+
+_PAGES_BESIDE = 1.5  # of a sequence: its last one is half full, and one is kept for it to grow into
+
+
+class Outlook:
+    """One decode worker, for one prompt at one moment."""
+
+    def __init__(self, forecast: Forecast, worker: WorkerView, prompt: Prompt, later: tuple[float, float]) -> None:
+        """`later`: how many tokens the request will take part in, and the present moment."""
+        num_all, width = worker.num_sequences, prompt.num_sequences
+        self.worker = worker
+        self._forecast = forecast
+        self._costs = forecast.costs[Role.DECODE]
+        self._num_later, now_s = later
+        self._width = width
+        self._num_arriving = worker.num_arriving
+        self._num_running = max(0, num_all - worker.num_arriving)
+        self._mean_kv = (worker.kv_tokens + prompt.num_tokens * width) / (num_all + width) + forecast.output_tokens / 2
+        self._steady = forecast.steady_sequences(worker, now_s)
+        self._local_s = forecast.local_s(worker, now_s)
+        self._fresh, self._work = uncached(prompt, worker.link)
+        self.compute_s = self._costs.prefill.marginal_s(self._fresh, self._work)  # of the prompt, beside decoding
+        self.has_room = self._find_room(prompt)
+
+    def step_s(self, delay_s: float) -> float:
+        """Predict the mean step time while this worker runs the request, which joins `delay_s` from now.
+
+        Of those that run now, a share will have ended when it joins; all that are on their way will have come. From
+        then on the batch goes towards what arrivals and lengths of lately lead to.
+        """
+        forecast, costs, width, others = self._forecast, self._costs, self._width, float(self._num_running)
+        decoding_s, knows_arrivals = forecast.decoding_s, forecast.knows_arrivals
+        if knows_arrivals:
+            others = others * exp(-delay_s / decoding_s) + self._num_arriving
+        alone_s = costs.decode_s(others + width, (others + width) * self._mean_kv)
+        slowdown = costs.decode_slowdown(forecast.machines.expected(self.worker, alone_s * self._num_later))
+        if knows_arrivals:
+            ratio = max(1e-6, alone_s * slowdown * self._num_later / decoding_s)
+            others += (self._steady - others) * (1 - (1 - exp(-ratio)) / ratio)
+            alone_s = costs.decode_s(others + width, (others + width) * self._mean_kv)
+        return alone_s * slowdown
+
+    def local_share(self, *, with_prompt: bool) -> float:
+        """Return the share of this worker's time that goes to prompts, with this one or without."""
+        return self._forecast.local_share(self._local_s + (self.compute_s if with_prompt else 0.0))
+
+    def prefill_s(self, step_s: float) -> float:
+        """Predict when the first token comes if this worker computes the prompt, and goes on decoding meanwhile."""
+        worker, costs, running = self.worker, self._costs, self.worker.num_sequences
+        budget, work = max(1, worker.step_tokens - running), worker.pending_prefill_work + self._work
+        num_tokens = worker.pending_prefill_tokens + self._fresh
+        total_s = costs.prefill_s(num_tokens, work, budget)
+        if not running:
+            return total_s
+        total_s += -(-num_tokens // budget) * max(0.0, step_s - costs.prefill.step_s)
+        return total_s + step_s / 2  # the step that runs has to end first
+
+    def _find_room(self, prompt: Prompt) -> bool:
+        """Return whether there will probably be pages and a row for the request."""
+        worker, mean_tokens = self.worker, self._forecast.output_tokens
+        present = worker.num_sequences if self._forecast.knows_arrivals else worker.num_sequences - worker.num_arriving
+        if present == 0:
+            return True
+        count = present + self._width
+        coming = prompt.num_tokens + mean_tokens * self._width
+        held = worker.kv_tokens * present / max(1, worker.num_sequences)
+        kv_tokens = held + present * mean_tokens / 2 + coming
+        kv_tokens += _PAGES_BESIDE * worker.registration.layout.page_size * count
+        return count <= worker.registration.max_num_seqs and kv_tokens <= 0.95 * worker.kv_capacity
