@@ -3,7 +3,7 @@
 import gc
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdserve.sim.chaos import Chaos
 from pdserve.sim.clients import Answer, Wish
@@ -16,6 +16,7 @@ LEASE_S = 5.0  # a decode worker's grant that was never placed is given back
 FREE_S = 5.0  # and then, until every page is free
 STOP_S = 0.1  # without faults, a worker hears of a request's end before that
 LOOK_S = 0.25
+TRACE_LENGTH = 20_000  # notes that a story is told from
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +36,9 @@ class Outcome:
 class Simulation:
     """A world with a cluster, its clients and its misfortunes."""
 
-    def __init__(self, scenario: Scenario) -> None:
+    def __init__(self, scenario: Scenario, trace_length: int = 0) -> None:
         self.scenario = scenario
-        self.world = World(scenario.seed)
+        self.world = World(scenario.seed, trace_length)
         self.cluster = Cluster(self.world, scenario)
         self.chaos = Chaos(self.cluster, scenario)
         self.ends: Counter[str] = Counter()
@@ -109,10 +110,15 @@ class Simulation:
 
 
 def simulate(seed: int, num_requests: int = 200) -> Outcome:
-    """Run one seed."""
+    """Run one seed. One that fails is run again, with a trace, to tell its story."""
     gc.disable()  # a seed leaves little garbage before its end, and looking for it takes a third of the time
     try:
-        return _outcome(Simulation(draw(seed, num_requests)))
+        scenario = draw(seed, num_requests)
+        outcome = _outcome(Simulation(scenario))
+        if not outcome.violation:
+            return outcome
+        again = _outcome(Simulation(scenario, TRACE_LENGTH))
+        return replace(again, violation=outcome.violation)
     finally:
         gc.collect(0)
         gc.enable()
@@ -127,7 +133,6 @@ def _outcome(simulation: Simulation) -> Outcome:
     except ViolationError as error:
         violation = str(error)
         story = tuple(world.story(error.request_id))
-    world.trace.clear()  # holds most of what was made, which needs no looking for when it is let go here
     return Outcome(
         seed=simulation.scenario.seed,
         num_events=world.num_events,
