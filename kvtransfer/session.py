@@ -97,8 +97,7 @@ def mint_capability(
 
     `key` is random per decode process and never leaves it. Every field has a fixed width, so no two grants share one.
     """
-    mac = hmac.new(key, handoff.request_id, hashlib.sha256)
-    mac.update(handoff.attempt.to_bytes(4, "big") + region.to_bytes(4, "big"))
+    fields = [handoff.request_id, handoff.attempt.to_bytes(4, "big"), region.to_bytes(4, "big")]
     for page, generation in zip(pages, generations, strict=True):
-        mac.update(page.to_bytes(8, "big") + generation.to_bytes(8, "big"))
-    return mac.digest()[:CAPABILITY_BYTES]
+        fields += page.to_bytes(8, "big"), generation.to_bytes(8, "big")
+    return hmac.digest(key, b"".join(fields), "sha256")[:CAPABILITY_BYTES]

@@ -25,9 +25,6 @@ class Share:
     arriving: bool = False  # its prompt is not computed yet
 
 
-_NOTHING = Share(0, 0)
-
-
 @value
 class RunningStep:
     """What a worker's running step probably computes of prompts: what waited when it began."""
@@ -130,10 +127,12 @@ class WorkerView:
 
         Only one prompt at a time is computed in part. Steps tell of other routers' prompts too, hence the bounds.
         """
-        shares = self.shares.values() if self._tokens else ()
-        head = next((share for share in shares if share.prefill_tokens), _NOTHING)
-        self._computed_tokens = _within(self._computed_tokens + step.prefill_tokens, head.prefill_tokens - 1)
-        self._computed_work = _within(self._computed_work + step.prefill_work, head.prefill_work)
+        if self._tokens:
+            head = next(share for share in self.shares.values() if share.prefill_tokens)
+            self._computed_tokens = _within(self._computed_tokens + step.prefill_tokens, head.prefill_tokens - 1)
+            self._computed_work = _within(self._computed_work + step.prefill_work, head.prefill_work)
+        else:
+            self._computed_tokens = self._computed_work = 0
         self.running = RunningStep(self.pending_prefill_tokens, self.pending_prefill_work, now_s).cut(self.step_tokens)
 
     def sequence_ended(self, key: PlacementKey) -> None:

@@ -4,16 +4,16 @@ Invariant: an indexed page still holds the KV that its name says; it leaves the 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from pdserve.engine.journal import Journal
 from pdserve.engine.pages import PagePool, Pages
 from pdserve.engine.prefix import PageName, PrefixIndex, PrefixNames
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId
+from pdserve.values import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Content:
     """What pages hold: tokens from position 0 on, under a salt."""
 
@@ -79,9 +79,9 @@ class KvCache:
     def check(self) -> None:
         """Raise InvariantError unless the pool adds up and no page under a writer is indexed."""
         self.pool.check()
-        for page in self._index.pages():
-            if not self.pool.is_free(page) and self.pool.holders(page) == 0:
-                raise InvariantError(f"page {page} is indexed, but granted or quarantined")
+        wrong = self.pool.set_aside(self._index.pages())
+        if wrong:
+            raise InvariantError(f"pages {sorted(wrong)} are indexed, but granted or quarantined")
 
     def _fresh(self, pages: Pages | None) -> Pages | None:
         if pages is not None:

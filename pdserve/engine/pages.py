@@ -64,6 +64,10 @@ class PagePool:
     def is_quarantined(self, page: PageId) -> bool:
         return page in self._quarantined
 
+    def set_aside(self, pages: Iterable[PageId]) -> set[PageId]:
+        """Return which of these pages are granted or quarantined: a peer may write to them."""
+        return (self._granted | self._quarantined).intersection(pages)
+
     def take(self, count: int) -> Pages | None:
         """Give `count` free pages one holder each, or None (and change nothing) if there are not enough."""
         pages = self._pop(count)
@@ -118,6 +122,9 @@ class PagePool:
 
     def check(self) -> None:
         """Raise InvariantError unless free, held, granted and quarantined pages partition the pool."""
+        held = [page for page, holders in enumerate(self._holders) if holders > 0]
+        if sorted([*self._free, *held, *self._granted, *self._quarantined]) == list(range(self.num_pages)):
+            return
         for page in map(PageId, range(self.num_pages)):
             states = (
                 page in self._free,

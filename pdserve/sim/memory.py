@@ -4,7 +4,7 @@ Writes are one-sided: the owner of the pages is not asked, so a write is judged 
 told by page and generation: no two grants ever name the same.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from pdserve.engine.kvcache import KvCache
 from pdserve.ids import Generation, PageId
@@ -13,8 +13,7 @@ from pdserve.sim.engine import FakeRunner
 from pdserve.sim.world import ViolationError
 
 
-@dataclass(frozen=True, slots=True)
-class Stamp:
+class Stamp(NamedTuple):
     """One page, as often as it had been given out when somebody was allowed to touch it."""
 
     page: PageId

@@ -71,9 +71,9 @@ class RouterProcess(Process):
         self.clients[event.request_id] = client
         self.post(event)
 
-    def post(self, event: Event) -> None:
-        """Handle an event now, or right after the one that is being handled."""
-        self._events.append(event)
+    def post(self, *events: Event) -> None:
+        """Handle events now, or right after the one that is being handled."""
+        self._events.extend(events)
         if self._is_busy:
             return
         self._is_busy = True
@@ -109,8 +109,7 @@ class RouterProcess(Process):
             self.take(link_id, message)
 
     def take(self, link_id: LinkId, message: link.AttachRequest) -> None:
-        for event in wire.worker_events(link_id, message):
-            self.post(event)
+        self.post(*wire.worker_events(link_id, message))
 
     def _lost(self, link_id: LinkId, reason: str) -> None:
         if self.streams.pop(link_id, None) is not None:

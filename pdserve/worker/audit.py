@@ -6,16 +6,16 @@ one that something uses without holding it could be given out under it, which no
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from pdserve.engine.pages import PagePool
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId
+from pdserve.values import value
 
 EVERY_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Claim:
     """The pages that one thing that is going on has, one hold on each."""
 
