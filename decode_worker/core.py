@@ -115,18 +115,19 @@ class DecodeCore:
         """Take in what a step brought."""
         commands: list[Command] = []
         for outcome in self._scheduler.commit(plan, result):
-            key = HandoffKey(outcome.sequence.job.request_id, outcome.sequence.job.attempt)
+            job = outcome.sequence.job
+            key = HandoffKey(job.request_id, job.attempt)
             task = self._tasks[key]
             match outcome:
+                case Drawn(sequence, index, position, token, finish):
+                    commands.append(Tokens(task.router, key, index, position, token, finish))
+                    if finish is not None and sequence.indices == (index,):
+                        self._part(task, sequence, ())
                 case Started():
                     rung = Rung.DECODE_JOINED if task.peer else Rung.PREFILL_STARTED
                     cached = 0 if task.peer else outcome.sequence.num_cached_tokens
                     started_s = now_s - result.elapsed_s
                     commands.append(Progress(task.router, key, rung, started_s, cached_tokens=cached))
-                case Drawn(sequence, index, position, token, finish):
-                    commands.append(Tokens(task.router, key, index, position, token, finish))
-                    if finish is not None and sequence.indices == (index,):
-                        self._part(task, sequence, ())
                 case Split(sequence, children):
                     self._part(task, sequence, children)
                     self._drop_sequences(task)
@@ -217,7 +218,7 @@ class DecodeCore:
         commands: list[Command] = []
         while self._ungranted and self._scheduler.num_waiting == 0:
             task = self._ungranted[0]
-            coming = sum(i.num_sequences for i in self._inbound.values() if not i.quarantined)
+            coming = sum([i.num_sequences for i in self._inbound.values() if not i.quarantined])
             inbound = self._granting.reserve(task, coming)
             if inbound is None:
                 break

@@ -1,13 +1,12 @@
 """What happens to a decode worker, and what it does about it. Pure values."""
 
-from dataclasses import dataclass
-
 from pdserve.kvtransfer import receiver
 from pdserve.kvtransfer.session import HandoffKey, Pages, Peer
+from pdserve.values import value
 from pdserve.worker.words import Cancelled, DrainAsked, PeerGone, Placed, Report, RouterLost, Ticked
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class FromPeer:
     """News of one hand-off from its prefill worker."""
 
@@ -16,19 +15,19 @@ class FromPeer:
     event: receiver.Event
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PeerAttached:
     peer: Peer
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PeerAlive:
     """An attached prefill worker's engine loop goes on."""
 
     peer: Peer
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PeerLost:
     """The stream from a prefill worker has ended; its writes may go on."""
 
@@ -36,20 +35,20 @@ class PeerLost:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class DigestsChecked:
     key: HandoffKey
     mismatch: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ToPeer:
     peer: Peer
     key: HandoffKey
     message: receiver.SendGrant | receiver.SendTaken | receiver.SendWithdrawn
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class CheckDigests:
     """Compare pages with digests; DigestsChecked follows."""
 
@@ -58,7 +57,7 @@ class CheckDigests:
     digests: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Forget:
     """The peer's process has ended: drop its stream and let it attach no more."""
 

@@ -5,11 +5,11 @@ never offered, because the sender committed or quiesced, or because its process 
 """
 
 import hmac
-from dataclasses import dataclass
 from enum import Enum, auto
 
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.kvtransfer.session import Capsule, Commit, Grant
+from pdserve.values import value
 
 
 class State(Enum):
@@ -21,85 +21,85 @@ class State(Enum):
     FREE = auto()  # given up, pages back in the pool
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SenderAttached:
     """A control stream to the sender stands."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Committed:
     commit: Commit
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class DigestsChecked:
     mismatch: int | None  # position of the first page whose digest differs
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class GaveUp:
     """The request ended here: cancelled or out of time."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SenderQuiesced:
     """The sender says that nothing of it is or will be under way. It told the router why."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SenderLost:
     """The control stream has ended. Proves nothing about writes under way."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class LeaseLapsed:
     """The sender has said nothing for as long as its lease was. Proves nothing about writes under way."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SenderGone:
     """The sender's process is known to have ended."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SendGrant:
     grant: Grant
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class CheckDigests:
     digests: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Admit:
     """The pages are the sequence's: let it join the batch."""
 
     capsule: Capsule
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SendTaken:
     pass
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SendWithdrawn:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class QuarantinePages:
     pass
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class FreePages:
     pass
 
@@ -112,7 +112,7 @@ class Cause(Enum):
     DIGEST_MISMATCH = auto()
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Failed:
     """Tell the router that this attempt is over without its answer."""
 

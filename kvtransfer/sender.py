@@ -4,11 +4,11 @@ Invariant: the source pages are released exactly once, and never while a copy ma
 is told that we are quiescent only when no copy of ours is or will be under way, and none has ended in doubt.
 """
 
-from dataclasses import dataclass
 from enum import Enum, auto
 
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.kvtransfer.session import KV_REGION, Capsule, Commit, Grant, Pages
+from pdserve.values import value
 
 
 class State(Enum):
@@ -21,26 +21,26 @@ class State(Enum):
     IN_DOUBT = auto()  # source pages released, but bytes may still land: only a process's end is proof that none do
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PagesReady:
     """The next pages of the prompt are final, in order."""
 
     pages: Pages
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PrefillDone:
     """Every page has been announced by PagesReady."""
 
     capsule: Capsule
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Granted:
     grant: Grant
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class CopyStopped:
     """A copy is over: landed (with a digest for each page), or failed (None). It reads no page any more."""
 
@@ -49,61 +49,61 @@ class CopyStopped:
     in_doubt: bool = False  # failed, and bytes that were on their way may still be written into the granted pages
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Taken:
     """The decode worker owns the sequence now."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Withdrawn:
     """The decode worker has given up and wants to know when we are quiescent."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class GaveUp:
     """The request ended here: cancelled, or finished with its first token."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PeerLost:
     """The control stream to the decode worker has ended."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class FellSilent:
     """This process was frozen, or so busy, that it said nothing for a time."""
 
     silent_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StartCopy:
     src: Pages
     dst: Pages
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SendCommit:
     commit: Commit
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SendQuiesced:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ReleasePages:
     """The hand-off no longer needs its source pages."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Failed:
     """Tell the router that this attempt is over without its answer."""
 

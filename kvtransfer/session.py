@@ -10,6 +10,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
+from pdserve.values import value
 
 Pages = tuple[PageId, ...]
 CAPABILITY_BYTES = 16
@@ -32,7 +33,7 @@ class HandoffKey(NamedTuple):
     attempt: Attempt
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Grant:
     """Room on the decode worker. `pages` stand for the prompt's pages from `first_page` on, in order."""
 
@@ -44,7 +45,7 @@ class Grant:
     region: int = KV_REGION
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Capsule:
     """State of a request at the border: what the decode worker needs besides the pages."""
 

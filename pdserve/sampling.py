@@ -1,9 +1,9 @@
 """How a request wants its tokens chosen, with the limits every part of the system relies on."""
 
 import math
-from dataclasses import dataclass
 
 from pdserve.errors import invalid
+from pdserve.values import value
 
 MAX_LOGPROBS = 20
 MAX_SEQUENCES = 8
@@ -11,7 +11,7 @@ MAX_LOGIT_BIASES = 1024
 MAX_STOP_TOKEN_IDS = 128
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SamplingParams:
     """One request's sampling. Defaults are the OpenAI API's; temperature 0 means greedy.
 

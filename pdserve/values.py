@@ -1,4 +1,4 @@
-"""Values that are made for each token: a router or a worker makes thousands of them a second.
+"""Values that are made by the thousand each second: events, commands, and what steps are made of.
 
 A frozen dataclass stores each field through `object.__setattr__`, which makes it four times as dear to make as a plain
 one. These are plain, and the type checker alone keeps them from being changed.

@@ -1,13 +1,12 @@
 """What happens to a prefill worker, and what it does about it. Pure values."""
 
-from dataclasses import dataclass
-
 from pdserve.kvtransfer import sender
 from pdserve.kvtransfer.session import HandoffKey, Pages, Peer
+from pdserve.values import value
 from pdserve.worker.words import Cancelled, DrainAsked, PeerGone, Placed, Report, RouterLost, Ticked
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class FromPeer:
     """News of one hand-off, from its decode worker or from the mover."""
 
@@ -16,7 +15,7 @@ class FromPeer:
     event: sender.Event
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PeerLost:
     """The stream to a decode worker has ended, or could not be had."""
 
@@ -24,7 +23,7 @@ class PeerLost:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Connect:
     """Have a stream to this decode worker; nothing if it stands. PeerLost follows if it cannot be had."""
 
@@ -32,7 +31,7 @@ class Connect:
     address: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Copy:
     """Write pages into the peer's; CopyStopped follows, whatever happens."""
 
@@ -42,14 +41,14 @@ class Copy:
     dst: Pages
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ToPeer:
     peer: Peer
     key: HandoffKey
     message: sender.SendCommit | sender.SendQuiesced
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Forget:
     """The peer's process has ended: report every copy to it stopped, and drop what was prepared for it."""
 

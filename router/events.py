@@ -54,7 +54,7 @@ class Registration:
     host: str = ""  # name of its machine; empty: unknown
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Load:
     """What a worker said of its load."""
 
@@ -67,7 +67,7 @@ class Load:
     draining: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RequestArrived:
     """A valid request, tokenized, asks to be placed."""
 
@@ -82,12 +82,12 @@ class RequestArrived:
     tpot_slo_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ClientGone:
     request_id: RequestId
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ClientTooSlow:
     """More of the answer waits for the client than a request may buffer."""
 
@@ -95,7 +95,7 @@ class ClientTooSlow:
     limit_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class StopStringFound:
     """The text of one continuation has reached a stop string."""
 
@@ -103,7 +103,7 @@ class StopStringFound:
     index: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class WorkerRegistered:
     """A worker's first words on a link, or news of itself: it has finished loading."""
 
@@ -111,7 +111,7 @@ class WorkerRegistered:
     registration: Registration
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class LoadReported:
     link: LinkId
     load: Load
@@ -142,7 +142,7 @@ class RungReached:
     pages_reused: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class KvChanged:
     """A worker's prefix cache holds something else now."""
 
@@ -150,7 +150,7 @@ class KvChanged:
     events: tuple[KvEvent, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PairMeasured:
     """How fast a prefill worker's pages reach a decode worker, as measured when the two met."""
 
@@ -161,7 +161,7 @@ class PairMeasured:
     is_slow: bool
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class AttemptFailed:
     link: LinkId
     request_id: RequestId
@@ -170,13 +170,13 @@ class AttemptFailed:
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class LinkLost:
     link: LinkId
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ProcessEnded:
     """A launcher's proof that a process is gone."""
 
@@ -185,22 +185,22 @@ class ProcessEnded:
     from_outside: bool = False  # a signal or a drain ended it, not what it computed
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class DrainAsked:
     link: LinkId
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ShutdownAsked:
     """Take no further requests."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class ShutdownDue:
     """The time to finish is over: end what still runs."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Tick:
     """Time has passed; something may be due."""
 
@@ -215,7 +215,7 @@ OperatorEvent = ProcessEnded | DrainAsked | ShutdownAsked | ShutdownDue | Tick
 Event = ClientEvent | WorkerEvent | OperatorEvent
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Address:
     """A worker, as a command names it."""
 
@@ -225,7 +225,7 @@ class Address:
     handoff_address: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class SequenceSpec:
     """What both workers of a placement must know of it."""
 
@@ -240,7 +240,7 @@ class SequenceSpec:
     priority: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Place:
     """Send Prefill to one worker and Decode to the other, neither waiting for the other. One of them is there."""
 
@@ -249,7 +249,7 @@ class Place:
     decode: Address | None  # None: the first token ends the request
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class CancelAttempt:
     link: LinkId
     request_id: RequestId
@@ -257,19 +257,19 @@ class CancelAttempt:
     indices: tuple[int, ...] = ()  # empty: all
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class AskDrain:
     link: LinkId
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class TellProcessGone:
     link: LinkId
     worker_id: WorkerId
     incarnation: Incarnation
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class DropLink:
     """Close a worker's stream; the core has forgotten it already."""
 
@@ -288,13 +288,13 @@ class Deliver:
     finish_reason: int  # 0: goes on
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Finished:
     usage: Usage
     ledger: Ledger
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Refused:
     """An end without the answer."""
 
@@ -304,7 +304,7 @@ class Refused:
     retry_after_s: float | None = None  # set where trying again may help
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class End:
     """The one end of a request."""
 
@@ -312,7 +312,7 @@ class End:
     outcome: Finished | Refused
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Complain:
     """Tell the operator about a worker's mistake or loss."""
 

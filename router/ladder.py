@@ -4,9 +4,10 @@ Invariant: the steps are in time order, start at "received" with 0, and the part
 the time to first token.
 """
 
-from dataclasses import dataclass
 from enum import StrEnum
 from math import inf
+
+from pdserve.values import value
 
 
 class Rung(StrEnum):
@@ -32,14 +33,14 @@ _HANDOFF = (Rung.GRANTED, Rung.LANDED, Rung.COMMITTED, Rung.DECODE_JOINED)
 _BEFORE_FIRST_TOKEN = frozenset(LADDER[: LADDER.index(Rung.FIRST_TOKEN)])
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Usage:
     prompt_tokens: int
     completion_tokens: int  # over all continuations
     cached_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Ledger:
     steps: tuple[tuple[Rung, float], ...]  # milliseconds after "received"
     prefill_worker: str

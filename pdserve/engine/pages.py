@@ -138,7 +138,7 @@ class PagePool:
     def _pop(self, count: int) -> Pages | None:
         if count > len(self._free):
             return None
-        pages = tuple(self._free.popitem(last=False)[0] for _ in range(count))
+        pages = tuple([self._free.popitem(last=False)[0] for _ in range(count)])
         for page in pages:
             self._generation[page] += 1
         return pages

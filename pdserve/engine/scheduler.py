@@ -53,7 +53,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Return how many continuations are in the batch, those still sharing a prompt counted each."""
-        return sum(len(s.indices) for s in self._running)
+        return sum([len(s.indices) for s in self._running])
 
     @property
     def num_waiting(self) -> int:

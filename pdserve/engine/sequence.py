@@ -7,6 +7,7 @@ from pdserve.engine.prefix import PageName
 from pdserve.engine.step import SampleSpec
 from pdserve.ids import Attempt, PageId, RequestId
 from pdserve.sampling import SamplingParams
+from pdserve.values import value
 
 SEED_STRIDE = 0xD1342543DE82EF95  # odd, so that the sequences of a request get different seeds
 SEED_MASK = 2**64 - 1
@@ -17,7 +18,7 @@ class Finish(Enum):
     LENGTH = auto()  # max_tokens or the model's length limit
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Job:
     """One placement of a request, as a worker gets it."""
 

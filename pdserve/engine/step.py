@@ -49,7 +49,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(chunk.token_ids) for chunk in self.chunks)
+        return sum([len(chunk.token_ids) for chunk in self.chunks])
 
 
 @dataclass(frozen=True, slots=True)

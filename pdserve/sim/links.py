@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.sim.network import End, Network
@@ -80,7 +81,7 @@ class SimLinks:
 
     def _opened(self, dialled: Dialled, end: End) -> None:
         dialled.end = end
-        end.receive = lambda message: self._receive(dialled, message)
+        end.receive = partial(self._receive, dialled)
         end.lost = lambda reason: self._over(dialled)
         end.send(link.AttachRequest(register=self._register))
         self._owner.world.after(WELCOME_TIMEOUT_S, self._owner, self._check_welcome, dialled)

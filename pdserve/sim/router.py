@@ -1,6 +1,7 @@
 """A router's process: the real core, the workers' streams, and the clients that wait."""
 
 from collections import deque
+from functools import partial
 from typing import Protocol
 
 from pdserve.errors import InvariantError
@@ -63,8 +64,7 @@ class RouterProcess(Process):
         self._last_link += 1
         link_id = LinkId(self._last_link)
         self.streams[link_id] = end
-        end.receive = lambda message: self._receive(link_id, message)
-        end.lost = lambda reason: self._lost(link_id, reason)
+        end.receive, end.lost = partial(self._receive, link_id), partial(self._lost, link_id)
         end.send(link.AttachResponse(welcome=link.Welcome(router_id=self.name, incarnation=self.incarnation)))
 
     def admit(self, event: RequestArrived, client: Client) -> None:

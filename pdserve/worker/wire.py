@@ -171,10 +171,9 @@ def _write_progress(word: Progress, now_s: float, progress: link.Progress) -> No
     progress.request_id, progress.attempt = word.key.request_id, word.key.attempt
     progress.rung = _RUNG[word.rung]
     progress.age_us = max(0, round((now_s - word.at_s) * 1e6))
-    progress.cached_tokens = word.cached_tokens
-    progress.handoff_bytes = word.handoff_bytes
-    progress.handoff_us = round(word.handoff_s * 1e6)
-    progress.pages_reused = word.pages_reused
+    progress.cached_tokens, progress.pages_reused = word.cached_tokens, word.pages_reused
+    if word.rung is Rung.LANDED:
+        progress.handoff_bytes, progress.handoff_us = word.handoff_bytes, round(word.handoff_s * 1e6)
 
 
 def _write_delta(word: Tokens, delta: link.TokenDelta) -> None:

@@ -18,7 +18,7 @@ BEAT_S = 0.5  # a worker says that it lives, and ticks, so often
 RouterRef = NewType("RouterRef", int)  # one attached stream to a router
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Placed:
     """A job for this worker. `peer` is the other half of its hand-off, if it has one."""
 
@@ -29,7 +29,7 @@ class Placed:
     peer_address: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Cancelled:
     """Stop a request's attempts up to and including this one. Unknown ones are fine."""
 
@@ -38,24 +38,24 @@ class Cancelled:
     indices: tuple[int, ...] = ()  # only these continuations; none named: all
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RouterLost:
     router: RouterRef
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class PeerGone:
     """A process is known to have ended: no write of it, or into it, can be outstanding."""
 
     peer: Peer
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class DrainAsked:
     """Take nothing more; the shell exits when nothing is left."""
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Ticked:
     """Time has passed: about half a second."""
 
@@ -108,7 +108,7 @@ class Progress:
     pages_reused: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Failed:
     """This attempt has ended here without its answer."""
 
