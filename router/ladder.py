@@ -93,8 +93,9 @@ class Ladder:
         """Return the rungs reached, in time order."""
         for line in (_PREFILL, _HANDOFF):
             self._order(line)
-        reached = sorted(self._reached_s, key=lambda rung: (self._reached_s[rung], LADDER.index(rung)))
-        return tuple((rung, self.ms(rung)) for rung in reached)
+        reached, received_s = [rung for rung in LADDER if rung in self._reached_s], self._received_s
+        reached.sort(key=self._reached_s.__getitem__)
+        return tuple([(rung, (self._reached_s[rung] - received_s) * 1e3) for rung in reached])
 
     def _order(self, line: tuple[Rung, ...]) -> None:
         bound_s = inf

@@ -184,6 +184,8 @@ def peerless(workers: Workers, worker: WorkerView) -> str:
 
 def _preferred(workers: list[WorkerView], avoid: frozenset[LinkId]) -> list[WorkerView]:
     """Leave out workers to avoid, unless none is left."""
+    if not avoid:
+        return workers
     return [worker for worker in workers if worker.link not in avoid] or workers
 
 

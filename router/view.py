@@ -241,7 +241,8 @@ class Workers:
 
     def routable(self, role: Role) -> list[WorkerView]:
         """Return the workers of a pool that may be given requests."""
-        return [worker for worker in self if worker.role is role and not self.unroutable(worker)]
+        workers = self._by_link.values()
+        return [worker for worker in workers if worker.registration.role is role and not self.unroutable(worker)]
 
     def unroutable(self, worker: WorkerView) -> str:
         """Return why nothing is placed on a worker, whatever its peers are; empty when things are."""
