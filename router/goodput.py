@@ -20,6 +20,10 @@ from pdserve.router.view import WorkerView
 _NEAR = 0.02  # costs that differ by less are as good as equal
 _NEAR_S = 0.002
 _MOST_LENIENT = 0.9  # factor of a predicted time to first token, where nobody waits
+# A prompt that a decode worker computes slows all that it decodes. Near the objective it would take the room of several
+# requests that prefill workers could hand over, so it may not bring steps beyond this share of it: the longer route is
+# taken only while what both routes share is not scarce (trunk reservation; Kelly, Loss networks, 1991).
+_LOCAL_SHARE = 0.8
 _MAX_LOOKED_AT = 12  # workers of a pool; of larger ones, so many at random and as many that hold a prefix
 
 
@@ -61,7 +65,8 @@ class Goodput:
         if group.prefills:
             yield self._handoff(group, outlooks, prompt, demand)
         if group.local and demand.needs_decode:
-            yield min((self._local(outlook, later[0]) for outlook in outlooks), key=_merit(demand))
+            limit_s = _LOCAL_SHARE * (demand.tpot_slo_s or inf) if group.prefills else inf
+            yield min((self._local(outlook, later[0], limit_s) for outlook in outlooks), key=_merit(demand))
 
     def _handoff(self, group: Group, outlooks: list[Outlook], prompt: Prompt, demand: Demand) -> _Option:
         forecast = self._forecast
@@ -79,16 +84,19 @@ class Goodput:
         cost_s = biased_s + tpot_s * num_later
         return _Option(Pair(prefill, decode), biased_s, tpot_s, cost_s, outlooks[chosen].has_room)
 
-    def _local(self, outlook: Outlook, num_later: float) -> _Option:
+    def _local(self, outlook: Outlook, num_later: float, limit_s: float) -> _Option:
+        """Return what a decode worker would bring that does it all; it has no room where its steps are over a limit."""
         forecast, worker, compute_s = self._forecast, outlook.worker, outlook.compute_s
         step_s = outlook.step_s(0.0)
         ttft_s = forecast.ttft_bias[True].factor * outlook.prefill_s(step_s)
         waiting_s = forecast.costs[Role.DECODE].prefill.each_s * worker.pending_prefill_tokens
         stalled_s = step_s + (waiting_s + compute_s) / max(1.0, forecast.output_tokens / 2)
-        tpot_s = forecast.tpot_bias[True].factor * max(step_s / (1 - outlook.local_share(with_prompt=True)), stalled_s)
+        bias, shared_s = forecast.tpot_bias[True].factor, step_s / (1 - outlook.local_share(with_prompt=True))
+        tpot_s = bias * max(shared_s, stalled_s)
+        wide_s = bias * shared_s * forecast.tpot_margins[True].factor
         harm_s = compute_s * worker.num_sequences
         cost_s = ttft_s + tpot_s * num_later + harm_s
-        return _Option(Pair(None, worker), ttft_s, tpot_s, cost_s, outlook.has_room)
+        return _Option(Pair(None, worker), ttft_s, tpot_s, cost_s, outlook.has_room and wide_s <= limit_s)
 
     def _num_later(self, demand: Demand) -> float:
         return max(1.0, self._forecast.lengths.expected(demand.max_tokens) - 1)

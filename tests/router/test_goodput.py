@@ -213,6 +213,27 @@ def test_a_decode_worker_computes_a_prompt_itself_where_the_queue_is_long() -> N
     assert place.decode is not None
 
 
+@pytest.mark.parametrize(
+    ("workers", "share", "is_placed"), [("p0 d0", 0.7, True), ("p0 d0", 0.9, False), ("d0", 0.9, True)]
+)
+def test_prompts_leave_decode_workers_room_for_hand_offs(workers: str, share: float, is_placed: bool) -> None:
+    def crowded() -> Cluster:
+        cluster = Cluster(workers=workers, local=True)
+        cluster.forecast.decoding_s = 20.0
+        for _ in range(20):
+            cluster.arrive(4000 if "p0" in workers else 10, max_tokens=1 if "p0" in workers else 100)
+        return cluster
+
+    cluster = crowded()
+    place = placed(cluster.arrive(200))
+    assert place.prefill is None
+    predicted_s = cluster.core.book.requests[place.spec.request_id].predicted_s
+    assert predicted_s is not None
+    ttft_s, tpot_s = predicted_s
+    commands = crowded().arrive(200, ttft_s=2 * ttft_s, tpot_s=tpot_s / share)
+    assert any(isinstance(command, Place) for command in commands) is is_placed
+
+
 def test_decode_workers_alone_serve_when_they_may() -> None:
     for policy in POLICIES:
         cluster = Cluster(policy, workers="d0 d1", local=True)
