@@ -119,10 +119,11 @@ class DecodeCore:
             key = HandoffKey(job.request_id, job.attempt)
             task = self._tasks[key]
             match outcome:
-                case Drawn(sequence, index, position, token, finish):
-                    commands.append(Tokens(task.router, key, index, position, token, finish))
-                    if finish is not None and sequence.indices == (index,):
-                        self._part(task, sequence, ())
+                case Drawn():
+                    index, finish = outcome.index, outcome.finish
+                    commands.append(Tokens(task.router, key, index, outcome.position, outcome.token, finish))
+                    if finish is not None and outcome.sequence.indices == (index,):
+                        self._part(task, outcome.sequence, ())
                 case Started():
                     rung = Rung.DECODE_JOINED if task.peer else Rung.PREFILL_STARTED
                     cached = 0 if task.peer else outcome.sequence.num_cached_tokens

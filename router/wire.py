@@ -44,12 +44,15 @@ _FAILURES = {link.FailureCode.Value(f"FAILURE_CODE_{failure.name}"): failure for
 
 
 def worker_events(link_id: LinkId, message: link.AttachRequest) -> list[WorkerEvent]:
-    """Return what a worker's message means, in order; ProtocolError for one that means nothing."""
+    """Return what a worker's message means, in order; ProtocolError for one that means nothing.
+
+    Repeated fields are made lists of by slicing: protobuf walks them at half the speed.
+    """
     if not message.HasField("step"):
         return [_worker_event(link_id, message)]
     told = message.step
-    rungs: list[WorkerEvent] = [_rung(link_id, progress) for progress in told.progress]
-    return [*rungs, StepReported(link_id, told.deltas, _step(told), told.elapsed_us / 1e6)]
+    rungs: list[WorkerEvent] = [_rung(link_id, progress) for progress in told.progress[:]]
+    return [*rungs, StepReported(link_id, told.deltas[:], _step(told), told.elapsed_us / 1e6)]
 
 
 def _worker_event(link_id: LinkId, message: link.AttachRequest) -> WorkerEvent:

@@ -21,7 +21,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     logging.getLogger("pdserve").addHandler(logging.NullHandler())  # what simulated workers log has no operator
     seeds = range(options.first, options.first + options.seeds)
-    started_s = time.monotonic()
+    started_s, started_processor_s = time.monotonic(), _processor_s()
     num_words, ends, failed = 0, Counter[str](), []
     with _map(options.jobs, partial(simulate, num_requests=options.requests), seeds) as outcomes:
         for number, outcome in enumerate(outcomes, 1):
@@ -32,11 +32,11 @@ def main(arguments: list[str] | None = None) -> int:
                 _tell(outcome, with_story=len(failed) <= MAX_SHOWN)
             if sys.stderr.isatty():
                 sys.stderr.write(f"\r{number} of {len(seeds)} seeds")
-    elapsed_s = time.monotonic() - started_s
+    elapsed_s, processor_s = time.monotonic() - started_s, _processor_s() - started_processor_s
     kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(ends.items()))
     sys.stdout.write(
         f"{len(seeds)} seeds, {len(failed)} failed, {elapsed_s:.1f} s: {len(seeds) / elapsed_s:.1f} seeds/s, "
-        f"{num_words / elapsed_s:,.0f} messages/s\nends: {kinds}\n"
+        f"{num_words / elapsed_s:,.0f} messages/s, {num_words / processor_s:,.0f} a second and core\nends: {kinds}\n"
     )
     return 1 if failed else 0
 
@@ -48,6 +48,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--requests", type=int, default=200, help="requests in each")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="seeds that run at once")
     return parser
+
+
+def _processor_s() -> float:
+    """Return the processor time spent by this process, and by those it started and has seen end."""
+    spent = os.times()
+    return spent.user + spent.system + spent.children_user + spent.children_system
 
 
 @contextmanager

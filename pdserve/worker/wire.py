@@ -136,7 +136,7 @@ def sampling_params(message: inference.SamplingParams) -> SamplingParams:
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         max_tokens=message.max_tokens,
         min_tokens=message.min_tokens,
-        stop_token_ids=tuple(message.stop_token_ids),
+        stop_token_ids=tuple(message.stop_token_ids[:]),
         ignore_eos=message.ignore_eos,
         n=message.n,
     )
@@ -147,10 +147,10 @@ def _placed(spec: link.SequenceSpec, router: RouterRef, now_s: float, peer: Peer
     job = Job(
         request_id=_request_id(spec.request_id),
         attempt=Attempt(spec.attempt),
-        token_ids=tuple(spec.token_ids[:]),  # as a list first: one look into protobuf in place of one a token
+        token_ids=tuple(spec.token_ids[:]),  # a slice is a list; protobuf itself is asked for each token
         num_prompt_tokens=spec.num_prompt_tokens,
         params=params,
-        indices=tuple(spec.indices) or tuple(range(params.n)),
+        indices=tuple(spec.indices[:]) or tuple(range(params.n)),
         cache_salt=spec.cache_salt,
         priority=spec.priority,
     )
