@@ -6,8 +6,8 @@ secret to the cluster; a tenant that guesses tokens cannot make names collide.
 """
 
 import hashlib
-from array import array
 from collections.abc import Iterator, Sequence
+from struct import Struct
 
 from pdserve.ids import PageId
 
@@ -25,6 +25,7 @@ class PrefixNames:
         self._keyed = hashlib.blake2b(key=key[:MAX_KEY_BYTES], digest_size=NAME_BYTES)
         self._context = context.encode()
         self._page_size = page_size
+        self._pack = Struct(f"{page_size}I").pack
 
     def root(self, salt: str) -> PageName:
         """Return the name before the first page of any sequence under `salt`."""
@@ -32,8 +33,9 @@ class PrefixNames:
 
     def extend(self, parent: PageName, token_ids: Sequence[int], start: int) -> Iterator[PageName]:
         """Yield the names of the full pages of `token_ids` from position `start` (a page border) on."""
-        for begin in range(start, len(token_ids) - self._page_size + 1, self._page_size):
-            parent = self._hash(parent + array("I", token_ids[begin : begin + self._page_size]).tobytes())
+        size, pack = self._page_size, self._pack
+        for begin in range(start, len(token_ids) - size + 1, size):
+            parent = self._hash(parent + pack(*token_ids[begin : begin + size]))
             yield parent
 
     def _hash(self, content: bytes) -> PageName:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from zlib import crc32
 
-from pdserve.engine.step import Chunk, SampledToken, SampleSpec, StepPlan, StepResult
+from pdserve.engine.step import Chunk, SampledToken, StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId
 
@@ -40,7 +40,8 @@ class FakeRunner:
         if not chunk.samples:
             return ()
         context = crc32(fresh, crc32(before))
-        return tuple([SampledToken(_draw(context, spec, self._vocab_size)) for spec in chunk.samples])
+        vocab_size = self._vocab_size
+        return tuple([SampledToken(_token(context, spec.seed, spec.index, vocab_size)) for spec in chunk.samples])
 
     def _write(self, pages: Sequence[bytearray], begin: int, fresh: bytes) -> None:
         """Write bytes from an offset on into pages that follow each other."""
@@ -59,10 +60,6 @@ def chain(state: int, token_ids: Sequence[int]) -> bytes:
         state = crc32(token.to_bytes(SIZE, "little"), state)
         slots.append(state.to_bytes(SIZE, "little"))
     return b"".join(slots)
-
-
-def _draw(context: int, spec: SampleSpec, vocab_size: int) -> int:
-    return _token(context, spec.seed, spec.index, vocab_size)
 
 
 def _token(context: int, seed: int, index: int, vocab_size: int) -> int:
