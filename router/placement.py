@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from math import inf, lcm
 
 from pdserve.errors import Status
@@ -10,9 +9,10 @@ from pdserve.kvtransfer.plan import refusal
 from pdserve.router.events import LinkId, Role
 from pdserve.router.pages import Names
 from pdserve.router.view import Workers, WorkerView
+from pdserve.values import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Demand:
     """What a placement has to serve."""
 
@@ -32,7 +32,7 @@ class Demand:
     may_wait_s: float = inf  # for room; then it is refused
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Group:
     """Workers that can hand KV over to each other. `local`: the decode workers may compute prompts themselves."""
 
@@ -41,7 +41,7 @@ class Group:
     local: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Pair:
     """Who serves a request: a prefill worker alone, a decode worker alone, or both by a hand-off."""
 
@@ -49,7 +49,7 @@ class Pair:
     decode: WorkerView | None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Placed:
     pair: Pair
     reason: str  # in words, for the request's ledger
@@ -58,20 +58,20 @@ class Placed:
     tpot_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Held:
     reason: str
     until_s: float = inf  # when waiting will no longer help
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Unserved:
     """No pair of workers could serve it; one may come."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Rejected:
     status: Status
     reason: str

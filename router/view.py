@@ -46,6 +46,8 @@ class WorkerView:
     def __init__(self, link: LinkId, registration: Registration, now_s: float) -> None:
         self.link = link
         self.registration = registration
+        self.name: str = registration.worker_id  # who registers again under another name or role is dropped
+        self.role = registration.role
         self.load = Load()
         self.draining = False
         self.last_heard_s = now_s
@@ -61,14 +63,6 @@ class WorkerView:
 
     def __repr__(self) -> str:
         return f"WorkerView({self.name})"
-
-    @property
-    def name(self) -> str:
-        return self.registration.worker_id
-
-    @property
-    def role(self) -> Role:
-        return self.registration.role
 
     @property
     def address(self) -> Address:
