@@ -28,18 +28,15 @@ class PrefixAffinity:
             return min(map(to_wait_for, group.prefills or group.decodes))
 
         group = min(groups, key=computes)
-        if not group.prefills:
-            alone = min(group.decodes, key=lambda worker: (to_wait_for(worker)[0], fullness(worker)))
-            return Placed(Pair(None, alone), f"prefix affinity: {_held(cached, alone)}", _num(cached, alone, demand))
-        prefill = min(group.prefills, key=to_wait_for)
-        decode = min(group.decodes, key=fullness, default=None)
-        reason = f"prefix affinity: {_held(cached, prefill)}"
-        return Placed(Pair(prefill, decode), reason, _num(cached, prefill, demand))
+        if group.prefills:
+            prefill = min(group.prefills, key=to_wait_for)
+            return _placed(Pair(prefill, min(group.decodes, key=fullness, default=None)), prefill, cached, demand)
+        alone = min(group.decodes, key=lambda worker: (to_wait_for(worker)[0], fullness(worker)))
+        return _placed(Pair(None, alone), alone, cached, demand)
 
 
-def _num(cached: dict[LinkId, int], worker: WorkerView, demand: Demand) -> int:
-    return min(cached.get(worker.link, 0), demand.num_tokens - 1)
-
-
-def _held(cached: dict[LinkId, int], worker: WorkerView) -> str:
-    return f"{worker.name} holds about {cached.get(worker.link, 0)} tokens"
+def _placed(pair: Pair, worker: WorkerView, cached: dict[LinkId, int], demand: Demand) -> Placed:
+    """Return a placement whose prompt this worker computes. The score is the share of the prompt that it holds."""
+    num_held = min(cached.get(worker.link, 0), demand.num_tokens - 1)
+    reason = f"prefix affinity: {worker.name} holds about {num_held} of {demand.num_tokens} tokens"
+    return Placed(pair, reason, num_held, score=num_held / demand.num_tokens)

@@ -45,7 +45,7 @@ class Book:
         placement.placed_s, placement.ttft_s, placement.tpot_s = now_s, placed.ttft_s, placed.tpot_s
         placement.ttft_bias = self.forecast.ttft_bias[placement.is_local].factor
         placement.tpot_bias = self.forecast.tpot_bias[placement.is_local].factor
-        request.decision = placed.reason
+        request.decision = placed.told
         if placement.attempt == 0 and placed.ttft_s is not None and placed.tpot_s is not None:
             request.predicted_s = now_s - request.received_s + placed.ttft_s, placed.tpot_s
         request.ladder.reach(Rung.PLACED, now_s)

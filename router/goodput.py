@@ -39,7 +39,11 @@ class _Option:
 
 
 class Goodput:
-    """The policy. `forecast` is the router's."""
+    """The policy. `forecast` is the router's.
+
+    The score of a placement is the share of the tighter objective that is left by what is predicted, widened; 0 where
+    it is placed though it may miss one.
+    """
 
     def __init__(self, forecast: Forecast) -> None:
         self._forecast = forecast
@@ -50,10 +54,11 @@ class Goodput:
         some = [_some(group, prompt, demand.draw) for group in groups]
         options = [option for group in some for option in self._options(group, prompt, demand)]
         crowding = _crowding(some)
-        good = [option for option in options if self._is_good(option, demand, crowding)]
-        best = min(good or options, key=lambda option: option.cost_s)
-        if good or demand.is_admitted or not self._may_refuse(best, demand):
-            return self._place(best, prompt, demand, len(options))
+        spares = [self._spare(option, demand, crowding) for option in options]
+        good = [place for place, spare in enumerate(spares) if spare >= 0]
+        chosen = min(good or range(len(options)), key=lambda place: options[place].cost_s)
+        if good or demand.is_admitted or not self._may_refuse(options[chosen], demand):
+            return self._place(options[chosen], prompt, demand, max(0.0, spares[chosen]))
         return self._put_off(options, prompt, demand, crowding)
 
     # ---- options
@@ -64,7 +69,7 @@ class Goodput:
         outlooks = [Outlook(self._forecast, worker, prompt, later) for worker in group.decodes]
         if group.prefills:
             yield self._handoff(group, outlooks, prompt, demand)
-        if group.local and demand.needs_decode:
+        if group.local and (demand.needs_decode or not group.prefills):
             limit_s = _LOCAL_SHARE * (demand.tpot_slo_s or inf) if group.prefills else inf
             yield min((self._local(outlook, later[0], limit_s) for outlook in outlooks), key=_merit(demand))
 
@@ -115,13 +120,21 @@ class Goodput:
             wide = max(_MOST_LENIENT, wide ** (2 * crowding - 1))
         return wide, self._forecast.tpot_margins[is_local].factor
 
-    def _is_good(self, option: _Option, demand: Demand, crowding: float) -> bool:
+    def _spare(self, option: _Option, demand: Demand, crowding: float) -> float:
+        """Return the share of the tighter objective that what is predicted, widened, leaves; below 0: it is missed.
+
+        Without objectives it is 1, and without room on a decode worker below 0.
+        """
         wide_ttft, wide_tpot = self._margin(option, crowding)
-        if not demand.is_admitted and demand.waited_s + option.ttft_s * wide_ttft > (demand.ttft_slo_s or inf):
-            return False
-        if not demand.needs_decode:
-            return True
-        return option.has_room and option.tpot_s * wide_tpot <= (demand.tpot_slo_s or inf)
+        spare = 1.0
+        if demand.ttft_slo_s and not demand.is_admitted:
+            spare = 1 - (demand.waited_s + option.ttft_s * wide_ttft) / demand.ttft_slo_s
+        if demand.needs_decode:
+            if not option.has_room:
+                return -1.0
+            if demand.tpot_slo_s:
+                spare = min(spare, 1 - option.tpot_s * wide_tpot / demand.tpot_slo_s)
+        return spare
 
     def _may_refuse(self, option: _Option, demand: Demand) -> bool:
         if demand.ttft_slo_s is None and demand.tpot_slo_s is None:
@@ -162,7 +175,7 @@ class Goodput:
         num_running = sum(option.pair.decode.num_sequences for option in options if option.pair.decode is not None)
         return self._forecast.decoding_s / max(1, num_running)
 
-    def _place(self, option: _Option, prompt: Prompt, demand: Demand, num_options: int) -> Placed:
+    def _place(self, option: _Option, prompt: Prompt, demand: Demand, score: float) -> Placed:
         pair = option.pair
         worker = pair.prefill or pair.decode
         cached = 0 if worker is None else min(prompt.cached.get(worker.link, 0), prompt.num_tokens - 1)
@@ -170,8 +183,8 @@ class Goodput:
         later = "" if pair.decode is None else f", then {option.tpot_s * 1e3:.1f} ms a token on {pair.decode.name}"
         where = f"on {pair.decode.name} itself" if pair.prefill is None and pair.decode else "by hand-off"
         waited = f", after {demand.waited_s * 1e3:.0f} ms" if demand.waited_s > 0.001 else ""
-        reason = f"goodput, {where}, best of {num_options}: {first}{later}, {cached} tokens cached{waited}"
-        return Placed(pair, reason, cached, option.ttft_s, option.tpot_s)
+        reason = f"goodput, {where}: {first}{later}, {cached} tokens cached{waited}"
+        return Placed(pair, reason, cached, option.ttft_s, option.tpot_s, score)
 
 
 def _some(group: Group, prompt: Prompt, draw: int) -> Group:

@@ -51,11 +51,19 @@ class Pair:
 
 @value
 class Placed:
+    """A placement, and what is expected of it. What a score means is the policy's to say."""
+
     pair: Pair
-    reason: str  # in words, for the request's ledger
+    reason: str  # in words
     cached_tokens: int = 0  # that the worker which computes the prompt probably holds
     ttft_s: float | None = None  # predicted, from now on
     tpot_s: float | None = None
+    score: float | None = None  # how good the policy finds it, 0 to 1; None: it does not compare
+
+    @property
+    def told(self) -> str:
+        """What a request's ledger says of it."""
+        return self.reason if self.score is None else f"{self.reason}; score {self.score:.2f}"
 
 
 @value
@@ -84,13 +92,18 @@ Policy = Callable[[Seq[Group], Demand], Decision]  # of at least one group with 
 
 
 def least_loaded(groups: Seq[Group], demand: Demand) -> Decision:
-    """Take the fewest prompt tokens to wait for and the emptiest decode batch; then take turns."""
+    """Take the fewest prompt tokens to wait for and the emptiest decode batch; then take turns.
+
+    The score is the share that is free: of the batch, or of the longest prompt's room in the queue if that is less.
+    """
     del demand
     best = min((_emptiest(group) for group in groups), key=_pair_load)
     waiting = [] if best.prefill is None else [f"{best.prefill.name} has {_queue(best.prefill)} prompt tokens waiting"]
     if best.decode is not None:
         waiting.append(f"{best.decode.name} {best.decode.num_sequences} sequences")
-    return Placed(best, f"least loaded: {', '.join(waiting)}")
+    queue = 0.0 if best.prefill is None else _queue_share(best.prefill)
+    batch = 0.0 if best.decode is None else _batch_share(best.decode)
+    return Placed(best, f"least loaded: {', '.join(waiting)}", score=max(0.0, 1 - max(queue, batch)))
 
 
 def _emptiest(group: Group) -> Pair:

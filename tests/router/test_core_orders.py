@@ -1,8 +1,10 @@
-"""Whatever happens in whatever order: each request ends once, its tokens come once and in order, nothing is left."""
+"""Whatever happens in whatever order, under each policy: each request ends once, its tokens come once and in order,
+nothing is left, and each decision's score is between 0 and 1."""
 
 import zlib
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field, replace
 
 import hypothesis.strategies as st
 from hypothesis import given, settings
@@ -44,6 +46,7 @@ from pdserve.router.events import (
 )
 from pdserve.router.forecast import Forecast
 from pdserve.router.ladder import Rung
+from pdserve.router.placement import Decision, Demand, Group, Placed
 from pdserve.router.policies import POLICIES
 from pdserve.sampling import SamplingParams
 
@@ -80,12 +83,12 @@ class Worker:
     next_position: dict[tuple[Key, int], int] = field(default_factory=dict)
     outbox: deque[Event] = field(default_factory=deque)
 
-    def take(self, spec: SequenceSpec) -> None:
+    def take(self, spec: SequenceSpec, *, after_prefill: bool) -> None:
         key = (spec.request_id, spec.attempt)
         self.specs[key] = spec
         num_delivered = len(spec.token_ids) - spec.num_prompt_tokens
         for index in spec.indices:
-            self.next_position[key, index] = num_delivered + (self.role is Role.DECODE)
+            self.next_position[key, index] = num_delivered + after_prefill
 
     def cancel(self, command: CancelAttempt) -> None:
         for key in [k for k in self.specs if k[0] == command.request_id and k[1] <= command.attempt]:
@@ -127,9 +130,11 @@ class Client:
 class World:
     """The core with everything around it; checks each command against what was promised."""
 
-    def __init__(self, policy: str) -> None:
+    def __init__(self, policy: str, *, local: bool) -> None:
+        """With `local`, decode workers may compute prompts themselves."""
         forecast = Forecast()
-        self.core = RouterCore("m", LIMITS, POLICIES[policy](forecast), forecast)
+        self._policy, self._compares = POLICIES[policy](forecast), policy != "round_robin"
+        self.core = RouterCore("m", replace(LIMITS, local_prefill=local), self._decide, forecast)
         self.now_s = 0.0
         self.workers: dict[LinkId, Worker] = {}
         self.clients: dict[RequestId, Client] = {}
@@ -140,13 +145,21 @@ class World:
         for command in self.core.handle(event, self.now_s):
             self._check(command)
 
+    def _decide(self, groups: Seq[Group], demand: Demand) -> Decision:
+        decision = self._policy(groups, demand)
+        if isinstance(decision, Placed):
+            assert (decision.score is not None) is self._compares
+            assert decision.score is None or 0 <= decision.score <= 1
+        return decision
+
     def _check(self, command: Command) -> None:
         match command:
             case Place(spec, prefill, decode):
                 self._check_spec(spec)
-                self.workers[prefill.link].take(spec)
+                if prefill is not None:
+                    self.workers[prefill.link].take(spec, after_prefill=False)
                 if decode is not None:
-                    self.workers[decode.link].take(spec)
+                    self.workers[decode.link].take(spec, after_prefill=prefill is not None)
             case CancelAttempt():
                 self.workers[command.link].cancel(command)
             case DropLink(link):
@@ -214,13 +227,16 @@ class World:
 OFTEN = ["hear"] * 8 + ["compute"] * 8 + ["arrive"] * 3 + ["attach"] * 2
 SELDOM = ["fail", "die", "gone", "lie", "rung", "beat", "leave", "stop", "wait"]
 ACTIONS = st.sampled_from(OFTEN + SELDOM)
+CLUSTERS = [("p0", "d0"), ("p0", "d0", "d1"), ("p0", "p1", "d0", "d1")]
+ALONE = [("d0",), ("d0", "d1")]  # where decode workers may compute prompts
 
 
 @settings(max_examples=600, deadline=None)
 @given(st.data())
 def test_every_request_ends_once_and_its_tokens_come_once_in_order(data: st.DataObject) -> None:
-    world = World(data.draw(st.sampled_from(sorted(POLICIES))))
-    for name in data.draw(st.sampled_from([("p0", "d0"), ("p0", "d0", "d1"), ("p0", "p1", "d0", "d1")])):
+    local = data.draw(st.booleans())
+    world = World(data.draw(st.sampled_from(sorted(POLICIES))), local=local)
+    for name in data.draw(st.sampled_from(CLUSTERS + ALONE * local)):
         world.attach(Role.PREFILL if name[0] == "p" else Role.DECODE, name)
     for _ in range(data.draw(st.integers(10, 60))):
         _act(world, data.draw(ACTIONS), data)

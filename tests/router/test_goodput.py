@@ -237,8 +237,9 @@ def test_prompts_leave_decode_workers_room_for_hand_offs(workers: str, share: fl
 def test_decode_workers_alone_serve_when_they_may() -> None:
     for policy in POLICIES:
         cluster = Cluster(policy, workers="d0 d1", local=True)
-        place = placed(cluster.arrive(100))
-        assert place.prefill is None
+        for max_tokens in (100, 1):
+            place = placed(cluster.arrive(100, max_tokens=max_tokens))
+            assert place.prefill is None
         assert cluster.core.is_ready
     assert refused(Cluster(workers="d0").arrive(100)).status is Status.UNAVAILABLE
 
@@ -273,8 +274,30 @@ def test_each_decision_tells_its_reason() -> None:
     cluster = Cluster()
     place = placed(cluster.arrive(1000))
     request = cluster.core.book.requests[place.spec.request_id]
-    assert "goodput, by hand-off, best of 1: first token in 12" in request.decision
+    assert "goodput, by hand-off: first token in 12" in request.decision
     assert "ms a token on d0" in request.decision
+    assert request.decision.endswith("score 1.00"), "no objective can be missed"
+
+
+def decision_of(cluster: Cluster, **terms: float) -> str:
+    place = placed(cluster.arrive(1000, **terms))  # type: ignore[arg-type]
+    return cluster.core.book.requests[place.spec.request_id].decision
+
+
+def test_the_score_of_a_placement_is_what_it_leaves_of_the_tighter_objective() -> None:
+    assert decision_of(Cluster(), ttft_s=0.24).endswith("score 0.50"), "120 ms are predicted"
+    assert decision_of(Cluster(), ttft_s=10.0, tpot_s=0.1).endswith(decision_of(Cluster(), tpot_s=0.1)[-4:])
+    assert decision_of(Cluster(knows=False), ttft_s=0.001).endswith("score 0.00"), "taken without being sure"
+
+
+def test_the_score_by_load_is_what_is_free_and_by_prefix_what_is_held() -> None:
+    cluster = Cluster("least_loaded", workers="p0 d0")
+    assert decision_of(cluster).endswith("score 1.00")
+    assert decision_of(cluster).endswith(f"score {1 - 1000 / 4096:.2f}"), "of the longest prompt's room in the queue"
+    cluster = Cluster("prefix_affinity", workers="p0 d0")
+    tokens = list(range(8 * BLOCK))
+    assert decision_of(cluster, tokens=tokens).endswith("score 0.00")  # type: ignore[arg-type]
+    assert decision_of(cluster, tokens=tokens * 2).endswith("score 0.50")  # type: ignore[arg-type]
 
 
 def test_a_pairs_own_measurement_is_what_hand_offs_are_predicted_from_and_a_slow_one_is_complained_of() -> None:
