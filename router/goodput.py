@@ -94,8 +94,7 @@ class Goodput:
         forecast, worker, compute_s = self._forecast, outlook.worker, outlook.compute_s
         step_s = outlook.step_s(0.0)
         ttft_s = forecast.ttft_bias[True].factor * outlook.prefill_s(step_s)
-        waiting_s = forecast.costs[Role.DECODE].prefill.each_s * worker.pending_prefill_tokens
-        stalled_s = step_s + (waiting_s + compute_s) / max(1.0, forecast.output_tokens / 2)
+        stalled_s = step_s + (outlook.waiting_s + compute_s) / max(1.0, forecast.output_tokens / 2)
         bias, shared_s = forecast.tpot_bias[True].factor, step_s / (1 - outlook.local_share(with_prompt=True))
         tpot_s = bias * max(shared_s, stalled_s)
         wide_s = bias * shared_s * forecast.tpot_margins[True].factor

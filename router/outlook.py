@@ -30,6 +30,7 @@ class Outlook:
         self._local_s = forecast.local_s(worker, now_s)
         self._fresh, self._work = uncached(prompt, worker.link)
         self.compute_s = self._costs.prefill.marginal_s(self._fresh, self._work)  # of the prompt, beside decoding
+        self.waiting_s = self._costs.prefill.each_s * worker.pending_prefill_tokens  # of prompts that are here already
         self.has_room = self._find_room(prompt)
 
     def step_s(self, delay_s: float) -> float:

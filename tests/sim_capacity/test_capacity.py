@@ -18,6 +18,7 @@ from pdserve.sim.capacity.workload import Arrival, Workload, random_lengths, rea
 
 PROFILE = read_profile(shipped_profile())
 OBJECTIVE = Objective(0.25, 0.1)
+SEARCHED_TO = 1.06  # a rate is bisected to within 4 %, and another cluster has to be 2 % better
 SHAPES = [Shape(0, 2), Shape(1, 1), Shape(2, 2, local_prefill=False)]
 
 
@@ -114,6 +115,20 @@ def test_a_plan_is_never_below_the_best_colocated_cluster() -> None:
     assert "busy" in found.binds
     assert found.kv_share < 1  # so short requests leave most pages empty
     assert all(shape.num_gpus == 2 for shape in candidates(PROFILE, 2))
+
+
+@pytest.mark.parametrize("name", ["azure-conv", "azure-code", "mooncake"])
+def test_no_colocated_cluster_sustains_more_than_the_plan(name: str) -> None:
+    profile = PROFILE.model_copy(update={"configurations": PROFILE.configurations[:1]})
+    output_scale = {"azure-code": 1.0}.get(name, 0.25)
+    workload = read_workload(trace_path(name)).first(60).scaled(1 / 16, 1700, output_scale).poisson(0)
+    question = Question(profile, workload, OBJECTIVE)
+    found = plan(question, 2, 0.9, lambda *_: None)
+    assert found is not None
+    for shape in candidates(profile, 2):
+        for policy in ("goodput", "round_robin") if not shape.prefill else ():
+            alone = highest_rate(question, shape, policy, 0.9)
+            assert alone is None or alone.rate_per_gpu <= found.best.rate_per_gpu * SEARCHED_TO
 
 
 def test_a_report_names_cluster_policy_and_rate(tmp_path: Path) -> None:

@@ -162,9 +162,11 @@ class SimCluster:
         block, own = self._workload.block_tokens, 2**24 + number
         if not block:
             return (own,) * arrival.prompt_tokens
-        tokens = [name + 2 for name in arrival.blocks for _ in range(block)][: arrival.prompt_tokens]
+        tokens: list[int] = []
+        for name in arrival.blocks:
+            tokens += [name + 2] * block
         tokens += [own] * (arrival.prompt_tokens - len(tokens))
-        return tuple(tokens)
+        return tuple(tokens[: arrival.prompt_tokens])
 
     def _post(self, event: Event) -> None:
         for command in self._core.handle(event, self._timeline.now_s):
