@@ -5,9 +5,10 @@ Used by the router for each prediction, and by whoever plans capacity.
 
 from math import ceil
 
+from pdserve.perfmodel.batches import BatchFits
 from pdserve.perfmodel.crowding import Crowding
 from pdserve.perfmodel.curve import Curve, Step, StepCosts, attention_work
-from pdserve.perfmodel.fit import Fit, Point
+from pdserve.perfmodel.fit import Fit
 
 ENOUGH_STEPS = 32  # observed before predictions are worth refusing requests for
 _ENOUGH_GOOD_STEPS = 8  # the same, where predictions have been right from the start
@@ -15,10 +16,8 @@ _GOOD_ERROR = 0.2
 STALE_S = 10.0  # without a step, a model may be wrong about the present: nothing is refused on its word
 
 MAX_BEGUN = 1 << 16  # pairs that only a worker's word is known of
-_DECODE_FORGETTING = 0.997  # decode steps are short and many
 
 _PROMPTS = (64, 512, 4096)
-_BATCHES: tuple[Point, ...] = ((1.0, 512.0), (16.0, 8192.0), (64.0, 65536.0), (128.0, 65536.0))
 
 # For a pool that nothing is known of: a mid-size model on one accelerator. Only the first seconds depend on it.
 UNKNOWN = StepCosts(Curve(0.01, 5e-5, 1e-9), ())
@@ -29,10 +28,9 @@ class LearntCosts:
     """Step times of the workers of one pool."""
 
     def __init__(self, start: StepCosts | None = None) -> None:
-        start = start or UNKNOWN
-        decode = start.decode[0].curve if start.decode else _UNKNOWN_DECODE
-        self._prefill = Fit(start.prefill, tuple((float(n), float(attention_work(n, 0))) for n in _PROMPTS))
-        self._decode = Fit(decode, _BATCHES, _DECODE_FORGETTING, adds_up=True)
+        first = (start or UNKNOWN).prefill
+        self._prefill = Fit(first, tuple((float(n), float(attention_work(n, 0))) for n in _PROMPTS))
+        self._decode = BatchFits(start, _UNKNOWN_DECODE)
         self._prefill_crowding, self._decode_crowding = Crowding(), Crowding()
         self._num_mixed = 0
         self._observed_s = float("-inf")
@@ -43,7 +41,8 @@ class LearntCosts:
 
     @property
     def decode(self) -> Curve:
-        return self._decode.curve
+        """Return what holds for the size of batch seen last."""
+        return self._decode.latest.curve
 
     @property
     def num_prefill_steps(self) -> int:
@@ -59,7 +58,7 @@ class LearntCosts:
 
     @property
     def decode_error(self) -> float:
-        return self._decode.relative_error
+        return self._decode.latest.relative_error
 
     def observe(self, step: Step, elapsed_s: float, now_s: float, crowd: float = 0.0) -> None:
         """Take in one step, during which so many neighbours computed.
@@ -68,25 +67,28 @@ class LearntCosts:
         """
         self._observed_s = now_s
         if not step.prefill_tokens:
-            _observe(self._decode, self._decode_crowding, (step.sequences, step.kv_tokens), elapsed_s, crowd)
+            alone_s = _alone_s(self._decode_crowding, self.decode_s(step.sequences, step.kv_tokens), elapsed_s, crowd)
+            self._decode.observe(step.sequences, step.kv_tokens, alone_s)
             return
         if step.sequences:
             self._num_mixed += 1
-            decode = self._decode.curve
+            decode = self._decode.curve(step.sequences)
             shared_s = decode.marginal_s(step.sequences, step.kv_tokens) + max(0.0, decode.step_s - self.prefill.step_s)
             if shared_s > 0.5 * elapsed_s:
                 return  # too little of it is the prefill's
             elapsed_s -= shared_s
-        _observe(self._prefill, self._prefill_crowding, (step.prefill_tokens, step.prefill_work), elapsed_s, crowd)
+        predicted_s = self._prefill.curve.seconds(step.prefill_tokens, step.prefill_work)
+        alone_s = _alone_s(self._prefill_crowding, predicted_s, elapsed_s, crowd)
+        self._prefill.observe(step.prefill_tokens, step.prefill_work, alone_s)
 
     def knows_prefill(self, now_s: float) -> bool:
         """Return whether requests may be refused on these predictions."""
-        return now_s - self._observed_s < STALE_S and _is_enough(self._prefill, self._prefill.num_observed)
+        return now_s - self._observed_s < STALE_S and _is_enough(self.prefill_error, self.num_prefill_steps)
 
     def knows_decode(self, now_s: float) -> bool:
         """Return the same of decode steps. Those that also prefill tell of them too."""
         num_steps = self._decode.num_observed + self._num_mixed
-        return now_s - self._observed_s < STALE_S and _is_enough(self._decode, num_steps)
+        return now_s - self._observed_s < STALE_S and _is_enough(self.decode_error, num_steps)
 
     def prefill_slowdown(self, crowd: float) -> float:
         """Return the factor by which prompts take longer while neighbours compute."""
@@ -105,19 +107,18 @@ class LearntCosts:
 
     def decode_s(self, sequences: float, kv_tokens: float) -> float:
         """Return how long a decode step takes."""
-        return self._decode.curve.seconds(sequences, kv_tokens)
+        return self._decode.curve(sequences).seconds(sequences, kv_tokens)
 
 
-def _observe(fit: Fit, crowding: Crowding, point: Point, elapsed_s: float, crowd: float) -> None:
-    """Let a curve learn what a step would have taken alone, and the slowdown what it took beyond the curve."""
-    alone_s = fit.curve.seconds(*point)
-    if alone_s > 0 and elapsed_s > 0:
-        crowding.observe(crowd, elapsed_s / alone_s)
-    fit.observe(*point, elapsed_s / crowding.during(crowd))
+def _alone_s(crowding: Crowding, predicted_s: float, elapsed_s: float, crowd: float) -> float:
+    """Return what a step would have taken alone; the slowdown learns from what it took beyond the prediction."""
+    if predicted_s > 0 and elapsed_s > 0:
+        crowding.observe(crowd, elapsed_s / predicted_s)
+    return elapsed_s / crowding.during(crowd)
 
 
-def _is_enough(fit: Fit, num_steps: int) -> bool:
-    is_good = num_steps >= _ENOUGH_GOOD_STEPS and fit.relative_error < _GOOD_ERROR
+def _is_enough(error: float, num_steps: int) -> bool:
+    is_good = num_steps >= _ENOUGH_GOOD_STEPS and error < _GOOD_ERROR
     return num_steps >= ENOUGH_STEPS or is_good
 
 

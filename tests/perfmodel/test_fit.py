@@ -101,6 +101,32 @@ def test_prefill_is_learnt_from_steps_that_also_decode() -> None:
     assert learnt.decode_s(8, 8000) == pytest.approx(costs.seconds(Step(sequences=8, kv_tokens=8000)), rel=0.05)
 
 
+def elbow_s(sequences: int, kv_tokens: int) -> float:
+    """A decode step that is bound by reading weights up to six sequences, and by arithmetic beyond."""
+    return 0.03 + 1e-6 * kv_tokens + 0.0035 * max(0, sequences - 6)
+
+
+def teach_batches(learnt: LearntCosts, sizes: range, num_steps: int, rng: random.Random) -> None:
+    for _ in range(num_steps):
+        size = rng.choice(sizes)
+        kv_tokens = size * rng.randrange(50, 300)
+        learnt.observe(Step(sequences=size, kv_tokens=kv_tokens), noisy(rng, elbow_s(size, kv_tokens)), 0.0)
+
+
+def test_what_large_batches_cost_is_known_after_a_long_time_of_small_ones() -> None:
+    rng, learnt = random.Random(3), LearntCosts()
+    teach_batches(learnt, range(8, 20), 200, rng)
+    teach_batches(learnt, range(1, 5), 3000, rng)
+    for size in (1, 4, 9, 12, 17):
+        assert learnt.decode_s(size, 150 * size) == pytest.approx(elbow_s(size, 150 * size), rel=0.06)
+
+
+def test_a_size_never_seen_is_taken_to_go_on_as_the_nearest_does() -> None:
+    rng, learnt = random.Random(4), LearntCosts()
+    teach_batches(learnt, range(8, 16), 400, rng)
+    assert learnt.decode_s(20, 3000) == pytest.approx(elbow_s(20, 3000), rel=0.1)
+
+
 def test_requests_are_not_refused_on_the_word_of_a_new_or_stale_model() -> None:
     learnt = LearntCosts()
     for i in range(ENOUGH_STEPS):
