@@ -158,11 +158,10 @@ class Forecast:
         """Over which the rate of sequences is taken."""
         return max(_SEQUENCES_S, 2 * self.decoding_s)
 
-    def steady_sequences(self, worker: WorkerView, now_s: float) -> float:
-        """Return the batch of a decode worker that the present rate of sequences leads to."""
+    def sequences_a_second(self, worker: WorkerView, now_s: float) -> float:
+        """Return how many sequences a decode worker is given a second, of late."""
         sent = self._sequences.get(worker.link)
-        steady = 0.0 if sent is None else sent.rate(now_s, self._life_s) * self.decoding_s
-        return min(steady, float(worker.registration.max_num_seqs))
+        return 0.0 if sent is None else sent.rate(now_s, self._life_s)
 
     def local_s(self, worker: WorkerView, now_s: float) -> float:
         """Return the seconds that a decode worker spends on prompts, over about one sequence's life."""

@@ -9,6 +9,7 @@ from pdserve.router.events import Role
 from pdserve.router.forecast import Forecast, Prompt, uncached
 from pdserve.router.view import WorkerView
 
+_LEAST_ANSWER_S = 0.05
 _PAGES_BESIDE = 1.5  # of a sequence: its last one is half full, and one is kept for it to grow into
 
 
@@ -26,8 +27,9 @@ class Outlook:
         self._num_arriving = worker.num_arriving
         self._num_running = max(0, num_all - worker.num_arriving)
         self._mean_kv = (worker.kv_tokens + prompt.num_tokens * width) / (num_all + width) + forecast.output_tokens / 2
-        self._steady = forecast.steady_sequences(worker, now_s)
+        self._rate = forecast.sequences_a_second(worker, now_s)
         self._local_s = forecast.local_s(worker, now_s)
+        self._answer_steps = forecast.output_tokens / (1 - forecast.local_share(self._local_s))
         self._fresh, self._work = uncached(prompt, worker.link)
         self.compute_s = self._costs.prefill.marginal_s(self._fresh, self._work)  # of the prompt, beside decoding
         self.waiting_s = self._costs.prefill.each_s * worker.pending_prefill_tokens  # of prompts that are here already
@@ -40,16 +42,24 @@ class Outlook:
         then on the batch goes towards what arrivals and lengths of lately lead to.
         """
         forecast, costs, width, others = self._forecast, self._costs, self._width, float(self._num_running)
-        decoding_s, knows_arrivals = forecast.decoding_s, forecast.knows_arrivals
+        knows_arrivals = forecast.knows_arrivals
         if knows_arrivals:
-            others = others * exp(-delay_s / decoding_s) + self._num_arriving
+            if others and delay_s:
+                others *= exp(-delay_s / self._answer_s(costs.decode_s(others, others * self._mean_kv)))
+            others += self._num_arriving
         alone_s = costs.decode_s(others + width, (others + width) * self._mean_kv)
         slowdown = costs.decode_slowdown(forecast.machines.expected(self.worker, alone_s * self._num_later))
         if knows_arrivals:
-            ratio = max(1e-6, alone_s * slowdown * self._num_later / decoding_s)
-            others += (self._steady - others) * (1 - (1 - exp(-ratio)) / ratio)
+            answer_s = self._answer_s(alone_s * slowdown)
+            ratio = max(1e-6, alone_s * slowdown * self._num_later / answer_s)
+            steady = min(self._rate * answer_s, float(self.worker.registration.max_num_seqs))
+            others += (steady - others) * (1 - (1 - exp(-ratio)) / ratio)
             alone_s = costs.decode_s(others + width, (others + width) * self._mean_kv)
         return alone_s * slowdown
+
+    def _answer_s(self, step_s: float) -> float:
+        """Return how long answers take while steps take so long: a crowd stays longer than answers took of late."""
+        return max(_LEAST_ANSWER_S, self._answer_steps * step_s)
 
     def local_share(self, *, with_prompt: bool) -> float:
         """Return the share of this worker's time that goes to prompts, with this one or without."""
