@@ -7,7 +7,7 @@ from math import exp
 _WINDOW = 100  # predictions that are remembered
 _STEP = 1.03  # of the factor, at most, for each prediction
 _LOW, _HIGH = 0.8, 3.0
-_BIAS_STEP = 0.01  # errors of requests that come together are alike: what is learnt of few is little
+_BIAS_STEP = 0.005  # errors of requests that come together are alike: what is learnt of few is little
 _MOST_BIASED = 2.0
 
 
