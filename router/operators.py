@@ -109,4 +109,14 @@ def _costs(role: Role, costs: LearntCosts) -> admin.LearntCosts:
         num_decode_steps=costs.num_decode_steps,
         prefill_error=costs.prefill_error,
         decode_error=costs.decode_error,
+        decode_batches=[
+            admin.LearntBatches(
+                max_sequences=max_sequences,
+                step_s=fit.curve.step_s,
+                sequence_s=fit.curve.each_s,
+                kv_token_s=fit.curve.context_s,
+                num_steps=fit.num_observed,
+            )
+            for max_sequences, fit in costs.decode_batches
+        ],
     )

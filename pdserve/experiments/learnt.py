@@ -37,16 +37,26 @@ def learnt_profile(status: admin.ClusterStatus, source: str) -> Profile:
                     token_s=max(_LEAST_S, prefill.prefill_token_s),
                     token_context_s=prefill.prefill_work_s,
                 ),
-                decode=[
-                    DecodeFields(
-                        max_sequences=None,
-                        step_s=decode.decode_step_s,
-                        sequence_s=decode.decode_sequence_s,
-                        kv_token_s=decode.decode_kv_token_s,
-                    )
-                ],
+                decode=_decode(decode),
                 prefill_slowdown=prefill.prefill_slowdown,
                 decode_slowdown=decode.decode_slowdown,
             )
         ],
     )
+
+
+def _decode(learnt: admin.LearntCosts) -> list[DecodeFields]:
+    """Return decode costs by size of batch; the largest size seen holds for all beyond."""
+    known = [batches for batches in learnt.decode_batches if batches.num_steps >= _ENOUGH_STEPS]
+    if not known:
+        costs = (learnt.decode_step_s, learnt.decode_sequence_s, learnt.decode_kv_token_s)
+        return [_fields(None, *costs)]
+    sizes = [batches.max_sequences for batches in known[:-1]]
+    return [
+        _fields(size, batches.step_s, batches.sequence_s, batches.kv_token_s)
+        for size, batches in zip([*sizes, None], known, strict=True)
+    ]
+
+
+def _fields(max_sequences: int | None, step_s: float, sequence_s: float, kv_token_s: float) -> DecodeFields:
+    return DecodeFields(max_sequences=max_sequences, step_s=step_s, sequence_s=sequence_s, kv_token_s=kv_token_s)

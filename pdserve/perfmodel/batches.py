@@ -38,6 +38,10 @@ class BatchFits:
         self.num_observed += 1
         self.latest = fit
 
+    def seen(self) -> list[tuple[int, Fit]]:
+        """Return each size of which steps were seen, as its largest batch, with its fit."""
+        return [((1 << band) - 1, self._fits[band]) for band in sorted(self._fits)]
+
     def _begin(self, band: int) -> Fit:
         smallest = 1 << max(0, band - 1)
         points: tuple[Point, ...] = tuple(

@@ -45,6 +45,11 @@ class LearntCosts:
         return self._decode.latest.curve
 
     @property
+    def decode_batches(self) -> list[tuple[int, Fit]]:
+        """Return what was learnt of each size of batch: the largest one it holds for, and the fit."""
+        return self._decode.seen()
+
+    @property
     def num_prefill_steps(self) -> int:
         return self._prefill.num_observed
 

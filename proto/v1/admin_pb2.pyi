@@ -284,6 +284,7 @@ class LearntCosts(_message.Message):
     NUM_DECODE_STEPS_FIELD_NUMBER: _builtins.int
     PREFILL_ERROR_FIELD_NUMBER: _builtins.int
     DECODE_ERROR_FIELD_NUMBER: _builtins.int
+    DECODE_BATCHES_FIELD_NUMBER: _builtins.int
     role: _link_pb2.Role.ValueType
     """Which pool."""
     prefill_step_s: _builtins.float
@@ -293,7 +294,7 @@ class LearntCosts(_message.Message):
     prefill_work_s: _builtins.float
     """Of each unit of attention work."""
     decode_step_s: _builtins.float
-    """Of a step that decodes."""
+    """Of a step that decodes a batch of the size seen last."""
     decode_sequence_s: _builtins.float
     """Of each sequence."""
     decode_kv_token_s: _builtins.float
@@ -310,6 +311,10 @@ class LearntCosts(_message.Message):
     """Mean of |predicted - seen| / seen over the last prefill steps."""
     decode_error: _builtins.float
     """The same over the last decode steps."""
+    @_builtins.property
+    def decode_batches(self) -> _containers.RepeatedCompositeFieldContainer[Global___LearntBatches]:
+        """Decode steps by the size of the batch, smallest first. Empty: none were seen."""
+
     def __init__(
         self,
         *,
@@ -326,14 +331,53 @@ class LearntCosts(_message.Message):
         num_decode_steps: _builtins.int = ...,
         prefill_error: _builtins.float = ...,
         decode_error: _builtins.float = ...,
+        decode_batches: _abc.Iterable[Global___LearntBatches] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_error", b"decode_error", "decode_kv_token_s", b"decode_kv_token_s", "decode_sequence_s", b"decode_sequence_s", "decode_slowdown", b"decode_slowdown", "decode_step_s", b"decode_step_s", "num_decode_steps", b"num_decode_steps", "num_prefill_steps", b"num_prefill_steps", "prefill_error", b"prefill_error", "prefill_slowdown", b"prefill_slowdown", "prefill_step_s", b"prefill_step_s", "prefill_token_s", b"prefill_token_s", "prefill_work_s", b"prefill_work_s", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_batches", b"decode_batches", "decode_error", b"decode_error", "decode_kv_token_s", b"decode_kv_token_s", "decode_sequence_s", b"decode_sequence_s", "decode_slowdown", b"decode_slowdown", "decode_step_s", b"decode_step_s", "num_decode_steps", b"num_decode_steps", "num_prefill_steps", b"num_prefill_steps", "prefill_error", b"prefill_error", "prefill_slowdown", b"prefill_slowdown", "prefill_step_s", b"prefill_step_s", "prefill_token_s", b"prefill_token_s", "prefill_work_s", b"prefill_work_s", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LearntCosts: _TypeAlias = LearntCosts  # noqa: Y015
+
+@_typing.final
+class LearntBatches(_message.Message):
+    """What decode steps of batches of about one size cost."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MAX_SEQUENCES_FIELD_NUMBER: _builtins.int
+    STEP_S_FIELD_NUMBER: _builtins.int
+    SEQUENCE_S_FIELD_NUMBER: _builtins.int
+    KV_TOKEN_S_FIELD_NUMBER: _builtins.int
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    max_sequences: _builtins.int
+    """The largest of them."""
+    step_s: _builtins.float
+    """Of a step, whatever it computes."""
+    sequence_s: _builtins.float
+    """Of each sequence."""
+    kv_token_s: _builtins.float
+    """Of each KV token read."""
+    num_steps: _builtins.int
+    """Steps seen so far."""
+    def __init__(
+        self,
+        *,
+        max_sequences: _builtins.int = ...,
+        step_s: _builtins.float = ...,
+        sequence_s: _builtins.float = ...,
+        kv_token_s: _builtins.float = ...,
+        num_steps: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_token_s", b"kv_token_s", "max_sequences", b"max_sequences", "num_steps", b"num_steps", "sequence_s", b"sequence_s", "step_s", b"step_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LearntBatches: _TypeAlias = LearntBatches  # noqa: Y015
 
 @_typing.final
 class WorkerStatus(_message.Message):

@@ -85,6 +85,14 @@ def test_a_learnt_profile_is_read_back_as_it_was_written(tmp_path: Path) -> None
     assert read.configuration(1).kv_tokens == 800 * 16
 
 
+def test_a_learnt_profile_keeps_what_each_size_of_batch_costs() -> None:
+    told = status(100)
+    for max_sequences, step_s, num_steps in ((1, 0.01, 50), (3, 0.02, 5), (7, 0.03, 50), (15, 0.04, 50)):
+        told.costs[1].decode_batches.add(max_sequences=max_sequences, step_s=step_s, num_steps=num_steps)
+    costs = learnt_profile(told, "a test").configuration(1).costs()
+    assert [costs.decode_curve(size).step_s for size in (1, 3, 7, 8, 100)] == [0.01, 0.03, 0.03, 0.04, 0.04]
+
+
 def test_no_profile_is_made_of_a_router_that_has_seen_too_little() -> None:
     with pytest.raises(ConfigError, match="the router has seen 3 prefill and 3 decode steps; 20 of each"):
         learnt_profile(status(3), "a test")
