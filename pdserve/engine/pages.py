@@ -123,7 +123,8 @@ class PagePool:
     def check(self) -> None:
         """Raise InvariantError unless free, held, granted and quarantined pages partition the pool."""
         held = [page for page, holders in enumerate(self._holders) if holders > 0]
-        if sorted([*self._free, *held, *self._granted, *self._quarantined]) == list(range(self.num_pages)):
+        num_states = len(self._free) + len(held) + len(self._granted) + len(self._quarantined)
+        if num_states == self.num_pages == len({*self._free, *held, *self._granted, *self._quarantined}):
             return
         for page in map(PageId, range(self.num_pages)):
             states = (

@@ -44,7 +44,8 @@ class Answer:
         self._received: list[list[int]] = [[] for _ in range(wish.params.n)]
         self._ended = [False] * wish.params.n
         self._stopped = [False] * wish.params.n  # by a stop string; what is under way may still come
-        self._expected = [_whole_answer(wish, index, vocab_size) for index in range(wish.params.n)]
+        self._vocab_size = vocab_size
+        self._expected: list[list[int]] = []  # of each continuation, once a token has come
 
     def ask(self, router: RouterProcess | None) -> None:
         """Send the request; without a router there is no answer."""
@@ -82,6 +83,8 @@ class Answer:
         """Take tokens in, each checked against what any correct engine says."""
         self._world.num_words += 1
         wish, index = self.wish, command.index
+        if not self._expected:
+            self._expected = [_whole_answer(wish, number, self._vocab_size) for number in range(wish.params.n)]
         received, due = self._received[index], self._expected[index]
         start = len(received)
         received.extend(command.token_ids)

@@ -45,12 +45,11 @@ class FakeRunner:
 
     def _write(self, pages: Sequence[bytearray], begin: int, fresh: bytes) -> None:
         """Write bytes from an offset on into pages that follow each other."""
-        size, done = self.page_bytes, 0
-        while done < len(fresh):
-            number, offset = divmod(begin + done, size)
-            part = fresh[done : done + size - offset]
+        number, offset = divmod(begin, self.page_bytes)
+        while fresh:
+            part, fresh = fresh[: self.page_bytes - offset], fresh[self.page_bytes - offset :]
             pages[number][offset : offset + len(part)] = part
-            done += len(part)
+            number, offset = number + 1, 0
 
 
 def chain(state: int, token_ids: Sequence[int]) -> bytes:

@@ -75,10 +75,9 @@ class End:
         self.held.clear()
 
     def _transmit(self, action: Action, what: object) -> None:
-        network = self.network
-        at_s = network.world.now + network.delay_s(self.owner, self.peer.owner)
-        self.clear_s = max(self.clear_s, at_s)
-        network.world.at(self.clear_s, self.peer.owner, action, what)
+        world, receiver = self.network.world, self.peer.owner
+        self.clear_s = max(self.clear_s, world.now + self.network.delay_s(self.owner, receiver))
+        world.at(self.clear_s, receiver, action, what)
 
 
 class Network:
