@@ -27,10 +27,13 @@ class Granting:
         busy = scheduler.num_running + num_coming
         if (busy and busy + width > scheduler.limits.max_num_seqs) or task.peer is None:
             return None
+        num_grown_into = busy + width if busy else 0
+        if cache.pool.num_free <= num_grown_into:
+            return None
         num_tokens = len(task.job.token_ids)
         reused = cache.reuse(task.names[: (num_tokens - 1) // cache.page_size])
         count = cache.num_pages(num_tokens) - len(reused)
-        room = cache.pool.num_free - (busy + width if busy else 0)
+        room = cache.pool.num_free - num_grown_into
         pages = cache.grant(count) if count <= room else None
         if pages is None:
             cache.pool.release(reused)
