@@ -50,7 +50,7 @@ class End:
         self._transmit(self.peer.hear_end, "its process ended")
 
     def arrive(self, message: Message) -> None:
-        if self.held or self.network.is_cut(self.peer.owner, self.owner):
+        if self.held or (self.network.cuts and self.network.is_cut(self.peer.owner, self.owner)):
             self.held.append((self.arrive, (message,)))
         elif not self.closed:
             self.receive(message)
@@ -86,7 +86,7 @@ class Network:
     def __init__(self, world: World, mean_delay_s: float) -> None:
         self.world = world
         self._mean_delay_s = mean_delay_s
-        self._cut: dict[tuple[str, str], int] = {}  # direction -> which cut
+        self.cuts: dict[tuple[str, str], int] = {}  # direction -> which cut
         self._slow: dict[tuple[str, str], float] = {}
         self._num_cuts = 0
         self.ends: dict[End, None] = {}  # of all streams, not closed
@@ -98,7 +98,7 @@ class Network:
         return delay_s * self._slow.get((source.name, target.name), 1.0) if self._slow else delay_s
 
     def is_cut(self, source: Process, target: Process) -> bool:
-        return bool(self._cut) and (source.name, target.name) in self._cut
+        return (source.name, target.name) in self.cuts
 
     def dial(
         self,
@@ -136,7 +136,7 @@ class Network:
     def cut(self, source: Process, target: Process) -> None:
         """Let nothing pass one way."""
         self._num_cuts += 1
-        self._cut[source.name, target.name] = self._num_cuts
+        self.cuts[source.name, target.name] = self._num_cuts
         self.world.after(KEEPALIVE_S, None, self._keepalive, source, target, self._num_cuts)
 
     def slow(self, source: Process, target: Process, factor: float) -> None:
@@ -145,7 +145,7 @@ class Network:
     def heal(self, source: Process, target: Process) -> None:
         """Let messages pass again, those held first."""
         self._slow.pop((source.name, target.name), None)
-        if self._cut.pop((source.name, target.name), None) is None:
+        if self.cuts.pop((source.name, target.name), None) is None:
             return
         for end in self._ends_from(source, target):
             held, end.held = end.held, []
@@ -161,7 +161,7 @@ class Network:
                 self._time_out(end)
 
     def _keepalive(self, source: Process, target: Process, number: int) -> None:
-        if self._cut.get((source.name, target.name)) == number:
+        if self.cuts.get((source.name, target.name)) == number:
             for end in self._ends_from(source, target):
                 self._time_out(end)
 

@@ -33,6 +33,7 @@ class World:
 
     def __init__(self, seed: int, trace_length: int = 0) -> None:
         """Keep so many of the latest notes. All that they name stays in memory, which costs a tenth of the time."""
+        self._is_traced = trace_length > 0
         self.now = 0.0
         self.rng = random.Random(seed)
         self.num_events = 0
@@ -71,7 +72,8 @@ class World:
 
     def note(self, who: str, what: object) -> None:
         """Remember something for the trace."""
-        self.trace.append((self.now, who, what))
+        if self._is_traced:
+            self.trace.append((self.now, who, what))
 
     def story(self, request_id: RequestId | None, num_last: int = 12) -> list[str]:
         """Return what was noted about a request, and the last things noted at all."""
