@@ -17,6 +17,7 @@ from pdserve.router.pages import Names
 from pdserve.router.prefixes import PrefixTable
 from pdserve.router.view import WorkerView
 
+_CROWD_STEP = 0.005  # of the bias of times per token: a crowd's requests are wrong all alike, and count as one
 _LEARN = 0.02  # weight of the latest answer in running means
 _UNKNOWN_BUDGET = 2048
 _LOCAL_S = 2.0  # over which, at least, the share of prompts in a decode worker's time is taken
@@ -66,7 +67,7 @@ class Forecast:
         self.ttft_margins = {True: Margin(), False: Margin()}
         # The same decode workers run the steps: with a bias or a margin of its own, a way could be shunned for good,
         # since nothing is learnt of what is not used.
-        self.tpot_bias = dict.fromkeys((True, False), Bias())
+        self.tpot_bias = dict.fromkeys((True, False), Bias(_CROWD_STEP))
         self.tpot_margins = dict.fromkeys((True, False), Margin())
         self._local: dict[LinkId, _Fading] = {}  # seconds of prompts computed on decode workers
         self._tokens: dict[LinkId, _Fading] = {}  # prompt tokens sent to workers

@@ -7,7 +7,6 @@ from math import exp
 _WINDOW = 100  # predictions that are remembered
 _STEP = 1.03  # of the factor, at most, for each prediction
 _LOW, _HIGH = 0.8, 3.0
-_BIAS_STEP = 0.005  # errors of requests that come together are alike: what is learnt of few is little
 _MOST_BIASED = 2.0
 
 
@@ -47,11 +46,13 @@ class Bias:
     would go too far, and back, before it hears of it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, step: float = 0.01) -> None:
+        """`step`: by how much of itself one prediction changes the factor. What is learnt of few should be little."""
         self.factor = 1.0
+        self._step = step
 
     def observe(self, predicted_s: float, observed_s: float) -> None:
         """Take in how a prediction came out."""
         if predicted_s > 0 and observed_s > 0:
-            step = _BIAS_STEP if observed_s > predicted_s * self.factor else -_BIAS_STEP
+            step = self._step if observed_s > predicted_s * self.factor else -self._step
             self.factor = min(_MOST_BIASED, max(1 / _MOST_BIASED, self.factor * exp(step)))
