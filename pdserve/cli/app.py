@@ -11,7 +11,7 @@ import typer
 from pdserve import __version__
 from pdserve.cli import ask, cancel, capacity, chaos, cluster, experiments, handoff, load, models, processes, speed
 from pdserve.cli.default_command import DefaultLoad
-from pdserve.cli.failure import CommandError
+from pdserve.cli.failure import CommandError, only_cause
 from pdserve.errors import ConfigError
 
 app = typer.Typer(
@@ -72,10 +72,11 @@ def main() -> None:
     """Run the command that the arguments name; errors become one line and an exit status."""
     try:
         app()
-    except ConfigError as error:
-        _fail(str(error), 2)
-    except CommandError as error:
-        _fail(str(error), 1)
+    except (ConfigError, CommandError, ExceptionGroup) as error:
+        cause = only_cause(error)
+        if not isinstance(cause, ConfigError | CommandError):
+            raise
+        _fail(str(cause), 2 if isinstance(cause, ConfigError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -3,3 +3,10 @@
 
 class CommandError(Exception):
     """Something outside went wrong; the message is for the terminal. Exit with status 1."""
+
+
+def only_cause(error: BaseException) -> BaseException:
+    """Return what groups of one each hold at last: what a command says while others of its tasks run comes in them."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]
+    return error

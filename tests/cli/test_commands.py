@@ -13,6 +13,7 @@ import pytest
 
 import pdserve as package
 from pdserve.cli.ask import VISIBLE
+from pdserve.cli.failure import CommandError, only_cause
 from pdserve.cli.processes import first_refusal
 from pdserve.errors import ConfigError
 from pdserve.proto.v1 import inference_pb2 as inference
@@ -181,3 +182,10 @@ def test_help_is_quick_and_loads_neither_torch_nor_grpc() -> None:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         taken_s.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(taken_s) < 0.5  # of processor time: other tests may hold the cores
+
+
+def test_what_a_command_says_while_its_other_tasks_run_is_still_one_line() -> None:
+    told = CommandError("no request was seen")
+    assert only_cause(ExceptionGroup("tasks", [ExceptionGroup("tasks", [told])])) is told
+    both = ExceptionGroup("tasks", [told, OSError("disk")])
+    assert only_cause(both) is both
