@@ -22,6 +22,7 @@ from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 from pdserve.rpc import read_secret, secret_metadata
 
 START_TIMEOUT_S = 90
+TAKE_TURNS = ("--policy", "least_loaded")
 STOP_TIMEOUT_S = 30
 
 
@@ -153,10 +154,13 @@ def all_ready(count: int) -> Callable[[admin.ClusterStatus], bool]:
 
 @contextmanager
 def live_cluster(folder: Path, model: Path, *flags: str) -> Iterator[LiveCluster]:
-    """Run `pdserve up` for the length of the block; it must drain and leave nothing behind."""
+    """Run `pdserve up` for the length of the block; it must drain and leave nothing behind.
+
+    Unless the flags say otherwise, workers of a pool that are equally idle take turns: tests count on who meets whom.
+    """
     ready = folder / "ready.json"
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
-    command = [sys.executable, "-P", "-m", "pdserve", "up", str(model), "--ready-file", str(ready), *flags]
+    command = [sys.executable, "-P", "-m", "pdserve", "up", str(model), "--ready-file", str(ready), *TAKE_TURNS, *flags]
     with (folder / "up.log").open("wb") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     try:

@@ -24,6 +24,7 @@ from pdserve.proto.v1 import link_pb2 as link
 
 HOST = "127.0.0.1"
 MAX_ROUNDS = 30
+TURNS: Flags = {"policy": "least_loaded"}  # idle workers take turns: every pair meets
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class Wiring:
 
     def start_router(self) -> subprocess.Popen[bytes]:
         ports = {"port": self.public_port, "internal_port": self.internal_port}
-        return self.start("router", "router", {"served_model_name": "wired", **ports, **self.router_flags})
+        return self.start("router", "router", {"served_model_name": "wired", **TURNS, **ports, **self.router_flags})
 
     def start_worker(self, role: Role, name: str, router: str, **flags: object) -> subprocess.Popen[bytes]:
         own = {"worker_id": name, "incarnation": new_incarnation(), "routers": (router,), "num_threads": 1}
