@@ -135,7 +135,8 @@ class FaultProxy:
 
     async def _reset(self) -> None:
         for writer in self._writers:
-            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_AT_CLOSE)
+            with suppress(OSError):  # its socket is closed already: its far end was faster
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, RESET_AT_CLOSE)
             writer.transport.abort()
         for connection in self._connections:
             connection.cancel()
