@@ -162,14 +162,11 @@ class Delivery:
             request.decode_name = placement.decode.name
 
     def rung(self, worker: WorkerView, event: RungReached, now_s: float) -> None:
-        """Note on a request's ladder what happened on a worker.
-
-        What a prefill worker says of its hand-off may come after the decode worker has gone on without it.
-        """
-        request = self._book.requests.get(event.request_id)
-        placement = None if request is None else request.placements.get(event.attempt)
-        if request is None or placement is None or (worker is not placement.sender and worker is not placement.decode):
+        """Note on a request's ladder what happened on a worker."""
+        placement = self._book.placement_of(worker, event.request_id, event.attempt)
+        if placement is None:
             return
+        request = self._book.requests[event.request_id]
         request.ladder.reach(event.rung, now_s - event.age_s)
         match event.rung:
             case Rung.PREFILL_STARTED if placement.attempt == Attempt(0):
@@ -181,8 +178,8 @@ class Delivery:
             case Rung.LANDED:
                 request.handoff_bytes += event.handoff_bytes
                 request.handoff_s = event.handoff_s
-                if placement.sender is not None and placement.decode is not None:
-                    pair = placement.sender.name, placement.decode.name
+                if placement.prefill is not None and placement.decode is not None:
+                    pair = placement.prefill.name, placement.decode.name
                     self._book.forecast.links.observe(pair, event.handoff_bytes, event.handoff_s)
             case Rung.COMMITTED | Rung.DECODE_JOINED:
                 placement.committed = True

@@ -37,7 +37,6 @@ class Placement:
     ttft_bias: float = 1.0  # factors that are in them
     tpot_bias: float = 1.0
     committed: bool = False  # the decode worker has all it needs
-    sender: WorkerView | None = None  # the prefill worker, also once it has been let go
 
     @property
     def attempt(self) -> Attempt:
@@ -184,7 +183,7 @@ class Request:
         self._no_pair_since_s = None
         key = (self.request_id, Attempt(self._num_attempts))
         self._num_attempts += 1
-        placement = Placement(key, indices, prefill, decode, set(indices), prefill is None, sender=prefill)
+        placement = Placement(key, indices, prefill, decode, set(indices), prefill is None)
         self.placements[placement.attempt] = placement
         for index in indices:
             sequence = self.sequences[index]

@@ -175,7 +175,6 @@ class FakeWorker:
         position = len(spec.token_ids) - spec.num_prompt_tokens
         is_last = position + 1 >= spec.sampling.max_tokens
         await self.step([self.delta(spec, index, position, is_last=is_last) for index in indices_of(spec)])
-        await self.progress(key, link.RUNG_LANDED, handoff_bytes=4096, handoff_us=1500)
         self.specs.pop(key, None)
         decode = self.peers.get(prefill.decode_worker_id)
         if not is_last and decode is not None:
@@ -186,6 +185,7 @@ class FakeWorker:
         if key not in self.specs or self.is_paused:
             return
         spec = self.specs[key]
+        await self.progress(key, link.RUNG_LANDED, handoff_bytes=4096, handoff_us=1500)
         await self.progress(key, link.RUNG_COMMITTED)
         await self.progress(key, link.RUNG_DECODE_JOINED)
         first = len(spec.token_ids) - spec.num_prompt_tokens + 1
