@@ -8,7 +8,8 @@ from collections.abc import Callable
 from pdserve import kvevents
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
-from pdserve.kvlayout import DTYPE_BYTES, KvLayout
+from pdserve.kvlayout import KvLayout
+from pdserve.kvlayout_wire import layout_from_proto
 from pdserve.perfmodel.curve import Step
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
@@ -37,6 +38,7 @@ from pdserve.sampling import SamplingParams
 
 MAX_WORKER_ID_BYTES = 128
 _NO_NUMBER = bytes(kvevents.SEQUENCE_BYTES)  # a stream has no gaps
+_UNKNOWN_LAYOUT = KvLayout("", 0, 0, 0, 0, "")  # of a worker that loads: nothing is placed on it
 
 _ROLES = {link.ROLE_PREFILL: Role.PREFILL, link.ROLE_DECODE: Role.DECODE}
 _RUNGS = {number: Rung[name.removeprefix("RUNG_")] for name, number in link.Rung.items() if number}
@@ -128,8 +130,6 @@ def _registration(told: link.Register) -> Registration:
         raise ProtocolError(f"register.worker_id: has to be of 1 to {MAX_WORKER_ID_BYTES} bytes")
     if told.incarnation == 0:
         raise ProtocolError("register.incarnation: 0 stands for unknown")
-    if told.ready and (told.layout.dtype not in DTYPE_BYTES or not told.layout.page_size):
-        raise ProtocolError(f"register.layout: dtype {told.layout.dtype!r}, page_size {told.layout.page_size}")
     if told.ready and not (told.max_num_seqs and told.max_model_len):
         raise ProtocolError("register: max_num_seqs and max_model_len have to be over 0")
     return Registration(
@@ -139,26 +139,13 @@ def _registration(told: link.Register) -> Registration:
         protocol_version=told.protocol_version,
         ready=told.ready,
         model=told.model,
-        layout=_layout(told.layout),
+        layout=layout_from_proto(told.layout) if told.ready else _UNKNOWN_LAYOUT,
         num_pages=told.num_pages,
         max_num_seqs=told.max_num_seqs,
         max_model_len=told.max_model_len,
         handoff_address=told.handoff_address,
         max_num_batched_tokens=told.max_num_batched_tokens,
         host=told.host,
-    )
-
-
-def _layout(told: link.KvLayout) -> KvLayout:
-    return KvLayout(
-        weights_hash=told.weights_hash,
-        num_layers=told.num_layers,
-        num_kv_heads=told.num_kv_heads,
-        head_dim=told.head_dim,
-        page_size=told.page_size,
-        dtype=told.dtype,
-        tp_size=told.tp_size,
-        tp_rank=told.tp_rank,
     )
 
 

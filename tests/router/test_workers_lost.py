@@ -1,9 +1,23 @@
 """Workers come, go, fail and misbehave on real streams; clients see one answer or one typed error."""
 
+from dataclasses import replace
+
 import grpc
 import pytest
-from router_fakes import TOKENIZER, FakeWorker, RouterUnderTest, StartRouter, collect, error_of, tokens_in, tokens_of
+from router_fakes import (
+    LAYOUT,
+    TOKENIZER,
+    FakeWorker,
+    RouterUnderTest,
+    StartRouter,
+    collect,
+    error_of,
+    tokens_in,
+    tokens_of,
+)
 
+from pdserve.kvlayout import KvLayout
+from pdserve.kvlayout_wire import layout_to_proto
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.rpc import secret_metadata
@@ -125,6 +139,16 @@ async def test_a_worker_that_does_not_say_who_it_is_is_turned_away(
     await stranger.say(**message)
     assert await stranger.dropped() is grpc.StatusCode.FAILED_PRECONDITION
     await router.until_status(lambda status: not status.workers)
+
+
+@pytest.mark.parametrize("field", KvLayout.__slots__)
+async def test_workers_whose_layouts_differ_in_any_field_are_not_paired(start_router: StartRouter, field: str) -> None:
+    others = {"weights_hash": "x", "dtype": "float16", "page_digest": "splitmix64"}
+    router = await start_router()
+    await router.worker(link.ROLE_PREFILL, "p0")
+    other = replace(LAYOUT, **{field: others[field] if field in others else getattr(LAYOUT, field) + 1})
+    await router.worker(link.ROLE_DECODE, "d0", layout=layout_to_proto(other))
+    await router.until_status(lambda s: any(field in w.unroutable for w in s.workers))
 
 
 async def test_nonsense_from_a_worker_costs_that_worker_only(start_router: StartRouter) -> None:

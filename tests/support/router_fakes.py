@@ -16,6 +16,8 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from pdserve.kvlayout import KvLayout
+from pdserve.kvlayout_wire import layout_to_proto
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
@@ -30,6 +32,7 @@ from pdserve.text.chat import ChatTemplate
 from pdserve.text.tokenizer import Tokenizer
 
 MODEL = "tiny"
+LAYOUT = KvLayout("w", 1, 1, 8, 16, "float32")
 HEARTBEAT_S = 0.1
 STREAM_OVER = (grpc.RpcError, asyncio.InvalidStateError)  # what reading and writing raise once it is
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
@@ -249,9 +252,6 @@ class RouterUnderTest:
 
     async def worker(self, role: link.Role.ValueType, name: str, **registration: object) -> FakeWorker:
         """Attach a fake worker."""
-        layout = link.KvLayout(
-            weights_hash="w", num_layers=1, num_kv_heads=1, head_dim=8, page_size=16, dtype="float32"
-        )
         fields: dict[str, object] = {
             "worker_id": name,
             "incarnation": secrets.randbits(63) + 1,
@@ -259,7 +259,7 @@ class RouterUnderTest:
             "protocol_version": 1,
             "ready": True,
             "model": MODEL,
-            "layout": layout,
+            "layout": layout_to_proto(LAYOUT),
             "num_pages": 1000,
             "max_num_seqs": 64,
             "max_num_batched_tokens": 512,
