@@ -5,7 +5,8 @@ its description, and the two become a group; then it names the pages of a slice 
 the group, and the receiver answers with one byte when they are all in their places.
 
 A receiver's thread writes only into the pages of its region. A peer's end, at any moment, ends its connection and its
-thread here, and nothing else. A region must be memory of the host: gloo takes no other.
+thread here, and nothing else. A region must be memory of the host: gloo takes no other, and NCCL's kernels would wait
+on the GPU for a peer that is frozen or dead.
 """
 
 import hmac
