@@ -143,27 +143,27 @@ class WorkerLoop(Generic[EventT, CommandT]):
                 await self._inbox.wait()
                 self._began_s = self._clock.now_s()
                 continue
-            try:
-                result = await self._step(plan)
-            except InvariantError:
-                raise
-            except Exception as error:  # whatever a request makes the engine do, others go on
-                logger.exception("a step failed")
+            step = await self._run_step(plan)
+            error = step.exception()
+            if error is None:
+                self._num_steps += 1
+                self._has_worked = True
+                self._outbox.perform(*self._commit(plan, step.result()))
+            elif isinstance(error, Exception) and not isinstance(error, InvariantError):
+                logger.error("a step failed", exc_info=error)  # whatever a request makes the engine do, others go on
                 self._outbox.perform(self._core.fail_step(f"{type(error).__name__}: {error}"), None)
-                continue
-            self._num_steps += 1
-            self._has_worked = True
-            self._outbox.perform(*self._commit(plan, result))
+            else:
+                raise error
         self._outbox.beat(self._core.load(), self._num_steps)
 
-    async def _step(self, plan: StepPlan) -> StepResult:
-        """Let a step run in its thread, and handle what comes meanwhile."""
+    async def _run_step(self, plan: StepPlan) -> asyncio.Future[StepResult]:
+        """Let a step run in its thread, and handle what comes meanwhile; return it when it is over."""
         step = self._start_step(plan)
         step.add_done_callback(lambda _: self._inbox.wake())
         while not step.done():
             await self._inbox.wait()
             self._take_in()
-        return step.result()
+        return step
 
     def _commit(self, plan: StepPlan, result: StepResult) -> tuple[list[CommandT], tuple[StepPlan, StepResult]]:
         """Take in what a step brought; return what to do, and the step with all its time, not only the engine's."""

@@ -108,3 +108,26 @@ async def test_what_comes_while_a_step_runs_is_answered_before_the_step_is_over(
     inbox.wake()
     await loop
     assert sorted(core.heard[1:]) == sorted(["more", "commit" if error is None else "failed: ValueError: broken"])
+
+
+class Broken(Notes):
+    """A core whose own code is wrong about what it hears."""
+
+    def handle(self, event: str | Ticked, now_s: float) -> list[str]:
+        if isinstance(event, str):
+            raise KeyError(event)
+        return []
+
+
+async def test_a_broken_core_ends_its_process_and_is_never_taken_for_a_broken_step() -> None:
+    core, engine, inbox = Broken(), HeldUp(), Inbox[str]()
+    loop = asyncio.create_task(WorkerLoop(core, engine.start, inbox, Carried(), MonotonicClock(), 60.0).run())
+    await asyncio.to_thread(engine.started.wait)
+    inbox.put("news")
+    try:
+        with pytest.raises(ExceptionGroup) as caught:
+            await asyncio.wait_for(loop, 5.0)  # while the step runs: nobody may be given the pages that it writes to
+    finally:
+        engine.go_on.set()
+    assert [type(each) for each in caught.value.exceptions] == [KeyError]
+    assert core.heard == []
