@@ -23,7 +23,7 @@ from pdserve.decode_worker.events import (
 )
 from pdserve.decode_worker.rules import Rules
 from pdserve.engine.step import StepPlan, StepResult
-from pdserve.errors import Refusal
+from pdserve.errors import ConfigError, Refusal
 from pdserve.kvtransfer import peers
 from pdserve.kvtransfer.backends.unread import until_read
 from pdserve.kvtransfer.mover import Region
@@ -31,7 +31,14 @@ from pdserve.kvtransfer.server import HandoffServicer
 from pdserve.kvtransfer.session import DigestPolicy
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.handoff_pb2_grpc import add_HandoffServiceServicer_to_server
-from pdserve.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, server_options
+from pdserve.rpc import (
+    INTERNAL_MESSAGE_BYTES,
+    RequireSecret,
+    join_address,
+    listen,
+    server_options,
+    split_address,
+)
 from pdserve.worker.boot import Engine
 from pdserve.worker.loop import Inbox
 from pdserve.worker.movers import build_mover
@@ -41,10 +48,12 @@ from pdserve.worker.reporting import Reporter
 from pdserve.worker.words import Failed, Load, PeerGone, Progress, Report, Tokens
 
 STOP_GRACE_S = 1.0
+EVERYWHERE = ("", "0.0.0.0", "::")  # hosts that nobody can dial
 
 
 async def serve(config: DecodeWorkerConfig) -> None:
     """Run a decode worker until it has drained."""
+    check_addresses(config)
 
     @asynccontextmanager
     async def assemble(
@@ -52,8 +61,8 @@ async def serve(config: DecodeWorkerConfig) -> None:
     ) -> AsyncIterator[Parts[Event, Command]]:
         """Set up what a decode worker consists of, and take it down again."""
         region = kv_region(engine)
-        listen = (config.handoff_host, _advertised(config, 0).rpartition(":")[0])
-        mover = build_mover(config, identity.peer, region, lambda _: None, listen)  # written to, writes nothing
+        listening = (config.handoff_host, split_address(config.handoff_advertise or "")[0])
+        mover = build_mover(config, identity.peer, region, lambda _: None, listening)  # written to, writes nothing
         rules = Rules(
             digests=DigestPolicy(config.digests),
             max_quarantined_share=config.max_quarantined_share,
@@ -72,12 +81,12 @@ async def serve(config: DecodeWorkerConfig) -> None:
             options=server_options(INTERNAL_MESSAGE_BYTES),
         )
         add_HandoffServiceServicer_to_server(servicer, server)
-        port = server.add_insecure_port(f"{config.handoff_host}:{config.handoff_port}")
-        await server.start()
         try:
+            bound = listen(server, config.handoff_host, config.handoff_port, "handoff_port")
+            await server.start()
             async with asyncio.TaskGroup() as tasks:
                 checks = Checks(region, inbox, tasks)
-                yield Parts(core, DecodeOutbox(servicer, checks, reporter), _advertised(config, port))
+                yield Parts(core, DecodeOutbox(servicer, checks, reporter), advertised(config, bound))
         finally:
             await server.stop(STOP_GRACE_S)
             await asyncio.to_thread(mover.close)
@@ -85,10 +94,22 @@ async def serve(config: DecodeWorkerConfig) -> None:
     await serve_worker(config, link.ROLE_DECODE, assemble)
 
 
-def _advertised(config: DecodeWorkerConfig, port: int) -> str:
-    """Return where prefill workers reach this one."""
-    told = config.handoff_advertise or config.handoff_host
-    return told if told.rpartition(":")[2].isdigit() and ":" in told else f"{told}:{port}"
+def check_addresses(config: DecodeWorkerConfig) -> None:
+    """Raise ConfigError where prefill workers could not be told where to find this one."""
+    told = config.handoff_advertise
+    if told is None and config.handoff_host in EVERYWHERE:
+        raise ConfigError(f"handoff_advertise: is required where handoff_host is {config.handoff_host!r}")
+    host, port = split_address(told or config.handoff_host)
+    if not host or (port and not port.isdigit()):
+        raise ConfigError(f"handoff_advertise: {told!r} is neither host nor host:port")
+
+
+def advertised(config: DecodeWorkerConfig, bound: str) -> str:
+    """Return where prefill workers reach this one, which listens on the address `bound`."""
+    if config.handoff_advertise is None:
+        return bound
+    host, port = split_address(config.handoff_advertise)
+    return join_address(host, int(port or split_address(bound)[1]))
 
 
 def _event(news: peers.FromSenders) -> Event:

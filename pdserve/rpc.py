@@ -96,8 +96,22 @@ def check_bind(address: str, *, has_identity: bool, key: str = "host") -> None:
         raise ConfigError(f"{key}: {address} is reachable from other machines and callers would not be identified")
 
 
+def listen(server: grpc.aio.Server, host: str, port: int, key: str) -> str:
+    """Bind a port (0: a free one) and return its address, host:port; ConfigError names `key` where that cannot be."""
+    try:
+        bound = server.add_insecure_port(join_address(host, port))
+    except RuntimeError as error:
+        raise ConfigError(f"{key}: cannot listen on {join_address(host, port)}") from error
+    return join_address(host, bound)
+
+
+def join_address(host: str, port: int) -> str:
+    """Return host:port, an IPv6 address in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def _is_loopback(address: str) -> bool:
-    host = _host_of(address)
+    host, _ = split_address(address)
     if host == "localhost":
         return True
     try:
@@ -106,10 +120,13 @@ def _is_loopback(address: str) -> bool:
         return False  # a name may resolve to anything
 
 
-def _host_of(address: str) -> str:
+def split_address(address: str) -> tuple[str, str]:
+    """Return the host, without brackets, and the port of a host or host:port; a port that is not there is empty."""
     if address.startswith("["):
-        return address[1 : address.find("]")]
-    return address.rsplit(":", 1)[0] if address.count(":") == 1 else address
+        host, _, rest = address[1:].partition("]")
+        return host, rest.removeprefix(":")
+    host, port = address.split(":") if address.count(":") == 1 else (address, "")
+    return host, port
 
 
 class RequireSecret(grpc.aio.ServerInterceptor):

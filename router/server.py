@@ -16,7 +16,6 @@ from grpc_reflection.v1alpha import reflection
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.clock import MonotonicClock
-from pdserve.errors import ConfigError
 from pdserve.ids import new_incarnation
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
@@ -35,7 +34,7 @@ from pdserve.router.policies import POLICIES
 from pdserve.router.prompts import ChatTemplate, Prompts, Tokenizer
 from pdserve.router.shell import Shell, WorkerStream
 from pdserve.router.sizes import HARD_LIMIT_BYTES, LimitSizes
-from pdserve.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, check_bind, read_secret, server_options
+from pdserve.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, check_bind, listen, read_secret, server_options
 
 logger = logging.getLogger(__name__)
 
@@ -102,8 +101,8 @@ async def run(
     public, internal = _public_server(front, servicer), _internal_server(config, shell, model.served.name)
     check_bind(config.host, has_identity=False)
     addresses = Addresses(
-        public=_listen(public, config.host, config.port, "port"),
-        internal=_listen(internal, config.internal_host, config.internal_port, "internal_port"),
+        public=listen(public, config.host, config.port, "port"),
+        internal=listen(internal, config.internal_host, config.internal_port, "internal_port"),
     )
     await internal.start()
     await public.start()
@@ -153,16 +152,6 @@ def _follower(shell: Shell, secret: bytes) -> Follow:
         return KvSubscriber(source, secret, lambda events: shell.post(KvChanged(link_id, events))).follow()
 
     return follow
-
-
-def _listen(server: grpc.aio.Server, host: str, port: int, key: str) -> str:
-    """Bind; return the address that was bound."""
-    shown = f"[{host}]" if ":" in host else host
-    try:
-        bound = server.add_insecure_port(f"{shown}:{port}")
-    except RuntimeError as error:
-        raise ConfigError(f"{key}: cannot listen on {shown}:{port}") from error
-    return f"{shown}:{bound}"
 
 
 def write_ready_file(path: Path, addresses: Addresses) -> None:
