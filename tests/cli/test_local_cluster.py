@@ -3,7 +3,6 @@
 import asyncio
 import os
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -33,7 +32,7 @@ class Operators(AdminServiceServicer):
     """A router's admin service: notes which processes are reported gone, and shows the workers it is told of."""
 
     def __init__(self) -> None:
-        self.gone: asyncio.Queue[tuple[str, int, float]] = asyncio.Queue()
+        self.gone: asyncio.Queue[tuple[str, int]] = asyncio.Queue()
         self.status = admin.ClusterStatus()
         self.changed = asyncio.Event()
 
@@ -42,7 +41,7 @@ class Operators(AdminServiceServicer):
     ) -> admin.ReportProcessGoneResponse:
         del context
         process = request.process
-        await self.gone.put((process.worker_id, process.incarnation, time.monotonic()))
+        await self.gone.put((process.worker_id, process.incarnation))
         return admin.ReportProcessGoneResponse()
 
     async def WatchStatus(  # noqa: N802
@@ -139,19 +138,16 @@ async def started(stage: Scene) -> ClusterState:
     return read_state("tests")
 
 
-async def test_a_killed_worker_is_reported_at_once_with_the_incarnation_that_died() -> None:
+async def test_a_killed_worker_is_reported_before_it_starts_again_with_the_incarnation_that_died() -> None:
     workers = [ChildSpec("prefill-0", "prefill", SLEEPER), ChildSpec("decode-0", "decode", SLEEPER)]
-    async with scene(*workers) as stage:
+    async with scene(*workers, backoff=Backoff(first_s=1000.0, longest_s=1000.0)) as stage:
         before = await started(stage)
         pid = before.pid_of("decode-0")
         assert pid is not None
-        killed_s = time.monotonic()
         os.kill(pid, 9)
-        worker_id, incarnation, reported_s = await stage.operators.gone.get()
-        assert (worker_id, incarnation) == ("decode-0", before.processes[1].incarnation)
-        assert reported_s - killed_s < 0.5  # some milliseconds where the cores are not busy with other tests
+        assert await stage.operators.gone.get() == ("decode-0", before.processes[1].incarnation)
         assert stage.operators.gone.empty()
-    assert "decode-0 ended with status -9; starting again in 1 s" in stage.notices[0]
+    assert "decode-0 ended with status -9; starting again in 1000 s" in stage.notices[0]
 
 
 async def test_a_routers_death_is_not_reported_to_itself() -> None:
@@ -161,7 +157,7 @@ async def test_a_routers_death_is_not_reported_to_itself() -> None:
             pid = before.pid_of(name)
             assert pid is not None
             os.kill(pid, 9)
-        worker_id, _, _ = await stage.operators.gone.get()
+        worker_id, _ = await stage.operators.gone.get()
         assert worker_id == "decode-0"
         assert stage.operators.gone.empty()
 

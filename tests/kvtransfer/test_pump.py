@@ -79,7 +79,7 @@ class Lane:
 
     def until(self, holds: Callable[[], bool]) -> None:
         with self.news:
-            assert self.news.wait_for(holds, timeout=5)
+            assert self.news.wait_for(holds, timeout=20)
 
     def let_it_look(self) -> None:
         """Return after the thread has looked at what is in flight, and done what follows from it."""
@@ -99,7 +99,7 @@ class Rig:
         return self.pump.write(peer, pages, pages)
 
     def next(self) -> CopyStopped:
-        return self.stopped.get(timeout=5)
+        return self.stopped.get(timeout=20)
 
 
 @pytest.fixture
@@ -219,13 +219,13 @@ def end_in_turn(rig: Rig, took_s: list[float]) -> None:
 def test_a_probe_tells_the_fastest_of_its_writes_and_leaves_out_the_one_that_connects(rig: Rig) -> None:
     answer = rig.pump.probe(FIRST)
     end_in_turn(rig, [0.001, 0.5, 0.25, 0.5, 0.2, 0.1, 0.2, 0.2])
-    assert answer.result(timeout=5) == PairSpeed(2 * PAGE_BYTES / 0.25, pytest.approx(0.1), "script")
+    assert answer.result(timeout=20) == PairSpeed(2 * PAGE_BYTES / 0.25, pytest.approx(0.1), "script")
 
 
 def test_a_probe_writes_into_probe_memory_alone(rig: Rig) -> None:
     answer = rig.pump.probe(FIRST)
     end_in_turn(rig, [0.1] * 8)
-    answer.result(timeout=5)
+    answer.result(timeout=20)
     assert {index for posted in rig.lane.posted for index in (*posted.src, *posted.dst)} == {NUM_PAGES, NUM_PAGES + 1}
 
 
@@ -243,7 +243,7 @@ def test_what_a_probe_measures_beside_a_copy_counts_for_nothing(rig: Rig) -> Non
     end_in_turn(rig, [0.1] * 7)
     assert not answer.done()
     end_in_turn(rig, [0.1])
-    assert answer.result(timeout=5).bytes_per_s == pytest.approx(2 * PAGE_BYTES / 0.1)
+    assert answer.result(timeout=20).bytes_per_s == pytest.approx(2 * PAGE_BYTES / 0.1)
 
 
 def test_a_probe_that_fails_leaves_the_pair_whole(rig: Rig) -> None:
@@ -251,7 +251,7 @@ def test_a_probe_that_fails_leaves_the_pair_whole(rig: Rig) -> None:
     rig.lane.until(lambda: len(rig.lane.posted) == 1)
     rig.lane.posted[0].end = "cut"
     with pytest.raises(ProbeError, match="cut"):
-        answer.result(timeout=5)
+        answer.result(timeout=20)
     copy_id = rig.write(FIRST, 1)
     rig.lane.until(lambda: len(rig.lane.posted) == 2)
     rig.lane.posted[1].end = "landed"
@@ -264,7 +264,7 @@ def test_a_probe_of_a_peer_that_is_forgotten_fails_and_its_slice_is_watched_to_i
     rig.lane.until(lambda: len(rig.lane.posted) == 1)
     rig.pump.forget(FIRST)
     with pytest.raises(ProbeError, match="given up"):
-        answer.result(timeout=5)
+        answer.result(timeout=20)
     rig.lane.posted[0].end = "landed"
     rig.lane.until(lambda: rig.lane.gone == rig.lane.posted)
 

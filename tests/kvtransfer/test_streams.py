@@ -53,7 +53,7 @@ class Heard:
         await self.queue.put(event)
 
     async def next(self) -> FromSenders | FromReceivers:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             return await self.queue.get()
 
 

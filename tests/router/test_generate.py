@@ -119,20 +119,20 @@ async def test_the_deadline_of_the_request_ends_it(start_router: StartRouter) ->
     router = await start_router()
     prefill, decode = await router.pair()
     decode.max_step = 2
-    call = router.generate(text="hello", max_tokens=9, deadline_ms=300)
+    call = router.generate(text="hello", max_tokens=9, deadline_ms=1500)
     code, message = await error_of(call)
     assert (code, message) == (grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed after 3 tokens")
     await decode.until(lambda: len(decode.cancels) == 1)
-    assert prefill.prefills[0].spec.deadline_ms <= 300
+    assert prefill.prefills[0].spec.deadline_ms <= 1500
 
 
 async def test_the_deadline_of_the_call_ends_the_request(start_router: StartRouter) -> None:
     router = await start_router()
     _, decode = await router.pair()
     decode.is_paused = True
-    code, _ = await error_of(router.generate(text="hello", max_tokens=9, timeout_s=0.3))
+    code, _ = await error_of(router.generate(text="hello", max_tokens=9, timeout_s=1.0))
     assert code is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert decode.decodes[0].spec.deadline_ms <= 300
+    assert decode.decodes[0].spec.deadline_ms <= 1000
     await decode.until(lambda: len(decode.cancels) == 1)
 
 

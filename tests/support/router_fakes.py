@@ -34,6 +34,7 @@ from pdserve.text.tokenizer import Tokenizer
 MODEL = "tiny"
 LAYOUT = KvLayout("w", 1, 1, 8, 16, "float32")
 HEARTBEAT_S = 0.1
+PATIENCE_S = 20.0  # with what takes some milliseconds on an idle machine
 STREAM_OVER = (grpc.RpcError, asyncio.InvalidStateError)  # what reading and writing raise once it is
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 SAMPLING_FIELDS = frozenset(inference.SamplingParams.DESCRIPTOR.fields_by_name)
@@ -113,12 +114,12 @@ class FakeWorker:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until what this worker was told fulfils a condition."""
-        async with asyncio.timeout(5), self.news:
+        async with asyncio.timeout(PATIENCE_S), self.news:
             await self.news.wait_for(condition)
 
     async def dropped(self) -> grpc.StatusCode:
         """Wait until the router ends the stream."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             return await self._call.code()
 
     def _start(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
@@ -295,7 +296,7 @@ class RouterUnderTest:
 
     async def until_status(self, condition: Callable[[admin.ClusterStatus], bool]) -> None:
         """Wait until the router's own account of the cluster fulfils a condition."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             call = self.admin.WatchStatus(admin.WatchStatusRequest(), metadata=secret_metadata(self.secret))
             async for reply in call:
                 if condition(reply.status):
