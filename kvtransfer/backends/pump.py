@@ -111,12 +111,12 @@ class Pump(Generic[RemoteT, SliceT]):
         answer: Future[None] = Future()
 
         def run() -> None:
-            self._questions.discard(answer)
             try:
                 question()
                 answer.set_result(None)
             except ProtocolError as error:
                 answer.set_exception(error)
+            self._questions.discard(answer)  # whatever else is raised ends the thread, which answers what is left
 
         with self._news:
             self._questions.add(answer)

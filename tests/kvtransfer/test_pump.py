@@ -48,6 +48,8 @@ class Lane:
     news: threading.Condition = field(default_factory=threading.Condition)
 
     def open(self, description: Description) -> int:
+        if self.breaks:
+            raise ZeroDivisionError
         self.num_opened += 1
         return self.num_opened
 
@@ -196,6 +198,20 @@ def test_a_broken_thread_reports_nothing_and_takes_no_orders(rig: Rig, caplog: p
         rig.write(FIRST, 1)
     assert rig.stopped.empty()
     assert "ZeroDivisionError" in caplog.text
+
+
+def test_a_thread_that_breaks_while_it_attaches_a_peer_keeps_nobody_waiting(rig: Rig) -> None:
+    rig.lane.breaks = True
+    answer: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def attach() -> None:
+        try:
+            rig.pump.attach(Peer(WorkerId("third"), Incarnation(1)), DESCRIPTION)
+        except InvariantError as error:
+            answer.put(error)
+
+    threading.Thread(target=attach, daemon=True).start()
+    assert str(answer.get(timeout=5)) == "the mover's thread has died"
 
 
 def test_closing_gives_the_lane_back_only_if_nothing_is_in_flight(rig: Rig) -> None:
