@@ -198,8 +198,10 @@ class PrefillCore:
         if placed.peer is not None:
             commands.append(Connect(placed.peer, placed.peer_address))
             self._addresses[placed.peer] = placed.peer_address
+            self._addresses.move_to_end(placed.peer)
             if len(self._addresses) > MAX_ADDRESSES:
-                self._addresses.popitem(last=False)
+                forgotten, _ = self._addresses.popitem(last=False)
+                self._lost.pop(forgotten, None)
         _, early = self._early.pop(key, (0.0, None))
         return commands + (self.handle(early, now_s) if early else [])
 

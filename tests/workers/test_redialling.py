@@ -1,0 +1,51 @@
+"""A prefill worker dials decode workers again that it lost, as many of them as it remembers."""
+
+import pytest
+
+from pdserve.engine.kvcache import KvCache
+from pdserve.engine.scheduler import Limits, Scheduler
+from pdserve.engine.sequence import Job
+from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
+from pdserve.kvtransfer.session import Peer
+from pdserve.prefill_worker.core import MAX_ADDRESSES, PrefillCore
+from pdserve.prefill_worker.events import Command, Connect, PeerLost
+from pdserve.sampling import SamplingParams
+from pdserve.worker.words import Cancelled, Placed, RouterRef, Ticked
+
+
+@pytest.fixture
+def core() -> PrefillCore:
+    limits = Limits(max_num_seqs=8, max_num_batched_tokens=8, max_model_len=64, eos_token_ids=frozenset())
+    return PrefillCore(Scheduler(KvCache(32, 4, None), limits), 100, 4, 8)
+
+
+def meet(core: PrefillCore, number: int, *, again: bool = False) -> Peer:
+    """Be given a request whose decode worker is that one, and told to stop it."""
+    peer = Peer(WorkerId(f"d{number}"), Incarnation(1))
+    request_id = RequestId((number + again * 2 * MAX_ADDRESSES).to_bytes(16))
+    job = Job(request_id, Attempt(0), (1, 2), 2, SamplingParams(max_tokens=4), (0,))
+    core.handle(Placed(RouterRef(1), job, 1e9, peer, f"host:{number}"), 0.0)
+    core.handle(Cancelled(request_id, Attempt(0)), 0.0)
+    return peer
+
+
+def dialled(commands: list[Command]) -> list[str]:
+    return [command.address for command in commands if isinstance(command, Connect)]
+
+
+def test_a_lost_peer_is_dialled_again_once_for_each_loss(core: PrefillCore) -> None:
+    peer = meet(core, 0)
+    core.handle(PeerLost(peer, "reset"), 0.0)
+    assert dialled(core.handle(Ticked(), 0.5)) == ["host:0"]
+    assert dialled(core.handle(Ticked(), 1.0)) == []
+
+
+def test_of_too_many_peers_the_one_that_was_met_longest_ago_is_forgotten(core: PrefillCore) -> None:
+    first, second = meet(core, 0), meet(core, 1)
+    for number in range(2, MAX_ADDRESSES):
+        meet(core, number)
+    core.handle(PeerLost(first, "reset"), 0.0)
+    core.handle(PeerLost(second, "reset"), 0.0)
+    meet(core, 0, again=True)
+    meet(core, MAX_ADDRESSES)
+    assert dialled(core.handle(Ticked(), 0.5)) == ["host:0"]
