@@ -117,7 +117,9 @@ class DecodeWorkerConfig(WorkerConfig):
         None, description="host or host:port told to prefill workers; by default what was bound."
     )
     lease_s: float = Field(
-        4.0, ge=1.0, description="Seconds after which a prefill worker that says nothing loses what it was granted."
+        4.0,
+        ge=1.5,  # three beats of a worker
+        description="Seconds after which a prefill worker that says nothing loses what it was granted.",
     )
     max_quarantined_share: float = Field(
         0.5, gt=0.0, le=1.0, description="Share of the pages in quarantine above which this worker drains and exits."

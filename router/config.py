@@ -60,7 +60,9 @@ class RouterConfig(ProcessConfig):
         _LIMITS.pool_grace_s, ge=0, description="Seconds that requests wait for workers while no pair can serve."
     )
     worker_silence_s: float = Field(
-        _LIMITS.worker_silence_s, gt=0, description="Seconds without news after which a worker is lost."
+        _LIMITS.worker_silence_s,
+        ge=1.5,  # three beats of a worker
+        description="Seconds without news after which a worker is lost.",
     )
     max_deadline_ms: int = Field(600_000, ge=1, description="Milliseconds a request may take at most.")
     max_unsent_bytes: int = Field(

@@ -45,6 +45,7 @@ def test_a_configuration_never_changes(yaml_file: Path) -> None:
         ("dtype: int8", ("dtype", "int8", "bfloat16")),
         ("routers: []", ("routers",)),
         ("incarnation: 0", ("incarnation", "0")),
+        ("lease_s: 1", ("lease_s", "1", "greater than or equal to 1.5")),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name_with_its_file(yaml_file: Path, line: str, parts: tuple[str, ...]) -> None:

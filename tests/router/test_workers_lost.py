@@ -112,7 +112,7 @@ async def test_a_failed_attempt_is_placed_again(start_router: StartRouter) -> No
 
 
 async def test_a_worker_that_is_silent_is_dropped(start_router: StartRouter) -> None:
-    router = await start_router(worker_silence_s=0.5)
+    router = await start_router(worker_silence_s=1.5)
     prefill, decode = await router.pair()
     decode.stop_heartbeat()
     assert await decode.dropped() is grpc.StatusCode.FAILED_PRECONDITION
