@@ -43,14 +43,19 @@ class KvSubscriber:
         self._next = 0  # number of the batch that is due
 
     async def follow(self) -> None:
-        """Post what the worker publishes, from the first batch that it still has; until cancelled."""
+        """Post what the worker publishes, from the first batch that it still has; until cancelled.
+
+        Returns where no socket can be had for what the worker says of itself: it works on, unheard.
+        """
         with zmq.asyncio.Context() as context:
-            feed = self._connect(context, zmq.SUB, self._source.endpoint)
-            feed.subscribe(b"")
             try:
+                feed = self._connect(context, zmq.SUB, self._source.endpoint)
+                feed.subscribe(b"")
                 await self._catch_up(context)
                 while True:
                     await self._take(context, await feed.recv_multipart())
+            except zmq.ZMQError as error:
+                logger.warning("%r cannot be followed: %s", self._source, error)
             finally:
                 context.destroy(linger=0)
 
@@ -95,7 +100,10 @@ class KvSubscriber:
         with self._connect(context, zmq.DEALER, self._source.replay_endpoint) as replay:
             await replay.send_multipart((b"", self._next.to_bytes(kvevents.SEQUENCE_BYTES, "big")))
             while True:
-                *_, number, payload = await replay.recv_multipart()
+                frames = await replay.recv_multipart()
+                if len(frames) < 2:
+                    raise ProtocolError(f"kv events: a replay of {len(frames)} frames")
+                *_, number, payload = frames
                 if number == kvevents.END_OF_REPLAY:
                     return
                 yield kvevents.decode(number, payload)

@@ -135,6 +135,25 @@ async def test_a_gap_without_a_replay_forgets_everything_once() -> None:
     assert await feed(frames) == [removed(0), removed(1), cleared, removed(4), removed(5)]
 
 
+@pytest.mark.parametrize("source", [Source("nonsense", ""), Source("tcp://127.0.0.1:1", "nonsense")])
+async def test_a_worker_that_names_no_endpoint_is_not_followed_and_nothing_breaks(source: Source) -> None:
+    async with asyncio.timeout(10):
+        await KvSubscriber(source, SECRET, print).follow()
+
+
+async def test_a_replay_that_makes_no_sense_is_done_without() -> None:
+    with zmq.asyncio.Context() as context:
+        feed, replay = context.socket(zmq.XPUB), context.socket(zmq.ROUTER)
+        ports = [socket.bind_to_random_port("tcp://127.0.0.1") for socket in (feed, replay)]
+        async with following(Source(*(f"tcp://127.0.0.1:{port}" for port in ports))) as follower:
+            assert await feed.recv() == b"\x01"
+            client, *_ = await replay.recv_multipart()
+            await replay.send_multipart((client, b"alone"))
+            await feed.send_multipart((b"", bytes(8), batch(0)))
+            assert await follower.next() == removed(0)
+        context.destroy(linger=0)
+
+
 async def handshake(port: str, secret: bytes) -> int:
     """Return what comes of connecting to a publisher with the keys of a cluster with this secret."""
     with zmq.asyncio.Context() as context:
