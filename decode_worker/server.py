@@ -88,6 +88,7 @@ async def serve(config: DecodeWorkerConfig) -> None:
                 checks = Checks(region, inbox, tasks)
                 yield Parts(core, DecodeOutbox(servicer, checks, reporter), advertised(config, bound))
         finally:
+            servicer.close()
             await server.stop(STOP_GRACE_S)
             await asyncio.to_thread(mover.close)
 

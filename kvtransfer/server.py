@@ -82,6 +82,11 @@ class HandoffServicer(HandoffServiceServicer):
         if stream is not None:
             stream.end("its process has ended")
 
+    def close(self) -> None:
+        """End every stream once what is queued has been said."""
+        for stream in self._streams.values():
+            stream.end("this worker leaves")
+
     async def Attach(  # type: ignore[override]  # replies are written to the context  # noqa: N802
         self, request_iterator: AsyncIterator[Request], context: Context
     ) -> None:

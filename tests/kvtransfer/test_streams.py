@@ -187,6 +187,17 @@ async def test_closing_says_what_is_queued_and_ends_the_stream() -> None:
         assert decode.servicer.attached == ()
 
 
+async def test_a_decode_worker_that_leaves_says_what_is_queued_and_waits_for_nobody() -> None:
+    async with pair() as (prefill, decode):
+        decode.send(receiver.SendTaken())
+        decode.servicer.close()
+        async with asyncio.timeout(10):
+            await decode.server.stop(60)
+        assert await prefill.heard.next() == PeerMessage(DECODE, KEY, sender.Taken())
+        assert await prefill.heard.next() == PeerLost(DECODE, "it ended the stream")
+        assert await decode.heard.next() == PeerLost(PREFILL, "this worker leaves")
+
+
 async def test_a_stopping_decode_worker_is_lost_and_the_next_need_dials_again() -> None:
     async with prefill_worker() as prefill:
         async with decode_worker() as decode:
