@@ -5,8 +5,9 @@ import os
 import secrets
 import shutil
 import socket
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from pdserve.errors import ConfigError
@@ -51,17 +52,39 @@ def write_secret(folder: Path) -> Path:
     return path
 
 
-def choose_port(host: str, wanted: int | None, *, preferred: int = 0) -> int:
-    """Return a port that is free now: `wanted`, which must be, or `preferred` if it is, or any."""
-    if wanted is not None:
-        port = _bindable(host, wanted)
-        if port is None:
+@contextmanager
+def claimed_port(host: str, wanted: int | None, preferred: int) -> Iterator[int]:
+    """Yield a port for clients: `wanted`, which must be free, or `preferred` if it is, or any.
+
+    For the length of the block no other cluster on this machine is given it: nobody listens there until the router
+    does, seconds later.
+    """
+    with ExitStack() as claims:
+        port = preferred if wanted is None else wanted
+        is_ours = _claim(host, port, claims)
+        if wanted is not None and not (is_ours and _bindable(host, wanted)):
             raise ConfigError(f"--router-port: {wanted} on {host} is in use")
-        return port
-    port = _bindable(host, preferred) or _bindable(host, 0)
+        yield (_bindable(host, port) if is_ours else None) or free_port(host)
+
+
+def free_port(host: str) -> int:
+    """Return a port that is free now."""
+    port = _bindable(host, 0)
     if port is None:
         raise ConfigError(f"--host: nothing can listen on {host}")
     return port
+
+
+def _claim(host: str, port: int, claims: ExitStack) -> bool:
+    """Make a port ours until `claims` is closed, 0 everybody's; False if it is another cluster's."""
+    if port == 0 or sys.platform != "linux":
+        return True
+    claim = claims.enter_context(socket.socket(socket.AF_UNIX))
+    try:
+        claim.bind(f"\0pdserve {host}:{port}")  # a name that is no file, and ends with this process
+    except OSError:
+        return False
+    return True
 
 
 def _bindable(host: str, port: int) -> int | None:

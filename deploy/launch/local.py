@@ -18,7 +18,7 @@ from pdserve.errors import ConfigError
 from pdserve.ids import WorkerId
 from pdserve.launch.admin import AdminClient
 from pdserve.launch.backoff import Backoff
-from pdserve.launch.folder import choose_port, claimed_folder, write_secret
+from pdserve.launch.folder import claimed_folder, claimed_port, free_port, write_secret
 from pdserve.launch.plan import ClusterSpec, Wiring, plan, threads_each
 from pdserve.launch.state import ClusterState, write_atomically
 from pdserve.launch.supervisor import ChildExit, Stage, Supervisor
@@ -145,10 +145,10 @@ async def running(
     Raises ConfigError when a process refuses its configuration, LaunchError when one keeps failing before all
     are ready; both end the block.
     """
-    with claimed_folder(spec.name) as folder:
+    with claimed_folder(spec.name) as folder, claimed_port(spec.host, spec.router_port, PUBLIC_PORT) as port:
         wiring = Wiring(
-            public_port=choose_port(spec.host, spec.router_port, preferred=PUBLIC_PORT),
-            internal_port=choose_port("127.0.0.1", None),
+            public_port=port,
+            internal_port=free_port("127.0.0.1"),
             secret_file=write_secret(folder),
             num_threads=_threads_each(spec),
         )

@@ -15,7 +15,7 @@ from pdserve import rpc
 from pdserve.clock import MonotonicClock
 from pdserve.errors import ConfigError
 from pdserve.launch.backoff import Backoff
-from pdserve.launch.folder import choose_port, claimed_folder, write_secret
+from pdserve.launch.folder import claimed_folder, claimed_port, free_port, write_secret
 from pdserve.launch.local import LaunchError, Listener, LocalCluster
 from pdserve.launch.plan import ChildSpec
 from pdserve.launch.state import ClusterState, read_state, runtime_dir
@@ -24,6 +24,7 @@ from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceServicer, add_AdminServiceServicer_to_server
 
+HOST = "127.0.0.1"
 SLEEPER = (sys.executable, "-I", "-c", "import time; time.sleep(600)")
 FAILURE = (sys.executable, "-I", "-c", "raise SystemExit('out of luck')")
 
@@ -227,9 +228,23 @@ def test_a_cluster_that_is_not_there_is_a_clear_error() -> None:
 
 
 async def test_a_port_in_use_is_refused_when_asked_for_and_passed_over_when_preferred() -> None:
-    server = await asyncio.start_server(lambda _reader, _writer: None, "127.0.0.1", 0)
+    server = await asyncio.start_server(lambda _reader, _writer: None, HOST, 0)
     taken = server.sockets[0].getsockname()[1]
     async with server:
-        with pytest.raises(ConfigError, match=f"{taken} on 127.0.0.1 is in use"):
-            choose_port("127.0.0.1", taken)
-        assert choose_port("127.0.0.1", None, preferred=taken) not in (0, taken)
+        with pytest.raises(ConfigError, match=f"{taken} on {HOST} is in use"), claimed_port(HOST, taken, 0):
+            pass
+        with claimed_port(HOST, None, taken) as port:
+            assert port not in (0, taken)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="claims are names that only Linux has")
+def test_a_port_is_one_clusters_before_its_router_listens_and_anybodys_after_its_end() -> None:
+    free = free_port(HOST)
+    with claimed_port(HOST, None, free) as ours:
+        assert ours == free
+        with claimed_port(HOST, None, free) as other:
+            assert other not in (0, free)
+        with pytest.raises(ConfigError, match=f"{free} on {HOST} is in use"), claimed_port(HOST, free, 0):
+            pass
+    with claimed_port(HOST, free, 0) as again:
+        assert again == free

@@ -16,7 +16,7 @@ from fault_proxy import FaultProxy, fault_proxies
 from live_cluster import STOP_TIMEOUT_S, LiveCluster, all_ready, greedy
 
 from pdserve.ids import new_incarnation
-from pdserve.launch.folder import choose_port, write_secret
+from pdserve.launch.folder import free_port, write_secret
 from pdserve.launch.plan import Flags, flag_arguments
 from pdserve.launch.state import ClusterState, ProcessState, Role, write_atomically
 from pdserve.proto.v1 import admin_pb2 as admin
@@ -152,7 +152,7 @@ def wired_cluster(
     names = [*(f"link {name}" for name in workers), *(f"handoff {name}" for name in pools.decodes)]
     with ExitStack() as stack:
         proxies = stack.enter_context(fault_proxies(*names))
-        ports = choose_port(HOST, None), choose_port(HOST, None)
+        ports = free_port(HOST), free_port(HOST)
         wiring = Wiring(folder, model, worker_flags, write_secret(folder), *ports, router_flags or {})
         stack.callback(_kill, wiring)
         wiring.start_router()
@@ -174,7 +174,7 @@ def _link(wiring: Wiring, name: str, proxies: Mapping[str, FaultProxy]) -> None:
 
 def _start_decode(wiring: Wiring, name: str, proxies: Mapping[str, FaultProxy]) -> None:
     _link(wiring, name, proxies)
-    port, proxy = choose_port(HOST, None), proxies[f"handoff {name}"]
+    port, proxy = free_port(HOST), proxies[f"handoff {name}"]
     proxy.target = (HOST, port)
     link = proxies[f"link {name}"].address
     wiring.start_worker("decode", name, link, handoff_port=port, handoff_advertise=proxy.address)
