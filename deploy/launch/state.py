@@ -9,8 +9,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pdserve.errors import ConfigError
 
-DEFAULT_NAME = "default"
-
 Role = Literal["router", "prefill", "decode"]
 
 

@@ -9,8 +9,6 @@ from rich.table import Table
 from pdserve.bench.outcomes import percentile
 from pdserve.cli.chaos_run import Verdict
 
-CRASH_NOTICED_S, FREEZE_NOTICED_S = 1.0, 5.0
-
 ROWS: dict[str, Callable[[Verdict], str]] = {
     "requests": lambda v: f"{v.tally.num_requests}",
     "answered rightly": lambda v: f"{v.tally.num_good}",

@@ -35,7 +35,6 @@ class KvPublisher:
 
     def __init__(self, settings: PublisherSettings, secret: bytes) -> None:
         """Bind; ConfigError where that cannot be."""
-        self._settings = settings
         self._topic = settings.topic.encode()
         self._last = -1
         self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=settings.buffer_steps)

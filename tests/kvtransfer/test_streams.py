@@ -1,6 +1,7 @@
 """Control streams between real ends over real sockets."""
 
 import asyncio
+import queue
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -17,7 +18,7 @@ from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer import receiver, sender, wire
 from pdserve.kvtransfer.backends.loopback import LoopbackMover
 from pdserve.kvtransfer.client import HandoffClient
-from pdserve.kvtransfer.mover import Region
+from pdserve.kvtransfer.mover import CopyStopped, OnStopped, Region
 from pdserve.kvtransfer.peers import (
     FromReceivers,
     FromSenders,
@@ -85,9 +86,9 @@ class Prefill(End):
         self.client.send(DECODE, KEY, command)
 
 
-def party(peer: Peer, layout: KvLayout = LAYOUT) -> Party:
+def party(peer: Peer, layout: KvLayout = LAYOUT, on_stopped: OnStopped = lambda _: None) -> Party:
     region = Region.of(np.zeros((8, layout.page_bytes), np.uint8))
-    return Party(peer, layout, LoopbackMover(region, lambda _: None))
+    return Party(peer, layout, LoopbackMover(region, on_stopped))
 
 
 @asynccontextmanager
@@ -109,9 +110,13 @@ async def decode_worker(peer: Peer = DECODE) -> AsyncIterator[Decode]:
 
 @asynccontextmanager
 async def prefill_worker(
-    peer: Peer = PREFILL, *, layout: KvLayout = LAYOUT, secret: bytes = SECRET
+    peer: Peer = PREFILL,
+    *,
+    layout: KvLayout = LAYOUT,
+    secret: bytes = SECRET,
+    on_stopped: OnStopped = lambda _: None,
 ) -> AsyncIterator[Prefill]:
-    me, heard = party(peer, layout), Heard()
+    me, heard = party(peer, layout, on_stopped), Heard()
     async with asyncio.TaskGroup() as tasks:
         client = HandoffClient(me, secret, heard.take_in, tasks, Counter())
         try:
@@ -154,10 +159,15 @@ async def test_a_beat_reaches_every_attached_decode_worker_in_its_place_among_wo
 
 
 async def test_pages_can_be_written_as_soon_as_a_grant_arrives() -> None:
-    async with pair() as (prefill, decode):
+    stopped: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
+    async with decode_worker() as decode, prefill_worker(on_stopped=stopped.put) as prefill:
+        prefill.connect(decode)
+        await decode.heard.next()
         decode.send(receiver.SendGrant(GRANT))
         await prefill.heard.next()
         prefill.party.mover.write(DECODE, (PageId(0),), (PageId(4),))
+        copy = await asyncio.to_thread(stopped.get, timeout=5)
+        assert (copy.digests is None, copy.reason) == (False, "")
 
 
 async def test_what_is_said_before_the_stream_stands_arrives_after_the_greeting() -> None:
