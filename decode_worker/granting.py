@@ -38,7 +38,7 @@ class Granting:
         if pages is None:
             cache.pool.release(reused)
             return None
-        generations = tuple(cache.pool.generation(page) for page in pages)
+        generations = cache.pool.generations(pages)
         capability = mint_capability(self._key, task.key, KV_REGION, pages, generations)
         grant = Grant(len(reused), pages, generations, capability, self._rules.lease_s)
         checked = self._rules.digests.checks(task.key)

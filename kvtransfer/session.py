@@ -5,8 +5,8 @@ The halves themselves are `sender.Sender` and `receiver.Receiver`: state machine
 
 import hashlib
 import hmac
-from dataclasses import dataclass
 from enum import Enum
+from struct import pack
 from typing import NamedTuple
 
 from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
@@ -54,7 +54,7 @@ class Capsule:
     indices: tuple[int, ...]  # continuations that go on
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Commit:
     """Every write has landed. `digests` are of the granted pages, in the grant's order.
 
@@ -74,6 +74,11 @@ class Commit:
     def of(cls, grant: Grant, digests: tuple[int, ...], capsule: Capsule) -> "Commit":
         """Return the commit of all that was granted."""
         return cls(grant.region, grant.pages, grant.generations, grant.capability, digests, capsule)
+
+    def measured(self, handoff_bytes: int, handoff_s: float) -> "Commit":
+        """Return this commit with what its hand-off took."""
+        places = self.region, self.pages, self.generations, self.capability
+        return Commit(*places, self.digests, self.capsule, handoff_bytes, handoff_s)
 
 
 class DigestPolicy(Enum):
@@ -98,7 +103,7 @@ def mint_capability(
 
     `key` is random per decode process and never leaves it. Every field has a fixed width, so no two grants share one.
     """
-    fields = [handoff.request_id, handoff.attempt.to_bytes(4, "big"), region.to_bytes(4, "big")]
-    for page, generation in zip(pages, generations, strict=True):
-        fields += page.to_bytes(8, "big"), generation.to_bytes(8, "big")
-    return hmac.digest(key, b"".join(fields), "sha256")[:CAPABILITY_BYTES]
+    numbers = [0] * (2 * len(pages))
+    numbers[::2], numbers[1::2] = pages, generations
+    name = handoff.request_id + handoff.attempt.to_bytes(4, "big") + region.to_bytes(4, "big")
+    return hmac.digest(key, name + pack(f">{len(numbers)}Q", *numbers), "sha256")[:CAPABILITY_BYTES]

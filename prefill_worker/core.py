@@ -326,8 +326,8 @@ class PrefillCore:
                 yield Copy(task.peer, task.key, src, dst)
             case sender.SendCommit(commit) if task.peer is not None:
                 handoff_bytes = task.sender.num_pages_sent * self._page_bytes
-                commit = replace(commit, handoff_bytes=handoff_bytes, handoff_s=now_s - task.sendable_s)
-                yield ToPeer(task.peer, task.key, sender.SendCommit(commit))
+                measured = commit.measured(handoff_bytes, now_s - task.sendable_s)
+                yield ToPeer(task.peer, task.key, sender.SendCommit(measured))
             case sender.SendQuiesced() if task.peer is not None:
                 yield ToPeer(task.peer, task.key, command)
             case sender.ReleasePages():

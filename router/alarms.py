@@ -1,19 +1,19 @@
 """What is due when. Alarms are not taken back: who rings finds out that nothing needs doing."""
 
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from math import inf
 
 from pdserve.ids import RequestId
+from pdserve.values import value
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class DeadlineDue:
     request_id: RequestId
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class RetryDue:
     """These continuations of a request are to be placed again."""
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from enum import Enum, auto
+from enum import Enum, StrEnum, auto
 from typing import NewType
 
 from pdserve.errors import Status
@@ -18,7 +18,7 @@ from pdserve.values import value
 LinkId = NewType("LinkId", int)  # one stream of one worker; never used again after its end
 
 
-class Role(Enum):
+class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
 

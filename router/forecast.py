@@ -16,6 +16,7 @@ from pdserve.router.machines import Machines
 from pdserve.router.pages import Names
 from pdserve.router.prefixes import PrefixTable
 from pdserve.router.view import WorkerView
+from pdserve.values import value
 
 _CROWD_STEP = 0.005  # of the bias of times per token: a crowd's requests are wrong all alike, and count as one
 _LEARN = 0.02  # weight of the latest answer in running means
@@ -25,7 +26,7 @@ _SEQUENCES_S = 10.0  # over which, at least, the rate of sequences is taken
 _RATE_S = 2.0  # over which the rate of prompt tokens is taken
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Prompt:
     """What of a request predictions depend on."""
 
@@ -93,18 +94,17 @@ class Forecast:
         self, prefill: WorkerView | None, decode: WorkerView | None, names: Names, prompt: Prompt, now_s: float
     ) -> None:
         """Note where a prompt's KV will be, and who will be busy with it."""
-        for worker in (prefill, decode):
-            if worker is not None:
-                self.machines.look(worker, now_s)
+        workers = [worker for worker in (prefill, decode) if worker is not None]
+        for worker in workers:
+            self.machines.look(worker, now_s)
+        self.prefixes.note([worker.link for worker in workers], names, now_s)
         if prefill is not None:
-            self.prefixes.note(prefill.link, names, now_s)
             fresh, _ = uncached(prompt, prefill.link)
             sent = self._tokens.get(prefill.link)
             before = 0.0 if sent is None else sent.now(now_s, _RATE_S)
             self._tokens[prefill.link] = _Fading(before + fresh, now_s)
         if decode is None:
             return
-        self.prefixes.note(decode.link, names, now_s)
         sent = self._sequences.get(decode.link)
         before = 0.0 if sent is None else sent.now(now_s, self._life_s)
         since_s = now_s if sent is None else sent.since_s

@@ -39,9 +39,10 @@ class PrefixTable:
     def __len__(self) -> int:
         return len(self._holders)
 
-    def note(self, link: LinkId, names: Names, now_s: float) -> None:
-        """Note that a worker will hold these blocks."""
-        self._hold(link, names, now_s + (TOLD_LIFE_S if link in self._pages else self._life_s))
+    def note(self, links: Iterable[LinkId], names: Names, now_s: float) -> None:
+        """Note that these workers will hold these blocks."""
+        pages, life_s = self._pages, self._life_s
+        self._hold({link: now_s + (TOLD_LIFE_S if link in pages else life_s) for link in links}, names)
 
     def tell(self, link: LinkId, events: Iterable[KvEvent]) -> None:
         """Take in what a worker says of its pages."""
@@ -49,7 +50,7 @@ class PrefixTable:
         for event in events:
             match event:
                 case BlockStored():
-                    self._hold(link, pages.stored(event), inf)
+                    self._hold({link: inf}, pages.stored(event))
                 case BlockRemoved(hashes):
                     self._drop(link, pages.removed(hashes))
                 case AllBlocksCleared():
@@ -59,17 +60,16 @@ class PrefixTable:
     def match(self, names: Names, now_s: float) -> dict[LinkId, int]:
         """Return how many leading tokens each worker holds; workers that hold none are left out."""
         found: dict[LinkId, int] = {}
-        for count, name in enumerate(names):
+        holding: Iterable[LinkId] | None = None  # all blocks so far
+        for num_tokens, name in enumerate(names, start=1):
             holders = self._holders.get(name)
             if holders is None:
                 break
-            going_on = False
-            for link, until_s in holders.items():
-                if until_s >= now_s and found.get(link, 0) == count * BLOCK:
-                    found[link] = (count + 1) * BLOCK
-                    going_on = True
-            if not going_on:
+            holding = [link for link in (holders if holding is None else holding) if holders.get(link, -inf) >= now_s]
+            if not holding:
                 break
+            for link in holding:
+                found[link] = num_tokens * BLOCK
         return found
 
     def forget(self, link: LinkId) -> None:
@@ -77,13 +77,20 @@ class PrefixTable:
         self._pages.pop(link, None)
         self._drop(link, [name for name, holders in self._holders.items() if link in holders])
 
-    def _hold(self, link: LinkId, names: Seq[int], until_s: float) -> None:
+    def _hold(self, until_s: dict[LinkId, float], names: Seq[int]) -> None:
+        """Take workers to hold blocks until their times, and whom is taken to hold one for longer, so long."""
+        table = self._holders
         for name in reversed(names):  # a prefix is kept longer than what it leads to
-            holders = self._holders.setdefault(name, {})
-            holders[link] = max(until_s, holders.get(link, 0.0))
-            self._holders.move_to_end(name)
-        while len(self._holders) > self._max_names:
-            self._holders.popitem(last=False)
+            holders = table.get(name)
+            if holders is None:
+                table[name] = until_s.copy()
+                continue
+            table.move_to_end(name)
+            for link, until in until_s.items():
+                if holders.get(link, 0.0) < until:
+                    holders[link] = until
+        while len(table) > self._max_names:
+            table.popitem(last=False)
 
     def _drop(self, link: LinkId, names: Iterable[int]) -> None:
         for name in names:

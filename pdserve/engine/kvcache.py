@@ -43,7 +43,7 @@ class KvCache:
 
     def names(self, token_ids: Sequence[int], salt: str) -> list[PageName]:
         """Return the names of all full pages of a sequence; empty when nothing is reused."""
-        return [] if self._names is None else list(self._names.extend(self._names.root(salt), token_ids, 0))
+        return [] if self._names is None else self._names.extend(self._names.root(salt), token_ids, 0)
 
     def extend_names(self, names: list[PageName], token_ids: Sequence[int], salt: str) -> None:
         """Add the names of pages that have become full since."""
@@ -67,14 +67,12 @@ class KvCache:
 
     def publish(self, names: Sequence[PageName], pages: Sequence[PageId], run: range, content: Content) -> None:
         """Index the pages `run` of a sequence, by number: their KV is complete. `content` is the sequence's."""
-        fresh = range(run.start, run.start)
-        for i in range(run.start, min(run.stop, len(names))):
-            if self._index.add(names[i], pages[i]):
-                fresh = range(fresh.start, i + 1)
-            else:
-                self._note_stored(names, fresh, content)
-                fresh = range(i + 1, i + 1)
-        self._note_stored(names, fresh, content)
+        start, stop = run.start, min(run.stop, len(names))
+        for i in range(start, stop):
+            if not self._index.add(names[i], pages[i]):
+                self._note_stored(names, range(start, i), content)
+                start = i + 1
+        self._note_stored(names, range(start, stop), content)
 
     def check(self) -> None:
         """Raise InvariantError unless the pool adds up and no page under a writer is indexed."""

@@ -6,6 +6,8 @@ free, so a page that a lost peer may still write to is nobody else's.
 
 from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import islice
+from typing import cast
 
 from pdserve.errors import InvariantError
 from pdserve.ids import Generation, PageId
@@ -51,6 +53,10 @@ class PagePool:
     def generation(self, page: PageId) -> Generation:
         return Generation(self._generation[page])
 
+    def generations(self, pages: Iterable[PageId]) -> tuple[Generation, ...]:
+        generation = self._generation
+        return cast("tuple[Generation, ...]", tuple([generation[page] for page in pages]))
+
     def holders(self, page: PageId) -> int:
         """Return how many sequences hold a page."""
         return self._holders[page]
@@ -71,27 +77,31 @@ class PagePool:
     def take(self, count: int) -> Pages | None:
         """Give `count` free pages one holder each, or None (and change nothing) if there are not enough."""
         pages = self._pop(count)
+        holders = self._holders
         for page in pages or ():
-            self._holders[page] = 1
+            holders[page] = 1
         return pages
 
     def share(self, pages: Iterable[PageId]) -> None:
         """Add a holder to each page: to held ones, and to free ones whose content is still wanted."""
+        free, holders = self._free, self._holders
         for page in pages:
-            if page in self._free:
-                del self._free[page]
-            elif self._holders[page] == 0:
+            if page in free:
+                del free[page]
+            elif holders[page] == 0:
                 raise InvariantError(f"page {page} is neither free nor held and cannot be shared")
-            self._holders[page] += 1
+            holders[page] += 1
 
     def release(self, pages: Pages) -> None:
         """Drop one hold on each page. Last pages first, so that prefixes stay warm longest."""
+        free, holders = self._free, self._holders
         for page in reversed(pages):
-            if self._holders[page] == 0:
+            left = holders[page] - 1
+            if left < 0:
                 raise InvariantError(f"page {page} released, but nobody holds it")
-            self._holders[page] -= 1
-            if self._holders[page] == 0:
-                self._free[page] = None
+            holders[page] = left
+            if not left:
+                free[page] = None
 
     def grant(self, count: int) -> Pages | None:
         """Set `count` free pages aside for a hand-off, or None (and change nothing) if there are not enough."""
@@ -102,8 +112,9 @@ class PagePool:
     def adopt(self, pages: Pages) -> None:
         """Turn granted pages into held ones: what was written into them is a sequence's."""
         self._leave(self._granted, pages, "granted")
+        holders = self._holders
         for page in pages:
-            self._holders[page] = 1
+            holders[page] = 1
 
     def ungrant(self, pages: Pages) -> None:
         """Free granted pages that no write can reach."""
@@ -139,9 +150,10 @@ class PagePool:
     def _pop(self, count: int) -> Pages | None:
         if count > len(self._free):
             return None
-        pages = tuple([self._free.popitem(last=False)[0] for _ in range(count)])
+        pages, free, generation = tuple(islice(self._free, count)), self._free, self._generation
         for page in pages:
-            self._generation[page] += 1
+            del free[page]
+            generation[page] += 1
         return pages
 
     def _leave(self, state: set[PageId], pages: Pages, name: str) -> None:

@@ -23,25 +23,25 @@ class PrefixNames:
     def __init__(self, key: bytes, context: str, page_size: int) -> None:
         """`context` separates what must never share pages: weights, adapter."""
         self._keyed = hashlib.blake2b(key=key[:MAX_KEY_BYTES], digest_size=NAME_BYTES)
-        self._context = context.encode()
+        self._before_salt = len(context.encode()).to_bytes(4, "big") + context.encode()
         self._page_size = page_size
         self._pack = Struct(f"{page_size}I").pack
 
     def root(self, salt: str) -> PageName:
         """Return the name before the first page of any sequence under `salt`."""
-        return self._hash(len(self._context).to_bytes(4, "big") + self._context + salt.encode())
-
-    def extend(self, parent: PageName, token_ids: Sequence[int], start: int) -> Iterator[PageName]:
-        """Yield the names of the full pages of `token_ids` from position `start` (a page border) on."""
-        size, pack = self._page_size, self._pack
-        for begin in range(start, len(token_ids) - size + 1, size):
-            parent = self._hash(parent + pack(*token_ids[begin : begin + size]))
-            yield parent
-
-    def _hash(self, content: bytes) -> PageName:
         digest = self._keyed.copy()
-        digest.update(content)
+        digest.update(self._before_salt + salt.encode())
         return digest.digest()
+
+    def extend(self, parent: PageName, token_ids: Sequence[int], start: int) -> list[PageName]:
+        """Return the names of the full pages of `token_ids` from position `start` (a page border) on."""
+        size, pack, keyed, names = self._page_size, self._pack, self._keyed, []
+        for begin in range(start, len(token_ids) - size + 1, size):
+            digest = keyed.copy()
+            digest.update(parent + pack(*token_ids[begin : begin + size]))
+            parent = digest.digest()
+            names.append(parent)
+        return names
 
 
 class PrefixIndex:

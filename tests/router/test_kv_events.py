@@ -56,8 +56,8 @@ def test_what_was_routed_to_a_worker_that_tells_is_soon_forgotten_unless_it_is_t
     table, tokens = PrefixTable(), list(range(2 * BLOCK))
     names = block_names(tokens, "")
     table.tell(LINK, [stored(0, tokens[:BLOCK], 16)])
-    table.note(LINK, names, 0.0)
-    table.note(LinkId(2), names, 0.0)
+    table.note([LINK], names, 0.0)
+    table.note([LinkId(2)], names, 0.0)
     assert table.match(names, TOLD_LIFE_S) == {LINK: 2 * BLOCK, 2: 2 * BLOCK}
     assert table.match(names, TOLD_LIFE_S + 1) == {LINK: BLOCK, 2: 2 * BLOCK}
     assert table.match(names, LIFE_S + 1) == {LINK: BLOCK}

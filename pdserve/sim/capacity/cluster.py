@@ -6,7 +6,6 @@ from pdserve.decode_worker import events as decode_events
 from pdserve.decode_worker.core import DecodeCore
 from pdserve.decode_worker.rules import Rules
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.prefix import PrefixNames
 from pdserve.engine.scheduler import Limits as EngineLimits
 from pdserve.engine.sequence import Job
 from pdserve.ids import Incarnation, RequestId, WorkerId
@@ -42,6 +41,7 @@ from pdserve.rpc import PROTOCOL_VERSION
 from pdserve.sampling import SamplingParams
 from pdserve.sim.capacity.leaping import END, LeapingScheduler
 from pdserve.sim.capacity.machine import Machine
+from pdserve.sim.capacity.naming import QuickNames
 from pdserve.sim.capacity.shape import Objective, Outcome, Run, Shape
 from pdserve.sim.capacity.telling import LEDGER_ONLY, Delta, Told, delta, rung
 from pdserve.sim.capacity.timeline import Timeline
@@ -231,7 +231,7 @@ class SimCluster:
         configuration = self._profile.configuration(shape.prefill_tp if is_prefill else shape.decode_tp)
         num_pages = int(configuration.kv_tokens * shape.kv_share) // self._page_size
         link = LinkId(len(self._members) + 1)
-        names = PrefixNames(b"simulated", "", self._page_size) if self._workload.block_tokens else None
+        names = QuickNames(self._page_size) if self._workload.block_tokens else None
         max_model_len = min(self._longest, num_pages * self._page_size)
         limits = EngineLimits(
             max_num_seqs=shape.max_num_seqs,

@@ -1,20 +1,20 @@
 """What workers say, as the router hears it."""
 
-from dataclasses import dataclass
-
 from pdserve.ids import Attempt, RequestId
 from pdserve.router.events import LinkId, RungReached
 from pdserve.router.ladder import Rung
 from pdserve.sim.capacity.leaping import OTHER
+from pdserve.values import value
 from pdserve.worker import words
 
 # Rungs that no decision depends on: they tell a client where the time went.
-LEDGER_ONLY = frozenset((words.Rung.PREFILL_QUEUED, words.Rung.GRANTED, words.Rung.DECODE_JOINED))
+LEDGER_ONLY = words.Rung.PREFILL_QUEUED, words.Rung.GRANTED, words.Rung.DECODE_JOINED
+_RUNGS = {rung: Rung[rung.name] for rung in words.Rung}
 
 Told = dict[tuple[RequestId, Attempt], int]  # tokens of each placement that the router knows of
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class Delta:
     """Tokens, as the router expects them off the wire."""
 
@@ -45,7 +45,7 @@ def rung(link: LinkId, progress: words.Progress, now_s: float) -> RungReached:
         link,
         progress.key.request_id,
         progress.key.attempt,
-        Rung[progress.rung.name],
+        _RUNGS[progress.rung],
         now_s - progress.at_s,
         progress.cached_tokens,
         progress.handoff_bytes,
