@@ -6,7 +6,7 @@ has been admitted.
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from enum import Enum, auto
 from heapq import nlargest
 from math import inf
 
@@ -16,6 +16,7 @@ from pdserve.router.forecast import Forecast, Prompt
 from pdserve.router.outlook import Outlook
 from pdserve.router.placement import Decision, Demand, Group, Held, Pair, Placed, Rejected
 from pdserve.router.view import WorkerView
+from pdserve.values import value
 
 _NEAR = 0.02  # costs that differ by less are as good as equal
 _NEAR_S = 0.002
@@ -27,7 +28,14 @@ _LOCAL_SHARE = 0.8
 _MAX_LOOKED_AT = 12  # workers of a pool; of larger ones, so many at random and as many that hold a prefix
 
 
-@dataclass(frozen=True, slots=True)
+class _Bar(Enum):
+    """What keeps a way to serve a request from being taken, whatever it would bring."""
+
+    NO_ROOM = auto()  # on the decode worker, for its pages or in its batch
+    FOR_HANDOFFS = auto()  # the decode worker's steps leave time for hand-offs alone
+
+
+@value
 class _Option:
     """One way to serve a request, and what it would bring."""
 
@@ -35,7 +43,7 @@ class _Option:
     ttft_s: float  # from now on
     tpot_s: float
     cost_s: float  # the request's own time, and the delay of others
-    has_room: bool
+    bar: _Bar | None = None
 
 
 class Goodput:
@@ -79,7 +87,7 @@ class Goodput:
         ttft_s, prefill = prefills[_draw(prefills, demand.draw)]
         biased_s = forecast.ttft_bias[False].factor * ttft_s
         if not outlooks:
-            return _Option(Pair(prefill, None), biased_s, 0.0, biased_s, True)
+            return _Option(Pair(prefill, None), biased_s, 0.0, biased_s)
         steps_s = [each.step_s(ttft_s) / (1 - each.local_share(with_prompt=False)) for each in outlooks]
         scored = [(step_s + _no_room_s(each), each.worker) for step_s, each in zip(steps_s, outlooks, strict=True)]
         chosen = _draw(scored, demand.draw // 4099)
@@ -87,10 +95,11 @@ class Goodput:
         joins_s = forecast.handoff_s(prefill, decode, prompt) + step_s / 2
         tpot_s = forecast.tpot_bias[False].factor * (step_s + joins_s / num_later)
         cost_s = biased_s + tpot_s * num_later
-        return _Option(Pair(prefill, decode), biased_s, tpot_s, cost_s, outlooks[chosen].has_room)
+        bar = None if outlooks[chosen].has_room else _Bar.NO_ROOM
+        return _Option(Pair(prefill, decode), biased_s, tpot_s, cost_s, bar)
 
     def _local(self, outlook: Outlook, num_later: float, limit_s: float) -> _Option:
-        """Return what a decode worker would bring that does it all; it has no room where its steps are over a limit."""
+        """Return what a decode worker would bring that does it all, and may only while its steps are within a limit."""
         forecast, worker, compute_s = self._forecast, outlook.worker, outlook.compute_s
         step_s = outlook.step_s(0.0)
         ttft_s = forecast.ttft_bias[True].factor * outlook.prefill_s(step_s)
@@ -100,7 +109,8 @@ class Goodput:
         wide_s = bias * shared_s * forecast.tpot_margins[True].factor
         harm_s = compute_s * worker.num_sequences
         cost_s = ttft_s + tpot_s * num_later + harm_s
-        return _Option(Pair(None, worker), ttft_s, tpot_s, cost_s, outlook.has_room and wide_s <= limit_s)
+        bar = _Bar.FOR_HANDOFFS if wide_s > limit_s else None
+        return _Option(Pair(None, worker), ttft_s, tpot_s, cost_s, bar if outlook.has_room else _Bar.NO_ROOM)
 
     def _num_later(self, demand: Demand) -> float:
         return max(1.0, self._forecast.lengths.expected(demand.max_tokens) - 1)
@@ -122,14 +132,14 @@ class Goodput:
     def _spare(self, option: _Option, demand: Demand, crowding: float) -> float:
         """Return the share of the tighter objective that what is predicted, widened, leaves; below 0: it is missed.
 
-        Without objectives it is 1, and without room on a decode worker below 0.
+        Without objectives it is 1, and where the option is barred below 0.
         """
         wide_ttft, wide_tpot = self._margin(option, crowding)
         spare = 1.0
         if demand.ttft_slo_s and not demand.is_admitted:
             spare = 1 - (demand.waited_s + option.ttft_s * wide_ttft) / demand.ttft_slo_s
         if demand.needs_decode:
-            if not option.has_room:
+            if option.bar is not None:
                 return -1.0
             if demand.tpot_slo_s:
                 spare = min(spare, 1 - option.tpot_s * wide_tpot / demand.tpot_slo_s)
@@ -155,12 +165,12 @@ class Goodput:
         wide_ttft, _ = self._margin(soonest, crowding)
         predicted_s = demand.waited_s + soonest.ttft_s * wide_ttft
         if predicted_s <= ttft_slo_s:
-            crowded = f"no decode worker keeps {tpot_slo_s * 1e3:.0f} ms a token now"
+            crowded = self._crowded(options, demand, crowding)
             wait_s = min(ttft_slo_s - predicted_s, demand.may_wait_s)
             if wait_s > 0:
                 return Held(crowded, demand.now_s + wait_s)
             room_s = self._room_s(options)
-            text = f"slo.tpot_ms: {crowded}; try again in {room_s * 1e3:.0f} ms"
+            text = f"{crowded}; try again in {room_s * 1e3:.0f} ms"
             return Rejected(Status.RESOURCE_EXHAUSTED, text, predicted_s, room_s)
         late_s = predicted_s - ttft_slo_s
         text = (
@@ -168,6 +178,25 @@ class Goodput:
             f"{ttft_slo_s * 1e3:.0f} were asked for; try again in {late_s * 1e3:.0f} ms"
         )
         return Rejected(Status.RESOURCE_EXHAUSTED, text, predicted_ttft_s=predicted_s, retry_after_s=late_s)
+
+    def _crowded(self, options: list[_Option], demand: Demand, crowding: float) -> str:
+        """Return why no option is taken, of which some would be in time."""
+        ttft_slo_s, tpot_slo_s = demand.ttft_slo_s or inf, demand.tpot_slo_s or inf
+        margins = [self._margin(option, crowding) for option in options]
+        firsts_s = [demand.waited_s + o.ttft_s * wide for o, (wide, _) in zip(options, margins, strict=True)]
+        in_time = [place for place, first_s in enumerate(firsts_s) if first_s <= ttft_slo_s]
+        keeping = [place for place in in_time if options[place].tpot_s * margins[place][1] <= tpot_slo_s]
+        if any(options[place].bar is _Bar.FOR_HANDOFFS for place in keeping):
+            first_s = min(s for s, o in zip(firsts_s, options, strict=True) if o.pair.prefill is not None)
+            late = f", by which the first token would come after {first_s * 1e3:.0f} ms" if first_s > ttft_slo_s else ""
+            limit_ms, asked_ms = _LOCAL_SHARE * tpot_slo_s * 1e3, tpot_slo_s * 1e3
+            return (
+                f"slo.tpot_ms: decode workers compute prompts only while they keep {limit_ms:.0f} ms a token, of "
+                f"{asked_ms:.0f} asked for, and leave the rest to hand-offs{late}"
+            )
+        if all(options[place].bar is _Bar.NO_ROOM for place in in_time):
+            return f"no decode worker has room for {demand.num_tokens} tokens and their answer now"
+        return f"slo.tpot_ms: no decode worker keeps {tpot_slo_s * 1e3:.0f} ms a token now"
 
     def _room_s(self, options: list[_Option]) -> float:
         """Return when a sequence will probably have ended on one of the decode workers looked at."""
@@ -207,7 +236,7 @@ def _merit(demand: Demand) -> "_Merit":
     return _Merit(demand.ttft_slo_s or inf, demand.tpot_slo_s or inf)
 
 
-@dataclass(frozen=True, slots=True)
+@value
 class _Merit:
     """Orders options: those that keep both objectives first, then by cost."""
 
@@ -215,7 +244,7 @@ class _Merit:
     tpot_slo_s: float
 
     def __call__(self, option: _Option) -> tuple[bool, float]:
-        keeps = option.has_room and option.ttft_s <= self.ttft_slo_s and option.tpot_s <= self.tpot_slo_s
+        keeps = option.bar is None and option.ttft_s <= self.ttft_slo_s and option.tpot_s <= self.tpot_slo_s
         return not keeps, option.cost_s
 
 

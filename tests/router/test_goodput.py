@@ -176,12 +176,7 @@ def test_a_request_waits_for_a_decode_worker_for_a_moment_and_is_refused_then() 
     due_s = cluster.core.next_wakeup_s()
     assert due_s is not None
     assert cluster.now_s < due_s <= cluster.now_s + 0.02
-    for _ in range(200):
-        cluster.now_s = max(cluster.core.next_wakeup_s() or 0.0, cluster.now_s)
-        commands = cluster.post(Tick())
-        if commands:
-            break
-    answer = refused(commands)
+    answer = refused_in_the_end(cluster, [])
     assert answer.status is Status.RESOURCE_EXHAUSTED
     assert answer.retry_after_s
     assert "slo.tpot_ms: no decode worker keeps 45 ms a token now; try again in" in answer.message
@@ -232,6 +227,35 @@ def test_prompts_leave_decode_workers_room_for_hand_offs(workers: str, share: fl
     ttft_s, tpot_s = predicted_s
     commands = crowded().arrive(200, ttft_s=2 * ttft_s, tpot_s=tpot_s / share)
     assert any(isinstance(command, Place) for command in commands) is is_placed
+
+
+def refused_in_the_end(cluster: Cluster, commands: list[Command]) -> Refused:
+    """Let time pass until a request that was held is refused."""
+    while not commands:
+        due_s = cluster.core.next_wakeup_s()
+        assert due_s is not None
+        cluster.now_s = max(due_s, cluster.now_s)
+        commands = cluster.post(Tick())
+    return refused(commands)
+
+
+def test_a_prompt_that_may_not_take_the_room_of_hand_offs_is_told_so() -> None:
+    cluster = Cluster(workers="p0 d0", local=True)
+    cluster.forecast.decoding_s = 20.0
+    for _ in range(20):
+        cluster.arrive(4000, max_tokens=1)
+    answer = refused_in_the_end(cluster, cluster.arrive(200, ttft_s=1.0, tpot_s=0.024))
+    assert "decode workers compute prompts only while they keep 19 ms a token, of 24 asked for" in answer.message
+    assert "leave the rest to hand-offs, by which the first token would come after" in answer.message
+    assert answer.retry_after_s
+
+
+def test_a_request_without_room_for_its_pages_is_told_so() -> None:
+    cluster = Cluster()
+    for _ in range(4):
+        placed(cluster.arrive(3600, max_tokens=400))
+    answer = refused_in_the_end(cluster, cluster.arrive(3600, ttft_s=60.0))
+    assert "no decode worker has room for 3600 tokens and their answer now; try again in" in answer.message
 
 
 def test_decode_workers_alone_serve_when_they_may() -> None:
