@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
-from pdserve.kvtransfer.backends.tcp_bytes import tcp_bytes_acked
+from pdserve.kvtransfer.backends.tcp_flows import bytes_acked
 from pdserve.kvtransfer.mover import PairSpeed, ProbeError
 
 SliceT = TypeVar("SliceT")
@@ -48,7 +48,7 @@ class Probe(Generic[SliceT]):
     def begin(self) -> int:
         """Return how many pages to write next; the clock runs."""
         if len(self._taken_s) == 1 and not self._carrier:
-            self._tcp_before = tcp_bytes_acked()
+            self._tcp_before = bytes_acked()
         self._spoilt = False
         self._began_s = self._now()
         return self._steps[len(self._taken_s)]
@@ -67,7 +67,7 @@ class Probe(Generic[SliceT]):
             return
         self._taken_s.append(max(self._now() - self._began_s, 1e-9))
         if len(self._taken_s) == NUM_WIDE and not self._carrier:
-            sent = tcp_bytes_acked() - self._tcp_before
+            sent = bytes_acked() - self._tcp_before
             self._carrier = "tcp" if sent >= (NUM_WIDE - 1) * self._steps[0] * self._page_bytes // 2 else "not tcp"
         if len(self._taken_s) == len(self._steps) and self._answer.set_running_or_notify_cancel():
             self._answer.set_result(self._result())
