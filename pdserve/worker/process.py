@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
-from pdserve.clock import MonotonicClock
+from pdserve.clock import Clock, MonotonicClock
 from pdserve.config import WorkerConfig
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import ProtocolError
@@ -81,16 +81,9 @@ async def serve_worker(config: WorkerConfig, role: "link.Role.ValueType", assemb
         host=socket.gethostname(),
     )
     clock = MonotonicClock()
-
-    async def sink(news: FromRouter | RouterGone) -> None:
-        event = _event(news, clock.now_s())
-        if isinstance(event, PeerGone):
-            await until_read()  # what the process had sent may still be on its way into our pages
-        if event is not None:
-            await inbox.offer(cast(EventT, event))  # what routers say is among every kind of worker's events
-
-    links = Links(config.routers, identity.secret, register, sink)
     async with EngineThread() as thread, asyncio.TaskGroup() as group:
+        ear = Ear(inbox, clock, group)
+        links = Links(config.routers, identity.secret, register, ear.hear)
         linking = group.create_task(links.run(), name="links")
         engine = await thread.call(_load, config, identity, _Progress(links, register))
         _describe(engine, register)
@@ -114,7 +107,44 @@ async def serve_worker(config: WorkerConfig, role: "link.Role.ValueType", assemb
                 await loop.run()
                 links.finish()
                 await linking
+                ear.close()
     logger.info("drained")
+
+
+class Ear(Generic[EventT]):
+    """Passes on what routers say, in its order, but the ends of processes.
+
+    What a process had sent may still be on its way into our pages: its end is passed on once that has been read, which
+    a writer that is frozen may put off, and which keeps nothing else waiting.
+    """
+
+    def __init__(self, inbox: Inbox[EventT], clock: Clock, tasks: asyncio.TaskGroup) -> None:
+        self._inbox = inbox
+        self._clock = clock
+        self._tasks = tasks
+        self._ends: set[asyncio.Task[None]] = set()
+
+    async def hear(self, news: FromRouter | RouterGone) -> None:
+        """Take one word; waits while the core has too much to do."""
+        event = _event(news, self._clock.now_s())
+        if isinstance(event, PeerGone):
+            end = self._tasks.create_task(self._pass_on_when_read(event), name=f"end of {event.peer.worker_id}")
+            self._ends.add(end)
+            end.add_done_callback(self._ends.discard)
+        elif event is not None:
+            await self._pass_on(event)
+
+    def close(self) -> None:
+        """Pass nothing on any more."""
+        for end in self._ends:
+            end.cancel()
+
+    async def _pass_on_when_read(self, event: PeerGone) -> None:
+        await until_read()
+        await self._pass_on(event)
+
+    async def _pass_on(self, event: FromRouterEvent) -> None:
+        await self._inbox.offer(cast(EventT, event))  # what routers say is among every kind of worker's events
 
 
 def _reporter(engine: Engine, links: Links, clock: MonotonicClock, publisher: KvPublisher | None) -> Reporter:
