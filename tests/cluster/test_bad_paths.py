@@ -16,6 +16,7 @@ from pdserve.proto.v1 import admin_pb2 as admin
 PREFILLS, DECODES = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
 WORKERS = (*PREFILLS, *DECODES)
 FREED_WITHIN_S = 5
+TRICKLE = Faults(bytes_per_s=5000, slice_bytes=100)  # some fifty tokens a second: a stream outlives what a test does
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +60,11 @@ def server_of(cluster: WiredCluster, names: tuple[str, ...]) -> str:
     return name
 
 
+def set_links(cluster: WiredCluster, names: tuple[str, ...], faults: Faults) -> None:
+    for name in names:
+        cluster.proxies[f"link {name}"].set(faults)
+
+
 def has_grants(status: admin.ClusterStatus) -> bool:
     return any(worker.load.pages_granted for worker in status.workers)
 
@@ -88,13 +94,16 @@ def test_a_link_that_is_reset_in_mid_stream_costs_no_token(
     cluster: WiredCluster, oracle: PreTrainedModel, role: str
 ) -> None:
     asked = prompt(50, role)
-    call = cluster.start(greedy(asked, 200))
-    answer = Answer()
-    while len(answer.tokens.get(0, ())) < 20:
-        answer.add(next(call))
-    names = [name for name in WORKERS if name.startswith(role)]
-    for name in names if role == "prefill" else [server_of(cluster, DECODES)]:
-        cluster.proxies[f"link {name}"].reset()
+    set_links(cluster, DECODES, TRICKLE)
+    try:
+        call = cluster.start(greedy(asked, 200))
+        answer = Answer()
+        while len(answer.tokens.get(0, ())) < 20:
+            answer.add(next(call))
+        for name in PREFILLS if role == "prefill" else [server_of(cluster, DECODES)]:
+            cluster.proxies[f"link {name}"].reset()
+    finally:
+        set_links(cluster, DECODES, Faults())
     answer.read(call)
     assert_right(oracle, asked, answer, 200)
     cluster.wait_for(is_idle, FREED_WITHIN_S)
@@ -133,13 +142,18 @@ def test_a_decode_worker_that_nobody_hears_is_replaced_and_comes_back(
     cluster: WiredCluster, oracle: PreTrainedModel
 ) -> None:
     asked = prompt(60, "silent")
-    call = cluster.start(greedy(asked, 400))
-    answer = Answer()
-    while len(answer.tokens.get(0, ())) < 20:
-        answer.add(next(call))
-    silent = server_of(cluster, DECODES)
-    with cluster.proxies[f"link {silent}"].having(Faults(blackhole=True)):
+    set_links(cluster, DECODES, TRICKLE)
+    try:
+        call = cluster.start(greedy(asked, 400))
+        answer = Answer()
+        while len(answer.tokens.get(0, ())) < 20:
+            answer.add(next(call))
+        silent = server_of(cluster, DECODES)
+        set_links(cluster, (silent,), Faults(blackhole=True))
+        set_links(cluster, tuple(name for name in DECODES if name != silent), Faults())
         answer.read(call)  # at most until the silence is noticed, then elsewhere
+    finally:
+        set_links(cluster, DECODES, Faults())
     assert_right(oracle, asked, answer, 400)
     assert answer.ledger.attempts == 2
     cluster.wait_for(lambda status: all_ready(len(WORKERS))(status) and is_idle(status), 15)

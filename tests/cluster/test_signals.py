@@ -13,7 +13,6 @@ from wired_cluster import Pools, WiredCluster, wired_cluster
 
 from pdserve.proto.v1 import admin_pb2 as admin
 
-pytestmark = pytest.mark.timeout(240)
 POOLS = Pools(("prefill-0", "prefill-1"), ("decode-0", "decode-1"))
 GIVEN_UP_WITHIN_S = 15
 

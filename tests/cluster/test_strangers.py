@@ -15,7 +15,6 @@ from wired_cluster import HOST, Pools, WiredCluster, wired_cluster
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.rpc import PROTOCOL_VERSION
 
-pytestmark = pytest.mark.timeout(240)
 OTHER_VERSION = PROTOCOL_VERSION + 1
 OF_ANOTHER_VERSION = (
     f"from pdserve import rpc; rpc.PROTOCOL_VERSION = {OTHER_VERSION}; from pdserve.cli.app import main; main()"

@@ -23,6 +23,7 @@ from pdserve.rpc import read_secret, secret_metadata
 
 START_TIMEOUT_S = 90
 TAKE_TURNS = ("--policy", "least_loaded")
+ANY_PORT = ("--router-port", "0")  # what else runs on this machine may want the usual one
 STOP_TIMEOUT_S = 30
 
 
@@ -160,7 +161,8 @@ def live_cluster(folder: Path, model: Path, *flags: str) -> Iterator[LiveCluster
     """
     ready = folder / "ready.json"
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
-    command = [sys.executable, "-P", "-m", "pdserve", "up", str(model), "--ready-file", str(ready), *TAKE_TURNS, *flags]
+    command = [sys.executable, "-P", "-m", "pdserve", "up", str(model), "--ready-file", str(ready)]
+    command += [*ANY_PORT, *TAKE_TURNS, *flags]
     with (folder / "up.log").open("wb") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     try:
