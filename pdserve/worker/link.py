@@ -142,8 +142,14 @@ class Links:
                 call.cancel()
 
     async def _read(self, call: Call, router: RouterRef) -> None:
+        task = asyncio.current_task()
         while True:
-            message = await call.read()
+            try:
+                message = await call.read()
+            except asyncio.CancelledError:
+                if task is None or task.cancelling():
+                    raise
+                return  # only the call was cancelled: `send` has dropped the router
             if not isinstance(message, link.AttachResponse):
                 return  # the end of the stream
             await self._sink(FromRouter(router, message))

@@ -1,0 +1,63 @@
+"""A worker's streams to routers, with a router that welcomes everybody."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.proto.v1.link_pb2_grpc import LinkServiceServicer, add_LinkServiceServicer_to_server
+from pdserve.rpc import INTERNAL_MESSAGE_BYTES, server_options
+from pdserve.worker.link import MAX_QUEUED, FromRouter, Links, RouterGone
+
+HEARTBEAT = link.AttachRequest(heartbeat=link.Heartbeat())
+
+
+class Welcoming(LinkServiceServicer):
+    """Notes who registers, and says one word to each."""
+
+    def __init__(self) -> None:
+        self.registered: asyncio.Queue[str] = asyncio.Queue()
+
+    async def Attach(  # noqa: N802
+        self, request_iterator: AsyncIterator[link.AttachRequest], context: grpc.aio.ServicerContext
+    ) -> None:
+        first = await anext(request_iterator)
+        await context.write(link.AttachResponse(welcome=link.Welcome(router_id="r")))
+        await context.write(link.AttachResponse(drain=link.Drain()))
+        self.registered.put_nowait(first.register.worker_id)
+        async for _ in request_iterator:
+            pass
+
+
+@asynccontextmanager
+async def attached() -> AsyncIterator[tuple[Welcoming, Links, asyncio.Queue[FromRouter | RouterGone]]]:
+    router, heard = Welcoming(), asyncio.Queue[FromRouter | RouterGone]()
+    server = grpc.aio.server(options=server_options(INTERNAL_MESSAGE_BYTES))
+    add_LinkServiceServicer_to_server(router, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    links = Links((f"127.0.0.1:{port}",), b"s" * 32, link.Register(worker_id="d0"), heard.put)
+    running = asyncio.create_task(links.run())
+    try:
+        async with asyncio.timeout(20):
+            yield router, links, heard
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+        await server.stop(None)
+
+
+async def test_a_router_that_does_not_read_is_dropped_and_dialled_again() -> None:
+    async with attached() as (router, links, heard):
+        first = await heard.get()
+        assert isinstance(first, FromRouter)
+        for _ in range(MAX_QUEUED + 1):  # at once: nothing is written meanwhile
+            links.send(first.router, HEARTBEAT)
+        assert links.attached == ()
+        assert await heard.get() == RouterGone(first.router)
+        second = await heard.get()
+        assert isinstance(second, FromRouter)
+        assert second.router != first.router
+        assert [await router.registered.get() for _ in range(2)] == ["d0", "d0"]
