@@ -21,7 +21,7 @@ CopyId = NewType("CopyId", int)
 Rows = Any  # uint8 [rows, page_bytes]: numpy's, or torch's where they lie in a GPU's memory
 
 _MAGIC = b"PDKV"
-_VERSION = 3
+_VERSION = 1
 # Magic, version, GPU (-1: the host), address, num_pages, page_bytes, address and pages of the probe, bytes of the lane.
 _HEADER = struct.Struct("!4sHiQQQQQI")
 _HOST = -1

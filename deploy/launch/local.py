@@ -23,6 +23,7 @@ from pdserve.launch.plan import ClusterSpec, Wiring, plan, threads_each
 from pdserve.launch.state import ClusterState, write_atomically
 from pdserve.launch.supervisor import ChildExit, Stage, Supervisor
 from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.rpc import join_address
 
 PUBLIC_PORT = 50051
 REPORT_TIMEOUT_S = 60.0
@@ -183,21 +184,10 @@ def _state(spec: ClusterSpec, wiring: Wiring) -> ClusterState:
     return ClusterState(
         name=spec.name,
         supervisor_pid=os.getpid(),
-        endpoint=f"{_reachable(spec.host)}:{wiring.public_port}",
+        endpoint=join_address(spec.host, wiring.public_port),
         admin=f"127.0.0.1:{wiring.internal_port}",
         secret_file=wiring.secret_file,
         model=spec.served_model_name,
         ready=False,
         processes=(),
     )
-
-
-def _reachable(host: str) -> str:
-    """Return how this machine's own clients reach what listens on `host`."""
-    match host:
-        case "0.0.0.0":
-            return "127.0.0.1"
-        case "::":
-            return "[::1]"
-        case _:
-            return f"[{host}]" if ":" in host else host
