@@ -7,7 +7,7 @@ from pdserve.bench.summary import Sample
 from pdserve.experiments.lengths import Lengths
 from pdserve.experiments.live import LiveCluster, Tell
 
-_FULL_SHARE = 1 / 3  # of the calibration that finds the capacity
+_FULL_SHARE = 2 / 3  # of the calibration that finds the capacity
 _CALIBRATION_LOAD = 0.6  # of the capacity, for the rest of it
 
 
