@@ -55,7 +55,9 @@ class Book:
         if prefill is not None:
             prefill.assign(placement.key, Share(0, fresh, work), now_s)
         if decode is not None:
-            share = Share(len(indices), 0, 0, num_tokens, arriving=True)
+            max_tokens = request.params.max_tokens - request.sequences[indices[0]].num_before
+            answer_steps = self.forecast.lengths.expected(max_tokens) - 1
+            share = Share(len(indices), 0, 0, num_tokens, True, answer_steps)
             if prefill is None:
                 share.prefill_tokens, share.prefill_work = fresh, work
             decode.assign(placement.key, share, now_s)

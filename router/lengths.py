@@ -24,10 +24,15 @@ class AnswerLengths:
         self.mean_tokens += _LEARN * (num_tokens - self.mean_tokens)
         self._share += _LEARN * (num_tokens / max(1, max_tokens) - self._share)
 
+    @property
+    def follow_limits(self) -> bool:
+        """Whether what a request allows tells more than what others took: then it is known when an answer will end."""
+        return self._errors[1] < self._errors[0]
+
     def expected(self, max_tokens: int) -> float:
         """Return how many tokens an answer will probably have."""
         by_mean, by_share = self._guesses(max_tokens)
-        return by_share if self._errors[1] < self._errors[0] else by_mean
+        return by_share if self.follow_limits else by_mean
 
     def _guesses(self, max_tokens: int) -> tuple[float, float]:
         return min(self.mean_tokens, max_tokens), self._share * max_tokens

@@ -8,9 +8,19 @@ from math import exp
 from pdserve.router.events import Role
 from pdserve.router.forecast import Forecast, Prompt, uncached
 from pdserve.router.view import WorkerView
+from pdserve.values import value
 
 _LEAST_ANSWER_S = 0.05
 _PAGES_BESIDE = 1.5  # of a sequence: its last one is half full, and one is kept for it to grow into
+
+
+@value
+class _Crowd:
+    """The sequences beside a request while it decodes, without those that come after it."""
+
+    at_join: float  # when it joins
+    fading: float  # those of them that end nobody knows when
+    staying: float  # of the others, those there are on average while it decodes
 
 
 class Outlook:
@@ -22,7 +32,8 @@ class Outlook:
         self.worker = worker
         self._forecast = forecast
         self._costs = forecast.costs[Role.DECODE]
-        self._num_later, now_s = later
+        self._num_later, self._now_s = later
+        now_s = self._now_s
         self._width = width
         self._num_arriving = worker.num_arriving
         self._num_running = max(0, num_all - worker.num_arriving)
@@ -38,24 +49,42 @@ class Outlook:
     def step_s(self, delay_s: float) -> float:
         """Predict the mean step time while this worker runs the request, which joins `delay_s` from now.
 
-        Of those that run now, a share will have ended when it joins; all that are on their way will have come. From
-        then on the batch goes towards what arrivals and lengths of lately lead to.
+        Of those that run now, some will have ended when it joins; all that are on their way will have come. From then
+        on, as these end, the batch goes towards what arrivals and lengths of lately lead to.
         """
         forecast, costs, width, others = self._forecast, self._costs, self._width, float(self._num_running)
         knows_arrivals = forecast.knows_arrivals
         if knows_arrivals:
-            if others and delay_s:
-                others *= exp(-delay_s / self._answer_s(costs.decode_s(others, others * self._mean_kv)))
-            others += self._num_arriving
+            crowd = self._crowd(delay_s)
+            others = crowd.at_join
         alone_s = costs.decode_s(others + width, (others + width) * self._mean_kv)
         slowdown = costs.decode_slowdown(forecast.machines.expected(self.worker, alone_s * self._num_later))
         if knows_arrivals:
             answer_s = self._answer_s(alone_s * slowdown)
             ratio = max(1e-6, alone_s * slowdown * self._num_later / answer_s)
+            share = (1 - exp(-ratio)) / ratio
             steady = min(self._rate * answer_s, float(self.worker.registration.max_num_seqs))
-            others += (steady - others) * (1 - (1 - exp(-ratio)) / ratio)
+            others = crowd.staying + crowd.fading * share + steady * (1 - share)
             alone_s = costs.decode_s(others + width, (others + width) * self._mean_kv)
         return alone_s * slowdown
+
+    def _crowd(self, delay_s: float) -> "_Crowd":
+        """Return who will be there when the request joins."""
+        running, worker, later = float(self._num_running), self.worker, self._num_later
+        step_s = self._costs.decode_s(running, running * self._mean_kv) if running else 0.0
+        fade = exp(-delay_s / self._answer_s(step_s)) if running and delay_s else 1.0
+        if not self._forecast.lengths.follow_limits:
+            fading = running * fade + self._num_arriving
+            return _Crowd(fading, fading, 0.0)
+        staying, known, at_join = worker.coming.mean_left(0.0, later), 0, float(self._num_arriving)
+        if running:
+            now = worker.num_decode_steps(self._now_s, step_s)
+            joins = now + delay_s / step_s
+            known = worker.answers.num_left(now)
+            at_join += worker.answers.num_left(joins)
+            staying += worker.answers.mean_left(joins, later)
+        fading = (running - known) * fade
+        return _Crowd(at_join + fading, fading, staying)
 
     def _answer_s(self, step_s: float) -> float:
         """Return how long answers take while steps take so long: a crowd stays longer than answers took of late."""
