@@ -252,8 +252,7 @@ class RouterCore:
             if request.placements.get(placement.attempt) is placement:
                 why = Refused(Status.INTERNAL, f"{worker.name} broke the protocol: {text}")
                 self._recovery.fail(request, placement, why, {worker.link}, now_s)
-        num_steps = len(event.deltas[0].token_ids) if event.deltas else 1
-        worker.stepped(event.step, num_steps, now_s)
+        worker.stepped(event, now_s)
         self.forecast.observe_step(worker, event.step, event.elapsed_s, now_s)
 
     # ---- operator and time

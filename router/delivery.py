@@ -67,11 +67,11 @@ class Delivery:
             return
         if placement.prefill is None:
             if placement.is_local:
-                worker.prefilled(placement.key)
+                worker.prefilled(placement.key, now_s)
             return
-        placement.prefill.prefilled(placement.key)
+        placement.prefill.prefilled(placement.key, now_s)
         if placement.decode is not None:
-            placement.decode.prefilled(placement.key)
+            placement.decode.prefilled(placement.key, now_s)
         self._take_ahead(request, placement, sequence, now_s)
         if placement.running:
             self.release_prefill_when_done(request, placement)
@@ -172,7 +172,7 @@ class Delivery:
             case Rung.PREFILL_STARTED if placement.attempt == Attempt(0):
                 request.cached_tokens = min(event.cached_tokens, len(request.prompt_ids))
             case Rung.PREFILL_DONE if worker is placement.prefill:
-                worker.prefilled(placement.key)
+                worker.prefilled(placement.key, now_s)
             case Rung.GRANTED:
                 request.pages_reused = event.pages_reused
             case Rung.LANDED:

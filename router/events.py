@@ -119,12 +119,13 @@ class LoadReported:
 
 @value
 class StepReported:
-    """What one engine step brought."""
+    """What one engine step brought, or under virtual time several that only decode."""
 
     link: LinkId
     deltas: Seq[TokenDelta]
     step: Step = IDLE
-    elapsed_s: float = 0.0
+    elapsed_s: float = 0.0  # of each
+    num_steps: int = 1
 
 
 @value

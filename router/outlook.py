@@ -32,8 +32,8 @@ class Outlook:
         self.worker = worker
         self._forecast = forecast
         self._costs = forecast.costs[Role.DECODE]
-        self._num_later, self._now_s = later
-        now_s = self._now_s
+        self._num_later, now_s = later
+        self._now_s = now_s
         self._width = width
         self._num_arriving = worker.num_arriving
         self._num_running = max(0, num_all - worker.num_arriving)
@@ -70,20 +70,18 @@ class Outlook:
 
     def _crowd(self, delay_s: float) -> "_Crowd":
         """Return who will be there when the request joins."""
-        running, worker, later = float(self._num_running), self.worker, self._num_later
+        running, batch, later = float(self._num_running), self.worker.batch, self._num_later
         step_s = self._costs.decode_s(running, running * self._mean_kv) if running else 0.0
         fade = exp(-delay_s / self._answer_s(step_s)) if running and delay_s else 1.0
         if not self._forecast.lengths.follow_limits:
             fading = running * fade + self._num_arriving
             return _Crowd(fading, fading, 0.0)
-        staying, known, at_join = worker.coming.mean_left(0.0, later), 0, float(self._num_arriving)
+        staying, at_join = batch.coming.mean_left(0.0, later), float(self._num_arriving)
         if running:
-            now = worker.num_decode_steps(self._now_s, step_s)
-            joins = now + delay_s / step_s
-            known = worker.answers.num_left(now)
-            at_join += worker.answers.num_left(joins)
-            staying += worker.answers.mean_left(joins, later)
-        fading = (running - known) * fade
+            joins = batch.num_steps(self._now_s) + delay_s / step_s
+            at_join += batch.running.num_left(joins)
+            staying += batch.running.mean_left(joins, later)
+        fading = max(0.0, running - len(batch.running)) * fade  # those of other routers
         return _Crowd(at_join + fading, fading, staying)
 
     def _answer_s(self, step_s: float) -> float:

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pdserve.errors import InvariantError, ProtocolError
 from pdserve.ids import Attempt, RequestId
 from pdserve.kvlayout import KvLayout
-from pdserve.perfmodel.curve import Step
-from pdserve.router.answers import Answers
-from pdserve.router.events import Address, LinkId, Load, Registration, Role
+from pdserve.router.answers import Batch
+from pdserve.router.events import Address, LinkId, Load, Registration, Role, StepReported
 from pdserve.values import value
 
 _UNKNOWN_STEP_TOKENS = 2048
@@ -61,10 +60,7 @@ class WorkerView:
         self._foreign_sequences = self._foreign_tokens = 0  # as last reported, less what was ours then
         self.num_arriving = 0  # sequences whose prompts are not computed yet
         self.kv_tokens = 0  # of all sequences, as each starts to decode
-        self.coming = Answers()  # of sequences that are arriving: their ends are counted from when they join
-        self.answers = Answers()  # of those that run
-        self._num_decode_steps = 0
-        self._decoded_s = now_s  # when the latest of them ended
+        self.batch = Batch(now_s)
         self.running = RunningStep(0, 0, now_s)
         self.kind = 0  # equal for workers that can hand KV over to each other
 
@@ -111,28 +107,27 @@ class WorkerView:
         self._work -= share.prefill_work
         self._decode(share, -share.num_sequences)
 
-    def prefilled(self, key: PlacementKey) -> None:
+    def prefilled(self, key: PlacementKey, now_s: float) -> None:
         """Note that a placement's prompt needs no more computing, here or elsewhere."""
         share = self.shares[key]
         if share.arriving:
             self._expect(share, -share.num_sequences)
             share.arriving = False
-            share.ends_at = self._num_decode_steps + share.answer_steps
-            self._expect(share, share.num_sequences)
+            share.ends_at = self.batch.join(share.answer_steps, share.num_sequences, now_s)
         self._tokens -= share.prefill_tokens
         self._work -= share.prefill_work
         self._computed_tokens -= share.prefill_tokens
         self._computed_work -= share.prefill_work
         share.prefill_tokens = share.prefill_work = 0
 
-    def stepped(self, step: Step, num_steps: int, now_s: float) -> None:
-        """Note the end of a step, or of several that only decode, once the prompts that it completed are noted.
+    def stepped(self, event: StepReported, now_s: float) -> None:
+        """Note a step's end, once the prompts that it completed are noted: what it brought the others, and the next.
 
         Only one prompt at a time is computed in part. Steps tell of other routers' prompts too, hence the bounds.
         """
+        step = event.step
         if step.sequences:
-            self._num_decode_steps += num_steps
-            self._decoded_s = now_s
+            self.batch.step(event.num_steps, event.elapsed_s, now_s)
         if self._tokens:
             head = next(share for share in self.shares.values() if share.prefill_tokens)
             self._computed_tokens = _within(self._computed_tokens + step.prefill_tokens, head.prefill_tokens - 1)
@@ -158,15 +153,13 @@ class WorkerView:
     def _expect(self, share: Share, num_sequences: int) -> None:
         if share.arriving:
             self.num_arriving += num_sequences
-        answers, end = (self.coming, share.answer_steps) if share.arriving else (self.answers, share.ends_at)
+        answers, end = (
+            (self.batch.coming, share.answer_steps) if share.arriving else (self.batch.running, share.ends_at)
+        )
         if num_sequences > 0:
             answers.add(end, num_sequences)
         else:
             answers.remove(end, -num_sequences)
-
-    def num_decode_steps(self, now_s: float, step_s: float) -> float:
-        """Return how many decode steps it has probably done by now, while they take so long."""
-        return self._num_decode_steps + (now_s - self._decoded_s) / step_s
 
     @property
     def pending_prefill_tokens(self) -> int:

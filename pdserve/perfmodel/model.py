@@ -111,8 +111,14 @@ class LearntCosts:
         return curve.step_s * ceil(num_tokens / budget) + curve.marginal_s(num_tokens, work)
 
     def decode_s(self, sequences: float, kv_tokens: float) -> float:
-        """Return how long a decode step takes."""
-        return self._decode.curve(sequences).seconds(sequences, kv_tokens)
+        """Return how long a decode step takes, or steps take on average whose batches have that mean."""
+        whole = int(sequences)
+        if sequences == whole or whole & (whole + 1):  # one more is of the same order of magnitude: one line for both
+            return self._decode.curve(whole).seconds(sequences, kv_tokens)
+        part, kv_each = sequences - whole, kv_tokens / max(1.0, sequences)
+        below_s = self._decode.curve(whole).seconds(whole, whole * kv_each)
+        above_s = self._decode.curve(whole + 1).seconds(whole + 1, (whole + 1) * kv_each)
+        return below_s + part * (above_s - below_s)
 
 
 def _alone_s(crowding: Crowding, predicted_s: float, elapsed_s: float, crowd: float) -> float:

@@ -113,6 +113,14 @@ def teach_batches(learnt: LearntCosts, sizes: range, num_steps: int, rng: random
         learnt.observe(Step(sequences=size, kv_tokens=kv_tokens), noisy(rng, elbow_s(size, kv_tokens)), 0.0)
 
 
+def test_a_mean_batch_costs_what_batches_around_it_cost_on_average() -> None:
+    rng, learnt = random.Random(5), LearntCosts()
+    teach_batches(learnt, range(1, 8), 2000, rng)
+    for low in (1, 3):
+        costs_s = [learnt.decode_s(size, 100 * size) for size in (low, low + 1)]
+        assert learnt.decode_s(low + 0.25, 100 * (low + 0.25)) == pytest.approx(0.75 * costs_s[0] + 0.25 * costs_s[1])
+
+
 def test_what_large_batches_cost_is_known_after_a_long_time_of_small_ones() -> None:
     rng, learnt = random.Random(3), LearntCosts()
     teach_batches(learnt, range(8, 20), 200, rng)

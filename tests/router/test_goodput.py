@@ -276,7 +276,7 @@ def test_a_prefix_leads_to_the_worker_that_holds_it(policy: str) -> None:
     cluster.forecast.costs[Role.PREFILL].observe(Step(100, 10_000), 0.03, cluster.now_s)
     for worker in cluster.core.workers:
         for key in tuple(worker.shares):
-            worker.prefilled(key)
+            worker.prefilled(key, 0.0)
     place = placed(cluster.arrive(tokens=[*prefix, 2]))
     assert place.prefill == home
 

@@ -33,12 +33,12 @@ def test_what_is_left_of_a_long_prompt_shrinks_with_each_step() -> None:
     view = worker()
     assign(view, 1, 1200)
     for done in (512, 1024):
-        view.stepped(Step(512, attention_work(512, done - 512)), 1, 0.1)
+        view.stepped(StepReported(view.link, (), Step(512, attention_work(512, done - 512))), 0.1)
         assert view.pending_prefill_tokens == 1200 - done
         assert view.pending_prefill_work == attention_work(1200 - done, done)
         assert view.running.prefill_tokens == min(BUDGET, 1200 - done)
-    view.prefilled(key(1))
-    view.stepped(Step(176, attention_work(176, 1024)), 1, 0.3)
+    view.prefilled(key(1), 0.0)
+    view.stepped(StepReported(view.link, (), Step(176, attention_work(176, 1024))), 0.3)
     assert (view.pending_prefill_tokens, view.pending_prefill_work) == (0, 0)
 
 
@@ -47,8 +47,8 @@ def test_a_prompt_that_comes_during_a_step_is_not_part_of_it() -> None:
     assign(view, 1, 100, now_s=1.0)
     assign(view, 2, 200, now_s=1.1)
     assert (view.running.prefill_tokens, view.running.since_s) == (100, 1.0)
-    view.prefilled(key(1))
-    view.stepped(Step(100, 10_000), 1, 1.5)
+    view.prefilled(key(1), 0.0)
+    view.stepped(StepReported(view.link, (), Step(100, 10_000)), 1.5)
     assert (view.running.prefill_tokens, view.running.since_s) == (200, 1.5)
 
 
@@ -60,12 +60,12 @@ def test_other_routers_prompts_never_make_what_is_left_negative_nor_more_than_wa
     for number, (tokens, foreign) in enumerate(events):
         assign(view, number, tokens)
         sent += tokens
-        view.stepped(Step(foreign, foreign * foreign), 1, 0.0)
+        view.stepped(StepReported(view.link, (), Step(foreign, foreign * foreign)), 0.0)
         assert 0 < view.pending_prefill_tokens <= sent
         assert view.pending_prefill_work >= 0
     for number in range(len(events)):
-        view.prefilled(key(number))
-    view.stepped(Step(), 1, 0.0)
+        view.prefilled(key(number), 0.0)
+    view.stepped(StepReported(view.link, (), Step()), 0.0)
     assert (view.pending_prefill_tokens, view.pending_prefill_work) == (0, 0)
 
 

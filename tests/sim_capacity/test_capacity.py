@@ -1,6 +1,8 @@
 """The capacity simulator: leaps, workloads, measures, plans."""
 
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -85,6 +87,15 @@ def test_goodput_under_overload_is_not_below_round_robin_and_what_is_admitted_is
     ours, turns = (measure(question, Shape(2, 2), policy, 16.0) for policy in ("goodput", "round_robin"))
     assert ours.goodput_per_gpu > 1.5 * turns.goodput_per_gpu
     assert ours.attainment / (1 - ours.refused) > 0.9
+
+
+def test_times_per_token_come_out_as_predicted_where_answers_have_the_lengths_that_were_asked_for() -> None:
+    workload = replace(random_lengths(900, 300, 40, 5).at_rate(20), exact=True)
+    run = simulate(PROFILE, Shape(1, 1, local_prefill=False), "goodput", workload, Objective(1e6, 1e6))
+    told = [(each.predicted_tpot_s, each.tpot_s) for each in run.outcomes[300:] if each.num_tokens > 1]
+    errors = [abs(predicted_s / seen_s - 1) for predicted_s, seen_s in told if predicted_s is not None]
+    assert len(errors) > 500
+    assert median(errors) < 0.03
 
 
 def test_what_is_learnt_under_overload_does_not_turn_requests_away_from_a_pool() -> None:

@@ -12,7 +12,6 @@ from pdserve.ids import Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer import receiver, sender
 from pdserve.kvtransfer.session import Peer
-from pdserve.perfmodel.curve import Step
 from pdserve.perfmodel.margin import Bias, Margin
 from pdserve.perfmodel.profile import Profile
 from pdserve.prefill_worker import events as prefill_events
@@ -30,6 +29,7 @@ from pdserve.router.events import (
     Limits,
     LinkId,
     Place,
+    Refused,
     Registration,
     Role,
     StepReported,
@@ -45,7 +45,7 @@ from pdserve.sim.capacity.naming import QuickNames
 from pdserve.sim.capacity.shape import Objective, Outcome, Run, Shape
 from pdserve.sim.capacity.telling import LEDGER_ONLY, Delta, Told, delta, rung
 from pdserve.sim.capacity.timeline import Timeline
-from pdserve.sim.capacity.worker import SimWorker
+from pdserve.sim.capacity.worker import SimWorker, Steps
 from pdserve.sim.capacity.workload import Arrival, Workload
 from pdserve.worker import words
 from pdserve.worker.words import RouterRef
@@ -191,7 +191,9 @@ class SimCluster:
                     outcome.first_s = now_s
                 outcome.num_tokens += len(token_ids)
                 outcome.last_s = now_s
-            case End(request_id, outcome) if not isinstance(outcome, Finished):
+            case End(request_id, Finished(_, ledger)):
+                self._outcomes[request_id].predicted_tpot_s = _seconds(ledger.predicted_tpot_ms)
+            case End(request_id, Refused() as outcome):
                 self._outcomes[request_id].refused = outcome.status.value
                 self._outcomes[request_id].predicted_ttft_s = outcome.predicted_ttft_s
             case CancelAttempt(link, request_id, attempt, indices):
@@ -268,7 +270,7 @@ class SimCluster:
         )
         self._post(WorkerRegistered(link, registration))
 
-    def _perform(self, worker: SimWorker, commands: list[object], step: Step | None, elapsed_s: float) -> None:
+    def _perform(self, worker: SimWorker, commands: list[object], steps: Steps | None) -> None:
         member = self._by_name[worker.name]
         deltas: list[Delta] = []
         for command in commands:
@@ -284,8 +286,8 @@ class SimCluster:
                     self._post(router_events.AttemptFailed(member.link, key.request_id, key.attempt, failure, reason))
                 case _:
                     self._carry(member, command)
-        if step is not None:
-            self._post(StepReported(member.link, deltas, step, elapsed_s))
+        if steps is not None:
+            self._post(StepReported(member.link, deltas, steps.each, steps.each_s, steps.count))
 
     def _carry(self, member: _Member, command: object) -> None:
         """Bring a worker's word to the other worker."""
@@ -324,3 +326,7 @@ class SimCluster:
 def simulate(profile: Profile, shape: Shape, policy: str, workload: Workload, objective: Objective) -> Run:
     """Serve a workload on a cluster of this shape; return what its clients saw."""
     return SimCluster(profile, shape, policy, workload, objective).run()
+
+
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1e3

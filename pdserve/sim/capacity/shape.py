@@ -49,7 +49,8 @@ class Outcome:
     first_s: float = 0.0
     last_s: float = 0.0
     refused: str = ""  # the status it was refused with
-    predicted_ttft_s: float | None = None
+    predicted_ttft_s: float | None = None  # where it was refused
+    predicted_tpot_s: float | None = None  # where it was served
 
     @property
     def ttft_s(self) -> float:

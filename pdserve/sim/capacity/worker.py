@@ -16,8 +16,19 @@ from pdserve.prefill_worker.core import PrefillCore
 from pdserve.sim.capacity.leaping import LeapingScheduler
 from pdserve.sim.capacity.machine import Machine
 from pdserve.sim.capacity.timeline import Timeline
+from pdserve.values import value
 
-Perform = Callable[["SimWorker", list[object], Step | None, float], None]  # commands, the step they came of, its time
+
+@value
+class Steps:
+    """Steps that are alike, and how long each of them took."""
+
+    each: Step
+    each_s: float
+    count: int = 1
+
+
+Perform = Callable[["SimWorker", list[object], Steps | None], None]  # commands, and the steps they came of
 
 
 class SimWorker:
@@ -68,7 +79,7 @@ class SimWorker:
             leap.num_with_pages = num_begun
         inbox, self._inbox = self._inbox, []
         for event in inbox:
-            self.perform(self, self.core.handle(event, now_s), None, 0.0)  # type: ignore[arg-type]
+            self.perform(self, self.core.handle(event, now_s), None)  # type: ignore[arg-type]
         if leap is not None and not self.scheduler.can_go_on(leap.num_steps):
             leap.num_steps = leap.num_begun(now_s)
             self._arrange(leap)
@@ -114,7 +125,7 @@ class SimWorker:
         self.num_steps += num_steps
         result = self.scheduler.draw(plan, elapsed_s)
         commands = self.core.commit(plan, result, self._timeline.now_s)
-        self.perform(self, list(commands), step, elapsed_s / num_steps)
+        self.perform(self, list(commands), Steps(step, elapsed_s / num_steps, num_steps))
         self._turn()
 
 
