@@ -57,6 +57,7 @@ class Links:
         self._register = register
         self._sink = sink
         self._streams: dict[RouterRef, Stream] = {}
+        self._keepers: dict[asyncio.Task[None], RouterRef] = {}  # what each keeps, or dials
         self._last_ref = 0
         self._closing = False
 
@@ -90,10 +91,13 @@ class Links:
         stream.queue.put_nowait(message)
 
     def finish(self) -> None:
-        """Say what is queued, then end every stream; `run` returns when routers have heard it."""
+        """Say what is queued, then end every stream, and dial no more; `run` returns when routers have heard it."""
         self._closing = True
         for stream in self._streams.values():
             stream.queue.put_nowait(None)
+        for keeper, router in self._keepers.items():
+            if router not in self._streams:
+                keeper.cancel()
 
     async def run(self) -> None:
         """Keep a stream to every router, until finished or cancelled."""
@@ -102,10 +106,12 @@ class Links:
                 group.create_task(self._keep(address), name=f"link {address}")
 
     async def _keep(self, address: str) -> None:
-        backoff_s = MIN_BACKOFF_S
+        backoff_s, keeper = MIN_BACKOFF_S, asyncio.current_task()
         while not self._closing:
             self._last_ref += 1
             router = RouterRef(self._last_ref)
+            if keeper is not None:
+                self._keepers[keeper] = router
             try:
                 await self._attach(address, router)
                 backoff_s = MIN_BACKOFF_S

@@ -1,6 +1,7 @@
 """A worker's streams to routers, with a router that welcomes everybody."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -61,3 +62,15 @@ async def test_a_router_that_does_not_read_is_dropped_and_dialled_again() -> Non
         assert isinstance(second, FromRouter)
         assert second.router != first.router
         assert [await router.registered.get() for _ in range(2)] == ["d0", "d0"]
+
+
+async def test_a_worker_that_leaves_waits_for_no_router_that_is_not_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and says nothing
+        addresses = (f"127.0.0.1:{silent.getsockname()[1]}", "127.0.0.1:1")
+        links = Links(addresses, b"s" * 32, link.Register(worker_id="d0"), asyncio.Queue[FromRouter | RouterGone]().put)
+        running = asyncio.create_task(links.run())
+        dialling, _ = await asyncio.to_thread(silent.accept)
+        with dialling:
+            links.finish()
+            async with asyncio.timeout(1):
+                await running
