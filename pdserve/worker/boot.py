@@ -75,7 +75,7 @@ def build_engine(
         page_digest=page_digest(config),
     )
     device = engine_device(config)
-    num_pages = _pages_asked_for(config, layout, device)
+    num_pages = pages_asked_for(config, layout, device)
     if num_pages is not None:
         _limits(config, checkpoint, num_pages)  # refuses what does not fit before the weights are read
     dummy = config.load_format == "dummy"
@@ -124,13 +124,17 @@ def _limits(config: WorkerConfig, checkpoint: Checkpoint, num_pages: int) -> Lim
     )
 
 
-def _pages_asked_for(config: WorkerConfig, layout: KvLayout, device: torch.device) -> int | None:
-    """Return how many pages the configuration names, or None: what a GPU has room for."""
+def pages_asked_for(config: WorkerConfig, layout: KvLayout, device: torch.device) -> int | None:
+    """Return how many pages the configuration names, or None: what a GPU has room for; ConfigError for none."""
     if config.num_pages is not None:
         return config.num_pages
     if device.type == "cuda" and "kv_cache_memory_bytes" not in config.model_fields_set:
         return None
-    return config.kv_cache_memory_bytes // layout.page_bytes
+    num_pages = config.kv_cache_memory_bytes // layout.page_bytes
+    if num_pages == 0:
+        given = config.kv_cache_memory_bytes
+        raise ConfigError(f"kv_cache_memory_bytes: {given} have no room for a page of {layout.page_bytes} bytes")
+    return num_pages
 
 
 def _pages_beside(model: Model, config: WorkerConfig, layout: KvLayout) -> int:

@@ -7,7 +7,8 @@ import torch
 
 from pdserve.config import PrefillWorkerConfig
 from pdserve.errors import ConfigError
-from pdserve.worker.boot import engine_device, page_digest
+from pdserve.kvlayout import KvLayout
+from pdserve.worker.boot import engine_device, page_digest, pages_asked_for
 
 
 def config_of(**settings: object) -> PrefillWorkerConfig:
@@ -46,3 +47,11 @@ def test_a_gpu_takes_the_digest_that_it_computes_in_place(device: str, asked: st
 def test_a_digest_that_a_gpu_does_not_take_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^page_digest: xxh3 is not taken of pages in GPU memory"):
         page_digest(config_of(device="cuda", page_digest="xxh3"))
+
+
+def test_memory_that_holds_no_page_is_refused() -> None:
+    layout = KvLayout("w", 2, 2, 8, 16, "float32")
+    cpu = torch.device("cpu")
+    assert pages_asked_for(config_of(kv_cache_memory_bytes=layout.page_bytes), layout, cpu) == 1
+    with pytest.raises(ConfigError, match=r"^kv_cache_memory_bytes: 4095 have no room for a page of 4096 bytes"):
+        pages_asked_for(config_of(kv_cache_memory_bytes=4095), layout, cpu)
