@@ -82,8 +82,11 @@ def pair(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Li
 
 
 @pytest.fixture(scope="module")
-def engine(smollm2: Path) -> OneEngine:
-    return OneEngine(smollm2, torch.bfloat16, PAGE_SIZE, CHUNK)
+def engine(smollm2: Path) -> Iterator[OneEngine]:
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # two would wait for each other in every layer while somebody else keeps a core busy
+    yield OneEngine(smollm2, torch.bfloat16, PAGE_SIZE, CHUNK)
+    torch.set_num_threads(num_threads)
 
 
 def random_prompt(length: int, seed: int) -> list[int]:
