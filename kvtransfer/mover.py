@@ -28,6 +28,7 @@ _HOST = -1
 MAX_DESCRIPTION_BYTES = 1 << 20
 PROBE_BYTES = 4 << 20  # or one page, if that is more
 MAX_PROBE_PAGES = 1 << 20
+MAX_REGION_PAGES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,7 +179,7 @@ class Description:
             raise ProtocolError(f"mover_metadata: version {version} of {magic!r}, {_VERSION} of {_MAGIC!r} is known")
         if len(data) != _HEADER.size + lane_bytes:
             raise ProtocolError(f"mover_metadata: {len(data)} bytes, its header says {_HEADER.size + lane_bytes}")
-        if num_pages < 1 or page_bytes < 1 or address + num_pages * page_bytes > 1 << 64:
+        if not 1 <= num_pages <= MAX_REGION_PAGES or page_bytes < 1 or address + num_pages * page_bytes > 1 << 64:
             raise ProtocolError(f"mover_metadata: {num_pages} pages of {page_bytes} bytes at {address:#x}")
         if not 1 <= probe[1] <= MAX_PROBE_PAGES or probe[0] + probe[1] * page_bytes > 1 << 64:
             raise ProtocolError(f"mover_metadata: {probe[1]} pages to probe at {probe[0]:#x}")

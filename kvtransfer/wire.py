@@ -20,6 +20,7 @@ MAX_WORKER_ID_CHARS = 253
 MAX_REASON_CHARS = 512
 MAX_PAGES = 1 << 20  # in one hand-off
 MAX_CONTINUATIONS = 64
+MAX_TOLD = 1 << 48  # bytes, or microseconds, of a hand-off: more is taken for that, and can be told on
 
 ToReceiver = receiver.Committed | receiver.SenderQuiesced
 FromReceiver = receiver.SendGrant | receiver.SendTaken | receiver.SendWithdrawn
@@ -224,8 +225,8 @@ def _commit(message: handoff.Commit) -> Commit:
         _capability(message.capability),
         tuple(message.digests),
         _capsule(message.capsule),
-        message.handoff_bytes,
-        message.handoff_us / 1e6,
+        min(message.handoff_bytes, MAX_TOLD),
+        min(message.handoff_us, MAX_TOLD) / 1e6,
     )
 
 

@@ -39,7 +39,9 @@ class WorkerConfig(ProcessConfig):
     served_model_name: str | None = Field(
         None, min_length=1, description="Name of the model in requests; by default the model's own."
     )
-    worker_id: str = Field(min_length=1, max_length=128, description="Stable name of this worker.")
+    worker_id: str = Field(
+        min_length=1, max_length=128, pattern=r"^[!-~]+$", description="Stable name of this worker, in ASCII."
+    )
     incarnation: int | None = Field(
         None,
         ge=1,
@@ -119,6 +121,7 @@ class DecodeWorkerConfig(WorkerConfig):
     lease_s: float = Field(
         4.0,
         ge=1.5,  # three beats of a worker
+        le=3600.0,
         description="Seconds after which a prefill worker that says nothing loses what it was granted.",
     )
     max_quarantined_share: float = Field(

@@ -64,7 +64,7 @@ class RouterConfig(ProcessConfig):
         ge=1.5,  # three beats of a worker
         description="Seconds without news after which a worker is lost.",
     )
-    max_deadline_ms: int = Field(600_000, ge=1, description="Milliseconds a request may take at most.")
+    max_deadline_ms: int = Field(600_000, ge=1, lt=2**32, description="Milliseconds a request may take at most.")
     max_unsent_bytes: int = Field(
         65536, ge=1024, description="Bytes of an answer that may wait for its client to read."
     )

@@ -45,6 +45,8 @@ def test_a_configuration_never_changes(yaml_file: Path) -> None:
         ("dtype: int8", ("dtype", "int8", "bfloat16")),
         ("routers: []", ("routers",)),
         ("incarnation: 0", ("incarnation", "0")),
+        ("lease_s: 4000000", ("lease_s", "3600")),
+        ("worker_id: décode", ("worker_id", "pattern")),
         ("lease_s: 1", ("lease_s", "1", "greater than or equal to 1.5")),
     ],
 )

@@ -162,6 +162,7 @@ def test_pages_of_another_size_are_refused(setting: Setting) -> None:
         lambda data: data[:6] + b"\xff\xff\xff\xfe" + data[10:],
         lambda data: data[:10] + b"\xff" * 8 + data[18:],
         lambda data: data[:18] + bytes(8) + data[26:],
+        lambda data: data[:18] + bytes(4) + b"\x02" + data[23:],
         lambda data: data + bytes(1 << 20),
     ],
 )

@@ -4,9 +4,11 @@ import pytest
 
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt, Generation, PageId, RequestId
-from pdserve.kvtransfer import receiver, wire
-from pdserve.kvtransfer.session import Grant, HandoffKey
+from pdserve.kvtransfer import receiver, sender, wire
+from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey
 from pdserve.proto.v1 import handoff_pb2 as handoff
+from pdserve.worker.wire import report
+from pdserve.worker.words import Progress, RouterRef, Rung
 
 KEY = HandoffKey(RequestId(b"r" * 16), Attempt(2**32 - 1))
 GRANT = Grant(3, (PageId(2**32 - 1), PageId(0)), (Generation(2**64 - 1), Generation(0)), b"c" * 16, 4.0)
@@ -61,6 +63,17 @@ def test_a_grant_of_more_pages_than_any_hand_off_has_is_refused() -> None:
 def test_a_message_that_names_no_hand_off_is_refused(message: handoff.HandoffServiceAttachResponse) -> None:
     with pytest.raises(ProtocolError, match=r"message|request_id"):
         wire.to_sender(message)
+
+
+def test_whatever_a_commit_tells_for_the_ledger_can_be_told_to_routers() -> None:
+    commit = Commit.of(GRANT, (1, 2), Capsule(9, (1,), (0,)))
+    message = wire.from_sender(KEY, sender.SendCommit(commit))
+    message.commit.handoff_us = message.commit.handoff_bytes = 2**64 - 1
+    _, event = wire.to_receiver(message)
+    assert isinstance(event, receiver.Committed)
+    told = event.commit
+    landed = Progress(RouterRef(1), KEY, Rung.LANDED, 0.0, handoff_bytes=told.handoff_bytes, handoff_s=told.handoff_s)
+    assert report(landed, 0.0).progress.handoff_us == wire.MAX_TOLD
 
 
 def test_a_reason_is_cut_on_both_ends() -> None:
