@@ -23,7 +23,7 @@ def root_name(salt: str) -> int:
 
 def chain(parent: int, token_ids: Seq[int]) -> int:
     """Return the name of the block of these tokens that follows another."""
-    return hash((parent, *token_ids))
+    return hash((parent, tuple(token_ids)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,6 +164,8 @@ def decide(workers: Workers, demand: Demand, policy: Policy, *, local: bool = Fa
 
 
 def _groups(prefills: list[WorkerView], decodes: list[WorkerView], local: bool) -> list[Group]:
+    if prefills and decodes and len({worker.kind for worker in (*prefills, *decodes)}) == 1:
+        return [Group(prefills, decodes, local)]
     kinds: dict[int, tuple[list[WorkerView], list[WorkerView]]] = {}
     for worker in prefills:
         kinds.setdefault(worker.kind, ([], []))[0].append(worker)

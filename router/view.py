@@ -164,7 +164,7 @@ class WorkerView:
     @property
     def pending_prefill_tokens(self) -> int:
         """Prompt tokens that wait in front of one more request: ours, and other routers' as last reported."""
-        return self._own_tokens + self._foreign_tokens
+        return self._tokens - max(0, self._computed_tokens) + self._foreign_tokens
 
     @property
     def pending_prefill_work(self) -> int:
@@ -214,6 +214,7 @@ class Workers:
         self._model = model
         self._by_link: dict[LinkId, WorkerView] = {}
         self._kinds: dict[tuple[int, KvLayout], int] = {}
+        self._pools: dict[Role, list[WorkerView]] = {}  # that serve the model, until a worker registers or leaves
 
     def __iter__(self) -> Iterator[WorkerView]:
         return iter(self._by_link.values())
@@ -229,6 +230,7 @@ class Workers:
 
     def register(self, link: LinkId, registration: Registration, now_s: float) -> WorkerView:
         """Attach a worker, or take its news of itself; ProtocolError where it claims to be somebody else now."""
+        self._pools.clear()
         worker = self._by_link.get(link)
         if worker is None:
             worker = self._by_link[link] = WorkerView(link, registration, now_s)
@@ -251,12 +253,16 @@ class Workers:
         return self._kinds.setdefault(name, max(self._kinds.values(), default=0) + 1)
 
     def remove(self, link: LinkId) -> WorkerView | None:
+        self._pools.clear()
         return self._by_link.pop(link, None)
 
     def routable(self, role: Role) -> list[WorkerView]:
         """Return the workers of a pool that may be given requests."""
-        workers = self._by_link.values()
-        return [worker for worker in workers if worker.registration.role is role and not self.unroutable(worker)]
+        pool = self._pools.get(role)
+        if pool is None:
+            ready = [worker for worker in self._by_link.values() if worker.role is role and worker.registration.ready]
+            pool = self._pools[role] = [worker for worker in ready if worker.registration.model == self._model]
+        return [worker for worker in pool if not worker.draining]
 
     def unroutable(self, worker: WorkerView) -> str:
         """Return why nothing is placed on a worker, whatever its peers are; empty when things are."""

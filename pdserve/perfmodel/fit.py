@@ -32,14 +32,25 @@ class _Equations:
         self.products = [keep * value for value in self.products]
         self.sums = [keep * value for value in self.sums]
 
-    def add(self, point: Point, seconds: float, scale_s: float, weight: float) -> None:
-        """Add a step; errors are taken relative to `scale_s`."""
+    def add(self, point: Point, seconds: float, scale_s: float, weight: float = 1.0, keep: float = 1.0) -> None:
+        """Add a step to a share of what is there; errors are taken relative to `scale_s`."""
         x, y, z = 1.0 / scale_s, point[0] / scale_s, point[1] / scale_s
         left_x, left_y, left_z = weight * x, weight * y, weight * z
-        row = (left_x * x, left_x * y, left_x * z, left_y * y, left_y * z, left_z * z)
-        self.products = [value + more for value, more in zip(self.products, row, strict=True)]
-        sums = (left_x * seconds / scale_s, left_y * seconds / scale_s, left_z * seconds / scale_s)
-        self.sums = [value + more for value, more in zip(self.sums, sums, strict=True)]
+        xx, xy, xz, yy, yz, zz = self.products
+        self.products = [
+            keep * xx + left_x * x,
+            keep * xy + left_x * y,
+            keep * xz + left_x * z,
+            keep * yy + left_y * y,
+            keep * yz + left_y * z,
+            keep * zz + left_z * z,
+        ]
+        of_x, of_y, of_z = self.sums
+        self.sums = [
+            keep * of_x + left_x * seconds / scale_s,
+            keep * of_y + left_y * seconds / scale_s,
+            keep * of_z + left_z * seconds / scale_s,
+        ]
 
     def plus(self, other: "_Equations") -> "_Equations":
         both = _Equations()
@@ -69,7 +80,7 @@ class Fit:
         self._num_unsolved = 0
         for each, context in points:
             seconds = start.seconds(each, context)
-            self._start.add((each, context), seconds, seconds, _START_WEIGHT)
+            self._start.add((each, context), seconds, seconds, weight=_START_WEIGHT)
 
     def observe(self, each: float, context: float, seconds: float) -> None:
         """Take in one step."""
@@ -82,9 +93,10 @@ class Fit:
         is_known = self.num_observed >= _KNOWN and predicted_s > 0
         if is_known:
             seconds = min(seconds, self._outlier * predicted_s)
-        self._seen.decay(self._forgetting)
-        self._start.decay(_START_FORGETTING)
-        self._seen.add((each, context), seconds, predicted_s if is_known and self._adds_up else seconds, 1.0)
+        if self._start.products[0] > 0:
+            self._start.decay(_START_FORGETTING)
+        scale_s = predicted_s if is_known and self._adds_up else seconds
+        self._seen.add((each, context), seconds, scale_s, keep=self._forgetting)
         self.num_observed += 1
         self._num_unsolved += 1
         if self._num_unsolved >= (2 if self.num_observed < 64 else 16):

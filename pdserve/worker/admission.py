@@ -4,6 +4,8 @@ from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Job
 from pdserve.sampling import MAX_SEQUENCES
 
+ALL_IDS = 1 << 32  # a vocabulary of this size has every id that a message can carry
+
 
 def refusal(scheduler: Scheduler, job: Job, vocab_size: int) -> str | None:
     """Return why this worker can never compute a job, or None. Guards against routers, not clients."""
@@ -16,7 +18,7 @@ def refusal(scheduler: Scheduler, job: Job, vocab_size: int) -> str | None:
         return f"token_ids: {num_tokens} leave no room under max_model_len {limits.max_model_len}"
     if needed > scheduler.cache.pool.num_pages:
         return f"token_ids: {last} tokens need {needed} pages of {scheduler.cache.pool.num_pages}"
-    if max(job.token_ids) >= vocab_size:
+    if vocab_size < ALL_IDS and max(job.token_ids) >= vocab_size:
         return f"token_ids: {max(job.token_ids)} is not below the vocabulary size {vocab_size}"
     if not job.indices or not set(job.indices) <= set(range(MAX_SEQUENCES)):
         return f"indices: {job.indices} are not of {MAX_SEQUENCES} continuations"

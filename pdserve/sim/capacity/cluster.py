@@ -10,7 +10,7 @@ from pdserve.engine.scheduler import Limits as EngineLimits
 from pdserve.engine.sequence import Job
 from pdserve.ids import Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
-from pdserve.kvtransfer import receiver, sender
+from pdserve.kvtransfer import sender
 from pdserve.kvtransfer.session import Peer
 from pdserve.perfmodel.margin import Bias, Margin
 from pdserve.perfmodel.profile import Profile
@@ -43,15 +43,16 @@ from pdserve.sim.capacity.leaping import END, LeapingScheduler
 from pdserve.sim.capacity.machine import Machine
 from pdserve.sim.capacity.naming import QuickNames
 from pdserve.sim.capacity.shape import Objective, Outcome, Run, Shape
-from pdserve.sim.capacity.telling import LEDGER_ONLY, Delta, Told, delta, rung
+from pdserve.sim.capacity.telling import LEDGER_ONLY, Delta, Told, delta, heard_by_receiver, heard_by_sender, rung
 from pdserve.sim.capacity.timeline import Timeline
 from pdserve.sim.capacity.worker import SimWorker, Steps
 from pdserve.sim.capacity.workload import Arrival, Workload
 from pdserve.worker import words
+from pdserve.worker.admission import ALL_IDS
 from pdserve.worker.words import RouterRef
 
 MODEL = "simulated"
-VOCAB_SIZE = 2**31
+VOCAB_SIZE = ALL_IDS
 MAX_TASKS = 100_000
 DEADLINE_S = 600.0
 _ROUTER = RouterRef(1)
@@ -166,7 +167,8 @@ class SimCluster:
         for name in arrival.blocks:
             tokens += [name + 2] * block
         tokens += [own] * (arrival.prompt_tokens - len(tokens))
-        return tuple(tokens[: arrival.prompt_tokens])
+        del tokens[arrival.prompt_tokens :]
+        return tuple(tokens)
 
     def _post(self, event: Event) -> None:
         for command in self._core.handle(event, self._timeline.now_s):
@@ -298,18 +300,12 @@ class SimCluster:
                     self._by_peer[peer].worker.offer(decode_events.PeerAttached(member.peer))
             case prefill_events.Copy():
                 self._copy(member, command)
-            case prefill_events.ToPeer(peer, key, sender.SendCommit(commit)):
-                self._by_peer[peer].worker.offer(decode_events.FromPeer(member.peer, key, receiver.Committed(commit)))
-            case prefill_events.ToPeer(peer, key, sender.SendQuiesced()):
-                self._by_peer[peer].worker.offer(decode_events.FromPeer(member.peer, key, receiver.SenderQuiesced()))
+            case prefill_events.ToPeer(peer, key, said):
+                self._by_peer[peer].worker.offer(decode_events.FromPeer(member.peer, key, heard_by_receiver(said)))
             case decode_events.CheckDigests(key):
                 member.worker.offer(decode_events.DigestsChecked(key, None))
-            case decode_events.ToPeer(peer, key, receiver.SendGrant(grant)):
-                self._by_peer[peer].worker.offer(prefill_events.FromPeer(member.peer, key, sender.Granted(grant)))
-            case decode_events.ToPeer(peer, key, receiver.SendTaken()):
-                self._by_peer[peer].worker.offer(prefill_events.FromPeer(member.peer, key, sender.Taken()))
-            case decode_events.ToPeer(peer, key, receiver.SendWithdrawn(reason)):
-                self._by_peer[peer].worker.offer(prefill_events.FromPeer(member.peer, key, sender.Withdrawn(reason)))
+            case decode_events.ToPeer(peer, key, said):
+                self._by_peer[peer].worker.offer(prefill_events.FromPeer(member.peer, key, heard_by_sender(said)))
             case _:
                 pass
 

@@ -17,8 +17,8 @@ class QuickNames(PrefixNames):
 
     def extend(self, parent: PageName, token_ids: Sequence[int], start: int) -> list[PageName]:
         """Return the names of the full pages of `token_ids` from position `start` (a page border) on."""
-        size, names = self._num_tokens, list[PageName]()
-        for begin in range(start, len(token_ids) - size + 1, size):
-            parent = hash((parent, *token_ids[begin : begin + size])).to_bytes(8, "little", signed=True)
+        size, names, tokens = self._num_tokens, list[PageName](), tuple(token_ids[start:])
+        for begin in range(0, len(tokens) - size + 1, size):
+            parent = hash((parent, tokens[begin : begin + size])).to_bytes(8, "little", signed=True)
             names.append(parent)
         return names

@@ -1,6 +1,7 @@
 """What workers say, as the router hears it."""
 
 from pdserve.ids import Attempt, RequestId
+from pdserve.kvtransfer import receiver, sender
 from pdserve.router.events import LinkId, RungReached
 from pdserve.router.ladder import Rung
 from pdserve.sim.capacity.leaping import OTHER
@@ -38,6 +39,26 @@ def delta(told: Told, tokens: words.Tokens) -> Delta:
         del told[key]
     reason = 0 if tokens.finish is None else 1
     return Delta(key[0], key[1], tokens.index, known, (OTHER,) * count, (), reason)
+
+
+def heard_by_receiver(said: sender.SendCommit | sender.SendQuiesced) -> receiver.Event:
+    """Return what a prefill worker's word of a hand-off is to the decode worker."""
+    match said:
+        case sender.SendCommit(commit):
+            return receiver.Committed(commit)
+        case sender.SendQuiesced():
+            return receiver.SenderQuiesced()
+
+
+def heard_by_sender(said: receiver.SendGrant | receiver.SendTaken | receiver.SendWithdrawn) -> sender.Event:
+    """Return what a decode worker's word of a hand-off is to the prefill worker."""
+    match said:
+        case receiver.SendGrant(grant):
+            return sender.Granted(grant)
+        case receiver.SendTaken():
+            return sender.Taken()
+        case receiver.SendWithdrawn(reason):
+            return sender.Withdrawn(reason)
 
 
 def rung(link: LinkId, progress: words.Progress, now_s: float) -> RungReached:
