@@ -27,6 +27,7 @@ from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import InvariantError, ProtocolError, Refusal
+from pdserve.ids import Attempt, RequestId
 from pdserve.kvtransfer import receiver
 from pdserve.kvtransfer.lease import Leases
 from pdserve.kvtransfer.session import Capsule, HandoffKey, Peer
@@ -62,7 +63,7 @@ class DecodeCore:
         self._vocab_size = vocab_size
         self._granting = Granting(scheduler, capability_key, rules)
         self._rules = rules
-        self._tasks: dict[HandoffKey, Task] = {}
+        self._tasks: dict[tuple[RequestId, Attempt], Task] = {}  # by key
         self._ungranted: list[Task] = []  # wait for pages, most urgent first
         self._inbound: dict[HandoffKey, Inbound] = {}
         self._leases = Leases(rules.lease_s)
@@ -115,20 +116,18 @@ class DecodeCore:
         """Take in what a step brought."""
         commands: list[Command] = []
         for outcome in self._scheduler.commit(plan, result):
-            job = outcome.sequence.job
-            key = HandoffKey(job.request_id, job.attempt)
-            task = self._tasks[key]
+            task = self._tasks[outcome.sequence.job.key]
             match outcome:
                 case Drawn():
                     index, finish = outcome.index, outcome.finish
-                    commands.append(Tokens(task.router, key, index, outcome.position, outcome.token, finish))
+                    commands.append(Tokens(task.router, task.key, index, outcome.position, outcome.token, finish))
                     if finish is not None and outcome.sequence.indices == (index,):
                         self._part(task, outcome.sequence, ())
                 case Started():
                     rung = Rung.DECODE_JOINED if task.peer else Rung.PREFILL_STARTED
                     cached = 0 if task.peer else outcome.sequence.num_cached_tokens
                     started_s = now_s - result.elapsed_s
-                    commands.append(Progress(task.router, key, rung, started_s, cached_tokens=cached))
+                    commands.append(Progress(task.router, task.key, rung, started_s, cached_tokens=cached))
                 case Split(sequence, children):
                     self._part(task, sequence, children)
                     self._drop_sequences(task)
@@ -138,11 +137,11 @@ class DecodeCore:
 
     def fail_step(self, reason: str) -> list[Command]:
         """Fail the requests of the planned step: computing it has broken."""
-        broken = dict.fromkeys(HandoffKey(s.job.request_id, s.job.attempt) for s in self._scheduler.abandon())
+        broken = dict.fromkeys(sequence.job.key for sequence in self._scheduler.abandon())
         commands: list[Command] = []
         for key in broken:
             task = self._tasks[key]
-            commands.append(Failed(task.router, key, FailureCode.INTERNAL, reason))
+            commands.append(Failed(task.router, task.key, FailureCode.INTERNAL, reason))
             self._forget(task)
         return commands
 
@@ -153,10 +152,10 @@ class DecodeCore:
             case Cancelled():
                 return self._cancel(event, now_s)
             case RouterLost(router):
-                orphans = (k for k, t in self._tasks.items() if t.router == router)
+                orphans = (task.key for task in self._tasks.values() if task.router == router)
                 return self._give_up(orphans, "router lost", now_s)
             case Ticked(silent_s):
-                late = (k for k, t in self._tasks.items() if t.deadline_s < now_s)
+                late = (task.key for task in self._tasks.values() if task.deadline_s < now_s)
                 ended = self._give_up(late, "deadline", now_s) + self._end_leases(silent_s, now_s)
                 self._auditor.look(self.claims(), now_s, idle=self.idle)
                 return ended + self._leave_if_too_much_is_quarantined()
@@ -264,7 +263,8 @@ class DecodeCore:
 
     def _cancel(self, cancelled: Cancelled, now_s: float) -> list[Command]:
         doomed = []
-        for key, task in list(self._tasks.items()):
+        for task in list(self._tasks.values()):
+            key = task.key
             if key.request_id != cancelled.request_id or key.attempt > cancelled.attempt:
                 continue
             task.dropped.update(cancelled.indices or task.job.indices)

@@ -23,10 +23,10 @@ class Task:
     names: list[PageName] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
     dropped: set[int] = field(default_factory=set)  # continuations cancelled one by one
+    key: HandoffKey = field(init=False)
 
-    @property
-    def key(self) -> HandoffKey:
-        return HandoffKey(self.job.request_id, self.job.attempt)
+    def __post_init__(self) -> None:
+        self.key = HandoffKey(self.job.request_id, self.job.attempt)
 
 
 @dataclass(slots=True, eq=False)

@@ -26,7 +26,7 @@ class Attendance:
         self._grace = grace
         self._limits = limits
         self._census = Census()
-        self._may_serve_more = False
+        self.may_serve_more = False  # workers have come, gone or changed, and some pair can serve; read by the core
         self.silence_due_s = inf  # no worker has been silent too long before that
 
     @property
@@ -40,11 +40,6 @@ class Attendance:
         if reason or (self._limits.local_prefill and worker.role is Role.DECODE):
             return reason
         return peerless(self._workers, worker)
-
-    def may_serve_more(self) -> bool:
-        """Return whether workers have come, gone or changed since this was asked, and some pair can serve."""
-        news, self._may_serve_more = self._may_serve_more, False
-        return news
 
     def register(self, event: WorkerRegistered, now_s: float) -> None:
         link, is_new = event.link, self._workers.get(event.link) is None
@@ -112,4 +107,4 @@ class Attendance:
         self._grace.note_change(now_s)
         if self.has_pair:
             self._recovery.retry_stranded(now_s)
-            self._may_serve_more = True
+            self.may_serve_more = True

@@ -119,9 +119,11 @@ class RouterCore:
             self._serve(event, now_s)
         else:
             self._operate(event, now_s)
-        if self._attendance.may_serve_more():
+        if self._attendance.may_serve_more:
+            self._attendance.may_serve_more = False
             self._look_again_s = now_s
-        self._admit_held(now_s)
+        if now_s >= self._look_again_s or self.book.num_ended != self._num_ended:
+            self._admit_held(now_s)
         return self.book.take_commands()
 
     # ---- clients
@@ -191,8 +193,7 @@ class RouterCore:
         return True
 
     def _admit_held(self, now_s: float) -> None:
-        if self.book.num_ended == self._num_ended and now_s < self._look_again_s:
-            return
+        """Place what is held, as far as there is room: a request has ended, or it is time to look again."""
         self._look_again_s = inf
         while (request := self._held.first()) is not None and self._admit(request, now_s):
             self._held.serve(request)

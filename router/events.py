@@ -209,8 +209,8 @@ class Tick:
 ClientEvent = RequestArrived | ClientGone | ClientTooSlow | StopStringFound
 
 
-WorkerEvent = (
-    WorkerRegistered | LoadReported | StepReported | RungReached | PairMeasured | KvChanged | AttemptFailed | LinkLost
+WorkerEvent = (  # the most frequent first: that is how isinstance looks for them
+    StepReported | RungReached | LoadReported | AttemptFailed | KvChanged | PairMeasured | WorkerRegistered | LinkLost
 )
 OperatorEvent = ProcessEnded | DrainAsked | ShutdownAsked | ShutdownDue | Tick
 Event = ClientEvent | WorkerEvent | OperatorEvent

@@ -134,10 +134,11 @@ class WorkerView:
             self._computed_work = _within(self._computed_work + step.prefill_work, head.prefill_work)
         else:
             self._computed_tokens = self._computed_work = 0
-        if not self.pending_prefill_tokens:
+        waiting = self.pending_prefill_tokens
+        if not waiting:
             self.running = RunningStep(0, 0, now_s)
             return
-        self.running = RunningStep(self.pending_prefill_tokens, self.pending_prefill_work, now_s).cut(self.step_tokens)
+        self.running = RunningStep(waiting, self.pending_prefill_work, now_s).cut(self.step_tokens)
 
     def sequence_ended(self, key: PlacementKey) -> None:
         """Note that a placement runs one sequence fewer."""

@@ -50,15 +50,18 @@ def worker_events(link_id: LinkId, message: link.AttachRequest) -> list[WorkerEv
 
     Repeated fields are made lists of by slicing: protobuf walks them at half the speed.
     """
-    if not message.HasField("step"):
-        return [_worker_event(link_id, message)]
+    kind = message.WhichOneof("message")
+    if kind != "step":
+        return [_worker_event(link_id, message, kind)]
     told = message.step
-    rungs: list[WorkerEvent] = [_rung(link_id, progress) for progress in told.progress[:]]
-    return [*rungs, StepReported(link_id, told.deltas[:], _step(told), told.elapsed_us / 1e6)]
+    events: list[WorkerEvent] = [_rung(link_id, progress) for progress in told.progress[:]]
+    step = Step(told.prefill_tokens, told.prefill_work, told.decode_sequences, told.decode_kv_tokens)
+    events.append(StepReported(link_id, told.deltas[:], step, told.elapsed_us / 1e6))
+    return events
 
 
-def _worker_event(link_id: LinkId, message: link.AttachRequest) -> WorkerEvent:
-    match message.WhichOneof("message"):
+def _worker_event(link_id: LinkId, message: link.AttachRequest, kind: str | None) -> WorkerEvent:
+    match kind:
         case "heartbeat":
             return LoadReported(link_id, _load(message.heartbeat))
         case "progress":
@@ -87,20 +90,16 @@ def _load(beat: link.Heartbeat) -> Load:
     )
 
 
-def _step(told: link.StepReport) -> Step:
-    return Step(told.prefill_tokens, told.prefill_work, told.decode_sequences, told.decode_kv_tokens)
-
-
 def _rung(link_id: LinkId, progress: link.Progress) -> RungReached:
     rung = _RUNGS.get(progress.rung)
     if rung is None:
         raise ProtocolError(f"progress.rung: {progress.rung} is unknown")
     return RungReached(
-        link=link_id,
-        request_id=RequestId(progress.request_id),
-        attempt=Attempt(progress.attempt),
-        rung=rung,
-        age_s=progress.age_us / 1e6,
+        link_id,
+        RequestId(progress.request_id),
+        Attempt(progress.attempt),
+        rung,
+        progress.age_us / 1e6,
         cached_tokens=progress.cached_tokens,
         handoff_bytes=progress.handoff_bytes,
         handoff_s=progress.handoff_us / 1e6,

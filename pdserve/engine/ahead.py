@@ -38,4 +38,4 @@ def may_follow(sequence: Sequence, share: Share, max_model_len: int) -> bool:
     """Return whether more of a sequence can be planned before the tokens of the running step are known."""
     if not share.num_drawn:
         return True
-    return not (sequence.ends_with_prompt or sequence.job.params.has_penalties or sequence.is_next_last(max_model_len))
+    return not (sequence.ends_with_prompt or sequence.has_penalties or sequence.is_next_last(max_model_len))

@@ -175,16 +175,17 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> tuple[Outcome, ...]:
         """Take in what the oldest step brought. Sequences that ended, or go to a hand-off, are no longer running."""
         outcomes: list[Outcome] = []
-        step = self._end_step()
+        step, page_size = self._end_step(), self.cache.page_size
         for sequence, chunk, tokens in zip(step.sequences, plan.chunks, result.tokens, strict=True):
             if sequence in step.dropped:
                 continue
-            was_prompt = sequence.ends_with_prompt or sequence.num_missing > 1
+            was_prompt = sequence.ends_with_prompt or len(sequence.tokens) - sequence.computed > 1
             sequence.computed += len(chunk.token_ids)
             if not sequence.has_run:
                 sequence.has_run = True
                 outcomes.append(Started(sequence))
-            self._publish(sequence)
+            if sequence.computed >= (sequence.num_published + 1) * page_size:
+                self._publish(sequence)
             if was_prompt:
                 outcomes.append(Computed(sequence))
             if not tokens:
@@ -217,7 +218,8 @@ class Scheduler:
         decoding: list[Sequence] = []
         prompts: list[tuple[Sequence, int]] = []
         for sequence in sorted(self._running, key=_urgency):
-            missing, share = sequence.num_missing, shares.get(sequence)
+            missing = len(sequence.tokens) - sequence.computed
+            share = shares.get(sequence) if shares else None
             if share is not None:
                 if not may_follow(sequence, share, limit):
                     continue
@@ -232,10 +234,9 @@ class Scheduler:
         share, num_known = self._shares.get(sequence, NO_SHARE), len(sequence.tokens)
         start = sequence.computed + share.num_tokens
         stop, is_known = start + count, start < num_known
-        is_last = stop == num_known + share.num_drawn
         token_ids = sequence.tokens[start:stop] if is_known else _UNKNOWN
-        pages = sequence.pages[: self.cache.num_pages(stop)]
-        samples = sequence.samples(share.num_drawn) if is_last else ()
+        pages = sequence.pages[: -(-stop // self.cache.page_size)]
+        samples = sequence.samples(share.num_drawn) if stop == num_known + share.num_drawn else ()
         chunks.append(Chunk(token_ids, start, pages, samples, None if is_known else share.place))
         self._planned.append(sequence)
 
@@ -272,8 +273,8 @@ class Scheduler:
 
     def _wants_page(self, sequence: Sequence) -> bool:
         """Return whether a decoding sequence has no page of its own to write into."""
-        slot = self._next_page(sequence)
-        return slot >= len(sequence.pages) or self.cache.pool.holders(sequence.pages[slot]) > 1
+        slot, pages = self._next_page(sequence), sequence.pages
+        return slot >= len(pages) or self.cache.pool.holders(pages[slot]) > 1
 
     def _make_room(self, sequence: Sequence, copies: list[tuple[PageId, PageId]]) -> bool:
         """Give a decoding sequence a page of its own to write into, preempting others; False if it was preempted."""
@@ -303,16 +304,17 @@ class Scheduler:
         self.add(sequence)
 
     def _publish(self, sequence: Sequence) -> None:
-        full = sequence.computed // self.cache.page_size
-        if full > sequence.num_published:
-            self.cache.extend_names(sequence.names, sequence.tokens, sequence.job.cache_salt)
-            content = Content(sequence.tokens, sequence.job.cache_salt)
-            self.cache.publish(sequence.names, sequence.pages, range(sequence.num_published, full), content)
-            sequence.num_published = full
+        """Let others reuse the pages of a sequence that have become full."""
+        cache, salt = self.cache, sequence.job.cache_salt
+        full = sequence.computed // cache.page_size
+        cache.extend_names(sequence.names, sequence.tokens, salt)
+        content = Content(sequence.tokens, salt)
+        cache.publish(sequence.names, sequence.pages, range(sequence.num_published, full), content)
+        sequence.num_published = full
 
     def _go_on(self, sequence: Sequence, token: SampledToken) -> Drawn:
         """Give a sequence its next token."""
-        position, limits = sequence.num_output_tokens, self.limits
+        position, limits = len(sequence.tokens) - sequence.job.num_prompt_tokens, self.limits
         finish = sequence.finish_with(token.token_id, limits.eos_token_ids, limits.max_model_len)
         if finish is None:
             sequence.tokens.append(token.token_id)

@@ -58,12 +58,14 @@ class Sequence:
     ends_with_prompt: bool = field(init=False)  # its first tokens are its last: it splits, or is handed off
     urgency: tuple[int, int] = field(init=False)  # sorts first what is served first and preempted last
     seeds: tuple[int, ...] = field(init=False)  # of draws, parallel to indices
+    has_penalties: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.ends_with_prompt = self.stop_after_prompt or len(self.indices) > 1
         self.urgency = -self.job.priority, self.order
-        seed = self.job.params.seed
-        self.seeds = tuple([(seed + index * SEED_STRIDE) & SEED_MASK for index in self.indices])
+        params = self.job.params
+        self.seeds = tuple([(params.seed + index * SEED_STRIDE) & SEED_MASK for index in self.indices])
+        self.has_penalties = params.has_penalties
 
     @property
     def num_output_tokens(self) -> int:
@@ -82,7 +84,8 @@ class Sequence:
 
     def is_next_last(self, max_model_len: int) -> bool:
         """Return whether the next token is the last that the request or the model allows."""
-        return len(self.tokens) + 1 >= max_model_len or self.num_output_tokens + 1 >= self.job.params.max_tokens
+        job, length = self.job, len(self.tokens) + 1
+        return length >= max_model_len or length - job.num_prompt_tokens >= job.params.max_tokens
 
     def finish_with(self, token_id: int, eos_token_ids: frozenset[int], max_model_len: int) -> Finish | None:
         """Return why the sequence ends if `token_id` is its next token; None if it goes on."""
@@ -95,11 +98,13 @@ class Sequence:
 
     def samples(self, num_undrawn: int = 0) -> tuple[SampleSpec, ...]:
         """Return what to draw after the last token and `num_undrawn` unknown ones, one draw for each index."""
-        params, count = self.job.params, self.num_output_tokens + num_undrawn
+        params, num_prompt = self.job.params, self.job.num_prompt_tokens
+        count = len(self.tokens) - num_prompt + num_undrawn
         prompt_ids: tuple[int, ...] = ()
         output_ids: tuple[int, ...] = ()
-        if params.has_penalties:  # nothing else reads what came before
-            num_prompt = self.job.num_prompt_tokens
+        if self.has_penalties:  # nothing else reads what came before
             prompt_ids, output_ids = tuple(self.tokens[:num_prompt]), tuple(self.tokens[num_prompt:])
         forbid_stops = count < params.min_tokens
+        if len(self.seeds) == 1:
+            return (SampleSpec(params, self.seeds[0], count, prompt_ids, output_ids, forbid_stops),)
         return tuple([SampleSpec(params, seed, count, prompt_ids, output_ids, forbid_stops) for seed in self.seeds])

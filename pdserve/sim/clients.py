@@ -85,13 +85,13 @@ class Answer:
         wish, index = self.wish, command.index
         if not self._expected:
             self._expected = [_whole_answer(wish, number, self._vocab_size) for number in range(wish.params.n)]
-        received, due = self._received[index], self._expected[index]
+        received, due, fresh = self._received[index], self._expected[index], command.token_ids
         start = len(received)
-        received.extend(command.token_ids)
+        received.extend(fresh)
         if self.outcome is not None:
             raise self._violation("I4", f"tokens of {index} came after the end")
-        if received[start:] != due[start : len(received)]:
-            text = f"tokens {start}... of {index} are {received[start:]}, due were {due[start : len(received)]}"
+        if fresh != due[start : start + len(fresh)]:
+            text = f"tokens {start}... of {index} are {fresh}, due were {due[start : len(received)]}"
             raise self._violation("I3", text)
         if self._stopped[index]:
             return None

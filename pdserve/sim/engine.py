@@ -1,6 +1,7 @@
 """An engine whose KV is a chain of hashes, and whose tokens are hashes of all of it: wrong KV is a wrong token."""
 
 from collections.abc import Sequence
+from struct import Struct
 from zlib import crc32
 
 from pdserve.engine.step import Chunk, SampledToken, StepPlan, StepResult
@@ -8,7 +9,9 @@ from pdserve.errors import InvariantError
 from pdserve.ids import PageId
 
 EMPTY = 0  # what stands before the first token
-SIZE = 4  # bytes of a slot
+SLOT = Struct("<I")
+SIZE = SLOT.size  # bytes of a slot
+_slot = SLOT.pack
 
 
 class FakeRunner:
@@ -30,34 +33,38 @@ class FakeRunner:
         return StepResult(tuple([self._compute(chunk) for chunk in plan.chunks]), 0.0)
 
     def _compute(self, chunk: Chunk) -> tuple[SampledToken, ...]:
-        if len(chunk.pages) * self._page_size < chunk.start + len(chunk.token_ids):
-            raise InvariantError("a chunk reaches beyond its pages")
-        pages, begin = [self._pages[page] for page in chunk.pages], chunk.start * SIZE
+        memory, samples, begin = self._pages, chunk.samples, chunk.start * SIZE
+        pages = [memory[page] for page in chunk.pages]
         before = b"".join(pages)[:begin]
         state = int.from_bytes(before[-SIZE:], "little") if before else EMPTY
         fresh = chain(state, chunk.token_ids)
+        if len(pages) * self.page_bytes < begin + len(fresh):
+            raise InvariantError("a chunk reaches beyond its pages")
         self._write(pages, begin, fresh)
-        if not chunk.samples:
+        if not samples:
             return ()
-        context = crc32(fresh, crc32(before))
-        vocab_size = self._vocab_size
-        return tuple([SampledToken(_token(context, spec.seed, spec.index, vocab_size)) for spec in chunk.samples])
+        context, vocab_size = crc32(fresh, crc32(before)), self._vocab_size
+        if len(samples) == 1:
+            return (SampledToken(_token(context, samples[0].seed, samples[0].index, vocab_size)),)
+        return tuple([SampledToken(_token(context, spec.seed, spec.index, vocab_size)) for spec in samples])
 
     def _write(self, pages: Sequence[bytearray], begin: int, fresh: bytes) -> None:
         """Write bytes from an offset on into pages that follow each other."""
-        number, offset = divmod(begin, self.page_bytes)
-        while fresh:
-            part, fresh = fresh[: self.page_bytes - offset], fresh[self.page_bytes - offset :]
-            pages[number][offset : offset + len(part)] = part
+        page_bytes = self.page_bytes
+        number, offset = begin // page_bytes, begin % page_bytes
+        while offset + len(fresh) > page_bytes:
+            part, fresh = fresh[: page_bytes - offset], fresh[page_bytes - offset :]
+            pages[number][offset:] = part
             number, offset = number + 1, 0
+        pages[number][offset : offset + len(fresh)] = fresh
 
 
 def chain(state: int, token_ids: Sequence[int]) -> bytes:
     """Return the slots that follow `state` for these tokens."""
     slots = []
     for token in token_ids:
-        state = crc32(token.to_bytes(SIZE, "little"), state)
-        slots.append(state.to_bytes(SIZE, "little"))
+        state = crc32(_slot(token), state)
+        slots.append(_slot(state))
     return b"".join(slots)
 
 
@@ -73,6 +80,6 @@ def expected(prompt: Sequence[int], seed: int, count: int, vocab_size: int) -> l
     for index in range(count):
         token = _token(context, seed, index, vocab_size)
         tokens.append(token)
-        state = crc32(token.to_bytes(SIZE, "little"), state)
-        context = crc32(state.to_bytes(SIZE, "little"), context)
+        state = crc32(_slot(token), state)
+        context = crc32(_slot(state), context)
     return tokens

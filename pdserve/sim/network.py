@@ -75,8 +75,9 @@ class End:
         self.held.clear()
 
     def _transmit(self, action: Action, what: object) -> None:
-        world, receiver = self.network.world, self.peer.owner
-        self.clear_s = max(self.clear_s, world.now + self.network.delay_s(self.owner, receiver))
+        network, receiver = self.network, self.peer.owner
+        world = network.world
+        self.clear_s = max(self.clear_s, world.now + network.delay_s(self.owner, receiver))
         world.at(self.clear_s, receiver, action, what)
 
 

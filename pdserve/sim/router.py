@@ -25,6 +25,7 @@ from pdserve.router.events import (
     Place,
     Refused,
     RequestArrived,
+    StepReported,
     TellProcessGone,
     Tick,
 )
@@ -104,9 +105,10 @@ class RouterProcess(Process):
 
     def _receive(self, link_id: LinkId, message: object) -> None:
         if link_id in self.streams and isinstance(message, link.AttachRequest):
-            if message.HasField("step"):
+            events = wire.worker_events(link_id, message)
+            if isinstance(events[-1], StepReported):
                 self.recent.append((link_id, message))
-            self.take(link_id, message)
+            self.post(*events)
 
     def take(self, link_id: LinkId, message: link.AttachRequest) -> None:
         self.post(*wire.worker_events(link_id, message))
@@ -128,8 +130,8 @@ class RouterProcess(Process):
 
     def _perform(self, command: Command) -> None:
         match command:
-            case Deliver(request_id=request_id):
-                client = self.clients.get(request_id)
+            case Deliver():
+                client = self.clients.get(command.request_id)
                 news = None if client is None else client.deliver(command)
                 if news is not None:
                     self._events.append(news)

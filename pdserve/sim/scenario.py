@@ -89,20 +89,20 @@ def draw(seed: int, num_requests: int) -> Scenario:
 
 
 def _wishes(rng: random.Random, num_requests: int, span_s: float, calm: bool) -> list[Wish]:
-    stems = [[rng.randrange(997) for _ in range(rng.choice((8, 15, 24)))] for _ in range(4)]
+    stems = [_tokens(rng, rng.choice((8, 15, 24))) for _ in range(4)]
     tenants = ("", "", "red", "blue")
     at_s = 0.8
     wishes = []
     for number in range(num_requests):
         at_s += rng.expovariate(num_requests / span_s)
         stem = rng.choice(stems)[: rng.randrange(25)] if rng.random() < 0.6 else []
-        tail = [rng.randrange(997) for _ in range(rng.choice((1, 2, 3, 4, 5, 11, 30)))]
+        tail = _tokens(rng, rng.choice((1, 2, 3, 4, 5, 11, 30)))
         max_tokens = rng.choice((1, 2, 3, 8, 8, 16, 30, 41))
         params = SamplingParams(
             max_tokens=max_tokens,
             seed=rng.getrandbits(64),
             n=rng.choice((1, 1, 1, 1, 2, 3)),
-            stop_token_ids=tuple(rng.randrange(997) for _ in range(40)) if rng.random() < 0.1 else (),
+            stop_token_ids=tuple(_tokens(rng, 40)) if rng.random() < 0.1 else (),
         )
         mood = rng.random() if not calm else 1.0
         wishes.append(
@@ -120,3 +120,13 @@ def _wishes(rng: random.Random, num_requests: int, span_s: float, calm: bool) ->
             )
         )
     return wishes
+
+
+def _tokens(rng: random.Random, count: int) -> list[int]:
+    """Draw tokens of a vocabulary of 997: random bits, those that are over it again."""
+    tokens: list[int] = []
+    while len(tokens) < count:
+        token = rng.getrandbits(10)
+        if token < 997:
+            tokens.append(token)
+    return tokens

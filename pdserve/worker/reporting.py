@@ -43,7 +43,8 @@ class Reporter:
         if step is not None:
             cost = wire.step_cost(*step)
             for router in self._links.attached:
-                self._links.send(router, wire.step_report(cost, tokens[router], rungs[router], now_s))
+                told = wire.step_report(cost, tokens.get(router, ()), rungs.get(router, ()), now_s)
+                self._links.send(router, told)
         if self._kv_feed is not None:
             self._kv_feed.flush()
 

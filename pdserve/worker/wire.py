@@ -4,7 +4,8 @@ What a router says is checked here: ProtocolError names the field. Only duration
 readings of this process's clock on arrival.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
 
 from pdserve.engine.sequence import Finish, Job
 from pdserve.engine.step import StepPlan, StepResult, TokenLogprobs
@@ -15,6 +16,7 @@ from pdserve.perfmodel.curve import attention_work
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.sampling import SamplingParams
+from pdserve.values import value
 from pdserve.worker.words import (
     Cancelled,
     DrainAsked,
@@ -59,43 +61,54 @@ def command(message: link.AttachResponse, router: RouterRef, now_s: float) -> Pl
             return None
 
 
-def step_cost(plan: StepPlan, result: StepResult) -> link.StepReport:
-    """Return what a step took and what it computed: news to every router, whatever it brought them."""
+@value
+class StepCost:
+    """What a step took and what it computed: news to every router, whatever it brought them."""
+
+    elapsed_us: int
+    prefill_tokens: int
+    decode_sequences: int
+    context_tokens: int
+    prefill_work: int
+    decode_kv_tokens: int
+
+
+def step_cost(plan: StepPlan, result: StepResult) -> StepCost:
     num_decoding = prefill_tokens = prefill_work = kv_tokens = context_tokens = 0
     for chunk in plan.chunks:
-        count = len(chunk.token_ids)
-        context_tokens += chunk.start + count
+        count, start = len(chunk.token_ids), chunk.start
+        context_tokens += start + count
         if count > 1:
             prefill_tokens += count
-            prefill_work += attention_work(count, chunk.start)
+            prefill_work += attention_work(count, start)
         else:
             num_decoding += 1
-            kv_tokens += chunk.start + 1
-    return link.StepReport(
-        elapsed_us=round(result.elapsed_s * 1e6),
-        prefill_tokens=prefill_tokens,
-        decode_sequences=num_decoding,
-        context_tokens=context_tokens,
-        prefill_work=prefill_work,
-        decode_kv_tokens=kv_tokens,
-    )
+            kv_tokens += start + 1
+    elapsed_us = round(result.elapsed_s * 1e6)
+    return StepCost(elapsed_us, prefill_tokens, num_decoding, context_tokens, prefill_work, kv_tokens)
 
 
-def step_report(
-    cost: link.StepReport, tokens: Iterable[Tokens], rungs: Iterable[Progress], now_s: float
-) -> link.AttachRequest:
+def step_report(cost: StepCost, tokens: Seq[Tokens], rungs: Seq[Progress], now_s: float) -> link.AttachRequest:
     """Return one message for everything that a step brought to one router.
 
-    Its parts are written where they belong: protobuf copies a message that is given to another one.
+    Its parts are written where they belong: protobuf copies a message that is given to another one. What is not there
+    is not asked for: protobuf makes an object of it.
     """
     message = link.AttachRequest()
     step = message.step
-    step.CopyFrom(cost)
-    deltas, progress = step.deltas, step.progress
-    for word in tokens:
-        _write_delta(word, deltas.add())
-    for rung in rungs:
-        _write_progress(rung, now_s, progress.add())
+    step.elapsed_us, step.context_tokens = cost.elapsed_us, cost.context_tokens
+    if cost.prefill_tokens:
+        step.prefill_tokens, step.prefill_work = cost.prefill_tokens, cost.prefill_work
+    if cost.decode_sequences:
+        step.decode_sequences, step.decode_kv_tokens = cost.decode_sequences, cost.decode_kv_tokens
+    if tokens:
+        deltas = step.deltas
+        for word in tokens:
+            _write_delta(word, deltas.add())
+    if rungs:
+        progress = step.progress
+        for rung in rungs:
+            _write_progress(rung, now_s, progress.add())
     return message
 
 
@@ -170,8 +183,12 @@ def _request_id(value: bytes) -> RequestId:
 def _write_progress(word: Progress, now_s: float, progress: link.Progress) -> None:
     progress.request_id, progress.attempt = word.key.request_id, word.key.attempt
     progress.rung = _RUNG[word.rung]
-    progress.age_us = max(0, round((now_s - word.at_s) * 1e6))
-    progress.cached_tokens, progress.pages_reused = word.cached_tokens, word.pages_reused
+    if now_s > word.at_s:
+        progress.age_us = round((now_s - word.at_s) * 1e6)
+    if word.cached_tokens:
+        progress.cached_tokens = word.cached_tokens
+    if word.pages_reused:
+        progress.pages_reused = word.pages_reused
     if word.rung is Rung.LANDED:
         progress.handoff_bytes, progress.handoff_us = word.handoff_bytes, round(word.handoff_s * 1e6)
 
