@@ -52,6 +52,7 @@ class PrefillCore:
         self._closed: OrderedDict[HandoffKey, None] = OrderedDict()  # the last ones, to answer late grants at once
         self._in_doubt: dict[Peer, set[HandoffKey]] = {}  # hand-offs into pages that late bytes may still reach
         self._unstarted: list[Task] = []  # wait until they are granted or leave room for those that are
+        self._may_start = False  # whether one of them may have room that had none when this was last tried
         self._pages_ahead = 0  # of all tasks
         self._addresses: OrderedDict[Peer, str] = OrderedDict()
         self._lost: dict[Peer, float] = {}  # since when; peers whose stream ended, to be dialled again
@@ -85,7 +86,8 @@ class PrefillCore:
     def handle(self, event: Event, now_s: float) -> list[Command]:
         """Take in one event; return what to do now, in order. ProtocolError is the peer's and changes nothing."""
         commands = self._react(event, now_s)
-        self._start_waiting()
+        if self._may_start:
+            self._start_waiting()
         return commands
 
     def _react(self, event: Event, now_s: float) -> list[Command]:  # noqa: C901 - one match
@@ -137,15 +139,9 @@ class PrefillCore:
             task = self._tasks[key_of(outcome.sequence)]
             match outcome:
                 case Started(sequence):
-                    started_s = now_s - result.elapsed_s
+                    started_s, cached = now_s - result.elapsed_s, sequence.num_cached_tokens
                     commands.append(
-                        Progress(
-                            task.router,
-                            task.key,
-                            Rung.PREFILL_STARTED,
-                            started_s,
-                            cached_tokens=sequence.num_cached_tokens,
-                        )
+                        Progress(task.router, task.key, Rung.PREFILL_STARTED, started_s, cached_tokens=cached)
                     )
                 case Computed():
                     commands += self._announce(task, now_s)
@@ -194,6 +190,7 @@ class PrefillCore:
         self._tasks[key] = task
         self._unstarted.append(task)
         self._unstarted.sort(key=lambda t: t.sequence.urgency)
+        self._may_start = True
         commands: list[Command] = [Progress(placed.router, key, Rung.PREFILL_QUEUED, now_s)]
         if placed.peer is not None:
             commands.append(Connect(placed.peer, placed.peer_address))
@@ -225,12 +222,13 @@ class PrefillCore:
             task.has_started, task.pages_ahead = True, ahead
             self._pages_ahead += ahead
             self._scheduler.add(task.sequence)
-        self._unstarted = waiting
+        self._unstarted, self._may_start = waiting, False
 
     def _settle_ahead(self, task: Task) -> None:
-        """Count a task no longer among those that hold pages before they are granted any."""
+        """Count a task no longer among those that hold pages before they are granted any, or wait for that."""
         self._pages_ahead -= task.pages_ahead
         task.pages_ahead = 0
+        self._may_start = True
 
     def _redial(self, now_s: float) -> list[Command]:
         """Dial lost peers again: pages that they granted stay quarantined until we answer for them."""

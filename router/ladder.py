@@ -30,7 +30,8 @@ LADDER = tuple(Rung.__members__.values())  # the order told for rungs reached at
 # What happens on workers is known a message's way late, so of two rungs in one line the later bounds the earlier.
 _PREFILL = (Rung.PREFILL_QUEUED, Rung.PREFILL_STARTED, Rung.PREFILL_DONE, Rung.FIRST_TOKEN)
 _HANDOFF = (Rung.GRANTED, Rung.LANDED, Rung.COMMITTED, Rung.DECODE_JOINED)
-_BEFORE_FIRST_TOKEN = frozenset(LADDER[: LADDER.index(Rung.FIRST_TOKEN)])
+_FIRST_TOKEN = Rung.FIRST_TOKEN
+_BEFORE_FIRST_TOKEN = frozenset(LADDER[: LADDER.index(_FIRST_TOKEN)])
 
 
 @value
@@ -69,16 +70,15 @@ class Ladder:
         A later attempt overwrites an earlier one's rungs, except those that led to the first token: that one is
         with the client and is not drawn again.
         """
-        at_s = max(at_s, self._received_s)
-        first_token_s = self._reached_s.get(Rung.FIRST_TOKEN)
-        if rung is Rung.FIRST_TOKEN:
-            self._reached_s.setdefault(rung, at_s)
-            for earlier in _BEFORE_FIRST_TOKEN & self._reached_s.keys():
-                self._reached_s[earlier] = min(self._reached_s[earlier], at_s)
-        elif rung in _BEFORE_FIRST_TOKEN and first_token_s is not None:
-            self._reached_s.setdefault(rung, min(at_s, first_token_s))
+        at_s, reached_s = max(at_s, self._received_s), self._reached_s
+        if rung is _FIRST_TOKEN:
+            reached_s.setdefault(rung, at_s)
+            for earlier in _BEFORE_FIRST_TOKEN & reached_s.keys():
+                reached_s[earlier] = min(reached_s[earlier], at_s)
+        elif rung in _BEFORE_FIRST_TOKEN and _FIRST_TOKEN in reached_s:
+            reached_s.setdefault(rung, min(at_s, reached_s[_FIRST_TOKEN]))
         else:
-            self._reached_s[rung] = at_s
+            reached_s[rung] = at_s
 
     def start_over(self) -> None:
         """Forget the hand-off of an attempt that has failed."""

@@ -35,7 +35,7 @@ class KvCache:
     @property
     def num_cached(self) -> int:
         """Return how many free pages hold a prefix that can be reused."""
-        return sum(self.pool.is_free(page) for page in self._index.pages())
+        return sum(map(self.pool.is_free, self._index.pages()))
 
     def num_pages(self, num_tokens: int) -> int:
         """Return how many pages hold `num_tokens` tokens."""

@@ -6,7 +6,8 @@ secret to the cluster; a tenant that guesses tokens cannot make names collide.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from struct import Struct
 
 from pdserve.ids import PageId
@@ -54,9 +55,9 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._page)
 
-    def pages(self) -> Iterator[PageId]:
-        """Yield every indexed page."""
-        yield from self._name
+    def pages(self) -> AbstractSet[PageId]:
+        """Return every indexed page."""
+        return self._name.keys()
 
     def match(self, names: Sequence[PageName]) -> tuple[PageId, ...]:
         """Return the pages of the longest indexed run of leading names."""

@@ -122,7 +122,7 @@ class Mover:
             op.num_stalls += stuck
             if not stuck:
                 self._world.after(DISCONNECT_S, self._owner, self._stop, op, "the peer disconnected")
-        elif self._is_cut(op.peer):
+        elif self._network.cuts and self._network.is_cut(self._owner, target):
             op.num_stalls += 1
             if op.num_stalls * RETRY_S > STALLED_S:
                 self._stop(op, "the peer does not answer")
@@ -134,10 +134,6 @@ class Mover:
             self._stop(op, "the transfer failed")
         else:
             self._write(op, target.memory)
-
-    def _is_cut(self, peer: Peer) -> bool:
-        process = self._find(peer)
-        return process is not None and self._network.is_cut(self._owner, process)
 
     def _write(self, op: Op, target: Memory) -> None:
         place = len(op.digests)

@@ -5,6 +5,7 @@ from pdserve.engine.sequence import Job
 from pdserve.sampling import MAX_SEQUENCES
 
 ALL_IDS = 1 << 32  # a vocabulary of this size has every id that a message can carry
+_INDICES = frozenset(range(MAX_SEQUENCES))
 
 
 def refusal(scheduler: Scheduler, job: Job, vocab_size: int) -> str | None:
@@ -20,7 +21,7 @@ def refusal(scheduler: Scheduler, job: Job, vocab_size: int) -> str | None:
         return f"token_ids: {last} tokens need {needed} pages of {scheduler.cache.pool.num_pages}"
     if vocab_size < ALL_IDS and max(job.token_ids) >= vocab_size:
         return f"token_ids: {max(job.token_ids)} is not below the vocabulary size {vocab_size}"
-    if not job.indices or not set(job.indices) <= set(range(MAX_SEQUENCES)):
+    if not job.indices or not _INDICES.issuperset(job.indices):
         return f"indices: {job.indices} are not of {MAX_SEQUENCES} continuations"
     if len(set(job.indices)) > limits.max_num_seqs:
         return f"indices: {len(job.indices)} continuations, {limits.max_num_seqs} sequences run at once"

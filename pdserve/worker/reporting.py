@@ -31,22 +31,28 @@ class Reporter:
     def send(self, reports: Iterable[Report], step: tuple[StepPlan, StepResult] | None) -> None:
         """Queue reports. With a step, every router hears of it: its cost is news to those it brought nothing."""
         now_s = self._clock.now_s()
+        if step is not None:
+            self._send_step(reports, step, now_s)
+        else:
+            for report in reports:
+                self._links.send(report.router, wire.report(report, now_s))
+        if self._kv_feed is not None:
+            self._kv_feed.flush()
+
+    def _send_step(self, reports: Iterable[Report], step: tuple[StepPlan, StepResult], now_s: float) -> None:
         tokens: defaultdict[RouterRef, list[Tokens]] = defaultdict(list)
         rungs: defaultdict[RouterRef, list[Progress]] = defaultdict(list)
         for report in reports:
             if isinstance(report, Tokens):
                 tokens[report.router].append(report)
-            elif isinstance(report, Progress) and step is not None:
+            elif isinstance(report, Progress):
                 rungs[report.router].append(report)
             else:
                 self._links.send(report.router, wire.report(report, now_s))
-        if step is not None:
-            cost = wire.step_cost(*step)
-            for router in self._links.attached:
-                told = wire.step_report(cost, tokens.get(router, ()), rungs.get(router, ()), now_s)
-                self._links.send(router, told)
-        if self._kv_feed is not None:
-            self._kv_feed.flush()
+        cost = wire.step_cost(*step)
+        for router in self._links.attached:
+            told = wire.step_report(cost, tokens.get(router, ()), rungs.get(router, ()), now_s)
+            self._links.send(router, told)
 
     def beat(self, load: Load, num_steps: int) -> None:
         """Tell every router how full this worker is; and the operator, loudly, what should not be."""

@@ -144,7 +144,7 @@ def sampling_params(message: inference.SamplingParams) -> SamplingParams:
         repetition_penalty=message.repetition_penalty,
         presence_penalty=message.presence_penalty,
         frequency_penalty=message.frequency_penalty,
-        logit_bias=tuple(sorted(message.logit_bias.items())),
+        logit_bias=tuple(sorted(message.logit_bias.items())) if message.logit_bias else (),
         seed=message.seed,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         max_tokens=message.max_tokens,
