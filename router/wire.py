@@ -94,17 +94,17 @@ def _rung(link_id: LinkId, progress: link.Progress) -> RungReached:
     rung = _RUNGS.get(progress.rung)
     if rung is None:
         raise ProtocolError(f"progress.rung: {progress.rung} is unknown")
-    return RungReached(
-        link_id,
-        RequestId(progress.request_id),
-        Attempt(progress.attempt),
-        rung,
-        progress.age_us / 1e6,
-        cached_tokens=progress.cached_tokens,
-        handoff_bytes=progress.handoff_bytes,
-        handoff_s=progress.handoff_us / 1e6,
-        pages_reused=progress.pages_reused,
-    )
+    request_id, attempt, age_s = RequestId(progress.request_id), Attempt(progress.attempt), progress.age_us / 1e6
+    match rung:
+        case Rung.PREFILL_STARTED:
+            return RungReached(link_id, request_id, attempt, rung, age_s, cached_tokens=progress.cached_tokens)
+        case Rung.GRANTED:
+            return RungReached(link_id, request_id, attempt, rung, age_s, pages_reused=progress.pages_reused)
+        case Rung.LANDED:
+            num_bytes, took_s = progress.handoff_bytes, progress.handoff_us / 1e6
+            return RungReached(link_id, request_id, attempt, rung, age_s, handoff_bytes=num_bytes, handoff_s=took_s)
+        case _:
+            return RungReached(link_id, request_id, attempt, rung, age_s)
 
 
 def _pair(link_id: LinkId, told: link.PairMeasured) -> PairMeasured:

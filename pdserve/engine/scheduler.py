@@ -278,22 +278,22 @@ class Scheduler:
 
     def _make_room(self, sequence: Sequence, copies: list[tuple[PageId, PageId]]) -> bool:
         """Give a decoding sequence a page of its own to write into, preempting others; False if it was preempted."""
-        if not self._wants_page(sequence):
-            return True
-        slot = self._next_page(sequence)
+        slot, pool = self._next_page(sequence), self.cache.pool
         shared = slot < len(sequence.pages)
+        if shared and pool.holders(sequence.pages[slot]) <= 1:
+            return True
         while (pages := self.cache.take(1)) is None:
             victim = max((s for s in self._running if s.pages and s not in self._planned), key=_urgency)
             self._preempt(victim)
             if victim is sequence:
                 return False
-            if shared and self.cache.pool.holders(sequence.pages[slot]) == 1:
+            if shared and pool.holders(sequence.pages[slot]) == 1:
                 return True  # the other holder was the victim
         if not shared:
             sequence.pages.append(pages[0])
             return True
         copies.append((sequence.pages[slot], pages[0]))
-        self.cache.pool.release((sequence.pages[slot],))
+        pool.release((sequence.pages[slot],))
         sequence.pages[slot] = pages[0]
         return True
 

@@ -244,15 +244,15 @@ class WorkerProcess(Host, Generic[EventT, CommandT]):
             self.reporter.send(reports, step)
 
     def _check_wanted(self, tokens: Tokens) -> None:
-        world = self.world
+        world, (request_id, attempt) = self.world, tokens.key
         world.num_words += 1
-        late_s = world.now - world.ended_s.get(tokens.key.request_id, world.now)
+        late_s = world.now - world.ended_s.get(request_id, world.now)
         if late_s > world.stop_within_s:
-            text = f"{self.name} computes attempt {tokens.key.attempt} {late_s:.3f} s after the request's end"
-            raise ViolationError("I4", text, tokens.key.request_id)
-        if self._cancelled.get(tokens.key.request_id, -1) >= tokens.key.attempt:
-            text = f"{self.name} computes attempt {tokens.key.attempt}, which was cancelled"
-            raise ViolationError("I4", text, tokens.key.request_id)
+            text = f"{self.name} computes attempt {attempt} {late_s:.3f} s after the request's end"
+            raise ViolationError("I4", text, request_id)
+        if self._cancelled.get(request_id, -1) >= attempt:
+            text = f"{self.name} computes attempt {attempt}, which was cancelled"
+            raise ViolationError("I4", text, request_id)
 
     def _exit(self) -> None:
         self.world.note(self.name, "drained")
