@@ -32,6 +32,7 @@ TOKEN_BYTES = 16
 CONNECT_TIMEOUT_S = 5.0
 MAX_WRITERS = 256
 MAX_SLICE_PAGES = 1 << 20
+NEXT_ACCEPT_S = 0.1  # after a failure: what is short then may be free again
 FOREVER = timedelta(days=365)  # how long a frozen writer is waited for
 TAGS = 1 << 30
 
@@ -117,10 +118,11 @@ class _Receiver:
     def __init__(self, region: Region, host: str) -> None:
         self._region = region
         self._token = secrets.token_bytes(TOKEN_BYTES)
-        self._listener = socket.create_server((host, 0), backlog=MAX_WRITERS)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=MAX_WRITERS)
         self._writers: set[Framed] = set()
         self._lock = threading.Lock()
-        self._closing = False
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._listen, name="collective listener", daemon=True)
         self._thread.start()
 
@@ -131,7 +133,7 @@ class _Receiver:
     def close(self) -> None:
         """Take no more writers, and end those there are; what one of them has under way may still land."""
         with self._lock:
-            self._closing = True
+            self._closed.set()
             writers = list(self._writers)
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -143,11 +145,15 @@ class _Receiver:
         while True:
             try:
                 connected, address = self._listener.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:
+                if self._closed.is_set():
+                    return
+                logger.warning("a writer cannot be let in: %s", error)  # it has gone, or no file is left for it
+                self._closed.wait(NEXT_ACCEPT_S)
+                continue
             framed = Framed(connected)
             with self._lock:
-                refused = self._closing or len(self._writers) >= MAX_WRITERS
+                refused = self._closed.is_set() or len(self._writers) >= MAX_WRITERS
                 if not refused:
                     self._writers.add(framed)
             if refused:
@@ -160,7 +166,7 @@ class _Receiver:
             framed.set_timeout(CONNECT_TIMEOUT_S)
             if hmac.compare_digest(framed.receive(TOKEN_BYTES), self._token):
                 self._take(framed, meet(framed, READER))
-        except (OSError, RuntimeError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             logger.debug("a writer has gone: %s", error)
         finally:
             framed.close()

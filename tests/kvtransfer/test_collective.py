@@ -1,9 +1,11 @@
 """What is particular to the mover over torch.distributed: its receiver takes writes, and only those it should."""
 
 import queue
+import resource
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,12 +37,15 @@ def receiver(view: ByteRows) -> Iterator[CollectiveMover]:
     mover.close()
 
 
+def address_of(receiver: CollectiveMover) -> tuple[str, int]:
+    host, _, port = Description.decode(receiver.describe()).lane[TOKEN_BYTES:].decode().rpartition(":")
+    return host, int(port)
+
+
 def connected(receiver: CollectiveMover) -> tuple[Framed, bytes]:
     """Return a socket to the receiver's listener, and the secret to show there."""
-    lane = Description.decode(receiver.describe()).lane
-    host, _, port = lane[TOKEN_BYTES:].decode().rpartition(":")
-    raw = socket.create_connection((host, int(port)), 5)
-    return Framed(raw), lane[:TOKEN_BYTES]
+    raw = socket.create_connection(address_of(receiver), 5)
+    return Framed(raw), Description.decode(receiver.describe()).lane[:TOKEN_BYTES]
 
 
 def assert_takes_writes(receiver: CollectiveMover, view: ByteRows) -> None:
@@ -84,6 +89,36 @@ def test_a_page_that_is_not_there_ends_the_connection_before_anything_is_written
     del group
     hostile.close()
     assert not view.any()
+    assert_takes_writes(receiver, view)
+
+
+def test_words_that_make_no_sense_end_a_connection_and_others_are_served(
+    receiver: CollectiveMover, view: ByteRows
+) -> None:
+    stranger, secret = connected(receiver)
+    stranger.send(secret)
+    meet(stranger, WRITER)
+    stranger.send(b"odd")
+    with pytest.raises(OSError, match="ended"):
+        stranger.receive(100)
+    stranger.close()
+    assert_takes_writes(receiver, view)
+
+
+def test_a_receiver_that_runs_out_of_files_takes_writers_again_when_there_are_some(
+    receiver: CollectiveMover, view: ByteRows, caplog: pytest.LogCaptureFixture
+) -> None:
+    failed = threading.Event()
+    caplog.handler.addFilter(lambda record: failed.set() or True)
+    few, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as stranger:  # with the last file there is
+        resource.setrlimit(resource.RLIMIT_NOFILE, (stranger.fileno() + 1, most))
+        try:
+            stranger.connect(address_of(receiver))
+            assert failed.wait(5)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (few, most))
+    assert "Too many open files" in caplog.text
     assert_takes_writes(receiver, view)
 
 
