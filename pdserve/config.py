@@ -78,7 +78,7 @@ class WorkerConfig(ProcessConfig):
     )
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights.")
     seed: int = Field(0, ge=0, lt=2**64, description="Seed of dummy weights.")
-    num_threads: int | None = Field(None, ge=1, description="CPU threads of the engine; by default torch decides.")
+    num_threads: int | None = Field(None, ge=1, description="CPU threads of the engine; by default one for each core.")
     stalled_step_s: float = Field(
         600.0, ge=1.0, description="Seconds a step may take; a worker whose step hangs for longer ends its process."
     )
