@@ -32,10 +32,11 @@ def accuracy(name: str, samples: Sequence[Sample]) -> Accuracy:
     good = [sample for sample in samples if sample.status == "OK"]
     ttfts = [(sample.predicted_ttft_s, sample.ttft_s) for sample in good]
     tpots = [(s.predicted_tpot_s, s.tpot_s) for s in good]
-    return Accuracy(name, len(samples), _errors(ttfts), _errors(tpots))
+    return Accuracy(name, len(samples), errors_of(ttfts), errors_of(tpots))
 
 
-def _errors(pairs: Sequence[tuple[float | None, float | None]]) -> Errors | None:
+def errors_of(pairs: Sequence[tuple[float | None, float | None]]) -> Errors | None:
+    """Compare what was predicted with what was seen; None where nothing was predicted."""
     ratios = [predicted_s / seen_s for predicted_s, seen_s in pairs if predicted_s is not None and seen_s]
     if not ratios:
         return None

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pdserve.bench.errors import Errors, errors_of
 from pdserve.bench.summary import Percentiles, Sample, percentiles
 from pdserve.bench.workload import Arrival
 from pdserve.experiments.learnt import learnt_profile
@@ -27,6 +28,7 @@ class Side:
     refused: float
     ttft_ms: Percentiles | None
     tpot_ms: Percentiles | None
+    tpot_errors: Errors | None  # of what was predicted for those that were served
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,23 +84,28 @@ def _objective(goal: Goal) -> Objective:
 def _live(samples: Sequence[Sample], goal: Goal, seconds: float) -> Side:
     num_met = sum(goal.slo.is_met(sample) for sample in samples)
     served = [sample for sample in samples if sample.status == "OK"]
-    ttfts = [sample.ttft_s for sample in served if sample.ttft_s is not None]
-    tpots = [sample.tpot_s for sample in served if sample.tpot_s is not None]
-    return _side("live", (num_met, len(served), len(samples)), ttfts, tpots, seconds)
+    ttfts_s = [sample.ttft_s for sample in served if sample.ttft_s is not None]
+    tpots = [(sample.predicted_tpot_s, sample.tpot_s) for sample in served if sample.tpot_s is not None]
+    return _side("live", (num_met, len(served), len(samples)), ttfts_s, tpots, seconds)
 
 
 def _simulated(outcomes: Sequence[Outcome], goal: Goal, seconds: float) -> Side:
     objective = _objective(goal)
     num_met = sum(outcome.meets(objective) for outcome in outcomes)
     served = [outcome for outcome in outcomes if not outcome.refused]
-    ttfts = [outcome.ttft_s for outcome in served]
-    tpots = [outcome.tpot_s for outcome in served if outcome.num_tokens > 1]
-    return _side("simulated", (num_met, len(served), len(outcomes)), ttfts, tpots, seconds)
+    ttfts_s = [outcome.ttft_s for outcome in served]
+    tpots = [(outcome.predicted_tpot_s, outcome.tpot_s) for outcome in served if outcome.num_tokens > 1]
+    return _side("simulated", (num_met, len(served), len(outcomes)), ttfts_s, tpots, seconds)
 
 
 def _side(
-    name: str, counts: tuple[int, int, int], ttfts_s: Sequence[float], tpots_s: Sequence[float], seconds: float
+    name: str,
+    counts: tuple[int, int, int],
+    ttfts_s: Sequence[float],
+    tpots_s: Sequence[tuple[float | None, float]],
+    seconds: float,
 ) -> Side:
+    """`tpots_s`: as predicted and as seen."""
     num_met, num_served, num_all = counts
     return Side(
         name=name,
@@ -106,5 +113,6 @@ def _side(
         attainment=num_met / max(1, num_all),
         refused=1 - num_served / max(1, num_all),
         ttft_ms=percentiles([1e3 * value for value in ttfts_s]),
-        tpot_ms=percentiles([1e3 * value for value in tpots_s]),
+        tpot_ms=percentiles([1e3 * seen_s for _, seen_s in tpots_s]),
+        tpot_errors=errors_of(tpots_s),
     )

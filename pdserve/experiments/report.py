@@ -74,10 +74,12 @@ def replay_table(found: Sequence[Replay], goal: Goal, title: str) -> Table:
     table = Table(title=f"{title}; {_asked(goal)}")
     for column in ("load", "", "goodput/s", "attained", "refused", "TTFT p50/p90 ms", "TPOT p50/p90 ms"):
         table.add_column(column, justify="right")
+    table.add_column("error of predicted TPOT", justify="right")
     for each in found:
         for side in (each.live, each.simulated):
             rates = (f"{side.goodput_per_s:.2f}", f"{side.attainment:.1%}", f"{side.refused:.1%}")
-            table.add_row(f"{each.load:.0%}", side.name, *rates, _half(side.ttft_ms), _half(side.tpot_ms))
+            times = (_half(side.ttft_ms), _half(side.tpot_ms), _errors(side.tpot_errors)[0])
+            table.add_row(f"{each.load:.0%}", side.name, *rates, *times)
     return table
 
 
