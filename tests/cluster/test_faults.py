@@ -14,9 +14,13 @@ from transformers import PreTrainedModel
 
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 
 FREED_WITHIN_S = 2
 LONG = 3000  # tokens: some seconds of work, for the small model too
+SMALL_WINDOW = (
+    ("grpc.http2.bdp_probe", 0),
+)  # 64 KiB in flight; else it grows to megabytes, a minute of a slow machine
 
 
 @pytest.fixture(scope="module")
@@ -116,13 +120,14 @@ def test_a_client_that_does_not_read_is_cut_off_and_nobody_else_waits(
     cluster: LiveCluster, oracle: PreTrainedModel
 ) -> None:
     request = greedy(prompt(40), LONG, n=8, logprobs=20)
-    call = cluster.start(request)
-    cluster.wait_for(lambda status: status.num_active == 1, 10)
-    others = Bystanders(cluster, oracle, max_tokens=300)
-    others.assert_undisturbed()
-    cluster.wait_for(is_idle, 60)  # it was ended although nobody read a word
-    with pytest.raises(grpc.RpcError) as error:
-        list(call)
+    with grpc.insecure_channel(cluster.endpoint, options=SMALL_WINDOW) as channel:
+        call = InferenceServiceStub(channel).Generate(request, timeout=120)
+        call.initial_metadata()  # it has begun
+        others = Bystanders(cluster, oracle, max_tokens=300)
+        others.assert_undisturbed()
+        cluster.wait_for(is_idle, 60)  # it was ended although nobody read a word
+        with pytest.raises(grpc.RpcError) as error:
+            list(call)
     assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
