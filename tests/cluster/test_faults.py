@@ -18,9 +18,7 @@ from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 
 FREED_WITHIN_S = 2
 LONG = 3000  # tokens: some seconds of work, for the small model too
-SMALL_WINDOW = (
-    ("grpc.http2.bdp_probe", 0),
-)  # 64 KiB in flight; else it grows to megabytes, a minute of a slow machine
+SMALL_WINDOW = (("grpc.http2.bdp_probe", 0),)  # 64 KiB; else it grows to what a slow machine fills in a minute
 
 
 @pytest.fixture(scope="module")
