@@ -113,10 +113,11 @@ class LearntCosts:
     def decode_s(self, sequences: float, kv_tokens: float) -> float:
         """Return how long a decode step takes, or steps take on average whose batches have that mean."""
         whole = int(sequences)
+        below = self._decode.curve(whole)
         if sequences == whole or whole & (whole + 1):  # one more is of the same order of magnitude: one line for both
-            return self._decode.curve(whole).seconds(sequences, kv_tokens)
+            return below.seconds(sequences, kv_tokens)
         part, kv_each = sequences - whole, kv_tokens / max(1.0, sequences)
-        below_s = self._decode.curve(whole).seconds(whole, whole * kv_each)
+        below_s = below.seconds(whole, whole * kv_each)
         above_s = self._decode.curve(whole + 1).seconds(whole + 1, (whole + 1) * kv_each)
         return below_s + part * (above_s - below_s)
 
