@@ -71,7 +71,7 @@ async def read_on(call: grpc.aio.UnaryStreamCall[object, object]) -> list[object
 
 
 async def test_a_prefill_worker_lost_before_the_first_token_is_not_noticed(start_router: StartRouter) -> None:
-    router = await start_router()
+    router = await start_router(local_prefill=False)
     first, _ = await router.pair()
     first.is_paused = True
     call = router.generate(text="hello", max_tokens=6)
