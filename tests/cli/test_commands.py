@@ -165,6 +165,14 @@ def test_models_are_listed_with_their_licence(pdserve: Command) -> None:
     assert "smollm2-135m-instruct  (Apache-2.0" in pdserve("models", "list").stdout
 
 
+def processor_s(code: str) -> float:
+    """Run a program; return its processor time: other tests may hold the cores."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 def test_help_is_quick_and_loads_neither_torch_nor_grpc() -> None:
     code = (
         "import sys\n"
@@ -175,13 +183,8 @@ def test_help_is_quick_and_loads_neither_torch_nor_grpc() -> None:
         "heavy = {'torch', 'grpc', 'numpy', 'tokenizers', 'transformers', 'uvloop'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    taken_s = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-P", "-c", code], check=True, stdout=subprocess.DEVNULL)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        taken_s.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(taken_s) < 0.5  # of processor time: other tests may hold the cores
+    libraries_s = min(processor_s("import typer, pydantic") for _ in range(3))
+    assert min(processor_s(code) for _ in range(3)) < 8 * libraries_s  # a machine may be slow
 
 
 def test_what_a_command_says_while_its_other_tasks_run_is_still_one_line() -> None:
