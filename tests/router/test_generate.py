@@ -132,7 +132,7 @@ async def test_the_deadline_of_the_call_ends_the_request(start_router: StartRout
     decode.is_paused = True
     code, _ = await error_of(router.generate(text="hello", max_tokens=9, timeout_s=1.0))
     assert code is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert decode.decodes[0].spec.deadline_ms <= 1000
+    assert decode.decodes[0].spec.deadline_ms <= 1010  # gRPC tells three digits of it, rounded up
     await decode.until(lambda: len(decode.cancels) == 1)
 
 
