@@ -53,7 +53,7 @@ class HandoffServicer(HandoffServiceServicer):
         self._introduction = wire.Introduction(me.peer, me.layout, me.mover.describe())
         self._sink = sink
         self._streams: dict[Peer, _Stream] = {}
-        self._latest: dict[WorkerId, Incarnation] = {}  # of each worker that has attached
+        self._latest: dict[WorkerId, Incarnation] = {}  # of each worker that has attached, unless its end is known
         self._gone: OrderedDict[Peer, None] = OrderedDict()
         self._refused = refused
 
@@ -119,7 +119,11 @@ class HandoffServicer(HandoffServiceServicer):
         if hello.mover != me.mover.name:
             raise ProtocolError(f"mover: {hello.mover} there, {me.mover.name} here", Refusal.MOVER)
         if peer in self._gone:
-            text = f"incarnation: {peer.incarnation:016x} of {peer.worker_id} is known to have ended"
+            text = f"incarnation: {peer.incarnation:016x} of {peer.worker_id} has ended, or has a successor"
+            raise ProtocolError(text, Refusal.INCARNATION)
+        latest = self._latest.get(peer.worker_id)
+        if latest is not None and latest > peer.incarnation:
+            text = f"incarnation: {peer.incarnation:016x} of {peer.worker_id} started before {latest:016x}"
             raise ProtocolError(text, Refusal.INCARNATION)
         return peer
 
@@ -129,19 +133,27 @@ class HandoffServicer(HandoffServiceServicer):
         before = self._streams.get(peer)
         self._streams[peer] = stream
         stream.outbound.put_nowait(wire.ack_to_proto(self._introduction))
-        incarnation = self._latest.get(peer.worker_id)
-        if incarnation not in (None, peer.incarnation):
-            older = Peer(peer.worker_id, Incarnation(incarnation or 0))
-            logger.info("%s: its incarnation %016x has ended", peer.worker_id, older.incarnation)
-            self.forget(older)
-            self._streams.pop(older, None)
-            await self._sink(PeerGone(older))
+        incarnation = self._latest.get(peer.worker_id, peer.incarnation)
         self._latest[peer.worker_id] = peer.incarnation
+        if incarnation != peer.incarnation:
+            await self._succeed(Peer(peer.worker_id, incarnation))
         if before is not None:
             before.end("it attached anew")
             await self._sink(PeerLost(peer, "it attached anew"))
         logger.info("%s: attached, incarnation %016x", peer.worker_id, peer.incarnation)
         await self._sink(PeerAttached(peer))
+
+    async def _succeed(self, older: Peer) -> None:
+        """Let an earlier process of a worker attach no more. If it is attached, it has not ended."""
+        is_attached = self._streams.pop(older, None)
+        self.forget(older)
+        if is_attached is None:
+            logger.info("%s: its incarnation %016x has ended", older.worker_id, older.incarnation)
+            await self._sink(PeerGone(older))
+        else:
+            logger.warning("%s: its incarnation %016x lives, and has a successor", older.worker_id, older.incarnation)
+            is_attached.end("a later process of its name attached")
+            await self._sink(PeerLost(older, "a later process of its name attached"))
 
     async def _attend(self, stream: _Stream, messages: AsyncIterator[Request], context: Context) -> None:
         """Read and write until the stream ends."""

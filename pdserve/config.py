@@ -46,7 +46,7 @@ class WorkerConfig(ProcessConfig):
         None,
         ge=1,
         lt=2**64,
-        description="Identity of this process start; random unless a launcher sets it.",
+        description="Identity of this process start, greater than all before; by the clock unless a launcher sets it.",
     )
     routers: tuple[str, ...] = Field(min_length=1, description="Internal addresses of the routers, host:port.")
     secret_file: Path = Field(description="The cluster's shared secret; only its owner may read it.")

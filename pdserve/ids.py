@@ -6,7 +6,7 @@ from typing import NewType
 RequestId = NewType("RequestId", bytes)  # 16 random bytes, minted by the router
 Attempt = NewType("Attempt", int)  # placement of a request, from 0; counts up when it is placed again
 WorkerId = NewType("WorkerId", str)  # stable name an operator gives a worker
-Incarnation = NewType("Incarnation", int)  # random 64 bits per process start
+Incarnation = NewType("Incarnation", int)  # 64 bits per process start; of two of one name, the later has the greater
 PageId = NewType("PageId", int)  # index into one worker's page pool
 Generation = NewType("Generation", int)  # how often a page has been given out
 
@@ -14,8 +14,3 @@ Generation = NewType("Generation", int)  # how often a page has been given out
 def new_request_id() -> RequestId:
     """Mint an unguessable request id."""
     return RequestId(secrets.token_bytes(16))
-
-
-def new_incarnation() -> Incarnation:
-    """Mint this process start's identity; never 0, which stands for unknown on the wire."""
-    return Incarnation(secrets.randbits(64) or 1)

@@ -18,6 +18,7 @@ PROTOCOL_VERSION = 1  # of Link and Handoff; processes with different ones are n
 
 PUBLIC_MESSAGE_BYTES = 4 * 1024 * 1024
 INTERNAL_MESSAGE_BYTES = 64 * 1024 * 1024
+DISMISSED_STATUS = grpc.StatusCode.ABORTED  # of a worker's link: a router refuses its process, which must end
 SECRET_METADATA_KEY = "pdserve-secret-bin"
 MIN_SECRET_BYTES = 32
 

@@ -1,15 +1,26 @@
 """Which workers are attached: they register, fall silent, leave, end, and follow one another under one name.
 
 Invariant: a worker is among those attached from its registration until its link is lost or dropped, and what it was
-doing is then placed again; a process known to have ended is never attached.
+doing is then placed again; no process is attached that is known to have ended, or to have a successor; and none is
+taken for ended because of another one that started before it, or that found it attached.
 """
 
 from math import inf
 
-from pdserve.errors import ProtocolError
+from pdserve.errors import ProtocolError, Refusal
 from pdserve.router.book import Book
 from pdserve.router.census import Census
-from pdserve.router.events import DropLink, Limits, ProcessEnded, Role, TellProcessGone, WorkerRegistered
+from pdserve.router.events import (
+    Complain,
+    DropLink,
+    Limits,
+    LinkId,
+    ProcessEnded,
+    Registration,
+    Role,
+    TellProcessGone,
+    WorkerRegistered,
+)
 from pdserve.router.grace import PoolGrace
 from pdserve.router.placement import peerless
 from pdserve.router.recovery import Recovery
@@ -42,43 +53,67 @@ class Attendance:
         return peerless(self._workers, worker)
 
     def register(self, event: WorkerRegistered, now_s: float) -> None:
-        link, is_new = event.link, self._workers.get(event.link) is None
-        worker_id, incarnation = event.registration.worker_id, event.registration.incarnation
-        if self._census.has_ended(worker_id, incarnation):
-            self._book.tell(DropLink(link, "its process is known to have ended"))
+        link, told = event.link, event.registration
+        if self._workers.get(link) is None:
+            self._attach(link, told, now_s)
             return
-        namesake = self._workers.named(worker_id)
-        if namesake is not None and namesake.link != link:
-            self.drop(namesake, "its name attached again", now_s)
         try:
-            worker = self._workers.register(link, event.registration, now_s)
+            worker = self._workers.register(link, told, now_s)
         except ProtocolError as error:
-            self.drop(self._workers.known(link), str(error), now_s)
+            self.drop(self._workers.known(link), str(error), now_s, error.refusal)
             return
         worker.last_heard_s = now_s
-        self.silence_due_s = min(self.silence_due_s, now_s + self._limits.worker_silence_s)
-        if is_new:
-            self._welcome(worker, now_s)
+        self._watch(now_s)
         self.note_change(now_s)
 
+    def _attach(self, link: LinkId, told: Registration, now_s: float) -> None:
+        why_not = self._census.why_not(told.worker_id, told.incarnation)
+        if why_not:
+            self._book.tell(Complain(f"{told.worker_id} is refused: {why_not}"))
+            self._book.tell(DropLink(link, why_not, Refusal.INCARNATION))
+            return
+        follows_attached = self._take_place(told, now_s)
+        worker = self._workers.register(link, told, now_s)
+        self._watch(now_s)
+        self._welcome(worker, now_s)
+        before = self._census.note_attached(told.worker_id, told.incarnation)
+        if before is not None and not follows_attached:
+            self.note_ended(ProcessEnded(told.worker_id, before), now_s)
+        self.note_change(now_s)
+
+    def _take_place(self, told: Registration, now_s: float) -> bool:
+        """Drop who is attached under a name that attaches; return whether that is an earlier process.
+
+        Then two of them live: the earlier one is told to end. It has not yet, as far as anybody knows.
+        """
+        namesake = self._workers.named(told.worker_id)
+        if namesake is None:
+            return False
+        if namesake.registration.incarnation == told.incarnation:
+            self.drop(namesake, "its name attached again", now_s)
+            return False
+        self._book.tell(Complain(f"{namesake.name} has a successor and lives: what it was granted stays quarantined"))
+        self.drop(namesake, "a later process of its name has attached", now_s, Refusal.INCARNATION)
+        return True
+
     def _welcome(self, worker: WorkerView, now_s: float) -> None:
-        """Tell a worker which processes have ended; the one it follows has."""
-        worker_id, incarnation = worker.registration.worker_id, worker.registration.incarnation
-        self._recovery.explain((worker_id, incarnation), now_s)  # if it was lost before, it lives
+        """Tell a worker which processes have ended."""
+        self._recovery.explain((worker.registration.worker_id, worker.registration.incarnation), now_s)  # it lives
         for process in self._census.ended():
             self._book.tell(TellProcessGone(worker.link, *process))
-        before = self._census.note_attached(worker_id, incarnation)
-        if before is not None:
-            self.note_ended(ProcessEnded(worker_id, before), now_s)
+
+    def _watch(self, now_s: float) -> None:
+        """See to it that a worker which has just spoken is looked for when it has been silent for too long."""
+        self.silence_due_s = min(self.silence_due_s, now_s + self._limits.worker_silence_s)
 
     def lose(self, worker: WorkerView, reason: str, now_s: float) -> None:
         """Take note that a worker's link is over."""
         self._recovery.lose_worker(worker, reason, now_s)
         self.note_change(now_s)
 
-    def drop(self, worker: WorkerView, reason: str, now_s: float) -> None:
-        """End a worker's link."""
-        self._book.tell(DropLink(worker.link, reason))
+    def drop(self, worker: WorkerView, reason: str, now_s: float, refusal: Refusal | None = None) -> None:
+        """End a worker's link; `refusal` says what is wrong with the worker, if something is."""
+        self._book.tell(DropLink(worker.link, reason, refusal))
         self.lose(worker, reason, now_s)
 
     def drop_silent(self, now_s: float) -> None:
@@ -96,7 +131,7 @@ class Attendance:
         self._census.note_ended(event.worker_id, event.incarnation)
         worker = self._workers.named(event.worker_id)
         if worker is not None and worker.registration.incarnation == event.incarnation:
-            self.drop(worker, "its process has ended", now_s)
+            self.drop(worker, "its process is known to have ended", now_s, Refusal.INCARNATION)
         if event.from_outside:  # after the loss has been noted, which this may be the first word of
             self._recovery.explain((event.worker_id, event.incarnation), now_s)
         for survivor in self._workers:

@@ -1,6 +1,7 @@
 """Which worker processes there have been, and which of them are known to have ended.
 
-Invariant: a process known to have ended stays so while it is remembered, whatever attaches under its name.
+Invariant: a process known to have ended stays so while it is remembered, whatever attaches under its name; only a
+later process is ever taken for another's successor.
 """
 
 from collections import OrderedDict
@@ -13,30 +14,37 @@ _MAX_NAMES = 4096
 
 
 class Census:
-    """Remembers the last process of each name. A name's next process is proof that the one before has ended."""
+    """Remembers the last process of each name: of two, the one with the greater incarnation started later."""
 
     def __init__(self) -> None:
         self._ended: OrderedDict[tuple[WorkerId, Incarnation], None] = OrderedDict()
-        self._last: OrderedDict[WorkerId, Incarnation] = OrderedDict()
+        self._last: OrderedDict[WorkerId, Incarnation] = OrderedDict()  # unless it is known to have ended
 
     def ended(self) -> Iterator[tuple[WorkerId, Incarnation]]:
         """Return the processes known to have ended, first those that ended first."""
         return iter(self._ended)
 
-    def has_ended(self, worker_id: WorkerId, incarnation: Incarnation) -> bool:
-        return (worker_id, incarnation) in self._ended
+    def why_not(self, worker_id: WorkerId, incarnation: Incarnation) -> str:
+        """Return why a process may not attach; empty when it may."""
+        if (worker_id, incarnation) in self._ended:
+            return "its process is known to have ended"
+        last = self._last.get(worker_id)
+        if last is not None and last > incarnation:
+            return f"a later process of its name has attached: incarnation {last:016x}, its own is {incarnation:016x}"
+        return ""
 
     def note_ended(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        """Note an end. Who comes next under this name need not be later: its machine's clock may be behind."""
         self._ended[worker_id, incarnation] = None
+        if self._last.get(worker_id) == incarnation:
+            del self._last[worker_id]
         if len(self._ended) > _MAX_ENDED:
             self._ended.popitem(last=False)
 
     def note_attached(self, worker_id: WorkerId, incarnation: Incarnation) -> Incarnation | None:
-        """Note who has this name now; return whom it follows, unless that one's end is known already."""
+        """Note who has this name now, and may; return whom it follows, unless that one's end is known already."""
         before = self._last.pop(worker_id, None)
         self._last[worker_id] = incarnation
         if len(self._last) > _MAX_NAMES:
             self._last.popitem(last=False)
-        if before is None or before == incarnation or self.has_ended(worker_id, before):
-            return None
-        return before
+        return None if before == incarnation else before

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum, StrEnum, auto
 from typing import NewType
 
-from pdserve.errors import Status
+from pdserve.errors import Refusal, Status
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvevents import KvEvent
 from pdserve.kvlayout import KvLayout
@@ -276,6 +276,7 @@ class DropLink:
 
     link: LinkId
     reason: str
+    refusal: Refusal | None = None  # what was wrong with it; INCARNATION: that process may not go on
 
 
 @value

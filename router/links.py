@@ -7,11 +7,12 @@ from typing import TypeAlias
 
 import grpc
 
-from pdserve.errors import ProtocolError
+from pdserve.errors import ProtocolError, Refusal
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.link_pb2_grpc import LinkServiceServicer
 from pdserve.router import wire
 from pdserve.router.shell import Shell, WorkerStream
+from pdserve.rpc import DISMISSED_STATUS
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,9 @@ class Links(LinkServiceServicer):
         finally:
             self._shell.close_stream(stream)
         if stream.closed != STREAM_ENDED:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, stream.closed or "")
+            is_final = stream.refusal is Refusal.INCARNATION
+            code = DISMISSED_STATUS if is_final else grpc.StatusCode.FAILED_PRECONDITION
+            await context.abort(code, stream.closed or "")
 
     async def _attend(
         self, stream: WorkerStream, messages: AsyncIterator[link.AttachRequest], context: AttachContext
@@ -72,6 +75,8 @@ class Links(LinkServiceServicer):
                     tasks.create_task(self._follow(stream), name=f"link {stream.link_id} KV events")
         except (ProtocolError, TimeoutError) as error:
             logger.warning("worker %r is dropped: %s", stream.registration.worker_id, error)
+            if isinstance(error, ProtocolError):
+                self._shell.refused[error.refusal] += 1
             stream.close(str(error) or "no registration came in time")
         stream.close(STREAM_ENDED)
 

@@ -76,6 +76,7 @@ class Operators(AdminServiceServicer):
             num_held=core.num_held,
             ended=core.book.ended,
             num_replaced=core.book.num_replaced,
+            refused={refusal.value: count for refusal, count in self._shell.refused.items()},
             costs=[_costs(role, costs) for role, costs in core.forecast.costs.items()],
         )
 

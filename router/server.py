@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.clock import MonotonicClock
-from pdserve.ids import new_incarnation
+from pdserve.incarnation import new_incarnation
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server

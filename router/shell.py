@@ -2,11 +2,11 @@
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from pdserve.clock import Clock
-from pdserve.errors import InvariantError
+from pdserve.errors import InvariantError, Refusal
 from pdserve.ids import RequestId
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router import wire
@@ -45,12 +45,13 @@ class WorkerStream:
         self.load = link.Heartbeat()
         self.pairs: dict[str, link.PairMeasured] = {}  # by the decode worker's name
         self.closed: str | None = None  # why
+        self.refusal: Refusal | None = None  # what was wrong with the worker, if that is why
         self._owner = owner
 
-    def close(self, reason: str) -> None:
+    def close(self, reason: str, refusal: Refusal | None = None) -> None:
         """End the stream: interrupt the task that owns it, whatever it waits for."""
         if self.closed is None:
-            self.closed = reason
+            self.closed, self.refusal = reason, refusal
             if self._owner is not None:
                 self._owner.cancel()
 
@@ -69,6 +70,7 @@ class Shell:
         self.clock = clock
         self.streams: dict[LinkId, WorkerStream] = {}
         self.watchers: set[asyncio.Event] = set()  # set whenever something may have changed
+        self.refused: Counter[Refusal] = Counter()  # of what workers said, and of workers, since start
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # the core's own error
         self._answers: dict[RequestId, Answer] = {}
         self._events: deque[Event] = deque()
@@ -132,13 +134,18 @@ class Shell:
             case Place():
                 wire.send_placement(command, self._send)
             case DropLink():
-                stream = self.streams.pop(command.link, None)
-                if stream is not None:
-                    stream.close(command.reason)
+                self._drop(command)
             case Complain():
                 logger.warning("%s", command.text)
             case CancelAttempt() | AskDrain() | TellProcessGone():
                 self._send(command.link, wire.order(command))
+
+    def _drop(self, command: DropLink) -> None:
+        stream = self.streams.pop(command.link, None)
+        if stream is not None:
+            stream.close(command.reason, command.refusal)
+        if command.refusal is not None:
+            self.refused[command.refusal] += 1
 
     def _send(self, link_id: LinkId, message: link.AttachResponse) -> None:
         stream = self.streams.get(link_id)

@@ -14,7 +14,8 @@ from pathlib import Path
 
 from pdserve.clock import Clock
 from pdserve.errors import ConfigError
-from pdserve.ids import Incarnation, new_incarnation
+from pdserve.ids import Incarnation
+from pdserve.incarnation import new_incarnation
 from pdserve.launch.backoff import Backoff
 from pdserve.launch.plan import ChildSpec
 from pdserve.launch.state import ProcessState, Role

@@ -14,7 +14,7 @@ import grpc
 
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1 import link_pb2_grpc
-from pdserve.rpc import INTERNAL_MESSAGE_BYTES, channel_options, secret_metadata
+from pdserve.rpc import DISMISSED_STATUS, INTERNAL_MESSAGE_BYTES, channel_options, secret_metadata
 from pdserve.worker.words import RouterRef
 
 logger = logging.getLogger(__name__)
@@ -51,11 +51,20 @@ class Stream:
 class Links:
     """All of a worker's routers."""
 
-    def __init__(self, addresses: tuple[str, ...], secret: bytes, register: link.Register, sink: Sink) -> None:
+    def __init__(
+        self,
+        addresses: tuple[str, ...],
+        secret: bytes,
+        register: link.Register,
+        sink: Sink,
+        on_dismissed: Callable[[str], None],
+    ) -> None:
+        """`on_dismissed` is told why a router says that this process must end; it is dialled no more."""
         self._addresses = addresses
         self._metadata = secret_metadata(secret)
         self._register = register
         self._sink = sink
+        self._on_dismissed = on_dismissed
         self._streams: dict[RouterRef, Stream] = {}
         self._keepers: dict[asyncio.Task[None], RouterRef] = {}  # what each keeps, or dials
         self._last_ref = 0
@@ -117,6 +126,11 @@ class Links:
                 backoff_s = MIN_BACKOFF_S
             except (grpc.RpcError, asyncio.InvalidStateError, TimeoutError) as error:
                 logger.warning("router %s: %s", address, _reason(error))
+                if isinstance(error, grpc.aio.AioRpcError) and error.code() is DISMISSED_STATUS:
+                    self._on_dismissed(f"router {address} refuses this process: {error.details()}")
+                    return
+                if keeper is not None and keeper.cancelling():
+                    raise asyncio.CancelledError from error  # gRPC has put the call's end in its place
             finally:
                 self._streams.pop(router, None)
             await self._sink(RouterGone(router))

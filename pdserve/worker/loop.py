@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -12,12 +11,12 @@ from pdserve.clock import Clock
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import InvariantError, ProtocolError, Refusal
 from pdserve.worker.audit import Claim
+from pdserve.worker.ending import end_hung
 from pdserve.worker.pulse import Pulse
 from pdserve.worker.words import BEAT_S, Load, Ticked
 
 logger = logging.getLogger(__name__)
 
-STALLED_EXIT_STATUS = 70  # EX_SOFTWARE
 MAX_INBOX = 16384  # events; beyond it, streams are read no further
 
 EventT = TypeVar("EventT")
@@ -124,14 +123,9 @@ class WorkerLoop(Generic[EventT, CommandT]):
             await asyncio.sleep(BEAT_S)
             now_s = self._clock.now_s()
             if not self._pulse.beat(now_s):
-                self._end_process()
+                end_hung("a step")
             self._outbox.beat(self._core.load(), self._num_steps)
             self._inbox.put(cast(EventT, Ticked(self._pulse.take_silence_s())))
-
-    def _end_process(self) -> None:
-        """End at once: a thread that hangs cannot be ended, and as long as it may write, peers keep pages back."""
-        logger.critical("a step hangs: this process ends")
-        os._exit(STALLED_EXIT_STATUS)
 
     async def _serve(self) -> None:
         while not self._core.drained:

@@ -15,7 +15,8 @@ from pdserve.clock import Clock, MonotonicClock
 from pdserve.config import WorkerConfig
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import ProtocolError
-from pdserve.ids import Incarnation, WorkerId, new_incarnation
+from pdserve.ids import Incarnation, WorkerId
+from pdserve.incarnation import new_incarnation
 from pdserve.kvlayout_wire import layout_to_proto
 from pdserve.kvtransfer.backends.unread import until_read
 from pdserve.kvtransfer.session import Peer
@@ -24,6 +25,7 @@ from pdserve.rpc import PROTOCOL_VERSION, read_secret
 from pdserve.telemetry import configure_logging
 from pdserve.worker import wire
 from pdserve.worker.boot import Engine, build_engine, open_model
+from pdserve.worker.ending import end_dismissed
 from pdserve.worker.kv_feed import KvFeed
 from pdserve.worker.kv_publisher import KvPublisher, PublisherSettings
 from pdserve.worker.link import FromRouter, Links, RouterGone
@@ -83,7 +85,7 @@ async def serve_worker(config: WorkerConfig, role: "link.Role.ValueType", assemb
     clock = MonotonicClock()
     async with EngineThread() as thread, asyncio.TaskGroup() as group:
         ear = Ear(inbox, clock, group)
-        links = Links(config.routers, identity.secret, register, ear.hear)
+        links = Links(config.routers, identity.secret, register, ear.hear, end_dismissed)
         linking = group.create_task(links.run(), name="links")
         engine = await thread.call(_load, config, identity, _Progress(links, register))
         _describe(engine, register)

@@ -213,6 +213,26 @@ class ClusterStatus(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class RefusedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
@@ -221,6 +241,7 @@ class ClusterStatus(_message.Message):
     ENDED_FIELD_NUMBER: _builtins.int
     NUM_REPLACED_FIELD_NUMBER: _builtins.int
     COSTS_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """Name of the router that answers."""
     model: _builtins.str
@@ -243,6 +264,10 @@ class ClusterStatus(_message.Message):
     def costs(self) -> _containers.RepeatedCompositeFieldContainer[Global___LearntCosts]:
         """What this router has learnt of its workers' speed."""
 
+    @_builtins.property
+    def refused(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """What workers said that was refused, and workers that were, since start, by what was wrong ("incarnation", ..)."""
+
     def __init__(
         self,
         *,
@@ -254,10 +279,11 @@ class ClusterStatus(_message.Message):
         ended: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         num_replaced: _builtins.int = ...,
         costs: _abc.Iterable[Global___LearntCosts] | None = ...,
+        refused: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "ended", b"ended", "model", b"model", "num_active", b"num_active", "num_held", b"num_held", "num_replaced", b"num_replaced", "router_id", b"router_id", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "ended", b"ended", "model", b"model", "num_active", b"num_active", "num_held", b"num_held", "num_replaced", b"num_replaced", "refused", b"refused", "router_id", b"router_id", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -123,7 +123,7 @@ class Hello(_message.Message):
     worker_id: _builtins.str
     """Name of the prefill worker."""
     incarnation: _builtins.int
-    """Its incarnation. A second one under the same name proves the first one gone."""
+    """Its incarnation. A greater one under the same name takes its place; a smaller one is refused."""
     protocol_version: _builtins.int
     """Version of the internal protocols."""
     mover: _builtins.str

@@ -313,7 +313,9 @@ class Register(_message.Message):
     worker_id: _builtins.str
     """Stable name."""
     incarnation: _builtins.int
-    """Random 64 bits of this process start; never 0."""
+    """Of this process start: 42 bits of milliseconds since 1970, then 22 random bits; never 0. Of two processes of one
+    name, the later has the greater.
+    """
     role: Global___Role.ValueType
     """What it does."""
     protocol_version: _builtins.int

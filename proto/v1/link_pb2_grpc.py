@@ -48,7 +48,8 @@ class LinkServiceServicer:
 
     def Attach(self, request_iterator, context):
         """The first message from the worker is Register, the first from the router is Welcome. The stream's end is the
-        worker's end as far as this router is concerned, and this router's end as far as the worker is.
+        worker's end as far as this router is concerned, and this router's end as far as the worker is. Its status ABORTED
+        says that the worker's process is known to have ended, or to have a successor: it must end at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

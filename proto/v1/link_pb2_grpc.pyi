@@ -35,7 +35,8 @@ class LinkServiceStub:
     def __new__(cls, channel: _aio.Channel) -> LinkServiceAsyncStub: ...
     Attach: _grpc.StreamStreamMultiCallable[_link_pb2.AttachRequest, _link_pb2.AttachResponse]
     """The first message from the worker is Register, the first from the router is Welcome. The stream's end is the
-    worker's end as far as this router is concerned, and this router's end as far as the worker is.
+    worker's end as far as this router is concerned, and this router's end as far as the worker is. Its status ABORTED
+    says that the worker's process is known to have ended, or to have a successor: it must end at once.
     """
 
 @_typing.type_check_only
@@ -45,7 +46,8 @@ class LinkServiceAsyncStub(LinkServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Attach: _aio.StreamStreamMultiCallable[_link_pb2.AttachRequest, _link_pb2.AttachResponse]  # type: ignore[assignment]
     """The first message from the worker is Register, the first from the router is Welcome. The stream's end is the
-    worker's end as far as this router is concerned, and this router's end as far as the worker is.
+    worker's end as far as this router is concerned, and this router's end as far as the worker is. Its status ABORTED
+    says that the worker's process is known to have ended, or to have a successor: it must end at once.
     """
 
 class LinkServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -58,7 +60,8 @@ class LinkServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_link_pb2.AttachResponse], _abc.AsyncIterator[_link_pb2.AttachResponse]]:
         """The first message from the worker is Register, the first from the router is Welcome. The stream's end is the
-        worker's end as far as this router is concerned, and this router's end as far as the worker is.
+        worker's end as far as this router is concerned, and this router's end as far as the worker is. Its status ABORTED
+        says that the worker's process is known to have ended, or to have a successor: it must end at once.
         """
 
 def add_LinkServiceServicer_to_server(servicer: LinkServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from network_namespace import DROP, RESET, cut, lane_ports, raise_loopback
 
-from pdserve.ids import PageId, WorkerId, new_incarnation
+from pdserve.ids import PageId, WorkerId
+from pdserve.incarnation import new_incarnation
 from pdserve.kvtransfer.backends.nixl import NixlMover
 from pdserve.kvtransfer.mover import ByteRows, CopyStopped, Region
 from pdserve.kvtransfer.session import Peer

@@ -8,7 +8,8 @@ import sys
 
 import numpy as np
 
-from pdserve.ids import WorkerId, new_incarnation
+from pdserve.ids import WorkerId
+from pdserve.incarnation import new_incarnation
 from pdserve.kvtransfer.mover import Mover, Region
 from pdserve.kvtransfer.session import Peer
 

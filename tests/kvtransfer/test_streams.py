@@ -356,18 +356,48 @@ async def test_a_cut_connection_is_a_lost_peer() -> None:
         assert decode.servicer.attached == ()
 
 
-async def test_a_second_incarnation_proves_the_first_one_gone_and_the_first_is_not_let_in_again() -> None:
-    newer = Peer(PREFILL.worker_id, Incarnation(77))
-    async with pair() as (prefill, decode), prefill_worker(newer) as second:
-        second.connect(decode)
+LATER = Peer(PREFILL.worker_id, Incarnation(PREFILL.incarnation + 1))
+
+
+async def test_a_later_process_proves_the_end_of_one_that_is_not_attached_and_that_is_not_let_in_again() -> None:
+    async with decode_worker() as decode, prefill_worker() as prefill, prefill_worker(LATER) as later:
+        async with raw_stream(decode, lambda _: None) as call:
+            assert await decode.heard.next() == PeerAttached(PREFILL)
+            call.cancel()
+            assert isinstance(await decode.heard.next(), PeerLost)
+        later.connect(decode)
         assert await decode.heard.next() == PeerGone(PREFILL)
-        assert await decode.heard.next() == PeerAttached(newer)
-        assert isinstance(await prefill.heard.next(), PeerLost)
+        assert await decode.heard.next() == PeerAttached(LATER)
         prefill.connect(decode)
         lost = await prefill.heard.next()
         assert isinstance(lost, PeerLost)
-        assert "known to have ended" in lost.reason
-        assert decode.servicer.attached == (newer,)
+        assert "has a successor" in lost.reason
+        assert decode.servicer.attached == (LATER,)
+
+
+async def test_a_process_that_is_attached_has_not_ended_whoever_follows_it() -> None:
+    async with pair() as (prefill, decode), prefill_worker(LATER) as later:
+        later.connect(decode)
+        assert await decode.heard.next() == PeerLost(PREFILL, "a later process of its name attached")
+        assert await decode.heard.next() == PeerAttached(LATER)
+        assert isinstance(await prefill.heard.next(), PeerLost)
+        prefill.connect(decode)
+        assert isinstance(await prefill.heard.next(), PeerLost)
+        assert decode.refused == {Refusal.INCARNATION: 1}
+        assert decode.servicer.attached == (LATER,)
+
+
+async def test_an_earlier_process_is_not_let_in_after_a_later_one() -> None:
+    async with decode_worker() as decode, prefill_worker() as prefill, prefill_worker(LATER) as later:
+        later.connect(decode)
+        assert await decode.heard.next() == PeerAttached(LATER)
+        prefill.connect(decode)
+        lost = await prefill.heard.next()
+        assert isinstance(lost, PeerLost)
+        assert "started before" in lost.reason
+        assert decode.refused == {Refusal.INCARNATION: 1}
+        assert decode.servicer.attached == (LATER,)
+        assert decode.heard.queue.empty()
 
 
 async def test_the_same_process_attaching_anew_takes_the_place_of_its_old_stream() -> None:

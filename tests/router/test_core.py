@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from router_driver import LAYOUT, LENGTH, PROMPT, STOP, Driver
 
-from pdserve.errors import Status
+from pdserve.errors import Refusal, Status
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.router.events import (
     AskDrain,
@@ -461,12 +461,19 @@ def test_a_name_that_attaches_again_replaces_its_former_stream() -> None:
     _, old = d.pair()
     request = d.arrive()
     new = d.attach("d0", incarnation=2)
-    assert DropLink(old, "its name attached again") in d.last
+    assert DropLink(old, "a later process of its name has attached", Refusal.INCARNATION) in d.last
     assert d.refusal(request).status is Status.UNAVAILABLE
     d.arrive()
     place = d.placed()
     assert place.decode is not None
     assert (place.decode.link, place.decode.incarnation) == (new, 2)
+
+
+def test_a_process_that_attaches_again_replaces_its_former_stream_and_is_not_sent_away() -> None:
+    d = Driver()
+    _, old = d.pair()
+    d.attach("d0")
+    assert DropLink(old, "its name attached again") in d.last
 
 
 def test_a_worker_may_not_become_another() -> None:
@@ -481,7 +488,8 @@ def test_the_end_of_a_process_is_told_to_workers_now_and_later() -> None:
     d = Driver()
     prefill, decode = d.pair()
     d.post(ProcessEnded(WorkerId("d0"), Incarnation(1)))
-    assert [c.link for c in d.last if isinstance(c, DropLink)] == [decode]
+    drops = [(c.link, c.refusal) for c in d.last if isinstance(c, DropLink)]
+    assert drops == [(decode, Refusal.INCARNATION)], "where it lives, it has to end"
     assert TellProcessGone(prefill, WorkerId("d0"), Incarnation(1)) in d.last
     late = d.attach("p1")
     assert TellProcessGone(late, WorkerId("d0"), Incarnation(1)) in d.last

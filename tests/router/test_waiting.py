@@ -3,7 +3,7 @@
 import pytest
 from router_driver import LENGTH, Driver
 
-from pdserve.errors import Status
+from pdserve.errors import Refusal, Status
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.router.events import (
     ClientGone,
@@ -244,14 +244,67 @@ def test_the_next_process_of_a_name_proves_the_end_of_the_one_before() -> None:
     assert TellProcessGone(prefill, WorkerId("d0"), Incarnation(2)) not in d.last, "it is the same process"
 
 
-def test_a_process_known_to_have_ended_is_turned_away() -> None:
+def told_gone(d: Driver) -> set[tuple[str, int]]:
+    return {(gone.worker_id, gone.incarnation) for gone in d.last if isinstance(gone, TellProcessGone)}
+
+
+def dropped(d: Driver) -> list[tuple[LinkId, Refusal | None]]:
+    return [(drop.link, drop.refusal) for drop in d.last if isinstance(drop, DropLink)]
+
+
+def test_a_process_known_to_have_ended_is_sent_away() -> None:
     d = Driver()
-    prefill, decode = d.pair()
+    _, decode = d.pair()
+    lose(d, decode)
     d.attach("d0", incarnation=2)
     ghost = d.attach("d0", incarnation=1)
-    assert [command.link for command in d.last if isinstance(command, DropLink)] == [ghost]
+    assert dropped(d) == [(ghost, Refusal.INCARNATION)]
     d.arrive()
     place = d.placed()
     assert place.decode is not None
     assert place.decode.incarnation == 2
-    del prefill, decode
+
+
+def test_a_router_that_has_just_started_takes_no_earlier_process_for_a_laters_successor() -> None:
+    d = Driver()
+    d.attach("p0")
+    d.attach("d0", incarnation=2)
+    zombie = d.attach("d0", incarnation=1)
+    assert dropped(d) == [(zombie, Refusal.INCARNATION)]
+    assert told_gone(d) == set()
+    d.arrive()
+    place = d.placed()
+    assert place.decode is not None
+    assert place.decode.incarnation == 2
+
+
+def test_an_earlier_process_is_refused_while_its_successor_is_not_attached_too() -> None:
+    d = Driver()
+    d.attach("p0")
+    lose(d, d.attach("d0", incarnation=2))
+    zombie = d.attach("d0", incarnation=1)
+    assert dropped(d) == [(zombie, Refusal.INCARNATION)]
+
+
+def test_a_process_that_is_attached_has_not_ended_whoever_follows_it() -> None:
+    d = Driver()
+    _, zombie = d.pair()
+    successor = d.attach("d0", incarnation=2)
+    assert dropped(d) == [(zombie, Refusal.INCARNATION)]
+    assert told_gone(d) == set()
+    lose(d, successor)
+    d.attach("d0", incarnation=3)
+    assert told_gone(d) == {("d0", 2)}
+    d.post(ProcessEnded(WorkerId("d0"), Incarnation(1)))
+    assert told_gone(d) == {("d0", 1)}
+
+
+def test_after_a_process_known_to_have_ended_one_whose_clock_is_behind_may_attach() -> None:
+    d = Driver()
+    d.attach("p0")
+    d.attach("d0", incarnation=7)
+    d.post(ProcessEnded(WorkerId("d0"), Incarnation(7)))
+    d.attach("d0", incarnation=5)
+    assert dropped(d) == []
+    d.arrive()
+    assert d.placed().decode is not None

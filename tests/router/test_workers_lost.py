@@ -20,7 +20,7 @@ from pdserve.kvlayout import KvLayout
 from pdserve.kvlayout_wire import layout_to_proto
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.rpc import secret_metadata
+from pdserve.rpc import DISMISSED_STATUS, secret_metadata
 
 PROMPT = TOKENIZER.encode("hello", add_special=False)
 
@@ -198,7 +198,23 @@ async def test_a_process_that_is_gone_is_announced_and_its_link_dropped(start_ro
         admin.ReportProcessGoneRequest(process=gone), metadata=secret_metadata(router.secret)
     )
     await prefill.until(lambda: prefill.gone == [gone])
-    await decode.dropped()
+    assert await decode.dropped() is DISMISSED_STATUS, "it lives, and has to end"
+
+
+async def test_a_process_with_a_successor_is_told_to_end_and_counted(start_router: StartRouter) -> None:
+    router = await start_router()
+    _, decode = await router.pair()
+    earlier = decode.registration.incarnation - 1
+    zombie = router.unattached(link.Register(worker_id="d0", incarnation=earlier, role=link.ROLE_DECODE))
+    zombie.listen()
+    await zombie.say(register=zombie.registration)
+    assert await zombie.dropped() is DISMISSED_STATUS
+    reply = await router.admin.GetStatus(admin.GetStatusRequest(), metadata=secret_metadata(router.secret))
+    assert dict(reply.status.refused) == {"incarnation": 1}
+    assert [w.registration.incarnation for w in reply.status.workers if w.registration.worker_id == "d0"] == [
+        decode.registration.incarnation
+    ]
+    await zombie.die()
 
 
 async def test_draining_is_passed_on(start_router: StartRouter) -> None:

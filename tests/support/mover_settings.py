@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pdserve.ids import Incarnation, PageId, WorkerId, new_incarnation
+from pdserve.ids import Incarnation, PageId, WorkerId
+from pdserve.incarnation import new_incarnation
 from pdserve.kvtransfer.backends.collective import CollectiveMover
 from pdserve.kvtransfer.backends.loopback import LoopbackMover
 from pdserve.kvtransfer.backends.nixl import NixlMover

@@ -5,7 +5,6 @@ A fake worker's token is a hash of prompt, continuation and position, so that a 
 
 import asyncio
 import hashlib
-import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from pdserve.incarnation import new_incarnation
 from pdserve.kvlayout import KvLayout
 from pdserve.kvlayout_wire import layout_to_proto
 from pdserve.proto.v1 import admin_pb2 as admin
@@ -255,7 +255,7 @@ class RouterUnderTest:
         """Attach a fake worker."""
         fields: dict[str, object] = {
             "worker_id": name,
-            "incarnation": secrets.randbits(63) + 1,
+            "incarnation": new_incarnation(),
             "role": role,
             "protocol_version": 1,
             "ready": True,

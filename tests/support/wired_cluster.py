@@ -15,7 +15,7 @@ from pathlib import Path
 from fault_proxy import FaultProxy, fault_proxies
 from live_cluster import STOP_TIMEOUT_S, LiveCluster, all_ready, greedy
 
-from pdserve.ids import new_incarnation
+from pdserve.incarnation import new_incarnation
 from pdserve.launch.folder import free_port, write_secret
 from pdserve.launch.plan import Flags, flag_arguments
 from pdserve.launch.state import ClusterState, ProcessState, Role, write_atomically

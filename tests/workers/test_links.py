@@ -9,10 +9,14 @@ import grpc
 
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.link_pb2_grpc import LinkServiceServicer, add_LinkServiceServicer_to_server
-from pdserve.rpc import INTERNAL_MESSAGE_BYTES, server_options
+from pdserve.rpc import DISMISSED_STATUS, INTERNAL_MESSAGE_BYTES, server_options
 from pdserve.worker.link import MAX_QUEUED, FromRouter, Links, RouterGone
 
 HEARTBEAT = link.AttachRequest(heartbeat=link.Heartbeat())
+
+
+def not_dismissed(why: str) -> None:
+    raise AssertionError(why)
 
 
 class Welcoming(LinkServiceServicer):
@@ -39,7 +43,7 @@ async def attached() -> AsyncIterator[tuple[Welcoming, Links, asyncio.Queue[From
     add_LinkServiceServicer_to_server(router, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    links = Links((f"127.0.0.1:{port}",), b"s" * 32, link.Register(worker_id="d0"), heard.put)
+    links = Links((f"127.0.0.1:{port}",), b"s" * 32, link.Register(worker_id="d0"), heard.put, not_dismissed)
     running = asyncio.create_task(links.run())
     try:
         async with asyncio.timeout(20):
@@ -67,10 +71,61 @@ async def test_a_router_that_does_not_read_is_dropped_and_dialled_again() -> Non
 async def test_a_worker_that_leaves_waits_for_no_router_that_is_not_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and says nothing
         addresses = (f"127.0.0.1:{silent.getsockname()[1]}", "127.0.0.1:1")
-        links = Links(addresses, b"s" * 32, link.Register(worker_id="d0"), asyncio.Queue[FromRouter | RouterGone]().put)
+        heard = asyncio.Queue[FromRouter | RouterGone]()
+        links = Links(addresses, b"s" * 32, link.Register(worker_id="d0"), heard.put, not_dismissed)
         running = asyncio.create_task(links.run())
         dialling, _ = await asyncio.to_thread(silent.accept)
         with dialling:
             links.finish()
             async with asyncio.timeout(3):  # less than a worker waits for a welcome
                 await running
+
+
+class Dismissing(LinkServiceServicer):
+    """Sends everybody away, for good or for now."""
+
+    def __init__(self, status: grpc.StatusCode) -> None:
+        self._status = status
+        self.num_asked = asyncio.Semaphore(0)
+
+    async def Attach(  # noqa: N802
+        self, request_iterator: AsyncIterator[link.AttachRequest], context: grpc.aio.ServicerContext
+    ) -> None:
+        await anext(request_iterator)
+        self.num_asked.release()
+        await context.abort(self._status, "there is a later one")
+
+
+@asynccontextmanager
+async def sent_away(status: grpc.StatusCode) -> AsyncIterator[tuple[Dismissing, Links, list[str]]]:
+    router, why = Dismissing(status), list[str]()
+    server = grpc.aio.server(options=server_options(INTERNAL_MESSAGE_BYTES))
+    add_LinkServiceServicer_to_server(router, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    heard = asyncio.Queue[FromRouter | RouterGone]()
+    try:
+        async with asyncio.timeout(20):
+            yield (
+                router,
+                Links((f"127.0.0.1:{port}",), b"s" * 32, link.Register(worker_id="d0"), heard.put, why.append),
+                why,
+            )
+    finally:
+        await server.stop(None)
+
+
+async def test_a_worker_that_a_router_sends_away_for_good_hears_why_and_dials_it_no_more() -> None:
+    async with sent_away(DISMISSED_STATUS) as (_, links, why):
+        await links.run()  # returns: no router is left to dial
+        assert [reason.partition(": ")[2] for reason in why] == ["there is a later one"]
+
+
+async def test_a_worker_that_a_router_drops_for_now_dials_it_again() -> None:
+    async with sent_away(grpc.StatusCode.FAILED_PRECONDITION) as (router, links, why):
+        running = asyncio.create_task(links.run())
+        for _ in range(2):
+            await router.num_asked.acquire()
+        running.cancel()
+        await asyncio.wait([running])
+        assert why == []

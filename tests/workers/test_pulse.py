@@ -115,7 +115,7 @@ async def test_a_step_that_hangs_ends_the_process(monkeypatch: pytest.MonkeyPatc
         0.1,
     )
     ended: asyncio.Queue[int] = asyncio.Queue()
-    monkeypatch.setattr("pdserve.worker.loop.os._exit", ended.put_nowait)
+    monkeypatch.setattr("os._exit", ended.put_nowait)
     async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
         tasks.create_task(loop.run())
         assert await ended.get() == 70

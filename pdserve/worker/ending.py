@@ -1,0 +1,25 @@
+"""How a worker ends that must write into nobody's pages any more.
+
+At once, without cleaning up: a thread that hangs cannot be ended, copies cannot be recalled, and only the end of the
+process stops them.
+"""
+
+import logging
+import os
+
+logger = logging.getLogger(__name__)
+
+HUNG_EXIT_STATUS = 70  # EX_SOFTWARE: a thread hangs
+DISMISSED_EXIT_STATUS = 77  # EX_NOPERM: this process is known to have ended, or has a successor
+
+
+def end_hung(what: str) -> None:
+    """End this process because part of it hangs."""
+    logger.critical("%s hangs: this process ends", what)
+    os._exit(HUNG_EXIT_STATUS)
+
+
+def end_dismissed(why: str) -> None:
+    """End this process because it may not go on."""
+    logger.critical("%s: this process ends", why)
+    os._exit(DISMISSED_EXIT_STATUS)
