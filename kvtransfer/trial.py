@@ -40,6 +40,7 @@ class Cost:
     ask_us: float  # a page's share of the call that asks for the copy, in the caller's thread
     post_us: float  # a page's share of the library's calls, on the clock
     post_cpu_us: float  # the same, of the thread's own time: what others on the machine take is left out
+    digest_us: float  # of a page's digest, at one end; the writer's is part of what follows
     landed_us: float  # until the copy was reported
     bytes_per_s: float
 
@@ -62,7 +63,7 @@ class _Trial:
 
     def __init__(self, num_pages: int, page_bytes: int, description: bytes) -> None:
         self._page_bytes = page_bytes
-        region = Region.of(np.ones((num_pages, page_bytes), np.uint8))
+        self._region = region = Region.of(np.ones((num_pages, page_bytes), np.uint8))
         self._stopped: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
         self._lane = TimedLane(NixlLane("trial-writer", region))
         self._pump = Pump("nixl", self._lane, region, self._stopped.put)
@@ -86,11 +87,24 @@ class _Trial:
         for _ in range(repeats):
             self._lane.reset()
             asked_s, landed_s = self.copy(num_pages)
-            taken.append((asked_s, self._lane.clock_s, self._lane.cpu_s, landed_s))
-        asked_s, post_s, cpu_s, landed_s = (statistics.median(times) for times in zip(*taken, strict=True))
+            taken.append((asked_s, self._lane.clock_s, self._lane.cpu_s, self._digests_s(num_pages), landed_s))
+        asked_s, post_s, cpu_s, digests_s, landed_s = (statistics.median(times) for times in zip(*taken, strict=True))
         share = 1e6 / num_pages
-        rate = num_pages * self._page_bytes / landed_s
-        return Cost(self._page_bytes, num_pages, share * asked_s, share * post_s, share * cpu_s, share * landed_s, rate)
+        return Cost(
+            page_bytes=self._page_bytes,
+            num_pages=num_pages,
+            ask_us=share * asked_s,
+            post_us=share * post_s,
+            post_cpu_us=share * cpu_s,
+            digest_us=share * digests_s,
+            landed_us=share * landed_s,
+            bytes_per_s=num_pages * self._page_bytes / landed_s,
+        )
+
+    def _digests_s(self, num_pages: int) -> float:
+        began_s = perf_counter()
+        self._region.digests(tuple(map(PageId, range(num_pages))))
+        return perf_counter() - began_s
 
     def close(self) -> None:
         self._pump.close()

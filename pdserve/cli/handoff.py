@@ -21,7 +21,7 @@ def bench_handoff(
     from pdserve.kvtransfer.trial import CopyFailedError, measure
 
     table = Table(title=f"NIXL between two processes, {'TCP' if tcp else 'lane chosen by UCX'}; times are per page")
-    for column in ("page bytes", "pages", "ask, us", "post, us", "post CPU, us", "landed, us", "MB/s"):
+    for column in ("page bytes", "pages", "ask, us", "post, us", "post CPU, us", "digest, us", "landed, us", "MB/s"):
         table.add_column(column, justify="right")
     counts = pages or [1, 16, 64, 256]
     try:
@@ -29,7 +29,7 @@ def bench_handoff(
     except CopyFailedError as error:
         raise CommandError(str(error)) from error
     for cost in costs:
-        times = (cost.ask_us, cost.post_us, cost.post_cpu_us, cost.landed_us)
+        times = (cost.ask_us, cost.post_us, cost.post_cpu_us, cost.digest_us, cost.landed_us)
         cells = (f"{cost.page_bytes:,}", str(cost.num_pages), *(f"{us:.2f}" for us in times))
         table.add_row(*cells, f"{cost.bytes_per_s / 1e6:,.0f}")
     Console().print(table)

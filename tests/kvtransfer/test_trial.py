@@ -8,6 +8,7 @@ def test_a_trial_tells_the_cost_of_a_page_for_each_number_of_pages() -> None:
     assert [(cost.page_bytes, cost.num_pages) for cost in costs] == [(4096, 1), (4096, 40)]
     for cost in costs:
         assert 0 < cost.post_us < cost.landed_us
+        assert 0 < cost.digest_us < cost.landed_us
         assert cost.ask_us > 0
         assert cost.post_cpu_us > 0
         assert cost.bytes_per_s > 0
