@@ -25,7 +25,7 @@ from pdserve.decode_worker.rules import Rules
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import ConfigError, Refusal
 from pdserve.kvtransfer import peers
-from pdserve.kvtransfer.backends.unread import until_read
+from pdserve.kvtransfer.backends.unread import settle
 from pdserve.kvtransfer.mover import Region
 from pdserve.kvtransfer.server import HandoffServicer
 from pdserve.kvtransfer.session import DigestPolicy
@@ -72,7 +72,7 @@ async def serve(config: DecodeWorkerConfig) -> None:
 
         async def hear(news: peers.FromSenders) -> None:
             if isinstance(news, peers.PeerGone):
-                await until_read()
+                await settle(mover, news.peer)
             await inbox.offer(_event(news))
 
         servicer = HandoffServicer(peers.Party(identity.peer, engine.layout, mover), hear, reporter.refused)
@@ -86,7 +86,7 @@ async def serve(config: DecodeWorkerConfig) -> None:
             await server.start()
             async with asyncio.TaskGroup() as tasks:
                 checks = Checks(region, inbox, tasks)
-                yield Parts(core, DecodeOutbox(servicer, checks, reporter), advertised(config, bound))
+                yield Parts(core, DecodeOutbox(servicer, checks, reporter), mover, advertised(config, bound))
         finally:
             servicer.close()
             await server.stop(STOP_GRACE_S)

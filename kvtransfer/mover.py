@@ -147,6 +147,13 @@ class Mover(Protocol):
         """Report every outstanding copy to a peer as failed: its process is known to have ended."""
         ...
 
+    def cut(self, peer: Peer) -> None:
+        """Let nothing that this process has read of a peer's reach a page any more: the peer's process has ended.
+
+        Blocks while bytes of it are copied into pages.
+        """
+        ...
+
     def close(self) -> None:
         """Stop; blocks. Outstanding copies are not reported."""
         ...

@@ -90,7 +90,8 @@ class WorkerConfig(ProcessConfig):
     kv_events_buffer_steps: int = Field(10_000, ge=1, description="Batches of KV events kept for replay.")
     mover: Literal["nixl", "collective"] = Field(
         "nixl",
-        description="What carries pages between workers; collective is torch.distributed's gloo over TCP, CPUs only.",
+        description="What carries pages between workers; collective is torch.distributed's gloo over TCP, "
+        "and copies a GPU's pages through host memory.",
     )
     page_digest: Literal["auto", "xxh3", "splitmix64"] = Field(
         "auto",

@@ -51,7 +51,7 @@ async def assemble(
         async with asyncio.TaskGroup() as tasks:
             pairs = Pairs(mover, reporter, tasks, config.slow_pair_bytes_per_s)
             client = HandoffClient(me, identity.secret, hear, tasks, reporter.refused, pairs.attached)
-            yield Parts(core, PrefillOutbox(client, Movement(mover, copies, pairs), reporter))
+            yield Parts(core, PrefillOutbox(client, Movement(mover, copies, pairs), reporter), mover)
             pairs.close()
             await client.close()
     finally:

@@ -3,18 +3,45 @@
 torch.distributed's own stores listen on every interface; here the socket that the two have anyway is the store.
 """
 
+import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
+from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvtransfer.backends.framing import Framed
+from pdserve.kvtransfer.session import Peer
 
+SECRET_BYTES = 16
+MAX_GREETING_BYTES = 1024
 MEET_TIMEOUT = timedelta(seconds=5)  # a mover serves no other peer meanwhile
 MAX_KEY_BYTES, MAX_VALUE_BYTES = 256, 1 << 16
 WRITER, READER = 0, 1  # ranks
+_NUM_TAGS = 1 << 30
+_GREETING = struct.Struct(f"!{SECRET_BYTES}sQ")  # secret, incarnation; the worker's name follows
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """The first message of a writer: it knows the secret of the region, and it is this process."""
+
+    secret: bytes
+    peer: Peer
+
+    def encode(self) -> bytes:
+        return _GREETING.pack(self.secret, self.peer.incarnation) + self.peer.worker_id.encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> "Greeting":
+        """Return what a writer said; ValueError if it is no greeting."""
+        if len(data) <= _GREETING.size:
+            raise ValueError(f"a greeting of {len(data)} bytes")
+        secret, incarnation = _GREETING.unpack_from(data)
+        return cls(secret, Peer(WorkerId(data[_GREETING.size :].decode()), Incarnation(incarnation)))
 
 
 class Work(Protocol):
@@ -53,6 +80,11 @@ class _SocketStore(c10d.Store):
         del timeout  # the socket has one
         for key in keys:
             self.get(key)
+
+
+def tag(number: int) -> int:
+    """Return the tag of a page, numbered in the order in which a writer sends them."""
+    return number % _NUM_TAGS
 
 
 def meet(framed: Framed, rank: int) -> Group:

@@ -99,6 +99,9 @@ class Pump(Generic[RemoteT, SliceT]):
         """Report every outstanding copy to a peer as failed: its process is known to have ended."""
         self._order(partial(self._forget, peer))
 
+    def cut(self, peer: Peer) -> None:
+        """Do nothing: what a lane's library has read of the network is in its page, as far as it can be known."""
+
     def close(self) -> None:
         """Stop; blocks. Outstanding copies are not reported."""
         with self._news:

@@ -98,8 +98,6 @@ def engine_device(config: WorkerConfig) -> torch.device:
     """Return where the engine runs; ConfigError if it is not there."""
     if config.device != "cuda":
         return torch.device("cpu")
-    if config.mover != "nixl":
-        raise ConfigError(f"mover: {config.mover} carries no pages of GPU memory; with device cuda it must be nixl")
     if not torch.cuda.is_available():
         raise ConfigError("device: cuda is asked for, and torch sees no CUDA device")
     return torch.device("cuda", torch.cuda.current_device())

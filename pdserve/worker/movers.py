@@ -4,6 +4,7 @@ from pdserve.config import WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.kvtransfer.mover import Mover, OnStopped, Region
 from pdserve.kvtransfer.session import Peer
+from pdserve.worker.boot import KERNEL_DEVICES
 
 LOOPBACK = "127.0.0.1"
 
@@ -20,4 +21,5 @@ def build_mover(
         return NixlMover(me, region, on_stopped, config.test_fail_copies)
     from pdserve.kvtransfer.backends.collective import CollectiveMover  # noqa: PLC0415
 
-    return CollectiveMover(region, on_stopped, listen)
+    staged = config.device in KERNEL_DEVICES  # an engine in the interpreter does as one on a GPU
+    return CollectiveMover(me, region, on_stopped, listen, staged)

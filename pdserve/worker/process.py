@@ -18,7 +18,8 @@ from pdserve.errors import ProtocolError
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.incarnation import new_incarnation
 from pdserve.kvlayout_wire import layout_to_proto
-from pdserve.kvtransfer.backends.unread import until_read
+from pdserve.kvtransfer.backends.unread import settle
+from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.session import Peer
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.rpc import PROTOCOL_VERSION, read_secret
@@ -58,6 +59,7 @@ class Parts(Generic[EventT, CommandT]):
 
     core: Core[EventT, CommandT]
     outbox: Outbox[CommandT]
+    mover: Mover
     handoff_address: str = ""
 
 
@@ -98,6 +100,7 @@ async def serve_worker(config: WorkerConfig, role: "link.Role.ValueType", assemb
                 _publishing(config, identity.secret, register) as publisher,
                 assemble(engine, identity, inbox, _reporter(engine, links, clock, publisher)) as parts,
             ):
+                ear.guard(parts.mover)
                 register.ready = True
                 register.load_progress = 1.0
                 register.handoff_address = parts.handoff_address
@@ -116,8 +119,8 @@ async def serve_worker(config: WorkerConfig, role: "link.Role.ValueType", assemb
 class Ear(Generic[EventT]):
     """Passes on what routers say, in its order, but the ends of processes.
 
-    What a process had sent may still be on its way into our pages: its end is passed on once that has been read, which
-    a writer that is frozen may put off, and which keeps nothing else waiting.
+    What a process had sent may still be on its way into our pages: its end is passed on once that can reach none of
+    them, which a writer that is frozen may put off, and which keeps nothing else waiting.
     """
 
     def __init__(self, inbox: Inbox[EventT], clock: Clock, tasks: asyncio.TaskGroup) -> None:
@@ -125,12 +128,17 @@ class Ear(Generic[EventT]):
         self._clock = clock
         self._tasks = tasks
         self._ends: set[asyncio.Task[None]] = set()
+        self._mover: Mover | None = None
+
+    def guard(self, mover: Mover) -> None:
+        """Have a mover's pages be safe from a process before its end is passed on. None must be granted before this."""
+        self._mover = mover
 
     async def hear(self, news: FromRouter | RouterGone) -> None:
         """Take one word; waits while the core has too much to do."""
         event = _event(news, self._clock.now_s())
         if isinstance(event, PeerGone):
-            end = self._tasks.create_task(self._pass_on_when_read(event), name=f"end of {event.peer.worker_id}")
+            end = self._tasks.create_task(self._pass_on_when_settled(event), name=f"end of {event.peer.worker_id}")
             self._ends.add(end)
             end.add_done_callback(self._ends.discard)
         elif event is not None:
@@ -141,8 +149,9 @@ class Ear(Generic[EventT]):
         for end in self._ends:
             end.cancel()
 
-    async def _pass_on_when_read(self, event: PeerGone) -> None:
-        await until_read()
+    async def _pass_on_when_settled(self, event: PeerGone) -> None:
+        if self._mover is not None:
+            await settle(self._mover, event.peer)
         await self._pass_on(event)
 
     async def _pass_on(self, event: FromRouterEvent) -> None:

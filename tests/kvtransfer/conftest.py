@@ -10,7 +10,7 @@ from mover_settings import Idle, Setting, setting_of
 @pytest.fixture(scope="package")
 def idle() -> Iterator[Idle]:
     """Target processes for each kind of mover, ended after the last test."""
-    idle: Idle = {"loopback": [], "nixl-shm": [], "nixl-tcp": [], "collective": []}
+    idle: Idle = {"loopback": [], "nixl-shm": [], "nixl-tcp": [], "collective": [], "staged": []}
     yield idle
     for target in (target for targets in idle.values() for target in targets):
         assert target.process is not None
@@ -18,13 +18,13 @@ def idle() -> Iterator[Idle]:
         assert target.process.returncode == 0
 
 
-@pytest.fixture(params=["loopback", "nixl-shm", "nixl-tcp", "collective"])
+@pytest.fixture(params=["loopback", "nixl-shm", "nixl-tcp", "collective", "staged"])
 def setting(request: pytest.FixtureRequest, idle: Idle, tmp_path: Path) -> Iterator[Setting]:
     with setting_of(request.param, idle, tmp_path) as setting:
         yield setting
 
 
-@pytest.fixture(params=["nixl-shm", "nixl-tcp", "collective"])
+@pytest.fixture(params=["nixl-shm", "nixl-tcp", "collective", "staged"])
 def remote(request: pytest.FixtureRequest, idle: Idle, tmp_path: Path) -> Iterator[Setting]:
     with setting_of(request.param, idle, tmp_path) as setting:
         yield setting
@@ -36,7 +36,7 @@ def loopback(idle: Idle, tmp_path: Path) -> Iterator[Setting]:
         yield setting
 
 
-@pytest.fixture(params=["nixl-tcp", "collective"])
+@pytest.fixture(params=["nixl-tcp", "collective", "staged"])
 def tcp(request: pytest.FixtureRequest, idle: Idle, tmp_path: Path) -> Iterator[Setting]:
     with setting_of(request.param, idle, tmp_path) as setting:
         yield setting

@@ -16,13 +16,14 @@ from pdserve.kvtransfer.session import Peer
 
 def mover_of(kind: str, region: Region) -> Mover:
     """Start one; torch takes seconds to import, so only where it is needed."""
-    if kind == "collective":
+    me = Peer(WorkerId("target"), new_incarnation())
+    if kind in ("collective", "staged"):
         from pdserve.kvtransfer.backends.collective import CollectiveMover  # noqa: PLC0415
 
-        return CollectiveMover(region, lambda _: None)
+        return CollectiveMover(me, region, lambda _: None, staged=kind == "staged")
     from pdserve.kvtransfer.backends.nixl import NixlMover  # noqa: PLC0415
 
-    return NixlMover(Peer(WorkerId("target"), new_incarnation()), region, lambda _: None)
+    return NixlMover(me, region, lambda _: None)
 
 
 def main() -> None:

@@ -13,14 +13,15 @@ import numpy as np
 import pytest
 
 from pdserve.ids import Incarnation, PageId, WorkerId
-from pdserve.kvtransfer.backends.collective import TOKEN_BYTES, CollectiveMover
+from pdserve.kvtransfer.backends.collective import CollectiveMover
 from pdserve.kvtransfer.backends.framing import Framed
-from pdserve.kvtransfer.backends.pairing import WRITER, meet
+from pdserve.kvtransfer.backends.pairing import SECRET_BYTES, WRITER, Greeting, meet
 from pdserve.kvtransfer.mover import ByteRows, CopyStopped, Description, Region
 from pdserve.kvtransfer.session import Peer
 
 NUM_PAGES, PAGE_BYTES = 64, 1 << 16
 TARGET = Peer(WorkerId("target"), Incarnation(1))
+WRITER_PEER = Peer(WorkerId("writer"), Incarnation(7))
 WRITER_PROCESS = Path(__file__).with_name("writer_process.py")
 EVERYTHING = tuple(map(PageId, range(NUM_PAGES)))
 
@@ -30,28 +31,29 @@ def view() -> ByteRows:
     return np.zeros((NUM_PAGES, PAGE_BYTES), np.uint8)
 
 
-@pytest.fixture
-def receiver(view: ByteRows) -> Iterator[CollectiveMover]:
-    mover = CollectiveMover(Region.of(view), lambda _: None)
+@pytest.fixture(params=[False, True], ids=["in place", "staged"])
+def receiver(view: ByteRows, request: pytest.FixtureRequest) -> Iterator[CollectiveMover]:
+    mover = CollectiveMover(TARGET, Region.of(view), lambda _: None, staged=request.param)
     yield mover
     mover.close()
 
 
 def address_of(receiver: CollectiveMover) -> tuple[str, int]:
-    host, _, port = Description.decode(receiver.describe()).lane[TOKEN_BYTES:].decode().rpartition(":")
+    host, _, port = Description.decode(receiver.describe()).lane[SECRET_BYTES:].decode().rpartition(":")
     return host, int(port)
 
 
 def connected(receiver: CollectiveMover) -> tuple[Framed, bytes]:
-    """Return a socket to the receiver's listener, and the secret to show there."""
+    """Return a socket to the receiver's listener, and what a writer says there first."""
     raw = socket.create_connection(address_of(receiver), 5)
-    return Framed(raw), Description.decode(receiver.describe()).lane[:TOKEN_BYTES]
+    secret = Description.decode(receiver.describe()).lane[:SECRET_BYTES]
+    return Framed(raw), Greeting(secret, WRITER_PEER).encode()
 
 
 def assert_takes_writes(receiver: CollectiveMover, view: ByteRows) -> None:
     mine = np.random.default_rng(1).integers(0, 256, view.shape, np.uint8)
     stopped: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
-    writer = CollectiveMover(Region.of(mine), stopped.put)
+    writer = CollectiveMover(WRITER_PEER, Region.of(mine), stopped.put)
     try:
         writer.attach(TARGET, receiver.describe())
         writer.write(TARGET, EVERYTHING, EVERYTHING)
@@ -63,14 +65,14 @@ def assert_takes_writes(receiver: CollectiveMover, view: ByteRows) -> None:
 
 def test_it_listens_on_the_loopback_interface_unless_told_otherwise(receiver: CollectiveMover) -> None:
     lane = Description.decode(receiver.describe()).lane
-    assert lane[TOKEN_BYTES:].startswith(b"127.0.0.1:")
+    assert lane[SECRET_BYTES:].startswith(b"127.0.0.1:")
 
 
 def test_who_does_not_know_the_secret_is_cut_off_and_others_are_served(
     receiver: CollectiveMover, view: ByteRows
 ) -> None:
     stranger, _ = connected(receiver)
-    stranger.send(bytes(TOKEN_BYTES))
+    stranger.send(Greeting(bytes(SECRET_BYTES), WRITER_PEER).encode())
     with pytest.raises(OSError, match="ended"):
         stranger.receive(100)
     stranger.close()
@@ -80,8 +82,8 @@ def test_who_does_not_know_the_secret_is_cut_off_and_others_are_served(
 def test_a_page_that_is_not_there_ends_the_connection_before_anything_is_written(
     receiver: CollectiveMover, view: ByteRows
 ) -> None:
-    hostile, secret = connected(receiver)
-    hostile.send(secret)
+    hostile, greeting = connected(receiver)
+    hostile.send(greeting)
     group = meet(hostile, WRITER)
     hostile.send(np.array([1 << 20], ">u4").tobytes())
     with pytest.raises(OSError, match="ended"):
@@ -95,8 +97,8 @@ def test_a_page_that_is_not_there_ends_the_connection_before_anything_is_written
 def test_words_that_make_no_sense_end_a_connection_and_others_are_served(
     receiver: CollectiveMover, view: ByteRows
 ) -> None:
-    stranger, secret = connected(receiver)
-    stranger.send(secret)
+    stranger, greeting = connected(receiver)
+    stranger.send(greeting)
     meet(stranger, WRITER)
     stranger.send(b"odd")
     with pytest.raises(OSError, match="ended"):

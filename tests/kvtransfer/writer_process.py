@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 
-from pdserve.ids import Incarnation, PageId, WorkerId
+from pdserve.ids import Incarnation, PageId, WorkerId, new_incarnation
 from pdserve.kvtransfer.backends.collective import CollectiveMover
 from pdserve.kvtransfer.mover import CopyStopped, Region
 from pdserve.kvtransfer.session import Peer
@@ -15,7 +15,8 @@ def main() -> None:
     description, num_pages, page_bytes = bytes.fromhex(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     target, pages = Peer(WorkerId("target"), Incarnation(1)), tuple(map(PageId, range(num_pages)))
     stopped: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
-    mover = CollectiveMover(Region.of(np.ones((num_pages, page_bytes), np.uint8)), stopped.put)
+    me = Peer(WorkerId("writer"), new_incarnation())
+    mover = CollectiveMover(me, Region.of(np.ones((num_pages, page_bytes), np.uint8)), stopped.put)
     mover.attach(target, description)
     for number in range(1 << 20):
         mover.write(target, pages, pages)

@@ -80,9 +80,10 @@ class Setting:
     def mover(self, view: ByteRows, on_stopped: OnStopped) -> Mover:
         if self.name == "loopback":
             return LoopbackMover(Region.of(view), on_stopped)
-        if self.name == "collective":
-            return CollectiveMover(Region.of(view), on_stopped)
-        return NixlMover(Peer(WorkerId("writer"), new_incarnation()), Region.of(view), on_stopped)
+        me = Peer(WorkerId("writer"), new_incarnation())
+        if self.name in ("collective", "staged"):
+            return CollectiveMover(me, Region.of(view), on_stopped, staged=self.name == "staged")
+        return NixlMover(me, Region.of(view), on_stopped)
 
     def target(self) -> Target:
         peer = Peer(WorkerId("target"), new_incarnation())

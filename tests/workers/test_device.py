@@ -26,9 +26,11 @@ def test_a_gpu_that_is_not_there_is_refused() -> None:
         engine_device(config_of(device="cuda"))
 
 
-def test_a_mover_that_cannot_reach_gpu_memory_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^mover: collective carries no pages of GPU memory"):
-        engine_device(config_of(device="cuda", mover="collective"))
+@pytest.mark.parametrize("mover", ["nixl", "collective"])
+def test_a_gpu_is_refused_for_no_movers_sake(mover: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert engine_device(config_of(device="cuda", mover=mover)) == torch.device("cuda", 1)
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,15 @@ import asyncio
 import socket
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
+from half_slice import half_slice
 
 from pdserve.clock import FakeClock
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
+from pdserve.kvtransfer.backends.collective import CollectiveMover
+from pdserve.kvtransfer.backends.loopback import LoopbackMover
+from pdserve.kvtransfer.mover import Mover, Region
 from pdserve.kvtransfer.session import Peer
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.worker.link import FromRouter
@@ -35,10 +40,20 @@ def unread() -> Iterator[socket.socket]:
         yield reader
 
 
-async def test_an_end_waits_for_what_is_unread_and_keeps_nothing_else_waiting(unread: socket.socket) -> None:
+@pytest.fixture
+def mover() -> Iterator[Mover]:
+    mover = LoopbackMover(Region.of(np.zeros((2, 8), np.uint8)), lambda _: None)
+    yield mover
+    mover.close()
+
+
+async def test_an_end_waits_for_what_is_unread_and_keeps_nothing_else_waiting(
+    unread: socket.socket, mover: Mover
+) -> None:
     inbox = Inbox[FromRouterEvent]()
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
         ear = Ear(inbox, FakeClock(), tasks)
+        ear.guard(mover)
         await ear.hear(FromRouter(ROUTER, GONE))
         await ear.hear(FromRouter(ROUTER, CANCEL))
         await inbox.wait()
@@ -48,10 +63,27 @@ async def test_an_end_waits_for_what_is_unread_and_keeps_nothing_else_waiting(un
         assert inbox.drain() == [END]
 
 
-async def test_a_worker_that_leaves_waits_for_no_end(unread: socket.socket) -> None:
+async def test_an_end_waits_until_nothing_that_was_read_of_the_process_can_reach_a_page() -> None:
+    inbox = Inbox[FromRouterEvent]()
+    view = np.zeros((2, 1 << 16), np.uint8)
+    receiver = CollectiveMover(Peer(WorkerId("d0"), Incarnation(1)), Region.of(view), lambda _: None, staged=True)
+    with half_slice(receiver.describe(), END.peer) as ended:
+        async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+            ear = Ear(inbox, FakeClock(), tasks)
+            ear.guard(receiver)
+            await ear.hear(FromRouter(ROUTER, GONE))
+            await inbox.wait()
+        assert inbox.drain() == [END]
+        assert not ended.send_rest()
+    assert not view.any()
+    receiver.close()
+
+
+async def test_a_worker_that_leaves_waits_for_no_end(unread: socket.socket, mover: Mover) -> None:
     inbox = Inbox[FromRouterEvent]()
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
         ear = Ear(inbox, FakeClock(), tasks)
+        ear.guard(mover)
         await ear.hear(FromRouter(ROUTER, GONE))
         ear.close()
     assert inbox.drain() == []

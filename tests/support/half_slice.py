@@ -1,0 +1,61 @@
+"""A writer to the mover over torch.distributed that stops in the middle of a slice, and goes on when it is told to."""
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import torch
+
+from pdserve.kvtransfer.backends.framing import Framed
+from pdserve.kvtransfer.backends.pairing import READER, SECRET_BYTES, WRITER, Greeting, Group, meet, tag
+from pdserve.kvtransfer.mover import Description
+from pdserve.kvtransfer.session import Peer
+
+TIMEOUT = timedelta(seconds=10)
+
+
+class HalfSlice:
+    """Pages 0 and 1 are named and page 0 has been sent; page 1 is not before `send_rest`."""
+
+    def __init__(self, connected: socket.socket, group: Group, page_bytes: int, taker: threading.Thread) -> None:
+        self._socket = connected
+        self._group = group
+        self._page = torch.ones(page_bytes, dtype=torch.uint8)
+        self._taker = taker  # the receiver's thread for this writer, in this process
+        Framed(connected).send((0).to_bytes(4, "big") + (1).to_bytes(4, "big"))
+        self._send(0)
+
+    def send_rest(self) -> bool:
+        """Send page 1 too; returns whether the slice was put in its place, once it was, or never will be."""
+        self._send(1)
+        self._socket.settimeout(TIMEOUT.total_seconds())
+        with suppress(ConnectionError):
+            if self._socket.recv(1):
+                return True
+        self._taker.join(TIMEOUT.total_seconds())
+        assert not self._taker.is_alive()
+        return False
+
+    def _send(self, number: int) -> None:
+        self._group.send([self._page], READER, tag(number)).wait(TIMEOUT)
+
+
+def greeted(description: bytes, me: Peer) -> socket.socket:
+    """Connect to a receiver and say who one is."""
+    lane = Description.decode(description).lane
+    host, _, port = lane[SECRET_BYTES:].decode().rpartition(":")
+    connected = socket.create_connection((host, int(port)), 5)
+    Framed(connected).send(Greeting(lane[:SECRET_BYTES], me).encode())
+    return connected
+
+
+@contextmanager
+def half_slice(description: bytes, me: Peer) -> Iterator[HalfSlice]:
+    """Write half a slice to a receiver in this process."""
+    with greeted(description, me) as connected:
+        name = f"writer {connected.getsockname()}"
+        group = meet(Framed(connected), WRITER)
+        taker = next(thread for thread in threading.enumerate() if thread.name == name)
+        yield HalfSlice(connected, group, Description.decode(description).page_bytes, taker)
