@@ -28,10 +28,8 @@ from pdserve.router.events import (
     WorkerRegistered,
 )
 from pdserve.router.forecast import Forecast
-from pdserve.router.holding import HoldQueue
 from pdserve.router.policies import POLICIES
-from pdserve.router.prefixes import BLOCK, PrefixTable, block_names
-from pdserve.router.request import Request
+from pdserve.router.prefixes import BLOCK
 from pdserve.sampling import SamplingParams
 
 COSTS = StepCosts(Curve(0.02, 1e-4, 0.0), (DecodePiece(None, Curve(0.02, 1e-3, 1e-7)),))
@@ -331,72 +329,6 @@ def test_a_pairs_own_measurement_is_what_hand_offs_are_predicted_from_and_a_slow
     assert complaint == Complain("SLOW: pages of p0 reach d0 at 200 MB/s, carried by tcp")
     assert cluster.forecast.links.bytes_per_s(("p0", "d0")) == 2e8
     assert cluster.post(replace(pair, is_slow=False)) == []
-
-
-def held(number: int, *, priority: int = 0, tenant: str = "", ttft_s: float | None = None, tokens: int = 10) -> Request:
-    event = RequestArrived(
-        RequestId(number.to_bytes(16)), [1] * tokens, SamplingParams(), 0.0, 60.0, priority, tenant, ttft_s
-    )
-    return Request(event, number, 0.0)
-
-
-def drained(queue: HoldQueue) -> list[int]:
-    order = []
-    while (request := queue.first()) is not None:
-        order.append(request.arrival)
-        queue.serve(request)
-    return order
-
-
-def test_the_least_time_left_goes_first_and_the_highest_class_before_all() -> None:
-    queue = HoldQueue(10)
-    for request in (held(1), held(2, ttft_s=3.0), held(3, ttft_s=1.0), held(4, priority=1)):
-        assert queue.push(request) is None
-    assert drained(queue) == [4, 3, 2, 1]
-
-
-def test_tenants_share_by_tokens_not_by_requests() -> None:
-    queue = HoldQueue(100)
-    for number in range(10):
-        queue.push(held(number, tenant="long", tokens=100))
-    for number in range(10, 40):
-        queue.push(held(number, tenant="short", tokens=20))
-    first = drained(queue)[:18]
-    num_long = sum(number < 10 for number in first)
-    assert num_long == 3
-    assert len(first) - num_long == 15
-
-
-def test_a_full_queue_sheds_the_lowest_class_and_in_it_the_greediest_tenant() -> None:
-    queue = HoldQueue(3)
-    for request in (held(1, tenant="a"), held(2, tenant="b"), held(3, tenant="b")):
-        queue.push(request)
-    shed = queue.push(held(4, priority=1))
-    assert shed is not None
-    assert shed.arrival == 3
-    shed = queue.push(held(5, priority=-1))
-    assert shed is not None
-    assert shed.arrival == 5
-
-
-def test_a_prefix_is_matched_as_far_as_each_worker_holds_it() -> None:
-    table, tokens = PrefixTable(), list(range(BLOCK * 4))
-    names = block_names(tokens, "t")
-    table.note([LinkId(1)], names, 0.0)
-    table.note([LinkId(2)], names[:2], 0.0)
-    assert table.match(names, 1.0) == {1: 4 * BLOCK, 2: 2 * BLOCK}
-    assert table.match(block_names(tokens, "other tenant"), 1.0) == {}
-    assert table.match(names, 1e6) == {}
-    table.forget(LinkId(1))
-    table.forget(LinkId(2))
-    assert len(table) == 0
-
-
-def test_the_prefix_table_is_bounded() -> None:
-    table = PrefixTable(max_names=100)
-    for number in range(300):
-        table.note([LinkId(1)], block_names([number] * BLOCK, ""), 0.0)
-    assert len(table) == 100
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,126 @@
+"""How requests end in the router, and what their ledgers tell."""
+
+import pytest
+from router_driver import LENGTH, Driver
+
+from pdserve.errors import Status
+from pdserve.router.events import (
+    ClientGone,
+    ClientTooSlow,
+    LinkLost,
+    Refused,
+    ShutdownAsked,
+)
+from pdserve.router.ladder import Rung
+
+
+def test_the_deadline_ends_a_request_on_both_workers() -> None:
+    d = Driver()
+    prefill, decode = d.pair()
+    request = d.arrive(deadline_in_s=2.0)
+    d.tokens(prefill, request, 0, 10)
+    assert d.core.next_wakeup_s() == 102.0
+    d.wait(2.0)
+    assert d.refusal(request) == Refused(Status.DEADLINE_EXCEEDED, "the deadline passed after 1 tokens")
+    assert {(c.link, c.indices) for c in d.cancels()} == {(prefill, ()), (decode, ())}
+    d.core.check_idle()
+
+
+def test_a_client_that_leaves_or_lags_frees_both_workers() -> None:
+    d = Driver()
+    prefill, decode = d.pair()
+    gone, slow = d.arrive(), d.arrive()
+    d.post(ClientGone(gone))
+    assert {c.link for c in d.cancels()} == {prefill, decode}
+    d.post(ClientTooSlow(slow, 1024))
+    assert {c.link for c in d.cancels()} == {prefill, decode}
+    assert d.refusal(slow).status is Status.RESOURCE_EXHAUSTED
+    d.post(ClientGone(slow))
+    d.core.check_idle()
+
+
+def test_a_router_that_shuts_down_finishes_what_runs() -> None:
+    d = Driver()
+    prefill, _ = d.pair()
+    running = d.arrive(max_tokens=1)
+    d.post(ShutdownAsked())
+    assert not d.core.is_ready
+    refused = d.arrive()
+    assert d.refusal(refused) == Refused(Status.UNAVAILABLE, "this router is shutting down")
+    d.tokens(prefill, running, 0, 10)
+    d.answer(running)
+
+
+def test_the_ledger_adds_up() -> None:
+    d = Driver()
+    prefill, decode = d.pair()
+    request = d.arrive()
+    d.now_s += 0.010
+    d.rung(prefill, request, Rung.PREFILL_QUEUED, age_s=0.009)
+    d.rung(prefill, request, Rung.PREFILL_STARTED, age_s=0.008, cached_tokens=2)
+    d.rung(decode, request, Rung.GRANTED, age_s=0.007, pages_reused=1)
+    d.now_s += 0.010
+    d.tokens(prefill, request, 0, 10)
+    d.now_s += 0.002
+    d.rung(prefill, request, Rung.PREFILL_DONE, age_s=0.001)
+    d.rung(decode, request, Rung.LANDED, handoff_bytes=100, handoff_s=0.003)
+    d.rung(decode, request, Rung.COMMITTED)
+    d.rung(decode, request, Rung.DECODE_JOINED)
+    d.now_s += 0.008
+    d.tokens(decode, request, 1, 11, 12, 13, end=LENGTH)
+    answer = d.answer(request)
+    ledger = answer.ledger
+    at_ms = {rung: round(ms, 6) for rung, ms in ledger.steps}
+    assert list(at_ms.items()) == [
+        ("received", 0.0),
+        ("tokenized", 0.0),
+        ("admitted", 0.0),
+        ("placed", 0.0),
+        ("prefill_queued", 1.0),
+        ("prefill_started", 2.0),
+        ("granted", 3.0),
+        ("prefill_done", 20.0),
+        ("first_token", 20.0),
+        ("landed", 22.0),
+        ("committed", 22.0),
+        ("decode_joined", 22.0),
+        ("finished", 30.0),
+    ]
+    assert ledger.ttft_ms == pytest.approx(20.0)
+    assert ledger.tpot_ms == pytest.approx(10.0 / 3)
+    assert (ledger.handoff_bytes, ledger.handoff_pages_reused, answer.usage.cached_tokens) == (100, 1, 2)
+    assert ledger.handoff_ms == pytest.approx(3.0)
+
+
+def test_news_that_was_late_keeps_its_place_on_the_ladder() -> None:
+    d = Driver()
+    prefill, decode = d.pair()
+    request = d.arrive(max_tokens=2)
+    d.now_s += 0.010
+    d.rung(prefill, request, Rung.PREFILL_STARTED, age_s=0.008)
+    d.rung(prefill, request, Rung.PREFILL_QUEUED, age_s=0.005)
+    d.rung(decode, request, Rung.COMMITTED, age_s=0.004)
+    d.rung(decode, request, Rung.LANDED, age_s=0.001)
+    d.tokens(prefill, request, 0, 10)
+    d.tokens(decode, request, 1, 11, end=LENGTH)
+    at_ms = {rung: round(ms, 6) for rung, ms in d.answer(request).ledger.steps}
+    assert (at_ms[Rung.PREFILL_QUEUED], at_ms[Rung.PREFILL_STARTED]) == (2.0, 2.0)
+    assert (at_ms[Rung.LANDED], at_ms[Rung.COMMITTED]) == (6.0, 6.0)
+
+
+def test_the_hand_off_of_a_failed_attempt_is_not_in_the_ledger() -> None:
+    d = Driver()
+    prefill, first = d.pair()
+    request = d.arrive(max_tokens=2)
+    d.rung(first, request, Rung.GRANTED)
+    d.rung(first, request, Rung.LANDED)
+    d.attach("d1")
+    d.post(LinkLost(first, "its stream ended"))
+    second = d.placed().decode
+    assert second is not None
+    d.rung(second.link, request, Rung.COMMITTED, attempt=1)
+    d.tokens(prefill, request, 0, 10, attempt=1)
+    d.tokens(second.link, request, 1, 11, attempt=1, end=LENGTH)
+    rungs = [rung for rung, _ in d.answer(request).ledger.steps]
+    assert Rung.COMMITTED in rungs
+    assert Rung.LANDED not in rungs

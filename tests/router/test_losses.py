@@ -1,0 +1,228 @@
+"""What the router does when workers are lost, attempts fail and processes follow one another."""
+
+from dataclasses import replace
+
+import pytest
+from router_driver import LENGTH, PROMPT, STOP, Driver
+
+from pdserve.errors import Refusal, Status
+from pdserve.ids import Incarnation, WorkerId
+from pdserve.router.events import (
+    DropLink,
+    Failure,
+    Limits,
+    LinkLost,
+    Load,
+    LoadReported,
+    ProcessEnded,
+    Refused,
+    TellProcessGone,
+    WorkerRegistered,
+)
+from pdserve.router.ladder import Rung
+
+
+def test_a_lost_worker_before_the_first_token_costs_only_time() -> None:
+    d = Driver()
+    _, first = d.pair()
+    second = d.attach("d1")
+    request = d.arrive()
+    prefill = d.placed().prefill.link
+    d.post(LinkLost(first, "its stream ended"))
+    place = d.placed()
+    assert [(c.link, c.attempt) for c in d.cancels()] == [(prefill, 0)]
+    assert place.decode is not None
+    assert (place.decode.link, place.spec.attempt) == (second, 1)
+    d.tokens(prefill, request, 0, 10, attempt=1)
+    d.tokens(second, request, 1, 11, 12, 13, attempt=1, end=LENGTH)
+    assert d.answer(request).ledger.attempts == 2
+
+
+def test_a_lost_decode_worker_in_mid_answer_loses_and_doubles_nothing() -> None:
+    d = Driver()
+    prefill, first = d.pair()
+    request = d.arrive()
+    d.tokens(prefill, request, 0, 10)
+    d.tokens(first, request, 1, 11)
+    second = d.attach("d1")
+    d.post(LinkLost(first, "its stream ended"))
+    place = d.placed()
+    assert tuple(place.spec.token_ids) == (*PROMPT, 10, 11)
+    assert place.spec.num_prompt_tokens == len(PROMPT)
+    d.tokens(prefill, request, 2, 12, attempt=1)
+    d.tokens(second, request, 3, 13, attempt=1, end=LENGTH)
+    assert d.delivered[request, 0] == [10, 11, 12, 13]
+    d.answer(request)
+
+
+def test_continuations_with_tokens_are_placed_again_one_by_one() -> None:
+    d = Driver()
+    prefill, first = d.pair()
+    request = d.arrive(n=3, max_tokens=3)
+    for index in range(3):
+        d.tokens(prefill, request, 0, index, index=index)
+    d.tokens(first, request, 1, 11, index=1)
+    d.tokens(first, request, 1, 12, end=STOP, index=2)
+    d.attach("d1")
+    d.post(LinkLost(first, "its stream ended"))
+    again = {(p.spec.attempt, p.spec.indices, tuple(p.spec.token_ids[3:])) for p in d.placements()}
+    assert again == {(1, (0,), (0,)), (2, (1,), (1, 11))}
+
+
+def test_decode_goes_on_without_its_prefill_worker() -> None:
+    d = Driver()
+    prefill, decode = d.pair()
+    request = d.arrive()
+    d.tokens(prefill, request, 0, 10)
+    d.rung(decode, request, Rung.COMMITTED)
+    d.post(LinkLost(prefill, "its stream ended"))
+    assert d.placements() == []
+    d.tokens(decode, request, 1, 11, 12, 13, end=LENGTH)
+    d.answer(request)
+
+
+def test_a_prefill_worker_lost_before_the_commit_is_replaced() -> None:
+    d = Driver()
+    prefill, decode = d.pair()
+    d.attach("p1")
+    request = d.arrive()
+    d.tokens(prefill, request, 0, 10)
+    d.post(LinkLost(prefill, "its stream ended"))
+    assert d.placed().prefill.worker_id == "p1"
+    assert [c.link for c in d.cancels()] == [decode]
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "most"), [(Failure.OVERLOADED, Status.UNAVAILABLE, 8), (Failure.INTERNAL, Status.INTERNAL, 3)]
+)
+def test_attempts_are_bounded(failure: Failure, status: Status, most: int) -> None:
+    d = Driver(Limits(worker_silence_s=1e6))
+    prefill, _ = d.pair()
+    request = d.arrive()
+    for attempt in range(most):
+        assert request not in d.ends
+        d.fail(prefill, request, failure, attempt)
+        d.wait(1.0)
+    assert d.refusal(request) == Refused(status, f"p0: {failure.name}: no luck; placed {most} times")
+    d.core.check_idle()
+
+
+def test_a_failed_attempt_is_placed_elsewhere_where_there_is_an_elsewhere() -> None:
+    d = Driver()
+    for name in ("p0", "p1", "d0", "d1"):
+        d.attach(name)
+    request = d.arrive()
+    first = d.placed()
+    assert first.decode is not None
+    d.fail(first.prefill.link, request, Failure.PEER_LOST)
+    d.wait(0.05)
+    second = d.placed()
+    assert second.decode is not None
+    assert second.decode.link != first.decode.link, "the peer is to blame"
+
+
+@pytest.mark.parametrize(
+    ("failure", "status"),
+    [
+        (Failure.PEER_LOST, Status.UNAVAILABLE),
+        (Failure.TRANSFER_FAILED, Status.UNAVAILABLE),
+        (Failure.OVERLOADED, Status.UNAVAILABLE),
+        (Failure.DIGEST_MISMATCH, Status.INTERNAL),
+        (Failure.INTERNAL, Status.INTERNAL),
+    ],
+)
+def test_the_last_failure_decides_the_status(failure: Failure, status: Status) -> None:
+    d = Driver(Limits(max_attempts=1, max_interruptions=1))
+    prefill, decode = d.pair()
+    request = d.arrive()
+    d.fail(prefill, request, failure)
+    assert d.refusal(request).status is status
+    assert {c.link for c in d.cancels()} == {prefill, decode}
+
+
+def test_what_no_worker_can_serve_is_not_tried_again() -> None:
+    d = Driver()
+    prefill, _ = d.pair()
+    request = d.arrive()
+    d.fail(prefill, request, Failure.INVALID)
+    assert d.refusal(request) == Refused(Status.INTERNAL, "p0: INVALID: no luck")
+
+
+def test_the_last_worker_of_a_pool_takes_its_requests_with_it() -> None:
+    d = Driver(Limits(pool_grace_s=0))
+    prefill, decode = d.pair()
+    request = d.arrive(n=3)
+    for index in range(3):
+        d.tokens(prefill, request, 0, 10, index=index)
+    d.post(LinkLost(decode, "its stream ended"))
+    refusal = d.refusal(request)
+    assert refusal.status is Status.UNAVAILABLE
+    assert refusal.message == "d0 was lost (its stream ended), and no decode worker is ready"
+    d.core.check_idle()
+
+
+def test_the_last_worker_of_a_pool_may_hold_several_placements_of_a_request() -> None:
+    d = Driver(Limits(pool_grace_s=0, max_deaths=3))
+    prefill, first = d.pair()
+    request = d.arrive(n=3)
+    for index in range(3):
+        d.tokens(prefill, request, 0, 10, index=index)
+    second = d.attach("d1")
+    d.post(LinkLost(first, "its stream ended"))
+    assert len(d.placements()) == 3
+    d.post(LinkLost(second, "its stream ended"))
+    assert d.refusal(request).status is Status.UNAVAILABLE
+    d.core.check_idle()
+
+
+def test_a_silent_worker_is_dropped_and_a_loading_one_is_not() -> None:
+    d = Driver(Limits(pool_grace_s=0))
+    prefill, decode = d.pair()
+    loading = d.attach("d1", ready=False)
+    request = d.arrive()
+    d.wait(3.0)
+    d.post(LoadReported(prefill, Load()))
+    assert d.core.next_wakeup_s() == 104.0
+    d.wait(1.0)
+    assert [c.link for c in d.last if isinstance(c, DropLink)] == [decode]
+    assert d.refusal(request).status is Status.UNAVAILABLE
+    assert d.core.workers.get(loading) is not None
+
+
+def test_a_name_that_attaches_again_replaces_its_former_stream() -> None:
+    d = Driver(Limits(pool_grace_s=0))
+    _, old = d.pair()
+    request = d.arrive()
+    new = d.attach("d0", incarnation=2)
+    assert DropLink(old, "a later process of its name has attached", Refusal.INCARNATION) in d.last
+    assert d.refusal(request).status is Status.UNAVAILABLE
+    d.arrive()
+    place = d.placed()
+    assert place.decode is not None
+    assert (place.decode.link, place.decode.incarnation) == (new, 2)
+
+
+def test_a_process_that_attaches_again_replaces_its_former_stream_and_is_not_sent_away() -> None:
+    d = Driver()
+    _, old = d.pair()
+    d.attach("d0")
+    assert DropLink(old, "its name attached again") in d.last
+
+
+def test_a_worker_may_not_become_another() -> None:
+    d = Driver()
+    prefill, _ = d.pair()
+    told = d.core.workers.known(prefill).registration
+    d.post(WorkerRegistered(prefill, replace(told, incarnation=Incarnation(7))))
+    assert [c.link for c in d.last if isinstance(c, DropLink)] == [prefill]
+
+
+def test_the_end_of_a_process_is_told_to_workers_now_and_later() -> None:
+    d = Driver()
+    prefill, decode = d.pair()
+    d.post(ProcessEnded(WorkerId("d0"), Incarnation(1)))
+    drops = [(c.link, c.refusal) for c in d.last if isinstance(c, DropLink)]
+    assert drops == [(decode, Refusal.INCARNATION)], "where it lives, it has to end"
+    assert TellProcessGone(prefill, WorkerId("d0"), Incarnation(1)) in d.last
+    late = d.attach("p1")
+    assert TellProcessGone(late, WorkerId("d0"), Incarnation(1)) in d.last

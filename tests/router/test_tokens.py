@@ -1,0 +1,119 @@
+"""What the router makes of the tokens that workers report: each once and in its order, whatever overtakes what."""
+
+from dataclasses import replace
+
+from router_driver import LAYOUT, LENGTH, PROMPT, STOP, Driver
+
+from pdserve.router.events import (
+    Failure,
+    LinkLost,
+    StopStringFound,
+)
+from pdserve.router.ladder import Rung
+
+
+def test_tokens_are_taken_once_and_in_order() -> None:
+    d = Driver()
+    prefill, decode = d.pair()
+    request = d.arrive()
+    d.tokens(prefill, request, 0, 10)
+    d.tokens(prefill, request, 0, 10)
+    d.tokens(decode, request, 1, 11, 12)
+    d.tokens(decode, request, 1, 11, 12)
+    d.tokens(decode, request, 2, 12, 13, end=LENGTH)
+    assert d.delivered[request, 0] == [10, 11, 12, 13]
+    assert d.answer(request).usage.completion_tokens == 4
+
+
+def test_decode_may_overtake_the_first_token() -> None:
+    d = Driver()
+    prefill, decode = d.pair()
+    request = d.arrive()
+    d.rung(decode, request, Rung.COMMITTED)
+    d.tokens(decode, request, 1, 11)
+    d.tokens(decode, request, 2, 12)
+    assert (request, 0) not in d.delivered
+    d.tokens(prefill, request, 0, 10)
+    assert d.delivered[request, 0] == [10, 11, 12]
+    d.tokens(decode, request, 3, 13, end=STOP)
+    assert d.answer(request).ledger.decode_worker == "d0"
+
+
+def test_decode_may_overtake_the_first_token_with_all_the_rest() -> None:
+    d = Driver()
+    prefill, decode = d.pair()
+    request = d.arrive()
+    d.tokens(decode, request, 1, 11, 12, 13, end=LENGTH)
+    d.tokens(prefill, request, 0, 10)
+    assert d.delivered[request, 0] == [10, 11, 12, 13]
+    assert d.answer(request).ledger.decode_worker == "d0"
+
+
+def test_what_overtook_a_lost_attempt_is_not_counted_in_the_next() -> None:
+    d = Driver()
+    prefill, first = d.pair()
+    request = d.arrive()
+    d.tokens(first, request, 1, 11)
+    second = d.attach("d1")
+    d.post(LinkLost(first, "its stream ended"))
+    d.tokens(second, request, 1, 11, 12, 13, attempt=1, end=LENGTH)
+    d.tokens(prefill, request, 0, 10, attempt=1)
+    assert d.delivered[request, 0] == [10, 11, 12, 13]
+    assert d.answer(request).ledger.attempts == 2
+
+
+def test_a_gap_ends_the_attempt_but_not_the_request() -> None:
+    d = Driver()
+    prefill, decode = d.pair()
+    request = d.arrive()
+    d.tokens(prefill, request, 0, 10)
+    d.tokens(decode, request, 2, 12)
+    assert {cancel.link for cancel in d.cancels()} == {prefill, decode}
+    d.wait(0.05)
+    place = d.placed()
+    assert (place.spec.attempt, tuple(place.spec.token_ids)) == (1, (*PROMPT, 10))
+
+
+def test_more_tokens_than_asked_for_are_not_delivered() -> None:
+    d = Driver()
+    prefill, decode = d.pair()
+    request = d.arrive()
+    d.tokens(prefill, request, 0, 10)
+    d.tokens(decode, request, 1, 11, 12, 13, 14)
+    assert d.delivered[request, 0] == [10]
+    assert d.core.num_active == 1
+
+
+def test_tokens_of_an_attempt_that_is_over_are_ignored() -> None:
+    d = Driver()
+    prefill, decode = d.pair()
+    request = d.arrive()
+    d.fail(decode, request, Failure.TRANSFER_FAILED)
+    d.wait(0.05)
+    d.tokens(prefill, request, 0, 10)
+    assert d.delivered == {}
+    d.tokens(prefill, request, 0, 10, attempt=1)
+    assert d.delivered[request, 0] == [10]
+
+
+def test_tokens_of_another_worker_are_ignored() -> None:
+    d = Driver()
+    d.pair()
+    stranger = d.attach("d9", layout=replace(LAYOUT, page_size=32))
+    request = d.arrive()
+    d.tokens(stranger, request, 0, 10)
+    assert d.delivered == {}
+
+
+def test_a_stop_string_ends_one_continuation_and_the_others_go_on() -> None:
+    d = Driver()
+    prefill, decode = d.pair()
+    request = d.arrive(n=2, max_tokens=2)
+    d.tokens(prefill, request, 0, 10, index=0)
+    d.tokens(prefill, request, 0, 20, index=1)
+    d.post(StopStringFound(request, 0))
+    assert {(c.link, c.indices) for c in d.cancels()} == {(prefill, (0,)), (decode, (0,))}
+    d.tokens(decode, request, 1, 11, index=0)
+    d.tokens(decode, request, 1, 21, index=1)
+    assert d.delivered == {(request, 0): [10], (request, 1): [20, 21]}
+    d.answer(request)
