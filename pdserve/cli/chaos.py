@@ -32,6 +32,7 @@ def bench_chaos(
     prefill: Annotated[int, typer.Option("--prefill", help="Prefill workers.")] = 2,
     decode: Annotated[int, typer.Option("--decode", help="Decode workers.")] = 2,
     dtype: Dtype = "float32",
+    mover: Annotated[str | None, typer.Option(help="The workers' --mover.", show_default=False)] = None,
     pool_grace: Annotated[float | None, typer.Option(help="The router's --pool-grace-s.", show_default=False)] = None,
     threads: Annotated[
         int | None, typer.Option(help="CPU threads of each worker's engine.", show_default=False)
@@ -59,7 +60,7 @@ def bench_chaos(
         num_prefill=prefill,
         num_decode=decode,
         name=f"chaos-{seed}",
-        worker_flags={"dtype": dtype, "num_threads": threads},
+        worker_flags={"dtype": dtype, "mover": mover, "num_threads": threads},
         router_flags={"pool_grace_s": pool_grace},
     )
     faulty = replace(spec, worker_flags={**spec.worker_flags, "test_fail_copies": fail_copies or None})
