@@ -73,13 +73,14 @@ class Goodput:
 
     def _options(self, group: Group, prompt: Prompt, demand: Demand) -> Iterator[_Option]:
         """Yield the best hand-off of a group, and the best decode worker to do it all."""
-        later = self._num_later(demand), demand.now_s
+        num_later = max(1.0, self._forecast.lengths.expected(demand.max_tokens) - 1)
+        later = num_later, demand.now_s
         outlooks = [Outlook(self._forecast, worker, prompt, later) for worker in group.decodes]
         if group.prefills:
             yield self._handoff(group, outlooks, prompt, demand)
         if group.local and (demand.needs_decode or not group.prefills):
             limit_s = _LOCAL_SHARE * (demand.tpot_slo_s or inf) if group.prefills else inf
-            yield min((self._local(outlook, later[0], limit_s) for outlook in outlooks), key=_merit(demand))
+            yield min([self._local(outlook, limit_s) for outlook in outlooks], key=_merit(demand))
 
     def _handoff(self, group: Group, outlooks: list[Outlook], prompt: Prompt, demand: Demand) -> _Option:
         forecast = self._forecast
@@ -88,32 +89,29 @@ class Goodput:
         biased_s = forecast.ttft_bias[False].factor * ttft_s
         if not outlooks:
             return _Option(Pair(prefill, None), biased_s, 0.0, biased_s)
-        steps_s = [each.step_s(ttft_s) / (1 - each.local_share(with_prompt=False)) for each in outlooks]
+        steps_s = [each.step_s(ttft_s) / (1 - each.local_share) for each in outlooks]
         scored = [(step_s + _no_room_s(each), each.worker) for step_s, each in zip(steps_s, outlooks, strict=True)]
         chosen = _draw(scored, demand.draw // 4099)
-        step_s, decode, num_later = steps_s[chosen], outlooks[chosen].worker, self._num_later(demand)
+        step_s, decode, num_later = steps_s[chosen], outlooks[chosen].worker, outlooks[chosen].num_later
         joins_s = forecast.handoff_s(prefill, decode, prompt) + step_s / 2
         tpot_s = forecast.tpot_bias[False].factor * (step_s + joins_s / num_later)
         cost_s = biased_s + tpot_s * num_later
         bar = None if outlooks[chosen].has_room else _Bar.NO_ROOM
         return _Option(Pair(prefill, decode), biased_s, tpot_s, cost_s, bar)
 
-    def _local(self, outlook: Outlook, num_later: float, limit_s: float) -> _Option:
+    def _local(self, outlook: Outlook, limit_s: float) -> _Option:
         """Return what a decode worker would bring that does it all, and may only while its steps are within a limit."""
         forecast, worker, compute_s = self._forecast, outlook.worker, outlook.compute_s
         step_s = outlook.step_s(0.0)
         ttft_s = forecast.ttft_bias[True].factor * outlook.prefill_s(step_s)
         stalled_s = step_s + (outlook.waiting_s + compute_s) / max(1.0, forecast.output_tokens / 2)
-        bias, shared_s = forecast.tpot_bias[True].factor, step_s / (1 - outlook.local_share(with_prompt=True))
+        bias, shared_s = forecast.tpot_bias[True].factor, step_s / (1 - outlook.local_share_with_prompt())
         tpot_s = bias * max(shared_s, stalled_s)
         wide_s = bias * shared_s * forecast.tpot_margins[True].factor
         harm_s = compute_s * worker.num_sequences
-        cost_s = ttft_s + tpot_s * num_later + harm_s
+        cost_s = ttft_s + tpot_s * outlook.num_later + harm_s
         bar = _Bar.FOR_HANDOFFS if wide_s > limit_s else None
         return _Option(Pair(None, worker), ttft_s, tpot_s, cost_s, bar if outlook.has_room else _Bar.NO_ROOM)
-
-    def _num_later(self, demand: Demand) -> float:
-        return max(1.0, self._forecast.lengths.expected(demand.max_tokens) - 1)
 
     # ---- admission
 

@@ -28,22 +28,25 @@ class Outlook:
 
     def __init__(self, forecast: Forecast, worker: WorkerView, prompt: Prompt, later: tuple[float, float]) -> None:
         """`later`: how many tokens the request will take part in, and the present moment."""
-        num_all, width = worker.num_sequences, prompt.num_sequences
+        num_all, width, output_tokens = worker.num_sequences, prompt.num_sequences, forecast.output_tokens
+        costs = forecast.costs[Role.DECODE]
         self.worker = worker
         self._forecast = forecast
-        self._costs = forecast.costs[Role.DECODE]
-        self._num_later, now_s = later
+        self._costs = costs
+        self.num_later, now_s = later
         self._now_s = now_s
         self._width = width
-        self._num_arriving = worker.num_arriving
-        self._num_running = max(0, num_all - worker.num_arriving)
-        self._mean_kv = (worker.kv_tokens + prompt.num_tokens * width) / (num_all + width) + forecast.output_tokens / 2
+        self._num_running = running = float(max(0, num_all - worker.num_arriving))
+        self._mean_kv = (worker.kv_tokens + prompt.num_tokens * width) / (num_all + width) + output_tokens / 2
+        self._running_s = costs.decode_s(running, running * self._mean_kv) if running else 0.0  # a step of these alone
         self._rate = forecast.sequences_a_second(worker, now_s)
         self._local_s = forecast.local_s(worker, now_s)
-        self._answer_steps = forecast.output_tokens / (1 - forecast.local_share(self._local_s))
+        self.local_share = forecast.local_share(self._local_s)  # of this worker's time: what goes to prompts
+        self._answer_steps = output_tokens / (1 - self.local_share)
         self._fresh, self._work = uncached(prompt, worker.link)
-        self.compute_s = self._costs.prefill.marginal_s(self._fresh, self._work)  # of the prompt, beside decoding
-        self.waiting_s = self._costs.prefill.each_s * worker.pending_prefill_tokens  # of prompts that are here already
+        curve, self._num_waiting = costs.prefill, worker.pending_prefill_tokens
+        self.compute_s = curve.marginal_s(self._fresh, self._work)  # of the prompt, beside decoding
+        self.waiting_s = curve.each_s * self._num_waiting  # of prompts that are here already
         self.has_room = self._find_room(prompt)
 
     def step_s(self, delay_s: float) -> float:
@@ -52,33 +55,32 @@ class Outlook:
         Of those that run now, some will have ended when it joins; all that are on their way will have come. From then
         on, as these end, the batch goes towards what arrivals and lengths of lately lead to.
         """
-        forecast, costs, width, others = self._forecast, self._costs, self._width, float(self._num_running)
-        knows_arrivals = forecast.knows_arrivals
-        if knows_arrivals:
-            crowd = self._crowd(delay_s)
-            others = crowd.at_join
-        alone_s = costs.decode_s(others + width, (others + width) * self._mean_kv)
-        slowdown = costs.decode_slowdown(forecast.machines.expected(self.worker, alone_s * self._num_later))
-        if knows_arrivals:
-            answer_s = self._answer_s(alone_s * slowdown)
-            ratio = max(1e-6, alone_s * slowdown * self._num_later / answer_s)
-            share = (1 - exp(-ratio)) / ratio
-            steady = min(self._rate * answer_s, float(self.worker.registration.max_num_seqs))
-            others = crowd.staying + crowd.fading * share + steady * (1 - share)
-            alone_s = costs.decode_s(others + width, (others + width) * self._mean_kv)
-        return alone_s * slowdown
+        forecast, costs, worker = self._forecast, self._costs, self.worker
+        if not forecast.knows_arrivals:
+            batch = self._num_running + self._width
+            alone_s = costs.decode_s(batch, batch * self._mean_kv)
+            return alone_s * costs.decode_slowdown(forecast.machines.expected(worker, alone_s * self.num_later))
+        crowd = self._crowd(delay_s)
+        batch = crowd.at_join + self._width
+        alone_s = costs.decode_s(batch, batch * self._mean_kv)
+        slowdown = costs.decode_slowdown(forecast.machines.expected(worker, alone_s * self.num_later))
+        answer_s = self._answer_s(alone_s * slowdown)
+        ratio = max(1e-6, alone_s * slowdown * self.num_later / answer_s)
+        share = (1 - exp(-ratio)) / ratio
+        steady = min(self._rate * answer_s, float(worker.registration.max_num_seqs))
+        batch = crowd.staying + crowd.fading * share + steady * (1 - share) + self._width
+        return costs.decode_s(batch, batch * self._mean_kv) * slowdown
 
     def _crowd(self, delay_s: float) -> "_Crowd":
         """Return who will be there when the request joins."""
-        running, batch, later = float(self._num_running), self.worker.batch, self._num_later
-        step_s = self._costs.decode_s(running, running * self._mean_kv) if running else 0.0
-        fade = exp(-delay_s / self._answer_s(step_s)) if running and delay_s else 1.0
+        running, batch, later = self._num_running, self.worker.batch, self.num_later
+        fade = exp(-delay_s / self._answer_s(self._running_s)) if running and delay_s else 1.0
         if not self._forecast.lengths.follow_limits:
-            fading = running * fade + self._num_arriving
+            fading = running * fade + self.worker.num_arriving
             return _Crowd(fading, fading, 0.0)
-        staying, at_join = batch.coming.mean_left(0.0, later), float(self._num_arriving)
+        staying, at_join = batch.coming.mean_left(0.0, later), float(self.worker.num_arriving)
         if running:
-            joins = batch.num_steps(self._now_s) + delay_s / step_s
+            joins = batch.num_steps(self._now_s) + delay_s / self._running_s
             at_join += batch.running.num_left(joins)
             staying += batch.running.mean_left(joins, later)
         fading = max(0.0, running - len(batch.running)) * fade  # those of other routers
@@ -88,15 +90,15 @@ class Outlook:
         """Return how long answers take while steps take so long: a crowd stays longer than answers took of late."""
         return max(_LEAST_ANSWER_S, self._answer_steps * step_s)
 
-    def local_share(self, *, with_prompt: bool) -> float:
-        """Return the share of this worker's time that goes to prompts, with this one or without."""
-        return self._forecast.local_share(self._local_s + (self.compute_s if with_prompt else 0.0))
+    def local_share_with_prompt(self) -> float:
+        """Return the share of this worker's time that would go to prompts with this one."""
+        return self._forecast.local_share(self._local_s + self.compute_s)
 
     def prefill_s(self, step_s: float) -> float:
         """Predict when the first token comes if this worker computes the prompt, and goes on decoding meanwhile."""
         worker, costs, running = self.worker, self._costs, self.worker.num_sequences
         budget, work = max(1, worker.step_tokens - running), worker.pending_prefill_work + self._work
-        num_tokens = worker.pending_prefill_tokens + self._fresh
+        num_tokens = self._num_waiting + self._fresh
         total_s = costs.prefill_s(num_tokens, work, budget)
         if not running:
             return total_s

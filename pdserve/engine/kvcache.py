@@ -67,12 +67,10 @@ class KvCache:
 
     def publish(self, names: Sequence[PageName], pages: Sequence[PageId], run: range, content: Content) -> None:
         """Index the pages `run` of a sequence, by number: their KV is complete. `content` is the sequence's."""
-        start, stop = run.start, min(run.stop, len(names))
-        for i in range(start, stop):
-            if not self._index.add(names[i], pages[i]):
-                self._note_stored(names, range(start, i), content)
-                start = i + 1
-        self._note_stored(names, range(start, stop), content)
+        added = self._index.add(names, pages, range(run.start, min(run.stop, len(names))))
+        if self.journal is not None:
+            for each in added:
+                self.journal.stored(names, each, content.token_ids, self.page_size, content.salt)
 
     def check(self) -> None:
         """Raise InvariantError unless the pool adds up and no page under a writer is indexed."""
@@ -87,7 +85,3 @@ class KvCache:
             if self.journal is not None:
                 self.journal.removed(names)
         return pages
-
-    def _note_stored(self, names: Sequence[PageName], run: range, content: Content) -> None:
-        if self.journal is not None:
-            self.journal.stored(names, run, content.token_ids, self.page_size, content.salt)

@@ -69,13 +69,21 @@ class PrefixIndex:
             pages.append(page)
         return tuple(pages)
 
-    def add(self, name: PageName, page: PageId) -> bool:
-        """Index a page and return True; where a page has this name already, keep that one."""
-        if name in self._page or page in self._name:
-            return False
-        self._page[name] = page
-        self._name[page] = name
-        return True
+    def add(self, names: Sequence[PageName], pages: Sequence[PageId], run: range) -> list[range]:
+        """Index the pages `run` of a sequence, by number; return the runs that are new.
+
+        A page that has a name keeps it, and so does a name that has a page.
+        """
+        page_of, name_of, added, start = self._page, self._name, list[range](), run.start
+        for i in run:
+            name, page = names[i], pages[i]
+            if name in page_of or page in name_of:
+                added.append(range(start, i))
+                start = i + 1
+            else:
+                page_of[name] = page
+                name_of[page] = name
+        return [*added, range(start, run.stop)]
 
     def forget(self, pages: Sequence[PageId]) -> list[PageName]:
         """Drop pages whose content is about to change; return the names of those that were indexed."""

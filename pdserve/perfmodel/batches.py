@@ -22,9 +22,9 @@ class BatchFits:
         self.latest = self._begin(1)
         self.num_observed = 0
 
-    def curve(self, sequences: float) -> Curve:
+    def curve(self, sequences: int) -> Curve:
         """Return what holds for a batch."""
-        band = int(sequences).bit_length()
+        band = sequences.bit_length()
         fit = self._fits.get(band)
         return self._first_curve(band) if fit is None else fit.curve
 

@@ -1,5 +1,6 @@
 """A cluster under virtual time: one router's core, workers, and the links between them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pdserve.decode_worker import events as decode_events
@@ -11,7 +12,7 @@ from pdserve.engine.sequence import Job
 from pdserve.ids import Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer import sender
-from pdserve.kvtransfer.session import Peer
+from pdserve.kvtransfer.session import DigestPolicy, Peer
 from pdserve.perfmodel.margin import Bias, Margin
 from pdserve.perfmodel.profile import Profile
 from pdserve.prefill_worker import events as prefill_events
@@ -47,6 +48,7 @@ from pdserve.sim.capacity.telling import LEDGER_ONLY, Delta, Told, delta, heard_
 from pdserve.sim.capacity.timeline import Timeline
 from pdserve.sim.capacity.worker import SimWorker, Steps
 from pdserve.sim.capacity.workload import Arrival, Workload
+from pdserve.sim.garbage import garbage_left
 from pdserve.worker import words
 from pdserve.worker.admission import ALL_IDS
 from pdserve.worker.words import RouterRef
@@ -247,7 +249,7 @@ class SimCluster:
         core: PrefillCore | DecodeCore = (
             PrefillCore(scheduler, VOCAB_SIZE, self._page_bytes, MAX_TASKS)
             if is_prefill
-            else DecodeCore(scheduler, VOCAB_SIZE, b"simulated", Rules(MAX_TASKS))
+            else DecodeCore(scheduler, VOCAB_SIZE, b"simulated", Rules(MAX_TASKS, DigestPolicy.OFF))
         )
         worker = SimWorker(self._timeline, name, core, scheduler, self._costs[role], self._machine)
         worker.perform = self._perform
@@ -272,7 +274,7 @@ class SimCluster:
         )
         self._post(WorkerRegistered(link, registration))
 
-    def _perform(self, worker: SimWorker, commands: list[object], steps: Steps | None) -> None:
+    def _perform(self, worker: SimWorker, commands: Sequence[object], steps: Steps | None) -> None:
         member = self._by_name[worker.name]
         deltas: list[Delta] = []
         for command in commands:
@@ -302,8 +304,6 @@ class SimCluster:
                 self._copy(member, command)
             case prefill_events.ToPeer(peer, key, said):
                 self._by_peer[peer].worker.offer(decode_events.FromPeer(member.peer, key, heard_by_receiver(said)))
-            case decode_events.CheckDigests(key):
-                member.worker.offer(decode_events.DigestsChecked(key, None))
             case decode_events.ToPeer(peer, key, said):
                 self._by_peer[peer].worker.offer(prefill_events.FromPeer(member.peer, key, heard_by_sender(said)))
             case _:
@@ -321,7 +321,8 @@ class SimCluster:
 
 def simulate(profile: Profile, shape: Shape, policy: str, workload: Workload, objective: Objective) -> Run:
     """Serve a workload on a cluster of this shape; return what its clients saw."""
-    return SimCluster(profile, shape, policy, workload, objective).run()
+    with garbage_left():
+        return SimCluster(profile, shape, policy, workload, objective).run()
 
 
 def _seconds(milliseconds: float | None) -> float | None:

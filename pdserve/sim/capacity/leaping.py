@@ -15,8 +15,6 @@ OTHER, END = 0, 1  # tokens: one that goes on, and the end of a sequence
 _GOES_ON, _ENDS = (SampledToken(OTHER),), (SampledToken(END),)
 _SAMPLES = (SampleSpec(SamplingParams(), 0, 0, (), (), False),)  # nobody draws by them here
 
-_MANY_STEPS = 1 << 30
-
 OutputLength = Callable[[bytes], int]  # of a request, by its id
 
 
@@ -26,6 +24,7 @@ class LeapingScheduler(Scheduler):
     def __init__(self, cache: KvCache, limits: Limits, output_length: OutputLength) -> None:
         super().__init__(cache, limits)
         self._output_length = output_length
+        self._left: list[int] = []  # tokens to come of each sequence of the leap, when it began
 
     def draw(self, plan: StepPlan, elapsed_s: float) -> StepResult:
         """Return what the step that is planned brings."""
@@ -67,15 +66,14 @@ class LeapingScheduler(Scheduler):
         running, length_of = self._running, self._output_length
         if self._waiting or not running or len(running) > self.limits.max_num_batched_tokens:
             return 0
-        shortest = _MANY_STEPS
+        left = []
         for sequence in running:
             job, length = sequence.job, len(sequence.tokens)
             num_output = length - job.num_prompt_tokens
             if num_output <= 0 or length - sequence.computed != 1 or len(sequence.indices) != 1:
                 return 0
-            left = length_of(job.request_id) - num_output
-            if left < shortest:  # noqa: PLR1730 - a call costs more here
-                shortest = left
+            left.append(length_of(job.request_id) - num_output)
+        self._left, shortest = left, min(left)
         while shortest > 0 and not self._has_pages(shortest):
             shortest //= 2
         return max(0, shortest)
@@ -114,20 +112,21 @@ class LeapingScheduler(Scheduler):
         Told is of sequences that end, and of those that have not run before.
         """
         chunks: list[Chunk] = []
-        length_of, ahead, size = self._output_length, [OTHER] * num_steps, self.cache.page_size
-        for sequence in self._leaping():
-            job, tokens = sequence.job, sequence.tokens
-            left = length_of(job.request_id) - len(tokens) + job.num_prompt_tokens
-            if sequence.computed + num_steps > len(sequence.pages) * size:
+        step, ahead, size = self._steps[0], [OTHER] * num_steps, self.cache.page_size
+        for sequence, left in zip(step.sequences, self._left, strict=True):
+            if sequence in step.dropped:
+                continue
+            last = sequence.computed + num_steps
+            if last > len(sequence.pages) * size:
                 self._add_pages(sequence, num_steps)
             if left > num_steps and sequence.has_run:
-                tokens.extend(ahead)
-                sequence.computed += num_steps
+                sequence.tokens += ahead
+                sequence.computed = last
             else:
-                tokens.extend(ahead[1:])
-                sequence.computed += num_steps - 1
+                sequence.tokens += ahead[1:]
+                sequence.computed = last - 1
                 self._schedule(sequence, 1, chunks)
-        self._steps[0].sequences, self._planned = self._planned, []
+        step.sequences, self._planned = self._planned, []
         return StepPlan(tuple(chunks))
 
     def _leaping(self) -> list[Sequence]:

@@ -9,7 +9,7 @@ from pdserve.values import value
 from pdserve.worker import words
 
 # Rungs that no decision depends on: they tell a client where the time went.
-LEDGER_ONLY = words.Rung.PREFILL_QUEUED, words.Rung.GRANTED, words.Rung.DECODE_JOINED
+LEDGER_ONLY = words.Rung.PREFILL_QUEUED, words.Rung.PREFILL_STARTED, words.Rung.GRANTED, words.Rung.DECODE_JOINED
 _RUNGS = {rung: Rung[rung.name] for rung in words.Rung}
 
 Told = dict[tuple[RequestId, Attempt], int]  # tokens of each placement that the router knows of

@@ -5,7 +5,7 @@ reports: the one router knows of all load. Steps that only decode, until a seque
 one leap, unless workers share a machine and slow each other down.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import sqrt
 
@@ -28,7 +28,7 @@ class Steps:
     count: int = 1
 
 
-Perform = Callable[["SimWorker", list[object], Steps | None], None]  # commands, and the steps they came of
+Perform = Callable[["SimWorker", Sequence[object], Steps | None], None]  # commands, and the steps they came of
 
 
 class SimWorker:
@@ -79,7 +79,9 @@ class SimWorker:
             leap.num_with_pages = num_begun
         inbox, self._inbox = self._inbox, []
         for event in inbox:
-            self.perform(self, self.core.handle(event, now_s), None)  # type: ignore[arg-type]
+            commands = self.core.handle(event, now_s)  # type: ignore[arg-type]
+            if commands:
+                self.perform(self, commands, None)
         if leap is not None and not self.scheduler.can_go_on(leap.num_steps):
             leap.num_steps = leap.num_begun(now_s)
             self._arrange(leap)
@@ -125,7 +127,7 @@ class SimWorker:
         self.num_steps += num_steps
         result = self.scheduler.draw(plan, elapsed_s)
         commands = self.core.commit(plan, result, self._timeline.now_s)
-        self.perform(self, list(commands), Steps(step, elapsed_s / num_steps, num_steps))
+        self.perform(self, commands, Steps(step, elapsed_s / num_steps, num_steps))
         self._turn()
 
 
