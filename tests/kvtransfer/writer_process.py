@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 
-from pdserve.ids import Incarnation, PageId, WorkerId, new_incarnation
+from pdserve.ids import Incarnation, PageId, WorkerId
 from pdserve.kvtransfer.backends.collective import CollectiveMover
 from pdserve.kvtransfer.mover import CopyStopped, Region
 from pdserve.kvtransfer.session import Peer
@@ -15,7 +15,7 @@ def main() -> None:
     description, num_pages, page_bytes = bytes.fromhex(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     target, pages = Peer(WorkerId("target"), Incarnation(1)), tuple(map(PageId, range(num_pages)))
     stopped: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
-    me = Peer(WorkerId("writer"), new_incarnation())
+    me = Peer(WorkerId("writer"), Incarnation(1))
     mover = CollectiveMover(me, Region.of(np.ones((num_pages, page_bytes), np.uint8)), stopped.put)
     mover.attach(target, description)
     for number in range(1 << 20):

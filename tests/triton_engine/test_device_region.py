@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from pdserve.ids import Incarnation, PageId, WorkerId
+from pdserve.kvtransfer.backends.collective import CollectiveMover
 from pdserve.kvtransfer.backends.loopback import LoopbackMover
 from pdserve.kvtransfer.backends.nixl import NixlMover
 from pdserve.kvtransfer.mover import CopyStopped, Description, Mover, OnStopped, Region
@@ -25,7 +26,10 @@ def some_pages() -> torch.Tensor:
 def mover_of(kind: str, name: str, region: Region, on_stopped: OnStopped) -> Mover:
     if kind == "loopback":
         return LoopbackMover(region, on_stopped)
-    return NixlMover(Peer(WorkerId(name), Incarnation(1)), region, on_stopped)
+    me = Peer(WorkerId(name), Incarnation(1))
+    if kind == "collective":
+        return CollectiveMover(me, region, on_stopped, staged=True)
+    return NixlMover(me, region, on_stopped)
 
 
 def test_a_kernels_digests_are_the_hosts() -> None:
@@ -33,7 +37,7 @@ def test_a_kernels_digests_are_the_hosts() -> None:
     assert device_region(pages).digests(SRC) == Region.of(pages.numpy(), "splitmix64").digests(SRC)
 
 
-@pytest.mark.parametrize("kind", ["loopback", "nixl"])
+@pytest.mark.parametrize("kind", ["loopback", "nixl", "collective"])
 def test_a_copy_between_tensors_carries_digests_that_agree_on_both_sides(kind: str) -> None:
     mine, theirs = some_pages(), torch.zeros((NUM_PAGES, PAGE_BYTES), dtype=torch.uint8)
     target = device_region(theirs)
