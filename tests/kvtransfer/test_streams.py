@@ -3,135 +3,29 @@
 import asyncio
 import queue
 import socket
-from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
 
-import grpc
-import numpy as np
-import pytest
+from stream_ends import (
+    COMMIT,
+    DECODE,
+    GRANT,
+    KEY,
+    PREFILL,
+    decode_worker,
+    pair,
+    prefill_worker,
+    raw_stream,
+)
 
-from pdserve.errors import Refusal
-from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
-from pdserve.kvlayout import KvLayout
-from pdserve.kvtransfer import receiver, sender, wire
-from pdserve.kvtransfer.backends.loopback import LoopbackMover
-from pdserve.kvtransfer.client import HandoffClient
-from pdserve.kvtransfer.mover import CopyStopped, OnStopped, Region
+from pdserve.ids import Incarnation, PageId, WorkerId
+from pdserve.kvtransfer import receiver, sender
+from pdserve.kvtransfer.mover import CopyStopped
 from pdserve.kvtransfer.peers import (
-    FromReceivers,
-    FromSenders,
-    Party,
     PeerAlive,
     PeerAttached,
-    PeerGone,
     PeerLost,
     PeerMessage,
 )
-from pdserve.kvtransfer.server import HandoffServicer
-from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, Peer
-from pdserve.proto.v1 import handoff_pb2 as handoff
-from pdserve.proto.v1.handoff_pb2_grpc import HandoffServiceStub, add_HandoffServiceServicer_to_server
-from pdserve.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, secret_metadata, server_options
-
-SECRET = b"s" * 32
-LAYOUT = KvLayout("w", 2, 2, 4, 4, "float32")
-PREFILL = Peer(WorkerId("prefill-0"), Incarnation(1))
-DECODE = Peer(WorkerId("decode-0"), Incarnation(2))
-KEY = HandoffKey(RequestId(bytes(16)), Attempt(3))
-GRANT = Grant(1, (PageId(4), PageId(2)), (Generation(7), Generation(8)), b"c" * 16, 4.0)
-COMMIT = Commit.of(GRANT, (5, 2**64 - 1), Capsule(9, (11, 12), (0, 2)))
-
-
-@dataclass
-class Heard:
-    """Events in the order in which they came, each waited for once."""
-
-    queue: asyncio.Queue[FromSenders | FromReceivers] = field(default_factory=asyncio.Queue)
-
-    async def take_in(self, event: FromSenders | FromReceivers) -> None:
-        await self.queue.put(event)
-
-    async def next(self) -> FromSenders | FromReceivers:
-        async with asyncio.timeout(20):
-            return await self.queue.get()
-
-
-@dataclass
-class End:
-    party: Party
-    heard: Heard
-
-
-@dataclass
-class Decode(End):
-    servicer: HandoffServicer
-    refused: Counter[Refusal]
-    server: grpc.aio.Server
-    address: str
-
-    def send(self, command: wire.FromReceiver, peer: Peer = PREFILL) -> None:
-        self.servicer.send(peer, KEY, command)
-
-
-@dataclass
-class Prefill(End):
-    client: HandoffClient
-
-    def connect(self, decode: Decode, peer: Peer = DECODE) -> None:
-        self.client.connect(peer, decode.address)
-
-    def send(self, command: wire.FromSender) -> None:
-        self.client.send(DECODE, KEY, command)
-
-
-def party(peer: Peer, layout: KvLayout = LAYOUT, on_stopped: OnStopped = lambda _: None) -> Party:
-    region = Region.of(np.zeros((8, layout.page_bytes), np.uint8))
-    return Party(peer, layout, LoopbackMover(region, on_stopped))
-
-
-@asynccontextmanager
-async def decode_worker(peer: Peer = DECODE) -> AsyncIterator[Decode]:
-    me, heard = party(peer), Heard()
-    refused: Counter[Refusal] = Counter()
-    servicer = HandoffServicer(me, heard.take_in, refused)
-    identify = RequireSecret(SECRET, lambda: refused.update([Refusal.SECRET]))
-    server = grpc.aio.server(interceptors=[identify], options=server_options(INTERNAL_MESSAGE_BYTES))
-    add_HandoffServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        yield Decode(me, heard, servicer, refused, server, f"127.0.0.1:{port}")
-    finally:
-        await server.stop(None)
-        me.mover.close()
-
-
-@asynccontextmanager
-async def prefill_worker(
-    peer: Peer = PREFILL,
-    *,
-    layout: KvLayout = LAYOUT,
-    secret: bytes = SECRET,
-    on_stopped: OnStopped = lambda _: None,
-) -> AsyncIterator[Prefill]:
-    me, heard = party(peer, layout, on_stopped), Heard()
-    async with asyncio.TaskGroup() as tasks:
-        client = HandoffClient(me, secret, heard.take_in, tasks, Counter())
-        try:
-            yield Prefill(me, heard, client)
-        finally:
-            await client.close()
-    me.mover.close()
-
-
-@asynccontextmanager
-async def pair() -> AsyncIterator[tuple[Prefill, Decode]]:
-    async with decode_worker() as decode, prefill_worker() as prefill:
-        prefill.connect(decode)
-        assert await decode.heard.next() == PeerAttached(PREFILL)
-        yield prefill, decode
+from pdserve.kvtransfer.session import Peer
 
 
 async def test_a_hand_off_is_spoken_of_in_order_and_unchanged() -> None:
@@ -236,117 +130,6 @@ async def test_a_listener_that_never_answers_is_a_lost_peer() -> None:
             assert isinstance(await prefill.heard.next(), PeerLost)
 
 
-async def test_a_wrong_secret_is_refused() -> None:
-    async with decode_worker() as decode, prefill_worker(secret=b"x" * 32) as prefill:
-        prefill.connect(decode)
-        lost = await prefill.heard.next()
-        assert isinstance(lost, PeerLost)
-        assert "UNAUTHENTICATED" in lost.reason
-        assert decode.refused == {Refusal.SECRET: 1}
-        assert decode.servicer.attached == ()
-
-
-async def test_another_layout_is_refused_and_named() -> None:
-    async with decode_worker() as decode, prefill_worker(layout=replace(LAYOUT, page_size=8)) as prefill:
-        prefill.connect(decode)
-        assert await prefill.heard.next() == PeerLost(
-            DECODE, "FAILED_PRECONDITION: layout.page_size: 8 != 4, and movers write whole pages alone"
-        )
-
-
-async def test_another_incarnation_than_the_one_meant_is_refused_and_named() -> None:
-    async with decode_worker() as decode, prefill_worker() as prefill:
-        prefill.connect(decode, Peer(DECODE.worker_id, Incarnation(99)))
-        lost = await prefill.heard.next()
-        assert isinstance(lost, PeerLost)
-        assert "decode_incarnation: 0000000000000063" in lost.reason
-        assert decode.refused == {Refusal.INCARNATION: 1}
-
-
-async def test_another_worker_at_the_address_is_refused() -> None:
-    async with decode_worker() as decode, prefill_worker() as prefill:
-        prefill.connect(decode, Peer(WorkerId("decode-9"), DECODE.incarnation))
-        lost = await prefill.heard.next()
-        assert isinstance(lost, PeerLost)
-        assert lost.reason == "worker_id: decode-0 answers for decode-9"
-
-
-Change = Callable[[handoff.HandoffServiceAttachRequest], None]
-
-
-@asynccontextmanager
-async def raw_stream(decode: Decode, change: Change) -> AsyncIterator[grpc.aio.StreamStreamCall]:
-    """Say a hello that `change` has falsified."""
-    introduction = wire.Introduction(PREFILL, LAYOUT, b"m")
-    hello = wire.hello_to_proto(wire.Hello(introduction, "loopback", DECODE.incarnation))
-    change(hello)
-    async with grpc.aio.insecure_channel(decode.address) as channel:
-        call = HandoffServiceStub(channel).Attach(metadata=secret_metadata(SECRET))
-        await call.write(hello)
-        yield call
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        (lambda m: setattr(m.hello, "protocol_version", 9), "protocol_version: 9 there, 1 here"),
-        (lambda m: setattr(m.hello, "worker_id", ""), "worker_id"),
-        (lambda m: setattr(m.hello, "worker_id", "w" * 254), "worker_id"),
-        (lambda m: setattr(m.hello, "incarnation", 0), "incarnation"),
-        (lambda m: setattr(m.hello, "mover", "carrier pigeon"), "mover"),
-        (lambda m: setattr(m.hello, "mover_metadata", bytes((1 << 20) + 1)), "mover_metadata"),
-        (lambda m: setattr(m.hello.layout, "dtype", "int3"), "layout.dtype"),
-        (lambda m: setattr(m.hello.layout, "head_dim", 0), "layout.head_dim"),
-        (lambda m: m.hello.ClearField("layout"), "layout"),
-        (lambda m: m.quiesced.SetInParent(), "message: quiesced before hello"),
-        (lambda m: m.Clear(), "message: None before hello"),
-    ],
-)
-async def test_a_false_hello_is_refused_and_the_field_named(change: Change, named: str) -> None:
-    async with decode_worker() as decode:
-        async with raw_stream(decode, change) as call:
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await call.read()
-        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-        assert named in (refused.value.details() or "")
-        assert decode.refused.total() == 1
-        assert decode.heard.queue.empty()
-
-
-def quiesced(request_id: bytes = KEY.request_id) -> handoff.HandoffServiceAttachRequest:
-    name = handoff.HandoffId(request_id=request_id, attempt=KEY.attempt)
-    return handoff.HandoffServiceAttachRequest(quiesced=handoff.Quiesced(handoff=name))
-
-
-def commit(**changes: object) -> handoff.HandoffServiceAttachRequest:
-    message = wire.from_sender(KEY, sender.SendCommit(COMMIT))
-    message.commit.MergeFrom(handoff.Commit(**changes))
-    return message
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        handoff.HandoffServiceAttachRequest(),
-        handoff.HandoffServiceAttachRequest(hello=handoff.Hello(worker_id="prefill-0")),
-        quiesced(request_id=b"short"),
-        commit(capability=b"c" * 17),
-        commit(capsule=handoff.Capsule(first_tokens=[1])),
-        commit(capsule=handoff.Capsule(indices=[0], first_tokens=[1])),
-        handoff.HandoffServiceAttachRequest(commit=handoff.Commit(handoff=quiesced().quiesced.handoff)),
-    ],
-)
-async def test_a_malformed_message_is_refused_and_the_stream_goes_on(
-    message: handoff.HandoffServiceAttachRequest,
-) -> None:
-    async with decode_worker() as decode, raw_stream(decode, lambda _: None) as call:
-        await call.write(message)
-        await call.write(quiesced())
-        assert await decode.heard.next() == PeerAttached(PREFILL)
-        assert await decode.heard.next() == PeerMessage(PREFILL, KEY, receiver.SenderQuiesced())
-        assert decode.refused == {Refusal.MALFORMED: 1}
-
-
 async def test_a_cut_connection_is_a_lost_peer() -> None:
     async with decode_worker() as decode:
         async with raw_stream(decode, lambda _: None) as call:
@@ -354,63 +137,6 @@ async def test_a_cut_connection_is_a_lost_peer() -> None:
             call.cancel()
         assert isinstance(await decode.heard.next(), PeerLost)
         assert decode.servicer.attached == ()
-
-
-LATER = Peer(PREFILL.worker_id, Incarnation(PREFILL.incarnation + 1))
-
-
-async def test_a_later_process_proves_the_end_of_one_that_is_not_attached_and_that_is_not_let_in_again() -> None:
-    async with decode_worker() as decode, prefill_worker() as prefill, prefill_worker(LATER) as later:
-        async with raw_stream(decode, lambda _: None) as call:
-            assert await decode.heard.next() == PeerAttached(PREFILL)
-            call.cancel()
-            assert isinstance(await decode.heard.next(), PeerLost)
-        later.connect(decode)
-        assert await decode.heard.next() == PeerGone(PREFILL)
-        assert await decode.heard.next() == PeerAttached(LATER)
-        prefill.connect(decode)
-        lost = await prefill.heard.next()
-        assert isinstance(lost, PeerLost)
-        assert "has a successor" in lost.reason
-        assert decode.servicer.attached == (LATER,)
-
-
-async def test_a_process_that_is_attached_has_not_ended_whoever_follows_it() -> None:
-    async with pair() as (prefill, decode), prefill_worker(LATER) as later:
-        later.connect(decode)
-        assert await decode.heard.next() == PeerLost(PREFILL, "a later process of its name attached")
-        assert await decode.heard.next() == PeerAttached(LATER)
-        assert isinstance(await prefill.heard.next(), PeerLost)
-        prefill.connect(decode)
-        assert isinstance(await prefill.heard.next(), PeerLost)
-        assert decode.refused == {Refusal.INCARNATION: 1}
-        assert decode.servicer.attached == (LATER,)
-
-
-async def test_an_earlier_process_is_not_let_in_after_a_later_one() -> None:
-    async with decode_worker() as decode, prefill_worker() as prefill, prefill_worker(LATER) as later:
-        later.connect(decode)
-        assert await decode.heard.next() == PeerAttached(LATER)
-        prefill.connect(decode)
-        lost = await prefill.heard.next()
-        assert isinstance(lost, PeerLost)
-        assert "started before" in lost.reason
-        assert decode.refused == {Refusal.INCARNATION: 1}
-        assert decode.servicer.attached == (LATER,)
-        assert decode.heard.queue.empty()
-
-
-async def test_the_same_process_attaching_anew_takes_the_place_of_its_old_stream() -> None:
-    async with decode_worker() as decode, raw_stream(decode, lambda _: None) as old:
-        assert await decode.heard.next() == PeerAttached(PREFILL)
-        async with raw_stream(decode, lambda _: None) as new:
-            assert await decode.heard.next() == PeerLost(PREFILL, "it attached anew")
-            assert await decode.heard.next() == PeerAttached(PREFILL)
-            await old.read()  # the greeting
-            assert await old.read() is grpc.aio.EOF
-            decode.send(receiver.SendTaken())
-            await new.read()
-            assert (await new.read()).HasField("taken")
 
 
 async def test_a_peer_that_does_not_read_is_lost_and_others_are_not() -> None:

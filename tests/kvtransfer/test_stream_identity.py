@@ -1,0 +1,181 @@
+"""Whom the ends of a hand-off stream let in, and what a false or malformed word costs."""
+
+from dataclasses import replace
+
+import grpc
+import pytest
+from stream_ends import (
+    COMMIT,
+    DECODE,
+    KEY,
+    LATER,
+    LAYOUT,
+    PREFILL,
+    Change,
+    decode_worker,
+    pair,
+    prefill_worker,
+    raw_stream,
+)
+
+from pdserve.errors import Refusal
+from pdserve.ids import Incarnation, WorkerId
+from pdserve.kvtransfer import receiver, sender, wire
+from pdserve.kvtransfer.peers import (
+    PeerAttached,
+    PeerGone,
+    PeerLost,
+    PeerMessage,
+)
+from pdserve.kvtransfer.session import Peer
+from pdserve.proto.v1 import handoff_pb2 as handoff
+
+
+async def test_a_wrong_secret_is_refused() -> None:
+    async with decode_worker() as decode, prefill_worker(secret=b"x" * 32) as prefill:
+        prefill.connect(decode)
+        lost = await prefill.heard.next()
+        assert isinstance(lost, PeerLost)
+        assert "UNAUTHENTICATED" in lost.reason
+        assert decode.refused == {Refusal.SECRET: 1}
+        assert decode.servicer.attached == ()
+
+
+async def test_another_layout_is_refused_and_named() -> None:
+    async with decode_worker() as decode, prefill_worker(layout=replace(LAYOUT, page_size=8)) as prefill:
+        prefill.connect(decode)
+        assert await prefill.heard.next() == PeerLost(
+            DECODE, "FAILED_PRECONDITION: layout.page_size: 8 != 4, and movers write whole pages alone"
+        )
+
+
+async def test_another_incarnation_than_the_one_meant_is_refused_and_named() -> None:
+    async with decode_worker() as decode, prefill_worker() as prefill:
+        prefill.connect(decode, Peer(DECODE.worker_id, Incarnation(99)))
+        lost = await prefill.heard.next()
+        assert isinstance(lost, PeerLost)
+        assert "decode_incarnation: 0000000000000063" in lost.reason
+        assert decode.refused == {Refusal.INCARNATION: 1}
+
+
+async def test_another_worker_at_the_address_is_refused() -> None:
+    async with decode_worker() as decode, prefill_worker() as prefill:
+        prefill.connect(decode, Peer(WorkerId("decode-9"), DECODE.incarnation))
+        lost = await prefill.heard.next()
+        assert isinstance(lost, PeerLost)
+        assert lost.reason == "worker_id: decode-0 answers for decode-9"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda m: setattr(m.hello, "protocol_version", 9), "protocol_version: 9 there, 1 here"),
+        (lambda m: setattr(m.hello, "worker_id", ""), "worker_id"),
+        (lambda m: setattr(m.hello, "worker_id", "w" * 254), "worker_id"),
+        (lambda m: setattr(m.hello, "incarnation", 0), "incarnation"),
+        (lambda m: setattr(m.hello, "mover", "carrier pigeon"), "mover"),
+        (lambda m: setattr(m.hello, "mover_metadata", bytes((1 << 20) + 1)), "mover_metadata"),
+        (lambda m: setattr(m.hello.layout, "dtype", "int3"), "layout.dtype"),
+        (lambda m: setattr(m.hello.layout, "head_dim", 0), "layout.head_dim"),
+        (lambda m: m.hello.ClearField("layout"), "layout"),
+        (lambda m: m.quiesced.SetInParent(), "message: quiesced before hello"),
+        (lambda m: m.Clear(), "message: None before hello"),
+    ],
+)
+async def test_a_false_hello_is_refused_and_the_field_named(change: Change, named: str) -> None:
+    async with decode_worker() as decode:
+        async with raw_stream(decode, change) as call:
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call.read()
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert named in (refused.value.details() or "")
+        assert decode.refused.total() == 1
+        assert decode.heard.queue.empty()
+
+
+def quiesced(request_id: bytes = KEY.request_id) -> handoff.HandoffServiceAttachRequest:
+    name = handoff.HandoffId(request_id=request_id, attempt=KEY.attempt)
+    return handoff.HandoffServiceAttachRequest(quiesced=handoff.Quiesced(handoff=name))
+
+
+def commit(**changes: object) -> handoff.HandoffServiceAttachRequest:
+    message = wire.from_sender(KEY, sender.SendCommit(COMMIT))
+    message.commit.MergeFrom(handoff.Commit(**changes))
+    return message
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        handoff.HandoffServiceAttachRequest(),
+        handoff.HandoffServiceAttachRequest(hello=handoff.Hello(worker_id="prefill-0")),
+        quiesced(request_id=b"short"),
+        commit(capability=b"c" * 17),
+        commit(capsule=handoff.Capsule(first_tokens=[1])),
+        commit(capsule=handoff.Capsule(indices=[0], first_tokens=[1])),
+        handoff.HandoffServiceAttachRequest(commit=handoff.Commit(handoff=quiesced().quiesced.handoff)),
+    ],
+)
+async def test_a_malformed_message_is_refused_and_the_stream_goes_on(
+    message: handoff.HandoffServiceAttachRequest,
+) -> None:
+    async with decode_worker() as decode, raw_stream(decode, lambda _: None) as call:
+        await call.write(message)
+        await call.write(quiesced())
+        assert await decode.heard.next() == PeerAttached(PREFILL)
+        assert await decode.heard.next() == PeerMessage(PREFILL, KEY, receiver.SenderQuiesced())
+        assert decode.refused == {Refusal.MALFORMED: 1}
+
+
+async def test_a_later_process_proves_the_end_of_one_that_is_not_attached_and_that_is_not_let_in_again() -> None:
+    async with decode_worker() as decode, prefill_worker() as prefill, prefill_worker(LATER) as later:
+        async with raw_stream(decode, lambda _: None) as call:
+            assert await decode.heard.next() == PeerAttached(PREFILL)
+            call.cancel()
+            assert isinstance(await decode.heard.next(), PeerLost)
+        later.connect(decode)
+        assert await decode.heard.next() == PeerGone(PREFILL)
+        assert await decode.heard.next() == PeerAttached(LATER)
+        prefill.connect(decode)
+        lost = await prefill.heard.next()
+        assert isinstance(lost, PeerLost)
+        assert "has a successor" in lost.reason
+        assert decode.servicer.attached == (LATER,)
+
+
+async def test_a_process_that_is_attached_has_not_ended_whoever_follows_it() -> None:
+    async with pair() as (prefill, decode), prefill_worker(LATER) as later:
+        later.connect(decode)
+        assert await decode.heard.next() == PeerLost(PREFILL, "a later process of its name attached")
+        assert await decode.heard.next() == PeerAttached(LATER)
+        assert isinstance(await prefill.heard.next(), PeerLost)
+        prefill.connect(decode)
+        assert isinstance(await prefill.heard.next(), PeerLost)
+        assert decode.refused == {Refusal.INCARNATION: 1}
+        assert decode.servicer.attached == (LATER,)
+
+
+async def test_an_earlier_process_is_not_let_in_after_a_later_one() -> None:
+    async with decode_worker() as decode, prefill_worker() as prefill, prefill_worker(LATER) as later:
+        later.connect(decode)
+        assert await decode.heard.next() == PeerAttached(LATER)
+        prefill.connect(decode)
+        lost = await prefill.heard.next()
+        assert isinstance(lost, PeerLost)
+        assert "started before" in lost.reason
+        assert decode.refused == {Refusal.INCARNATION: 1}
+        assert decode.servicer.attached == (LATER,)
+        assert decode.heard.queue.empty()
+
+
+async def test_the_same_process_attaching_anew_takes_the_place_of_its_old_stream() -> None:
+    async with decode_worker() as decode, raw_stream(decode, lambda _: None) as old:
+        assert await decode.heard.next() == PeerAttached(PREFILL)
+        async with raw_stream(decode, lambda _: None) as new:
+            assert await decode.heard.next() == PeerLost(PREFILL, "it attached anew")
+            assert await decode.heard.next() == PeerAttached(PREFILL)
+            await old.read()  # the greeting
+            assert await old.read() is grpc.aio.EOF
+            decode.send(receiver.SendTaken())
+            await new.read()
+            assert (await new.read()).HasField("taken")

@@ -1,0 +1,143 @@
+"""The two ends of a hand-off stream, as real servers and clients on real sockets."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import grpc
+import numpy as np
+
+from pdserve.errors import Refusal
+from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
+from pdserve.kvlayout import KvLayout
+from pdserve.kvtransfer import wire
+from pdserve.kvtransfer.backends.loopback import LoopbackMover
+from pdserve.kvtransfer.client import HandoffClient
+from pdserve.kvtransfer.mover import OnStopped, Region
+from pdserve.kvtransfer.peers import (
+    FromReceivers,
+    FromSenders,
+    Party,
+    PeerAttached,
+)
+from pdserve.kvtransfer.server import HandoffServicer
+from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, Peer
+from pdserve.proto.v1 import handoff_pb2 as handoff
+from pdserve.proto.v1.handoff_pb2_grpc import HandoffServiceStub, add_HandoffServiceServicer_to_server
+from pdserve.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, secret_metadata, server_options
+
+SECRET = b"s" * 32
+LAYOUT = KvLayout("w", 2, 2, 4, 4, "float32")
+PREFILL = Peer(WorkerId("prefill-0"), Incarnation(1))
+DECODE = Peer(WorkerId("decode-0"), Incarnation(2))
+LATER = Peer(PREFILL.worker_id, Incarnation(PREFILL.incarnation + 1))
+KEY = HandoffKey(RequestId(bytes(16)), Attempt(3))
+GRANT = Grant(1, (PageId(4), PageId(2)), (Generation(7), Generation(8)), b"c" * 16, 4.0)
+COMMIT = Commit.of(GRANT, (5, 2**64 - 1), Capsule(9, (11, 12), (0, 2)))
+
+
+@dataclass
+class Heard:
+    """Events in the order in which they came, each waited for once."""
+
+    queue: asyncio.Queue[FromSenders | FromReceivers] = field(default_factory=asyncio.Queue)
+
+    async def take_in(self, event: FromSenders | FromReceivers) -> None:
+        await self.queue.put(event)
+
+    async def next(self) -> FromSenders | FromReceivers:
+        async with asyncio.timeout(20):
+            return await self.queue.get()
+
+
+@dataclass
+class End:
+    party: Party
+    heard: Heard
+
+
+@dataclass
+class Decode(End):
+    servicer: HandoffServicer
+    refused: Counter[Refusal]
+    server: grpc.aio.Server
+    address: str
+
+    def send(self, command: wire.FromReceiver, peer: Peer = PREFILL) -> None:
+        self.servicer.send(peer, KEY, command)
+
+
+@dataclass
+class Prefill(End):
+    client: HandoffClient
+
+    def connect(self, decode: Decode, peer: Peer = DECODE) -> None:
+        self.client.connect(peer, decode.address)
+
+    def send(self, command: wire.FromSender) -> None:
+        self.client.send(DECODE, KEY, command)
+
+
+def party(peer: Peer, layout: KvLayout = LAYOUT, on_stopped: OnStopped = lambda _: None) -> Party:
+    region = Region.of(np.zeros((8, layout.page_bytes), np.uint8))
+    return Party(peer, layout, LoopbackMover(region, on_stopped))
+
+
+@asynccontextmanager
+async def decode_worker(peer: Peer = DECODE) -> AsyncIterator[Decode]:
+    me, heard = party(peer), Heard()
+    refused: Counter[Refusal] = Counter()
+    servicer = HandoffServicer(me, heard.take_in, refused)
+    identify = RequireSecret(SECRET, lambda: refused.update([Refusal.SECRET]))
+    server = grpc.aio.server(interceptors=[identify], options=server_options(INTERNAL_MESSAGE_BYTES))
+    add_HandoffServiceServicer_to_server(servicer, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield Decode(me, heard, servicer, refused, server, f"127.0.0.1:{port}")
+    finally:
+        await server.stop(None)
+        me.mover.close()
+
+
+@asynccontextmanager
+async def prefill_worker(
+    peer: Peer = PREFILL,
+    *,
+    layout: KvLayout = LAYOUT,
+    secret: bytes = SECRET,
+    on_stopped: OnStopped = lambda _: None,
+) -> AsyncIterator[Prefill]:
+    me, heard = party(peer, layout, on_stopped), Heard()
+    async with asyncio.TaskGroup() as tasks:
+        client = HandoffClient(me, secret, heard.take_in, tasks, Counter())
+        try:
+            yield Prefill(me, heard, client)
+        finally:
+            await client.close()
+    me.mover.close()
+
+
+@asynccontextmanager
+async def pair() -> AsyncIterator[tuple[Prefill, Decode]]:
+    async with decode_worker() as decode, prefill_worker() as prefill:
+        prefill.connect(decode)
+        assert await decode.heard.next() == PeerAttached(PREFILL)
+        yield prefill, decode
+
+
+Change = Callable[[handoff.HandoffServiceAttachRequest], None]
+
+
+@asynccontextmanager
+async def raw_stream(decode: Decode, change: Change) -> AsyncIterator[grpc.aio.StreamStreamCall]:
+    """Say a hello that `change` has falsified."""
+    introduction = wire.Introduction(PREFILL, LAYOUT, b"m")
+    hello = wire.hello_to_proto(wire.Hello(introduction, "loopback", DECODE.incarnation))
+    change(hello)
+    async with grpc.aio.insecure_channel(decode.address) as channel:
+        call = HandoffServiceStub(channel).Attach(metadata=secret_metadata(SECRET))
+        await call.write(hello)
+        yield call
