@@ -143,6 +143,11 @@ class Mover(Protocol):
         """Return to how many peers bytes are in flight and hardly move."""
         ...
 
+    @property
+    def turn(self) -> int | None:
+        """Return a number that changes whenever the mover's thread comes round; None while it has nothing to do."""
+        ...
+
     def forget(self, peer: Peer) -> None:
         """Report every outstanding copy to a peer as failed: its process is known to have ended."""
         ...

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
+from pdserve.clock import Clock, MonotonicClock
 from pdserve.config import PrefillWorkerConfig
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import Refusal
@@ -19,14 +20,17 @@ from pdserve.prefill_worker.events import Command, Connect, Copy, Event, Forget,
 from pdserve.prefill_worker.pairs import Pairs
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.worker.boot import Engine
+from pdserve.worker.ending import end_hung
 from pdserve.worker.loop import Inbox
 from pdserve.worker.movers import build_mover
 from pdserve.worker.process import Identity, Parts, serve_worker
+from pdserve.worker.pulse import Watch
 from pdserve.worker.regions import kv_region
 from pdserve.worker.reporting import Reporter
 from pdserve.worker.words import Failed, Load, Progress, Report, Tokens
 
 MAX_TASKS = 1024
+HUNG_MOVER_S = 60.0  # its thread is a millisecond from its next look, but for the time a library's call takes
 
 
 async def serve(config: PrefillWorkerConfig) -> None:
@@ -51,7 +55,8 @@ async def assemble(
         async with asyncio.TaskGroup() as tasks:
             pairs = Pairs(mover, reporter, tasks, config.slow_pair_bytes_per_s)
             client = HandoffClient(me, identity.secret, hear, tasks, reporter.refused, pairs.attached)
-            yield Parts(core, PrefillOutbox(client, Movement(mover, copies, pairs), reporter), mover)
+            outbox = PrefillOutbox(client, Movement(mover, copies, pairs), reporter, MonotonicClock())
+            yield Parts(core, outbox, mover)
             pairs.close()
             await client.close()
     finally:
@@ -98,10 +103,12 @@ class Movement:
 class PrefillOutbox:
     """Carries out what the core decides."""
 
-    def __init__(self, client: HandoffClient, movement: Movement, reporter: Reporter) -> None:
+    def __init__(self, client: HandoffClient, movement: Movement, reporter: Reporter, clock: Clock) -> None:
         self._client = client
         self._movement = movement
         self._reporter = reporter
+        self._clock = clock
+        self._watch = Watch(HUNG_MOVER_S, clock.now_s())
 
     def perform(self, commands: Sequence[Command], step: tuple[StepPlan, StepResult] | None) -> None:
         reports: list[Report] = []
@@ -122,6 +129,8 @@ class PrefillOutbox:
         self._reporter.send(reports, step)
 
     def beat(self, load: Load, num_steps: int) -> None:
+        if not self._watch.look(self._movement.mover.turn, self._clock.now_s()):
+            end_hung("the mover's thread")
         self._client.beat()
         self._reporter.beat(replace(load, num_stalled_peers=self._movement.mover.num_stalled), num_steps)
 

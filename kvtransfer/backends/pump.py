@@ -53,6 +53,8 @@ class Pump(Generic[RemoteT, SliceT]):
         self._num_outstanding = 0
         self._orders: deque[Callable[[], None]] = deque()
         self._news = threading.Condition()
+        self._turn = 0
+        self._is_resting = False
         self._closing = False
         self._closed_because = "the mover is closed"
         self._questions: set[Future[None]] = set()
@@ -67,6 +69,11 @@ class Pump(Generic[RemoteT, SliceT]):
     def num_stalled(self) -> int:
         """Peers to which bytes are in flight and hardly move."""
         return sum(route.progress.is_stalled for route in list(self._routes.values()))
+
+    @property
+    def turn(self) -> int | None:
+        """A number that changes whenever the thread comes round; None while it has nothing to do."""
+        return None if self._is_resting else self._turn
 
     def attach(self, peer: Peer, description: bytes) -> None:
         """Prepare writes to a peer; blocks. ProtocolError if its description cannot be used."""
@@ -151,6 +158,7 @@ class Pump(Generic[RemoteT, SliceT]):
     def _serve(self) -> None:
         wait_s: float | None = None
         while True:
+            self._turn += 1
             orders = self._await_orders(wait_s)
             if orders is None:
                 return
@@ -192,7 +200,9 @@ class Pump(Generic[RemoteT, SliceT]):
         """Sleep until there are orders or the time is up; None: close."""
         with self._news:
             if not self._orders and not self._closing and wait_s != 0.0:
+                self._is_resting = wait_s is None
                 self._news.wait(wait_s)
+                self._is_resting = False
             if self._closing:
                 return None
             orders = list(self._orders)

@@ -1,7 +1,10 @@
 """When a worker may say that it lives. Decides; does no I/O.
 
-Invariant: it says so only while its loop has turned within `stalled_s`, however long the process has been there.
+Invariant: it says so only while its loop has turned within `stalled_s`, however long the process has been there, and
+every thread that is watched has come round within its time.
 """
+
+from pdserve.worker.words import BEAT_S
 
 
 class Pulse:
@@ -29,3 +32,25 @@ class Pulse:
         """Return the longest silence since this was last asked."""
         longest_s, self._longest_s = self._longest_s, 0.0
         return longest_s
+
+
+class Watch:
+    """Watches a thread that comes round by itself as long as it has something to do."""
+
+    def __init__(self, hung_s: float, now_s: float) -> None:
+        self._hung_s = hung_s
+        self._looked_s = now_s
+        self._turn: int | None = None
+        self._still_s = 0.0
+
+    def look(self, turn: int | None, now_s: float) -> bool:
+        """Return whether the thread goes on; asked at each beat. `turn` is another one each time; None: it rests.
+
+        Of a longer time in which nobody asked, for the process was frozen, a beat counts: the thread was, too.
+        """
+        awake_s = min(now_s - self._looked_s, 2 * BEAT_S)
+        self._looked_s = now_s
+        is_still = turn is not None and turn == self._turn
+        self._still_s = self._still_s + awake_s if is_still else 0.0
+        self._turn = turn
+        return self._still_s <= self._hung_s

@@ -100,6 +100,10 @@ class Rig:
         pages: Pages = tuple(PageId(n) for n in range(num_slices * MIN_SLICE_PAGES))
         return self.pump.write(peer, pages, pages)
 
+    def rests(self) -> bool:
+        """Return whether the thread soon has nothing to do: nobody is told when it begins to rest."""
+        return any(self.pump.turn is None for _ in range(10_000_000))
+
     def next(self) -> CopyStopped:
         return self.stopped.get(timeout=20)
 
@@ -184,6 +188,19 @@ def test_too_many_copies_at_once_are_refused(rig: Rig) -> None:
         rig.write(FIRST, 1)
     refused = rig.write(FIRST, 1)
     assert rig.next() == CopyStopped(refused, None, "16384 copies are outstanding already")
+
+
+def test_the_thread_comes_round_while_something_is_in_flight_and_then_rests(rig: Rig) -> None:
+    rig.write(FIRST, 1)
+    rig.lane.until(lambda: len(rig.lane.posted) == 1)
+    rig.lane.let_it_look()
+    before = rig.pump.turn
+    rig.lane.let_it_look()
+    assert before is not None
+    assert rig.pump.turn not in (None, before)
+    rig.lane.posted[0].end = "landed"
+    rig.next()
+    assert rig.rests()
 
 
 def test_a_broken_thread_reports_nothing_and_takes_no_orders(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,7 @@ from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import Refusal
 from pdserve.worker.audit import Claim
 from pdserve.worker.loop import Inbox, WorkerLoop
-from pdserve.worker.pulse import Pulse
+from pdserve.worker.pulse import Pulse, Watch
 from pdserve.worker.words import BEAT_S, DrainAsked, Load, Ticked
 
 PLAN = StepPlan((), ())
@@ -137,3 +137,24 @@ def test_a_silence_is_told_once() -> None:
         pulse.beat(now_s)
     assert pulse.take_silence_s() == 7.0
     assert pulse.take_silence_s() == 0.0
+
+
+def looks(watch: Watch, turns: list[int | None], since_s: float) -> list[bool]:
+    """Look at each beat; return whether the thread was seen to go on."""
+    return [watch.look(turn, since_s + BEAT_S * number) for number, turn in enumerate(turns, 1)]
+
+
+def test_a_thread_that_does_not_come_round_for_too_long_hangs() -> None:
+    assert looks(Watch(hung_s=2.0, now_s=0.0), [7, 7, 7, 7, 7, 7], 0.0) == [True] * 5 + [False]
+
+
+def test_a_thread_that_comes_round_or_rests_does_not_hang() -> None:
+    watch = Watch(hung_s=1.0, now_s=0.0)
+    assert all(looks(watch, [1, 1, 2, 2, 3, 3, None, None, None, None, 3, 3], 0.0))
+
+
+def test_time_in_which_the_process_was_frozen_is_not_its_threads() -> None:
+    watch = Watch(hung_s=2.0, now_s=0.0)
+    assert all(looks(watch, [7, 7], 0.0))
+    assert watch.look(7, 500.0)
+    assert looks(watch, [7, 7], 500.0) == [True, False]

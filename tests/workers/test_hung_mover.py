@@ -1,0 +1,115 @@
+"""A prefill worker whose mover's thread hangs ends its process: as long as it lives, peers keep pages back."""
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from pdserve.clock import FakeClock
+from pdserve.engine.kvcache import KvCache
+from pdserve.engine.scheduler import Limits, Scheduler
+from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
+from pdserve.kvlayout import KvLayout
+from pdserve.kvtransfer.backends.lane import Indices
+from pdserve.kvtransfer.backends.pump import Pump
+from pdserve.kvtransfer.client import HandoffClient
+from pdserve.kvtransfer.mover import Description, Region
+from pdserve.kvtransfer.peers import FromReceivers, Party
+from pdserve.kvtransfer.session import HandoffKey, Peer
+from pdserve.prefill_worker.events import Copy
+from pdserve.prefill_worker.pairs import Pairs
+from pdserve.prefill_worker.server import HUNG_MOVER_S, Copies, Movement, PrefillOutbox
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.worker.audit import Auditor
+from pdserve.worker.link import FromRouter, Links, RouterGone
+from pdserve.worker.load import load_of
+from pdserve.worker.loop import Inbox
+from pdserve.worker.reporting import Reporter
+from pdserve.worker.words import BEAT_S
+
+SECRET = b"s" * 32
+KEY = HandoffKey(RequestId(bytes(16)), Attempt(0))
+PEER = Peer(WorkerId("decode-0"), Incarnation(2))
+CACHE = KvCache(1, 1, None)
+LOAD = load_of(Scheduler(CACHE, Limits(1, 1, 1, frozenset())), Auditor(CACHE.pool))
+LONG_ENOUGH = int(HUNG_MOVER_S / BEAT_S) + 2  # beats
+
+
+class HangingLane:
+    """A library that does not return from the first look at a write until a test lets it."""
+
+    carrier = "script"
+
+    def __init__(self) -> None:
+        self.is_looking, self.may_return = threading.Event(), threading.Event()
+
+    def open(self, description: Description) -> int:
+        return 1
+
+    def shut(self, remote: int) -> None:
+        pass
+
+    def post(self, remote: int, src: Indices, dst: Indices) -> int:
+        return 1
+
+    def landed(self, posted: int) -> bool:
+        self.is_looking.set()
+        self.may_return.wait(20)
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+class HangingMover(Pump[int, int]):
+    def describe(self) -> bytes:
+        return self._region.describe(b"")
+
+
+async def take_in(news: FromReceivers | FromRouter | RouterGone) -> None:
+    pass
+
+
+def not_dismissed(why: str) -> None:
+    raise AssertionError(why)
+
+
+@pytest.fixture
+def lane() -> Iterator[HangingLane]:
+    lane = HangingLane()
+    yield lane
+    lane.may_return.set()
+
+
+async def test_a_movers_thread_that_hangs_ends_the_process_and_one_that_rests_does_not(
+    lane: HangingLane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr("os._exit", ended.append)
+    clock, copies = FakeClock(), Copies(Inbox())
+    region = Region.of(np.zeros((2, 64), np.uint8))
+    mover = HangingMover("hanging", lane, region, copies.stopped)
+    mover.attach(PEER, mover.describe())
+    reporter = Reporter(Links((), SECRET, link.Register(), take_in, not_dismissed), clock)
+    party = Party(PEER, KvLayout("", 1, 1, 1, 1, "float32"), mover)
+    async with asyncio.TaskGroup() as tasks:
+        client = HandoffClient(party, SECRET, take_in, tasks, Counter())
+        outbox = PrefillOutbox(client, Movement(mover, copies, Pairs(mover, reporter, tasks, 0)), reporter, clock)
+
+        def beat() -> None:
+            for _ in range(LONG_ENOUGH):
+                clock.advance(BEAT_S)
+                outbox.beat(LOAD, 0)
+
+        assert any(mover.turn is None for _ in range(10_000_000)), "it soon has nothing to do; nobody is told when"
+        beat()
+        assert ended == []
+        outbox.perform([Copy(PEER, KEY, (PageId(0),), (PageId(1),))], None)
+        assert await asyncio.to_thread(lane.is_looking.wait, 10)
+        beat()
+        assert ended[0] == 70
+    lane.may_return.set()
+    await asyncio.to_thread(mover.close)
