@@ -47,6 +47,7 @@ from pdserve.worker.regions import kv_region
 from pdserve.worker.reporting import Reporter
 from pdserve.worker.words import Failed, Load, PeerGone, Progress, Report, Tokens
 
+MAX_TASKS = 1024
 STOP_GRACE_S = 1.0
 EVERYWHERE = ("", "0.0.0.0", "::")  # hosts that nobody can dial
 
@@ -64,6 +65,7 @@ async def serve(config: DecodeWorkerConfig) -> None:
         listening = (config.handoff_host, split_address(config.handoff_advertise or "")[0])
         mover = build_mover(config, identity.peer, region, lambda _: None, listening)  # written to, writes nothing
         rules = Rules(
+            max_tasks=MAX_TASKS,
             digests=DigestPolicy(config.digests),
             max_quarantined_share=config.max_quarantined_share,
             lease_s=config.lease_s,

@@ -20,7 +20,7 @@ from pdserve.decode_worker.events import (
 from pdserve.decode_worker.rules import Rules
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvtransfer import receiver, sender
-from pdserve.kvtransfer.session import Grant, HandoffKey, Peer
+from pdserve.kvtransfer.session import DigestPolicy, Grant, HandoffKey, Peer
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.sim.mover import digest
 from pdserve.sim.network import End, Network
@@ -31,6 +31,7 @@ from pdserve.sim.world import ViolationError
 from pdserve.worker.words import Failed, PeerGone, Placed, Progress, Tokens
 
 DIGEST_S = 0.0003
+MAX_QUARANTINED_SHARE = 0.5
 LAPSE_S = 1.1  # from a lease's end until it is noticed: a tick, and one that was late
 
 
@@ -52,7 +53,8 @@ class DecodeProcess(WorkerProcess[Event, Command]):
         super().__init__(network, name, incarnation, link.ROLE_DECODE, size)
         key = self.world.rng.randbytes(16)
         self.lease_s = lease_s
-        self.core = DecodeCore(self.scheduler, size.vocab_size, key, Rules(size.max_tasks, lease_s=lease_s))
+        rules = Rules(size.max_tasks, DigestPolicy.ALWAYS, MAX_QUARANTINED_SHARE, lease_s)
+        self.core = DecodeCore(self.scheduler, size.vocab_size, key, rules)
         self._streams: dict[Peer, Inbound] = {}
         self._latest: dict[WorkerId, Peer] = {}  # of each worker that has attached
         self._gone: set[Peer] = set()

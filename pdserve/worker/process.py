@@ -97,7 +97,7 @@ async def serve_worker(config: WorkerConfig, role: "link.Role.ValueType", assemb
 
         with _drain_on_signals(lambda: inbox.put(cast(EventT, DrainAsked()))):
             async with (
-                _publishing(config, identity.secret, register) as publisher,
+                publishing(config, identity.secret, register) as publisher,
                 assemble(engine, identity, inbox, _reporter(engine, links, clock, publisher)) as parts,
             ):
                 ear.guard(parts.mover)
@@ -163,10 +163,8 @@ def _reporter(engine: Engine, links: Links, clock: MonotonicClock, publisher: Kv
 
 
 @asynccontextmanager
-async def _publishing(
-    config: WorkerConfig, secret: bytes, register: link.Register
-) -> AsyncIterator[KvPublisher | None]:
-    """Publish KV events for the length of the block, if the configuration says where."""
+async def publishing(config: WorkerConfig, secret: bytes, register: link.Register) -> AsyncIterator[KvPublisher | None]:
+    """Publish KV events for the length of the block, if the configuration says where; what breaks that breaks it."""
     if config.kv_events_endpoint is None:
         yield None
         return
@@ -179,12 +177,12 @@ async def _publishing(
     publisher = KvPublisher(settings, secret)
     register.kv_events_endpoint = publisher.endpoint
     register.kv_events_replay_endpoint = publisher.replay_endpoint
-    replaying = asyncio.create_task(publisher.serve_replays(), name="kv event replays")
     try:
-        yield publisher
+        async with asyncio.TaskGroup() as tasks:
+            replaying = tasks.create_task(publisher.serve_replays(), name="kv event replays")
+            yield publisher
+            replaying.cancel()
     finally:
-        replaying.cancel()
-        await asyncio.wait([replaying])
         publisher.close()
 
 

@@ -1,10 +1,10 @@
 """What the simulator found in the cores, each told by the few events that matter."""
 
 import pytest
+from default_rules import default_rules
 
 from pdserve.decode_worker import events as decode
 from pdserve.decode_worker.core import DecodeCore
-from pdserve.decode_worker.rules import Rules
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job
@@ -115,7 +115,7 @@ def test_a_lost_peer_is_dialled_again_until_its_process_is_known_to_have_ended()
 
 
 def test_a_capsule_without_tokens_is_refused_and_changes_nothing() -> None:
-    core = DecodeCore(scheduler(32, 32), VOCAB, b"secret", Rules(64))
+    core = DecodeCore(scheduler(32, 32), VOCAB, b"secret", default_rules())
     wanted = job(1, 4)
     core.handle(decode.PeerAttached(P), 0.0)
     commands = core.handle(Placed(RouterRef(1), wanted, 1e9, P), 0.0)

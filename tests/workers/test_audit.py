@@ -1,10 +1,10 @@
 """The auditor: pages that belong to nothing, and pages that something uses without holding them."""
 
 import pytest
+from default_rules import default_rules
 
 from pdserve.decode_worker import events as decode
 from pdserve.decode_worker.core import DecodeCore
-from pdserve.decode_worker.rules import Rules
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.pages import PagePool, Pages
 from pdserve.engine.scheduler import Limits, Scheduler
@@ -111,7 +111,7 @@ def test_pages_of_a_request_cancelled_in_mid_step_are_not_leaked() -> None:
 
 def crowded(share: float) -> tuple[DecodeCore, list[decode.Command]]:
     """Return a decode worker with a lost grant of five pages of 16, and what it did about that at its next tick."""
-    core = DecodeCore(scheduler(), 997, b"secret", Rules(max_quarantined_share=share))
+    core = DecodeCore(scheduler(), 997, b"secret", default_rules(max_quarantined_share=share))
     core.handle(decode.PeerAttached(P), 0.0)
     for number, num_tokens in ((1, 20), (2, 52)):
         core.handle(Placed(ROUTER, job(number, num_tokens), 1e9, P), 0.0)

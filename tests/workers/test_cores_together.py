@@ -5,10 +5,10 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import pytest
+from default_rules import default_rules
 
 from pdserve.decode_worker import events as decode
 from pdserve.decode_worker.core import DecodeCore
-from pdserve.decode_worker.rules import Rules
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.prefix import PrefixNames
 from pdserve.engine.scheduler import Limits, Scheduler
@@ -54,7 +54,7 @@ class Pair:
         self.p_runner = FakeRunner(self.prefill_pages, PAGE_SIZE, VOCAB)
         self.d_runner = FakeRunner(self.decode_pages, PAGE_SIZE, VOCAB)
         self.p = PrefillCore(self.p_scheduler, VOCAB, self.p_runner.page_bytes, 64)
-        self.d = DecodeCore(self.d_scheduler, VOCAB, b"secret", Rules(64))
+        self.d = DecodeCore(self.d_scheduler, VOCAB, b"secret", default_rules())
         self.attached = False
 
     def place(self, job: Job, handoff: bool = True) -> None:

@@ -9,10 +9,13 @@ import zmq
 import zmq.asyncio
 
 from pdserve import kvevents
+from pdserve.config import PrefillWorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.kvevents import AllBlocksCleared, BlockRemoved, KvEvent
+from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router.kv_subscriber import KvSubscriber, Source
 from pdserve.worker.kv_publisher import KvPublisher, PublisherSettings
+from pdserve.worker.process import publishing
 from pdserve.zmq_identity import CurveKeys, is_local
 
 SECRET = b"a secret of the cluster, long enough"
@@ -110,6 +113,32 @@ async def test_a_replay_that_means_nothing_is_not_answered_and_others_are() -> N
                 assert (await client.recv_multipart())[3] == batch(0)
                 assert (await client.recv_multipart())[2:] == [kvevents.END_OF_REPLAY, b""]
             context.destroy(linger=0)
+
+
+async def test_what_breaks_the_replays_breaks_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: object) -> None:
+        raise LookupError("a bug")
+
+    monkeypatch.setattr(KvPublisher, "_answer", broken)
+    settings: dict[str, object] = {"kv_events_endpoint": LOCAL, "kv_events_replay_endpoint": LOCAL}
+    needed = {"model": "m", "worker_id": "p0", "routers": ("127.0.0.1:1",), "secret_file": "secret"}
+    config = PrefillWorkerConfig.model_validate({**needed, **settings})
+
+    async def publish_for_ever() -> None:
+        with zmq.asyncio.Context() as context:
+            client = context.socket(zmq.REQ)
+            try:
+                async with asyncio.timeout(10), publishing(config, SECRET, link.Register()) as ours:
+                    assert ours is not None
+                    client.connect(ours.replay_endpoint)
+                    await client.send(bytes(8))
+                    await asyncio.Event().wait()
+            finally:
+                context.destroy(linger=0)
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await publish_for_ever()
+    assert [type(error) for error in caught.value.exceptions] == [LookupError]
 
 
 async def feed(frames: list[tuple[bytes, bytes]]) -> list[tuple[KvEvent, ...]]:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from default_rules import default_rules
 
 from pdserve.decode_worker import events as decode
 from pdserve.decode_worker.core import DecodeCore
@@ -30,7 +31,7 @@ class Worker:
     def __init__(self, rules: Rules | None = None) -> None:
         limits = Limits(max_num_seqs=8, max_num_batched_tokens=8, max_model_len=96, eos_token_ids=frozenset())
         self.scheduler = Scheduler(KvCache(16, 4, None), limits)
-        self.core = DecodeCore(self.scheduler, 997, b"secret", rules or Rules())
+        self.core = DecodeCore(self.scheduler, 997, b"secret", rules or default_rules())
         self.core.handle(decode.PeerAttached(P), 0.0)
         commands = self.core.handle(Placed(RouterRef(1), JOB, 1e9, P), 0.0)
         (self.grant,) = [c.message.grant for c in commands if isinstance(c, decode.ToPeer)]
@@ -89,7 +90,7 @@ def test_a_commit_shown_again_after_its_hand_off_has_ended_changes_nothing() -> 
 
 
 def test_with_digests_off_a_commit_joins_the_batch_at_once() -> None:
-    worker = Worker(Rules(digests=DigestPolicy.OFF))
+    worker = Worker(default_rules(digests=DigestPolicy.OFF))
     commands = worker.say(receiver.Committed(worker.good))
     assert [c.rung.name for c in commands if isinstance(c, Progress)] == ["LANDED", "COMMITTED"]
     assert not any(isinstance(command, decode.CheckDigests) for command in commands)

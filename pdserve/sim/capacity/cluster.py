@@ -56,6 +56,7 @@ from pdserve.worker.words import RouterRef
 MODEL = "simulated"
 VOCAB_SIZE = ALL_IDS
 MAX_TASKS = 100_000
+RULES = Rules(MAX_TASKS, DigestPolicy.OFF, max_quarantined_share=1.0, lease_s=3600.0)  # nobody is lost or falls silent
 DEADLINE_S = 600.0
 _ROUTER = RouterRef(1)
 
@@ -249,7 +250,7 @@ class SimCluster:
         core: PrefillCore | DecodeCore = (
             PrefillCore(scheduler, VOCAB_SIZE, self._page_bytes, MAX_TASKS)
             if is_prefill
-            else DecodeCore(scheduler, VOCAB_SIZE, b"simulated", Rules(MAX_TASKS, DigestPolicy.OFF))
+            else DecodeCore(scheduler, VOCAB_SIZE, b"simulated", RULES)
         )
         worker = SimWorker(self._timeline, name, core, scheduler, self._costs[role], self._machine)
         worker.perform = self._perform
