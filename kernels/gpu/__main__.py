@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 SECTIONS_ABOVE = [
     ("engine against the CPU's", "check", "pdserve.engine.gpu_check"),
+    ("pages through the host's memory", "check", "pdserve.kvtransfer.gpu_check"),
     ("engine, nano-vllm's workload", "bench", "pdserve.engine.gpu_bench"),
 ]
 
@@ -66,12 +67,13 @@ def _sections_above() -> "list[sections.Section]":
 
 
 def _find_package() -> None:
-    """Make `pdserve` importable from the tree this file is in, and put back its link to `kernels` if it is gone."""
+    """Make `pdserve` importable from the tree this file is in, and put back those of its links that are gone."""
     root = Path(__file__).resolve().parents[2]
-    link = root / "pdserve" / "kernels"
-    if not link.exists():
-        link.unlink(missing_ok=True)
-        link.symlink_to("../kernels")
+    for name in ("kernels", "kvtransfer"):
+        link = root / "pdserve" / name
+        if not link.exists():
+            link.unlink(missing_ok=True)
+            link.symlink_to(f"../{name}")
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
 

@@ -9,23 +9,36 @@ Invariant: a copy is over when the call that makes it returns; nothing is put in
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from pdserve.kvtransfer.mover import Region
 
 STAGE_BYTES = 4 << 20  # received of one writer at a time; or one row, if that is more
 
 Rows = Sequence[int]
 
 
+class Paged(Protocol):
+    """What is known of a region here."""
+
+    @property
+    def gpu(self) -> int | None:
+        """Return whose memory it is; None: the host's."""
+        ...
+
+    @property
+    def page_bytes(self) -> int: ...
+
+    def row(self, index: int) -> object:
+        """Return a row, numpy's or torch's, where it lies."""
+        ...
+
+
 class Staging:
     """Copies rows of a region to and from memory of the host. For any thread."""
 
-    def __init__(self, region: "Region") -> None:
+    def __init__(self, region: Paged) -> None:
         self._region = region
         self._stream = None if region.gpu is None else torch.cuda.Stream(region.gpu)
 
@@ -67,7 +80,7 @@ class Part:
 class Entry:
     """One writer's way into a region's rows. Used by one thread; any may cut it."""
 
-    def __init__(self, region: "Region", staging: Staging | None) -> None:
+    def __init__(self, region: Paged, staging: Staging | None) -> None:
         """Without `staging` rows are received where they lie."""
         self._region = region
         self._staging = staging
@@ -101,6 +114,6 @@ class Entry:
             self._is_cut = True
 
 
-def row_of(region: "Region", index: int) -> Tensor:
+def row_of(region: Paged, index: int) -> Tensor:
     """Return a row where it lies."""
     return torch.as_tensor(region.row(index))

@@ -5,12 +5,14 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+import torch
 from half_slice import greeted, half_slice
 
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvtransfer.backends.collective import CollectiveMover
 from pdserve.kvtransfer.backends.staging import STAGE_BYTES, Entry, Rows, Staging
 from pdserve.kvtransfer.backends.unread import settle
+from pdserve.kvtransfer.gpu_check import num_wrong_rows
 from pdserve.kvtransfer.mover import ByteRows, Region
 from pdserve.kvtransfer.session import Peer
 
@@ -124,3 +126,7 @@ def test_rows_are_taken_out_as_they_were(view: ByteRows) -> None:
     taken = Staging(region).take_out([5, NUM_PAGES, 2])  # the one in the middle is probe memory's
     view[:] = 9
     assert taken[:, 0].tolist() == [5, 0, 2]
+
+
+def test_what_is_checked_on_a_gpu_holds_on_a_cpu() -> None:
+    assert num_wrong_rows(torch.device("cpu")) == 0

@@ -35,6 +35,7 @@ sys.meta_path.insert(0, Lacking())
 sys.path.insert(0, sys.argv[1])
 import pdserve.engine.gpu_bench as bench
 import pdserve.engine.gpu_check
+import pdserve.kvtransfer.gpu_check
 assert bench.__file__.startswith(sys.argv[1]), bench.__file__
 """
 
@@ -45,13 +46,14 @@ def test_the_workload_is_nano_vllms() -> None:
     assert work.decode_bytes(114_688, 0) == 13_870_140_899_328
 
 
-def test_the_benchmark_needs_engine_model_kernels_and_base_alone(tmp_path: Path) -> None:
+def test_what_make_gpu_runs_needs_no_more_than_a_bare_machine_has(tmp_path: Path) -> None:
     package = tmp_path / "pdserve"
     package.mkdir()
     skip = shutil.ignore_patterns("__pycache__")
     for name in ("engine", "model"):
         shutil.copytree(ROOT / "pdserve" / name, package / name, ignore=skip)
-    shutil.copytree(ROOT / "kernels", package / "kernels", ignore=skip)
+    for name in ("kernels", "kvtransfer"):
+        shutil.copytree(ROOT / name, package / name, ignore=skip)
     for name in ("__init__", "clock", "errors", "ids", "kvlayout", "sampling"):
         shutil.copy(ROOT / "pdserve" / f"{name}.py", package)
     command = [sys.executable, "-P", "-c", BARE_IMPORT, str(tmp_path)]

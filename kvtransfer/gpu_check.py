@@ -1,0 +1,75 @@
+"""Pages of a GPU that pass through memory of the host: a section of `make gpu`."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pdserve.kernels.gpu.rows import Choice, Row
+from pdserve.kvtransfer.backends.staging import Staging
+
+NUM_PAGES, PAGE_BYTES = 40, 1 << 20
+ROWS = (7, 39, 0, 12, 3)
+LONG_CYCLES = 2_000_000_000  # about a second
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pages:
+    """Pages that are no region: staging needs to know no more of them."""
+
+    view: Tensor
+
+    @property
+    def gpu(self) -> int | None:
+        return self.view.get_device() if self.view.device.type == "cuda" else None
+
+    @property
+    def page_bytes(self) -> int:
+        return self.view.shape[1]
+
+    def row(self, index: int) -> Tensor:
+        return self.view[index]
+
+
+def run(choice: Choice) -> list[Row]:
+    """Copy pages out and in, and out beside a kernel that runs for long."""
+    checks: tuple[tuple[str, Callable[[], int]], ...] = (
+        ("pages out of a GPU and in again", lambda: num_wrong_rows(torch.device("cuda"))),
+        ("pages out beside a long kernel", _num_kernels_waited_for),
+    )
+    rows = []
+    for name, check in checks:
+        if choice.wants(name):
+            wrong = check()
+            rows.append(Row(name, note=f"{wrong} wrong", failed=bool(wrong)))
+    return rows
+
+
+def num_wrong_rows(device: torch.device) -> int:
+    """Return how many rows differ after a way through memory of the host."""
+    shape = NUM_PAGES, PAGE_BYTES
+    source = torch.randint(0, 256, shape, dtype=torch.uint8, device=device)
+    target = torch.zeros_like(source)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # a copy waits for nothing that was launched before it
+    host = Staging(Pages(source)).take_out(ROWS)
+    Staging(Pages(target)).put_in(ROWS, host)
+    wanted = torch.zeros_like(source)
+    wanted[list(ROWS)] = source[list(ROWS)]
+    return int((target != wanted).any(dim=1).sum()) + int((host != source[list(ROWS)].cpu()).any(dim=1).sum())
+
+
+def _num_kernels_waited_for() -> int:
+    """Return 1 if a copy returns only after a kernel that was launched before it on another stream."""
+    pages = Pages(torch.ones((NUM_PAGES, PAGE_BYTES), dtype=torch.uint8, device="cuda"))
+    staging = Staging(pages)
+    staging.take_out(ROWS)  # memory is pinned now, which may wait for anything
+    torch.cuda.synchronize()
+    torch.cuda._sleep(LONG_CYCLES)
+    over = torch.cuda.Event()
+    over.record()
+    staging.take_out(ROWS)
+    waited = over.query()
+    torch.cuda.synchronize()
+    return int(waited)
