@@ -14,6 +14,7 @@ import logging
 import secrets
 import socket
 import threading
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
 from datetime import timedelta
@@ -43,6 +44,7 @@ MAX_GONE = 4096  # ended processes that are remembered, and refused
 MAX_SLICE_PAGES = 1 << 20
 NEXT_ACCEPT_S = 0.1  # after a failure: what is short then may be free again
 FOREVER = timedelta(days=365)  # how long a frozen writer is waited for
+LEAVE_S = 1.0  # how long writers' threads are waited for at the end; what waits for a frozen writer stays behind
 
 
 @dataclass(slots=True, eq=False)
@@ -66,7 +68,7 @@ class Receiver:
         self._secret = secrets.token_bytes(SECRET_BYTES)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=MAX_WRITERS)
-        self._writers: set[_Writer] = set()
+        self._writers: dict[_Writer, threading.Thread] = {}
         self._gone: OrderedDict[Peer, None] = OrderedDict()
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -91,12 +93,16 @@ class Receiver:
         """Take no more writers, and end those there are; in memory of the host, what is under way may still land."""
         with self._lock:
             self._closed.set()
-            writers = list(self._writers)
+            writers = dict(self._writers)
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._thread.join()
         for writer in writers:
             writer.end()
+        # One that were still undoing its group while the interpreter goes would abort the process.
+        until_s = time.monotonic() + LEAVE_S
+        for thread in writers.values():
+            thread.join(max(0.0, until_s - time.monotonic()))
 
     def _listen(self) -> None:
         while True:
@@ -109,14 +115,14 @@ class Receiver:
                 self._closed.wait(NEXT_ACCEPT_S)
                 continue
             writer = _Writer(Framed(connected), Entry(self._region, self._staging))
+            thread = threading.Thread(target=self._attend, args=(writer,), name=f"writer {address}", daemon=True)
             with self._lock:
                 refused = self._closed.is_set() or len(self._writers) >= MAX_WRITERS
                 if not refused:
-                    self._writers.add(writer)
+                    self._writers[writer] = thread
+                    thread.start()
             if refused:
                 writer.framed.close()
-                continue
-            threading.Thread(target=self._attend, args=(writer,), name=f"writer {address}", daemon=True).start()
 
     def _attend(self, writer: _Writer) -> None:
         framed = writer.framed
@@ -129,7 +135,7 @@ class Receiver:
         finally:
             framed.close()
             with self._lock:
-                self._writers.discard(writer)
+                self._writers.pop(writer, None)
 
     def _let_in(self, writer: _Writer, greeting: Greeting) -> None:
         """Note who a writer is; OSError for one that may not write here."""

@@ -23,6 +23,7 @@ NUM_PAGES, PAGE_BYTES = 64, 1 << 16
 TARGET = Peer(WorkerId("target"), Incarnation(1))
 WRITER_PEER = Peer(WorkerId("writer"), Incarnation(7))
 WRITER_PROCESS = Path(__file__).with_name("writer_process.py")
+LEAVING_PROCESS = Path(__file__).with_name("leaving_process.py")
 EVERYTHING = tuple(map(PageId, range(NUM_PAGES)))
 
 
@@ -133,3 +134,8 @@ def test_a_receiver_outlives_writers_that_are_killed_as_they_write(receiver: Col
         writer.kill()
         writer.communicate()
     assert_takes_writes(receiver, view)
+
+
+def test_a_process_that_has_closed_its_movers_leaves_in_good_order() -> None:
+    left = subprocess.run([sys.executable, str(LEAVING_PROCESS)], capture_output=True, text=True, check=False)
+    assert (left.returncode, left.stderr) == (0, "")

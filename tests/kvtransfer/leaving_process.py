@@ -1,0 +1,30 @@
+"""A process that writes to itself, closes both ends, and leaves at once, with what they were made of still there."""
+
+import queue
+
+import numpy as np
+
+from pdserve.ids import Incarnation, PageId, WorkerId
+from pdserve.kvtransfer.backends.collective import CollectiveMover
+from pdserve.kvtransfer.mover import CopyStopped, Region
+from pdserve.kvtransfer.session import Peer
+
+WRITER, TARGET = (Peer(WorkerId(name), Incarnation(1)) for name in ("writer", "target"))
+STOPPED: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
+MOVERS = [
+    CollectiveMover(WRITER, Region.of(np.ones((2, 4096), np.uint8)), STOPPED.put),
+    CollectiveMover(TARGET, Region.of(np.zeros((2, 4096), np.uint8)), STOPPED.put),
+]
+
+
+def main() -> None:
+    writer, receiver = MOVERS
+    writer.attach(TARGET, receiver.describe())
+    writer.write(TARGET, (PageId(0),), (PageId(1),))
+    assert STOPPED.get(timeout=20).digests is not None
+    writer.close()
+    receiver.close()
+
+
+if __name__ == "__main__":
+    main()
