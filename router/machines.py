@@ -67,13 +67,13 @@ class Machines:
         for link in begun:
             members[link].mark = now_s, self._others_s(members, link)
 
-    def end_step(self, worker: WorkerView, elapsed_s: float, now_s: float) -> float:
-        """Return how many neighbours computed, on average, during the step that has just ended."""
+    def end_step(self, worker: WorkerView, elapsed_s: float, now_s: float) -> float | None:
+        """Return how many neighbours computed, on average, during the step that has just ended; None: nobody knows."""
         self.look(worker, now_s)
-        members = self._members.get(worker.registration.host, {})
-        member = members.get(worker.link)
-        if member is None:
-            return 0.0
+        members = self._members.get(worker.registration.host)
+        member = None if members is None else members.get(worker.link)
+        if members is None or member is None:
+            return None
         others_s = self._others_s(members, worker.link)
         (began_s, before_s), member.mark = member.mark, (now_s, others_s)
         if 0 < now_s - began_s < 2 * elapsed_s + 0.02:

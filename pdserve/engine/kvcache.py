@@ -47,9 +47,10 @@ class KvCache:
 
     def extend_names(self, names: list[PageName], token_ids: Sequence[int], salt: str) -> None:
         """Add the names of pages that have become full since."""
-        if self._names is not None:
+        start = len(names) * self.page_size
+        if self._names is not None and len(token_ids) >= start + self.page_size:
             parent = names[-1] if names else self._names.root(salt)
-            names.extend(self._names.extend(parent, token_ids, len(names) * self.page_size))
+            names.extend(self._names.extend(parent, token_ids, start))
 
     def reuse(self, names: Sequence[PageName]) -> Pages:
         """Hold the pages of the longest known prefix, for one more sequence."""

@@ -19,6 +19,7 @@ class BatchFits:
         """Begin with measured costs, or with a guess."""
         self._start, self._unknown = start, unknown
         self._fits: dict[int, Fit] = {}
+        self._neighbours: dict[int, Fit] = {}  # of sizes of which no step was seen, as far as they were asked for
         self.latest = self._begin(1)
         self.num_observed = 0
 
@@ -34,6 +35,7 @@ class BatchFits:
         fit = self._fits.get(band)
         if fit is None:
             fit = self._fits[band] = self._begin(band)
+            self._neighbours.clear()
         fit.observe(sequences, kv_tokens, seconds)
         self.num_observed += 1
         self.latest = fit
@@ -52,7 +54,9 @@ class BatchFits:
     def _first_curve(self, band: int) -> Curve:
         """Return what is believed of a size of which no step was seen: what its neighbour has learnt, or the start."""
         if self._fits:
-            neighbour = self._fits[self._nearest(band)]
+            neighbour = self._neighbours.get(band)
+            if neighbour is None:
+                neighbour = self._neighbours[band] = self._fits[self._nearest(band)]
             if neighbour.num_observed >= _ENOUGH_STEPS or self._start is None:
                 return neighbour.curve
         if self._start is None or not self._start.decode:

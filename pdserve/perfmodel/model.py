@@ -65,15 +65,17 @@ class LearntCosts:
     def decode_error(self) -> float:
         return self._decode.latest.relative_error
 
-    def observe(self, step: Step, elapsed_s: float, now_s: float, crowd: float = 0.0) -> None:
-        """Take in one step, during which so many neighbours computed.
+    def observe(self, step: Step, elapsed_s: float, now_s: float, crowd: float | None = None) -> None:
+        """Take in one step, during which so many neighbours computed; None: nobody knows.
 
         Of a step that does both, the prefill's part is what decoding does not explain.
         """
         self._observed_s = now_s
         if not step.prefill_tokens:
-            alone_s = _alone_s(self._decode_crowding, self.decode_s(step.sequences, step.kv_tokens), elapsed_s, crowd)
-            self._decode.observe(step.sequences, step.kv_tokens, alone_s)
+            if crowd is not None:
+                predicted_s = self.decode_s(step.sequences, step.kv_tokens)
+                elapsed_s = _alone_s(self._decode_crowding, predicted_s, elapsed_s, crowd)
+            self._decode.observe(step.sequences, step.kv_tokens, elapsed_s)
             return
         if step.sequences:
             self._num_mixed += 1
@@ -82,9 +84,10 @@ class LearntCosts:
             if shared_s > 0.5 * elapsed_s:
                 return  # too little of it is the prefill's
             elapsed_s -= shared_s
-        predicted_s = self._prefill.curve.seconds(step.prefill_tokens, step.prefill_work)
-        alone_s = _alone_s(self._prefill_crowding, predicted_s, elapsed_s, crowd)
-        self._prefill.observe(step.prefill_tokens, step.prefill_work, alone_s)
+        if crowd is not None:
+            predicted_s = self._prefill.curve.seconds(step.prefill_tokens, step.prefill_work)
+            elapsed_s = _alone_s(self._prefill_crowding, predicted_s, elapsed_s, crowd)
+        self._prefill.observe(step.prefill_tokens, step.prefill_work, elapsed_s)
 
     def knows_prefill(self, now_s: float) -> bool:
         """Return whether requests may be refused on these predictions."""

@@ -53,6 +53,7 @@ def test_workers_of_other_or_unknown_machines_are_no_neighbours() -> None:
         machines.look(stranger, 0.0)
     machines.look(decode, 0.0)
     assert machines.end_step(decode, 1.0, 1.0) == 0.0
+    assert machines.end_step(worker(5, Role.DECODE, ""), 1.0, 1.0) is None
     assert machines.expected(decode, 5.0) == 0.0
 
 

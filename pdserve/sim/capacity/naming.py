@@ -4,8 +4,11 @@ Invariant: as with the engine's names, equal ones mean equal tokens at equal pos
 """
 
 from collections.abc import Sequence
+from struct import Struct
 
 from pdserve.engine.prefix import PageName, PrefixNames
+
+_pack = Struct("<q").pack
 
 
 class QuickNames(PrefixNames):
@@ -17,8 +20,6 @@ class QuickNames(PrefixNames):
 
     def extend(self, parent: PageName, token_ids: Sequence[int], start: int) -> list[PageName]:
         """Return the names of the full pages of `token_ids` from position `start` (a page border) on."""
-        size, names, tokens = self._num_tokens, list[PageName](), tuple(token_ids[start:])
-        for begin in range(0, len(tokens) - size + 1, size):
-            parent = hash((parent, tokens[begin : begin + size])).to_bytes(8, "little", signed=True)
-            names.append(parent)
-        return names
+        size, tokens = self._num_tokens, tuple(token_ids[start:] if start else token_ids)
+        starts = range(0, len(tokens) - size + 1, size)
+        return [parent := _pack(hash((parent, tokens[begin : begin + size]))) for begin in starts]
