@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from pdserve.clock import process_age_s
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.kvtransfer import wire
 from pdserve.kvtransfer.peers import Party, PeerLost, PeerMessage, SenderSink
@@ -161,7 +162,7 @@ class HandoffClient:
 
     async def _greet(self, call: Call, peer: Peer) -> wire.Introduction:
         """Exchange the first words; ProtocolError names what differs."""
-        hello = wire.Hello(self._introduction, self._me.mover.name, peer.incarnation)
+        hello = wire.Hello(self._introduction, self._me.mover.name, peer.incarnation, process_age_s())
         with suppress(asyncio.InvalidStateError):  # the call has ended already; reading says why
             await call.write(wire.hello_to_proto(hello))
         first = await call.read()

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import grpc
 
+from pdserve.clock import MonotonicClock
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvtransfer import wire
@@ -44,6 +45,14 @@ class _Stream:
             self.ended.set()
 
 
+@dataclass(slots=True)
+class _Seen:
+    """The last process of a worker that has attached, and when it was last heard."""
+
+    incarnation: Incarnation
+    heard_s: float
+
+
 class HandoffServicer(HandoffServiceServicer):
     """Lets prefill workers attach; one stream each, the latest."""
 
@@ -53,7 +62,8 @@ class HandoffServicer(HandoffServiceServicer):
         self._introduction = wire.Introduction(me.peer, me.layout, me.mover.describe())
         self._sink = sink
         self._streams: dict[Peer, _Stream] = {}
-        self._latest: dict[WorkerId, Incarnation] = {}  # of each worker that has attached, unless its end is known
+        self._latest: dict[WorkerId, _Seen] = {}  # of each worker that has attached, unless its end is known
+        self._clock = MonotonicClock()
         self._gone: OrderedDict[Peer, None] = OrderedDict()
         self._refused = refused
 
@@ -76,7 +86,8 @@ class HandoffServicer(HandoffServiceServicer):
         self._gone[peer] = None
         if len(self._gone) > MAX_GONE:
             self._gone.popitem(last=False)
-        if self._latest.get(peer.worker_id) == peer.incarnation:
+        seen = self._latest.get(peer.worker_id)
+        if seen is not None and seen.incarnation == peer.incarnation:
             del self._latest[peer.worker_id]
         stream = self._streams.get(peer)
         if stream is not None:
@@ -91,7 +102,8 @@ class HandoffServicer(HandoffServiceServicer):
         self, request_iterator: AsyncIterator[Request], context: Context
     ) -> None:
         try:
-            peer = self._check(await _first(request_iterator))
+            hello = await _first(request_iterator)
+            peer = self._check(hello)
         except ProtocolError as error:
             self._refused[error.refusal] += 1
             logger.warning("a prefill worker is refused: %s", error)
@@ -99,7 +111,7 @@ class HandoffServicer(HandoffServiceServicer):
             return
         stream = _Stream(peer)
         try:
-            await self._welcome(stream)
+            await self._welcome(stream, hello.age_s)
             await self._attend(stream, request_iterator, context)
         finally:
             if self._streams.get(peer) is stream:
@@ -121,39 +133,46 @@ class HandoffServicer(HandoffServiceServicer):
         if peer in self._gone:
             text = f"incarnation: {peer.incarnation:016x} of {peer.worker_id} has ended, or has a successor"
             raise ProtocolError(text, Refusal.INCARNATION)
-        latest = self._latest.get(peer.worker_id)
-        if latest is not None and latest > peer.incarnation:
-            text = f"incarnation: {peer.incarnation:016x} of {peer.worker_id} started before {latest:016x}"
+        seen = self._latest.get(peer.worker_id)
+        if seen is not None and seen.incarnation > peer.incarnation:
+            text = f"incarnation: {peer.incarnation:016x} of {peer.worker_id} started before {seen.incarnation:016x}"
             raise ProtocolError(text, Refusal.INCARNATION)
         return peer
 
-    async def _welcome(self, stream: _Stream) -> None:
+    async def _welcome(self, stream: _Stream, age_s: float) -> None:
         """Put a stream in the place of an earlier one, or of an earlier process, of the same worker."""
         peer = stream.peer
         before = self._streams.get(peer)
         self._streams[peer] = stream
         stream.outbound.put_nowait(wire.ack_to_proto(self._introduction))
-        incarnation = self._latest.get(peer.worker_id, peer.incarnation)
-        self._latest[peer.worker_id] = peer.incarnation
-        if incarnation != peer.incarnation:
-            await self._succeed(Peer(peer.worker_id, incarnation))
+        now_s, seen = self._clock.now_s(), self._latest.get(peer.worker_id)
+        self._latest[peer.worker_id] = _Seen(peer.incarnation, now_s)
+        if seen is not None and seen.incarnation != peer.incarnation:
+            await self._succeed(Peer(peer.worker_id, seen.incarnation), was_heard=seen.heard_s > now_s - age_s)
         if before is not None:
             before.end("it attached anew")
             await self._sink(PeerLost(peer, "it attached anew"))
         logger.info("%s: attached, incarnation %016x", peer.worker_id, peer.incarnation)
         await self._sink(PeerAttached(peer))
 
-    async def _succeed(self, older: Peer) -> None:
-        """Let an earlier process of a worker attach no more. If it is attached, it has not ended."""
-        is_attached = self._streams.pop(older, None)
+    async def _succeed(self, older: Peer, *, was_heard: bool) -> None:
+        """Let an earlier process of a worker attach no more. Attached, or heard since the later started, it lives."""
+        stream = self._streams.pop(older, None)
+        if stream is not None:
+            stream.end("it has a successor")
         self.forget(older)
-        if is_attached is None:
+        if stream is None and not was_heard:
             logger.info("%s: its incarnation %016x has ended", older.worker_id, older.incarnation)
             await self._sink(PeerGone(older))
-        else:
-            logger.warning("%s: its incarnation %016x lives, and has a successor", older.worker_id, older.incarnation)
-            is_attached.end("a later process of its name attached")
-            await self._sink(PeerLost(older, "a later process of its name attached"))
+            return
+        logger.warning("%s: its incarnation %016x has a successor and lives", older.worker_id, older.incarnation)
+        if stream is not None:
+            await self._sink(PeerLost(older, stream.reason))
+
+    def _hear(self, peer: Peer) -> None:
+        seen = self._latest.get(peer.worker_id)
+        if seen is not None and seen.incarnation == peer.incarnation:
+            seen.heard_s = self._clock.now_s()
 
     async def _attend(self, stream: _Stream, messages: AsyncIterator[Request], context: Context) -> None:
         """Read and write until the stream ends."""
@@ -172,6 +191,7 @@ class HandoffServicer(HandoffServiceServicer):
 
     async def _read(self, stream: _Stream, messages: AsyncIterator[Request]) -> None:
         async for message in messages:
+            self._hear(stream.peer)
             if message.HasField("alive"):
                 await self._sink(PeerAlive(stream.peer))
                 continue

@@ -44,6 +44,7 @@ class Hello:
     me: Introduction
     mover: str
     decode_incarnation: Incarnation
+    age_s: float  # of its process
     protocol_version: int = PROTOCOL_VERSION
 
 
@@ -57,6 +58,7 @@ def hello_to_proto(hello: Hello) -> handoff.HandoffServiceAttachRequest:
             mover=hello.mover,
             mover_metadata=hello.me.mover_metadata,
             decode_incarnation=hello.decode_incarnation,
+            age_ms=round(1000 * hello.age_s),
         )
     )
 
@@ -70,7 +72,7 @@ def hello_from_proto(message: handoff.HandoffServiceAttachRequest) -> Hello:
         raise ProtocolError(
             f"protocol_version: {hello.protocol_version} there, {PROTOCOL_VERSION} here", Refusal.VERSION
         )
-    return Hello(_introduction(hello), hello.mover, Incarnation(hello.decode_incarnation))
+    return Hello(_introduction(hello), hello.mover, Incarnation(hello.decode_incarnation), hello.age_ms / 1000)
 
 
 def ack_to_proto(me: Introduction) -> handoff.HandoffServiceAttachResponse:

@@ -2,7 +2,7 @@
 
 Invariant: a worker is among those attached from its registration until its link is lost or dropped, and what it was
 doing is then placed again; no process is attached that is known to have ended, or to have a successor; and none is
-taken for ended because of another one that started before it, or that found it attached.
+taken for ended because of another one that started before it, or before it was last heard, or that found it attached.
 """
 
 from math import inf
@@ -72,29 +72,25 @@ class Attendance:
             self._book.tell(Complain(f"{told.worker_id} is refused: {why_not}"))
             self._book.tell(DropLink(link, why_not, Refusal.INCARNATION))
             return
-        follows_attached = self._take_place(told, now_s)
+        self._take_place(told, now_s)
         worker = self._workers.register(link, told, now_s)
         self._watch(now_s)
         self._welcome(worker, now_s)
-        before = self._census.note_attached(told.worker_id, told.incarnation)
-        if before is not None and not follows_attached:
+        before = self._census.note_attached(told.worker_id, told.incarnation, now_s - told.age_s)
+        if before is not None:
             self.note_ended(ProcessEnded(told.worker_id, before), now_s)
         self.note_change(now_s)
 
-    def _take_place(self, told: Registration, now_s: float) -> bool:
-        """Drop who is attached under a name that attaches; return whether that is an earlier process.
-
-        Then two of them live: the earlier one is told to end. It has not yet, as far as anybody knows.
-        """
+    def _take_place(self, told: Registration, now_s: float) -> None:
+        """Drop who is attached under a name that attaches. If that is an earlier process, it must end."""
         namesake = self._workers.named(told.worker_id)
         if namesake is None:
-            return False
+            return
         if namesake.registration.incarnation == told.incarnation:
             self.drop(namesake, "its name attached again", now_s)
-            return False
-        self._book.tell(Complain(f"{namesake.name} has a successor and lives: what it was granted stays quarantined"))
-        self.drop(namesake, "a later process of its name has attached", now_s, Refusal.INCARNATION)
-        return True
+        else:
+            namesake.last_heard_s = now_s  # for all that is known, it is there
+            self.drop(namesake, "a later process of its name has attached", now_s, Refusal.INCARNATION)
 
     def _welcome(self, worker: WorkerView, now_s: float) -> None:
         """Tell a worker which processes have ended."""
@@ -108,6 +104,8 @@ class Attendance:
 
     def lose(self, worker: WorkerView, reason: str, now_s: float) -> None:
         """Take note that a worker's link is over."""
+        told = worker.registration
+        self._census.note_left(told.worker_id, told.incarnation, worker.last_heard_s)
         self._recovery.lose_worker(worker, reason, now_s)
         self.note_change(now_s)
 

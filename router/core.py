@@ -222,7 +222,8 @@ class RouterCore:
         worker = self.workers.get(event.link)
         if worker is None:
             return  # late news of a link that was dropped
-        worker.last_heard_s = now_s
+        if not isinstance(event, LinkLost):  # the network's word
+            worker.last_heard_s = now_s
         match event:
             case StepReported():
                 self._take_step(worker, event, now_s)

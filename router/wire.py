@@ -145,6 +145,7 @@ def _registration(told: link.Register) -> Registration:
         handoff_address=told.handoff_address,
         max_num_batched_tokens=told.max_num_batched_tokens,
         host=told.host,
+        age_s=told.age_ms / 1000,
     )
 
 

@@ -10,6 +10,7 @@ from pdserve.sim.prefill import PrefillProcess
 from pdserve.sim.process import Process
 from pdserve.sim.router import RouterProcess
 from pdserve.sim.scenario import Scenario
+from pdserve.sim.zombies import Zombies
 
 SITE_FAULTS = ("crash_worker", "freeze_worker", "reset_handoff", "cut_one_way")
 
@@ -30,6 +31,7 @@ class Chaos:
         self._frozen: list[Process] = []
         self._broken: list[tuple[Process, Process]] = []
         self._hostile = Hostile(cluster)
+        self._zombies = Zombies(cluster, scenario, self._crash_router)
         self._timed: dict[str, Callable[[], object]] = {
             "crash_worker": self._crash_worker,
             "freeze_worker": lambda: self._freeze(self._worker(), 8.0),
@@ -58,6 +60,7 @@ class Chaos:
     def stop(self) -> None:
         """Let nothing more go wrong, and heal what is broken."""
         self._stopped = True
+        self._zombies.stop()
         for process in self._frozen:
             process.thaw()
         for source, target in self._broken:

@@ -2,11 +2,13 @@
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
 from pdserve.ids import Incarnation
 from pdserve.kvtransfer.session import Peer
 from pdserve.router.events import Limits, ProcessEnded
 from pdserve.sim.decode import DecodeProcess
+from pdserve.sim.links import Find
 from pdserve.sim.network import Network
 from pdserve.sim.prefill import PrefillProcess
 from pdserve.sim.process import Process
@@ -30,7 +32,8 @@ class Cluster:
         self.workers: dict[str, Worker] = {}
         self._by_peer: dict[Peer, Worker] = {}
         self._gone: deque[ProcessEnded] = deque(maxlen=MAX_GONE)  # as its launcher knows
-        self._num_started = 0
+        self.zombies: list[Worker] = []  # came round, and live
+        self._num_started = self._num_hung = 0
         self.on_start: Callable[[Worker], object] = lambda worker: None
         for number in range(scenario.num_routers):
             self.start(f"r{number}")
@@ -50,16 +53,24 @@ class Cluster:
             return
         worker = self._new_worker(name, incarnation)
         self.on_start(worker)
-        worker.on_exit = lambda: self.end(worker)
         self.workers[name] = worker
-        self._by_peer[worker.peer] = worker
-        worker.start([lambda router=router: self.routers.get(router) for router in self.routers])  # type: ignore[misc]
+        worker.start(self._routers())
+
+    def come_round(self, name: str) -> Worker:
+        """Let a process of a name go on that hung when it had loaded, and was given up and followed."""
+        self._num_hung += 1
+        zombie = self._new_worker(name, Incarnation(100 + self._num_hung))
+        zombie.size = replace(zombie.size, load_s=0.0)
+        self.zombies.append(zombie)
+        zombie.start(self._routers())
+        return zombie
 
     def end(self, process: Process) -> None:
-        """Let a process be over; its launcher notices, tells the routers, and starts it again."""
+        """Let a process be over; its launcher notices, tells the routers, and starts it again if nobody follows it."""
         if not process.alive:
             return
         process.crash()
+        self.zombies = [zombie for zombie in self.zombies if zombie.alive]
         rng = self.world.rng
         delay_s = rng.random() ** 6 * 3.0  # until it is reaped
         if isinstance(process, PrefillProcess | DecodeProcess):
@@ -67,7 +78,8 @@ class Cluster:
             gone = ProcessEnded(process.peer.worker_id, process.incarnation, is_explained)
             late_s = rng.random() * rng.choice((0.01, 0.1, 3.0))
             self.world.after(delay_s + late_s, None, self._note_gone, gone)
-        self.world.after(delay_s + rng.uniform(0.1, 0.8), None, self.start, process.name)
+        if process in (self.routers.get(process.name), self.workers.get(process.name)):
+            self.world.after(delay_s + rng.uniform(0.1, 0.8), None, self.start, process.name)
 
     def find_peer(self, peer: Peer) -> Worker | None:
         """Return the process of one incarnation, dead or alive."""
@@ -75,16 +87,26 @@ class Cluster:
 
     def processes(self) -> list[RouterProcess | Worker]:
         """Return the living."""
-        return [process for process in (*self.routers.values(), *self.workers.values()) if process.alive]
+        known = (*self.routers.values(), *self.workers.values(), *self.zombies)
+        return [process for process in known if process.alive]
+
+    def _routers(self) -> list[Find]:
+        return [lambda router=router: self.routers.get(router) for router in self.routers]  # type: ignore[misc]
 
     def _new_worker(self, name: str, incarnation: Incarnation) -> Worker:
-        scenario = self.scenario
-        if name.startswith("d"):
-            return DecodeProcess(self.network, name, incarnation, scenario.decode_size, scenario.lease_s)
+        worker = self._new_decode(name, incarnation) if name.startswith("d") else self._new_prefill(name, incarnation)
+        worker.on_exit = worker.on_dismissed = lambda: self.end(worker)
+        self._by_peer[worker.peer] = worker
+        return worker
+
+    def _new_decode(self, name: str, incarnation: Incarnation) -> DecodeProcess:
+        return DecodeProcess(self.network, name, incarnation, self.scenario.decode_size, self.scenario.lease_s)
+
+    def _new_prefill(self, name: str, incarnation: Incarnation) -> PrefillProcess:
         worker = PrefillProcess(
-            self.network, name, incarnation, scenario.prefill_size, self.workers.get, self.find_peer
+            self.network, name, incarnation, self.scenario.prefill_size, self.workers.get, self.find_peer
         )
-        worker.mover.faults = scenario.copy_faults
+        worker.mover.faults = self.scenario.copy_faults
         return worker
 
     def _note_gone(self, gone: ProcessEnded) -> None:

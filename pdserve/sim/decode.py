@@ -56,7 +56,7 @@ class DecodeProcess(WorkerProcess[Event, Command]):
         rules = Rules(size.max_tasks, DigestPolicy.ALWAYS, MAX_QUARANTINED_SHARE, lease_s)
         self.core = DecodeCore(self.scheduler, size.vocab_size, key, rules)
         self._streams: dict[Peer, Inbound] = {}
-        self._latest: dict[WorkerId, Peer] = {}  # of each worker that has attached
+        self._latest: dict[WorkerId, Inbound] = {}  # of each worker that has attached, unless its end is known
         self._gone: set[Peer] = set()
         self.site: Callable[[str, Process], object] = lambda site, process: None
         self.granted: deque[tuple[Peer, HandoffKey, Grant, int]] = deque(maxlen=4)  # the latest, with tokens of each
@@ -136,27 +136,35 @@ class DecodeProcess(WorkerProcess[Event, Command]):
     def _greet(self, inbound: Inbound, hello: Hello) -> None:
         """Put a stream in the place of an earlier one, or of an earlier process, of the same worker."""
         peer = hello.peer
-        if hello.wanted != self.incarnation or peer in self._gone:
+        seen = self._latest.get(peer.worker_id, inbound)
+        is_earlier = seen.peer is not None and seen.peer.incarnation > peer.incarnation
+        if hello.wanted != self.incarnation or peer in self._gone or is_earlier:
             inbound.end.close("another incarnation was meant, or dials")
             return
         before = self._streams.get(peer)
         self._streams[peer] = inbound
         inbound.peer = peer
         inbound.end.send(Hello(self.peer, peer.incarnation))
-        older = self._latest.get(peer.worker_id)
-        if older is not None and older != peer:
-            self._forget(older)
-            self.offer(PeerGone(older))
-        self._latest[peer.worker_id] = peer
+        self._latest[peer.worker_id] = inbound
+        if seen.peer is not None and seen.peer != peer:
+            self._succeed(seen.peer, was_heard=seen.heard_s > self.world.now - hello.age_s)
         if before is not None:
             before.end.close("it attached anew")
             self.offer(PeerLost(peer, "it attached anew"))
         self.offer(PeerAttached(peer))
 
+    def _succeed(self, older: Peer, *, was_heard: bool) -> None:
+        """Let an earlier process attach no more. Attached, or heard since the later started, it lives."""
+        lives = was_heard or older in self._streams
+        self._forget(older)
+        if not lives:
+            self.offer(PeerGone(older))
+
     def _forget(self, peer: Peer) -> None:
         """End a peer's stream and attach it no more."""
         self._gone.add(peer)
-        if self._latest.get(peer.worker_id) == peer:
+        seen = self._latest.get(peer.worker_id)
+        if seen is not None and seen.peer == peer:
             del self._latest[peer.worker_id]
         inbound = self._streams.get(peer)
         if inbound is not None:

@@ -15,6 +15,11 @@ MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 Find = Callable[[], Process | None]
 
 
+@dataclass(frozen=True, slots=True)
+class Dismissed:
+    """Stands for the status with which a router ends the stream of a process that must end."""
+
+
 @dataclass(slots=True, eq=False)
 class Dialled:
     """One try at a router."""
@@ -36,12 +41,14 @@ class SimLinks:
         register: link.Register,
         hear: Callable[[RouterRef, link.AttachResponse], object],
         lose: Callable[[RouterLost], object],
+        on_dismissed: Callable[[], object],
     ) -> None:
         self._owner = owner
         self._network = network
         self._register = register
         self._hear = hear
         self._lose = lose
+        self._on_dismissed = on_dismissed
         self._streams: dict[RouterRef, End] = {}
         self._last_ref = 0
         self._closing = False
@@ -61,7 +68,7 @@ class SimLinks:
 
     def update(self) -> None:
         """Say anew who this worker is."""
-        self.broadcast(link.AttachRequest(register=self._register))
+        self.broadcast(self._registration())
 
     def finish(self) -> None:
         """End every stream after what was said."""
@@ -83,7 +90,7 @@ class SimLinks:
         dialled.end = end
         end.receive = partial(self._receive, dialled)
         end.lost = lambda reason: self._over(dialled)
-        end.send(link.AttachRequest(register=self._register))
+        end.send(self._registration())
         self._owner.world.after(WELCOME_TIMEOUT_S, self._owner, self._check_welcome, dialled)
 
     def _check_welcome(self, dialled: Dialled) -> None:
@@ -92,14 +99,20 @@ class SimLinks:
             self._over(dialled)
 
     def _receive(self, dialled: Dialled, message: object) -> None:
+        if isinstance(message, Dismissed):
+            self._on_dismissed()
         if not isinstance(message, link.AttachResponse) or dialled.end is None:
             return
         if message.HasField("welcome"):
             dialled.backoff_s = MIN_BACKOFF_S / 2
             self._streams[dialled.router] = dialled.end
-            self.send(dialled.router, link.AttachRequest(register=self._register))
+            self.send(dialled.router, self._registration())
         else:
             self._hear(dialled.router, message)
+
+    def _registration(self) -> link.AttachRequest:
+        self._register.age_ms = round(1000 * (self._owner.world.now - self._owner.started_s))
+        return link.AttachRequest(register=self._register)
 
     def _over(self, dialled: Dialled) -> None:
         if dialled.over:

@@ -26,6 +26,7 @@ class Hello:
 
     peer: Peer
     wanted: Incarnation
+    age_s: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +119,7 @@ class PrefillProcess(WorkerProcess[Event, Command]):
         dialled.end = end
         end.receive = lambda message: self._receive(dialled, message)
         end.lost = lambda reason: self._over(dialled, reason)
-        end.send(Hello(self.peer, dialled.peer.incarnation))
+        end.send(Hello(self.peer, dialled.peer.incarnation, self.world.now - self.started_s))
         self.world.after(HELLO_TIMEOUT_S, self, self._check_answer, dialled)
 
     def _check_answer(self, dialled: Dialled) -> None:

@@ -22,6 +22,7 @@ class Process:
         self.ends: dict[End, None] = {}
         self.num_freezes = 0
         self.thawed_s = 0.0
+        self.started_s = world.now
 
     def __repr__(self) -> str:
         return f"{self.name}#{self.incarnation}"

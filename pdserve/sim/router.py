@@ -4,7 +4,7 @@ from collections import deque
 from functools import partial
 from typing import Protocol
 
-from pdserve.errors import InvariantError
+from pdserve.errors import InvariantError, Refusal
 from pdserve.ids import Incarnation, RequestId
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router import wire
@@ -32,6 +32,7 @@ from pdserve.router.events import (
 from pdserve.router.events import (
     End as EndOfRequest,
 )
+from pdserve.sim.links import Dismissed
 from pdserve.sim.network import End, Network
 from pdserve.sim.process import Process
 from pdserve.sim.worker import MODEL
@@ -142,14 +143,19 @@ class RouterProcess(Process):
                 client.end(outcome)
             case Place():
                 wire.send_placement(command, self._send)
-            case DropLink(link_id, reason):
-                end = self.streams.pop(link_id, None)
-                if end is not None:
-                    end.close(reason)
+            case DropLink(link_id, reason, refusal):
+                self._drop(link_id, reason, refusal)
             case CancelAttempt(link_id) | AskDrain(link_id) | TellProcessGone(link_id):
                 self._send(link_id, wire.order(command))
             case Complain():
                 pass
+
+    def _drop(self, link_id: LinkId, reason: str, refusal: Refusal | None) -> None:
+        end = self.streams.pop(link_id, None)
+        if end is not None:
+            if refusal is Refusal.INCARNATION:
+                end.send(Dismissed())
+            end.close(reason)
 
     def _send(self, link_id: LinkId, message: link.AttachResponse) -> None:
         end = self.streams.get(link_id)

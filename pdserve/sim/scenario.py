@@ -9,7 +9,8 @@ from pdserve.sim.clients import Wish
 from pdserve.sim.mover import CopyFaults
 from pdserve.sim.worker import Size
 
-PERIOD = 8  # of so many seeds, the first is calm and the fifth has impatient clients but no faults
+PERIOD = 8  # of so many seeds, the first is calm, the fifth has impatient clients but no faults, the last has zombies
+NUM_ZOMBIES = 8
 
 FAULTS = (
     "crash_worker",
@@ -45,6 +46,7 @@ class Scenario:
     wishes: tuple[Wish, ...]
     faults: frozenset[str]
     num_faults: int
+    num_zombies: int
     copy_faults: CopyFaults
     lease_s: float
     site_chance: float  # of a fault at a moment chosen to hurt
@@ -57,10 +59,11 @@ def draw(seed: int, num_requests: int) -> Scenario:
     rng = random.Random(f"scenario {seed}")
     calm, faultless = seed % PERIOD == 0, seed % PERIOD in (0, 4)
     faults = frozenset() if faultless else frozenset(fault for fault in FAULTS if rng.random() < 0.5)
-    span_s = num_requests * rng.choice((0.005, 0.01, 0.03))
+    has_zombies = seed % PERIOD == PERIOD - 1
+    span_s = num_requests * max(rng.choice((0.005, 0.01, 0.03)), 0.04 if has_zombies else 0.0)
     step_s = rng.choice((0.002, 0.004, 0.008))
     max_model_len = 96
-    page_s = rng.choice((0.0001, 0.0005, 0.002))
+    page_s = max(rng.choice((0.0001, 0.0005, 0.002)), 0.015 if has_zombies else 0.0)  # most of the time a copy goes on
     copy_faults = CopyFaults(
         failed=1 / 16 if "failed_copies" in faults else 0.0,
         corrupted=1 / 100 if "corrupted_pages" in faults else 0.0,
@@ -81,6 +84,7 @@ def draw(seed: int, num_requests: int) -> Scenario:
         wishes=tuple(_wishes(rng, num_requests, span_s, calm)),
         faults=faults,
         num_faults=rng.randrange(3, 14),
+        num_zombies=NUM_ZOMBIES if has_zombies else 0,
         copy_faults=copy_faults,
         lease_s=rng.choice((1.0, 1.0, 2.0)),
         is_calm=calm,

@@ -88,12 +88,13 @@ class WorkerProcess(Host, Generic[EventT, CommandT]):
         self.scheduler = Scheduler(KvCache(size.num_pages, size.page_size, names), limits)
         self.memory = Memory(name, self.runner, self.scheduler.cache)
         self.register = _registration(self.peer, role, size)
-        self.links = SimLinks(self, network, self.register, self._hear, self.offer)
+        self.links = SimLinks(self, network, self.register, self._hear, self.offer, self._be_dismissed)
         self.reporter = Reporter(cast("Links", self.links), self.world)
         self.break_next_step = False
         self.num_steps = 0
         self.exited = False
         self.on_exit: Callable[[], object] = lambda: None
+        self.on_dismissed: Callable[[], object] = lambda: None
         self._cancelled: dict[RequestId, int] = {}  # attempts up to this one compute nothing more
         self._inbox: deque[EventT] = deque()
         self._loaded = self._busy = self._stepping = False
@@ -253,6 +254,10 @@ class WorkerProcess(Host, Generic[EventT, CommandT]):
         if self._cancelled.get(request_id, -1) >= attempt:
             text = f"{self.name} computes attempt {attempt}, which was cancelled"
             raise ViolationError("I4", text, request_id)
+
+    def _be_dismissed(self) -> None:
+        self.world.note(self.name, "dismissed")
+        self.on_dismissed()
 
     def _exit(self) -> None:
         self.world.note(self.name, "drained")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from pdserve.clock import process_age_s
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1 import link_pb2_grpc
 from pdserve.rpc import DISMISSED_STATUS, INTERNAL_MESSAGE_BYTES, channel_options, secret_metadata
@@ -81,7 +82,7 @@ class Links:
     def update(self, register: link.Register) -> None:
         """Say anew who this worker is, to routers attached now and later."""
         self._register = register
-        self.broadcast(link.AttachRequest(register=register))
+        self.broadcast(self._registration())
 
     def broadcast(self, message: link.AttachRequest) -> None:
         for router in self.attached:
@@ -114,6 +115,11 @@ class Links:
             for address in self._addresses:
                 group.create_task(self._keep(address), name=f"link {address}")
 
+    def _registration(self) -> link.AttachRequest:
+        """Return who this worker is, and how long it has been there by now."""
+        self._register.age_ms = round(1000 * process_age_s())
+        return link.AttachRequest(register=self._register)
+
     async def _keep(self, address: str) -> None:
         backoff_s, keeper = MIN_BACKOFF_S, asyncio.current_task()
         while not self._closing:
@@ -144,14 +150,14 @@ class Links:
             call: Call = link_pb2_grpc.LinkServiceStub(channel).Attach(metadata=self._metadata)
             try:
                 async with asyncio.timeout(WELCOME_TIMEOUT_S):
-                    await call.write(link.AttachRequest(register=self._register))
+                    await call.write(self._registration())
                     first = await call.read()
                 if not isinstance(first, link.AttachResponse) or not first.HasField("welcome"):
                     raise TimeoutError(f"router {address} ended the stream without a welcome")
                 logger.info("attached to router %s at %s", first.welcome.router_id, address)
                 stream = Stream(call, asyncio.Queue(), first.welcome.wants_kv_events)
                 self._streams[router] = stream
-                self.send(router, link.AttachRequest(register=self._register))
+                self.send(router, self._registration())
                 writer = asyncio.create_task(_write(stream), name=f"link {address} writer")
                 try:
                     await self._read(call, router)

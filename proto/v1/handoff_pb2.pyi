@@ -120,6 +120,7 @@ class Hello(_message.Message):
     MOVER_FIELD_NUMBER: _builtins.int
     MOVER_METADATA_FIELD_NUMBER: _builtins.int
     DECODE_INCARNATION_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Name of the prefill worker."""
     incarnation: _builtins.int
@@ -132,6 +133,8 @@ class Hello(_message.Message):
     """The mover's own description of this process (agent metadata); opaque here."""
     decode_incarnation: _builtins.int
     """Incarnation it means to reach; another one answers FAILED_PRECONDITION."""
+    age_ms: _builtins.int
+    """How long this process had been there when it said this, milliseconds, as in Register."""
     @_builtins.property
     def layout(self) -> _link_pb2.KvLayout:
         """Layout of its pages."""
@@ -146,10 +149,11 @@ class Hello(_message.Message):
         mover: _builtins.str = ...,
         mover_metadata: _builtins.bytes = ...,
         decode_incarnation: _builtins.int = ...,
+        age_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_incarnation", b"decode_incarnation", "incarnation", b"incarnation", "layout", b"layout", "mover", b"mover", "mover_metadata", b"mover_metadata", "protocol_version", b"protocol_version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "decode_incarnation", b"decode_incarnation", "incarnation", b"incarnation", "layout", b"layout", "mover", b"mover", "mover_metadata", b"mover_metadata", "protocol_version", b"protocol_version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

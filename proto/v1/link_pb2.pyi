@@ -310,6 +310,7 @@ class Register(_message.Message):
     HOST_FIELD_NUMBER: _builtins.int
     KV_EVENTS_ENDPOINT_FIELD_NUMBER: _builtins.int
     KV_EVENTS_REPLAY_ENDPOINT_FIELD_NUMBER: _builtins.int
+    AGE_MS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name."""
     incarnation: _builtins.int
@@ -342,6 +343,10 @@ class Register(_message.Message):
     """Where it publishes KV events over ZMQ; empty: nowhere."""
     kv_events_replay_endpoint: _builtins.str
     """Where missed ones are replayed; empty: nowhere."""
+    age_ms: _builtins.int
+    """How long this process had been there when it said this, milliseconds. An earlier process of its name has ended if
+    it was not heard since.
+    """
     @_builtins.property
     def layout(self) -> Global___KvLayout:
         """Layout of its pages."""
@@ -365,10 +370,11 @@ class Register(_message.Message):
         host: _builtins.str = ...,
         kv_events_endpoint: _builtins.str = ...,
         kv_events_replay_endpoint: _builtins.str = ...,
+        age_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_address", b"handoff_address", "host", b"host", "incarnation", b"incarnation", "kv_events_endpoint", b"kv_events_endpoint", "kv_events_replay_endpoint", b"kv_events_replay_endpoint", "layout", b"layout", "load_progress", b"load_progress", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_pages", b"num_pages", "protocol_version", b"protocol_version", "ready", b"ready", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "handoff_address", b"handoff_address", "host", b"host", "incarnation", b"incarnation", "kv_events_endpoint", b"kv_events_endpoint", "kv_events_replay_endpoint", b"kv_events_replay_endpoint", "layout", b"layout", "load_progress", b"load_progress", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_pages", b"num_pages", "protocol_version", b"protocol_version", "ready", b"ready", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

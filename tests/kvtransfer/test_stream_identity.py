@@ -127,32 +127,38 @@ async def test_a_malformed_message_is_refused_and_the_stream_goes_on(
         assert decode.refused == {Refusal.MALFORMED: 1}
 
 
-async def test_a_later_process_proves_the_end_of_one_that_is_not_attached_and_that_is_not_let_in_again() -> None:
-    async with decode_worker() as decode, prefill_worker() as prefill, prefill_worker(LATER) as later:
-        async with raw_stream(decode, lambda _: None) as call:
+async def test_a_later_process_proves_the_end_of_one_not_heard_since_it_started_and_that_is_not_let_in_again() -> None:
+    async with decode_worker() as decode, prefill_worker() as prefill:
+        async with raw_stream(decode, lambda _: None):
             assert await decode.heard.next() == PeerAttached(PREFILL)
-            call.cancel()
-            assert isinstance(await decode.heard.next(), PeerLost)
-        later.connect(decode)
-        assert await decode.heard.next() == PeerGone(PREFILL)
+        assert isinstance(await decode.heard.next(), PeerLost)
+        async with raw_stream(decode, lambda m: setattr(m.hello, "incarnation", LATER.incarnation)):
+            assert await decode.heard.next() == PeerGone(PREFILL)
+            assert await decode.heard.next() == PeerAttached(LATER)
+            prefill.connect(decode)
+            lost = await prefill.heard.next()
+            assert isinstance(lost, PeerLost)
+            assert "has a successor" in lost.reason
+            assert decode.servicer.attached == (LATER,)
+
+
+async def test_a_process_that_was_heard_after_its_successor_started_has_not_ended() -> None:
+    async with decode_worker() as decode, prefill_worker(LATER) as later:
+        async with raw_stream(decode, lambda _: None):
+            assert await decode.heard.next() == PeerAttached(PREFILL)
+        assert isinstance(await decode.heard.next(), PeerLost)
+        later.connect(decode)  # which is as old as this process
         assert await decode.heard.next() == PeerAttached(LATER)
-        prefill.connect(decode)
-        lost = await prefill.heard.next()
-        assert isinstance(lost, PeerLost)
-        assert "has a successor" in lost.reason
-        assert decode.servicer.attached == (LATER,)
 
 
 async def test_a_process_that_is_attached_has_not_ended_whoever_follows_it() -> None:
-    async with pair() as (prefill, decode), prefill_worker(LATER) as later:
-        later.connect(decode)
-        assert await decode.heard.next() == PeerLost(PREFILL, "a later process of its name attached")
-        assert await decode.heard.next() == PeerAttached(LATER)
+    async with pair() as (prefill, decode), raw_stream(decode, lambda m: setattr(m.hello, "incarnation", 9)):
+        assert await decode.heard.next() == PeerLost(PREFILL, "it has a successor")
+        assert await decode.heard.next() == PeerAttached(Peer(PREFILL.worker_id, Incarnation(9)))
         assert isinstance(await prefill.heard.next(), PeerLost)
         prefill.connect(decode)
         assert isinstance(await prefill.heard.next(), PeerLost)
         assert decode.refused == {Refusal.INCARNATION: 1}
-        assert decode.servicer.attached == (LATER,)
 
 
 async def test_an_earlier_process_is_not_let_in_after_a_later_one() -> None:

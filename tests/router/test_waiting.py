@@ -286,10 +286,10 @@ def test_an_earlier_process_is_refused_while_its_successor_is_not_attached_too()
     assert dropped(d) == [(zombie, Refusal.INCARNATION)]
 
 
-def test_a_process_that_is_attached_has_not_ended_whoever_follows_it() -> None:
+def test_a_process_that_was_heard_after_its_successor_started_has_not_ended() -> None:
     d = Driver()
     _, zombie = d.pair()
-    successor = d.attach("d0", incarnation=2)
+    successor = d.attach("d0", incarnation=2, age_s=1.0)
     assert dropped(d) == [(zombie, Refusal.INCARNATION)]
     assert told_gone(d) == set()
     lose(d, successor)
@@ -297,6 +297,16 @@ def test_a_process_that_is_attached_has_not_ended_whoever_follows_it() -> None:
     assert told_gone(d) == {("d0", 2)}
     d.post(ProcessEnded(WorkerId("d0"), Incarnation(1)))
     assert told_gone(d) == {("d0", 1)}
+
+
+@pytest.mark.parametrize(("age_s", "proves"), [(2.5, True), (3.5, False)])
+def test_it_is_the_last_word_of_a_lost_process_that_counts(age_s: float, *, proves: bool) -> None:
+    d = Driver()
+    _, decode = d.pair()
+    d.now_s += 3.0
+    lose(d, decode)
+    d.attach("d0", incarnation=2, age_s=age_s)
+    assert told_gone(d) == ({("d0", 1)} if proves else set())
 
 
 def test_after_a_process_known_to_have_ended_one_whose_clock_is_behind_may_attach() -> None:

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
+import attendance_mutations
 import receiver_mutations
 from breaking import MUTATIONS, Original, mutation, wrap
 
@@ -26,7 +27,7 @@ from pdserve.router.request import Placement, Request
 from pdserve.router.request import Sequence as RouterSequence
 from pdserve.worker.words import Cancelled, PeerGone
 
-__all__ = ["MUTATIONS", "receiver_mutations"]  # the latter has put its own among them
+__all__ = ["MUTATIONS", "attendance_mutations", "receiver_mutations"]  # the latter two have put their own among them
 
 # ---- the sender's half
 

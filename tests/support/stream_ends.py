@@ -135,7 +135,7 @@ Change = Callable[[handoff.HandoffServiceAttachRequest], None]
 async def raw_stream(decode: Decode, change: Change) -> AsyncIterator[grpc.aio.StreamStreamCall]:
     """Say a hello that `change` has falsified."""
     introduction = wire.Introduction(PREFILL, LAYOUT, b"m")
-    hello = wire.hello_to_proto(wire.Hello(introduction, "loopback", DECODE.incarnation))
+    hello = wire.hello_to_proto(wire.Hello(introduction, "loopback", DECODE.incarnation, 0.0))
     change(hello)
     async with grpc.aio.insecure_channel(decode.address) as channel:
         call = HandoffServiceStub(channel).Attach(metadata=secret_metadata(SECRET))

@@ -1,0 +1,40 @@
+"""Bugs on purpose in what a router concludes from who attaches."""
+
+from collections.abc import Iterator
+from math import inf
+
+from breaking import Original, mutation, wrap
+
+from pdserve.ids import Incarnation, WorkerId
+from pdserve.router.census import Census
+
+
+def in_any_order(original: Original, self: Census, worker_id: WorkerId, incarnation: Incarnation) -> str:
+    reason: str = original(self, worker_id, incarnation)
+    return "" if reason.startswith("a later process") else reason
+
+
+def whenever_heard(
+    original: Original, self: Census, worker_id: WorkerId, incarnation: Incarnation, started_s: float
+) -> Incarnation | None:
+    before: Incarnation | None = original(self, worker_id, incarnation, inf)
+    return before
+
+
+@mutation
+def take_whoever_attaches_for_the_successor() -> Iterator[object]:
+    """Believe that the process which had a name before has ended, whichever started first."""
+    with wrap(Census, "why_not", in_any_order), wrap(Census, "note_attached", whenever_heard) as patched:
+        yield patched
+
+
+@mutation
+def take_a_process_with_a_successor_for_ended_though_it_was_heard() -> Iterator[object]:
+    with wrap(Census, "note_attached", whenever_heard) as patched:
+        yield patched
+
+
+@mutation
+def take_an_earlier_process_for_the_successor_of_one_that_is_away() -> Iterator[object]:
+    with wrap(Census, "why_not", in_any_order) as patched:
+        yield patched
