@@ -1,8 +1,9 @@
 """The receiver's half of the mover over torch.distributed: lets writers in, and puts what they send into pages.
 
-A writer connects to the listener and says in its first message that it knows the secret of this region's description,
-and which process it is. The two become a group. Then it names the pages of a slice on that socket and sends them
-through the group, and is answered with one byte when all of them are in their places.
+A writer connects to the listener. Its first message says that it knows the secret of this region's description, and
+which process it is; it is believed, since only peers with an authenticated stream are told that secret. The two become
+a group. Then it names the pages of a slice on that socket and sends them through the group, and is answered with one
+byte when all of them are in their places.
 
 Invariant: a writer's thread writes into the rows of the region alone, and into none once its process was cut, but for
 memory of the host: that is written as bytes are read from the network. A peer's end, at any moment, ends its

@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -69,12 +69,23 @@ def test_it_listens_on_the_loopback_interface_unless_told_otherwise(receiver: Co
     assert lane[SECRET_BYTES:].startswith(b"127.0.0.1:")
 
 
-def test_who_does_not_know_the_secret_is_cut_off_and_others_are_served(
-    receiver: CollectiveMover, view: ByteRows
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda greeting: Greeting(bytes(SECRET_BYTES), WRITER_PEER).encode(),
+        lambda greeting: b"",
+        lambda greeting: greeting[:SECRET_BYTES],
+        lambda greeting: greeting[: -len(WRITER_PEER.worker_id)],
+        lambda greeting: greeting + b"\xff",
+        lambda greeting: greeting + bytes(1 << 20),
+    ],
+)
+def test_who_does_not_know_the_secret_or_has_no_name_is_cut_off_and_others_are_served(
+    receiver: CollectiveMover, view: ByteRows, spoil: Callable[[bytes], bytes]
 ) -> None:
-    stranger, _ = connected(receiver)
-    stranger.send(Greeting(bytes(SECRET_BYTES), WRITER_PEER).encode())
-    with pytest.raises(OSError, match="ended"):
+    stranger, greeting = connected(receiver)
+    stranger.send(spoil(greeting))
+    with pytest.raises(OSError, match=r"ended|reset"):
         stranger.receive(100)
     stranger.close()
     assert_takes_writes(receiver, view)
