@@ -149,6 +149,13 @@ class DecodeCore:
         match event:
             case Placed():
                 return self._place(event)
+            case FromPeer(peer, key, news):
+                inbound = self._inbound.get(key)
+                if inbound is None:
+                    return []  # late news of a hand-off that is over
+                if inbound.peer != peer:
+                    raise ProtocolError(f"{peer} speaks for a hand-off of {inbound.peer}", Refusal.INCARNATION)
+                return self._landed(inbound, news, now_s) + self._advance(inbound, news, now_s)
             case Cancelled():
                 return self._cancel(event, now_s)
             case RouterLost(router):
@@ -165,13 +172,6 @@ class DecodeCore:
             case DigestsChecked(key, mismatch):
                 inbound = self._inbound.get(key)
                 return self._advance(inbound, receiver.DigestsChecked(mismatch), now_s) if inbound else []
-            case FromPeer(peer, key, news):
-                inbound = self._inbound.get(key)
-                if inbound is None:
-                    return []  # late news of a hand-off that is over
-                if inbound.peer != peer:
-                    raise ProtocolError(f"{peer} speaks for a hand-off of {inbound.peer}", Refusal.INCARNATION)
-                return self._landed(inbound, news, now_s) + self._advance(inbound, news, now_s)
             case PeerAttached(peer):
                 self._leases.begin(peer, now_s)
                 return self._tell_all(peer, receiver.SenderAttached(), now_s)

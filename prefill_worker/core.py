@@ -94,6 +94,11 @@ class PrefillCore:
         match event:
             case Placed():
                 return self._place(event, now_s)
+            case FromPeer(peer, key, news):
+                task = self._tasks.get(key)
+                if task is None or task.peer != peer:
+                    return self._unknown(event, now_s)
+                return self._advance(task, news, now_s)
             case Cancelled(request_id, attempt, indices):
                 doomed = (
                     key
@@ -111,11 +116,6 @@ class PrefillCore:
             case DrainAsked():
                 self._draining = True
                 return []
-            case FromPeer(peer, key, news):
-                task = self._tasks.get(key)
-                if task is None or task.peer != peer:
-                    return self._unknown(event, now_s)
-                return self._advance(task, news, now_s)
             case PeerLost(peer, reason):
                 if peer in self._addresses:
                     self._lost.setdefault(peer, now_s)

@@ -267,7 +267,7 @@ def _no_room_s(outlook: Outlook) -> float:
 def _crowding(groups: Seq[Group]) -> float:
     """Return the share of the workers that could compute a prompt which have others to compute, 0 to 1."""
     workers = [worker for group in groups for worker in (group.prefills or group.decodes)]
-    return sum(worker.pending_prefill_tokens > 0 for worker in workers) / len(workers)
+    return sum([worker.pending_prefill_tokens > 0 for worker in workers]) / len(workers)
 
 
 def _roles(options: list[_Option]) -> set[Role]:

@@ -99,6 +99,7 @@ class Ladder:
 
     def _order(self, line: tuple[Rung, ...]) -> None:
         bound_s = inf
+        reached_s = self._reached_s
         for rung in reversed(line):
-            if rung in self._reached_s:
-                bound_s = self._reached_s[rung] = min(self._reached_s[rung], bound_s)
+            if rung in reached_s:
+                bound_s = reached_s[rung] = min(reached_s[rung], bound_s)

@@ -135,7 +135,7 @@ class Request:
     @property
     def running(self) -> tuple[int, ...]:
         """Indices of the sequences that have not ended."""
-        return tuple(sequence.index for sequence in self.sequences if not sequence.ended)
+        return tuple([sequence.index for sequence in self.sequences if not sequence.ended])
 
     @property
     def num_delivered(self) -> int:
