@@ -4,6 +4,7 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 import grpc
 
@@ -26,7 +27,7 @@ from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import ConfigError, Refusal
 from pdserve.kvtransfer import peers
 from pdserve.kvtransfer.backends.unread import settle
-from pdserve.kvtransfer.mover import Region
+from pdserve.kvtransfer.mover import Mover, Region
 from pdserve.kvtransfer.server import HandoffServicer
 from pdserve.kvtransfer.session import DigestPolicy
 from pdserve.proto.v1 import link_pb2 as link
@@ -71,12 +72,7 @@ async def serve(config: DecodeWorkerConfig) -> None:
             lease_s=config.lease_s,
         )
         core = DecodeCore(engine.scheduler, engine.vocab_size, secrets.token_bytes(32), rules)
-
-        async def hear(news: peers.FromSenders) -> None:
-            if isinstance(news, peers.PeerGone):
-                await settle(mover, news.peer)
-            await inbox.offer(_event(news))
-
+        hear = partial(pass_on, inbox, mover)
         servicer = HandoffServicer(peers.Party(identity.peer, engine.layout, mover), hear, reporter.refused)
         server = grpc.aio.server(
             interceptors=[RequireSecret(identity.secret, lambda: reporter.refuse(Refusal.SECRET))],
@@ -113,6 +109,13 @@ def advertised(config: DecodeWorkerConfig, bound: str) -> str:
         return bound
     host, port = split_address(config.handoff_advertise)
     return join_address(host, int(port or split_address(bound)[1]))
+
+
+async def pass_on(inbox: Inbox[Event], mover: Mover, news: peers.FromSenders) -> None:
+    """Have the core hear of a sender; of its end once nothing that it has sent can reach a page any more."""
+    if isinstance(news, peers.PeerGone):
+        await settle(mover, news.peer)
+    await inbox.offer(_event(news))
 
 
 def _event(news: peers.FromSenders) -> Event:

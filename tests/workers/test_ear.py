@@ -9,10 +9,13 @@ import pytest
 from half_slice import half_slice
 
 from pdserve.clock import FakeClock
+from pdserve.decode_worker.events import Event
+from pdserve.decode_worker.server import pass_on
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
+from pdserve.kvtransfer import peers
 from pdserve.kvtransfer.backends.collective import CollectiveMover
 from pdserve.kvtransfer.backends.loopback import LoopbackMover
-from pdserve.kvtransfer.mover import Mover, Region
+from pdserve.kvtransfer.mover import ByteRows, Mover, Region
 from pdserve.kvtransfer.session import Peer
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.worker.link import FromRouter
@@ -63,20 +66,41 @@ async def test_an_end_waits_for_what_is_unread_and_keeps_nothing_else_waiting(
         assert inbox.drain() == [END]
 
 
-async def test_an_end_waits_until_nothing_that_was_read_of_the_process_can_reach_a_page() -> None:
+@pytest.fixture
+def view() -> ByteRows:
+    return np.zeros((2, 1 << 16), np.uint8)
+
+
+@pytest.fixture
+def staged(view: ByteRows) -> Iterator[Mover]:
+    mover = CollectiveMover(Peer(WorkerId("d0"), Incarnation(1)), Region.of(view), lambda _: None, staged=True)
+    yield mover
+    mover.close()
+
+
+async def test_an_end_waits_until_nothing_that_was_read_of_the_process_can_reach_a_page(
+    staged: Mover, view: ByteRows
+) -> None:
     inbox = Inbox[FromRouterEvent]()
-    view = np.zeros((2, 1 << 16), np.uint8)
-    receiver = CollectiveMover(Peer(WorkerId("d0"), Incarnation(1)), Region.of(view), lambda _: None, staged=True)
-    with half_slice(receiver.describe(), END.peer) as ended:
+    with half_slice(staged.describe(), END.peer) as ended:
         async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
             ear = Ear(inbox, FakeClock(), tasks)
-            ear.guard(receiver)
+            ear.guard(staged)
             await ear.hear(FromRouter(ROUTER, GONE))
             await inbox.wait()
         assert inbox.drain() == [END]
         assert not ended.send_rest()
     assert not view.any()
-    receiver.close()
+
+
+async def test_so_does_the_end_of_a_sender_whose_successor_has_attached(staged: Mover, view: ByteRows) -> None:
+    inbox = Inbox[Event]()
+    with half_slice(staged.describe(), END.peer) as ended:
+        async with asyncio.timeout(10):
+            await pass_on(inbox, staged, peers.PeerGone(END.peer))
+        assert inbox.drain() == [END]
+        assert not ended.send_rest()
+    assert not view.any()
 
 
 async def test_a_worker_that_leaves_waits_for_no_end(unread: socket.socket, mover: Mover) -> None:
