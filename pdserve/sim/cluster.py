@@ -14,7 +14,7 @@ from pdserve.sim.prefill import PrefillProcess
 from pdserve.sim.process import Process
 from pdserve.sim.router import RouterProcess
 from pdserve.sim.scenario import Scenario
-from pdserve.sim.world import World
+from pdserve.sim.world import ViolationError, World
 
 MAX_GONE = 64  # ended processes that a launcher tells a router when it starts again
 
@@ -61,6 +61,7 @@ class Cluster:
         self._num_hung += 1
         zombie = self._new_worker(name, Incarnation(100 + self._num_hung))
         zombie.size = replace(zombie.size, load_s=0.0)
+        zombie.started_s = 0.0
         self.zombies.append(zombie)
         zombie.start(self._routers())
         return zombie
@@ -95,9 +96,16 @@ class Cluster:
 
     def _new_worker(self, name: str, incarnation: Incarnation) -> Worker:
         worker = self._new_decode(name, incarnation) if name.startswith("d") else self._new_prefill(name, incarnation)
-        worker.on_exit = worker.on_dismissed = lambda: self.end(worker)
+        worker.on_exit = lambda: self.end(worker)
+        worker.on_dismissed = lambda: self._dismiss(worker)
         self._by_peer[worker.peer] = worker
         return worker
+
+    def _dismiss(self, worker: Worker) -> None:
+        """End a process that a router has sent away; ViolationError unless somebody follows it."""
+        if worker is self.workers[worker.name]:
+            raise ViolationError("I7", f"{worker} was sent away, and nobody follows it")
+        self.end(worker)
 
     def _new_decode(self, name: str, incarnation: Incarnation) -> DecodeProcess:
         return DecodeProcess(self.network, name, incarnation, self.scenario.decode_size, self.scenario.lease_s)

@@ -7,6 +7,7 @@ from breaking import Original, mutation, wrap
 
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.router.census import Census
+from pdserve.sim.router import RouterProcess
 
 
 def in_any_order(original: Original, self: Census, worker_id: WorkerId, incarnation: Incarnation) -> str:
@@ -23,8 +24,11 @@ def whenever_heard(
 
 @mutation
 def take_whoever_attaches_for_the_successor() -> Iterator[object]:
-    """Believe that the process which had a name before has ended, whichever started first."""
-    with wrap(Census, "why_not", in_any_order), wrap(Census, "note_attached", whenever_heard) as patched:
+    """Believe that the process which had a name before has ended, whichever started first, and tell nobody to end."""
+    silently = wrap(
+        RouterProcess, "_drop", lambda original, self, link, reason, refusal: original(self, link, reason, None)
+    )
+    with silently, wrap(Census, "why_not", in_any_order), wrap(Census, "note_attached", whenever_heard) as patched:
         yield patched
 
 
@@ -35,6 +39,6 @@ def take_a_process_with_a_successor_for_ended_though_it_was_heard() -> Iterator[
 
 
 @mutation
-def take_an_earlier_process_for_the_successor_of_one_that_is_away() -> Iterator[object]:
+def send_a_process_away_when_an_earlier_one_attaches() -> Iterator[object]:
     with wrap(Census, "why_not", in_any_order) as patched:
         yield patched
