@@ -6,13 +6,14 @@ set of those that are not zero.
 """
 
 from itertools import combinations
+from math import exp, log
 
 from pdserve.perfmodel.curve import Curve
 
 _SUBSETS = tuple(subset for size in (3, 2, 1) for subset in combinations(range(3), size))
 _ANCHOR = 1e-4  # pull towards the present curve, where the steps seen lately do not tell coefficients apart
 _START_WEIGHT = 4.0  # of the start at each of its points, in steps
-_START_FORGETTING = 0.75  # a start that is too fast weighs more than what is seen, as errors are relative
+_START_FORGETTING = 0.75
 _ERROR_WEIGHT = 0.05  # of the latest step in the running mean of relative errors
 _KNOWN = 32  # steps seen, after which the curve says what is normal
 _OUTLIER_WEIGHT = 0.05  # a step counts as so long at most that it moves what is learnt by about this share
@@ -58,6 +59,13 @@ class _Equations:
         both.sums = [a + b for a, b in zip(self.sums, other.sums, strict=True)]
         return both
 
+    def slower(self, factor: float) -> "_Equations":
+        """Return these of steps that take `factor` times as long."""
+        other = _Equations()
+        other.products = [value / factor**2 for value in self.products]
+        other.sums = [value / factor for value in self.sums]
+        return other
+
 
 class Fit:
     """A curve that follows what is observed."""
@@ -66,6 +74,8 @@ class Fit:
         self, start: Curve, points: tuple[Point, ...], forgetting: float = 0.99, *, adds_up: bool = False
     ) -> None:
         """Begin with a curve, believed as much as a few steps at each of the points, and soon not at all.
+
+        What is believed of it is its shape: that of another device may be right in that, and slower by any factor.
 
         With `adds_up`, it predicts the mean, hiccups included: what many steps take together. Else it predicts what
         is usual: a step weighs the less, the longer it took.
@@ -77,6 +87,7 @@ class Fit:
         self._adds_up = adds_up
         self._outlier = _OUTLIER_WEIGHT / (1 - forgetting)
         self._seen, self._start = _Equations(), _Equations()
+        self._start_curve, self._log_slower = start, 0.0  # by how much the steps seen are slower than the start
         self._num_unsolved = 0
         for each, context in points:
             seconds = start.seconds(each, context)
@@ -93,19 +104,26 @@ class Fit:
         is_known = self.num_observed >= _KNOWN and predicted_s > 0
         if is_known:
             seconds = min(seconds, self._outlier * predicted_s)
-        if self._start.products[0] > 0:
-            self._start.decay(_START_FORGETTING)
+        if self.num_observed < _KNOWN:
+            self._weigh_start(each, context, seconds)
         scale_s = predicted_s if is_known and self._adds_up else seconds
         self._seen.add((each, context), seconds, scale_s, keep=self._forgetting)
         self.num_observed += 1
         self._num_unsolved += 1
-        if self._num_unsolved >= (2 if self.num_observed < 64 else 16):
+        if self._num_unsolved >= (1 if self.num_observed < 64 else 16):
             self._solve()
+
+    def _weigh_start(self, each: float, context: float, seconds: float) -> None:
+        """Take the start to be as slow as the steps seen are on average, and believe it a little less."""
+        start_s = self._start_curve.seconds(each, context)
+        if start_s > 0:
+            self._log_slower += (log(seconds / start_s) - self._log_slower) / (self.num_observed + 1)
+        self._start.decay(_START_FORGETTING)
 
     def _solve(self) -> None:
         """Move the curve to the best one without negative coefficients."""
         self._num_unsolved = 0
-        known = self._seen.plus(self._start)
+        known = self._seen.plus(self._start.slower(exp(self._log_slower)))
         scale = [known.products[i] ** 0.5 or 1.0 for i in _DIAGONAL]
         now = (self.curve.step_s, self.curve.each_s, self.curve.context_s)
         xx, xy, xz, yy, yz, zz = known.products

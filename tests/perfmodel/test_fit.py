@@ -37,6 +37,16 @@ def test_a_wrong_start_is_forgotten_within_some_hundred_steps(seed: int) -> None
         assert curve.seconds(tokens, tokens**2) == pytest.approx(expected_s, rel=0.08)
 
 
+@pytest.mark.parametrize("factor", [0.02, 1.0, 50.0])
+def test_a_start_of_another_device_is_right_after_a_few_steps(factor: float) -> None:
+    slower = Curve(factor * TRUTH.step_s, factor * TRUTH.each_s, factor * TRUTH.context_s)
+    rng, fit = random.Random(1), Fit(TRUTH, ((64, 64**2), (512, 512**2), (4096, 4096**2)))
+    for tokens in (47, 900, 300):
+        fit.observe(tokens, tokens**2, noisy(rng, slower.seconds(tokens, tokens**2)))
+    for tokens in (32, 300, 3000):
+        assert fit.curve.seconds(tokens, tokens**2) == pytest.approx(slower.seconds(tokens, tokens**2), rel=0.15)
+
+
 def test_it_follows_a_machine_that_becomes_slower() -> None:
     fit = taught(400)
     for _ in range(600):
