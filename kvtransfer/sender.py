@@ -115,6 +115,14 @@ Event = PagesReady | PrefillDone | Granted | CopyStopped | Taken | Withdrawn | G
 Command = StartCopy | SendCommit | SendQuiesced | ReleasePages | Failed
 
 
+def check(grant: Grant) -> None:
+    """Raise ProtocolError for a grant that no hand-off can use."""
+    if grant.region != KV_REGION:
+        raise ProtocolError(f"region: {grant.region} is unknown", Refusal.REGION)
+    if len(grant.pages) != len(grant.generations):
+        raise ProtocolError(f"{len(grant.pages)} pages granted in {len(grant.generations)} generations")
+
+
 class Sender:
     """One hand-off. Copies are reported stopped in the order they were started."""
 
@@ -172,10 +180,7 @@ class Sender:
                 raise ProtocolError(f"{type(event).__name__} while {self.state.name}", Refusal.ORDER)
 
     def _granted(self, grant: Grant) -> tuple[Command, ...]:
-        if grant.region != KV_REGION:
-            raise ProtocolError(f"region: {grant.region} is unknown", Refusal.REGION)
-        if len(grant.pages) != len(grant.generations):
-            raise ProtocolError(f"{len(grant.pages)} pages granted in {len(grant.generations)} generations")
+        check(grant)
         self._grant = grant
         self._sent = grant.first_page
         self.state = State.SENDING

@@ -16,6 +16,13 @@ class FromPeer:
 
 
 @value
+class PeerAttached:
+    """The stream to a decode worker stands."""
+
+    peer: Peer
+
+
+@value
 class PeerLost:
     """The stream to a decode worker has ended, or could not be had."""
 
@@ -55,5 +62,5 @@ class Forget:
     peer: Peer
 
 
-Event = Placed | Cancelled | RouterLost | PeerGone | DrainAsked | Ticked | FromPeer | PeerLost
+Event = Placed | Cancelled | RouterLost | PeerGone | DrainAsked | Ticked | FromPeer | PeerAttached | PeerLost
 Command = Report | Connect | Copy | ToPeer | Forget

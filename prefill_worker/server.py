@@ -16,7 +16,17 @@ from pdserve.kvtransfer.mover import CopyId, CopyStopped, Mover
 from pdserve.kvtransfer.peers import FromReceivers, Party, PeerMessage
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.prefill_worker.core import PrefillCore
-from pdserve.prefill_worker.events import Command, Connect, Copy, Event, Forget, FromPeer, PeerLost, ToPeer
+from pdserve.prefill_worker.events import (
+    Command,
+    Connect,
+    Copy,
+    Event,
+    Forget,
+    FromPeer,
+    PeerAttached,
+    PeerLost,
+    ToPeer,
+)
 from pdserve.prefill_worker.pairs import Pairs
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.worker.boot import Engine
@@ -54,7 +64,12 @@ async def assemble(
     try:
         async with asyncio.TaskGroup() as tasks:
             pairs = Pairs(mover, reporter, tasks, config.slow_pair_bytes_per_s)
-            client = HandoffClient(me, identity.secret, hear, tasks, reporter.refused, pairs.attached)
+
+            def attached(peer: Peer) -> None:
+                inbox.put(PeerAttached(peer))
+                pairs.attached(peer)
+
+            client = HandoffClient(me, identity.secret, hear, tasks, reporter.refused, attached)
             outbox = PrefillOutbox(client, Movement(mover, copies, pairs), reporter, MonotonicClock())
             yield Parts(core, outbox, mover)
             pairs.close()

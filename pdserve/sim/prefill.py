@@ -8,7 +8,17 @@ from pdserve.ids import Incarnation
 from pdserve.kvtransfer import receiver, sender
 from pdserve.kvtransfer.session import Grant, HandoffKey, Peer
 from pdserve.prefill_worker.core import PrefillCore
-from pdserve.prefill_worker.events import Command, Connect, Copy, Event, Forget, FromPeer, PeerLost, ToPeer
+from pdserve.prefill_worker.events import (
+    Command,
+    Connect,
+    Copy,
+    Event,
+    Forget,
+    FromPeer,
+    PeerAttached,
+    PeerLost,
+    ToPeer,
+)
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.sim.mover import Host, Mover
 from pdserve.sim.network import End, Network
@@ -130,6 +140,7 @@ class PrefillProcess(WorkerProcess[Event, Command]):
     def _receive(self, dialled: Dialled, message: object) -> None:
         if isinstance(message, Hello) and dialled.end is not None:
             dialled.stands = True
+            self.offer(PeerAttached(dialled.peer))
             for waiting in dialled.queued:
                 dialled.end.send(waiting)
         elif isinstance(message, tuple):

@@ -13,7 +13,8 @@ from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, Wor
 from pdserve.kvtransfer import receiver, sender
 from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, Peer
 from pdserve.prefill_worker import events as prefill
-from pdserve.prefill_worker.core import EARLY_GRANT_S, PrefillCore
+from pdserve.prefill_worker.absent import EARLY_GRANT_S
+from pdserve.prefill_worker.core import PrefillCore
 from pdserve.sampling import SamplingParams
 from pdserve.sim.engine import FakeRunner
 from pdserve.worker.words import Cancelled, Failed, FailureCode, PeerGone, Placed, RouterRef, Ticked

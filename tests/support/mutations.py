@@ -17,7 +17,8 @@ from pdserve.engine.sequence import Sequence
 from pdserve.ids import PageId
 from pdserve.kvtransfer import sender
 from pdserve.kvtransfer.session import HandoffKey, Pages
-from pdserve.prefill_worker.core import PrefillCore
+from pdserve.prefill_worker.absent import Absent
+from pdserve.prefill_worker.redialling import Redialling
 from pdserve.router.book import Book
 from pdserve.router.core import RouterCore
 from pdserve.router.delivery import Delivery
@@ -103,13 +104,13 @@ def take_one_process_gone_for_all_of_its_name() -> Iterator[object]:
 
 @mutation
 def drop_grants_that_overtake_their_placement() -> Iterator[object]:
-    with wrap(PrefillCore, "_unknown", lambda original, self, news, now_s: []) as patched:
+    with wrap(Absent, "hear", lambda original, self, news, now_s: []) as patched:
         yield patched
 
 
 @mutation
 def never_dial_a_lost_peer_again() -> Iterator[object]:
-    with wrap(PrefillCore, "_redial", lambda original, self, now_s: []) as patched:
+    with wrap(Redialling, "dial", lambda original, self, now_s: []) as patched:
         yield patched
 
 

@@ -7,10 +7,11 @@ from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvtransfer.session import Peer
-from pdserve.prefill_worker.core import MAX_ADDRESSES, PrefillCore
-from pdserve.prefill_worker.events import Command, Connect, PeerLost
+from pdserve.prefill_worker.core import PrefillCore
+from pdserve.prefill_worker.events import Command, Connect, PeerAttached, PeerLost
+from pdserve.prefill_worker.redialling import MAX_ADDRESSES, REDIAL_S
 from pdserve.sampling import SamplingParams
-from pdserve.worker.words import Cancelled, Placed, RouterRef, Ticked
+from pdserve.worker.words import BEAT_S, Cancelled, Placed, RouterRef, Ticked
 
 
 @pytest.fixture
@@ -44,8 +45,44 @@ def test_of_too_many_peers_the_one_that_was_met_longest_ago_is_forgotten(core: P
     first, second = meet(core, 0), meet(core, 1)
     for number in range(2, MAX_ADDRESSES):
         meet(core, number)
-    core.handle(PeerLost(first, "reset"), 0.0)
     core.handle(PeerLost(second, "reset"), 0.0)
     meet(core, 0, again=True)
+    core.handle(PeerLost(first, "reset"), 0.0)
     meet(core, MAX_ADDRESSES)
     assert dialled(core.handle(Ticked(), 0.5)) == ["host:0"]
+
+
+def fail_for(core: PrefillCore, peer: Peer, begin_s: float, end_s: float) -> float:
+    """Let every try to reach a peer fail; return when it was last dialled."""
+    last_s = now_s = begin_s
+    while now_s < end_s:
+        now_s += BEAT_S
+        if dialled(core.handle(Ticked(), now_s)):
+            last_s = now_s
+            core.handle(PeerLost(peer, "refused"), now_s)
+    return last_s
+
+
+def test_a_peer_that_is_gone_for_good_is_dialled_for_ten_minutes_however_often_that_fails(core: PrefillCore) -> None:
+    peer = meet(core, 0)
+    core.handle(PeerLost(peer, "reset"), 0.0)
+    assert REDIAL_S - 1.0 < fail_for(core, peer, 0.0, 3 * REDIAL_S) < REDIAL_S
+
+
+def test_a_stream_that_stood_again_gives_its_peer_the_whole_time_anew(core: PrefillCore) -> None:
+    peer = meet(core, 0)
+    core.handle(PeerLost(peer, "reset"), 0.0)
+    fail_for(core, peer, 0.0, REDIAL_S / 2)
+    core.handle(Ticked(), REDIAL_S / 2)
+    core.handle(PeerAttached(peer), REDIAL_S / 2)
+    core.handle(PeerLost(peer, "reset"), REDIAL_S)
+    assert 2 * REDIAL_S - 1.0 < fail_for(core, peer, REDIAL_S, 3 * REDIAL_S) < 2 * REDIAL_S
+
+
+def test_a_peer_that_a_router_names_again_is_dialled_again(core: PrefillCore) -> None:
+    peer = meet(core, 0)
+    core.handle(PeerLost(peer, "reset"), 0.0)
+    fail_for(core, peer, 0.0, 2 * REDIAL_S)
+    meet(core, 0, again=True)
+    core.handle(PeerLost(peer, "refused"), 2 * REDIAL_S)
+    assert dialled(core.handle(Ticked(), 2 * REDIAL_S + BEAT_S)) == ["host:0"]
