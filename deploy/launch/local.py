@@ -149,7 +149,7 @@ async def running(
     with claimed_folder(spec.name) as folder, claimed_port(spec.host, spec.router_port, PUBLIC_PORT) as port:
         wiring = Wiring(
             public_port=port,
-            internal_port=free_port("127.0.0.1"),
+            internal_port=spec.internal_port or free_port("127.0.0.1"),
             secret_file=write_secret(folder),
             num_threads=_threads_each(spec),
         )

@@ -24,6 +24,7 @@ class ClusterSpec:
     name: str = "default"
     host: str = "127.0.0.1"
     router_port: int | None = None  # None: 50051 if it is free, else any
+    internal_port: int | None = None  # of the router, for workers; None: any that is free
     worker_flags: Flags = field(default_factory=dict)  # by field name, for all workers that have such a field
     router_flags: Flags = field(default_factory=dict)
 

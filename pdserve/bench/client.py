@@ -75,14 +75,14 @@ class LoadClient:
         await asyncio.sleep(max(0.0, began_s + arrival.start_s - self.clock.now_s()))
         sent_s = self.clock.now_s() - began_s
         token_times_s: list[float] = []
-        ledger = inference.Ledger()
+        ledger, usage = inference.Ledger(), inference.Usage()
         status, hints = "OK", dict[str, float]()
         try:
             async for reply in self._stub.Generate(request):
                 num_tokens = sum(len(delta.token_ids) for delta in reply.deltas)
                 token_times_s += [self.clock.now_s() - began_s] * num_tokens
                 if reply.HasField("ledger"):
-                    ledger = reply.ledger
+                    ledger, usage = reply.ledger, reply.usage
         except grpc.aio.AioRpcError as error:
             status, hints = error.code().name, _hints(error)
         else:
@@ -100,6 +100,8 @@ class LoadClient:
             predicted_tpot_s=hints.get("predicted-tpot-ms"),
             retry_after_s=hints.get("retry-after-ms"),
             rungs_ms={step.name: step.at_ms for step in ledger.steps},
+            cached_tokens=usage.cached_tokens,
+            prefill_worker=ledger.prefill_worker,
         )
 
 

@@ -23,6 +23,8 @@ class Sample:
     predicted_tpot_s: float | None = None
     retry_after_s: float | None = None  # as told with a refusal
     rungs_ms: Mapping[str, float] = field(default_factory=dict)  # of the ledger, after "received"
+    cached_tokens: int = 0  # of the prompt, found in the prefill worker's prefix cache
+    prefill_worker: str = ""
 
     @property
     def ttft_s(self) -> float | None:

@@ -9,7 +9,20 @@ from typing import Annotated
 import typer
 
 from pdserve import __version__
-from pdserve.cli import ask, cancel, capacity, chaos, cluster, experiments, handoff, load, models, processes, speed
+from pdserve.cli import (
+    ask,
+    cancel,
+    capacity,
+    chaos,
+    cluster,
+    experiments,
+    handoff,
+    load,
+    models,
+    processes,
+    routers,
+    speed,
+)
 from pdserve.cli.default_command import DefaultLoad
 from pdserve.cli.failure import CommandError, only_cause
 from pdserve.errors import ConfigError
@@ -45,6 +58,7 @@ bench_app.command("router")(speed.bench_router)
 bench_app.command("accuracy")(experiments.accuracy)
 bench_app.command("overload")(experiments.overload)
 bench_app.command("simulator")(experiments.simulator)
+bench_app.command("routers")(routers.bench_routers)
 bench_app.command("chaos")(chaos.bench_chaos)
 bench_app.command("cancel")(cancel.bench_cancel)
 bench_app.command("handoff")(handoff.bench_handoff)

@@ -60,13 +60,15 @@ def accuracy(
 
     lengths = read_lengths(workload, scale, max_tokens, seed)
     trial = Trial(lengths, tuple(load or (0.3, 0.6, 0.9)), calibration, seconds, seed)
-    spec = _spec(model, (prefill, decode), {"policy": "goodput", "profile": profile or shipped_profile()}, threads)
+    spec = cluster_spec(
+        model, (prefill, decode), {"policy": "goodput", "profile": profile or shipped_profile()}, threads
+    )
 
     async def measure() -> None:
-        async with live_cluster(spec, _tell) as cluster:
-            found = await predict(cluster, trial, _tell)
-        _show(prediction_table(found, lengths.name))
-        _save(json_file, prediction_json(found, lengths.name))
+        async with live_cluster(spec, tell) as cluster:
+            found = await predict(cluster, trial, tell)
+        show(prediction_table(found, lengths.name))
+        save(json_file, prediction_json(found, lengths.name))
 
     asyncio.run(measure())
 
@@ -100,14 +102,14 @@ def overload(
         goal: Goal | None = None
         points: list[Point] = []
         for name in policy or ("goodput", "round_robin"):
-            spec = _spec(model, (prefill, decode), {"policy": name}, threads)
-            async with live_cluster(spec, _tell) as cluster:
-                found = await find_goal(cluster, trial, calibration / 2, _tell)
+            spec = cluster_spec(model, (prefill, decode), {"policy": name}, threads)
+            async with live_cluster(spec, tell) as cluster:
+                found = await find_goal(cluster, trial, calibration / 2, tell)
                 goal = goal or found  # one goal for all, so that loads are the same
-                points += await sweep(cluster, name, goal, trial, _tell)
+                points += await sweep(cluster, name, goal, trial, tell)
         if goal is not None:
-            _show(overload_table(points, goal, lengths.name))
-            _save(json_file, overload_json(points, goal, lengths.name))
+            show(overload_table(points, goal, lengths.name))
+            save(json_file, overload_json(points, goal, lengths.name))
 
     asyncio.run(measure())
 
@@ -139,15 +141,15 @@ def simulator(
 
     lengths = read_lengths(workload, scale, max_tokens, seed)
     trial = Trial(lengths, tuple(load or (0.3, 0.6, 0.9, 1.2)), seconds, _slo(slo), seed)
-    spec = _spec(model, (prefill, decode), {"policy": policy}, threads)
+    spec = cluster_spec(model, (prefill, decode), {"policy": policy}, threads)
 
     async def measure() -> None:
-        async with live_cluster(spec, _tell) as cluster:
-            goal = await find_goal(cluster, trial, calibration / 2, _tell)
-            replays = await replay(cluster, policy, goal, trial, _tell)
+        async with live_cluster(spec, tell) as cluster:
+            goal = await find_goal(cluster, trial, calibration / 2, tell)
+            replays = await replay(cluster, policy, goal, trial, tell)
         found = [each for each, _ in replays]
-        _show(replay_table(found, goal, lengths.name))
-        _save(json_file, replay_json(found, goal, lengths.name))
+        show(replay_table(found, goal, lengths.name))
+        save(json_file, replay_json(found, goal, lengths.name))
         if profile is not None:
             write_profile(profile, replays[-1][1])
 
@@ -173,7 +175,7 @@ def profile(
 
     async def measure() -> None:
         async with connected(state) as cluster:
-            await sweep(cluster, shapes_of(bursts, max_tokens, seed), _tell)
+            await sweep(cluster, shapes_of(bursts, max_tokens, seed), tell)
             found = learnt_profile(await cluster.status(), f"pdserve profile --bursts {bursts} --seed {seed}")
         write_profile(output, found)
 
@@ -186,12 +188,16 @@ def _slo(text: str) -> "Slo | None":
     return parse_slo(text) if text else None
 
 
-def _save(path: Path | None, text: str) -> None:
+def save(path: Path | None, text: str) -> None:
+    """Write what was measured, if a file was named."""
     if path is not None:
         path.write_text(text, encoding="utf-8")
 
 
-def _spec(model: str, workers: tuple[int, int], router_flags: dict[str, object], threads: int | None) -> "ClusterSpec":
+def cluster_spec(
+    model: str, workers: tuple[int, int], router_flags: dict[str, object], threads: int | None
+) -> "ClusterSpec":
+    """Return a cluster that is started for a measurement: `workers` prefill and decode."""
     from pdserve.cli.models import fetched
     from pdserve.launch.plan import ClusterSpec
 
@@ -207,11 +213,13 @@ def _spec(model: str, workers: tuple[int, int], router_flags: dict[str, object],
     )
 
 
-def _tell(text: str) -> None:
+def tell(text: str) -> None:
+    """Say what goes on, beside the results."""
     typer.echo(text, err=True)
 
 
-def _show(table: object) -> None:
+def show(table: object) -> None:
+    """Print a table."""
     from rich.console import Console
 
     Console().print(table)

@@ -20,7 +20,7 @@ def prediction_table(found: Prediction, title: str) -> Table:
         table.add_column(column, justify="right")
     table.add_column("predicted/seen", justify="right")
     for run in found.runs:
-        table.add_row(run.name, str(run.num_requests), *_errors(run.ttft), *_errors(run.tpot))
+        table.add_row(run.name, str(run.num_requests), *error_cells(run.ttft), *error_cells(run.tpot))
     return table
 
 
@@ -78,7 +78,7 @@ def replay_table(found: Sequence[Replay], goal: Goal, title: str) -> Table:
     for each in found:
         for side in (each.live, each.simulated):
             rates = (f"{side.goodput_per_s:.2f}", f"{side.attainment:.1%}", f"{side.refused:.1%}")
-            times = (_half(side.ttft_ms), _half(side.tpot_ms), _errors(side.tpot_errors)[0])
+            times = (_half(side.ttft_ms), _half(side.tpot_ms), error_cells(side.tpot_errors)[0])
             table.add_row(f"{each.load:.0%}", side.name, *rates, *times)
     return table
 
@@ -103,7 +103,8 @@ def _half(values: Percentiles | None) -> str:
     return "-" if values is None else f"{values.p50:.0f} / {values.p90:.0f}"
 
 
-def _errors(errors: Errors | None) -> tuple[str, str, str]:
+def error_cells(errors: Errors | None) -> tuple[str, str, str]:
+    """Return the cells of a table that tell the median error, its p90 and the median of predicted : seen."""
     if errors is None:
         return "-", "-", "-"
     return f"{errors.median_error:.1%}", f"{errors.p90_error:.1%}", f"{errors.median_ratio:.2f}"
