@@ -18,6 +18,7 @@ from pdserve.kvtransfer.plan import refusal
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.proto.v1 import handoff_pb2 as handoff
 from pdserve.proto.v1.handoff_pb2_grpc import HandoffServiceServicer
+from pdserve.rpc import abort
 
 logger = logging.getLogger(__name__)
 
@@ -107,8 +108,7 @@ class HandoffServicer(HandoffServiceServicer):
         except ProtocolError as error:
             self._refused[error.refusal] += 1
             logger.warning("a prefill worker is refused: %s", error)
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-            return
+            await abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
         stream = _Stream(peer)
         try:
             await self._welcome(stream, hello.age_s)

@@ -1,6 +1,9 @@
 """What can go wrong, by who can fix it."""
 
+from collections.abc import Callable
 from enum import Enum
+
+MAX_ECHO_CHARS = 200
 
 
 class ConfigError(Exception):
@@ -62,3 +65,11 @@ class RequestError(Exception):
 def invalid(field: str, problem: str) -> RequestError:
     """Return the error for a field of a request that breaks a rule, e.g. invalid("n", "9 is over the limit of 8")."""
     return RequestError(Status.INVALID_ARGUMENT, f"{field}: {problem}")
+
+
+def echo(text: str, show: Callable[[str], str] = str) -> str:
+    """Return the beginning of a text, as a message repeats what somebody sent; `show` may quote it."""
+    shown = show(text[: MAX_ECHO_CHARS + 1])
+    if len(shown) <= MAX_ECHO_CHARS:
+        return shown
+    return f"{shown[:MAX_ECHO_CHARS]}... ({len(text)} characters)"

@@ -8,7 +8,7 @@ import hmac
 import ipaddress
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Never, TypeVar
 
 import grpc
 
@@ -18,6 +18,7 @@ PROTOCOL_VERSION = 1  # of Link and Handoff; processes with different ones are n
 
 PUBLIC_MESSAGE_BYTES = 4 * 1024 * 1024
 INTERNAL_MESSAGE_BYTES = 64 * 1024 * 1024
+MAX_STATUS_BYTES = 2000  # of a status message: on the wire up to thrice that, of 8 kB that clients take of headers
 DISMISSED_STATUS = grpc.StatusCode.ABORTED  # of a worker's link: a router refuses its process, which must end
 SECRET_METADATA_KEY = "pdserve-secret-bin"
 MIN_SECRET_BYTES = 32
@@ -130,6 +131,19 @@ def split_address(address: str) -> tuple[str, str]:
     return host, port
 
 
+async def abort(
+    context: "grpc.aio.ServicerContext[_Request, _Response]",
+    code: grpc.StatusCode,
+    message: str,
+    trailing: tuple[tuple[str, str], ...] = (),
+) -> Never:
+    """End a call with a status, its message cut to what clients take: beyond that they see none of it."""
+    whole = message.encode(errors="replace")
+    if len(whole) > MAX_STATUS_BYTES:
+        message = whole[: MAX_STATUS_BYTES - 3].decode(errors="ignore") + "..."
+    await context.abort(code, message, trailing_metadata=trailing)
+
+
 class RequireSecret(grpc.aio.ServerInterceptor):
     """Answers UNAUTHENTICATED to every call, known method or not, that does not carry the secret."""
 
@@ -157,4 +171,4 @@ def _as_bytes(value: str | bytes) -> bytes:
 
 
 async def _deny(_: AsyncIterator[bytes], context: "grpc.aio.ServicerContext[bytes, bytes]") -> None:
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the cluster's shared secret is missing or wrong")
+    await abort(context, grpc.StatusCode.UNAUTHENTICATED, "the cluster's shared secret is missing or wrong")

@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 from dataclasses import dataclass
-from typing import Never, TypeAlias
+from typing import TypeAlias
 
 import grpc
 
@@ -16,6 +16,7 @@ from pdserve.router.events import Refused, RequestArrived
 from pdserve.router.prompts import Prompts, Tokenizer
 from pdserve.router.shell import Shell
 from pdserve.router.validation import Terms, check_length, check_model, check_terms
+from pdserve.rpc import abort
 from pdserve.text.output import OutputText
 
 GenerateContext: TypeAlias = "grpc.aio.ServicerContext[inference.GenerateRequest, inference.GenerateResponse]"
@@ -60,13 +61,14 @@ class Front(InferenceServiceServicer):
         try:
             answer = await self._admit(request, context, received_s)
         except RequestError as error:
-            await _abort(context, error.status, error.message)
+            await abort(context, CODES[error.status], error.message)
         try:
             await self._write(answer, context)
         finally:
             self._shell.leave(answer.request_id)
         if answer.refusal is not None:
-            await _abort(context, answer.refusal.status, answer.refusal.message, _hints(answer.refusal))
+            refusal = answer.refusal
+            await abort(context, CODES[refusal.status], refusal.message, _hints(refusal))
 
     async def _write(self, answer: Answer, context: GenerateContext) -> None:
         """Write an answer until its end, or until its client has proved too slow."""
@@ -138,9 +140,3 @@ def _hints(refused: Refused) -> tuple[tuple[str, str], ...]:
     """Return what a refused client may plan with, as trailing metadata."""
     known = (("predicted-ttft-ms", refused.predicted_ttft_s), ("retry-after-ms", refused.retry_after_s))
     return tuple((name, f"{seconds * 1e3:.0f}") for name, seconds in known if seconds is not None)
-
-
-async def _abort(
-    context: GenerateContext, status: Status, message: str, trailing: tuple[tuple[str, str], ...] = ()
-) -> Never:
-    await context.abort(CODES[status], message, trailing_metadata=trailing)

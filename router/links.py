@@ -12,7 +12,7 @@ from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.link_pb2_grpc import LinkServiceServicer
 from pdserve.router import wire
 from pdserve.router.shell import Shell, WorkerStream
-from pdserve.rpc import DISMISSED_STATUS
+from pdserve.rpc import DISMISSED_STATUS, abort
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Links(LinkServiceServicer):
         if stream.closed != STREAM_ENDED:
             is_final = stream.refusal is Refusal.INCARNATION
             code = DISMISSED_STATUS if is_final else grpc.StatusCode.FAILED_PRECONDITION
-            await context.abort(code, stream.closed or "")
+            await abort(context, code, stream.closed or "")
 
     async def _attend(
         self, stream: WorkerStream, messages: AsyncIterator[link.AttachRequest], context: AttachContext

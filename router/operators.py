@@ -5,6 +5,7 @@ from typing import TypeAlias
 
 import grpc
 
+from pdserve.errors import echo
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.perfmodel.model import LearntCosts
 from pdserve.proto.v1 import admin_pb2 as admin
@@ -12,6 +13,7 @@ from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceServicer
 from pdserve.router.events import DrainAsked, ProcessEnded, Role
 from pdserve.router.shell import Shell, WorkerStream
+from pdserve.rpc import abort
 
 MIN_INTERVAL_S = 0.1
 
@@ -62,7 +64,9 @@ class Operators(AdminServiceServicer):
     ) -> admin.DrainWorkerResponse:
         worker = self._shell.core.workers.named(request.worker_id)
         if worker is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"worker_id: {request.worker_id!r} is not attached")
+            await abort(
+                context, grpc.StatusCode.NOT_FOUND, f"worker_id: {echo(request.worker_id, repr)} is not attached"
+            )
         self._shell.post(DrainAsked(worker.link))
         return admin.DrainWorkerResponse()
 

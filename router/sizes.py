@@ -10,7 +10,7 @@ from typing import TypeAlias, TypeVar, cast
 import grpc
 from google.protobuf.message import DecodeError
 
-from pdserve.rpc import PUBLIC_MESSAGE_BYTES
+from pdserve.rpc import PUBLIC_MESSAGE_BYTES, abort
 
 HARD_LIMIT_BYTES = 4 * PUBLIC_MESSAGE_BYTES
 
@@ -38,11 +38,11 @@ class LimitSizes(grpc.aio.ServerInterceptor):
         async def check(raw: bytes, context: _Context) -> None:
             if len(raw) > PUBLIC_MESSAGE_BYTES:
                 text = f"message: {len(raw)} bytes are over the limit of {PUBLIC_MESSAGE_BYTES}"
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+                await abort(context, grpc.StatusCode.INVALID_ARGUMENT, text)
             try:
                 request = parse(raw)
             except DecodeError as error:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"message: {error}")
+                await abort(context, grpc.StatusCode.INVALID_ARGUMENT, f"message: {error}")
             await serve(request, context)
 
         return grpc.unary_stream_rpc_method_handler(check, response_serializer=handler.response_serializer)

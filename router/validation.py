@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from pdserve.errors import RequestError, Status, invalid
+from pdserve.errors import RequestError, Status, echo, invalid
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.sampling import SamplingParams
 from pdserve.text.stop import check_stops
@@ -49,7 +49,9 @@ def check_terms(request: inference.GenerateRequest, vocab_size: int, random_seed
 def check_model(request: inference.GenerateRequest, name: str) -> None:
     """Raise RequestError(NOT_FOUND) unless the request is for the model that is served."""
     if request.model not in ("", name):
-        raise RequestError(Status.NOT_FOUND, f"model: {request.model!r} is not served here; {name!r} is")
+        raise RequestError(
+            Status.NOT_FOUND, f"model: {echo(request.model, repr)} is not served here; {echo(name, repr)} is"
+        )
 
 
 def check_length(num_prompt_tokens: int, params: SamplingParams, max_model_len: int) -> None:

@@ -18,7 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from pdserve.errors import ConfigError, RequestError, invalid
+from pdserve.errors import ConfigError, RequestError, echo, invalid
 
 MAX_MESSAGES = 4096
 MAX_INPUT_CHARS = 4 * 2**20
@@ -83,7 +83,7 @@ class ChatTemplate:
                     raise _too_long()
                 rendered.append(piece)
         except TEMPLATE_ERRORS as error:
-            raise invalid("chat", f"the model's template refuses the messages: {error}") from error
+            raise invalid("chat", f"the model's template refuses the messages: {echo(str(error))}") from error
         return "".join(rendered)
 
 

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
-from router_fakes import RouterUnderTest, StartRouter, running_router
+from router_fakes import TEMPLATE, RouterUnderTest, StartRouter, running_router
 
 
 @pytest.fixture
@@ -23,8 +23,8 @@ async def start_router(secret_file: Path) -> AsyncIterator[StartRouter]:
     async with AsyncExitStack() as stack:
         started: list[RouterUnderTest] = []
 
-        async def start(*, has_chat: bool = True, **settings: object) -> RouterUnderTest:
-            router = await stack.enter_async_context(running_router(secret_file, settings, has_chat=has_chat))
+        async def start(*, template: str | None = TEMPLATE, **settings: object) -> RouterUnderTest:
+            router = await stack.enter_async_context(running_router(secret_file, settings, template=template))
             started.append(router)
             return router
 

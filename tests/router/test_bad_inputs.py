@@ -6,8 +6,10 @@ import grpc
 import pytest
 from router_fakes import MODEL, StartRouter, collect, error_of, tokens_in
 
+from pdserve.errors import MAX_ECHO_CHARS
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.rpc import PUBLIC_MESSAGE_BYTES
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.rpc import MAX_STATUS_BYTES, PUBLIC_MESSAGE_BYTES
 
 Chat = inference.Chat
 Message = inference.ChatMessage
@@ -77,7 +79,7 @@ async def test_another_model_is_not_found(start_router: StartRouter) -> None:
 
 
 async def test_chat_needs_a_template(start_router: StartRouter) -> None:
-    router = await start_router(has_chat=False)
+    router = await start_router(template=None)
     await router.pair()
     code, details = await error_of(router.generate(chat=Chat(messages=[Message(role="user", content="hi")])))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
@@ -110,3 +112,53 @@ async def test_hostile_text_is_only_text(start_router: StartRouter) -> None:
         message = Message(role="user", content=text)
         for prompt in ({"text": text}, {"chat": Chat(messages=[message])}):
             assert len(tokens_in(await collect(router.generate(max_tokens=2, **prompt)))) == 2
+
+
+LONG = {"ascii": "x" * 20_000, "wide": "\U0001f600" * 5_000, "unprintable": "\U0010ffff" * 5_000}
+
+
+@pytest.mark.parametrize("text", LONG.values(), ids=LONG.keys())
+async def test_a_long_model_name_is_not_found_and_its_beginning_is_repeated(
+    start_router: StartRouter, text: str
+) -> None:
+    router = await start_router()
+    await router.pair()
+    code, details = await error_of(router.generate(text="a", model=text))
+    assert code is grpc.StatusCode.NOT_FOUND
+    shown = repr(text)[:MAX_ECHO_CHARS]
+    assert details == f"model: {shown}... ({len(text)} characters) is not served here; 'tiny' is"
+
+
+@pytest.mark.parametrize("text", LONG.values(), ids=LONG.keys())
+@pytest.mark.parametrize("field", ["text", "stop", "tenant", "role", "content"])
+async def test_long_text_in_any_field_ends_with_a_status_of_ours(
+    start_router: StartRouter, field: str, text: str
+) -> None:
+    router = await start_router(template="{{ raise_exception(messages[0].role + messages[0].content) }}")
+    await router.pair()
+    fields: dict[str, object] = {"text": "a"}
+    match field:
+        case "text" | "tenant":
+            fields[field] = text
+        case "stop":
+            fields["stop"] = [text]
+        case _:
+            fields = {"chat": Chat(messages=[Message(**{field: text})])}
+    code, details = await error_of(router.generate(**fields))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert 0 < len(details) <= 10 * MAX_ECHO_CHARS
+
+
+@pytest.mark.parametrize("text", LONG.values(), ids=LONG.keys())
+async def test_a_workers_long_complaint_is_cut_before_it_is_a_status(start_router: StartRouter, text: str) -> None:
+    router = await start_router()
+    prefill, _ = await router.pair()
+    prefill.is_paused = True
+    call = router.generate(text="a")
+    await prefill.until(lambda: len(prefill.prefills) == 1)
+    request_id = prefill.prefills[0].spec.request_id
+    await prefill.say(failed=link.Failed(request_id=request_id, code=link.FAILURE_CODE_INVALID, detail=text))
+    code, details = await error_of(call)
+    assert code is grpc.StatusCode.INTERNAL
+    assert details.startswith(f"p0: INVALID: {text[:9]}")
+    assert len(details.encode()) <= MAX_STATUS_BYTES

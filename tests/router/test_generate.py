@@ -186,7 +186,7 @@ async def test_requests_over_the_limits_are_refused_and_held_ones_served(start_r
 
 
 async def test_the_models_are_listed(start_router: StartRouter) -> None:
-    router = await start_router(has_chat=False)
+    router = await start_router(template=None)
     await router.pair()
     reply = await router.inference.ListModels(inference.ListModelsRequest())
     assert [(m.name, m.max_model_len, m.vocab_size, m.has_chat_template) for m in reply.models] == [

@@ -335,12 +335,12 @@ StartRouter = Callable[..., Awaitable[RouterUnderTest]]
 
 @asynccontextmanager
 async def running_router(
-    secret_file: Path, settings: dict[str, object], *, has_chat: bool
+    secret_file: Path, settings: dict[str, object], *, template: str | None = TEMPLATE
 ) -> AsyncIterator[RouterUnderTest]:
     config = RouterConfig.model_validate(
         {"model": MODEL, "secret_file": secret_file, "port": 0, "internal_port": 0, **settings}
     )
-    chat = ChatTemplate(TEMPLATE, {}) if has_chat else None
+    chat = None if template is None else ChatTemplate(template, {})
     model = TextModel(ServedModel(MODEL, 4096, TOKENIZER.vocab_size), TOKENIZER, chat)
     secret = read_secret(secret_file)
     ready: asyncio.Future[Addresses] = asyncio.get_running_loop().create_future()
