@@ -42,7 +42,7 @@ from pdserve.rpc import (
 )
 from pdserve.worker.boot import Engine
 from pdserve.worker.loop import Inbox
-from pdserve.worker.movers import build_mover
+from pdserve.worker.movers import build_mover, check_network
 from pdserve.worker.process import Identity, Parts, serve_worker
 from pdserve.worker.regions import kv_region
 from pdserve.worker.reporting import Reporter
@@ -56,6 +56,7 @@ EVERYWHERE = ("", "0.0.0.0", "::")  # hosts that nobody can dial
 async def serve(config: DecodeWorkerConfig) -> None:
     """Run a decode worker until it has drained."""
     check_addresses(config)
+    check_network(config)
 
     @asynccontextmanager
     async def assemble(

@@ -4,7 +4,6 @@
 With pages of a few bytes, what is left of it is the price of a page.
 """
 
-import os
 import queue
 import statistics
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from pdserve.ids import Incarnation, PageId, WorkerId
 from pdserve.kvtransfer.backends.nixl import NixlLane, NixlMover
 from pdserve.kvtransfer.backends.pump import Pump
 from pdserve.kvtransfer.backends.timed import TimedLane
+from pdserve.kvtransfer.backends.ucx import Network
 from pdserve.kvtransfer.mover import CopyStopped, Region
 from pdserve.kvtransfer.session import Peer
 
@@ -47,10 +47,9 @@ class Cost:
 
 def measure(page_bytes: int, counts: Sequence[int], repeats: int, *, tcp: bool) -> list[Cost]:
     """Copy each number of pages some times between two processes."""
-    if tcp:
-        os.environ["UCX_TLS"] = "tcp"
-    with _target(max(counts), page_bytes) as description:
-        trial = _Trial(max(counts), page_bytes, description)
+    network = Network(tcp_only=tcp)
+    with _target(max(counts), page_bytes, network) as description:
+        trial = _Trial(max(counts), page_bytes, description, network)
         try:
             trial.copy(max(counts))  # makes the connection
             return [trial.cost(count, repeats) for count in counts]
@@ -61,11 +60,11 @@ def measure(page_bytes: int, counts: Sequence[int], repeats: int, *, tcp: bool) 
 class _Trial:
     """A writer attached to its target."""
 
-    def __init__(self, num_pages: int, page_bytes: int, description: bytes) -> None:
+    def __init__(self, num_pages: int, page_bytes: int, description: bytes, network: Network) -> None:
         self._page_bytes = page_bytes
         self._region = region = Region.of(np.ones((num_pages, page_bytes), np.uint8))
         self._stopped: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
-        self._lane = TimedLane(NixlLane("trial-writer", region))
+        self._lane = TimedLane(NixlLane("trial-writer", region, network))
         self._pump = Pump("nixl", self._lane, region, self._stopped.put)
         self._pump.attach(TARGET, description)
 
@@ -111,11 +110,11 @@ class _Trial:
 
 
 @contextmanager
-def _target(num_pages: int, page_bytes: int) -> Iterator[bytes]:
+def _target(num_pages: int, page_bytes: int, network: Network) -> Iterator[bytes]:
     """Have a process whose pages are written into; yields its description."""
     context = get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_be_target, args=(theirs, num_pages, page_bytes), daemon=True)
+    process = context.Process(target=_be_target, args=(theirs, num_pages, page_bytes, network), daemon=True)
     process.start()
     try:
         if not ours.poll(WAIT_S):
@@ -126,9 +125,9 @@ def _target(num_pages: int, page_bytes: int) -> Iterator[bytes]:
         process.join()
 
 
-def _be_target(parent: Connection, num_pages: int, page_bytes: int) -> None:
+def _be_target(parent: Connection, num_pages: int, page_bytes: int, network: Network) -> None:
     """Offer pages until the parent has gone."""
-    mover = NixlMover(TARGET, Region.of(np.zeros((num_pages, page_bytes), np.uint8)), lambda _: None)
+    mover = NixlMover(TARGET, Region.of(np.zeros((num_pages, page_bytes), np.uint8)), lambda _: None, network)
     parent.send_bytes(mover.describe())
     with suppress(EOFError):
         parent.recv_bytes()

@@ -88,6 +88,17 @@ class WorkerConfig(ProcessConfig):
     kv_events_replay_endpoint: str | None = Field(None, description="Where subscribers ask for KV events they missed.")
     kv_events_topic: str = Field("", description="Topic of published KV events.")
     kv_events_buffer_steps: int = Field(10_000, ge=1, description="Batches of KV events kept for replay.")
+    handoff_host: str = Field(
+        "127.0.0.1",
+        description="Address of this worker in the network that carries pages; decode workers await calls there.",
+    )
+    handoff_rdma_devices: tuple[str, ...] = Field(
+        (), description="RDMA devices that carry pages too, in UCX's words, such as mlx5_0:1; repeatable."
+    )
+    handoff_transport: Literal["auto", "tcp"] = Field(
+        "auto",
+        description="tcp: nixl takes TCP alone, within a machine as well. auto: shared memory there, RDMA where named.",
+    )
     mover: Literal["nixl", "collective"] = Field(
         "nixl",
         description="What carries pages between workers; collective is torch.distributed's gloo over TCP, "
@@ -114,7 +125,6 @@ class PrefillWorkerConfig(WorkerConfig):
 class DecodeWorkerConfig(WorkerConfig):
     """What a decode worker is told."""
 
-    handoff_host: str = Field("127.0.0.1", description="Host on which prefill workers are awaited.")
     handoff_port: int = Field(0, ge=0, le=65535, description="Port for prefill workers; 0 takes a free one.")
     handoff_advertise: str | None = Field(
         None, description="host or host:port told to prefill workers; by default what was bound."

@@ -32,7 +32,7 @@ from pdserve.proto.v1 import link_pb2 as link
 from pdserve.worker.boot import Engine
 from pdserve.worker.ending import end_hung
 from pdserve.worker.loop import Inbox
-from pdserve.worker.movers import build_mover
+from pdserve.worker.movers import build_mover, check_network
 from pdserve.worker.process import Identity, Parts, serve_worker
 from pdserve.worker.pulse import Watch
 from pdserve.worker.regions import kv_region
@@ -45,6 +45,7 @@ HUNG_MOVER_S = 60.0  # its thread is a millisecond from its next look, but for t
 
 async def serve(config: PrefillWorkerConfig) -> None:
     """Run a prefill worker until it has drained."""
+    check_network(config)
     await serve_worker(config, link.ROLE_PREFILL, partial(assemble, config))
 
 

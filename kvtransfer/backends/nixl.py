@@ -1,4 +1,4 @@
-"""Moves pages with NIXL over UCX: RDMA, shared memory or TCP, whichever UCX finds between two processes.
+"""Moves pages with NIXL over UCX: RDMA, shared memory or TCP, whichever UCX finds of the configured ways (`ucx.py`).
 
 The bindings are used directly: the package's wrapper gives its progress thread no pause, which costs a third of a core
 in an idle process. With a pause the thread sleeps on UCX's file descriptors, and the passive side needs it: connections
@@ -15,6 +15,7 @@ from pdserve.errors import InvariantError
 from pdserve.kvtransfer.backends.faulty import FaultyLane
 from pdserve.kvtransfer.backends.lane import Indices, LaneError, SliceLostError
 from pdserve.kvtransfer.backends.pump import Pump
+from pdserve.kvtransfer.backends.ucx import Network
 from pdserve.kvtransfer.mover import Description, OnStopped, Region
 from pdserve.kvtransfer.session import Peer
 
@@ -46,9 +47,11 @@ class NixlLane:
 
     carrier = ""  # UCX does not say
 
-    def __init__(self, agent_name: str, region: Region) -> None:
+    def __init__(self, agent_name: str, region: Region, network: Network) -> None:
+        """ConfigError where UCX cannot be confined to the network."""
         self._agent = nixl.nixlAgent(agent_name, _agent_config())
-        self._agent.createBackend("UCX", {})
+        with network.confine(gpu=region.gpu is not None):
+            self._agent.createBackend("UCX", {})
         segment, gpu = _memory_of(region)
         pages = (region.address, region.num_pages * region.page_bytes, gpu, "")
         probe = (region.probe_address, len(region.probe) * region.page_bytes, gpu, "")
@@ -124,9 +127,16 @@ class NixlLane:
 
 
 class NixlMover(Pump[_Remote, int]):
-    def __init__(self, me: Peer, region: Region, on_stopped: OnStopped, fail_share: float = 0.0) -> None:
-        """`fail_share`: of the copies that are made to fail, for testing."""
-        lane = NixlLane(f"{me.worker_id}-{me.incarnation:016x}", region)
+    def __init__(
+        self,
+        me: Peer,
+        region: Region,
+        on_stopped: OnStopped,
+        network: Network,
+        fail_share: float = 0.0,
+    ) -> None:
+        """`fail_share`: of the copies that are made to fail, for testing. ConfigError: UCX is not to be confined."""
+        lane = NixlLane(f"{me.worker_id}-{me.incarnation:016x}", region, network)
         if len(lane.metadata) == 0:
             raise InvariantError("NIXL describes itself with nothing")
         self._description = region.describe(lane.metadata)

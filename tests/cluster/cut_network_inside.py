@@ -30,10 +30,8 @@ def oracle(model: Path) -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WiredCluster]:
     raise_loopback()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("UCX_TLS", "tcp")
-        with wired_cluster(tmp_path_factory.mktemp("cluster"), model, POOLS, WORKER_FLAGS, ROUTER_FLAGS) as cluster:
-            yield cluster
+    with wired_cluster(tmp_path_factory.mktemp("cluster"), model, POOLS, WORKER_FLAGS, ROUTER_FLAGS) as cluster:
+        yield cluster
 
 
 @pytest.fixture

@@ -29,10 +29,8 @@ def oracle(model: Path) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WiredCluster]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("UCX_TLS", "tcp")  # writes need the receiver's help: one that is frozen holds them up
-        with wired_cluster(tmp_path_factory.mktemp("cluster"), model, POOLS, WORKER_FLAGS, ROUTER_FLAGS) as cluster:
-            yield cluster
+    with wired_cluster(tmp_path_factory.mktemp("cluster"), model, POOLS, WORKER_FLAGS, ROUTER_FLAGS) as cluster:
+        yield cluster
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ PAGE_SIZE = 16
 NUM_PAGES = 280  # of 256 KiB
 PROMPT = 2000  # tokens, 31 MiB of KV: more than the sockets between two workers hold
 PROMPT_PAGES = PROMPT // PAGE_SIZE
+OVER_TCP = ("--handoff-transport", "tcp")  # writes need the receiver's help: one that is frozen holds them up
 FAT_KV = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
 
 
@@ -30,11 +31,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def cluster(model: Path, tmp_path: Path) -> Iterator[LiveCluster]:
     flags = ("--dtype", "float32", "--page-size", str(PAGE_SIZE), "--num-pages", str(NUM_PAGES), "--prefill", "2")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("UCX_TLS", "tcp")  # writes need the receiver's help: one that is frozen holds them up
-        with live_cluster(tmp_path, model, *flags) as cluster:
-            cluster.wait_for(all_ready(3), 60)
-            yield cluster
+    with live_cluster(tmp_path, model, *flags, *OVER_TCP) as cluster:
+        cluster.wait_for(all_ready(3), 60)
+        yield cluster
 
 
 def prompt(length: int, seed: int) -> list[int]:

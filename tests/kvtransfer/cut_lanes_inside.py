@@ -15,6 +15,7 @@ from network_namespace import DROP, RESET, cut, lane_ports, raise_loopback
 from pdserve.ids import PageId, WorkerId
 from pdserve.incarnation import new_incarnation
 from pdserve.kvtransfer.backends.nixl import NixlMover
+from pdserve.kvtransfer.backends.ucx import Network
 from pdserve.kvtransfer.mover import ByteRows, CopyStopped, Region
 from pdserve.kvtransfer.session import Peer
 
@@ -51,16 +52,14 @@ class Rig:
 def rig(tmp_path: Path) -> Iterator[Rig]:
     path = tmp_path / "pages"
     landed = np.memmap(path, np.uint8, "w+", shape=(NUM_PAGES, PAGE_BYTES))
-    command = [sys.executable, str(TARGET_PROCESS), "nixl", str(path), str(NUM_PAGES), str(PAGE_BYTES)]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("UCX_TLS", "tcp")
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert process.stdout is not None
-        description = bytes.fromhex(process.stdout.readline())
-        stopped: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
-        ours = np.full((NUM_PAGES, PAGE_BYTES), 7, np.uint8)
-        me, peer = (Peer(WorkerId(name), new_incarnation()) for name in ("writer", "target"))
-        mover = NixlMover(me, Region.of(ours), stopped.put)
+    command = [sys.executable, str(TARGET_PROCESS), "nixl-tcp", str(path), str(NUM_PAGES), str(PAGE_BYTES)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    description = bytes.fromhex(process.stdout.readline())
+    stopped: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
+    ours = np.full((NUM_PAGES, PAGE_BYTES), 7, np.uint8)
+    me, peer = (Peer(WorkerId(name), new_incarnation()) for name in ("writer", "target"))
+    mover = NixlMover(me, Region.of(ours), stopped.put, Network(tcp_only=True))
     mover.attach(peer, description)
     rig = Rig(process, landed, mover, peer, stopped)
     mover.write(peer, PAGES[:1], PAGES[:1])  # the lane stands

@@ -10,6 +10,7 @@ import numpy as np
 
 from pdserve.ids import WorkerId
 from pdserve.incarnation import new_incarnation
+from pdserve.kvtransfer.backends.ucx import Network
 from pdserve.kvtransfer.mover import Mover, Region
 from pdserve.kvtransfer.session import Peer
 
@@ -23,7 +24,7 @@ def mover_of(kind: str, region: Region) -> Mover:
         return CollectiveMover(me, region, lambda _: None, staged=kind == "staged")
     from pdserve.kvtransfer.backends.nixl import NixlMover  # noqa: PLC0415
 
-    return NixlMover(me, region, lambda _: None)
+    return NixlMover(me, region, lambda _: None, Network(tcp_only=kind == "nixl-tcp"))
 
 
 def main() -> None:

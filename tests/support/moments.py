@@ -20,7 +20,13 @@ PROMPT = 400  # tokens, 25 MiB of KV: more than the sockets between two workers 
 PROMPT_PAGES = PROMPT // PAGE_SIZE
 NUM_TOKENS = 150
 FAT_KV = {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
-WORKER_FLAGS = {"dtype": "float32", "page_size": PAGE_SIZE, "num_pages": 80, "max_model_len": 600}
+WORKER_FLAGS = {
+    "dtype": "float32",
+    "page_size": PAGE_SIZE,
+    "num_pages": 80,
+    "max_model_len": 600,
+    "handoff_transport": "tcp",  # writes need the receiver's help: one that is frozen holds them up
+}
 ROUTER_FLAGS = {"worker_silence_s": 5.0}  # freezing workers to hold a moment must not cost them their place
 STATUS_WITHIN_S = 5
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from pdserve.ids import Incarnation, PageId, WorkerId
 from pdserve.incarnation import new_incarnation
 from pdserve.kvtransfer.backends.collective import CollectiveMover
 from pdserve.kvtransfer.backends.loopback import LoopbackMover
 from pdserve.kvtransfer.backends.nixl import NixlMover
+from pdserve.kvtransfer.backends.ucx import Network
 from pdserve.kvtransfer.mover import ByteRows, CopyStopped, Mover, OnStopped, Region
 from pdserve.kvtransfer.session import Pages, Peer
 
@@ -83,7 +83,7 @@ class Setting:
         me = Peer(WorkerId("writer"), new_incarnation())
         if self.name in ("collective", "staged"):
             return CollectiveMover(me, Region.of(view), on_stopped, staged=self.name == "staged")
-        return NixlMover(me, Region.of(view), on_stopped)
+        return NixlMover(me, Region.of(view), on_stopped, Network(tcp_only=self.name == "nixl-tcp"))
 
     def target(self) -> Target:
         peer = Peer(WorkerId("target"), new_incarnation())
@@ -124,9 +124,7 @@ Idle = dict[str, list[Target]]
 
 @contextmanager
 def setting_of(name: str, idle: Idle, tmp_path: Path) -> Iterator[Setting]:
-    with ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
-        if name == "nixl-tcp":
-            patch.setenv("UCX_TLS", "tcp")
+    with ExitStack() as stack:
         yield Setting(name, tmp_path, stack, idle[name])
 
 

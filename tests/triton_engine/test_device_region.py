@@ -10,6 +10,7 @@ from pdserve.ids import Incarnation, PageId, WorkerId
 from pdserve.kvtransfer.backends.collective import CollectiveMover
 from pdserve.kvtransfer.backends.loopback import LoopbackMover
 from pdserve.kvtransfer.backends.nixl import NixlMover
+from pdserve.kvtransfer.backends.ucx import Network
 from pdserve.kvtransfer.mover import CopyStopped, Description, Mover, OnStopped, Region
 from pdserve.kvtransfer.session import Peer
 from pdserve.worker.regions import device_region
@@ -29,7 +30,7 @@ def mover_of(kind: str, name: str, region: Region, on_stopped: OnStopped) -> Mov
     me = Peer(WorkerId(name), Incarnation(1))
     if kind == "collective":
         return CollectiveMover(me, region, on_stopped, staged=True)
-    return NixlMover(me, region, on_stopped)
+    return NixlMover(me, region, on_stopped, Network())
 
 
 def test_a_kernels_digests_are_the_hosts() -> None:
