@@ -28,7 +28,13 @@ class ProcessConfig(BaseModel):
 
     log_level: LogLevel = Field("info", description="Least severe records that are logged.")
     ready_file: Path | None = Field(
-        None, description="JSON file written, all at once, when the process serves: its addresses by name."
+        None, description="JSON file that exists while the process serves, written all at once: its addresses by name."
+    )
+    drain_timeout_s: float = Field(
+        25.0,
+        ge=0.0,
+        description="Seconds that running requests have to finish after SIGTERM or SIGINT; what is left is ended. "
+        "Kubernetes kills 30 s after SIGTERM unless told otherwise.",
     )
 
 

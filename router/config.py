@@ -70,7 +70,6 @@ class RouterConfig(ProcessConfig):
     )
     max_num_tokenizing: int = Field(64, ge=1, description="Prompts that are or wait to be tokenized.")
     tokenize_timeout_s: float = Field(10.0, gt=0, description="Seconds that tokenizing a prompt may take.")
-    drain_timeout_s: float = Field(30.0, ge=0, description="Seconds that running requests have to finish at shutdown.")
 
     def limits(self) -> Limits:
         return Limits(

@@ -3,10 +3,8 @@
 import asyncio
 import json
 import logging
-import signal
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
@@ -16,6 +14,7 @@ from grpc_reflection.v1alpha import reflection
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.clock import MonotonicClock
+from pdserve.files import ReadyFile
 from pdserve.incarnation import new_incarnation
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
@@ -35,6 +34,7 @@ from pdserve.router.prompts import ChatTemplate, Prompts, Tokenizer
 from pdserve.router.shell import Shell, WorkerStream
 from pdserve.router.sizes import HARD_LIMIT_BYTES, LimitSizes
 from pdserve.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, check_bind, listen, read_secret, server_options
+from pdserve.signals import drain_on_signals
 
 logger = logging.getLogger(__name__)
 
@@ -61,12 +61,11 @@ class Addresses:
 
 async def serve(config: RouterConfig) -> None:
     """Serve until SIGTERM or SIGINT, then finish what runs and return."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
     model = await asyncio.to_thread(load_text_model, config)
-    await run(config, model, stop)
+    stop = asyncio.Event()
+    limit_s = config.drain_timeout_s + 2 * LAST_WORDS_S  # clients are told of what is ended after drain_timeout_s
+    with drain_on_signals(asyncio.get_running_loop(), stop.set, limit_s):
+        await run(config, model, stop)
 
 
 def load_text_model(config: RouterConfig) -> TextModel:
@@ -106,15 +105,15 @@ async def run(
     )
     await internal.start()
     await public.start()
-    logger.info("serving %s on %s, workers on %s", model.served.name, addresses.public, addresses.internal)
-    if config.ready_file is not None:
-        write_ready_file(config.ready_file, addresses)
-    on_ready(addresses)
     try:
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(_tell_health(shell, servicer), name="health")
             guarding = tasks.create_task(_raise_when_broken(shell), name="guard")
-            await stop.wait()
+            with ReadyFile(config.ready_file) as ready:
+                ready.write(json.dumps(asdict(addresses)))
+                on_ready(addresses)
+                logger.info("serving %s on %s, workers on %s", model.served.name, addresses.public, addresses.internal)
+                await stop.wait()
             await servicer.enter_graceful_shutdown()
             await _drain(shell, config.drain_timeout_s)
             watching.cancel()
@@ -152,13 +151,6 @@ def _follower(shell: Shell, secret: bytes) -> Follow:
         return KvSubscriber(source, secret, lambda events: shell.post(KvChanged(link_id, events))).follow()
 
     return follow
-
-
-def write_ready_file(path: Path, addresses: Addresses) -> None:
-    """Write the addresses, all at once."""
-    scratch = path.with_name(f".{path.name}.tmp")
-    scratch.write_text(json.dumps(asdict(addresses)))
-    scratch.replace(path)
 
 
 async def _tell_health(shell: Shell, servicer: health.aio.HealthServicer) -> None:

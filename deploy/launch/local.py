@@ -15,12 +15,13 @@ import grpc
 
 from pdserve.clock import MonotonicClock
 from pdserve.errors import ConfigError
+from pdserve.files import write_atomically
 from pdserve.ids import WorkerId
 from pdserve.launch.admin import AdminClient
 from pdserve.launch.backoff import Backoff
 from pdserve.launch.folder import claimed_folder, claimed_port, free_port, write_secret
 from pdserve.launch.plan import ClusterSpec, Wiring, plan, threads_each
-from pdserve.launch.state import ClusterState, write_atomically
+from pdserve.launch.state import ClusterState
 from pdserve.launch.supervisor import ChildExit, Stage, Supervisor
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.rpc import join_address
@@ -30,7 +31,7 @@ REPORT_TIMEOUT_S = 60.0
 RECONNECT_S = 0.2
 MAX_RESTARTS_BEFORE_READY = 3
 MAX_GONE = 64  # ended processes that a router is told of when it starts again
-DRAIN = (Stage(("router",), 40.0), Stage(("prefill", "decode"), 10.0))  # the router finishes what runs
+ROUTER_END_S, WORKERS_END_S = 2.5, 4.0  # after drain_timeout_s: when the router and when the workers are killed
 
 
 class LaunchError(Exception):
@@ -62,9 +63,10 @@ class LocalCluster:
         processes = self._supervisor.processes
         return self._state.model_copy(update={"processes": processes, "ready": self.ready.is_set()})
 
-    async def stop(self) -> None:
-        """Let running requests finish, then end every process."""
-        await self._supervisor.stop(DRAIN)
+    async def stop(self, drain_timeout_s: float) -> None:
+        """Let running requests finish, then end every process: the router first, which knows of them."""
+        router = Stage(("router",), drain_timeout_s + ROUTER_END_S)
+        await self._supervisor.stop((router, Stage(("prefill", "decode"), drain_timeout_s + WORKERS_END_S)))
 
     def kill(self) -> None:
         """End every process now."""
@@ -161,7 +163,7 @@ async def running(
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(cluster.supervise())
                 yield cluster
-                await cluster.stop()
+                await cluster.stop(spec.drain_timeout_s)
         except ExceptionGroup as group:
             expected, rest = group.split((ConfigError, LaunchError))
             if expected is None or rest is not None:

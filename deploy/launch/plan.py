@@ -28,6 +28,12 @@ class ClusterSpec:
     worker_flags: Flags = field(default_factory=dict)  # by field name, for all workers that have such a field
     router_flags: Flags = field(default_factory=dict)
 
+    @property
+    def drain_timeout_s(self) -> float:
+        """Return how long running requests have to finish once the cluster is told to stop."""
+        given = self.worker_flags.get("drain_timeout_s")
+        return float(str(WorkerConfig.model_fields["drain_timeout_s"].default if given is None else given))
+
     def __post_init__(self) -> None:
         known = PrefillWorkerConfig.model_fields.keys() | DecodeWorkerConfig.model_fields.keys()
         for key in self.worker_flags.keys() - known:
@@ -75,6 +81,7 @@ def plan(spec: ClusterSpec, wiring: Wiring) -> tuple[ChildSpec, ...]:
         "port": wiring.public_port,
         "internal_host": "127.0.0.1",
         "internal_port": wiring.internal_port,
+        "drain_timeout_s": spec.drain_timeout_s,
         **spec.router_flags,
     }
     chosen = {key: value for key, value in spec.worker_flags.items() if value is not None}

@@ -1,7 +1,6 @@
 """What a local cluster tells other commands of this user: a file in a private folder, removed at its end."""
 
 import os
-import tempfile
 from pathlib import Path
 from typing import Literal
 
@@ -55,14 +54,6 @@ def runtime_dir(name: str) -> Path:
 def state_file(name: str) -> Path:
     """Return where the cluster `name` writes its state."""
     return runtime_dir(name) / "state.json"
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace the content of `path`: a reader sees the old or the new one, nothing between."""
-    handle, scratch = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(text)
-    Path(scratch).replace(path)
 
 
 def read_state(name: str) -> ClusterState:

@@ -19,9 +19,11 @@ from pdserve.incarnation import new_incarnation
 from pdserve.launch.backoff import Backoff
 from pdserve.launch.plan import ChildSpec
 from pdserve.launch.state import ProcessState, Role
+from pdserve.signals import DRAIN_TIMED_OUT_STATUS, STOP_SIGNALS, exit_status
 
 NEVER_STARTED = Incarnation(0)
-FROM_OUTSIDE = (0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)  # when memory runs out, it is SIGKILL as well
+# A drain or a signal ended it. When memory runs out, that is SIGKILL as well.
+FROM_OUTSIDE = {0, DRAIN_TIMED_OUT_STATUS, -signal.SIGKILL}.union(*((-n, exit_status(n)) for n in STOP_SIGNALS))
 CONFIG_EXIT_STATUS = 2  # a process refuses its configuration; at its first start, another one would not help
 
 
@@ -42,10 +44,10 @@ class ChildExit:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Children that are asked to end together, and how long they may take."""
+    """Children that are asked to end together, and by when they must have ended."""
 
     roles: tuple[Role, ...]
-    grace_s: float
+    within_s: float  # after the first stage began
 
 
 @dataclass(slots=True)
@@ -115,11 +117,12 @@ class Supervisor:
     async def stop(self, stages: Sequence[Stage]) -> None:
         """Ask the children to end, stage after stage; kill what does not in its time."""
         self._stopping.set()
+        began_s = asyncio.get_running_loop().time()
         for stage in stages:
             leaving = [child for child in self._children if child.spec.role in stage.roles]
             _signal(leaving, signal.SIGTERM)
             try:
-                async with asyncio.timeout(stage.grace_s):
+                async with asyncio.timeout_at(began_s + stage.within_s):
                     for child in leaving:
                         await child.ended.wait()
             except TimeoutError:

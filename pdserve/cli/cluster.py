@@ -31,7 +31,7 @@ def up(
         typer.Option(help="Port of the public endpoint; by default 50051 if free, else any.", show_default=False),
     ] = None,
     ready_file: Annotated[
-        Path | None, typer.Option(help="JSON file written when the cluster is ready.", show_default=False)
+        Path | None, typer.Option(help="JSON file that exists while the cluster serves.", show_default=False)
     ] = None,
     policy: Annotated[
         PolicyName | None, typer.Option(help="How the router chooses workers; goodput predicts.", show_default=False)
@@ -45,12 +45,15 @@ def up(
 
     Flags of the workers go to all of them that have them.
     """
-    from pdserve.cli.models import fetched
+    from pdserve.cli.models import fetched, model_name
     from pdserve.cli.running import Terminal, serve_until_signal
+    from pdserve.files import ReadyFile
     from pdserve.launch.plan import ClusterSpec
 
+    ready = ReadyFile(ready_file)
+    ready.clear()
     path = fetched(model)
-    served = flags.pop("served_model_name", None) or (path.stem if Path(model).exists() else model)
+    served = flags.pop("served_model_name", None) or model_name(model)
     spec = ClusterSpec(
         model=str(path),
         served_model_name=str(served),
@@ -62,7 +65,7 @@ def up(
         worker_flags=flags,
         router_flags={"log_level": flags.get("log_level"), "policy": policy, "profile": profile},
     )
-    asyncio.run(serve_until_signal(spec, Terminal(), ready_file))
+    asyncio.run(serve_until_signal(spec, Terminal(), ready))
 
 
 def status(
@@ -94,9 +97,9 @@ def demo(
 ) -> None:
     """Start a cluster, ask it one question, stop it. Fails unless the answer contains what is expected."""
     from pdserve.cli.demo import run_demo
-    from pdserve.cli.models import fetched
+    from pdserve.cli.models import fetched, model_name
     from pdserve.cli.running import Terminal
     from pdserve.launch.plan import ClusterSpec
 
-    spec = ClusterSpec(model=str(fetched(model)), served_model_name=Path(model).stem, name="demo")
+    spec = ClusterSpec(model=str(fetched(model)), served_model_name=model_name(model), name="demo")
     asyncio.run(run_demo(spec, Terminal(), question, expect))

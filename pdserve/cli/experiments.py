@@ -198,13 +198,12 @@ def cluster_spec(
     model: str, workers: tuple[int, int], router_flags: dict[str, object], threads: int | None
 ) -> "ClusterSpec":
     """Return a cluster that is started for a measurement: `workers` prefill and decode."""
-    from pdserve.cli.models import fetched
+    from pdserve.cli.models import fetched, model_name
     from pdserve.launch.plan import ClusterSpec
 
-    path = fetched(model)
     return ClusterSpec(
-        model=str(path),
-        served_model_name=path.stem if Path(model).exists() else model,
+        model=str(fetched(model)),
+        served_model_name=model_name(model),
         num_prefill=workers[0],
         num_decode=workers[1],
         name="experiment",

@@ -1,5 +1,6 @@
 """Commands about models known by name."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,15 @@ def list_models() -> None:
 def fetch_model(name: ModelName) -> None:
     """Fetch a model into the cache and print its path."""
     typer.echo(str(fetched(name)))
+
+
+def model_name(name_or_path: str) -> str:
+    """Return what a model is called: a directory by its whole name, a file less `.gguf`, another by its own name."""
+    path = Path(name_or_path).expanduser()
+    if not path.exists():
+        return name_or_path
+    name = Path(os.path.abspath(path)).name  # of "." too, and links are not followed: the name is the operator's
+    return name if path.is_dir() else name.removesuffix(".gguf")
 
 
 def fetched(name_or_path: str) -> Path:

@@ -2,8 +2,9 @@
 
 import json
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -12,7 +13,9 @@ from pdserve.cli.flags import config_flags
 from pdserve.cli.options import ConfigFile
 from pdserve.config import DecodeWorkerConfig, PrefillWorkerConfig, ProcessConfig, load_config
 from pdserve.errors import ConfigError
+from pdserve.files import ReadyFile
 from pdserve.router.config import RouterConfig
+from pdserve.signals import end_on_signals
 from pdserve.worker.threads import thread_defaults
 
 _Config = TypeVar("_Config", bound=ProcessConfig)
@@ -36,7 +39,7 @@ CONFIGS: dict[Process, type[ProcessConfig]] = {
 @config_flags(RouterConfig)
 def router(config: ConfigFile = None, **flags: object) -> None:
     """Run a router: the public endpoint and the cluster's decisions."""
-    settings = load_config(RouterConfig, config, flags)
+    settings = _settings(RouterConfig, config, flags)
     from pdserve.router.server import serve
 
     _run("router", serve, settings)
@@ -45,7 +48,7 @@ def router(config: ConfigFile = None, **flags: object) -> None:
 @config_flags(PrefillWorkerConfig)
 def prefill_worker(config: ConfigFile = None, **flags: object) -> None:
     """Run a prefill worker: prompts become KV pages and a first token."""
-    settings = load_config(PrefillWorkerConfig, config, flags)
+    settings = _settings(PrefillWorkerConfig, config, flags)
     with thread_defaults(os.environ, settings.num_threads):
         from pdserve.prefill_worker.server import serve
 
@@ -55,11 +58,19 @@ def prefill_worker(config: ConfigFile = None, **flags: object) -> None:
 @config_flags(DecodeWorkerConfig)
 def decode_worker(config: ConfigFile = None, **flags: object) -> None:
     """Run a decode worker: KV pages become tokens."""
-    settings = load_config(DecodeWorkerConfig, config, flags)
+    settings = _settings(DecodeWorkerConfig, config, flags)
     with thread_defaults(os.environ, settings.num_threads):
         from pdserve.decode_worker.server import serve
 
     _run(settings.worker_id, serve, settings)
+
+
+def _settings(cls: type[_Config], file: Path | None, flags: Mapping[str, object]) -> _Config:
+    """Read what a process is told, before what takes long to load: from here on it counts as not ready."""
+    settings = load_config(cls, file, flags)
+    ReadyFile(settings.ready_file).clear()
+    end_on_signals()
+    return settings
 
 
 def _run(name: str, serve: Callable[[_Config], Coroutine[Any, Any, None]], settings: _Config) -> None:

@@ -2,19 +2,21 @@
 
 import asyncio
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from pdserve.cli.failure import CommandError
+from pdserve.files import ReadyFile
 from pdserve.launch.local import LaunchError, Listener, LocalCluster, running
 from pdserve.launch.plan import ClusterSpec
-from pdserve.launch.state import write_atomically
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.signals import STOP_SIGNALS, end_after, end_on_signals, exit_status
+
+STOP_LIMIT_S = 5.0  # after drain_timeout_s: when this process ends, and its children with it
 
 
 class Terminal:
@@ -56,39 +58,80 @@ class Terminal:
             self._progress.update(self._bars[name], completed=share)
 
 
-async def until_ready(cluster: LocalCluster, terminal: Terminal, stopping: asyncio.Event) -> bool:
-    """Wait for the cluster, showing its progress. False when asked to stop before it was ready."""
-    waits = [asyncio.create_task(event.wait()) for event in (cluster.ready, stopping)]
-    try:
-        with terminal.loading():
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()
-    return cluster.ready.is_set()
+class Stop:
+    """What SIGTERM and SIGINT do to a cluster: once it is ready the first one drains it, any other kills it."""
+
+    def __init__(self, cluster: LocalCluster, limit_s: float, ready: ReadyFile) -> None:
+        """Listen to signals in the running loop. A drain that lasts for longer than the limit ends this process."""
+        self.asked = asyncio.Event()
+        self._cluster = cluster
+        self._limit_s = limit_s
+        self._ready = ready
+        self._killed_by: signal.Signals | None = None
+        for number in STOP_SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self._hear, number)
+
+    def _hear(self, number: signal.Signals) -> None:
+        self._ready.withdraw()
+        if self.asked.is_set() or not self._cluster.ready.is_set():
+            self._killed_by = number
+            self._cluster.kill()
+        else:
+            end_after(self._limit_s)
+        self.asked.set()
+
+    def exit_if_killed(self) -> None:
+        """Raise SystemExit where a signal ended the cluster without a drain."""
+        if self._killed_by is not None:
+            raise SystemExit(exit_status(self._killed_by))
 
 
-async def serve_until_signal(spec: ClusterSpec, terminal: Terminal, ready_file: Path | None) -> None:
-    """Run a cluster until SIGINT or SIGTERM; the first lets requests finish, a second one kills."""
-    stopping = asyncio.Event()
+@asynccontextmanager
+async def until_signal(
+    spec: ClusterSpec, terminal: Terminal, ready: ReadyFile
+) -> AsyncIterator[tuple[LocalCluster, Stop]]:
+    """Run a cluster for the length of the block, which is to end when a signal asks for it.
+
+    Raises CommandError where the cluster cannot be brought up, SystemExit where it was killed by a signal.
+    """
+    end_on_signals()
     try:
-        async with running(spec, terminal.listener) as cluster:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                asyncio.get_running_loop().add_signal_handler(number, _on_signal, cluster, stopping)
-            if await until_ready(cluster, terminal, stopping):
-                if ready_file is not None:
-                    write_atomically(ready_file, cluster.state.model_dump_json(indent=2) + "\n")
-                terminal.notice(f"{ready_line(cluster, terminal.status)} | Ctrl-C stops")
-                await stopping.wait()
-            terminal.notice("stopping: running requests may finish; Ctrl-C again ends them")
+        with ready:
+            async with running(spec, terminal.listener) as cluster:
+                stop = Stop(cluster, spec.drain_timeout_s + STOP_LIMIT_S, ready)
+                yield cluster, stop
     except LaunchError as error:
         raise CommandError(str(error)) from error
+    stop.exit_if_killed()
 
 
-def _on_signal(cluster: LocalCluster, stopping: asyncio.Event) -> None:
-    if stopping.is_set():
-        cluster.kill()
-    stopping.set()
+async def until_ready(cluster: LocalCluster, terminal: Terminal, stop: Stop) -> bool:
+    """Wait for the cluster, showing its progress. False when asked to stop before it was ready."""
+    with terminal.loading():
+        await first_of(cluster.ready.wait(), stop.asked.wait())
+    return not stop.asked.is_set()
+
+
+async def first_of(*waits: Coroutine[object, object, object]) -> None:
+    """Run these until one of them has ended, and cancel the others; what one raises is raised."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+    for task in done:
+        task.result()
+
+
+async def serve_until_signal(spec: ClusterSpec, terminal: Terminal, ready: ReadyFile) -> None:
+    """Run a cluster until SIGINT or SIGTERM; the first lets requests finish, a second one kills."""
+    async with until_signal(spec, terminal, ready) as (cluster, stop):
+        if await until_ready(cluster, terminal, stop):
+            ready.write(cluster.state.model_dump_json(indent=2) + "\n")
+            terminal.notice(f"{ready_line(cluster, terminal.status)} | Ctrl-C stops")
+            await stop.asked.wait()
+            terminal.notice("stopping: running requests may finish; Ctrl-C again ends them")
 
 
 def ready_line(cluster: LocalCluster, status: admin.ClusterStatus) -> str:

@@ -4,10 +4,9 @@ import asyncio
 import json
 import logging
 import os
-import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar, cast
 
@@ -15,6 +14,7 @@ from pdserve.clock import Clock, MonotonicClock
 from pdserve.config import WorkerConfig
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import ProtocolError
+from pdserve.files import ReadyFile
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.incarnation import new_incarnation
 from pdserve.kvlayout_wire import layout_to_proto
@@ -23,6 +23,7 @@ from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.session import Peer
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.rpc import PROTOCOL_VERSION, read_secret
+from pdserve.signals import drain_on_signals
 from pdserve.telemetry import configure_logging
 from pdserve.worker import wire
 from pdserve.worker.boot import Engine, build_engine, open_model
@@ -70,11 +71,12 @@ Assemble = Callable[
 
 
 async def serve_worker(config: WorkerConfig, role: "link.Role.ValueType", assemble: Assemble[EventT, CommandT]) -> None:
-    """Run a worker until it has drained (on SIGTERM, SIGINT or a router's word)."""
+    """Run a worker until it has drained: after SIGTERM or SIGINT, at a router's word, or by its own decision."""
     configure_logging(config.worker_id, config.log_level)
     incarnation = Incarnation(config.incarnation) if config.incarnation else new_incarnation()
     identity = Identity(Peer(WorkerId(config.worker_id), incarnation), role, read_secret(config.secret_file))
     inbox: Inbox[EventT] = Inbox()
+    ready = ReadyFile(config.ready_file)
     register = link.Register(
         worker_id=config.worker_id,
         incarnation=incarnation,
@@ -95,10 +97,14 @@ async def serve_worker(config: WorkerConfig, role: "link.Role.ValueType", assemb
         def start_step(plan: StepPlan) -> asyncio.Future[StepResult]:
             return thread.call(engine.runner.run, plan)
 
-        with _drain_on_signals(lambda: inbox.put(cast(EventT, DrainAsked()))):
+        def drain() -> None:
+            ready.withdraw()
+            inbox.put(cast(EventT, DrainAsked()))
+
+        with drain_on_signals(asyncio.get_running_loop(), drain, config.drain_timeout_s), ready:
             async with (
                 publishing(config, identity.secret, register) as publisher,
-                assemble(engine, identity, inbox, _reporter(engine, links, clock, publisher)) as parts,
+                assemble(engine, identity, inbox, _reporter(engine, links, clock, publisher, ready)) as parts,
             ):
                 ear.guard(parts.mover)
                 register.ready = True
@@ -106,8 +112,8 @@ async def serve_worker(config: WorkerConfig, role: "link.Role.ValueType", assemb
                 register.handoff_address = parts.handoff_address
                 parts.outbox.beat(parts.core.load(), 0)  # before anybody counts on its pages
                 links.update(register)
+                ready.write(json.dumps({"handoff": parts.handoff_address, "pid": os.getpid()}))
                 logger.info("ready: %s, %d pages", engine.model_name, engine.scheduler.cache.pool.num_pages)
-                _write_ready_file(config, parts.handoff_address)
                 loop = WorkerLoop(parts.core, start_step, inbox, parts.outbox, clock, config.stalled_step_s)
                 await loop.run()
                 links.finish()
@@ -158,8 +164,10 @@ class Ear(Generic[EventT]):
         await self._inbox.offer(cast(EventT, event))  # what routers say is among every kind of worker's events
 
 
-def _reporter(engine: Engine, links: Links, clock: MonotonicClock, publisher: KvPublisher | None) -> Reporter:
-    return Reporter(links, clock, KvFeed(engine.scheduler.cache, links, publisher))
+def _reporter(
+    engine: Engine, links: Links, clock: MonotonicClock, publisher: KvPublisher | None, ready: ReadyFile
+) -> Reporter:
+    return Reporter(links, clock, KvFeed(engine.scheduler.cache, links, publisher), on_draining=ready.withdraw)
 
 
 @asynccontextmanager
@@ -229,24 +237,3 @@ def _event(news: FromRouter | RouterGone, now_s: float) -> FromRouterEvent | Non
             except ProtocolError as error:
                 logger.warning("router %d: refused: %s", router, error)
                 return None
-
-
-@contextmanager
-def _drain_on_signals(drain: Callable[[], None]) -> Iterator[None]:
-    """Make SIGTERM and SIGINT drain the worker; before this they end it at once."""
-    loop = asyncio.get_running_loop()
-    signals = (signal.SIGTERM, signal.SIGINT)
-    for number in signals:
-        loop.add_signal_handler(number, drain)
-    try:
-        yield
-    finally:
-        for number in signals:
-            loop.remove_signal_handler(number)
-
-
-def _write_ready_file(config: WorkerConfig, handoff_address: str) -> None:
-    if config.ready_file is not None:
-        scratch = config.ready_file.with_suffix(".tmp")
-        scratch.write_text(json.dumps({"handoff": handoff_address, "pid": os.getpid()}))
-        scratch.replace(config.ready_file)

@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from pdserve.clock import Clock
 from pdserve.engine.step import StepPlan, StepResult
@@ -19,7 +19,15 @@ logger = logging.getLogger(__name__)
 class Reporter:
     """Turns reports into messages: one a step and router, however many sequences it served."""
 
-    def __init__(self, links: Links, clock: Clock, kv_feed: KvFeed | None = None) -> None:
+    def __init__(
+        self,
+        links: Links,
+        clock: Clock,
+        kv_feed: KvFeed | None = None,
+        *,
+        on_draining: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_draining` is called with every beat of a worker that drains, whatever made it."""
         self._links = links
         self._clock = clock
         self._announced: dict[str, link.AttachRequest] = {}
@@ -27,6 +35,7 @@ class Reporter:
         self._pages_leaked, self._drain_reason = 0, ""  # as last told
         self.refused: Counter[Refusal] = Counter()  # by this process, since its start
         self._kv_feed = kv_feed
+        self._on_draining = on_draining
 
     def send(self, reports: Iterable[Report], step: tuple[StepPlan, StepResult] | None) -> None:
         """Queue reports. With a step, every router hears of it: its cost is news to those it brought nothing."""
@@ -61,6 +70,8 @@ class Reporter:
         if load.drain_reason != self._drain_reason:
             logger.error("draining: %s", load.drain_reason)
         self._pages_leaked, self._drain_reason = load.pages_leaked, load.drain_reason
+        if load.draining:
+            self._on_draining()
         self._links.broadcast(wire.heartbeat(load, num_steps, self.refused))
         if self._announced:
             self._repeat()

@@ -14,6 +14,7 @@ import pytest
 import pdserve as package
 from pdserve.cli.ask import VISIBLE
 from pdserve.cli.failure import CommandError, only_cause
+from pdserve.cli.models import model_name
 from pdserve.cli.processes import first_refusal
 from pdserve.errors import ConfigError
 from pdserve.proto.v1 import inference_pb2 as inference
@@ -192,3 +193,16 @@ def test_what_a_command_says_while_its_other_tasks_run_is_still_one_line() -> No
     assert only_cause(ExceptionGroup("tasks", [ExceptionGroup("tasks", [told])])) is told
     both = ExceptionGroup("tasks", [told, OSError("disk")])
     assert only_cause(both) is both
+
+
+def test_a_directory_keeps_its_whole_name_and_a_file_loses_gguf_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Qwen2.5-0.5B-Instruct").mkdir()
+    (tmp_path / "Qwen2.5-0.5B-Q4.gguf").touch()
+    (tmp_path / "Qwen2.5-0.5B").touch()
+    names = [model_name(given) for given in ("./Qwen2.5-0.5B-Instruct", "./Qwen2.5-0.5B-Q4.gguf", "Qwen2.5-0.5B")]
+    assert names == ["Qwen2.5-0.5B-Instruct", "Qwen2.5-0.5B-Q4", "Qwen2.5-0.5B"]
+    assert model_name(".") == tmp_path.name
+    assert model_name("smollm2-135m-instruct") == "smollm2-135m-instruct"  # the catalog's

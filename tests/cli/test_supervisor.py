@@ -135,7 +135,7 @@ async def test_stopping_goes_stage_by_stage_and_kills_what_does_not_listen(tmp_p
     async with supervised(supervisor, record):
         for name in ("router", "prefill-0", "decode-0"):
             await told(tmp_path, name)
-        await supervisor.stop((Stage(("router",), 20.0), Stage(("prefill", "decode"), 2.0)))
+        await supervisor.stop((Stage(("router",), 20.0), Stage(("prefill", "decode"), 4.0)))
         await record.until(lambda: len(record.exits) == 3)
     ends = {exit_.spec.role: exit_.status for exit_ in record.exits}
     assert ends == {"router": -signal.SIGTERM, "prefill": -signal.SIGKILL, "decode": -signal.SIGTERM}

@@ -15,10 +15,11 @@ from pathlib import Path
 from fault_proxy import FaultProxy, fault_proxies
 from live_cluster import STOP_TIMEOUT_S, LiveCluster, all_ready, greedy
 
+from pdserve.files import write_atomically
 from pdserve.incarnation import new_incarnation
 from pdserve.launch.folder import free_port, write_secret
 from pdserve.launch.plan import Flags, flag_arguments
-from pdserve.launch.state import ClusterState, ProcessState, Role, write_atomically
+from pdserve.launch.state import ClusterState, ProcessState, Role
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 

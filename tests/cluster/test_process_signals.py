@@ -1,0 +1,164 @@
+"""A signal before a process serves ends it at once, even as process 1; then the first one drains and a second one ends
+it at once, as does the time a drain may take. The ready file is there only while a process serves."""
+
+import json
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from live_cluster import greedy
+from lone_process import (
+    DECODE,
+    PREFILL,
+    ROUTER,
+    UP,
+    as_process_1,
+    child_of,
+    command,
+    endless_router,
+    process,
+)
+from model_zoo import write_model
+
+from pdserve.launch.state import ClusterState
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.proto.v1.admin_pb2_grpc import AdminServiceStub
+from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
+from pdserve.rpc import read_secret, secret_metadata
+from pdserve.signals import DRAIN_TIMED_OUT_STATUS
+
+AT_ONCE_S = 10  # a busy machine; a drain would take longer
+LONG = {"drain_timeout_s": 120.0}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model("llama3", tmp_path_factory.mktemp("model") / "llama3")
+
+
+@pytest.fixture
+def endless_model(tmp_path: Path) -> Path:
+    """A model that is read for ever: its configuration is a pipe."""
+    folder = tmp_path / "endless"
+    folder.mkdir()
+    os.mkfifo(folder / "config.json")
+    return folder
+
+
+@contextmanager
+def loading(model: Path) -> Iterator[None]:
+    """Wait until a process reads the model's configuration, and keep it reading for the length of the block."""
+    with (model / "config.json").open("wb", buffering=0):  # opens when a reader has opened
+        yield
+
+
+def ends(running: subprocess.Popen[str]) -> int:
+    """Wait for a process that must end at once."""
+    return running.wait(AT_ONCE_S)
+
+
+@pytest.mark.parametrize("kind", [ROUTER, PREFILL, UP])
+def test_a_signal_while_the_model_loads_ends_the_process_which_was_never_ready(
+    kind: str, endless_model: Path, tmp_path: Path
+) -> None:
+    arguments = command(kind, tmp_path / "run", endless_model)
+    stale = tmp_path / "run" / "ready.json"  # an earlier process in this container left it behind
+    stale.write_text("{}")
+    with process(arguments, tmp_path) as running, loading(endless_model):
+        assert not stale.exists()
+        running.send_signal(signal.SIGINT)
+        assert ends(running) == 128 + signal.SIGINT
+
+
+@pytest.mark.parametrize("kind", [ROUTER, DECODE, UP])
+def test_process_1_of_a_container_heeds_a_signal_while_its_model_loads(
+    kind: str, endless_model: Path, tmp_path: Path
+) -> None:
+    arguments = as_process_1(command(kind, tmp_path / "run", endless_model))
+    with process(arguments, tmp_path) as running, loading(endless_model):
+        os.kill(child_of(running), signal.SIGTERM)
+        assert ends(running) == 128 + signal.SIGTERM
+
+
+def test_a_router_drains_at_the_first_signal_and_ends_at_the_second(model: Path, tmp_path: Path) -> None:
+    ready = tmp_path / "run" / "ready.json"
+    with process(command(ROUTER, tmp_path / "run", model, pool_grace_s=120.0, **LONG), tmp_path) as running:
+        until_said(running, "serving ")
+        told = json.loads(ready.read_text())
+        with grpc.insecure_channel(told["public"]) as channel:
+            held = InferenceServiceStub(channel).Generate(greedy([3, 4, 5], 4), wait_for_ready=True)
+            until_held(told["internal"], tmp_path / "run" / "secret")
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+            assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+            running.send_signal(signal.SIGTERM)
+            assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            assert not ready.exists()
+            assert running.poll() is None
+            running.send_signal(signal.SIGTERM)
+            assert ends(running) == 128 + signal.SIGTERM
+            assert held.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_a_worker_drains_at_the_first_signal_and_ends_at_the_second(model: Path, tmp_path: Path) -> None:
+    with endless_router() as (router, address):
+        flags = {"routers": (address,), "lease_s": 600.0, **LONG}
+        with process(command(DECODE, tmp_path / "run", model, **flags), tmp_path) as running:
+            assert router.holds_request.wait(90)
+            assert (tmp_path / "run" / "ready.json").exists()
+            running.send_signal(signal.SIGTERM)
+            assert router.drains.wait(AT_ONCE_S)
+            assert not (tmp_path / "run" / "ready.json").exists()
+            assert running.poll() is None
+            running.send_signal(signal.SIGINT)
+            assert ends(running) == 128 + signal.SIGINT
+
+
+def test_a_worker_that_has_not_drained_in_time_ends(model: Path, tmp_path: Path) -> None:
+    with endless_router() as (router, address):
+        flags = {"routers": (address,), "lease_s": 600.0, "drain_timeout_s": 0.5}
+        with process(command(DECODE, tmp_path / "run", model, **flags), tmp_path) as running:
+            assert router.holds_request.wait(90)
+            running.send_signal(signal.SIGTERM)
+            assert ends(running) == DRAIN_TIMED_OUT_STATUS
+
+
+def test_a_cluster_drains_at_the_first_signal_and_is_killed_at_the_second(model: Path, tmp_path: Path) -> None:
+    ready = tmp_path / "run" / "ready.json"
+    with process(command(UP, tmp_path / "run", model, num_threads=1, **LONG), tmp_path) as running:
+        until_said(running, "ready: ")
+        state = ClusterState.model_validate_json(ready.read_text())
+        decode = state.pid_of("decode-0")
+        assert decode is not None
+        os.kill(decode, signal.SIGSTOP)  # it cannot drain
+        running.send_signal(signal.SIGTERM)
+        until_said(running, "stopping: ")
+        assert not ready.exists()
+        running.send_signal(signal.SIGINT)
+        assert ends(running) == 128 + signal.SIGINT
+    assert not state.secret_file.exists()
+    assert not any(process.pid is not None and psutil.pid_exists(process.pid) for process in state.processes)
+
+
+def until_held(internal: str, secret_file: Path) -> None:
+    """Wait until a router has said that it holds a request."""
+    with grpc.insecure_channel(internal) as channel:
+        metadata = secret_metadata(read_secret(secret_file))
+        watch = AdminServiceStub(channel).WatchStatus(admin.WatchStatusRequest(), metadata=metadata)
+        assert any(reply.status.num_active or reply.status.num_held for reply in watch)
+        watch.cancel()
+
+
+def until_said(running: subprocess.Popen[str], part: str) -> None:
+    """Wait for a line on stderr; what comes after it is read and dropped."""
+    assert running.stderr is not None
+    assert any(part in line for line in iter(running.stderr.readline, "")), f"ended before it said {part!r}"
+    if part.startswith(("stopping", "serving")):
+        threading.Thread(target=running.stderr.read, daemon=True).start()
