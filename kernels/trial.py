@@ -1,5 +1,6 @@
 """Random attention problems with their float64 answers, for tests and for checks on a GPU."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,7 +11,7 @@ from pdserve.kernels import reference
 from pdserve.kernels.attention import FP8, AttentionSpec, Scales
 from pdserve.kernels.attention_plan import Int32s, Ints
 
-SPARE_PAGES = 3  # belong to no sequence, and hold NaN
+SPARE_PAGES = 3  # belong to no sequence
 OUTSIDE = 1_000_000  # fills the page table past each sequence's pages: reading it is a bug
 
 
@@ -29,7 +30,7 @@ class Lens:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A ragged batch over scattered pages. Slots and pages that are not in use hold NaN."""
+    """A ragged batch over scattered pages. Slots and pages that are not in use hold NaN or infinity."""
 
     spec: AttentionSpec
     lens: Lens
@@ -68,14 +69,17 @@ def spec_of(heads: tuple[int, int], head_dim: int, page_size: int, lens: Lens, *
     return AttentionSpec(*heads, head_dim, page_size, num_pages, head_dim**-0.5, **fields)  # type: ignore[arg-type]
 
 
-def make(spec: AttentionSpec, lens: Lens, *, device: str = "cpu", seed: int = 0) -> Trial:
-    """Draw a trial; queries and keys are normal, values within 0.75 of zero so that rounding stays comparable."""
+def make(spec: AttentionSpec, lens: Lens, *, device: str = "cpu", seed: int = 0, unused: float = math.nan) -> Trial:
+    """Draw a trial; queries and keys are normal, values within 0.75 of zero so that rounding stays comparable.
+
+    unused: what slots and pages that are not in use hold.
+    """
     random = torch.Generator(device).manual_seed(seed)
     order = np.random.default_rng(seed).permutation(spec.num_pages)
     counts = [-(-length // spec.page_size) for length in lens.kv]
     table = np.full((len(counts), max(counts) + 2), OUTSIDE, dtype=np.int32)
     shape = (spec.num_pages, 2, 2, spec.num_kv_heads, spec.page_size, spec.head_dim)
-    kv = torch.full(shape, torch.nan, device=device)
+    kv = torch.full(shape, unused, device=device)
     taken = 0
     for row, (count, length) in enumerate(zip(counts, lens.kv, strict=True)):
         ids = order[taken : taken + count]

@@ -3,6 +3,9 @@
 Chunks of one query length whose contexts are alike make a group, and a group is one call of torch's fused attention:
 over K and V as they were just computed where no page holds more, else over K and V gathered from the pages. Gathering
 copies whole runs of a head's slots, which the pool's layout keeps together.
+
+Slots past a context are read as zero, whatever the page holds there: a mask alone would not do, since a weight of 0
+times another sequence's overflow is NaN.
 """
 
 from collections.abc import Iterator
@@ -23,6 +26,15 @@ ALIKE_RATIO = 2  # longer ones may be this many times as long as the group's sho
 
 
 @dataclass(frozen=True, slots=True)
+class _Gather:
+    """How a group's contexts are copied out of the pages, and where to; each layer's replaces the one before."""
+
+    runs: Tensor  # [2 * chunks * kv heads * pages] into layer 0 of the pool's runs
+    stale: Ints | None  # slots of the copy below the longest context that no chunk wrote; None: there are none
+    copy: Tensor  # [len(runs), page_size * head_dim]
+
+
+@dataclass(frozen=True, slots=True)
 class _Group:
     """Chunks [first, last) of a batch, all of `query_len` tokens."""
 
@@ -30,7 +42,7 @@ class _Group:
     num_chunks: int
     query_len: int
     kv_len: int  # the longest context
-    runs: Tensor | None  # [2 * chunks * kv heads * pages] into layer 0 of the pool's runs; None: nothing in pages yet
+    gather: _Gather | None  # None: nothing in pages yet
     mask: Tensor | None  # [chunks, 1, query_len, kv_len], added to the scores
 
 
@@ -52,6 +64,8 @@ class TorchAttention:
         self._dtype = kv.dtype
         self._slots = kv.view(-1, config.head_dim)
         self._runs = kv.view(-1, self._page_size * config.head_dim)
+        # A slot as one element, for numpy to copy whole: torch fills chosen rows at half the speed.
+        self._empty_slot = np.zeros(1, np.dtype((np.void, config.head_dim * kv.dtype.itemsize)))
         self._runs_per_layer = 2 * config.num_kv_heads
         self._runs_per_page = config.num_layers * self._runs_per_layer
         self._step: _Step | None = None
@@ -83,19 +97,26 @@ class TorchAttention:
     def _attend(self, layer: int, qkv: Tensor, group: _Group) -> Tensor:
         num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
         heads = qkv.view(group.num_chunks, group.query_len, -1, self._config.head_dim).transpose(1, 2)
-        if group.runs is None:
+        if group.gather is None:
             k, v = heads[:, num_heads:-num_kv_heads], heads[:, -num_kv_heads:]
         else:
-            gathered = self._runs[layer * self._runs_per_layer :].index_select(0, group.runs)
+            gathered = self._gathered(layer, group.gather)
             k, v = gathered.view(2, group.num_chunks, num_kv_heads, -1, self._config.head_dim)[:, :, :, : group.kv_len]
         q = heads[:, :num_heads]
         if group.query_len == 1:
             # All heads that share K and V as one block of queries: each K is then read once, not once for each head.
             q = q.reshape(group.num_chunks, num_kv_heads, -1, self._config.head_dim)
             return scaled_dot_product_attention(q, k, v, attn_mask=group.mask).reshape(len(qkv), -1)
-        causal, grouped = group.runs is None, num_heads != num_kv_heads
+        causal, grouped = group.gather is None, num_heads != num_kv_heads
         out = scaled_dot_product_attention(q, k, v, attn_mask=group.mask, is_causal=causal, enable_gqa=grouped)
         return out.transpose(1, 2).reshape(len(qkv), -1)
+
+    def _gathered(self, layer: int, gather: _Gather) -> Tensor:
+        torch.index_select(self._runs[layer * self._runs_per_layer :], 0, gather.runs, out=gather.copy)
+        if gather.stale is not None:
+            slots = gather.copy.view(torch.uint8).numpy().reshape(-1).view(self._empty_slot.dtype)
+            slots[gather.stale] = self._empty_slot
+        return gather.copy
 
     def _group(self, batch: Batch, first: int, last: int) -> _Group:
         query_len = int(batch.query_lens[first])
@@ -103,12 +124,14 @@ class TorchAttention:
         longest = int(kv_lens[-1])
         window = self._config.sliding_window
         fresh = longest == query_len and (window is None or longest <= window)
-        runs, mask = None, None
+        gather, mask = None, None
         if not fresh:
             runs = self._gathered_runs(batch.page_table[first:last, : -(-longest // self._page_size)])
+            copy = torch.empty((len(runs), self._runs.shape[1]), dtype=self._dtype)
+            gather = _Gather(runs, self._stale_slots(kv_lens), copy)
             mask = _mask(kv_lens, query_len, window, self._dtype)
         tokens = slice(int(batch.query_starts[first]), int(batch.query_starts[last]))
-        return _Group(tokens, last - first, query_len, longest, runs, mask)
+        return _Group(tokens, last - first, query_len, longest, gather, mask)
 
     def _run_ids(self, pages: Ints) -> Ints:
         """Return the runs of layer 0's K heads, then V heads, of each page: [len(pages), 2 * kv heads]."""
@@ -118,6 +141,19 @@ class TorchAttention:
         """Return the runs of [num_chunks, pages] in the order k|v, chunk, kv head, page."""
         by_page = self._run_ids(page_table.reshape(-1)).reshape(*page_table.shape, 2, self._config.num_kv_heads)
         return torch.from_numpy(by_page.transpose(2, 0, 3, 1).reshape(-1))
+
+    def _stale_slots(self, kv_lens: Ints) -> Ints | None:
+        """Return the gathered slots below the longest context that hold none of their own chunk's tokens."""
+        longest = int(kv_lens.max())
+        # The page table repeats a row's first page, so past a chunk's last page its first tokens come again.
+        num_slots = -(-kv_lens[:, None] // self._page_size) * self._page_size
+        slots = np.arange(-(-longest // self._page_size) * self._page_size)
+        positions = np.where(slots < num_slots, slots, slots % self._page_size)
+        stale = (positions >= kv_lens[:, None]) & (slots < longest)
+        if not stale.any():
+            return None
+        per_run = np.broadcast_to(stale[None, :, None], (2, len(stale), self._config.num_kv_heads, len(slots)))
+        return np.flatnonzero(per_run)
 
 
 def _alike(batch: Batch) -> Iterator[tuple[int, int]]:

@@ -1,4 +1,7 @@
-"""Attention over pages gives what the plain formula gives over each sequence's own keys, in float64."""
+"""Attention over pages gives what the plain formula gives over each sequence's own keys, in float64.
+
+What nobody wrote, and what other sequences left in a page, may be NaN or infinite and does not show.
+"""
 
 import math
 from dataclasses import replace
@@ -37,7 +40,10 @@ CASES = {  # (start, length) of each chunk
     "decodes of one length": [(17, 1), (17, 1)],
     "decodes near and far": [(0, 1), (3, 1), (4, 1), (40, 1), (170, 1), (400, 1)],
     "decodes beside a prompt": [(0, 40), (7, 1), (21, 1)],
+    "a short context beside one of many pages": [(1, 1), (100, 1)],
+    "continued prompts of unequal contexts": [(1, 3), (6, 3), (50, 3)],
 }
+LEFT_BEHIND = [30.0, math.nan, math.inf, -math.inf]
 
 
 def expected_rows(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
@@ -54,12 +60,12 @@ def expected_rows(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor
     return torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1)).flatten(1)
 
 
-@pytest.mark.parametrize(("case", "window"), list(product(CASES, [None, 1, 6])))
-def test_every_query_sees_its_own_sequence_and_no_more(case: str, window: int | None) -> None:
+@pytest.mark.parametrize(("case", "window", "left_behind"), list(product(CASES, [None, 1, 6], LEFT_BEHIND)))
+def test_every_query_sees_its_own_sequence_and_no_more(case: str, window: int | None, left_behind: float) -> None:
     config = replace(CONFIG, sliding_window=window)
     random = np.random.default_rng(5)
     generator = torch.Generator().manual_seed(5)
-    kv = torch.full((NUM_PAGES, 3, 2, 2, PAGE_SIZE, 16), 30.0)  # what nobody wrote would show
+    kv = torch.full((NUM_PAGES, 3, 2, 2, PAGE_SIZE, 16), left_behind)
     supply = random.permutation(NUM_PAGES).tolist()
     rope = Rope(config, torch.device("cpu"))
     chunks, expected = [], []

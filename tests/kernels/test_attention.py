@@ -3,6 +3,7 @@
 Unused pages and slots hold NaN and so does the output beforehand: a masked key too many or a row forgotten shows.
 """
 
+import math
 import os
 
 import numpy as np
@@ -131,6 +132,17 @@ def test_one_plan_serves_every_layer_and_the_next_plan_replaces_it() -> None:
         attention.plan(*case.lens.arrays, case.page_table)
         for _ in range(2):
             assert case.error(attention.run(q, *case.pages)) <= 7.5e-3
+
+
+@pytest.mark.parametrize("unused", [math.inf, -math.inf])
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("window", [None, 20])
+def test_infinities_left_in_unused_slots_do_not_show(unused: float, page_size: int, window: int | None) -> None:
+    lens = Lens((1, 5, 1), (3, page_size + 5, 150))
+    spec = trial.spec_of((4, 2), 64, page_size, lens, dtype=torch.float16, kv_dtype=torch.float16, window=window)
+    case = trial.make(spec, lens, unused=unused)
+    assert prefill_error(case) <= TOLERANCE[torch.float16]
+    assert decode_error(case) <= TOLERANCE[torch.float16]
 
 
 @pytest.mark.slow

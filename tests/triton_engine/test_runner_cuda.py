@@ -1,5 +1,6 @@
 """The engine over the kernels computes what the engine in plain torch computes."""
 
+import math
 import random
 
 import pytest
@@ -117,15 +118,20 @@ def logits_with_triton(model: Model, kv: Tensor, plan: StepPlan, room: int) -> T
 
 
 @pytest.mark.parametrize("chunks", STEPS.values(), ids=STEPS)
+@pytest.mark.parametrize("left_behind", [0.0, math.nan, math.inf])
 @torch.inference_mode()
-def test_a_ragged_step_gives_the_logits_and_pages_of_plain_torch(model: Model, chunks: tuple[Chunk, ...]) -> None:
+def test_a_ragged_step_gives_the_logits_and_pages_of_plain_torch(
+    model: Model, chunks: tuple[Chunk, ...], left_behind: float
+) -> None:
     torch_runner = Runner(model, NUM_PAGES, PAGE_SIZE)
+    torch_runner.kv.fill_(left_behind)
     torch_runner.run(FILLING)
     kv = torch_runner.kv.clone()
     expected = logits_with_torch(model, torch_runner.kv, StepPlan(chunks))
     ours = logits_with_triton(model, kv, StepPlan(chunks), room=0)
+    assert expected.isfinite().all()
     torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
-    torch.testing.assert_close(kv, torch_runner.kv, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(kv, torch_runner.kv, atol=1e-4, rtol=1e-4, equal_nan=True)
 
 
 @torch.inference_mode()
