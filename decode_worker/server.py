@@ -74,20 +74,21 @@ async def serve(config: DecodeWorkerConfig) -> None:
         )
         core = DecodeCore(engine.scheduler, engine.vocab_size, secrets.token_bytes(32), rules)
         hear = partial(pass_on, inbox, mover)
-        servicer = HandoffServicer(peers.Party(identity.peer, engine.layout, mover), hear, reporter.refused)
+        me = peers.Party(identity.peer, engine.layout, mover)
         server = grpc.aio.server(
             interceptors=[RequireSecret(identity.secret, lambda: reporter.refuse(Refusal.SECRET))],
             options=server_options(INTERNAL_MESSAGE_BYTES),
         )
-        add_HandoffServiceServicer_to_server(servicer, server)
         try:
-            bound = listen(server, config.handoff_host, config.handoff_port, "handoff_port")
-            await server.start()
             async with asyncio.TaskGroup() as tasks:
+                servicer = HandoffServicer(me, hear, reporter.refused, tasks)
+                add_HandoffServiceServicer_to_server(servicer, server)
+                bound = listen(server, config.handoff_host, config.handoff_port, "handoff_port")
+                await server.start()
                 checks = Checks(region, inbox, tasks)
                 yield Parts(core, DecodeOutbox(servicer, checks, reporter), mover, advertised(config, bound))
+                servicer.close()
         finally:
-            servicer.close()
             await server.stop(STOP_GRACE_S)
             await asyncio.to_thread(mover.close)
 

@@ -27,6 +27,7 @@ CUT = "its stream was cut"
 LAST_WORDS_S = 1.0  # for what is queued when a stream is ended here
 MAX_QUEUED = 4096  # messages to one peer
 MAX_GONE = 4096  # ended processes that are remembered, and refused
+MAX_KNOWN = 4096  # workers whose last process is remembered: those that were heard last
 
 Request = handoff.HandoffServiceAttachRequest
 Response = handoff.HandoffServiceAttachResponse
@@ -57,13 +58,17 @@ class _Seen:
 class HandoffServicer(HandoffServiceServicer):
     """Lets prefill workers attach; one stream each, the latest."""
 
-    def __init__(self, me: Party, sink: ReceiverSink, refused: Counter[Refusal]) -> None:
+    def __init__(self, me: Party, sink: ReceiverSink, refused: Counter[Refusal], tasks: asyncio.TaskGroup) -> None:
         """`refused` counts what is refused here, beside what its owner counts."""
         self._me = me
         self._introduction = wire.Introduction(me.peer, me.layout, me.mover.describe())
         self._sink = sink
         self._streams: dict[Peer, _Stream] = {}
-        self._latest: dict[WorkerId, _Seen] = {}  # of each worker that has attached, unless its end is known
+        self._tasks = tasks
+        self._is_closing = False
+        self._news: set[asyncio.Task[None]] = set()  # of earlier processes, on its way to the sink
+        # Of each worker that has attached, unless its end is known; the last heard is last.
+        self._latest: OrderedDict[WorkerId, _Seen] = OrderedDict()
         self._clock = MonotonicClock()
         self._gone: OrderedDict[Peer, None] = OrderedDict()
         self._refused = refused
@@ -95,7 +100,10 @@ class HandoffServicer(HandoffServiceServicer):
             stream.end("its process has ended")
 
     def close(self) -> None:
-        """End every stream once what is queued has been said."""
+        """End every stream once what is queued has been said, and pass on nothing more of earlier processes."""
+        self._is_closing = True
+        for news in self._news:
+            news.cancel()
         for stream in self._streams.values():
             stream.end("this worker leaves")
 
@@ -147,15 +155,18 @@ class HandoffServicer(HandoffServiceServicer):
         stream.outbound.put_nowait(wire.ack_to_proto(self._introduction))
         now_s, seen = self._clock.now_s(), self._latest.get(peer.worker_id)
         self._latest[peer.worker_id] = _Seen(peer.incarnation, now_s)
+        self._latest.move_to_end(peer.worker_id)
+        if len(self._latest) > MAX_KNOWN:
+            self._latest.popitem(last=False)
         if seen is not None and seen.incarnation != peer.incarnation:
-            await self._succeed(Peer(peer.worker_id, seen.incarnation), was_heard=seen.heard_s > now_s - age_s)
+            self._succeed(Peer(peer.worker_id, seen.incarnation), was_heard=seen.heard_s > now_s - age_s)
         if before is not None:
             before.end("it attached anew")
             await self._sink(PeerLost(peer, "it attached anew"))
         logger.info("%s: attached, incarnation %016x", peer.worker_id, peer.incarnation)
         await self._sink(PeerAttached(peer))
 
-    async def _succeed(self, older: Peer, *, was_heard: bool) -> None:
+    def _succeed(self, older: Peer, *, was_heard: bool) -> None:
         """Let an earlier process of a worker attach no more. Attached, or heard since the later started, it lives."""
         stream = self._streams.pop(older, None)
         if stream is not None:
@@ -163,16 +174,28 @@ class HandoffServicer(HandoffServiceServicer):
         self.forget(older)
         if stream is None and not was_heard:
             logger.info("%s: its incarnation %016x has ended", older.worker_id, older.incarnation)
-            await self._sink(PeerGone(older))
+            self._tell(PeerGone(older))
             return
         logger.warning("%s: its incarnation %016x has a successor and lives", older.worker_id, older.incarnation)
         if stream is not None:
-            await self._sink(PeerLost(older, stream.reason))
+            self._tell(PeerLost(older, stream.reason))
+
+    def _tell(self, news: PeerGone | PeerLost) -> None:
+        """Pass on news of an earlier process, however long it takes, and whatever becomes of the later one's stream."""
+        if self._is_closing:
+            return
+        telling = self._tasks.create_task(self._pass_on(news), name=f"news of {news.peer.worker_id}")
+        self._news.add(telling)
+        telling.add_done_callback(self._news.discard)
+
+    async def _pass_on(self, news: PeerGone | PeerLost) -> None:
+        await self._sink(news)
 
     def _hear(self, peer: Peer) -> None:
         seen = self._latest.get(peer.worker_id)
         if seen is not None and seen.incarnation == peer.incarnation:
             seen.heard_s = self._clock.now_s()
+            self._latest.move_to_end(peer.worker_id)
 
     async def _attend(self, stream: _Stream, messages: AsyncIterator[Request], context: Context) -> None:
         """Read and write until the stream ends."""

@@ -55,7 +55,7 @@ class WorkerConfig(ProcessConfig):
         description="Identity of this process start, greater than all before; by the clock unless a launcher sets it.",
     )
     routers: tuple[str, ...] = Field(min_length=1, description="Internal addresses of the routers, host:port.")
-    secret_file: Path = Field(description="The cluster's shared secret; only its owner may read it.")
+    secret_file: Path = Field(description="The cluster's shared secret; its owner and group alone may read it.")
     page_size: int = Field(16, ge=1, le=1024, description="Token slots in a KV page.")
     num_pages: int | None = Field(
         None,

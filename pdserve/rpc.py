@@ -22,6 +22,7 @@ MAX_STATUS_BYTES = 2000  # of a status message: on the wire up to thrice that, o
 DISMISSED_STATUS = grpc.StatusCode.ABORTED  # of a worker's link: a router refuses its process, which must end
 SECRET_METADATA_KEY = "pdserve-secret-bin"
 MIN_SECRET_BYTES = 32
+EXPOSED = 0o026  # modes of a secret that others could read, or anybody but its owner replace
 
 Options = list[tuple[str, int]]
 Metadata = tuple[tuple[str, bytes], ...]
@@ -71,14 +72,17 @@ def _message_limits(max_message_bytes: int) -> Options:
 
 
 def read_secret(path: Path) -> bytes:
-    """Return the cluster's shared secret; ConfigError unless the file is private and long enough."""
+    """Return the cluster's shared secret; ConfigError unless the file is private and long enough.
+
+    Its group may read it: Kubernetes mounts a secret for a process that is not root as 0440, with the pod's group.
+    """
     try:
         mode = path.stat().st_mode
         secret = path.read_bytes().strip()
     except OSError as error:
         raise ConfigError(f"secret_file: cannot read {path}: {error.strerror}") from error
-    if mode & 0o077:
-        raise ConfigError(f"secret_file: {path} has mode {mode & 0o777:04o}; others may read it, 0600 is needed")
+    if mode & EXPOSED:
+        raise ConfigError(f"secret_file: {path} has mode {mode & 0o777:04o}; at most 0640 is private enough")
     if len(secret) < MIN_SECRET_BYTES:
         raise ConfigError(f"secret_file: {path} holds {len(secret)} bytes, at least {MIN_SECRET_BYTES} are needed")
     return secret

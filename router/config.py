@@ -26,7 +26,7 @@ class RouterConfig(ProcessConfig):
     port: int = Field(50051, ge=0, le=65535, description="Port for clients; 0 takes a free one.")
     internal_host: str = Field("127.0.0.1", description="Host on which workers and operators are awaited.")
     internal_port: int = Field(50052, ge=0, le=65535, description="Port for workers; 0 takes a free one.")
-    secret_file: Path = Field(description="The cluster's shared secret; only its owner may read it.")
+    secret_file: Path = Field(description="The cluster's shared secret; its owner and group alone may read it.")
     router_id: str = Field("router", min_length=1, max_length=128, description="Name of this router.")
     policy: PolicyName = Field("goodput", description="How a pair of workers is chosen for a request.")
     kv_events: Literal["link", "zmq", "off"] = Field(

@@ -1,6 +1,7 @@
 """Whom the ends of a hand-off stream let in, and what a false or malformed word costs."""
 
-from dataclasses import replace
+import asyncio
+from dataclasses import dataclass, field, replace
 
 import grpc
 import pytest
@@ -12,6 +13,7 @@ from stream_ends import (
     LAYOUT,
     PREFILL,
     Change,
+    Heard,
     decode_worker,
     pair,
     prefill_worker,
@@ -20,8 +22,10 @@ from stream_ends import (
 
 from pdserve.errors import Refusal
 from pdserve.ids import Incarnation, WorkerId
-from pdserve.kvtransfer import receiver, sender, wire
+from pdserve.kvtransfer import receiver, sender, server, wire
 from pdserve.kvtransfer.peers import (
+    FromReceivers,
+    FromSenders,
     PeerAttached,
     PeerGone,
     PeerLost,
@@ -133,13 +137,71 @@ async def test_a_later_process_proves_the_end_of_one_not_heard_since_it_started_
             assert await decode.heard.next() == PeerAttached(PREFILL)
         assert isinstance(await decode.heard.next(), PeerLost)
         async with raw_stream(decode, lambda m: setattr(m.hello, "incarnation", LATER.incarnation)):
-            assert await decode.heard.next() == PeerGone(PREFILL)
-            assert await decode.heard.next() == PeerAttached(LATER)
+            news = [await decode.heard.next() for _ in range(2)]
+            assert set(news) == {PeerGone(PREFILL), PeerAttached(LATER)}
             prefill.connect(decode)
             lost = await prefill.heard.next()
             assert isinstance(lost, PeerLost)
             assert "has a successor" in lost.reason
             assert decode.servicer.attached == (LATER,)
+
+
+async def test_the_end_of_a_process_is_told_though_the_stream_that_proved_it_is_cut_before_its_bytes_have_settled() -> (
+    None
+):
+    heard = HeardLater()
+    async with decode_worker(heard=heard) as decode:
+        async with raw_stream(decode, lambda _: None):
+            assert await heard.next() == PeerAttached(PREFILL)
+        assert isinstance(await heard.next(), PeerLost)
+        async with raw_stream(decode, be_later):
+            await heard.is_asked.wait()
+            assert await heard.next() == PeerAttached(LATER)
+        assert isinstance(await heard.next(), PeerLost)
+        heard.has_settled.set()
+        assert await heard.next() == PeerGone(PREFILL)
+
+
+@dataclass
+class HeardLater(Heard):
+    """Takes in the end of a process once its bytes have settled."""
+
+    is_asked: asyncio.Event = field(default_factory=asyncio.Event)
+    has_settled: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def take_in(self, event: FromSenders | FromReceivers) -> None:
+        if isinstance(event, PeerGone):
+            self.is_asked.set()
+            await self.has_settled.wait()
+        await super().take_in(event)
+
+
+def be_later(message: handoff.HandoffServiceAttachRequest) -> None:
+    message.hello.incarnation = LATER.incarnation
+
+
+async def test_the_last_processes_of_the_workers_heard_last_are_remembered_and_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "MAX_KNOWN", 2)
+    names = [WorkerId(f"prefill-{i}") for i in range(3)]
+    async with decode_worker() as decode:
+        for name in names:
+            async with raw_stream(decode, introduce(name, 5)):
+                assert await decode.heard.next() == PeerAttached(Peer(name, Incarnation(5)))
+            assert isinstance(await decode.heard.next(), PeerLost)
+        for name in names[1:]:
+            async with raw_stream(decode, introduce(name, 4)) as refused:
+                assert "started before" in await refused.details()
+        async with raw_stream(decode, introduce(names[0], 4)):
+            assert await decode.heard.next() == PeerAttached(Peer(names[0], Incarnation(4)))
+
+
+def introduce(name: WorkerId, incarnation: int) -> Change:
+    def change(message: handoff.HandoffServiceAttachRequest) -> None:
+        message.hello.worker_id, message.hello.incarnation = name, incarnation
+
+    return change
 
 
 async def test_a_process_that_was_heard_after_its_successor_started_has_not_ended() -> None:
@@ -153,8 +215,9 @@ async def test_a_process_that_was_heard_after_its_successor_started_has_not_ende
 
 async def test_a_process_that_is_attached_has_not_ended_whoever_follows_it() -> None:
     async with pair() as (prefill, decode), raw_stream(decode, lambda m: setattr(m.hello, "incarnation", 9)):
-        assert await decode.heard.next() == PeerLost(PREFILL, "it has a successor")
-        assert await decode.heard.next() == PeerAttached(Peer(PREFILL.worker_id, Incarnation(9)))
+        news = [await decode.heard.next() for _ in range(2)]
+        successor = Peer(PREFILL.worker_id, Incarnation(9))
+        assert set(news) == {PeerLost(PREFILL, "it has a successor"), PeerAttached(successor)}
         assert isinstance(await prefill.heard.next(), PeerLost)
         prefill.connect(decode)
         assert isinstance(await prefill.heard.next(), PeerLost)

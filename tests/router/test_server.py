@@ -151,11 +151,14 @@ def test_a_secret_has_to_be_private_and_long(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="secret_file: cannot read"):
         read_secret(path)
     path.write_bytes(b"x" * 32 + b"\n")
-    path.chmod(0o640)
-    with pytest.raises(ConfigError, match=r"secret_file: .* mode 0640"):
-        read_secret(path)
+    for exposed in (0o644, 0o604, 0o602, 0o660, 0o620):
+        path.chmod(exposed)
+        with pytest.raises(ConfigError, match=f"secret_file: .* mode {exposed:04o}"):
+            read_secret(path)
+    for private in (0o600, 0o400, 0o440, 0o640):
+        path.chmod(private)
+        assert read_secret(path) == b"x" * 32
     path.chmod(0o600)
-    assert read_secret(path) == b"x" * 32
     path.write_bytes(b"x" * 31)
     with pytest.raises(ConfigError, match=r"secret_file: .* 31 bytes"):
         read_secret(path)

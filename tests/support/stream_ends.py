@@ -86,17 +86,19 @@ def party(peer: Peer, layout: KvLayout = LAYOUT, on_stopped: OnStopped = lambda 
 
 
 @asynccontextmanager
-async def decode_worker(peer: Peer = DECODE) -> AsyncIterator[Decode]:
-    me, heard = party(peer), Heard()
+async def decode_worker(peer: Peer = DECODE, heard: Heard | None = None) -> AsyncIterator[Decode]:
+    me, heard = party(peer), heard or Heard()
     refused: Counter[Refusal] = Counter()
-    servicer = HandoffServicer(me, heard.take_in, refused)
     identify = RequireSecret(SECRET, lambda: refused.update([Refusal.SECRET]))
     server = grpc.aio.server(interceptors=[identify], options=server_options(INTERNAL_MESSAGE_BYTES))
-    add_HandoffServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
     try:
-        yield Decode(me, heard, servicer, refused, server, f"127.0.0.1:{port}")
+        async with asyncio.TaskGroup() as tasks:
+            servicer = HandoffServicer(me, heard.take_in, refused, tasks)
+            add_HandoffServiceServicer_to_server(servicer, server)
+            port = server.add_insecure_port("127.0.0.1:0")
+            await server.start()
+            yield Decode(me, heard, servicer, refused, server, f"127.0.0.1:{port}")
+            servicer.close()
     finally:
         await server.stop(None)
         me.mover.close()
