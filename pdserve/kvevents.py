@@ -6,11 +6,12 @@ that begins with that name.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from pdserve.errors import ProtocolError
+from pdserve.token_ids import ALL_IDS
 
 MEDIUM = "GPU"  # vLLM's word for where the engine computes, whatever that is
 SEQUENCE_BYTES = 8
@@ -24,6 +25,7 @@ _ARRAY_FIELDS = {
 }  # fmt: skip
 
 Hash = int | bytes
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=ALL_IDS)]
 
 
 class BlockStored(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag=True):
@@ -31,7 +33,7 @@ class BlockStored(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag
 
     block_hashes: list[Hash]
     parent_block_hash: Hash | None
-    token_ids: list[int]
+    token_ids: list[TokenId]
     block_size: int
     lora_id: int | None = msgspec.field(default_factory=lambda: None)  # vLLM's own decoder wants these three present
     medium: str | None = msgspec.field(default_factory=lambda: None)

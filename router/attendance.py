@@ -43,14 +43,22 @@ class Attendance:
     @property
     def has_pair(self) -> bool:
         """Whether some pair of workers could serve a request now."""
-        return any(not self.unroutable(worker) for worker in self._workers)
+        return any(not self._unroutable(worker, {}) for worker in self._workers)
 
-    def unroutable(self, worker: WorkerView) -> str:
-        """Return why nothing is placed on a worker; empty when things are."""
+    def unroutable(self) -> dict[LinkId, str]:
+        """Return why nothing is placed on each worker; empty when things are."""
+        known: dict[tuple[Role, int], str] = {}
+        return {worker.link: self._unroutable(worker, known) for worker in self._workers}
+
+    def _unroutable(self, worker: WorkerView, known: dict[tuple[Role, int], str]) -> str:
+        """Return why nothing is placed on a worker. `known` is what was found of workers of its role and kind."""
         reason = self._workers.unroutable(worker)
         if reason or (self._limits.local_prefill and worker.role is Role.DECODE):
             return reason
-        return peerless(self._workers, worker)
+        kind = worker.role, worker.kind
+        if kind not in known:
+            known[kind] = peerless(self._workers, worker)
+        return known[kind]
 
     def register(self, event: WorkerRegistered, now_s: float) -> None:
         link, told = event.link, event.registration
@@ -63,6 +71,7 @@ class Attendance:
             self.drop(self._workers.known(link), str(error), now_s, error.refusal)
             return
         worker.last_heard_s = now_s
+        self._note_size(worker)
         self._watch(now_s)
         self.note_change(now_s)
 
@@ -74,6 +83,7 @@ class Attendance:
             return
         self._take_place(told, now_s)
         worker = self._workers.register(link, told, now_s)
+        self._note_size(worker)
         self._watch(now_s)
         self._welcome(worker, now_s)
         before = self._census.note_attached(told.worker_id, told.incarnation, now_s - told.age_s)
@@ -97,6 +107,11 @@ class Attendance:
         self._recovery.explain((worker.registration.worker_id, worker.registration.incarnation), now_s)  # it lives
         for process in self._census.ended():
             self._book.tell(TellProcessGone(worker.link, *process))
+
+    def _note_size(self, worker: WorkerView) -> None:
+        """Let the prefix table have room for all that a worker's pages can hold."""
+        told = worker.registration
+        self._book.forecast.prefixes.attach(worker.link, told.num_pages * told.layout.page_size)
 
     def _watch(self, now_s: float) -> None:
         """See to it that a worker which has just spoken is looked for when it has been silent for too long."""

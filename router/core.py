@@ -24,6 +24,7 @@ from pdserve.router.events import (
     Event,
     KvChanged,
     Limits,
+    LinkId,
     LinkLost,
     LoadReported,
     OperatorEvent,
@@ -99,9 +100,9 @@ class RouterCore:
         """Whether some pair of workers could serve a request now."""
         return not self._closing and self._attendance.has_pair
 
-    def unroutable(self, worker: WorkerView) -> str:
-        """Return why nothing is placed on a worker; empty when things are."""
-        return self._attendance.unroutable(worker)
+    def unroutable(self) -> dict[LinkId, str]:
+        """Return why nothing is placed on each worker; empty when things are."""
+        return self._attendance.unroutable()
 
     def next_wakeup_s(self) -> float | None:
         """Return when a Tick is due, if nothing else happens before."""

@@ -1,6 +1,7 @@
 """The operators' endpoint: AdminService."""
 
 import asyncio
+from collections.abc import Mapping
 from typing import TypeAlias
 
 import grpc
@@ -11,7 +12,7 @@ from pdserve.perfmodel.model import LearntCosts
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceServicer
-from pdserve.router.events import DrainAsked, ProcessEnded, Role
+from pdserve.router.events import DrainAsked, LinkId, ProcessEnded, Role
 from pdserve.router.shell import Shell, WorkerStream
 from pdserve.rpc import abort
 
@@ -72,10 +73,11 @@ class Operators(AdminServiceServicer):
 
     def _status(self) -> admin.ClusterStatus:
         core = self._shell.core
+        names, unroutable = {worker.name for worker in core.workers}, core.unroutable()
         return admin.ClusterStatus(
             router_id=self._router_id,
             model=self._model,
-            workers=[self._worker(stream) for stream in self._shell.streams.values()],
+            workers=[self._worker(stream, names, unroutable) for stream in self._shell.streams.values()],
             num_active=core.num_active,
             num_held=core.num_held,
             ended=core.book.ended,
@@ -84,7 +86,7 @@ class Operators(AdminServiceServicer):
             costs=[_costs(role, costs) for role, costs in core.forecast.costs.items()],
         )
 
-    def _worker(self, stream: WorkerStream) -> admin.WorkerStatus:
+    def _worker(self, stream: WorkerStream, names: set[str], unroutable: Mapping[LinkId, str]) -> admin.WorkerStatus:
         worker = self._shell.core.workers.get(stream.link_id)
         if worker is None:
             return admin.WorkerStatus(registration=stream.registration, unroutable="it has yet to register")
@@ -94,8 +96,8 @@ class Operators(AdminServiceServicer):
             load=stream.load,
             num_assigned=len(worker.shares),
             silent_ms=round(silent_s * 1e3),
-            unroutable=self._shell.core.unroutable(worker),
-            pairs=[pair for name, pair in stream.pairs.items() if self._shell.core.workers.named(name) is not None],
+            unroutable=unroutable[worker.link],
+            pairs=[pair for name, pair in stream.pairs.items() if name in names],
         )
 
 

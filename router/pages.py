@@ -5,13 +5,15 @@ since, in whatever order pages come and go.
 """
 
 from collections.abc import Iterable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from pdserve.kvevents import BlockStored, Hash
+from pdserve.token_ids import TOKEN_ID_BYTES, to_wire
 
 BLOCK = 64  # tokens
+BLOCK_BYTES = BLOCK * TOKEN_ID_BYTES
 MAX_PAGES = 1 << 20  # of one worker; more are not looked at
+MAX_BLOCKS = 1 << 20  # the same
 
 Names = tuple[int, ...]
 
@@ -21,65 +23,100 @@ def root_name(salt: str) -> int:
     return hash(salt)
 
 
-def chain(parent: int, token_ids: Seq[int]) -> int:
-    """Return the name of the block of these tokens that follows another."""
-    return hash((parent, tuple(token_ids)))
+def chain(parent: int, packed: bytes) -> int:
+    """Return the name of the block of these tokens, packed, that follows another."""
+    return hash((parent, packed))
 
 
-@dataclass(frozen=True, slots=True)
-class _End:
-    """Where a page's tokens end: after whole blocks and some tokens of the next, which these pages hold."""
+@dataclass(slots=True, eq=False)
+class _Page:
+    """A page, and how to go on from its end. Made by the million: tokens are packed, tuples are shared."""
 
-    name: int  # of the last whole block
-    rest: tuple[int, ...]
-    pages: tuple[Hash, ...]
+    name: int  # of the last whole block before its end
+    tail: bytes  # its tokens after that block
+    before: "_Page | None"  # holds the tokens before its own, where its first block begins earlier
+    whole: Names = ()  # blocks that end in it
+    later: Names = ()  # blocks that begin in or before it and end in a later page
+    is_held: bool = True
 
 
 class WorkerPages:
     """What one worker has told of its pages."""
 
     def __init__(self) -> None:
-        self._ends: dict[Hash, _End] = {}
-        self._blocks: dict[Hash, list[int]] = {}  # that a page holds tokens of
+        self._pages: dict[Hash, _Page] = {}
+        self._num_blocks = 0
 
-    def stored(self, event: BlockStored) -> Names:
-        """Return the blocks that are whole by it. Pages after one that was never told of are left out."""
-        size = event.block_size
+    def stored(self, event: BlockStored) -> list[int]:
+        """Return the blocks that are whole by it. Pages after one that was never told of, or removed, are left out."""
         names: list[int] = []
-        if len(self._ends) + len(event.block_hashes) > MAX_PAGES:
-            return ()
-        parent = event.parent_block_hash
-        end = _End(root_name(event.salt()), (), ()) if parent is None else self._ends.get(parent)
-        if end is None:
-            return ()
-        for number, page in enumerate(event.block_hashes):
-            end, whole = _extend(end, page, event.token_ids[number * size : (number + 1) * size])
-            self._ends[page] = end
-            self._blocks[page] = []
-            for name, pages in whole:
-                for each in pages:
-                    if name not in self._blocks.get(each, (name,)):
-                        self._blocks[each].append(name)
-                if all(each in self._ends for each in pages):
-                    names.append(name)
-        return tuple(names)
+        if len(self._pages) + len(event.block_hashes) > MAX_PAGES:
+            return names
+        if self._num_blocks + len(event.token_ids) // BLOCK > MAX_BLOCKS:
+            return names
+        page = None if event.parent_block_hash is None else self._pages.get(event.parent_block_hash)
+        if page is None and event.parent_block_hash is not None:
+            return names
+        packed, page_bytes = to_wire(event.token_ids), event.block_size * TOKEN_ID_BYTES
+        for number, key in enumerate(event.block_hashes):
+            known = self._pages.get(key)
+            if known is None:
+                begun = _unfinished(page)
+                if begun is None:
+                    break
+                name = root_name(event.salt()) if page is None else page.name
+                known = _extend(begun, name, packed[number * page_bytes : (number + 1) * page_bytes])
+                self._pages[key] = known
+                self._num_blocks += len(known.whole)
+                names += known.whole
+            page = known
+        return names
 
-    def removed(self, pages: Iterable[Hash]) -> list[int]:
+    def removed(self, keys: Iterable[Hash]) -> list[int]:
         """Return the blocks that are no longer whole."""
         names: list[int] = []
-        for page in pages:
-            self._ends.pop(page, None)
-            names += self._blocks.pop(page, ())
+        for key in keys:
+            page = self._pages.pop(key, None)
+            if page is None:
+                continue
+            self._num_blocks -= len(page.whole)
+            names += page.whole
+            names += page.later
+            _part(page)
         return names
 
 
-def _extend(end: _End, page: Hash, token_ids: Seq[int]) -> tuple[_End, list[tuple[int, tuple[Hash, ...]]]]:
-    """Return where a page ends that follows `end`, and the blocks that it makes whole, each with its pages."""
-    name, rest, pages = end.name, (*end.rest, *token_ids), (*end.pages, page)
+def _unfinished(page: _Page | None) -> list[_Page] | None:
+    """Return the pages, in order, that hold tokens of the block under way at a page's end; None if one is gone."""
+    pages: list[_Page] = []
+    while page is not None and page.tail:
+        if not page.is_held:
+            return None
+        pages.append(page)
+        page = None if page.whole else page.before
+    return pages[::-1]
+
+
+def _extend(begun: list[_Page], name: int, packed: bytes) -> _Page:
+    """Return the page with these tokens that follows the pages of a block under way."""
+    before = begun[-1] if begun else None
+    rest = b"".join([page.tail for page in begun]) + packed
+    if len(rest) < BLOCK_BYTES:
+        return _Page(name, packed, before)
     whole = []
-    while len(rest) >= BLOCK:
-        name = chain(name, rest[:BLOCK])
-        whole.append((name, pages))
-        rest = rest[BLOCK:]
-        pages = (page,)
-    return _End(name, rest, pages if rest else ()), whole
+    for start in range(0, len(rest) - BLOCK_BYTES + 1, BLOCK_BYTES):
+        name = chain(name, rest[start : start + BLOCK_BYTES])
+        whole.append(name)
+    first = (whole[0],)
+    for page in begun:
+        page.later = page.later + first if page.later else first
+    return _Page(name, rest[len(whole) * BLOCK_BYTES :], before, first if len(whole) == 1 else tuple(whole))
+
+
+def _part(page: _Page) -> None:
+    """Take a page that is removed from those before it: they forget the blocks that they shared with it."""
+    broken, before = {*page.whole[:1], *page.later}, page.before
+    while before is not None:
+        before.later = tuple([name for name in before.later if name not in broken])
+        before = None if before.whole else before.before
+    page.is_held, page.before = False, None

@@ -190,11 +190,10 @@ def peerless(workers: Workers, worker: WorkerView) -> str:
     peers = workers.routable(other_role)
     if not peers:
         return f"no {other_role.value} worker is ready"
-    if worker.role is Role.PREFILL:
-        differences = [difference(worker, peer) for peer in peers]
-    else:
-        differences = [difference(peer, worker) for peer in peers]
-    return "" if None in differences else f"no compatible {other_role.value} worker: {differences[0]}"
+    if any(peer.kind == worker.kind for peer in peers):
+        return ""
+    pair = (worker, peers[0]) if worker.role is Role.PREFILL else (peers[0], worker)
+    return f"no compatible {other_role.value} worker: {difference(*pair)}"
 
 
 def _preferred(workers: list[WorkerView], avoid: frozenset[LinkId]) -> list[WorkerView]:

@@ -1,5 +1,8 @@
 """Which workers hold which prefixes: what they say, and what was routed to them, for a while. Pure.
 
+Invariant: a block that a worker told of counts as held until that worker takes it back. Only what was routed is
+forgotten by itself: after its time, or when it is more than the worker can hold.
+
 What was routed is a hint that placement may be wrong about: a worker that tells of its pages corrects it soon, one that
 does not is believed to hold it for longer.
 """
@@ -7,93 +10,98 @@ does not is believed to hold it for longer.
 from collections import OrderedDict
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from math import inf
 
 from pdserve.kvevents import AllBlocksCleared, BlockRemoved, BlockStored, KvEvent
 from pdserve.router.events import LinkId
-from pdserve.router.pages import BLOCK, Names, WorkerPages, chain, root_name
+from pdserve.router.pages import BLOCK, BLOCK_BYTES, MAX_BLOCKS, Names, WorkerPages, chain, root_name
+from pdserve.token_ids import to_wire
 
-MAX_NAMES = 65536
 LIFE_S = 600.0  # of what was routed to a worker that says nothing of its pages
 TOLD_LIFE_S = 10.0  # of what was routed to one that does: it has told of it by then, or never will
 
 
 def block_names(token_ids: Seq[int], salt: str) -> Names:
     """Return the names of a prompt's full blocks, chained, so that equal names mean equal prefixes."""
-    names, parent = [], root_name(salt)
-    for start in range(0, len(token_ids) - BLOCK + 1, BLOCK):
-        parent = chain(parent, token_ids[start : start + BLOCK])
+    names, parent, packed = [], root_name(salt), to_wire(token_ids)
+    for start in range(0, len(packed) - BLOCK_BYTES + 1, BLOCK_BYTES):
+        parent = chain(parent, packed[start : start + BLOCK_BYTES])
         names.append(parent)
     return tuple(names)
 
 
-class PrefixTable:
-    """Names of blocks, and until when each worker is taken to hold them. The least used is forgotten first."""
+@dataclass(slots=True, eq=False)
+class _Holder:
+    """What one worker is taken to hold."""
 
-    def __init__(self, life_s: float = LIFE_S, max_names: int = MAX_NAMES) -> None:
+    max_blocks: int  # that fit in its pages
+    routed: OrderedDict[int, float] = field(default_factory=OrderedDict)  # until when; the least used first
+    told: set[int] = field(default_factory=set)
+    pages: WorkerPages | None = None  # of a worker that tells of them
+
+    def num_leading(self, names: Names, now_s: float) -> int:
+        """Return how many of the leading blocks it holds."""
+        told, routed = self.told, self.routed
+        for number, name in enumerate(names):
+            if name not in told and routed.get(name, -inf) < now_s:
+                return number
+        return len(names)
+
+
+class PrefixTable:
+    """Names of blocks that each worker is taken to hold."""
+
+    def __init__(self, life_s: float = LIFE_S) -> None:
         self._life_s = life_s
-        self._max_names = max_names
-        self._holders: OrderedDict[int, dict[LinkId, float]] = OrderedDict()
-        self._pages: dict[LinkId, WorkerPages] = {}  # of workers that tell of them
+        self._holders: dict[LinkId, _Holder] = {}
 
     def __len__(self) -> int:
-        return len(self._holders)
+        return sum(len(holder.told | holder.routed.keys()) for holder in self._holders.values())
+
+    def attach(self, link: LinkId, num_tokens: int) -> None:
+        """Note how many tokens a worker's pages can hold."""
+        max_blocks = min(num_tokens // BLOCK, MAX_BLOCKS)
+        self._holders.setdefault(link, _Holder(max_blocks)).max_blocks = max_blocks
 
     def note(self, links: Iterable[LinkId], names: Names, now_s: float) -> None:
         """Note that these workers will hold these blocks."""
-        pages, life_s = self._pages, self._life_s
-        self._hold({link: now_s + (TOLD_LIFE_S if link in pages else life_s) for link in links}, names)
+        for link in links:
+            holder = self._holders.get(link)
+            if holder is None:
+                continue
+            routed, until_s = holder.routed, now_s + (self._life_s if holder.pages is None else TOLD_LIFE_S)
+            for name in reversed(names):  # a prefix is kept longer than what it leads to
+                routed[name] = until_s
+                routed.move_to_end(name)
+            while len(routed) > holder.max_blocks:
+                routed.popitem(last=False)
 
     def tell(self, link: LinkId, events: Iterable[KvEvent]) -> None:
         """Take in what a worker says of its pages."""
-        pages = self._pages.setdefault(link, WorkerPages())
+        holder = self._holders.get(link)
+        if holder is None:
+            return
+        pages = holder.pages = holder.pages or WorkerPages()
         for event in events:
             match event:
                 case BlockStored():
-                    self._hold({link: inf}, pages.stored(event))
+                    holder.told.update(pages.stored(event))
                 case BlockRemoved(hashes):
-                    self._drop(link, pages.removed(hashes))
+                    gone = pages.removed(hashes)
+                    holder.told.difference_update(gone)
+                    for name in gone:
+                        holder.routed.pop(name, None)
                 case AllBlocksCleared():
-                    self.forget(link)
-                    pages = self._pages[link] = WorkerPages()
+                    pages = holder.pages = WorkerPages()
+                    holder.told.clear()
+                    holder.routed.clear()
 
     def match(self, names: Names, now_s: float) -> dict[LinkId, int]:
         """Return how many leading tokens each worker holds; workers that hold none are left out."""
-        found: dict[LinkId, int] = {}
-        holding: Iterable[LinkId] | None = None  # all blocks so far
-        for num_tokens, name in enumerate(names, start=1):
-            holders = self._holders.get(name)
-            if holders is None:
-                break
-            holding = [link for link in (holders if holding is None else holding) if holders.get(link, -inf) >= now_s]
-            if not holding:
-                break
-            for link in holding:
-                found[link] = num_tokens * BLOCK
-        return found
+        found = {link: holder.num_leading(names, now_s) for link, holder in self._holders.items()} if names else {}
+        return {link: number * BLOCK for link, number in found.items() if number}
 
     def forget(self, link: LinkId) -> None:
-        """Drop a worker that has left, or holds nothing any longer."""
-        self._pages.pop(link, None)
-        self._drop(link, [name for name, holders in self._holders.items() if link in holders])
-
-    def _hold(self, until_s: dict[LinkId, float], names: Seq[int]) -> None:
-        """Take workers to hold blocks until their times, and whom is taken to hold one for longer, so long."""
-        table = self._holders
-        for name in reversed(names):  # a prefix is kept longer than what it leads to
-            holders = table.get(name)
-            if holders is None:
-                table[name] = until_s.copy()
-                continue
-            table.move_to_end(name)
-            for link, until in until_s.items():
-                if holders.get(link, 0.0) < until:
-                    holders[link] = until
-        while len(table) > self._max_names:
-            table.popitem(last=False)
-
-    def _drop(self, link: LinkId, names: Iterable[int]) -> None:
-        for name in names:
-            holders = self._holders.get(name)
-            if holders is not None and holders.pop(link, None) is not None and not holders:
-                del self._holders[name]
+        """Drop a worker that has left."""
+        self._holders.pop(link, None)

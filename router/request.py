@@ -19,6 +19,7 @@ from pdserve.router.pages import Names
 from pdserve.router.placement import Demand
 from pdserve.router.prefixes import block_names
 from pdserve.router.view import PlacementKey, WorkerView
+from pdserve.token_ids import pack
 
 
 @dataclass(slots=True, eq=False)
@@ -199,7 +200,7 @@ class Request:
         return SequenceSpec(
             request_id=self.request_id,
             attempt=placement.attempt,
-            token_ids=[*self.prompt_ids, *delivered] if delivered else self.prompt_ids,
+            token_ids=pack(self.prompt_ids) + pack(delivered) if delivered else self.prompt_ids,
             num_prompt_tokens=len(self.prompt_ids),
             params=self.params,
             indices=placement.indices,

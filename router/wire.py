@@ -35,6 +35,7 @@ from pdserve.router.events import (
 )
 from pdserve.router.ladder import Ledger, Rung, Usage
 from pdserve.sampling import SamplingParams
+from pdserve.token_ids import to_wire
 
 MAX_WORKER_ID_BYTES = 128
 _NO_NUMBER = bytes(kvevents.SEQUENCE_BYTES)  # a stream has no gaps
@@ -177,7 +178,7 @@ def _spec(spec: SequenceSpec) -> link.SequenceSpec:
     return link.SequenceSpec(
         request_id=spec.request_id,
         attempt=spec.attempt,
-        token_ids=spec.token_ids,
+        token_ids=to_wire(spec.token_ids),
         num_prompt_tokens=spec.num_prompt_tokens,
         sampling=_sampling(spec.params),
         indices=() if is_all else spec.indices,

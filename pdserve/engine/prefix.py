@@ -8,9 +8,9 @@ secret to the cluster; a tenant that guesses tokens cannot make names collide.
 import hashlib
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from struct import Struct
 
 from pdserve.ids import PageId
+from pdserve.token_ids import TOKEN_ID_BYTES, pack
 
 PageName = bytes  # 16 bytes
 
@@ -26,7 +26,6 @@ class PrefixNames:
         self._keyed = hashlib.blake2b(key=key[:MAX_KEY_BYTES], digest_size=NAME_BYTES)
         self._before_salt = len(context.encode()).to_bytes(4, "big") + context.encode()
         self._page_size = page_size
-        self._pack = Struct(f"{page_size}I").pack
 
     def root(self, salt: str) -> PageName:
         """Return the name before the first page of any sequence under `salt`."""
@@ -36,10 +35,12 @@ class PrefixNames:
 
     def extend(self, parent: PageName, token_ids: Sequence[int], start: int) -> list[PageName]:
         """Return the names of the full pages of `token_ids` from position `start` (a page border) on."""
-        size, pack, keyed, names = self._page_size, self._pack, self._keyed, []
-        for begin in range(start, len(token_ids) - size + 1, size):
+        keyed, names = self._keyed, []
+        packed, page_bytes = memoryview(pack(token_ids[start:])).cast("B"), self._page_size * TOKEN_ID_BYTES
+        for begin in range(0, len(packed) - page_bytes + 1, page_bytes):
             digest = keyed.copy()
-            digest.update(parent + pack(*token_ids[begin : begin + size]))
+            digest.update(parent)
+            digest.update(packed[begin : begin + page_bytes])
             parent = digest.digest()
             names.append(parent)
         return names

@@ -1,5 +1,6 @@
 """One continuation (or several that still share their prompt) on one worker."""
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -24,7 +25,7 @@ class Job:
 
     request_id: RequestId
     attempt: Attempt
-    token_ids: tuple[int, ...]  # the prompt, then tokens drawn before this placement
+    token_ids: Seq[int]  # the prompt, then tokens drawn before this placement
     num_prompt_tokens: int
     params: SamplingParams
     indices: tuple[int, ...]  # continuations to compute

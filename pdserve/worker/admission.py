@@ -3,8 +3,8 @@
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Job
 from pdserve.sampling import MAX_SEQUENCES
+from pdserve.token_ids import ALL_IDS, largest
 
-ALL_IDS = 1 << 32  # a vocabulary of this size has every id that a message can carry
 _INDICES = frozenset(range(MAX_SEQUENCES))
 
 
@@ -19,8 +19,8 @@ def refusal(scheduler: Scheduler, job: Job, vocab_size: int) -> str | None:
         return f"token_ids: {num_tokens} leave no room under max_model_len {limits.max_model_len}"
     if needed > scheduler.cache.pool.num_pages:
         return f"token_ids: {last} tokens need {needed} pages of {scheduler.cache.pool.num_pages}"
-    if vocab_size < ALL_IDS and max(job.token_ids) >= vocab_size:
-        return f"token_ids: {max(job.token_ids)} is not below the vocabulary size {vocab_size}"
+    if vocab_size < ALL_IDS and (token_id := largest(job.token_ids)) >= vocab_size:
+        return f"token_ids: {token_id} is not below the vocabulary size {vocab_size}"
     if not job.indices or not _INDICES.issuperset(job.indices):
         return f"indices: {job.indices} are not of {MAX_SEQUENCES} continuations"
     if len(set(job.indices)) > limits.max_num_seqs:

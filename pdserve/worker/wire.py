@@ -16,6 +16,7 @@ from pdserve.perfmodel.curve import attention_work
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.sampling import SamplingParams
+from pdserve.token_ids import from_wire
 from pdserve.values import value
 from pdserve.worker.words import (
     Cancelled,
@@ -160,7 +161,7 @@ def _placed(spec: link.SequenceSpec, router: RouterRef, now_s: float, peer: Peer
     job = Job(
         request_id=_request_id(spec.request_id),
         attempt=Attempt(spec.attempt),
-        token_ids=tuple(spec.token_ids[:]),  # a slice is a list; protobuf itself is asked for each token
+        token_ids=from_wire(spec.token_ids, "spec.token_ids"),
         num_prompt_tokens=spec.num_prompt_tokens,
         params=params,
         indices=tuple(spec.indices[:]) or tuple(range(params.n)),

@@ -805,6 +805,10 @@ class SequenceSpec(_message.Message):
     """Which request."""
     attempt: _builtins.int
     """Which placement, from 0."""
+    token_ids: _builtins.bytes
+    """Prompt token ids, then those already delivered to the client, which are never drawn again: four bytes each, little
+    end first.
+    """
     num_prompt_tokens: _builtins.int
     """How many of token_ids are the prompt."""
     cache_salt: _builtins.str
@@ -813,10 +817,6 @@ class SequenceSpec(_message.Message):
     """Time left until the deadline, milliseconds."""
     priority: _builtins.int
     """Higher is served first."""
-    @_builtins.property
-    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Prompt token ids, then those already delivered to the client, which are never drawn again."""
-
     @_builtins.property
     def sampling(self) -> _inference_pb2.SamplingParams:
         """Sampling, every field set, seed included."""
@@ -830,7 +830,7 @@ class SequenceSpec(_message.Message):
         *,
         request_id: _builtins.bytes = ...,
         attempt: _builtins.int = ...,
-        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        token_ids: _builtins.bytes = ...,
         num_prompt_tokens: _builtins.int = ...,
         sampling: _inference_pb2.SamplingParams | None = ...,
         indices: _abc.Iterable[_builtins.int] | None = ...,

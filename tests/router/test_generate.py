@@ -4,7 +4,18 @@ import asyncio
 
 import grpc
 import pytest
-from router_fakes import MODEL, TOKENIZER, StartRouter, collect, error_of, text_of, token_of, tokens_in, tokens_of
+from router_fakes import (
+    MODEL,
+    TOKENIZER,
+    StartRouter,
+    collect,
+    error_of,
+    text_of,
+    token_ids_of,
+    token_of,
+    tokens_in,
+    tokens_of,
+)
 
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
@@ -38,7 +49,7 @@ async def test_the_three_forms_of_a_prompt_reach_the_workers_as_token_ids(start_
     await collect(router.generate(text="user: hi\nassistant:", max_tokens=2))
     await collect(router.generate(token_ids=inference.TokenIds(ids=ids("user: hi\nassistant:")), max_tokens=2))
     await collect(router.generate(chat=inference.Chat(messages=[message]), max_tokens=2))
-    prompts = [list(sent.spec.token_ids) for sent in prefill.prefills]
+    prompts = [list(token_ids_of(sent.spec)) for sent in prefill.prefills]
     assert prompts == [ids("user: hi\nassistant:")] * 3
 
 

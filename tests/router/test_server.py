@@ -10,7 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from router_fakes import RouterUnderTest, StartRouter, collect, error_of, tokens_in, tokens_of
+from router_fakes import RouterUnderTest, StartRouter, collect, error_of, token_ids_of, tokens_in, tokens_of
 
 from pdserve.config import load_config
 from pdserve.errors import ConfigError
@@ -57,7 +57,7 @@ async def test_shutdown_lets_running_requests_finish_and_takes_no_others(start_r
     assert (code, message) == (grpc.StatusCode.UNAVAILABLE, "this router is shutting down")
     spec = prefill.prefills[0].spec
     await prefill.step([prefill.delta(spec, 0, 0, is_last=True)])
-    assert tokens_in(await collect(running)) == tokens_of(spec.token_ids, 1)
+    assert tokens_in(await collect(running)) == tokens_of(token_ids_of(spec), 1)
     del decode
 
 

@@ -12,6 +12,7 @@ from router_fakes import (
     StartRouter,
     collect,
     error_of,
+    token_ids_of,
     tokens_in,
     tokens_of,
 )
@@ -59,7 +60,7 @@ async def test_a_decode_worker_lost_in_mid_answer_costs_no_token(start_router: S
     replies = [*early, *await read_on(call)]
     for index in range(n):
         assert tokens_in(replies, index) == tokens_of(PROMPT, 9, index)
-    delivered = {tuple(decode.spec.indices): len(decode.spec.token_ids) for decode in second.decodes}
+    delivered = {tuple(decode.spec.indices): len(token_ids_of(decode.spec)) for decode in second.decodes}
     assert delivered == {((index,) if n > 1 else ()): len(PROMPT) + 4 for index in range(n)}
 
 

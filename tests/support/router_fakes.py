@@ -30,6 +30,7 @@ from pdserve.router.server import Addresses, TextModel, run
 from pdserve.rpc import INTERNAL_MESSAGE_BYTES, channel_options, read_secret, secret_metadata
 from pdserve.text.chat import ChatTemplate
 from pdserve.text.tokenizer import Tokenizer
+from pdserve.token_ids import from_wire
 
 MODEL = "tiny"
 LAYOUT = KvLayout("w", 1, 1, 8, 16, "float32")
@@ -176,7 +177,7 @@ class FakeWorker:
         await self.progress(key, link.RUNG_PREFILL_QUEUED)
         await self.progress(key, link.RUNG_PREFILL_STARTED, cached_tokens=1)
         await self.progress(key, link.RUNG_PREFILL_DONE)
-        position = len(spec.token_ids) - spec.num_prompt_tokens
+        position = len(token_ids_of(spec)) - spec.num_prompt_tokens
         is_last = position + 1 >= spec.sampling.max_tokens
         await self.step([self.delta(spec, index, position, is_last=is_last) for index in indices_of(spec)])
         self.specs.pop(key, None)
@@ -192,7 +193,7 @@ class FakeWorker:
         await self.progress(key, link.RUNG_LANDED, handoff_bytes=4096, handoff_us=1500)
         await self.progress(key, link.RUNG_COMMITTED)
         await self.progress(key, link.RUNG_DECODE_JOINED)
-        first = len(spec.token_ids) - spec.num_prompt_tokens + 1
+        first = len(token_ids_of(spec)) - spec.num_prompt_tokens + 1
         for position in range(first, min(spec.sampling.max_tokens, first + self.max_step)):
             if key not in self.specs:
                 return
@@ -209,7 +210,7 @@ class FakeWorker:
         await self.say(progress=news)
 
     def delta(self, spec: link.SequenceSpec, index: int, position: int, *, is_last: bool = False) -> link.TokenDelta:
-        prompt = spec.token_ids[: spec.num_prompt_tokens]
+        prompt = token_ids_of(spec)[: spec.num_prompt_tokens]
         top = [inference.TokenLogprob(token_id=i, logprob=-1.0) for i in range(self.logprobs_per_token)]
         return link.TokenDelta(
             request_id=spec.request_id,
@@ -220,6 +221,10 @@ class FakeWorker:
             logprobs=[inference.TokenLogprobs(chosen=-0.5, top=top)] if top else [],
             finish_reason=inference.FINISH_REASON_LENGTH if is_last else inference.FINISH_REASON_UNSPECIFIED,
         )
+
+
+def token_ids_of(spec: link.SequenceSpec) -> Sequence[int]:
+    return from_wire(spec.token_ids, "token_ids")
 
 
 def _key(spec: link.SequenceSpec) -> Key:

@@ -49,8 +49,8 @@ from pdserve.sim.capacity.timeline import Timeline
 from pdserve.sim.capacity.worker import SimWorker, Steps
 from pdserve.sim.capacity.workload import Arrival, Workload
 from pdserve.sim.garbage import garbage_left
+from pdserve.token_ids import ALL_IDS
 from pdserve.worker import words
-from pdserve.worker.admission import ALL_IDS
 from pdserve.worker.words import RouterRef
 
 MODEL = "simulated"

@@ -1,0 +1,56 @@
+"""What it takes to tell operators the state of a cluster."""
+
+import sys
+from types import FrameType
+
+import pytest
+
+from pdserve.clock import FakeClock
+from pdserve.ids import Incarnation, WorkerId
+from pdserve.kvlayout import KvLayout
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.router.core import RouterCore
+from pdserve.router.events import Limits, Registration, Role, WorkerRegistered
+from pdserve.router.operators import Operators
+from pdserve.router.shell import Shell
+
+LAYOUT = KvLayout("w", 1, 1, 8, 16, "float32")
+
+
+def cluster_of(num_pairs: int) -> Operators:
+    """Return the endpoint of a router whose prefill workers have all measured their way to all decode workers."""
+    shell = Shell(RouterCore("m", Limits()), FakeClock())
+    for role, letter in ((Role.PREFILL, "p"), (Role.DECODE, "d")):
+        for number in range(num_pairs):
+            stream, name = shell.open_stream(None), WorkerId(f"{letter}{number}")
+            told = Registration(name, Incarnation(1), role, 1, True, "m", LAYOUT, 100, 8, 1024, name)
+            shell.post(WorkerRegistered(stream.link_id, told))
+            if role is Role.PREFILL:
+                stream.pairs = {f"d{i}": link.PairMeasured(decode_worker_id=f"d{i}") for i in range(num_pairs)}
+    return Operators(shell, "r", "m")
+
+
+async def status_and_calls(operators: Operators) -> tuple[admin.ClusterStatus, int]:
+    """Return the state, and how many functions were called, and generators resumed, to tell it."""
+    num_calls = 0
+
+    def count(frame: FrameType, event: str, arg: object) -> None:
+        nonlocal num_calls
+        num_calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        reply = await operators.GetStatus(admin.GetStatusRequest(), None)
+    finally:
+        sys.setprofile(None)
+    return reply.status, num_calls
+
+
+@pytest.mark.parametrize("num_pairs", [16])
+async def test_the_work_of_a_status_grows_with_the_workers_and_not_with_their_square_or_cube(num_pairs: int) -> None:
+    small, num_calls = await status_and_calls(cluster_of(num_pairs))
+    large, num_more = await status_and_calls(cluster_of(4 * num_pairs))
+    assert [len(worker.pairs) for worker in small.workers] == [num_pairs] * num_pairs + [0] * num_pairs
+    assert not any(worker.unroutable for worker in large.workers)
+    assert num_more < 5 * num_calls

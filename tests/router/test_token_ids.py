@@ -1,0 +1,57 @@
+"""Prompts as they travel from a router to workers."""
+
+import pytest
+
+from pdserve.errors import ProtocolError
+from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.router import wire as router_wire
+from pdserve.router.events import Address, LinkId, Place, SequenceSpec
+from pdserve.sampling import SamplingParams
+from pdserve.token_ids import from_wire, largest, pack, to_wire
+from pdserve.worker import wire as worker_wire
+from pdserve.worker.words import Placed, RouterRef
+
+IDS = [0, 1, 150_000, 2**32 - 1]
+
+
+def placement(token_ids: list[int]) -> link.AttachResponse:
+    """Return what a router sends to a prefill worker."""
+    sent: list[link.AttachResponse] = []
+    spec = SequenceSpec(
+        RequestId(bytes(16)),
+        Attempt(0),
+        pack(token_ids),
+        len(token_ids),
+        SamplingParams(max_tokens=1),
+        (0,),
+        "",
+        9.0,
+        0,
+    )
+    address = Address(LinkId(1), WorkerId("p0"), Incarnation(1), "")
+    router_wire.send_placement(Place(spec, address, None), lambda _, message: sent.append(message))
+    (message,) = sent
+    return message
+
+
+def test_a_worker_reads_the_tokens_that_a_router_sent() -> None:
+    placed = worker_wire.command(placement(IDS), RouterRef(1), 0.0)
+    assert isinstance(placed, Placed)
+    assert list(placed.job.token_ids) == IDS
+
+
+def test_a_prompt_takes_four_bytes_a_token_on_the_wire() -> None:
+    assert to_wire([1, 258]) == bytes([1, 0, 0, 0, 2, 1, 0, 0])
+    assert len(placement([150_000] * 1000).prefill.spec.token_ids) == 4000
+
+
+def test_token_ids_that_are_cut_off_are_refused_by_name() -> None:
+    message = placement(IDS)
+    message.prefill.spec.token_ids = message.prefill.spec.token_ids[:-1]
+    with pytest.raises(ProtocolError, match=r"spec\.token_ids: 15 bytes, a multiple of 4 is needed"):
+        worker_wire.command(message, RouterRef(1), 0.0)
+
+
+def test_the_largest_of_token_ids_is_found_and_of_none_it_is_0() -> None:
+    assert (largest(IDS), largest(from_wire(b"", "none"))) == (2**32 - 1, 0)
