@@ -22,7 +22,7 @@ from pdserve.decode_worker.events import (
 from pdserve.decode_worker.granting import Granting, committed
 from pdserve.decode_worker.rules import Rules
 from pdserve.decode_worker.tasks import Inbound, Task, check_capsule
-from pdserve.engine.outcomes import Computed, Drawn, Split, Started
+from pdserve.engine.outcomes import Broken, Computed, Drawn, Split, Started
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepPlan, StepResult
@@ -116,7 +116,9 @@ class DecodeCore:
         """Take in what a step brought."""
         commands: list[Command] = []
         for outcome in self._scheduler.commit(plan, result):
-            task = self._tasks[outcome.sequence.job.key]
+            task = self._tasks.get(outcome.sequence.job.key)
+            if task is None:
+                continue  # an outcome before this one has ended it
             match outcome:
                 case Drawn():
                     index, finish = outcome.index, outcome.finish
@@ -131,19 +133,12 @@ class DecodeCore:
                 case Split(sequence, children):
                     self._part(task, sequence, children)
                     self._drop_sequences(task)
+                case Broken(_, reason):
+                    commands.append(Failed(task.router, task.key, FailureCode.INTERNAL, reason))
+                    self._forget(task)
                 case Computed():
                     pass
         return commands + self._grant_waiting(now_s)
-
-    def fail_step(self, reason: str) -> list[Command]:
-        """Fail the requests of the planned step: computing it has broken."""
-        broken = dict.fromkeys(sequence.job.key for sequence in self._scheduler.abandon())
-        commands: list[Command] = []
-        for key in broken:
-            task = self._tasks[key]
-            commands.append(Failed(task.router, task.key, FailureCode.INTERNAL, reason))
-            self._forget(task)
-        return commands
 
     def _react(self, event: Event, now_s: float) -> list[Command]:  # noqa: C901, PLR0912 - one match
         match event:

@@ -38,6 +38,10 @@ class InvariantError(Exception):
     """Our own bookkeeping disagrees with itself. Stop this process."""
 
 
+class DeviceError(Exception):
+    """The engine's device computes nothing any more. Stop this process: only another one can."""
+
+
 class Status(Enum):
     """Why a request ended without its answer, in gRPC's vocabulary."""
 

@@ -7,7 +7,7 @@ reports its tokens, or one failure, or was cancelled.
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from pdserve.engine.outcomes import Computed, Drawn, Split, Started
+from pdserve.engine.outcomes import Broken, Computed, Drawn, Split, Started
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import StepPlan, StepResult
@@ -146,21 +146,20 @@ class PrefillCore:
                     finished[task.key] = task
                     if finish is None:
                         task.first_tokens += ((index, token.token_id),)
+                case Broken(_, reason):
+                    commands += self._break(task, reason)
                 case Split():
                     raise InvariantError("a prompt split before its hand-off")
         for task in finished.values():
             commands += self._prompt_done(task, now_s)
         return commands
 
-    def fail_step(self, reason: str) -> list[Command]:
-        """Fail the requests of the planned step: computing it has broken."""
-        broken = [self._tasks[key_of(sequence)] for sequence in self._scheduler.abandon()]
-        commands: list[Command] = []
-        for task in broken:
-            if not task.ended:
-                commands.append(Failed(task.router, task.key, FailureCode.INTERNAL, reason))
-            commands += self._give_up([task.key], reason)
-        return commands
+    def _break(self, task: Task, reason: str) -> list[Command]:
+        """Fail a request that cannot be computed."""
+        failed: list[Command] = []
+        if not task.ended:
+            failed.append(Failed(task.router, task.key, FailureCode.INTERNAL, reason))
+        return failed + self._give_up([task.key], reason)
 
     def _place(self, placed: Placed, now_s: float) -> list[Command]:
         job = placed.job

@@ -66,6 +66,7 @@ class Load:
     kv_tokens: int = 0
     num_handoffs: int = 0
     draining: bool = False
+    failed_steps: int = 0  # the last ones, in a row
 
 
 @value

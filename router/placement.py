@@ -197,10 +197,11 @@ def peerless(workers: Workers, worker: WorkerView) -> str:
 
 
 def _preferred(workers: list[WorkerView], avoid: frozenset[LinkId]) -> list[WorkerView]:
-    """Leave out workers to avoid, unless none is left."""
+    """Leave out workers whose last steps failed, and those to avoid, unless none is left."""
+    sound = [worker for worker in workers if not worker.is_failing] or workers
     if not avoid:
-        return workers
-    return [worker for worker in workers if worker.link not in avoid] or workers
+        return sound
+    return [worker for worker in sound if worker.link not in avoid] or sound
 
 
 def _why_not(workers: Workers, role: Role) -> str:

@@ -11,6 +11,7 @@ from pdserve.router.events import Address, LinkId, Load, Registration, Role, Ste
 from pdserve.values import value
 
 _UNKNOWN_STEP_TOKENS = 2048
+_FAILING_STEPS = 2  # one may be the fault of the only request in it
 PlacementKey = tuple[RequestId, Attempt]
 
 
@@ -71,6 +72,11 @@ class WorkerView:
     def address(self) -> Address:
         told = self.registration
         return Address(self.link, told.worker_id, told.incarnation, told.handoff_address)
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether its last steps brought nothing: it looks idle, and fails what it is given."""
+        return self.load.failed_steps >= _FAILING_STEPS
 
     @property
     def max_num_tokens(self) -> int:

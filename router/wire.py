@@ -88,6 +88,7 @@ def _load(beat: link.Heartbeat) -> Load:
         kv_tokens=beat.kv_tokens,
         num_handoffs=beat.num_handoffs,
         draining=beat.draining,
+        failed_steps=beat.failed_steps,
     )
 
 

@@ -91,6 +91,8 @@ def _state(worker: admin.WorkerStatus) -> str:
         return f"loading {registration.load_progress:.0%}"
     if worker.load.draining:
         return f"draining: {worker.load.drain_reason}" if worker.load.drain_reason else "draining"
+    if worker.load.failed_steps:
+        return f"its last {worker.load.failed_steps} steps failed"
     if worker.load.pages_leaked:
         return f"{worker.load.pages_leaked} pages leaked"
     return f"unroutable: {worker.unroutable}" if worker.unroutable else "ready"

@@ -38,4 +38,12 @@ class Split:
     children: tuple[Sequence, ...]
 
 
-Outcome = Drawn | Started | Computed | Split
+@value
+class Broken:
+    """A sequence could not be computed. It is no longer running, and keeps its pages until it is removed."""
+
+    sequence: Sequence
+    reason: str
+
+
+Outcome = Drawn | Started | Computed | Split | Broken

@@ -18,7 +18,7 @@ from operator import attrgetter
 
 from pdserve.engine.ahead import NO_SHARE, RunningStep, Shares, may_follow
 from pdserve.engine.kvcache import Content, KvCache
-from pdserve.engine.outcomes import Computed, Drawn, Outcome, Split, Started
+from pdserve.engine.outcomes import Broken, Computed, Drawn, Outcome, Split, Started
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import Chunk, SampledToken, StepPlan, StepResult
 from pdserve.errors import InvariantError
@@ -176,8 +176,13 @@ class Scheduler:
         """Take in what the oldest step brought. Sequences that ended, or go to a hand-off, are no longer running."""
         outcomes: list[Outcome] = []
         step, page_size = self._end_step(), self.cache.page_size
-        for sequence, chunk, tokens in zip(step.sequences, plan.chunks, result.tokens, strict=True):
+        parts = zip(step.sequences, plan.chunks, result.tokens, strict=True)
+        for place, (sequence, chunk, tokens) in enumerate(parts):
             if sequence in step.dropped:
+                continue
+            if place in result.failed:
+                self.stop(sequence)
+                outcomes.append(Broken(sequence, result.failed[place]))
                 continue
             was_prompt = sequence.ends_with_prompt or len(sequence.tokens) - sequence.computed > 1
             sequence.computed += len(chunk.token_ids)
@@ -195,12 +200,6 @@ class Scheduler:
             else:
                 outcomes.append(self._go_on(sequence, tokens[0]))
         return tuple(outcomes)
-
-    def abandon(self) -> tuple[Sequence, ...]:
-        """Forget the planned steps, which failed and write no more; return their sequences, which stay as they were."""
-        steps = [self._end_step() for _ in range(len(self._steps))]
-        planned = dict.fromkeys(s for step in steps for s in step.sequences if s not in step.dropped)
-        return tuple(planned)
 
     def _end_step(self) -> RunningStep:
         """Return the oldest step, which is over, and give back what left during it."""

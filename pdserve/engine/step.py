@@ -1,7 +1,8 @@
 """What one engine step computes, and what came of it: the contract between the scheduler and the runner."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pdserve.ids import PageId
 from pdserve.sampling import SamplingParams
@@ -68,7 +69,11 @@ class SampledToken:
 
 @value
 class StepResult:
-    """Tokens drawn, parallel to `StepPlan.chunks` and each chunk's `samples`."""
+    """Tokens drawn, parallel to `StepPlan.chunks` and each chunk's `samples`.
+
+    `failed` says why, for the places in `StepPlan.chunks` that could not be computed; their tokens are empty.
+    """
 
     tokens: tuple[tuple[SampledToken, ...], ...]
     elapsed_s: float
+    failed: Mapping[int, str] = field(default_factory=dict)

@@ -6,7 +6,7 @@ and writes memory at its end, so that whatever touches its pages before that is 
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 from pdserve.engine.kvcache import KvCache
@@ -28,6 +28,7 @@ from pdserve.sim.network import Network
 from pdserve.sim.world import ViolationError
 from pdserve.worker import wire
 from pdserve.worker.audit import adds_up, leaked_pages
+from pdserve.worker.failing import FailedSteps
 from pdserve.worker.loop import MAX_INBOX, Core
 from pdserve.worker.reporting import Reporter
 from pdserve.worker.words import (
@@ -92,6 +93,7 @@ class WorkerProcess(Host, Generic[EventT, CommandT]):
         self.reporter = Reporter(cast("Links", self.links), self.world)
         self.break_next_step = False
         self.num_steps = 0
+        self._failed_steps = FailedSteps()
         self.exited = False
         self.on_exit: Callable[[], object] = lambda: None
         self.on_dismissed: Callable[[], object] = lambda: None
@@ -153,7 +155,8 @@ class WorkerProcess(Host, Generic[EventT, CommandT]):
 
     def beat(self) -> None:
         """Tell routers and peers that this worker lives."""
-        self.reporter.beat(self.core.load(), self.num_steps)
+        load = replace(self.core.load(), failed_steps=self._failed_steps.count(self.world.now))
+        self.reporter.beat(load, self.num_steps)
 
     def _hear(self, router: RouterRef, message: link.AttachResponse) -> None:
         event: FromRouters | None
@@ -214,20 +217,29 @@ class WorkerProcess(Host, Generic[EventT, CommandT]):
         self._busy = True
         self.num_steps += 1
         try:
-            if self.break_next_step:
-                self.break_next_step = False
-                self.world.note(self.name, "a step broke")
-                self._perform(self.core.fail_step("broken by the simulator"), None)
-            else:
-                result = self.runner.run(plan)
-                commands = self.core.commit(plan, result, self.world.now)
-                self._perform(commands, (plan, result))
+            result = self._run(plan)
+            commands = self.core.commit(plan, result, self.world.now)
+            self._perform(commands, None if result.failed else (plan, result))
+            if self._failed_steps.note(len(plan.chunks), len(result.failed), self.world.now):
+                self.beat()
         except ViolationError:
             raise
         except Exception as error:
             raise ViolationError("I7", f"{self.name} broke on a step: {error!r}") from error
         self._busy = False
         self._turn()
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        """Compute a step; one that breaks does so for all of its sequences, or for some."""
+        result = self.runner.run(plan)
+        if not self.break_next_step:
+            return result
+        self.break_next_step = False
+        share = self.world.rng.choice((0.3, 1.0))
+        places = [place for place in range(len(plan.chunks)) if self.world.rng.random() < share]
+        self.world.note(self.name, f"a step broke for {places}")
+        tokens = tuple(() if place in places else tokens for place, tokens in enumerate(result.tokens))
+        return replace(result, tokens=tokens, failed=dict.fromkeys(places, "broken by the simulator"))
 
     def _perform(self, commands: list[CommandT], step: tuple[StepPlan, StepResult] | None) -> None:
         reports: list[Report] = []

@@ -10,6 +10,7 @@ import os
 logger = logging.getLogger(__name__)
 
 HUNG_EXIT_STATUS = 70  # EX_SOFTWARE: a thread hangs
+DEVICE_EXIT_STATUS = 71  # EX_OSERR: the device computes nothing any more
 DISMISSED_EXIT_STATUS = 77  # EX_NOPERM: this process is known to have ended, or has a successor
 
 
@@ -17,6 +18,12 @@ def end_hung(what: str) -> None:
     """End this process because part of it hangs."""
     logger.critical("%s hangs: this process ends", what)
     os._exit(HUNG_EXIT_STATUS)
+
+
+def end_broken(why: str) -> None:
+    """End this process because its device computes nothing any more."""
+    logger.critical("the device is broken: %s: this process ends", why)
+    os._exit(DEVICE_EXIT_STATUS)
 
 
 def end_dismissed(why: str) -> None:

@@ -9,9 +9,10 @@ from typing import Generic, Protocol, TypeVar, cast
 
 from pdserve.clock import Clock
 from pdserve.engine.step import StepPlan, StepResult
-from pdserve.errors import InvariantError, ProtocolError, Refusal
+from pdserve.errors import DeviceError, ProtocolError, Refusal
 from pdserve.worker.audit import Claim
-from pdserve.worker.ending import end_hung
+from pdserve.worker.ending import end_broken, end_hung
+from pdserve.worker.failing import FailedSteps
 from pdserve.worker.pulse import Pulse
 from pdserve.worker.words import BEAT_S, Load, Ticked
 
@@ -21,7 +22,7 @@ MAX_INBOX = 16384  # events; beyond it, streams are read no further
 
 EventT = TypeVar("EventT")
 CommandT = TypeVar("CommandT")
-StartStep = Callable[[StepPlan], asyncio.Future[StepResult]]  # in another thread
+StartStep = Callable[[StepPlan], asyncio.Future[StepResult]]  # in another thread; requests that fail are results
 _Event_contra = TypeVar("_Event_contra", contravariant=True)
 _Command_contra = TypeVar("_Command_contra", contravariant=True)
 
@@ -38,7 +39,6 @@ class Core(Protocol[_Event_contra, CommandT]):
     def handle(self, event: _Event_contra, now_s: float) -> list[CommandT]: ...
     def plan(self, now_s: float) -> StepPlan | None: ...
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> list[CommandT]: ...
-    def fail_step(self, reason: str) -> list[CommandT]: ...
 
 
 class Outbox(Protocol[_Command_contra]):
@@ -105,11 +105,12 @@ class WorkerLoop(Generic[EventT, CommandT]):
         self._clock = clock
         self._num_steps = 0
         self._has_worked = False  # since a beat said that nothing was left
+        self._failed_steps = FailedSteps()
         self._began_s = clock.now_s()
         self._pulse = Pulse(stalled_step_s, clock.now_s())
 
     async def run(self) -> None:
-        """Serve until the core has drained. InvariantError ends this process, and so does a step that hangs."""
+        """Serve until the core has drained. What a step raises ends this process, and so does a step that hangs."""
         async with asyncio.TaskGroup() as tasks:
             beating = tasks.create_task(self._keep_beating(), name="pulse")
             try:
@@ -124,7 +125,7 @@ class WorkerLoop(Generic[EventT, CommandT]):
             now_s = self._clock.now_s()
             if not self._pulse.beat(now_s):
                 end_hung("a step")
-            self._outbox.beat(self._core.load(), self._num_steps)
+            self._beat()
             self._inbox.put(cast(EventT, Ticked(self._pulse.take_silence_s())))
 
     async def _serve(self) -> None:
@@ -138,17 +139,13 @@ class WorkerLoop(Generic[EventT, CommandT]):
                 self._began_s = self._clock.now_s()
                 continue
             step = await self._run_step(plan)
-            error = step.exception()
-            if error is None:
-                self._num_steps += 1
-                self._has_worked = True
-                self._outbox.perform(*self._commit(plan, step.result()))
-            elif isinstance(error, Exception) and not isinstance(error, InvariantError):
-                logger.error("a step failed", exc_info=error)  # whatever a request makes the engine do, others go on
-                self._outbox.perform(self._core.fail_step(f"{type(error).__name__}: {error}"), None)
-            else:
-                raise error
-        self._outbox.beat(self._core.load(), self._num_steps)
+            try:
+                result = step.result()
+            except DeviceError as error:
+                end_broken(str(error))
+                raise
+            self._take_step(plan, result)
+        self._beat()
 
     async def _run_step(self, plan: StepPlan) -> asyncio.Future[StepResult]:
         """Let a step run in its thread, and handle what comes meanwhile; return it when it is over."""
@@ -159,17 +156,27 @@ class WorkerLoop(Generic[EventT, CommandT]):
             self._take_in()
         return step
 
-    def _commit(self, plan: StepPlan, result: StepResult) -> tuple[list[CommandT], tuple[StepPlan, StepResult]]:
-        """Take in what a step brought; return what to do, and the step with all its time, not only the engine's."""
+    def _take_step(self, plan: StepPlan, result: StepResult) -> None:
+        """Take in what a step brought, and tell of it with all its time, not only the engine's."""
         began_s, self._began_s = self._began_s, self._clock.now_s()
+        self._num_steps += 1
+        self._has_worked = True
         commands = self._core.commit(plan, result, self._began_s)
-        return commands, (plan, replace(result, elapsed_s=self._began_s - began_s))
+        # What was computed in parts says nothing of what such a step costs.
+        step = None if result.failed else (plan, replace(result, elapsed_s=self._began_s - began_s))
+        self._outbox.perform(commands, step)
+        if self._failed_steps.note(len(plan.chunks), len(result.failed), self._began_s):
+            self._beat()  # before routers place more here
+
+    def _beat(self) -> None:
+        load = replace(self._core.load(), failed_steps=self._failed_steps.count(self._clock.now_s()))
+        self._outbox.beat(load, self._num_steps)
 
     def _rest(self) -> None:
         """Say at once, not at the next tick, that everything a worker had in hand is done."""
         if self._has_worked and self._core.idle:
             self._has_worked = False
-            self._outbox.beat(self._core.load(), self._num_steps)
+            self._beat()
 
     def _take_in(self) -> None:
         for event in self._inbox.drain():

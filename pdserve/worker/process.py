@@ -28,6 +28,7 @@ from pdserve.telemetry import configure_logging
 from pdserve.worker import wire
 from pdserve.worker.boot import Engine, build_engine, open_model
 from pdserve.worker.ending import end_dismissed
+from pdserve.worker.isolating import Isolating
 from pdserve.worker.kv_feed import KvFeed
 from pdserve.worker.kv_publisher import KvPublisher, PublisherSettings
 from pdserve.worker.link import FromRouter, Links, RouterGone
@@ -94,8 +95,10 @@ async def serve_worker(config: WorkerConfig, role: "link.Role.ValueType", assemb
         engine = await thread.call(_load, config, identity, _Progress(links, register))
         _describe(engine, register)
 
+        steps = Isolating(engine.runner.run)
+
         def start_step(plan: StepPlan) -> asyncio.Future[StepResult]:
-            return thread.call(engine.runner.run, plan)
+            return thread.call(steps.run, plan)
 
         def drain() -> None:
             ready.withdraw()

@@ -141,3 +141,4 @@ class Load:
     pages_leaked: int = 0  # belong to nothing that is going on
     drain_reason: str = ""  # if nobody asked for it
     num_stalled_peers: int = 0  # bytes are in flight to them and hardly move
+    failed_steps: int = 0  # in a row, the last ones, in which every sequence failed

@@ -478,6 +478,7 @@ class Heartbeat(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     PAGES_LEAKED_FIELD_NUMBER: _builtins.int
     DRAIN_REASON_FIELD_NUMBER: _builtins.int
+    FAILED_STEPS_FIELD_NUMBER: _builtins.int
     pages_free: _builtins.int
     """Pages on the free list, those that hold cached prefixes included."""
     pages_held: _builtins.int
@@ -512,6 +513,8 @@ class Heartbeat(_message.Message):
     """Pages that are not free and belong to nothing that goes on: a bug. Counted every ten seconds, and when idle."""
     drain_reason: _builtins.str
     """Why it drains, if nobody asked it to."""
+    failed_steps: _builtins.int
+    """The last steps, in a row, in which every sequence failed; forgotten after 30 s without a step."""
     @_builtins.property
     def refused(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """What peers and routers said that was refused since start, by what was wrong with it ("capability", "layout", ..)."""
@@ -537,10 +540,11 @@ class Heartbeat(_message.Message):
         refused: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         pages_leaked: _builtins.int = ...,
         drain_reason: _builtins.str = ...,
+        failed_steps: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_reason", b"drain_reason", "draining", b"draining", "kv_tokens", b"kv_tokens", "num_digest_mismatches", b"num_digest_mismatches", "num_handoffs", b"num_handoffs", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_stalled_peers", b"num_stalled_peers", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "pages_cached", b"pages_cached", "pages_free", b"pages_free", "pages_granted", b"pages_granted", "pages_held", b"pages_held", "pages_leaked", b"pages_leaked", "pages_quarantined", b"pages_quarantined", "refused", b"refused", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_reason", b"drain_reason", "draining", b"draining", "failed_steps", b"failed_steps", "kv_tokens", b"kv_tokens", "num_digest_mismatches", b"num_digest_mismatches", "num_handoffs", b"num_handoffs", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_stalled_peers", b"num_stalled_peers", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "pages_cached", b"pages_cached", "pages_free", b"pages_free", "pages_granted", b"pages_granted", "pages_held", b"pages_held", "pages_leaked", b"pages_leaked", "pages_quarantined", b"pages_quarantined", "refused", b"refused", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -42,14 +42,16 @@ def test_the_state_says_what_keeps_a_worker_from_serving() -> None:
     loading = link.Register(worker_id="a", role=link.ROLE_PREFILL, load_progress=0.5)
     draining = link.Register(worker_id="b", role=link.ROLE_PREFILL, ready=True)
     unroutable = link.Register(worker_id="c", role=link.ROLE_PREFILL, ready=True)
+    failing = link.Register(worker_id="d", role=link.ROLE_PREFILL, ready=True)
     workers = [
         admin.WorkerStatus(registration=loading),
         admin.WorkerStatus(registration=draining, load=link.Heartbeat(draining=True)),
         admin.WorkerStatus(registration=unroutable, unroutable="page_size: 16 != 32"),
+        admin.WorkerStatus(registration=failing, load=link.Heartbeat(failed_steps=3)),
     ]
     text = shown(admin.ClusterStatus(workers=workers))
-    states = [row(text, name)[2] for name in ("a", "b", "c")]
-    assert states == ["loading 50%", "draining", "unroutable: page_size: 16 != 32"]
+    states = [row(text, name)[2] for name in ("a", "b", "c", "d")]
+    assert states == ["loading 50%", "draining", "unroutable: page_size: 16 != 32", "its last 3 steps failed"]
 
 
 def test_requests_are_counted_by_how_they_ended() -> None:

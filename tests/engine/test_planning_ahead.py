@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.outcomes import Drawn, Split
+from pdserve.engine.outcomes import Broken, Drawn, Split
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job, Sequence
 from pdserve.engine.step import Chunk, SampledToken, StepPlan, StepResult
@@ -176,18 +176,19 @@ def test_penalties_wait_for_the_token_they_count() -> None:
     assert bench.num_ahead == 0
 
 
-def test_a_failure_abandons_both_steps_and_gives_back_what_was_let_go() -> None:
+def test_a_sequence_that_fails_is_dropped_from_the_step_planned_ahead_as_well() -> None:
     bench = Bench()
     bench.add(1, [1], max_tokens=9)
+    (broken,) = bench.alive[1]
     bench.add(2, [2], max_tokens=9)
     bench.turn()
     bench.turn()
-    bench.cancel(1)
-    bench.running.clear()
-    (kept,) = bench.scheduler.abandon()
-    assert kept.job.request_id == RequestId((2).to_bytes(16))
-    bench.scheduler.remove(kept)
-    assert bench.scheduler.cache.pool.num_free == 32
+    (first, brought), second = bench.running
+    outcomes = bench.scheduler.commit(first, replace(brought, tokens=((), brought.tokens[1]), failed={0: "poison"}))
+    assert Broken(broken, "poison") in outcomes
+    bench.scheduler.remove(broken)
+    kept = bench.scheduler.commit(*second)
+    assert {outcome.sequence.job.request_id for outcome in kept} == {RequestId((2).to_bytes(16))}
 
 
 JOBS = st.lists(

@@ -1,9 +1,12 @@
+from dataclasses import replace
+
 import pytest
 
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.outcomes import Drawn, Split, Started
+from pdserve.engine.outcomes import Broken, Drawn, Split, Started
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Finish, Job, Sequence
+from pdserve.engine.step import StepResult
 from pdserve.ids import Attempt, RequestId
 from pdserve.sampling import SamplingParams
 from pdserve.sim.engine import FakeRunner, expected
@@ -129,15 +132,21 @@ def test_end_of_sequence_ends_a_sequence_unless_it_is_ignored() -> None:
         assert bench.drawn[1] == tokens[:count]
 
 
-def test_a_failed_step_leaves_the_scheduler_usable() -> None:
-    bench = Bench()
-    sequence = bench.add(1, [1, 2, 3], max_tokens=4)
-    assert bench.scheduler.plan() is not None
-    assert bench.scheduler.abandon() == (sequence,)
-    bench.scheduler.remove(sequence)
+def test_a_sequence_that_cannot_be_computed_leaves_the_others_of_its_step_as_they_were() -> None:
+    bench = Bench(budget=8)
+    broken = bench.add(1, [1, 2, 3], max_tokens=4)
     bench.add(2, [1, 2, 3], max_tokens=4)
+    plan = bench.scheduler.plan()
+    assert plan is not None
+    result = bench.runner.run(plan)
+    outcomes = bench.scheduler.commit(plan, replace(result, tokens=((), result.tokens[1]), failed={0: "poison"}))
+    assert [o.reason for o in outcomes if isinstance(o, Broken)] == ["poison"]
+    (drawn,) = [o.token.token_id for o in outcomes if isinstance(o, Drawn)]
+    bench.scheduler.remove(broken)
     bench.run()
-    assert bench.drawn[2] == expected([1, 2, 3], 2, 4, VOCAB)
+    assert [drawn, *bench.drawn[2]] == expected([1, 2, 3], 2, 4, VOCAB)
+    pool = bench.scheduler.cache.pool
+    assert pool.num_free == pool.num_pages
 
 
 def test_a_sequence_removed_during_its_step_keeps_its_pages_until_that_is_over() -> None:
@@ -157,9 +166,13 @@ def test_a_sequence_removed_during_its_step_keeps_its_pages_until_that_is_over()
 def test_a_sequence_stopped_during_a_failing_step_is_not_among_those_it_fails() -> None:
     bench = Bench(budget=8)
     stopped, other = bench.add(1, [1], max_tokens=4), bench.add(2, [2], max_tokens=4)
-    assert bench.scheduler.plan() is not None
+    plan = bench.scheduler.plan()
+    assert plan is not None
     bench.scheduler.remove(stopped)
-    assert bench.scheduler.abandon() == (other,)
+    assert bench.scheduler.commit(plan, StepResult(((), ()), 0.0, {0: "broken", 1: "broken"})) == (
+        Broken(other, "broken"),
+    )
+    bench.scheduler.remove(other)
     bench.run()
 
 

@@ -226,3 +226,28 @@ def test_the_end_of_a_process_is_told_to_workers_now_and_later() -> None:
     assert TellProcessGone(prefill, WorkerId("d0"), Incarnation(1)) in d.last
     late = d.attach("p1")
     assert TellProcessGone(late, WorkerId("d0"), Incarnation(1)) in d.last
+
+
+def test_nothing_is_placed_on_a_worker_whose_last_steps_failed_while_another_serves() -> None:
+    d = Driver()
+    sound, failing = d.attach("p0"), d.attach("p1")
+    d.attach("d0")
+    d.post(LoadReported(failing, Load(failed_steps=2)))
+    d.post(LoadReported(sound, Load(waiting_tokens=900)))
+    for _ in range(3):
+        d.arrive()
+        assert d.placed().prefill.link == sound
+    d.post(LinkLost(sound, "its stream ended"))
+    d.arrive()
+    assert d.placed().prefill.link == failing
+
+
+def test_a_worker_that_computes_again_is_given_requests_again() -> None:
+    d = Driver()
+    sound, failing = d.attach("p0"), d.attach("p1")
+    d.attach("d0")
+    d.post(LoadReported(failing, Load(failed_steps=2)))
+    d.post(LoadReported(sound, Load(waiting_tokens=900)))
+    d.post(LoadReported(failing, Load(failed_steps=0)))
+    d.arrive()
+    assert d.placed().prefill.link == failing

@@ -47,9 +47,6 @@ class OneStep:
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> list[str]:
         return []
 
-    def fail_step(self, reason: str) -> list[str]:
-        return []
-
 
 class HeldRunner:
     """An engine whose step ends when a test lets it."""

@@ -1,0 +1,226 @@
+"""A step that fails costs the sequences that made it fail; a device that computes nothing any more ends the process."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+import pytest
+from default_rules import default_rules
+
+from pdserve.clock import MonotonicClock
+from pdserve.decode_worker.core import DecodeCore
+from pdserve.engine.kvcache import KvCache
+from pdserve.engine.scheduler import Limits, Scheduler
+from pdserve.engine.sequence import Job
+from pdserve.engine.step import Chunk, StepPlan, StepResult
+from pdserve.errors import DeviceError, InvariantError, Refusal
+from pdserve.ids import Attempt, PageId, RequestId
+from pdserve.sampling import SamplingParams
+from pdserve.sim.engine import FakeRunner, expected
+from pdserve.worker.failing import REMEMBERED_S, FailedSteps
+from pdserve.worker.isolating import Isolating
+from pdserve.worker.loop import Inbox, WorkerLoop
+from pdserve.worker.words import DrainAsked, Failed, FailureCode, Load, Placed, RouterRef, Tokens
+
+VOCAB, PAGE_SIZE, NUM_PAGES = 997, 4, 64
+POISON = 13
+ROUTER = RouterRef(1)
+
+
+class Poisoned(FakeRunner):
+    """An engine that cannot compute a certain token, and with `dead` nothing at all."""
+
+    dead = False
+    num_runs = 0
+
+    def run(self, plan: StepPlan) -> StepResult:
+        self.num_runs += 1
+        if self.dead:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        result = super().run(plan)
+        if any(POISON in chunk.token_ids for chunk in plan.chunks):
+            raise ValueError("poison")
+        return result
+
+
+def chunks(*prompts: list[int]) -> tuple[Chunk, ...]:
+    return tuple(Chunk(tokens, 0, (PageId(place),), ()) for place, tokens in enumerate(prompts))
+
+
+@pytest.mark.parametrize("num_poisoned", [0, 1, 2, 5])
+def test_sequences_that_make_a_step_fail_are_found_among_the_others(num_poisoned: int) -> None:
+    rng = random.Random(num_poisoned)
+    poisoned = set(rng.sample(range(11), num_poisoned))
+    plan = StepPlan(chunks(*([POISON] if place in poisoned else [place + 20] for place in range(11))))
+    runner, sound = Poisoned(NUM_PAGES, PAGE_SIZE, VOCAB), FakeRunner(NUM_PAGES, PAGE_SIZE, VOCAB)
+    result = Isolating(runner.run).run(plan)
+    assert result.failed == dict.fromkeys(poisoned, "ValueError: poison")
+    whole = sound.run(plan)
+    for place in set(range(11)) - poisoned:
+        assert result.tokens[place] == whole.tokens[place]
+        assert runner.page(PageId(place)) == sound.page(PageId(place))
+
+
+def test_a_step_that_fails_as_a_whole_alone_costs_nobody_anything() -> None:
+    class TooLarge(FakeRunner):
+        def run(self, plan: StepPlan) -> StepResult:
+            if len(plan.chunks) > 2:
+                raise MemoryError("out of memory")
+            return super().run(plan)
+
+    result = Isolating(TooLarge(NUM_PAGES, PAGE_SIZE, VOCAB).run).run(StepPlan(chunks([1], [2], [3], [4], [5])))
+    assert result.failed == {}
+
+
+@pytest.mark.parametrize("num_sequences", [1, 7])
+def test_an_engine_that_always_raises_is_taken_for_broken_and_no_request_is_blamed(num_sequences: int) -> None:
+    runner = Poisoned(NUM_PAGES, PAGE_SIZE, VOCAB)
+    runner.dead = True
+    with pytest.raises(DeviceError, match="illegal memory access"):
+        Isolating(runner.run).run(StepPlan(chunks(*[[5]] * num_sequences)))
+
+
+def test_pages_are_copied_once_however_often_their_chunks_are_computed() -> None:
+    runner = Poisoned(NUM_PAGES, PAGE_SIZE, VOCAB)
+    copied: list[int] = []
+
+    def run(plan: StepPlan) -> StepResult:
+        copied.append(len(plan.copies))
+        return runner.run(plan)
+
+    Isolating(run).run(StepPlan(chunks([1], [POISON], [2]), ((PageId(9), PageId(0)),)))
+    assert sum(copied) == 1
+
+
+def test_a_bug_of_ours_is_no_requests_fault() -> None:
+    def run(plan: StepPlan) -> StepResult:
+        raise InvariantError("a chunk reaches beyond its pages")
+
+    with pytest.raises(InvariantError):
+        Isolating(run).run(StepPlan(chunks([1])))
+
+
+def test_failed_steps_are_counted_until_one_brings_something_or_they_are_long_ago() -> None:
+    steps = FailedSteps()
+    assert steps.note(2, 2, 0.0)
+    assert steps.note(1, 1, 1.0)
+    assert steps.count(1.0) == 2
+    assert steps.count(1.0 + REMEMBERED_S) == 0
+    assert not steps.note(4, 3, 2.0)
+    assert steps.count(2.0) == 0
+
+
+class Carried:
+    """What a worker reports, and how often it said that it lives."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = {}
+        self.failed: asyncio.Queue[Failed] = asyncio.Queue()
+        self.num_finished = 0
+        self.loads: list[Load] = []
+        self.news = asyncio.Event()
+
+    def perform(self, commands: Sequence[object], step: tuple[StepPlan, StepResult] | None) -> None:
+        for command in commands:
+            if isinstance(command, Failed):
+                self.failed.put_nowait(command)
+            elif isinstance(command, Tokens):
+                number = int.from_bytes(command.key.request_id)
+                self.tokens.setdefault(number, []).append(command.token.token_id)
+                self.num_finished += command.finish is not None
+        self.news.set()
+
+    def beat(self, load: Load, num_steps: int) -> None:
+        self.loads.append(load)
+
+    def refuse(self, refusal: Refusal) -> None:
+        raise AssertionError(refusal)
+
+
+def placed(number: int, prompt: list[int], n: int = 1) -> Placed:
+    params = SamplingParams(max_tokens=6, seed=number, n=n)
+    request_id = RequestId(number.to_bytes(16))
+    return Placed(ROUTER, Job(request_id, Attempt(0), tuple(prompt), len(prompt), params, tuple(range(n))), 1e9, None)
+
+
+class Worker:
+    """The loop of a decode worker that computes prompts itself."""
+
+    def __init__(self) -> None:
+        limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64, eos_token_ids=frozenset())
+        self.scheduler = Scheduler(KvCache(NUM_PAGES, PAGE_SIZE, None), limits)
+        self.runner = Poisoned(NUM_PAGES, PAGE_SIZE, VOCAB)
+        self.core = DecodeCore(self.scheduler, VOCAB, b"secret", default_rules())
+        self.inbox, self.carried = Inbox(), Carried()
+        run = Isolating(self.runner.run).run
+
+        def start(plan: StepPlan) -> asyncio.Future[StepResult]:
+            return asyncio.get_running_loop().run_in_executor(None, run, plan)
+
+        self.loop = WorkerLoop(self.core, start, self.inbox, self.carried, MonotonicClock(), 60.0)
+
+
+async def test_one_poisoned_request_among_several_is_the_only_one_that_fails() -> None:
+    worker = Worker()
+    carried = worker.carried
+    prompts = {1: [21, 22], 2: [23, POISON, 24], 3: [25], 4: [26, 27, 28]}
+    for number, prompt in prompts.items():
+        worker.inbox.put(placed(number, prompt))
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        tasks.create_task(worker.loop.run())
+        failed = await carried.failed.get()
+        while carried.num_finished < 3:
+            carried.news.clear()
+            await carried.news.wait()
+        worker.inbox.put(DrainAsked())
+    assert carried.failed.empty()
+    assert (failed.key.request_id, failed.code) == (RequestId((2).to_bytes(16)), FailureCode.INTERNAL)
+    assert failed.reason == "ValueError: poison"
+    assert carried.tokens == {n: expected(prompts[n], n, 6, VOCAB) for n in (1, 3, 4)}
+    assert carried.loads[-1].failed_steps == 0
+    assert worker.scheduler.cache.pool.num_free == NUM_PAGES
+
+
+async def test_a_request_that_fails_by_itself_is_told_with_a_failed_step() -> None:
+    worker = Worker()
+    worker.inbox.put(placed(1, [POISON]))
+    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+        tasks.create_task(worker.loop.run())
+        await worker.carried.failed.get()
+        worker.inbox.put(DrainAsked())
+    assert max(load.failed_steps for load in worker.carried.loads) == 1
+
+
+async def test_a_worker_whose_device_is_broken_ends_and_fails_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr("os._exit", ended.append)
+    worker = Worker()
+    worker.runner.dead = True
+    for number in range(1, 4):
+        worker.inbox.put(placed(number, [20 + number]))
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(worker.loop.run(), 20)
+    assert caught.group_contains(DeviceError)
+    assert ended == [71]
+    assert worker.carried.failed.empty()
+
+
+def test_a_continuation_that_fails_ends_its_request_with_all_its_siblings() -> None:
+    worker = Worker()
+    core = worker.core
+    core.handle(placed(1, [21, 22], n=3), 0.0)
+    commands: list[object] = []
+    for _ in range(2):
+        plan = core.plan(0.0)
+        assert plan is not None
+        result = worker.runner.run(plan)
+        commands = core.commit(plan, result, 0.0)
+    plan = core.plan(0.0)
+    assert plan is not None
+    result = worker.runner.run(plan)
+    broken = StepResult((result.tokens[0], (), result.tokens[2]), 0.0, {1: "poison"})
+    commands = core.commit(plan, broken, 0.0)
+    assert [command.reason for command in commands if isinstance(command, Failed)] == ["poison"]
+    assert len([command for command in commands if isinstance(command, Tokens)]) == 1
+    assert core.idle
+    assert worker.scheduler.cache.pool.num_free == NUM_PAGES
