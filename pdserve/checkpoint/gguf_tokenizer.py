@@ -1,12 +1,12 @@
 """Build a tokenizer from a GGUF file's metadata."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers, processors
 
+from pdserve.checkpoint.gguf_splits import SPLITS
 from pdserve.errors import ConfigError
 from pdserve.model.hf_fields import Fields
 from pdserve.text.pieces import WORD_START
@@ -21,49 +21,6 @@ class TokenType(IntEnum):
     USER_DEFINED = 4
     UNUSED = 5
     BYTE = 6
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """How a byte-level vocabulary cuts a text into words before merging."""
-
-    pattern: str | None  # None: GPT-2's, built into ByteLevel
-    ignore_merges: bool = False  # a word that is a token is never cut
-    add_bos: bool = False  # where the file does not say
-
-
-_LLAMA3 = Split(
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    ignore_merges=True,
-    add_bos=True,
-)
-_QWEN2 = Split(
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_TEKKEN = Split(
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    ignore_merges=True,
-    add_bos=True,
-)
-_GPT2 = Split(None)
-
-# By `tokenizer.ggml.pre`. `smollm` is read as transformers reads it, as GPT-2's; llama.cpp splits off every digit
-# first, which gives other ids where several spaces or newlines stand before a digit.
-SPLITS = {
-    "default": _GPT2,
-    "gpt-2": _GPT2,
-    "smollm": _GPT2,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "llama-bpe": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "tekken": _TEKKEN,
-}
 
 
 def build_tokenizer(metadata: Mapping[str, object]) -> tokenizers.Tokenizer:
@@ -95,12 +52,9 @@ def _byte_level(fields: Fields, tokens: tuple[str, ...]) -> tuple[tokenizers.Tok
     split = SPLITS[name]
     merges = [_pair(merge) for merge in fields.texts("tokenizer.ggml.merges")]
     backend = tokenizers.Tokenizer(_bpe(tokens, merges, ignore_merges=split.ignore_merges))
-    if split.pattern is None:
-        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    else:
-        words = pre_tokenizers.Split(Regex(split.pattern), behavior="isolated")
-        in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([words, in_bytes])
+    cuts = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in split.patterns]
+    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*cuts, in_bytes])
     backend.decoder = decoders.ByteLevel()
     return backend, split.add_bos
 

@@ -1,4 +1,4 @@
-"""Tokenizers built from small GGUF files, against transformers' reading of the same files."""
+"""Tokenizers built from small GGUF files: against transformers where it follows the file, else against ids by hand."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import Regex, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from pdserve.checkpoint.gguf_tokenizer import SPLITS, build_tokenizer
+from pdserve.checkpoint.gguf_splits import SPLITS
+from pdserve.checkpoint.gguf_tokenizer import build_tokenizer
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.errors import ConfigError
 from pdserve.text.tokenizer import Tokenizer
@@ -52,9 +53,8 @@ SPELLED = st.lists(st.sampled_from(PARTS), max_size=40).map("".join)
 def byte_level_keys(pre: str) -> dict[str, object]:
     """Train a small vocabulary under one of the pre-tokenizers and write it as llama.cpp's converter does."""
     backend = tokenizers.Tokenizer(models.BPE())
-    pattern = SPLITS[pre].pattern
-    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None)
-    steps = [] if pattern is None else [pre_tokenizers.Split(Regex(pattern), "isolated")]
+    in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    steps = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITS[pre].patterns]
     backend.pre_tokenizer = pre_tokenizers.Sequence([*steps, in_bytes])
     trainer = trainers.BpeTrainer(
         vocab_size=500, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
@@ -130,12 +130,44 @@ def assert_same_ids(pair: Pair) -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "pre"),
-    [("llama", "smollm"), ("llama", "llama-bpe"), ("llama", "tekken"), ("qwen2", "qwen2"), ("llama", "default")],
+    [("llama", "llama-bpe"), ("llama", "tekken"), ("qwen2", "qwen2"), ("llama", "gpt-2")],
 )
 def test_byte_level_ids_equal_transformers(
     read_both: Callable[[str, dict[str, object]], Pair], architecture: str, pre: str
 ) -> None:
     assert_same_ids(read_both(architecture, byte_level_keys(pre)))
+
+
+SPLIT_TEXT = "It'S  a1234.5=x\n\n12 日本語 foo/bar\r\n(x)"
+ONE_DIGIT = "It|'|S| | a|1|2|3|4|.|5|=|x|\n\n|1|2| 日本語| foo|/|bar|\r|\n|(|x|)"
+WORDS = {  # cut by hand from llama.cpp's patterns, at each |
+    "default": "It|'|S| | a|123|4|.|5|=|x|\n|\n|12| 日本語| foo|/|bar|\r\n|(|x|)",
+    "gpt-2": "It|'|S| | a|1234|.|5|=|x|\n|\n|12| 日本語| foo|/|bar|\r|\n|(|x|)",
+    "smollm": ONE_DIGIT,
+    "starcoder": ONE_DIGIT,
+    "llama-bpe": "It|'S| | a|123|4|.|5|=x|\n\n|12| 日本語| foo|/bar|\r\n|(x|)",
+    "qwen2": "It|'S| | a|1|2|3|4|.|5|=x|\n\n|1|2| 日本語| foo|/bar|\r\n|(x|)",
+    "gpt-4o": "It'S| | a|123|4|.|5|=x|\n\n|12| 日本語| foo|/bar|\r\n|(x|)",
+    "tekken": "It|'S| | a|1|2|3|4|.|5|=x|\n\n|1|2| 日本語| foo|/bar|\r\n|(x|)",
+    "falcon": "It|'|S| | a|123|4|.|5|=|x|\n|\n|12| 日本語| foo|/|bar|\r\n|(|x|)",
+    "deepseek-coder": "It|'|S| | a|1|2|3|4|.|5|=|x|\n|\n|1|2| |日本語| foo|/|bar|\r|\n|(|x|)",
+    "deepseek-v3": "It|'S| | a|123|4|.|5|=x|\n\n|12| |日本語| foo|/bar|\r\n|(x|)",
+}
+
+
+@pytest.mark.parametrize("pre", WORDS)
+def test_words_are_cut_where_the_name_says(tokenizer_keys: dict[str, object], pre: str) -> None:
+    backend = build_tokenizer(tokenizer_keys | {"tokenizer.ggml.pre": pre})
+    spans = [span for _, span in backend.pre_tokenizer.pre_tokenize_str(SPLIT_TEXT)]
+    assert [SPLIT_TEXT[first:last] for first, last in spans] == WORDS[pre].split("|")
+
+
+def test_a_file_that_names_no_split_is_read_as_default(tokenizer_keys: dict[str, object]) -> None:
+    named = build_tokenizer(tokenizer_keys | {"tokenizer.ggml.pre": "default"})
+    del tokenizer_keys["tokenizer.ggml.pre"]
+    assert build_tokenizer(tokenizer_keys).pre_tokenizer.pre_tokenize_str(SPLIT_TEXT) == (
+        named.pre_tokenizer.pre_tokenize_str(SPLIT_TEXT)
+    )
 
 
 @pytest.mark.parametrize("add_bos", [True, False])
@@ -205,7 +237,7 @@ def test_bos_is_not_added_to_a_text_that_has_it() -> None:
     ("changes", "complaint"),
     [
         ({"tokenizer.ggml.model": "bert"}, r"tokenizer\.ggml\.model: 'bert'"),
-        ({"tokenizer.ggml.pre": "falcon"}, r"tokenizer\.ggml\.pre: 'falcon'"),
+        ({"tokenizer.ggml.pre": "kimi-k2"}, r"tokenizer\.ggml\.pre: 'kimi-k2'"),
         ({"tokenizer.ggml.tokens": []}, r"tokenizer\.ggml\.tokens: missing"),
         ({"tokenizer.ggml.token_type": [1]}, r"tokenizer\.ggml\.token_type: 1 entries for 4"),
         ({"tokenizer.ggml.merges": ["ab"]}, r"tokenizer\.ggml\.merges: 'ab'"),
