@@ -9,6 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pdserve.checkpoint.fetch import default_cache_dir
+from pdserve.checkpoint.fingerprint import file_digest
 from pdserve.errors import ConfigError
 from pdserve.model.config import ModelConfig
 from pdserve.model.hf_fields import Fields
@@ -21,8 +23,6 @@ if TYPE_CHECKING:
     import torch
 
 Weights = Iterator[tuple[str, "npt.NDArray[np.float32] | torch.Tensor"]]
-
-FINGERPRINT_SAMPLE_BYTES = 2**20
 
 
 @contextmanager
@@ -78,15 +78,13 @@ class Checkpoint:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identify config and weights by names, sizes, and the first and last MiB of each file."""
+        """Identify config and weights by all of their bytes; ConfigError if a file cannot be read."""
         digest = hashlib.sha256(json.dumps(self.raw_config, sort_keys=True).encode())
         for path in self.weight_files:
-            size = path.stat().st_size
-            digest.update(f"\n{path.name} {size}\n".encode())
-            with path.open("rb") as file:
-                digest.update(file.read(FINGERPRINT_SAMPLE_BYTES))
-                file.seek(max(0, size - FINGERPRINT_SAMPLE_BYTES))
-                digest.update(file.read(FINGERPRINT_SAMPLE_BYTES))
+            try:
+                digest.update(f"\n{file_digest(path, default_cache_dir() / 'fingerprints')}".encode())
+            except OSError as error:
+                raise ConfigError(f"{path}: {error.strerror}") from error
         return digest.hexdigest()
 
     def chat(self) -> ChatTemplate | None:
