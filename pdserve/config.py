@@ -6,7 +6,7 @@ A default is written in one place: the field that has it.
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import ClassVar, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -25,6 +25,8 @@ class ProcessConfig(BaseModel):
     """What every process is told at its start. Never changes afterwards."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    kind: ClassVar[str] = "process"  # whose setting it is, where the help of a flag has to say
 
     log_level: LogLevel = Field("info", description="Least severe records that are logged.")
     ready_file: Path | None = Field(
@@ -122,6 +124,8 @@ class WorkerConfig(ProcessConfig):
 class PrefillWorkerConfig(WorkerConfig):
     """What a prefill worker is told."""
 
+    kind = "prefill"
+
     max_num_batched_tokens: int = Field(2048, ge=1, description="Tokens in one step: nobody decodes beside it.")
     slow_pair_bytes_per_s: int = Field(
         500_000_000, ge=0, description="Bandwidth to a decode worker below which the pair is called slow; 0: never."
@@ -130,6 +134,8 @@ class PrefillWorkerConfig(WorkerConfig):
 
 class DecodeWorkerConfig(WorkerConfig):
     """What a decode worker is told."""
+
+    kind = "decode"
 
     handoff_port: int = Field(0, ge=0, le=65535, description="Port for prefill workers; 0 takes a free one.")
     handoff_advertise: str | None = Field(

@@ -12,6 +12,8 @@ from pdserve.router.events import Limits
 
 PolicyName = Literal["goodput", "least_loaded", "prefix_affinity", "round_robin"]
 
+KvEvents = Literal["link", "zmq", "off"]
+
 _LIMITS = Limits()
 
 
@@ -29,7 +31,7 @@ class RouterConfig(ProcessConfig):
     secret_file: Path = Field(description="The cluster's shared secret; its owner and group alone may read it.")
     router_id: str = Field("router", min_length=1, max_length=128, description="Name of this router.")
     policy: PolicyName = Field("goodput", description="How a pair of workers is chosen for a request.")
-    kv_events: Literal["link", "zmq", "off"] = Field(
+    kv_events: KvEvents = Field(
         "link",
         description="How the router hears which prefixes workers hold: on their links, where they publish, or not.",
     )

@@ -20,7 +20,7 @@ from pdserve.ids import WorkerId
 from pdserve.launch.admin import AdminClient
 from pdserve.launch.backoff import Backoff
 from pdserve.launch.folder import claimed_folder, claimed_port, free_port, write_secret
-from pdserve.launch.plan import ClusterSpec, Wiring, plan, threads_each
+from pdserve.launch.plan import PUBLISHED, ClusterSpec, Wiring, plan, threads_each
 from pdserve.launch.state import ClusterState
 from pdserve.launch.supervisor import ChildExit, Stage, Supervisor
 from pdserve.proto.v1 import admin_pb2 as admin
@@ -56,11 +56,15 @@ class LocalCluster:
         self._listener = listener
         self.ready = asyncio.Event()
         self._gone: deque[ChildExit] = deque(maxlen=MAX_GONE)
+        self._published: dict[tuple[str, int], dict[str, str]] = {}  # by worker and incarnation: its own endpoints
 
     @property
     def state(self) -> ClusterState:
         """What other commands are told."""
-        processes = self._supervisor.processes
+        processes = tuple(
+            process.model_copy(update=self._published.get((process.name, process.incarnation), {}))
+            for process in self._supervisor.processes
+        )
         return self._state.model_copy(update={"processes": processes, "ready": self.ready.is_set()})
 
     async def stop(self, drain_timeout_s: float) -> None:
@@ -117,8 +121,11 @@ class LocalCluster:
                         for gone in tuple(self._gone):
                             await _report_gone(client, gone)
                     self._listener.on_status(status)
+                    before, self._published = self._published, _published(status)
                     if not self.ready.is_set() and self._is_complete(status):
                         self.ready.set()
+                        self._publish()
+                    elif self._published != before:
                         self._publish()
             except grpc.aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.UNAVAILABLE:
@@ -129,6 +136,12 @@ class LocalCluster:
         ready = {(w.registration.worker_id, w.registration.incarnation) for w in status.workers if w.registration.ready}
         workers = [process for process in self._supervisor.processes if process.role != "router"]
         return all((worker.name, worker.incarnation) in ready for worker in workers)
+
+
+def _published(status: admin.ClusterStatus) -> dict[tuple[str, int], dict[str, str]]:
+    """Return where workers publish KV events: free ports that they took are known to them alone."""
+    workers = [worker.registration for worker in status.workers]
+    return {(w.worker_id, w.incarnation): {key: getattr(w, key) for key in PUBLISHED} for w in workers}
 
 
 async def _report_gone(client: AdminClient, exit_: ChildExit) -> None:

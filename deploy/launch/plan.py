@@ -11,6 +11,9 @@ from pdserve.ids import Incarnation
 from pdserve.launch.state import Role
 
 Flags = Mapping[str, object]
+PUBLISHED = ("kv_events_endpoint", "kv_events_replay_endpoint")
+ANY_PORT = ("*", "0")
+MAX_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +90,43 @@ def plan(spec: ClusterSpec, wiring: Wiring) -> tuple[ChildSpec, ...]:
     chosen = {key: value for key, value in spec.worker_flags.items() if value is not None}
     routers = (f"127.0.0.1:{wiring.internal_port}",)
     worker = {**shared, "routers": routers, "num_threads": wiring.num_threads, **chosen}
+    names: list[tuple[Role, str]] = [("prefill", f"prefill-{i}") for i in range(spec.num_prefill)]
+    names += [("decode", f"decode-{i}") for i in range(spec.num_decode)]
+    published = publishing([name for _, name in names], chosen)
     return (
         _child("router", "router", "router", router),
-        *(_worker("prefill", i, worker, PrefillWorkerConfig) for i in range(spec.num_prefill)),
-        *(_worker("decode", i, worker, DecodeWorkerConfig) for i in range(spec.num_decode)),
+        *(_worker(role, name, {**worker, **published[name]}) for role, name in names),
     )
+
+
+def publishing(workers: Sequence[str], flags: Flags) -> dict[str, Flags]:
+    """Return where each worker publishes KV events: in place of the given endpoints, endpoints of its own.
+
+    As in vLLM, which counts its data-parallel ranks so, each worker's port is one further than the last one's. A path
+    gets the worker's name; where any free port is asked for, all may ask. ConfigError where two would meet.
+    """
+    given = {key: str(flags[key]) for key in PUBLISHED if key in flags}
+    found: dict[str, Flags] = {}
+    users: dict[str, str] = {}
+    for index, name in enumerate(workers):
+        found[name] = {key: _own_endpoint(key, endpoint, index, name) for key, endpoint in given.items()}
+        for key, endpoint in found[name].items():
+            port = str(endpoint).rpartition(":")[2]
+            user = f"{name}'s --{key.replace('_', '-')}"
+            if port not in ANY_PORT and users.setdefault(port, user) != user:
+                raise ConfigError(f"{user}: {endpoint} is {users[port]} too; each worker needs its own")
+    return found
+
+
+def _own_endpoint(key: str, endpoint: str, index: int, worker: str) -> str:
+    if not endpoint.startswith("tcp://"):
+        return f"{endpoint}.{worker}"
+    host, _, port = endpoint.rpartition(":")
+    if port in ANY_PORT:
+        return endpoint
+    if not port.isdecimal() or int(port) + index > MAX_PORT:
+        raise ConfigError(f"--{key.replace('_', '-')}: {endpoint} leaves {worker} no port")
+    return f"{host}:{int(port) + index}"
 
 
 def threads_each(num_workers: int, num_cores: int) -> int | None:
@@ -103,8 +138,8 @@ def threads_each(num_workers: int, num_cores: int) -> int | None:
     return None if num_workers <= 2 else max(1, 2 * num_cores // num_workers)
 
 
-def _worker(role: Role, index: int, flags: Flags, config: type[WorkerConfig]) -> ChildSpec:
-    name = f"{role}-{index}"
+def _worker(role: Role, name: str, flags: Flags) -> ChildSpec:
+    config = PrefillWorkerConfig if role == "prefill" else DecodeWorkerConfig
     known = {key: value for key, value in flags.items() if key in config.model_fields}
     return _child(name, role, f"{role}-worker", {**known, "worker_id": name})
 

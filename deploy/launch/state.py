@@ -21,6 +21,8 @@ class ProcessState(BaseModel):
     pid: int | None  # None between its death and its next start
     incarnation: int
     num_restarts: int
+    kv_events_endpoint: str = ""  # where a worker that is attached publishes KV events, if it does
+    kv_events_replay_endpoint: str = ""
 
 
 class ClusterState(BaseModel):

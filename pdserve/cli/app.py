@@ -3,6 +3,7 @@
 Exit status: 0 done, 1 failed, 2 refused what the operator asked for.
 """
 
+import logging
 import sys
 from typing import Annotated
 
@@ -24,8 +25,10 @@ from pdserve.cli import (
     speed,
 )
 from pdserve.cli.default_command import DefaultLoad
-from pdserve.cli.failure import CommandError, only_cause
+from pdserve.cli.failure import CommandError, in_words, only_cause
 from pdserve.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 app = typer.Typer(
     name="pdserve",
@@ -86,11 +89,12 @@ def main() -> None:
     """Run the command that the arguments name; errors become one line and an exit status."""
     try:
         app()
-    except (ConfigError, CommandError, ExceptionGroup) as error:
+    except (ConfigError, CommandError, OSError, ExceptionGroup) as error:
         cause = only_cause(error)
-        if not isinstance(cause, ConfigError | CommandError):
+        if not isinstance(cause, ConfigError | CommandError | OSError):
             raise
-        _fail(str(cause), 2 if isinstance(cause, ConfigError) else 1)
+        logger.debug("the command fails", exc_info=error)
+        _fail(in_words(cause), 2 if isinstance(cause, ConfigError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
 

@@ -2,11 +2,13 @@
 
 import asyncio
 import json
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pdserve.cli.failure import CommandError
 from pdserve.cli.options import (
     AsJson,
     ClusterName,
@@ -19,6 +21,7 @@ from pdserve.cli.options import (
     TopK,
     TopP,
 )
+from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from pdserve.cli.stream import Answer
@@ -52,13 +55,7 @@ def generate(
     request = new_request(params, stop or [])
     request.text = prompt
     answer = _run(endpoint, name, request, _quiet if as_json or n > 1 else _show)
-    if as_json:
-        _print_json(answer)
-        return
-    if n > 1:
-        for index, text in enumerate(answer.texts):
-            typer.echo(f"[{index}] {text.translate(VISIBLE)}")
-    _print_ledger(answer)
+    _print(answer, as_json=as_json)
 
 
 def chat(
@@ -84,23 +81,26 @@ def chat(
     request = new_request(params, stop or [])
     if system is not None:
         add_message(request, "system", system)
+    _endpoint(endpoint, name)  # before anything is typed
+    on_text = _quiet if as_json else _show
+    all_answered = True
     while (message := once if once is not None else _read_line()) is not None:
         add_message(request, "user", message)
         try:
-            answer = _run(endpoint, name, request, _quiet if as_json else _show)
-        except KeyboardInterrupt:  # ends this answer, as if it had not been asked for
+            answer = _run(endpoint, name, request, on_text)
+        except (KeyboardInterrupt, CommandError, ConfigError) as error:
             if once is not None:
                 raise
-            del request.chat.messages[-1]
-            typer.echo()
+            del request.chat.messages[-1]  # the conversation goes on as if this had not been asked
+            all_answered &= isinstance(error, KeyboardInterrupt)
+            typer.echo(f"\n{error}".rstrip(), err=True)
             continue
         add_message(request, "assistant", answer.texts[0])
-        if as_json:
-            _print_json(answer)
-        else:
-            _print_ledger(answer)
+        _print(answer, as_json=as_json)
         if once is not None:
             break
+    if not all_answered and not sys.stdin.isatty():  # nobody has read why
+        raise typer.Exit(1)
 
 
 def _read_line() -> str | None:
@@ -121,9 +121,14 @@ def _run(
     on_text: Callable[[int, str], None],
 ) -> "Answer":
     from pdserve.cli.stream import ask
+
+    return asyncio.run(ask(_endpoint(endpoint, cluster), request, on_text))
+
+
+def _endpoint(endpoint: str | None, cluster: str) -> str:
     from pdserve.launch.state import read_state
 
-    return asyncio.run(ask(endpoint or read_state(cluster).endpoint, request, on_text))
+    return endpoint or read_state(cluster).endpoint
 
 
 def _show(_index: int, text: str) -> None:
@@ -134,14 +139,16 @@ def _quiet(_index: int, _text: str) -> None:
     pass
 
 
-def _print_ledger(answer: "Answer") -> None:
-    from pdserve.cli.stream import ledger_line
+def _print(answer: "Answer", *, as_json: bool) -> None:
+    """End what was streamed, or print what was not. Where the time went is no part of the answer: it is on stderr."""
+    from pdserve.cli.stream import as_dict, ledger_line
 
-    typer.echo()
-    typer.secho(ledger_line(answer.usage, answer.ledger), dim=True)
-
-
-def _print_json(answer: "Answer") -> None:
-    from pdserve.cli.stream import as_dict
-
-    typer.echo(json.dumps(as_dict(answer), ensure_ascii=False))
+    if as_json:
+        typer.echo(json.dumps(as_dict(answer), ensure_ascii=False))
+        return
+    if len(answer.texts) == 1:
+        typer.echo()
+    else:
+        for index, text in enumerate(answer.texts):
+            typer.echo(f"[{index}] {text.translate(VISIBLE)}")
+    typer.secho(ledger_line(answer.usage, answer.ledger), dim=True, err=True)

@@ -7,9 +7,9 @@ from typing import Annotated
 import typer
 
 from pdserve.cli.flags import config_flags
-from pdserve.cli.options import AsJson, ClusterName
-from pdserve.config import DecodeWorkerConfig, PrefillWorkerConfig, WorkerConfig
-from pdserve.router.config import PolicyName
+from pdserve.cli.options import AsJson, ClusterName, Endpoint
+from pdserve.config import DecodeWorkerConfig, PrefillWorkerConfig
+from pdserve.router.config import KvEvents, PolicyName
 
 PER_PROCESS = ("model", "worker_id", "incarnation", "routers", "secret_file", "ready_file")
 ADDRESSES = ("handoff_host", "handoff_port", "handoff_advertise")
@@ -19,7 +19,7 @@ Prefill = Annotated[int, typer.Option("--prefill", help="Prefill workers.")]
 Decode = Annotated[int, typer.Option("--decode", help="Decode workers.")]
 
 
-@config_flags(WorkerConfig, PrefillWorkerConfig, DecodeWorkerConfig, without=(*PER_PROCESS, *ADDRESSES))
+@config_flags(PrefillWorkerConfig, DecodeWorkerConfig, without=(*PER_PROCESS, *ADDRESSES))
 def up(
     model: Annotated[str, typer.Argument(help="A path, or a name from the catalog.")] = DEMO_MODEL,
     prefill: Prefill = 1,
@@ -39,11 +39,19 @@ def up(
     profile: Annotated[
         Path | None, typer.Option(help="Step costs that the router starts from.", show_default=False)
     ] = None,
+    kv_events: Annotated[
+        KvEvents | None,
+        typer.Option(
+            help="How the router hears which prefixes workers hold: on their links, where they publish, or not.",
+            show_default=False,
+        ),
+    ] = None,
     **flags: object,
 ) -> None:
     """Start a router and workers on this machine and keep them running. Ctrl-C drains, a second one kills.
 
-    Flags of the workers go to all of them that have them.
+    Flags of the workers go to all of them that have them. Of an endpoint for KV events each worker takes one of its
+    own: the first one's port is as given, each further worker's is one higher; of a path, it ends in the worker's name.
     """
     from pdserve.cli.models import fetched, model_name
     from pdserve.cli.running import Terminal, serve_until_signal
@@ -63,7 +71,12 @@ def up(
         host=host,
         router_port=router_port,
         worker_flags=flags,
-        router_flags={"log_level": flags.get("log_level"), "policy": policy, "profile": profile},
+        router_flags={
+            "log_level": flags.get("log_level"),
+            "policy": policy,
+            "profile": profile,
+            "kv_events": kv_events,
+        },
     )
     asyncio.run(serve_until_signal(spec, Terminal(), ready))
 
@@ -76,12 +89,24 @@ def status(
         str | None, typer.Option(help="host:port of a router's internal port.", show_default=False)
     ] = None,
     secret_file: Annotated[Path | None, typer.Option(help="The cluster's shared secret.", show_default=False)] = None,
+    endpoint: Endpoint = None,
 ) -> None:
-    """Show the workers, their pages and what they are doing."""
+    """Show the workers, their pages and what they are doing.
+
+    With --endpoint, what a router tells everybody: whether it serves, and its models. Its workers are shown to those
+    who know the cluster's secret: --admin and --secret-file.
+    """
     from pdserve.cli.overview import show_status
     from pdserve.errors import ConfigError
     from pdserve.launch.state import read_state
 
+    if endpoint is not None:
+        from pdserve.cli.public_status import show_public_status
+
+        if watch or admin is not None or secret_file is not None:
+            raise ConfigError("--endpoint: goes with neither --watch nor --admin nor --secret-file")
+        asyncio.run(show_public_status(endpoint, as_json=as_json))
+        return
     if admin is None or secret_file is None:
         if admin is not None or secret_file is not None:
             raise ConfigError("--admin and --secret-file must be given together")

@@ -4,7 +4,7 @@ A flag that is not given is None, so that it never hides what the YAML file says
 """
 
 import inspect
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from operator import getitem
 from types import NoneType, UnionType
 from typing import Annotated, TypeVar, Union, get_args, get_origin
@@ -23,12 +23,14 @@ _Command = TypeVar("_Command", bound=Callable[..., None])
 def config_flags(*classes: type[ProcessConfig], without: Collection[str] = ()) -> Callable[[_Command], _Command]:
     """Give a command that takes `**flags` one flag for each field of `classes`, those in `without` left out.
 
-    Of a field that several of them have, the first one's description and default are shown.
+    Of a field that several of them have, the first one's type is taken, and each one's description and default are
+    shown where they differ.
     """
-    fields: dict[str, FieldInfo] = {}
+    fields: dict[str, dict[str, FieldInfo]] = {}
     for cls in classes:
-        fields = {**cls.model_fields, **fields}
-    generated = [_parameter(name, field) for name, field in fields.items() if name not in without]
+        for name, field in cls.model_fields.items():
+            fields.setdefault(name, {})[cls.kind] = field
+    generated = [_parameter(name, kinds) for name, kinds in fields.items() if name not in without]
 
     def decorate(command: _Command) -> _Command:
         signature = inspect.signature(command)
@@ -42,22 +44,30 @@ def config_flags(*classes: type[ProcessConfig], without: Collection[str] = ()) -
     return decorate
 
 
-def _parameter(name: str, field: FieldInfo) -> inspect.Parameter:
+def _parameter(name: str, kinds: Mapping[str, FieldInfo]) -> inspect.Parameter:
+    """Return a field's flag; `kinds` has the field of each kind of process that has it."""
+    field = next(iter(kinds.values()))
     flag = f"--{name.replace('_', '-')}"
     kind = _flag_type(field.annotation)
     spellings = [f"{flag}/--no-{flag[2:]}"] if kind is bool else [flag]
     if name in SPELLINGS:
         spellings.append(SPELLINGS[name])
-    help_text = (field.description or "") + _default_note(field)
+    helps = {kind: _help(each) for kind, each in kinds.items()}
+    same = len(set(helps.values())) == 1
+    help_text = _help(field) if same else " ".join(f"{kind}: {text}" for kind, text in helps.items())
     option = typer.Option(*spellings, help=help_text, show_default=False)
     annotation = getitem(Annotated, (getitem(Union, (kind, None)), option))
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
+def _help(field: FieldInfo) -> str:
+    return (field.description or "") + _default_note(field)
+
+
 def _default_note(field: FieldInfo) -> str:
-    if field.is_required() or field.default is None:
-        return ""
     default = field.default
+    if field.is_required() or default in (None, "", ()):
+        return ""
     shown = ", ".join(map(str, default)) if isinstance(default, Iterable) and not isinstance(default, str) else default
     return f" (default: {shown})"
 

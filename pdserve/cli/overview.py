@@ -75,6 +75,11 @@ def render(status: admin.ClusterStatus) -> RenderableType:
     pairs = [(worker.registration.worker_id, pair) for worker in status.workers for pair in worker.pairs]
     requests = f"requests: {status.num_active} active, {status.num_held} held; ended: {ended}"
     lines = [_pair(*pair) for pair in sorted(pairs, key=lambda pair: pair[1].bytes_per_s)[:MAX_PAIRS]]
+    lines += [
+        f"{registration.worker_id} publishes KV events on {registration.kv_events_endpoint}"
+        for registration in (worker.registration for worker in status.workers)
+        if registration.kv_events_endpoint
+    ]
     title = f"{status.model} on {status.router_id}"
     return Group(title, table, f"{requests}; placed again: {status.num_replaced}", *lines)
 

@@ -16,7 +16,7 @@ from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.signals import STOP_SIGNALS, end_after, end_on_signals, exit_status
 
-STOP_LIMIT_S = 5.0  # after drain_timeout_s: when this process ends, and its children with it
+STOP_LIMIT_S = 4.5  # after drain_timeout_s: when this process ends, and its children with it
 
 
 class Terminal:

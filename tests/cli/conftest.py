@@ -7,12 +7,14 @@ from subprocess import CompletedProcess
 
 import grpc
 import pytest
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from pdserve.cli.app import main
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
 
 VOCAB_SIZE = 100
+SERVING = health_pb2.HealthCheckResponse.SERVING
 
 Ended = CompletedProcess[str]
 
@@ -33,6 +35,8 @@ class CountingModel(InferenceServiceServicer):
         self.requests.append(request)
         if request.sampling.max_tokens == 13:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "max_tokens: 13 brings bad luck")
+        if request.chat.messages and request.chat.messages[-1].content == "unlucky":
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "messages: unlucky")
         num_sequences = request.sampling.n or 1
         for position in range(request.sampling.max_tokens):
             yield inference.GenerateResponse(
@@ -70,6 +74,9 @@ def address(model: CountingModel) -> Iterator[str]:
     """Where the counting model is served."""
     with ThreadPoolExecutor(8) as pool:
         server = grpc.server(pool)
+        servicer = health.HealthServicer()
+        servicer.set(inference.DESCRIPTOR.services_by_name["InferenceService"].full_name, SERVING)
+        health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
         add_InferenceServiceServicer_to_server(model, server)
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()

@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -29,8 +30,8 @@ def test_generate_streams_the_text_then_says_where_the_time_went(
     pdserve: Command, address: str, requests: Requests
 ) -> None:
     ended = pdserve("generate", "count", "--max-tokens", "3", "--endpoint", address)
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert ended.stdout == f" 1 2 3\n{LEDGER}\n"
+    assert (ended.returncode, ended.stdout) == (0, " 1 2 3\n")  # a file gets the answer alone
+    assert ended.stderr == f"{LEDGER}\n"
     request = requests[-1]
     assert request.text == "count"
     assert not request.sampling.HasField("temperature")  # the router's default, not the command line's
@@ -48,7 +49,7 @@ def test_sampling_flags_reach_the_request(pdserve: Command, address: str, reques
 
 def test_several_continuations_are_printed_one_by_one(pdserve: Command, address: str) -> None:
     ended = pdserve("generate", "x", "--n", "2", "--max-tokens", "2", "--endpoint", address)
-    assert ended.stdout.splitlines()[:2] == ["[0]  1 2", "[1]  1 2"]
+    assert ended.stdout == "[0]  1 2\n[1]  1 2\n"
 
 
 def test_json_holds_all_of_the_answer_and_numbers_are_numbers(pdserve: Command, address: str) -> None:
@@ -73,9 +74,18 @@ def test_an_endpoint_that_is_not_there_is_one_clear_line(pdserve: Command) -> No
     assert ended.stderr.count("\n") == 1
 
 
+def test_status_of_an_endpoint_is_what_it_tells_everybody(pdserve: Command, address: str) -> None:
+    assert pdserve("status", "--endpoint", address).stdout.splitlines()[0] == f"{address}: serving"
+    told = json.loads(pdserve("status", "--json", "--endpoint", address).stdout)
+    assert (told["serving"], [model["name"] for model in told["models"]]) == (True, ["counting"])
+    assert pdserve("status", "--endpoint", "127.0.0.1:1").returncode == 1
+    refused = pdserve("status", "--watch", "--endpoint", address)
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+
+
 def test_chat_once_sends_the_system_message_first(pdserve: Command, address: str, requests: Requests) -> None:
     ended = pdserve("chat", "--once", "hi", "--system", "be brief", "--max-tokens", "3", "--endpoint", address)
-    assert ended.stdout == f" 1 2 3\n{LEDGER}\n"
+    assert (ended.stdout, ended.stderr) == (" 1 2 3\n", f"{LEDGER}\n")
     messages = [(message.role, message.content) for message in requests[-1].chat.messages]
     assert messages == [("system", "be brief"), ("user", "hi")]
 
@@ -87,6 +97,18 @@ def test_chat_remembers_what_was_said_until_the_input_ends(
     assert pdserve("chat", "--max-tokens", "2", "--endpoint", address).returncode == 0
     messages = [(message.role, message.content) for message in requests[-1].chat.messages]
     assert messages == [("user", "one"), ("assistant", " 1 2"), ("user", "two")]
+
+
+def test_a_refused_turn_says_why_and_the_conversation_goes_on(
+    pdserve: Command, address: str, requests: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\nunlucky\ntwo\n"))
+    ended = pdserve("chat", "--max-tokens", "2", "--endpoint", address)
+    messages = [(message.role, message.content) for message in requests[-1].chat.messages]
+    assert messages == [("user", "one"), ("assistant", " 1 2"), ("user", "two")]
+    assert "INVALID_ARGUMENT: messages: unlucky" in ended.stderr
+    assert ended.stdout.count(" 1 2\n") == 2
+    assert ended.returncode == 1  # whoever piped the messages in has not read why
 
 
 def test_bench_measures_every_workload_and_writes_json(
@@ -151,6 +173,22 @@ def test_a_refusal_is_found_inside_task_groups() -> None:
     refusal = ConfigError("page_size: 3 is refused")
     assert first_refusal(ExceptionGroup("a", [OSError(), ExceptionGroup("b", [refusal])])) is refusal
     assert first_refusal(ExceptionGroup("a", [OSError(), ExceptionGroup("b", [KeyError()])])) is None
+
+
+def test_what_the_operating_system_refuses_is_one_line_with_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    command = [sys.executable, "-P", "-m", "pdserve", "up", str(tmp_path)]
+    environment = {**os.environ, "XDG_RUNTIME_DIR": str(file)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (1, f"pdserve: {file}/pdserve/default: Not a directory\n")
+
+
+def test_a_process_whose_files_are_not_there_is_refused_in_one_line(pdserve: Command, tmp_path: Path) -> None:
+    ready = tmp_path / "nowhere" / "ready.json"
+    flags = ("--model", "m", "--secret-file", str(tmp_path / "secret"))
+    ended = pdserve("router", *flags, "--ready-file", str(ready))
+    assert (ended.returncode, ended.stderr) == (2, f"pdserve: ready_file: cannot write into {ready.parent}\n")
 
 
 def test_version_is_the_packages(pdserve: Command) -> None:

@@ -1,6 +1,8 @@
 """Each setting of a process is a flag of the same name; vLLM's spellings reach the same settings."""
 
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Annotated, Literal
 
 import pytest
@@ -78,6 +80,15 @@ def test_vllm_spellings_reach_the_same_settings(spelling: str, field: str) -> No
     assert parsed(DecodeWorkerConfig, spelling, "8") == {field: 8}
 
 
+def test_a_default_that_differs_between_the_kinds_of_worker_is_shown_for_each(
+    pdserve: Callable[..., CompletedProcess[str]],
+) -> None:
+    shown = " ".join(pdserve("up", "--help").stdout.split())
+    assert "prefill: Tokens in one step: nobody decodes beside it. (default: 2048)" in shown
+    assert "decode: Tokens in one step. (default: 512)" in shown
+    assert shown.count("Sequences in one step.") == 1
+
+
 @pytest.mark.parametrize("cls", CONFIGS.values())
 def test_every_default_is_shown_in_the_help(cls: type[ProcessConfig]) -> None:
     app = typer.Typer()
@@ -90,5 +101,5 @@ def test_every_default_is_shown_in_the_help(cls: type[ProcessConfig]) -> None:
     shown = " ".join(RUNNER.invoke(app, ["--help"], env={"COLUMNS": "300"}).output.split())
     for name, field in cls.model_fields.items():
         assert f"--{name.replace('_', '-')}" in shown
-        if not field.is_required() and field.default is not None:
+        if not field.is_required() and field.default not in (None, "", ()):
             assert f"(default: {field.default})" in shown

@@ -79,6 +79,38 @@ def test_a_flag_of_one_kind_of_worker_goes_to_that_kind_and_one_of_none_is_refus
         ClusterSpec(model="m", served_model_name="m", worker_flags={"leese_s": 1.0})
 
 
+def endpoints(event: str, replay: str | None = None) -> list[tuple[str | None, str | None]]:
+    """Return where each of three workers publishes and replays."""
+    flags = {"kv_events_endpoint": event, "kv_events_replay_endpoint": replay}
+    spec = ClusterSpec(model="m", served_model_name="m", num_prefill=2, worker_flags=flags)
+    _, *workers = (read_back(child) for child in plan(spec, WIRING))
+    assert all(isinstance(worker, WorkerConfig) for worker in workers)
+    return [(w.kv_events_endpoint, w.kv_events_replay_endpoint) for w in workers if isinstance(w, WorkerConfig)]
+
+
+def test_each_worker_publishes_kv_events_where_no_other_does() -> None:
+    ports = [("tcp://*:5557", "tcp://*:5600"), ("tcp://*:5558", "tcp://*:5601"), ("tcp://*:5559", "tcp://*:5602")]
+    assert endpoints("tcp://*:5557", "tcp://*:5600") == ports
+    paths = ["ipc:///run/kv.prefill-0", "ipc:///run/kv.prefill-1", "ipc:///run/kv.decode-0"]
+    assert endpoints("ipc:///run/kv") == [(path, None) for path in paths]
+    assert endpoints("tcp://127.0.0.1:*") == [("tcp://127.0.0.1:*", None)] * 3  # each takes one that is free
+
+
+@pytest.mark.parametrize(
+    ("event", "replay", "part"),
+    [
+        ("tcp://*:5557", "tcp://*:5558", "prefill-0's --kv-events-replay-endpoint: .*5558 is|prefill-1's .*5558 is"),
+        ("tcp://*:65534", None, "--kv-events-endpoint: tcp://\\*:65534 leaves decode-0 no port"),
+        ("tcp://*", None, "--kv-events-endpoint: .* leaves prefill-0 no port"),
+    ],
+)
+def test_endpoints_for_kv_events_at_which_workers_would_meet_are_refused(
+    event: str, replay: str | None, part: str
+) -> None:
+    with pytest.raises(ConfigError, match=part):
+        endpoints(event, replay)
+
+
 def test_what_is_not_set_is_not_written_and_what_cannot_be_is_refused() -> None:
     written = flag_arguments({"a_b": None, "c": False, "d": ("x", 1), "e": 0.5})
     assert written == ("--no-c", "--d", "x", "--d", "1", "--e", "0.5")

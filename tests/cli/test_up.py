@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pdserve.launch.folder import free_port
 from pdserve.launch.state import ClusterState
 
 PDSERVE = (sys.executable, "-P", "-m", "pdserve")
@@ -78,7 +79,17 @@ def until_every_page_is_free() -> None:
 @pytest.mark.slow
 def test_a_cluster_serves_outlives_a_death_and_drains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    with up(tmp_path / "ready.json", "--max-model-len", "256", "--kv-cache-memory-bytes", "30000000") as state:
+    port = free_port("127.0.0.1")
+    sizes = ("--max-model-len", "256", "--kv-cache-memory-bytes", "30000000")
+    publishing = ("--kv-events", "zmq", "--kv-events-endpoint", f"tcp://127.0.0.1:{port}")
+    with up(tmp_path / "ready.json", *sizes, *publishing) as state:
+        endpoints = {process.name: process.kv_events_endpoint for process in state.processes}
+        assert endpoints == {
+            "router": "",
+            "prefill-0": f"tcp://127.0.0.1:{port}",
+            "decode-0": f"tcp://127.0.0.1:{port + 1}",
+        }
+        assert f"decode-0 publishes KV events on {endpoints['decode-0']}" in pdserve_("status")
         before = generate()
         decode = next(process for process in state.processes if process.name == "decode-0")
         assert decode.pid is not None
