@@ -25,6 +25,7 @@ from pdserve.decode_worker.events import (
 from pdserve.decode_worker.rules import Rules
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import ConfigError, Refusal
+from pdserve.ids import MAX_WORKER_TASKS
 from pdserve.kvtransfer import peers
 from pdserve.kvtransfer.backends.unread import settle
 from pdserve.kvtransfer.mover import Mover, Region
@@ -48,7 +49,6 @@ from pdserve.worker.regions import kv_region
 from pdserve.worker.reporting import Reporter
 from pdserve.worker.words import Failed, Load, PeerGone, Progress, Report, Tokens
 
-MAX_TASKS = 1024
 STOP_GRACE_S = 1.0
 EVERYWHERE = ("", "0.0.0.0", "::")  # hosts that nobody can dial
 
@@ -67,7 +67,7 @@ async def serve(config: DecodeWorkerConfig) -> None:
         listening = (config.handoff_host, split_address(config.handoff_advertise or "")[0])
         mover = build_mover(config, identity.peer, region, lambda _: None, listening)  # written to, writes nothing
         rules = Rules(
-            max_tasks=MAX_TASKS,
+            max_tasks=MAX_WORKER_TASKS,
             digests=DigestPolicy(config.digests),
             max_quarantined_share=config.max_quarantined_share,
             lease_s=config.lease_s,

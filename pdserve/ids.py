@@ -10,6 +10,8 @@ Incarnation = NewType("Incarnation", int)  # 64 bits per process start; of two o
 PageId = NewType("PageId", int)  # index into one worker's page pool
 Generation = NewType("Generation", int)  # how often a page has been given out
 
+MAX_WORKER_TASKS = 1024  # requests placed on one worker at once; it refuses more
+
 
 def new_request_id() -> RequestId:
     """Mint an unguessable request id."""

@@ -10,6 +10,7 @@ from pdserve.clock import Clock, MonotonicClock
 from pdserve.config import PrefillWorkerConfig
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import Refusal
+from pdserve.ids import MAX_WORKER_TASKS
 from pdserve.kvtransfer import peers, sender
 from pdserve.kvtransfer.client import HandoffClient
 from pdserve.kvtransfer.mover import CopyId, CopyStopped, Mover
@@ -39,7 +40,6 @@ from pdserve.worker.regions import kv_region
 from pdserve.worker.reporting import Reporter
 from pdserve.worker.words import Failed, Load, Progress, Report, Tokens
 
-MAX_TASKS = 1024
 HUNG_MOVER_S = 60.0  # its thread is a millisecond from its next look, but for the time a library's call takes
 
 
@@ -56,7 +56,7 @@ async def assemble(
     """Set up what a prefill worker consists of, and take it down again."""
     copies = Copies(inbox)
     mover = build_mover(config, identity.peer, kv_region(engine), copies.stopped)
-    core = PrefillCore(engine.scheduler, engine.vocab_size, engine.layout.page_bytes, MAX_TASKS)
+    core = PrefillCore(engine.scheduler, engine.vocab_size, engine.layout.page_bytes, MAX_WORKER_TASKS)
 
     async def hear(news: FromReceivers) -> None:
         await inbox.offer(_event(news))

@@ -14,6 +14,13 @@ class DeadlineDue:
 
 
 @value
+class LookDue:
+    """A request that waits may no longer be able to meet its objectives."""
+
+    request_id: RequestId
+
+
+@value
 class RetryDue:
     """These continuations of a request are to be placed again."""
 
@@ -22,7 +29,7 @@ class RetryDue:
     cause: str  # of the failure, in words
 
 
-Alarm = DeadlineDue | RetryDue
+Alarm = DeadlineDue | LookDue | RetryDue
 
 
 class Alarms:

@@ -45,7 +45,11 @@ class RouterConfig(ProcessConfig):
     max_model_len: int | None = Field(
         None, ge=1, description="Longest sequence, prompt and answer; by default what all workers can hold."
     )
-    max_num_requests: int = Field(_LIMITS.max_num_requests, ge=1, description="Requests placed at once.")
+    max_num_requests: int | None = Field(
+        _LIMITS.max_num_requests,
+        ge=1,
+        description="Requests placed at once; by default twice what the attached decode workers decode at once.",
+    )
     max_num_held: int = Field(_LIMITS.max_num_held, ge=0, description="Requests that wait for a place.")
     max_hold_s: float = Field(
         _LIMITS.max_hold_s,

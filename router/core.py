@@ -8,7 +8,8 @@ from math import inf
 
 from pdserve.errors import InvariantError, Status
 from pdserve.ids import RequestId
-from pdserve.router.alarms import Alarms, DeadlineDue, RetryDue
+from pdserve.router.admission import Admission
+from pdserve.router.alarms import Alarms, DeadlineDue, LookDue, RetryDue
 from pdserve.router.attendance import Attendance
 from pdserve.router.book import Book
 from pdserve.router.delivery import Delivery
@@ -43,23 +44,11 @@ from pdserve.router.events import (
 )
 from pdserve.router.forecast import Forecast
 from pdserve.router.grace import PoolGrace
-from pdserve.router.holding import HoldQueue
-from pdserve.router.ladder import Rung
-from pdserve.router.placement import (
-    Decision,
-    Held,
-    Placed,
-    Policy,
-    Rejected,
-    Unserved,
-    decide,
-    least_loaded,
-)
+from pdserve.router.placement import Decision, Policy, decide, least_loaded
 from pdserve.router.recovery import Recovery
 from pdserve.router.request import Request
 from pdserve.router.view import Workers, WorkerView
 
-_LOOK_AGAIN_S = 0.01
 _CANCELLED = Refused(Status.CANCELLED, "the client has gone")
 
 
@@ -76,16 +65,14 @@ class RouterCore:
         self._limits = limits
         self._policy = policy
         self._delivery = Delivery(self.book, limits.max_deltas_ahead)
-        self._held = HoldQueue(limits.max_num_held)
         self._alarms = Alarms()
         self._grace = PoolGrace(limits.pool_grace_s)
         self._recovery = Recovery(self.book, self._alarms, limits, self._grace, self._decide)
         self._attendance = Attendance(self.book, self._recovery, self._grace, limits)
+        self._admission = Admission(self.book, self._alarms, limits, self._grace, self._decide)
         self._num_arrived = 0
         self._closing = False
         self._now_s = 0.0
-        self._look_again_s = inf  # before, only a request's end makes room for one that is held
-        self._num_ended = 0  # when held requests were last looked at
 
     @property
     def num_active(self) -> int:
@@ -93,7 +80,7 @@ class RouterCore:
 
     @property
     def num_held(self) -> int:
-        return len(self._held)
+        return self._admission.num_held
 
     @property
     def is_ready(self) -> bool:
@@ -106,9 +93,7 @@ class RouterCore:
 
     def next_wakeup_s(self) -> float | None:
         """Return when a Tick is due, if nothing else happens before."""
-        due_s = min(self._alarms.next_s(), self._attendance.silence_due_s)
-        if self._look_again_s < due_s and self.num_held:
-            due_s = self._look_again_s
+        due_s = min(self._alarms.next_s(), self._attendance.silence_due_s, self._admission.due_s)
         return None if due_s == inf else due_s
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
@@ -122,9 +107,8 @@ class RouterCore:
             self._operate(event, now_s)
         if self._attendance.may_serve_more:
             self._attendance.may_serve_more = False
-            self._look_again_s = now_s
-        if now_s >= self._look_again_s or self.book.num_ended != self._num_ended:
-            self._admit_held(now_s)
+            self._admission.look_soon(now_s)
+        self._admission.place_more(now_s)
         return self.book.take_commands()
 
     # ---- clients
@@ -133,7 +117,7 @@ class RouterCore:
         if isinstance(event, RequestArrived):
             self._arrive(event, now_s)
             return
-        held = self._held.remove(event.request_id) if isinstance(event, ClientGone) else None
+        held = self._admission.remove(event.request_id) if isinstance(event, ClientGone) else None
         if held is not None:
             self.book.report_end(held.request_id, _CANCELLED)
             return
@@ -155,50 +139,8 @@ class RouterCore:
             return
         request = Request(event, self._num_arrived, now_s)
         self._num_arrived += 1
-        if self.num_held == 0 and self._admit(request, now_s):
-            return
-        crowded_out = self._held.push(request)
-        if crowded_out is not request:
-            self._set_alarm(request.deadline_s, DeadlineDue(request.request_id))
-        if crowded_out is not None:
-            limits = self._limits
-            text = (
-                f"max_num_requests: {limits.max_num_requests} requests run, "
-                f"max_num_held: {limits.max_num_held} more wait already"
-            )
-            self.book.report_end(crowded_out.request_id, Refused(Status.RESOURCE_EXHAUSTED, text))
-
-    def _admit(self, request: Request, now_s: float) -> bool:
-        """Place or reject a request; return False (and change nothing) where it has to wait."""
-        if self.num_active >= self._limits.max_num_requests:
-            return False
-        decision = self._decide(request, request.running)
-        match decision:
-            case Held(_, until_s):
-                self._look_again_s = max(now_s + _LOOK_AGAIN_S / 10, min(until_s, now_s + _LOOK_AGAIN_S))
-                return False
-            case Unserved(reason):
-                self._look_again_s = self._grace.until_s(request.wait_for_pair(now_s), now_s)
-                if now_s < self._look_again_s:
-                    return False
-                self.book.report_end(request.request_id, Refused(Status.UNAVAILABLE, reason))
-            case Rejected():
-                refused = Refused(decision.status, decision.reason, decision.predicted_ttft_s, decision.retry_after_s)
-                self.book.report_end(request.request_id, refused)
-            case Placed():
-                request.is_admitted = True
-                request.ladder.reach(Rung.ADMITTED, now_s)
-                self.book.admit(request)
-                self.book.place(request, request.running, decision, now_s)
-                self._set_alarm(request.deadline_s, DeadlineDue(request.request_id))
-        return True
-
-    def _admit_held(self, now_s: float) -> None:
-        """Place what is held, as far as there is room: a request has ended, or it is time to look again."""
-        self._look_again_s = inf
-        while (request := self._held.first()) is not None and self._admit(request, now_s):
-            self._held.serve(request)
-        self._num_ended = self.book.num_ended
+        self._admission.set_alarm(request.deadline_s, DeadlineDue(request.request_id))
+        self._admission.arrive(request, now_s)
 
     def _decide(self, request: Request, indices: tuple[int, ...]) -> Decision:
         return decide(
@@ -279,7 +221,7 @@ class RouterCore:
 
     def _end_all(self) -> None:
         why = Refused(Status.UNAVAILABLE, "this router is shutting down")
-        for request in self._held.drain():
+        for request in self._admission.drain():
             self.book.report_end(request.request_id, why)
         for request in tuple(self.book.requests.values()):
             self.book.end(request, why)
@@ -293,21 +235,18 @@ class RouterCore:
                     self._recovery.retry(alarm, now_s)
                 case DeadlineDue(request_id):
                     self._miss_deadline(request_id)
+                case LookDue(request_id):
+                    self._admission.look_at(request_id, now_s)
 
     def _miss_deadline(self, request_id: RequestId) -> None:
-        request, held = self.book.requests.get(request_id), self._held.remove(request_id)
+        request, held = self.book.requests.get(request_id), self._admission.remove(request_id)
         if request is not None:
             num_tokens = request.usage().completion_tokens
             text = f"the deadline passed after {num_tokens} tokens"
             self.book.end(request, Refused(Status.DEADLINE_EXCEEDED, text))
         elif held is not None:
-            text = "the deadline passed before the request was placed"
+            text = f"the deadline passed before the request was placed: {held.waits_for}"
             self.book.report_end(held.request_id, Refused(Status.DEADLINE_EXCEEDED, text))
-
-    def _set_alarm(self, at_s: float, alarm: DeadlineDue) -> None:
-        if len(self._alarms) > 2 * (self.num_active + self.num_held) + 64:
-            self._alarms.forget_ended(self.book.requests.keys() | self._held.ids())
-        self._alarms.add(at_s, alarm)
 
     def check_idle(self) -> None:
         """Raise InvariantError unless nothing is left of any request."""

@@ -103,6 +103,7 @@ class Delivery:
             sequence.first_s = now_s
             self._learn_ttft(request, sequence.placement, now_s)
         known.extend(token_ids)
+        request.counter.charge_output(len(token_ids))
         sequence.last_s = now_s
         if not num_left:
             finish_reason = finish_reason or LENGTH

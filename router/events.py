@@ -330,8 +330,8 @@ Command = Place | CancelAttempt | AskDrain | TellProcessGone | DropLink | Delive
 class Limits:
     """Bounds of everything the core keeps."""
 
-    max_num_requests: int = 1024
-    max_num_held: int = 256
+    max_num_requests: int | None = None  # placed at once; None: twice what the decode workers decode at once
+    max_num_held: int = 1024
     max_attempts: int = 3  # that fail where they are computed
     max_interruptions: int = 8  # by others: a hand-off that failed, a peer that was lost, a worker without room
     max_deaths: int = 2  # of workers that had a request which gained no token between them; then it is suspected

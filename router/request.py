@@ -13,6 +13,7 @@ from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt
 from pdserve.router.deltas import TokenDelta
 from pdserve.router.events import LinkId, RequestArrived, SequenceSpec
+from pdserve.router.fairness import Counter
 from pdserve.router.ladder import Ladder, Ledger, Rung, Usage
 from pdserve.router.losses import Losses
 from pdserve.router.pages import Names
@@ -103,6 +104,10 @@ class Request:
         self.received_s = event.received_s
         self.first_token_due_s = inf if event.ttft_slo_s is None else event.received_s + event.ttft_slo_s
         self.is_admitted = False
+        self.counter = Counter(event.tenant)  # of its tenant, from its arrival on
+        self.waits_for = ""  # while it is held
+        self.num_overtaken = 0  # times that one behind it was placed before it
+        self.look_at_s = inf  # when a LookDue rings
         self.draw = int.from_bytes(event.request_id[:8], "little")  # as random as the id
         self.ladder = Ladder(event.received_s)
         self.ladder.reach(Rung.TOKENIZED, now_s)

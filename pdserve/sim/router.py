@@ -2,6 +2,7 @@
 
 from collections import deque
 from functools import partial
+from math import inf
 from typing import Protocol
 
 from pdserve.errors import InvariantError, Refusal
@@ -101,7 +102,8 @@ class RouterProcess(Process):
 
     def check(self) -> None:
         """Raise ViolationError unless the core keeps within its limits."""
-        if self.core.num_active > self.limits.max_num_requests or self.core.num_held > self.limits.max_num_held:
+        max_num_active = self.limits.max_num_requests or inf
+        if self.core.num_active > max_num_active or self.core.num_held > self.limits.max_num_held:
             raise ViolationError("I6", f"{self.name}: {self.core.num_active} active, {self.core.num_held} held")
 
     def _receive(self, link_id: LinkId, message: object) -> None:

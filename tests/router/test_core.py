@@ -104,7 +104,7 @@ def test_what_a_worker_reports_counts_as_load() -> None:
 
 
 def test_taking_turns_visits_every_pair() -> None:
-    d = Driver(in_turn=True)
+    d = Driver(policy="round_robin")
     for name in ("p0", "p1", "d0", "d1"):
         d.attach(name)
     seen = set()

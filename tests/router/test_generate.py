@@ -190,7 +190,7 @@ async def test_requests_over_the_limits_are_refused_and_held_ones_served(start_r
     await router.until_status(lambda status: status.num_held == 1)
     code, message = await error_of(router.generate(text="c", max_tokens=1))
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert message.startswith("max_num_requests: 1 requests run, max_num_held: 1 more wait")
+    assert message == "max_num_requests: 1 requests are placed already; max_num_held: 1 more wait"
     prefill.is_paused = False
     first.cancel()
     assert tokens_in(await second) == tokens_of(ids("b"), 1)

@@ -1,55 +1,145 @@
-"""The queue of requests that wait: by class, tenant and the time that is left."""
+"""The queue of requests that wait: by class, by what tenants were served, and by the time that is left."""
 
 from pdserve.ids import RequestId
-from pdserve.router.events import (
-    RequestArrived,
-)
+from pdserve.router.events import RequestArrived
+from pdserve.router.fairness import MAX_TENANTS, OUTPUT_WEIGHT, TokenCounters
 from pdserve.router.holding import HoldQueue
 from pdserve.router.request import Request
 from pdserve.sampling import SamplingParams
 
 
-def held(number: int, *, priority: int = 0, tenant: str = "", ttft_s: float | None = None, tokens: int = 10) -> Request:
-    event = RequestArrived(
-        RequestId(number.to_bytes(16)), [1] * tokens, SamplingParams(), 0.0, 60.0, priority, tenant, ttft_s
-    )
-    return Request(event, number, 0.0)
+class Queue:
+    """A queue and the counters of its tenants."""
 
+    def __init__(self, max_num_held: int = 1000) -> None:
+        self.counters = TokenCounters()
+        self.queue = HoldQueue(max_num_held, self.counters)
+        self.count = 0
 
-def drained(queue: HoldQueue) -> list[int]:
-    order = []
-    while (request := queue.first()) is not None:
-        order.append(request.arrival)
-        queue.serve(request)
-    return order
+    def push(
+        self, tenant: str = "", *, priority: int = 0, ttft_s: float | None = None, tokens: int = 10, now_s: float = 0.0
+    ) -> Request:
+        event = RequestArrived(
+            request_id=RequestId(self.count.to_bytes(16)),
+            token_ids=[1] * tokens,
+            params=SamplingParams(),
+            received_s=now_s,
+            deadline_s=now_s + 60.0,
+            priority=priority,
+            tenant=tenant,
+            ttft_slo_s=ttft_s,
+        )
+        request = Request(event, self.count, now_s)
+        self.count += 1
+        request.counter = self.counters.arrive(tenant)
+        self.queue.push(request)
+        return request
+
+    def serve(self, output_tokens: int = 0) -> Request | None:
+        """Place whose turn it is."""
+        request = next(self.queue.in_turn(), None)
+        if request is not None:
+            self.counters.charge(request.counter, request.num_tokens)
+            request.counter.charge_output(output_tokens)
+            self.queue.remove(request.request_id)
+        return request
+
+    def order(self) -> list[Request]:
+        return list(iter(self.serve, None))
 
 
 def test_the_least_time_left_goes_first_and_the_highest_class_before_all() -> None:
-    queue = HoldQueue(10)
-    for request in (held(1), held(2, ttft_s=3.0), held(3, ttft_s=1.0), held(4, priority=1)):
-        assert queue.push(request) is None
-    assert drained(queue) == [4, 3, 2, 1]
+    q = Queue()
+    late, soon, urgent = q.push(ttft_s=3.0), q.push(ttft_s=1.0), q.push(priority=1)
+    never = q.push()
+    assert q.order() == [urgent, soon, late, never]
 
 
 def test_tenants_share_by_tokens_not_by_requests() -> None:
-    queue = HoldQueue(100)
-    for number in range(10):
-        queue.push(held(number, tenant="long", tokens=100))
-    for number in range(10, 40):
-        queue.push(held(number, tenant="short", tokens=20))
-    first = drained(queue)[:18]
-    num_long = sum(number < 10 for number in first)
-    assert num_long == 3
-    assert len(first) - num_long == 15
+    q = Queue()
+    for _ in range(10):
+        q.push("long", tokens=100)
+    for _ in range(30):
+        q.push("short", tokens=20)
+    first = q.order()[:18]
+    assert [request.tenant for request in first].count("long") == 3
 
 
-def test_a_full_queue_sheds_the_lowest_class_and_in_it_the_greediest_tenant() -> None:
-    queue = HoldQueue(3)
-    for request in (held(1, tenant="a"), held(2, tenant="b"), held(3, tenant="b")):
-        queue.push(request)
-    shed = queue.push(held(4, priority=1))
-    assert shed is not None
-    assert shed.arrival == 3
-    shed = queue.push(held(5, priority=-1))
-    assert shed is not None
-    assert shed.arrival == 5
+def test_tokens_of_answers_count_double() -> None:
+    q = Queue()
+    for _ in range(2):
+        q.push("talks", tokens=10)
+        q.push("reads", tokens=10 + OUTPUT_WEIGHT * 45)
+    first = q.serve(output_tokens=50)
+    second = q.serve()
+    assert (first and first.tenant, second and second.tenant) == ("talks", "reads")
+    third = q.serve()
+    assert third is not None
+    assert third.tenant == "reads", "100 tokens read weigh less than 10 read and 50 answered"
+
+
+def test_what_a_tenant_was_served_is_remembered_when_its_queue_empties() -> None:
+    q = Queue()
+    q.push("greedy", tokens=1000)
+    q.push("modest", tokens=10)
+    q.order()
+    modest = [q.push("modest", tokens=10) for _ in range(20)]
+    greedy = q.push("greedy", tokens=1000)
+    assert q.order() == [*modest, greedy]
+
+
+def test_what_a_tenant_was_served_counts_in_every_class() -> None:
+    q = Queue()
+    q.push("greedy", priority=1, tokens=1000)
+    q.push("modest", tokens=10)
+    assert q.serve() is not None
+    greedy, modest = q.push("greedy", tokens=10), q.push("modest", tokens=10)
+    order = q.order()
+    assert order.index(modest) < order.index(greedy)
+
+
+def test_nobody_saves_up_a_claim_by_staying_away() -> None:
+    q = Queue()
+    q.push("away", tokens=10)
+    q.order()
+    for _ in range(50):
+        q.push("here", tokens=100)
+    for _ in range(20):
+        q.serve()
+    back = [q.push("away", tokens=100) for _ in range(20)]
+    turns = [request in back for request in q.order()[:20]]
+    assert 9 <= sum(turns) <= 11
+
+
+def test_one_tenants_requests_that_cannot_be_placed_hide_no_other_tenants() -> None:
+    q = Queue()
+    for _ in range(50):
+        q.push("large", ttft_s=1.0)
+    small = q.push("small")
+    assert small in list(q.queue.in_turn())[:8]
+
+
+def test_a_full_queue_sheds_the_lowest_class_and_in_it_the_tenant_with_the_most_requests() -> None:
+    q = Queue(3)
+    q.push("a")
+    q.push("b")
+    last = q.push("b")
+    assert q.queue.crowd_out() is None
+    q.push(priority=1)
+    assert q.queue.crowd_out() is last
+    low = q.push(priority=-1)
+    assert q.queue.crowd_out() is low
+
+
+def test_the_table_of_tenants_is_bounded_and_debts_outlast_it() -> None:
+    q = Queue()
+    q.push("greedy", tokens=10_000)
+    waits = q.push("waits", tokens=10_000, priority=-1)
+    assert q.serve() is not waits
+    for number in range(2 * MAX_TENANTS):
+        q.push(f"tenant {number}", tokens=1)
+        q.serve()
+        assert len(q.counters) <= MAX_TENANTS + len(q.queue)
+    greedy, other = q.push("greedy"), q.push("tenant 1")
+    assert next(q.queue.in_turn()) is other
+    assert q.order()[-2:] == [greedy, waits]

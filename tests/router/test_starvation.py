@@ -26,6 +26,7 @@ from pdserve.router.events import (
     Tick,
     WorkerRegistered,
 )
+from pdserve.router.fairness import TokenCounters
 from pdserve.router.forecast import Forecast
 from pdserve.router.holding import HoldQueue
 from pdserve.router.policies import POLICIES
@@ -40,27 +41,39 @@ steps = st.lists(
 )
 
 
-def request(number: int, tenant: str, num_tokens: int, slo_s: float) -> Request:
+def push(queue: HoldQueue, counters: TokenCounters, number: int, terms: tuple[str, int, float]) -> Request:
+    tenant, num_tokens, slo_s = terms
     now_s = float(number)
     event = RequestArrived(
         RequestId(number.to_bytes(16)), (1,) * num_tokens, SamplingParams(), now_s, now_s + 60, 0, tenant, slo_s
     )
-    return Request(event, number, now_s)
+    request = Request(event, number, now_s)
+    request.counter = counters.arrive(tenant)
+    queue.push(request)
+    return request
+
+
+def serve_first(queue: HoldQueue, counters: TokenCounters) -> Request | None:
+    first = next(queue.in_turn(), None)
+    if first is not None:
+        counters.charge(first.counter, first.num_tokens)
+        queue.remove(first.request_id)
+    return first
 
 
 @given(steps)
 def test_a_tenant_that_waits_sees_each_other_served_at_most_its_own_share_and_one_request(
     steps: list[tuple[str, int, float] | None],
 ) -> None:
-    queue = HoldQueue(1000)
+    counters = TokenCounters()
+    queue = HoldQueue(1000, counters)
     served: Counter[str] = Counter()  # tokens, while all of these wait
     waiting: Counter[str] = Counter()
     for number, step in enumerate(steps):
         if step is not None:
-            queue.push(request(number, *step))
+            push(queue, counters, number, step)
             waiting[step[0]] += 1
-        elif (first := queue.first()) is not None:
-            queue.serve(first)
+        elif (first := serve_first(queue, counters)) is not None:
             waiting[first.tenant] -= 1
             served[first.tenant] += first.num_tokens
         if min(waiting[tenant] for tenant in TENANTS) == 0:
@@ -74,16 +87,15 @@ def test_a_tenant_that_waits_sees_each_other_served_at_most_its_own_share_and_on
 def test_a_request_is_passed_over_only_by_more_pressing_ones_of_its_tenant(
     steps: list[tuple[str, int, float] | None],
 ) -> None:
-    queue, waiting = HoldQueue(1000), dict[RequestId, Request]()
+    counters = TokenCounters()
+    queue, waiting = HoldQueue(1000, counters), dict[RequestId, Request]()
     for number, step in enumerate(steps):
         if step is not None:
-            each = request(number, *step)
-            queue.push(each)
+            each = push(queue, counters, number, step)
             waiting[each.request_id] = each
-        elif (first := queue.first()) is not None:
+        elif (first := serve_first(queue, counters)) is not None:
             rivals = [each for each in waiting.values() if each.tenant == first.tenant]
             assert first.first_token_due_s == min(each.first_token_due_s for each in rivals)
-            queue.serve(first)
             del waiting[first.request_id]
     drained = queue.drain()
     assert {each.request_id for each in drained} == set(waiting)

@@ -1,9 +1,12 @@
 """The router's core with a hand on everything it hears."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
+from pdserve.perfmodel.curve import Step
+from pdserve.perfmodel.model import ENOUGH_STEPS
 from pdserve.router.core import RouterCore
 from pdserve.router.events import (
     AttemptFailed,
@@ -26,8 +29,9 @@ from pdserve.router.events import (
     Tick,
     WorkerRegistered,
 )
+from pdserve.router.forecast import Forecast
 from pdserve.router.ladder import Rung
-from pdserve.router.placement import round_robin
+from pdserve.router.policies import POLICIES
 from pdserve.sampling import SamplingParams
 
 LAYOUT = KvLayout("w", 1, 1, 8, 16, "float32")
@@ -49,9 +53,9 @@ class Delta:
 class Driver:
     """A core with a hand on everything it hears."""
 
-    def __init__(self, limits: Limits | None = None, *, in_turn: bool = False) -> None:
-        limits = limits or Limits()
-        self.core = RouterCore("m", limits, round_robin) if in_turn else RouterCore("m", limits)
+    def __init__(self, limits: Limits | None = None, *, policy: str = "least_loaded") -> None:
+        self.forecast = Forecast()
+        self.core = RouterCore("m", limits or Limits(), POLICIES[policy](self.forecast), self.forecast)
         self.now_s = 100.0
         self.delivered: dict[tuple[RequestId, int], list[int]] = {}
         self.ends: dict[RequestId, Finished | Refused] = {}
@@ -82,12 +86,30 @@ class Driver:
     def pair(self) -> tuple[LinkId, LinkId]:
         return self.attach("p0"), self.attach("d0")
 
-    def arrive(self, *, priority: int = 0, deadline_in_s: float = 60.0, **params: int) -> RequestId:
+    def teach(self, prefill_token_s: float, decode_step_s: float) -> None:
+        """Let the forecast see enough steps of every worker for a policy to refuse by it."""
+        for worker in tuple(self.core.workers):
+            for tokens in range(1, ENOUGH_STEPS + 1):
+                prompt, answers = Step(tokens, tokens**2), Step(sequences=1, kv_tokens=tokens)
+                self.post(StepReported(worker.link, [], prompt, prefill_token_s * tokens))
+                if worker.role is Role.DECODE:
+                    self.post(StepReported(worker.link, [], answers, decode_step_s))
+
+    def arrive(
+        self,
+        *,
+        priority: int = 0,
+        deadline_in_s: float = 60.0,
+        tenant: str = "salt",
+        ttft_s: float | None = None,
+        prompt: Sequence[int] = PROMPT,
+        **params: int,
+    ) -> RequestId:
         self._num_requests += 1
         request_id = RequestId(self._num_requests.to_bytes(16))
         sampling = SamplingParams(**{"max_tokens": 4, **params})  # type: ignore[arg-type]
         deadline_s = self.now_s + deadline_in_s
-        self.post(RequestArrived(request_id, PROMPT, sampling, self.now_s, deadline_s, priority, "salt"))
+        self.post(RequestArrived(request_id, prompt, sampling, self.now_s, deadline_s, priority, tenant, ttft_s))
         return request_id
 
     def placed(self) -> Place:
@@ -113,6 +135,14 @@ class Driver:
 
     def fail(self, link: LinkId, request: RequestId, failure: Failure, attempt: int = 0) -> None:
         self.post(AttemptFailed(link, request, Attempt(attempt), failure, "no luck"))
+
+    def run(self, seconds: float) -> None:
+        """Let time pass, and ring each alarm of the core when it is due."""
+        until_s = self.now_s + seconds
+        while (due_s := self.core.next_wakeup_s()) is not None and due_s <= until_s:
+            self.now_s = max(self.now_s, due_s)
+            self.post(Tick())
+        self.now_s = until_s
 
     def wait(self, seconds: float) -> None:
         self.now_s += seconds

@@ -1,0 +1,203 @@
+"""Which requests are admitted, which wait, and which are refused.
+
+Invariant: a request that waits is placed as soon as it can be, in its turn; it is refused as soon as it can no longer
+meet its objectives, whatever keeps it from being placed; and at most MAX_OVERTAKEN requests behind it are placed before
+it for want of room for it alone.
+"""
+
+from dataclasses import dataclass
+from math import inf
+
+from pdserve.errors import Status
+from pdserve.ids import MAX_WORKER_TASKS, RequestId
+from pdserve.router.alarms import Alarms, DeadlineDue, LookDue
+from pdserve.router.book import Book
+from pdserve.router.events import Limits, Refused, Role
+from pdserve.router.fairness import TokenCounters
+from pdserve.router.grace import PoolGrace
+from pdserve.router.holding import HoldQueue
+from pdserve.router.ladder import Rung
+from pdserve.router.placement import Held, Placed, Rejected, Unserved
+from pdserve.router.recovery import Decide
+from pdserve.router.request import Request
+
+MAX_OVERTAKEN = 8
+_MAX_TRIED = 8  # requests for which there is no room, each time that waiting ones are looked at
+_LOOK_AGAIN_S = 0.01
+_PLACED = 2  # requests for each sequence that decode workers have room for: as many prompts come meanwhile
+_LEAST_S = 0.001  # time has to move on between two looks
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """Why a request is not placed, and when to look at it by itself."""
+
+    reason: str
+    until_s: float
+    is_short_of_room: bool = False  # by the policy's word: others may take the room that it waits for
+    is_behind: bool = False  # it could be placed, but others wait
+
+
+class Admission:
+    """Admits what the policy finds a place for, up to a number of requests, and keeps the rest in a queue."""
+
+    def __init__(self, book: Book, alarms: Alarms, limits: Limits, grace: PoolGrace, decide: Decide) -> None:
+        self._book = book
+        self._alarms = alarms
+        self._limits = limits
+        self._grace = grace
+        self._decide = decide
+        self._counters = TokenCounters()
+        self._held = HoldQueue(limits.max_num_held, self._counters)
+        self._look_again_s = inf  # before, only a request's end makes room for one that is held
+        self._num_ended = 0  # when held requests were last looked at
+        self._max_placed = 0  # as last found; 0: to be found
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    @property
+    def due_s(self) -> float:
+        """When held requests are to be looked at again, if no request ends before."""
+        return self._look_again_s if self._held else inf
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether as many requests are placed as may be: what is set, else what the attached workers have a use for."""
+        num_placed = len(self._book.requests)
+        if num_placed >= self._max_placed:
+            self._max_placed = self._limits.max_num_requests or self._useful()
+        return num_placed >= self._max_placed
+
+    def _useful(self) -> int:
+        """Return how many requests keep the attached workers busy, and no worker refuses."""
+        prefills, decodes = self._book.workers.routable(Role.PREFILL), self._book.workers.routable(Role.DECODE)
+        num_rows = [worker.registration.max_num_seqs for worker in decodes or prefills]
+        num_useful = sum([min(_PLACED * count, MAX_WORKER_TASKS) for count in num_rows])
+        if prefills and decodes:
+            num_useful = min(num_useful, sum(num_rows) + MAX_WORKER_TASKS * len(prefills))
+        return num_useful
+
+    # ---- arrivals
+
+    def arrive(self, request: Request, now_s: float) -> None:
+        """Place, hold or refuse a request."""
+        request.counter = self._counters.arrive(request.tenant)
+        wait = self._try(request, now_s, may_place=not self._held)
+        if wait is None:
+            return
+        self._held.push(request)
+        self._note(request, wait, now_s)
+        if wait.is_behind:
+            self._place_held(now_s)
+        crowded_out = self._held.crowd_out()
+        if crowded_out is not None:
+            text = f"{crowded_out.waits_for}; max_num_held: {self._limits.max_num_held} more wait"
+            self._refuse(crowded_out, Status.RESOURCE_EXHAUSTED, text)
+
+    def remove(self, request_id: RequestId) -> Request | None:
+        """Take out a request that waits, if it does."""
+        return self._held.remove(request_id)
+
+    def drain(self) -> list[Request]:
+        """Take out all that wait."""
+        return self._held.drain()
+
+    def set_alarm(self, at_s: float, alarm: DeadlineDue | LookDue) -> None:
+        if len(self._alarms) > 3 * (len(self._book.requests) + len(self._held)) + 64:
+            self._alarms.forget_ended(self._book.requests.keys() | self._held.ids())
+        self._alarms.add(at_s, alarm)
+
+    # ---- those that wait
+
+    def look_soon(self, now_s: float) -> None:
+        """Note that workers have come, gone or changed, and some pair can serve."""
+        self._look_again_s = now_s
+        self._max_placed = 0
+
+    def place_more(self, now_s: float) -> None:
+        """Place what waits, as far as it can be, if a request has ended or it is time to look again."""
+        if now_s >= self._look_again_s or self._book.num_ended != self._num_ended:
+            self._place_held(now_s)
+
+    def look_at(self, request_id: RequestId, now_s: float) -> None:
+        """Refuse one request that waits if it can no longer meet its objectives."""
+        request = self._held.get(request_id)
+        if request is None:
+            return
+        request.look_at_s = inf
+        wait = self._try(request, now_s, may_place=False)
+        if wait is None:
+            self._held.remove(request_id)
+            return
+        self._note(request, wait, now_s)
+        if wait.is_behind:
+            self._place_held(now_s)
+
+    def _place_held(self, now_s: float) -> None:
+        """Try those that wait in turn; go past those that there is no room for, unless that was done too often."""
+        self._look_again_s = inf
+        passed: list[Request] = []
+        num_tried = 0
+        for request in self._held.in_turn():
+            if self._is_full:
+                break
+            wait = self._try(request, now_s, may_place=True)
+            if wait is None:
+                self._held.remove(request.request_id)
+                for other in passed if request.is_admitted else ():
+                    other.num_overtaken += 1
+            else:
+                self._note(request, wait, now_s)
+                num_tried += 1
+                if wait.is_short_of_room:
+                    passed.append(request)
+            if num_tried == _MAX_TRIED or any(other.num_overtaken >= MAX_OVERTAKEN for other in passed):
+                break
+        self._num_ended = self._book.num_ended
+
+    def _note(self, request: Request, wait: _Wait, now_s: float) -> None:
+        """Note why a request waits, and look at it in time to refuse it."""
+        request.waits_for = wait.reason
+        due_s = request.first_token_due_s
+        at_s = max(now_s + _LEAST_S, min(wait.until_s, due_s if due_s > now_s else inf))
+        if at_s < request.look_at_s:
+            request.look_at_s = at_s
+            self.set_alarm(at_s, LookDue(request.request_id))
+
+    def _try(self, request: Request, now_s: float, *, may_place: bool) -> _Wait | None:
+        """Place a request or end it as the policy says, or return why it has to wait."""
+        decision = self._decide(request, request.running)
+        match decision:
+            case Held(reason, until_s):
+                again_s = max(now_s + _LEAST_S, min(until_s, now_s + _LOOK_AGAIN_S))
+                self._look_again_s = min(self._look_again_s, again_s)
+                return _Wait(reason, until_s, is_short_of_room=True)
+            case Unserved(reason):
+                until_s = self._grace.until_s(request.wait_for_pair(now_s), now_s)
+                if now_s < until_s:
+                    return _Wait(reason, until_s)
+                self._refuse(request, Status.UNAVAILABLE, reason)
+            case Rejected():
+                refused = Refused(decision.status, decision.reason, decision.predicted_ttft_s, decision.retry_after_s)
+                self._book.report_end(request.request_id, refused)
+            case Placed():
+                late_s = request.first_token_due_s - (decision.ttft_s or 0.0)
+                until_s = late_s if late_s > now_s else inf
+                if self._is_full:
+                    return _Wait(f"max_num_requests: {len(self._book.requests)} requests are placed already", until_s)
+                if not may_place:
+                    return _Wait(f"{len(self._held)} requests wait before it", until_s, is_behind=True)
+                self._place(request, decision, now_s)
+        return None
+
+    def _place(self, request: Request, placed: Placed, now_s: float) -> None:
+        self._counters.charge(request.counter, request.num_tokens)
+        request.is_admitted = True
+        request.ladder.reach(Rung.ADMITTED, now_s)
+        self._book.admit(request)
+        self._book.place(request, request.running, placed, now_s)
+
+    def _refuse(self, request: Request, status: Status, text: str) -> None:
+        self._book.report_end(request.request_id, Refused(status, text))
