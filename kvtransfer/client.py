@@ -17,10 +17,11 @@ from pdserve.kvtransfer.plan import refusal
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.proto.v1 import handoff_pb2 as handoff
 from pdserve.proto.v1.handoff_pb2_grpc import HandoffServiceStub
-from pdserve.rpc import INTERNAL_MESSAGE_BYTES, channel_options, secret_metadata
+from pdserve.rpc import INTERNAL_MESSAGE_BYTES, channel_options, identify
 
 logger = logging.getLogger(__name__)
 
+ATTACH = "/pdserve.v1.HandoffService/Attach"
 CONNECT_TIMEOUT_S = 2.0
 CLOSE_TIMEOUT_S = 2.0
 MAX_QUEUED = 4096  # messages to one peer
@@ -60,8 +61,8 @@ class HandoffClient:
         self._refused = refused
         self._on_attached = on_attached
         self._me = me
-        self._introduction = wire.Introduction(me.peer, me.layout, me.mover.describe())
-        self._metadata = secret_metadata(secret)
+        self._introduction = wire.Introduction(me.peer, me.layout)
+        self._secret = secret
         self._sink = sink
         self._tasks = tasks
         self._streams: dict[Peer, _Stream] = {}
@@ -142,16 +143,19 @@ class HandoffClient:
     async def _attach(self, stream: _Stream) -> None:
         channel = grpc.aio.insecure_channel(stream.address, options=channel_options(INTERNAL_MESSAGE_BYTES))
         async with channel:
-            call: Call = HandoffServiceStub(channel).Attach(metadata=self._metadata)
+            call: Call | None = None
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                    proof = await identify(channel, self._secret, ATTACH)
+                    call = HandoffServiceStub(channel).Attach(metadata=proof)
                     there = await self._greet(call, stream.peer)
                 await asyncio.to_thread(self._me.mover.attach, stream.peer, there.mover_metadata)
                 logger.info("attached to %s at %s", stream.peer.worker_id, stream.address)
                 self._on_attached(stream.peer)
                 await self._serve(stream, call)
             finally:
-                call.cancel()
+                if call is not None:
+                    call.cancel()
 
     async def _serve(self, stream: _Stream, call: Call) -> None:
         writer = self._tasks.create_task(_write(stream, call), name=f"handoff {stream.peer.worker_id} writer")
@@ -160,7 +164,7 @@ class HandoffClient:
         finally:
             writer.cancel()
 
-    async def _greet(self, call: Call, peer: Peer) -> wire.Introduction:
+    async def _greet(self, call: Call, peer: Peer) -> wire.HelloAck:
         """Exchange the first words; ProtocolError names what differs."""
         hello = wire.Hello(self._introduction, self._me.mover.name, peer.incarnation, process_age_s())
         with suppress(asyncio.InvalidStateError):  # the call has ended already; reading says why
@@ -169,10 +173,10 @@ class HandoffClient:
         if not isinstance(first, Response):
             raise ProtocolError("message: the stream ended before hello_ack")
         there = wire.ack_from_proto(first)
-        if there.peer != peer:
-            text = f"worker_id: {there.peer.worker_id} answers for {peer.worker_id}"
+        if there.me.peer != peer:
+            text = f"worker_id: {there.me.peer.worker_id} answers for {peer.worker_id}"
             raise ProtocolError(text, Refusal.INCARNATION)
-        reason = refusal(self._me.layout, there.layout)
+        reason = refusal(self._me.layout, there.me.layout)
         if reason is not None:
             raise ProtocolError(f"layout.{reason}", Refusal.LAYOUT)
         return there

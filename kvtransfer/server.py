@@ -61,7 +61,7 @@ class HandoffServicer(HandoffServiceServicer):
     def __init__(self, me: Party, sink: ReceiverSink, refused: Counter[Refusal], tasks: asyncio.TaskGroup) -> None:
         """`refused` counts what is refused here, beside what its owner counts."""
         self._me = me
-        self._introduction = wire.Introduction(me.peer, me.layout, me.mover.describe())
+        self._ack = wire.ack_to_proto(wire.HelloAck(wire.Introduction(me.peer, me.layout), me.mover.describe()))
         self._sink = sink
         self._streams: dict[Peer, _Stream] = {}
         self._tasks = tasks
@@ -152,7 +152,7 @@ class HandoffServicer(HandoffServiceServicer):
         peer = stream.peer
         before = self._streams.get(peer)
         self._streams[peer] = stream
-        stream.outbound.put_nowait(wire.ack_to_proto(self._introduction))
+        stream.outbound.put_nowait(self._ack)
         now_s, seen = self._clock.now_s(), self._latest.get(peer.worker_id)
         self._latest[peer.worker_id] = _Seen(peer.incarnation, now_s)
         self._latest.move_to_end(peer.worker_id)

@@ -34,7 +34,6 @@ class Introduction:
 
     peer: Peer
     layout: KvLayout
-    mover_metadata: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +47,14 @@ class Hello:
     protocol_version: int = PROTOCOL_VERSION
 
 
+@dataclass(frozen=True, slots=True)
+class HelloAck:
+    """The first word of who was dialled."""
+
+    me: Introduction
+    mover_metadata: bytes  # what it takes to write into its pages
+
+
 def hello_to_proto(hello: Hello) -> handoff.HandoffServiceAttachRequest:
     return handoff.HandoffServiceAttachRequest(
         hello=handoff.Hello(
@@ -56,7 +63,6 @@ def hello_to_proto(hello: Hello) -> handoff.HandoffServiceAttachRequest:
             protocol_version=hello.protocol_version,
             layout=layout_to_proto(hello.me.layout),
             mover=hello.mover,
-            mover_metadata=hello.me.mover_metadata,
             decode_incarnation=hello.decode_incarnation,
             age_ms=round(1000 * hello.age_s),
         )
@@ -75,22 +81,25 @@ def hello_from_proto(message: handoff.HandoffServiceAttachRequest) -> Hello:
     return Hello(_introduction(hello), hello.mover, Incarnation(hello.decode_incarnation), hello.age_ms / 1000)
 
 
-def ack_to_proto(me: Introduction) -> handoff.HandoffServiceAttachResponse:
+def ack_to_proto(ack: HelloAck) -> handoff.HandoffServiceAttachResponse:
     return handoff.HandoffServiceAttachResponse(
         hello_ack=handoff.HelloAck(
-            worker_id=me.peer.worker_id,
-            incarnation=me.peer.incarnation,
-            layout=layout_to_proto(me.layout),
-            mover_metadata=me.mover_metadata,
+            worker_id=ack.me.peer.worker_id,
+            incarnation=ack.me.peer.incarnation,
+            layout=layout_to_proto(ack.me.layout),
+            mover_metadata=ack.mover_metadata,
         )
     )
 
 
-def ack_from_proto(message: handoff.HandoffServiceAttachResponse) -> Introduction:
+def ack_from_proto(message: handoff.HandoffServiceAttachResponse) -> HelloAck:
     """Return the first word of who was dialled."""
     if message.WhichOneof("message") != "hello_ack":
         raise ProtocolError(f"message: {message.WhichOneof('message')} before hello_ack")
-    return _introduction(message.hello_ack)
+    ack = message.hello_ack
+    if len(ack.mover_metadata) > MAX_DESCRIPTION_BYTES:
+        raise ProtocolError(f"mover_metadata: {len(ack.mover_metadata)} bytes are over {MAX_DESCRIPTION_BYTES}")
+    return HelloAck(_introduction(ack), ack.mover_metadata)
 
 
 ALIVE = handoff.HandoffServiceAttachRequest(alive=handoff.Alive())
@@ -176,10 +185,8 @@ def _introduction(message: handoff.Hello | handoff.HelloAck) -> Introduction:
         raise ProtocolError(f"worker_id: {len(message.worker_id)} characters, 1 to {MAX_WORKER_ID_CHARS} are allowed")
     if message.incarnation == 0:
         raise ProtocolError("incarnation: 0 is nobody's", Refusal.INCARNATION)
-    if len(message.mover_metadata) > MAX_DESCRIPTION_BYTES:
-        raise ProtocolError(f"mover_metadata: {len(message.mover_metadata)} bytes are over {MAX_DESCRIPTION_BYTES}")
     peer = Peer(WorkerId(message.worker_id), Incarnation(message.incarnation))
-    return Introduction(peer, layout_from_proto(message.layout), message.mover_metadata)
+    return Introduction(peer, layout_from_proto(message.layout))
 
 
 def _id(key: HandoffKey) -> handoff.HandoffId:

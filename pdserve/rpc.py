@@ -1,18 +1,26 @@
 """How pdserve's processes listen, dial and recognise each other over gRPC.
 
-Internal ports answer only callers that show the cluster's shared secret, as metadata of each call. Every other
-call is denied, whatever its method.
+Internal ports answer only callers that prove, in the metadata of each call, that they know the cluster's shared secret.
+Every other call is denied, whatever its method. The secret itself is never sent:
+
+    caller                                            listener
+    any call with      hello: its nonce, a proof  ─▶
+                                                  ◀─  UNAUTHENTICATED with
+                                                      challenge: one of its own, a proof over both
+    the call with      proof: over both, method   ─▶  served, once
 """
 
-import hmac
 import ipaddress
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Never, TypeVar
 
 import grpc
 
+from pdserve.clock import Clock, MonotonicClock
 from pdserve.errors import ConfigError
+from pdserve.proof import CHALLENGE_BYTES, NONCE_BYTES, Challenges, is_proof, new_nonce, proof_of
 
 PROTOCOL_VERSION = 1  # of Link and Handoff; processes with different ones are never paired
 
@@ -20,7 +28,10 @@ PUBLIC_MESSAGE_BYTES = 4 * 1024 * 1024
 INTERNAL_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_STATUS_BYTES = 2000  # of a status message: on the wire up to thrice that, of 8 kB that clients take of headers
 DISMISSED_STATUS = grpc.StatusCode.ABORTED  # of a worker's link: a router refuses its process, which must end
-SECRET_METADATA_KEY = "pdserve-secret-bin"
+HELLO_METADATA_KEY = "pdserve-hello-bin"
+CHALLENGE_METADATA_KEY = "pdserve-challenge-bin"
+PROOF_METADATA_KEY = "pdserve-proof-bin"
+HELLO_METHOD = "/pdserve.v1.Identity/Hello"  # nobody serves it: to say hello is to be denied
 MIN_SECRET_BYTES = 32
 EXPOSED = 0o026  # modes of a secret that others could read, or anybody but its owner replace
 
@@ -88,11 +99,6 @@ def read_secret(path: Path) -> bytes:
     return secret
 
 
-def secret_metadata(secret: bytes) -> Metadata:
-    """Return the metadata that each call to an internal port must carry."""
-    return ((SECRET_METADATA_KEY, secret),)
-
-
 def check_bind(address: str, *, has_identity: bool, key: str = "host") -> None:
     """Raise ConfigError where a listener that knows no identities would be reachable from other machines.
 
@@ -148,12 +154,66 @@ async def abort(
     await context.abort(code, message, trailing_metadata=trailing)
 
 
-class RequireSecret(grpc.aio.ServerInterceptor):
-    """Answers UNAUTHENTICATED to every call, known method or not, that does not carry the secret."""
+class Caller:
+    """The dialling end of an identification: shows that it knows the secret, and has the listener show the same."""
 
-    def __init__(self, secret: bytes, on_denied: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._nonce = new_nonce()
+
+    @property
+    def hello(self) -> Metadata:
+        """Return the metadata of a call that asks for a challenge."""
+        return ((HELLO_METADATA_KEY, self._nonce + proof_of(self._secret, "hello", self._nonce)),)
+
+    def answer(self, denied: grpc.aio.AioRpcError | grpc.Call, method: str) -> Metadata | None:
+        """Return the metadata of one call of a method; None unless the denial is that of one who knows the secret."""
+        challenge, proof = _split(_value_of(CHALLENGE_METADATA_KEY, denied.trailing_metadata()), CHALLENGE_BYTES)
+        if not is_proof(proof, self._secret, "listener", self._nonce, challenge):
+            return None
+        answer = proof_of(self._secret, "caller", self._nonce, challenge, method.encode())
+        return ((PROOF_METADATA_KEY, self._nonce + challenge + answer),)
+
+
+async def identify(
+    channel: grpc.aio.Channel,
+    secret: bytes,
+    method: str,
+    timeout_s: float | None = None,
+    *,
+    wait_for_ready: bool = False,
+) -> Metadata:
+    """Return the metadata that one call of a method, /package.service/name, to an internal port must carry.
+
+    Costs an exchange with the listener. Raises grpc.aio.AioRpcError where that fails, or the listener does not know the
+    secret.
+    """
+    caller = Caller(secret)
+    say_hello: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(HELLO_METHOD)
+    call = say_hello(b"", metadata=caller.hello, timeout=timeout_s, wait_for_ready=wait_for_ready)
+    try:
+        await call
+    except grpc.aio.AioRpcError as denied:
+        proof = caller.answer(denied, method)
+        if proof is not None:
+            return proof
+        if denied.code() is not grpc.StatusCode.UNAUTHENTICATED:
+            raise
+    text = "the cluster's shared secret is not the same at both ends"
+    raise grpc.aio.AioRpcError(grpc.StatusCode.UNAUTHENTICATED, grpc.aio.Metadata(), grpc.aio.Metadata(), text)
+
+
+class RequireSecret(grpc.aio.ServerInterceptor):
+    """Answers UNAUTHENTICATED to every call, known method or not, that does not prove knowledge of the secret.
+
+    A caller whose hello proves it is given a challenge with the denial.
+    """
+
+    def __init__(self, secret: bytes, on_denied: Callable[[], None] = lambda: None, clock: Clock | None = None) -> None:
+        """`on_denied` hears of each call but those that ask for a challenge."""
         self._secret = secret
         self._on_denied = on_denied
+        self._challenges = Challenges(clock or MonotonicClock())
 
     async def intercept_service(
         self,
@@ -162,17 +222,46 @@ class RequireSecret(grpc.aio.ServerInterceptor):
         ],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "grpc.RpcMethodHandler[_Request, _Response] | None":
-        for key, value in handler_call_details.invocation_metadata or ():
-            if key == SECRET_METADATA_KEY and hmac.compare_digest(_as_bytes(value), self._secret):
-                return await continuation(handler_call_details)
-        self._on_denied()
+        told = handler_call_details.invocation_metadata
+        if self._is_proved(_value_of(PROOF_METADATA_KEY, told), handler_call_details.method):
+            return await continuation(handler_call_details)
+        challenge = self._challenge(_value_of(HELLO_METADATA_KEY, told))
+        if not challenge:
+            self._on_denied()
         # Streaming on both sides: such a handler answers before it has read anything.
-        return grpc.stream_stream_rpc_method_handler(_deny)
+        return grpc.stream_stream_rpc_method_handler(partial(_deny, challenge))
+
+    def _is_proved(self, shown: bytes, method: str) -> bool:
+        nonce, rest = _split(shown, NONCE_BYTES)
+        challenge, proof = _split(rest, CHALLENGE_BYTES)
+        if not is_proof(proof, self._secret, "caller", nonce, challenge, method.encode()):
+            return False
+        if not self._challenges.is_open(challenge):
+            return False
+        self._challenges.spend(challenge)
+        return True
+
+    def _challenge(self, hello: bytes) -> Metadata:
+        """Return what goes with the denial of a call: nothing, unless its hello proves knowledge of the secret."""
+        nonce, proof = _split(hello, NONCE_BYTES)
+        if not is_proof(proof, self._secret, "hello", nonce):
+            return ()
+        challenge = self._challenges.new()
+        return ((CHALLENGE_METADATA_KEY, challenge + proof_of(self._secret, "listener", nonce, challenge)),)
 
 
-def _as_bytes(value: str | bytes) -> bytes:
-    return value.encode() if isinstance(value, str) else value
+def _value_of(key: str, metadata: Iterable[tuple[str, str | bytes]] | None) -> bytes:
+    """Return the value of a binary key, empty where there is none."""
+    values = (value for name, value in metadata or () if name == key and isinstance(value, bytes))
+    return next(values, b"")
 
 
-async def _deny(_: AsyncIterator[bytes], context: "grpc.aio.ServicerContext[bytes, bytes]") -> None:
-    await abort(context, grpc.StatusCode.UNAUTHENTICATED, "the cluster's shared secret is missing or wrong")
+def _split(value: bytes, num_bytes: int) -> tuple[bytes, bytes]:
+    return value[:num_bytes], value[num_bytes:]
+
+
+async def _deny(
+    challenge: Metadata, _: AsyncIterator[bytes], context: "grpc.aio.ServicerContext[bytes, bytes]"
+) -> None:
+    text = "the cluster's shared secret has not been proved"
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, text, trailing_metadata=challenge)

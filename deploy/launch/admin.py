@@ -20,7 +20,7 @@ class AdminClient:
     """One operator's connection to one router. Calls raise grpc.aio.AioRpcError."""
 
     def __init__(self, address: str, secret_file: Path) -> None:
-        self._metadata = rpc.secret_metadata(rpc.read_secret(secret_file))
+        self._secret = rpc.read_secret(secret_file)
         self._channel = grpc.aio.insecure_channel(address, options=rpc.channel_options(rpc.INTERNAL_MESSAGE_BYTES))
         self._stub = AdminServiceStub(self._channel)
 
@@ -34,14 +34,15 @@ class AdminClient:
 
     async def status(self) -> admin.ClusterStatus:
         """Return the cluster as the router sees it now."""
-        reply = await self._stub.GetStatus(admin.GetStatusRequest(), metadata=self._metadata, timeout=CALL_TIMEOUT_S)
+        proof = await self._identify("GetStatus", CALL_TIMEOUT_S)
+        reply = await self._stub.GetStatus(admin.GetStatusRequest(), metadata=proof, timeout=CALL_TIMEOUT_S)
         return reply.status
 
     async def watch(self, *, wait_for_ready: bool = False) -> AsyncIterator[admin.ClusterStatus]:
         """Yield the cluster now and after each change, until the router ends the stream."""
         request = admin.WatchStatusRequest()
-        call = self._stub.WatchStatus(request, metadata=self._metadata, wait_for_ready=wait_for_ready)
-        async for reply in call:
+        proof = await self._identify("WatchStatus", wait_for_ready=wait_for_ready)
+        async for reply in self._stub.WatchStatus(request, metadata=proof):
             yield reply.status
 
     async def report_gone(
@@ -51,10 +52,17 @@ class AdminClient:
 
         `from_outside`: a signal or a drain ended it, not what it computed.
         """
+        proof = await self._identify("ReportProcessGone", timeout_s, wait_for_ready=True)
         process = link.ProcessGone(worker_id=worker_id, incarnation=incarnation)
         await self._stub.ReportProcessGone(
             admin.ReportProcessGoneRequest(process=process, from_outside=from_outside),
-            metadata=self._metadata,
+            metadata=proof,
             timeout=timeout_s,
-            wait_for_ready=True,
         )
+
+    async def _identify(
+        self, method: str, timeout_s: float | None = None, *, wait_for_ready: bool = False
+    ) -> rpc.Metadata:
+        """Return the metadata of one call, to be made at once: another router, started meanwhile, would refuse it."""
+        method = f"/pdserve.v1.AdminService/{method}"
+        return await rpc.identify(self._channel, self._secret, method, timeout_s, wait_for_ready=wait_for_ready)

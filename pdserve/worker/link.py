@@ -15,13 +15,14 @@ import grpc
 from pdserve.clock import process_age_s
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1 import link_pb2_grpc
-from pdserve.rpc import DISMISSED_STATUS, INTERNAL_MESSAGE_BYTES, channel_options, secret_metadata
+from pdserve.rpc import DISMISSED_STATUS, INTERNAL_MESSAGE_BYTES, channel_options, identify
 from pdserve.worker.words import RouterRef
 
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED = 4096  # messages to one router
 WELCOME_TIMEOUT_S = 5.0
+ATTACH = "/pdserve.v1.LinkService/Attach"
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 
 
@@ -62,7 +63,7 @@ class Links:
     ) -> None:
         """`on_dismissed` is told why a router says that this process must end; it is dialled no more."""
         self._addresses = addresses
-        self._metadata = secret_metadata(secret)
+        self._secret = secret
         self._register = register
         self._sink = sink
         self._on_dismissed = on_dismissed
@@ -147,9 +148,11 @@ class Links:
     async def _attach(self, address: str, router: RouterRef) -> None:
         """Serve one stream to its end."""
         async with grpc.aio.insecure_channel(address, options=channel_options(INTERNAL_MESSAGE_BYTES)) as channel:
-            call: Call = link_pb2_grpc.LinkServiceStub(channel).Attach(metadata=self._metadata)
+            call: Call | None = None
             try:
                 async with asyncio.timeout(WELCOME_TIMEOUT_S):
+                    proof = await identify(channel, self._secret, ATTACH)
+                    call = link_pb2_grpc.LinkServiceStub(channel).Attach(metadata=proof)
                     await call.write(self._registration())
                     first = await call.read()
                 if not isinstance(first, link.AttachResponse) or not first.HasField("welcome"):
@@ -165,7 +168,8 @@ class Links:
                     writer.cancel()
                     await asyncio.wait([writer])
             finally:
-                call.cancel()
+                if call is not None:
+                    call.cancel()
 
     async def _read(self, call: Call, router: RouterRef) -> None:
         task = asyncio.current_task()

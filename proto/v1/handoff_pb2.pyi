@@ -118,7 +118,6 @@ class Hello(_message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     LAYOUT_FIELD_NUMBER: _builtins.int
     MOVER_FIELD_NUMBER: _builtins.int
-    MOVER_METADATA_FIELD_NUMBER: _builtins.int
     DECODE_INCARNATION_FIELD_NUMBER: _builtins.int
     AGE_MS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
@@ -129,8 +128,6 @@ class Hello(_message.Message):
     """Version of the internal protocols."""
     mover: _builtins.str
     """Which mover it writes with: "nixl", "collective" or "loopback"."""
-    mover_metadata: _builtins.bytes
-    """The mover's own description of this process (agent metadata); opaque here."""
     decode_incarnation: _builtins.int
     """Incarnation it means to reach; another one answers FAILED_PRECONDITION."""
     age_ms: _builtins.int
@@ -147,13 +144,12 @@ class Hello(_message.Message):
         protocol_version: _builtins.int = ...,
         layout: _link_pb2.KvLayout | None = ...,
         mover: _builtins.str = ...,
-        mover_metadata: _builtins.bytes = ...,
         decode_incarnation: _builtins.int = ...,
         age_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "decode_incarnation", b"decode_incarnation", "incarnation", b"incarnation", "layout", b"layout", "mover", b"mover", "mover_metadata", b"mover_metadata", "protocol_version", b"protocol_version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "decode_incarnation", b"decode_incarnation", "incarnation", b"incarnation", "layout", b"layout", "mover", b"mover", "protocol_version", b"protocol_version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

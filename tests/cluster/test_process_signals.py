@@ -27,12 +27,12 @@ from lone_process import (
     process,
 )
 from model_zoo import write_model
+from proofs import operators_proof
 
 from pdserve.launch.state import ClusterState
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceStub
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
-from pdserve.rpc import read_secret, secret_metadata
 from pdserve.signals import DRAIN_TIMED_OUT_STATUS
 
 AT_ONCE_S = 10  # a busy machine; a drain would take longer
@@ -108,7 +108,7 @@ def test_a_router_drains_at_the_first_signal_and_ends_at_the_second(model: Path,
 
 
 def test_a_worker_drains_at_the_first_signal_and_ends_at_the_second(model: Path, tmp_path: Path) -> None:
-    with endless_router() as (router, address):
+    with endless_router(tmp_path / "run" / "secret") as (router, address):
         flags = {"routers": (address,), "lease_s": 600.0, **LONG}
         with process(command(DECODE, tmp_path / "run", model, **flags), tmp_path) as running:
             assert router.holds_request.wait(90)
@@ -122,7 +122,7 @@ def test_a_worker_drains_at_the_first_signal_and_ends_at_the_second(model: Path,
 
 
 def test_a_worker_that_has_not_drained_in_time_ends(model: Path, tmp_path: Path) -> None:
-    with endless_router() as (router, address):
+    with endless_router(tmp_path / "run" / "secret") as (router, address):
         flags = {"routers": (address,), "lease_s": 600.0, "drain_timeout_s": 0.5}
         with process(command(DECODE, tmp_path / "run", model, **flags), tmp_path) as running:
             assert router.holds_request.wait(90)
@@ -150,8 +150,8 @@ def test_a_cluster_drains_at_the_first_signal_and_is_killed_at_the_second(model:
 def until_held(internal: str, secret_file: Path) -> None:
     """Wait until a router has said that it holds a request."""
     with grpc.insecure_channel(internal) as channel:
-        metadata = secret_metadata(read_secret(secret_file))
-        watch = AdminServiceStub(channel).WatchStatus(admin.WatchStatusRequest(), metadata=metadata)
+        proof = operators_proof(channel, secret_file, "WatchStatus")
+        watch = AdminServiceStub(channel).WatchStatus(admin.WatchStatusRequest(), metadata=proof)
         assert any(reply.status.num_active or reply.status.num_held for reply in watch)
         watch.cancel()
 

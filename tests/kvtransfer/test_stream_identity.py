@@ -78,7 +78,6 @@ async def test_another_worker_at_the_address_is_refused() -> None:
         (lambda m: setattr(m.hello, "worker_id", "w" * 254), "worker_id"),
         (lambda m: setattr(m.hello, "incarnation", 0), "incarnation"),
         (lambda m: setattr(m.hello, "mover", "carrier pigeon"), "mover"),
-        (lambda m: setattr(m.hello, "mover_metadata", bytes((1 << 20) + 1)), "mover_metadata"),
         (lambda m: setattr(m.hello.layout, "dtype", "int3"), "layout.dtype"),
         (lambda m: setattr(m.hello.layout, "head_dim", 0), "layout.head_dim"),
         (lambda m: m.hello.ClearField("layout"), "layout"),

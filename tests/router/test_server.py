@@ -17,7 +17,7 @@ from pdserve.errors import ConfigError
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router.config import RouterConfig
-from pdserve.rpc import SECRET_METADATA_KEY, check_bind, read_secret
+from pdserve.rpc import HELLO_METADATA_KEY, PROOF_METADATA_KEY, Caller, check_bind, identify, read_secret
 
 SERVICE = "pdserve.v1.InferenceService"
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -80,14 +80,21 @@ async def test_shutdown_ends_what_does_not_finish_in_time(start_router: StartRou
     assert (code, message) == (grpc.StatusCode.UNAVAILABLE, "this router is shutting down")
 
 
-@pytest.mark.parametrize("secret", [None, b"", b"x" * 64, "right but longer"])
+@pytest.mark.parametrize("key", [HELLO_METADATA_KEY, PROOF_METADATA_KEY, "pdserve-secret-bin"])
+@pytest.mark.parametrize("value", [None, b"", b"x" * 152, "the secret", "a hello", "a proof for another method"])
 @pytest.mark.parametrize("method", INTERNAL_METHODS)
-async def test_nothing_internal_is_answered_without_the_secret(
-    start_router: StartRouter, method: str, secret: bytes | str | None
+async def test_nothing_internal_is_answered_without_proof_of_the_secret(
+    start_router: StartRouter, method: str, key: str, value: bytes | str | None
 ) -> None:
     router = await start_router()
-    value = router.secret + b"x" if isinstance(secret, str) else secret
-    metadata = () if value is None else ((SECRET_METADATA_KEY, value),)
+    shown = value
+    if value == "the secret":
+        shown = router.secret
+    elif value == "a hello":
+        ((_, shown),) = Caller(router.secret).hello
+    elif value == "a proof for another method":
+        ((_, shown),) = await identify(router.internal, router.secret, "/pdserve.v1.AdminService/Other")
+    metadata = ((key, shown),) if isinstance(shown, bytes) else ()
     call = router.internal.stream_stream(f"/pdserve.v1.{method}")(metadata=metadata)
     assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
 
@@ -95,7 +102,8 @@ async def test_nothing_internal_is_answered_without_the_secret(
 async def test_operators_are_not_served_on_the_public_port(start_router: StartRouter) -> None:
     router = await start_router()
     for method in ("AdminService/GetStatus", "LinkService/Attach"):
-        call = router.public.stream_stream(f"/pdserve.v1.{method}")(metadata=((SECRET_METADATA_KEY, router.secret),))
+        proof = await identify(router.internal, router.secret, f"/pdserve.v1.{method}")
+        call = router.public.stream_stream(f"/pdserve.v1.{method}")(metadata=proof)
         assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
@@ -112,8 +120,7 @@ async def test_reflection_names_the_public_services(start_router: StartRouter) -
 
 async def test_watching_tells_of_changes(start_router: StartRouter) -> None:
     router = await start_router()
-    metadata = ((SECRET_METADATA_KEY, router.secret),)
-    watch = router.admin.WatchStatus(admin.WatchStatusRequest(), metadata=metadata)
+    watch = router.admin.WatchStatus(admin.WatchStatusRequest(), metadata=await router.proof("WatchStatus"))
     assert len((await watch.read()).status.workers) == 0
     await router.worker(link.ROLE_PREFILL, "p0")
     async with asyncio.timeout(5):

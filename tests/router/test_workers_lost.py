@@ -21,7 +21,7 @@ from pdserve.kvlayout import KvLayout
 from pdserve.kvlayout_wire import layout_to_proto
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.rpc import DISMISSED_STATUS, secret_metadata
+from pdserve.rpc import DISMISSED_STATUS
 
 PROMPT = TOKENIZER.encode("hello", add_special=False)
 
@@ -135,7 +135,7 @@ async def test_a_worker_that_does_not_say_who_it_is_is_turned_away(
     start_router: StartRouter, message: dict[str, object]
 ) -> None:
     router = await start_router()
-    stranger = router.unattached(link.Register())
+    stranger = await router.unattached(link.Register())
     stranger.listen()
     await stranger.say(**message)
     assert await stranger.dropped() is grpc.StatusCode.FAILED_PRECONDITION
@@ -183,7 +183,7 @@ async def test_operators_see_requests_and_their_ends(start_router: StartRouter) 
     prefill.is_paused = True
     call = router.generate(text="hello", max_tokens=3)
     await decode.until(lambda: len(decode.decodes) == 2)
-    reply = await router.admin.GetStatus(admin.GetStatusRequest(), metadata=secret_metadata(router.secret))
+    reply = await router.admin.GetStatus(admin.GetStatusRequest(), metadata=await router.proof("GetStatus"))
     status = reply.status
     assert (status.model, status.num_active, dict(status.ended)) == ("tiny", 1, {"OK": 1})
     assert {w.registration.worker_id: w.num_assigned for w in status.workers} == {"p0": 1, "d0": 1}
@@ -196,7 +196,7 @@ async def test_a_process_that_is_gone_is_announced_and_its_link_dropped(start_ro
     prefill, decode = await router.pair()
     gone = link.ProcessGone(worker_id="d0", incarnation=decode.registration.incarnation)
     await router.admin.ReportProcessGone(
-        admin.ReportProcessGoneRequest(process=gone), metadata=secret_metadata(router.secret)
+        admin.ReportProcessGoneRequest(process=gone), metadata=await router.proof("ReportProcessGone")
     )
     await prefill.until(lambda: prefill.gone == [gone])
     assert await decode.dropped() is DISMISSED_STATUS, "it lives, and has to end"
@@ -206,11 +206,11 @@ async def test_a_process_with_a_successor_is_told_to_end_and_counted(start_route
     router = await start_router()
     _, decode = await router.pair()
     earlier = decode.registration.incarnation - 1
-    zombie = router.unattached(link.Register(worker_id="d0", incarnation=earlier, role=link.ROLE_DECODE))
+    zombie = await router.unattached(link.Register(worker_id="d0", incarnation=earlier, role=link.ROLE_DECODE))
     zombie.listen()
     await zombie.say(register=zombie.registration)
     assert await zombie.dropped() is DISMISSED_STATUS
-    reply = await router.admin.GetStatus(admin.GetStatusRequest(), metadata=secret_metadata(router.secret))
+    reply = await router.admin.GetStatus(admin.GetStatusRequest(), metadata=await router.proof("GetStatus"))
     assert dict(reply.status.refused) == {"incarnation": 1}
     assert [w.registration.incarnation for w in reply.status.workers if w.registration.worker_id == "d0"] == [
         decode.registration.incarnation
@@ -221,9 +221,9 @@ async def test_a_process_with_a_successor_is_told_to_end_and_counted(start_route
 async def test_draining_is_passed_on(start_router: StartRouter) -> None:
     router = await start_router()
     _, decode = await router.pair()
-    metadata = secret_metadata(router.secret)
-    await router.admin.DrainWorker(admin.DrainWorkerRequest(worker_id="d0"), metadata=metadata)
+    await router.admin.DrainWorker(admin.DrainWorkerRequest(worker_id="d0"), metadata=await router.proof("DrainWorker"))
     await decode.until(lambda: decode.is_asked_to_drain)
+    proof = await router.proof("DrainWorker")
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await router.admin.DrainWorker(admin.DrainWorkerRequest(worker_id="nobody"), metadata=metadata)
+        await router.admin.DrainWorker(admin.DrainWorkerRequest(worker_id="nobody"), metadata=proof)
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
+from proofs import operators_proof
 
 from pdserve.launch.state import ClusterState
 from pdserve.proto.v1 import admin_pb2 as admin
@@ -19,7 +20,7 @@ from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceStub
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
-from pdserve.rpc import read_secret, secret_metadata
+from pdserve.rpc import Metadata
 
 START_TIMEOUT_S = 90
 TAKE_TURNS = ("--policy", "least_loaded")
@@ -68,7 +69,6 @@ class LiveCluster:
         self.inference = InferenceServiceStub(self.channel)
         self._admin_channel = grpc.insecure_channel(state.admin)
         self.admin = AdminServiceStub(self._admin_channel)
-        self.metadata = secret_metadata(read_secret(state.secret_file))
 
     @property
     def state(self) -> ClusterState:
@@ -109,7 +109,8 @@ class LiveCluster:
         return pid
 
     def status(self, timeout_s: float = 10) -> admin.ClusterStatus:
-        return self.admin.GetStatus(admin.GetStatusRequest(), metadata=self.metadata, timeout=timeout_s).status
+        proof = self.proof("GetStatus", timeout_s)
+        return self.admin.GetStatus(admin.GetStatusRequest(), metadata=proof, timeout=timeout_s).status
 
     def wait_for(self, wanted: Callable[[admin.ClusterStatus], bool], timeout_s: float) -> admin.ClusterStatus:
         """Return the first status that is as wanted, or fail after a time. A router that starts again is awaited."""
@@ -127,9 +128,13 @@ class LiveCluster:
 
     def _watch(self, timeout_s: float) -> Iterator[admin.ClusterStatus]:
         request = admin.WatchStatusRequest()
-        updates = self.admin.WatchStatus(request, metadata=self.metadata, timeout=timeout_s, wait_for_ready=True)
+        updates = self.admin.WatchStatus(request, metadata=self.proof("WatchStatus", timeout_s), timeout=timeout_s)
         for update in updates:
             yield update.status
+
+    def proof(self, method: str, timeout_s: float) -> Metadata:
+        """Return the metadata of one call of the operator's."""
+        return operators_proof(self._admin_channel, self.state.secret_file, method, timeout_s)
 
     def close(self) -> None:
         self.channel.close()

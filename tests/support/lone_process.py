@@ -12,6 +12,7 @@ from pathlib import Path
 import grpc
 import psutil
 import pytest
+from proofs import KnowSecret
 
 from pdserve.ids import new_request_id
 from pdserve.launch.folder import write_secret
@@ -105,11 +106,11 @@ def endless_decode() -> link.Decode:
 
 
 @contextmanager
-def endless_router() -> Iterator[tuple[EndlessRouter, str]]:
+def endless_router(secret_file: Path) -> Iterator[tuple[EndlessRouter, str]]:
     """Serve such a router for the length of the block; yields it and its address."""
     with ThreadPoolExecutor(8) as pool:
         router = EndlessRouter()
-        server = grpc.server(pool)
+        server = grpc.server(pool, interceptors=[KnowSecret(secret_file)])
         add_LinkServiceServicer_to_server(router, server)
         port = server.add_insecure_port("127.0.0.1:0")
         server.start()

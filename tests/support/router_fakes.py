@@ -27,7 +27,7 @@ from pdserve.proto.v1.link_pb2_grpc import LinkServiceStub
 from pdserve.router.config import RouterConfig
 from pdserve.router.front import ServedModel
 from pdserve.router.server import Addresses, TextModel, run
-from pdserve.rpc import INTERNAL_MESSAGE_BYTES, channel_options, read_secret, secret_metadata
+from pdserve.rpc import INTERNAL_MESSAGE_BYTES, Metadata, channel_options, identify, read_secret
 from pdserve.text.chat import ChatTemplate
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.token_ids import from_wire
@@ -69,7 +69,7 @@ def tokens_of(prompt: Sequence[int], num_tokens: int, index: int = 0) -> list[in
 class FakeWorker:
     """Attaches to a router, records what it is told, and answers as a worker would."""
 
-    def __init__(self, channel: grpc.aio.Channel, secret: bytes, registration: link.Register) -> None:
+    def __init__(self, channel: grpc.aio.Channel, proof: Metadata, registration: link.Register) -> None:
         self.registration = registration
         self.name = registration.worker_id
         self.specs: dict[Key, link.SequenceSpec] = {}  # placements it works on
@@ -86,7 +86,7 @@ class FakeWorker:
         self.logprobs_per_token = 0
         self.news = asyncio.Condition()
         self._writing = asyncio.Lock()
-        self._call = LinkServiceStub(channel).Attach(metadata=secret_metadata(secret))
+        self._call = LinkServiceStub(channel).Attach(metadata=proof)
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def attach(self) -> None:
@@ -272,7 +272,7 @@ class RouterUnderTest:
             "max_model_len": 2048,
             "handoff_address": f"127.0.0.1:{len(self.workers)}",
         }
-        worker = self.unattached(link.Register(**(fields | registration)))  # type: ignore[arg-type]
+        worker = await self.unattached(link.Register(**(fields | registration)))  # type: ignore[arg-type]
         await worker.attach()
         self._stack.push_async_callback(worker.die)
         self.workers[name] = worker
@@ -280,9 +280,14 @@ class RouterUnderTest:
             other.peers = self.workers
         return worker
 
-    def unattached(self, registration: link.Register) -> FakeWorker:
+    async def unattached(self, registration: link.Register) -> FakeWorker:
         """Open a worker's stream on which nothing has been said."""
-        return FakeWorker(self._worker_channel, self.secret, registration)
+        proof = await identify(self._worker_channel, self.secret, "/pdserve.v1.LinkService/Attach")
+        return FakeWorker(self._worker_channel, proof, registration)
+
+    async def proof(self, method: str) -> Metadata:
+        """Return the metadata of one call of the operator's."""
+        return await identify(self.internal, self.secret, f"/pdserve.v1.AdminService/{method}")
 
     async def pair(self) -> tuple[FakeWorker, FakeWorker]:
         """Attach one worker of each kind and wait until the router would place on them."""
@@ -302,7 +307,7 @@ class RouterUnderTest:
     async def until_status(self, condition: Callable[[admin.ClusterStatus], bool]) -> None:
         """Wait until the router's own account of the cluster fulfils a condition."""
         async with asyncio.timeout(PATIENCE_S):
-            call = self.admin.WatchStatus(admin.WatchStatusRequest(), metadata=secret_metadata(self.secret))
+            call = self.admin.WatchStatus(admin.WatchStatusRequest(), metadata=await self.proof("WatchStatus"))
             async for reply in call:
                 if condition(reply.status):
                     call.cancel()

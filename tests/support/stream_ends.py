@@ -14,7 +14,7 @@ from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, Wor
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer import wire
 from pdserve.kvtransfer.backends.loopback import LoopbackMover
-from pdserve.kvtransfer.client import HandoffClient
+from pdserve.kvtransfer.client import ATTACH, HandoffClient
 from pdserve.kvtransfer.mover import OnStopped, Region
 from pdserve.kvtransfer.peers import (
     FromReceivers,
@@ -26,7 +26,7 @@ from pdserve.kvtransfer.server import HandoffServicer
 from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, Peer
 from pdserve.proto.v1 import handoff_pb2 as handoff
 from pdserve.proto.v1.handoff_pb2_grpc import HandoffServiceStub, add_HandoffServiceServicer_to_server
-from pdserve.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, secret_metadata, server_options
+from pdserve.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, identify, server_options
 
 SECRET = b"s" * 32
 LAYOUT = KvLayout("w", 2, 2, 4, 4, "float32")
@@ -136,10 +136,10 @@ Change = Callable[[handoff.HandoffServiceAttachRequest], None]
 @asynccontextmanager
 async def raw_stream(decode: Decode, change: Change) -> AsyncIterator[grpc.aio.StreamStreamCall]:
     """Say a hello that `change` has falsified."""
-    introduction = wire.Introduction(PREFILL, LAYOUT, b"m")
+    introduction = wire.Introduction(PREFILL, LAYOUT)
     hello = wire.hello_to_proto(wire.Hello(introduction, "loopback", DECODE.incarnation, 0.0))
     change(hello)
     async with grpc.aio.insecure_channel(decode.address) as channel:
-        call = HandoffServiceStub(channel).Attach(metadata=secret_metadata(SECRET))
+        call = HandoffServiceStub(channel).Attach(metadata=await identify(channel, SECRET, ATTACH))
         await call.write(hello)
         yield call

@@ -141,7 +141,7 @@ class WiredCluster(LiveCluster):
         _, state = self.wiring.started[name]
         gone = link.ProcessGone(worker_id=name, incarnation=state.incarnation)
         request = admin.ReportProcessGoneRequest(process=gone)
-        self.admin.ReportProcessGone(request, metadata=self.metadata, timeout=10, wait_for_ready=True)
+        self.admin.ReportProcessGone(request, metadata=self.proof("ReportProcessGone", 10), timeout=10)
 
 
 @contextmanager

@@ -9,9 +9,10 @@ import grpc
 
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.link_pb2_grpc import LinkServiceServicer, add_LinkServiceServicer_to_server
-from pdserve.rpc import DISMISSED_STATUS, INTERNAL_MESSAGE_BYTES, server_options
+from pdserve.rpc import DISMISSED_STATUS, INTERNAL_MESSAGE_BYTES, RequireSecret, server_options
 from pdserve.worker.link import MAX_QUEUED, FromRouter, Links, RouterGone
 
+SECRET = b"s" * 32
 HEARTBEAT = link.AttachRequest(heartbeat=link.Heartbeat())
 
 
@@ -39,11 +40,11 @@ class Welcoming(LinkServiceServicer):
 @asynccontextmanager
 async def attached() -> AsyncIterator[tuple[Welcoming, Links, asyncio.Queue[FromRouter | RouterGone]]]:
     router, heard = Welcoming(), asyncio.Queue[FromRouter | RouterGone]()
-    server = grpc.aio.server(options=server_options(INTERNAL_MESSAGE_BYTES))
+    server = grpc.aio.server(interceptors=[RequireSecret(SECRET)], options=server_options(INTERNAL_MESSAGE_BYTES))
     add_LinkServiceServicer_to_server(router, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    links = Links((f"127.0.0.1:{port}",), b"s" * 32, link.Register(worker_id="d0"), heard.put, not_dismissed)
+    links = Links((f"127.0.0.1:{port}",), SECRET, link.Register(worker_id="d0"), heard.put, not_dismissed)
     running = asyncio.create_task(links.run())
     try:
         async with asyncio.timeout(20):
@@ -72,7 +73,7 @@ async def test_a_worker_that_leaves_waits_for_no_router_that_is_not_there() -> N
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and says nothing
         addresses = (f"127.0.0.1:{silent.getsockname()[1]}", "127.0.0.1:1")
         heard = asyncio.Queue[FromRouter | RouterGone]()
-        links = Links(addresses, b"s" * 32, link.Register(worker_id="d0"), heard.put, not_dismissed)
+        links = Links(addresses, SECRET, link.Register(worker_id="d0"), heard.put, not_dismissed)
         running = asyncio.create_task(links.run())
         dialling, _ = await asyncio.to_thread(silent.accept)
         with dialling:
@@ -99,7 +100,7 @@ class Dismissing(LinkServiceServicer):
 @asynccontextmanager
 async def sent_away(status: grpc.StatusCode) -> AsyncIterator[tuple[Dismissing, Links, list[str]]]:
     router, why = Dismissing(status), list[str]()
-    server = grpc.aio.server(options=server_options(INTERNAL_MESSAGE_BYTES))
+    server = grpc.aio.server(interceptors=[RequireSecret(SECRET)], options=server_options(INTERNAL_MESSAGE_BYTES))
     add_LinkServiceServicer_to_server(router, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -108,7 +109,7 @@ async def sent_away(status: grpc.StatusCode) -> AsyncIterator[tuple[Dismissing, 
         async with asyncio.timeout(20):
             yield (
                 router,
-                Links((f"127.0.0.1:{port}",), b"s" * 32, link.Register(worker_id="d0"), heard.put, why.append),
+                Links((f"127.0.0.1:{port}",), SECRET, link.Register(worker_id="d0"), heard.put, why.append),
                 why,
             )
     finally:

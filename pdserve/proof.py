@@ -1,0 +1,68 @@
+"""Proves to another process that this one knows the cluster's secret, which never leaves either of them.
+
+Both sides draw a nonce, and each shows a code (HMAC-SHA256 under the secret) over the two nonces and its own part in
+the exchange. Invariant: a proof serves one time, one process, and what it was made for.
+"""
+
+import hmac
+import secrets
+import struct
+from collections import OrderedDict
+
+from pdserve.clock import Clock
+
+NONCE_BYTES = 16
+PROOF_BYTES = 32
+CHALLENGE_BYTES = 8 + NONCE_BYTES + PROOF_BYTES
+CHALLENGE_S = 30.0  # how long a challenge can be answered
+MAX_SPENT = 1 << 16  # answered challenges of the last `CHALLENGE_S`; those with the secret alone can make it as many
+
+_ISSUED = struct.Struct(f"!Q{NONCE_BYTES}s")  # milliseconds of the challenger's clock, and its nonce
+
+
+def new_nonce() -> bytes:
+    return secrets.token_bytes(NONCE_BYTES)
+
+
+def proof_of(secret: bytes, purpose: str, *parts: bytes) -> bytes:
+    """Return what shows knowledge of the secret for one purpose."""
+    code = hmac.new(secret, digestmod="sha256")
+    for part in (purpose.encode(), *parts):
+        code.update(struct.pack("!I", len(part)) + part)
+    return code.digest()
+
+
+def is_proof(given: bytes, secret: bytes, purpose: str, *parts: bytes) -> bool:
+    return hmac.compare_digest(given, proof_of(secret, purpose, *parts))
+
+
+class Challenges:
+    """Challenges that this process gives to callers, each good for one answer within `CHALLENGE_S`.
+
+    Those that wait for an answer take no memory: a challenge carries its time, and a code under a key that nobody else
+    has says that it is one of ours.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._key = secrets.token_bytes(PROOF_BYTES)
+        self._spent: OrderedDict[bytes, float] = OrderedDict()  # until when each is remembered, in their order
+
+    def new(self) -> bytes:
+        issued = _ISSUED.pack(round(1e3 * self._clock.now_s()), new_nonce())
+        return issued + proof_of(self._key, "challenge", issued)
+
+    def is_open(self, challenge: bytes) -> bool:
+        """Return whether a challenge is one of ours that can still be answered."""
+        now_s = self._clock.now_s()
+        while self._spent and next(iter(self._spent.values())) < now_s:
+            self._spent.popitem(last=False)
+        issued, code = challenge[: _ISSUED.size], challenge[_ISSUED.size :]
+        if not is_proof(code, self._key, "challenge", issued):
+            return False
+        issued_ms, _ = _ISSUED.unpack(issued)
+        return now_s - issued_ms / 1e3 <= CHALLENGE_S and challenge not in self._spent and len(self._spent) < MAX_SPENT
+
+    def spend(self, challenge: bytes) -> None:
+        """Take no other answer to an open challenge."""
+        self._spent[challenge] = self._clock.now_s() + CHALLENGE_S + 1.0
