@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels import rng
+from pdserve.sampling import GREEDY_BELOW
 
 
 @dataclass(frozen=True, slots=True)
 class RowParams:
     """How one row's token is drawn."""
 
-    temperature: float = 1.0  # 0: the largest logit
+    temperature: float = 1.0  # below GREEDY_BELOW: the largest logit
     top_k: int = 0  # 0: off
     top_p: float = 1.0
     min_p: float = 0.0
@@ -36,7 +37,8 @@ def penalized(logits: Tensor, params: RowParams) -> Tensor:
     x = torch.where(seen, torch.where(logits > 0, logits / params.repetition, logits * params.repetition), logits)
     x = x - params.frequency * counts - params.presence * (counts > 0)
     for token, bias in params.bias.items():
-        x[token] += bias
+        if 0 <= token < len(x):
+            x[token] += bias
     return x
 
 
@@ -61,7 +63,7 @@ def kept(scores: Tensor, params: RowParams) -> Tensor:
 def sample(logits: Tensor, params: RowParams, key_words: Tensor) -> int:
     """Draw a token from logits [vocab]; key_words: int32 [2], from `rng.keys`."""
     x = penalized(logits, params)
-    if params.temperature == 0.0:
+    if params.temperature < GREEDY_BELOW:
         return int(x.argmax())
     scores = x / params.temperature
     noisy = scores + rng.gumbel(key_words[None], len(x))[0].to(scores.dtype)

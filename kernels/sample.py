@@ -37,7 +37,10 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class Bias:
-    """What is added to single logits: int32 ids (once per row each) and float32 values, of the same offsets."""
+    """What is added to single logits: int32 ids (once per row each) and float32 values, of the same offsets.
+
+    Ids outside the vocabulary are left out.
+    """
 
     ids: Tensor
     values: Tensor
@@ -49,7 +52,7 @@ class Draw:
     """Per-row parameters on the device; `rng.keys` and `rng.as_tensor` make the keys."""
 
     keys: Tensor  # int32 [num_rows, 2]
-    temperature: Tensor  # float32; 0: the largest logit
+    temperature: Tensor  # float32; below GREEDY_BELOW: the largest logit
     top_k: Tensor  # int32; 0: off
     top_p: Tensor  # float32; 1: off
     min_p: Tensor  # float32; 0: off

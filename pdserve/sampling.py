@@ -9,11 +9,12 @@ MAX_LOGPROBS = 20
 MAX_SEQUENCES = 8
 MAX_LOGIT_BIASES = 1024
 MAX_STOP_TOKEN_IDS = 128
+GREEDY_BELOW = 1e-5  # temperatures; logits divided by less may overflow float32
 
 
 @value
 class SamplingParams:
-    """One request's sampling. Defaults are the OpenAI API's; temperature 0 means greedy.
+    """One request's sampling. Defaults are the OpenAI API's; a temperature below GREEDY_BELOW means greedy.
 
     `seed` is always set by the time a worker sees it: the router draws one where the client gave none, so that
     hand-off, preemption and migration cannot change an output.
@@ -34,6 +35,10 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     n: int = 1
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < GREEDY_BELOW
 
     @property
     def has_penalties(self) -> bool:

@@ -7,6 +7,10 @@ is the answer if it is itself kept; if not, nothing at or below its logit is, an
 import triton
 import triton.language as tl
 
+from pdserve.sampling import GREEDY_BELOW as _GREEDY_BELOW
+
+GREEDY_BELOW = tl.constexpr(_GREEDY_BELOW)
+
 
 @triton.jit
 def _lowbias32(x):
@@ -145,9 +149,10 @@ def _penalize(
     if HAS_BIAS:
         for start in range(bias_begin, bias_end, BIAS_BLOCK):
             place = start + tl.arange(0, BIAS_BLOCK)
-            target = row_ptr + tl.load(bias_ids_ptr + place, place < bias_end, other=0)
-            bias = tl.load(bias_ptr + place, place < bias_end, other=0.0)
-            tl.store(target, tl.load(target, place < bias_end, other=0.0) + bias, place < bias_end)
+            ids = tl.load(bias_ids_ptr + place, place < bias_end, other=vocab_size)
+            real = (ids >= 0) & (ids < vocab_size)  # beside the row lie its neighbours
+            bias = tl.load(bias_ptr + place, real, other=0.0)
+            tl.store(row_ptr + ids, tl.load(row_ptr + ids, real, other=0.0) + bias, real)
         tl.debug_barrier()
 
 
@@ -173,7 +178,7 @@ def sample(
         scores = logits_ptr + wide * logits_stride
 
     temperature = tl.load(temperature_ptr + row)
-    greedy = temperature == 0.0
+    greedy = temperature < GREEDY_BELOW
     divisor = tl.where(greedy, 1.0, temperature)
     top_k, top_p, min_p = tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), tl.load(min_p_ptr + row)
     low = tl.load(keys_ptr + row * 2).to(tl.uint32, bitcast=True)

@@ -53,7 +53,7 @@ def with_logprobs(logits: Tensor, specs: Seq[SampleSpec], token_ids: Seq[int]) -
 
 def _plain_greedy(spec: SampleSpec) -> bool:
     params = spec.params
-    return params.temperature == 0.0 and not (params.has_penalties or params.logit_bias or spec.forbid_stops)
+    return params.is_greedy and not (params.has_penalties or params.logit_bias or spec.forbid_stops)
 
 
 def _rows(logits: Tensor, rows: list[int]) -> Tensor:

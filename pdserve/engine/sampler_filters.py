@@ -21,9 +21,9 @@ NOTHING_KEPT = -math.inf
 def draw(logits: Tensor, specs: Seq[SampleSpec]) -> Tensor:
     """Return one token id per row: int64 [len(specs)] on the CPU. logits: float32, may be overwritten."""
     token_ids = torch.empty(len(specs), dtype=torch.int64)
-    greedy = [row for row, spec in enumerate(specs) if spec.params.temperature == 0.0]
-    filtered = [row for row, spec in enumerate(specs) if spec.params.temperature > 0.0 and _is_filtered(spec)]
-    free = [row for row, spec in enumerate(specs) if spec.params.temperature > 0.0 and not _is_filtered(spec)]
+    greedy = [row for row, spec in enumerate(specs) if spec.params.is_greedy]
+    filtered = [row for row, spec in enumerate(specs) if not spec.params.is_greedy and _is_filtered(spec)]
+    free = [row for row, spec in enumerate(specs) if not spec.params.is_greedy and not _is_filtered(spec)]
     if greedy:
         token_ids[greedy] = logits[greedy].argmax(-1).cpu()
     if free:

@@ -63,9 +63,10 @@ def _bias(logits: Tensor, specs: Seq[SampleSpec]) -> None:
 
 
 def _forbid_stops(logits: Tensor, specs: Seq[SampleSpec], eos_token_ids: Seq[int]) -> None:
+    # A model's files may name an end past its vocabulary, which is never drawn; its place is the next row's.
+    ends = [token_id for token_id in eos_token_ids if 0 <= token_id < logits.shape[1]]
     stops = [
-        np.unique(_array([*eos_token_ids, *spec.params.stop_token_ids])) if spec.forbid_stops else NO_INTS
-        for spec in specs
+        np.unique(_array([*ends, *spec.params.stop_token_ids])) if spec.forbid_stops else NO_INTS for spec in specs
     ]
     cells = _cells(logits, stops)
     if cells is not None:

@@ -43,7 +43,7 @@ class KernelSampler:
         params = [spec.params for spec in specs]
         keys, temperature, top_k, top_p, min_p = self._send(
             rng.keys([spec.seed for spec in specs], [spec.index for spec in specs]).view(np.int32).reshape(-1),
-            _floats([p.temperature for p in params]),
+            _floats([0.0 if p.is_greedy else p.temperature for p in params]),
             _ints([p.top_k for p in params]),
             _floats([p.top_p for p in params]),
             _floats([p.min_p for p in params]),

@@ -169,6 +169,23 @@ def test_penalties_and_forbidden_stops_reach_greedy_rows() -> None:
     assert draw(logits, specs) == [3, 20, 21]
 
 
+@pytest.mark.parametrize("eos", [VOCAB, VOCAB + 17, 10 * VOCAB])
+def test_an_end_past_the_vocabulary_forbids_nothing_in_other_rows(eos: int) -> None:
+    logits = torch.zeros(3, VOCAB)
+    logits[:, eos % VOCAB] = 5.0
+    specs = [spec_of(SamplingParams(temperature=0.0), forbid_stops=True)] * 3
+    assert [token.token_id for token in Sampler((eos,)).sample(logits, specs)] == [eos % VOCAB] * 3
+
+
+@pytest.mark.parametrize("temperature", [9e-6, 1e-38, 1e-45])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_a_temperature_too_low_to_divide_by_takes_the_likeliest(temperature: float, filters: dict[str, float]) -> None:
+    params = SamplingParams(temperature=temperature, **filters)  # type: ignore[arg-type]
+    logits = random_logits(8, spread=30.0)
+    specs = [spec_of(params, seed=row) for row in range(8)]
+    assert draw(logits, specs) == logits.argmax(-1).tolist()
+
+
 def test_the_models_logits_are_left_as_they_are() -> None:
     logits = random_logits(len(PENALTIES))
     before = logits.clone()

@@ -107,6 +107,22 @@ def test_a_token_biased_to_minus_infinity_is_never_drawn() -> None:
     assert 1 not in drawn.tolist()
 
 
+@pytest.mark.parametrize("token", [3, 4, -1])
+def test_a_bias_outside_the_vocabulary_leaves_the_neighbours_alone(token: int) -> None:
+    rows = [RowParams(temperature=0.0, bias={token: bias}) for bias in (-math.inf, math.inf, -math.inf)]
+    logits = torch.tensor([[9.0, 5.0, 7.0]] * 3)
+    drawn = sample.sample(logits, draw_of(rows, range(3)), bias=bias_of(rows))
+    assert drawn.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("temperature", [9e-6, 1e-38, 1e-45])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_a_temperature_too_low_to_divide_by_takes_the_likeliest(temperature: float, filters: dict[str, float]) -> None:
+    row = RowParams(temperature=temperature, **filters)  # type: ignore[arg-type]
+    logits = torch.tensor([[-30.0, 20.0, 30.0, 20.0], [-9.0, -5.0, -7.0, -6.0]])
+    assert sample.sample(logits, draw_of([row] * 2, range(2))).tolist() == [2, 1]
+
+
 def test_greedy_ties_go_to_the_lowest_id() -> None:
     logits = torch.zeros((1, VOCAB))
     logits[0, [4200, 77, 3000]] = 1.0

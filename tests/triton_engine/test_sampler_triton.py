@@ -68,3 +68,22 @@ def test_a_stop_is_drawn_only_once_it_may_be() -> None:
     specs = [spec_of(0, params), spec_of(0, params, forbid_stops=True)]
     logits = logits_of(1).expand(2, -1)
     assert drawn_by_kernel(logits, specs) == drawn_on_the_cpu(logits, specs) == [20, 33]
+
+
+@pytest.mark.parametrize("eos", [VOCAB, VOCAB + 17, 10 * VOCAB])
+def test_an_end_past_the_vocabulary_forbids_nothing_in_other_rows(eos: int) -> None:
+    specs = [spec_of(row, SamplingParams(temperature=0.0), forbid_stops=True) for row in range(3)]
+    logits = torch.zeros(3, VOCAB)
+    logits[:, eos % VOCAB] = 5.0
+    sampler = KernelSampler((eos,), torch.device("cpu"))
+    drawn_on_the_cpu = [token.token_id for token in Sampler((eos,)).sample(logits, specs)]
+    assert sampler.draw(logits, sampler.prepare(specs)).tolist() == drawn_on_the_cpu == [eos % VOCAB] * 3
+
+
+@pytest.mark.parametrize("temperature", [9e-6, 1e-38, 1e-45])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}])
+def test_a_temperature_too_low_to_divide_by_takes_the_likeliest(temperature: float, filters: dict[str, float]) -> None:
+    params = SamplingParams(temperature=temperature, **filters)  # type: ignore[arg-type]
+    specs = [spec_of(row, params) for row in range(8)]
+    logits = logits_of(len(specs)) * 10
+    assert drawn_by_kernel(logits, specs) == drawn_on_the_cpu(logits, specs) == logits.argmax(-1).tolist()
