@@ -109,7 +109,10 @@ class Front(InferenceServiceServicer):
         return answer
 
     def _answer(self, request_id: RequestId, terms: Terms) -> Answer:
-        outputs = [OutputText(self._tokenizer.detokenizer(at_start=False), terms.stops) for _ in range(terms.params.n)]
+        outputs = [
+            OutputText(self._tokenizer.detokenizer(at_start=False), terms.stops, terms.params.min_tokens)
+            for _ in range(terms.params.n)
+        ]
         return Answer(request_id, outputs, self._limits.max_unsent_bytes)
 
     def _max_model_len(self) -> int:

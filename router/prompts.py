@@ -20,10 +20,7 @@ Encode = Callable[[inference.GenerateRequest], TokenIds]
 class Tokenizer(Protocol):
     """What the router needs of a model's tokenizer."""
 
-    vocab_size: int
-
     def encode(self, text: str, *, add_special: bool) -> list[int]: ...
-    def check_ids(self, token_ids: Seq[int], field: str) -> None: ...
     def detokenizer(self, *, at_start: bool) -> Detokenizer: ...
 
 
@@ -35,9 +32,16 @@ class Prompts:
     """Tokenizes prompts of one model, a bounded number at a time."""
 
     def __init__(
-        self, tokenizer: Tokenizer, chat: ChatTemplate | None, max_num_tokenizing: int, timeout_s: float
+        self,
+        tokenizer: Tokenizer,
+        chat: ChatTemplate | None,
+        vocab_size: int,
+        max_num_tokenizing: int,
+        timeout_s: float,
     ) -> None:
+        """Tokenize for a model of `vocab_size` tokens, which may be fewer than the tokenizer knows."""
         self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
         self._chat = chat
         self._max_num_tokenizing = max_num_tokenizing
         self._timeout_s = timeout_s
@@ -76,17 +80,24 @@ class Prompts:
         for start in range(SLICE_TOKENS, len(ids), SLICE_TOKENS):
             await asyncio.sleep(0)  # protobuf makes an integer of each: others have their turn
             packed += pack(ids[start : start + SLICE_TOKENS])
-        if largest(packed) >= self._tokenizer.vocab_size:
-            self._tokenizer.check_ids(packed, "token_ids")
-        return packed
+        return self._in_vocabulary(packed, "token_ids")
+
+    def _in_vocabulary(self, ids: TokenIds, field: str) -> TokenIds:
+        """Return the ids; RequestError naming the first that the model has no embedding for."""
+        if largest(ids) >= self._vocab_size:
+            position, token_id = next((place, i) for place, i in enumerate(ids) if i >= self._vocab_size)
+            limit = self._vocab_size - 1
+            raise invalid(field, f"token id {token_id} at position {position} is outside [0, {limit}]")
+        return ids
 
     def _encode_text(self, request: inference.GenerateRequest) -> TokenIds:
-        return pack(self._tokenizer.encode(request.text, add_special=True))
+        return self._in_vocabulary(pack(self._tokenizer.encode(request.text, add_special=True)), "text")
 
     def _encode_chat(self, request: inference.GenerateRequest) -> TokenIds:
         messages = [ChatMessage(message.role, message.content) for message in request.chat.messages]
         assert self._chat is not None
-        return pack(self._tokenizer.encode(self._chat.render(messages), add_special=False))
+        ids = self._tokenizer.encode(self._chat.render(messages), add_special=False)
+        return self._in_vocabulary(pack(ids), "chat")
 
     async def _in_thread(self, request: inference.GenerateRequest, encode: Encode, remaining_s: float) -> TokenIds:
         limit = self._max_num_tokenizing

@@ -92,7 +92,9 @@ async def run(
     forecast = Forecast(dict.fromkeys(Role, start) if start else None)
     core = RouterCore(model.served.name, limits, POLICIES[config.policy](forecast), forecast)
     shell = Shell(core, MonotonicClock())
-    prompts = Prompts(model.tokenizer, model.chat, config.max_num_tokenizing, config.tokenize_timeout_s)
+    prompts = Prompts(
+        model.tokenizer, model.chat, model.served.vocab_size, config.max_num_tokenizing, config.tokenize_timeout_s
+    )
     front_limits = FrontLimits(config.max_model_len, config.max_deadline_ms, config.max_unsent_bytes)
     front = Front(shell, model.served, model.tokenizer, prompts, front_limits)
     servicer = health.aio.HealthServicer()

@@ -2,7 +2,8 @@
 
 Invariant: what is given out is the text up to the first stop string, whatever the pieces; and what is held
 back is exactly the longest end of the text that could still become a stop string. Of several stop strings
-the one that ends first counts, and of those ending together the longest.
+the one that ends first counts, and of those ending together the longest. A stop string that ends where the text may
+not end yet does not count.
 
 The search is Aho and Corasick's (1975): one table look-up per character, for any number of stop strings.
 """
@@ -82,13 +83,16 @@ class StopMatcher:
         self._state = 0
         self.matched: str | None = None  # the stop string that ended the text
 
-    def push(self, text: str) -> str:
-        """Take the next piece; return what may be given out now. After a match, nothing more may."""
+    def push(self, text: str, *, may_end: bool = True) -> str:
+        """Take the next piece; return what may be given out now. After a match, nothing more may.
+
+        may_end: whether a stop string that ends in this piece ends the text.
+        """
         if self._automaton is None:
             return text
         if self.matched is not None:
             return ""
-        end = self._advance(text, self._automaton)
+        end = self._advance(text, self._automaton, may_end)
         known = self._held + text[:end]
         keep = len(self.matched) if self.matched is not None else self._automaton.depth[self._state]
         cut = len(known) - keep
@@ -100,7 +104,7 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _advance(self, text: str, automaton: _Automaton) -> int:
+    def _advance(self, text: str, automaton: _Automaton, may_end: bool) -> int:
         """Step over `text` until its end or a match; return how many characters that took."""
         children, fallback, match = automaton.children, automaton.fallback, automaton.match
         state = self._state
@@ -109,7 +113,10 @@ class StopMatcher:
                 state = fallback[state]
             state = children[state].get(char, 0)
             if match[state] is not None:
-                self.matched = match[state]
-                return index + 1
+                if may_end:
+                    self.matched = match[state]
+                    return index + 1
+                while state and not children[state]:
+                    state = fallback[state]  # nothing longer begins with it
         self._state = state
         return len(text)

@@ -59,10 +59,3 @@ class Tokenizer:
             return b""
         piece = self._pieces.by_id[token_id]
         return piece.encode() if isinstance(piece, str) else piece
-
-    def check_ids(self, token_ids: Sequence[int], field: str) -> None:
-        """Raise RequestError(INVALID_ARGUMENT) naming the first id that no token has."""
-        for position, token_id in enumerate(token_ids):
-            if not 0 <= token_id < self.vocab_size:
-                limit = self.vocab_size - 1
-                raise invalid(field, f"token id {token_id} at position {position} is outside [0, {limit}]")

@@ -236,7 +236,7 @@ class SamplingParams(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
-    """0 to 100; 0 takes the likeliest token. Default 1."""
+    """0 to 100; below 0.00001 takes the likeliest token. Default 1."""
     top_k: _builtins.int
     """Only the k likeliest tokens may be drawn; 0 for all. Default 0."""
     top_p: _builtins.float
@@ -256,7 +256,9 @@ class SamplingParams(_message.Message):
     max_tokens: _builtins.int
     """Tokens to generate at most. Default 16."""
     min_tokens: _builtins.int
-    """Neither end-of-sequence nor stop tokens are drawn before this many tokens. Default 0."""
+    """Neither end-of-sequence nor stop tokens are drawn, and no stop string ends the answer, before this many tokens.
+    Default 0.
+    """
     ignore_eos: _builtins.bool
     """Go on after the model's end-of-sequence token."""
     n: _builtins.int

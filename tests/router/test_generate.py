@@ -105,6 +105,16 @@ async def test_a_stop_string_across_tokens_ends_the_text_before_it(start_router:
     await decode.until(lambda: any(list(cancel.indices) == [0] for cancel in decode.cancels))
 
 
+async def test_a_stop_string_waits_for_min_tokens(start_router: StartRouter) -> None:
+    router = await start_router()
+    await router.pair()
+    expected = tokens_of(ids("hello"), 12)
+    stop = TOKENIZER.decode(expected)[2]
+    assert stop not in TOKENIZER.decode(expected[3:]), "the fake's answer has the stop string once"
+    replies = await collect(router.generate(text="hello", max_tokens=12, min_tokens=5, stop=[stop]))
+    assert tokens_in(replies) == expected
+
+
 async def test_logprobs_pass_through(start_router: StartRouter) -> None:
     router = await start_router()
     prefill, decode = await router.pair()

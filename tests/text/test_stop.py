@@ -54,6 +54,28 @@ def test_exactly_what_may_become_a_stop_string_is_held_back(pieces: list[str], s
         assert len(seen) - len(given_out) == may_become_a_stop(seen, stops)
 
 
+@given(early=st.lists(LETTERS, max_size=5), late=st.lists(LETTERS, max_size=5), stops=STOPS)
+@example(early=["ab"], late=["c"], stops=("ab", "abc"))
+@example(early=["aab"], late=["b"], stops=("aab", "bb"))
+def test_a_stop_string_counts_where_it_ends_in_a_piece_that_may_end_the_text(
+    early: list[str], late: list[str], stops: tuple[str, ...]
+) -> None:
+    before, text = "".join(early), "".join(early + late)
+    ends = [end for end in range(len(before) + 1, len(text) + 1) if any(text[:end].endswith(stop) for stop in stops)]
+    stop = max((stop for stop in stops if text[: ends[0]].endswith(stop)), key=len) if ends else None
+    matcher = StopMatcher(stops)
+    given_out = "".join(matcher.push(piece, may_end=False) for piece in early)
+    held = len(before) - len(given_out)
+    proper = {"", *(stop[:length] for stop in stops for length in range(len(stop)))}
+    assert held == max(length for length in range(len(before) + 1) if before[len(before) - length :] in proper)
+    given_out += "".join(matcher.push(piece) for piece in late) + matcher.flush()
+    assert matcher.matched == stop
+    if stop is None:
+        assert given_out == text
+    else:
+        assert given_out == text[: max(ends[0] - len(stop), len(before) - held)]
+
+
 def test_nothing_is_held_back_without_stop_strings() -> None:
     matcher = StopMatcher(())
     assert matcher.push("abc") == "abc"
@@ -104,3 +126,26 @@ def test_what_is_held_back_comes_out_at_the_end(byte_level: Tokenizer) -> None:
     unfinished = byte_level.encode("aENé", add_special=False)[:-1]
     assert output.push(unfinished) == TextDelta("a", 4, None)
     assert output.finish() == TextDelta("EN\ufffd", 0, None)
+
+
+def test_no_stop_string_ends_the_text_within_its_first_tokens(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("END a END b", add_special=False)
+    for steps in ([ids], [ids[place : place + 1] for place in range(len(ids))]):
+        output = OutputText(byte_level.detokenizer(at_start=True), ("END",), min_tokens=3)
+        deltas = [output.push(step) for step in steps]
+        assert "".join(delta.text for delta in deltas) == "END a "
+        assert output.finish().stop == "END"
+
+
+def test_a_stop_string_ends_the_text_in_the_first_token_past_the_fewest(byte_level: Tokenizer) -> None:
+    ids = byte_level.encode("END", add_special=False)
+    for min_tokens, stop in ((2, "END"), (3, None)):
+        output = OutputText(byte_level.detokenizer(at_start=True), ("END",), min_tokens)
+        assert (output.push(ids).text + output.finish().text, output.finish().stop) == ("" if stop else "END", stop)
+
+
+def test_what_comes_out_at_the_end_does_not_stop_a_text_that_may_not(byte_level: Tokenizer) -> None:
+    unfinished = byte_level.encode("é", add_special=False)[:1]
+    output = OutputText(byte_level.detokenizer(at_start=True), ("\ufffd",), min_tokens=1)
+    assert output.push(unfinished) == TextDelta("", 1, None)
+    assert output.finish() == TextDelta("\ufffd", 0, None)

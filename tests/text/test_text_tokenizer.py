@@ -8,16 +8,6 @@ from pdserve.errors import ConfigError, RequestError, Status
 from pdserve.text.tokenizer import Tokenizer
 
 
-def test_ids_are_checked_against_the_vocabulary(byte_level: Tokenizer) -> None:
-    highest = byte_level.vocab_size - 1
-    byte_level.check_ids([0, highest], "prompt_ids")
-    for wrong in (highest + 1, -1):
-        with pytest.raises(
-            RequestError, match=rf"prompt_ids: token id {wrong} at position 1 is outside \[0, {highest}\]"
-        ):
-            byte_level.check_ids([0, wrong], "prompt_ids")
-
-
 def test_half_a_surrogate_pair_is_the_requests_fault(byte_level: Tokenizer) -> None:
     with pytest.raises(RequestError, match=r"chat: .*surrogate") as refused:
         byte_level.encode("a\ud800", add_special=True, field="chat")
