@@ -1,7 +1,7 @@
 """Follows a worker's KV events over ZMQ, ours or another's that speaks vLLM's format.
 
 Invariant: what is posted are the publisher's batches in their order, each once, except that a gap which no replay
-closes is posted as everything being cleared.
+closes is posted as everything being cleared. A replay may begin with a snapshot, which says the same in other words.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from pdserve.zmq_identity import CurveKeys, is_local
 
 logger = logging.getLogger(__name__)
 
-REPLAY_TIMEOUT_S = 5.0
+REPLAY_TIMEOUT_S = 5.0  # between two batches of a replay
 _FORGET_ALL: tuple[KvEvent, ...] = (AllBlocksCleared(),)
 
 Post = Callable[[tuple[KvEvent, ...]], None]
@@ -70,37 +70,40 @@ class KvSubscriber:
             return
         if batch.sequence > self._next:
             await self._catch_up(context)
-        if batch.sequence > self._next:
-            logger.warning("%s: batches %d to %d are lost", self._source.endpoint, self._next, batch.sequence - 1)
-            self._post(_FORGET_ALL)
-            self._next = batch.sequence
         self._accept(batch)
 
     def _accept(self, batch: kvevents.Batch) -> None:
-        if batch.sequence == self._next:
-            self._next += 1
-            self._post(batch.events)
+        """Post a batch unless it was posted before; forget everything first where others before it are lost."""
+        if batch.sequence < self._next:
+            return
+        if batch.sequence > self._next and self._next:
+            logger.warning("%s: batches %d to %d are lost", self._source.endpoint, self._next, batch.sequence - 1)
+            self._post(_FORGET_ALL)
+        self._next = batch.sequence + 1
+        self._post(batch.events)
 
     async def _catch_up(self, context: zmq.asyncio.Context) -> None:
         """Take the batches that are due from a replay, as far as there is one."""
         if not self._source.replay_endpoint:
             return
+        is_snapshot = False  # its batches are fewer than those that they stand for
         try:
-            async with asyncio.timeout(REPLAY_TIMEOUT_S):
-                async for batch in self._replay(context):
-                    if not self._next < batch.sequence:
-                        self._accept(batch)
-                    elif self._next == 0:
-                        self._next = batch.sequence  # what came before is older than the publisher's memory
-                        self._accept(batch)
-        except (TimeoutError, ProtocolError) as error:
-            logger.warning("%s: no replay: %s", self._source.replay_endpoint, error or "it does not answer")
+            async for batch in self._replay(context):
+                is_snapshot = is_snapshot or (batch.sequence >= self._next and batch.events[:1] == _FORGET_ALL)
+                if is_snapshot:
+                    self._next = batch.sequence
+                self._accept(batch)
+        except TimeoutError:
+            logger.warning("%s: no replay: nothing came for %g s", self._source.replay_endpoint, REPLAY_TIMEOUT_S)
+        except ProtocolError as error:
+            logger.warning("%s: no replay: %s", self._source.replay_endpoint, error)
 
     async def _replay(self, context: zmq.asyncio.Context) -> AsyncIterator[kvevents.Batch]:
         with self._connect(context, zmq.DEALER, self._source.replay_endpoint) as replay:
             await replay.send_multipart((b"", self._next.to_bytes(kvevents.SEQUENCE_BYTES, "big")))
             while True:
-                frames = await replay.recv_multipart()
+                async with asyncio.timeout(REPLAY_TIMEOUT_S):
+                    frames = await replay.recv_multipart()
                 if len(frames) < 2:
                     raise ProtocolError(f"kv events: a replay of {len(frames)} frames")
                 *_, number, payload = frames

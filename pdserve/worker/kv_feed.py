@@ -1,54 +1,69 @@
-"""Tells whoever wants to know what changed in a worker's prefix cache: routers on their links, others over ZMQ."""
+"""Tells whoever wants to know what a worker's prefix cache holds: routers on their links, others over ZMQ.
+
+A router that attaches hears first of all that is cached, then of what changes. Its messages are put together when the
+link has nothing else to send, one bounded part at a time, so a router that reads slowly costs no memory and delays
+nothing.
+"""
 
 import time
+from functools import partial
 
 from pdserve import kvevents
-from pdserve.engine.journal import CacheEvent, Journal, PagesRemoved, PagesStored
+from pdserve.engine.journal import Journal
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.prefix import PageName
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.worker.cached_pages import CachedPages, Listener
 from pdserve.worker.kv_publisher import KvPublisher
 from pdserve.worker.link import Links
-
-HASH_BYTES = 8  # subscribers know hashes of 64 bits
+from pdserve.worker.words import RouterRef
 
 
 class KvFeed:
-    """Empties the cache's journal after each step. Nobody hears of what was stored before he listened."""
+    """Empties the cache's journal after each step."""
 
-    def __init__(self, cache: KvCache, links: Links, publisher: KvPublisher | None) -> None:
+    def __init__(self, cache: KvCache, pages: CachedPages, links: Links, publisher: KvPublisher | None) -> None:
         self._journal = cache.journal = Journal()
+        self._pages = pages
         self._links = links
         self._publisher = publisher
+        self._published = None if publisher is None else pages.listen()
+        self._listeners: dict[RouterRef, Listener] = {}
+        self._queued: set[RouterRef] = set()  # in whose queue a message is that has yet to be put together
 
     def flush(self) -> None:
-        """Tell what changed since the last time. Never blocks."""
-        changes = self._journal.take()
-        routers = self._links.wanting_kv_events
-        if not changes or not (routers or self._publisher):
+        """Tell what changed since the last time, and routers that have attached since what is cached. Never blocks."""
+        changes, routers = self._journal.take(), self._links.wanting_kv_events
+        if not changes and routers == tuple(self._listeners):
             return
-        batch = kvevents.encode([told(change) for change in changes], time.time())
-        if self._publisher is not None:
-            self._publisher.publish(batch)
+        self._pages.apply(changes)
+        self._publish()
+        for router in [router for router in self._listeners if router not in routers]:
+            self._pages.leave(self._listeners.pop(router))
+            self._queued.discard(router)
         for router in routers:
-            self._links.send(router, link.AttachRequest(kv_events=link.KvEvents(batch=batch)))
+            if router not in self._listeners:
+                self._listeners[router] = self._pages.listen()
+            self._offer(router)
 
+    def _publish(self) -> None:
+        while self._publisher is not None and self._published is not None and self._pages.has_news(self._published):
+            events = self._pages.next_events(self._published)
+            if events:
+                self._publisher.publish(kvevents.encode(events, time.time()))
 
-def told(change: CacheEvent) -> kvevents.KvEvent:
-    """Return a change in vLLM's words."""
-    match change:
-        case PagesRemoved(names):
-            return kvevents.BlockRemoved([_hash(name) for name in names], kvevents.MEDIUM)
-        case PagesStored(parent, names, token_ids, page_size, salt):
-            return kvevents.BlockStored(
-                [_hash(name) for name in names],
-                None if parent is None else _hash(parent),
-                list(token_ids),
-                page_size,
-                medium=kvevents.MEDIUM,
-                extra_keys=[(salt,), *[None] * (len(names) - 1)] if salt and parent is None else None,
-            )
+    def _offer(self, router: RouterRef) -> None:
+        """Have a message sent to a router, if there is news for it."""
+        if router not in self._queued and self._pages.has_news(self._listeners[router]):
+            self._queued.add(router)
+            self._links.send(router, partial(self._next_message, router))
 
-
-def _hash(name: PageName) -> int:
-    return int.from_bytes(name[:HASH_BYTES], "big")
+    def _next_message(self, router: RouterRef) -> link.AttachRequest | None:
+        listener = self._listeners.get(router)
+        if listener is None:
+            return None
+        self._queued.discard(router)
+        events = self._pages.next_events(listener)
+        self._offer(router)
+        if not events:
+            return None
+        return link.AttachRequest(kv_events=link.KvEvents(batch=kvevents.encode(events, time.time())))

@@ -1,11 +1,18 @@
 """Publishes what changes in a worker's prefix cache over ZMQ, in vLLM's format, with a socket that replays the last
 batches to subscribers who missed some.
 
+Who missed more than is kept gets a snapshot in place of a replay: AllBlocksCleared, then all that is cached, as batches
+that are numbered like those that they stand for, the last of them like the last one published.
+
 On this machine anybody may subscribe. Beyond it, subscribers prove by CURVE that they know the cluster's secret.
 """
 
+import asyncio
 import logging
+import time
 from collections import deque
+from collections.abc import Generator
+from contextlib import closing
 from dataclasses import dataclass
 
 import zmq
@@ -14,9 +21,12 @@ from zmq.auth.asyncio import AsyncioAuthenticator
 
 from pdserve import kvevents
 from pdserve.errors import ConfigError
+from pdserve.worker.cached_pages import CachedPages
 from pdserve.zmq_identity import AnySocket, CurveKeys, is_local
 
 logger = logging.getLogger(__name__)
+
+YIELD_AFTER = 8  # batches of a replay, before others have their turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +43,9 @@ class PublisherSettings:
 class KvPublisher:
     """One worker's publisher. Close it when the worker ends."""
 
-    def __init__(self, settings: PublisherSettings, secret: bytes) -> None:
-        """Bind; ConfigError where that cannot be."""
+    def __init__(self, settings: PublisherSettings, secret: bytes, pages: CachedPages) -> None:
+        """Bind; ConfigError where that cannot be. `pages` is what is cached, as far as it was published."""
+        self._pages = pages
         self._topic = settings.topic.encode()
         self._last = -1
         self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=settings.buffer_steps)
@@ -51,6 +62,7 @@ class KvPublisher:
             self.replay_endpoint = ""
             if settings.replay_endpoint is not None:
                 self._replay = self._context.socket(zmq.ROUTER)
+                self._replay.sndhwm = max(settings.max_unsent, settings.buffer_steps + 1)  # it drops what is beyond
                 self._sockets.append(self._replay)
                 self.replay_endpoint = _bind(self._replay, settings.replay_endpoint, keys, "kv_events_replay_endpoint")
         except BaseException:
@@ -82,10 +94,34 @@ class KvPublisher:
             await self._answer(self._replay, *frames)
 
     async def _answer(self, replay: zmq.asyncio.Socket, client: bytes, empty: bytes, first: bytes) -> None:
-        for number, payload in tuple(self._sent):
-            if number >= first:
+        with closing(self._missed(first)) as batches:
+            for count, (number, payload) in enumerate(batches, start=1):
                 await replay.send_multipart((client, empty, self._topic, number, payload))
+                if count % YIELD_AFTER == 0:
+                    await asyncio.sleep(0)  # sending waits for nobody
         await replay.send_multipart((client, empty, b"", kvevents.END_OF_REPLAY, b""))
+
+    def _missed(self, first: bytes) -> Generator[tuple[bytes, bytes]]:
+        """Return the batches from this one on, numbers and payloads; a snapshot if they are no longer all there."""
+        if self._sent and first < self._sent[0][0]:
+            yield from self._snapshot(int.from_bytes(first, "big"))
+        else:
+            yield from [(number, payload) for number, payload in self._sent if number >= first]
+
+    def _snapshot(self, first: int) -> Generator[tuple[bytes, bytes]]:
+        """Return what is cached in place of the batches from the first one on, up to the last one published by then."""
+        listener, events = self._pages.listen(), list[kvevents.KvEvent]((kvevents.AllBlocksCleared(),))
+        try:
+            while True:
+                events += self._pages.next_events(listener)
+                is_last = not self._pages.has_news(listener)
+                number = self._last if is_last else min(first, self._last)
+                yield number.to_bytes(kvevents.SEQUENCE_BYTES, "big"), kvevents.encode(events, time.time())
+                if is_last:
+                    return
+                first, events = first + 1, []
+        finally:
+            self._pages.leave(listener)
 
     def close(self) -> None:
         if self._authenticator is not None:

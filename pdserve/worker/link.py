@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 MAX_QUEUED = 4096  # messages to one router
 WELCOME_TIMEOUT_S = 5.0
 ATTACH = "/pdserve.v1.LinkService/Attach"
-MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 0.5  # a router that starts has its workers within half a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,8 @@ class RouterGone:
     router: RouterRef
 
 
+Deferred = Callable[[], link.AttachRequest | None]  # puts a message together when it is its turn; None: there is none
+Message = link.AttachRequest | Deferred
 Call = grpc.aio.StreamStreamCall[link.AttachRequest, link.AttachResponse]
 Sink = Callable[[FromRouter | RouterGone], Awaitable[None]]
 
@@ -46,7 +48,7 @@ class Stream:
     """One attached router. None in the queue: say nothing more."""
 
     call: Call
-    queue: asyncio.Queue[link.AttachRequest | None]
+    queue: asyncio.Queue[Message | None]
     wants_kv_events: bool = False
 
 
@@ -89,7 +91,7 @@ class Links:
         for router in self.attached:
             self.send(router, message)
 
-    def send(self, router: RouterRef, message: link.AttachRequest) -> None:
+    def send(self, router: RouterRef, message: Message) -> None:
         """Queue a message; nothing happens for a router that is gone. A full queue ends its stream."""
         stream = self._streams.get(router)
         if stream is None:
@@ -122,7 +124,7 @@ class Links:
         return link.AttachRequest(register=self._register)
 
     async def _keep(self, address: str) -> None:
-        backoff_s, keeper = MIN_BACKOFF_S, asyncio.current_task()
+        backoff_s, keeper, complaint = MIN_BACKOFF_S, asyncio.current_task(), ""
         while not self._closing:
             self._last_ref += 1
             router = RouterRef(self._last_ref)
@@ -130,9 +132,11 @@ class Links:
                 self._keepers[keeper] = router
             try:
                 await self._attach(address, router)
-                backoff_s = MIN_BACKOFF_S
+                backoff_s, complaint = MIN_BACKOFF_S, ""
             except (grpc.RpcError, asyncio.InvalidStateError, TimeoutError) as error:
-                logger.warning("router %s: %s", address, _reason(error))
+                level = logging.DEBUG if _reason(error) == complaint else logging.WARNING
+                complaint = _reason(error)
+                logger.log(level, "router %s: %s", address, complaint)
                 if isinstance(error, grpc.aio.AioRpcError) and error.code() is DISMISSED_STATUS:
                     self._on_dismissed(f"router {address} refuses this process: {error.details()}")
                     return
@@ -192,7 +196,10 @@ async def _write(stream: Stream) -> None:
             if message is None:
                 await stream.call.done_writing()
                 return
-            await stream.call.write(message)
+            if not isinstance(message, link.AttachRequest):
+                message = message()
+            if message is not None:
+                await stream.call.write(message)
         except (grpc.RpcError, asyncio.InvalidStateError):
             return  # the reader sees the same end and says why
 

@@ -27,6 +27,7 @@ from pdserve.signals import drain_on_signals
 from pdserve.telemetry import configure_logging
 from pdserve.worker import wire
 from pdserve.worker.boot import Engine, build_engine, open_model
+from pdserve.worker.cached_pages import CachedPages
 from pdserve.worker.ending import end_dismissed
 from pdserve.worker.isolating import Isolating
 from pdserve.worker.kv_feed import KvFeed
@@ -106,8 +107,8 @@ async def serve_worker(config: WorkerConfig, role: "link.Role.ValueType", assemb
 
         with drain_on_signals(asyncio.get_running_loop(), drain, config.drain_timeout_s), ready:
             async with (
-                publishing(config, identity.secret, register) as publisher,
-                assemble(engine, identity, inbox, _reporter(engine, links, clock, publisher, ready)) as parts,
+                following_cache(config, engine, links, identity.secret, register) as feed,
+                assemble(engine, identity, inbox, Reporter(links, clock, feed, on_draining=ready.withdraw)) as parts,
             ):
                 ear.guard(parts.mover)
                 register.ready = True
@@ -167,14 +168,20 @@ class Ear(Generic[EventT]):
         await self._inbox.offer(cast(EventT, event))  # what routers say is among every kind of worker's events
 
 
-def _reporter(
-    engine: Engine, links: Links, clock: MonotonicClock, publisher: KvPublisher | None, ready: ReadyFile
-) -> Reporter:
-    return Reporter(links, clock, KvFeed(engine.scheduler.cache, links, publisher), on_draining=ready.withdraw)
+@asynccontextmanager
+async def following_cache(
+    config: WorkerConfig, engine: Engine, links: Links, secret: bytes, register: link.Register
+) -> AsyncIterator[KvFeed]:
+    """Tell what the prefix cache holds for the length of the block, on the links and where the configuration says."""
+    pages = CachedPages()
+    async with publishing(config, secret, register, pages) as publisher:
+        yield KvFeed(engine.scheduler.cache, pages, links, publisher)
 
 
 @asynccontextmanager
-async def publishing(config: WorkerConfig, secret: bytes, register: link.Register) -> AsyncIterator[KvPublisher | None]:
+async def publishing(
+    config: WorkerConfig, secret: bytes, register: link.Register, pages: CachedPages
+) -> AsyncIterator[KvPublisher | None]:
     """Publish KV events for the length of the block, if the configuration says where; what breaks that breaks it."""
     if config.kv_events_endpoint is None:
         yield None
@@ -185,7 +192,7 @@ async def publishing(config: WorkerConfig, secret: bytes, register: link.Registe
         config.kv_events_topic,
         config.kv_events_buffer_steps,
     )
-    publisher = KvPublisher(settings, secret)
+    publisher = KvPublisher(settings, secret, pages)
     register.kv_events_endpoint = publisher.endpoint
     register.kv_events_replay_endpoint = publisher.replay_endpoint
     try:

@@ -75,6 +75,8 @@ class Reporter:
         self._links.broadcast(wire.heartbeat(load, num_steps, self.refused))
         if self._announced:
             self._repeat()
+        if self._kv_feed is not None:
+            self._kv_feed.flush()
 
     def refuse(self, refusal: Refusal) -> None:
         """Count what was refused."""

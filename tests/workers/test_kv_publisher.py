@@ -10,11 +10,19 @@ import zmq.asyncio
 
 from pdserve import kvevents
 from pdserve.config import PrefillWorkerConfig
+from pdserve.engine.kvcache import Content, KvCache
+from pdserve.engine.prefix import PrefixNames
 from pdserve.errors import ConfigError
 from pdserve.kvevents import AllBlocksCleared, BlockRemoved, KvEvent
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.router import kv_subscriber
+from pdserve.router.events import LinkId
 from pdserve.router.kv_subscriber import KvSubscriber, Source
+from pdserve.router.prefixes import PrefixTable, block_names
+from pdserve.worker.cached_pages import CachedPages
+from pdserve.worker.kv_feed import KvFeed
 from pdserve.worker.kv_publisher import KvPublisher, PublisherSettings
+from pdserve.worker.link import Links
 from pdserve.worker.process import publishing
 from pdserve.zmq_identity import CurveKeys, is_local
 
@@ -33,10 +41,11 @@ def removed(number: int) -> tuple[KvEvent, ...]:
 
 @asynccontextmanager
 async def publisher(
-    endpoint: str = LOCAL, replay: str | None = LOCAL, buffer_steps: int = 100
+    endpoint: str = LOCAL, replay: str | None = LOCAL, buffer_steps: int = 100, pages: CachedPages | None = None
 ) -> AsyncIterator[KvPublisher]:
     """Publish, and answer replays, for the length of the block."""
-    publisher = KvPublisher(PublisherSettings(endpoint, replay, "kv", buffer_steps), SECRET)
+    settings = PublisherSettings(endpoint, replay, "kv", buffer_steps)
+    publisher = KvPublisher(settings, SECRET, pages or CachedPages())
     replaying = asyncio.create_task(publisher.serve_replays())
     try:
         yield publisher
@@ -77,14 +86,86 @@ def source_of(publisher: KvPublisher) -> Source:
     )
 
 
-async def test_who_comes_late_hears_all_that_the_publisher_still_has_and_then_what_follows() -> None:
-    async with publisher(buffer_steps=3) as ours:
+async def test_who_comes_late_hears_all_batches_if_the_publisher_still_has_them_and_then_what_follows() -> None:
+    async with publisher(buffer_steps=5) as ours:
         for number in range(5):
             ours.publish(batch(number))
         async with following(source_of(ours)) as follower:
-            assert [await follower.next() for _ in range(3)] == [removed(2), removed(3), removed(4)]
+            assert [await follower.next() for _ in range(5)] == [removed(number) for number in range(5)]
             ours.publish(batch(5))
             assert await follower.next() == removed(5)
+
+
+async def test_a_replay_is_complete_however_long_it_is() -> None:
+    num_batches = 6000  # ZMQ by itself drops what is beyond a thousand
+    async with publisher(buffer_steps=num_batches) as ours:
+        for number in range(num_batches):
+            ours.publish(batch(number))
+        async with following(source_of(ours)) as follower:
+            assert [await follower.next() for _ in range(num_batches)] == [removed(n) for n in range(num_batches)]
+
+
+class Publishing:
+    """A prefix cache whose changes are published as a worker does."""
+
+    def __init__(self, ours: KvPublisher, pages: CachedPages) -> None:
+        self._cache = KvCache(1000, 16, PrefixNames(b"key", "weights", 16))
+        self._feed = KvFeed(self._cache, pages, Links((), SECRET, link.Register(), _nobody, print), ours)
+
+    def serve(self, token_ids: list[int]) -> None:
+        names = self._cache.names(token_ids, "")
+        pages = self._cache.take(len(names)) or ()
+        self._cache.publish(names, pages, range(len(names)), Content(token_ids, ""))
+        self._cache.pool.release(pages)
+        self._feed.flush()
+
+
+async def _nobody(_: object) -> None:
+    raise AssertionError("no router is attached")
+
+
+def prompt(number: int) -> list[int]:
+    return [number] * 64
+
+
+async def known_of(follower: Follower, prompts: list[list[int]]) -> PrefixTable:
+    """Return what a router's table makes of what a follower hears, once it knows these prompts."""
+    table, worker = PrefixTable(), LinkId(1)
+    table.attach(worker, 1 << 20)
+    while not all(table.match(block_names(prompt, ""), 0.0) for prompt in prompts):
+        table.tell(worker, await follower.next())
+    return table
+
+
+async def test_who_comes_later_than_replays_reach_gets_a_snapshot_and_then_what_follows() -> None:
+    pages = CachedPages(slice_tokens=64)
+    async with publisher(buffer_steps=2, pages=pages) as ours:
+        cache = Publishing(ours, pages)
+        for number in range(50):
+            cache.serve(prompt(number))
+        async with following(source_of(ours)) as follower:
+            await known_of(follower, [prompt(number) for number in range(50)])
+            cache.serve(prompt(50))
+            table = PrefixTable()
+            table.attach(LinkId(1), 1 << 20)
+            table.tell(LinkId(1), await follower.next())  # it has lost nothing meanwhile, so this is the next batch
+            assert table.match(block_names(prompt(50), ""), 0.0) == {1: 64}
+
+
+async def test_a_replay_that_does_not_answer_is_named_with_how_long_it_was_waited_for(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_subscriber, "REPLAY_TIMEOUT_S", 0.05)
+    with zmq.asyncio.Context() as context:
+        feed, replay = context.socket(zmq.XPUB), context.socket(zmq.ROUTER)
+        ports = [socket.bind_to_random_port("tcp://127.0.0.1") for socket in (feed, replay)]
+        async with following(Source(*(f"tcp://127.0.0.1:{port}" for port in ports))) as follower:
+            assert await feed.recv() == b"\x01"
+            await replay.recv_multipart()
+            await feed.send_multipart((b"", bytes(8), batch(0)))
+            assert await follower.next() == removed(0)
+        context.destroy(linger=0)
+    assert "no replay: nothing came for 0.05 s" in caplog.text
 
 
 async def test_a_replay_is_answered_as_vllm_does() -> None:
@@ -128,7 +209,7 @@ async def test_what_breaks_the_replays_breaks_the_worker(monkeypatch: pytest.Mon
         with zmq.asyncio.Context() as context:
             client = context.socket(zmq.REQ)
             try:
-                async with asyncio.timeout(10), publishing(config, SECRET, link.Register()) as ours:
+                async with asyncio.timeout(10), publishing(config, SECRET, link.Register(), CachedPages()) as ours:
                     assert ours is not None
                     client.connect(ours.replay_endpoint)
                     await client.send(bytes(8))
@@ -226,4 +307,4 @@ def test_endpoints_that_others_can_reach_are_known(endpoint: str, local: bool) -
 
 async def test_an_endpoint_that_cannot_be_bound_is_the_operators_to_mend() -> None:
     with pytest.raises(ConfigError, match="kv_events_endpoint: cannot listen on tcp://nowhere"):
-        KvPublisher(PublisherSettings("tcp://nowhere.invalid:1", None, "", 1), SECRET)
+        KvPublisher(PublisherSettings("tcp://nowhere.invalid:1", None, "", 1), SECRET, CachedPages())

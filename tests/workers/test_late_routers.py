@@ -1,0 +1,186 @@
+"""Routers that start late, over real streams: they know what is cached, and the worker's other messages do not wait."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import grpc
+
+from pdserve import kvevents
+from pdserve.clock import MonotonicClock
+from pdserve.engine.kvcache import Content, KvCache
+from pdserve.engine.prefix import PrefixNames
+from pdserve.kvevents import BlockStored
+from pdserve.kvlayout import KvLayout
+from pdserve.kvlayout_wire import layout_to_proto
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.proto.v1.link_pb2_grpc import LinkServiceServicer, add_LinkServiceServicer_to_server
+from pdserve.router.core import RouterCore
+from pdserve.router.events import Limits
+from pdserve.router.links import Links as WorkerEndpoint
+from pdserve.router.prefixes import block_names
+from pdserve.router.shell import Shell
+from pdserve.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, server_options
+from pdserve.worker.cached_pages import CachedPages
+from pdserve.worker.kv_feed import KvFeed
+from pdserve.worker.link import FromRouter, Links, RouterGone
+
+SECRET = b"s" * 32
+PAGE_SIZE, NUM_PAGES = 16, 8192
+LAYOUT = KvLayout("w", 1, 1, 8, PAGE_SIZE, "float32")
+REGISTER = link.Register(
+    worker_id="p0",
+    incarnation=7,
+    role=link.ROLE_PREFILL,
+    ready=True,
+    model="m",
+    layout=layout_to_proto(LAYOUT),
+    num_pages=NUM_PAGES,
+    max_num_seqs=8,
+    max_model_len=4096,
+)
+HEARTBEAT = link.AttachRequest(heartbeat=link.Heartbeat(pages_free=NUM_PAGES))
+
+
+class Worker:
+    """A worker's cache, feed and links; it computes nothing."""
+
+    def __init__(self, addresses: list[str]) -> None:
+        self.num_dialled = 0
+        self._news = asyncio.Condition()
+        self.kv = KvCache(NUM_PAGES, PAGE_SIZE, PrefixNames(b"key", "weights", PAGE_SIZE))
+        self.links = Links(tuple(addresses), SECRET, REGISTER, self._hear, print)
+        self.feed = KvFeed(self.kv, CachedPages(), self.links, None)
+
+    async def _hear(self, news: FromRouter | RouterGone) -> None:
+        async with self._news:
+            self.num_dialled += 1
+            self._news.notify_all()
+
+    async def until_dialled(self, count: int) -> None:
+        async with self._news:
+            await self._news.wait_for(lambda: self.num_dialled >= count)
+
+    def serve(self, token_ids: list[int]) -> None:
+        names = self.kv.names(token_ids, "")
+        pages = self.kv.take(len(names)) or ()
+        self.kv.publish(names, pages, range(len(names)), Content(token_ids, ""))
+        self.kv.pool.release(pages)
+
+    async def run(self) -> None:
+        """Dial, and tell of the cache at each beat, as a worker's loop does."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.links.run())
+            while True:
+                self.feed.flush()
+                self.links.broadcast(HEARTBEAT)
+                await asyncio.sleep(0.1)
+
+
+class Router:
+    """The workers' endpoint of a router."""
+
+    def __init__(self, name: str) -> None:
+        self.shell = Shell(RouterCore("m", Limits()), MonotonicClock())
+        self.endpoint = WorkerEndpoint(self.shell, link.Welcome(router_id=name, wants_kv_events=True))
+
+    async def until_known(self, token_ids: list[int]) -> None:
+        """Wait until this router knows that a worker holds a prompt."""
+        names, news = block_names(token_ids, ""), asyncio.Event()
+        self.shell.watchers.add(news)
+        try:
+            while max(self.shell.core.forecast.prefixes.match(names, 1e9).values(), default=0) < len(token_ids):
+                await news.wait()
+                news.clear()
+        finally:
+            self.shell.watchers.discard(news)
+
+
+@asynccontextmanager
+async def listening(endpoint: LinkServiceServicer, port: int) -> AsyncIterator[None]:
+    server = grpc.aio.server(interceptors=[RequireSecret(SECRET)], options=server_options(INTERNAL_MESSAGE_BYTES))
+    add_LinkServiceServicer_to_server(endpoint, server)
+    assert server.add_insecure_port(f"127.0.0.1:{port}") == port
+    await server.start()
+    try:
+        yield
+    finally:
+        await server.stop(None)
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def prompt(number: int) -> list[int]:
+    return [number] * 1024
+
+
+async def test_every_router_that_starts_late_knows_all_that_is_cached_and_then_what_follows() -> None:
+    num_prompts, ports = NUM_PAGES * PAGE_SIZE // 1024, free_ports(4)
+    worker = Worker([f"127.0.0.1:{port}" for port in ports])
+    for number in range(num_prompts):
+        worker.serve(prompt(number))
+    running = asyncio.create_task(worker.run())
+    try:
+        async with asyncio.timeout(30), AsyncExitStack() as stack:
+            await worker.until_dialled(4 * 6)  # in vain: it waits between attempts for as long as it ever does
+            routers = [Router(f"r{number}") for number in range(4)]
+            for router, port in zip(routers, ports, strict=True):
+                await stack.enter_async_context(listening(router.endpoint, port))
+            for router in routers:
+                for number in range(num_prompts):
+                    await router.until_known(prompt(number))
+            worker.serve(prompt(num_prompts))
+            for router in routers:
+                await router.until_known(prompt(num_prompts))
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+
+
+class Recording(LinkServiceServicer):
+    """A router that notes the kinds of messages, in their order."""
+
+    def __init__(self) -> None:
+        self.kinds: list[str | None] = []
+        self.num_tokens = 0
+        self.attached, self.heard_all = asyncio.Event(), asyncio.Event()
+
+    async def Attach(  # noqa: N802
+        self, request_iterator: AsyncIterator[link.AttachRequest], context: grpc.aio.ServicerContext
+    ) -> None:
+        await anext(request_iterator)
+        await context.write(link.AttachResponse(welcome=link.Welcome(router_id="r", wants_kv_events=True)))
+        async for message in request_iterator:
+            self.attached.set()
+            self.kinds.append(message.WhichOneof("message"))
+            if message.HasField("kv_events"):
+                events = kvevents.decode(bytes(kvevents.SEQUENCE_BYTES), message.kv_events.batch).events
+                self.num_tokens += sum(len(event.token_ids) for event in events if isinstance(event, BlockStored))
+                if self.num_tokens == NUM_PAGES * PAGE_SIZE:
+                    self.heard_all.set()
+
+
+async def test_what_a_worker_has_to_say_does_not_wait_for_a_snapshot() -> None:
+    (port,) = free_ports(1)
+    worker, router = Worker([f"127.0.0.1:{port}"]), Recording()
+    for number in range(NUM_PAGES * PAGE_SIZE // 1024):
+        worker.serve(prompt(number))
+    running = asyncio.create_task(worker.links.run())
+    try:
+        async with asyncio.timeout(20), listening(router, port):
+            await router.attached.wait()
+            worker.feed.flush()
+            worker.links.broadcast(HEARTBEAT)
+            await router.heard_all.wait()
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+    assert router.kinds.count("kv_events") > 20
+    assert router.kinds.index("heartbeat") <= 2  # after the registration, and a part of the snapshot
