@@ -15,7 +15,7 @@ import numpy as np
 from pdserve.errors import ProtocolError
 from pdserve.kvlayout import PageDigest
 from pdserve.kvtransfer.digest import ByteRows, Digests, host_digests
-from pdserve.kvtransfer.session import Pages, Peer
+from pdserve.kvtransfer.session import HandoffKey, Pages, Peer
 
 CopyId = NewType("CopyId", int)
 Rows = Any  # uint8 [rows, page_bytes]: numpy's, or torch's where they lie in a GPU's memory
@@ -110,7 +110,8 @@ OnStopped = Callable[[CopyStopped], None]
 class Mover(Protocol):
     """Writes pages of this process's region into those of others.
 
-    Copies to one peer are reported stopped in the order they were written. Reports come from the mover's own thread.
+    Copies of one hand-off are reported stopped in the order they were written; a hand-off with few pages left overtakes
+    others to the same peer. Reports come from the mover's own thread.
     """
 
     @property
@@ -130,8 +131,15 @@ class Mover(Protocol):
         """
         ...
 
-    def write(self, peer: Peer, src: Pages, dst: Pages) -> CopyId:
+    def write(self, peer: Peer, handoff: HandoffKey, src: Pages, dst: Pages) -> CopyId:
         """Start to copy own pages `src` into the peer's pages `dst`. Never blocks; CopyStopped follows."""
+        ...
+
+    def cancel(self, peer: Peer, handoff: HandoffKey) -> None:
+        """Copy nothing more of a hand-off. Never blocks.
+
+        Each of its copies is reported all the same, once what the library has taken of it has ended.
+        """
         ...
 
     def probe(self, peer: Peer) -> Future[PairSpeed]:

@@ -89,6 +89,11 @@ class StartCopy:
 
 
 @value
+class CancelCopies:
+    """Start no more of the copies under way than has been started; CopyStopped follows for each all the same."""
+
+
+@value
 class SendCommit:
     commit: Commit
 
@@ -112,7 +117,7 @@ class Failed:
 
 
 Event = PagesReady | PrefillDone | Granted | CopyStopped | Taken | Withdrawn | GaveUp | PeerLost | FellSilent
-Command = StartCopy | SendCommit | SendQuiesced | ReleasePages | Failed
+Command = StartCopy | CancelCopies | SendCommit | SendQuiesced | ReleasePages | Failed
 
 
 def check(grant: Grant) -> None:
@@ -225,7 +230,7 @@ class Sender:
         if self._copying == 0:
             return self._quiesce(reason)
         self.state = State.DRAINING
-        return ()
+        return (CancelCopies(),)
 
     def _quiesce(self, reason: str) -> tuple[Command, ...]:
         if self._in_doubt:

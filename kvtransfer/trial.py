@@ -15,15 +15,16 @@ from time import perf_counter
 
 import numpy as np
 
-from pdserve.ids import Incarnation, PageId, WorkerId
+from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer.backends.nixl import NixlLane, NixlMover
 from pdserve.kvtransfer.backends.pump import Pump
 from pdserve.kvtransfer.backends.timed import TimedLane
 from pdserve.kvtransfer.backends.ucx import Network
 from pdserve.kvtransfer.mover import CopyStopped, Region
-from pdserve.kvtransfer.session import Peer
+from pdserve.kvtransfer.session import HandoffKey, Peer
 
 TARGET = Peer(WorkerId("trial-target"), Incarnation(1))
+HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
 WAIT_S = 60.0
 
 
@@ -72,7 +73,7 @@ class _Trial:
         """Copy so many pages; return the seconds that asking took, and those until it was reported."""
         pages = tuple(map(PageId, range(num_pages)))
         began_s = perf_counter()
-        self._pump.write(TARGET, pages, pages)
+        self._pump.write(TARGET, HANDOFF, pages, pages)
         asked_s = perf_counter()
         stopped = self._stopped.get(timeout=WAIT_S)
         ended_s = perf_counter()

@@ -16,7 +16,17 @@ from pdserve.kvtransfer import sender
 from pdserve.kvtransfer.session import MIN_LEASE_S, Capsule, HandoffKey, Peer
 from pdserve.prefill_worker.absent import Absent
 from pdserve.prefill_worker.backlog import Backlog
-from pdserve.prefill_worker.events import Command, Copy, Event, Forget, FromPeer, PeerAttached, PeerLost, ToPeer
+from pdserve.prefill_worker.events import (
+    CancelCopies,
+    Command,
+    Copy,
+    Event,
+    Forget,
+    FromPeer,
+    PeerAttached,
+    PeerLost,
+    ToPeer,
+)
 from pdserve.prefill_worker.redialling import Redialling
 from pdserve.prefill_worker.tasks import Task, key_of
 from pdserve.worker.admission import refusal
@@ -242,6 +252,8 @@ class PrefillCore:
         match command:
             case sender.StartCopy(src, dst) if task.peer is not None:
                 yield Copy(task.peer, task.key, src, dst)
+            case sender.CancelCopies() if task.peer is not None:
+                yield CancelCopies(task.peer, task.key)
             case sender.SendCommit(commit) if task.peer is not None:
                 handoff_bytes = task.sender.num_pages_sent * self._page_bytes
                 measured = commit.measured(handoff_bytes, now_s - task.sendable_s)

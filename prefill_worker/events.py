@@ -49,6 +49,14 @@ class Copy:
 
 
 @value
+class CancelCopies:
+    """Write nothing more of a hand-off than is on its way; CopyStopped follows for each of its copies all the same."""
+
+    peer: Peer
+    key: HandoffKey
+
+
+@value
 class ToPeer:
     peer: Peer
     key: HandoffKey
@@ -63,4 +71,4 @@ class Forget:
 
 
 Event = Placed | Cancelled | RouterLost | PeerGone | DrainAsked | Ticked | FromPeer | PeerAttached | PeerLost
-Command = Report | Connect | Copy | ToPeer | Forget
+Command = Report | Connect | Copy | CancelCopies | ToPeer | Forget

@@ -18,6 +18,7 @@ from pdserve.kvtransfer.peers import FromReceivers, Party, PeerMessage
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.prefill_worker.core import PrefillCore
 from pdserve.prefill_worker.events import (
+    CancelCopies,
     Command,
     Connect,
     Copy,
@@ -135,7 +136,9 @@ class PrefillOutbox:
                 case Connect(peer, address):
                     self._client.connect(peer, address)
                 case Copy(peer, key, src, dst):
-                    self._movement.copies.started(self._movement.mover.write(peer, src, dst), peer, key)
+                    self._movement.copies.started(self._movement.mover.write(peer, key, src, dst), peer, key)
+                case CancelCopies(peer, key):
+                    self._movement.mover.cancel(peer, key)
                 case ToPeer(peer, key, message):
                     self._client.send(peer, key, message)
                 case Forget(peer):

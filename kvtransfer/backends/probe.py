@@ -1,13 +1,14 @@
 """Measures how fast a peer is reached: writes probe memory a few times while no copy is under way.
 
-Invariant: at most one slice of a probe is in flight, and a measurement counts only if no copy was under way from its
-beginning to its end.
+Invariant: at most one slice of a probe is in flight, and a measurement counts only if no bytes of a copy, or of another
+probe, moved from its beginning to its end.
 """
 
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
+from pdserve.kvtransfer.backends.progress import WINDOW_S
 from pdserve.kvtransfer.backends.tcp_flows import bytes_acked
 from pdserve.kvtransfer.mover import PairSpeed, ProbeError
 
@@ -17,6 +18,7 @@ Now = Callable[[], float]
 NUM_WIDE = 4  # writes of all probe memory; the first one also makes the connection
 NUM_SINGLE = 4  # writes of one page
 MAX_SPOILT = 32
+STUCK_S = WINDOW_S  # the same as for copies
 
 
 class Probe(Generic[SliceT]):
@@ -44,6 +46,10 @@ class Probe(Generic[SliceT]):
     def waits(self) -> bool:
         """Whether the next write may be posted."""
         return self.in_flight is None and not self._answer.done()
+
+    def is_stuck(self, now_s: float) -> bool:
+        """Whether what is in flight takes so long that the peer may be frozen."""
+        return self.in_flight is not None and now_s - self._began_s > STUCK_S
 
     def begin(self) -> int:
         """Return how many pages to write next; the clock runs."""

@@ -15,11 +15,12 @@ from typing import Generic
 
 from pdserve.clock import Clock, MonotonicClock
 from pdserve.errors import InvariantError, ProtocolError
+from pdserve.kvtransfer.backends.copies import Copy
 from pdserve.kvtransfer.backends.lane import Lane, LaneError, RemoteT, SliceT
 from pdserve.kvtransfer.backends.probe import Probe
-from pdserve.kvtransfer.backends.route import Copy, Route
+from pdserve.kvtransfer.backends.route import Route
 from pdserve.kvtransfer.mover import CopyId, CopyStopped, Description, OnStopped, PairSpeed, ProbeError, Region
-from pdserve.kvtransfer.session import Pages, Peer
+from pdserve.kvtransfer.session import HandoffKey, Pages, Peer
 
 logger = logging.getLogger(__name__)
 
@@ -82,11 +83,11 @@ class Pump(Generic[RemoteT, SliceT]):
             raise ProtocolError(f"page_bytes: {remote.page_bytes} there, {self._region.page_bytes} here")
         self._ask(partial(self._attach, peer, remote))
 
-    def write(self, peer: Peer, src: Pages, dst: Pages) -> CopyId:
+    def write(self, peer: Peer, handoff: HandoffKey, src: Pages, dst: Pages) -> CopyId:
         """Start to copy own pages `src` into the peer's pages `dst`. Never blocks; CopyStopped follows."""
         if len(src) != len(dst):
             raise InvariantError(f"{len(src)} pages to copy into {len(dst)}")
-        copy = Copy(CopyId(next(self._ids)), src, dst)
+        copy = Copy(CopyId(next(self._ids)), handoff, src, dst)
         with self._news:
             full = self._num_outstanding >= MAX_OUTSTANDING
             self._num_outstanding += not full
@@ -95,6 +96,10 @@ class Pump(Generic[RemoteT, SliceT]):
         else:
             self._order(partial(self._take, peer, copy))
         return copy.copy_id
+
+    def cancel(self, peer: Peer, handoff: HandoffKey) -> None:
+        """Copy nothing more of a hand-off; its copies are reported once what was posted of them has ended."""
+        self._order(partial(self._cancel, peer, handoff))
 
     def probe(self, peer: Peer) -> Future[PairSpeed]:
         """Measure how fast a peer is reached, whenever no copy is under way. Never blocks; ProbeError if it fails."""
@@ -176,25 +181,30 @@ class Pump(Generic[RemoteT, SliceT]):
 
     def _move(self) -> bool:
         """Look at what is in flight, post what waits, report what is over; return whether anything has moved."""
-        moved, now_s = False, self._clock.now_s()
+        moved, thawed, now_s = False, False, self._clock.now_s()
         for peer, route in self._routes.items():
-            moved |= route.poll()
+            was_stuck = not route.is_copying and not route.is_measuring(now_s)
+            has_ended = route.poll()
+            thawed |= has_ended and was_stuck
+            moved |= has_ended
             moved |= route.post(self._slice_pages, now_s)
-            for copy in route.take_finished():
+            for copy in route.copies.take_over():
                 self._stopped(copy)
             if route.progress.look(now_s):
                 num_bytes = route.progress.bytes_in_flight
                 logger.warning("%s: %d bytes in flight hardly move; nothing is given up", peer.worker_id, num_bytes)
-        return self._move_probes() or moved
+        return self._move_probes(now_s, thawed=thawed) or moved
 
-    def _move_probes(self) -> bool:
-        """Probe one peer at a time, while nothing else is to be done; return whether a write was posted."""
+    def _move_probes(self, now_s: float, *, thawed: bool) -> bool:
+        """Probe one peer at a time, while no other bytes move; return whether a write was posted."""
         routes = self._routes.values()
-        if any(route.copies for route in routes):
+        is_copying = any(route.is_copying for route in routes)
+        if is_copying or thawed:
             for route in routes:
                 route.spoil_probe()
+        if is_copying or any(route.is_measuring(now_s) for route in routes):
             return False
-        return not any(route.is_busy for route in routes) and any(route.post_probe() for route in routes)
+        return any(route.post_probe() for route in routes)
 
     def _await_orders(self, wait_s: float | None) -> list[Callable[[], None]] | None:
         """Sleep until there are orders or the time is up; None: close."""
@@ -243,7 +253,12 @@ class Pump(Generic[RemoteT, SliceT]):
             copy.failure = f"{peer.worker_id} has {route.description.num_pages} pages, granted page {max(copy.dst)}"
         elif route.broken:
             copy.failure = route.broken
-        route.copies.append(copy)
+        route.copies.add(copy)
+
+    def _cancel(self, peer: Peer, handoff: HandoffKey) -> None:
+        route = self._routes.get(peer)
+        if route is not None:
+            route.copies.cancel(handoff, "cancelled")
 
     def _mend(self, peer: Peer) -> None:
         """Open a peer anew to which a copy has failed, unless one to it is outstanding: this may go better."""

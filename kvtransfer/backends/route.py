@@ -1,38 +1,20 @@
 """One attached peer: the copies to it, cut into slices, and what of them is in flight.
 
-Invariant: a copy is over only when every slice of it that was posted has ended; copies leave in the order they came.
+Invariant: a slice that was posted is looked at until it has ended, whatever becomes of its copy.
 """
 
-from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic
 
 import numpy as np
 
+from pdserve.kvtransfer.backends.copies import Copies, Copy
 from pdserve.kvtransfer.backends.lane import Lane, LaneError, RemoteT, SliceLostError, SliceT
 from pdserve.kvtransfer.backends.probe import Probe
 from pdserve.kvtransfer.backends.progress import Progress
-from pdserve.kvtransfer.mover import CopyId, Description, Region
-from pdserve.kvtransfer.session import Pages
+from pdserve.kvtransfer.mover import Description, Region
 
 MAX_SLICES_IN_FLIGHT = 4
-
-
-@dataclass(slots=True, eq=False)
-class Copy:
-    copy_id: CopyId
-    src: Pages
-    dst: Pages
-    num_posted: int = 0  # pages
-    num_in_flight: int = 0  # slices
-    digests: tuple[int, ...] = ()
-    failure: str = ""
-    in_doubt: bool = False  # a slice was lost
-
-    @property
-    def over(self) -> bool:
-        return self.num_in_flight == 0 and (bool(self.failure) or self.num_posted == len(self.src))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,7 +33,7 @@ class Route(Generic[RemoteT, SliceT]):
         self._region = region
         self.remote = lane.open(description)
         self.description = description
-        self.copies: deque[Copy] = deque()
+        self.copies = Copies()
         self.in_flight: list[InFlight[SliceT]] = []
         self.progress = Progress()
         self.probe: Probe[SliceT] | None = None
@@ -65,6 +47,15 @@ class Route(Generic[RemoteT, SliceT]):
     @property
     def is_probing(self) -> bool:
         return self.probe is not None and self.probe.in_flight is not None
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether copies are under way, as far as bytes of them move: to a frozen peer none do."""
+        return bool(self.copies) and not self.progress.is_stalled
+
+    def is_measuring(self, now_s: float) -> bool:
+        """Whether a probe's write is in flight, unless it hardly moves."""
+        return self.probe is not None and self.is_probing and not self.probe.is_stuck(now_s)
 
     def shut(self) -> list[SliceT]:
         """Close the lane to the peer; return the slices whose end is still to be waited for."""
@@ -89,7 +80,7 @@ class Route(Generic[RemoteT, SliceT]):
                 self.progress.ended(each.num_bytes, landed=False)
                 each.copy.in_doubt = True
                 self._fail(each.copy, str(error))
-            each.copy.num_in_flight -= 1
+            self.copies.slice_ended(each.copy)
         moved = len(still) != len(self.in_flight)
         self.in_flight = still
         return self._poll_probe() or moved
@@ -98,7 +89,7 @@ class Route(Generic[RemoteT, SliceT]):
         """Post the next slice that waits, if there is room for it; return whether there was one."""
         if len(self.in_flight) >= MAX_SLICES_IN_FLIGHT:
             return False
-        copy = next((c for c in self.copies if not c.failure and c.num_posted < len(c.src)), None)
+        copy = self.copies.next()
         if copy is None:
             return False
         part = slice(copy.num_posted, copy.num_posted + slice_pages)
@@ -109,10 +100,9 @@ class Route(Generic[RemoteT, SliceT]):
             copy.in_doubt |= isinstance(error, SliceLostError)
             self._fail(copy, str(error))
             return True
-        copy.num_posted += len(src)
+        self.copies.posted(copy, len(src), has_landed=posted is None)
         if posted is not None:
             num_bytes = len(src) * self._region.page_bytes
-            copy.num_in_flight += 1
             self.in_flight.append(InFlight(posted, copy, num_bytes))
             self.progress.posted(num_bytes, now_s)
         copy.digests += self._region.digests(src)
@@ -126,7 +116,7 @@ class Route(Generic[RemoteT, SliceT]):
     def post_probe(self) -> bool:
         """Post a probe's next write; return whether there was one."""
         probe = self.probe
-        if probe is None or not probe.waits:
+        if probe is None or not probe.waits or self.progress.is_stalled:
             return False
         count = probe.begin()
         ours = np.arange(self._region.num_pages, self._region.num_pages + count, dtype=np.int32)
@@ -139,11 +129,6 @@ class Route(Generic[RemoteT, SliceT]):
         if probe.in_flight is None:
             probe.landed()
         return True
-
-    def take_finished(self) -> Iterator[Copy]:
-        """Let go of the copies that are over, as long as none before them is not."""
-        while self.copies and self.copies[0].over:
-            yield self.copies.popleft()
 
     def _poll_probe(self) -> bool:
         probe = self.probe
@@ -166,6 +151,5 @@ class Route(Generic[RemoteT, SliceT]):
     def _fail(self, copy: Copy, reason: str) -> None:
         """After one failure nothing more goes to this peer until it is opened anew."""
         self.broken = reason
-        for each in self.copies:
-            if each is copy or each.num_posted < len(each.src):
-                each.failure = each.failure or reason
+        self.copies.fail(copy, reason)
+        self.copies.fail_waiting(reason)

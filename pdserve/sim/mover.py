@@ -5,14 +5,17 @@ writer's outstanding writes go on when it thaws, whatever anybody released meanw
 or never until the writer is told to forget it.
 """
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
 from zlib import crc32
 
 from pdserve.kvtransfer import sender
+from pdserve.kvtransfer.backends.copies import Copies, Copy
+from pdserve.kvtransfer.mover import CopyId
 from pdserve.kvtransfer.session import Grant, HandoffKey, Peer
-from pdserve.prefill_worker.events import Copy, FromPeer
+from pdserve.prefill_worker import events
+from pdserve.prefill_worker.events import FromPeer
 from pdserve.sim.memory import Memory, Stamp
 from pdserve.sim.network import Network
 from pdserve.sim.process import Process
@@ -40,19 +43,23 @@ class Host(Process):
 
 @dataclass(slots=True, eq=False)
 class Op:
-    """One copy under way."""
+    """One copy under way. A slice is a page."""
 
     peer: Peer
-    key: HandoffKey
+    copy: Copy
     src: tuple[Stamp, ...]
     dst: tuple[Stamp, ...]
     digests: list[int] = field(default_factory=list)
     num_stalls: int = 0
     over: bool = False
 
+    @property
+    def key(self) -> HandoffKey:
+        return self.copy.handoff
+
 
 class Mover:
-    """One prefill process's copies: to each peer one after the other."""
+    """One prefill process's copies: one slice to each peer at a time, in the order that the real movers take."""
 
     def __init__(
         self,
@@ -70,41 +77,63 @@ class Mover:
         self._network = network
         self._find = find
         self._report = report
-        self._queues: dict[Peer, deque[Op]] = {}
+        self._ids = count()
+        self._ops: dict[CopyId, Op] = {}  # outstanding
+        self._copies: dict[Peer, Copies] = {}
+        self._posted: dict[Peer, Op] = {}  # whose slice is on its way
 
     @property
     def idle(self) -> bool:
-        return not any(self._queues.values())
+        return not self._ops
 
-    def copy(self, copy: Copy, grant: Grant) -> None:
+    def copy(self, command: events.Copy, grant: Grant) -> None:
         """Start a copy into pages of a grant; CopyStopped follows."""
         generation = dict(zip(grant.pages, grant.generations, strict=True))
-        dst = tuple(Stamp(page, generation[page]) for page in copy.dst)
-        op = Op(copy.peer, copy.key, tuple(self._memory.stamp(page) for page in copy.src), dst)
-        queue = self._queues.setdefault(copy.peer, deque())
-        queue.append(op)
-        if len(queue) == 1:
-            self._schedule(op)
+        dst = tuple(Stamp(page, generation[page]) for page in command.dst)
+        copy = Copy(CopyId(next(self._ids)), command.key, command.src, command.dst)
+        self._ops[copy.copy_id] = Op(command.peer, copy, tuple(map(self._memory.stamp, command.src)), dst)
+        self._copies.setdefault(command.peer, Copies()).add(copy)
+        self._go_on(command.peer)
+
+    def cancel(self, peer: Peer, key: HandoffKey) -> None:
+        """Copy nothing more of a hand-off than the slice on its way."""
+        if peer in self._copies:
+            self._copies[peer].cancel(key, "cancelled")
+            self._go_on(peer)
 
     def forget(self, peer: Peer) -> None:
         """Report every copy to a process that has ended as stopped."""
-        for op in self._queues.pop(peer, ()):
+        self._posted.pop(peer, None)
+        for copy in self._copies.pop(peer, ()):
+            op = self._ops.pop(copy.copy_id)
             op.over = True
             self._report(FromPeer(op.peer, op.key, sender.CopyStopped(None, "its process ended")))
 
     def check(self) -> None:
         """Raise ViolationError where a page was released that a copy will read or write."""
-        for peer, queue in self._queues.items():
-            target = self._target(peer)
-            for op in queue:
-                done = len(op.digests)
-                for src in op.src[done:]:
-                    self._memory.check_source(src, op.key)
-                if target is not None:
-                    for dst in op.dst[done:]:
-                        target.memory.check_target(dst, op.key)
+        for op in self._ops.values():
+            done, target = len(op.digests), self._target(op.peer)
+            for src in op.src[done:]:
+                self._memory.check_source(src, op.key)
+            if target is not None:
+                for dst in op.dst[done:]:
+                    target.memory.check_target(dst, op.key)
 
-    def _schedule(self, op: Op) -> None:
+    def _go_on(self, peer: Peer) -> None:
+        """Report what is over, and post the next slice unless one is on its way."""
+        copies = self._copies[peer]
+        for copy in tuple(copies.take_over()):
+            op = self._ops.pop(copy.copy_id)
+            op.over = True
+            digests = None if copy.failure else tuple(op.digests)
+            self._report(FromPeer(peer, op.key, sender.CopyStopped(digests, copy.failure)))
+        if self._copies.get(peer) is not copies or peer in self._posted:
+            return  # a report has led here, and on
+        following = copies.next()
+        if following is None:
+            return
+        copies.posted(following, 1, has_landed=False)
+        op = self._posted[peer] = self._ops[following.copy_id]
         self._world.after(self.faults.page_s * (0.5 + self._world.rng.random()), self._owner, self._slice, op)
 
     def _target(self, peer: Peer) -> Host | None:
@@ -143,22 +172,20 @@ class Mover:
             landed = bytes((content[0] ^ 1, *content[1:]))
         target.write(op.dst[place], op.key, landed)
         op.digests.append(digest(content))
-        if len(op.digests) == len(op.src):
-            self._stop(op, "")
-        else:
-            self._schedule(op)
+        if len(op.digests) < len(op.src):
             self.site("mid_copy", self._owner)
+        self._end_slice(op)
 
     def _stop(self, op: Op, failure: str) -> None:
-        if op.over:
-            return
-        op.over = True
-        queue = self._queues[op.peer]
-        queue.popleft()
-        if queue:
-            self._schedule(queue[0])
-        digests = None if failure else tuple(op.digests)
-        self._report(FromPeer(op.peer, op.key, sender.CopyStopped(digests, failure)))
+        if not op.over:
+            self._copies[op.peer].fail(op.copy, failure)
+            self._end_slice(op)
+
+    def _end_slice(self, op: Op) -> None:
+        if not op.over:
+            del self._posted[op.peer]
+            self._copies[op.peer].slice_ended(op.copy)
+            self._go_on(op.peer)
 
 
 def digest(content: bytes) -> int:

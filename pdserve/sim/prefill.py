@@ -9,6 +9,7 @@ from pdserve.kvtransfer import receiver, sender
 from pdserve.kvtransfer.session import Grant, HandoffKey, Peer
 from pdserve.prefill_worker.core import PrefillCore
 from pdserve.prefill_worker.events import (
+    CancelCopies,
     Command,
     Connect,
     Copy,
@@ -101,6 +102,8 @@ class PrefillProcess(WorkerProcess[Event, Command]):
                 self._connect(peer)
             case Copy(key=key):
                 self.mover.copy(command, self._grants[key])
+            case CancelCopies(peer, key):
+                self.mover.cancel(peer, key)
             case ToPeer(peer, key, message):
                 self._tell(peer, key, message)
             case Forget(peer):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from mover_settings import Idle, Setting, setting_of
+from scripted_lane import Rig, scripted_rig
 
 
 @pytest.fixture(scope="package")
@@ -40,3 +41,9 @@ def loopback(idle: Idle, tmp_path: Path) -> Iterator[Setting]:
 def tcp(request: pytest.FixtureRequest, idle: Idle, tmp_path: Path) -> Iterator[Setting]:
     with setting_of(request.param, idle, tmp_path) as setting:
         yield setting
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    with scripted_rig() as rig:
+        yield rig

@@ -12,12 +12,14 @@ import numpy as np
 import pytest
 from network_namespace import DROP, RESET, cut, lane_ports, raise_loopback
 
-from pdserve.ids import PageId, WorkerId
+from pdserve.ids import Attempt, PageId, RequestId, WorkerId
 from pdserve.incarnation import new_incarnation
 from pdserve.kvtransfer.backends.nixl import NixlMover
 from pdserve.kvtransfer.backends.ucx import Network
 from pdserve.kvtransfer.mover import ByteRows, CopyStopped, Region
-from pdserve.kvtransfer.session import Peer
+from pdserve.kvtransfer.session import HandoffKey, Peer
+
+HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
 
 NUM_PAGES, PAGE_BYTES = 64, 1 << 20
 PAGES = tuple(PageId(n) for n in range(NUM_PAGES))
@@ -42,7 +44,7 @@ class Rig:
         return int(np.count_nonzero(self.landed))
 
     def write(self) -> None:
-        self.mover.write(self.peer, PAGES, PAGES)
+        self.mover.write(self.peer, HANDOFF, PAGES, PAGES)
 
     def next_stopped(self) -> CopyStopped:
         return self.stopped.get(timeout=30)
@@ -62,7 +64,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     mover = NixlMover(me, Region.of(ours), stopped.put, Network(tcp_only=True))
     mover.attach(peer, description)
     rig = Rig(process, landed, mover, peer, stopped)
-    mover.write(peer, PAGES[:1], PAGES[:1])  # the lane stands
+    mover.write(peer, HANDOFF, PAGES[:1], PAGES[:1])  # the lane stands
     assert rig.next_stopped().digests is not None
     landed[:] = 0
     yield rig

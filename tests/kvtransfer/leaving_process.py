@@ -4,10 +4,12 @@ import queue
 
 import numpy as np
 
-from pdserve.ids import Incarnation, PageId, WorkerId
+from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer.backends.collective import CollectiveMover
 from pdserve.kvtransfer.mover import CopyStopped, Region
-from pdserve.kvtransfer.session import Peer
+from pdserve.kvtransfer.session import HandoffKey, Peer
+
+HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
 
 WRITER, TARGET = (Peer(WorkerId(name), Incarnation(1)) for name in ("writer", "target"))
 STOPPED: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
@@ -20,7 +22,7 @@ MOVERS = [
 def main() -> None:
     writer, receiver = MOVERS
     writer.attach(TARGET, receiver.describe())
-    writer.write(TARGET, (PageId(0),), (PageId(1),))
+    writer.write(TARGET, HANDOFF, (PageId(0),), (PageId(1),))
     assert STOPPED.get(timeout=20).digests is not None
     writer.close()
     receiver.close()

@@ -12,12 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pdserve.ids import Incarnation, PageId, WorkerId
+from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer.backends.collective import CollectiveMover
 from pdserve.kvtransfer.backends.framing import Framed
 from pdserve.kvtransfer.backends.pairing import SECRET_BYTES, WRITER, Greeting, meet
 from pdserve.kvtransfer.mover import ByteRows, CopyStopped, Description, Region
-from pdserve.kvtransfer.session import Peer
+from pdserve.kvtransfer.session import HandoffKey, Peer
+
+HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
 
 NUM_PAGES, PAGE_BYTES = 64, 1 << 16
 TARGET = Peer(WorkerId("target"), Incarnation(1))
@@ -57,7 +59,7 @@ def assert_takes_writes(receiver: CollectiveMover, view: ByteRows) -> None:
     writer = CollectiveMover(WRITER_PEER, Region.of(mine), stopped.put)
     try:
         writer.attach(TARGET, receiver.describe())
-        writer.write(TARGET, EVERYTHING, EVERYTHING)
+        writer.write(TARGET, HANDOFF, EVERYTHING, EVERYTHING)
         assert stopped.get(timeout=20).digests is not None
         assert np.array_equal(view, mine)
     finally:

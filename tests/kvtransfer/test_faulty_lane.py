@@ -4,12 +4,14 @@ import queue
 
 import numpy as np
 
-from pdserve.ids import Incarnation, PageId, WorkerId
+from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer.backends.faulty import FaultyLane
 from pdserve.kvtransfer.backends.lane import Indices
 from pdserve.kvtransfer.backends.pump import Pump
 from pdserve.kvtransfer.mover import CopyStopped, Description, Region
-from pdserve.kvtransfer.session import Peer
+from pdserve.kvtransfer.session import HandoffKey, Peer
+
+HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
 
 PEER = Peer(WorkerId("peer"), Incarnation(1))
 NUM_COPIES = 320
@@ -45,7 +47,7 @@ def failures(share: float, seed: str) -> list[bool]:
         pump.attach(PEER, Description(0, 8, 16, 0, 1, b"").encode())
         ends = []
         for _ in range(NUM_COPIES):
-            pump.write(PEER, (PageId(1),), (PageId(2),))
+            pump.write(PEER, HANDOFF, (PageId(1),), (PageId(2),))
             ends.append(stopped.get(timeout=5))
     finally:
         pump.close()

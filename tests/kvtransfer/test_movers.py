@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from mover_settings import NOBODY, NUM_PAGES, PAGE_BYTES, Setting, Target, pages
+from mover_settings import HANDOFF, NOBODY, NUM_PAGES, PAGE_BYTES, Setting, Target, pages
 
 from pdserve.errors import InvariantError, ProtocolError
+from pdserve.ids import Attempt
 from pdserve.kvtransfer.mover import CopyStopped, Description, ProbeError, Region
 
 
@@ -37,13 +38,37 @@ def test_digests_find_the_page_that_differs(setting: Setting) -> None:
 def test_many_copies_at_once_arrive_and_are_reported_in_their_order(setting: Setting) -> None:
     writer, target = setting.attached()
     copies = [pages(*range(first, first + 1 + first % 5)) for first in range(0, 90, 5)] * 5
-    ids = [writer.mover.write(target.peer, copy, copy) for copy in copies]
+    ids = [writer.mover.write(target.peer, HANDOFF, copy, copy) for copy in copies]
     reports = [writer.next_stopped() for _ in copies]
     assert [report.copy_id for report in reports] == ids
     taken = Region.of(writer.view).digests
     assert [report.digests for report in reports] == [taken(copy) for copy in copies]
     written = sorted({page for copy in copies for page in copy})
     assert np.array_equal(target.view[written], writer.view[written])
+
+
+def test_a_cancelled_hand_off_stops_and_nothing_of_it_is_written_after_that(setting: Setting) -> None:
+    writer, target = setting.attached()
+    everything, one = pages(*range(NUM_PAGES)), pages(7)
+    ids = [writer.mover.write(target.peer, HANDOFF, everything, everything) for _ in range(20)]
+    writer.mover.cancel(target.peer, HANDOFF)
+    stopped = [writer.next_stopped() for _ in ids]
+    assert [each.copy_id for each in stopped] == ids
+    assert (stopped[-1].digests, stopped[-1].reason, stopped[-1].in_doubt) == (None, "cancelled", False)
+    target.view[:] = 0
+    other = HANDOFF._replace(attempt=Attempt(1))
+    copy_id = writer.mover.write(target.peer, other, one, one)
+    landed = writer.next_stopped()
+    assert landed.copy_id == copy_id
+    assert landed.digests is not None
+    assert set(target.view.any(axis=1).nonzero()[0]) == set(one)
+
+
+def test_cancelling_what_is_not_there_changes_nothing(setting: Setting) -> None:
+    writer, target = setting.attached()
+    writer.mover.cancel(target.peer, HANDOFF)
+    writer.mover.cancel(NOBODY, HANDOFF)
+    assert writer.write(target, pages(1), pages(2)).digests is not None
 
 
 def test_a_copy_of_many_slices_arrives_whole(setting: Setting) -> None:
@@ -62,7 +87,7 @@ def test_writers_of_several_threads_and_to_several_peers_do_not_mix(setting: Set
 
     def write(target: Target, page: int) -> None:
         for number in range(page, NUM_PAGES, 2):
-            writer.mover.write(target.peer, pages(number), pages(number))
+            writer.mover.write(target.peer, HANDOFF, pages(number), pages(number))
 
     threads = [threading.Thread(target=write, args=(t, p)) for t in (first, second) for p in (0, 1)]
     for thread in threads:
@@ -76,7 +101,7 @@ def test_writers_of_several_threads_and_to_several_peers_do_not_mix(setting: Set
 
 def test_a_copy_to_nobody_is_reported_as_failed(setting: Setting) -> None:
     writer = setting.writer()
-    writer.mover.write(NOBODY, pages(0), pages(0))
+    writer.mover.write(NOBODY, HANDOFF, pages(0), pages(0))
     stopped = writer.next_stopped()
     assert stopped.digests is None
     assert stopped.reason == "nobody is not attached"
@@ -181,7 +206,7 @@ def test_a_closed_mover_takes_no_orders(loopback: Setting) -> None:
     mover = loopback.mover(np.zeros((2, 8), np.uint8), lambda _: None)
     mover.close()
     with pytest.raises(InvariantError, match="closed"):
-        mover.write(NOBODY, pages(0), pages(0))
+        mover.write(NOBODY, HANDOFF, pages(0), pages(0))
 
 
 def test_a_closed_mover_leaves_no_thread_and_no_file_behind(setting: Setting) -> None:
@@ -192,7 +217,7 @@ def test_a_closed_mover_leaves_no_thread_and_no_file_behind(setting: Setting) ->
         stopped: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
         mover = setting.mover(view, stopped.put)
         mover.attach(target.peer, target.description)
-        mover.write(target.peer, pages(0), pages(1))
+        mover.write(target.peer, HANDOFF, pages(0), pages(1))
         assert stopped.get(timeout=20).digests is not None
         mover.close()
         held.append(len(os.listdir("/proc/self/task")) + len(os.listdir("/proc/self/fd")))

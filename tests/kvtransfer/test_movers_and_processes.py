@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from mover_settings import NUM_PAGES, Setting, pages
+from mover_settings import HANDOFF, NUM_PAGES, Setting, pages
 
 
 def test_every_copy_to_a_killed_process_is_reported_within_two_seconds(remote: Setting) -> None:
     writer, target = remote.attached()
     everything = pages(*range(NUM_PAGES))
-    ids = [writer.mover.write(target.peer, everything, everything) for _ in range(20)]
+    ids = [writer.mover.write(target.peer, HANDOFF, everything, everything) for _ in range(20)]
     first = writer.next_stopped()
     target.kill()
     killed_s = time.monotonic()
@@ -28,7 +28,7 @@ def test_every_copy_to_a_killed_process_is_reported_within_two_seconds(remote: S
 def test_a_killed_process_is_replaced_by_another(remote: Setting) -> None:
     writer, target = remote.attached()
     everything = pages(*range(NUM_PAGES))
-    writer.mover.write(target.peer, everything, everything)
+    writer.mover.write(target.peer, HANDOFF, everything, everything)
     target.kill()
     writer.next_stopped()
     assert writer.write(target, pages(0), pages(0)).digests is None
@@ -44,7 +44,7 @@ def test_a_copy_to_a_frozen_process_is_not_reported_until_the_process_is_known_t
     everything = pages(*range(NUM_PAGES))
     assert writer.write(target, pages(0), pages(0)).digests is not None
     target.signal(signal.SIGSTOP)
-    copy_id = writer.mover.write(target.peer, everything, everything)
+    copy_id = writer.mover.write(target.peer, HANDOFF, everything, everything)
     with pytest.raises(queue.Empty):
         writer.next_stopped(timeout_s=1.5)
     target.kill()
@@ -59,7 +59,7 @@ def test_a_thawed_process_gets_what_was_under_way(tcp: Setting) -> None:
     everything = pages(*range(NUM_PAGES))
     assert writer.write(target, pages(0), pages(0)).digests is not None
     target.signal(signal.SIGSTOP)
-    writer.mover.write(target.peer, everything, everything)
+    writer.mover.write(target.peer, HANDOFF, everything, everything)
     target.signal(signal.SIGCONT)
     assert writer.next_stopped().digests is not None
     assert np.array_equal(target.view, writer.view)

@@ -9,6 +9,7 @@ import pytest
 from pdserve.errors import ProtocolError
 from pdserve.ids import Generation, PageId
 from pdserve.kvtransfer.sender import (
+    CancelCopies,
     Command,
     CopyStopped,
     Event,
@@ -81,20 +82,20 @@ def test_a_grant_of_another_size_than_the_prompt_fails_the_transfer(size: int) -
 
 def test_giving_up_mid_copy_waits_for_every_copy_to_stop() -> None:
     sender, _ = fed(grant(0, 8, 9), PagesReady(pages(3)), PagesReady(pages(4)))
-    assert sender.handle(GaveUp("deadline")) == ()
+    assert sender.handle(GaveUp("deadline")) == (CancelCopies(),)
     assert sender.handle(CopyStopped(None, "cut")) == ()
     assert sender.handle(CopyStopped((5,))) == (SendQuiesced(""), ReleasePages())
 
 
 def test_a_failed_copy_fails_the_transfer_after_the_others_have_stopped() -> None:
     sender, _ = fed(grant(0, 8, 9), PagesReady(pages(3)), PagesReady(pages(4)))
-    assert sender.handle(CopyStopped(None, "disconnected")) == (Failed(True, "disconnected"),)
+    assert sender.handle(CopyStopped(None, "disconnected")) == (Failed(True, "disconnected"), CancelCopies())
     assert sender.handle(CopyStopped((5,))) == (SendQuiesced(""), ReleasePages())
 
 
 def test_after_a_copy_that_ended_in_doubt_nothing_is_said_but_the_source_pages_are_released() -> None:
     sender, _ = fed(grant(0, 8, 9), PagesReady(pages(3)), PagesReady(pages(4)))
-    assert sender.handle(CopyStopped(None, "reset", in_doubt=True)) == (Failed(True, "reset"),)
+    assert sender.handle(CopyStopped(None, "reset", in_doubt=True)) == (Failed(True, "reset"), CancelCopies())
     assert sender.handle(CopyStopped((5,))) == (ReleasePages(),)
     assert sender.handle(Withdrawn("it failed")) == ()
 
@@ -107,7 +108,8 @@ def test_a_withdrawal_of_a_closed_hand_off_is_answered() -> None:
 def test_after_a_silence_longer_than_its_lease_a_sender_starts_no_more_copies() -> None:
     sender, _ = fed(grant(0, 8, 9), PagesReady(pages(3)))
     assert sender.handle(FellSilent(3.9)) == ()
-    assert sender.handle(FellSilent(4.0)) == (Failed(False, "silent for 4.0 s under a lease of 4 s"),)
+    reason = "silent for 4.0 s under a lease of 4 s"
+    assert sender.handle(FellSilent(4.0)) == (Failed(False, reason), CancelCopies())
     assert sender.handle(PagesReady(pages(4))) == ()
     assert sender.handle(CopyStopped((5,))) == (SendQuiesced(""), ReleasePages())
 

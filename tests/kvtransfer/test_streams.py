@@ -16,7 +16,7 @@ from stream_ends import (
     raw_stream,
 )
 
-from pdserve.ids import Incarnation, PageId, WorkerId
+from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer import receiver, sender
 from pdserve.kvtransfer.mover import CopyStopped
 from pdserve.kvtransfer.peers import (
@@ -25,7 +25,9 @@ from pdserve.kvtransfer.peers import (
     PeerLost,
     PeerMessage,
 )
-from pdserve.kvtransfer.session import Peer
+from pdserve.kvtransfer.session import HandoffKey, Peer
+
+HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
 
 
 async def test_a_hand_off_is_spoken_of_in_order_and_unchanged() -> None:
@@ -59,7 +61,7 @@ async def test_pages_can_be_written_as_soon_as_a_grant_arrives() -> None:
         await decode.heard.next()
         decode.send(receiver.SendGrant(GRANT))
         await prefill.heard.next()
-        prefill.party.mover.write(DECODE, (PageId(0),), (PageId(4),))
+        prefill.party.mover.write(DECODE, HANDOFF, (PageId(0),), (PageId(4),))
         copy = await asyncio.to_thread(stopped.get, timeout=5)
         assert (copy.digests is None, copy.reason) == (False, "")
 

@@ -5,10 +5,12 @@ import sys
 
 import numpy as np
 
-from pdserve.ids import Incarnation, PageId, WorkerId
+from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer.backends.collective import CollectiveMover
 from pdserve.kvtransfer.mover import CopyStopped, Region
-from pdserve.kvtransfer.session import Peer
+from pdserve.kvtransfer.session import HandoffKey, Peer
+
+HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
 
 
 def main() -> None:
@@ -19,7 +21,7 @@ def main() -> None:
     mover = CollectiveMover(me, Region.of(np.ones((num_pages, page_bytes), np.uint8)), stopped.put)
     mover.attach(target, description)
     for number in range(1 << 20):
-        mover.write(target, pages, pages)
+        mover.write(target, HANDOFF, pages, pages)
         if number == 3:
             sys.stdout.write("writing\n")
             sys.stdout.flush()

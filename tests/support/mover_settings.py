@@ -11,14 +11,16 @@ from pathlib import Path
 
 import numpy as np
 
-from pdserve.ids import Incarnation, PageId, WorkerId
+from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.incarnation import new_incarnation
 from pdserve.kvtransfer.backends.collective import CollectiveMover
 from pdserve.kvtransfer.backends.loopback import LoopbackMover
 from pdserve.kvtransfer.backends.nixl import NixlMover
 from pdserve.kvtransfer.backends.ucx import Network
 from pdserve.kvtransfer.mover import ByteRows, CopyStopped, Mover, OnStopped, Region
-from pdserve.kvtransfer.session import Pages, Peer
+from pdserve.kvtransfer.session import HandoffKey, Pages, Peer
+
+HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
 
 NUM_PAGES, PAGE_BYTES = 96, 360 * 1024
 NOBODY = Peer(WorkerId("nobody"), Incarnation(1))
@@ -52,7 +54,7 @@ class Writer:
         return self.stopped.get(timeout=timeout_s)
 
     def write(self, target: Target, src: Pages, dst: Pages) -> CopyStopped:
-        copy_id = self.mover.write(target.peer, src, dst)
+        copy_id = self.mover.write(target.peer, HANDOFF, src, dst)
         stopped = self.next_stopped()
         assert stopped.copy_id == copy_id
         return stopped

@@ -6,14 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from pdserve.ids import Incarnation, PageId, WorkerId
+from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer.backends.collective import CollectiveMover
 from pdserve.kvtransfer.backends.loopback import LoopbackMover
 from pdserve.kvtransfer.backends.nixl import NixlMover
 from pdserve.kvtransfer.backends.ucx import Network
 from pdserve.kvtransfer.mover import CopyStopped, Description, Mover, OnStopped, Region
-from pdserve.kvtransfer.session import Peer
+from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.worker.regions import device_region
+
+HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
 
 NUM_PAGES, PAGE_BYTES = 12, 3 * 8192 + 40
 SRC, DST = tuple(map(PageId, (1, 5, 0))), tuple(map(PageId, (7, 2, 11)))
@@ -47,7 +49,7 @@ def test_a_copy_between_tensors_carries_digests_that_agree_on_both_sides(kind: s
     receiver = mover_of(kind, "target", target, lambda _: None)
     try:
         writer.attach(TARGET, receiver.describe())
-        writer.write(TARGET, SRC, DST)
+        writer.write(TARGET, HANDOFF, SRC, DST)
         digests = stopped.get(timeout=20).digests
     finally:
         writer.close()
