@@ -33,7 +33,7 @@ from pdserve.kvtransfer.lease import Leases
 from pdserve.kvtransfer.session import Capsule, HandoffKey, Peer
 from pdserve.worker.admission import refusal
 from pdserve.worker.audit import Auditor, Claim
-from pdserve.worker.load import load_of
+from pdserve.worker.load import Taken, load_of
 from pdserve.worker.words import (
     BEAT_S,
     Cancelled,
@@ -67,11 +67,11 @@ class DecodeCore:
         self._ungranted: list[Task] = []  # wait for pages, most urgent first
         self._inbound: dict[HandoffKey, Inbound] = {}
         self._leases = Leases(rules.lease_s)
-        self._order = 0
         self._draining = False
         self._drain_reason = ""
         self._num_digest_mismatches = 0
         self._auditor = Auditor(scheduler.cache.pool)
+        self._taken = Taken()
 
     @property
     def idle(self) -> bool:
@@ -93,10 +93,12 @@ class DecodeCore:
         yield from (inbound.claim for inbound in self._inbound.values())
 
     def load(self) -> Load:
-        load = load_of(self._scheduler, self._auditor)
+        load, cache = load_of(self._scheduler, self._auditor), self._scheduler.cache
         return replace(
             load,
             num_waiting=load.num_waiting + len(self._ungranted),
+            pages_wanted=load.pages_wanted + sum(cache.num_pages(len(t.job.token_ids)) for t in self._ungranted),
+            parts=self._taken.parts((task.router, task.part) for task in self._tasks.values()),
             num_handoffs=len(self._inbound),
             num_digest_mismatches=self._num_digest_mismatches,
             draining=self._draining,
@@ -128,8 +130,7 @@ class DecodeCore:
                 case Started():
                     rung = Rung.DECODE_JOINED if task.peer else Rung.PREFILL_STARTED
                     cached = 0 if task.peer else outcome.sequence.num_cached_tokens
-                    started_s = now_s - result.elapsed_s
-                    commands.append(Progress(task.router, task.key, rung, started_s, cached_tokens=cached))
+                    commands.append(Progress(task.router, task.key, rung, now_s - result.elapsed_s, cached))
                 case Split(sequence, children):
                     self._part(task, sequence, children)
                     self._drop_sequences(task)
@@ -154,6 +155,7 @@ class DecodeCore:
             case Cancelled():
                 return self._cancel(event, now_s)
             case RouterLost(router):
+                self._taken.forget(router)
                 orphans = (task.key for task in self._tasks.values() if task.router == router)
                 return self._give_up(orphans, "router lost", now_s)
             case Ticked(silent_s):
@@ -195,11 +197,11 @@ class DecodeCore:
         if self._draining or len(self._tasks) >= self._rules.max_tasks or key in self._tasks or key in self._inbound:
             why = "draining" if self._draining else f"{len(self._tasks)} of {self._rules.max_tasks} requests"
             return [Failed(placed.router, key, FailureCode.OVERLOADED, why)]
-        self._order += 1
-        task = Task(placed.router, job, placed.deadline_s, self._order, placed.peer)
+        order = self._taken.add(placed.router, job, computes=placed.peer is None)
+        task = Task(placed.router, job, placed.deadline_s, order, placed.peer)
         self._tasks[key] = task
         if placed.peer is None:
-            sequence = Sequence(job=job, indices=job.indices, tokens=list(job.token_ids), order=self._order)
+            sequence = Sequence(job=job, indices=job.indices, tokens=list(job.token_ids), order=order)
             task.sequences.append(sequence)
             self._scheduler.add(sequence)
         else:
@@ -295,8 +297,7 @@ class DecodeCore:
         task = self._tasks.get(inbound.key)
         if task is None or not isinstance(news, receiver.Committed):
             return []
-        commit = news.commit
-        num_bytes, seconds = commit.handoff_bytes, commit.handoff_s
+        num_bytes, seconds = news.commit.handoff_bytes, news.commit.handoff_s
         return [Progress(task.router, task.key, Rung.LANDED, now_s, handoff_bytes=num_bytes, handoff_s=seconds)]
 
     def _perform(self, inbound: Inbound, command: receiver.Command, now_s: float) -> Iterator[Command]:

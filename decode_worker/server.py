@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -174,6 +174,9 @@ class DecodeOutbox:
 
     def beat(self, load: Load, num_steps: int) -> None:
         self._reporter.beat(load, num_steps)
+
+    def refresh(self, load: Callable[[], Load], num_steps: int, *, at_once: bool) -> None:
+        self._reporter.refresh(load, num_steps, at_once=at_once)
 
     def refuse(self, refusal: Refusal) -> None:
         self._reporter.refuse(refusal)

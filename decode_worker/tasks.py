@@ -8,7 +8,8 @@ from pdserve.errors import ProtocolError
 from pdserve.kvtransfer import receiver
 from pdserve.kvtransfer.session import Capsule, HandoffKey, Pages, Peer
 from pdserve.worker.audit import Claim
-from pdserve.worker.words import RouterRef
+from pdserve.worker.load import waiting
+from pdserve.worker.words import Part, RouterRef
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +28,21 @@ class Task:
 
     def __post_init__(self) -> None:
         self.key = HandoffKey(self.job.request_id, self.job.attempt)
+
+    @property
+    def part(self) -> Part:
+        """What it asks of the worker."""
+        num_running, num_coming, tokens, work = 0, 0, 0, 0
+        for sequence in self.sequences:
+            if sequence.num_missing > 1:
+                missing, missing_work = waiting(sequence)
+                tokens, work = tokens + missing, work + missing_work
+                num_coming += len(sequence.indices)
+            else:
+                num_running += len(sequence.indices)
+        if not self.sequences:
+            num_coming = len(self.job.indices) - len(self.dropped)
+        return Part(num_running, num_coming, (num_running + num_coming) * len(self.job.token_ids), tokens, work)
 
 
 @dataclass(slots=True, eq=False)

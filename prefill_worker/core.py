@@ -31,13 +31,14 @@ from pdserve.prefill_worker.redialling import Redialling
 from pdserve.prefill_worker.tasks import Task, key_of
 from pdserve.worker.admission import refusal
 from pdserve.worker.audit import Auditor, Claim
-from pdserve.worker.load import load_of
+from pdserve.worker.load import Taken, load_of, waiting
 from pdserve.worker.words import (
     Cancelled,
     DrainAsked,
     Failed,
     FailureCode,
     Load,
+    Part,
     PeerGone,
     Placed,
     Progress,
@@ -61,6 +62,7 @@ class PrefillCore:
         self._order = 0
         self._draining = False
         self._auditor = Auditor(scheduler.cache.pool)
+        self._taken = Taken()
 
     @property
     def idle(self) -> bool:
@@ -77,12 +79,14 @@ class PrefillCore:
 
     def load(self) -> Load:
         load = load_of(self._scheduler, self._auditor)
+        present = ((t.router, Part(0, 0, 0, *waiting(t.sequence))) for t in self._tasks.values() if not t.ended)
         return replace(
             load,
             num_waiting=load.num_waiting + self._backlog.num_waiting,
             waiting_tokens=load.waiting_tokens + self._backlog.waiting_tokens,
             num_handoffs=len(self._tasks),
             draining=self._draining,
+            parts=self._taken.parts(present),
         )
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
@@ -108,6 +112,7 @@ class PrefillCore:
                 )
                 return self._give_up(doomed, "cancelled")
             case RouterLost(router):
+                self._taken.forget(router)
                 return self._give_up((k for k, t in self._tasks.items() if t.router == router), "router lost")
             case Ticked(silent_s):
                 commands = self._fell_silent(silent_s, now_s) if silent_s > MIN_LEASE_S else []
@@ -193,6 +198,7 @@ class PrefillCore:
         task = Task(placed.router, key, sequence, placed.peer, sender.Sender(), placed.deadline_s)
         task.is_granted = placed.peer is None
         self._tasks[key] = task
+        self._taken.add(placed.router, job, computes=True)
         self._backlog.add(task)
         commands: list[Command] = [Progress(placed.router, key, Rung.PREFILL_QUEUED, now_s)]
         if placed.peer is not None:

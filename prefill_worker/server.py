@@ -1,7 +1,7 @@
 """The prefill worker's process: engine, mover and streams around its core."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -152,6 +152,9 @@ class PrefillOutbox:
             end_hung("the mover's thread")
         self._client.beat()
         self._reporter.beat(replace(load, num_stalled_peers=self._movement.mover.num_stalled), num_steps)
+
+    def refresh(self, load: Callable[[], Load], num_steps: int, *, at_once: bool) -> None:
+        self._reporter.refresh(load, num_steps, at_once=at_once)
 
     def refuse(self, refusal: Refusal) -> None:
         self._reporter.refuse(refusal)

@@ -1,8 +1,12 @@
-"""How long the answers that a decode worker writes, or will write, probably keep it busy. Pure."""
+"""How long the answers that a decode worker writes, or will write, probably keep it busy. Pure.
+
+Invariant: an answer counts until it has ended. One that has not ended when it was due goes on for as long as answers
+have been overdue on average, whenever it is looked at: so many more are overdue, so many more will be there.
+"""
 
 from bisect import bisect_left, bisect_right, insort
 from itertools import accumulate
-from math import inf
+from math import exp, inf
 
 
 class Answers:
@@ -25,12 +29,30 @@ class Answers:
         del self._ends[first : first + count]
         self._sums = None
 
-    def num_left(self, step: float) -> int:
-        """Return how many will go on after a step."""
-        return len(self._ends) - bisect_right(self._ends, step)
+    def num_left(self, step: float, now: float, overdue_steps: float) -> float:
+        """Return how many will probably go on after a step."""
+        return len(self._ends) - bisect_right(self._ends, step) + self._num_overdue(step, now, overdue_steps)
 
-    def mean_left(self, begin: float, num_steps: float) -> float:
+    def mean_left(self, begin: float, num_steps: float, now: float, overdue_steps: float) -> float:
         """Return how many there will be during so many steps from `begin` on, on average."""
+        overdue = self._num_overdue(begin, now, overdue_steps)
+        ratio = num_steps / overdue_steps
+        return self._mean_due(begin, num_steps) + overdue * (1 - exp(-ratio)) / ratio
+
+    def _num_overdue(self, step: float, now: float, overdue_steps: float) -> float:
+        """Return how many of those due by a step will go on after it: for so many steps on average from then on.
+
+        What is overdue now is there, and may end at any step.
+        """
+        ends = self._ends
+        due = bisect_right(ends, step)
+        if not due:
+            return 0.0
+        late = bisect_right(ends, now, 0, due)
+        return late * exp((now - step) / overdue_steps) + sum([exp((e - step) / overdue_steps) for e in ends[late:due]])
+
+    def _mean_due(self, begin: float, num_steps: float) -> float:
+        """Return the mean of those that are due later than `begin`, each until it is."""
         ends, sums = self._ends, self._sums
         if not ends:
             return 0.0

@@ -174,7 +174,7 @@ class RouterCore:
                 self._delivery.rung(worker, event, now_s)
             case LoadReported():
                 was_draining = worker.draining
-                worker.report(event.load)
+                self.forecast.note_others(worker, worker.report(event.load), now_s)
                 if worker.draining is not was_draining:
                     self._attendance.note_change(now_s)
             case PairMeasured():

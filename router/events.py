@@ -12,6 +12,7 @@ from pdserve.kvlayout import KvLayout
 from pdserve.perfmodel.curve import IDLE, Step
 from pdserve.router.deltas import TokenDelta
 from pdserve.router.ladder import Ledger, Rung, Usage
+from pdserve.router.load import Load
 from pdserve.sampling import SamplingParams
 from pdserve.values import value
 
@@ -53,20 +54,6 @@ class Registration:
     max_num_batched_tokens: int = 0  # in a step; 0: unknown
     host: str = ""  # name of its machine; empty: unknown
     age_s: float = 0.0  # of its process, when it said this
-
-
-@value
-class Load:
-    """What a worker said of its load."""
-
-    pages_free: int = 0
-    num_running: int = 0
-    num_waiting: int = 0
-    waiting_tokens: int = 0
-    kv_tokens: int = 0
-    num_handoffs: int = 0
-    draining: bool = False
-    failed_steps: int = 0  # the last ones, in a row
 
 
 @value

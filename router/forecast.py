@@ -4,7 +4,7 @@ Learns as it goes: step times of both pools, bandwidths of pairs, lengths of ans
 """
 
 from dataclasses import dataclass
-from math import exp, inf
+from math import exp
 
 from pdserve.kvlayout import KvLayout
 from pdserve.perfmodel.curve import Step, StepCosts
@@ -12,6 +12,7 @@ from pdserve.perfmodel.margin import Bias, Margin
 from pdserve.perfmodel.model import LearntCosts, LearntLinks
 from pdserve.router.events import LinkId, Role
 from pdserve.router.lengths import AnswerLengths
+from pdserve.router.load import Others
 from pdserve.router.machines import Machines
 from pdserve.router.pages import Names
 from pdserve.router.prefixes import PrefixTable
@@ -41,7 +42,7 @@ class _Fading:
 
     amount: float
     at_s: float
-    since_s: float = -inf  # when it began
+    since_s: float  # when it began
 
     def now(self, now_s: float, life_s: float) -> float:
         return self.amount * exp((self.at_s - now_s) / life_s)
@@ -100,19 +101,28 @@ class Forecast:
         self.prefixes.note([worker.link for worker in workers], names, now_s)
         if prefill is not None:
             fresh, _ = uncached(prompt, prefill.link)
-            sent = self._tokens.get(prefill.link)
-            before = 0.0 if sent is None else sent.now(now_s, _RATE_S)
-            self._tokens[prefill.link] = _Fading(before + fresh, now_s)
+            _add(self._tokens, prefill, fresh, now_s, _RATE_S)
         if decode is None:
             return
-        sent = self._sequences.get(decode.link)
-        before = 0.0 if sent is None else sent.now(now_s, self._life_s)
-        since_s = now_s if sent is None else sent.since_s
-        self._sequences[decode.link] = _Fading(before + prompt.num_sequences, now_s, since_s)
+        _add(self._sequences, decode, prompt.num_sequences, now_s, self._life_s)
         if prefill is None:
-            fresh, work = uncached(prompt, decode.link)
-            local_s = self.costs[Role.DECODE].prefill.marginal_s(fresh, work)
-            self._local[decode.link] = _Fading(self.local_s(decode, now_s) + local_s, now_s)
+            self._note_local(decode, *uncached(prompt, decode.link), now_s)
+
+    def note_others(self, worker: WorkerView, sent: Others, now_s: float) -> None:
+        """Note what other routers have sent to a worker since it last reported."""
+        if not sent.num_taken:
+            return
+        self.machines.look(worker, now_s)
+        if worker.role is Role.PREFILL:
+            _add(self._tokens, worker, sent.taken_tokens, now_s, _RATE_S)
+            return
+        _add(self._sequences, worker, sent.num_taken, now_s, self._life_s)
+        if sent.taken_tokens:
+            self._note_local(worker, sent.taken_tokens, sent.taken_work, now_s)
+
+    def _note_local(self, worker: WorkerView, num_tokens: int, work: int, now_s: float) -> None:
+        local_s = self.costs[Role.DECODE].prefill.marginal_s(num_tokens, work)
+        _add(self._local, worker, local_s, now_s, max(_LOCAL_S, self.decoding_s))
 
     def forget(self, worker: WorkerView) -> None:
         self.prefixes.forget(worker.link)
@@ -174,11 +184,29 @@ class Forecast:
         return min(0.9, local_s / max(_LOCAL_S, self.decoding_s))
 
     def handoff_s(self, prefill: WorkerView, decode: WorkerView, prompt: Prompt) -> float:
-        """Predict what of a hand-off is left after the first token, on an idle link: its last chunk."""
-        layout = decode.registration.layout
-        fresh = prompt.num_tokens - prompt.cached.get(decode.link, 0)
-        num_bytes = min(fresh, prefill.step_tokens) * _bytes_per_token(layout)
-        return self.links.transfer_s((prefill.name, decode.name), num_bytes)
+        """Predict what of a hand-off is left after the first token, on an idle link.
+
+        That is the last chunk at least, and all that a slow link has not carried while later chunks were computed.
+        Leading pages that the decode worker holds are not sent.
+        """
+        missing = prompt.num_tokens - prompt.cached.get(decode.link, 0)
+        fresh, _ = uncached(prompt, prefill.link)
+        pair, token_bytes = (prefill.name, decode.name), _bytes_per_token(decode.registration.layout)
+        last = fresh % prefill.step_tokens or prefill.step_tokens
+        if missing <= last:
+            return self.links.transfer_s(pair, missing * token_bytes)
+        meanwhile_s = self.costs[Role.PREFILL].prefill.each_s * (fresh - min(fresh, prefill.step_tokens))
+        whole_s = self.links.transfer_s(pair, missing * token_bytes)
+        return max(whole_s - meanwhile_s, self.links.transfer_s(pair, last * token_bytes))
+
+
+def _add(sums: dict[LinkId, _Fading], worker: WorkerView, amount: float, now_s: float, life_s: float) -> None:
+    """Add to a worker's fading sum."""
+    known = sums.get(worker.link)
+    if known is None:
+        sums[worker.link] = _Fading(amount, now_s, now_s)
+    else:
+        sums[worker.link] = _Fading(known.now(now_s, life_s) + amount, now_s, known.since_s)
 
 
 def uncached(prompt: Prompt, link: LinkId) -> tuple[int, int]:

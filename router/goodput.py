@@ -11,15 +11,14 @@ from heapq import nlargest
 from math import inf
 
 from pdserve.errors import Status
-from pdserve.router.events import LinkId, Role
+from pdserve.router.events import Role
 from pdserve.router.forecast import Forecast, Prompt
 from pdserve.router.outlook import Outlook
+from pdserve.router.pairing import best_way, sample
 from pdserve.router.placement import Decision, Demand, Group, Held, Pair, Placed, Rejected
 from pdserve.router.view import WorkerView
 from pdserve.values import value
 
-_NEAR = 0.02  # costs that differ by less are as good as equal
-_NEAR_S = 0.002
 _MOST_LENIENT = 0.9  # factor of a predicted time to first token, where nobody waits
 # A prompt that a decode worker computes slows all that it decodes. Near the objective it would take the room of several
 # requests that prefill workers could hand over, so it may not bring steps beyond this share of it: the longer route is
@@ -84,20 +83,17 @@ class Goodput:
 
     def _handoff(self, group: Group, outlooks: list[Outlook], prompt: Prompt, demand: Demand) -> _Option:
         forecast = self._forecast
-        prefills = [(forecast.prefill_s(worker, prompt, demand.now_s), worker) for worker in group.prefills]
-        ttft_s, prefill = prefills[_draw(prefills, demand.draw)]
-        biased_s = forecast.ttft_bias[False].factor * ttft_s
         if not outlooks:
+            firsts = [(forecast.prefill_s(worker, prompt, demand.now_s), worker) for worker in group.prefills]
+            ttft_s, prefill = firsts[sample(firsts, demand.draw)]
+            biased_s = forecast.ttft_bias[False].factor * ttft_s
             return _Option(Pair(prefill, None), biased_s, 0.0, biased_s)
-        steps_s = [each.step_s(ttft_s) / (1 - each.local_share) for each in outlooks]
-        scored = [(step_s + _no_room_s(each), each.worker) for step_s, each in zip(steps_s, outlooks, strict=True)]
-        chosen = _draw(scored, demand.draw // 4099)
-        step_s, decode, num_later = steps_s[chosen], outlooks[chosen].worker, outlooks[chosen].num_later
-        joins_s = forecast.handoff_s(prefill, decode, prompt) + step_s / 2
-        tpot_s = forecast.tpot_bias[False].factor * (step_s + joins_s / num_later)
-        cost_s = biased_s + tpot_s * num_later
-        bar = None if outlooks[chosen].has_room else _Bar.NO_ROOM
-        return _Option(Pair(prefill, decode), biased_s, tpot_s, cost_s, bar)
+        way = best_way(forecast, group.prefills, outlooks, prompt, (demand.now_s, demand.draw))
+        biased_s, num_later = forecast.ttft_bias[False].factor * way.ttft_s, outlooks[0].num_later
+        joins_s = way.transfer_s + way.step_s / 2
+        tpot_s = forecast.tpot_bias[False].factor * (way.step_s + joins_s / num_later)
+        bar = None if way.has_room else _Bar.NO_ROOM
+        return _Option(Pair(way.prefill, way.decode), biased_s, tpot_s, biased_s + tpot_s * num_later, bar)
 
     def _local(self, outlook: Outlook, limit_s: float) -> _Option:
         """Return what a decode worker would bring that does it all, and may only while its steps are within a limit."""
@@ -111,7 +107,7 @@ class Goodput:
         harm_s = compute_s * worker.num_sequences
         cost_s = ttft_s + tpot_s * outlook.num_later + harm_s
         bar = _Bar.FOR_HANDOFFS if wide_s > limit_s else None
-        return _Option(Pair(None, worker), ttft_s, tpot_s, cost_s, bar if outlook.has_room else _Bar.NO_ROOM)
+        return _Option(Pair(None, worker), ttft_s, tpot_s, cost_s, bar if outlook.has_room(0.0) else _Bar.NO_ROOM)
 
     # ---- admission
 
@@ -244,24 +240,6 @@ class _Merit:
     def __call__(self, option: _Option) -> tuple[bool, float]:
         keeps = option.bar is None and option.ttft_s <= self.ttft_slo_s and option.tpot_s <= self.tpot_slo_s
         return not keeps, option.cost_s
-
-
-def _draw(scored: list[tuple[float, WorkerView]], draw: int) -> int:
-    """Return the place of one of the best: of those nearly as good as the best, the better of two drawn at random."""
-    least = min([score for score, _ in scored])
-    near = [place for place, (score, _) in enumerate(scored) if score <= least * (1 + _NEAR) + _NEAR_S]
-    one, other = near[draw % len(near)], near[(draw // 65537) % len(near)]
-    return one if one == other else min(one, other, key=lambda place: _fullness(scored[place]))
-
-
-def _fullness(entry: tuple[float, WorkerView]) -> tuple[float, int, LinkId]:
-    score, worker = entry
-    return score, worker.num_placed, worker.link
-
-
-def _no_room_s(outlook: Outlook) -> float:
-    """Return what makes a decode worker without room the last choice."""
-    return 0.0 if outlook.has_room else 1.0
 
 
 def _crowding(groups: Seq[Group]) -> float:

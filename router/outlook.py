@@ -47,7 +47,7 @@ class Outlook:
         curve, self._num_waiting = costs.prefill, worker.pending_prefill_tokens
         self.compute_s = curve.marginal_s(self._fresh, self._work)  # of the prompt, beside decoding
         self.waiting_s = curve.each_s * self._num_waiting  # of prompts that are here already
-        self.has_room = self._find_room(prompt)
+        self._prompt = prompt
 
     def step_s(self, delay_s: float) -> float:
         """Predict the mean step time while this worker runs the request, which joins `delay_s` from now.
@@ -78,12 +78,15 @@ class Outlook:
         if not self._forecast.lengths.follow_limits:
             fading = running * fade + self.worker.num_arriving
             return _Crowd(fading, fading, 0.0)
-        staying, at_join = batch.coming.mean_left(0.0, later), float(self.worker.num_arriving)
+        overdue_steps = self._forecast.lengths.overdue_tokens
+        staying, at_join = batch.coming.mean_left(0.0, later, 0.0, overdue_steps), float(len(batch.coming))
         if running:
-            joins = batch.num_steps(self._now_s) + delay_s / self._running_s
-            at_join += batch.running.num_left(joins)
-            staying += batch.running.mean_left(joins, later)
-        fading = max(0.0, running - len(batch.running)) * fade  # those of other routers
+            now = batch.num_steps(self._now_s)
+            joins = now + delay_s / self._running_s
+            at_join += batch.running.num_left(joins, now, overdue_steps)
+            staying += batch.running.mean_left(joins, later, now, overdue_steps)
+        others = self.worker.others
+        fading = others.num_running * fade + others.num_coming
         return _Crowd(at_join + fading, fading, staying)
 
     def _answer_s(self, step_s: float) -> float:
@@ -105,15 +108,27 @@ class Outlook:
         total_s += -(-num_tokens // budget) * max(0.0, step_s - costs.prefill.step_s)
         return total_s + step_s / 2  # the step that runs has to end first
 
-    def _find_room(self, prompt: Prompt) -> bool:
-        """Return whether there will probably be pages and a row for the request."""
-        worker, mean_tokens = self.worker, self._forecast.output_tokens
+    def has_room(self, delay_s: float) -> bool:
+        """Return whether there will probably be pages and a row for the request when it joins, and until it ends."""
+        worker, mean_tokens, prompt = self.worker, self._forecast.output_tokens, self._prompt
         present = worker.num_sequences if self._forecast.knows_arrivals else worker.num_sequences - worker.num_arriving
         if present == 0:
-            return True
+            return prompt.num_tokens + self._width <= worker.kv_capacity
+        if not self._has_pages_at(delay_s):
+            return False
         count = present + self._width
         coming = prompt.num_tokens + mean_tokens * self._width
         held = worker.kv_tokens * present / max(1, worker.num_sequences)
         kv_tokens = held + present * mean_tokens / 2 + coming
         kv_tokens += _PAGES_BESIDE * worker.registration.layout.page_size * count
         return count <= worker.registration.max_num_seqs and kv_tokens <= 0.95 * worker.kv_capacity
+
+    def _has_pages_at(self, delay_s: float) -> bool:
+        """Return whether the worker has pages for the prompt when it is handed over: free ones, or of what ends."""
+        worker, page_size = self.worker, self.worker.registration.layout.page_size
+        missing = self._prompt.num_tokens - self._prompt.cached.get(worker.link, 0)
+        short = -(-missing // page_size) + self._width - worker.num_free_pages
+        if short <= 0:
+            return True
+        num_ending = worker.num_sequences - self._crowd(delay_s).at_join
+        return short <= num_ending * self._mean_kv / page_size

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 
 from pdserve.errors import InvariantError, ProtocolError
 from pdserve.ids import Attempt, RequestId
 from pdserve.kvlayout import KvLayout
 from pdserve.router.answers import Batch
-from pdserve.router.events import Address, LinkId, Load, Registration, Role, StepReported
+from pdserve.router.events import Address, LinkId, Registration, Role, StepReported
+from pdserve.router.load import Load, Others
 from pdserve.values import value
 
 _UNKNOWN_STEP_TOKENS = 2048
@@ -51,16 +53,16 @@ class WorkerView:
         self.registration = registration
         self.name: str = registration.worker_id  # who registers again under another name or role is dropped
         self.role = registration.role
-        self.load = Load()
+        self.load: Load | None = None  # as last reported
         self.draining = False
         self.last_heard_s = now_s
         self.num_placed = 0  # since it attached
         self.shares: dict[PlacementKey, Share] = {}
         self._sequences = self._tokens = self._work = 0  # sums over the shares
         self._computed_tokens = self._computed_work = 0  # of prompts that are computed in part
-        self._foreign_sequences = self._foreign_tokens = 0  # as last reported, less what was ours then
-        self.num_arriving = 0  # sequences whose prompts are not computed yet
-        self.kv_tokens = 0  # of all sequences, as each starts to decode
+        self.others = Others()  # what other routers have sent, as last reported
+        self._num_arriving = self._kv_tokens = 0  # of ours
+        self._new_pages = 0  # taken by what was assigned since the last report, less what has ended since
         self.batch = Batch(now_s)
         self.running = RunningStep(0, 0, now_s)
         self.kind = 0  # equal for workers that can hand KV over to each other
@@ -76,7 +78,7 @@ class WorkerView:
     @property
     def is_failing(self) -> bool:
         """Whether its last steps brought nothing: it looks idle, and fails what it is given."""
-        return self.load.failed_steps >= _FAILING_STEPS
+        return self.load is not None and self.load.failed_steps >= _FAILING_STEPS
 
     @property
     def max_num_tokens(self) -> int:
@@ -84,13 +86,24 @@ class WorkerView:
         told = self.registration
         return min(told.max_model_len, told.num_pages * told.layout.page_size)
 
-    def report(self, load: Load) -> None:
-        """Take a load report. What it tells beyond what is ours is other routers', until the next one."""
-        self.load = load
+    def report(self, load: Load) -> Others:
+        """Take a load report; return what other routers have sent between the last one and this."""
+        before, now = self.others, load.others
+        sent = Others(
+            num_taken=now.num_taken - before.num_taken,
+            taken_tokens=now.taken_tokens - before.taken_tokens,
+            taken_work=now.taken_work - before.taken_work,
+        )
+        if self.load is None or min(sent.num_taken, sent.taken_tokens, sent.taken_work) < 0:
+            sent = Others()  # they began before this router heard of it
+        else:  # what was computed of theirs was counted as ours
+            theirs = before.waiting_tokens + sent.taken_tokens - now.waiting_tokens
+            work = before.waiting_work + sent.taken_work - now.waiting_work
+            self._computed_tokens = max(0, self._computed_tokens - max(0, theirs))
+            self._computed_work = max(0, self._computed_work - max(0, work))
+        self.load, self.others, self._new_pages = load, now, 0
         self.draining = self.draining or load.draining
-        self._foreign_tokens = max(0, load.waiting_tokens - self._own_tokens)
-        told = load.num_running + load.num_waiting + load.num_handoffs
-        self._foreign_sequences = max(0, told - self._sequences)
+        return sent
 
     def assign(self, key: PlacementKey, share: Share, now_s: float) -> None:
         if key in self.shares:
@@ -102,6 +115,7 @@ class WorkerView:
         self._sequences += share.num_sequences
         self._tokens += share.prefill_tokens
         self._work += share.prefill_work
+        self._new_pages += self._num_pages(share.kv_tokens)
         self._decode(share, share.num_sequences)
 
     def unassign(self, key: PlacementKey) -> None:
@@ -111,6 +125,7 @@ class WorkerView:
         self._sequences -= share.num_sequences
         self._tokens -= share.prefill_tokens
         self._work -= share.prefill_work
+        self._new_pages -= self._num_pages(share.kv_tokens)
         self._decode(share, -share.num_sequences)
 
     def prefilled(self, key: PlacementKey, now_s: float) -> None:
@@ -154,12 +169,12 @@ class WorkerView:
         share.num_sequences -= 1
 
     def _decode(self, share: Share, num_sequences: int) -> None:
-        self.kv_tokens += num_sequences * share.kv_tokens
+        self._kv_tokens += num_sequences * share.kv_tokens
         self._expect(share, num_sequences)
 
     def _expect(self, share: Share, num_sequences: int) -> None:
         if share.arriving:
-            self.num_arriving += num_sequences
+            self._num_arriving += num_sequences
         answers, end = (
             (self.batch.coming, share.answer_steps) if share.arriving else (self.batch.running, share.ends_at)
         )
@@ -171,16 +186,12 @@ class WorkerView:
     @property
     def pending_prefill_tokens(self) -> int:
         """Prompt tokens that wait in front of one more request: ours, and other routers' as last reported."""
-        return self._tokens - max(0, self._computed_tokens) + self._foreign_tokens
+        return self._tokens - max(0, self._computed_tokens) + self.others.waiting_tokens
 
     @property
     def pending_prefill_work(self) -> int:
-        """Work of their attention, as far as they are ours."""
-        return max(0, self._work - max(0, self._computed_work))
-
-    @property
-    def _own_tokens(self) -> int:
-        return self._tokens - max(0, self._computed_tokens)
+        """Work of their attention."""
+        return max(0, self._work - max(0, self._computed_work)) + self.others.waiting_work
 
     @property
     def step_tokens(self) -> int:
@@ -190,7 +201,17 @@ class WorkerView:
     @property
     def num_sequences(self) -> int:
         """Sequences it runs or will run: ours, and other routers' as last reported."""
-        return self._sequences + self._foreign_sequences
+        return self._sequences + self.others.num_running + self.others.num_coming
+
+    @property
+    def num_arriving(self) -> int:
+        """Those of them whose prompts are not computed yet."""
+        return self._num_arriving + self.others.num_coming
+
+    @property
+    def kv_tokens(self) -> int:
+        """KV tokens of all of them, as each starts to decode."""
+        return self._kv_tokens + self.others.placed_tokens
 
     @property
     def is_busy(self) -> bool:
@@ -199,14 +220,24 @@ class WorkerView:
 
     @property
     def kv_capacity(self) -> int:
-        """Tokens whose KV it can hold."""
-        return self.registration.num_pages * self.registration.layout.page_size
+        """Tokens whose KV it can hold: pages in quarantine are no room."""
+        num_pages = self.registration.num_pages - (self.load.pages_lost if self.load else 0)
+        return num_pages * self.registration.layout.page_size
+
+    def _num_pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.registration.layout.page_size)
+
+    @property
+    def num_free_pages(self) -> float:
+        """Pages left for one more request at this moment, as last reported, less what was sent since."""
+        load = self.load
+        return inf if load is None else load.pages_free - load.pages_wanted - self._new_pages
 
     def check_idle(self) -> None:
         """Raise InvariantError unless nothing of this router's is assigned to the worker."""
         if self.shares or self._sequences or self._tokens:
             raise InvariantError(f"{self.name} still holds {self.shares}")
-        if self._work or self.num_arriving or self.kv_tokens:
+        if self._work or self._num_arriving or self._kv_tokens:
             raise InvariantError(f"{self.name} still holds {self.shares}")
 
 

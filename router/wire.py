@@ -20,7 +20,6 @@ from pdserve.router.events import (
     Failure,
     KvChanged,
     LinkId,
-    Load,
     LoadReported,
     PairMeasured,
     Place,
@@ -34,6 +33,7 @@ from pdserve.router.events import (
     WorkerRegistered,
 )
 from pdserve.router.ladder import Ledger, Rung, Usage
+from pdserve.router.load import Load, Others
 from pdserve.sampling import SamplingParams
 from pdserve.token_ids import to_wire
 
@@ -80,16 +80,19 @@ def _worker_event(link_id: LinkId, message: link.AttachRequest, kind: str | None
 
 
 def _load(beat: link.Heartbeat) -> Load:
-    return Load(
-        pages_free=beat.pages_free,
-        num_running=beat.num_running,
-        num_waiting=beat.num_waiting,
-        waiting_tokens=beat.waiting_tokens,
-        kv_tokens=beat.kv_tokens,
-        num_handoffs=beat.num_handoffs,
-        draining=beat.draining,
-        failed_steps=beat.failed_steps,
+    told = beat.others
+    others = Others(
+        num_running=told.num_running,
+        num_coming=told.num_coming,
+        placed_tokens=told.placed_tokens,
+        waiting_tokens=told.waiting_tokens,
+        waiting_work=told.waiting_work,
+        num_taken=told.num_taken,
+        taken_tokens=told.taken_tokens,
+        taken_work=told.taken_work,
     )
+    pages_lost = beat.pages_quarantined + beat.pages_leaked
+    return Load(beat.pages_free, beat.pages_wanted, pages_lost, beat.draining, beat.failed_steps, others)
 
 
 def _rung(link_id: LinkId, progress: link.Progress) -> RungReached:

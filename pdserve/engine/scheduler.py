@@ -66,6 +66,11 @@ class Scheduler:
         return sum(count for count in missing if count > 1)
 
     @property
+    def pages_wanted(self) -> int:
+        """Return how many pages sequences wait for."""
+        return sum(self.cache.num_pages(len(s.tokens)) for s in self._waiting)
+
+    @property
     def kv_tokens(self) -> int:
         """Return how many tokens' KV running sequences hold."""
         return sum(s.computed for s in self._running)

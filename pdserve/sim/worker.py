@@ -35,6 +35,7 @@ from pdserve.worker.words import (
     BEAT_S,
     Cancelled,
     DrainAsked,
+    Load,
     PeerGone,
     Placed,
     Report,
@@ -155,8 +156,16 @@ class WorkerProcess(Host, Generic[EventT, CommandT]):
 
     def beat(self) -> None:
         """Tell routers and peers that this worker lives."""
-        load = replace(self.core.load(), failed_steps=self._failed_steps.count(self.world.now))
-        self.reporter.beat(load, self.num_steps)
+        self.reporter.beat(self._current_load(), self.num_steps)
+
+    def _current_load(self) -> Load:
+        return replace(self.core.load(), failed_steps=self._failed_steps.count(self.world.now))
+
+    def _refresh(self, *, at_once: bool) -> None:
+        try:
+            self.reporter.refresh(self._current_load, self.num_steps, at_once=at_once)
+        except ValueError as error:
+            raise ViolationError("I2", f"{self.name} reports a load that cannot be: {error}") from error
 
     def _hear(self, router: RouterRef, message: link.AttachResponse) -> None:
         event: FromRouters | None
@@ -200,6 +209,8 @@ class WorkerProcess(Host, Generic[EventT, CommandT]):
             self._cancelled[event.request_id] = event.attempt
         if commands:
             self._perform(commands, None)
+        if isinstance(event, Placed):
+            self._refresh(at_once=True)
 
     def _plan(self) -> None:
         try:
@@ -222,6 +233,7 @@ class WorkerProcess(Host, Generic[EventT, CommandT]):
             self._perform(commands, None if result.failed else (plan, result))
             if self._failed_steps.note(len(plan.chunks), len(result.failed), self.world.now):
                 self.beat()
+            self._refresh(at_once=False)
         except ViolationError:
             raise
         except Exception as error:

@@ -14,7 +14,7 @@ from pdserve.worker.audit import Claim
 from pdserve.worker.ending import end_broken, end_hung
 from pdserve.worker.failing import FailedSteps
 from pdserve.worker.pulse import Pulse
-from pdserve.worker.words import BEAT_S, Load, Ticked
+from pdserve.worker.words import BEAT_S, Load, Placed, Ticked
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,7 @@ class Outbox(Protocol[_Command_contra]):
 
     def perform(self, commands: Sequence[_Command_contra], step: tuple[StepPlan, StepResult] | None) -> None: ...
     def beat(self, load: Load, num_steps: int) -> None: ...
+    def refresh(self, load: Callable[[], Load], num_steps: int, *, at_once: bool) -> None: ...
     def refuse(self, refusal: Refusal) -> None: ...
 
 
@@ -167,10 +168,13 @@ class WorkerLoop(Generic[EventT, CommandT]):
         self._outbox.perform(commands, step)
         if self._failed_steps.note(len(plan.chunks), len(result.failed), self._began_s):
             self._beat()  # before routers place more here
+        self._outbox.refresh(self._load, self._num_steps, at_once=False)
 
     def _beat(self) -> None:
-        load = replace(self._core.load(), failed_steps=self._failed_steps.count(self._clock.now_s()))
-        self._outbox.beat(load, self._num_steps)
+        self._outbox.beat(self._load(), self._num_steps)
+
+    def _load(self) -> Load:
+        return replace(self._core.load(), failed_steps=self._failed_steps.count(self._clock.now_s()))
 
     def _rest(self) -> None:
         """Say at once, not at the next tick, that everything a worker had in hand is done."""
@@ -191,3 +195,5 @@ class WorkerLoop(Generic[EventT, CommandT]):
             return
         self._has_worked |= not isinstance(event, Ticked)
         self._outbox.perform(commands, None)
+        if isinstance(event, Placed):
+            self._outbox.refresh(self._load, self._num_steps, at_once=True)

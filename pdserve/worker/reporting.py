@@ -3,6 +3,7 @@
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from math import inf
 
 from pdserve.clock import Clock
 from pdserve.engine.step import StepPlan, StepResult
@@ -14,6 +15,8 @@ from pdserve.worker.link import Links
 from pdserve.worker.words import Load, Progress, Report, RouterRef, Tokens
 
 logger = logging.getLogger(__name__)
+
+LOAD_EVERY_S = 0.05  # steps may be shorter: what several routers know of each other's requests is this old at most
 
 
 class Reporter:
@@ -36,6 +39,7 @@ class Reporter:
         self.refused: Counter[Refusal] = Counter()  # by this process, since its start
         self._kv_feed = kv_feed
         self._on_draining = on_draining
+        self._beat_s = -inf  # when routers were last told the load
 
     def send(self, reports: Iterable[Report], step: tuple[StepPlan, StepResult] | None) -> None:
         """Queue reports. With a step, every router hears of it: its cost is news to those it brought nothing."""
@@ -72,11 +76,22 @@ class Reporter:
         self._pages_leaked, self._drain_reason = load.pages_leaked, load.drain_reason
         if load.draining:
             self._on_draining()
-        self._links.broadcast(wire.heartbeat(load, num_steps, self.refused))
+        self._beat_s = self._clock.now_s()
+        for router in self._links.attached:
+            self._links.send(router, wire.heartbeat(load, num_steps, self.refused, router))
         if self._announced:
             self._repeat()
         if self._kv_feed is not None:
             self._kv_feed.flush()
+
+    def refresh(self, load: Callable[[], Load], num_steps: int, *, at_once: bool) -> None:
+        """Tell routers how full this worker is, if several send it work: none knows of what the others send.
+
+        Unless `at_once`, only where they have not been told for LOAD_EVERY_S.
+        """
+        is_due = at_once or self._clock.now_s() - self._beat_s >= LOAD_EVERY_S
+        if is_due and len(self._links.attached) > 1:
+            self.beat(load(), num_steps)
 
     def refuse(self, refusal: Refusal) -> None:
         """Count what was refused."""

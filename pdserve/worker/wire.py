@@ -24,6 +24,7 @@ from pdserve.worker.words import (
     Failed,
     FailureCode,
     Load,
+    Part,
     Placed,
     Progress,
     Report,
@@ -128,11 +129,25 @@ def report(word: Report, now_s: float) -> link.AttachRequest:
     return message
 
 
-def heartbeat(load: Load, num_steps: int, refused: Mapping[Refusal, int]) -> link.AttachRequest:
-    """Return the message that says how full this worker is, and what it has refused."""
-    told = {name: getattr(load, name) for name in Load.__slots__}
+def heartbeat(load: Load, num_steps: int, refused: Mapping[Refusal, int], router: RouterRef) -> link.AttachRequest:
+    """Return the message that tells a router how full this worker is, and what it has refused."""
+    told = {name: getattr(load, name) for name in Load.__slots__ if name != "parts"}
     counts = {refusal.value: count for refusal, count in refused.items()}
-    return link.AttachRequest(heartbeat=link.Heartbeat(num_steps=num_steps, refused=counts, **told))
+    others = _others(load.parts.others(router))
+    return link.AttachRequest(heartbeat=link.Heartbeat(num_steps=num_steps, refused=counts, others=others, **told))
+
+
+def _others(part: Part) -> link.OthersLoad:
+    return link.OthersLoad(
+        num_running=part.num_running,
+        num_coming=part.num_coming,
+        placed_tokens=part.placed_tokens,
+        waiting_tokens=part.waiting_tokens,
+        waiting_work=part.waiting_work,
+        num_taken=part.num_taken,
+        taken_tokens=part.taken_tokens,
+        taken_work=part.taken_work,
+    )
 
 
 def sampling_params(message: inference.SamplingParams) -> SamplingParams:

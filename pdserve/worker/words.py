@@ -3,7 +3,8 @@
 A core is told which router a word came from: several may be attached, each with its own requests.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NewType
 
@@ -121,6 +122,45 @@ class Failed:
 Report = Tokens | Progress | Failed
 
 
+@value
+class Part:
+    """What of a worker's load is the requests of some routers. Continuations of one request count each."""
+
+    num_running: int = 0  # in the batch
+    num_coming: int = 0  # taken in, and not decoding yet
+    placed_tokens: int = 0  # that all these had when they were placed
+    waiting_tokens: int = 0  # of prompts, yet to be computed here
+    waiting_work: int = 0  # of their attention
+    num_taken: int = 0  # continuations taken in since this process started
+    taken_tokens: int = 0  # of prompts to compute here, the same
+    taken_work: int = 0
+
+    def minus(self, part: "Part") -> "Part":
+        return Part(
+            self.num_running - part.num_running,
+            self.num_coming - part.num_coming,
+            self.placed_tokens - part.placed_tokens,
+            self.waiting_tokens - part.waiting_tokens,
+            self.waiting_work - part.waiting_work,
+            self.num_taken - part.num_taken,
+            self.taken_tokens - part.taken_tokens,
+            self.taken_work - part.taken_work,
+        )
+
+
+@value
+class Parts:
+    """A worker's load by the router that sent it. The total counts what routers have sent that are gone, too."""
+
+    total: Part = field(default_factory=Part)
+    by_router: Mapping[RouterRef, Part] = field(default_factory=dict)
+
+    def others(self, router: RouterRef) -> Part:
+        """Return what other routers than this one have sent."""
+        part = self.by_router.get(router)
+        return self.total if part is None else self.total.minus(part)
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """How full a worker is."""
@@ -142,3 +182,5 @@ class Load:
     drain_reason: str = ""  # if nobody asked for it
     num_stalled_peers: int = 0  # bytes are in flight to them and hardly move
     failed_steps: int = 0  # in a row, the last ones, in which every sequence failed
+    pages_wanted: int = 0  # that requests taken in wait for
+    parts: Parts = field(default_factory=Parts)

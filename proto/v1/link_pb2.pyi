@@ -311,6 +311,7 @@ class Register(_message.Message):
     KV_EVENTS_ENDPOINT_FIELD_NUMBER: _builtins.int
     KV_EVENTS_REPLAY_ENDPOINT_FIELD_NUMBER: _builtins.int
     AGE_MS_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name."""
     incarnation: _builtins.int
@@ -347,6 +348,10 @@ class Register(_message.Message):
     """How long this process had been there when it said this, milliseconds. An earlier process of its name has ended if
     it was not heard since.
     """
+    device: _builtins.str
+    """What it computes on, such as a GPU's or a CPU's model name: workers of one role, device and layout share what a
+    router learns of step times.
+    """
     @_builtins.property
     def layout(self) -> Global___KvLayout:
         """Layout of its pages."""
@@ -371,10 +376,11 @@ class Register(_message.Message):
         kv_events_endpoint: _builtins.str = ...,
         kv_events_replay_endpoint: _builtins.str = ...,
         age_ms: _builtins.int = ...,
+        device: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "handoff_address", b"handoff_address", "host", b"host", "incarnation", b"incarnation", "kv_events_endpoint", b"kv_events_endpoint", "kv_events_replay_endpoint", b"kv_events_replay_endpoint", "layout", b"layout", "load_progress", b"load_progress", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_pages", b"num_pages", "protocol_version", b"protocol_version", "ready", b"ready", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "device", b"device", "handoff_address", b"handoff_address", "host", b"host", "incarnation", b"incarnation", "kv_events_endpoint", b"kv_events_endpoint", "kv_events_replay_endpoint", b"kv_events_replay_endpoint", "layout", b"layout", "load_progress", b"load_progress", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_pages", b"num_pages", "protocol_version", b"protocol_version", "ready", b"ready", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -479,6 +485,8 @@ class Heartbeat(_message.Message):
     PAGES_LEAKED_FIELD_NUMBER: _builtins.int
     DRAIN_REASON_FIELD_NUMBER: _builtins.int
     FAILED_STEPS_FIELD_NUMBER: _builtins.int
+    OTHERS_FIELD_NUMBER: _builtins.int
+    PAGES_WANTED_FIELD_NUMBER: _builtins.int
     pages_free: _builtins.int
     """Pages on the free list, those that hold cached prefixes included."""
     pages_held: _builtins.int
@@ -515,9 +523,15 @@ class Heartbeat(_message.Message):
     """Why it drains, if nobody asked it to."""
     failed_steps: _builtins.int
     """The last steps, in a row, in which every sequence failed; forgotten after 30 s without a step."""
+    pages_wanted: _builtins.int
+    """Pages that requests taken in wait for."""
     @_builtins.property
     def refused(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """What peers and routers said that was refused since start, by what was wrong with it ("capability", "layout", ..)."""
+
+    @_builtins.property
+    def others(self) -> Global___OthersLoad:
+        """What of this load other routers have sent: the router that receives this knows its own part."""
 
     def __init__(
         self,
@@ -541,14 +555,66 @@ class Heartbeat(_message.Message):
         pages_leaked: _builtins.int = ...,
         drain_reason: _builtins.str = ...,
         failed_steps: _builtins.int = ...,
+        others: Global___OthersLoad | None = ...,
+        pages_wanted: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["others", b"others"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_reason", b"drain_reason", "draining", b"draining", "failed_steps", b"failed_steps", "kv_tokens", b"kv_tokens", "num_digest_mismatches", b"num_digest_mismatches", "num_handoffs", b"num_handoffs", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_stalled_peers", b"num_stalled_peers", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "pages_cached", b"pages_cached", "pages_free", b"pages_free", "pages_granted", b"pages_granted", "pages_held", b"pages_held", "pages_leaked", b"pages_leaked", "pages_quarantined", b"pages_quarantined", "refused", b"refused", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_reason", b"drain_reason", "draining", b"draining", "failed_steps", b"failed_steps", "kv_tokens", b"kv_tokens", "num_digest_mismatches", b"num_digest_mismatches", "num_handoffs", b"num_handoffs", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_stalled_peers", b"num_stalled_peers", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "others", b"others", "pages_cached", b"pages_cached", "pages_free", b"pages_free", "pages_granted", b"pages_granted", "pages_held", b"pages_held", "pages_leaked", b"pages_leaked", "pages_quarantined", b"pages_quarantined", "pages_wanted", b"pages_wanted", "refused", b"refused", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+
+@_typing.final
+class OthersLoad(_message.Message):
+    """What the requests of other routers ask of a worker. Continuations of one request count each."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_RUNNING_FIELD_NUMBER: _builtins.int
+    NUM_COMING_FIELD_NUMBER: _builtins.int
+    PLACED_TOKENS_FIELD_NUMBER: _builtins.int
+    WAITING_TOKENS_FIELD_NUMBER: _builtins.int
+    WAITING_WORK_FIELD_NUMBER: _builtins.int
+    NUM_TAKEN_FIELD_NUMBER: _builtins.int
+    TAKEN_TOKENS_FIELD_NUMBER: _builtins.int
+    TAKEN_WORK_FIELD_NUMBER: _builtins.int
+    num_running: _builtins.int
+    """Sequences in the batch."""
+    num_coming: _builtins.int
+    """Sequences taken in that do not decode yet: they wait for pages, for a hand-off, or for their prompt."""
+    placed_tokens: _builtins.int
+    """Tokens that all these had when they were placed."""
+    waiting_tokens: _builtins.int
+    """Prompt tokens yet to be computed here."""
+    waiting_work: _builtins.int
+    """Work of their attention, as in StepReport.prefill_work."""
+    num_taken: _builtins.int
+    """Sequences taken in since this process started. Never falls: its growth is the rate of arrivals."""
+    taken_tokens: _builtins.int
+    """Prompt tokens to compute here, taken in since this process started."""
+    taken_work: _builtins.int
+    """Work of their attention."""
+    def __init__(
+        self,
+        *,
+        num_running: _builtins.int = ...,
+        num_coming: _builtins.int = ...,
+        placed_tokens: _builtins.int = ...,
+        waiting_tokens: _builtins.int = ...,
+        waiting_work: _builtins.int = ...,
+        num_taken: _builtins.int = ...,
+        taken_tokens: _builtins.int = ...,
+        taken_work: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_coming", b"num_coming", "num_running", b"num_running", "num_taken", b"num_taken", "placed_tokens", b"placed_tokens", "taken_tokens", b"taken_tokens", "taken_work", b"taken_work", "waiting_tokens", b"waiting_tokens", "waiting_work", b"waiting_work"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OthersLoad: _TypeAlias = OthersLoad  # noqa: Y015
 
 @_typing.final
 class StepReport(_message.Message):

@@ -1,10 +1,16 @@
 """How many answers there will be is what their ends say, step by step."""
 
+from dataclasses import dataclass
+from math import exp
+
 import pytest
+from goodput_cluster import COSTS, Cluster, placed
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.perfmodel.curve import Step
 from pdserve.router.answers import Answers
+from pdserve.router.events import StepReported
 
 Ends = st.lists(st.integers(0, 40), max_size=12)
 
@@ -16,21 +22,71 @@ def answers_of(ends: list[int]) -> Answers:
     return answers
 
 
-@given(Ends, st.integers(0, 30), st.integers(1, 30))
-def test_the_mean_is_that_of_single_steps(ends: list[int], begin: int, num_steps: int) -> None:
-    steps = range(begin, begin + num_steps)
-    mean = sum(end > step for step in steps for end in ends) / num_steps
-    assert answers_of(ends).mean_left(begin, num_steps) == pytest.approx(mean)
-    assert answers_of(ends).num_left(begin) == sum(end > begin for end in ends)
+@given(Ends, st.integers(0, 30), st.integers(1, 30), st.integers(0, 30), st.floats(1.0, 50.0))
+def test_the_mean_is_that_of_single_steps(
+    ends: list[int], begin: int, num_steps: int, ago: int, overdue_steps: float
+) -> None:
+    now, fine = begin - ago, 32
+
+    def share_left(end: int, step: float) -> float:
+        return 1.0 if end > step else exp((max(end, now) - step) / overdue_steps)
+
+    steps = [begin + (n + 0.5) / fine for n in range(fine * num_steps)]
+    due = sum(end > step for step in steps for end in ends if end > begin)
+    overdue = sum(share_left(end, step) for step in steps for end in ends if end <= begin)
+    mean, left = (due + overdue) / len(steps), sum(share_left(end, begin) for end in ends)
+    answers = answers_of(ends)
+    assert answers.mean_left(begin, num_steps, now, overdue_steps) == pytest.approx(mean, rel=1e-3)
+    assert answers.num_left(begin, now, overdue_steps) == pytest.approx(left)
+
+
+def test_answers_that_are_overdue_are_there() -> None:
+    answers = answers_of([10] * 20)
+    assert answers.num_left(100, 100, 30) == 20
+    assert 0 < answers.num_left(130, 100, 30) < 10
+    assert answers.mean_left(100, 10, 100, 30) > 15
 
 
 @given(Ends, Ends)
 def test_what_is_removed_leaves_no_trace(ends: list[int], others: list[int]) -> None:
     answers = answers_of(ends)
-    assert answers.mean_left(0, 50) == pytest.approx(sum(ends) / 50)
+    before = answers.mean_left(0, 50, 0, 5.0)
     for end in others:
         answers.add(end, 2)
     for end in others:
         answers.remove(end, 2)
     assert len(answers) == len(ends)
-    assert answers.mean_left(0, 50) == pytest.approx(sum(ends) / 50)
+    assert answers.mean_left(0, 50, 0, 5.0) == pytest.approx(before)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """As they come off the wire."""
+
+    request_id: bytes
+    position: int = 0
+    attempt: int = 0
+    index: int = 0
+    token_ids: tuple[int, ...] = (7,)
+    logprobs: tuple[object, ...] = ()
+    finish_reason: int = 0
+
+
+def test_answers_longer_than_expected_still_slow_down_those_that_join() -> None:
+    cluster = Cluster()
+    for number in range(1000):
+        max_tokens = 10 + 99 * (number % 11)
+        cluster.forecast.lengths.observe(max_tokens * (2 + number % 2 * 2) // 5, max_tokens)
+    assert cluster.forecast.lengths.follow_limits
+    for _ in range(20):
+        place = placed(cluster.arrive(100, max_tokens=20))
+        first = Tokens(place.spec.request_id)
+        cluster.post(StepReported(cluster.links["p0"], [first], Step(100, 10_000), 0.03))
+    step = Step(sequences=20, kv_tokens=2000)
+    for _ in range(18):
+        cluster.now_s += 0.04
+        cluster.post(StepReported(cluster.links["d0"], [], step, 0.04))
+    place = placed(cluster.arrive(100, max_tokens=20))
+    told = cluster.core.book.requests[place.spec.request_id].predicted_s
+    assert told is not None
+    assert told[1] > COSTS.seconds(Step(sequences=12)), "20 were there when it came"

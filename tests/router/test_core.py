@@ -11,10 +11,10 @@ from pdserve.router.events import (
     ClientGone,
     DrainAsked,
     Limits,
-    Load,
     LoadReported,
     Refused,
 )
+from pdserve.router.load import Load, Others
 
 
 def test_a_request_goes_to_both_workers_at_once() -> None:
@@ -95,7 +95,7 @@ def test_what_a_worker_reports_counts_as_load() -> None:
     d = Driver()
     d.pair()
     busy = d.attach("d1")
-    d.post(LoadReported(busy, Load(num_running=7)))
+    d.post(LoadReported(busy, Load(100, others=Others(num_running=7))))
     for _ in range(6):
         d.arrive()
         place = d.placed()
@@ -122,7 +122,7 @@ def test_a_draining_worker_gets_nothing_more() -> None:
     assert d.post(DrainAsked(decode)) == [AskDrain(decode)]
     request = d.arrive()
     assert d.refusal(request).message == "no decode worker is ready (d0: it is draining)"
-    d.post(LoadReported(prefill, Load(draining=True)))
+    d.post(LoadReported(prefill, Load(100, draining=True)))
     assert not d.core.is_ready
 
 

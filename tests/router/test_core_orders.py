@@ -28,7 +28,6 @@ from pdserve.router.events import (
     Limits,
     LinkId,
     LinkLost,
-    Load,
     LoadReported,
     Place,
     ProcessEnded,
@@ -46,6 +45,7 @@ from pdserve.router.events import (
 )
 from pdserve.router.forecast import Forecast
 from pdserve.router.ladder import Rung
+from pdserve.router.load import Load
 from pdserve.router.placement import Decision, Demand, Group, Placed
 from pdserve.router.policies import POLICIES
 from pdserve.sampling import SamplingParams
@@ -259,7 +259,7 @@ def _wait_for_deadlines(world: World) -> None:
     """Let time pass while workers do nothing but live."""
     for _ in range(int(DEADLINE_S) + 1):
         for link in tuple(world.workers):
-            world.post(LoadReported(link, Load()))
+            world.post(LoadReported(link, Load(100)))
         world.advance(1.0)
 
 
@@ -300,7 +300,7 @@ def _act_of_worker(world: World, worker: Worker, action: str, data: st.DataObjec
         case "compute":
             worker.compute(key, 1 if worker.role is Role.PREFILL else data.draw(st.integers(1, 6)))
         case "beat":
-            world.post(LoadReported(worker.link, Load(num_running=len(worker.specs))))
+            world.post(LoadReported(worker.link, Load(100)))
         case "die":
             world.post(LinkLost(worker.link, "died"))
             del world.workers[worker.link]

@@ -2,12 +2,22 @@
 
 import pytest
 
+from pdserve.engine.kvcache import KvCache
+from pdserve.engine.scheduler import Limits, Scheduler
+from pdserve.engine.sequence import Job
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
-from pdserve.router.events import LinkId, Registration, Role
+from pdserve.kvtransfer.session import Peer
+from pdserve.prefill_worker.core import PrefillCore
+from pdserve.router.events import LinkId, LoadReported, Registration, Role
 from pdserve.router.lengths import AnswerLengths
 from pdserve.router.machines import Machines
 from pdserve.router.view import Share, WorkerView
+from pdserve.router.wire import worker_events
+from pdserve.sampling import SamplingParams
+from pdserve.sim.engine import FakeRunner
+from pdserve.worker.wire import heartbeat
+from pdserve.worker.words import Placed, RouterRef
 
 KEY = RequestId(bytes(16)), Attempt(0)
 
@@ -78,3 +88,32 @@ def test_answers_are_as_long_as_the_better_guess() -> None:
     assert exact.expected(77) == pytest.approx(77, rel=0.02)
     assert generous.expected(5000) == pytest.approx(32, rel=0.05)
     assert generous.expected(20) == 20
+
+
+def test_what_is_overdue_goes_on_for_as_long_as_answers_have_been_overdue() -> None:
+    lengths = AnswerLengths()
+    for number in range(500):  # half as expected, half twice as long
+        lengths.observe(50 + 100 * (number % 2), 1000)
+    assert lengths.overdue_tokens == pytest.approx(50, rel=0.2)
+    exact = AnswerLengths()
+    for _ in range(500):
+        exact.observe(70, 70)
+    assert exact.overdue_tokens == 1.0
+
+
+def test_a_prefill_worker_whose_prompts_are_computed_is_idle_while_their_pages_are_on_their_way() -> None:
+    limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64, eos_token_ids=frozenset())
+    core, view = PrefillCore(Scheduler(KvCache(32, 4, None), limits), 100, 64, 8), worker(1, Role.PREFILL)
+    job = Job(KEY[0], KEY[1], tuple(range(10)), 10, SamplingParams(max_tokens=4), (0,))
+    core.handle(Placed(RouterRef(1), job, 1e9, Peer(WorkerId("d"), Incarnation(1)), "host:1"), 0.0)
+    view.assign(KEY, Share(0, 10, 100), 0.0)
+    assert view.is_busy
+    plan = core.plan(0.0)
+    assert plan is not None
+    core.commit(plan, FakeRunner(32, 4, 100).run(plan), 0.0)
+    view.prefilled(KEY, 0.1)
+    assert core.load().num_handoffs == 1
+    (event,) = worker_events(view.link, heartbeat(core.load(), 1, {}, RouterRef(1)))
+    assert isinstance(event, LoadReported)
+    view.report(event.load)
+    assert not view.is_busy

@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from default_rules import default_rules
@@ -132,6 +132,9 @@ class Carried:
 
     def beat(self, load: Load, num_steps: int) -> None:
         self.loads.append(load)
+
+    def refresh(self, load: Callable[[], Load], num_steps: int, *, at_once: bool) -> None:
+        pass
 
     def refuse(self, refusal: Refusal) -> None:
         raise AssertionError(refusal)

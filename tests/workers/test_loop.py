@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -80,6 +80,9 @@ class Carried:
             self.commands.put_nowait(command)
 
     def beat(self, load: Load, num_steps: int) -> None:
+        pass
+
+    def refresh(self, load: Callable[[], Load], num_steps: int, *, at_once: bool) -> None:
         pass
 
     def refuse(self, refusal: Refusal) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -15,7 +15,7 @@ from pdserve.worker.pulse import Pulse, Watch
 from pdserve.worker.words import BEAT_S, DrainAsked, Load, Ticked
 
 PLAN = StepPlan((), ())
-NOTHING = Load(*[0] * len(Load.__slots__))
+NOTHING = Load(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, draining=False)
 Event = Ticked | DrainAsked
 
 
@@ -74,6 +74,9 @@ class Beats:
 
     def beat(self, load: Load, num_steps: int) -> None:
         self.heard.put_nowait(load)
+
+    def refresh(self, load: Callable[[], Load], num_steps: int, *, at_once: bool) -> None:
+        pass
 
     def refuse(self, refusal: Refusal) -> None:
         pass

@@ -1,4 +1,4 @@
-"""A cluster under virtual time: one router's core, workers, and the links between them."""
+"""A cluster under virtual time: cores of routers, workers, and the links between them. One router needs no reports."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,6 @@ from pdserve.ids import Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer import sender
 from pdserve.kvtransfer.session import DigestPolicy, Peer
-from pdserve.perfmodel.margin import Bias, Margin
 from pdserve.perfmodel.profile import Profile
 from pdserve.prefill_worker import events as prefill_events
 from pdserve.prefill_worker.core import PrefillCore
@@ -36,21 +35,31 @@ from pdserve.router.events import (
     StepReported,
     WorkerRegistered,
 )
-from pdserve.router.forecast import Forecast
 from pdserve.router.policies import POLICIES
 from pdserve.rpc import PROTOCOL_VERSION
 from pdserve.sampling import SamplingParams
+from pdserve.sim.capacity.forecasts import new_forecast
 from pdserve.sim.capacity.leaping import END, LeapingScheduler
 from pdserve.sim.capacity.machine import Machine
 from pdserve.sim.capacity.naming import QuickNames
 from pdserve.sim.capacity.shape import Objective, Outcome, Run, Shape
-from pdserve.sim.capacity.telling import LEDGER_ONLY, Delta, Told, delta, heard_by_receiver, heard_by_sender, rung
+from pdserve.sim.capacity.telling import (
+    LEDGER_ONLY,
+    Delta,
+    Told,
+    delta,
+    heard_by_receiver,
+    heard_by_sender,
+    load_report,
+    rung,
+)
 from pdserve.sim.capacity.timeline import Timeline
 from pdserve.sim.capacity.worker import SimWorker, Steps
 from pdserve.sim.capacity.workload import Arrival, Workload
 from pdserve.sim.garbage import garbage_left
 from pdserve.token_ids import ALL_IDS
 from pdserve.worker import words
+from pdserve.worker.reporting import LOAD_EVERY_S
 from pdserve.worker.words import RouterRef
 
 MODEL = "simulated"
@@ -58,7 +67,15 @@ VOCAB_SIZE = ALL_IDS
 MAX_TASKS = 100_000
 RULES = Rules(MAX_TASKS, DigestPolicy.OFF, max_quarantined_share=1.0, lease_s=3600.0)  # nobody is lost or falls silent
 DEADLINE_S = 600.0
-_ROUTER = RouterRef(1)
+
+
+@dataclass(slots=True)
+class _Router:
+    """A router as the cluster knows it."""
+
+    ref: RouterRef
+    core: RouterCore
+    alarm_s: float = float("inf")  # when it is to be woken
 
 
 @dataclass(slots=True)
@@ -70,21 +87,8 @@ class _Member:
     link: LinkId
     role: Role
     is_sending_s: float = 0.0  # until when its side of the link is taken
+    reported_s: float = 0.0  # when it last reported its load
     told: Told = field(default_factory=dict)
-
-
-class _NeverWidened(Margin):
-    """Takes each prediction at its word."""
-
-    def observe(self, predicted_s: float, observed_s: float) -> None:
-        del predicted_s, observed_s
-
-
-class _NeverBiased(Bias):
-    """The same of its bias."""
-
-    def observe(self, predicted_s: float, observed_s: float) -> None:
-        del predicted_s, observed_s
 
 
 class SimCluster:
@@ -111,18 +115,16 @@ class SimCluster:
         }
         self._costs = costs
         self._machine = Machine(self._timeline) if any(each.shares_machine for each in costs.values()) else None
-        forecast = Forecast(costs, knows_arrivals=shape.knows_arrivals)
-        if not shape.corrects:
-            forecast.ttft_margins = forecast.tpot_margins = dict.fromkeys((True, False), _NeverWidened())
-            forecast.ttft_bias = forecast.tpot_bias = dict.fromkeys((True, False), _NeverBiased())
         limits = Limits(
             max_num_requests=MAX_TASKS,
             max_num_held=4096,
             worker_silence_s=1e12,
             local_prefill=shape.prefill == 0 or (shape.local_prefill and policy == "goodput"),
         )
-        self._core = RouterCore(MODEL, limits, POLICIES[policy](forecast), forecast)
-        self._alarm_s = float("inf")
+        self._routers: dict[RouterRef, _Router] = {}
+        for ref in map(RouterRef, range(shape.routers)):
+            forecast = new_forecast(costs, shape)
+            self._routers[ref] = _Router(ref, RouterCore(MODEL, limits, POLICIES[policy](forecast), forecast))
         for index in range(shape.prefill):
             self._attach(f"p{index}", Role.PREFILL)
         for index in range(shape.decode):
@@ -134,7 +136,8 @@ class SimCluster:
         for number, arrival in enumerate(arrivals, start=1):
             self._timeline.at(arrival.at_s, self._arrive, number, arrival)
         self._timeline.run()
-        self._core.check_idle()
+        for router in self._routers.values():
+            router.core.check_idle()
         span_s = max(1e-9, max(max(o.last_s, o.arrival.at_s) for o in self._outcomes.values()) - arrivals[0].at_s)
         members = self._members.values()
         busy = {member.worker.name: member.worker.busy_s / span_s for member in members}
@@ -156,7 +159,7 @@ class SimCluster:
             ttft_slo_s=self._objective.ttft_s,
             tpot_slo_s=self._objective.tpot_s,
         )
-        self._post(event)
+        self._post(self._routers[RouterRef(number % len(self._routers))], event)
 
     def _max_tokens(self, arrival: Arrival) -> int:
         """Return what a client asks for; unless it knows how long its answer will be, more than it needs."""
@@ -173,23 +176,23 @@ class SimCluster:
         del tokens[arrival.prompt_tokens :]
         return tuple(tokens)
 
-    def _post(self, event: Event) -> None:
-        for command in self._core.handle(event, self._timeline.now_s):
-            self._obey(command)
-        due_s = self._core.next_wakeup_s()
-        if due_s is not None and due_s < self._alarm_s and due_s < self._timeline.now_s + DEADLINE_S / 2:
-            self._alarm_s = due_s
-            self._timeline.at(max(due_s, self._timeline.now_s), self._ring, due_s)
+    def _post(self, router: _Router, event: Event) -> None:
+        for command in router.core.handle(event, self._timeline.now_s):
+            self._obey(router, command)
+        due_s = router.core.next_wakeup_s()
+        if due_s is not None and due_s < router.alarm_s and due_s < self._timeline.now_s + DEADLINE_S / 2:
+            router.alarm_s = due_s
+            self._timeline.at(max(due_s, self._timeline.now_s), self._ring, router, due_s)
 
-    def _ring(self, due_s: float) -> None:
-        if self._alarm_s == due_s:
-            self._alarm_s = float("inf")
-            self._post(router_events.Tick())
+    def _ring(self, router: _Router, due_s: float) -> None:
+        if router.alarm_s == due_s:
+            router.alarm_s = float("inf")
+            self._post(router, router_events.Tick())
 
-    def _obey(self, command: Command) -> None:
+    def _obey(self, router: _Router, command: Command) -> None:
         match command:
             case Place():
-                self._place(command)
+                self._place(router, command)
             case Deliver(request_id, _, token_ids):
                 outcome, now_s = self._outcomes[request_id], self._timeline.now_s
                 if not outcome.num_tokens:
@@ -197,6 +200,7 @@ class SimCluster:
                 outcome.num_tokens += len(token_ids)
                 outcome.last_s = now_s
             case End(request_id, Finished(_, ledger)):
+                self._outcomes[request_id].predicted_ttft_s = _seconds(ledger.predicted_ttft_ms)
                 self._outcomes[request_id].predicted_tpot_s = _seconds(ledger.predicted_tpot_ms)
             case End(request_id, Refused() as outcome):
                 self._outcomes[request_id].refused = outcome.status.value
@@ -206,7 +210,7 @@ class SimCluster:
             case _:
                 pass
 
-    def _place(self, place: Place) -> None:
+    def _place(self, router: _Router, place: Place) -> None:
         spec = place.spec
         self._outcomes[spec.request_id].placed_s = self._timeline.now_s
         job = Job(
@@ -225,11 +229,13 @@ class SimCluster:
         if decode is not None:
             peer = None if prefill is None else prefill.peer
             decode.told[spec.request_id, spec.attempt] = 0 if prefill is None else 1
-            decode.worker.offer(words.Placed(_ROUTER, job, deadline_s, peer))
+            decode.worker.offer(words.Placed(router.ref, job, deadline_s, peer))
         if prefill is not None:
             peer = None if decode is None else decode.peer
             prefill.told[spec.request_id, spec.attempt] = 0
-            prefill.worker.offer(words.Placed(_ROUTER, job, deadline_s, peer, "simulated"))
+            prefill.worker.offer(words.Placed(router.ref, job, deadline_s, peer, "simulated"))
+        for member in filter(None, (decode, prefill)) if len(self._routers) > 1 else ():
+            self._timeline.soon(self._report_load, member)
 
     # ---- workers
 
@@ -273,26 +279,39 @@ class SimCluster:
             max_num_batched_tokens=limits.max_num_batched_tokens,
             host="simulated" if self._machine else "",
         )
-        self._post(WorkerRegistered(link, registration))
+        for router in self._routers.values():
+            self._post(router, WorkerRegistered(link, registration))
 
     def _perform(self, worker: SimWorker, commands: Sequence[object], steps: Steps | None) -> None:
         member = self._by_name[worker.name]
-        deltas: list[Delta] = []
+        deltas: dict[RouterRef, list[Delta]] = {ref: [] for ref in self._routers}
         for command in commands:
             match command:
                 case words.Tokens():
-                    deltas.append(delta(member.told, command))
+                    deltas[command.router].append(delta(member.told, command))
                 case words.Progress() if command.rung not in LEDGER_ONLY:
-                    self._post(rung(member.link, command, self._timeline.now_s))
+                    self._post(self._routers[command.router], rung(member.link, command, self._timeline.now_s))
                 case words.Progress():
                     pass
-                case words.Failed(_, key, code, reason):
-                    failure = Failure[code.name]
-                    self._post(router_events.AttemptFailed(member.link, key.request_id, key.attempt, failure, reason))
+                case words.Failed(ref, key, code, reason):
+                    failure, link = Failure[code.name], member.link
+                    failed = router_events.AttemptFailed(link, key.request_id, key.attempt, failure, reason)
+                    self._post(self._routers[ref], failed)
                 case _:
                     self._carry(member, command)
-        if steps is not None:
-            self._post(StepReported(member.link, deltas, steps.each, steps.each_s, steps.count))
+        if steps is None:
+            return
+        for ref, router in self._routers.items():
+            self._post(router, StepReported(member.link, deltas[ref], steps.each, steps.each_s, steps.count))
+        if len(self._routers) > 1 and self._timeline.now_s - member.reported_s >= LOAD_EVERY_S:
+            self._report_load(member)
+
+    def _report_load(self, member: _Member) -> None:
+        """Tell every router how full a worker is, as `worker.reporting` does where there are several."""
+        member.reported_s = self._timeline.now_s
+        load = member.worker.core.load()
+        for ref, router in self._routers.items():
+            self._post(router, load_report(member.link, load, ref))
 
     def _carry(self, member: _Member, command: object) -> None:
         """Bring a worker's word to the other worker."""

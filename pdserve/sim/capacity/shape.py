@@ -20,6 +20,7 @@ class Shape:
     kv_share: float = 1.0  # of the KV pages that fit, which a worker gets
     knows_arrivals: bool = True  # whether admission counts what is on its way to decode workers
     corrects: bool = True  # whether predictions are corrected by how they have come out before
+    routers: int = 1  # that place requests, in turn, each on its own
 
     @property
     def num_gpus(self) -> int:
@@ -49,7 +50,7 @@ class Outcome:
     first_s: float = 0.0
     last_s: float = 0.0
     refused: str = ""  # the status it was refused with
-    predicted_ttft_s: float | None = None  # where it was refused
+    predicted_ttft_s: float | None = None
     predicted_tpot_s: float | None = None  # where it was served
 
     @property

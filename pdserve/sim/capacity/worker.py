@@ -1,8 +1,8 @@
 """A worker under virtual time: its own core, and a profile in place of an engine.
 
-As in `worker.loop`: handle what came, plan, run, commit; what comes while a step runs is handled at once. No load
-reports: the one router knows of all load. Steps that only decode, until a sequence ends or another comes, are done in
-one leap, unless workers share a machine and slow each other down.
+As in `worker.loop`: handle what came, plan, run, commit; what comes while a step runs is handled at once. Steps that
+only decode, until a sequence ends or another comes, are done in one leap, unless workers share a machine and slow each
+other down.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,0 +1,111 @@
+"""Each of several routers predicts from all that its workers have in hand, whoever sent it."""
+
+from statistics import median
+
+import pytest
+from goodput_cluster import Cluster, placed, refused_in_the_end
+
+from pdserve.perfmodel.curve import Step, attention_work
+from pdserve.perfmodel.profile import read_profile, shipped_profile
+from pdserve.router.events import LoadReported, Place, StepReported
+from pdserve.router.load import Load, Others
+from pdserve.sim.capacity.cluster import simulate
+from pdserve.sim.capacity.shape import Objective, Outcome, Shape
+from pdserve.sim.capacity.workload import read_workload, trace_path
+
+PROFILE = read_profile(shipped_profile())
+
+
+def outcomes(routers: int, objective: Objective) -> list[Outcome]:
+    workload = read_workload(trace_path("azure-conv")).first(700).scaled(0.25, 2048).poisson(3)
+    run = simulate(PROFILE, Shape(2, 2, routers=routers), "goodput", workload.at_rate(72), objective)
+    return [each for each in run.outcomes[100:] if not each.refused]
+
+
+def ttft_error(told: list[Outcome]) -> float:
+    return median(abs(each.predicted_ttft_s / each.ttft_s - 1) for each in told if each.predicted_ttft_s)
+
+
+@pytest.mark.parametrize("objective", [Objective(1e6, 1e6), Objective(0.25, 0.1)])
+def test_four_routers_predict_about_as_well_as_one(objective: Objective) -> None:
+    one, four = outcomes(1, objective), outcomes(4, objective)
+    assert ttft_error(four) < 1.5 * ttft_error(one) + 0.005
+    for told in (one, four):
+        ratios = [each.predicted_ttft_s / each.ttft_s for each in told if each.predicted_ttft_s]
+        assert 0.95 < median(ratios) < 1.05
+
+
+def report(cluster: Cluster, name: str, load: Load) -> None:
+    cluster.post(LoadReported(cluster.links[name], load))
+
+
+def predicted(cluster: Cluster, num_tokens: int = 1000) -> tuple[float, float]:
+    """Place a request; return the times predicted for it."""
+    place = placed(cluster.arrive(num_tokens))
+    told = cluster.core.book.requests[place.spec.request_id].predicted_s
+    assert told is not None
+    return told
+
+
+def test_prompts_that_others_sent_are_waited_for_as_ones_own_are() -> None:
+    alone, beside = Cluster(), Cluster()
+    for cluster in (alone, beside):
+        placed(cluster.arrive(1000))
+    for _ in range(3):
+        placed(alone.arrive(1000))
+    work = 3 * attention_work(1000, 0)
+    report(beside, "p0", Load(1000, others=Others(waiting_tokens=3000, waiting_work=work, num_taken=3)))
+    assert predicted(beside)[0] == pytest.approx(predicted(alone)[0], rel=0.02)
+    placed(beside.arrive(1000))
+    placed(alone.arrive(1000))
+    assert predicted(beside)[0] == pytest.approx(predicted(alone)[0], rel=0.02), "what was sent since counts, too"
+
+
+def test_what_a_step_computed_of_others_prompts_is_not_taken_off_ours() -> None:
+    cluster = Cluster()
+    placed(cluster.arrive(1000))
+    (worker,) = [each for each in cluster.core.workers if each.name == "p0"]
+    report(cluster, "p0", Load(1000, others=Others(waiting_tokens=800, num_taken=1, taken_tokens=800)))
+    cluster.post(StepReported(cluster.links["p0"], [], Step(800, 640_000), 0.1))
+    report(cluster, "p0", Load(1000, others=Others(num_taken=1, taken_tokens=800)))
+    assert worker.pending_prefill_tokens == 1000
+
+
+def test_sequences_of_others_slow_down_ones_own() -> None:
+    quiet, beside = Cluster(), Cluster()
+    report(beside, "d0", Load(1000, others=Others(num_running=10, num_coming=10, placed_tokens=2000, num_taken=20)))
+    assert predicted(beside)[1] > 1.3 * predicted(quiet)[1]
+
+
+def test_arrivals_of_others_count_in_the_load_to_come() -> None:
+    cluster = Cluster()
+    (worker,) = [each for each in cluster.core.workers if each.name == "d0"]
+    for number in range(100):
+        cluster.now_s += 0.1
+        report(cluster, "d0", Load(1000, others=Others(num_taken=50 + 2 * number)))
+    assert cluster.forecast.sequences_a_second(worker, cluster.now_s) == pytest.approx(20, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        Load(0),
+        Load(20, pages_wanted=20),
+        Load(5, pages_lost=995),
+        Load(1000, others=Others(num_running=20, placed_tokens=15_000, num_taken=20)),
+    ],
+    ids=["no free pages", "all wanted", "quarantined", "held by others"],
+)
+def test_a_worker_without_pages_has_no_room(load: Load) -> None:
+    cluster = Cluster()
+    placed(cluster.arrive(100))
+    report(cluster, "d0", load)
+    answer = refused_in_the_end(cluster, cluster.arrive(1000, ttft_s=60.0))
+    assert "no decode worker has room for 1000 tokens" in answer.message
+
+
+def test_pages_that_were_sent_for_since_the_report_are_no_longer_free() -> None:
+    cluster = Cluster()
+    report(cluster, "d0", Load(70))
+    assert any(isinstance(command, Place) for command in cluster.arrive(1000, ttft_s=60.0)), "it takes 63 pages"
+    assert refused_in_the_end(cluster, cluster.arrive(1000, ttft_s=60.0))

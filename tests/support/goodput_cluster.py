@@ -1,0 +1,106 @@
+"""A router with the goodput policy over workers that do nothing but what a test reports of them."""
+
+import random
+
+from pdserve.ids import Incarnation, RequestId, WorkerId
+from pdserve.kvlayout import KvLayout
+from pdserve.perfmodel.curve import Curve, DecodePiece, Step, StepCosts
+from pdserve.router.core import RouterCore
+from pdserve.router.events import (
+    Command,
+    End,
+    Limits,
+    LinkId,
+    Place,
+    Refused,
+    Registration,
+    RequestArrived,
+    Role,
+    StepReported,
+    Tick,
+    WorkerRegistered,
+)
+from pdserve.router.forecast import Forecast
+from pdserve.router.policies import POLICIES
+from pdserve.sampling import SamplingParams
+
+COSTS = StepCosts(Curve(0.02, 1e-4, 0.0), (DecodePiece(None, Curve(0.02, 1e-3, 1e-7)),))
+LAYOUT = KvLayout("w", 1, 1, 8, 16, "float32")
+
+
+class Cluster:
+    """A router's core with workers that do nothing, and a model that has seen enough."""
+
+    def __init__(
+        self, policy: str = "goodput", workers: str = "p0 d0", local: bool = False, knows: bool = True
+    ) -> None:
+        self.now_s = 100.0
+        self.forecast = Forecast(dict.fromkeys(Role, COSTS))
+        limits = Limits(local_prefill=local, pool_grace_s=0)
+        self.core = RouterCore("m", limits, POLICIES[policy](self.forecast), self.forecast)
+        self.links: dict[str, LinkId] = {}
+        self.count = 0
+        for name in workers.split():
+            self.attach(name)
+        if knows:
+            self.teach()
+
+    def post(self, event: object) -> list[Command]:
+        return self.core.handle(event, self.now_s)  # type: ignore[arg-type]
+
+    def attach(self, name: str) -> None:
+        link = self.links[name] = LinkId(len(self.links) + 1)
+        role = Role.PREFILL if name[0] == "p" else Role.DECODE
+        registration = Registration(
+            WorkerId(name), Incarnation(link), role, 1, True, "m", LAYOUT, 1000, 32, 4096, name, 1024
+        )
+        self.post(WorkerRegistered(link, registration))
+
+    def teach(self) -> None:
+        for name, link in self.links.items():
+            for i in range(64):
+                prefill = Step(100 + i, (100 + i) ** 2)
+                decode = Step(sequences=1 + i % 8, kv_tokens=100 * i)
+                for step in [decode] if name[0] == "d" else [prefill]:
+                    self.post(StepReported(link, [], step, COSTS.seconds(step)))
+                if name[0] == "d":
+                    self.post(StepReported(link, [], prefill, COSTS.seconds(prefill)))
+
+    def arrive(
+        self, num_tokens: int = 1000, ttft_s: float | None = None, tpot_s: float | None = None, **terms: object
+    ) -> list[Command]:
+        self.count += 1
+        tokens = terms.pop("tokens", [self.count] * num_tokens)
+        params = SamplingParams(max_tokens=int(str(terms.pop("max_tokens", 100))))
+        event = RequestArrived(
+            request_id=RequestId(random.Random(self.count).randbytes(16)),
+            token_ids=tokens,  # type: ignore[arg-type]
+            params=params,
+            received_s=self.now_s,
+            deadline_s=self.now_s + 60,
+            ttft_slo_s=ttft_s,
+            tpot_slo_s=tpot_s,
+            **terms,  # type: ignore[arg-type]
+        )
+        return self.post(event)
+
+
+def placed(commands: list[Command]) -> Place:
+    (place,) = [command for command in commands if isinstance(command, Place)]
+    return place
+
+
+def refused(commands: list[Command]) -> Refused:
+    (end,) = [command for command in commands if isinstance(command, End)]
+    assert isinstance(end.outcome, Refused)
+    return end.outcome
+
+
+def refused_in_the_end(cluster: Cluster, commands: list[Command]) -> Refused:
+    """Let time pass until a request that was held is refused."""
+    while not commands:
+        due_s = cluster.core.next_wakeup_s()
+        assert due_s is not None
+        cluster.now_s = max(due_s, cluster.now_s)
+        commands = cluster.post(Tick())
+    return refused(commands)

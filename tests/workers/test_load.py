@@ -1,0 +1,96 @@
+"""What a worker reports of its load adds up over the routers that sent it, and its counts never fall."""
+
+from pdserve.decode_worker.core import DecodeCore
+from pdserve.decode_worker.events import Command
+from pdserve.decode_worker.rules import Rules
+from pdserve.engine.kvcache import KvCache
+from pdserve.engine.scheduler import Limits, Scheduler
+from pdserve.engine.sequence import Job
+from pdserve.errors import Refusal
+from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
+from pdserve.kvtransfer.session import DigestPolicy, Peer
+from pdserve.perfmodel.curve import attention_work
+from pdserve.prefill_worker.core import PrefillCore
+from pdserve.router.events import LinkId, LoadReported
+from pdserve.router.load import Others
+from pdserve.router.wire import worker_events
+from pdserve.sampling import SamplingParams
+from pdserve.sim.engine import FakeRunner
+from pdserve.worker import wire
+from pdserve.worker.words import Part, Placed, RouterLost, RouterRef
+
+PAGE_SIZE, NUM_PAGES, VOCAB = 4, 64, 100
+OURS, THEIRS = RouterRef(1), RouterRef(2)
+PEER = Peer(WorkerId("other"), Incarnation(1))
+RULES = Rules(64, DigestPolicy.OFF, max_quarantined_share=1.0, lease_s=60.0)
+
+
+def scheduler() -> Scheduler:
+    limits = Limits(max_num_seqs=8, max_num_batched_tokens=16, max_model_len=64, eos_token_ids=frozenset())
+    return Scheduler(KvCache(NUM_PAGES, PAGE_SIZE, None), limits)
+
+
+def job(number: int, num_tokens: int, n: int = 1) -> Job:
+    params = SamplingParams(max_tokens=8, n=n)
+    tokens = tuple(range(num_tokens))
+    return Job(RequestId(number.to_bytes(16)), Attempt(0), tokens, num_tokens, params, tuple(range(n)))
+
+
+def step(core: PrefillCore | DecodeCore) -> None:
+    plan = core.plan(0.0)
+    assert plan is not None
+    core.commit(plan, FakeRunner(NUM_PAGES, PAGE_SIZE, VOCAB).run(plan), 0.0)
+
+
+def test_each_router_learns_what_the_others_wait_for_on_a_prefill_worker() -> None:
+    core = PrefillCore(scheduler(), VOCAB, 64, 8)
+    core.handle(Placed(OURS, job(1, 10), 1e9, PEER, "host:1"), 0.0)
+    core.handle(Placed(THEIRS, job(2, 30), 1e9, PEER, "host:1"), 0.0)
+    load = core.load()
+    assert load.waiting_tokens == 40
+    assert load.parts.others(OURS) == Part(0, 0, 0, 30, attention_work(30, 0), 1, 30, attention_work(30, 0))
+    assert load.parts.others(THEIRS).waiting_tokens == 10
+    assert load.parts.others(RouterRef(3)).waiting_tokens == 40, "it has sent nothing"
+    step(core)  # 10 of ours, 6 of theirs
+    assert core.load().parts.others(THEIRS).waiting_tokens == 0
+    assert core.load().parts.others(OURS).waiting_tokens == 24
+    assert core.load().parts.others(OURS).waiting_work == attention_work(24, 6)
+
+
+def test_each_router_learns_what_the_others_decode_or_will() -> None:
+    core = DecodeCore(scheduler(), VOCAB, bytes(16), RULES)
+    core.handle(Placed(THEIRS, job(1, 10), 1e9, None), 0.0)
+    core.handle(Placed(THEIRS, job(2, 12, n=2), 1e9, PEER), 0.0)
+    assert core.load().parts.others(OURS) == Part(0, 3, 34, 10, 100, 3, 10, 100)
+    step(core)
+    assert core.load().parts.others(OURS) == Part(1, 2, 34, 0, 0, 3, 10, 100)
+    assert core.load().parts.others(THEIRS) == Part()
+
+
+def test_what_was_taken_in_never_falls_though_its_router_is_gone() -> None:
+    core = DecodeCore(scheduler(), VOCAB, bytes(16), RULES)
+    core.handle(Placed(THEIRS, job(1, 10), 1e9, None), 0.0)
+    core.handle(RouterLost(THEIRS), 0.0)
+    assert core.load().parts.others(OURS) == Part(num_taken=1, taken_tokens=10, taken_work=100)
+
+
+def test_hand_offs_without_room_say_how_many_pages_they_want() -> None:
+    core = DecodeCore(scheduler(), VOCAB, bytes(16), RULES)
+    commands: list[Command] = []
+    for number in range(6):
+        commands += core.handle(Placed(OURS, job(number, 60), 1e9, PEER), 0.0)
+    load = core.load()
+    num_ungranted = load.num_waiting
+    assert num_ungranted > 0
+    assert load.pages_wanted == num_ungranted * 15
+
+
+def test_a_heartbeat_tells_each_router_of_the_others() -> None:
+    core = DecodeCore(scheduler(), VOCAB, bytes(16), RULES)
+    core.handle(Placed(THEIRS, job(1, 10), 1e9, None), 0.0)
+    refused = {Refusal.LAYOUT: 1}
+    for router, others in ((OURS, Others(0, 1, 10, 10, 100, 1, 10, 100)), (THEIRS, Others())):
+        (event,) = worker_events(LinkId(1), wire.heartbeat(core.load(), 7, refused, router))
+        assert isinstance(event, LoadReported)
+        assert event.load.others == others
+        assert event.load.pages_free == NUM_PAGES
