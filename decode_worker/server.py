@@ -65,7 +65,8 @@ async def serve(config: DecodeWorkerConfig) -> None:
         """Set up what a decode worker consists of, and take it down again."""
         region = kv_region(engine)
         listening = (config.handoff_host, split_address(config.handoff_advertise or "")[0])
-        mover = build_mover(config, identity.peer, region, lambda _: None, listening)  # written to, writes nothing
+        # Written to, it writes nothing.
+        mover = build_mover(config, identity.peer, region, lambda _: None, identity.secret, listening)
         rules = Rules(
             max_tasks=MAX_WORKER_TASKS,
             digests=DigestPolicy(config.digests),

@@ -56,7 +56,7 @@ async def assemble(
 ) -> AsyncIterator[Parts[Event, Command]]:
     """Set up what a prefill worker consists of, and take it down again."""
     copies = Copies(inbox)
-    mover = build_mover(config, identity.peer, kv_region(engine), copies.stopped)
+    mover = build_mover(config, identity.peer, kv_region(engine), copies.stopped, identity.secret)
     core = PrefillCore(engine.scheduler, engine.vocab_size, engine.layout.page_bytes, MAX_WORKER_TASKS)
 
     async def hear(news: FromReceivers) -> None:

@@ -14,7 +14,18 @@ from torch import Tensor
 from pdserve.kvtransfer.backends.collective_receiver import Receiver
 from pdserve.kvtransfer.backends.framing import Framed
 from pdserve.kvtransfer.backends.lane import Indices, LaneError, SliceLostError
-from pdserve.kvtransfer.backends.pairing import READER, SECRET_BYTES, WRITER, Greeting, Group, Work, meet, tag
+from pdserve.kvtransfer.backends.pairing import (
+    READER,
+    REGION_BYTES,
+    WRITER,
+    Greeting,
+    Group,
+    Meeting,
+    Work,
+    greet,
+    meet,
+    tag,
+)
 from pdserve.kvtransfer.backends.pump import Pump
 from pdserve.kvtransfer.backends.staging import Staging, row_of
 from pdserve.kvtransfer.mover import Description, OnStopped, Region
@@ -43,13 +54,14 @@ class _Slice:
 class _CollectiveLane:
     carrier = "tcp"
 
-    def __init__(self, me: Peer, region: Region, staging: Staging | None) -> None:
+    def __init__(self, me: Peer, region: Region, staging: Staging | None, secret: bytes) -> None:
         self._me = me
+        self._secret = secret
         self._region = region
         self._staging = staging
 
     def open(self, description: Description) -> _Remote:
-        secret, address = description.lane[:SECRET_BYTES], description.lane[SECRET_BYTES:]
+        region, address = description.lane[:REGION_BYTES], description.lane[REGION_BYTES:]
         host, _, port = address.decode(errors="replace").rpartition(":")
         if not host or not port.isdigit():
             raise LaneError("it does not name where it listens")
@@ -58,7 +70,7 @@ class _CollectiveLane:
         except OSError as error:
             raise LaneError(f"{host}:{port}: {error}") from error
         try:
-            framed.send(Greeting(secret, self._me).encode())
+            greet(framed, self._secret, Greeting(region, self._me))
             return _Remote(framed, meet(framed, WRITER))
         except (OSError, RuntimeError) as error:
             framed.close()
@@ -108,22 +120,12 @@ class _CollectiveLane:
 
 
 class CollectiveMover(Pump[_Remote, _Slice]):
-    def __init__(
-        self,
-        me: Peer,
-        region: Region,
-        on_stopped: OnStopped,
-        listen: tuple[str, str] = ("127.0.0.1", ""),
-        staged: bool = False,
-    ) -> None:
-        """`listen`: the host on which writers are awaited, and the one that they are told, if it is another.
-
-        `staged`: pages pass through other memory of the host, as those of a GPU always do.
-        """
+    def __init__(self, me: Peer, region: Region, on_stopped: OnStopped, meeting: Meeting, staged: bool = False) -> None:
+        """`staged`: pages pass through other memory of the host, as those of a GPU always do."""
         staging = Staging(region) if staged or region.gpu is not None else None
-        self._receiver = Receiver(region, staging, listen[0])
-        self._description = region.describe(self._receiver.lane(listen[1] or listen[0]))
-        super().__init__("collective", _CollectiveLane(me, region, staging), region, on_stopped)
+        self._receiver = Receiver(region, staging, meeting)
+        self._description = region.describe(self._receiver.lane())
+        super().__init__("collective", _CollectiveLane(me, region, staging, meeting.secret), region, on_stopped)
 
     def describe(self) -> bytes:
         """Return what another process's torch.distributed needs to write here."""

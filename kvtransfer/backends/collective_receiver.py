@@ -1,16 +1,14 @@
 """The receiver's half of the mover over torch.distributed: lets writers in, and puts what they send into pages.
 
-A writer connects to the listener. Its first message says that it knows the secret of this region's description, and
-which process it is; it is believed, since only peers with an authenticated stream are told that secret. The two become
-a group. Then it names the pages of a slice on that socket and sends them through the group, and is answered with one
-byte when all of them are in their places.
+A writer connects to the listener. The two prove to each other that they know the cluster's secret; then the writer is
+believed which process it is, and they become a group. Then it names the pages of a slice on that socket and sends them
+through the group, and is answered with one byte when all of them are in their places.
 
 Invariant: a writer's thread writes into the rows of the region alone, and into none once its process was cut, but for
 memory of the host: that is written as bytes are read from the network. A peer's end, at any moment, ends its
 connection and its thread here, and nothing else.
 """
 
-import hmac
 import logging
 import secrets
 import socket
@@ -23,24 +21,14 @@ from datetime import timedelta
 import numpy as np
 
 from pdserve.kvtransfer.backends.framing import Framed
-from pdserve.kvtransfer.backends.pairing import (
-    MAX_GREETING_BYTES,
-    READER,
-    SECRET_BYTES,
-    WRITER,
-    Greeting,
-    Group,
-    meet,
-    tag,
-)
+from pdserve.kvtransfer.backends.pairing import READER, REGION_BYTES, WRITER, Group, Meeting, be_greeted, meet, tag
 from pdserve.kvtransfer.backends.staging import Entry, Staging
 from pdserve.kvtransfer.mover import Region
 from pdserve.kvtransfer.session import Peer
 
 logger = logging.getLogger(__name__)
 
-GREETING_TIMEOUT_S = 5.0
-MAX_WRITERS = 256
+MAX_WRITERS = 256  # those that have yet to prove themselves included
 MAX_GONE = 4096  # ended processes that are remembered, and refused
 MAX_SLICE_PAGES = 1 << 20
 NEXT_ACCEPT_S = 0.1  # after a failure: what is short then may be free again
@@ -63,12 +51,13 @@ class _Writer:
 class Receiver:
     """Listens for writers; a thread for each of them puts what it sends into the region."""
 
-    def __init__(self, region: Region, staging: Staging | None, host: str) -> None:
+    def __init__(self, region: Region, staging: Staging | None, meeting: Meeting) -> None:
         self._region = region
         self._staging = staging
-        self._secret = secrets.token_bytes(SECRET_BYTES)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=MAX_WRITERS)
+        self._meeting = meeting
+        self._region_id = secrets.token_bytes(REGION_BYTES)  # a later process may listen where this one did
+        family = socket.AF_INET6 if ":" in meeting.host else socket.AF_INET
+        self._listener = socket.create_server((meeting.host, 0), family=family, backlog=MAX_WRITERS)
         self._writers: dict[_Writer, threading.Thread] = {}
         self._gone: OrderedDict[Peer, None] = OrderedDict()
         self._lock = threading.Lock()
@@ -76,9 +65,10 @@ class Receiver:
         self._thread = threading.Thread(target=self._listen, name="collective listener", daemon=True)
         self._thread.start()
 
-    def lane(self, advertised: str) -> bytes:
+    def lane(self) -> bytes:
         """Return what a writer's lane has to know."""
-        return self._secret + f"{advertised}:{self._listener.getsockname()[1]}".encode()
+        host = self._meeting.told or self._meeting.host
+        return self._region_id + f"{host}:{self._listener.getsockname()[1]}".encode()
 
     def cut(self, peer: Peer) -> None:
         """End the connections of a process and let it in no more; blocks while bytes of it are copied into pages."""
@@ -118,18 +108,28 @@ class Receiver:
             writer = _Writer(Framed(connected), Entry(self._region, self._staging))
             thread = threading.Thread(target=self._attend, args=(writer,), name=f"writer {address}", daemon=True)
             with self._lock:
-                refused = self._closed.is_set() or len(self._writers) >= MAX_WRITERS
+                refused = self._closed.is_set() or not self._has_room()
                 if not refused:
                     self._writers[writer] = thread
                     thread.start()
             if refused:
                 writer.framed.close()
 
+    def _has_room(self) -> bool:
+        """Return whether another writer can come in; the longest there that has not proved itself makes room."""
+        if len(self._writers) < MAX_WRITERS:
+            return True
+        stranger = next((writer for writer in self._writers if writer.peer is None), None)
+        if stranger is None:
+            return False
+        del self._writers[stranger]
+        stranger.framed.close()
+        return True
+
     def _attend(self, writer: _Writer) -> None:
         framed = writer.framed
         try:
-            framed.set_timeout(GREETING_TIMEOUT_S)
-            self._let_in(writer, Greeting.decode(framed.receive(MAX_GREETING_BYTES)))
+            self._let_in(writer, be_greeted(framed, self._meeting.secret, self._region_id))
             self._take(writer, meet(framed, READER))
         except (OSError, RuntimeError, ValueError) as error:
             logger.debug("a writer has gone: %s", error)
@@ -138,14 +138,14 @@ class Receiver:
             with self._lock:
                 self._writers.pop(writer, None)
 
-    def _let_in(self, writer: _Writer, greeting: Greeting) -> None:
+    def _let_in(self, writer: _Writer, peer: Peer) -> None:
         """Note who a writer is; OSError for one that may not write here."""
-        if not hmac.compare_digest(greeting.secret, self._secret):
-            raise OSError("it does not know the secret")
         with self._lock:
-            if greeting.peer in self._gone:
-                raise OSError(f"{greeting.peer} is known to have ended")
-            writer.peer = greeting.peer
+            if peer in self._gone:
+                raise OSError(f"{peer} is known to have ended")
+            if writer not in self._writers:
+                raise OSError("it has made room for another one")
+            writer.peer = peer
 
     def _take(self, writer: _Writer, group: Group) -> None:
         """Put slices into their pages until the writer ends."""

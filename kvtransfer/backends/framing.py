@@ -2,6 +2,7 @@
 
 import socket
 import struct
+import time
 from contextlib import suppress
 
 _LENGTH = struct.Struct("!I")
@@ -15,6 +16,7 @@ class Framed:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
         self._socket = connected
+        self._until_s: float | None = None
 
     @property
     def local_host(self) -> str:
@@ -22,7 +24,9 @@ class Framed:
         host: str = self._socket.getsockname()[0]
         return host
 
-    def set_timeout(self, seconds: float | None) -> None:
+    def limit(self, seconds: float | None) -> None:
+        """Have all that is received from now on be there within a time, TimeoutError else; None: take any time."""
+        self._until_s = None if seconds is None else time.monotonic() + seconds
         self._socket.settimeout(seconds)
 
     def send(self, message: bytes) -> None:
@@ -58,6 +62,11 @@ class Framed:
     def _exactly(self, count: int) -> bytes:
         received = bytearray()
         while len(received) < count:
+            if self._until_s is not None:
+                left_s = self._until_s - time.monotonic()
+                if left_s <= 0:
+                    raise TimeoutError("it says too little in too much time")
+                self._socket.settimeout(left_s)
             part = self._socket.recv(min(count - len(received), 1 << 16))
             if not part:
                 raise OSError("it ended the connection")

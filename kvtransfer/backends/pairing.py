@@ -5,7 +5,7 @@ torch.distributed's own stores listen on every interface; here the socket that t
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -15,33 +15,70 @@ from torch._C import _distributed_c10d as c10d
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvtransfer.backends.framing import Framed
 from pdserve.kvtransfer.session import Peer
+from pdserve.proof import NONCE_BYTES, PROOF_BYTES, is_proof, new_nonce, proof_of
 
-SECRET_BYTES = 16
+REGION_BYTES = 16
 MAX_GREETING_BYTES = 1024
+GREETING_TIMEOUT_S = 5.0
 MEET_TIMEOUT = timedelta(seconds=5)  # a mover serves no other peer meanwhile
 MAX_KEY_BYTES, MAX_VALUE_BYTES = 256, 1 << 16
 WRITER, READER = 0, 1  # ranks
 _NUM_TAGS = 1 << 30
-_GREETING = struct.Struct(f"!{SECRET_BYTES}sQ")  # secret, incarnation; the worker's name follows
+_GREETING = struct.Struct(f"!{REGION_BYTES}s{NONCE_BYTES}sQ")  # the worker's name follows
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """How writers and receivers find and know each other."""
+
+    secret: bytes = field(repr=False)  # of the cluster
+    host: str = "127.0.0.1"  # on which writers are awaited
+    told: str = ""  # the host that writers are told, if it is another
 
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """The first message of a writer: it knows the secret of the region, and it is this process."""
+    """What a writer says of itself: which region it means, and which process it is."""
 
-    secret: bytes
+    region: bytes
     peer: Peer
+    nonce: bytes = field(default_factory=new_nonce)
 
     def encode(self) -> bytes:
-        return _GREETING.pack(self.secret, self.peer.incarnation) + self.peer.worker_id.encode()
+        return _GREETING.pack(self.region, self.nonce, self.peer.incarnation) + self.peer.worker_id.encode()
 
     @classmethod
     def decode(cls, data: bytes) -> "Greeting":
         """Return what a writer said; ValueError if it is no greeting."""
         if len(data) <= _GREETING.size:
             raise ValueError(f"a greeting of {len(data)} bytes")
-        secret, incarnation = _GREETING.unpack_from(data)
-        return cls(secret, Peer(WorkerId(data[_GREETING.size :].decode()), Incarnation(incarnation)))
+        region, nonce, incarnation = _GREETING.unpack_from(data)
+        return cls(region, Peer(WorkerId(data[_GREETING.size :].decode()), Incarnation(incarnation)), nonce)
+
+
+def greet(framed: Framed, secret: bytes, greeting: Greeting) -> None:
+    """Prove to a receiver that this writer knows the cluster's secret; OSError unless the receiver proves the same."""
+    framed.limit(GREETING_TIMEOUT_S)
+    challenge, said = framed.receive(NONCE_BYTES), greeting.encode()
+    framed.send(said + proof_of(secret, "collective writer", challenge, said))
+    if not is_proof(framed.receive(PROOF_BYTES), secret, "collective receiver", challenge, said):
+        raise OSError("it does not know the cluster's secret")
+
+
+def be_greeted(framed: Framed, secret: bytes, region: bytes) -> Peer:
+    """Return which process a writer is; OSError or ValueError unless it proves itself, and means this region."""
+    framed.limit(GREETING_TIMEOUT_S)
+    challenge = new_nonce()
+    framed.send(challenge)
+    shown = framed.receive(MAX_GREETING_BYTES)
+    said, proof = shown[:-PROOF_BYTES], shown[-PROOF_BYTES:]
+    if not is_proof(proof, secret, "collective writer", challenge, said):
+        raise OSError("it does not know the cluster's secret")
+    greeting = Greeting.decode(said)
+    if greeting.region != region:
+        raise OSError("it means the pages of another process")
+    framed.send(proof_of(secret, "collective receiver", challenge, said))
+    return greeting.peer
 
 
 class Work(Protocol):
@@ -77,7 +114,7 @@ class _SocketStore(c10d.Store):
         return self._values[key]
 
     def wait(self, keys: Sequence[str], timeout: timedelta = MEET_TIMEOUT) -> None:
-        del timeout  # the socket has one
+        del timeout  # the socket has a limit
         for key in keys:
             self.get(key)
 
@@ -96,7 +133,7 @@ def meet(framed: Framed, rank: int) -> Group:
     options = gloo._Options()
     options._timeout = MEET_TIMEOUT
     options._devices = [gloo.create_device(hostname=framed.local_host)]
-    framed.set_timeout(MEET_TIMEOUT.total_seconds())
+    framed.limit(MEET_TIMEOUT.total_seconds())
     group: Group = gloo(_SocketStore(framed), rank, 2, options)
-    framed.set_timeout(None)
+    framed.limit(None)
     return group

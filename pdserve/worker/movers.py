@@ -17,7 +17,12 @@ def check_network(config: WorkerConfig) -> None:
 
 
 def build_mover(
-    config: WorkerConfig, me: Peer, region: Region, on_stopped: OnStopped, listen: tuple[str, str] = (LOOPBACK, "")
+    config: WorkerConfig,
+    me: Peer,
+    region: Region,
+    on_stopped: OnStopped,
+    secret: bytes,
+    listen: tuple[str, str] = (LOOPBACK, ""),
 ) -> Mover:
     """Start the configured mover. `listen`: host where it may await others, and the one that they are told."""
     if config.test_fail_copies and config.mover != "nixl":
@@ -27,9 +32,10 @@ def build_mover(
 
         return NixlMover(me, region, on_stopped, _network(config), config.test_fail_copies)
     from pdserve.kvtransfer.backends.collective import CollectiveMover  # noqa: PLC0415
+    from pdserve.kvtransfer.backends.pairing import Meeting  # noqa: PLC0415
 
     staged = config.device in KERNEL_DEVICES  # an engine in the interpreter does as one on a GPU
-    return CollectiveMover(me, region, on_stopped, listen, staged)
+    return CollectiveMover(me, region, on_stopped, Meeting(secret, *listen), staged)
 
 
 def _network(config: WorkerConfig) -> Network:

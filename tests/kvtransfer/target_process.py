@@ -20,8 +20,9 @@ def mover_of(kind: str, region: Region) -> Mover:
     me = Peer(WorkerId("target"), new_incarnation())
     if kind in ("collective", "staged"):
         from pdserve.kvtransfer.backends.collective import CollectiveMover  # noqa: PLC0415
+        from pdserve.kvtransfer.backends.pairing import Meeting  # noqa: PLC0415
 
-        return CollectiveMover(me, region, lambda _: None, staged=kind == "staged")
+        return CollectiveMover(me, region, lambda _: None, Meeting(b"s" * 32), staged=kind == "staged")
     from pdserve.kvtransfer.backends.nixl import NixlMover  # noqa: PLC0415
 
     return NixlMover(me, region, lambda _: None, Network(tcp_only=kind == "nixl-tcp"))

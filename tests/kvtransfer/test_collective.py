@@ -2,28 +2,36 @@
 
 import queue
 import resource
+import select
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from half_slice import MEETING
 
+from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
+from pdserve.kvtransfer.backends import collective_receiver, pairing
 from pdserve.kvtransfer.backends.collective import CollectiveMover
 from pdserve.kvtransfer.backends.framing import Framed
-from pdserve.kvtransfer.backends.pairing import SECRET_BYTES, WRITER, Greeting, meet
+from pdserve.kvtransfer.backends.pairing import REGION_BYTES, WRITER, Greeting, greet, meet
 from pdserve.kvtransfer.mover import ByteRows, CopyStopped, Description, Region
 from pdserve.kvtransfer.session import HandoffKey, Peer
+from pdserve.proof import NONCE_BYTES, PROOF_BYTES, proof_of
 
 HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
 
 NUM_PAGES, PAGE_BYTES = 64, 1 << 16
 TARGET = Peer(WorkerId("target"), Incarnation(1))
 WRITER_PEER = Peer(WorkerId("writer"), Incarnation(7))
+NAMELESS = Peer(WorkerId(""), Incarnation(7))
 WRITER_PROCESS = Path(__file__).with_name("writer_process.py")
 LEAVING_PROCESS = Path(__file__).with_name("leaving_process.py")
 EVERYTHING = tuple(map(PageId, range(NUM_PAGES)))
@@ -36,27 +44,32 @@ def view() -> ByteRows:
 
 @pytest.fixture(params=[False, True], ids=["in place", "staged"])
 def receiver(view: ByteRows, request: pytest.FixtureRequest) -> Iterator[CollectiveMover]:
-    mover = CollectiveMover(TARGET, Region.of(view), lambda _: None, staged=request.param)
+    mover = CollectiveMover(TARGET, Region.of(view), lambda _: None, MEETING, staged=request.param)
     yield mover
     mover.close()
 
 
 def address_of(receiver: CollectiveMover) -> tuple[str, int]:
-    host, _, port = Description.decode(receiver.describe()).lane[SECRET_BYTES:].decode().rpartition(":")
+    host, _, port = Description.decode(receiver.describe()).lane[REGION_BYTES:].decode().rpartition(":")
     return host, int(port)
 
 
-def connected(receiver: CollectiveMover) -> tuple[Framed, bytes]:
-    """Return a socket to the receiver's listener, and what a writer says there first."""
+def connected(receiver: CollectiveMover) -> tuple[Framed, Greeting]:
+    """Return a socket to the receiver's listener, and what a writer says of itself there."""
     raw = socket.create_connection(address_of(receiver), 5)
-    secret = Description.decode(receiver.describe()).lane[:SECRET_BYTES]
-    return Framed(raw), Greeting(secret, WRITER_PEER).encode()
+    region = Description.decode(receiver.describe()).lane[:REGION_BYTES]
+    return Framed(raw), Greeting(region, WRITER_PEER)
+
+
+def shown(greeting: Greeting, challenge: bytes, secret: bytes = MEETING.secret) -> bytes:
+    said = greeting.encode()
+    return said + proof_of(secret, "collective writer", challenge, said)
 
 
 def assert_takes_writes(receiver: CollectiveMover, view: ByteRows) -> None:
     mine = np.random.default_rng(1).integers(0, 256, view.shape, np.uint8)
     stopped: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
-    writer = CollectiveMover(WRITER_PEER, Region.of(mine), stopped.put)
+    writer = CollectiveMover(WRITER_PEER, Region.of(mine), stopped.put, MEETING)
     try:
         writer.attach(TARGET, receiver.describe())
         writer.write(TARGET, HANDOFF, EVERYTHING, EVERYTHING)
@@ -68,25 +81,29 @@ def assert_takes_writes(receiver: CollectiveMover, view: ByteRows) -> None:
 
 def test_it_listens_on_the_loopback_interface_unless_told_otherwise(receiver: CollectiveMover) -> None:
     lane = Description.decode(receiver.describe()).lane
-    assert lane[SECRET_BYTES:].startswith(b"127.0.0.1:")
+    assert lane[REGION_BYTES:].startswith(b"127.0.0.1:")
 
 
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda greeting: Greeting(bytes(SECRET_BYTES), WRITER_PEER).encode(),
-        lambda greeting: b"",
-        lambda greeting: greeting[:SECRET_BYTES],
-        lambda greeting: greeting[: -len(WRITER_PEER.worker_id)],
-        lambda greeting: greeting + b"\xff",
-        lambda greeting: greeting + bytes(1 << 20),
+        lambda greeting, challenge: shown(greeting, challenge, b"x" * 32),
+        lambda greeting, challenge: shown(greeting, bytes(NONCE_BYTES)),  # said at another time
+        lambda greeting, challenge: shown(replace(greeting, region=bytes(REGION_BYTES)), challenge),
+        lambda greeting, challenge: shown(replace(greeting, peer=NAMELESS), challenge),
+        lambda greeting, challenge: greeting.encode(),
+        lambda greeting, challenge: MEETING.secret,
+        lambda greeting, challenge: b"",
+        lambda greeting, challenge: shown(greeting, challenge)[:-1],
+        lambda greeting, challenge: shown(greeting, challenge) + b"\xff",
+        lambda greeting, challenge: shown(greeting, challenge) + bytes(pairing.MAX_GREETING_BYTES),
     ],
 )
-def test_who_does_not_know_the_secret_or_has_no_name_is_cut_off_and_others_are_served(
-    receiver: CollectiveMover, view: ByteRows, spoil: Callable[[bytes], bytes]
+def test_who_does_not_prove_the_secret_or_means_another_or_has_no_name_is_cut_off_and_others_are_served(
+    receiver: CollectiveMover, view: ByteRows, spoil: Callable[[Greeting, bytes], bytes]
 ) -> None:
     stranger, greeting = connected(receiver)
-    stranger.send(spoil(greeting))
+    stranger.send(spoil(greeting, stranger.receive(NONCE_BYTES)))
     with pytest.raises(OSError, match=r"ended|reset"):
         stranger.receive(100)
     stranger.close()
@@ -97,7 +114,7 @@ def test_a_page_that_is_not_there_ends_the_connection_before_anything_is_written
     receiver: CollectiveMover, view: ByteRows
 ) -> None:
     hostile, greeting = connected(receiver)
-    hostile.send(greeting)
+    greet(hostile, MEETING.secret, greeting)
     group = meet(hostile, WRITER)
     hostile.send(np.array([1 << 20], ">u4").tobytes())
     with pytest.raises(OSError, match="ended"):
@@ -112,12 +129,77 @@ def test_words_that_make_no_sense_end_a_connection_and_others_are_served(
     receiver: CollectiveMover, view: ByteRows
 ) -> None:
     stranger, greeting = connected(receiver)
-    stranger.send(greeting)
+    greet(stranger, MEETING.secret, greeting)
     meet(stranger, WRITER)
     stranger.send(b"odd")
     with pytest.raises(OSError, match="ended"):
         stranger.receive(100)
     stranger.close()
+    assert_takes_writes(receiver, view)
+
+
+def test_a_writer_sends_nothing_to_a_receiver_that_does_not_prove_the_secret() -> None:
+    said = []
+
+    def pretend() -> None:
+        with listener.accept()[0] as raw:
+            stranger = Framed(raw)
+            stranger.send(bytes(NONCE_BYTES))
+            said.append(stranger.receive(1000))
+            stranger.send(bytes(PROOF_BYTES))
+            said.append(raw.recv(1000))
+
+    region = Region.of(np.ones((2, 4096), np.uint8))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        pretending = threading.Thread(target=pretend)
+        pretending.start()
+        lane = bytes(REGION_BYTES) + f"127.0.0.1:{listener.getsockname()[1]}".encode()
+        writer = CollectiveMover(WRITER_PEER, region, lambda _: None, MEETING)
+        with pytest.raises(ProtocolError, match="does not know the cluster's secret"):
+            writer.attach(TARGET, region.describe(lane))
+        pretending.join(10)
+        writer.close()
+    greeting, rest = said
+    assert MEETING.secret not in greeting
+    assert rest == b""
+
+
+def test_strangers_that_say_nothing_keep_no_writer_out(
+    receiver: CollectiveMover, view: ByteRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collective_receiver, "MAX_WRITERS", 4)
+    with ExitStack() as strangers:
+        for _ in range(6):
+            stranger = strangers.enter_context(socket.create_connection(address_of(receiver), 5))
+            assert len(stranger.recv(100)) > NONCE_BYTES  # it has been let as far as the challenge
+        assert_takes_writes(receiver, view)
+
+
+def test_writers_that_have_proved_themselves_make_no_room_for_others(
+    receiver: CollectiveMover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collective_receiver, "MAX_WRITERS", 1)
+    writer, greeting = connected(receiver)
+    greet(writer, MEETING.secret, greeting)
+    meet(writer, WRITER)
+    with socket.create_connection(address_of(receiver), 5) as late:
+        assert late.recv(100) == b""
+    writer.send(np.array([0], ">u4").tobytes())  # is read: the connection stands
+    writer.close()
+
+
+def test_who_says_its_greeting_bit_by_bit_is_cut_off_when_the_time_for_all_of_it_is_over(
+    receiver: CollectiveMover, view: ByteRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pairing, "GREETING_TIMEOUT_S", 0.5)
+    with socket.create_connection(address_of(receiver), 5) as slow:
+        assert len(slow.recv(100)) > NONCE_BYTES
+        slow.sendall((1000).to_bytes(4, "big"))
+        num_said = 0
+        while not select.select([slow], [], [], 0.1)[0]:  # the end of the connection
+            slow.sendall(b"x")
+            num_said += 1
+            assert num_said < 100, "ten seconds later it is still there"
     assert_takes_writes(receiver, view)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from half_slice import greeted, half_slice
+from half_slice import MEETING, greeted, half_slice
 
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvtransfer.backends.collective import CollectiveMover
@@ -27,7 +27,7 @@ def view() -> ByteRows:
 
 @pytest.fixture
 def receiver(view: ByteRows) -> Iterator[CollectiveMover]:
-    mover = CollectiveMover(TARGET, Region.of(view), lambda _: None, staged=True)
+    mover = CollectiveMover(TARGET, Region.of(view), lambda _: None, MEETING, staged=True)
     yield mover
     mover.close()
 
@@ -58,7 +58,7 @@ def test_a_process_that_has_ended_is_let_in_no_more(receiver: CollectiveMover) -
 
 
 def test_a_receiver_that_is_closed_puts_nothing_more_into_pages(view: ByteRows) -> None:
-    receiver = CollectiveMover(TARGET, Region.of(view), lambda _: None, staged=True)
+    receiver = CollectiveMover(TARGET, Region.of(view), lambda _: None, MEETING, staged=True)
     with half_slice(receiver.describe(), OTHER) as writer:
         receiver.close()
         assert not writer.send_rest()

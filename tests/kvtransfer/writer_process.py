@@ -7,6 +7,7 @@ import numpy as np
 
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer.backends.collective import CollectiveMover
+from pdserve.kvtransfer.backends.pairing import Meeting
 from pdserve.kvtransfer.mover import CopyStopped, Region
 from pdserve.kvtransfer.session import HandoffKey, Peer
 
@@ -18,7 +19,7 @@ def main() -> None:
     target, pages = Peer(WorkerId("target"), Incarnation(1)), tuple(map(PageId, range(num_pages)))
     stopped: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
     me = Peer(WorkerId("writer"), Incarnation(1))
-    mover = CollectiveMover(me, Region.of(np.ones((num_pages, page_bytes), np.uint8)), stopped.put)
+    mover = CollectiveMover(me, Region.of(np.ones((num_pages, page_bytes), np.uint8)), stopped.put, Meeting(b"s" * 32))
     mover.attach(target, description)
     for number in range(1 << 20):
         mover.write(target, HANDOFF, pages, pages)

@@ -9,11 +9,12 @@ from datetime import timedelta
 import torch
 
 from pdserve.kvtransfer.backends.framing import Framed
-from pdserve.kvtransfer.backends.pairing import READER, SECRET_BYTES, WRITER, Greeting, Group, meet, tag
+from pdserve.kvtransfer.backends.pairing import READER, REGION_BYTES, WRITER, Greeting, Group, Meeting, greet, meet, tag
 from pdserve.kvtransfer.mover import Description
 from pdserve.kvtransfer.session import Peer
 
 TIMEOUT = timedelta(seconds=10)
+MEETING = Meeting(b"s" * 32)
 
 
 class HalfSlice:
@@ -45,9 +46,9 @@ class HalfSlice:
 def greeted(description: bytes, me: Peer) -> socket.socket:
     """Connect to a receiver and say who one is."""
     lane = Description.decode(description).lane
-    host, _, port = lane[SECRET_BYTES:].decode().rpartition(":")
+    host, _, port = lane[REGION_BYTES:].decode().rpartition(":")
     connected = socket.create_connection((host, int(port)), 5)
-    Framed(connected).send(Greeting(lane[:SECRET_BYTES], me).encode())
+    greet(Framed(connected), MEETING.secret, Greeting(lane[:REGION_BYTES], me))
     return connected
 
 

@@ -16,6 +16,7 @@ from pdserve.incarnation import new_incarnation
 from pdserve.kvtransfer.backends.collective import CollectiveMover
 from pdserve.kvtransfer.backends.loopback import LoopbackMover
 from pdserve.kvtransfer.backends.nixl import NixlMover
+from pdserve.kvtransfer.backends.pairing import Meeting
 from pdserve.kvtransfer.backends.ucx import Network
 from pdserve.kvtransfer.mover import ByteRows, CopyStopped, Mover, OnStopped, Region
 from pdserve.kvtransfer.session import HandoffKey, Pages, Peer
@@ -84,7 +85,7 @@ class Setting:
             return LoopbackMover(Region.of(view), on_stopped)
         me = Peer(WorkerId("writer"), new_incarnation())
         if self.name in ("collective", "staged"):
-            return CollectiveMover(me, Region.of(view), on_stopped, staged=self.name == "staged")
+            return CollectiveMover(me, Region.of(view), on_stopped, Meeting(b"s" * 32), staged=self.name == "staged")
         return NixlMover(me, Region.of(view), on_stopped, Network(tcp_only=self.name == "nixl-tcp"))
 
     def target(self) -> Target:

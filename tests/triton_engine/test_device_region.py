@@ -10,6 +10,7 @@ from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer.backends.collective import CollectiveMover
 from pdserve.kvtransfer.backends.loopback import LoopbackMover
 from pdserve.kvtransfer.backends.nixl import NixlMover
+from pdserve.kvtransfer.backends.pairing import Meeting
 from pdserve.kvtransfer.backends.ucx import Network
 from pdserve.kvtransfer.mover import CopyStopped, Description, Mover, OnStopped, Region
 from pdserve.kvtransfer.session import HandoffKey, Peer
@@ -31,7 +32,7 @@ def mover_of(kind: str, name: str, region: Region, on_stopped: OnStopped) -> Mov
         return LoopbackMover(region, on_stopped)
     me = Peer(WorkerId(name), Incarnation(1))
     if kind == "collective":
-        return CollectiveMover(me, region, on_stopped, staged=True)
+        return CollectiveMover(me, region, on_stopped, Meeting(b"s" * 32), staged=True)
     return NixlMover(me, region, on_stopped, Network())
 
 

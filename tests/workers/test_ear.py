@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from half_slice import half_slice
+from half_slice import MEETING, half_slice
 
 from pdserve.clock import FakeClock
 from pdserve.decode_worker.events import Event
@@ -73,7 +73,7 @@ def view() -> ByteRows:
 
 @pytest.fixture
 def staged(view: ByteRows) -> Iterator[Mover]:
-    mover = CollectiveMover(Peer(WorkerId("d0"), Incarnation(1)), Region.of(view), lambda _: None, staged=True)
+    mover = CollectiveMover(Peer(WorkerId("d0"), Incarnation(1)), Region.of(view), lambda _: None, MEETING, staged=True)
     yield mover
     mover.close()
 
