@@ -1,9 +1,12 @@
 """`pdserve sim` and `pdserve plan`: what a cluster could serve, without one."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from pdserve.cli.output import JsonFile, PlotFile
 
 if TYPE_CHECKING:
     from pdserve.sim.capacity.measure import Question
@@ -22,16 +25,19 @@ SloText = Annotated[str, typer.Option(help="Objectives: ttft=MS,tpot=MS.")]
 ProfileFile = Annotated[
     Path | None, typer.Option(help="Step costs; by default OPT-13B on A100.", show_default=False, exists=False)
 ]
-Requests = Annotated[int, typer.Option(min=2, help="Requests simulated at each rate.")]
+Requests = Annotated[
+    int, typer.Option(min=2, help="Most requests to simulate at each rate; what they do not settle is said to be so.")
+]
 Scale = Annotated[float, typer.Option(min=1e-3, help="Factor for all lengths.")]
 OutputScale = Annotated[
     float | None, typer.Option(min=1e-3, help="Factor for outputs, if another.", show_default=False)
 ]
 MaxPrompt = Annotated[int, typer.Option(min=2, help="Longer prompts are cut.")]
-Poisson = Annotated[bool, typer.Option(help="Random arrivals instead of the trace's.")]
+Poisson = Annotated[
+    bool, typer.Option(help="Random arrivals instead of the trace's, and another order when it is repeated.")
+]
 Seed = Annotated[int, typer.Option(help="Of random lengths and arrivals.")]
 Attainment = Annotated[float, typer.Option(min=0.01, max=1.0, help="Share of all requests to serve within both.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the results there.", show_default=False)]
 
 
 def sim(
@@ -47,38 +53,42 @@ def sim(
     policy: Annotated[list[str] | None, typer.Option(help="Of the router; may be repeated.")] = None,
     rate: Annotated[list[float] | None, typer.Option(help="Requests per second and GPU; none: the highest.")] = None,
     attainment: Attainment = 0.9,
-    requests: Requests = 2000,
+    requests: Requests = 10_000,
     scale: Scale = 1.0,
     output_scale: OutputScale = None,
     max_prompt: MaxPrompt = 1_000_000,
     poisson: Poisson = False,
     seed: Seed = 0,
     json_file: JsonFile = None,
-    plot: Annotated[Path | None, typer.Option(help="Also draw a PNG there.", show_default=False)] = None,
+    plot: PlotFile = None,
 ) -> None:
     """Simulate a cluster under load: attainment, goodput, percentiles, utilization."""
-    from rich.console import Console
-
+    from pdserve.cli.failure import CommandError
+    from pdserve.cli.output import show
     from pdserve.errors import ConfigError
     from pdserve.router.policies import POLICIES
     from pdserve.sim.capacity import report
-    from pdserve.sim.capacity.measure import highest_rate, measure
+    from pdserve.sim.capacity.measure import measure
+    from pdserve.sim.capacity.search import highest_rate
     from pdserve.sim.capacity.shape import Shape
 
-    question = _question(workload, slo, profile, _Cut(requests, (scale, output_scale), max_prompt, poisson, seed))
-    shape = Shape(prefill, decode, prefill_tp, decode_tp, prefill_chunk, decode_chunk)
-    points = []
-    for name in policy or ["goodput"]:
+    for each in rate or ():
+        if not 0 < each < float("inf"):
+            raise ConfigError(f"--rate: {each:g} requests/s, more than 0 and finitely many are possible")
+    names = policy or ["goodput"]
+    for name in names:
         if name not in POLICIES:
             raise ConfigError(f"--policy: {name!r} is none of {', '.join(POLICIES)}")
-        if rate:
-            points += [measure(question, shape, name, each) for each in rate]
-        elif (best := highest_rate(question, shape, name, attainment)) is not None:
-            points.append(best)
+    question = _question(workload, slo, profile, _Cut(requests, (scale, output_scale), max_prompt, poisson, seed))
+    shape = Shape(prefill, decode, prefill_tp, decode_tp, prefill_chunk, decode_chunk)
     title = f"{question.profile.model}, {question.workload.name}, {slo}"
-    Console().print(report.table(points, title))
-    if json_file is not None:
-        json_file.write_text(report.as_json(points, title), encoding="utf-8")
+    found = [] if rate else [highest_rate(question, shape, name, attainment) for name in names]
+    points = [measure(question, shape, name, each) for name in names for each in rate or ()]
+    points += [each.point for each in found if each.point is not None]
+    notes = [f"{name}: {report.rate_note(each)}" for name, each in zip(names, found, strict=False)]
+    if not points:
+        raise CommandError(f"no rate is known to keep {attainment:.0%} within {slo}: {'; '.join(notes)}")
+    show(json_file, report.as_json(points, title, found), report.sheet(points, title, notes))
     if plot is not None:
         report.plot(points, title, attainment, plot)
 
@@ -89,7 +99,7 @@ def plan(
     workload: WorkloadText = "512x128",
     profile: ProfileFile = None,
     attainment: Attainment = 0.9,
-    requests: Requests = 600,
+    requests: Requests = 5_000,
     scale: Scale = 1.0,
     output_scale: OutputScale = None,
     max_prompt: MaxPrompt = 1_000_000,
@@ -101,21 +111,25 @@ def plan(
     from rich.console import Console
 
     from pdserve.cli.failure import CommandError
+    from pdserve.cli.output import show
     from pdserve.sim.capacity import planner, report
 
     question = _question(workload, slo, profile, _Cut(requests, (scale, output_scale), max_prompt, poisson, seed))
-    console, progress = Console(), Console(stderr=True)
-    with progress.status("searching") as status:
+    with Console(stderr=True).status("searching") as status:
         found = planner.plan(question, gpus, attainment, lambda shape, _: status.update(f"tried {shape}"))
     if found is None:
-        raise CommandError(f"no cluster of {gpus} GPUs serves {attainment:.0%} within {slo} at any rate")
+        raise CommandError(
+            f"no cluster of {gpus} GPUs is known to serve {attainment:.0%} within {slo} at any rate, "
+            f"by {requests} requests at each (--requests)"
+        )
     points = [found.best] + ([found.colocated] if found.colocated and found.colocated is not found.best else [])
     title = f"{found.best.shape}: {found.best.rate_per_gpu * gpus:.1f} requests/s on {gpus} GPUs"
-    console.print(report.table(points, title))
-    console.print(f"{found.num_tried} clusters tried. What binds: {found.binds}.")
-    console.print(f"It takes {found.kv_share:.0%} of the KV pages that fit.")
-    if json_file is not None:
-        json_file.write_text(report.as_json(points, title), encoding="utf-8")
+    notes = (
+        report.rate_note(found.known),
+        f"{found.num_tried} clusters tried. What binds: {found.binds}.",
+        f"It takes {found.kv_share:.0%} of the KV pages that fit.",
+    )
+    show(json_file, report.as_json(points, title, [found.known]), report.sheet(points, title, notes))
 
 
 def early_rejection(
@@ -125,34 +139,35 @@ def early_rejection(
     prefill: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 16,
     decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 2,
     rate: Annotated[float, typer.Option(min=0.01, help="Requests per second.")] = 25.0,
-    requests: Requests = 1500,
+    requests: Annotated[int, typer.Option(min=2, help="Requests simulated.")] = 1500,
     seed: Annotated[
         list[int] | None, typer.Option(help="Of lengths and arrivals; may be repeated; none: 1, 2 and 3.")
     ] = None,
     corrects: Annotated[
         bool, typer.Option("--correct", help="Let both correct predictions by how they have come out.")
     ] = False,
-    plot: Annotated[Path | None, typer.Option(help="Also draw the first seed's PNG there.", show_default=False)] = None,
+    plot: PlotFile = None,
 ) -> None:
     """Show what admission by the present decode load leads to, beside admission by the predicted one."""
-    from rich.console import Console
-
+    from pdserve.cli.output import show
     from pdserve.sim.capacity import rejection
     from pdserve.sim.capacity.shape import Shape
+    from pdserve.sim.capacity.workload import parse_lengths
 
-    shape, is_trace = Shape(prefill, decode, local_prefill=False, corrects=corrects), _lengths(workload) is None
+    shape, is_trace = Shape(prefill, decode, local_prefill=False, corrects=corrects), parse_lengths(workload) is None
     seeds, sways = seed or [1, 2, 3], []
     for each in seeds:
         question = _question(workload, slo, profile, _Cut(requests, (1.0, None), 1_000_000, is_trace, each))
+        question = replace(question, workload=question.workload.first(requests))
         sways.append(rejection.compare(question, shape, rate))
     title = f"{question.profile.model}, {shape}, {question.workload.name}, {rate:g} requests/s, {slo}"
-    Console().print(rejection.table(dict(zip(seeds, sways, strict=True)), title))
+    show(None, "", rejection.sheet(dict(zip(seeds, sways, strict=True)), title))
     if plot is not None:
         rejection.plot(sways[0], f"{title}, seed {seeds[0]}", plot)
 
 
 class _Cut:
-    """How a workload is cut to size."""
+    """How a workload is cut to size, and how many of its requests are simulated at most."""
 
     def __init__(
         self, requests: int, scales: tuple[float, float | None], max_prompt: int, poisson: bool, seed: int
@@ -164,22 +179,22 @@ class _Cut:
         self.seed = seed
 
     def apply(self, workload: "Workload") -> "Workload":
-        cut = workload.first(self.requests).scaled(self.scales[0], self.max_prompt, self.scales[1])
+        cut = workload.scaled(self.scales[0], self.max_prompt, self.scales[1])
         return cut.poisson(self.seed) if self.poisson else cut
 
 
 def _question(workload: str, slo: str, profile: Path | None, cut: _Cut) -> "Question":
     from pdserve.perfmodel.profile import read_profile, shipped_profile
     from pdserve.sim.capacity.measure import Question
-    from pdserve.sim.capacity.workload import random_lengths, read_workload, trace_path
+    from pdserve.sim.capacity.workload import parse_lengths, random_lengths, read_workload, trace_path
 
-    parsed = _lengths(workload)
+    parsed = parse_lengths(workload)
     if parsed is None:
         requests = read_workload(trace_path(workload))
     else:
         prompt_tokens, output_tokens, spread = parsed
         requests = random_lengths(cut.requests, prompt_tokens, output_tokens, cut.seed, spread)
-    return Question(read_profile(profile or shipped_profile()), cut.apply(requests), _objective(slo))
+    return Question(read_profile(profile or shipped_profile()), cut.apply(requests), _objective(slo), cut.requests)
 
 
 def _objective(slo: str) -> "Objective":
@@ -191,15 +206,3 @@ def _objective(slo: str) -> "Objective":
     if parsed.ttft_ms is None or parsed.tpot_ms is None:
         raise ConfigError(f"--slo: {slo!r} has to name both ttft and tpot")
     return Objective(parsed.ttft_ms / 1e3, parsed.tpot_ms / 1e3)
-
-
-def _lengths(text: str) -> tuple[float, float, float] | None:
-    """Return means of prompts and outputs, and their spread; None if the text is of another kind."""
-    from pdserve.sim.capacity.workload import SPREAD
-
-    means, _, spread = text.partition("~")
-    prompt, _, output = means.partition("x")
-    try:
-        return float(prompt), float(output), float(spread or SPREAD)
-    except ValueError:
-        return None

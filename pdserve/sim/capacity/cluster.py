@@ -1,6 +1,6 @@
 """A cluster under virtual time: cores of routers, workers, and the links between them. One router needs no reports."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pdserve.decode_worker import events as decode_events
@@ -25,11 +25,9 @@ from pdserve.router.events import (
     End,
     Event,
     Failure,
-    Finished,
     Limits,
     LinkId,
     Place,
-    Refused,
     Registration,
     Role,
     StepReported,
@@ -101,8 +99,10 @@ class SimCluster:
         self._workload = workload
         self._objective = objective
         self._page_size = min(workload.block_tokens, 64) if workload.block_tokens else 64
-        self._longest = max(each.prompt_tokens + self._max_tokens(each) for each in workload.arrivals) + 1
+        self._longest = max(each.prompt_tokens + workload.max_tokens(each) for each in workload.arrivals) + 1
         self._page_bytes = self._page_size * profile.kv_bytes_per_token
+        self._coming: Iterator[Arrival] = iter(())
+        self._num_awaited = 0
         self._outcomes: dict[bytes, Outcome] = {}
         self._lengths: dict[bytes, int] = {}
         self._members: dict[LinkId, _Member] = {}
@@ -131,50 +131,58 @@ class SimCluster:
             self._attach(f"d{index}", Role.DECODE)
 
     def run(self) -> Run:
-        """Serve the whole workload."""
-        arrivals = self._workload.arrivals
-        for number, arrival in enumerate(arrivals, start=1):
-            self._timeline.at(arrival.at_s, self._arrive, number, arrival)
-        self._timeline.run()
+        """Serve the whole workload, each request to its end."""
+        self.expect(iter(self._workload.arrivals))
+        with garbage_left():
+            self._timeline.run()
         for router in self._routers.values():
             router.core.check_idle()
-        span_s = max(1e-9, max(max(o.last_s, o.arrival.at_s) for o in self._outcomes.values()) - arrivals[0].at_s)
-        members = self._members.values()
+        outcomes = self._outcomes.values()
+        return self._so_far(max(max(outcome.last_s, outcome.arrival.at_s) for outcome in outcomes))
+
+    def expect(self, arrivals: Iterator[Arrival]) -> None:
+        """Let these requests come, in order of time; their lengths and blocks are the workload's."""
+        self._coming = arrivals
+        self._expect_next()
+
+    def advance(self, count: int) -> Run:
+        """Serve until `count` requests have come since the start; requests that are not over go on next time."""
+        self._num_awaited = count
+        with garbage_left():
+            self._timeline.run()
+        return self._so_far(self._timeline.now_s)
+
+    def _so_far(self, now_s: float) -> Run:
+        outcomes, members = tuple(self._outcomes.values()), self._members.values()
+        span_s = max(1e-9, now_s - outcomes[0].arrival.at_s)
         busy = {member.worker.name: member.worker.busy_s / span_s for member in members}
-        return Run(tuple(self._outcomes.values()), span_s, busy, sum(member.worker.num_steps for member in members))
+        return Run(outcomes, span_s, busy, sum(member.worker.num_steps for member in members))
 
     # ---- the router
 
+    def _expect_next(self) -> None:
+        arrival = next(self._coming, None)
+        if arrival is not None:
+            self._timeline.at(arrival.at_s, self._arrive, len(self._outcomes) + 1, arrival)
+
     def _arrive(self, number: int, arrival: Arrival) -> None:
+        if number == self._num_awaited:
+            self._timeline.stop()
         request_id = RequestId((number * 0x9E3779B97F4A7C15 % 2**64).to_bytes(8, "little") + number.to_bytes(8, "big"))
         self._outcomes[request_id] = Outcome(arrival)
+        self._expect_next()
         self._lengths[request_id] = arrival.output_tokens
         now_s = self._timeline.now_s
         event = router_events.RequestArrived(
             request_id=request_id,
-            token_ids=self._prompt(number, arrival),
-            params=SamplingParams(max_tokens=self._max_tokens(arrival), stop_token_ids=(END,)),
+            token_ids=self._workload.token_ids(number, arrival),
+            params=SamplingParams(max_tokens=self._workload.max_tokens(arrival), stop_token_ids=(END,)),
             received_s=now_s,
             deadline_s=now_s + DEADLINE_S,
             ttft_slo_s=self._objective.ttft_s,
             tpot_slo_s=self._objective.tpot_s,
         )
         self._post(self._routers[RouterRef(number % len(self._routers))], event)
-
-    def _max_tokens(self, arrival: Arrival) -> int:
-        """Return what a client asks for; unless it knows how long its answer will be, more than it needs."""
-        return arrival.output_tokens if self._workload.exact else max(1024, arrival.output_tokens)
-
-    def _prompt(self, number: int, arrival: Arrival) -> tuple[int, ...]:
-        block, own = self._workload.block_tokens, 2**24 + number
-        if not block:
-            return (own,) * arrival.prompt_tokens
-        tokens: list[int] = []
-        for name in arrival.blocks:
-            tokens += [name + 2] * block
-        tokens += [own] * (arrival.prompt_tokens - len(tokens))
-        del tokens[arrival.prompt_tokens :]
-        return tuple(tokens)
 
     def _post(self, router: _Router, event: Event) -> None:
         for command in router.core.handle(event, self._timeline.now_s):
@@ -194,17 +202,9 @@ class SimCluster:
             case Place():
                 self._place(router, command)
             case Deliver(request_id, _, token_ids):
-                outcome, now_s = self._outcomes[request_id], self._timeline.now_s
-                if not outcome.num_tokens:
-                    outcome.first_s = now_s
-                outcome.num_tokens += len(token_ids)
-                outcome.last_s = now_s
-            case End(request_id, Finished(_, ledger)):
-                self._outcomes[request_id].predicted_ttft_s = _seconds(ledger.predicted_ttft_ms)
-                self._outcomes[request_id].predicted_tpot_s = _seconds(ledger.predicted_tpot_ms)
-            case End(request_id, Refused() as outcome):
-                self._outcomes[request_id].refused = outcome.status.value
-                self._outcomes[request_id].predicted_ttft_s = outcome.predicted_ttft_s
+                self._outcomes[request_id].take(len(token_ids), self._timeline.now_s)
+            case End(request_id, end):
+                self._outcomes[request_id].close(end, self._timeline.now_s)
             case CancelAttempt(link, request_id, attempt, indices):
                 self._members[link].worker.offer(words.Cancelled(request_id, attempt, indices))
             case _:
@@ -341,9 +341,4 @@ class SimCluster:
 
 def simulate(profile: Profile, shape: Shape, policy: str, workload: Workload, objective: Objective) -> Run:
     """Serve a workload on a cluster of this shape; return what its clients saw."""
-    with garbage_left():
-        return SimCluster(profile, shape, policy, workload, objective).run()
-
-
-def _seconds(milliseconds: float | None) -> float | None:
-    return None if milliseconds is None else milliseconds / 1e3
+    return SimCluster(profile, shape, policy, workload, objective).run()

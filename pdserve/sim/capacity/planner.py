@@ -2,19 +2,24 @@
 and how much of its KV pages it needs for that.
 
 Each candidate is tried at the best rate found so far first, and searched further only if it keeps that up (after
-DistServe, Zhong et al., OSDI 2024). Colocated clusters are among the candidates and win where they are better.
+DistServe, Zhong et al., OSDI 2024). A simulation lasts until that is plain, so that candidates far from the best cost
+little. Colocated clusters are among the candidates and win where they are better.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from pdserve.perfmodel.profile import Profile
-from pdserve.sim.capacity.measure import Point, Question, highest_rate, measure
+from pdserve.sim.capacity.measure import Point, Question, measure
+from pdserve.sim.capacity.search import Highest, Search, probably_keeps
 from pdserve.sim.capacity.shape import Shape
+
+MAX_REQUESTS = 6000  # at each rate: clusters that are alike within the noise of that many are as good as each other
 
 _CHUNKS = (256, 512, 1024)
 _PREFILL_CHUNKS = (1024, 2048)
 _LEAST_KV_SHARE = 1 / 32
+_BETTER = 1.02  # times the best rate: what another cluster has to keep to take its place
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +27,7 @@ class Plan:
     """The answer, and the best of those that were tried."""
 
     best: Point
+    known: Highest  # how well its rate is known
     colocated: Point | None  # the best colocated one, where one keeps the attainment at all
     binds: str  # what keeps the rate from being higher
     num_tried: int
@@ -47,23 +53,25 @@ def candidates(profile: Profile, num_gpus: int) -> Iterator[Shape]:
 def plan(
     question: Question, num_gpus: int, wanted: float, on_tried: Callable[[Shape, Point | None], None]
 ) -> Plan | None:
-    """Return the cluster that sustains the highest rate; None if none keeps the attainment."""
+    """Return the cluster that sustains the highest rate; None if none is known to keep the attainment."""
     best: Point | None = None
+    winner: Search | None = None
     colocated: Point | None = None
     num_tried = 0
     for shape, policy in _tries(question.profile, num_gpus):
-        at_least = best.rate_per_gpu * 1.02 if best is not None else 0.0
-        point = highest_rate(question, shape, policy, wanted, at_least=at_least)
+        search = Search(question, shape, policy, wanted)
+        point = search.highest(best.rate_per_gpu * _BETTER if best is not None else 0.0).point
         num_tried += 1
         on_tried(shape, point)
         if point is None:
             continue
-        best = point
+        best, winner = point, search
         if not shape.prefill:
             colocated = point
-    if best is None:
+    if best is None or winner is None:
         return None
-    return Plan(best, colocated, _binds(question, best), num_tried, _kv_share(question, best, wanted))
+    share, binds = _kv_share(question, best, wanted), _binds(question, best)
+    return Plan(best, winner.narrow(), colocated, binds, num_tried, share)
 
 
 def _tries(profile: Profile, num_gpus: int) -> Iterator[tuple[Shape, str]]:
@@ -79,7 +87,7 @@ def _kv_share(question: Question, best: Point, wanted: float) -> float:
     share = 1.0
     while share > _LEAST_KV_SHARE:
         smaller = replace(best.shape, kv_share=share / 2)
-        if measure(question, smaller, best.policy, best.rate_per_gpu).attainment < wanted:
+        if not probably_keeps(measure(question, smaller, best.policy, best.rate_per_gpu, wanted), wanted):
             break
         share /= 2
     return share
@@ -91,5 +99,7 @@ def _binds(question: Question, best: Point) -> str:
     busy = ", ".join(f"{pool} {share:.0%} busy" for pool, share in beyond.utilization.items())
     missed = max(beyond.missed, key=lambda name: beyond.missed[name], default="nothing")
     busiest = max(beyond.utilization, key=lambda pool: beyond.utilization[pool])
+    if beyond.keeps_up is False:
+        return f"more than it can compute ({busy} at {beyond.rate_per_gpu:.2f} requests/s a GPU)"
     text = {"ttft": "time to first token", "tpot": "time per token", "refused": f"{busiest}: more is refused"}
     return f"{text.get(missed, missed)} ({busy} at {beyond.rate_per_gpu:.2f} requests/s a GPU)"

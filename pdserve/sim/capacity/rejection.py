@@ -14,8 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import correlation, fmean, pstdev
 
-from rich.table import Table
-
+from pdserve.bench.tables import Column, Sheet
 from pdserve.errors import ConfigError
 from pdserve.sim.capacity.cluster import simulate
 from pdserve.sim.capacity.measure import Question
@@ -104,19 +103,28 @@ def _present(spans: Sequence[tuple[float, float]], times: Sequence[float]) -> tu
     return tuple(bisect_right(starts, time_s) - bisect_right(ends, time_s) for time_s in times)
 
 
-def table(sways: Mapping[int, Sequence[Sway]], title: str) -> Table:
+_COLUMNS = (
+    Column("admission by", is_text=True),
+    Column("seed"),
+    Column("within both", "share of all requests within both objectives, %"),
+    Column("refused", "%", rank=1),
+    Column("slow", "share admitted that missed its time per token, %"),
+    Column("prefill swing", "standard deviation over mean of the requests being prefilled", rank=2),
+    Column("decode swing", "the same of those that decode", rank=3),
+    Column("phase", "correlation of the two loads", rank=4),
+)
+
+
+def sheet(sways: Mapping[int, Sequence[Sway]], title: str) -> Sheet:
     """Return a row for each seed and way to judge."""
-    rows = Table(title=title)
-    columns = ("admission by", "seed", "within both", "refused", "slow", "prefill swing", "decode swing", "phase")
-    for column in columns:
-        rows.add_column(column, justify="left" if column == "admission by" else "right")
+    rows = []
     for number in range(2):
         for seed, ways in sways.items():
             sway = ways[number]
-            shares = (f"{share:.1%}" for share in (sway.attainment, sway.refused, sway.slow))
+            shares = (f"{100 * share:.1f}" for share in (sway.attainment, sway.refused, sway.slow))
             swings = (f"{share:.2f}" for share in (sway.prefill_swing, sway.decode_swing, sway.phase))
-            rows.add_row(sway.judged_by, str(seed), *shares, *swings)
-    return rows
+            rows.append((sway.judged_by, str(seed), *shares, *swings))
+    return Sheet(title, _COLUMNS, rows)
 
 
 def plot(sways: Sequence[Sway], title: str, path: Path) -> None:

@@ -15,6 +15,7 @@ class Timeline:
         self._soon: deque[tuple[Action, tuple[object, ...]]] = deque()
         self._later: list[tuple[float, int, Action, tuple[object, ...]]] = []
         self._count = 0
+        self._is_stopped = False
 
     def soon(self, action: Action, *args: object) -> None:
         """Do something at this moment, once what is being done is over."""
@@ -24,10 +25,14 @@ class Timeline:
         self._count += 1
         heappush(self._later, (at_s, self._count, action, args))
 
+    def stop(self) -> None:
+        """Let `run` return once the present action is over; the next `run` goes on from there."""
+        self._is_stopped = True
+
     def run(self) -> None:
-        """Let everything happen until nothing is left to do."""
-        soon, later = self._soon, self._later
-        while True:
+        """Let everything happen until nothing is left to do, or until somebody stops it."""
+        soon, later, self._is_stopped = self._soon, self._later, False
+        while not self._is_stopped:
             while soon:
                 action, args = soon.popleft()
                 action(*args)

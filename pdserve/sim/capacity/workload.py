@@ -3,9 +3,10 @@
 import csv
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import accumulate, count
 from math import isfinite
 from pathlib import Path
 from typing import TypeVar
@@ -16,6 +17,8 @@ Item = TypeVar("Item")
 Value = TypeVar("Value")
 
 SPREAD = 0.8  # of random lengths
+MOST_TOKENS, MOST_SPREAD = 1_000_000, 3.0
+_OWN_TOKENS = 2**31  # from here on, a token for each request's own part; below, one for each shared block
 MOONCAKE_BLOCK = 512  # tokens that one of its hashes stands for
 
 
@@ -37,6 +40,7 @@ class Workload:
     arrivals: tuple[Arrival, ...]
     block_tokens: int = 0  # tokens of a shared block; 0: nothing is shared
     exact: bool = False  # whether clients know how long their answers will be, and ask for no more
+    is_random: bool = False  # whether requests come at random, without regard for each other
 
     @property
     def rate(self) -> float:
@@ -49,17 +53,56 @@ class Workload:
 
     def at_rate(self, rate: float) -> "Workload":
         """Stretch time, so that the same requests come at another average rate."""
+        if not isfinite(self.rate):
+            raise ConfigError(f"{self.name}: all of its requests come at once, so it cannot be stretched to a rate")
         factor, start_s = self.rate / rate, self.arrivals[0].at_s
         arrivals = tuple(replace(each, at_s=(each.at_s - start_s) * factor) for each in self.arrivals)
         return replace(self, arrivals=arrivals)
 
     def poisson(self, seed: int) -> "Workload":
         """Let the same requests come at random, at the same average rate."""
-        rng, at_s, rate, arrivals = random.Random(seed), 0.0, self.rate, []
+        rng, at_s, arrivals = random.Random(seed), 0.0, []
+        rate = self.rate if isfinite(self.rate) else 1.0
         for each in self.arrivals:
             at_s += rng.expovariate(rate)
             arrivals.append(replace(each, at_s=at_s))
-        return replace(self, arrivals=tuple(arrivals))
+        return replace(self, arrivals=tuple(arrivals), is_random=True)
+
+    def endless(self, rate: float) -> Iterator[Arrival]:
+        """Yield the requests at another average rate, over and over.
+
+        Random arrivals get fresh gaps each time round, and another order unless they share blocks: what shares a block
+        is near in time. Requests of different times round share none.
+        """
+        first = self.at_rate(rate).arrivals
+        num_names = 1 + max((name for each in first for name in each.blocks), default=0)
+        start_s = 0.0
+        for turn in count():
+            arrivals = self._again(first, rate, turn) if turn and self.is_random else first
+            for each in arrivals:
+                names = tuple(name + turn * num_names for name in each.blocks)
+                yield replace(each, at_s=start_s + each.at_s, blocks=names)
+            start_s += arrivals[-1].at_s + 1 / rate
+
+    def _again(self, arrivals: tuple[Arrival, ...], rate: float, turn: int) -> tuple[Arrival, ...]:
+        rng = random.Random(turn)
+        order = arrivals if self.block_tokens else rng.sample(arrivals, len(arrivals))
+        times_s = accumulate((rng.expovariate(rate) for _ in order[1:]), initial=0.0)
+        return tuple(replace(each, at_s=at_s) for each, at_s in zip(order, times_s, strict=True))
+
+    def max_tokens(self, arrival: Arrival) -> int:
+        """Return what a client asks for; unless it knows how long its answer will be, more than it needs."""
+        return arrival.output_tokens if self.exact else max(1024, arrival.output_tokens)
+
+    def token_ids(self, number: int, arrival: Arrival) -> tuple[int, ...]:
+        """Return the prompt of the request with this number: tokens of its blocks, then tokens that no other has."""
+        own = _OWN_TOKENS + number
+        if not self.block_tokens:
+            return (own,) * arrival.prompt_tokens
+        tokens = [name + 2 for name in arrival.blocks for _ in range(self.block_tokens)]
+        tokens += [own] * (arrival.prompt_tokens - len(tokens))
+        del tokens[arrival.prompt_tokens :]
+        return tuple(tokens)
 
     def scaled(self, factor: float, max_prompt_tokens: int, output_factor: float | None = None) -> "Workload":
         """Shorten prompts and shared blocks by a factor, outputs by theirs, and cut prompts that are still too long."""
@@ -75,7 +118,7 @@ class Workload:
 
 
 def random_lengths(
-    count: int, prompt_tokens: float, output_tokens: float, seed: int, spread: float = SPREAD
+    num_requests: int, prompt_tokens: float, output_tokens: float, seed: int, spread: float = SPREAD
 ) -> Workload:
     """Return requests of log-normal lengths with these means, one a second; stretch it to the rate wanted.
 
@@ -86,8 +129,24 @@ def random_lengths(
     def draw(mean: float) -> int:
         return max(2, round(mean * rng.lognormvariate(-spread * spread / 2, spread)))
 
-    arrivals = [Arrival(float(i), draw(prompt_tokens), draw(output_tokens)) for i in range(count)]
+    arrivals = [Arrival(float(i), draw(prompt_tokens), draw(output_tokens)) for i in range(num_requests)]
     return Workload(f"{prompt_tokens:g} in, {output_tokens:g} out", tuple(arrivals)).poisson(seed)
+
+
+def parse_lengths(text: str) -> tuple[float, float, float] | None:
+    """Return the means of prompts and outputs, and their spread, of INxOUT or INxOUT~S; None of another text."""
+    means, _, spread = text.partition("~")
+    prompt, _, output = means.partition("x")
+    try:
+        parsed = float(prompt), float(output), float(spread or SPREAD)
+    except ValueError:
+        return None
+    for mean in parsed[:2]:
+        if not 1 <= mean <= MOST_TOKENS:
+            raise ConfigError(f"--workload: {text!r}: {mean:g} tokens, from 1 to {MOST_TOKENS} are possible")
+    if not 0 <= parsed[2] <= MOST_SPREAD:
+        raise ConfigError(f"--workload: {text!r}: a spread of {parsed[2]:g}, from 0 to {MOST_SPREAD:g} is possible")
+    return parsed
 
 
 def trace_path(text: str) -> Path:
