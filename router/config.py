@@ -24,6 +24,11 @@ class RouterConfig(ProcessConfig):
     served_model_name: str | None = Field(
         None, min_length=1, description="Name of the model in requests; by default the model's own."
     )
+    generation_config: Literal["auto", "vllm"] = Field(
+        "auto",
+        description="auto: sampling that a request leaves out is as the model's generation_config.json says; its "
+        "max_new_tokens limits every answer. vllm: the API's defaults alone.",
+    )
     host: str = Field("127.0.0.1", description="Host on which clients are awaited.")
     port: int = Field(50051, ge=0, le=65535, description="Port for clients; 0 takes a free one.")
     internal_host: str = Field("127.0.0.1", description="Host on which workers and operators are awaited.")

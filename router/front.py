@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 import grpc
 
+from pdserve.checkpoint.checkpoint import GenerationDefaults
 from pdserve.errors import RequestError, Status
 from pdserve.ids import RequestId, new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
@@ -15,7 +16,7 @@ from pdserve.router.answer import Answer
 from pdserve.router.events import Refused, RequestArrived
 from pdserve.router.prompts import Prompts, Tokenizer
 from pdserve.router.shell import Shell
-from pdserve.router.validation import Terms, check_length, check_model, check_terms
+from pdserve.router.validation import Terms, check_model, check_terms, fitted
 from pdserve.rpc import abort
 from pdserve.text.output import OutputText
 
@@ -40,6 +41,7 @@ class ServedModel:
     name: str
     max_model_len: int  # by its own config
     vocab_size: int
+    defaults: GenerationDefaults
 
 
 class Front(InferenceServiceServicer):
@@ -89,15 +91,16 @@ class Front(InferenceServiceServicer):
 
     async def _admit(self, request: inference.GenerateRequest, context: GenerateContext, received_s: float) -> Answer:
         check_model(request, self._model.name)
-        terms = check_terms(request, self._model.vocab_size, secrets.randbits(64), self._limits.max_deadline_ms)
+        model, seed = self._model, secrets.randbits(64)
+        terms = check_terms(request, model.vocab_size, seed, self._limits.max_deadline_ms, model.defaults)
         deadline_s = received_s + min(terms.deadline_s, _time_remaining_s(context))
         token_ids = await self._prompts.token_ids(request, self._max_model_len(), deadline_s - received_s)
-        check_length(len(token_ids), terms.params, self._max_model_len())
+        params = fitted(len(token_ids), terms, self._max_model_len())
         answer = self._answer(new_request_id(), terms)
         event = RequestArrived(
             request_id=answer.request_id,
             token_ids=token_ids,
-            params=terms.params,
+            params=params,
             received_s=received_s,
             deadline_s=deadline_s,
             priority=terms.priority,

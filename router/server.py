@@ -11,6 +11,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 from grpc_reflection.v1alpha import reflection
 
+from pdserve.checkpoint.checkpoint import NO_DEFAULTS, naming
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.clock import MonotonicClock
@@ -72,10 +73,18 @@ def load_text_model(config: RouterConfig) -> TextModel:
     """Read the model's config, tokenizer and chat template."""
     checkpoint = open_checkpoint(resolve_model(config.model))
     tokenizer = checkpoint.tokenizer()
+    vocab_size = min(tokenizer.vocab_size, checkpoint.config.vocab_size)
+    defaults = NO_DEFAULTS
+    if config.generation_config == "auto":
+        with naming(checkpoint.path):
+            defaults = checkpoint.generation.within(vocab_size)
+        if defaults != NO_DEFAULTS:
+            logger.info("sampling defaults of the model's generation_config.json: %s", defaults.sampling())
     served = ServedModel(
         name=config.served_model_name or checkpoint.name,
         max_model_len=checkpoint.config.max_position_embeddings,
-        vocab_size=min(tokenizer.vocab_size, checkpoint.config.vocab_size),
+        vocab_size=vocab_size,
+        defaults=defaults,
     )
     return TextModel(served, tokenizer, checkpoint.chat())
 

@@ -1,8 +1,9 @@
 """What is checked of a request before anything is done for it. Errors name the field, its value and the limit."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from pdserve.checkpoint.checkpoint import GenerationDefaults
 from pdserve.errors import RequestError, Status, echo, invalid
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.sampling import SamplingParams
@@ -16,6 +17,7 @@ class Terms:
     """What a request asks for, besides its prompt."""
 
     params: SamplingParams
+    may_be_shorter: bool  # the request leaves max_tokens out
     stops: tuple[str, ...]
     priority: int
     tenant: str
@@ -24,9 +26,15 @@ class Terms:
     deadline_s: float  # from its arrival on
 
 
-def check_terms(request: inference.GenerateRequest, vocab_size: int, random_seed: int, max_deadline_ms: int) -> Terms:
+def check_terms(
+    request: inference.GenerateRequest,
+    vocab_size: int,
+    random_seed: int,
+    max_deadline_ms: int,
+    defaults: GenerationDefaults,
+) -> Terms:
     """Return a request's terms with defaults filled in; RequestError for the first field out of range."""
-    params = _sampling(request.sampling, random_seed)
+    params = _sampling(request.sampling, random_seed, defaults)
     params.validate(vocab_size)
     check_stops(request.stop)
     num_bytes = len(request.tenant.encode())
@@ -37,6 +45,7 @@ def check_terms(request: inference.GenerateRequest, vocab_size: int, random_seed
         raise invalid("deadline_ms", f"{deadline_ms} is outside [1, {max_deadline_ms}]")
     return Terms(
         params=params,
+        may_be_shorter=not request.sampling.HasField("max_tokens"),
         stops=tuple(request.stop),
         priority=request.priority,
         tenant=request.tenant,
@@ -54,16 +63,20 @@ def check_model(request: inference.GenerateRequest, name: str) -> None:
         )
 
 
-def check_length(num_prompt_tokens: int, params: SamplingParams, max_model_len: int) -> None:
-    """Raise RequestError unless prompt and answer together fit."""
+def fitted(num_prompt_tokens: int, terms: Terms, max_model_len: int) -> SamplingParams:
+    """Return a request's sampling, with a max_tokens it left out cut to the room there is; RequestError for no room."""
+    params, room = terms.params, max_model_len - num_prompt_tokens
     if num_prompt_tokens == 0:
         raise invalid("prompt", "it has no tokens, at least 1 is needed")
+    if terms.may_be_shorter and max(1, params.min_tokens) <= room < params.max_tokens:
+        return replace(params, max_tokens=room)
     if num_prompt_tokens + params.max_tokens > max_model_len:
         raise invalid(
             "max_tokens",
             f"{num_prompt_tokens} prompt tokens and max_tokens {params.max_tokens} are "
             f"{num_prompt_tokens + params.max_tokens} together, over the limit of {max_model_len} (max_model_len)",
         )
+    return params
 
 
 def _slo_s(field: str, milliseconds: float | None) -> float | None:
@@ -74,12 +87,15 @@ def _slo_s(field: str, milliseconds: float | None) -> float | None:
     return milliseconds / 1e3
 
 
-def _sampling(asked: inference.SamplingParams, random_seed: int) -> SamplingParams:
-    """Return what is asked for over the defaults."""
+def _sampling(asked: inference.SamplingParams, random_seed: int, defaults: GenerationDefaults) -> SamplingParams:
+    """Return what is asked for over the defaults. The model's max_tokens limits what is asked for, too."""
     given = {field.name: value for field, value in asked.ListFields()}
     given |= {
         "seed": asked.seed if asked.HasField("seed") else random_seed,
         "logit_bias": tuple(asked.logit_bias.items()),
         "stop_token_ids": tuple(asked.stop_token_ids),
     }
-    return SamplingParams(**given)
+    params = SamplingParams(**defaults.sampling() | given)
+    if defaults.max_tokens is None or params.max_tokens <= defaults.max_tokens:
+        return params
+    return replace(params, max_tokens=defaults.max_tokens)

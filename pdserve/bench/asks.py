@@ -32,6 +32,10 @@ class Ask:
         params = self.params
         sampling = inference.SamplingParams(
             temperature=params.temperature,
+            top_k=params.top_k,  # said, like the rest, lest the model's own defaults apply
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
             max_tokens=params.max_tokens,
             seed=params.seed,
             n=params.n,

@@ -4,16 +4,17 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pdserve.checkpoint.fetch import default_cache_dir
 from pdserve.checkpoint.fingerprint import file_digest
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, RequestError
 from pdserve.model.config import ModelConfig
 from pdserve.model.hf_fields import Fields
+from pdserve.sampling import SamplingParams
 from pdserve.text.chat import ChatTemplate
 from pdserve.text.tokenizer import Tokenizer
 
@@ -38,6 +39,7 @@ def naming(path: Path) -> Iterator[None]:
 class GenerationDefaults:
     """Sampling the model's publisher recommends; None where they say nothing."""
 
+    max_tokens: int | None = None  # of any answer, as in vLLM
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
@@ -48,15 +50,34 @@ class GenerationDefaults:
     def from_hf(cls, config: Mapping[str, object]) -> "GenerationDefaults":
         """Read a generation_config.json; one that says do_sample false asks for greedy decoding."""
         fields = Fields(config)
+        max_tokens, penalty = fields.optional_int("max_new_tokens"), fields.optional_number("repetition_penalty")
         if not fields.flag("do_sample", default=True):
-            return cls(temperature=0.0, repetition_penalty=fields.optional_number("repetition_penalty"))
+            return cls(max_tokens, temperature=0.0, repetition_penalty=penalty)
+        top_k = fields.optional_int("top_k")
         return cls(
+            max_tokens,
             temperature=fields.optional_number("temperature"),
-            top_k=fields.optional_int("top_k"),
+            top_k=None if top_k is None else max(0, top_k),  # -1: off
             top_p=fields.optional_number("top_p"),
             min_p=fields.optional_number("min_p"),
-            repetition_penalty=fields.optional_number("repetition_penalty"),
+            repetition_penalty=penalty,
         )
+
+    def sampling(self) -> dict[str, float]:
+        """Return the fields of SamplingParams that the publisher sets."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    def within(self, vocab_size: int) -> "GenerationDefaults":
+        """Return them for a model of that vocabulary; ConfigError for a value that no request could have."""
+        fitting = self if self.top_k is None else replace(self, top_k=min(self.top_k, vocab_size))
+        try:
+            SamplingParams(**fitting.sampling()).validate(vocab_size)  # type: ignore[arg-type]
+        except RequestError as error:
+            raise ConfigError(f"generation_config.json: {error.message}") from error
+        return fitting
+
+
+NO_DEFAULTS = GenerationDefaults()
 
 
 @dataclass(frozen=True)

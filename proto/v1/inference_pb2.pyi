@@ -196,7 +196,9 @@ Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
-    """How tokens are chosen. Unset fields take the defaults named here."""
+    """How tokens are chosen. Unset fields take what the model's generation_config.json says of temperature, top_k, top_p,
+    min_p, repetition_penalty and max_new_tokens (unless the router is told otherwise), else the defaults named here.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -254,7 +256,9 @@ class SamplingParams(_message.Message):
     logprobs: _builtins.int
     """Report log probabilities of the chosen token and of this many likeliest ones, at most 20."""
     max_tokens: _builtins.int
-    """Tokens to generate at most. Default 16."""
+    """Tokens to generate at most; the model's max_new_tokens is the limit where it has one. Default 16, or fewer where
+    the prompt leaves less room.
+    """
     min_tokens: _builtins.int
     """Neither end-of-sequence nor stop tokens are drawn, and no stop string ends the answer, before this many tokens.
     Default 0.

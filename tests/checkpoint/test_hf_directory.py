@@ -136,6 +136,29 @@ def test_greedy_is_the_default_where_the_publisher_says_do_not_sample(directory:
     assert open_checkpoint(directory).generation == GenerationDefaults(temperature=0.0)
 
 
+def test_the_limit_of_new_tokens_is_read_whether_or_not_the_publisher_samples(directory: Path) -> None:
+    for do_sample in (True, False):
+        change_json(directory / "generation_config.json", do_sample=do_sample, max_new_tokens=77)
+        assert open_checkpoint(directory).generation.max_tokens == 77
+
+
+@pytest.mark.parametrize("off", [0, -1])
+def test_a_top_k_of_nothing_means_that_all_tokens_may_be_drawn(directory: Path, off: int) -> None:
+    change_json(directory / "generation_config.json", top_k=off)
+    assert open_checkpoint(directory).generation.top_k == 0
+
+
+def test_defaults_no_request_could_have_are_refused_by_name() -> None:
+    assert GenerationDefaults(top_k=50).within(vocab_size=40) == GenerationDefaults(top_k=40)
+    for defaults, complaint in (
+        (GenerationDefaults(top_p=0.0), "top_p: 0.0 is outside"),
+        (GenerationDefaults(temperature=-1.0), "temperature: -1.0 is outside"),
+        (GenerationDefaults(max_tokens=0), "max_tokens: 0 is outside"),
+    ):
+        with pytest.raises(ConfigError, match=rf"generation_config\.json: {complaint}"):
+            defaults.within(vocab_size=40)
+
+
 def test_the_fingerprint_follows_config_and_weights_and_nothing_else(directory: Path) -> None:
     before = open_checkpoint(directory).fingerprint
     change_json(directory / "tokenizer_config.json", chat_template="another")

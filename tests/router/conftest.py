@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from router_fakes import TEMPLATE, RouterUnderTest, StartRouter, running_router
 
+from pdserve.checkpoint.checkpoint import NO_DEFAULTS, GenerationDefaults
+
 
 @pytest.fixture
 def secret_file(tmp_path: Path) -> Path:
@@ -23,8 +25,14 @@ async def start_router(secret_file: Path) -> AsyncIterator[StartRouter]:
     async with AsyncExitStack() as stack:
         started: list[RouterUnderTest] = []
 
-        async def start(*, template: str | None = TEMPLATE, **settings: object) -> RouterUnderTest:
-            router = await stack.enter_async_context(running_router(secret_file, settings, template=template))
+        async def start(
+            *,
+            template: str | None = TEMPLATE,
+            defaults: GenerationDefaults = NO_DEFAULTS,
+            **settings: object,
+        ) -> RouterUnderTest:
+            running = running_router(secret_file, settings, template=template, defaults=defaults)
+            router = await stack.enter_async_context(running)
             started.append(router)
             return router
 

@@ -15,6 +15,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from pdserve.checkpoint.checkpoint import NO_DEFAULTS, GenerationDefaults
 from pdserve.incarnation import new_incarnation
 from pdserve.kvlayout import KvLayout
 from pdserve.kvlayout_wire import layout_to_proto
@@ -345,13 +346,17 @@ StartRouter = Callable[..., Awaitable[RouterUnderTest]]
 
 @asynccontextmanager
 async def running_router(
-    secret_file: Path, settings: dict[str, object], *, template: str | None = TEMPLATE
+    secret_file: Path,
+    settings: dict[str, object],
+    *,
+    template: str | None = TEMPLATE,
+    defaults: GenerationDefaults = NO_DEFAULTS,
 ) -> AsyncIterator[RouterUnderTest]:
     config = RouterConfig.model_validate(
         {"model": MODEL, "secret_file": secret_file, "port": 0, "internal_port": 0, **settings}
     )
     chat = None if template is None else ChatTemplate(template, {})
-    model = TextModel(ServedModel(MODEL, 4096, TOKENIZER.vocab_size), TOKENIZER, chat)
+    model = TextModel(ServedModel(MODEL, 4096, TOKENIZER.vocab_size, defaults), TOKENIZER, chat)
     secret = read_secret(secret_file)
     ready: asyncio.Future[Addresses] = asyncio.get_running_loop().create_future()
     stop = asyncio.Event()
