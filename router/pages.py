@@ -5,7 +5,8 @@ since, in whatever order pages come and go.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+
+import msgspec
 
 from pdserve.kvevents import BlockStored, Hash
 from pdserve.token_ids import TOKEN_ID_BYTES, to_wire
@@ -28,9 +29,12 @@ def chain(parent: int, packed: bytes) -> int:
     return hash((parent, packed))
 
 
-@dataclass(slots=True, eq=False)
-class _Page:
-    """A page, and how to go on from its end. Made by the million: tokens are packed, tuples are shared."""
+class _Page(msgspec.Struct, gc=False):
+    """A page, and how to go on from its end.
+
+    Made by the million: tokens are packed, tuples are shared, and the garbage collector, which would stop the router
+    for a tenth of a second to look at them all, does not know of them.
+    """
 
     name: int  # of the last whole block before its end
     tail: bytes  # its tokens after that block
@@ -58,18 +62,21 @@ class WorkerPages:
         if page is None and event.parent_block_hash is not None:
             return names
         packed, page_bytes = to_wire(event.token_ids), event.block_size * TOKEN_ID_BYTES
+        name = root_name(event.salt()) if page is None else page.name
+        begun = _unfinished(page)
         for number, key in enumerate(event.block_hashes):
-            known = self._pages.get(key)
-            if known is None:
+            page = self._pages.get(key)
+            if page is not None:
                 begun = _unfinished(page)
-                if begun is None:
-                    break
-                name = root_name(event.salt()) if page is None else page.name
-                known = _extend(begun, name, packed[number * page_bytes : (number + 1) * page_bytes])
-                self._pages[key] = known
-                self._num_blocks += len(known.whole)
-                names += known.whole
-            page = known
+            elif begun is None:
+                break
+            else:
+                page = _extend(begun, name, packed[number * page_bytes : (number + 1) * page_bytes])
+                begun = _begun_after(begun, page)
+                self._pages[key] = page
+                names += page.whole
+            name = page.name
+        self._num_blocks += len(names)
         return names
 
     def removed(self, keys: Iterable[Hash]) -> list[int]:
@@ -95,6 +102,13 @@ def _unfinished(page: _Page | None) -> list[_Page] | None:
         pages.append(page)
         page = None if page.whole else page.before
     return pages[::-1]
+
+
+def _begun_after(begun: list[_Page], page: _Page) -> list[_Page]:
+    """Return the same as `_unfinished` for a page that has just followed these."""
+    if not page.tail:
+        return []
+    return [page] if page.whole else [*begun, page]
 
 
 def _extend(begun: list[_Page], name: int, packed: bytes) -> _Page:

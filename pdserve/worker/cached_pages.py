@@ -9,19 +9,20 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pdserve.engine.journal import CacheEvent, PagesRemoved, PagesStored
 from pdserve.engine.prefix import PageName
 from pdserve.kvevents import MEDIUM, BlockRemoved, BlockStored, KvEvent
 from pdserve.token_ids import TOKEN_ID_BYTES, from_wire, to_wire
 
 HASH_BYTES = 8  # listeners know hashes of 64 bits
-SLICE_TOKENS = 4096  # stored ones told at once: they take 0.3 ms to put together and encode
+SLICE_TOKENS = 4096  # stored ones told at once: they take about 0.5 ms to put together and encode
 SLICE_REMOVED = 1024  # pages told at once to be gone
 _SPARE = 1024  # numbers of pages that are gone, beyond as many as of pages that are not
 
 
-@dataclass(slots=True, eq=False)
-class _Page:
+class _Page(msgspec.Struct, gc=False):  # made by the million: the garbage collector need not look at them
     parent: PageName | None  # None: it begins a sequence
     packed: bytes  # its tokens
     salt: str

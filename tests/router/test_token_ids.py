@@ -1,12 +1,17 @@
 """Prompts as they travel from a router to workers."""
 
+import asyncio
+
 import pytest
+from router_fakes import TOKENIZER
 
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
+from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router import wire as router_wire
 from pdserve.router.events import Address, LinkId, Place, SequenceSpec
+from pdserve.router.prompts import SLICE_TOKENS, Prompts
 from pdserve.sampling import SamplingParams
 from pdserve.token_ids import from_wire, largest, pack, to_wire
 from pdserve.worker import wire as worker_wire
@@ -55,3 +60,16 @@ def test_token_ids_that_are_cut_off_are_refused_by_name() -> None:
 
 def test_the_largest_of_token_ids_is_found_and_of_none_it_is_0() -> None:
     assert (largest(IDS), largest(from_wire(b"", "none"))) == (2**32 - 1, 0)
+
+
+async def test_a_long_prompt_gives_others_their_turn() -> None:
+    ids = inference.TokenIds(ids=range(8 * SLICE_TOKENS))
+    prompts = Prompts(TOKENIZER, None, len(ids.ids), 1, 1.0)
+    reading = asyncio.create_task(prompts.token_ids(inference.GenerateRequest(token_ids=ids), len(ids.ids), 9.0))
+    num_turns = 0
+    while not reading.done():
+        await asyncio.sleep(0)
+        num_turns += 1
+    assert list(reading.result()) == list(ids.ids)
+    assert num_turns >= 8
+    prompts.close()
