@@ -1,8 +1,9 @@
 """What SIGTERM and SIGINT do to a process.
 
 Before it serves, a signal ends it at once. While it serves, the first signal drains it; a second one ends it at once,
-and so does the time a drain may take. Every signal is handled: the kernel lets process 1 of a container ignore what it
-does not handle.
+and so does the time a drain may take. Signals within half a second of the first are the same request: systemd signals
+every process of a service, and a launcher among them passes the signal on to its children. Every signal is handled:
+the kernel lets process 1 of a container ignore what it does not handle.
 
 Exit status: 128 + the signal's number where a signal ended the process at once, 75 where its drain took too long.
 """
@@ -10,8 +11,10 @@ Exit status: 128 + the signal's number where a signal ended the process at once,
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 DRAIN_TIMED_OUT_STATUS = 75  # EX_TEMPFAIL
+SAME_REQUEST_S = 0.5
 
 
 def exit_status(number: int) -> int:
@@ -40,17 +44,52 @@ def drain_on_signals(loop: "asyncio.AbstractEventLoop", drain: Callable[[], None
     From then on a second signal ends this process at once, and the limit does, in the block or after it.
     """
 
-    def on_first(_number: int, _frame: FrameType | None) -> None:
-        end_on_signals()
-        end_after(limit_s)
-        loop.call_soon_threadsafe(drain)
+    requests = StopRequests()
 
-    before = {number: signal.signal(number, on_first) for number in STOP_SIGNALS}
+    def hear(number: int, frame: FrameType | None) -> None:
+        match requests.hear(time.monotonic()):
+            case Request.FIRST:
+                end_after(limit_s)
+                loop.call_soon_threadsafe(drain)
+            case Request.SECOND:
+                _end(number, frame)
+            case Request.SAME:
+                pass
+
+    before = {number: signal.signal(number, hear) for number in STOP_SIGNALS}
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        if not requests.any:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+class Request(Enum):
+    """What a signal is, after those before it."""
+
+    FIRST = "first"
+    SAME = "same"
+    SECOND = "second"
+
+
+class StopRequests:
+    """Tells a second request to stop from a signal that came twice."""
+
+    def __init__(self) -> None:
+        self._first_s: float | None = None
+
+    @property
+    def any(self) -> bool:
+        """Whether there was one."""
+        return self._first_s is not None
+
+    def hear(self, now_s: float) -> Request:
+        """Return what a signal at this moment is."""
+        if self._first_s is None:
+            self._first_s = now_s
+            return Request.FIRST
+        return Request.SAME if now_s - self._first_s < SAME_REQUEST_S else Request.SECOND
 
 
 def end_after(limit_s: float) -> None:

@@ -14,7 +14,7 @@ from pdserve.launch.local import LaunchError, Listener, LocalCluster, running
 from pdserve.launch.plan import ClusterSpec
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.signals import STOP_SIGNALS, end_after, end_on_signals, exit_status
+from pdserve.signals import STOP_SIGNALS, Request, StopRequests, end_after, end_on_signals, exit_status
 
 STOP_LIMIT_S = 4.5  # after drain_timeout_s: when this process ends, and its children with it
 
@@ -67,17 +67,19 @@ class Stop:
         self._cluster = cluster
         self._limit_s = limit_s
         self._ready = ready
+        self._requests = StopRequests()
         self._killed_by: signal.Signals | None = None
         for number in STOP_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._hear, number)
 
     def _hear(self, number: signal.Signals) -> None:
-        self._ready.withdraw()
-        if self.asked.is_set() or not self._cluster.ready.is_set():
+        request = self._requests.hear(asyncio.get_running_loop().time())
+        if request is Request.SECOND or not self._cluster.ready.is_set():
             self._killed_by = number
             self._cluster.kill()
-        else:
+        elif request is Request.FIRST:
             end_after(self._limit_s)
+        self._ready.withdraw()
         self.asked.set()
 
     def exit_if_killed(self) -> None:

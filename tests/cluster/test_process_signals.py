@@ -33,7 +33,7 @@ from pdserve.launch.state import ClusterState
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceStub
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
-from pdserve.signals import DRAIN_TIMED_OUT_STATUS
+from pdserve.signals import DRAIN_TIMED_OUT_STATUS, SAME_REQUEST_S, Request, StopRequests
 
 AT_ONCE_S = 10  # a busy machine; a drain would take longer
 LONG = {"drain_timeout_s": 120.0}
@@ -65,6 +65,14 @@ def ends(running: subprocess.Popen[str]) -> int:
     return running.wait(AT_ONCE_S)
 
 
+def insist(running: subprocess.Popen[str], number: signal.Signals) -> int:
+    """Signal a process that drains a second time, later than it takes the first one for; it must end at once."""
+    with pytest.raises(subprocess.TimeoutExpired):
+        running.wait(SAME_REQUEST_S)
+    running.send_signal(number)
+    return ends(running)
+
+
 @pytest.mark.parametrize("kind", [ROUTER, PREFILL, UP])
 def test_a_signal_while_the_model_loads_ends_the_process_which_was_never_ready(
     kind: str, endless_model: Path, tmp_path: Path
@@ -88,6 +96,12 @@ def test_process_1_of_a_container_heeds_a_signal_while_its_model_loads(
         assert ends(running) == 128 + signal.SIGTERM
 
 
+def test_a_signal_that_comes_twice_is_one_request() -> None:
+    requests = StopRequests()
+    heard = [requests.hear(now_s) for now_s in (7.0, 7.0 + 0.9 * SAME_REQUEST_S, 7.0 + SAME_REQUEST_S)]
+    assert heard == [Request.FIRST, Request.SAME, Request.SECOND]
+
+
 def test_a_router_drains_at_the_first_signal_and_ends_at_the_second(model: Path, tmp_path: Path) -> None:
     ready = tmp_path / "run" / "ready.json"
     with process(command(ROUTER, tmp_path / "run", model, pool_grace_s=120.0, **LONG), tmp_path) as running:
@@ -101,9 +115,7 @@ def test_a_router_drains_at_the_first_signal_and_ends_at_the_second(model: Path,
             running.send_signal(signal.SIGTERM)
             assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
             assert not ready.exists()
-            assert running.poll() is None
-            running.send_signal(signal.SIGTERM)
-            assert ends(running) == 128 + signal.SIGTERM
+            assert insist(running, signal.SIGTERM) == 128 + signal.SIGTERM
             assert held.code() is grpc.StatusCode.UNAVAILABLE
 
 
@@ -116,9 +128,7 @@ def test_a_worker_drains_at_the_first_signal_and_ends_at_the_second(model: Path,
             running.send_signal(signal.SIGTERM)
             assert router.drains.wait(AT_ONCE_S)
             assert not (tmp_path / "run" / "ready.json").exists()
-            assert running.poll() is None
-            running.send_signal(signal.SIGINT)
-            assert ends(running) == 128 + signal.SIGINT
+            assert insist(running, signal.SIGINT) == 128 + signal.SIGINT
 
 
 def test_a_worker_that_has_not_drained_in_time_ends(model: Path, tmp_path: Path) -> None:
@@ -141,8 +151,7 @@ def test_a_cluster_drains_at_the_first_signal_and_is_killed_at_the_second(model:
         running.send_signal(signal.SIGTERM)
         until_said(running, "stopping: ")
         assert not ready.exists()
-        running.send_signal(signal.SIGINT)
-        assert ends(running) == 128 + signal.SIGINT
+        assert insist(running, signal.SIGINT) == 128 + signal.SIGINT
     assert not state.secret_file.exists()
     assert not any(process.pid is not None and psutil.pid_exists(process.pid) for process in state.processes)
 

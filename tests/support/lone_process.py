@@ -20,6 +20,7 @@ from pdserve.launch.plan import flag_arguments
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.link_pb2_grpc import LinkServiceServicer, add_LinkServiceServicer_to_server
+from pdserve.token_ids import to_wire
 
 ROUTER, PREFILL, DECODE, UP = "router", "prefill-worker", "decode-worker", "up"
 NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
@@ -96,7 +97,7 @@ class EndlessRouter(LinkServiceServicer):
 def endless_decode() -> link.Decode:
     spec = link.SequenceSpec(
         request_id=new_request_id(),
-        token_ids=[3, 4, 5],
+        token_ids=to_wire([3, 4, 5]),
         num_prompt_tokens=3,
         sampling=inference.SamplingParams(max_tokens=8, temperature=0.0),
         indices=[0],
