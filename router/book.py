@@ -53,11 +53,11 @@ class Book:
         num_tokens, cached = len(spec.token_ids), placed.cached_tokens
         fresh, work = num_tokens - cached, attention_work(num_tokens - cached, cached)
         if prefill is not None:
-            prefill.assign(placement.key, Share(0, fresh, work), now_s)
+            prefill.assign(placement.key, Share(0, fresh, work, priority=request.priority), now_s)
         if decode is not None:
             max_tokens = request.params.max_tokens - request.sequences[indices[0]].num_before
             answer_steps = self.forecast.lengths.expected(max_tokens) - 1
-            share = Share(len(indices), 0, 0, num_tokens, True, answer_steps)
+            share = Share(len(indices), 0, 0, num_tokens, True, answer_steps, priority=request.priority)
             if prefill is None:
                 share.prefill_tokens, share.prefill_work = fresh, work
             decode.assign(placement.key, share, now_s)

@@ -118,8 +118,11 @@ class Delivery:
         return True
 
     def _learn_ttft(self, request: Request, placement: Placement | None, now_s: float) -> None:
-        """Note how a prediction came out; for its margin only where that may decide, near the objective."""
-        if placement is None or placement.ttft_s is None:
+        """Note how a prediction came out; for its margin only where that may decide, near the objective.
+
+        Prompts of a higher priority that came later could not be foreseen.
+        """
+        if placement is None or placement.ttft_s is None or _was_overtaken(placement):
             return
         bias = self._book.forecast.ttft_bias[placement.is_local]
         bias.observe(placement.ttft_s / placement.ttft_bias, now_s - placement.placed_s)
@@ -187,3 +190,8 @@ class Delivery:
                 self.release_prefill_when_done(request, placement)
             case _:
                 pass  # the time is all there is to it
+
+
+def _was_overtaken(placement: Placement) -> bool:
+    worker = placement.prefill or placement.decode
+    return worker is not None and worker.shares[placement.key].is_overtaken

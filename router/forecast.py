@@ -34,6 +34,7 @@ class Prompt:
     num_tokens: int
     num_sequences: int
     cached: dict[LinkId, int]  # leading tokens that workers probably hold
+    priority: int = 0
 
 
 @dataclass(slots=True)
@@ -138,13 +139,13 @@ class Forecast:
         """Predict when the first token comes from a prefill worker, from now on."""
         fresh, work = uncached(prompt, worker.link)
         costs, budget = self.costs[Role.PREFILL], worker.step_tokens
-        queued, running = worker.pending_prefill_tokens, worker.running
+        (queued, queued_work), running = worker.waiting_before(prompt.priority), worker.running
         if not queued:
             alone_s = costs.prefill_s(fresh, work, budget)
             return alone_s * costs.prefill_slowdown(self.machines.expected(worker, alone_s))
         running_s = costs.prefill_s(running.prefill_tokens, running.prefill_work, budget)
         tokens = max(0, queued - running.prefill_tokens) + fresh
-        later_s = costs.prefill_s(tokens, max(0, worker.pending_prefill_work - running.prefill_work) + work, budget)
+        later_s = costs.prefill_s(tokens, max(0, queued_work - running.prefill_work) + work, budget)
         slowdown = costs.prefill_slowdown(self.machines.expected(worker, running_s + later_s))
         left_s = max(0.0, slowdown * running_s - (now_s - running.since_s))
         last_s = slowdown * (costs.prefill.step_s + costs.prefill.each_s * (tokens % budget or budget))

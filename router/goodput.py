@@ -57,7 +57,8 @@ class Goodput:
 
     def __call__(self, groups: Seq[Group], demand: Demand) -> Decision:
         forecast = self._forecast
-        prompt = Prompt(demand.num_tokens, demand.num_sequences, forecast.prefixes.match(demand.names, demand.now_s))
+        cached = forecast.prefixes.match(demand.names, demand.now_s)
+        prompt = Prompt(demand.num_tokens, demand.num_sequences, cached, demand.priority)
         some = [_some(group, prompt, demand.draw) for group in groups]
         options = [option for group in some for option in self._options(group, prompt, demand)]
         crowding = _crowding(some)

@@ -44,7 +44,8 @@ class Outlook:
         self.local_share = forecast.local_share(self._local_s)  # of this worker's time: what goes to prompts
         self._answer_steps = output_tokens / (1 - self.local_share)
         self._fresh, self._work = uncached(prompt, worker.link)
-        curve, self._num_waiting = costs.prefill, worker.pending_prefill_tokens
+        curve = costs.prefill
+        self._num_waiting, self._waiting_work = worker.waiting_before(prompt.priority)
         self.compute_s = curve.marginal_s(self._fresh, self._work)  # of the prompt, beside decoding
         self.waiting_s = curve.each_s * self._num_waiting  # of prompts that are here already
         self._prompt = prompt
@@ -100,7 +101,7 @@ class Outlook:
     def prefill_s(self, step_s: float) -> float:
         """Predict when the first token comes if this worker computes the prompt, and goes on decoding meanwhile."""
         worker, costs, running = self.worker, self._costs, self.worker.num_sequences
-        budget, work = max(1, worker.step_tokens - running), worker.pending_prefill_work + self._work
+        budget, work = max(1, worker.step_tokens - running), self._waiting_work + self._work
         num_tokens = self._num_waiting + self._fresh
         total_s = costs.prefill_s(num_tokens, work, budget)
         if not running:

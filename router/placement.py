@@ -30,6 +30,7 @@ class Demand:
     waited_s: float = 0.0  # since the request was received
     is_admitted: bool = False
     may_wait_s: float = inf  # for room; then it is refused
+    priority: int = 0  # workers compute prompts of a higher one first
 
 
 @value

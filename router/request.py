@@ -169,6 +169,7 @@ class Request:
             waited_s=now_s - self.received_s,
             may_wait_s=max_hold_s - (now_s - self.received_s),
             is_admitted=self.is_admitted,
+            priority=self.priority,
         )
 
     def wait_for_pair(self, now_s: float) -> float:

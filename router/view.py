@@ -10,6 +10,7 @@ from pdserve.kvlayout import KvLayout
 from pdserve.router.answers import Batch
 from pdserve.router.events import Address, LinkId, Registration, Role, StepReported
 from pdserve.router.load import Load, Others
+from pdserve.router.prompt_order import PromptOrder
 from pdserve.values import value
 
 _UNKNOWN_STEP_TOKENS = 2048
@@ -28,6 +29,8 @@ class Share:
     arriving: bool = False  # its prompt is not computed yet
     answer_steps: float = 0.0  # that a sequence of it will probably decode
     ends_at: float = 0.0  # the worker's step by which it probably will have, once it decodes
+    priority: int = 0
+    is_overtaken: bool = False  # while its prompt waited, by one that came later
 
 
 @value
@@ -63,6 +66,7 @@ class WorkerView:
         self.others = Others()  # what other routers have sent, as last reported
         self._num_arriving = self._kv_tokens = 0  # of ours
         self._new_pages = 0  # taken by what was assigned since the last report, less what has ended since
+        self.prompts = PromptOrder()
         self.batch = Batch(now_s)
         self.running = RunningStep(0, 0, now_s)
         self.kind = 0  # equal for workers that can hand KV over to each other
@@ -108,14 +112,18 @@ class WorkerView:
     def assign(self, key: PlacementKey, share: Share, now_s: float) -> None:
         if key in self.shares:
             raise InvariantError(f"{self.name} was given one placement twice")
-        if share.prefill_tokens and not self.pending_prefill_tokens:
-            self.running = RunningStep(share.prefill_tokens, share.prefill_work, now_s).cut(self.step_tokens)
+        was_idle = not self.pending_prefill_tokens
         self.shares[key] = share
         self.num_placed += 1
         self._sequences += share.num_sequences
         self._tokens += share.prefill_tokens
         self._work += share.prefill_work
         self._new_pages += self._num_pages(share.kv_tokens)
+        if share.prefill_tokens:
+            for overtaken in self.prompts.add(key, share.priority, (share.prefill_tokens, share.prefill_work)):
+                self.shares[overtaken].is_overtaken = True
+            if was_idle:
+                self._begin(RunningStep(share.prefill_tokens, share.prefill_work, now_s))
         self._decode(share, share.num_sequences)
 
     def unassign(self, key: PlacementKey) -> None:
@@ -126,6 +134,9 @@ class WorkerView:
         self._tokens -= share.prefill_tokens
         self._work -= share.prefill_work
         self._new_pages -= self._num_pages(share.kv_tokens)
+        if key == self.prompts.first_begun:
+            self._computed_tokens = self._computed_work = 0  # of this one
+        self.prompts.remove(key)
         self._decode(share, -share.num_sequences)
 
     def prefilled(self, key: PlacementKey, now_s: float) -> None:
@@ -140,6 +151,7 @@ class WorkerView:
         self._computed_tokens -= share.prefill_tokens
         self._computed_work -= share.prefill_work
         share.prefill_tokens = share.prefill_work = 0
+        self.prompts.remove(key)
 
     def stepped(self, event: StepReported, now_s: float) -> None:
         """Note a step's end, once the prompts that it completed are noted: what it brought the others, and the next.
@@ -149,17 +161,35 @@ class WorkerView:
         step = event.step
         if step.sequences:
             self.batch.step(event.num_steps, event.elapsed_s, now_s)
-        if self._tokens:
-            head = next(share for share in self.shares.values() if share.prefill_tokens)
-            self._computed_tokens = _within(self._computed_tokens + step.prefill_tokens, head.prefill_tokens - 1)
-            self._computed_work = _within(self._computed_work + step.prefill_work, head.prefill_work)
-        else:
+        computed = self._computed_tokens + step.prefill_tokens
+        if self.prompts.first_begun is None:
+            self.prompts.begin(computed)
+        begun = self.prompts.first_begun
+        if begun is None:
             self._computed_tokens = self._computed_work = 0
+        else:
+            head = self.shares[begun]
+            self._computed_tokens = _within(computed, head.prefill_tokens - 1)
+            self._computed_work = _within(self._computed_work + step.prefill_work, head.prefill_work)
         waiting = self.pending_prefill_tokens
         if not waiting:
             self.running = RunningStep(0, 0, now_s)
             return
-        self.running = RunningStep(waiting, self.pending_prefill_work, now_s).cut(self.step_tokens)
+        self._begin(RunningStep(waiting, self.pending_prefill_work, now_s))
+
+    def _begin(self, step: RunningStep) -> None:
+        """Note that a step begins which computes as much of this as a step may."""
+        self.running = step.cut(self.step_tokens)
+        num_begun = self._tokens - max(0, self._computed_tokens) - self.prompts.waiting_tokens  # left of these
+        self.prompts.begin(self.running.prefill_tokens - num_begun)
+
+    def waiting_before(self, priority: int) -> tuple[int, int]:
+        """Return prompt tokens, and their attention's work, that are computed before one more prompt."""
+        tokens, work = self.pending_prefill_tokens, self.pending_prefill_work
+        if priority <= self.prompts.lowest:
+            return tokens, work
+        later_tokens, later_work = self.prompts.behind(priority)
+        return tokens - later_tokens, max(0, work - later_work)
 
     def sequence_ended(self, key: PlacementKey) -> None:
         """Note that a placement runs one sequence fewer."""

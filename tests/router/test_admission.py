@@ -1,11 +1,13 @@
 """How many requests are placed at once, which wait, in what order they go on, and what those refused are told."""
 
+import pytest
 from router_driver import LENGTH, Driver
 
 from pdserve.errors import Status
 from pdserve.ids import RequestId
 from pdserve.router.admission import MAX_OVERTAKEN
 from pdserve.router.events import Limits, LinkId
+from pdserve.router.ladder import Rung
 
 PATIENT = 1e9
 
@@ -99,6 +101,45 @@ def test_a_request_crowded_out_is_told_what_it_waited_for() -> None:
     d.arrive()
     message = d.refusal(d.arrive()).message
     assert message == "max_num_requests: 1 requests are placed already; max_num_held: 1 more wait"
+
+
+def with_a_queue() -> tuple[Driver, LinkId, list[RequestId]]:
+    """Return a cluster, its prefill worker, and requests of 100 ms each that it computes one by one."""
+    d = Driver(Limits(worker_silence_s=PATIENT), policy="goodput")
+    prefill = d.attach("p0", num_pages=1000, max_num_seqs=64, max_model_len=4096, max_num_batched_tokens=1000)
+    d.attach("d0", num_pages=1000, max_num_seqs=64, max_model_len=4096)
+    d.teach(prefill_token_s=1e-4, decode_step_s=0.01)
+    return d, prefill, [d.arrive(prompt=[number] * 1000) for number in range(8)]
+
+
+@pytest.mark.parametrize(("priority", "is_placed"), [(-1, False), (0, False), (1, True), (1000, True)])
+def test_a_request_is_not_refused_for_a_queue_that_it_overtakes(priority: int, is_placed: bool) -> None:
+    d, _, _ = with_a_queue()
+    request = d.arrive(prompt=[9] * 1000, ttft_s=0.3, priority=priority)
+    assert (request in d.core.book.requests) is is_placed
+    if is_placed:
+        predicted_s = d.core.book.requests[request].predicted_s
+        assert predicted_s is not None
+        assert predicted_s[0] == pytest.approx(0.2, rel=0.2), "the prompt that is computed, and its own"
+    else:
+        assert d.refusal(request).predicted_ttft_s == pytest.approx(0.9, rel=0.2)
+
+
+def test_a_request_is_refused_for_those_of_its_own_priority_that_come_first() -> None:
+    d, _, _ = with_a_queue()
+    urgent = [d.arrive(prompt=[9, number] * 500, ttft_s=0.35, priority=5) for number in range(5)]
+    assert [request in d.core.book.requests for request in urgent] == [True, True, False, False, False]
+
+
+@pytest.mark.parametrize(("priority", "is_learnt"), [(0, True), (1, False)])
+def test_a_wait_behind_a_later_request_of_a_higher_priority_teaches_nothing(priority: int, is_learnt: bool) -> None:
+    d, prefill, queue = with_a_queue()
+    d.arrive(prompt=[9] * 1000, priority=priority)
+    before = d.forecast.ttft_bias[False].factor
+    d.now_s += 5.0
+    d.rung(prefill, queue[-1], Rung.PREFILL_DONE)
+    d.tokens(prefill, queue[-1], 0, 9)
+    assert (d.forecast.ttft_bias[False].factor != before) is is_learnt
 
 
 # ---- who goes past whom

@@ -1,5 +1,6 @@
 """What the router knows of prompts that a worker computes in several steps."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -74,3 +75,57 @@ def test_a_step_that_does_both_is_told_in_its_parts() -> None:
     message = step_report(step_cost(StepPlan(chunks), StepResult(((), (), ()), 0.25)), (), (), 0.0)
     (event,) = worker_events(LinkId(1), message)
     assert event == StepReported(LinkId(1), message.step.deltas, Step(100, attention_work(100, 300), 2, 122), 0.25)
+
+
+@pytest.mark.parametrize(
+    ("priority", "before"),
+    [(-2, 512 + 1300), (-1, 512 + 700), (0, 512 + 300), (1, 512)],
+    ids=["lowest", "low", "normal", "high"],
+)
+def test_before_a_prompt_come_those_begun_and_those_of_its_priority_or_a_higher_one(priority: int, before: int) -> None:
+    view = worker()
+    for number, (level, tokens) in enumerate([(0, 512), (-2, 600), (0, 300), (-1, 400)]):
+        share = Share(0, tokens, attention_work(tokens, 0), priority=level)
+        view.assign(key(number), share, 0.0)
+    assert view.waiting_before(priority)[0] == before
+
+
+def test_a_prompt_that_is_computed_in_part_is_not_overtaken() -> None:
+    view = worker()
+    assign(view, 1, 1200)
+    view.stepped(StepReported(view.link, (), Step(512, attention_work(512, 0))), 0.1)
+    view.assign(key(2), Share(0, 100, 10_000, priority=5), 0.2)
+    assert view.waiting_before(9)[0] == 1200 - 512 + 100 - 100
+    view.stepped(StepReported(view.link, (), Step(512, attention_work(512, 512))), 0.3)
+    assert view.waiting_before(9)[0] == 1200 - 1024 + 100, "the next step holds both"
+
+
+def test_the_prompt_computed_in_part_is_the_most_urgent_one_not_the_one_that_came_first() -> None:
+    view = worker()
+    assign(view, 1, 500)
+    assign(view, 2, 20)
+    view.assign(key(3), Share(0, 2000, attention_work(2000, 0), priority=1), 0.0)
+    view.prefilled(key(1), 0.1)
+    view.stepped(StepReported(view.link, (), Step(500, 250_000)), 0.1)
+    view.stepped(StepReported(view.link, (), Step(512, attention_work(512, 0))), 0.2)
+    assert view.pending_prefill_tokens == 20 + 2000 - 512
+
+
+@given(st.lists(st.tuples(st.integers(-1, 1), st.integers(1, 2000), st.sampled_from(["add", "step", "drop"]))))
+def test_no_order_of_prompts_loses_one_or_lets_a_wait_be_negative(events: list[tuple[int, int, str]]) -> None:
+    view = worker()
+    for number, (priority, tokens, action) in enumerate(events):
+        match action:
+            case "add":
+                view.assign(key(number), Share(0, tokens, attention_work(tokens, 0), priority=priority), 0.0)
+            case "step":
+                view.stepped(StepReported(view.link, (), Step(min(tokens, BUDGET), tokens)), 0.0)
+            case "drop" if view.shares:
+                view.unassign(next(iter(view.shares)))
+        waits = [view.waiting_before(each) for each in (2, 1, 0, -1)]
+        assert waits == sorted(waits)
+        assert 0 <= waits[0][0] <= waits[-1][0] == view.pending_prefill_tokens
+    for each in tuple(view.shares):
+        view.unassign(each)
+    view.check_idle()
+    assert view.prompts.waiting_tokens == 0
