@@ -58,6 +58,7 @@ class WorkerView:
         self.role = registration.role
         self.load: Load | None = None  # as last reported
         self.draining = False
+        self.is_failing = False  # its last steps brought nothing: it looks idle, and fails what it is given
         self.last_heard_s = now_s
         self.num_placed = 0  # since it attached
         self.shares: dict[PlacementKey, Share] = {}
@@ -78,11 +79,6 @@ class WorkerView:
     def address(self) -> Address:
         told = self.registration
         return Address(self.link, told.worker_id, told.incarnation, told.handoff_address)
-
-    @property
-    def is_failing(self) -> bool:
-        """Whether its last steps brought nothing: it looks idle, and fails what it is given."""
-        return self.load is not None and self.load.failed_steps >= _FAILING_STEPS
 
     @property
     def max_num_tokens(self) -> int:
@@ -107,6 +103,7 @@ class WorkerView:
             self._computed_work = max(0, self._computed_work - max(0, work))
         self.load, self.others, self._new_pages = load, now, 0
         self.draining = self.draining or load.draining
+        self.is_failing = load.failed_steps >= _FAILING_STEPS
         return sent
 
     def assign(self, key: PlacementKey, share: Share, now_s: float) -> None:
