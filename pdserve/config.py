@@ -78,7 +78,11 @@ class WorkerConfig(ProcessConfig):
     )
     max_num_seqs: int = Field(64, ge=1, description="Sequences in one step.")
     max_num_batched_tokens: int = Field(512, ge=1, description="Tokens in one step.")
-    dtype: Dtype = Field("auto", description="Type of weights and KV; auto is bfloat16.")
+    dtype: Dtype = Field(
+        "auto",
+        description="Type of weights and KV, the same for all workers. auto: bfloat16, or float32 on a processor that "
+        "does not multiply that.",
+    )
     device: Device = Field(
         "auto",
         description="Where the engine runs. auto is the CPU: cuda has not been tried on a GPU yet. interpreter, for "

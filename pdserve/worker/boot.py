@@ -1,6 +1,7 @@
 """Turns a worker's configuration into an engine: opens the checkpoint, loads the model, lays out the pages."""
 
 import hmac
+import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ from pdserve.kvlayout import KvLayout, PageDigest
 from pdserve.model.dummy import dummy_weights
 from pdserve.model.llama import Model
 from pdserve.model.loading import load_model
+from pdserve.worker.dtype import choose_dtype, read_cpu_info
+
+logger = logging.getLogger(__name__)
 
 KERNEL_DEVICES = ("cuda", "interpreter")  # on which an engine runs Triton's kernels
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -64,7 +68,8 @@ def build_engine(
             f"max_num_seqs: {config.max_num_seqs} is over max_num_batched_tokens {config.max_num_batched_tokens}"
         )
     model_config = checkpoint.config
-    dtype = "bfloat16" if config.dtype == "auto" else config.dtype
+    dtype, because = choose_dtype(config.dtype, config.device, read_cpu_info())
+    logger.info("dtype %s: %s", dtype, because)
     layout = KvLayout(
         weights_hash=f"{checkpoint.fingerprint} {config.load_format} {config.seed}",
         num_layers=model_config.num_layers,

@@ -1,0 +1,78 @@
+"""A worker left to choose computes in bfloat16 where its device multiplies that, else in float32, and says why."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pdserve.config import Device, Dtype, PrefillWorkerConfig
+from pdserve.worker import dtype
+from pdserve.worker.boot import build_engine, open_model
+from pdserve.worker.dtype import choose_dtype, read_cpu_info
+
+TINY = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 16,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+ZEN_5 = "processor\t: 0\nflags\t\t: fpu sse2 avx512f avx512_bf16 svm\n\nprocessor\t: 1\nflags\t\t: fpu avx512_bf16\n"
+SAPPHIRE_RAPIDS = "flags\t\t: fpu avx512f amx_bf16 avx512_bf16 amx_tile amx_int8\n"
+GRAVITON_3 = "processor\t: 0\nFeatures\t: fp asimd sve i8mm bf16 dgh\nCPU implementer\t: 0x41\n"
+ICE_LAKE = "flags\t\t: fpu avx512f avx512_vnni\nbugs\t\t: bf16 amx_bf16\nvmx flags\t: avx512_bf16\n"
+GRAVITON_2 = "Features\t: fp asimd dcpop asimddp\n"
+ONE_OF_TWO = "flags\t\t: fpu avx512_bf16\n\nflags\t\t: fpu\n"
+
+
+@pytest.mark.parametrize(
+    ("cpu_info", "dtype", "because"),
+    [
+        (ZEN_5, "bfloat16", "this processor has avx512_bf16"),
+        (SAPPHIRE_RAPIDS, "bfloat16", "this processor has amx_bf16"),
+        (GRAVITON_3, "bfloat16", "this processor has bf16"),
+        (ICE_LAKE, "float32", "this processor has none of amx_bf16, avx512_bf16, bf16"),
+        (GRAVITON_2, "float32", "this processor has none of amx_bf16, avx512_bf16, bf16"),
+        (ONE_OF_TWO, "float32", "this processor has none of amx_bf16, avx512_bf16, bf16"),
+        ("", "float32", "/proc/cpuinfo does not say what this processor has (none of amx_bf16, avx512_bf16, bf16)"),
+    ],
+)
+def test_a_cpu_decides_by_what_all_its_processors_multiply(cpu_info: str, dtype: str, because: str) -> None:
+    assert choose_dtype("auto", "cpu", cpu_info) == (dtype, because)
+    assert choose_dtype("auto", "auto", cpu_info) == (dtype, because)
+
+
+@pytest.mark.parametrize("device", ["cuda", "interpreter"])
+def test_a_gpus_engine_stays_with_bfloat16(device: Device) -> None:
+    assert choose_dtype("auto", device, ICE_LAKE)[0] == "bfloat16"
+
+
+@pytest.mark.parametrize("asked", ["bfloat16", "float16", "float32"])
+def test_what_is_asked_for_is_taken(asked: Dtype) -> None:
+    for cpu_info in (ZEN_5, ICE_LAKE):
+        assert choose_dtype(asked, "cpu", cpu_info) == (asked, "it was asked for")
+
+
+def test_this_machines_own_words_can_be_read() -> None:
+    dtype, because = choose_dtype("auto", "cpu", read_cpu_info())
+    assert dtype in ("bfloat16", "float32")
+    assert because
+
+
+@pytest.mark.parametrize(("cpu_info", "expected"), [(ZEN_5, "bfloat16"), (ICE_LAKE, "float32")])
+def test_the_engine_is_built_so_and_the_log_says_why(
+    cpu_info: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    (tmp_path / "cpuinfo").write_text(cpu_info)
+    monkeypatch.setattr(dtype, "CPU_INFO", tmp_path / "cpuinfo")
+    given = {"model": str(tmp_path), "worker_id": "w", "routers": ("host:1",), "secret_file": tmp_path / "secret"}
+    config = PrefillWorkerConfig.model_validate(given | {"load_format": "dummy", "num_pages": 4})
+    caplog.set_level("INFO")
+    engine = build_engine(config, open_model(config), b"secret", lambda _: None)
+    assert engine.layout.dtype == expected
+    assert str(engine.runner.kv.dtype) == f"torch.{expected}"
+    assert f"dtype {expected}: this processor has" in caplog.text
