@@ -5,8 +5,6 @@ from array import array
 from collections.abc import Sequence
 from typing import TypeAlias
 
-import numpy as np
-
 from pdserve.errors import ProtocolError
 
 TokenIds: TypeAlias = "array[int]"  # of unsigned 32-bit integers, in this machine's byte order
@@ -35,6 +33,8 @@ def from_wire(packed: bytes, field: str) -> TokenIds:
 
 def largest(token_ids: Sequence[int]) -> int:
     """Return the largest of token ids, 0 where there are none."""
+    import numpy as np  # noqa: PLC0415 - slow to load, and the command line's flags come through here
+
     return int(np.frombuffer(pack(token_ids), np.uint32).max(initial=0))
 
 
