@@ -54,6 +54,7 @@ class Registration:
     max_num_batched_tokens: int = 0  # in a step; 0: unknown
     host: str = ""  # name of its machine; empty: unknown
     age_s: float = 0.0  # of its process, when it said this
+    device: str = ""  # what it computes on; empty: unknown
 
 
 @value

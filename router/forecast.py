@@ -1,6 +1,6 @@
 """What a placement would bring: predicted time to first token and time per token, from what workers report. Pure.
 
-Learns as it goes: step times of both pools, bandwidths of pairs, lengths of answers, prefixes routed.
+Learns as it goes: step times of each kind of worker, bandwidths of pairs, lengths of answers, prefixes routed.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,8 @@ from math import exp
 from pdserve.kvlayout import KvLayout
 from pdserve.perfmodel.curve import Step, StepCosts
 from pdserve.perfmodel.margin import Bias, Margin
-from pdserve.perfmodel.model import LearntCosts, LearntLinks
+from pdserve.perfmodel.model import LearntLinks
+from pdserve.router.costs import CostsByKind
 from pdserve.router.events import LinkId, Role
 from pdserve.router.lengths import AnswerLengths
 from pdserve.router.load import Others
@@ -21,7 +22,6 @@ from pdserve.values import value
 
 _CROWD_STEP = 0.005  # of the bias of times per token: a crowd's requests are wrong all alike, and count as one
 _LEARN = 0.02  # weight of the latest answer in running means
-_UNKNOWN_BUDGET = 2048
 _LOCAL_S = 2.0  # over which, at least, the share of prompts in a decode worker's time is taken
 _SEQUENCES_S = 10.0  # over which, at least, the rate of sequences is taken
 _RATE_S = 2.0  # over which the rate of prompt tokens is taken
@@ -59,7 +59,7 @@ class Forecast:
 
     def __init__(self, start: dict[Role, StepCosts] | None = None, *, knows_arrivals: bool = True) -> None:
         """Without `knows_arrivals`, a decode worker's load is taken to be the present one (for comparison)."""
-        self.costs = {role: LearntCosts((start or {}).get(role)) for role in Role}
+        self.costs = CostsByKind(start or {})
         self.links = LearntLinks()
         self.machines = Machines()
         self.prefixes = PrefixTable()
@@ -81,7 +81,7 @@ class Forecast:
     def observe_step(self, worker: WorkerView, step: Step, elapsed_s: float, now_s: float) -> None:
         if elapsed_s > 0 and (step.prefill_tokens or step.sequences):
             crowd = self.machines.end_step(worker, elapsed_s, now_s)
-            self.costs[worker.role].observe(step, elapsed_s, now_s, crowd)
+            self.costs.of(worker).observe(step, elapsed_s, now_s, crowd)
 
     @property
     def output_tokens(self) -> float:
@@ -122,12 +122,13 @@ class Forecast:
             self._note_local(worker, sent.taken_tokens, sent.taken_work, now_s)
 
     def _note_local(self, worker: WorkerView, num_tokens: int, work: int, now_s: float) -> None:
-        local_s = self.costs[Role.DECODE].prefill.marginal_s(num_tokens, work)
+        local_s = self.costs.of(worker).prefill.marginal_s(num_tokens, work)
         _add(self._local, worker, local_s, now_s, max(_LOCAL_S, self.decoding_s))
 
     def forget(self, worker: WorkerView) -> None:
         self.prefixes.forget(worker.link)
         self.machines.forget(worker)
+        self.costs.forget(worker)
         self.links.forget(worker.name)
         self._local.pop(worker.link, None)
         self._tokens.pop(worker.link, None)
@@ -138,8 +139,9 @@ class Forecast:
     def prefill_s(self, worker: WorkerView, prompt: Prompt, now_s: float) -> float:
         """Predict when the first token comes from a prefill worker, from now on."""
         fresh, work = uncached(prompt, worker.link)
-        costs, budget = self.costs[Role.PREFILL], worker.step_tokens
-        (queued, queued_work), running = worker.waiting_before(prompt.priority), worker.running
+        costs = self.costs.of(worker)
+        budget, running = worker.step_tokens, worker.running
+        queued, queued_work = worker.waiting_before(prompt.priority)
         if not queued:
             alone_s = costs.prefill_s(fresh, work, budget)
             return alone_s * costs.prefill_slowdown(self.machines.expected(worker, alone_s))
@@ -159,11 +161,9 @@ class Forecast:
             return 0.0
         return min(-num_tokens % worker.step_tokens, max(0.0, wait_s) * sent.now(now_s, _RATE_S) / _RATE_S)
 
-    def idle_prefill_s(self, prompt: Prompt, role: Role, budget: int = _UNKNOWN_BUDGET) -> float:
-        """Predict the time to first token of a cluster that does nothing else."""
-        cached = max(prompt.cached.values(), default=0)
-        fresh = max(1, prompt.num_tokens - cached)
-        return self.costs[role].prefill_s(fresh, prompt.num_tokens**2 - cached**2, budget)
+    def idle_prefill_s(self, worker: WorkerView, prompt: Prompt) -> float:
+        """Predict the time to first token of a worker that does nothing else."""
+        return self.costs.of(worker).prefill_s(*uncached(prompt, worker.link), worker.step_tokens)
 
     @property
     def _life_s(self) -> float:
@@ -196,7 +196,7 @@ class Forecast:
         last = fresh % prefill.step_tokens or prefill.step_tokens
         if missing <= last:
             return self.links.transfer_s(pair, missing * token_bytes)
-        meanwhile_s = self.costs[Role.PREFILL].prefill.each_s * (fresh - min(fresh, prefill.step_tokens))
+        meanwhile_s = self.costs.of(prefill).prefill.each_s * (fresh - min(fresh, prefill.step_tokens))
         whole_s = self.links.transfer_s(pair, missing * token_bytes)
         return max(whole_s - meanwhile_s, self.links.transfer_s(pair, last * token_bytes))
 

@@ -11,7 +11,6 @@ from heapq import nlargest
 from math import inf
 
 from pdserve.errors import Status
-from pdserve.router.events import Role
 from pdserve.router.forecast import Forecast, Prompt
 from pdserve.router.outlook import Outlook
 from pdserve.router.pairing import best_way, sample
@@ -67,7 +66,7 @@ class Goodput:
         chosen = min(good or range(len(options)), key=lambda place: options[place].cost_s)
         if good or demand.is_admitted or not self._may_refuse(options[chosen], demand):
             return self._place(options[chosen], prompt, demand, max(0.0, spares[chosen]))
-        return self._put_off(options, prompt, demand, crowding)
+        return self._put_off(options, prompt, demand, some)
 
     # ---- options
 
@@ -143,17 +142,26 @@ class Goodput:
     def _may_refuse(self, option: _Option, demand: Demand) -> bool:
         if demand.ttft_slo_s is None and demand.tpot_slo_s is None:
             return False
-        costs = self._forecast.costs
-        role = Role.PREFILL if option.pair.prefill is not None else Role.DECODE
-        knows_decode = not demand.needs_decode or costs[Role.DECODE].knows_decode(demand.now_s)
-        return costs[role].knows_prefill(demand.now_s) and knows_decode
+        costs, now_s, decode = self._forecast.costs, demand.now_s, option.pair.decode
+        first = option.pair.prefill or decode
+        if first is None or not costs.of(first).knows_prefill(now_s):
+            return False
+        return decode is None or not demand.needs_decode or costs.of(decode).knows_decode(now_s)
 
-    def _put_off(self, options: list[_Option], prompt: Prompt, demand: Demand, crowding: float) -> Decision:
+    def _idle_s(self, groups: list[Group], prompt: Prompt, demand: Demand) -> tuple[float, float]:
+        """Return the time to first token and the time per token of the best workers, if they did nothing else."""
+        forecast, num_tokens = self._forecast, prompt.num_tokens
+        firsts = [w for group in groups for w in (*group.prefills, *(group.decodes if _is_local(group) else ()))]
+        decodes = [w for group in groups for w in group.decodes] if demand.needs_decode else []
+        ttft_s = min([forecast.idle_prefill_s(worker, prompt) for worker in firsts])
+        return ttft_s, min([forecast.costs.of(worker).decode_s(1, num_tokens) for worker in decodes], default=0.0)
+
+    def _put_off(self, options: list[_Option], prompt: Prompt, demand: Demand, groups: list[Group]) -> Decision:
         """Let a request wait while that can still meet its objectives; refuse it else."""
+        crowding = _crowding(groups)
         ttft_slo_s, tpot_slo_s = demand.ttft_slo_s or inf, demand.tpot_slo_s or inf
         soonest = min(options, key=lambda option: option.ttft_s)
-        idle_ttft_s = min(self._forecast.idle_prefill_s(prompt, role) for role in _roles(options))
-        idle_tpot_s = self._forecast.costs[Role.DECODE].decode_s(1, prompt.num_tokens) if demand.needs_decode else 0.0
+        idle_ttft_s, idle_tpot_s = self._idle_s(groups, prompt, demand)
         impossible = _impossible("ttft", ttft_slo_s, idle_ttft_s) or _impossible("tpot", tpot_slo_s, idle_tpot_s)
         if impossible:
             return Rejected(Status.RESOURCE_EXHAUSTED, impossible, predicted_ttft_s=idle_ttft_s)
@@ -249,8 +257,8 @@ def _crowding(groups: Seq[Group]) -> float:
     return sum([worker.pending_prefill_tokens > 0 for worker in workers]) / len(workers)
 
 
-def _roles(options: list[_Option]) -> set[Role]:
-    return {Role.DECODE if option.pair.prefill is None else Role.PREFILL for option in options}
+def _is_local(group: Group) -> bool:
+    return group.local or not group.prefills
 
 
 def _impossible(name: str, asked_s: float, idle_s: float) -> str:

@@ -8,10 +8,12 @@ import grpc
 
 from pdserve.errors import echo
 from pdserve.ids import Incarnation, WorkerId
+from pdserve.kvlayout_wire import layout_to_proto
 from pdserve.perfmodel.model import LearntCosts
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceServicer
+from pdserve.router.costs import Kind
 from pdserve.router.events import DrainAsked, LinkId, ProcessEnded, Role
 from pdserve.router.shell import Shell, WorkerStream
 from pdserve.rpc import abort
@@ -83,7 +85,7 @@ class Operators(AdminServiceServicer):
             ended=core.book.ended,
             num_replaced=core.book.num_replaced,
             refused={refusal.value: count for refusal, count in self._shell.refused.items()},
-            costs=[_costs(role, costs) for role, costs in core.forecast.costs.items()],
+            costs=[_costs(kind, costs) for kind, costs in core.forecast.costs.kinds()],
         )
 
     def _worker(self, stream: WorkerStream, names: set[str], unroutable: Mapping[LinkId, str]) -> admin.WorkerStatus:
@@ -101,9 +103,11 @@ class Operators(AdminServiceServicer):
         )
 
 
-def _costs(role: Role, costs: LearntCosts) -> admin.LearntCosts:
+def _costs(kind: Kind, costs: LearntCosts) -> admin.LearntCosts:
     return admin.LearntCosts(
-        role=link.ROLE_PREFILL if role is Role.PREFILL else link.ROLE_DECODE,
+        role=link.ROLE_PREFILL if kind.role is Role.PREFILL else link.ROLE_DECODE,
+        device=kind.device,
+        layout=layout_to_proto(kind.layout),
         prefill_step_s=costs.prefill.step_s,
         prefill_token_s=costs.prefill.each_s,
         prefill_work_s=costs.prefill.context_s,

@@ -5,7 +5,6 @@ One outlook serves both ways to give it the request: by a hand-off, once the pro
 
 from math import exp
 
-from pdserve.router.events import Role
 from pdserve.router.forecast import Forecast, Prompt, uncached
 from pdserve.router.view import WorkerView
 from pdserve.values import value
@@ -29,7 +28,7 @@ class Outlook:
     def __init__(self, forecast: Forecast, worker: WorkerView, prompt: Prompt, later: tuple[float, float]) -> None:
         """`later`: how many tokens the request will take part in, and the present moment."""
         num_all, width, output_tokens = worker.num_sequences, prompt.num_sequences, forecast.output_tokens
-        costs = forecast.costs[Role.DECODE]
+        costs = forecast.costs.of(worker)
         self.worker = worker
         self._forecast = forecast
         self._costs = costs

@@ -38,6 +38,7 @@ from pdserve.sampling import SamplingParams
 from pdserve.token_ids import to_wire
 
 MAX_WORKER_ID_BYTES = 128
+MAX_DEVICE_BYTES = 128
 _NO_NUMBER = bytes(kvevents.SEQUENCE_BYTES)  # a stream has no gaps
 _UNKNOWN_LAYOUT = KvLayout("", 0, 0, 0, 0, "")  # of a worker that loads: nothing is placed on it
 
@@ -132,6 +133,8 @@ def _registration(told: link.Register) -> Registration:
         raise ProtocolError(f"register.role: {told.role} is unknown")
     if not 0 < len(told.worker_id.encode()) <= MAX_WORKER_ID_BYTES:
         raise ProtocolError(f"register.worker_id: has to be of 1 to {MAX_WORKER_ID_BYTES} bytes")
+    if len(told.device.encode()) > MAX_DEVICE_BYTES:
+        raise ProtocolError(f"register.device: {len(told.device.encode())} bytes, {MAX_DEVICE_BYTES} are allowed")
     if told.incarnation == 0:
         raise ProtocolError("register.incarnation: 0 stands for unknown")
     if told.ready and not (told.max_num_seqs and told.max_model_len):
@@ -151,6 +154,7 @@ def _registration(told: link.Register) -> Registration:
         max_num_batched_tokens=told.max_num_batched_tokens,
         host=told.host,
         age_s=told.age_ms / 1000,
+        device=told.device,
     )
 
 

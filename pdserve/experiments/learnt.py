@@ -13,8 +13,8 @@ _LINK = LinkFields(bytes_per_s=2e9, latency_s=0.005)  # where hand-offs tell not
 
 def learnt_profile(status: admin.ClusterStatus, source: str) -> Profile:
     """Return a profile of a cluster; ConfigError where its router has seen too few steps."""
-    costs = {told.role: told for told in status.costs}
-    prefill, decode = costs[link.ROLE_PREFILL], costs[link.ROLE_DECODE]
+    prefill = _most_seen(status, link.ROLE_PREFILL)
+    decode = _most_seen(status, link.ROLE_DECODE)
     if prefill.num_prefill_steps < _ENOUGH_STEPS or decode.num_decode_steps < _ENOUGH_STEPS:
         raise ConfigError(
             f"profile: the router has seen {prefill.num_prefill_steps} prefill and {decode.num_decode_steps} decode "
@@ -25,6 +25,7 @@ def learnt_profile(status: admin.ClusterStatus, source: str) -> Profile:
     token_bytes = 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * _DTYPE_BYTES[layout.dtype]
     return Profile(
         model=status.model,
+        device=" + ".join(dict.fromkeys(filter(None, (prefill.device, decode.device)))),
         source=source,
         kv_bytes_per_token=token_bytes,
         link=_LINK,
@@ -43,6 +44,12 @@ def learnt_profile(status: admin.ClusterStatus, source: str) -> Profile:
             )
         ],
     )
+
+
+def _most_seen(status: admin.ClusterStatus, role: "link.Role.ValueType") -> admin.LearntCosts:
+    """Return what was learnt of the kind of a role's workers of which most steps were seen."""
+    kinds = [costs for costs in status.costs if costs.role == role]
+    return max(kinds, key=lambda c: c.num_prefill_steps + c.num_decode_steps, default=admin.LearntCosts(role=role))
 
 
 def _decode(learnt: admin.LearntCosts) -> list[DecodeFields]:

@@ -1,4 +1,4 @@
-"""A worker pool's performance, learnt from its step reports. Pure.
+"""Performance of workers of one kind, learnt from their step reports. Pure.
 
 Used by the router for each prediction, and by whoever plans capacity.
 """
@@ -25,7 +25,7 @@ _UNKNOWN_DECODE = Curve(0.01, 1e-4, 1e-7)
 
 
 class LearntCosts:
-    """Step times of the workers of one pool."""
+    """Step times of workers that are alike."""
 
     def __init__(self, start: StepCosts | None = None) -> None:
         first = (start or UNKNOWN).prefill

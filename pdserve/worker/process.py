@@ -28,6 +28,7 @@ from pdserve.telemetry import configure_logging
 from pdserve.worker import wire
 from pdserve.worker.boot import Engine, build_engine, open_model
 from pdserve.worker.cached_pages import CachedPages
+from pdserve.worker.device_name import device_name
 from pdserve.worker.ending import end_dismissed
 from pdserve.worker.isolating import Isolating
 from pdserve.worker.kv_feed import KvFeed
@@ -94,7 +95,7 @@ async def serve_worker(config: WorkerConfig, role: "link.Role.ValueType", assemb
         links = Links(config.routers, identity.secret, register, ear.hear, end_dismissed)
         linking = group.create_task(links.run(), name="links")
         engine = await thread.call(_load, config, identity, _Progress(links, register))
-        _describe(engine, register)
+        _describe(engine, config.device, register)
 
         steps = Isolating(engine.runner.run)
 
@@ -228,8 +229,9 @@ def _load(config: WorkerConfig, identity: Identity, progress: _Progress) -> Engi
     return build_engine(config, open_model(config), identity.secret, progress.tell)
 
 
-def _describe(engine: Engine, register: link.Register) -> None:
+def _describe(engine: Engine, device: str, register: link.Register) -> None:
     register.model = engine.model_name
+    register.device = device_name(device)
     register.num_pages = engine.scheduler.cache.pool.num_pages
     register.max_model_len = engine.scheduler.limits.max_model_len
     register.layout.CopyFrom(layout_to_proto(engine.layout))

@@ -291,8 +291,9 @@ Global___ClusterStatus: _TypeAlias = ClusterStatus  # noqa: Y015
 
 @_typing.final
 class LearntCosts(_message.Message):
-    """Seconds of a pool's steps. A prefill step takes step + token * tokens + work * attention work (a prompt of n tokens
-    has n * n), a decode step step + sequence * sequences + kv_token * KV tokens read.
+    """Seconds of the steps of one kind of workers: of a role, a device and a layout. A prefill step takes step + token *
+    tokens + work * attention work (a prompt of n tokens has n * n), a decode step step + sequence * sequences + kv_token *
+    KV tokens read.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -311,8 +312,10 @@ class LearntCosts(_message.Message):
     PREFILL_ERROR_FIELD_NUMBER: _builtins.int
     DECODE_ERROR_FIELD_NUMBER: _builtins.int
     DECODE_BATCHES_FIELD_NUMBER: _builtins.int
+    DEVICE_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
     role: _link_pb2.Role.ValueType
-    """Which pool."""
+    """What these workers do."""
     prefill_step_s: _builtins.float
     """Of a step that computes prompts, whatever it computes."""
     prefill_token_s: _builtins.float
@@ -337,9 +340,15 @@ class LearntCosts(_message.Message):
     """Mean of |predicted - seen| / seen over the last prefill steps."""
     decode_error: _builtins.float
     """The same over the last decode steps."""
+    device: _builtins.str
+    """What these workers compute on, as they registered."""
     @_builtins.property
     def decode_batches(self) -> _containers.RepeatedCompositeFieldContainer[Global___LearntBatches]:
         """Decode steps by the size of the batch, smallest first. Empty: none were seen."""
+
+    @_builtins.property
+    def layout(self) -> _link_pb2.KvLayout:
+        """Layout of their pages."""
 
     def __init__(
         self,
@@ -358,10 +367,12 @@ class LearntCosts(_message.Message):
         prefill_error: _builtins.float = ...,
         decode_error: _builtins.float = ...,
         decode_batches: _abc.Iterable[Global___LearntBatches] | None = ...,
+        device: _builtins.str = ...,
+        layout: _link_pb2.KvLayout | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_batches", b"decode_batches", "decode_error", b"decode_error", "decode_kv_token_s", b"decode_kv_token_s", "decode_sequence_s", b"decode_sequence_s", "decode_slowdown", b"decode_slowdown", "decode_step_s", b"decode_step_s", "num_decode_steps", b"num_decode_steps", "num_prefill_steps", b"num_prefill_steps", "prefill_error", b"prefill_error", "prefill_slowdown", b"prefill_slowdown", "prefill_step_s", b"prefill_step_s", "prefill_token_s", b"prefill_token_s", "prefill_work_s", b"prefill_work_s", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_batches", b"decode_batches", "decode_error", b"decode_error", "decode_kv_token_s", b"decode_kv_token_s", "decode_sequence_s", b"decode_sequence_s", "decode_slowdown", b"decode_slowdown", "decode_step_s", b"decode_step_s", "device", b"device", "layout", b"layout", "num_decode_steps", b"num_decode_steps", "num_prefill_steps", b"num_prefill_steps", "prefill_error", b"prefill_error", "prefill_slowdown", b"prefill_slowdown", "prefill_step_s", b"prefill_step_s", "prefill_token_s", b"prefill_token_s", "prefill_work_s", b"prefill_work_s", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -93,6 +93,17 @@ def test_a_learnt_profile_keeps_what_each_size_of_batch_costs() -> None:
     assert [costs.decode_curve(size).step_s for size in (1, 3, 7, 8, 100)] == [0.01, 0.03, 0.03, 0.04, 0.04]
 
 
+def test_a_learnt_profile_is_of_the_kind_of_workers_of_which_most_was_seen() -> None:
+    told = status(100)
+    told.costs[0].device = "GPU A"
+    told.costs.add(
+        role=link.ROLE_PREFILL, device="GPU B", prefill_step_s=0.5, prefill_token_s=0.1, num_prefill_steps=30
+    )
+    profile = learnt_profile(told, "a test")
+    assert profile.device == "GPU A"
+    assert profile.configuration(1).costs().prefill == Curve(0.02, 0.0007, 1e-7)
+
+
 def test_no_profile_is_made_of_a_router_that_has_seen_too_little() -> None:
     with pytest.raises(ConfigError, match="the router has seen 3 prefill and 3 decode steps; 20 of each"):
         learnt_profile(status(3), "a test")

@@ -169,4 +169,4 @@ def test_a_stranger_with_reflection_alone_gets_a_streamed_answer(pair: LiveClust
 
 def num_prefill_steps(status: admin.ClusterStatus) -> int:
     """Return how many steps prefill workers have told of, each with its tokens: none of an ended request is missing."""
-    return next(costs.num_prefill_steps for costs in status.costs if costs.role == link.ROLE_PREFILL)
+    return sum(costs.num_prefill_steps for costs in status.costs if costs.role == link.ROLE_PREFILL)

@@ -14,7 +14,6 @@ from pdserve.router.events import (
     LinkLost,
     PairMeasured,
     Place,
-    Role,
     StepReported,
     Tick,
 )
@@ -180,7 +179,7 @@ def test_a_prefix_leads_to_the_worker_that_holds_it(policy: str) -> None:
     cluster = Cluster(policy, workers="p0 p1 p2 d0")
     prefix = list(range(2048))
     home = placed(cluster.arrive(tokens=[*prefix, 1])).prefill
-    cluster.forecast.costs[Role.PREFILL].observe(Step(100, 10_000), 0.03, cluster.now_s)
+    cluster.teach()
     for worker in cluster.core.workers:
         for key in tuple(worker.shares):
             worker.prefilled(key, 0.0)

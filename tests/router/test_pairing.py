@@ -5,7 +5,7 @@ from collections import Counter
 from goodput_cluster import LAYOUT, Cluster, placed
 
 from pdserve.ids import WorkerId
-from pdserve.router.events import PairMeasured, Place, Role
+from pdserve.router.events import PairMeasured, Place
 from pdserve.router.forecast import Prompt
 
 
@@ -58,7 +58,7 @@ def test_a_slow_way_is_not_done_when_the_last_chunk_is() -> None:
     measured(cluster, "p0", "d0", 1e5)
     prompt = Prompt(3000, 1, {})
     token_bytes = LAYOUT.page_bytes / LAYOUT.page_size
-    whole_s, compute_s = 3000 * token_bytes / 1e5, 2000 * cluster.forecast.costs[Role.PREFILL].prefill.each_s
+    whole_s, compute_s = 3000 * token_bytes / 1e5, 2000 * cluster.forecast.costs.of(prefill).prefill.each_s
     assert whole_s - compute_s < cluster.forecast.handoff_s(prefill, decode, prompt) <= whole_s
     held = Prompt(3000, 1, {decode.link: 2900})
     assert cluster.forecast.handoff_s(prefill, decode, held) < 0.05 * whole_s

@@ -1,0 +1,73 @@
+"""Workers of one role, device and layout share what is learnt of their steps, and no others do."""
+
+from dataclasses import replace
+
+from goodput_cluster import Cluster, placed
+
+from pdserve.ids import Incarnation, WorkerId
+from pdserve.perfmodel.curve import Step
+from pdserve.router.costs import MAX_KINDS
+from pdserve.router.events import LinkId, LinkLost, StepReported, WorkerRegistered
+from pdserve.router.view import WorkerView
+
+
+def attach(cluster: Cluster, name: str, device: str) -> WorkerView:
+    """Attach a worker like another of its role, but for its device."""
+    like = next(worker for worker in cluster.core.workers if worker.name[0] == name[0])
+    link = cluster.links[name] = LinkId(len(cluster.links) + 1)
+    told = replace(like.registration, worker_id=WorkerId(name), incarnation=Incarnation(link), device=device)
+    cluster.post(WorkerRegistered(link, told))
+    return cluster.core.workers.known(link)
+
+
+def compute(cluster: Cluster, worker: WorkerView, factor: float) -> None:
+    """Report steps that take so many times as long as 20 ms and 0.1 ms for each token."""
+    for i in range(64):
+        tokens = 100 + 10 * i
+        seconds = factor * (0.02 + 1e-4 * tokens)
+        cluster.post(StepReported(worker.link, [], Step(tokens, tokens**2), seconds))
+
+
+def test_a_slow_device_in_a_pool_has_a_curve_of_its_own() -> None:
+    cluster = Cluster(workers="p0 d0", knows=False)
+    fast, slow = attach(cluster, "p1", "fast"), attach(cluster, "p2", "slow")
+    for _ in range(3):
+        compute(cluster, fast, 1.0)
+        compute(cluster, slow, 3.0)
+    forecast = cluster.forecast
+    assert abs(forecast.costs.of(fast).prefill_s(1000, 0, 1024) - 0.12) < 0.01
+    assert abs(forecast.costs.of(slow).prefill_s(1000, 0, 1024) - 0.36) < 0.03
+    again = attach(cluster, "p3", "slow")
+    assert forecast.costs.of(again) is forecast.costs.of(slow)
+    cluster.post(LinkLost(cluster.links["p0"], "gone"))
+    cluster.post(LinkLost(cluster.links["p2"], "gone"))
+    cluster.post(LinkLost(cluster.links["p3"], "gone"))
+    assert placed(cluster.arrive(1000)).prefill is not None
+    assert attach(cluster, "p4", "slow") is not None
+    place = placed(cluster.arrive(1000))
+    assert place.prefill is not None
+    assert place.prefill.worker_id == "p1", "it waits for one prompt there, and is done sooner"
+
+
+def test_what_is_learnt_of_a_kind_outlives_its_workers_and_kinds_are_bounded() -> None:
+    cluster = Cluster(workers="p0 d0", knows=False)
+    slow = attach(cluster, "p1", "slow")
+    compute(cluster, slow, 3.0)
+    learnt = cluster.forecast.costs.of(slow)
+    cluster.post(LinkLost(slow.link, "gone"))
+    assert cluster.forecast.costs.of(attach(cluster, "p2", "slow")) is learnt
+    for number in range(2 * MAX_KINDS):
+        worker = attach(cluster, f"p{3 + number}", f"device {number}")
+        compute(cluster, worker, 1.0)
+        cluster.post(LinkLost(worker.link, "gone"))
+    assert len(cluster.forecast.costs.kinds()) <= MAX_KINDS + 1
+    assert cluster.forecast.costs.of(cluster.core.workers.known(cluster.links["p2"])) is learnt
+
+
+def test_what_a_better_worker_could_do_idle_is_not_called_impossible() -> None:
+    cluster = Cluster(workers="p0 d0")
+    slow = attach(cluster, "p1", "slow")
+    compute(cluster, slow, 3.0)
+    for _ in range(8):
+        placed(cluster.arrive(1000))
+    assert "cannot be met here" not in str(cluster.arrive(1000, ttft_s=0.2))
