@@ -33,6 +33,7 @@ from pdserve.kvtransfer.lease import Leases
 from pdserve.kvtransfer.session import Capsule, HandoffKey, Peer
 from pdserve.worker.admission import refusal
 from pdserve.worker.audit import Auditor, Claim
+from pdserve.worker.draining import Draining
 from pdserve.worker.load import Taken, load_of
 from pdserve.worker.words import (
     BEAT_S,
@@ -67,8 +68,7 @@ class DecodeCore:
         self._ungranted: list[Task] = []  # wait for pages, most urgent first
         self._inbound: dict[HandoffKey, Inbound] = {}
         self._leases = Leases(rules.lease_s)
-        self._draining = False
-        self._drain_reason = ""
+        self._draining = Draining(rules.max_quarantined_share)
         self._num_digest_mismatches = 0
         self._auditor = Auditor(scheduler.cache.pool)
         self._taken = Taken()
@@ -79,7 +79,7 @@ class DecodeCore:
 
     @property
     def drained(self) -> bool:
-        return self._draining and not self._tasks
+        return self._draining.is_on and not self._tasks
 
     def num_granted_to(self, peer: Peer) -> int:
         """Return how many grants of a peer are open: it may write into their pages."""
@@ -101,8 +101,8 @@ class DecodeCore:
             parts=self._taken.parts((task.router, task.part) for task in self._tasks.values()),
             num_handoffs=len(self._inbound),
             num_digest_mismatches=self._num_digest_mismatches,
-            draining=self._draining,
-            drain_reason=self._drain_reason,
+            draining=self._draining.is_on,
+            drain_reason=self._draining.reason,
         )
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
@@ -164,7 +164,7 @@ class DecodeCore:
                 self._auditor.look(self.claims(), now_s, idle=self.idle)
                 return ended + self._leave_if_too_much_is_quarantined()
             case DrainAsked():
-                self._draining = True
+                self._draining.ask()
                 return []
             case DigestsChecked(key, mismatch):
                 inbound = self._inbound.get(key)
@@ -194,8 +194,9 @@ class DecodeCore:
         reason = refusal(self._scheduler, job, self._vocab_size)
         if reason is not None:
             return [Failed(placed.router, key, FailureCode.INVALID, reason)]
-        if self._draining or len(self._tasks) >= self._rules.max_tasks or key in self._tasks or key in self._inbound:
-            why = "draining" if self._draining else f"{len(self._tasks)} of {self._rules.max_tasks} requests"
+        is_full = len(self._tasks) >= self._rules.max_tasks
+        if self._draining.is_on or is_full or key in self._tasks or key in self._inbound:
+            why = "draining" if self._draining.is_on else f"{len(self._tasks)} of {self._rules.max_tasks} requests"
             return [Failed(placed.router, key, FailureCode.OVERLOADED, why)]
         order = self._taken.add(placed.router, job, computes=placed.peer is None)
         task = Task(placed.router, job, placed.deadline_s, order, placed.peer)
@@ -235,16 +236,14 @@ class DecodeCore:
         return commands
 
     def _leave_if_too_much_is_quarantined(self) -> list[Command]:
-        """Drain once too few pages are left to be of use: the end of this process is proof for all of them."""
+        """Drain once too few pages are left to be of use, and give back what waits for pages."""
         pool = self._scheduler.cache.pool
-        if self._draining or pool.num_quarantined <= self._rules.max_quarantined_share * pool.num_pages:
+        if not self._draining.look(pool.num_quarantined, pool.num_pages):
             return []
-        self._draining = True
-        self._drain_reason = f"{pool.num_quarantined} of {pool.num_pages} pages are quarantined"
         refused = list(self._ungranted)
         for task in refused:
             self._forget(task)
-        return [Failed(task.router, task.key, FailureCode.OVERLOADED, self._drain_reason) for task in refused]
+        return [Failed(task.router, task.key, FailureCode.OVERLOADED, self._draining.reason) for task in refused]
 
     def _tell_all(self, peer: Peer, event: receiver.Event, now_s: float) -> list[Command]:
         concerned = [i for i in self._inbound.values() if i.peer == peer]

@@ -94,6 +94,13 @@ class WorkerConfig(ProcessConfig):
     stalled_step_s: float = Field(
         600.0, ge=1.0, description="Seconds a step may take; a worker whose step hangs for longer ends its process."
     )
+    max_quarantined_share: float = Field(
+        0.5,
+        gt=0.0,
+        le=1.0,
+        description="Share of the pages in quarantine, for lost peers may still write or read them, above which this "
+        "worker drains and exits.",
+    )
     kv_events_endpoint: str | None = Field(
         None, description="Where KV events are published over ZMQ in vLLM's format: tcp://host:port or ipc://path."
     )
@@ -150,9 +157,6 @@ class DecodeWorkerConfig(WorkerConfig):
         ge=1.5,  # three beats of a worker
         le=3600.0,
         description="Seconds after which a prefill worker that says nothing loses what it was granted.",
-    )
-    max_quarantined_share: float = Field(
-        0.5, gt=0.0, le=1.0, description="Share of the pages in quarantine above which this worker drains and exits."
     )
     digests: Literal["always", "sampled", "off"] = Field(
         "always", description="Of which hand-offs page digests are checked; sampled: of one in sixteen."

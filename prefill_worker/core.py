@@ -31,8 +31,10 @@ from pdserve.prefill_worker.redialling import Redialling
 from pdserve.prefill_worker.tasks import Task, key_of
 from pdserve.worker.admission import refusal
 from pdserve.worker.audit import Auditor, Claim
+from pdserve.worker.draining import Draining
 from pdserve.worker.load import Taken, load_of, waiting
 from pdserve.worker.words import (
+    BEAT_S,
     Cancelled,
     DrainAsked,
     Failed,
@@ -50,7 +52,9 @@ from pdserve.worker.words import (
 
 
 class PrefillCore:
-    def __init__(self, scheduler: Scheduler, vocab_size: int, page_bytes: int, max_tasks: int) -> None:
+    def __init__(
+        self, scheduler: Scheduler, vocab_size: int, page_bytes: int, max_tasks: int, max_quarantined_share: float
+    ) -> None:
         self._scheduler = scheduler
         self._vocab_size = vocab_size
         self._page_bytes = page_bytes
@@ -60,7 +64,8 @@ class PrefillCore:
         self._backlog = Backlog(scheduler)
         self._redialling = Redialling()
         self._order = 0
-        self._draining = False
+        self._draining = Draining(max_quarantined_share)
+        self._ticked_s = 0.0
         self._auditor = Auditor(scheduler.cache.pool)
         self._taken = Taken()
 
@@ -70,7 +75,8 @@ class PrefillCore:
 
     @property
     def drained(self) -> bool:
-        return self._draining and self.idle
+        """Whether nothing is left to wait for: copies to peers that may be frozen end with this process."""
+        return self._draining.is_on and all(task.is_stuck for task in self._tasks.values())
 
     def claims(self) -> tuple[Claim, ...]:
         """Return the pages of everything that goes on."""
@@ -78,14 +84,17 @@ class PrefillCore:
         return (Claim(held=self._scheduler.leaving), *tasks)
 
     def load(self) -> Load:
-        load = load_of(self._scheduler, self._auditor)
+        load, num_quarantined = load_of(self._scheduler, self._auditor), self._num_quarantined()
         present = ((t.router, Part(0, 0, 0, *waiting(t.sequence))) for t in self._tasks.values() if not t.ended)
         return replace(
             load,
+            pages_held=load.pages_held - num_quarantined,
+            pages_quarantined=num_quarantined,
             num_waiting=load.num_waiting + self._backlog.num_waiting,
             waiting_tokens=load.waiting_tokens + self._backlog.waiting_tokens,
             num_handoffs=len(self._tasks),
-            draining=self._draining,
+            draining=self._draining.is_on,
+            drain_reason=self._draining.reason,
             parts=self._taken.parts(present),
         )
 
@@ -119,9 +128,10 @@ class PrefillCore:
                 late = (k for k, t in self._tasks.items() if t.deadline_s < now_s)
                 self._auditor.look(self.claims(), now_s, idle=self.idle)
                 commands += self._give_up(late, "deadline")
-                return commands + self._absent.expire(now_s) + self._redialling.dial(now_s)
+                commands += self._absent.expire(now_s) + self._redialling.dial(now_s)
+                return commands + self._leave_if_too_much_is_quarantined(now_s)
             case DrainAsked():
-                self._draining = True
+                self._draining.ask()
                 return []
             case PeerAttached(peer):
                 self._redialling.attached(peer)
@@ -182,8 +192,8 @@ class PrefillCore:
         reason = refusal(self._scheduler, job, self._vocab_size)
         if reason is not None:
             return [Failed(placed.router, key, FailureCode.INVALID, reason)]
-        if self._draining or len(self._tasks) >= self._max_tasks or key in self._tasks:
-            why = "draining" if self._draining else f"{len(self._tasks)} of {self._max_tasks} requests"
+        if self._draining.is_on or len(self._tasks) >= self._max_tasks or key in self._tasks:
+            why = "draining" if self._draining.is_on else f"{len(self._tasks)} of {self._max_tasks} requests"
             return [Failed(placed.router, key, FailureCode.OVERLOADED, why)]
         if self._absent.is_closed(placed.peer, key):
             return [Failed(placed.router, key, FailureCode.PEER_LOST, "its grant was given back before it was placed")]
@@ -214,6 +224,23 @@ class PrefillCore:
         """Start no more copies under leases that have lapsed: this process was frozen."""
         tasks = list(self._tasks.values())
         return [c for task in tasks for c in self._advance(task, sender.FellSilent(silent_s), now_s)]
+
+    def _num_quarantined(self) -> int:
+        """Return how many pages copies may read that do not stop."""
+        return len({page for task in self._tasks.values() if task.is_stuck for page in task.sequence.pages})
+
+    def _leave_if_too_much_is_quarantined(self, now_s: float) -> list[Command]:
+        """Drain once too few pages are left to be of use, and give back what waits for pages."""
+        awake_s = min(now_s - self._ticked_s, 2 * BEAT_S)  # more than that is this process's own silence
+        self._ticked_s = now_s
+        for task in self._tasks.values():
+            task.wait_for_copies(awake_s)
+        if not self._draining.look(self._num_quarantined(), self._scheduler.cache.pool.num_pages):
+            return []
+        refused = [task for task in self._tasks.values() if not task.sequence.pages and not task.ended]
+        reason, code = self._draining.reason, FailureCode.OVERLOADED
+        failed: list[Command] = [Failed(task.router, task.key, code, reason) for task in refused]
+        return failed + self._give_up([task.key for task in refused], reason)
 
     def _announce(self, task: Task, now_s: float) -> list[Command]:
         """Tell the hand-off about pages that have become final: full ones, and at the end the last one."""

@@ -57,7 +57,8 @@ async def assemble(
     """Set up what a prefill worker consists of, and take it down again."""
     copies = Copies(inbox)
     mover = build_mover(config, identity.peer, kv_region(engine), copies.stopped, identity.secret)
-    core = PrefillCore(engine.scheduler, engine.vocab_size, engine.layout.page_bytes, MAX_WORKER_TASKS)
+    share = config.max_quarantined_share
+    core = PrefillCore(engine.scheduler, engine.vocab_size, engine.layout.page_bytes, MAX_WORKER_TASKS, share)
 
     async def hear(news: FromReceivers) -> None:
         await inbox.offer(_event(news))

@@ -7,6 +7,8 @@ from pdserve.kvtransfer import sender
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.worker.words import RouterRef
 
+STUCK_S = 10.0  # until copies that do not stop count as those to a frozen peer; a peer is lost after 4 s
+
 
 @dataclass(slots=True, eq=False)
 class Task:
@@ -26,6 +28,17 @@ class Task:
     dropped: set[int] = field(default_factory=set)  # continuations cancelled one by one
     sendable_s: float = 0.0  # when the last page was final, or its room known
     ended: bool = False  # its end was reported, or nobody wants it
+    draining_s: float = 0.0  # given up, and waiting for its copies to stop
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether its copies do not stop: their peer may be frozen, and its pages come back with one process's end."""
+        return self.draining_s >= STUCK_S
+
+    def wait_for_copies(self, seconds: float) -> None:
+        """Note that time has passed."""
+        if self.sender.state is sender.State.DRAINING:
+            self.draining_s += seconds
 
     def drop(self, cancelled: tuple[int, ...]) -> bool:
         """Note that these continuations (none named: all) are not wanted; return whether none is any more."""

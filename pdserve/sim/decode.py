@@ -26,12 +26,11 @@ from pdserve.sim.mover import digest
 from pdserve.sim.network import End, Network
 from pdserve.sim.prefill import Alive, Hello
 from pdserve.sim.process import Process
-from pdserve.sim.worker import Size, WorkerProcess
+from pdserve.sim.worker import MAX_QUARANTINED_SHARE, Size, WorkerProcess
 from pdserve.sim.world import ViolationError
 from pdserve.worker.words import Failed, PeerGone, Placed, Progress, Tokens
 
 DIGEST_S = 0.0003
-MAX_QUARANTINED_SHARE = 0.5
 LAPSE_S = 1.1  # from a lease's end until it is noticed: a tick, and one that was late
 
 

@@ -24,7 +24,7 @@ from pdserve.proto.v1 import link_pb2 as link
 from pdserve.sim.mover import Host, Mover
 from pdserve.sim.network import End, Network
 from pdserve.sim.process import Process
-from pdserve.sim.worker import Size, WorkerProcess
+from pdserve.sim.worker import MAX_QUARANTINED_SHARE, Size, WorkerProcess
 from pdserve.sim.world import ViolationError
 from pdserve.worker.words import Failed, Placed, Progress, Tokens
 
@@ -74,7 +74,9 @@ class PrefillProcess(WorkerProcess[Event, Command]):
         find: FindPeer,
     ) -> None:
         super().__init__(network, name, incarnation, link.ROLE_PREFILL, size)
-        self.core = PrefillCore(self.scheduler, size.vocab_size, self.runner.page_bytes, size.max_tasks)
+        self.core = PrefillCore(
+            self.scheduler, size.vocab_size, self.runner.page_bytes, size.max_tasks, MAX_QUARANTINED_SHARE
+        )
         self.mover = Mover(self, self.memory, network, find, self.offer)
         self._find_decode = find_decode
         self._streams: dict[Peer, Dialled] = {}

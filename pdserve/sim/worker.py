@@ -48,6 +48,7 @@ from pdserve.worker.words import (
 if TYPE_CHECKING:
     from pdserve.worker.link import Links
 
+MAX_QUARANTINED_SHARE = 0.5
 CHECK_EVERY = 64  # turns of the loop between two looks at all pages
 MODEL = "chain-of-hashes"
 

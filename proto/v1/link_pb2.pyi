@@ -494,7 +494,7 @@ class Heartbeat(_message.Message):
     pages_granted: _builtins.int
     """Pages reserved for hand-offs on their way."""
     pages_quarantined: _builtins.int
-    """Pages that may still be written by a lost peer."""
+    """Pages that a lost peer may still write; on a prefill worker, that copies to a lost peer may still read."""
     pages_cached: _builtins.int
     """Free pages that hold a cached prefix."""
     num_running: _builtins.int

@@ -43,7 +43,7 @@ class Prefill:
     """A prefill worker's core with an engine under it."""
 
     def __init__(self, num_pages: int = 32, max_model_len: int = 32) -> None:
-        self.core = PrefillCore(scheduler(num_pages, max_model_len), VOCAB, 16, 64)
+        self.core = PrefillCore(scheduler(num_pages, max_model_len), VOCAB, 16, 64, 0.5)
         self.runner = FakeRunner(num_pages, PAGE_SIZE, VOCAB)
 
     def handle(self, event: prefill.Event, now_s: float = 0.0) -> list[prefill.Command]:

@@ -87,7 +87,7 @@ def job(number: int, num_tokens: int = 20) -> Job:
 
 def test_a_page_that_leaks_from_a_real_worker_is_told_with_its_load() -> None:
     pages = scheduler()
-    core = PrefillCore(pages, 997, 64, 8)
+    core = PrefillCore(pages, 997, 64, 8, 0.5)
     assert pages.cache.take(2) is not None
     core.handle(Ticked(), 1.0)
     assert core.load().pages_leaked == 2
@@ -95,7 +95,7 @@ def test_a_page_that_leaks_from_a_real_worker_is_told_with_its_load() -> None:
 
 def test_pages_of_a_request_cancelled_in_mid_step_are_not_leaked() -> None:
     pages = scheduler()
-    core, runner = PrefillCore(pages, 997, 64, 8), FakeRunner(16, 4, 997)
+    core, runner = PrefillCore(pages, 997, 64, 8, 0.5), FakeRunner(16, 4, 997)
     core.handle(Placed(ROUTER, job(1), 1e9, None), 0.0)
     plan = core.plan(0.0)
     assert plan is not None

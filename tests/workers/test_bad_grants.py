@@ -27,7 +27,7 @@ class Worker:
         limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64, eos_token_ids=frozenset())
         self.scheduler = Scheduler(KvCache(NUM_PAGES, PAGE_SIZE, None), limits)
         self.runner = FakeRunner(NUM_PAGES, PAGE_SIZE, VOCAB)
-        self.core = PrefillCore(self.scheduler, VOCAB, self.runner.page_bytes, 8)
+        self.core = PrefillCore(self.scheduler, VOCAB, self.runner.page_bytes, 8, 0.5)
 
     def place(self, number: int, num_tokens: int) -> list[Command]:
         key = key_of(number)

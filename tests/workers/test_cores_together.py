@@ -53,7 +53,7 @@ class Pair:
         self.p_scheduler, self.d_scheduler = scheduler(self.prefill_pages), scheduler(self.decode_pages)
         self.p_runner = FakeRunner(self.prefill_pages, PAGE_SIZE, VOCAB)
         self.d_runner = FakeRunner(self.decode_pages, PAGE_SIZE, VOCAB)
-        self.p = PrefillCore(self.p_scheduler, VOCAB, self.p_runner.page_bytes, 64)
+        self.p = PrefillCore(self.p_scheduler, VOCAB, self.p_runner.page_bytes, 64, 0.5)
         self.d = DecodeCore(self.d_scheduler, VOCAB, b"secret", default_rules())
         self.attached = False
 

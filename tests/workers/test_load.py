@@ -43,7 +43,7 @@ def step(core: PrefillCore | DecodeCore) -> None:
 
 
 def test_each_router_learns_what_the_others_wait_for_on_a_prefill_worker() -> None:
-    core = PrefillCore(scheduler(), VOCAB, 64, 8)
+    core = PrefillCore(scheduler(), VOCAB, 64, 8, 0.5)
     core.handle(Placed(OURS, job(1, 10), 1e9, PEER, "host:1"), 0.0)
     core.handle(Placed(THEIRS, job(2, 30), 1e9, PEER, "host:1"), 0.0)
     load = core.load()

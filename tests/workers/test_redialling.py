@@ -17,7 +17,7 @@ from pdserve.worker.words import BEAT_S, Cancelled, Placed, RouterRef, Ticked
 @pytest.fixture
 def core() -> PrefillCore:
     limits = Limits(max_num_seqs=8, max_num_batched_tokens=8, max_model_len=64, eos_token_ids=frozenset())
-    return PrefillCore(Scheduler(KvCache(32, 4, None), limits), 100, 4, 8)
+    return PrefillCore(Scheduler(KvCache(32, 4, None), limits), 100, 4, 8, 0.5)
 
 
 def meet(core: PrefillCore, number: int, *, again: bool = False) -> Peer:

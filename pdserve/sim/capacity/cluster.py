@@ -254,7 +254,7 @@ class SimCluster:
         )
         scheduler = LeapingScheduler(KvCache(num_pages, self._page_size, names), limits, self._lengths.__getitem__)
         core: PrefillCore | DecodeCore = (
-            PrefillCore(scheduler, VOCAB_SIZE, self._page_bytes, MAX_TASKS)
+            PrefillCore(scheduler, VOCAB_SIZE, self._page_bytes, MAX_TASKS, RULES.max_quarantined_share)
             if is_prefill
             else DecodeCore(scheduler, VOCAB_SIZE, b"simulated", RULES)
         )
