@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import nixl_cu12._bindings as nixl
 import numpy as np
 
-from pdserve.errors import InvariantError
+from pdserve.errors import ConfigError, InvariantError
 from pdserve.kvtransfer.backends.faulty import FaultyLane
 from pdserve.kvtransfer.backends.lane import Indices, LaneError, SliceLostError
 from pdserve.kvtransfer.backends.pump import Pump
@@ -51,7 +51,10 @@ class NixlLane:
         """ConfigError where UCX cannot be confined to the network."""
         self._agent = nixl.nixlAgent(agent_name, _agent_config())
         with network.confine(gpu=region.gpu is not None):
-            self._agent.createBackend("UCX", {})
+            try:
+                self._agent.createBackend("UCX", {})
+            except _ERRORS as error:
+                raise ConfigError(f"mover: NIXL cannot start UCX over {network}: {_words(error)}") from error
         segment, gpu = _memory_of(region)
         pages = (region.address, region.num_pages * region.page_bytes, gpu, "")
         probe = (region.probe_address, len(region.probe) * region.page_bytes, gpu, "")

@@ -39,8 +39,9 @@ class Network:
         if self.tcp_only and self.rdma_devices:
             raise ConfigError("handoff_rdma_devices: none can be used where handoff_transport is tcp")
         for device in self.rdma_devices:
-            if not (RDMA_DEVICES / device.partition(":")[0]).exists():
-                raise ConfigError(f"handoff_rdma_devices: this machine has no {device} under {RDMA_DEVICES}")
+            name, _, port = device.partition(":")  # UCX leaves out what it does not know, and says so in its log alone
+            if not (port and (RDMA_DEVICES / name / "ports" / port).is_dir()):
+                raise ConfigError(f"handoff_rdma_devices: {device} names no device:port under {RDMA_DEVICES}")
         addresses = self._addresses()
         interfaces = [name for name, owned in _interfaces().items() if not owned.isdisjoint(addresses)]
         if not interfaces:

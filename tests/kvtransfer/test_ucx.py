@@ -1,6 +1,7 @@
 """UCX listens on addresses of the configured host, and nowhere else."""
 
 import socket
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -9,6 +10,7 @@ import pytest
 from pdserve.errors import ConfigError
 from pdserve.ids import WorkerId
 from pdserve.incarnation import new_incarnation
+from pdserve.kvtransfer.backends import ucx
 from pdserve.kvtransfer.backends.nixl import NixlMover
 from pdserve.kvtransfer.backends.ucx import Network, listeners
 from pdserve.kvtransfer.mover import Region
@@ -69,13 +71,32 @@ def test_an_inherited_setting_that_says_the_same_is_left_as_it_is(monkeypatch: p
     [
         (Network("203.0.113.77"), "handoff_host: 203.0.113.77 is no address of this machine"),
         (Network("nowhere.invalid"), "handoff_host: nowhere.invalid: "),
-        (Network(rdma_devices=("mlx5_99:1",)), "handoff_rdma_devices: this machine has no mlx5_99:1"),
+        (Network(rdma_devices=("mlx5_99:1",)), "handoff_rdma_devices: mlx5_99:1 names no device:port"),
         (Network(rdma_devices=("mlx5_0:1",), tcp_only=True), "handoff_rdma_devices: none can be used where"),
     ],
 )
 def test_a_network_that_cannot_be_had_is_refused_by_name(network: Network, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         network.settings()
+
+
+def test_rdma_devices_are_taken_beside_the_interface_of_the_host_if_the_machine_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mlx5_0" / "ports" / "1").mkdir(parents=True)
+    monkeypatch.setattr(ucx, "RDMA_DEVICES", tmp_path)
+    assert Network(rdma_devices=("mlx5_0:1",)).settings()["UCX_NET_DEVICES"] == "lo,mlx5_0:1"
+    for missing in ("mlx5_0:2", "mlx5_0", "mlx5_0:1,mlx5_0:1", ":1"):
+        with pytest.raises(ConfigError, match=f"handoff_rdma_devices: {missing} names no device:port"):
+            Network(rdma_devices=(missing,)).settings()
+
+
+def test_a_port_that_ucx_cannot_have_is_the_operators_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("UCX_TCP_PORT_RANGE", f"{port}-{port}")
+        with pytest.raises(ConfigError, match="mover: NIXL cannot start UCX over Network"):
+            listens_on(Network())
 
 
 def test_what_listens_elsewhere_in_spite_of_the_settings_is_found_and_refused() -> None:
