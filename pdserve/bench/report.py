@@ -4,10 +4,9 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from rich.table import Table
-
 from pdserve.bench.ladder import PARTS
 from pdserve.bench.summary import Percentiles, Slo, Summary
+from pdserve.bench.tables import Comparison
 
 RATES: dict[str, Callable[[Summary], str]] = {
     "seconds": lambda run: f"{run.duration_s:.2f}",
@@ -27,30 +26,22 @@ TIMES: dict[str, Callable[[Summary], Percentiles | None]] = {
 }
 
 
-def table(summaries: Sequence[Summary]) -> Table:
+def table(summaries: Sequence[Summary]) -> Comparison:
     """Return one column a run, one row a quantity."""
-    view = Table()
-    view.add_column("")
-    for run in summaries:
-        view.add_column(run.name, justify="right")
-    for name, rate in RATES.items():
-        view.add_row(name, *(rate(run) for run in summaries))
+    rows = [(name, [rate(run) for run in summaries]) for name, rate in RATES.items()]
     for name, times in TIMES.items():
-        for share in ("p50", "p90", "p99"):
-            view.add_row(f"{name} {share} ms", *(_shown(times(run), share) for run in summaries))
-    return view
+        shares = ("p50", "p90", "p99")
+        rows += [(f"{name} {share} ms", [_shown(times(run), share) for run in summaries]) for share in shares]
+    return Comparison("", [run.name for run in summaries], rows)
 
 
-def parts_table(summaries: Sequence[Summary]) -> Table:
+def parts_table(summaries: Sequence[Summary]) -> Comparison:
     """Return one column a run, one row a part of a request's way from rung to rung."""
-    view = Table(title="from rung to rung, ms: p50 / p90 / p99")
-    view.add_column("")
-    for run in summaries:
-        view.add_column(run.name, justify="right")
+    rows = []
     for name in PARTS:
-        found = (run.parts_ms.get(name) for run in summaries)
-        view.add_row(name, *("-" if p is None else f"{p.p50:.1f} / {p.p90:.1f} / {p.p99:.1f}" for p in found))
-    return view
+        found = [run.parts_ms.get(name) for run in summaries]
+        rows.append((name, ["-" if p is None else f"{p.p50:.1f} / {p.p90:.1f} / {p.p99:.1f}" for p in found]))
+    return Comparison("from rung to rung, ms: p50 / p90 / p99", [run.name for run in summaries], rows)
 
 
 def as_json(summaries: Sequence[Summary], slo: Slo) -> str:

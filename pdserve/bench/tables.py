@@ -1,22 +1,24 @@
 """Tables that fit where they are printed: a header is never cut.
 
-Where not all columns fit, the least important ones are left out and named below the table. Where not even the most
-important ones fit, each row becomes a block of lines. Output that is no terminal gets every column.
+Where not all columns fit, short headers are used and explained, then the least important columns are left out and named
+below the table. Where not even the most important ones fit, each row becomes a block of lines. Output that is no
+terminal gets every column.
 """
 
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import Literal
 
-from rich import box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
 from rich.text import Text
 
 _UNBOUNDED = 10_000  # columns of output that is no terminal
-_MARGIN = 3  # beside a column: two blanks and a line
+_WRAPPED = 24  # cells that a column whose cells wrap gets at least
+_MARGIN = 2  # blanks between columns
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,8 @@ class Column:
     legend: str = ""  # unit, or what the numbers are
     rank: int = 0  # 0 is never left out; the highest goes first
     is_text: bool = False  # from the left; numbers are aligned at the right
+    short: str = ""  # a header for where there is little room
+    wraps: bool = False  # its cells may take several lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,40 +43,50 @@ class Sheet:
     notes: Sequence[str] = field(default=())
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        shown = self._fitting(options.max_width)
+        every = range(len(self.columns))
+        headers = [column.name for column in self.columns]
+        if self._width(headers, every) > options.max_width:
+            headers = [column.short or column.name for column in self.columns]
+        shown = self._fitting(headers, options.max_width)
+        kept = every if shown is None else shown
         if self.title:
             yield Text(self.title)
         if shown is None:
             yield from self._blocks()
         else:
-            yield self._table(shown)
-        kept = range(len(self.columns)) if shown is None else shown
-        legends = [f"{self.columns[i].name}: {self.columns[i].legend}" for i in kept if self.columns[i].legend]
-        if legends:
+            yield self._table(headers, shown)
+            explained = [f"{headers[i]}: {self.columns[i].name}" for i in kept if headers[i] != self.columns[i].name]
+            if explained:
+                yield Text("; ".join(explained), style="dim")
+        if legends := [f"{self.columns[i].name}: {self.columns[i].legend}" for i in kept if self.columns[i].legend]:
             yield Text("; ".join(legends), style="dim")
         if left_out := [column.name for i, column in enumerate(self.columns) if i not in kept]:
             yield Text(f"not enough room for: {', '.join(left_out)}", style="dim")
         yield from map(Text, self.notes)
 
-    def _fitting(self, width: int) -> list[int] | None:
+    def _width(self, headers: Sequence[str], shown: Sequence[int]) -> int:
+        return sum(_MARGIN + self._column_width(headers, place) for place in shown) - _MARGIN
+
+    def _column_width(self, headers: Sequence[str], place: int) -> int:
+        cells = max((cell_len(row[place]) for row in self.rows), default=0)
+        return max(cell_len(headers[place]), min(cells, _WRAPPED) if self.columns[place].wraps else cells)
+
+    def _fitting(self, headers: Sequence[str], width: int) -> list[int] | None:
         """Return the columns that fit; None where the most important ones do not."""
-        widths = [
-            max(map(cell_len, (column.name, *(row[place] for row in self.rows)))) + _MARGIN
-            for place, column in enumerate(self.columns)
-        ]
         shown = list(range(len(self.columns)))
-        while sum(widths[place] for place in shown) + 1 > width:
+        while self._width(headers, shown) > width:
             last = max(shown, key=lambda place: (self.columns[place].rank, place))
             if not self.columns[last].rank:
                 return None
             shown.remove(last)
         return shown
 
-    def _table(self, shown: Sequence[int]) -> Table:
-        table = Table(box=box.SQUARE)
+    def _table(self, headers: Sequence[str], shown: Sequence[int]) -> Table:
+        table = Table(box=None, pad_edge=False)
         for place in shown:
-            column = self.columns[place]
-            table.add_column(Text(column.name), justify="left" if column.is_text else "right", no_wrap=True)
+            column, width = self.columns[place], self._column_width(headers, place)
+            justify: Literal["left", "right"] = "left" if column.is_text else "right"
+            table.add_column(Text(headers[place]), justify=justify, no_wrap=not column.wraps, min_width=width)
         for row in self.rows:
             table.add_row(*(Text(row[place]) for place in shown))
         return table
@@ -96,11 +110,11 @@ class Comparison:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.title:
             yield Text(self.title)
-        left = max((cell_len(name) for name, _ in self.rows), default=0) + _MARGIN + 1
+        left = max((cell_len(name) for name, _ in self.rows), default=0)
         widths = [max(map(cell_len, (run, *(cells[i] for _, cells in self.rows)))) for i, run in enumerate(self.runs)]
         begin = 0
         while begin < len(self.runs):
-            end, used = begin + 1, left + widths[begin] + _MARGIN
+            end, used = begin + 1, left + _MARGIN + widths[begin]
             while end < len(self.runs) and used + widths[end] + _MARGIN <= options.max_width:
                 used += widths[end] + _MARGIN
                 end += 1
@@ -108,7 +122,7 @@ class Comparison:
             begin = end
 
     def _table(self, begin: int, end: int) -> Table:
-        table = Table("", box=box.SQUARE)
+        table = Table("", box=None, pad_edge=False)
         for run in self.runs[begin:end]:
             table.add_column(Text(run), justify="right", overflow="fold")
         for name, cells in self.rows:

@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from pdserve.errors import ConfigError
 
+_MOST_DIGITS = 6  # of a number of requests or tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
@@ -40,6 +42,8 @@ def parse(text: str) -> Workload:
     parts = text.split("x")
     if len(parts) != 3 or not all(part.isdecimal() and int(part) > 0 for part in parts):
         raise ConfigError(f"--workload: {text!r} is not NUMxINxOUT, for example 16x32x128")
+    if any(len(part) > _MOST_DIGITS for part in parts):
+        raise ConfigError(f"--workload: {text!r}: none of its numbers may have more than {_MOST_DIGITS} digits")
     number, prompt_len, output_len = map(int, parts)
     return Workload(text, (Arrival(0.0, prompt_len, output_len),) * number)
 

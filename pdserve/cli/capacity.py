@@ -146,6 +146,7 @@ def early_rejection(
     corrects: Annotated[
         bool, typer.Option("--correct", help="Let both correct predictions by how they have come out.")
     ] = False,
+    json_file: JsonFile = None,
     plot: PlotFile = None,
 ) -> None:
     """Show what admission by the present decode load leads to, beside admission by the predicted one."""
@@ -161,7 +162,8 @@ def early_rejection(
         question = replace(question, workload=question.workload.first(requests))
         sways.append(rejection.compare(question, shape, rate))
     title = f"{question.profile.model}, {shape}, {question.workload.name}, {rate:g} requests/s, {slo}"
-    show(None, "", rejection.sheet(dict(zip(seeds, sways, strict=True)), title))
+    found = dict(zip(seeds, sways, strict=True))
+    show(json_file, rejection.as_json(found, title), rejection.sheet(found, title))
     if plot is not None:
         rejection.plot(sways[0], f"{title}, seed {seeds[0]}", plot)
 

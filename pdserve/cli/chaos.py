@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pdserve.cli.options import Dtype
+from pdserve.cli.output import JsonFile, show
 
 if TYPE_CHECKING:
     from pdserve.cli.chaos_run import Verdict
@@ -38,9 +39,7 @@ def bench_chaos(
         int | None, typer.Option(help="CPU threads of each worker's engine.", show_default=False)
     ] = None,
     seed: Annotated[int, typer.Option(help="Of the requests and the faults.")] = 0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Also write the results to this file.", show_default=False)
-    ] = None,
+    json_file: JsonFile = None,
 ) -> None:
     """Kill workers of a local cluster while requests run; check each answer against one engine alone.
 
@@ -76,13 +75,9 @@ def bench_chaos(
 
 def _conclude(verdicts: "Sequence[Verdict]", json_file: Path | None) -> None:
     """Show what came of it; CommandError unless all of it is as it has to be."""
-    from rich.console import Console
-
-    from pdserve.cli.chaos_report import as_json, is_clean, table
+    from pdserve.cli.chaos_report import as_json, failures, is_clean, table
     from pdserve.cli.failure import CommandError
 
-    Console().print(table(verdicts))
-    if json_file is not None:
-        json_file.write_text(as_json(verdicts), encoding="utf-8")
+    show(json_file, as_json(verdicts), table(verdicts), *failures(verdicts))
     if not all(map(is_clean, verdicts)):
         raise CommandError("not every request was answered as it had to be, or pages were not given back")

@@ -4,9 +4,8 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from rich.table import Table
-
 from pdserve.bench.outcomes import percentile
+from pdserve.bench.tables import Comparison
 from pdserve.cli.chaos_run import Verdict
 
 ROWS: dict[str, Callable[[Verdict], str]] = {
@@ -47,22 +46,21 @@ def is_clean(verdict: Verdict) -> bool:
     return total.num_good == total.num_requests == num_ended and not verdict.left_over
 
 
-def table(verdicts: Sequence[Verdict]) -> Table:
+def table(verdicts: Sequence[Verdict]) -> Comparison:
     """Return one column a trial, one row a quantity."""
-    view = Table()
-    view.add_column("")
-    for verdict in verdicts:
-        view.add_column(verdict.name, justify="right")
-    for name, row in ROWS.items():
-        view.add_row(name, *(row(verdict) for verdict in verdicts))
+    rows = [(name, [row(verdict) for verdict in verdicts]) for name, row in ROWS.items()]
     if len(verdicts) > 1:
-        view.add_row("goodput, share of the first", *(f"{share:.0%}" for share in goodput_shares(verdicts)))
+        rows.append(("goodput, share of the first", [f"{share:.0%}" for share in goodput_shares(verdicts)]))
+    return Comparison("", [verdict.name for verdict in verdicts], rows)
+
+
+def failures(verdicts: Sequence[Verdict]) -> list[str]:
+    """Return a line for each kind of error, and some for wrong answers."""
+    lines = []
     for verdict in verdicts:
-        for error, count in verdict.tally.errors.items():
-            view.add_row(f"{verdict.name}: {error}", f"{count}")
-        for example in verdict.tally.wrong_examples:
-            view.add_row(f"{verdict.name}: {example}", "")
-    return view
+        lines += [f"{verdict.name}: {count} x {error}" for error, count in verdict.tally.errors.items()]
+        lines += [f"{verdict.name}: {example}" for example in verdict.tally.wrong_examples]
+    return lines
 
 
 def goodput_shares(verdicts: Sequence[Verdict]) -> list[float]:

@@ -1,12 +1,14 @@
 """`pdserve bench accuracy`, `overload`, `simulator`, and `pdserve profile`: measurements that teach a router."""
 
 import asyncio
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from pdserve.cli.options import ClusterName
+from pdserve.cli.output import JsonFile, show, writable
 
 if TYPE_CHECKING:
     from pdserve.bench.summary import Slo
@@ -14,7 +16,13 @@ if TYPE_CHECKING:
 
 Model = Annotated[str, typer.Argument(help="A path, or a name from the catalog.")]
 WorkloadText = Annotated[
-    str, typer.Option("--workload", metavar="W", help="A trace (.csv, .jsonl, .json), or mean random lengths INxOUT.")
+    str,
+    typer.Option(
+        "--workload",
+        metavar="W",
+        help="A trace (.csv, .jsonl, .json), a slice that comes with pdserve (azure-conv, azure-code, mooncake), or "
+        "mean random lengths INxOUT.",
+    ),
 ]
 Scale = Annotated[float, typer.Option(min=1e-3, help="Factor for all lengths.")]
 MaxTokens = Annotated[int, typer.Option(min=2, help="Longer prompts and answers are cut.")]
@@ -22,13 +30,14 @@ Prefill = Annotated[int, typer.Option(min=1, help="Prefill workers.")]
 Decode = Annotated[int, typer.Option(min=1, help="Decode workers.")]
 Seconds = Annotated[float, typer.Option(min=1, help="Of load at each rate.")]
 Seed = Annotated[int, typer.Option(help="Of lengths, prompts and arrivals.")]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Also write the results there.", show_default=False)]
 
 Threads = Annotated[int | None, typer.Option(min=1, help="Of each worker's engine.", show_default=False)]
 Calibration = Annotated[float, typer.Option(min=2, help="Seconds of load before.")]
 SloText = Annotated[
     str, typer.Option(help="ttft=MS,tpot=MS; by default multiples of what is seen at light load.", show_default=False)
 ]
+
+Result = TypeVar("Result")
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 AZURE_MEANS = "1155x211"  # of Azure's conversation trace of 2023
@@ -55,7 +64,7 @@ def accuracy(
     from pdserve.experiments.lengths import read_lengths
     from pdserve.experiments.live import live_cluster
     from pdserve.experiments.prediction import Trial, predict
-    from pdserve.experiments.report import prediction_json, prediction_table
+    from pdserve.experiments.report import error_sheet, prediction_json
     from pdserve.perfmodel.profile import shipped_profile
 
     lengths = read_lengths(workload, scale, max_tokens, seed)
@@ -67,10 +76,10 @@ def accuracy(
     async def measure() -> None:
         async with live_cluster(spec, tell) as cluster:
             found = await predict(cluster, trial, tell)
-        show(prediction_table(found, lengths.name))
-        save(json_file, prediction_json(found, lengths.name))
+        table = error_sheet(found.runs, found.capacity_per_s, lengths.name)
+        show(json_file, prediction_json(found, lengths.name), table)
 
-    asyncio.run(measure())
+    run(measure())
 
 
 def overload(
@@ -93,7 +102,7 @@ def overload(
     from pdserve.experiments.lengths import read_lengths
     from pdserve.experiments.live import live_cluster
     from pdserve.experiments.overload import Goal, Point, Trial, find_goal, sweep
-    from pdserve.experiments.report import overload_json, overload_table
+    from pdserve.experiments.report import overload_json, overload_sheet
 
     lengths = read_lengths(workload, scale, max_tokens, seed)
     trial = Trial(lengths, tuple(load or (0.5, 0.75, 1.0, 1.5, 2.0)), seconds, _slo(slo), seed)
@@ -108,10 +117,10 @@ def overload(
                 goal = goal or found  # one goal for all, so that loads are the same
                 points += await sweep(cluster, name, goal, trial, tell)
         if goal is not None:
-            show(overload_table(points, goal, lengths.name))
-            save(json_file, overload_json(points, goal, lengths.name))
+            table = overload_sheet(points, goal, lengths.name)
+            show(json_file, overload_json(points, goal, lengths.name), table)
 
-    asyncio.run(measure())
+    run(measure())
 
 
 def simulator(
@@ -129,14 +138,17 @@ def simulator(
     calibration: Calibration = 60,
     seed: Seed = 0,
     json_file: JsonFile = None,
-    profile: Annotated[Path | None, typer.Option(help="Also write what was learnt.", show_default=False)] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="Also write what was learnt.", show_default=False, callback=writable("--profile")),
+    ] = None,
 ) -> None:
     """Serve a load live, and simulate the same requests with the step times that the live router has learnt."""
     from pdserve.experiments.lengths import read_lengths
     from pdserve.experiments.live import live_cluster
     from pdserve.experiments.overload import Trial, find_goal
     from pdserve.experiments.replay import replay
-    from pdserve.experiments.report import replay_json, replay_table
+    from pdserve.experiments.report import replay_json, replay_sheet
     from pdserve.perfmodel.profile import write_profile
 
     lengths = read_lengths(workload, scale, max_tokens, seed)
@@ -148,16 +160,15 @@ def simulator(
             goal = await find_goal(cluster, trial, calibration / 2, tell)
             replays = await replay(cluster, policy, goal, trial, tell)
         found = [each for each, _ in replays]
-        show(replay_table(found, goal, lengths.name))
-        save(json_file, replay_json(found, goal, lengths.name))
+        show(json_file, replay_json(found, goal, lengths.name), replay_sheet(found, goal, lengths.name))
         if profile is not None:
             write_profile(profile, replays[-1][1])
 
-    asyncio.run(measure())
+    run(measure())
 
 
 def profile(
-    output: Annotated[Path, typer.Argument(help="File to write, YAML.")],
+    output: Annotated[Path, typer.Argument(help="File to write, YAML.", callback=writable("OUTPUT"))],
     name: ClusterName = "default",
     bursts: Annotated[int, typer.Option(min=20, help="Bursts of requests to send.")] = 120,
     max_tokens: MaxTokens = 1024,
@@ -179,19 +190,13 @@ def profile(
             found = learnt_profile(await cluster.status(), f"pdserve profile --bursts {bursts} --seed {seed}")
         write_profile(output, found)
 
-    asyncio.run(measure())
+    run(measure())
 
 
 def _slo(text: str) -> "Slo | None":
     from pdserve.bench.summary import parse_slo
 
     return parse_slo(text) if text else None
-
-
-def save(path: Path | None, text: str) -> None:
-    """Write what was measured, if a file was named."""
-    if path is not None:
-        path.write_text(text, encoding="utf-8")
 
 
 def cluster_spec(
@@ -217,8 +222,20 @@ def tell(text: str) -> None:
     typer.echo(text, err=True)
 
 
-def show(table: object) -> None:
-    """Print a table."""
-    from rich.console import Console
+def run(measurement: "Coroutine[object, object, Result]") -> "Result":
+    """Run a measurement of a live cluster; CommandError for what clusters, routers and networks do."""
+    import grpc
 
-    Console().print(table)
+    from pdserve.bench.saturation import NothingServedError
+    from pdserve.cli.failure import CommandError, only_cause
+    from pdserve.launch.local import LaunchError
+
+    try:
+        return asyncio.run(measurement)
+    except (LaunchError, NothingServedError, grpc.aio.AioRpcError, ExceptionGroup) as error:
+        cause = only_cause(error)
+        if isinstance(cause, grpc.aio.AioRpcError):
+            raise CommandError(f"the router: {cause.code().name}: {cause.details()}") from error
+        if isinstance(cause, LaunchError | NothingServedError):
+            raise CommandError(str(cause)) from error
+        raise

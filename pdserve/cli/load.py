@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pdserve.cli.options import ClusterName, Endpoint
+from pdserve.cli.output import JsonFile, show
 
 if TYPE_CHECKING:
     from pdserve.bench.summary import Slo, Summary
@@ -22,35 +23,36 @@ def bench(
     *,
     workload: Annotated[
         list[str] | None,
-        typer.Option(help="NUMxINxOUT: requests, prompt tokens, answer tokens; repeatable.", show_default=False),
+        typer.Option(
+            help="NUMxINxOUT: requests, prompt tokens, answer tokens; or a trace, by its path (.csv of Azure, .jsonl "
+            "of Mooncake) or the name of a slice that comes with pdserve (azure-conv, azure-code, mooncake); "
+            "repeatable.",
+            show_default=False,
+        ),
     ] = None,
     trace: Annotated[
         Path | None,
         typer.Option(help="JSON list of {start_time (s), prompt_len, output_len}.", show_default=False),
     ] = None,
-    scale: Annotated[float, typer.Option(help="Stretch the trace's time by this much.")] = 1.0,
+    scale: Annotated[float, typer.Option(help="Stretch a trace's time by this much.")] = 1.0,
     rate: Annotated[
         float | None,
         typer.Option(help="Requests a second at random moments; by default all at once.", show_default=False),
     ] = None,
     slo: Annotated[str, typer.Option(help="Objective for goodput: ttft=MS,tpot=MS.", show_default=False)] = "",
     seed: Annotated[int, typer.Option(help="Of the prompts and the arrivals.")] = 0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Also write the results to this file.", show_default=False)
-    ] = None,
+    json_file: JsonFile = None,
     endpoint: Endpoint = None,
     name: ClusterName = "default",
 ) -> None:
     """Send workloads of random prompts, greedy and to full length, and measure what a client sees."""
-    from rich.console import Console
-
     from pdserve.bench import report
     from pdserve.bench import workload as workloads
     from pdserve.bench.summary import Slo, parse_slo
     from pdserve.errors import ConfigError
     from pdserve.launch.state import read_state
 
-    runs = [workloads.parse(text) for text in (*(workload or ()), *(more or ()))]
+    runs = [_parse(text, scale) for text in (*(workload or ()), *(more or ()))]
     if trace is not None:
         runs.append(workloads.read_trace(trace, scale))
     if not runs:
@@ -59,11 +61,25 @@ def bench(
         runs = [workloads.poisson(run, rate, seed) for run in runs]
     goal = parse_slo(slo) if slo else Slo()
     summaries = asyncio.run(_measure(endpoint or read_state(name).endpoint, runs, goal, seed))
-    Console().print(report.table(summaries))
-    Console().print(report.parts_table(summaries))
-    typer.echo(report.objective(goal))
-    if json_file is not None:
-        json_file.write_text(report.as_json(summaries, goal), encoding="utf-8")
+    text = report.as_json(summaries, goal)
+    show(json_file, text, report.table(summaries), report.parts_table(summaries), report.objective(goal))
+
+
+def _parse(text: str, scale: float) -> "Workload":
+    """Return what is written NUMxINxOUT, or the requests of a trace."""
+    from pdserve.bench import workload as workloads
+    from pdserve.sim.capacity.workload import read_workload, trace_path
+
+    path = trace_path(text)
+    if not path.suffix:
+        return workloads.parse(text)
+    trace = read_workload(path)
+    start_s = trace.arrivals[0].at_s
+    arrivals = [
+        workloads.Arrival((each.at_s - start_s) * scale, each.prompt_tokens, each.output_tokens)
+        for each in trace.arrivals
+    ]
+    return workloads.Workload(trace.name, tuple(arrivals))
 
 
 async def _measure(endpoint: str, runs: "Sequence[Workload]", slo: "Slo", seed: int) -> "list[Summary]":

@@ -1,5 +1,6 @@
 """Where results go: tables on standard output, JSON and plots in files, which are tried before the work begins."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -9,39 +10,39 @@ from pdserve.errors import ConfigError
 
 STANDARD_OUTPUT = Path("-")
 
+
+def writable(flag: str) -> Callable[[Path | None], Path | None]:
+    """Return a check of a path to write to: ConfigError unless that can be done. Leaves what is there as it is."""
+
+    def check(path: Path | None) -> Path | None:
+        if path is None or (flag == "--json" and path == STANDARD_OUTPUT):
+            return path
+        try:
+            existed = path.exists()
+            with path.open("a"):
+                pass
+            if not existed:
+                path.unlink()
+        except OSError as error:
+            raise ConfigError(f"{flag}: cannot write {path}: {error.strerror}") from error
+        return path
+
+    return check
+
+
 JsonFile = Annotated[
     Path | None,
     typer.Option(
         "--json",
         help="Also write the results to this file; -: to standard output, instead of tables.",
         show_default=False,
-        callback=lambda path: check_writable("--json", path),
+        callback=writable("--json"),
     ),
 ]
 PlotFile = Annotated[
     Path | None,
-    typer.Option(
-        "--plot",
-        help="Also draw a PNG there.",
-        show_default=False,
-        callback=lambda path: check_writable("--plot", path),
-    ),
+    typer.Option("--plot", help="Also draw a PNG there.", show_default=False, callback=writable("--plot")),
 ]
-
-
-def check_writable(flag: str, path: Path | None) -> Path | None:
-    """Return the path; ConfigError unless a file can be written there. Leaves what is there as it is."""
-    if path is None or (flag == "--json" and path == STANDARD_OUTPUT):
-        return path
-    try:
-        existed = path.exists()
-        with path.open("a"):
-            pass
-        if not existed:
-            path.unlink()
-    except OSError as error:
-        raise ConfigError(f"{flag}: cannot write {path}: {error.strerror}") from error
-    return path
 
 
 def show(json_file: Path | None, text: str, *shown: object) -> None:

@@ -5,19 +5,29 @@ from pathlib import Path
 import grpc
 import typer
 from google.protobuf.json_format import MessageToJson
-from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
 
+from pdserve.bench.tables import Column, Sheet, output
 from pdserve.cli.stream import failure
 from pdserve.launch.admin import AdminClient
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 
 ROLES = {link.ROLE_PREFILL: "prefill", link.ROLE_DECODE: "decode"}
-# Pages, then sequences, then requests of this router.
 MAX_PAIRS = 8  # shown: the slowest
-COLUMNS = ("free", "cached", "held", "granted", "quar", "run", "wait", "reqs")
+COLUMNS = (
+    Column("worker", is_text=True),
+    Column("role", is_text=True),
+    Column("state", is_text=True, wraps=True),
+    Column("free", "pages", rank=1),
+    Column("cached", "pages of these that hold prefixes", rank=4),
+    Column("held", "pages", rank=2),
+    Column("granted", "pages", rank=3),
+    Column("quarantined", "pages", rank=2, short="quar"),
+    Column("running", "sequences", rank=1, short="run"),
+    Column("waiting", "sequences", rank=1, short="wait"),
+    Column("requests", "of this router", rank=5, short="reqs"),
+)
 
 
 async def show_status(address: str, secret_file: Path, *, watch: bool, as_json: bool) -> None:
@@ -46,7 +56,7 @@ def _print(status: admin.ClusterStatus, *, as_json: bool) -> None:
     if as_json:
         typer.echo(_json(status, indent=2))
     else:
-        Console().print(render(status))
+        output().print(render(status))
 
 
 def _json(status: admin.ClusterStatus, indent: int | None) -> str:
@@ -55,14 +65,9 @@ def _json(status: admin.ClusterStatus, indent: int | None) -> str:
     )
 
 
-def render(status: admin.ClusterStatus) -> RenderableType:
+def render(status: admin.ClusterStatus) -> Sheet:
     """Return the state as a table: one row a worker, pages and sequences in columns, requests below."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("worker", no_wrap=True)
-    table.add_column("role", no_wrap=True)
-    table.add_column("state")
-    for column in COLUMNS:
-        table.add_column(column, justify="right", no_wrap=True)
+    rows = []
     for worker in status.workers:
         load = worker.load
         numbers = (
@@ -70,7 +75,7 @@ def render(status: admin.ClusterStatus) -> RenderableType:
             *(load.num_running, load.num_waiting, worker.num_assigned),
         )
         role = ROLES.get(worker.registration.role, "?")
-        table.add_row(worker.registration.worker_id, role, _state(worker), *map(str, numbers))
+        rows.append((worker.registration.worker_id, role, _state(worker), *map(str, numbers)))
     ended = ", ".join(f"{count} {name}" for name, count in sorted(status.ended.items())) or "none"
     pairs = [(worker.registration.worker_id, pair) for worker in status.workers for pair in worker.pairs]
     requests = f"requests: {status.num_active} active, {status.num_held} held; ended: {ended}"
@@ -81,7 +86,7 @@ def render(status: admin.ClusterStatus) -> RenderableType:
         if registration.kv_events_endpoint
     ]
     title = f"{status.model} on {status.router_id}"
-    return Group(title, table, f"{requests}; placed again: {status.num_replaced}", *lines)
+    return Sheet(title, COLUMNS, rows, (f"{requests}; placed again: {status.num_replaced}", *lines))
 
 
 def _pair(prefill: str, pair: link.PairMeasured) -> str:

@@ -1,6 +1,5 @@
 """`pdserve bench routers`: several routers over one set of workers."""
 
-import asyncio
 import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +10,6 @@ from pdserve.cli.experiments import (
     AZURE_MEANS,
     DEFAULT_MODEL,
     Calibration,
-    JsonFile,
     MaxTokens,
     Model,
     Scale,
@@ -20,14 +18,13 @@ from pdserve.cli.experiments import (
     Threads,
     WorkloadText,
     cluster_spec,
-    save,
-    show,
+    run,
     tell,
 )
+from pdserve.cli.output import JsonFile, show
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
+    from pdserve.bench.tables import Sheet
     from pdserve.experiments.routers import Findings
 
 
@@ -53,27 +50,31 @@ def bench_routers(
     loads = tuple(load or (0.6,))
     trial = Trial(lengths, routers, loads, calibration, seconds, rounds, seed=seed)
     spec = cluster_spec(model, (2, 2), {"policy": "goodput"}, threads)
-    found = asyncio.run(measure_routers(spec, trial, tell))
-    for table in _tables(found, lengths.name):
-        show(table)
-    save(json_file, json.dumps({"workload": lengths.name, **asdict(found)}, indent=1) + "\n")
+    found = run(measure_routers(spec, trial, tell))
+    text = json.dumps({"workload": lengths.name, **asdict(found)}, indent=1) + "\n"
+    show(json_file, text, *_sheets(found, lengths.name))
 
 
-def _tables(found: "Findings", title: str) -> "list[Table]":
-    from rich.table import Table
+def _sheets(found: "Findings", title: str) -> "list[Sheet]":
+    from pdserve.bench.tables import Column, Sheet
+    from pdserve.experiments.report import error_sheet
 
-    from pdserve.experiments.report import error_cells
-
-    late = Table(title="Routers that started after prompts were cached; seconds")
-    for column in ("router", "listening after", "workers attached after", "prompts found", "all answered by"):
-        late.add_column(column, justify="left" if column == "router" else "right")
-    for each in found.late:
-        times = (f"{each.listening_s:.2f}", f"{each.complete_s:.2f}")
-        late.add_row(each.name, *times, f"{each.found} of {each.asked}", f"{each.asked_by_s:.2f}")
-    errors = Table(title=f"{title}; capacity {found.capacity_per_s:.2f} requests/s")
-    for column in ("load", "requests", "TTFT error p50", "p90", "predicted/seen", "TPOT error p50", "p90"):
-        errors.add_column(column, justify="right")
-    errors.add_column("predicted/seen", justify="right")
-    for run in found.runs:
-        errors.add_row(run.name, str(run.num_requests), *error_cells(run.ttft), *error_cells(run.tpot))
-    return [late, errors]
+    columns = (
+        Column("router", is_text=True),
+        Column("listening after", "s", rank=2),
+        Column("workers attached after", "s", rank=1),
+        Column("prompts found"),
+        Column("all answered by", "s", rank=3),
+    )
+    rows = [
+        (
+            each.name,
+            f"{each.listening_s:.2f}",
+            f"{each.complete_s:.2f}",
+            f"{each.found} of {each.asked}",
+            f"{each.asked_by_s:.2f}",
+        )
+        for each in found.late
+    ]
+    late = Sheet("Routers that started after prompts were cached", columns, rows)
+    return [late, error_sheet(found.runs, found.capacity_per_s, title)]

@@ -4,11 +4,10 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
-from pathlib import Path
 
 from pdserve.bench.workload import Arrival
 from pdserve.errors import ConfigError
-from pdserve.sim.capacity.workload import random_lengths, read_workload
+from pdserve.sim.capacity.workload import parse_lengths, random_lengths, read_workload, trace_path
 
 _NUM_RANDOM = 2000
 
@@ -33,14 +32,14 @@ class Lengths:
 
 
 def read_lengths(text: str, scale: float, max_tokens: int, seed: int) -> Lengths:
-    """Return the lengths of a trace file, or random ones written INxOUT; scaled, and cut at `max_tokens` each."""
-    prompt, _, output = text.partition("x")
-    if Path(text).suffix:
-        workload = read_workload(Path(text))
-    elif prompt.isdecimal() and output.isdecimal():
-        workload = random_lengths(_NUM_RANDOM, float(prompt), float(output), seed)
+    """Return the lengths of a trace, or random ones written INxOUT; scaled, and cut at `max_tokens` each."""
+    path, means = trace_path(text), parse_lengths(text)
+    if means is not None:
+        workload = random_lengths(_NUM_RANDOM, means[0], means[1], seed, means[2])
+    elif path.suffix:
+        workload = read_workload(path)
     else:
-        raise ConfigError(f"--workload: {text!r} is neither a trace nor INxOUT, for example 1155x211")
+        raise ConfigError(f"--workload: {text!r} is neither a trace nor INxOUT, for example azure-conv or 1155x211")
     scaled = workload.scaled(scale, max_tokens)
     requests = [Arrival(0.0, each.prompt_tokens, min(max_tokens, each.output_tokens)) for each in scaled.arrivals]
     return Lengths(f"{workload.name}, lengths x {scale:g}", tuple(requests))

@@ -8,6 +8,7 @@ alike: a queue for prefill, and lengths of all kinds, smooth the waves. Unless t
 what is learnt of past errors, which would hide a part of the difference.
 """
 
+import json
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -125,6 +126,18 @@ def sheet(sways: Mapping[int, Sequence[Sway]], title: str) -> Sheet:
             swings = (f"{share:.2f}" for share in (sway.prefill_swing, sway.decode_swing, sway.phase))
             rows.append((sway.judged_by, str(seed), *shares, *swings))
     return Sheet(title, _COLUMNS, rows)
+
+
+def as_json(sways: Mapping[int, Sequence[Sway]], title: str) -> str:
+    """Return what each seed and way to judge led to as JSON."""
+    seeds = [{"seed": seed, "ways": [_summary(way) for way in ways]} for seed, ways in sways.items()]
+    return json.dumps({"title": title, "seeds": seeds}, indent=1) + "\n"
+
+
+def _summary(way: Sway) -> dict[str, object]:
+    swings = {"prefill_swing": way.prefill_swing, "decode_swing": way.decode_swing, "phase": way.phase}
+    shares = {"attainment": way.attainment, "refused": way.refused, "slow": way.slow}
+    return {"judged_by": way.judged_by, **shares, **swings}
 
 
 def plot(sways: Sequence[Sway], title: str, path: Path) -> None:

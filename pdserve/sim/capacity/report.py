@@ -12,7 +12,7 @@ from pdserve.sim.capacity.search import Highest
 
 _COLUMNS = (
     Column("cluster", is_text=True),
-    Column("policy", rank=3, is_text=True),
+    Column("policy", rank=1, is_text=True),
     Column("req/s/GPU"),
     Column("attainment", "share of all requests within both objectives, % and half of its 95 % interval"),
     Column("state", is_text=True),

@@ -1,0 +1,162 @@
+"""Tables fit where they are printed, and never cut a header."""
+
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+from rich.console import Console
+
+from pdserve.bench import tables
+from pdserve.bench.tables import Column, Comparison, Sheet
+from pdserve.cli.overview import render
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.proto.v1 import link_pb2 as link
+
+Command = Callable[..., CompletedProcess[str]]
+
+COLUMNS = (
+    Column("cluster", is_text=True),
+    Column("requests a second", "arrived", short="req/s"),
+    Column("attainment", "%", rank=1),
+    Column("utilization", rank=2),
+)
+SHEET = Sheet("a title", COLUMNS, [("one", "1.5", "90.1", "12 34"), ("another", "2.5", "80.2", "56 78")], ["a note"])
+
+
+def printed(shown: Sheet | Comparison, width: int) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(shown)
+    return console.file.getvalue()  # type: ignore[attr-defined, no-any-return]
+
+
+def test_with_room_every_column_has_its_full_name_and_units_are_told_below() -> None:
+    text = printed(SHEET, 100)
+    assert text.splitlines()[1].split() == ["cluster", "requests", "a", "second", "attainment", "utilization"]
+    assert "requests a second: arrived; attainment: %" in text
+    assert "a note" in text
+    assert "not enough room" not in text
+
+
+def test_with_less_room_short_names_come_first_then_the_least_important_columns_go() -> None:
+    assert printed(SHEET, 41).splitlines()[1].split() == ["cluster", "req/s", "attainment", "utilization"]
+    text = printed(SHEET, 30)
+    assert text.splitlines()[1].split() == ["cluster", "req/s", "attainment"]
+    assert "not enough room for: utilization" in " ".join(text.split())
+    assert "req/s: requests a second" in text
+
+
+def test_with_hardly_any_room_each_row_is_a_block_of_lines() -> None:
+    lines = [line.split() for line in printed(SHEET, 12).splitlines()]
+    assert ["cluster"] in lines or ["cluster", "another"] in lines
+    assert all(len(line) <= 12 for line in printed(SHEET, 12).splitlines())
+
+
+@pytest.mark.parametrize("width", range(10, 120, 7))
+def test_no_header_is_ever_cut(width: int) -> None:
+    for shown in (
+        SHEET,
+        render(admin.ClusterStatus()),
+        Comparison("", ["16x32x128"] * 9, [("TTFT p50 ms", ["1.0"] * 9)]),
+    ):
+        assert "…" not in printed(shown, width)
+
+
+def test_runs_that_do_not_fit_beside_the_others_get_a_table_of_their_own() -> None:
+    runs = Comparison("", ["first", "second", "third"], [("TTFT p50 ms", ["1.0", "2.0", "3.0"])])
+    lines = [line.split() for line in printed(runs, 30).splitlines()]
+    assert lines == [["first", "second"], ["TTFT", "p50", "ms", "1.0", "2.0"], ["third"], ["TTFT", "p50", "ms", "3.0"]]
+
+
+def test_the_status_spells_its_columns_out_where_there_is_room() -> None:
+    worker = admin.WorkerStatus(registration=link.Register(worker_id="decode-0", role=link.ROLE_DECODE, ready=True))
+    status = admin.ClusterStatus(workers=[worker])
+    wide, narrow = printed(render(status), 160), printed(render(status), 80)
+    assert "quarantined  running  waiting  requests" in wide
+    assert "quar  run  wait  reqs" in narrow
+    assert "quar: quarantined; run: running; wait: waiting; reqs: requests" in narrow
+
+
+def test_output_that_is_no_terminal_gets_every_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert tables.output().width > 1000
+    monkeypatch.setenv("COLUMNS", "90")
+    assert tables.output().width == 90
+
+
+SIM = ("sim", "--prefill", "0", "--decode", "1", "--rate", "1", "--requests", "100", "--workload", "64x8")
+
+
+def test_json_goes_to_standard_output_alone_where_it_is_asked_for(pdserve: Command) -> None:
+    ended = pdserve(*SIM, "--json", "-")
+    assert ended.returncode == 0
+    assert json.loads(ended.stdout)["points"][0]["num_requests"] == 100
+
+
+def test_json_goes_to_a_file_beside_the_table(pdserve: Command, tmp_path: Path) -> None:
+    ended = pdserve(*SIM, "--json", str(tmp_path / "found.json"))
+    assert "req/s/GPU" in ended.stdout
+    assert json.loads((tmp_path / "found.json").read_text())["points"]
+
+
+@pytest.mark.parametrize("command", [
+    SIM,
+    ("plan", "--gpus", "1"),
+    ("bench", "load", "--workload", "1x2x3"),
+    ("bench", "router"),
+    ("bench", "handoff"),
+    ("bench", "accuracy", "no-model"),
+    ("bench", "overload", "no-model"),
+    ("bench", "simulator", "no-model"),
+    ("bench", "routers", "no-model"),
+    ("bench", "chaos", "no-model"),
+    ("bench", "cancel", "no-model"),
+])  # fmt: skip
+def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
+    pdserve: Command, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    path = tmp_path / "nowhere" / "found.json"
+    ended = pdserve(*command, "--json", str(path))
+    assert ended.returncode == 2
+    assert ended.stderr == f"pdserve: --json: cannot write {path}: No such file or directory\n"
+    assert (
+        pdserve(*command, "--json", str(tmp_path)).stderr
+        == f"pdserve: --json: cannot write {tmp_path}: Is a directory\n"
+    )
+
+
+def test_whether_a_file_can_be_written_is_found_out_without_touching_it(pdserve: Command, tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    kept.write_text("kept")
+    assert pdserve("sim", "--workload", "infx10", "--json", str(kept)).returncode == 2
+    assert kept.read_text() == "kept"
+    assert pdserve("sim", "--workload", "infx10", "--json", str(tmp_path / "other")).returncode == 2
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("infx10", "inf tokens"), ("10xnan", "nan tokens"), ("0x5", "0 tokens"), ("5x1e9", "1e+09 tokens"),
+    ("5x5~inf", "a spread of inf"), ("5x5~-1", "a spread of -1"),
+])  # fmt: skip
+@pytest.mark.parametrize("command", [("sim",), ("plan", "--gpus", "1"), ("bench", "accuracy", "no-model")])
+def test_lengths_that_cannot_be_are_refused_in_one_line(
+    pdserve: Command, command: tuple[str, ...], text: str, said: str
+) -> None:
+    ended = pdserve(*command, "--workload", text)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("pdserve: --workload:")
+    assert said in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+def test_what_too_few_requests_cannot_tell_is_said_in_one_line(pdserve: Command) -> None:
+    ended = pdserve("sim", "--workload", "16x2", "--requests", "20")
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "not settled at any rate; --requests allows more" in ended.stderr
+
+
+@pytest.mark.parametrize("rate", ["0", "-1", "inf", "nan"])
+def test_a_rate_that_cannot_be_is_refused(pdserve: Command, rate: str) -> None:
+    assert pdserve("sim", "--rate", rate).returncode == 2
