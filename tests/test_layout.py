@@ -35,6 +35,15 @@ def test_components_are_linked_into_the_package() -> None:
     assert links == LINKS
 
 
+def test_ci_runs_the_checks_and_the_tests() -> None:
+    assert (ROOT / ".ci" / "run").read_text(encoding="utf-8").endswith(" make check test\n")
+
+
+def test_no_test_is_skipped_for_want_of_a_package() -> None:
+    skipping = "pytest.import" + "orskip"
+    assert [path.name for path in tracked("tests/*.py") if skipping in path.read_text(encoding="utf-8")] == []
+
+
 def test_no_file_is_too_long_to_read() -> None:
     own = [path for path in sources() if ROOT / "tests" not in path.parents]
     too_long = {str(path.relative_to(ROOT)): count_lines(path) for path in own if count_lines(path) > MAX_LINES}

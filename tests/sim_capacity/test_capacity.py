@@ -143,7 +143,6 @@ def test_a_report_names_cluster_policy_and_rate(tmp_path: Path) -> None:
     text = report.as_json([point], "title")
     assert '"policy": "goodput"' in text
     assert len(report.sheet([point], "title").rows) == 1
-    pytest.importorskip("matplotlib")
     report.plot([point], "title", 0.9, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 

@@ -50,6 +50,5 @@ def test_a_swing_counts_waves_and_neither_drift_nor_the_start() -> None:
 def test_results_are_shown_for_each_seed_and_way(tmp_path: Path) -> None:
     sways = compare(1, corrects=False)
     assert len(rejection.sheet({1: sways, 2: sways}, "title").rows) == 4
-    pytest.importorskip("matplotlib")
     rejection.plot(sways, "title", tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
