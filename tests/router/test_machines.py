@@ -103,7 +103,7 @@ def test_what_is_overdue_goes_on_for_as_long_as_answers_have_been_overdue() -> N
 
 def test_a_prefill_worker_whose_prompts_are_computed_is_idle_while_their_pages_are_on_their_way() -> None:
     limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64, eos_token_ids=frozenset())
-    core, view = PrefillCore(Scheduler(KvCache(32, 4, None), limits), 100, 64, 8), worker(1, Role.PREFILL)
+    core, view = PrefillCore(Scheduler(KvCache(32, 4, None), limits), 100, 64, 8, 0.5), worker(1, Role.PREFILL)
     job = Job(KEY[0], KEY[1], tuple(range(10)), 10, SamplingParams(max_tokens=4), (0,))
     core.handle(Placed(RouterRef(1), job, 1e9, Peer(WorkerId("d"), Incarnation(1)), "host:1"), 0.0)
     view.assign(KEY, Share(0, 10, 100), 0.0)
