@@ -87,9 +87,9 @@ def test_nothing_is_left_of_a_worker_that_was_cleared_or_has_gone(clear: bool) -
 actions = st.lists(st.tuples(st.booleans(), st.integers(0, 11)), max_size=40)
 
 
-@given(actions)
-def test_a_block_is_held_only_while_each_of_its_pages_is(actions: list[tuple[bool, int]]) -> None:
-    size, tokens = 48, list(range(48 * 12))
+@given(actions, st.sampled_from([16, 24, 48, 100]))
+def test_a_block_is_held_only_while_each_of_its_pages_is(actions: list[tuple[bool, int]], size: int) -> None:
+    tokens = list(range(size * 12))
     names, table = block_names(tokens, ""), table_of()
     present: set[int] = set()
     for store, page in actions:
@@ -104,6 +104,13 @@ def test_a_block_is_held_only_while_each_of_its_pages_is(actions: list[tuple[boo
         assert table.match(names, 0.0).get(LINK, 0) <= whole
     table.tell(LINK, [BlockRemoved(list(present))])
     assert len(table) == 0
+
+
+def test_a_block_whose_first_page_is_gone_before_its_last_one_comes_is_not_held() -> None:
+    table, tokens = table_of(), list(range(BLOCK))
+    table.tell(LINK, [stored(0, tokens[:32], 16), BlockRemoved([0])])
+    table.tell(LINK, [stored(2, tokens[32:], 16, parent=1)])
+    assert table.match(block_names(tokens, ""), 0.0) == {}
 
 
 def test_a_worker_that_stores_and_removes_for_ever_costs_no_more_memory() -> None:

@@ -1,5 +1,6 @@
 """Listeners know what can be reused, whenever they come and however slowly they listen."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hypothesis import given
@@ -26,6 +27,11 @@ class Cache:
 
     def serve(self, token_ids: list[int], salt: str = "", beside: int = 0) -> None:
         """Compute a prompt and end. The last `beside` of its pages are computed although they may be cached."""
+        for _ in self.compute(token_ids, salt, beside):
+            pass
+
+    def compute(self, token_ids: list[int], salt: str, beside: int) -> Iterator[None]:
+        """Compute a prompt, page by page."""
         names = self.kv.names(token_ids, salt)
         reused = self.kv.reuse(names[: max(0, len(names) - beside)])
         fresh = self.kv.take(self.kv.num_pages(len(token_ids)) - len(reused))
@@ -33,7 +39,9 @@ class Cache:
             self.kv.pool.release(reused)
             return
         pages: Pages = reused + fresh
-        self.kv.publish(names, pages, range(len(reused), len(names)), Content(token_ids, salt))
+        for number in range(len(reused), len(names)):
+            self.kv.publish(names, pages, range(number, number + 1), Content(token_ids, salt))
+            yield
         self.kv.pool.release(pages)
 
     def tell(self) -> None:
@@ -76,13 +84,13 @@ class Known:
 
 prompts = st.tuples(st.lists(st.integers(0, 1), max_size=8), st.sampled_from(["", "tenant"]))
 serving = st.tuples(prompts, st.integers(0, 4))
-moves = st.lists(st.one_of(serving, st.sampled_from(["come", "hear", "tell"])), max_size=40)
+moves = st.lists(st.one_of(serving, st.sampled_from(["come", "hear", "tell", "step"])), max_size=40)
 
 
 @given(moves, st.integers(1, 3))
 def test_whoever_comes_at_any_time_ends_up_knowing_what_can_be_reused(moves: list[object], slice_pages: int) -> None:
     cache = Cache(6, pages=CachedPages(slice_pages * PAGE_SIZE, slice_pages))
-    known, asked = list[Known](), list[tuple[list[int], str]]()
+    known, asked, running = list[Known](), list[tuple[list[int], str]](), list[Iterator[None]]()
     for move in moves:
         if move == "come":
             known.append(Known(cache.pages.listen()))
@@ -94,7 +102,10 @@ def test_whoever_comes_at_any_time_ends_up_knowing_what_can_be_reused(moves: lis
         elif isinstance(move, tuple):
             (token_ids, salt), beside = move
             asked.append((token_ids, salt))
-            cache.serve(token_ids, salt, beside)
+            running.append(cache.compute(token_ids, salt, beside))
+            next(running[-1], None)
+        elif running and next(running[0], "over") == "over":
+            running.pop(0)
     cache.tell()
     for each in known:
         each.hear_all(cache)
@@ -119,6 +130,41 @@ def test_a_page_whose_parent_is_gone_is_told_of_again_with_its_parent() -> None:
     cache.tell()
     known.hear_all(cache)
     assert set(known.parents) == cache.reusable([([1, 1, 2, 2], "")])
+
+
+def test_a_page_that_was_removed_and_stored_again_is_told_of_in_that_order_however_slowly() -> None:
+    cache = Cache(4, pages=CachedPages(100, 1))
+    known, prompt = Known(cache.pages.listen()), [1, 1, 2, 2, 3, 3]
+    cache.serve(prompt)
+    cache.tell()
+    known.hear_all(cache)
+    cache.serve([4] * 8)
+    cache.serve(prompt)
+    cache.tell()
+    known.hear_all(cache)
+    assert set(known.parents) == cache.reusable([(prompt, ""), ([4] * 8, "")])
+
+
+def test_what_follows_a_page_that_is_cut_off_is_told_of_with_it() -> None:
+    cache = Cache(num_pages=8)
+    known, prompt = Known(cache.pages.listen()), [1, 1, 2, 2, 3, 3]
+    cache.serve([1, 1])
+    running = cache.compute(prompt, "", beside=3)  # with a first page of its own that is not the cached one
+    next(running)
+    next(running)
+    others = [cache.kv.take(1) for _ in range(5)]  # the cached first page is the last of them
+    next(running)
+    cache.tell()
+    known.hear_all(cache)
+    assert not known.parents
+    for pages in others:
+        cache.kv.pool.release(pages or ())
+    next(running, None)
+    cache.serve([1, 1])
+    cache.tell()
+    known.hear_all(cache)
+    assert set(known.parents) == cache.reusable([(prompt, "")])
+    assert len(known.parents) == 3
 
 
 def test_what_is_told_at_once_is_bounded_and_what_is_gone_costs_no_memory() -> None:
