@@ -16,6 +16,7 @@ from pdserve.prefill_worker.core import PrefillCore
 from pdserve.sampling import SamplingParams
 from pdserve.sim.engine import FakeRunner
 from pdserve.worker.audit import EVERY_S, Auditor, Claim, adds_up, leaked_pages
+from pdserve.worker.draining import NUM_LOOKS, Draining
 from pdserve.worker.words import Cancelled, Failed, FailureCode, PeerGone, Placed, RouterRef, Ticked
 
 P = Peer(WorkerId("p0"), Incarnation(11))
@@ -110,14 +111,14 @@ def test_pages_of_a_request_cancelled_in_mid_step_are_not_leaked() -> None:
 
 
 def crowded(share: float) -> tuple[DecodeCore, list[decode.Command]]:
-    """Return a decode worker with a lost grant of five pages of 16, and what it did about that at its next tick."""
+    """Return a decode worker with a lost grant of five pages of 16, and what it did about that at its next ticks."""
     core = DecodeCore(scheduler(), 997, b"secret", default_rules(max_quarantined_share=share))
     core.handle(decode.PeerAttached(P), 0.0)
     for number, num_tokens in ((1, 20), (2, 52)):
         core.handle(Placed(ROUTER, job(number, num_tokens), 1e9, P), 0.0)
     core.handle(decode.PeerLost(P, "reset"), 0.0)
     assert core.load().pages_quarantined == 5
-    return core, core.handle(Ticked(), 1.0)
+    return core, [command for look in range(NUM_LOOKS) for command in core.handle(Ticked(), look / 2)]
 
 
 def test_a_worker_with_too_many_quarantined_pages_drains_and_gives_back_what_waits() -> None:
@@ -128,6 +129,15 @@ def test_a_worker_with_too_many_quarantined_pages_drains_and_gives_back_what_wai
     assert core.load().draining
     assert core.load().drain_reason == "5 of 16 pages are quarantined"
     assert core.drained
+
+
+def test_pages_that_are_quarantined_for_a_moment_make_no_worker_drain() -> None:
+    draining = Draining(0.5)
+    for _ in range(3):
+        assert not any(draining.look(9, 16) for _ in range(NUM_LOOKS - 1))
+        assert not draining.look(8, 16)
+    assert [draining.look(9, 16) for _ in range(NUM_LOOKS)] == [False] * (NUM_LOOKS - 1) + [True]
+    assert draining.is_on
 
 
 def test_a_worker_with_few_quarantined_pages_goes_on_and_gets_them_back() -> None:

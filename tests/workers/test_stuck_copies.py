@@ -13,6 +13,7 @@ from pdserve.prefill_worker.events import CancelCopies, Command, FromPeer, PeerL
 from pdserve.prefill_worker.tasks import STUCK_S
 from pdserve.sampling import SamplingParams
 from pdserve.sim.engine import FakeRunner
+from pdserve.worker.draining import NUM_LOOKS
 from pdserve.worker.words import BEAT_S, DrainAsked, Failed, FailureCode, Placed, RouterRef, Ticked
 
 PAGE_SIZE, NUM_PAGES, VOCAB = 4, 16, 100
@@ -75,7 +76,7 @@ def test_a_worker_whose_pages_a_frozen_peer_holds_drains_says_why_and_may_exit(w
     assert worker.core.plan(worker.now_s) is None, "it waits for pages"
     commands = worker.pass_time(STUCK_S - 2 * BEAT_S)
     assert not worker.core.load().draining
-    commands = worker.pass_time(4 * BEAT_S)
+    commands = worker.pass_time((4 + NUM_LOOKS) * BEAT_S)
     refused = [(c.key, c.code, c.reason) for c in commands if isinstance(c, Failed)]
     assert refused == [(key_of(2), FailureCode.OVERLOADED, "9 of 16 pages are quarantined")]
     load = worker.core.load()
