@@ -3,6 +3,7 @@
 Learns as it goes: step times of each kind of worker, bandwidths of pairs, lengths of answers, prefixes routed.
 """
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from math import exp
 
@@ -184,21 +185,22 @@ class Forecast:
         """Return the share of a decode worker's time that so many seconds of prompts are."""
         return min(0.9, local_s / max(_LOCAL_S, self.decoding_s))
 
-    def handoff_s(self, prefill: WorkerView, decode: WorkerView, prompt: Prompt) -> float:
-        """Predict what of a hand-off is left after the first token, on an idle link.
+    def handoffs_s(self, prefill: WorkerView, decodes: Seq[WorkerView], prompt: Prompt) -> list[float]:
+        """Predict what of a hand-off to each decode worker is left after the first token, on an idle link.
 
         That is the last chunk at least, and all that a slow link has not carried while later chunks were computed.
         Leading pages that the decode worker holds are not sent.
         """
-        missing = prompt.num_tokens - prompt.cached.get(decode.link, 0)
         fresh, _ = uncached(prompt, prefill.link)
-        pair, token_bytes = (prefill.name, decode.name), _bytes_per_token(decode.registration.layout)
-        last = fresh % prefill.step_tokens or prefill.step_tokens
-        if missing <= last:
-            return self.links.transfer_s(pair, missing * token_bytes)
-        meanwhile_s = self.costs.of(prefill).prefill.each_s * (fresh - min(fresh, prefill.step_tokens))
-        whole_s = self.links.transfer_s(pair, missing * token_bytes)
-        return max(whole_s - meanwhile_s, self.links.transfer_s(pair, last * token_bytes))
+        budget, token_bytes = prefill.step_tokens, _bytes_per_token(prefill.registration.layout)
+        meanwhile_s = self.costs.of(prefill).prefill.each_s * (fresh - min(fresh, budget))
+        last_bytes, all_bytes = (fresh % budget or budget) * token_bytes, prompt.num_tokens * token_bytes
+        links, cached, name, left_s = self.links, prompt.cached, prefill.name, []
+        for worker in decodes:
+            num_bytes = all_bytes - cached.get(worker.link, 0) * token_bytes if cached else all_bytes
+            rate = links.bytes_per_s((name, worker.name))
+            left_s.append(links.latency_s + max(num_bytes / rate - meanwhile_s, min(num_bytes, last_bytes) / rate))
+        return left_s
 
 
 def _add(sums: dict[LinkId, _Fading], worker: WorkerView, amount: float, now_s: float, life_s: float) -> None:

@@ -39,6 +39,7 @@ def best_way(
     now_s, bits = moment
     firsts = [(forecast.prefill_s(worker, prompt, now_s), worker) for worker in prefills]
     soonest_s, num_later = min([ttft_s for ttft_s, _ in firsts]), outlooks[0].num_later
+    workers = [outlook.worker for outlook in outlooks]
     rooms = [outlook.has_room(soonest_s) for outlook in outlooks]
     steps_s = [outlook.step_s(soonest_s) / (1 - outlook.local_share) for outlook in outlooks]
     decodes_s = [step_s if has_room else step_s + _NO_ROOM_S for step_s, has_room in zip(steps_s, rooms, strict=True)]
@@ -48,7 +49,7 @@ def best_way(
     for ttft_s, worker in sorted(firsts, key=_score):
         if ttft_s > nearest_s:
             break  # the way from it would have to take less than no time
-        ways_s = transfers_s[worker.link] = [forecast.handoff_s(worker, each.worker, prompt) for each in outlooks]
+        ways_s = transfers_s[worker.link] = forecast.handoffs_s(worker, workers, prompt)
         rest_s = min([each_s * num_later + way_s for each_s, way_s in zip(decodes_s, ways_s, strict=True)])
         scored.append((ttft_s + rest_s - least_s, worker))
         nearest_s = min(nearest_s, _near(scored[-1][0]))

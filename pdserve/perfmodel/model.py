@@ -142,7 +142,7 @@ class LearntLinks:
 
     def __init__(self, start_bytes_per_s: float = 5e9, latency_s: float = 0.001) -> None:
         self._start = start_bytes_per_s
-        self._latency_s = latency_s
+        self.latency_s = latency_s
         self._measured: dict[tuple[str, str], float] = {}  # by names of prefill and decode worker
 
     def begin(self, pair: tuple[str, str], bytes_per_s: float) -> None:
@@ -160,10 +160,6 @@ class LearntLinks:
 
     def bytes_per_s(self, pair: tuple[str, str]) -> float:
         return self._measured.get(pair, self._start)
-
-    def transfer_s(self, pair: tuple[str, str], num_bytes: float) -> float:
-        """Return how long a hand-off takes on an idle link."""
-        return self._latency_s + num_bytes / self.bytes_per_s(pair)
 
     def forget(self, worker: str) -> None:
         """Drop what concerns a worker that has left."""
