@@ -29,11 +29,11 @@ def overlap(one: Highest, other: Highest) -> bool:
 
 
 def test_the_capacity_of_a_single_server_is_found() -> None:
-    found = highest_rate(single_server(1e6, 20_000), ONE_AT_A_TIME, "round_robin", 0.9)
+    found = highest_rate(single_server(1e6, 6000), ONE_AT_A_TIME, "round_robin", 0.9)
     assert found.point is not None
     assert found.below is not None
     assert found.at_least <= 1 / STEP_S <= found.below
-    assert found.point.rate_per_gpu * STEP_S == pytest.approx(1.0, abs=0.06)
+    assert found.point.rate_per_gpu * STEP_S == pytest.approx(1.0, abs=0.08)
 
 
 @pytest.mark.parametrize("limit", [2.0, 4.0])

@@ -18,6 +18,7 @@ from pdserve.sim.capacity.workload import Workload
 NARROW = 0.015  # half of a 95 % interval of the attainment that needs to be no narrower: some 4 % of the rate
 MOST_GROWTH = 0.05  # of the arrivals: with more that might stay in the cluster, it is not known to keep up
 MAX_REQUESTS = 10_000
+_PLAIN_GROWTH, _PLAIN_ARRIVALS = 0.1, 1000  # at least, to end a run for its growth
 _FIRST_LOOK = 300
 _NEXT_LOOK = 1.4
 
@@ -68,11 +69,13 @@ class Found:
 
     keeps_up: bool | None
     meets: bool | None  # whether the attainment is what is wanted
-    is_narrow: bool
+    is_narrow: bool  # the attainment's interval, or as narrow as the wanted one asks for
+    is_plain: bool  # whether a growth is too large to come from a heavier part of a trace
 
     @property
     def is_settled(self) -> bool:
-        return self.keeps_up is False or self.meets is False or (self.keeps_up is True and self.is_narrow)
+        """Return whether more requests would tell no more."""
+        return self.meets is False or self.is_plain or (self.keeps_up is True and self.is_narrow)
 
 
 def measure(question: Question, shape: Shape, policy: str, rate_per_gpu: float, wanted: float | None = None) -> Point:
@@ -93,9 +96,10 @@ def measure(question: Question, shape: Shape, policy: str, rate_per_gpu: float, 
 def judge(state: Steady | None, wanted: float | None) -> Found:
     """Say what is known with certainty enough to stop at any of many looks."""
     if state is None:
-        return Found(None, None, is_narrow=False)
+        return Found(None, None, is_narrow=False, is_plain=False)
     keeps_up: bool | None = None
-    if state.growth.interval(CERTAIN)[0] > 0:
+    least_growth = state.growth.interval(CERTAIN)[0]
+    if least_growth > 0:
         keeps_up = False
     elif _most_growth(state) <= MOST_GROWTH:
         keeps_up = True
@@ -104,7 +108,8 @@ def judge(state: Steady | None, wanted: float | None) -> Found:
     if wanted is not None:
         low, high = state.attainment.interval(CERTAIN)
         meets = False if high < wanted else True if low >= wanted else None
-    return Found(keeps_up, meets, is_narrow or meets is True)
+    is_plain = least_growth > _PLAIN_GROWTH and state.count - state.first >= _PLAIN_ARRIVALS
+    return Found(keeps_up, meets, is_narrow or meets is True, is_plain)
 
 
 def _most_growth(state: Steady) -> float:
@@ -136,7 +141,7 @@ def _point(
         keeps_up=found.keeps_up,
         growth=0.0 if state is None else state.growth.mean,
         most_growth=1.0 if state is None else min(1.0, _most_growth(state)),
-        is_settled=found.is_settled,
+        is_settled=found.is_settled or found.keeps_up is False,
         goodput_per_gpu=attainment * rate_per_gpu,
         refused=misses["refused"] / num_counted,
         missed={name: number / num_counted for name, number in sorted(misses.items()) if name},

@@ -9,7 +9,8 @@ yet are left out together with all that came after them, so that slow requests a
   never narrower than Wilson's interval (JASA 22, 1927) for as many independent requests, which holds near 0 and 1 too.
 - Growth: the mean change of the number of requests in the cluster, over the arrivals, in 20 batches. Of a cluster that
   cannot keep up, changes are those of a random walk with a drift, and nearly independent; of one that can, they cancel
-  each other, so that the interval is too wide and never too narrow.
+  each other, so that the interval is too wide. It is too narrow for as long as a trace becomes heavier: growth counts
+  only where it is large or the run is over.
 """
 
 from bisect import bisect_right
@@ -54,6 +55,7 @@ UNKNOWN_SHARE = Estimate(0.0, inf, count=1)
 class Steady:
     """The steady state as far as it is known."""
 
+    count: int  # arrivals
     first: int  # arrivals before this one are warm-up
     last: int  # arrivals from this one on have no known end
     attainment: Estimate
@@ -73,7 +75,7 @@ def steady(
     if first is None:
         return None
     last = next((place for place, met in enumerate(verdicts) if met is None), len(verdicts))
-    return Steady(first, last, _share(verdicts[first:last]), _growth(arrived_s, ends, first))
+    return Steady(len(arrived_s), first, last, _share(verdicts[first:last]), _growth(arrived_s, ends, first))
 
 
 def _warm_up(arrived_s: Sequence[float], ended_s: Sequence[float], ends: Sequence[float]) -> int | None:
