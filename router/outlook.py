@@ -48,6 +48,7 @@ class Outlook:
         self.compute_s = curve.marginal_s(self._fresh, self._work)  # of the prompt, beside decoding
         self.waiting_s = curve.each_s * self._num_waiting  # of prompts that are here already
         self._prompt = prompt
+        self._fits = self._fits_beside()
 
     def step_s(self, delay_s: float) -> float:
         """Predict the mean step time while this worker runs the request, which joins `delay_s` from now.
@@ -110,12 +111,14 @@ class Outlook:
 
     def has_room(self, delay_s: float) -> bool:
         """Return whether there will probably be pages and a row for the request when it joins, and until it ends."""
+        return self._fits and self._has_pages_at(delay_s)
+
+    def _fits_beside(self) -> bool:
+        """Return whether the request fits beside all that is here and on its way, with their answers."""
         worker, mean_tokens, prompt = self.worker, self._forecast.output_tokens, self._prompt
         present = worker.num_sequences if self._forecast.knows_arrivals else worker.num_sequences - worker.num_arriving
         if present == 0:
             return prompt.num_tokens + self._width <= worker.kv_capacity
-        if not self._has_pages_at(delay_s):
-            return False
         count = present + self._width
         coming = prompt.num_tokens + mean_tokens * self._width
         held = worker.kv_tokens * present / max(1, worker.num_sequences)
@@ -128,7 +131,7 @@ class Outlook:
         worker, page_size = self.worker, self.worker.registration.layout.page_size
         missing = self._prompt.num_tokens - self._prompt.cached.get(worker.link, 0)
         short = -(-missing // page_size) + self._width - worker.num_free_pages
-        if short <= 0:
+        if short <= 0 or not worker.num_sequences:
             return True
         num_ending = worker.num_sequences - self._crowd(delay_s).at_join
         return short <= num_ending * self._mean_kv / page_size
