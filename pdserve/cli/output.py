@@ -1,6 +1,7 @@
 """Where results go: tables on standard output, JSON and plots in files, which are tried before the work begins."""
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -39,9 +40,16 @@ JsonFile = Annotated[
         callback=writable("--json"),
     ),
 ]
+
+
+def _plottable(path: Path | None) -> Path | None:
+    if path is not None and find_spec("matplotlib") is None:
+        raise ConfigError("--plot: needs matplotlib: pip install 'pdserve[plots]'")
+    return writable("--plot")(path)
+
+
 PlotFile = Annotated[
-    Path | None,
-    typer.Option("--plot", help="Also draw a PNG there.", show_default=False, callback=writable("--plot")),
+    Path | None, typer.Option("--plot", help="Also draw a PNG there.", show_default=False, callback=_plottable)
 ]
 
 

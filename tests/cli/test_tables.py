@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -160,3 +161,16 @@ def test_what_too_few_requests_cannot_tell_is_said_in_one_line(pdserve: Command)
 @pytest.mark.parametrize("rate", ["0", "-1", "inf", "nan"])
 def test_a_rate_that_cannot_be_is_refused(pdserve: Command, rate: str) -> None:
     assert pdserve("sim", "--rate", rate).returncode == 2
+
+
+def test_a_plot_that_cannot_be_drawn_is_refused_before_anything_runs(
+    pdserve: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    ended = pdserve(*SIM, "--plot", str(tmp_path / "plot.png"))
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == "pdserve: --plot: needs matplotlib: pip install 'pdserve[plots]'\n"
+
+
+def test_a_trace_that_is_not_there_is_named_once(pdserve: Command) -> None:
+    assert pdserve("sim", "--workload", "gone.csv").stderr == "pdserve: gone.csv: No such file or directory\n"

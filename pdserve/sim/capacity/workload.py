@@ -166,7 +166,9 @@ def read_workload(path: Path) -> Workload:
         raise ConfigError(f"{path}: known are {', '.join(readers)}")
     try:
         text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: {error}") from error
     arrivals = sorted(reader(path, text), key=lambda each: each.at_s)
     if len(arrivals) < 2:
