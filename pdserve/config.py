@@ -106,7 +106,9 @@ class WorkerConfig(ProcessConfig):
     )
     kv_events_replay_endpoint: str | None = Field(None, description="Where subscribers ask for KV events they missed.")
     kv_events_topic: str = Field("", description="Topic of published KV events.")
-    kv_events_buffer_steps: int = Field(10_000, ge=1, description="Batches of KV events kept for replay.")
+    kv_events_buffer_steps: int = Field(
+        10_000, ge=1, description="Batches of KV events kept for replay; who missed more gets a snapshot."
+    )
     handoff_host: str = Field(
         "127.0.0.1",
         description="Address of this worker in the network that carries pages; decode workers await calls there.",
