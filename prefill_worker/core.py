@@ -177,6 +177,7 @@ class PrefillCore:
                     raise InvariantError("a prompt split before its hand-off")
         for task in finished.values():
             commands += self._prompt_done(task, now_s)
+        self._backlog.start()
         return commands
 
     def _break(self, task: Task, reason: str) -> list[Command]:
