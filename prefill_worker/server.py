@@ -152,10 +152,13 @@ class PrefillOutbox:
         if not self._watch.look(self._movement.mover.turn, self._clock.now_s()):
             end_hung("the mover's thread")
         self._client.beat()
-        self._reporter.beat(replace(load, num_stalled_peers=self._movement.mover.num_stalled), num_steps)
+        self._reporter.beat(self._with_stalled(load), num_steps)
 
     def refresh(self, load: Callable[[], Load], num_steps: int, *, at_once: bool) -> None:
-        self._reporter.refresh(load, num_steps, at_once=at_once)
+        self._reporter.refresh(lambda: self._with_stalled(load()), num_steps, at_once=at_once)
 
     def refuse(self, refusal: Refusal) -> None:
         self._reporter.refuse(refusal)
+
+    def _with_stalled(self, load: Load) -> Load:
+        return replace(load, num_stalled_peers=self._movement.mover.num_stalled)

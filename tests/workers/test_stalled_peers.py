@@ -1,0 +1,59 @@
+"""Every heartbeat of a prefill worker says how many peers take no bytes, whatever made the worker send it."""
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import cast
+
+from scripted_lane import FIRST, scripted_rig
+
+from pdserve.clock import FakeClock
+from pdserve.kvlayout import KvLayout
+from pdserve.kvtransfer.backends.progress import WINDOW_S
+from pdserve.kvtransfer.client import HandoffClient
+from pdserve.kvtransfer.mover import Mover
+from pdserve.kvtransfer.peers import FromReceivers, Party
+from pdserve.prefill_worker.pairs import Pairs
+from pdserve.prefill_worker.server import Copies, Movement, PrefillOutbox
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.worker.link import Links
+from pdserve.worker.loop import Inbox
+from pdserve.worker.reporting import LOAD_EVERY_S, Reporter
+from pdserve.worker.words import Load, RouterRef
+
+LOAD = Load(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, draining=False)
+
+
+@dataclass
+class Wire:
+    """Takes what is sent to two routers."""
+
+    attached: tuple[RouterRef, ...] = (RouterRef(1), RouterRef(2))
+    sent: list[link.AttachRequest] = field(default_factory=list)
+
+    def send(self, router: RouterRef, message: link.AttachRequest) -> None:
+        self.sent.append(message)
+
+
+async def take_in(news: FromReceivers) -> None:
+    pass
+
+
+async def test_a_heartbeat_between_two_beats_tells_of_stalled_peers_too() -> None:
+    with scripted_rig() as rig:
+        rig.write(FIRST, 1)
+        rig.lane.until(lambda: len(rig.lane.posted) == 1)
+        rig.clock.advance(WINDOW_S)
+        rig.lane.let_it_look()
+        wire, clock, mover = Wire(), FakeClock(), cast("Mover", rig.pump)
+        reporter = Reporter(cast("Links", wire), clock)
+        party = Party(FIRST, KvLayout("", 1, 1, 1, 1, "float32"), mover)
+        async with asyncio.TaskGroup() as tasks:
+            client = HandoffClient(party, b"s" * 32, take_in, tasks, Counter())
+            movement = Movement(mover, Copies(Inbox()), Pairs(mover, reporter, tasks, 0))
+            outbox = PrefillOutbox(client, movement, reporter, clock)
+            outbox.beat(LOAD, 0)
+            clock.advance(LOAD_EVERY_S)
+            outbox.refresh(lambda: LOAD, 0, at_once=False)
+            outbox.refresh(lambda: LOAD, 0, at_once=True)
+    assert [message.heartbeat.num_stalled_peers for message in wire.sent] == [1] * 6
