@@ -183,8 +183,11 @@ class WorkerLoop(Generic[EventT, CommandT]):
             self._beat()
 
     def _take_in(self) -> None:
-        for event in self._inbox.drain():
+        events = self._inbox.drain()
+        for event in events:
             self._handle(event)
+        if any(isinstance(event, Placed) for event in events):
+            self._outbox.refresh(self._load, self._num_steps, at_once=True)
 
     def _handle(self, event: EventT) -> None:
         try:
@@ -195,5 +198,3 @@ class WorkerLoop(Generic[EventT, CommandT]):
             return
         self._has_worked |= not isinstance(event, Ticked)
         self._outbox.perform(commands, None)
-        if isinstance(event, Placed):
-            self._outbox.refresh(self._load, self._num_steps, at_once=True)

@@ -9,12 +9,15 @@ import pytest
 from pdserve.clock import MonotonicClock
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
+from pdserve.engine.sequence import Job
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import Refusal
+from pdserve.ids import Attempt, RequestId
+from pdserve.sampling import SamplingParams
 from pdserve.worker.audit import Auditor, Claim
 from pdserve.worker.load import load_of
 from pdserve.worker.loop import Inbox, WorkerLoop
-from pdserve.worker.words import Load, Ticked
+from pdserve.worker.words import Load, Placed, RouterRef, Ticked
 
 EMPTY = StepResult((), 0.0)
 CACHE = KvCache(1, 1, None)
@@ -126,3 +129,34 @@ async def test_a_broken_core_ends_its_process_and_is_never_taken_for_a_broken_st
         engine.go_on.set()
     assert [type(each) for each in caught.value.exceptions] == [KeyError]
     assert core.heard == []
+
+
+class Counting(Carried):
+    """Notes how often routers would be told the load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refreshed = 0
+
+    def refresh(self, load: Callable[[], Load], num_steps: int, *, at_once: bool) -> None:
+        self.refreshed += at_once
+
+
+class Placing(Notes):
+    """A core that is told of placements, and drains after the last."""
+
+    def handle(self, event: Placed | Ticked, now_s: float) -> list[str]:
+        if isinstance(event, Placed):
+            self.heard.append("placed")
+            self.drained = len(self.heard) == 50
+        return []
+
+
+async def test_placements_that_come_together_are_told_to_other_routers_once() -> None:
+    core, engine, inbox, carried = Placing(), HeldUp(), Inbox[Placed | Ticked](), Counting()
+    engine.go_on.set()
+    job = Job(RequestId(bytes(16)), Attempt(0), (1,), 1, SamplingParams(), (0,))
+    for _ in range(50):
+        inbox.put(Placed(RouterRef(1), job, 1e9, None))
+    await WorkerLoop(core, engine.start, inbox, carried, MonotonicClock(), 60.0).run()
+    assert (core.heard.count("placed"), carried.refreshed) == (50, 1)
