@@ -36,6 +36,7 @@ class _Wait:
     until_s: float
     is_short_of_room: bool = False  # by the policy's word: others may take the room that it waits for
     is_behind: bool = False  # it could be placed, but others wait
+    lacks_workers: bool = False  # no pair of workers can serve it, whatever room they have
 
 
 class Admission:
@@ -112,7 +113,7 @@ class Admission:
     # ---- those that wait
 
     def look_soon(self, now_s: float) -> None:
-        """Note that workers have come, gone or changed, and some pair can serve."""
+        """Note that workers have come, gone or changed, and some can serve."""
         self._look_again_s = now_s
         self._max_placed = 0
 
@@ -139,8 +140,9 @@ class Admission:
         """Try those that wait in turn; go past those that there is no room for, unless that was done too often."""
         self._look_again_s = inf
         passed: list[Request] = []
+        unserved: list[Request] = []  # no pair of workers is there
         num_tried = 0
-        for request in self._held.in_turn():
+        for request in self._held.in_turn(lambda other: bool(unserved) and other.needs_decode):
             if self._is_full:
                 break
             wait = self._try(request, now_s, may_place=True)
@@ -151,6 +153,8 @@ class Admission:
             else:
                 self._note(request, wait, now_s)
                 num_tried += 1
+                if wait.lacks_workers:
+                    unserved.append(request)
                 if wait.is_short_of_room:
                     passed.append(request)
             if num_tried == _MAX_TRIED or any(other.num_overtaken >= MAX_OVERTAKEN for other in passed):
@@ -177,7 +181,7 @@ class Admission:
             case Unserved(reason):
                 until_s = self._grace.until_s(request.wait_for_pair(now_s), now_s)
                 if now_s < until_s:
-                    return _Wait(reason, until_s)
+                    return _Wait(reason, until_s, lacks_workers=True)
                 self._refuse(request, Status.UNAVAILABLE, reason)
             case Rejected():
                 refused = Refused(decision.status, decision.reason, decision.predicted_ttft_s, decision.retry_after_s)

@@ -37,7 +37,7 @@ class Attendance:
         self._grace = grace
         self._limits = limits
         self._census = Census()
-        self.may_serve_more = False  # workers have come, gone or changed, and some pair can serve; read by the core
+        self.may_serve_more = False  # workers have come, gone or changed, and some can serve; read by the core
         self.silence_due_s = inf  # no worker has been silent too long before that
 
     @property
@@ -151,8 +151,13 @@ class Attendance:
             self._book.tell(TellProcessGone(survivor.link, event.worker_id, event.incarnation))
 
     def note_change(self, now_s: float) -> None:
-        """Note that workers came, went or began to drain; serve what waits for a pair if there is one."""
+        """Note that workers came, went or began to drain; serve what waits for a pair if there is one.
+
+        A prefill worker alone serves requests that their first token ends.
+        """
         self._grace.note_change(now_s)
         if self.has_pair:
             self._recovery.retry_stranded(now_s)
+            self.may_serve_more = True
+        elif self._workers.routable(Role.PREFILL):
             self.may_serve_more = True

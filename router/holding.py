@@ -1,7 +1,7 @@
 """Requests that wait for a place: highest priority first, then the tenant served least, then the least time left."""
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from heapq import heapify, heappop, heappush
 
 from pdserve.ids import RequestId
@@ -52,23 +52,27 @@ class HoldQueue:
         longest = max(lowest.values(), key=lambda requests: (len(requests), _rank(requests[-1])))
         return self.remove(longest[-1].request_id)
 
-    def in_turn(self) -> Iterator[Request]:
+    def in_turn(self, lacks_workers: Callable[[Request], bool] = lambda _: False) -> Iterator[Request]:
         """Yield whose turn it is, and who comes next: after one that was left in the queue, those behind it.
 
         Of a tenant, a few are passed over at most. Requests are only taken out meanwhile, and only the one yielded.
+        `lacks_workers` says which requests no worker can serve whatever room there is: they are left out, uncounted.
         """
         for priority in sorted(self._classes, reverse=True):
             tenants = self._classes[priority]
-            turns = [(_turn(requests[0]), tenant, 0) for tenant, requests in tenants.items()]
+            turns = [(_turn(requests[0]), tenant, 0, 0) for tenant, requests in tenants.items()]
             heapify(turns)
             while turns:
-                _, tenant, num_passed = heappop(turns)
-                request = tenants[tenant][num_passed]
-                yield request
-                num_passed += request.request_id in self._held
+                _, tenant, place, num_passed = heappop(turns)
+                request = tenants[tenant][place]
+                is_tried = not lacks_workers(request)
+                if is_tried:
+                    yield request
+                if request.request_id in self._held:
+                    place, num_passed = place + 1, num_passed + is_tried
                 requests = tenants.get(tenant, ())
-                if num_passed < min(len(requests), _MAX_PASSED):
-                    heappush(turns, (_turn(requests[num_passed]), tenant, num_passed))
+                if place < len(requests) and num_passed < _MAX_PASSED:
+                    heappush(turns, (_turn(requests[place]), tenant, place, num_passed))
 
     def ids(self) -> set[RequestId]:
         return set(self._held)

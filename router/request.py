@@ -133,6 +133,11 @@ class Request:
         """Tokens of the prompt."""
         return len(self.prompt_ids)
 
+    @property
+    def needs_decode(self) -> bool:
+        """Whether a decode worker has to take part: not where the first token ends the request."""
+        return self.params.max_tokens > 1
+
     @cached_property
     def names(self) -> Names:
         """Names of the prompt's blocks, for prefix affinity."""

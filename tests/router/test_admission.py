@@ -202,6 +202,24 @@ def test_requests_that_wait_for_a_decode_worker_keep_none_that_needs_none() -> N
 # ---- tenants
 
 
+def test_however_many_wait_for_a_decode_worker_they_keep_none_that_needs_none() -> None:
+    d = Driver()
+    d.attach("p0")
+    for _ in range(30):
+        d.arrive()
+    alone = d.arrive(max_tokens=1)
+    assert [place.spec.request_id for place in d.placements()] == [alone]
+
+
+def test_a_request_whose_first_token_ends_it_is_placed_when_a_prefill_worker_attaches_alone() -> None:
+    d = Driver()
+    alone, paired = d.arrive(max_tokens=1), d.arrive()
+    d.attach("p0")
+    assert [place.spec.request_id for place in d.placements()] == [alone]
+    d.attach("d0")
+    assert [place.spec.request_id for place in d.placements()] == [paired]
+
+
 def test_what_a_tenant_was_served_while_nobody_waited_counts_once_somebody_does() -> None:
     d = Driver(Limits(max_num_requests=2))
     prefill, decode = d.pair()
