@@ -107,13 +107,21 @@ class Receiver:
                 continue
             writer = _Writer(Framed(connected), Entry(self._region, self._staging))
             thread = threading.Thread(target=self._attend, args=(writer,), name=f"writer {address}", daemon=True)
-            with self._lock:
-                refused = self._closed.is_set() or not self._has_room()
-                if not refused:
-                    self._writers[writer] = thread
-                    thread.start()
-            if refused:
+            if not self._start(writer, thread):
                 writer.framed.close()
+
+    def _start(self, writer: _Writer, thread: threading.Thread) -> bool:
+        """Start a writer's thread; return False if there is no room, or no thread left, for another one."""
+        with self._lock:
+            if self._closed.is_set() or not self._has_room():
+                return False
+            try:
+                thread.start()
+            except RuntimeError as error:
+                logger.warning("a writer cannot be let in: %s", error)
+                return False
+            self._writers[writer] = thread
+            return True
 
     def _has_room(self) -> bool:
         """Return whether another writer can come in; the longest there that has not proved itself makes room."""

@@ -220,6 +220,23 @@ def test_a_receiver_that_runs_out_of_files_takes_writers_again_when_there_are_so
     assert_takes_writes(receiver, view)
 
 
+def test_a_receiver_without_a_thread_for_a_writer_takes_writers_again_when_there_is_one(
+    receiver: CollectiveMover, view: ByteRows, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def start_no_writer(thread: threading.Thread) -> None:
+        if thread.name.startswith("writer"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as exhausted:
+        exhausted.setattr(threading.Thread, "start", start_no_writer)
+        with socket.create_connection(address_of(receiver), 5) as refused:
+            assert refused.recv(100) == b""
+    assert_takes_writes(receiver, view)
+
+
 def test_a_receiver_outlives_writers_that_are_killed_as_they_write(receiver: CollectiveMover, view: ByteRows) -> None:
     for _ in range(2):
         command = [sys.executable, str(WRITER_PROCESS), receiver.describe().hex(), str(NUM_PAGES), str(PAGE_BYTES)]
