@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -50,8 +51,6 @@ def parse(text: str) -> Workload:
 
 def read_trace(path: Path, scale: float) -> Workload:
     """Return the requests of a JSON trace, its time stretched by `scale`: 2 sends half as many a second."""
-    if scale <= 0:
-        raise ConfigError(f"--scale: {scale} must be over 0")
     try:
         lines = TypeAdapter(list[_TraceLine]).validate_json(path.read_bytes())
     except OSError as error:
@@ -62,14 +61,20 @@ def read_trace(path: Path, scale: float) -> Workload:
         raise ConfigError(f"--trace: {path}: {where}: {first['msg']}") from error
     if not lines:
         raise ConfigError(f"--trace: {path} has no requests")
-    arrivals = [Arrival(line.start_time * scale, line.prompt_len, line.output_len) for line in lines]
-    return Workload(path.name, tuple(sorted(arrivals, key=lambda arrival: arrival.start_s)))
+    arrivals = [Arrival(line.start_time, line.prompt_len, line.output_len) for line in lines]
+    return stretched(Workload(path.name, tuple(sorted(arrivals, key=lambda arrival: arrival.start_s))), scale)
+
+
+def stretched(workload: Workload, scale: float) -> Workload:
+    """Return the same requests, their times multiplied by `scale`; ConfigError unless that is finite and over 0."""
+    _check_positive("--scale", scale)
+    arrivals = [replace(arrival, start_s=arrival.start_s * scale) for arrival in workload.arrivals]
+    return replace(workload, arrivals=tuple(arrivals))
 
 
 def poisson(workload: Workload, rate_per_s: float, seed: int) -> Workload:
     """Return the same requests, sent at random moments `rate_per_s` times a second on average."""
-    if rate_per_s <= 0:
-        raise ConfigError(f"--rate: {rate_per_s} must be over 0")
+    _check_positive("--rate", rate_per_s)
     draw = random.Random(seed)
     now_s = 0.0
     spread = []
@@ -77,6 +82,11 @@ def poisson(workload: Workload, rate_per_s: float, seed: int) -> Workload:
         now_s += draw.expovariate(rate_per_s)
         spread.append(replace(arrival, start_s=now_s))
     return replace(workload, arrivals=tuple(spread))
+
+
+def _check_positive(flag: str, value: float) -> None:
+    if not 0 < value < inf:
+        raise ConfigError(f"{flag}: {value:g} must be over 0 and finite")
 
 
 def prompts(arrivals: Sequence[Arrival], vocab_size: int, seed: int) -> list[list[int]]:

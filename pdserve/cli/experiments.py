@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from pdserve.bench.summary import Slo
     from pdserve.launch.plan import ClusterSpec
 
+_MOST_SECONDS = 86_400
+
 Model = Annotated[str, typer.Argument(help="A path, or a name from the catalog.")]
 WorkloadText = Annotated[
     str,
@@ -28,11 +30,14 @@ Scale = Annotated[float, typer.Option(min=1e-3, help="Factor for all lengths.")]
 MaxTokens = Annotated[int, typer.Option(min=2, help="Longer prompts and answers are cut.")]
 Prefill = Annotated[int, typer.Option(min=1, help="Prefill workers.")]
 Decode = Annotated[int, typer.Option(min=1, help="Decode workers.")]
-Seconds = Annotated[float, typer.Option(min=1, help="Of load at each rate.")]
+Loads = Annotated[
+    list[float] | None, typer.Option(min=0.01, max=100, help="Share of the capacity; repeatable.", show_default=False)
+]
+Seconds = Annotated[float, typer.Option(min=1, max=_MOST_SECONDS, help="Of load at each rate.")]
 Seed = Annotated[int, typer.Option(help="Of lengths, prompts and arrivals.")]
 
 Threads = Annotated[int | None, typer.Option(min=1, help="Of each worker's engine.", show_default=False)]
-Calibration = Annotated[float, typer.Option(min=2, help="Seconds of load before.")]
+Calibration = Annotated[float, typer.Option(min=2, max=_MOST_SECONDS, help="Seconds of load before.")]
 SloText = Annotated[
     str, typer.Option(help="ttft=MS,tpot=MS; by default multiples of what is seen at light load.", show_default=False)
 ]
@@ -51,7 +56,7 @@ def accuracy(
     prefill: Prefill = 1,
     decode: Decode = 1,
     threads: Threads = None,
-    load: Annotated[list[float] | None, typer.Option(help="Share of the capacity; repeatable.")] = None,
+    load: Loads = None,
     seconds: Seconds = 60,
     calibration: Calibration = 60,
     profile: Annotated[
@@ -90,7 +95,7 @@ def overload(
     prefill: Prefill = 1,
     decode: Decode = 1,
     threads: Threads = None,
-    load: Annotated[list[float] | None, typer.Option(help="Share of the capacity; repeatable.")] = None,
+    load: Loads = None,
     policy: Annotated[list[str] | None, typer.Option(help="Of the router; repeatable.")] = None,
     slo: SloText = "",
     seconds: Seconds = 40,
@@ -131,7 +136,7 @@ def simulator(
     prefill: Prefill = 1,
     decode: Decode = 1,
     threads: Threads = None,
-    load: Annotated[list[float] | None, typer.Option(help="Share of the capacity; repeatable.")] = None,
+    load: Loads = None,
     policy: Annotated[str, typer.Option(help="Of the router.")] = "goodput",
     slo: SloText = "",
     seconds: Seconds = 60,

@@ -76,10 +76,9 @@ def _parse(text: str, scale: float) -> "Workload":
     trace = read_workload(path)
     start_s = trace.arrivals[0].at_s
     arrivals = [
-        workloads.Arrival((each.at_s - start_s) * scale, each.prompt_tokens, each.output_tokens)
-        for each in trace.arrivals
+        workloads.Arrival(each.at_s - start_s, each.prompt_tokens, each.output_tokens) for each in trace.arrivals
     ]
-    return workloads.Workload(trace.name, tuple(arrivals))
+    return workloads.stretched(workloads.Workload(trace.name, tuple(arrivals)), scale)
 
 
 async def _measure(endpoint: str, runs: "Sequence[Workload]", slo: "Slo", seed: int) -> "list[Summary]":

@@ -1,12 +1,14 @@
 """A workload says what is sent and when, the same each time for the same seed."""
 
 import statistics
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
-from pdserve.bench.workload import Arrival, parse, poisson, prompts, read_trace
+from pdserve.bench.workload import Arrival, parse, poisson, prompts, read_trace, stretched
 from pdserve.errors import ConfigError
 
 
@@ -68,3 +70,19 @@ def test_a_broken_trace_is_refused_naming_the_field(tmp_path: Path, text: str, p
     path.write_text(text)
     with pytest.raises(ConfigError, match=part):
         read_trace(path, 1.0)
+
+
+@pytest.mark.parametrize("factor", [-1.0, 0.0, float("nan"), float("inf")])
+def test_neither_time_nor_a_rate_is_stretched_by_what_is_no_positive_number(factor: float) -> None:
+    workload = parse("2x3x4")
+    with pytest.raises(ConfigError, match="--scale"):
+        stretched(workload, factor)
+    with pytest.raises(ConfigError, match="--rate"):
+        poisson(workload, factor, seed=0)
+
+
+def test_bench_load_refuses_a_scale_for_a_trace_that_is_named_as_a_workload(
+    pdserve: Callable[..., CompletedProcess[str]],
+) -> None:
+    ended = pdserve("bench", "--workload", "azure-code", "--scale", "-1", "--endpoint", "127.0.0.1:1")
+    assert (ended.returncode, ended.stderr) == (2, "pdserve: --scale: -1 must be over 0 and finite\n")

@@ -1,6 +1,8 @@
 """What experiments on live clusters add up to, and the profile made of what a router has learnt."""
 
+from collections.abc import Callable
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
@@ -120,3 +122,14 @@ def test_a_sweep_has_single_prompts_and_batches_and_fits_the_model() -> None:
     assert max(shape.prompt_tokens + shape.output_tokens for shape in shapes) <= 300
     assert max(shape.prompt_tokens for shape in shapes) > 200
     assert any(shape.output_tokens == 1 for shape in shapes)
+
+
+@pytest.mark.parametrize("command", ["accuracy", "overload", "simulator", "routers"])
+@pytest.mark.parametrize("flag", ["--load", "--seconds", "--calibration"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "0"])
+def test_a_load_that_would_never_end_is_refused_before_a_cluster_starts(
+    pdserve: Callable[..., CompletedProcess[str]], command: str, flag: str, value: str
+) -> None:
+    ended = pdserve("bench", command, "/no/such/model", flag, value)
+    assert ended.returncode == 2
+    assert f"Invalid value for '{flag}'" in ended.stderr
