@@ -23,6 +23,7 @@ from pdserve.experiments.lengths import Lengths
 from pdserve.experiments.live import LiveCluster, Tell, connected, live_cluster
 from pdserve.launch.admin import AdminClient
 from pdserve.launch.folder import free_port
+from pdserve.launch.local import LaunchError
 from pdserve.launch.plan import ClusterSpec, flag_arguments
 from pdserve.launch.state import ClusterState
 
@@ -89,7 +90,7 @@ async def measure_routers(spec: ClusterSpec, trial: Trial, tell: Tell) -> Findin
         clusters, late = [first], list[LateRouter]()
         for number, port in enumerate(ports[1:], start=1):
             begun = await _fill_caches(first, trial, number, tell)
-            started = await stack.enter_async_context(_late_router(attached, first.state, f"router-{number}", port))
+            started = await stack.enter_async_context(late_router(attached, first.state, f"router-{number}", port))
             late.append(await _ask_prefixes(started, begun, f"router-{number}"))
             tell(f"router-{number} found {late[-1].found} of {late[-1].asked} prompts")
             clusters.append(started.cluster)
@@ -102,7 +103,7 @@ async def measure_routers(spec: ClusterSpec, trial: Trial, tell: Tell) -> Findin
 
 
 @asynccontextmanager
-async def _late_router(spec: ClusterSpec, state: ClusterState, name: str, internal_port: int) -> AsyncIterator[_Late]:
+async def late_router(spec: ClusterSpec, state: ClusterState, name: str, internal_port: int) -> AsyncIterator[_Late]:
     """Run one more router for the cluster's workers for the length of the block."""
     clock, public_port = MonotonicClock(), free_port(_HOST)
     flags = {
@@ -120,12 +121,15 @@ async def _late_router(spec: ClusterSpec, state: ClusterState, name: str, intern
     process = await _start(flags)
     try:
         own = state.model_copy(update={"endpoint": f"{_HOST}:{public_port}", "admin": f"{_HOST}:{internal_port}"})
-        num_workers = spec.num_prefill + spec.num_decode
-        listened_s, complete_s = await _attended(own, num_workers, clock)
+        async with asyncio.TaskGroup() as tasks:
+            guard = tasks.create_task(_raise_when_ended(process, name))
+            listened_s, complete_s = await _attended(own, name, spec.num_prefill + spec.num_decode, clock)
+            guard.cancel()
         async with connected(own) as cluster:
             yield _Late(cluster, listened_s - began_s, complete_s - began_s, listened_s)
     finally:
-        process.terminate()
+        if process.returncode is None:
+            process.terminate()
         await process.wait()
 
 
@@ -135,19 +139,27 @@ async def _start(flags: Mapping[str, object]) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(*tether, *command, stdin=asyncio.subprocess.DEVNULL)
 
 
-async def _attended(state: ClusterState, num_workers: int, clock: MonotonicClock) -> tuple[float, float]:
+async def _raise_when_ended(process: asyncio.subprocess.Process, name: str) -> None:
+    raise LaunchError(f"{name} ended with status {await process.wait()} before its workers were attached")
+
+
+async def _attended(state: ClusterState, name: str, num_workers: int, clock: MonotonicClock) -> tuple[float, float]:
     """Wait for a router and for its workers; return when it listened, and when all were attached and ready."""
     listened_s: float | None = None
-    async with asyncio.timeout(_READY_TIMEOUT_S), AdminClient(state.admin, state.secret_file) as operator:
-        while True:
-            try:
-                async for status in operator.watch(wait_for_ready=True):
-                    listened_s = listened_s or clock.now_s()
-                    if sum(worker.registration.ready for worker in status.workers) == num_workers:
-                        return listened_s, clock.now_s()
-            except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                    raise
+    try:
+        async with asyncio.timeout(_READY_TIMEOUT_S), AdminClient(state.admin, state.secret_file) as operator:
+            while True:
+                try:
+                    async for status in operator.watch(wait_for_ready=True):
+                        listened_s = listened_s or clock.now_s()
+                        if sum(worker.registration.ready for worker in status.workers) == num_workers:
+                            return listened_s, clock.now_s()
+                except grpc.aio.AioRpcError as error:
+                    if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                        raise
+    except TimeoutError as error:
+        text = f"{name}: {num_workers} workers were not attached within {_READY_TIMEOUT_S:.0f} s"
+        raise LaunchError(text) from error
 
 
 # ---- what is cached
