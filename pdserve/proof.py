@@ -1,7 +1,7 @@
 """Proves to another process that this one knows the cluster's secret, which never leaves either of them.
 
 Both sides draw a nonce, and each shows a code (HMAC-SHA256 under the secret) over the two nonces and its own part in
-the exchange. Invariant: a proof serves one time, one process, and what it was made for.
+the exchange. Invariant: a proof is accepted once, by one process, for one purpose.
 """
 
 import hmac
@@ -15,7 +15,7 @@ NONCE_BYTES = 16
 PROOF_BYTES = 32
 CHALLENGE_BYTES = 8 + NONCE_BYTES + PROOF_BYTES
 CHALLENGE_S = 30.0  # how long a challenge can be answered
-MAX_SPENT = 1 << 16  # answered challenges of the last `CHALLENGE_S`; those with the secret alone can make it as many
+MAX_SPENT = 1 << 16  # answered challenges remembered; with more, answers are refused. Filling it takes the secret
 
 _ISSUED = struct.Struct(f"!Q{NONCE_BYTES}s")  # milliseconds of the challenger's clock, and its nonce
 

@@ -90,7 +90,7 @@ class Receiver:
         self._thread.join()
         for writer in writers:
             writer.end()
-        # One that were still undoing its group while the interpreter goes would abort the process.
+        # A thread that still takes its group down when the interpreter ends would abort the process.
         until_s = time.monotonic() + LEAVE_S
         for thread in writers.values():
             thread.join(max(0.0, until_s - time.monotonic()))
@@ -124,7 +124,7 @@ class Receiver:
             return True
 
     def _has_room(self) -> bool:
-        """Return whether another writer can come in; the longest there that has not proved itself makes room."""
+        """Return whether another writer can come in; when full, close the oldest connection without a proof for it."""
         if len(self._writers) < MAX_WRITERS:
             return True
         stranger = next((writer for writer in self._writers if writer.peer is None), None)

@@ -19,7 +19,7 @@ from pdserve.token_ids import TOKEN_ID_BYTES, from_wire, to_wire
 HASH_BYTES = 8  # listeners know hashes of 64 bits
 SLICE_TOKENS = 4096  # stored ones told at once: they take about 0.5 ms to put together and encode
 SLICE_REMOVED = 1024  # pages told at once to be gone
-_SPARE = 1024  # numbers of pages that are gone, beyond as many as of pages that are not
+_SPARE = 1024  # removed pages that `_names` may hold, beside one for each reusable page, until it is rebuilt
 
 
 class _Page(msgspec.Struct, gc=False):  # made by the million: the garbage collector need not look at them

@@ -1,8 +1,8 @@
 """Whether a worker takes nothing more, and why. Decides; does no I/O.
 
 Invariant: a worker drains from when it is asked to, or once more than `max_quarantined_share` of its pages have been
-quarantined at NUM_LOOKS looks in a row. Only another process has those pages back: the end of this one is proof for all
-of them. After a burst of cancels, peers that live give most pages back within a moment.
+quarantined at NUM_LOOKS looks in a row. The next process has all of its pages free, since the end of this one ends what
+kept them in quarantine. After a burst of cancels, peers that live give most pages back within a moment.
 """
 
 NUM_LOOKS = 8  # at one each half second, as long as a router's patience with a silent worker

@@ -1,8 +1,9 @@
 """Publishes what changes in a worker's prefix cache over ZMQ, in vLLM's format, with a socket that replays the last
 batches to subscribers who missed some.
 
-Who missed more than is kept gets a snapshot in place of a replay: AllBlocksCleared, then all that is cached, as batches
-that are numbered like those that they stand for, the last of them like the last one published.
+A subscriber that missed more batches than are kept gets a snapshot in place of a replay: AllBlocksCleared, then all
+that is cached. The snapshot's batches take the numbers of the missed ones; its last batch takes the number last
+published.
 
 On this machine anybody may subscribe. Beyond it, subscribers prove by CURVE that they know the cluster's secret.
 """

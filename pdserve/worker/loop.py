@@ -163,7 +163,7 @@ class WorkerLoop(Generic[EventT, CommandT]):
         self._num_steps += 1
         self._has_worked = True
         commands = self._core.commit(plan, result, self._began_s)
-        # What was computed in parts says nothing of what such a step costs.
+        # A step computed again in halves takes longer than others of its size: its time is not reported.
         step = None if result.failed else (plan, replace(result, elapsed_s=self._began_s - began_s))
         self._outbox.perform(commands, step)
         if self._failed_steps.note(len(plan.chunks), len(result.failed), self._began_s):
