@@ -1,10 +1,13 @@
 """Small files that other processes read while this one replaces them."""
 
+import logging
 import os
 from pathlib import Path
 from typing import Self
 
 from pdserve.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -45,6 +48,10 @@ class ReadyFile:
 
     def withdraw(self) -> None:
         """Say, once and for good, that this process no longer serves. A later file is a successor's and stays."""
-        if self._path is not None and not self._withdrawn:
+        withdrawn, self._withdrawn = self._withdrawn, True
+        if self._path is None or withdrawn:
+            return
+        try:
             self._path.unlink(missing_ok=True)
-        self._withdrawn = True
+        except OSError as error:  # running requests can be finished all the same
+            logger.error("ready_file: cannot remove %s: %s", self._path, error.strerror)

@@ -57,3 +57,13 @@ def test_a_folder_that_is_not_there_is_refused_before_anything_is_loaded(tmp_pat
     (tmp_path / "folder").mkdir()
     with pytest.raises(ConfigError, match="ready_file: cannot replace"):
         ReadyFile(tmp_path / "folder").clear()
+
+
+def test_a_file_that_cannot_be_removed_keeps_no_process_from_draining(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "ready"
+    with ReadyFile(path) as ready:
+        path.mkdir()  # a folder cannot be unlinked
+        ready.withdraw()
+    assert caplog.text.count(f"ready_file: cannot remove {path}: ") == 1
