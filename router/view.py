@@ -64,6 +64,7 @@ class WorkerView:
         self.shares: dict[PlacementKey, Share] = {}
         self._sequences = self._tokens = self._work = 0  # sums over the shares
         self._computed_tokens = self._computed_work = 0  # of prompts that are computed in part
+        self._stepped_tokens = self._stepped_work = 0  # of all routers' prompts, computed since the last report
         self.others = Others()  # what other routers have sent, as last reported
         self._num_arriving = self._kv_tokens = 0  # of ours
         self._new_pages = 0  # taken by what was assigned since the last report, less what has ended since
@@ -96,11 +97,12 @@ class WorkerView:
         )
         if self.load is None or min(sent.num_taken, sent.taken_tokens, sent.taken_work) < 0:
             sent = Others()  # they began before this router heard of it
-        else:  # what was computed of theirs was counted as ours
-            theirs = before.waiting_tokens + sent.taken_tokens - now.waiting_tokens
-            work = before.waiting_work + sent.taken_work - now.waiting_work
+        else:  # what was computed of theirs was counted as ours; what was cached or given up was not computed
+            theirs = min(self._stepped_tokens, before.waiting_tokens + sent.taken_tokens - now.waiting_tokens)
+            work = min(self._stepped_work, before.waiting_work + sent.taken_work - now.waiting_work)
             self._computed_tokens = max(0, self._computed_tokens - max(0, theirs))
             self._computed_work = max(0, self._computed_work - max(0, work))
+        self._stepped_tokens = self._stepped_work = 0
         self.load, self.others, self._new_pages = load, now, 0
         self.draining = self.draining or load.draining
         self.is_failing = load.failed_steps >= _FAILING_STEPS
@@ -156,6 +158,8 @@ class WorkerView:
         Only one prompt at a time is computed in part. Steps tell of other routers' prompts too, hence the bounds.
         """
         step = event.step
+        self._stepped_tokens += step.prefill_tokens
+        self._stepped_work += step.prefill_work
         if step.sequences:
             self.batch.step(event.num_steps, event.elapsed_s, now_s)
         computed = self._computed_tokens + step.prefill_tokens

@@ -71,6 +71,23 @@ def test_what_a_step_computed_of_others_prompts_is_not_taken_off_ours() -> None:
     assert worker.pending_prefill_tokens == 1000
 
 
+@pytest.mark.parametrize(
+    "after",
+    [Others(num_taken=2, taken_tokens=1600), Others(num_taken=1, taken_tokens=800)],
+    ids=["cached", "given up"],
+)
+def test_prompts_of_others_that_were_not_computed_leave_ours_as_far_as_it_is(after: Others) -> None:
+    cluster = Cluster()
+    placed(cluster.arrive(1000))
+    (worker,) = [each for each in cluster.core.workers if each.name == "p0"]
+    report(cluster, "p0", Load(1000))
+    cluster.post(StepReported(cluster.links["p0"], [], Step(700, 490_000), 0.1))
+    report(cluster, "p0", Load(1000, others=Others(waiting_tokens=800, num_taken=1, taken_tokens=800)))
+    assert worker.pending_prefill_tokens == 1100
+    report(cluster, "p0", Load(1000, others=after))
+    assert worker.pending_prefill_tokens == 300
+
+
 def test_sequences_of_others_slow_down_ones_own() -> None:
     quiet, beside = Cluster(), Cluster()
     report(beside, "d0", Load(1000, others=Others(num_running=10, num_coming=10, placed_tokens=2000, num_taken=20)))
