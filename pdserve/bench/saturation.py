@@ -95,7 +95,8 @@ async def saturate(
         crowd.enlarge(tasks, ramp.num_in_flight)
         while ramp.grow(await crowd.answers_per_s(_RAMP_SHARE * seconds)) and crowd.num_right:
             crowd.enlarge(tasks, ramp.num_in_flight)
-        found = await crowd.answers_per_s(seconds) if crowd.num_right else 0.0
+        is_refused = not crowd.num_right and crowd.others  # else the first answers are still to come
+        found = 0.0 if is_refused else await crowd.answers_per_s(seconds)
         crowd.end()
     if not found:
         came = ", ".join(f"{count} x {status}" for status, count in crowd.others.most_common()) or "nothing"

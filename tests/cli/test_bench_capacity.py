@@ -91,6 +91,12 @@ def test_a_server_that_refuses_everything_has_no_capacity_and_is_not_hammered(st
     assert servicer.num_asked <= 12 * FIRST_IN_FLIGHT
 
 
+def test_a_cluster_whose_first_answer_takes_longer_than_the_first_try_has_a_capacity() -> None:
+    tried_s = 0.24
+    assert tried_s < SERVICE_S
+    assert asyncio.run(capacity(Slots(100), 2 * tried_s)) > 0
+
+
 async def in_group(servicer: Slots) -> None:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(capacity(servicer, 1.0))
