@@ -1,7 +1,8 @@
 """Digest whole weight files: equal digests mean equal bytes.
 
-A file's digest is remembered in the user's cache under what changes when the file does: device, inode, size and the
-time of its last change. Losing or failing to write the cache costs time alone.
+A file's digest is remembered in the user's cache under what changes when the file does: device, inode, size, and the
+times of its last modification and status change. The first of these two can be put back, as unpacking an archive does;
+the second cannot. Losing or failing to write the cache costs time alone.
 """
 
 import os
@@ -25,11 +26,12 @@ SETTLED_S = 2.0  # a file changed later than that may change again without its t
 def file_digest(path: Path, cache_dir: Path, wall_clock: Callable[[], float] = time.time) -> str:
     """Return a digest of the file's bytes, XXH3 over XXH3 digests of its parts; OSError if it cannot be read."""
     stat = path.stat()
-    remembered = cache_dir / f"{stat.st_dev:x}-{stat.st_ino:x}-{stat.st_size:x}-{stat.st_mtime_ns:x}"
+    known_by = stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+    remembered = cache_dir / "-".join(f"{number:x}" for number in known_by)
     digest = _read(remembered)
     if digest is None:
         digest = _computed(path, stat.st_size)
-        if wall_clock() - stat.st_mtime > SETTLED_S:
+        if wall_clock() - max(stat.st_mtime, stat.st_ctime) > SETTLED_S:
             _remember(remembered, digest)
     return digest
 
