@@ -49,9 +49,9 @@ class Absent:
             if name not in self._closed and len(self._early) < self._max_early:
                 self._early[name] = (now_s, news)
                 return []
-        self._early.pop(name, None)
         if not isinstance(news.event, sender.Granted | sender.Withdrawn):
             return []
+        self._early.pop(name, None)
         if news.key in self._in_doubt.get(news.peer, ()):
             return []  # to say that it is quiescent would be a guess
         return [self._give_back(news, "unknown here")]

@@ -94,3 +94,10 @@ def test_an_early_grant_of_another_peer_does_not_take_the_place_of_the_right_one
     assert isinstance(copy, Copy)
     assert copy.peer == D
     assert len(copy.dst) == 3
+
+
+def test_a_word_of_taking_what_was_never_sent_does_not_lose_an_early_grant(worker: Worker) -> None:
+    worker.grant(1, 3)
+    worker.core.handle(FromPeer(D, key_of(1), sender.Taken()), 0.0)
+    worker.place(1, 12)
+    assert len(of(Copy, worker.step())) == 1
