@@ -150,6 +150,7 @@ class Route(Generic[RemoteT, SliceT]):
 
     def _fail(self, copy: Copy, reason: str) -> None:
         """After one failure nothing more goes to this peer until it is opened anew."""
+        reason = reason or "the library does not say why"  # an empty reason stands for no failure
         self.broken = reason
         self.copies.fail(copy, reason)
         self.copies.fail_waiting(reason)

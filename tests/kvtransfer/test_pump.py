@@ -181,6 +181,15 @@ def test_a_thread_that_breaks_while_it_attaches_a_peer_keeps_nobody_waiting(rig:
     assert str(answer.get(timeout=5)) == "the mover's thread has died"
 
 
+def test_a_slice_that_fails_without_a_word_fails_its_copy(rig: Rig) -> None:
+    copy_id = rig.write(FIRST, 1)
+    rig.lane.until(lambda: len(rig.lane.posted) == 1)
+    rig.lane.posted[0].end = ""
+    stopped = rig.next()
+    assert (stopped.copy_id, stopped.digests, stopped.in_doubt) == (copy_id, None, True)
+    assert stopped.reason == "the library does not say why"
+
+
 def test_closing_gives_the_lane_back_only_if_nothing_is_in_flight(rig: Rig) -> None:
     rig.write(FIRST, 1)
     rig.lane.until(lambda: len(rig.lane.posted) == 1)
