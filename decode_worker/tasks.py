@@ -23,7 +23,7 @@ class Task:
     peer: Peer | None
     names: list[PageName] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
-    dropped: set[int] = field(default_factory=set)  # continuations cancelled one by one
+    dropped: set[int] = field(default_factory=set)  # continuations cancelled one by one, of later attempts too
     key: HandoffKey = field(init=False)
 
     def __post_init__(self) -> None:
@@ -41,7 +41,7 @@ class Task:
             else:
                 num_running += len(sequence.indices)
         if not self.sequences:
-            num_coming = len(self.job.indices) - len(self.dropped)
+            num_coming = sum(index not in self.dropped for index in self.job.indices)
         return Part(num_running, num_coming, (num_running + num_coming) * len(self.job.token_ids), tokens, work)
 
 

@@ -1,5 +1,7 @@
 """What a worker reports of its load adds up over the routers that sent it, and its counts never fall."""
 
+from dataclasses import replace
+
 from pdserve.decode_worker.core import DecodeCore
 from pdserve.decode_worker.events import Command
 from pdserve.decode_worker.rules import Rules
@@ -17,7 +19,7 @@ from pdserve.router.wire import worker_events
 from pdserve.sampling import SamplingParams
 from pdserve.sim.engine import FakeRunner
 from pdserve.worker import wire
-from pdserve.worker.words import Part, Placed, RouterLost, RouterRef
+from pdserve.worker.words import Cancelled, Part, Placed, RouterLost, RouterRef
 
 PAGE_SIZE, NUM_PAGES, VOCAB = 4, 64, 100
 OURS, THEIRS = RouterRef(1), RouterRef(2)
@@ -83,6 +85,14 @@ def test_hand_offs_without_room_say_how_many_pages_they_want() -> None:
     num_ungranted = load.num_waiting
     assert num_ungranted > 0
     assert load.pages_wanted == num_ungranted * 15
+
+
+def test_continuations_of_a_later_attempt_that_are_cancelled_are_not_taken_off_an_earlier_one() -> None:
+    core = DecodeCore(scheduler(), VOCAB, bytes(16), RULES)
+    placed = Placed(THEIRS, replace(job(1, 10, n=3), indices=(1,)), 1e9, PEER)
+    core.handle(placed, 0.0)
+    core.handle(Cancelled(placed.job.request_id, Attempt(2), (0, 2)), 0.0)
+    assert core.load().parts.others(OURS) == Part(0, 1, 10, 0, 0, 1)
 
 
 def test_a_heartbeat_tells_each_router_of_the_others() -> None:
