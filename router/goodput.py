@@ -23,7 +23,9 @@ _MOST_LENIENT = 0.9  # factor of a predicted time to first token, where nobody w
 # requests that prefill workers could hand over, so it may not bring steps beyond this share of it: the longer route is
 # taken only while what both routes share is not scarce (trunk reservation; Kelly, Loss networks, 1991).
 _LOCAL_SHARE = 0.8
-_MAX_LOOKED_AT = 12  # workers of a pool; of larger ones, so many at random and as many that hold a prefix
+# Workers of a pool; of larger ones, so many at random and as many that hold a prefix. With 12 a placement among 64 + 64
+# takes a third longer, and 16 + 16 simulated workers attain no more (docs/performance.md).
+_MAX_LOOKED_AT = 8
 
 
 class _Bar(Enum):

@@ -65,7 +65,8 @@ def _sheets(found: "Findings", title: str) -> "list[Sheet]":
         Column("listening after", "s", rank=2),
         Column("workers attached after", "s", rank=1),
         Column("prompts found"),
-        Column("all answered by", "s", rank=3),
+        Column("last miss after", "s"),
+        Column("all answered after", "s", rank=3),
     )
     rows = [
         (
@@ -73,6 +74,7 @@ def _sheets(found: "Findings", title: str) -> "list[Sheet]":
             f"{each.listening_s:.2f}",
             f"{each.complete_s:.2f}",
             f"{each.found} of {each.asked}",
+            f"{each.missed_until_s:.2f}",
             f"{each.asked_by_s:.2f}",
         )
         for each in found.late

@@ -58,6 +58,7 @@ class LateRouter:
     complete_s: float  # the same, until all workers were attached to it
     found: int  # of the prompts, those that it sent to the worker that held them
     asked: int
+    missed_until_s: float  # from its listening until it was last asked for one that it did not find; 0: it found all
     asked_by_s: float  # from its listening until the last of them was answered
 
 
@@ -195,13 +196,16 @@ async def _fill_caches(cluster: LiveCluster, trial: Trial, number: int, tell: Te
 
 async def _ask_prefixes(late: _Late, cached: _Cached, name: str) -> LateRouter:
     """Ask a late router for each prompt; count those that went where they are held."""
-    client, found = late.cluster.client, 0
+    client, found, missed_until_s, now_s = late.cluster.client, 0, 0.0, 0.0
     for prompt in cached.prompts:
-        longer = (*prompt, *prompt[:8])
+        longer, asked_s = (*prompt, *prompt[:8]), client.clock.now_s() - late.listened_at_s
         sample = await client.ask(Arrival(0.0, len(longer), _ANSWER_TOKENS), longer, cached.tenant)
-        found += 2 * sample.cached_tokens > len(prompt)
-    asked_by_s = client.clock.now_s() - late.listened_at_s
-    return LateRouter(name, late.listening_s, late.complete_s, found, len(cached.prompts), asked_by_s)
+        now_s = client.clock.now_s() - late.listened_at_s
+        if 2 * sample.cached_tokens > len(prompt):
+            found += 1
+        else:
+            missed_until_s = asked_s
+    return LateRouter(name, late.listening_s, late.complete_s, found, len(cached.prompts), missed_until_s, now_s)
 
 
 # ---- predictions
