@@ -39,7 +39,7 @@ check: $(INSTALLED)
 
 # Simulated clusters with faults: seeds 0 to SEEDS-1.
 sim: $(INSTALLED)
-	$(BIN)/python -m pdserve.sim.faults --seeds $(SEEDS)
+	PYTHONPATH=tests/simulator $(BIN)/python -m faultsim --seeds $(SEEDS)
 
 # Runs on a machine with a GPU, with its own torch and triton: nothing is installed.
 gpu:

@@ -9,9 +9,9 @@ import typer
 from pdserve.cli.output import JsonFile, PlotFile
 
 if TYPE_CHECKING:
-    from pdserve.sim.capacity.measure import Question
-    from pdserve.sim.capacity.shape import Objective
-    from pdserve.sim.capacity.workload import Workload
+    from pdserve.capacity.measure import Question
+    from pdserve.capacity.shape import Objective
+    from pdserve.capacity.workload import Workload
 
 WorkloadText = Annotated[
     str,
@@ -63,14 +63,14 @@ def sim(
     plot: PlotFile = None,
 ) -> None:
     """Simulate a cluster under load: attainment, goodput, percentiles, utilization."""
+    from pdserve.capacity import report
+    from pdserve.capacity.measure import measure
+    from pdserve.capacity.search import highest_rate
+    from pdserve.capacity.shape import Shape
     from pdserve.cli.failure import CommandError
     from pdserve.cli.output import show
     from pdserve.errors import ConfigError
     from pdserve.router.policies import POLICIES
-    from pdserve.sim.capacity import report
-    from pdserve.sim.capacity.measure import measure
-    from pdserve.sim.capacity.search import highest_rate
-    from pdserve.sim.capacity.shape import Shape
 
     for each in rate or ():
         if not 0 < each < float("inf"):
@@ -110,9 +110,9 @@ def plan(
     """Search the split into prefill and decode workers that serves most within the objectives."""
     from rich.console import Console
 
+    from pdserve.capacity import planner, report
     from pdserve.cli.failure import CommandError
     from pdserve.cli.output import show
-    from pdserve.sim.capacity import planner, report
 
     question = _question(workload, slo, profile, _Cut(requests, (scale, output_scale), max_prompt, poisson, seed))
     with Console(stderr=True).status("searching") as status:
@@ -150,10 +150,10 @@ def early_rejection(
     plot: PlotFile = None,
 ) -> None:
     """Show what admission by the present decode load leads to, beside admission by the predicted one."""
+    from pdserve.capacity import rejection
+    from pdserve.capacity.shape import Shape
+    from pdserve.capacity.workload import parse_lengths
     from pdserve.cli.output import show
-    from pdserve.sim.capacity import rejection
-    from pdserve.sim.capacity.shape import Shape
-    from pdserve.sim.capacity.workload import parse_lengths
 
     shape, is_trace = Shape(prefill, decode, local_prefill=False, corrects=corrects), parse_lengths(workload) is None
     seeds, sways = seed or [1, 2, 3], []
@@ -186,9 +186,9 @@ class _Cut:
 
 
 def _question(workload: str, slo: str, profile: Path | None, cut: _Cut) -> "Question":
+    from pdserve.capacity.measure import Question
+    from pdserve.capacity.workload import parse_lengths, random_lengths, read_workload, trace_path
     from pdserve.perfmodel.profile import read_profile, shipped_profile
-    from pdserve.sim.capacity.measure import Question
-    from pdserve.sim.capacity.workload import parse_lengths, random_lengths, read_workload, trace_path
 
     parsed = parse_lengths(workload)
     if parsed is None:
@@ -201,8 +201,8 @@ def _question(workload: str, slo: str, profile: Path | None, cut: _Cut) -> "Ques
 
 def _objective(slo: str) -> "Objective":
     from pdserve.bench.summary import parse_slo
+    from pdserve.capacity.shape import Objective
     from pdserve.errors import ConfigError
-    from pdserve.sim.capacity.shape import Objective
 
     parsed = parse_slo(slo)
     if parsed.ttft_ms is None or parsed.tpot_ms is None:

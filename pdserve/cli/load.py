@@ -68,7 +68,7 @@ def bench(
 def _parse(text: str, scale: float) -> "Workload":
     """Return what is written NUMxINxOUT, or the requests of a trace."""
     from pdserve.bench import workload as workloads
-    from pdserve.sim.capacity.workload import read_workload, trace_path
+    from pdserve.capacity.workload import read_workload, trace_path
 
     path = trace_path(text)
     if not path.suffix:

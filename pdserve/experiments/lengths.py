@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import cycle, islice
 
 from pdserve.bench.workload import Arrival
+from pdserve.capacity.workload import parse_lengths, random_lengths, read_workload, trace_path
 from pdserve.errors import ConfigError
-from pdserve.sim.capacity.workload import parse_lengths, random_lengths, read_workload, trace_path
 
 _NUM_RANDOM = 2000
 

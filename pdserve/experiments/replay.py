@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from pdserve.bench.errors import Errors, errors_of
 from pdserve.bench.summary import Percentiles, Sample, percentiles
 from pdserve.bench.workload import Arrival
+from pdserve.capacity.cluster import simulate
+from pdserve.capacity.shape import Objective, Outcome, Shape
+from pdserve.capacity.workload import Arrival as SimArrival
+from pdserve.capacity.workload import Workload
 from pdserve.experiments.learnt import learnt_profile
 from pdserve.experiments.live import LiveCluster, Tell
 from pdserve.experiments.overload import Goal, Trial
 from pdserve.perfmodel.profile import Profile
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.sim.capacity.cluster import simulate
-from pdserve.sim.capacity.shape import Objective, Outcome, Shape
-from pdserve.sim.capacity.workload import Arrival as SimArrival
-from pdserve.sim.capacity.workload import Workload
 
 
 @dataclass(frozen=True, slots=True)

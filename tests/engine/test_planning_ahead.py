@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from faultsim.engine import FakeRunner, expected
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.outcomes import Broken, Drawn, Split
 from pdserve.engine.scheduler import Limits, Scheduler
@@ -16,7 +17,6 @@ from pdserve.engine.step import Chunk, SampledToken, StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.ids import Attempt, RequestId
 from pdserve.sampling import SamplingParams
-from pdserve.sim.engine import FakeRunner, expected
 
 VOCAB = 101
 PAGE_SIZE = 4

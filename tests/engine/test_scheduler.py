@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 
+from faultsim.engine import FakeRunner, expected
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.outcomes import Broken, Drawn, Split, Started
 from pdserve.engine.scheduler import Limits, Scheduler
@@ -9,7 +10,6 @@ from pdserve.engine.sequence import Finish, Job, Sequence
 from pdserve.engine.step import StepResult
 from pdserve.ids import Attempt, RequestId
 from pdserve.sampling import SamplingParams
-from pdserve.sim.engine import FakeRunner, expected
 
 VOCAB = 101
 PAGE_SIZE = 4

@@ -4,13 +4,13 @@ import random
 
 import pytest
 
+from pdserve.capacity.machine import Machine
+from pdserve.capacity.timeline import Timeline
 from pdserve.perfmodel.crowding import Crowding
 from pdserve.perfmodel.curve import Curve, DecodePiece, Step, StepCosts
 from pdserve.perfmodel.fit import Fit
 from pdserve.perfmodel.margin import Bias
 from pdserve.perfmodel.model import LearntCosts
-from pdserve.sim.capacity.machine import Machine
-from pdserve.sim.capacity.timeline import Timeline
 
 PREFILL, DECODE = Curve(0.02, 7e-4, 1e-7), Curve(0.025, 2e-3, 1e-6)
 COSTS = StepCosts(PREFILL, (DecodePiece(None, DECODE),))

@@ -2,6 +2,7 @@
 
 import pytest
 
+from faultsim.engine import FakeRunner
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job
@@ -15,7 +16,6 @@ from pdserve.router.machines import Machines
 from pdserve.router.view import Share, WorkerView
 from pdserve.router.wire import worker_events
 from pdserve.sampling import SamplingParams
-from pdserve.sim.engine import FakeRunner
 from pdserve.worker.wire import heartbeat
 from pdserve.worker.words import Placed, RouterRef
 

@@ -5,13 +5,13 @@ from statistics import median
 import pytest
 from goodput_cluster import Cluster, placed, refused_in_the_end
 
+from pdserve.capacity.cluster import simulate
+from pdserve.capacity.shape import Objective, Outcome, Shape
+from pdserve.capacity.workload import read_workload, trace_path
 from pdserve.perfmodel.curve import Step, attention_work
 from pdserve.perfmodel.profile import read_profile, shipped_profile
 from pdserve.router.events import LoadReported, Place, StepReported
 from pdserve.router.load import Load, Others
-from pdserve.sim.capacity.cluster import simulate
-from pdserve.sim.capacity.shape import Objective, Outcome, Shape
-from pdserve.sim.capacity.workload import read_workload, trace_path
 
 PROFILE = read_profile(shipped_profile())
 

@@ -5,9 +5,9 @@ from math import inf
 
 from breaking import Original, mutation, wrap
 
+from faultsim.router import RouterProcess
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.router.census import Census
-from pdserve.sim.router import RouterProcess
 
 
 def in_any_order(original: Original, self: Census, worker_id: WorkerId, incarnation: Incarnation) -> str:

@@ -3,6 +3,7 @@
 import pytest
 from default_rules import default_rules
 
+from faultsim.engine import FakeRunner
 from pdserve.decode_worker import events as decode
 from pdserve.decode_worker.core import DecodeCore
 from pdserve.engine.kvcache import KvCache
@@ -14,7 +15,6 @@ from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvtransfer.session import Peer
 from pdserve.prefill_worker.core import PrefillCore
 from pdserve.sampling import SamplingParams
-from pdserve.sim.engine import FakeRunner
 from pdserve.worker.audit import EVERY_S, Auditor, Claim, adds_up, leaked_pages
 from pdserve.worker.draining import NUM_LOOKS, Draining
 from pdserve.worker.words import Cancelled, Failed, FailureCode, PeerGone, Placed, RouterRef, Ticked

@@ -1,5 +1,6 @@
 """Prompts that hold pages before they are granted any leave room for others, and start as soon as they have room."""
 
+from faultsim.engine import FakeRunner
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job
@@ -7,7 +8,6 @@ from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvtransfer.session import Peer
 from pdserve.prefill_worker.core import PrefillCore
 from pdserve.sampling import SamplingParams
-from pdserve.sim.engine import FakeRunner
 from pdserve.worker.words import Placed, RouterRef
 
 PAGE_SIZE, NUM_PAGES, VOCAB = 4, 16, 100

@@ -2,6 +2,7 @@
 
 import pytest
 
+from faultsim.engine import FakeRunner
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job
@@ -12,7 +13,6 @@ from pdserve.kvtransfer.session import Grant, HandoffKey, Peer
 from pdserve.prefill_worker.core import PrefillCore
 from pdserve.prefill_worker.events import Command, Connect, Copy, FromPeer
 from pdserve.sampling import SamplingParams
-from pdserve.sim.engine import FakeRunner
 from pdserve.worker.words import Failed, FailureCode, Placed, RouterRef
 
 PAGE_SIZE, NUM_PAGES, VOCAB = 4, 32, 100

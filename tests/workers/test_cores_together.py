@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 from default_rules import default_rules
 
+from faultsim.engine import FakeRunner, expected
 from pdserve.decode_worker import events as decode
 from pdserve.decode_worker.core import DecodeCore
 from pdserve.engine.kvcache import KvCache
@@ -19,7 +20,6 @@ from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.prefill_worker import events as prefill
 from pdserve.prefill_worker.core import PrefillCore
 from pdserve.sampling import SamplingParams
-from pdserve.sim.engine import FakeRunner, expected
 from pdserve.worker.words import Cancelled, Failed, FailureCode, PeerGone, Placed, RouterLost, RouterRef, Tokens
 
 VOCAB = 997

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from default_rules import default_rules
 
+from faultsim.engine import FakeRunner, expected
 from pdserve.clock import MonotonicClock
 from pdserve.decode_worker.core import DecodeCore
 from pdserve.engine.kvcache import KvCache
@@ -16,7 +17,6 @@ from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.errors import DeviceError, InvariantError, Refusal
 from pdserve.ids import Attempt, PageId, RequestId
 from pdserve.sampling import SamplingParams
-from pdserve.sim.engine import FakeRunner, expected
 from pdserve.worker.failing import REMEMBERED_S, FailedSteps
 from pdserve.worker.isolating import Isolating
 from pdserve.worker.loop import Inbox, WorkerLoop

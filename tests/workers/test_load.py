@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from faultsim.engine import FakeRunner
 from pdserve.decode_worker.core import DecodeCore
 from pdserve.decode_worker.events import Command
 from pdserve.decode_worker.rules import Rules
@@ -17,7 +18,6 @@ from pdserve.router.events import LinkId, LoadReported
 from pdserve.router.load import Others
 from pdserve.router.wire import worker_events
 from pdserve.sampling import SamplingParams
-from pdserve.sim.engine import FakeRunner
 from pdserve.worker import wire
 from pdserve.worker.words import Cancelled, Part, Placed, RouterLost, RouterRef
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from faultsim.engine import FakeRunner
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job
@@ -12,7 +13,6 @@ from pdserve.prefill_worker.core import PrefillCore
 from pdserve.prefill_worker.events import CancelCopies, Command, FromPeer, PeerLost, ToPeer
 from pdserve.prefill_worker.tasks import STUCK_S
 from pdserve.sampling import SamplingParams
-from pdserve.sim.engine import FakeRunner
 from pdserve.worker.draining import NUM_LOOKS
 from pdserve.worker.words import BEAT_S, DrainAsked, Failed, FailureCode, Placed, RouterRef, Ticked
 

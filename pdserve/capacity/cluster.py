@@ -1,0 +1,344 @@
+"""A cluster under virtual time: cores of routers, workers, and the links between them. One router needs no reports."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from faultsim.garbage import garbage_left
+from pdserve.capacity.forecasts import new_forecast
+from pdserve.capacity.leaping import END, LeapingScheduler
+from pdserve.capacity.machine import Machine
+from pdserve.capacity.naming import QuickNames
+from pdserve.capacity.shape import Objective, Outcome, Run, Shape
+from pdserve.capacity.telling import (
+    LEDGER_ONLY,
+    Delta,
+    Told,
+    delta,
+    heard_by_receiver,
+    heard_by_sender,
+    load_report,
+    rung,
+)
+from pdserve.capacity.timeline import Timeline
+from pdserve.capacity.worker import SimWorker, Steps
+from pdserve.capacity.workload import Arrival, Workload
+from pdserve.decode_worker import events as decode_events
+from pdserve.decode_worker.core import DecodeCore
+from pdserve.decode_worker.rules import Rules
+from pdserve.engine.kvcache import KvCache
+from pdserve.engine.scheduler import Limits as EngineLimits
+from pdserve.engine.sequence import Job
+from pdserve.ids import Incarnation, RequestId, WorkerId
+from pdserve.kvlayout import KvLayout
+from pdserve.kvtransfer import sender
+from pdserve.kvtransfer.session import DigestPolicy, Peer
+from pdserve.perfmodel.profile import Profile
+from pdserve.prefill_worker import events as prefill_events
+from pdserve.prefill_worker.core import PrefillCore
+from pdserve.router import events as router_events
+from pdserve.router.core import RouterCore
+from pdserve.router.events import (
+    CancelAttempt,
+    Command,
+    Deliver,
+    End,
+    Event,
+    Failure,
+    Limits,
+    LinkId,
+    Place,
+    Registration,
+    Role,
+    StepReported,
+    WorkerRegistered,
+)
+from pdserve.router.policies import POLICIES
+from pdserve.rpc import PROTOCOL_VERSION
+from pdserve.sampling import SamplingParams
+from pdserve.token_ids import ALL_IDS
+from pdserve.worker import words
+from pdserve.worker.reporting import LOAD_EVERY_S
+from pdserve.worker.words import RouterRef
+
+MODEL = "simulated"
+VOCAB_SIZE = ALL_IDS
+MAX_TASKS = 100_000
+RULES = Rules(MAX_TASKS, DigestPolicy.OFF, max_quarantined_share=1.0, lease_s=3600.0)  # nobody is lost or falls silent
+DEADLINE_S = 600.0
+
+
+@dataclass(slots=True)
+class _Router:
+    """A router as the cluster knows it."""
+
+    ref: RouterRef
+    core: RouterCore
+    alarm_s: float = float("inf")  # when it is to be woken
+
+
+@dataclass(slots=True)
+class _Member:
+    """A worker as the cluster knows it."""
+
+    worker: SimWorker
+    peer: Peer
+    link: LinkId
+    role: Role
+    is_sending_s: float = 0.0  # until when its side of the link is taken
+    reported_s: float = 0.0  # when it last reported its load
+    told: Told = field(default_factory=dict)
+
+
+class SimCluster:
+    """Carries what the cores say to each other."""
+
+    def __init__(self, profile: Profile, shape: Shape, policy: str, workload: Workload, objective: Objective) -> None:
+        self._timeline = Timeline()
+        self._profile = profile
+        self._shape = shape
+        self._workload = workload
+        self._objective = objective
+        self._page_size = min(workload.block_tokens, 64) if workload.block_tokens else 64
+        self._longest = max(each.prompt_tokens + workload.max_tokens(each) for each in workload.arrivals) + 1
+        self._page_bytes = self._page_size * profile.kv_bytes_per_token
+        self._coming: Iterator[Arrival] = iter(())
+        self._num_awaited = 0
+        self._outcomes: dict[bytes, Outcome] = {}
+        self._lengths: dict[bytes, int] = {}
+        self._members: dict[LinkId, _Member] = {}
+        self._by_peer: dict[Peer, _Member] = {}
+        self._by_name: dict[str, _Member] = {}
+        self._connected: set[tuple[Peer, Peer]] = set()
+        costs = {
+            Role.PREFILL: profile.configuration(shape.prefill_tp).costs(),
+            Role.DECODE: profile.configuration(shape.decode_tp).costs(),
+        }
+        self._costs = costs
+        self._machine = Machine(self._timeline) if any(each.shares_machine for each in costs.values()) else None
+        limits = Limits(
+            max_num_requests=MAX_TASKS,
+            max_num_held=4096,
+            worker_silence_s=1e12,
+            local_prefill=shape.prefill == 0 or (shape.local_prefill and policy == "goodput"),
+        )
+        self._routers: dict[RouterRef, _Router] = {}
+        for ref in map(RouterRef, range(shape.routers)):
+            forecast = new_forecast(costs, shape)
+            self._routers[ref] = _Router(ref, RouterCore(MODEL, limits, POLICIES[policy](forecast), forecast))
+        for index in range(shape.prefill):
+            self._attach(f"p{index}", Role.PREFILL)
+        for index in range(shape.decode):
+            self._attach(f"d{index}", Role.DECODE)
+
+    def run(self) -> Run:
+        """Serve the whole workload, each request to its end."""
+        self.expect(iter(self._workload.arrivals))
+        with garbage_left():
+            self._timeline.run()
+        for router in self._routers.values():
+            router.core.check_idle()
+        outcomes = self._outcomes.values()
+        return self._so_far(max(max(outcome.last_s, outcome.arrival.at_s) for outcome in outcomes))
+
+    def expect(self, arrivals: Iterator[Arrival]) -> None:
+        """Let these requests come, in order of time; their lengths and blocks are the workload's."""
+        self._coming = arrivals
+        self._expect_next()
+
+    def advance(self, count: int) -> Run:
+        """Serve until `count` requests have come since the start; requests that are not over go on next time."""
+        self._num_awaited = count
+        with garbage_left():
+            self._timeline.run()
+        return self._so_far(self._timeline.now_s)
+
+    def _so_far(self, now_s: float) -> Run:
+        outcomes, members = tuple(self._outcomes.values()), self._members.values()
+        span_s = max(1e-9, now_s - outcomes[0].arrival.at_s)
+        busy = {member.worker.name: member.worker.busy_s / span_s for member in members}
+        return Run(outcomes, span_s, busy, sum(member.worker.num_steps for member in members))
+
+    # ---- the router
+
+    def _expect_next(self) -> None:
+        arrival = next(self._coming, None)
+        if arrival is not None:
+            self._timeline.at(arrival.at_s, self._arrive, len(self._outcomes) + 1, arrival)
+
+    def _arrive(self, number: int, arrival: Arrival) -> None:
+        if number == self._num_awaited:
+            self._timeline.stop()
+        request_id = RequestId((number * 0x9E3779B97F4A7C15 % 2**64).to_bytes(8, "little") + number.to_bytes(8, "big"))
+        self._outcomes[request_id] = Outcome(arrival)
+        self._expect_next()
+        self._lengths[request_id] = arrival.output_tokens
+        now_s = self._timeline.now_s
+        event = router_events.RequestArrived(
+            request_id=request_id,
+            token_ids=self._workload.token_ids(number, arrival),
+            params=SamplingParams(max_tokens=self._workload.max_tokens(arrival), stop_token_ids=(END,)),
+            received_s=now_s,
+            deadline_s=now_s + DEADLINE_S,
+            ttft_slo_s=self._objective.ttft_s,
+            tpot_slo_s=self._objective.tpot_s,
+        )
+        self._post(self._routers[RouterRef(number % len(self._routers))], event)
+
+    def _post(self, router: _Router, event: Event) -> None:
+        for command in router.core.handle(event, self._timeline.now_s):
+            self._obey(router, command)
+        due_s = router.core.next_wakeup_s()
+        if due_s is not None and due_s < router.alarm_s and due_s < self._timeline.now_s + DEADLINE_S / 2:
+            router.alarm_s = due_s
+            self._timeline.at(max(due_s, self._timeline.now_s), self._ring, router, due_s)
+
+    def _ring(self, router: _Router, due_s: float) -> None:
+        if router.alarm_s == due_s:
+            router.alarm_s = float("inf")
+            self._post(router, router_events.Tick())
+
+    def _obey(self, router: _Router, command: Command) -> None:
+        match command:
+            case Place():
+                self._place(router, command)
+            case Deliver(request_id, _, token_ids):
+                self._outcomes[request_id].take(len(token_ids), self._timeline.now_s)
+            case End(request_id, end):
+                self._outcomes[request_id].close(end, self._timeline.now_s)
+            case CancelAttempt(link, request_id, attempt, indices):
+                self._members[link].worker.offer(words.Cancelled(request_id, attempt, indices))
+            case _:
+                pass
+
+    def _place(self, router: _Router, place: Place) -> None:
+        spec = place.spec
+        self._outcomes[spec.request_id].placed_s = self._timeline.now_s
+        job = Job(
+            spec.request_id,
+            spec.attempt,
+            tuple(spec.token_ids),
+            spec.num_prompt_tokens,
+            spec.params,
+            spec.indices,
+            spec.cache_salt,
+            spec.priority,
+        )
+        prefill = None if place.prefill is None else self._members[place.prefill.link]
+        decode = None if place.decode is None else self._members[place.decode.link]
+        deadline_s = self._timeline.now_s + spec.remaining_s
+        if decode is not None:
+            peer = None if prefill is None else prefill.peer
+            decode.told[spec.request_id, spec.attempt] = 0 if prefill is None else 1
+            decode.worker.offer(words.Placed(router.ref, job, deadline_s, peer))
+        if prefill is not None:
+            peer = None if decode is None else decode.peer
+            prefill.told[spec.request_id, spec.attempt] = 0
+            prefill.worker.offer(words.Placed(router.ref, job, deadline_s, peer, "simulated"))
+        for member in filter(None, (decode, prefill)) if len(self._routers) > 1 else ():
+            self._timeline.soon(self._report_load, member)
+
+    # ---- workers
+
+    def _attach(self, name: str, role: Role) -> None:
+        shape, is_prefill = self._shape, role is Role.PREFILL
+        configuration = self._profile.configuration(shape.prefill_tp if is_prefill else shape.decode_tp)
+        num_pages = int(configuration.kv_tokens * shape.kv_share) // self._page_size
+        link = LinkId(len(self._members) + 1)
+        names = QuickNames(self._page_size) if self._workload.block_tokens else None
+        max_model_len = min(self._longest, num_pages * self._page_size)
+        limits = EngineLimits(
+            max_num_seqs=shape.max_num_seqs,
+            max_num_batched_tokens=shape.prefill_chunk if is_prefill else max(shape.decode_chunk, shape.max_num_seqs),
+            max_model_len=max_model_len,
+            eos_token_ids=frozenset(),
+        )
+        scheduler = LeapingScheduler(KvCache(num_pages, self._page_size, names), limits, self._lengths.__getitem__)
+        core: PrefillCore | DecodeCore = (
+            PrefillCore(scheduler, VOCAB_SIZE, self._page_bytes, MAX_TASKS, RULES.max_quarantined_share)
+            if is_prefill
+            else DecodeCore(scheduler, VOCAB_SIZE, b"simulated", RULES)
+        )
+        worker = SimWorker(self._timeline, name, core, scheduler, self._costs[role], self._machine)
+        worker.perform = self._perform
+        peer = Peer(WorkerId(name), Incarnation(link))
+        self._members[link] = self._by_peer[peer] = self._by_name[name] = _Member(worker, peer, link, role)
+        # One head whose width makes a page as large as the profile says.
+        layout = KvLayout("simulated", 1, 1, self._profile.kv_bytes_per_token // 4, self._page_size, "bfloat16")
+        registration = Registration(
+            worker_id=peer.worker_id,
+            incarnation=peer.incarnation,
+            role=role,
+            protocol_version=PROTOCOL_VERSION,
+            ready=True,
+            model=MODEL,
+            layout=layout,
+            num_pages=num_pages,
+            max_num_seqs=shape.max_num_seqs,
+            max_model_len=max_model_len,
+            handoff_address=name,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            host="simulated" if self._machine else "",
+        )
+        for router in self._routers.values():
+            self._post(router, WorkerRegistered(link, registration))
+
+    def _perform(self, worker: SimWorker, commands: Sequence[object], steps: Steps | None) -> None:
+        member = self._by_name[worker.name]
+        deltas: dict[RouterRef, list[Delta]] = {ref: [] for ref in self._routers}
+        for command in commands:
+            match command:
+                case words.Tokens():
+                    deltas[command.router].append(delta(member.told, command))
+                case words.Progress() if command.rung not in LEDGER_ONLY:
+                    self._post(self._routers[command.router], rung(member.link, command, self._timeline.now_s))
+                case words.Progress():
+                    pass
+                case words.Failed(ref, key, code, reason):
+                    failure, link = Failure[code.name], member.link
+                    failed = router_events.AttemptFailed(link, key.request_id, key.attempt, failure, reason)
+                    self._post(self._routers[ref], failed)
+                case _:
+                    self._carry(member, command)
+        if steps is None:
+            return
+        for ref, router in self._routers.items():
+            self._post(router, StepReported(member.link, deltas[ref], steps.each, steps.each_s, steps.count))
+        if len(self._routers) > 1 and self._timeline.now_s - member.reported_s >= LOAD_EVERY_S:
+            self._report_load(member)
+
+    def _report_load(self, member: _Member) -> None:
+        """Tell every router how full a worker is, as `worker.reporting` does where there are several."""
+        member.reported_s = self._timeline.now_s
+        load = member.worker.core.load()
+        for ref, router in self._routers.items():
+            self._post(router, load_report(member.link, load, ref))
+
+    def _carry(self, member: _Member, command: object) -> None:
+        """Bring a worker's word to the other worker."""
+        match command:
+            case prefill_events.Connect(peer):
+                if (member.peer, peer) not in self._connected:
+                    self._connected.add((member.peer, peer))
+                    self._by_peer[peer].worker.offer(decode_events.PeerAttached(member.peer))
+            case prefill_events.Copy():
+                self._copy(member, command)
+            case prefill_events.ToPeer(peer, key, said):
+                self._by_peer[peer].worker.offer(decode_events.FromPeer(member.peer, key, heard_by_receiver(said)))
+            case decode_events.ToPeer(peer, key, said):
+                self._by_peer[peer].worker.offer(prefill_events.FromPeer(member.peer, key, heard_by_sender(said)))
+            case _:
+                pass
+
+    def _copy(self, member: _Member, copy: prefill_events.Copy) -> None:
+        """Move pages: one copy at a time leaves a worker, and one at a time comes in."""
+        target, link = self._by_peer[copy.peer], self._profile.link
+        start_s = max(self._timeline.now_s, member.is_sending_s, target.is_sending_s)
+        end_s = start_s + len(copy.src) * self._page_bytes / link.bytes_per_s
+        member.is_sending_s = target.is_sending_s = end_s
+        stopped = prefill_events.FromPeer(copy.peer, copy.key, sender.CopyStopped((0,) * len(copy.src)))
+        self._timeline.at(end_s + link.latency_s, member.worker.offer, stopped)
+
+
+def simulate(profile: Profile, shape: Shape, policy: str, workload: Workload, objective: Objective) -> Run:
+    """Serve a workload on a cluster of this shape; return what its clients saw."""
+    return SimCluster(profile, shape, policy, workload, objective).run()

@@ -1,0 +1,177 @@
+"""What one cluster does under one load in the long run.
+
+A simulation goes on until it is known (`steady` says how) whether the cluster keeps up with the load and meets the
+objectives, and stops early where that is plain: it looks at the run after 300 requests and each time it is 1.4 times as
+long (sequential batch means; Law and Carson, Operations Research 27, 1979). What is not known after the most requests
+allowed is not settled, and said to be so.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from pdserve.capacity.cluster import SimCluster
+from pdserve.capacity.shape import Objective, Outcome, Run, Shape
+from pdserve.capacity.steady import CERTAIN, CONFIDENT, NOT_ABOVE, Steady, steady
+from pdserve.capacity.workload import Workload
+from pdserve.perfmodel.profile import Profile
+
+NARROW = 0.015  # half of a 95 % interval of the attainment that needs to be no narrower: some 4 % of the rate
+MOST_GROWTH = 0.05  # of the arrivals: with more that might stay in the cluster, it is not known to keep up
+MAX_REQUESTS = 10_000
+_PLAIN_GROWTH, _PLAIN_ARRIVALS = 0.1, 1000  # at least, to end a run for its growth
+_FIRST_LOOK = 300
+_NEXT_LOOK = 1.4
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    p50: float
+    p90: float
+    p99: float
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One cluster under one load. Every request that arrived after the warm-up counts in the attainment."""
+
+    shape: Shape
+    policy: str
+    rate_per_gpu: float  # requests per second that arrived
+    attainment: float
+    attainment_interval: tuple[float, float]  # 95 %
+    keeps_up: bool | None  # False: the number of requests in the cluster grows without end; None: not known
+    growth: float  # share of the arrivals by which that number grows; noise where it keeps up
+    most_growth: float  # 95 %: it is not above
+    is_settled: bool  # whether all of this is known as well as was asked for
+    goodput_per_gpu: float  # requests per second that met both objectives
+    refused: float  # share
+    missed: dict[str, float]  # share of all requests, by what was missed: ttft, tpot, refused
+    ttft_s: Percentiles | None  # None: of no request
+    tpot_s: Percentiles | None
+    utilization: dict[str, float]  # of each pool: share of the time that it computed
+    num_requests: int  # simulated
+    num_warm_up: int  # of these, left out
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is simulated, and for how long at most."""
+
+    profile: Profile
+    workload: Workload
+    objective: Objective
+    max_requests: int = MAX_REQUESTS  # at each rate
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What is known of the steady state so far."""
+
+    keeps_up: bool | None
+    meets: bool | None  # whether the attainment is what is wanted
+    is_narrow: bool  # the attainment's interval, or as narrow as the wanted one asks for
+    is_plain: bool  # whether a growth is too large to come from a heavier part of a trace
+
+    @property
+    def is_settled(self) -> bool:
+        """Return whether more requests would tell no more."""
+        return self.meets is False or self.is_plain or (self.keeps_up is True and self.is_narrow)
+
+
+def measure(question: Question, shape: Shape, policy: str, rate_per_gpu: float, wanted: float | None = None) -> Point:
+    """Simulate one cluster under one load, until its attainment is known, or whether it is at least the wanted one."""
+    workload = question.workload
+    cluster = SimCluster(question.profile, shape, policy, workload, question.objective)
+    cluster.expect(workload.endless(rate_per_gpu * shape.num_gpus))
+    num_requests = 0
+    while True:
+        num_requests = min(question.max_requests, max(_FIRST_LOOK, round(num_requests * _NEXT_LOOK)))
+        run = cluster.advance(num_requests)
+        state = _steady(run, question.objective)
+        found = judge(state, wanted)
+        if found.is_settled or num_requests == question.max_requests:
+            return _point(run, question.objective, state, found, (shape, policy, rate_per_gpu))
+
+
+def judge(state: Steady | None, wanted: float | None) -> Found:
+    """Say what is known with certainty enough to stop at any of many looks."""
+    if state is None:
+        return Found(None, None, is_narrow=False, is_plain=False)
+    keeps_up: bool | None = None
+    least_growth = state.growth.interval(CERTAIN)[0]
+    if least_growth > 0:
+        keeps_up = False
+    elif _most_growth(state) <= MOST_GROWTH:
+        keeps_up = True
+    low, high = state.attainment.interval(CONFIDENT)
+    is_narrow, meets = high - low <= 2 * NARROW, None
+    if wanted is not None:
+        low, high = state.attainment.interval(CERTAIN)
+        meets = False if high < wanted else True if low >= wanted else None
+    is_plain = least_growth > _PLAIN_GROWTH and state.count - state.first >= _PLAIN_ARRIVALS
+    return Found(keeps_up, meets, is_narrow or meets is True, is_plain)
+
+
+def _most_growth(state: Steady) -> float:
+    return state.growth.mean + NOT_ABOVE * state.growth.error
+
+
+def _steady(run: Run, objective: Objective) -> Steady | None:
+    outcomes = run.outcomes
+    now_s = outcomes[-1].arrival.at_s
+    verdicts = [outcome.verdict(objective, now_s) for outcome in outcomes]
+    return steady([each.arrival.at_s for each in outcomes], [each.ended_s for each in outcomes], verdicts, now_s)
+
+
+def _point(
+    run: Run, objective: Objective, state: Steady | None, found: Found, asked: tuple[Shape, str, float]
+) -> Point:
+    shape, policy, rate_per_gpu = asked
+    now_s = run.outcomes[-1].arrival.at_s
+    counted = run.outcomes[state.first : state.last] if state is not None else ()
+    misses = Counter(_miss(outcome, objective, now_s) for outcome in counted)
+    served = [outcome for outcome in counted if not outcome.refused and outcome.ended_s <= now_s]
+    attainment, num_counted = state.attainment.mean if state is not None else 0.0, max(1, len(counted))
+    return Point(
+        shape=shape,
+        policy=policy,
+        rate_per_gpu=rate_per_gpu,
+        attainment=attainment,
+        attainment_interval=(0.0, 1.0) if state is None else state.attainment.interval(CONFIDENT),
+        keeps_up=found.keeps_up,
+        growth=0.0 if state is None else state.growth.mean,
+        most_growth=1.0 if state is None else min(1.0, _most_growth(state)),
+        is_settled=found.is_settled or found.keeps_up is False,
+        goodput_per_gpu=attainment * rate_per_gpu,
+        refused=misses["refused"] / num_counted,
+        missed={name: number / num_counted for name, number in sorted(misses.items()) if name},
+        ttft_s=_percentiles([outcome.ttft_s for outcome in served]),
+        tpot_s=_percentiles([outcome.tpot_s for outcome in served if outcome.num_tokens > 1]),
+        utilization=_utilization(run),
+        num_requests=len(run.outcomes),
+        num_warm_up=len(run.outcomes) if state is None else state.first,
+    )
+
+
+def _miss(outcome: Outcome, objective: Objective, now_s: float) -> str:
+    """Return what a request has missed; empty: nothing."""
+    if outcome.refused:
+        return "refused"
+    if outcome.verdict(objective, now_s):
+        return ""
+    first_s = outcome.first_s if outcome.num_tokens else now_s
+    return "ttft" if first_s - outcome.arrival.at_s > objective.ttft_s else "tpot"
+
+
+def _percentiles(values: list[float]) -> Percentiles | None:
+    if not values:
+        return None
+    ordered, last = sorted(values), len(values) - 1
+    return Percentiles(ordered[round(0.5 * last)], ordered[round(0.9 * last)], ordered[round(0.99 * last)])
+
+
+def _utilization(run: Run) -> dict[str, float]:
+    pools: dict[str, list[float]] = {}
+    for name, share in run.busy.items():
+        pools.setdefault("prefill" if name.startswith("p") else "decode", []).append(share)
+    return {pool: sum(shares) / len(shares) for pool, shares in pools.items()}

@@ -1,0 +1,99 @@
+"""Results of simulations as a table, as JSON and as a plot."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from pdserve.bench.tables import Column, Sheet
+from pdserve.capacity.measure import Percentiles, Point
+from pdserve.capacity.search import Highest
+from pdserve.errors import ConfigError
+
+_COLUMNS = (
+    Column("cluster", is_text=True),
+    Column("policy", rank=1, is_text=True),
+    Column("req/s/GPU"),
+    Column("attainment", "share of all requests within both objectives, % and half of its 95 % interval"),
+    Column("state", is_text=True),
+    Column("goodput/GPU", "requests/s within both objectives", rank=5),
+    Column("refused", "%", rank=2),
+    Column("TTFT", "p50 / p90 / p99, ms", rank=4),
+    Column("TPOT", "p50 / p90 / p99, ms", rank=4),
+    Column("busy", "share of the time that prefill and decode workers compute, %", rank=6),
+    Column("requests", "simulated", rank=7),
+)
+
+
+def sheet(points: Sequence[Point], title: str, notes: Sequence[str] = ()) -> Sheet:
+    """Return one row a point."""
+    told = [_state_note(point) for point in points]
+    return Sheet(title, _COLUMNS, [_row(point) for point in points], [*filter(None, told), *notes])
+
+
+def _row(point: Point) -> tuple[str, ...]:
+    low, high = point.attainment_interval
+    is_known = low > 0 or high < 1
+    return (
+        str(point.shape),
+        point.policy,
+        f"{point.rate_per_gpu:.2f}",
+        f"{100 * point.attainment:.1f} ± {50 * (high - low):.1f}" if is_known else "?",
+        "grows" if point.keeps_up is False else "steady" if point.is_settled else "unsettled",
+        f"{point.goodput_per_gpu:.2f}" if is_known else "?",
+        f"{100 * point.refused:.1f}" if is_known else "?",
+        _ms(point.ttft_s),
+        _ms(point.tpot_s),
+        " ".join(f"{100 * share:.0f}" for share in point.utilization.values()),
+        str(point.num_requests),
+    )
+
+
+def _state_note(point: Point) -> str:
+    at = f"{point.shape}, {point.policy}, {point.rate_per_gpu:.2f} requests/s a GPU"
+    if point.keeps_up is False:
+        return f"{at}: the cluster does not keep up, {point.growth:.0%} of what arrives piles up"
+    return "" if point.is_settled else f"{at}: not settled by {point.num_requests} requests; --requests allows more"
+
+
+def rate_note(found: Highest) -> str:
+    """Return between which rates the highest one lies."""
+    if not found.at_least and found.below is None:
+        return "highest rate: not settled at any rate; --requests allows more"
+    low = f"{found.at_least:.2f}" if found.at_least else "0"
+    high = "an unknown rate" if found.below is None else f"{found.below:.2f}"
+    return f"highest rate: for sure between {low} and {high} requests/s a GPU"
+
+
+def _ms(times: Percentiles | None) -> str:
+    return "-" if times is None else f"{times.p50 * 1e3:.0f} / {times.p90 * 1e3:.0f} / {times.p99 * 1e3:.0f}"
+
+
+def as_json(points: Sequence[Point], title: str, found: Sequence[Highest] = ()) -> str:
+    """Return points as JSON, and how well highest rates are known, in the same order."""
+    known = [{"at_least": each.at_least, "below": each.below, "is_settled": each.is_settled} for each in found]
+    return json.dumps({"title": title, "points": [asdict(point) for point in points], "known": known}, indent=1) + "\n"
+
+
+def plot(points: Sequence[Point], title: str, wanted: float, path: Path) -> None:
+    """Draw attainment over the rate, a line for each cluster and policy; ConfigError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415 - an extra that only plots need
+    except ImportError as error:
+        raise ConfigError("--plot: needs matplotlib: pip install 'pdserve[plots]'") from error
+    figure = Figure(figsize=(7, 4.2))
+    axes = figure.add_subplot()
+    lines: dict[str, list[Point]] = {}
+    for point in points:
+        lines.setdefault(f"{point.shape}, {point.policy}", []).append(point)
+    for name, line in lines.items():
+        ordered = sorted(line, key=lambda point: point.rate_per_gpu)
+        axes.plot([p.rate_per_gpu for p in ordered], [100 * p.attainment for p in ordered], marker="o", label=name)
+    axes.axhline(100 * wanted, linestyle=":", color="grey")
+    axes.set_xlabel("requests per second and GPU")
+    axes.set_ylabel("requests within both objectives, %")
+    axes.set_ylim(0, 102)
+    axes.set_title(title)
+    axes.legend(fontsize="small")
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110, bbox_inches="tight")

@@ -1,0 +1,92 @@
+"""What workers say, as the router hears it."""
+
+from pdserve.capacity.leaping import OTHER
+from pdserve.ids import Attempt, RequestId
+from pdserve.kvtransfer import receiver, sender
+from pdserve.router.events import LinkId, LoadReported, RungReached
+from pdserve.router.ladder import Rung
+from pdserve.router.load import Load, Others
+from pdserve.values import value
+from pdserve.worker import words
+
+# Rungs that no decision depends on: they tell a client where the time went.
+LEDGER_ONLY = words.Rung.PREFILL_QUEUED, words.Rung.PREFILL_STARTED, words.Rung.GRANTED, words.Rung.DECODE_JOINED
+_RUNGS = {rung: Rung[rung.name] for rung in words.Rung}
+
+Told = dict[tuple[RequestId, Attempt], int]  # tokens of each placement that the router knows of
+
+
+@value
+class Delta:
+    """Tokens, as the router expects them off the wire."""
+
+    request_id: bytes
+    attempt: int
+    index: int
+    position: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[object, ...]
+    finish_reason: int
+
+
+def delta(told: Told, tokens: words.Tokens) -> Delta:
+    """Return what the router has not heard of: all tokens since the last report."""
+    key = tokens.key.request_id, tokens.key.attempt
+    known = told[key]
+    count = tokens.position + 1 - known
+    if tokens.finish is None:
+        told[key] = tokens.position + 1
+    else:
+        del told[key]
+    reason = 0 if tokens.finish is None else 1
+    return Delta(key[0], key[1], tokens.index, known, (OTHER,) * count, (), reason)
+
+
+def heard_by_receiver(said: sender.SendCommit | sender.SendQuiesced) -> receiver.Event:
+    """Return what a prefill worker's word of a hand-off is to the decode worker."""
+    match said:
+        case sender.SendCommit(commit):
+            return receiver.Committed(commit)
+        case sender.SendQuiesced():
+            return receiver.SenderQuiesced()
+
+
+def heard_by_sender(said: receiver.SendGrant | receiver.SendTaken | receiver.SendWithdrawn) -> sender.Event:
+    """Return what a decode worker's word of a hand-off is to the prefill worker."""
+    match said:
+        case receiver.SendGrant(grant):
+            return sender.Granted(grant)
+        case receiver.SendTaken():
+            return sender.Taken()
+        case receiver.SendWithdrawn(reason):
+            return sender.Withdrawn(reason)
+
+
+def load_report(link: LinkId, told: words.Load, router: words.RouterRef) -> LoadReported:
+    part = told.parts.others(router)
+    others = Others(
+        num_running=part.num_running,
+        num_coming=part.num_coming,
+        placed_tokens=part.placed_tokens,
+        waiting_tokens=part.waiting_tokens,
+        waiting_work=part.waiting_work,
+        num_taken=part.num_taken,
+        taken_tokens=part.taken_tokens,
+        taken_work=part.taken_work,
+    )
+    pages_lost = told.pages_quarantined + told.pages_leaked
+    return LoadReported(link, Load(told.pages_free, told.pages_wanted, pages_lost, told.draining, 0, others))
+
+
+def rung(link: LinkId, progress: words.Progress, now_s: float) -> RungReached:
+    return RungReached(
+        link,
+        progress.key.request_id,
+        progress.key.attempt,
+        _RUNGS[progress.rung],
+        now_s - progress.at_s,
+        progress.cached_tokens,
+        progress.handoff_bytes,
+        progress.handoff_s,
+        progress.pages_reused,
+    )

@@ -1,0 +1,183 @@
+"""A worker under virtual time: its own core, and a profile in place of an engine.
+
+As in `worker.loop`: handle what came, plan, run, commit; what comes while a step runs is handled at once. Steps that
+only decode, until a sequence ends or another comes, are done in one leap, unless workers share a machine and slow each
+other down.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import sqrt
+
+from pdserve.capacity.leaping import LeapingScheduler
+from pdserve.capacity.machine import Machine
+from pdserve.capacity.timeline import Timeline
+from pdserve.decode_worker.core import DecodeCore
+from pdserve.engine.step import StepPlan
+from pdserve.perfmodel.curve import Step, StepCosts, attention_work
+from pdserve.prefill_worker.core import PrefillCore
+from pdserve.values import value
+
+
+@value
+class Steps:
+    """Steps that are alike, and how long each of them took."""
+
+    each: Step
+    each_s: float
+    count: int = 1
+
+
+Perform = Callable[["SimWorker", Sequence[object], Steps | None], None]  # commands, and the steps they came of
+
+
+class SimWorker:
+    """The loop around a core."""
+
+    def __init__(
+        self,
+        timeline: Timeline,
+        name: str,
+        core: PrefillCore | DecodeCore,
+        scheduler: LeapingScheduler,
+        costs: StepCosts,
+        machine: Machine | None = None,
+    ) -> None:
+        self.name = name
+        self.core = core
+        self.scheduler = scheduler
+        self.busy_s = 0.0
+        self.num_steps = 0
+        self.perform: Perform = _nothing
+        self._timeline = timeline
+        self._costs = costs
+        self._machine = machine  # that it shares with others; None: it has devices of its own
+        self._inbox: list[object] = []
+        self._is_waiting = False  # for its turn
+        self._is_stepping = False
+        self._leap: _Leap | None = None
+        self._num_turns = 0  # of leaps, to tell a leap's end that was moved
+
+    def offer(self, event: object) -> None:
+        """Hand an event to the core, at this moment."""
+        self._inbox.append(event)
+        if not self._is_waiting:
+            self._is_waiting = True
+            self._timeline.soon(self._turn)
+
+    def _turn(self) -> None:
+        self._is_waiting = False
+        if self._inbox:
+            self._take_in()
+        if not self._is_stepping and self._leap is None:
+            self._start()
+
+    def _take_in(self) -> None:
+        now_s, leap = self._timeline.now_s, self._leap
+        if leap is not None and (num_begun := leap.num_begun(now_s)) > leap.num_with_pages:
+            self.scheduler.take_pages(num_begun)
+            leap.num_with_pages = num_begun
+        inbox, self._inbox = self._inbox, []
+        for event in inbox:
+            commands = self.core.handle(event, now_s)  # type: ignore[arg-type]
+            if commands:
+                self.perform(self, commands, None)
+        if leap is not None and not self.scheduler.can_go_on(leap.num_steps):
+            leap.num_steps = leap.num_begun(now_s)
+            self._arrange(leap)
+
+    def _start(self) -> None:
+        now_s = self._timeline.now_s
+        num_steps = self.scheduler.leap_length() if self._machine is None else 0
+        if num_steps:
+            self._leap = _Leap(self._costs, now_s, num_steps, *self.scheduler.batch())
+            self.scheduler.begin_leap()
+            self._arrange(self._leap)
+            return
+        plan = self.core.plan(now_s)
+        if plan is not None:
+            self._is_stepping = True
+            step = _step(plan)
+            elapsed_s = self._costs.seconds(step)
+            if self._machine is None:
+                self._timeline.at(now_s + elapsed_s, self._end_step, plan, step, elapsed_s)
+            else:
+                self._machine.begin(elapsed_s, self._costs.slowdown(step), partial(self._end_step, plan, step))
+
+    def _end_step(self, plan: StepPlan, step: Step, elapsed_s: float) -> None:
+        self._is_stepping = False
+        self._commit(plan, step, elapsed_s, 1)
+
+    def _arrange(self, leap: "_Leap") -> None:
+        """Let a leap end when its steps do; an end arranged before does not count."""
+        self._num_turns += 1
+        self._timeline.at(leap.end_s, self._end_leap, self._num_turns)
+
+    def _end_leap(self, turn: int) -> None:
+        leap = self._leap
+        if leap is None or turn != self._num_turns:
+            return
+        self._leap = None
+        plan = self.scheduler.leap(leap.num_steps)
+        middle = Step(sequences=leap.sequences, kv_tokens=leap.kv_tokens + leap.sequences * (leap.num_steps // 2))
+        self._commit(plan, middle, leap.end_s - leap.start_s, leap.num_steps)
+
+    def _commit(self, plan: StepPlan, step: Step, elapsed_s: float, num_steps: int) -> None:
+        self.busy_s += elapsed_s
+        self.num_steps += num_steps
+        result = self.scheduler.draw(plan, elapsed_s)
+        commands = self.core.commit(plan, result, self._timeline.now_s)
+        self.perform(self, commands, Steps(step, elapsed_s / num_steps, num_steps))
+        self._turn()
+
+
+class _Leap:
+    """Decode steps of one batch, and when each ends."""
+
+    def __init__(self, costs: StepCosts, start_s: float, num_steps: int, sequences: int, kv_tokens: int) -> None:
+        curve = costs.decode_curve(sequences)
+        self.start_s = start_s
+        self.num_steps = num_steps
+        self.sequences = sequences
+        self.kv_tokens = kv_tokens  # that the first step reads
+        self.num_with_pages = 0  # of its steps: their pages are taken
+        self._first_s = curve.seconds(sequences, kv_tokens)
+        self._rise_s = curve.context_s * sequences  # each step reads one token a sequence more
+
+    @property
+    def end_s(self) -> float:
+        return self._after_s(self.num_steps)
+
+    def _after_s(self, num_steps: int) -> float:
+        return self.start_s + num_steps * self._first_s + self._rise_s * num_steps * (num_steps - 1) / 2
+
+    def num_begun(self, now_s: float) -> int:
+        """Return how many steps have begun, the one that runs now included."""
+        elapsed_s, half_s = now_s - self.start_s, self._rise_s / 2
+        linear_s = self._first_s - half_s
+        if half_s > 0:
+            count = int((sqrt(linear_s * linear_s + 4 * half_s * elapsed_s) - linear_s) / (2 * half_s))
+        else:
+            count = int(elapsed_s / self._first_s)
+        while self._after_s(count) < now_s:  # rounding
+            count += 1
+        while count > 1 and self._after_s(count - 1) >= now_s:
+            count -= 1
+        return min(self.num_steps, max(1, count))
+
+
+def _step(plan: StepPlan) -> Step:
+    tokens = work = sequences = kv_tokens = 0
+    for chunk in plan.chunks:
+        count = len(chunk.token_ids)
+        if count > 1:
+            tokens += count
+            work += attention_work(count, chunk.start)
+        else:
+            sequences += 1
+            kv_tokens += chunk.start + 1
+    return Step(tokens, work, sequences, kv_tokens)
+
+
+def _nothing(*_: object) -> None:
+    pass

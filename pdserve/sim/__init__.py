@@ -1,1 +1,0 @@
-"""Simulated clusters of the real cores: with faults (`faults`), and for capacity (`capacity`)."""

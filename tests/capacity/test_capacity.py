@@ -1,0 +1,213 @@
+"""The capacity simulator: leaps, workloads, measures, plans."""
+
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from pdserve.capacity import report
+from pdserve.capacity.cluster import simulate
+from pdserve.capacity.leaping import LeapingScheduler
+from pdserve.capacity.measure import Question, measure
+from pdserve.capacity.planner import candidates, plan
+from pdserve.capacity.search import Search, highest_rate
+from pdserve.capacity.shape import Objective, Run, Shape
+from pdserve.capacity.workload import Arrival, Workload, random_lengths, read_workload, trace_path
+from pdserve.errors import ConfigError
+from pdserve.perfmodel.profile import read_profile, shipped_profile
+from pdserve.router.policies import POLICIES
+from pdserve.router.speed import RouterSpeed
+
+PROFILE = read_profile(shipped_profile())
+OBJECTIVE = Objective(0.25, 0.1)
+SEARCHED_TO = 1.06  # a rate is bisected to within 4 %, and another cluster has to be 2 % better
+SHAPES = [Shape(0, 2), Shape(1, 1), Shape(2, 2, local_prefill=False)]
+
+
+def times(run: Run) -> list[tuple[float, float, int, str]]:
+    return [(outcome.first_s, outcome.last_s, outcome.num_tokens, outcome.refused) for outcome in run.outcomes]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_leaps_give_the_times_of_single_steps(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
+    workload = random_lengths(60, 300, 30, 1).at_rate(12)
+    leapt = simulate(PROFILE, shape, "round_robin", workload, OBJECTIVE)
+    monkeypatch.setattr(LeapingScheduler, "leap_length", lambda _: 0)
+    stepped = simulate(PROFILE, shape, "round_robin", workload, OBJECTIVE)
+    assert leapt.num_steps == stepped.num_steps
+    for one, other in zip(times(leapt), times(stepped), strict=True):
+        assert one[:2] == pytest.approx(other[:2], rel=1e-9)
+        assert one[2:] == other[2:]
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_no_policy_loses_or_doubles_a_request_under_overload(policy: str, shape: Shape) -> None:
+    workload = random_lengths(150, 400, 40, 2).at_rate(60)
+    run = simulate(PROFILE, shape, policy, workload, OBJECTIVE)
+    assert len(run.outcomes) == 150
+    for outcome in run.outcomes:
+        assert outcome.refused or outcome.num_tokens == outcome.arrival.output_tokens
+        assert outcome.refused in ("", "RESOURCE_EXHAUSTED")
+
+
+def test_a_simulation_is_repeatable() -> None:
+    workload = random_lengths(80, 300, 30, 3).at_rate(20)
+    first, second = (simulate(PROFILE, Shape(1, 1), "goodput", workload, OBJECTIVE) for _ in range(2))
+    assert times(first) == times(second)
+
+
+def test_a_lone_request_takes_what_the_profile_says() -> None:
+    workload = Workload("two", (Arrival(0.0, 1000, 11), Arrival(100.0, 1000, 11)))
+    outcome = simulate(PROFILE, Shape(1, 1), "round_robin", workload, OBJECTIVE).outcomes[0]
+    costs = PROFILE.configuration(1).costs()
+    assert outcome.ttft_s == pytest.approx(costs.prefill.seconds(1000, 1000**2))
+    transfer_s = 1024 * PROFILE.kv_bytes_per_token / PROFILE.link.bytes_per_s + PROFILE.link.latency_s
+    decoding_s = sum(costs.decode_curve(1).seconds(1, 1001 + i) for i in range(10))
+    assert outcome.last_s - outcome.first_s == pytest.approx(transfer_s + decoding_s, rel=1e-6)
+
+
+def test_shared_prefixes_are_computed_once() -> None:
+    blocks = tuple(range(30))
+    same = Workload("same", tuple(Arrival(i * 10.0, 1930, 4, blocks) for i in range(5)), block_tokens=64)
+    outcomes = simulate(PROFILE, Shape(1, 1), "prefix_affinity", same, OBJECTIVE).outcomes
+    assert outcomes[1].ttft_s < 0.3 * outcomes[0].ttft_s
+
+
+def test_links_are_shared() -> None:
+    slow = PROFILE.model_copy(update={"link": PROFILE.link.model_copy(update={"bytes_per_s": 1e9})})
+    together = Workload("together", tuple(Arrival(0.001 * i, 1000, 2) for i in range(4)))
+    ends = sorted(o.last_s for o in simulate(slow, Shape(4, 1), "round_robin", together, OBJECTIVE).outcomes)
+    one_s = 1024 * PROFILE.kv_bytes_per_token / 1e9
+    assert ends[-1] - ends[0] == pytest.approx(3 * one_s, rel=0.1)
+
+
+def test_goodput_under_overload_is_not_below_round_robin_and_what_is_admitted_is_kept() -> None:
+    question = Question(PROFILE, random_lengths(3000, 300, 60, 4), OBJECTIVE, max_requests=3000)
+    ours, turns = (measure(question, Shape(2, 2), policy, 16.0) for policy in ("goodput", "round_robin"))
+    assert ours.goodput_per_gpu > 1.5 * turns.goodput_per_gpu
+    assert ours.attainment / (1 - ours.refused) > 0.9
+
+
+def test_times_per_token_come_out_as_predicted_where_answers_have_the_lengths_that_were_asked_for() -> None:
+    workload = replace(random_lengths(900, 300, 40, 5).at_rate(20), exact=True)
+    run = simulate(PROFILE, Shape(1, 1, local_prefill=False), "goodput", workload, Objective(1e6, 1e6))
+    told = [(each.predicted_tpot_s, each.tpot_s) for each in run.outcomes[300:] if each.num_tokens > 1]
+    errors = [abs(predicted_s / seen_s - 1) for predicted_s, seen_s in told if predicted_s is not None]
+    assert len(errors) > 500
+    assert median(errors) < 0.03
+
+
+def test_what_is_learnt_under_overload_does_not_turn_requests_away_from_a_pool() -> None:
+    workload = read_workload(trace_path("azure-conv")).scaled(0.25, 2048).poisson(0)
+    run = simulate(PROFILE, Shape(2, 2), "goodput", workload.at_rate(128.0), OBJECTIVE)
+    assert sum(outcome.meets(OBJECTIVE) for outcome in run.outcomes) > 0.82 * len(run.outcomes)
+
+
+def test_no_rate_keeps_objectives_that_cannot_be_met() -> None:
+    question = Question(PROFILE, random_lengths(50, 300, 30, 5), Objective(0.001, 0.1))
+    found = highest_rate(question, Shape(1, 1), "round_robin", 0.9)
+    assert found.point is None
+    assert found.is_settled
+
+
+def test_a_plan_is_never_below_the_best_colocated_cluster() -> None:
+    question = Question(PROFILE, random_lengths(500, 300, 30, 6), OBJECTIVE, max_requests=500)
+    found = plan(question, 2, 0.9, lambda *_: None)
+    assert found is not None
+    assert found.colocated is not None
+    assert found.best.rate_per_gpu >= found.colocated.rate_per_gpu
+    assert "busy" in found.binds
+    assert found.kv_share < 1  # so short requests leave most pages empty
+    assert all(shape.num_gpus == 2 for shape in candidates(PROFILE, 2))
+
+
+@pytest.mark.parametrize("name", ["azure-conv", "azure-code", "mooncake"])
+def test_no_colocated_cluster_sustains_more_than_the_plan(name: str) -> None:
+    profile = PROFILE.model_copy(update={"configurations": PROFILE.configurations[:1]})
+    output_scale = {"azure-code": 1.0}.get(name, 0.25)
+    workload = read_workload(trace_path(name)).scaled(1 / 16, 1700, output_scale).poisson(0)
+    question = Question(profile, workload, OBJECTIVE, max_requests=400)
+    found = plan(question, 2, 0.9, lambda *_: None)
+    assert found is not None
+    for shape in candidates(profile, 2):
+        for policy in ("goodput", "round_robin") if not shape.prefill else ():
+            alone = Search(question, shape, policy, 0.9).highest().point
+            assert alone is None or alone.rate_per_gpu <= found.best.rate_per_gpu * SEARCHED_TO
+
+
+def test_a_report_names_cluster_policy_and_rate(tmp_path: Path) -> None:
+    question = Question(PROFILE, random_lengths(30, 100, 10, 0), OBJECTIVE)
+    point = measure(question, Shape(1, 1), "goodput", 2.0)
+    text = report.as_json([point], "title")
+    assert '"policy": "goodput"' in text
+    assert len(report.sheet([point], "title").rows) == 1
+    report.plot([point], "title", 0.9, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,x,3\n", "line 2: ContextTokens"),
+        ("a.csv", "TIMESTAMP,ContextTokens\n2023-11-16 18:17:03.97,5\n", "line 2: GeneratedTokens is missing"),
+        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,5,3\n", "line 2: time data 'yesterday'"),
+        (
+            "a.jsonl",
+            '{"timestamp": 0, "input_length": 5, "output_length": -1, "hash_ids": []}',
+            "line 1: output_length",
+        ),
+        ("a.jsonl", "{}\n", "line 1: hash_ids is missing"),
+        ("a.json", '[{"start_time": "NaN", "prompt_len": 1, "output_len": 1}]', "entry 0: start_time"),
+        ("a.json", '{"start_time": 1}', "it has to be a list"),
+        ("a.json", "[1]", "entry 0: 1 is not an object"),
+        ("a.json", "[]", "0 requests"),
+        ("a.txt", "", "known are"),
+    ],
+)
+def test_a_broken_trace_names_file_place_and_field(tmp_path: Path, name: str, text: str, told: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_workload(path)
+    assert name in str(caught.value)
+    assert told in str(caught.value)
+
+
+def test_the_three_kinds_of_traces_are_read(tmp_path: Path) -> None:
+    azure = tmp_path / "a.csv"
+    azure.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:17:04.0319600,3180,8\n"
+    )
+    workload = read_workload(azure)
+    assert workload.rate == pytest.approx(1 / 0.052, rel=1e-3)
+    mooncake = tmp_path / "a.jsonl"
+    row = '{"timestamp": %d, "input_length": 1030, "output_length": 500, "hash_ids": [0, 1, 2]}\n'
+    mooncake.write_text(row % 0 + row % 3000)
+    workload = read_workload(mooncake).scaled(1 / 16, 2048)
+    assert workload.block_tokens == 32
+    assert workload.arrivals[1] == Arrival(3.0, 64, 31, (0, 1, 2))
+    listed = tmp_path / "a.json"
+    listed.write_text(
+        '[{"start_time": 2, "prompt_len": 7, "output_len": 3}, {"start_time": 1, "prompt_len": 8, "output_len": 4}]'
+    )
+    assert [arrival.prompt_tokens for arrival in read_workload(listed).arrivals] == [8, 7]
+    assert read_workload(listed).at_rate(4.0).rate == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(("name", "count"), [("azure-conv", 600), ("azure-code", 600), ("mooncake", 400)])
+def test_a_slice_of_each_trace_comes_with_pdserve(name: str, count: int) -> None:
+    workload = read_workload(trace_path(name))
+    assert len(workload.arrivals) == count
+    assert bool(workload.block_tokens) is (name == "mooncake")
+    assert name in trace_path(name).with_name("README.md").read_text()
+    assert trace_path("elsewhere.csv") == Path("elsewhere.csv")
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_the_router_benchmark_places_and_ends_every_request(policy: str) -> None:
+    placements_per_s, rest_us = RouterSpeed(policy, 40, 40, 300).measure(60)
+    assert placements_per_s > 0
+    assert rest_us > 0

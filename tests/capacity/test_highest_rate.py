@@ -1,0 +1,97 @@
+"""The highest rate that a cluster sustains is that of the long run, however many requests may be simulated."""
+
+import pytest
+
+from pdserve.capacity import report
+from pdserve.capacity.measure import Question, measure
+from pdserve.capacity.search import Highest, highest_rate
+from pdserve.capacity.shape import Objective, Shape
+from pdserve.capacity.workload import Arrival, Workload, random_lengths, read_workload, trace_path
+from pdserve.perfmodel.profile import read_profile, shipped_profile
+from tests.capacity.test_steady import attainment_of
+
+PROFILE = read_profile(shipped_profile())
+LOOSE = Objective(1e6, 1e6)
+PROMPT = 1024
+STEP_S = PROFILE.configuration(1).costs().prefill.seconds(PROMPT, PROMPT**2)
+ONE_AT_A_TIME = Shape(0, 1, decode_chunk=PROMPT)  # a step computes one prompt, and answers have one token
+
+
+def single_server(ttft_s: float, max_requests: int) -> Question:
+    """A cluster that is a queue with Poisson arrivals, one server and services that all take STEP_S."""
+    arrivals = tuple(Arrival(float(i), PROMPT, 1) for i in range(max_requests))
+    workload = Workload("single server", arrivals).poisson(3)
+    return Question(PROFILE, workload, Objective(ttft_s, 1e6), max_requests)
+
+
+def overlap(one: Highest, other: Highest) -> bool:
+    return one.at_least <= (other.below or float("inf")) and other.at_least <= (one.below or float("inf"))
+
+
+def test_the_capacity_of_a_single_server_is_found() -> None:
+    found = highest_rate(single_server(1e6, 6000), ONE_AT_A_TIME, "round_robin", 0.9)
+    assert found.point is not None
+    assert found.below is not None
+    assert found.at_least <= 1 / STEP_S <= found.below
+    assert found.point.rate_per_gpu * STEP_S == pytest.approx(1.0, abs=0.08)
+
+
+@pytest.mark.parametrize("limit", [2.0, 4.0])
+def test_the_rate_at_which_a_single_server_keeps_its_attainment_is_found(limit: float) -> None:
+    found = highest_rate(single_server(limit * STEP_S, 20_000), ONE_AT_A_TIME, "round_robin", 0.9)
+    assert found.is_settled
+    assert found.point is not None
+    assert found.below is not None
+    assert attainment_of(found.at_least * STEP_S, limit) > 0.9 > attainment_of(found.below * STEP_S, limit)
+    assert attainment_of(found.point.rate_per_gpu * STEP_S, limit) == pytest.approx(0.9, abs=0.02)
+
+
+def test_the_answer_does_not_depend_on_how_many_requests_may_be_simulated() -> None:
+    counts = (300, 2000, 6000)
+    questions = [Question(PROFILE, random_lengths(count, 300, 10, 0), LOOSE, count) for count in counts]
+    few, some, many = (highest_rate(question, Shape(0, 1), "round_robin", 0.9) for question in questions)
+    assert overlap(few, some)
+    assert overlap(some, many)
+    assert overlap(few, many)
+    assert some.point is not None
+    assert many.point is not None
+    assert some.point.rate_per_gpu == pytest.approx(many.point.rate_per_gpu, rel=0.15)
+    assert few.point is None or few.point.rate_per_gpu < 1.15 * many.point.rate_per_gpu
+    assert not few.is_settled
+
+
+def test_a_rate_that_is_too_high_is_told_as_growing_though_no_objective_is_missed() -> None:
+    question = single_server(1e6, 20_000)
+    over = measure(question, ONE_AT_A_TIME, "round_robin", 1.3 / STEP_S)
+    under = measure(question, ONE_AT_A_TIME, "round_robin", 0.6 / STEP_S)
+    assert over.keeps_up is False
+    assert over.growth == pytest.approx(1 - 1 / 1.3, abs=0.05)
+    assert "does not keep up" in report.sheet([over], "title").notes[0]
+    assert under.keeps_up is True
+    assert under.is_settled
+
+
+def test_what_too_few_requests_cannot_tell_is_not_settled() -> None:
+    question = Question(PROFILE, random_lengths(20, 16, 2, 0), Objective(0.25, 0.1), 20)
+    assert highest_rate(question, Shape(2, 2), "goodput", 0.9) == Highest(None, 0.0, None)
+    assert measure(question, Shape(2, 2), "goodput", 5.0).is_settled is False
+
+
+def test_a_trace_is_repeated_without_sharing_prefixes_with_itself() -> None:
+    trace = read_workload(trace_path("mooncake"))
+    stream = trace.endless(8.0)
+    rounds = [[next(stream) for _ in trace.arrivals] for _ in range(2)]
+    times = [each.at_s for each in rounds[0] + rounds[1]]
+    assert times == sorted(times)
+    assert len(times) / times[-1] == pytest.approx(8.0, rel=0.02)
+    names = [{name for each in arrivals for name in each.blocks} for arrivals in rounds]
+    assert names[0].isdisjoint(names[1])
+    assert [len(each.blocks) for each in rounds[0]] == [len(each.blocks) for each in rounds[1]]
+
+
+def test_random_requests_come_in_another_order_and_with_other_gaps_each_time_round() -> None:
+    stream = random_lengths(200, 300, 30, 1).endless(4.0)
+    first, second = ([next(stream) for _ in range(200)] for _ in range(2))
+    assert [each.prompt_tokens for each in first] != [each.prompt_tokens for each in second]
+    assert sorted(each.prompt_tokens for each in first) == sorted(each.prompt_tokens for each in second)
+    assert second[0].at_s > first[-1].at_s

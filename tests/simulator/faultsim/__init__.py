@@ -1,0 +1,1 @@
+"""Simulated clusters with faults, around the real cores."""

@@ -1,0 +1,130 @@
+"""Messages that no honest peer sends: forged, misdirected, repeated. Each is refused, and changes nothing."""
+
+from dataclasses import replace
+
+from faultsim.cluster import Cluster, Worker
+from faultsim.decode import DecodeProcess
+from faultsim.prefill import PrefillProcess
+from faultsim.world import ViolationError
+from pdserve.decode_worker import events as decode
+from pdserve.errors import ProtocolError
+from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
+from pdserve.kvtransfer import receiver, sender
+from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, Peer
+from pdserve.prefill_worker import events as prefill
+from pdserve.worker.words import Cancelled
+
+NOBODY = Peer(WorkerId("p0"), Incarnation(1))  # an incarnation that ended long ago
+UNKNOWN = HandoffKey(RequestId(b"request-of-nobody"[:16]), Attempt(0))
+CAPSULE = Capsule(1, (1,), (0,))
+LATE_NEWS = decode.DigestsChecked(UNKNOWN, None)  # honest, and of nothing that goes on
+
+Forged = prefill.FromPeer | decode.FromPeer | Cancelled
+
+
+class Hostile:
+    """Sends one forged message at a time to a worker that can be in any state."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._rng = cluster.world.rng
+
+    def strike(self) -> None:
+        if self._rng.random() < 0.3:
+            self._repeat_a_step()
+        else:
+            self._speak_to_a_worker()
+
+    def _repeat_a_step(self) -> None:
+        """Let a worker report a step again; its tokens are known, which the clients check."""
+        routers = [router for router in self._cluster.routers.values() if router.alive and not router.frozen]
+        if routers:
+            router = self._rng.choice(routers)
+            for link_id, message in list(router.recent):
+                self._cluster.world.note("mallory", message)
+                router.take(link_id, message)
+
+    def _speak_to_a_worker(self) -> None:
+        workers = [worker for worker in self._cluster.workers.values() if worker.alive]
+        if workers:
+            self.speak_to(self._rng.choice(workers))
+
+    def speak_to(self, worker: Worker) -> None:
+        """Forge a message; raise ViolationError unless it is refused, and changes nothing."""
+        if not worker.alive or not worker.can_listen:
+            return
+        if isinstance(worker, DecodeProcess):
+            worker.handle(LATE_NEWS)  # brings the grants that a step made room for: they are no answer to ours
+        forged = self._forge(worker)
+        self._cluster.world.note("mallory", forged)
+        before = _state(worker)
+        try:
+            commands = worker.core.handle(forged, self._cluster.world.now)  # type: ignore[arg-type]
+        except ProtocolError:
+            commands = []
+        except Exception as error:
+            raise ViolationError("I7", f"{worker.name} broke on a forged {forged}: {error!r}") from error
+        answers = [command for command in commands if not _is_harmless(command)]
+        if answers or _state(worker) != before:
+            request_id = forged.request_id if isinstance(forged, Cancelled) else forged.key.request_id
+            raise ViolationError("I1", f"{worker.name} took a forged {forged} and did {answers}", request_id)
+
+    def _forge(self, worker: Worker) -> Forged:
+        if self._rng.random() < 0.1:
+            return Cancelled(UNKNOWN.request_id, Attempt(3))
+        if isinstance(worker, DecodeProcess):
+            return self._forge_for_decode(worker)
+        return self._forge_for_prefill(worker)
+
+    def _forge_for_decode(self, worker: DecodeProcess) -> decode.FromPeer:
+        """Speak as the sender of a hand-off with something wrong about it."""
+        granted = list(worker.granted)
+        if not granted or self._rng.random() < 0.2:
+            return decode.FromPeer(NOBODY, UNKNOWN, receiver.Committed(Commit(0, (), (), b"?" * 16, (), CAPSULE)))
+        peer, key, grant, length = self._rng.choice(granted)
+        digests = tuple(0 for _ in grant.pages)
+        good = Commit.of(grant, digests, Capsule(length, (1,), (0,)))
+        older = tuple(Generation(generation - 1) for generation in grant.generations)
+        past = Peer(peer.worker_id, Incarnation(peer.incarnation - 500))
+        events: list[tuple[Peer, receiver.Event]] = [
+            (peer, receiver.Committed(replace(good, capability=b"?" * 16))),
+            (peer, receiver.Committed(replace(good, digests=(*digests, 0)))),
+            (peer, receiver.Committed(replace(good, generations=older))),
+            (peer, receiver.Committed(replace(good, pages=(*grant.pages[1:], PageId(10**6))))),
+            (peer, receiver.Committed(replace(good, region=1))),
+            (peer, receiver.Committed(replace(good, capsule=Capsule(length, (1, 2), (0,))))),
+            (peer, receiver.Committed(replace(good, capsule=Capsule(length, (), ())))),
+            (peer, receiver.Committed(replace(good, capsule=Capsule(length + 1, (1,), (0,))))),
+            (past, receiver.Committed(good)),
+            (past, receiver.SenderQuiesced()),
+        ]
+        who, event = self._rng.choice(events)
+        return decode.FromPeer(who, key, event)
+
+    def _forge_for_prefill(self, worker: PrefillProcess) -> prefill.FromPeer:
+        """Speak as the receiver of a hand-off with something wrong about it."""
+        sending = list(worker.placed)
+        if not sending or self._rng.random() < 0.2:
+            return prefill.FromPeer(NOBODY, UNKNOWN, sender.Taken())
+        peer, key = self._rng.choice(sending)
+        past = Peer(peer.worker_id, Incarnation(peer.incarnation - 500))
+        skewed = Grant(0, (PageId(0), PageId(1)), (Generation(1),), b"?" * 16, 4.0)
+        events: list[tuple[Peer, sender.Event]] = [
+            (past, sender.Taken()),
+            (past, sender.Withdrawn("forged")),
+            (peer, sender.Granted(skewed)),
+        ]
+        who, event = self._rng.choice(events)
+        return prefill.FromPeer(who, key, event)
+
+
+def _state(worker: Worker) -> tuple[object, ...]:
+    """Return what a refused message may not change."""
+    load = worker.core.load()
+    pool = worker.scheduler.cache.pool
+    return load, tuple(pool.generation(PageId(page)) for page in range(pool.num_pages))
+
+
+def _is_harmless(command: object) -> bool:
+    """Saying that nothing is under way for an unknown hand-off promises nothing to anybody."""
+    return isinstance(command, prefill.ToPeer) and isinstance(command.message, sender.SendQuiesced)

@@ -1,0 +1,193 @@
+"""One-sided copies from one process's pages into another's: in slices, over virtual time.
+
+What NIXL does, as measured: a writer's end stops its writes for good and may leave a page half written; a frozen
+writer's outstanding writes go on when it thaws, whatever anybody released meanwhile; a lost receiver is an error soon,
+or never until the writer is told to forget it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+from zlib import crc32
+
+from faultsim.memory import Memory, Stamp
+from faultsim.network import Network
+from faultsim.process import Process
+from pdserve.kvtransfer import sender
+from pdserve.kvtransfer.backends.copies import Copies, Copy
+from pdserve.kvtransfer.mover import CopyId
+from pdserve.kvtransfer.session import Grant, HandoffKey, Peer
+from pdserve.prefill_worker import events
+from pdserve.prefill_worker.events import FromPeer
+
+DISCONNECT_S = 0.03  # until a write into a dead process is an error
+STALLED_S = 18.0  # until a write along a cut path is an error
+RETRY_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class CopyFaults:
+    """How often copies go wrong by themselves."""
+
+    failed: float = 0.0  # share of copies that break off half way
+    corrupted: float = 0.0  # share of pages that land with a wrong bit and are reported well
+    stuck: float = 0.0  # share of copies into dead processes that never err
+    page_s: float = 0.0002
+
+
+class Host(Process):
+    """A process whose pages can be written from outside."""
+
+    memory: Memory
+
+
+@dataclass(slots=True, eq=False)
+class Op:
+    """One copy under way. A slice is a page."""
+
+    peer: Peer
+    copy: Copy
+    src: tuple[Stamp, ...]
+    dst: tuple[Stamp, ...]
+    digests: list[int] = field(default_factory=list)
+    num_stalls: int = 0
+    over: bool = False
+
+    @property
+    def key(self) -> HandoffKey:
+        return self.copy.handoff
+
+
+class Mover:
+    """One prefill process's copies: one slice to each peer at a time, in the order that the real movers take."""
+
+    def __init__(
+        self,
+        owner: Process,
+        memory: Memory,
+        network: Network,
+        find: Callable[[Peer], Host | None],
+        report: Callable[[FromPeer], object],
+    ) -> None:
+        self.faults = CopyFaults()
+        self.site: Callable[[str, Process], object] = lambda site, process: None
+        self._owner = owner
+        self._world = owner.world
+        self._memory = memory
+        self._network = network
+        self._find = find
+        self._report = report
+        self._ids = count()
+        self._ops: dict[CopyId, Op] = {}  # outstanding
+        self._copies: dict[Peer, Copies] = {}
+        self._posted: dict[Peer, Op] = {}  # whose slice is on its way
+
+    @property
+    def idle(self) -> bool:
+        return not self._ops
+
+    def copy(self, command: events.Copy, grant: Grant) -> None:
+        """Start a copy into pages of a grant; CopyStopped follows."""
+        generation = dict(zip(grant.pages, grant.generations, strict=True))
+        dst = tuple(Stamp(page, generation[page]) for page in command.dst)
+        copy = Copy(CopyId(next(self._ids)), command.key, command.src, command.dst)
+        self._ops[copy.copy_id] = Op(command.peer, copy, tuple(map(self._memory.stamp, command.src)), dst)
+        self._copies.setdefault(command.peer, Copies()).add(copy)
+        self._go_on(command.peer)
+
+    def cancel(self, peer: Peer, key: HandoffKey) -> None:
+        """Copy nothing more of a hand-off than the slice on its way."""
+        if peer in self._copies:
+            self._copies[peer].cancel(key, "cancelled")
+            self._go_on(peer)
+
+    def forget(self, peer: Peer) -> None:
+        """Report every copy to a process that has ended as stopped."""
+        self._posted.pop(peer, None)
+        for copy in self._copies.pop(peer, ()):
+            op = self._ops.pop(copy.copy_id)
+            op.over = True
+            self._report(FromPeer(op.peer, op.key, sender.CopyStopped(None, "its process ended")))
+
+    def check(self) -> None:
+        """Raise ViolationError where a page was released that a copy will read or write."""
+        for op in self._ops.values():
+            done, target = len(op.digests), self._target(op.peer)
+            for src in op.src[done:]:
+                self._memory.check_source(src, op.key)
+            if target is not None:
+                for dst in op.dst[done:]:
+                    target.memory.check_target(dst, op.key)
+
+    def _go_on(self, peer: Peer) -> None:
+        """Report what is over, and post the next slice unless one is on its way."""
+        copies = self._copies[peer]
+        for copy in tuple(copies.take_over()):
+            op = self._ops.pop(copy.copy_id)
+            op.over = True
+            digests = None if copy.failure else tuple(op.digests)
+            self._report(FromPeer(peer, op.key, sender.CopyStopped(digests, copy.failure)))
+        if self._copies.get(peer) is not copies or peer in self._posted:
+            return  # a report has led here, and on
+        following = copies.next()
+        if following is None:
+            return
+        copies.posted(following, 1, has_landed=False)
+        op = self._posted[peer] = self._ops[following.copy_id]
+        self._world.after(self.faults.page_s * (0.5 + self._world.rng.random()), self._owner, self._slice, op)
+
+    def _target(self, peer: Peer) -> Host | None:
+        process = self._find(peer)
+        return process if process is not None and process.alive else None
+
+    def _slice(self, op: Op) -> None:
+        """Write the next page."""
+        if op.over:
+            return
+        chance = self._world.rng.random()
+        target = self._target(op.peer)
+        if target is None:
+            stuck = op.num_stalls > 0 or chance < self.faults.stuck
+            op.num_stalls += stuck
+            if not stuck:
+                self._world.after(DISCONNECT_S, self._owner, self._stop, op, "the peer disconnected")
+        elif self._network.cuts and self._network.is_cut(self._owner, target):
+            op.num_stalls += 1
+            if op.num_stalls * RETRY_S > STALLED_S:
+                self._stop(op, "the peer does not answer")
+            else:
+                self._world.after(RETRY_S, self._owner, self._slice, op)
+        elif chance < self.faults.failed / len(op.src):
+            half = self._memory.read(op.src[len(op.digests)], op.key)[: self._memory.page_bytes // 2]
+            target.memory.write(op.dst[len(op.digests)], op.key, half)
+            self._stop(op, "the transfer failed")
+        else:
+            self._write(op, target.memory)
+
+    def _write(self, op: Op, target: Memory) -> None:
+        place = len(op.digests)
+        content = self._memory.read(op.src[place], op.key)
+        landed = content
+        if self._world.rng.random() < self.faults.corrupted:
+            landed = bytes((content[0] ^ 1, *content[1:]))
+        target.write(op.dst[place], op.key, landed)
+        op.digests.append(digest(content))
+        if len(op.digests) < len(op.src):
+            self.site("mid_copy", self._owner)
+        self._end_slice(op)
+
+    def _stop(self, op: Op, failure: str) -> None:
+        if not op.over:
+            self._copies[op.peer].fail(op.copy, failure)
+            self._end_slice(op)
+
+    def _end_slice(self, op: Op) -> None:
+        if not op.over:
+            del self._posted[op.peer]
+            self._copies[op.peer].slice_ended(op.copy)
+            self._go_on(op.peer)
+
+
+def digest(content: bytes) -> int:
+    """Return what stands for a page's digest here."""
+    return crc32(content)

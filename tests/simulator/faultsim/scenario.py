@@ -1,0 +1,136 @@
+"""What one seed is about: the cluster, the requests, and which things go wrong in it."""
+
+import random
+from dataclasses import dataclass
+
+from faultsim.clients import Wish
+from faultsim.mover import CopyFaults
+from faultsim.worker import Size
+from pdserve.ids import RequestId
+from pdserve.sampling import SamplingParams
+
+PERIOD = 8  # of so many seeds, the first is calm, the fifth has impatient clients but no faults, the last has zombies
+NUM_ZOMBIES = 8
+
+FAULTS = (
+    "crash_worker",
+    "freeze_worker",
+    "crash_router",
+    "freeze_router",
+    "reset_link",
+    "reset_handoff",
+    "cut_one_way",
+    "blackhole",
+    "slow",
+    "drain",
+    "break_step",
+    "hostile",
+    "failed_copies",
+    "corrupted_pages",
+    "stuck_copies",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """Everything drawn before the first event."""
+
+    seed: int
+    num_routers: int
+    num_prefill: int
+    num_decode: int
+    prefill_size: Size
+    decode_size: Size
+    mean_delay_s: float
+    span_s: float  # over which requests arrive and faults happen
+    wishes: tuple[Wish, ...]
+    faults: frozenset[str]
+    num_faults: int
+    num_zombies: int
+    copy_faults: CopyFaults
+    lease_s: float
+    site_chance: float  # of a fault at a moment chosen to hurt
+
+    is_calm: bool  # no faults, and clients that wait: every request has to succeed
+
+
+def draw(seed: int, num_requests: int) -> Scenario:
+    """Return the scenario of a seed."""
+    rng = random.Random(f"scenario {seed}")
+    calm, faultless = seed % PERIOD == 0, seed % PERIOD in (0, 4)
+    faults = frozenset() if faultless else frozenset(fault for fault in FAULTS if rng.random() < 0.5)
+    has_zombies = seed % PERIOD == PERIOD - 1
+    span_s = num_requests * max(rng.choice((0.005, 0.01, 0.03)), 0.04 if has_zombies else 0.0)
+    step_s = rng.choice((0.002, 0.004, 0.008))
+    max_model_len = 96
+    page_s = max(rng.choice((0.0001, 0.0005, 0.002)), 0.015 if has_zombies else 0.0)  # most of the time a copy goes on
+    copy_faults = CopyFaults(
+        failed=1 / 16 if "failed_copies" in faults else 0.0,
+        corrupted=1 / 100 if "corrupted_pages" in faults else 0.0,
+        stuck=0.5 if "stuck_copies" in faults else 0.0,
+        page_s=page_s,
+    )
+    return Scenario(
+        seed=seed,
+        num_routers=rng.choice((1, 2, 2)),
+        num_prefill=rng.choice((1, 2, 2, 3)),
+        num_decode=rng.choice((1, 2, 2, 3)),
+        prefill_size=Size(rng.choice((32, 64, 128)), max_model_len=max_model_len, step_s=step_s),
+        decode_size=Size(
+            rng.choice((32, 64, 128)), max_num_seqs=rng.choice((8, 16)), max_model_len=max_model_len, step_s=step_s
+        ),
+        mean_delay_s=rng.choice((0.0003, 0.001) if faultless else (0.0003, 0.001, 0.004)),
+        span_s=span_s,
+        wishes=tuple(_wishes(rng, num_requests, span_s, calm)),
+        faults=faults,
+        num_faults=rng.randrange(3, 14),
+        num_zombies=NUM_ZOMBIES if has_zombies else 0,
+        copy_faults=copy_faults,
+        lease_s=rng.choice((1.0, 1.0, 2.0)),
+        is_calm=calm,
+        site_chance=rng.choice((0.0, 0.002, 0.01)),
+    )
+
+
+def _wishes(rng: random.Random, num_requests: int, span_s: float, calm: bool) -> list[Wish]:
+    stems = [_tokens(rng, rng.choice((8, 15, 24))) for _ in range(4)]
+    tenants = ("", "", "red", "blue")
+    at_s = 0.8
+    wishes = []
+    for number in range(num_requests):
+        at_s += rng.expovariate(num_requests / span_s)
+        stem = rng.choice(stems)[: rng.randrange(25)] if rng.random() < 0.6 else []
+        tail = _tokens(rng, rng.choice((1, 2, 3, 4, 5, 11, 30)))
+        max_tokens = rng.choice((1, 2, 3, 8, 8, 16, 30, 41))
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            seed=rng.getrandbits(64),
+            n=rng.choice((1, 1, 1, 1, 2, 3)),
+            stop_token_ids=tuple(_tokens(rng, 40)) if rng.random() < 0.1 else (),
+        )
+        mood = rng.random() if not calm else 1.0
+        wishes.append(
+            Wish(
+                request_id=RequestId(b"request-%08d" % number),
+                at_s=at_s,
+                prompt=(*stem, *tail),
+                params=params,
+                tenant=rng.choice(tenants),
+                priority=rng.choice((0, 0, 0, 1)),
+                deadline_s=rng.uniform(0.02, 2.0) if mood < 0.06 else 120.0,
+                leaves_after_s=rng.expovariate(10.0) if 0.06 < mood < 0.12 else None,
+                leaves_at_first_token=0.12 < mood < 0.16,
+                stops_at=rng.randrange(1, max_tokens + 1) if 0.16 < mood < 0.22 else None,
+            )
+        )
+    return wishes
+
+
+def _tokens(rng: random.Random, count: int) -> list[int]:
+    """Draw tokens of a vocabulary of 997: random bits, those that are over it again."""
+    tokens: list[int] = []
+    while len(tokens) < count:
+        token = rng.getrandbits(10)
+        if token < 997:
+            tokens.append(token)
+    return tokens

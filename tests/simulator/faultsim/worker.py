@@ -1,0 +1,309 @@
+"""A worker's process: its loop around the real core, in virtual time.
+
+As in `worker.loop`: handle what came, plan, run, commit; what comes while a step runs is handled at once. A step reads
+and writes memory at its end, so that whatever touches its pages before that is seen.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
+
+from faultsim.engine import FakeRunner
+from faultsim.links import Find, SimLinks
+from faultsim.memory import Memory
+from faultsim.mover import Host
+from faultsim.network import Network
+from faultsim.world import ViolationError
+from pdserve.engine.kvcache import KvCache
+from pdserve.engine.prefix import PrefixNames
+from pdserve.engine.scheduler import Limits, Scheduler
+from pdserve.engine.step import StepPlan, StepResult
+from pdserve.errors import InvariantError, ProtocolError
+from pdserve.ids import Incarnation, RequestId, WorkerId
+from pdserve.kvlayout import KvLayout
+from pdserve.kvlayout_wire import layout_to_proto
+from pdserve.kvtransfer.session import Peer
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.rpc import PROTOCOL_VERSION
+from pdserve.worker import wire
+from pdserve.worker.audit import adds_up, leaked_pages
+from pdserve.worker.failing import FailedSteps
+from pdserve.worker.loop import MAX_INBOX, Core
+from pdserve.worker.reporting import Reporter
+from pdserve.worker.words import (
+    BEAT_S,
+    Cancelled,
+    DrainAsked,
+    Load,
+    PeerGone,
+    Placed,
+    Report,
+    RouterLost,
+    RouterRef,
+    Ticked,
+    Tokens,
+)
+
+if TYPE_CHECKING:
+    from pdserve.worker.link import Links
+
+MAX_QUARANTINED_SHARE = 0.5
+CHECK_EVERY = 64  # turns of the loop between two looks at all pages
+MODEL = "chain-of-hashes"
+
+EventT = TypeVar("EventT")
+CommandT = TypeVar("CommandT")
+FromRouters = Placed | Cancelled | DrainAsked | RouterLost | PeerGone
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How big a worker is, and how fast."""
+
+    num_pages: int
+    page_size: int = 4
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 32
+    max_model_len: int = 96
+    vocab_size: int = 997
+    max_tasks: int = 256
+    step_s: float = 0.004
+    token_s: float = 0.0002
+    load_s: float = 0.3
+
+
+class WorkerProcess(Host, Generic[EventT, CommandT]):
+    """One incarnation of a worker. Subclasses bring the core, and carry out what it decides."""
+
+    core: Core[EventT, CommandT]
+
+    def __init__(
+        self, network: Network, name: str, incarnation: Incarnation, role: "link.Role.ValueType", size: Size
+    ) -> None:
+        super().__init__(network.world, name, incarnation)
+        self.peer = Peer(WorkerId(name), incarnation)
+        self.network = network
+        self.size = size
+        self.runner = FakeRunner(size.num_pages, size.page_size, size.vocab_size)
+        names = PrefixNames(b"a secret of the cluster", "weights", size.page_size)
+        limits = Limits(size.max_num_seqs, size.max_num_batched_tokens, size.max_model_len, frozenset())
+        self.scheduler = Scheduler(KvCache(size.num_pages, size.page_size, names), limits)
+        self.memory = Memory(name, self.runner, self.scheduler.cache)
+        self.register = _registration(self.peer, role, size)
+        self.links = SimLinks(self, network, self.register, self._hear, self.offer, self._be_dismissed)
+        self.reporter = Reporter(cast("Links", self.links), self.world)
+        self.break_next_step = False
+        self.num_steps = 0
+        self._failed_steps = FailedSteps()
+        self.exited = False
+        self.on_exit: Callable[[], object] = lambda: None
+        self.on_dismissed: Callable[[], object] = lambda: None
+        self._cancelled: dict[RequestId, int] = {}  # attempts up to this one compute nothing more
+        self._inbox: deque[EventT] = deque()
+        self._loaded = self._busy = self._stepping = False
+        self._ticked_s = 0.0
+        self._num_turns = 0
+
+    def start(self, routers: list[Find]) -> None:
+        for find in routers:
+            self.links.dial(find)
+        self.world.after(self.size.load_s, self, self._load)
+
+    def _load(self) -> None:
+        self._loaded = True
+        self.register.ready = True
+        self.register.load_progress = 1.0
+        self.links.update()
+        self._ticked_s = self.world.now
+        self._turn()
+        self.world.after(BEAT_S, self, self._wake)
+
+    @property
+    def can_listen(self) -> bool:
+        """Whether the core may be handed an event now."""
+        return self._loaded and not self._busy and not self.exited and not self.frozen
+
+    def offer(self, event: object) -> None:
+        """Queue an event for the core."""
+        self._inbox.append(cast(EventT, event))
+        if len(self._inbox) > MAX_INBOX:
+            raise ViolationError("I6", f"{self.name} has {len(self._inbox)} events waiting")
+        self._turn()
+
+    def perform(self, command: CommandT) -> None:
+        """Carry out what is no report."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raise ViolationError unless the pool adds up and every table is within its bound."""
+        try:
+            self.scheduler.cache.check()
+            pool, claims = self.scheduler.cache.pool, tuple(self.core.claims())
+            leaked = () if adds_up(pool, claims) else leaked_pages(pool, claims)
+        except InvariantError as error:
+            raise ViolationError("I2", f"{self.name}: {error}") from error
+        if leaked:
+            raise ViolationError("I2", f"{self.name} has leaked pages {leaked}: they belong to nothing that goes on")
+
+    def _wake(self) -> None:
+        """Say that this worker lives, and let its core know that time passes."""
+        if self.exited:
+            return
+        silent_s, self._ticked_s = self.world.now - self._ticked_s, self.world.now
+        self.beat()
+        self.offer(Ticked(silent_s))
+        self.world.after(BEAT_S, self, self._wake)
+
+    def beat(self) -> None:
+        """Tell routers and peers that this worker lives."""
+        self.reporter.beat(self._current_load(), self.num_steps)
+
+    def _current_load(self) -> Load:
+        return replace(self.core.load(), failed_steps=self._failed_steps.count(self.world.now))
+
+    def _refresh(self, *, at_once: bool) -> None:
+        try:
+            self.reporter.refresh(self._current_load, self.num_steps, at_once=at_once)
+        except ValueError as error:
+            raise ViolationError("I2", f"{self.name} reports a load that cannot be: {error}") from error
+
+    def _hear(self, router: RouterRef, message: link.AttachResponse) -> None:
+        event: FromRouters | None
+        if message.HasField("process_gone"):
+            event = PeerGone(wire.gone_process(message.process_gone))
+        else:
+            event = wire.command(message, router, self.world.now)
+        if event is not None:
+            self.offer(event)
+
+    def _turn(self) -> None:
+        """Go on until there is nothing to do, or a step runs."""
+        if self._busy or not self._loaded or self.exited:
+            return
+        self._busy = True
+        while self._inbox:
+            self.handle(self._inbox.popleft())
+        if not self._stepping:
+            self._between_steps()
+        self._busy = False
+
+    def _between_steps(self) -> None:
+        if self.core.drained:
+            self._exit()
+        else:
+            self._plan()
+        self._num_turns += 1
+        if self._num_turns % CHECK_EVERY == 0:
+            self.check()
+
+    def handle(self, event: EventT) -> None:
+        """Let the core take in one event. An honest one is never refused."""
+        self.world.note(self.name, event)
+        try:
+            commands = self.core.handle(event, self.world.now)
+        except ProtocolError as error:
+            raise ViolationError("I7", f"{self.name} refused an honest {event}: {error}") from error
+        except Exception as error:
+            raise ViolationError("I7", f"{self.name} broke on {event}: {error!r}") from error
+        if isinstance(event, Cancelled) and not event.indices:
+            self._cancelled[event.request_id] = event.attempt
+        if commands:
+            self._perform(commands, None)
+        if isinstance(event, Placed):
+            self._refresh(at_once=True)
+
+    def _plan(self) -> None:
+        try:
+            plan = self.core.plan(self.world.now)
+        except Exception as error:
+            raise ViolationError("I7", f"{self.name} broke while planning: {error!r}") from error
+        if plan is not None:
+            self._stepping = True
+            elapsed_s = (self.size.step_s + self.size.token_s * plan.num_tokens) * (0.8 + 0.4 * self.world.rng.random())
+            self.world.after(elapsed_s, self, self._step, plan)
+
+    def _step(self, plan: StepPlan) -> None:
+        """End a step: what it computed is in memory now."""
+        self._stepping = False
+        self._busy = True
+        self.num_steps += 1
+        try:
+            result = self._run(plan)
+            commands = self.core.commit(plan, result, self.world.now)
+            self._perform(commands, None if result.failed else (plan, result))
+            if self._failed_steps.note(len(plan.chunks), len(result.failed), self.world.now):
+                self.beat()
+            self._refresh(at_once=False)
+        except ViolationError:
+            raise
+        except Exception as error:
+            raise ViolationError("I7", f"{self.name} broke on a step: {error!r}") from error
+        self._busy = False
+        self._turn()
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        """Compute a step; one that breaks does so for all of its sequences, or for some."""
+        result = self.runner.run(plan)
+        if not self.break_next_step:
+            return result
+        self.break_next_step = False
+        share = self.world.rng.choice((0.3, 1.0))
+        places = [place for place in range(len(plan.chunks)) if self.world.rng.random() < share]
+        self.world.note(self.name, f"a step broke for {places}")
+        tokens = tuple(() if place in places else tokens for place, tokens in enumerate(result.tokens))
+        return replace(result, tokens=tokens, failed=dict.fromkeys(places, "broken by the simulator"))
+
+    def _perform(self, commands: list[CommandT], step: tuple[StepPlan, StepResult] | None) -> None:
+        reports: list[Report] = []
+        for command in commands:
+            if isinstance(command, Tokens):
+                self._check_wanted(command)
+                reports.append(command)
+            elif isinstance(command, Report):
+                reports.append(command)
+            else:
+                self.world.note(self.name, command)
+                self.perform(command)
+        if reports or step:
+            self.world.note(self.name, reports)
+            self.reporter.send(reports, step)
+
+    def _check_wanted(self, tokens: Tokens) -> None:
+        world, (request_id, attempt) = self.world, tokens.key
+        world.num_words += 1
+        late_s = world.now - world.ended_s.get(request_id, world.now)
+        if late_s > world.stop_within_s:
+            text = f"{self.name} computes attempt {attempt} {late_s:.3f} s after the request's end"
+            raise ViolationError("I4", text, request_id)
+        if self._cancelled.get(request_id, -1) >= attempt:
+            text = f"{self.name} computes attempt {attempt}, which was cancelled"
+            raise ViolationError("I4", text, request_id)
+
+    def _be_dismissed(self) -> None:
+        self.world.note(self.name, "dismissed")
+        self.on_dismissed()
+
+    def _exit(self) -> None:
+        self.world.note(self.name, "drained")
+        self.exited = True
+        self.reporter.beat(self.core.load(), self.num_steps)
+        self.links.finish()
+        self.world.after(0.05, None, self.on_exit)
+
+
+def _registration(peer: Peer, role: "link.Role.ValueType", size: Size) -> link.Register:
+    layout = KvLayout("weights", 1, 1, 1, size.page_size, "float32")
+    return link.Register(
+        worker_id=peer.worker_id,
+        incarnation=peer.incarnation,
+        role=role,
+        protocol_version=PROTOCOL_VERSION,
+        model=MODEL,
+        layout=layout_to_proto(layout),
+        num_pages=size.num_pages,
+        max_num_seqs=size.max_num_seqs,
+        max_num_batched_tokens=size.max_num_batched_tokens,
+        max_model_len=size.max_model_len,
+        handoff_address=peer.worker_id if role == link.ROLE_DECODE else "",
+    )

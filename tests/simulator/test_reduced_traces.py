@@ -1,0 +1,129 @@
+"""What the simulator found in the cores, each told by the few events that matter."""
+
+import pytest
+from default_rules import default_rules
+
+from faultsim.engine import FakeRunner
+from pdserve.decode_worker import events as decode
+from pdserve.decode_worker.core import DecodeCore
+from pdserve.engine.kvcache import KvCache
+from pdserve.engine.scheduler import Limits, Scheduler
+from pdserve.engine.sequence import Job
+from pdserve.errors import ProtocolError
+from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
+from pdserve.kvtransfer import receiver, sender
+from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, Peer
+from pdserve.prefill_worker import events as prefill
+from pdserve.prefill_worker.absent import EARLY_GRANT_S
+from pdserve.prefill_worker.core import PrefillCore
+from pdserve.sampling import SamplingParams
+from pdserve.worker.words import Cancelled, Failed, FailureCode, PeerGone, Placed, RouterRef, Ticked
+
+PAGE_SIZE = 4
+VOCAB = 997
+P, D = Peer(WorkerId("p0"), Incarnation(11)), Peer(WorkerId("d0"), Incarnation(22))
+
+
+def job(number: int, num_tokens: int, n: int = 1) -> Job:
+    params = SamplingParams(max_tokens=8, n=n)
+    prompt = tuple(range(num_tokens))
+    return Job(RequestId(number.to_bytes(16)), Attempt(0), prompt, num_tokens, params, tuple(range(n)))
+
+
+def key(job: Job) -> HandoffKey:
+    return HandoffKey(job.request_id, job.attempt)
+
+
+def scheduler(num_pages: int, max_model_len: int) -> Scheduler:
+    limits = Limits(8, 64, max_model_len, frozenset())
+    return Scheduler(KvCache(num_pages, PAGE_SIZE, None), limits)
+
+
+class Prefill:
+    """A prefill worker's core with an engine under it."""
+
+    def __init__(self, num_pages: int = 32, max_model_len: int = 32) -> None:
+        self.core = PrefillCore(scheduler(num_pages, max_model_len), VOCAB, 16, 64, 0.5)
+        self.runner = FakeRunner(num_pages, PAGE_SIZE, VOCAB)
+
+    def handle(self, event: prefill.Event, now_s: float = 0.0) -> list[prefill.Command]:
+        return self.core.handle(event, now_s)
+
+    def place(self, job: Job) -> list[prefill.Command]:
+        return self.handle(Placed(RouterRef(1), job, 1e9, D, "there"))
+
+    def compute(self) -> list[prefill.Command]:
+        """Run steps until there is nothing to compute."""
+        commands: list[prefill.Command] = []
+        while (plan := self.core.plan(0.0)) is not None:
+            commands += self.core.commit(plan, self.runner.run(plan), 0.0)
+        return commands
+
+
+def test_continuations_cancelled_one_by_one_leave_nothing_on_a_prefill_worker() -> None:
+    worker, both = Prefill(), job(1, 10, n=2)
+    worker.place(both)
+    worker.compute()
+    worker.handle(Cancelled(both.request_id, both.attempt, (0,)))
+    assert not worker.core.idle
+    worker.handle(Cancelled(both.request_id, both.attempt, (1,)))
+    assert worker.core.idle
+
+
+def test_a_placement_whose_grant_was_given_back_fails_at_once() -> None:
+    worker, late = Prefill(), job(1, 4)
+    grant = Grant(0, (PageId(0),), (Generation(1),), b"", 4.0)
+    worker.handle(prefill.FromPeer(D, key(late), sender.Granted(grant)))
+    (answer,) = worker.handle(Ticked(), EARLY_GRANT_S + 1.0)
+    assert isinstance(answer, prefill.ToPeer)
+    assert isinstance(answer.message, sender.SendQuiesced)
+    (failed,) = worker.place(late)
+    assert isinstance(failed, Failed)
+    assert failed.code is FailureCode.PEER_LOST
+    assert worker.core.idle
+
+
+def test_prompts_that_wait_for_grants_leave_room_for_one_that_has_its_own() -> None:
+    worker = Prefill(num_pages=12, max_model_len=32)
+    for number in range(1, 6):
+        worker.place(job(number, 16))
+    worker.compute()
+    granted = job(5, 16)
+    grant = Grant(0, tuple(map(PageId, range(4))), (Generation(1),) * 4, b"", 4.0)
+    worker.handle(prefill.FromPeer(D, key(granted), sender.Granted(grant)))
+    copies = [command for command in worker.compute() if isinstance(command, prefill.Copy)]
+    assert [copy.key for copy in copies] == [key(granted)]
+
+
+def test_a_granted_prompt_starts_where_the_longest_prompt_would_not_fit() -> None:
+    worker, granted = Prefill(num_pages=6, max_model_len=32), job(1, 8)
+    worker.place(granted)
+    assert worker.compute() == []
+    grant = Grant(0, tuple(map(PageId, range(2))), (Generation(1),) * 2, b"", 4.0)
+    worker.handle(prefill.FromPeer(D, key(granted), sender.Granted(grant)))
+    assert any(isinstance(command, prefill.Copy) for command in worker.compute())
+
+
+def test_a_lost_peer_is_dialled_again_until_its_process_is_known_to_have_ended() -> None:
+    worker = Prefill()
+    worker.place(job(1, 4))
+    for tick in range(3):
+        worker.handle(prefill.PeerLost(D, "reset"), float(tick))
+        assert prefill.Connect(D, "there") in worker.handle(Ticked(), float(tick))
+    worker.handle(prefill.PeerLost(D, "reset"), 4.0)
+    worker.handle(PeerGone(D), 4.0)
+    assert worker.handle(Ticked(), 5.0) == []
+
+
+def test_a_capsule_without_tokens_is_refused_and_changes_nothing() -> None:
+    core = DecodeCore(scheduler(32, 32), VOCAB, b"secret", default_rules())
+    wanted = job(1, 4)
+    core.handle(decode.PeerAttached(P), 0.0)
+    commands = core.handle(Placed(RouterRef(1), wanted, 1e9, P), 0.0)
+    told = [command.message for command in commands if isinstance(command, decode.ToPeer)]
+    (grant,) = [message.grant for message in told if isinstance(message, receiver.SendGrant)]
+    before = core.load()
+    empty = Commit.of(grant, (0,), Capsule(4, (), ()))
+    with pytest.raises(ProtocolError, match="capsule"):
+        core.handle(decode.FromPeer(P, key(wanted), receiver.Committed(empty)), 0.0)
+    assert core.load() == before

@@ -1,0 +1,183 @@
+"""The simulated world does what the real one was seen to do."""
+
+import pytest
+
+from faultsim.engine import FakeRunner
+from faultsim.memory import Memory
+from faultsim.mover import Host, Mover
+from faultsim.network import KEEPALIVE_S, End, Network
+from faultsim.process import Process
+from faultsim.world import ViolationError, World
+from pdserve.engine.kvcache import KvCache
+from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
+from pdserve.kvtransfer.sender import CopyStopped
+from pdserve.kvtransfer.session import Grant, HandoffKey, Peer
+from pdserve.prefill_worker.events import Copy, FromPeer
+
+KEY = HandoffKey(RequestId(b"request-00000001"), Attempt(0))
+NUM_PAGES = 4
+
+
+class Listener(Process):
+    """Hears everything said to it."""
+
+    def __init__(self, world: World, name: str) -> None:
+        super().__init__(world, name, Incarnation(1))
+        self.heard: list[object] = []
+
+    def listen(self, end: End) -> None:
+        end.receive = self.heard.append
+        end.lost = self.heard.append
+
+    def accept(self, end: End) -> None:
+        self.listen(end)
+
+
+class Line:
+    """Two processes with a stream between them."""
+
+    def __init__(self) -> None:
+        self.world = World(1)
+        self.network = Network(self.world, 0.001)
+        self.near, self.far = Listener(self.world, "near"), Listener(self.world, "far")
+        ends: list[End] = []
+        self.network.dial(self.near, lambda: self.far, ends.append, self.near.heard.append)
+        self.world.run(1.0)
+        (self.end,) = ends
+        self.near.listen(self.end)
+
+
+def test_a_stream_delivers_in_order() -> None:
+    line = Line()
+    for number in range(100):
+        line.end.send(number)
+    line.world.run(2.0)
+    assert line.far.heard == list(range(100))
+
+
+def test_a_healed_path_delivers_what_it_held() -> None:
+    line = Line()
+    line.network.cut(line.near, line.far)
+    line.end.send("held")
+    line.world.run(5.0)
+    assert line.far.heard == []
+    line.end.peer.send("the other way")
+    line.network.heal(line.near, line.far)
+    line.end.send("later")
+    line.world.run(6.0)
+    assert line.far.heard == ["held", "later"]
+    assert line.near.heard == ["the other way"]
+
+
+def test_keepalive_tells_both_ends_of_a_path_that_stays_cut() -> None:
+    line = Line()
+    line.network.cut(line.near, line.far)
+    line.end.send("lost")
+    line.world.run(2 * KEEPALIVE_S)
+    assert line.far.heard == line.near.heard == ["keepalive time-out"]
+
+
+def test_a_crash_ends_a_stream_after_what_was_said() -> None:
+    line = Line()
+    line.end.send("last words")
+    line.near.crash()
+    line.world.run(2.0)
+    assert line.far.heard == ["last words", "its process ended"]
+
+
+def test_a_thawed_process_hears_what_was_said_meanwhile() -> None:
+    line = Line()
+    line.far.freeze()
+    line.end.send("while frozen")
+    line.world.run(2.0)
+    assert line.far.heard == []
+    line.far.thaw()
+    assert line.far.heard == ["while frozen"]
+
+
+def test_what_a_cut_held_comes_before_what_a_freeze_deferred() -> None:
+    line = Line()
+    line.network.cut(line.near, line.far)
+    line.end.send("held")
+    line.world.run(2.0)
+    line.far.freeze()
+    line.end.send("deferred")
+    line.world.run(3.0)
+    line.network.heal(line.near, line.far)
+    line.world.run(4.0)
+    line.far.thaw()
+    assert line.far.heard == ["held", "deferred"]
+
+
+class Transfer:
+    """A writer half way through a copy into another process's granted pages."""
+
+    def __init__(self) -> None:
+        self.world = World(1)
+        self.network = Network(self.world, 0.001)
+        self.writer, self.target = Host(self.world, "p0", Incarnation(1)), Host(self.world, "d0", Incarnation(2))
+        self.caches = {host: self._equip(host) for host in (self.writer, self.target)}
+        self.reports: list[FromPeer] = []
+        self.mover = Mover(self.writer, self.writer.memory, self.network, lambda _: self.target, self.reports.append)
+        self.peer = Peer(WorkerId("d0"), Incarnation(2))
+        src = self.caches[self.writer].take(NUM_PAGES) or ()
+        self.pages = self.caches[self.target].grant(NUM_PAGES) or ()
+        for page in src:
+            self.runners[self.writer].page(page)[:] = bytes([page + 1]) * self.writer.memory.page_bytes
+        generations = tuple(self.caches[self.target].pool.generation(page) for page in self.pages)
+        self.mover.copy(Copy(self.peer, KEY, src, self.pages), Grant(0, self.pages, generations, b"", 4.0))
+        self.world.run(0.0004)
+        assert 0 < self.num_written < NUM_PAGES
+
+    def _equip(self, host: Host) -> KvCache:
+        cache, runner = KvCache(NUM_PAGES, 4, None), FakeRunner(NUM_PAGES, 4, 100)
+        host.memory = Memory(host.name, runner, cache)
+        self.runners = {**getattr(self, "runners", {}), host: runner}
+        return cache
+
+    @property
+    def num_written(self) -> int:
+        return sum(any(self.target.memory.content(PageId(page))) for page in self.pages)
+
+
+def test_a_frozen_writer_goes_on_writing_when_it_thaws() -> None:
+    transfer = Transfer()
+    before = transfer.num_written
+    transfer.writer.freeze()
+    transfer.world.run(60.0)
+    assert transfer.num_written == before
+    assert transfer.reports == []
+    transfer.writer.thaw()
+    transfer.world.run(61.0)
+    assert transfer.num_written == NUM_PAGES
+    (report,) = transfer.reports
+    assert isinstance(report.event, CopyStopped)
+    assert report.event.digests is not None
+
+
+def test_a_killed_writer_leaves_a_part_written() -> None:
+    transfer = Transfer()
+    before = transfer.num_written
+    transfer.writer.crash()
+    transfer.world.run(60.0)
+    assert transfer.num_written == before
+    assert transfer.reports == []
+
+
+def test_a_copy_into_a_forgotten_process_is_reported_stopped() -> None:
+    transfer = Transfer()
+    transfer.target.crash()
+    transfer.mover.forget(transfer.peer)
+    (report,) = transfer.reports
+    assert report.event == CopyStopped(None, "its process ended")
+    assert transfer.mover.idle
+
+
+def test_a_write_into_a_page_that_was_given_out_again_is_seen() -> None:
+    transfer = Transfer()
+    cache = transfer.caches[transfer.target]
+    cache.pool.ungrant(transfer.pages)
+    cache.take(NUM_PAGES)
+    with pytest.raises(ViolationError, match="I5") as caught:
+        transfer.world.run(1.0)
+    assert caught.value.request_id == KEY.request_id
