@@ -2,6 +2,8 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
+# What serving needs, and what tests and checks need beside it.
+SERVING := $(VENV)/.serving
 INSTALLED := $(VENV)/.installed
 
 # make serve: what is served and how many workers of each kind.
@@ -14,10 +16,10 @@ SEEDS ?= 200
 
 .PHONY: demo serve test check sim gpu clean
 
-demo: $(INSTALLED)
+demo: $(SERVING)
 	$(BIN)/pdserve demo
 
-serve: $(INSTALLED)
+serve: $(SERVING)
 	$(BIN)/pdserve up $(MODEL) --prefill $(PREFILL) --decode $(DECODE)
 
 # Triton's interpreter must be chosen before anything loads Triton, so its tests have processes of their own.
@@ -50,7 +52,14 @@ clean:
 	find . -name __pycache__ -type d -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
 
 # Pinned: a loose torch would bring gigabytes of CUDA to a machine without a GPU.
-$(INSTALLED): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+PIP_INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(SERVING): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP_INSTALL) -e .
 	touch $@
+
+$(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP_INSTALL) -e ".[dev]"
+	touch $@ $(SERVING)
