@@ -15,6 +15,7 @@ from time import perf_counter
 
 import numpy as np
 
+from pdserve.errors import CommandError
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer.backends.nixl import NixlLane, NixlMover
 from pdserve.kvtransfer.backends.pump import Pump
@@ -28,7 +29,7 @@ HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
 WAIT_S = 60.0
 
 
-class CopyFailedError(Exception):
+class CopyFailedError(CommandError):
     """A copy of the trial has failed."""
 
 

@@ -10,6 +10,10 @@ class ConfigError(Exception):
     """The operator asked for something that cannot be; names the key. Exit with status 2."""
 
 
+class CommandError(Exception):
+    """Something outside went wrong; the message is for the operator's terminal. Exit with status 1."""
+
+
 class Refusal(Enum):
     """What was wrong with what a peer said. Refusals are counted by this."""
 

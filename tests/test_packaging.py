@@ -58,7 +58,7 @@ def test_the_wheel_runs_away_from_the_tree(wheel: Path, tmp_path: Path) -> None:
         archive.extractall(target)
     code = (
         f"import sys; sys.path.insert(0, {str(target)!r})\n"
-        "import pdserve, pdserve.kernels, pdserve.launch.plan, pdserve.proto.v1.link_pb2\n"
+        "import pdserve, pdserve.capacity.cluster, pdserve.kernels, pdserve.launch.plan, pdserve.proto.v1.link_pb2\n"
         f"assert pdserve.__file__.startswith({str(target)!r}), pdserve.__file__\n"
         "from pdserve.cli.app import main\n"
         "sys.argv = ['pdserve', 'models', 'list']\n"

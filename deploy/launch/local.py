@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import grpc
 
 from pdserve.clock import MonotonicClock
-from pdserve.errors import ConfigError
+from pdserve.errors import CommandError, ConfigError
 from pdserve.files import write_atomically
 from pdserve.ids import WorkerId
 from pdserve.launch.admin import AdminClient
@@ -34,7 +34,7 @@ MAX_GONE = 64  # ended processes that a router is told of when it starts again
 ROUTER_END_S, WORKERS_END_S = 2.5, 4.0  # after drain_timeout_s: when the router and when the workers are killed
 
 
-class LaunchError(Exception):
+class LaunchError(CommandError):
     """The cluster could not be brought up; says which process failed and where its log is."""
 
 
@@ -178,7 +178,7 @@ async def running(
                 yield cluster
                 await cluster.stop(spec.drain_timeout_s)
         except ExceptionGroup as group:
-            expected, rest = group.split((ConfigError, LaunchError))
+            expected, rest = group.split((ConfigError, CommandError))
             if expected is None or rest is not None:
                 raise
             raise _first(expected) from None

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from pdserve.bench.client import LoadClient
 from pdserve.bench.summary import Sample
 from pdserve.bench.workload import Arrival
+from pdserve.errors import CommandError
 
 FIRST_IN_FLIGHT, MOST_IN_FLIGHT = 24, 3072  # requests that run or wait at a time
 _GAIN = 1.1  # what twice as many in flight have to bring
@@ -19,7 +20,7 @@ _PAUSE_S = 0.1  # after a failure, unless the router says another time
 _MOST_PAUSE_S = 1.0
 
 
-class NothingServedError(Exception):
+class NothingServedError(CommandError):
     """Not one request was answered right; says what came instead."""
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from faultsim.garbage import garbage_left
 from pdserve.capacity.forecasts import new_forecast
 from pdserve.capacity.leaping import END, LeapingScheduler
 from pdserve.capacity.machine import Machine
@@ -19,7 +18,7 @@ from pdserve.capacity.telling import (
     load_report,
     rung,
 )
-from pdserve.capacity.timeline import Timeline
+from pdserve.capacity.timeline import Timeline, garbage_left
 from pdserve.capacity.worker import SimWorker, Steps
 from pdserve.capacity.workload import Arrival, Workload
 from pdserve.decode_worker import events as decode_events

@@ -25,8 +25,8 @@ from pdserve.cli import (
     speed,
 )
 from pdserve.cli.default_command import DefaultLoad
-from pdserve.cli.failure import CommandError, in_words, only_cause
-from pdserve.errors import ConfigError
+from pdserve.cli.failure import in_words, only_cause
+from pdserve.errors import CommandError, ConfigError
 
 logger = logging.getLogger(__name__)
 

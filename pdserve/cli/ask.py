@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pdserve.cli.failure import CommandError
 from pdserve.cli.options import (
     AsJson,
     ClusterName,
@@ -21,7 +20,7 @@ from pdserve.cli.options import (
     TopK,
     TopP,
 )
-from pdserve.errors import ConfigError
+from pdserve.errors import CommandError, ConfigError
 
 if TYPE_CHECKING:
     from pdserve.cli.stream import Answer

@@ -9,10 +9,10 @@ from typing import TypeAlias
 import grpc
 
 from pdserve.bench.client import connect
-from pdserve.cli.failure import CommandError
 from pdserve.cli.status_board import StatusBoard, all_free, is_busy
 from pdserve.clock import Clock, MonotonicClock
-from pdserve.launch.local import LaunchError, Listener, running
+from pdserve.errors import CommandError
+from pdserve.launch.local import Listener, running
 from pdserve.launch.plan import ClusterSpec
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
@@ -63,18 +63,13 @@ async def measure_cancels(spec: ClusterSpec, plan: CancelPlan) -> CancelTimes:
     """Start a cluster, and cancel requests while they are computed and while they decode."""
     board, clock, times = StatusBoard(), MonotonicClock(), CancelTimes()
     rng = random.Random(f"cancel {plan.seed}")
-    try:
-        async with running(spec, Listener(board.put, lambda _: None)) as cluster:
-            await cluster.ready.wait()
-            async with connect(cluster.state.endpoint) as channel:
-                stub = InferenceServiceStub(channel)
-                for _ in range(plan.count):
-                    for moment in MOMENTS:
-                        await _cancel_once(
-                            stub.Generate(_request(plan, moment, rng)), moment, (board, clock, rng), times
-                        )
-    except LaunchError as error:
-        raise CommandError(str(error)) from error
+    async with running(spec, Listener(board.put, lambda _: None)) as cluster:
+        await cluster.ready.wait()
+        async with connect(cluster.state.endpoint) as channel:
+            stub = InferenceServiceStub(channel)
+            for _ in range(plan.count):
+                for moment in MOMENTS:
+                    await _cancel_once(stub.Generate(_request(plan, moment, rng)), moment, (board, clock, rng), times)
     return times
 
 

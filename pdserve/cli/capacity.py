@@ -67,9 +67,8 @@ def sim(
     from pdserve.capacity.measure import measure
     from pdserve.capacity.search import highest_rate
     from pdserve.capacity.shape import Shape
-    from pdserve.cli.failure import CommandError
     from pdserve.cli.output import show
-    from pdserve.errors import ConfigError
+    from pdserve.errors import CommandError, ConfigError
     from pdserve.router.policies import POLICIES
 
     for each in rate or ():
@@ -111,8 +110,8 @@ def plan(
     from rich.console import Console
 
     from pdserve.capacity import planner, report
-    from pdserve.cli.failure import CommandError
     from pdserve.cli.output import show
+    from pdserve.errors import CommandError
 
     question = _question(workload, slo, profile, _Cut(requests, (scale, output_scale), max_prompt, poisson, seed))
     with Console(stderr=True).status("searching") as status:

@@ -76,7 +76,7 @@ def bench_chaos(
 def _conclude(verdicts: "Sequence[Verdict]", json_file: Path | None) -> None:
     """Show what came of it; CommandError unless all of it is as it has to be."""
     from pdserve.cli.chaos_report import as_json, failures, is_clean, table
-    from pdserve.cli.failure import CommandError
+    from pdserve.errors import CommandError
 
     show(json_file, as_json(verdicts), table(verdicts), *failures(verdicts))
     if not all(map(is_clean, verdicts)):

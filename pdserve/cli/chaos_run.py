@@ -14,12 +14,11 @@ from pdserve.bench.client import connect
 from pdserve.bench.closed_loop import ClosedLoop
 from pdserve.bench.outcomes import Outcome, Tally, tally
 from pdserve.checkpoint.open import open_checkpoint
-from pdserve.cli.failure import CommandError
 from pdserve.cli.status_board import StatusBoard, all_free, not_free, num_ready
 from pdserve.clock import MonotonicClock
 from pdserve.engine.alone import LoneEngine
 from pdserve.launch.havoc import Blow, Havoc, HavocPlan
-from pdserve.launch.local import LaunchError, Listener, LocalCluster, running
+from pdserve.launch.local import Listener, LocalCluster, running
 from pdserve.launch.plan import ClusterSpec
 from pdserve.model.loading import load_model
 
@@ -68,12 +67,9 @@ async def run_trial(trial: Trial, asks: Sequence[Ask], due: Sequence[Answers], c
     """Start a cluster, load it, hurt it, and look what is left."""
     board = StatusBoard()
     listener = Listener(on_status=board.put, on_notice=lambda text: console.print(text, highlight=False))
-    try:
-        async with running(trial.spec, listener) as cluster:
-            await cluster.ready.wait()
-            return await _attack(trial, cluster, board, (asks, due), console)
-    except LaunchError as error:
-        raise CommandError(str(error)) from error
+    async with running(trial.spec, listener) as cluster:
+        await cluster.ready.wait()
+        return await _attack(trial, cluster, board, (asks, due), console)
 
 
 async def _attack(

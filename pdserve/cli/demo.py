@@ -2,10 +2,10 @@
 
 import typer
 
-from pdserve.cli.failure import CommandError
 from pdserve.cli.requests import add_message, new_request, sampling
 from pdserve.cli.running import Terminal, first_of, ready_line, until_ready, until_signal
 from pdserve.cli.stream import ask, ledger_line
+from pdserve.errors import CommandError
 from pdserve.files import ReadyFile
 from pdserve.launch.plan import ClusterSpec
 

@@ -231,16 +231,13 @@ def run(measurement: "Coroutine[object, object, Result]") -> "Result":
     """Run a measurement of a live cluster; CommandError for what clusters, routers and networks do."""
     import grpc
 
-    from pdserve.bench.saturation import NothingServedError
-    from pdserve.cli.failure import CommandError, only_cause
-    from pdserve.launch.local import LaunchError
+    from pdserve.cli.failure import only_cause
+    from pdserve.errors import CommandError
 
     try:
         return asyncio.run(measurement)
-    except (LaunchError, NothingServedError, grpc.aio.AioRpcError, ExceptionGroup) as error:
+    except (grpc.aio.AioRpcError, ExceptionGroup) as error:
         cause = only_cause(error)
-        if isinstance(cause, grpc.aio.AioRpcError):
-            raise CommandError(f"the router: {cause.code().name}: {cause.details()}") from error
-        if isinstance(cause, LaunchError | NothingServedError):
-            raise CommandError(str(cause)) from error
-        raise
+        if not isinstance(cause, grpc.aio.AioRpcError):
+            raise
+        raise CommandError(f"the router: {cause.code().name}: {cause.details()}") from error

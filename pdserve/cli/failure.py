@@ -1,10 +1,6 @@
 """The end of a command that could not do what it was asked."""
 
 
-class CommandError(Exception):
-    """Something outside went wrong; the message is for the terminal. Exit with status 1."""
-
-
 def only_cause(error: BaseException) -> BaseException:
     """Return what groups of one each hold at last: what a command says while others of its tasks run comes in them."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:

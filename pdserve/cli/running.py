@@ -8,9 +8,8 @@ from contextlib import asynccontextmanager, contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from pdserve.cli.failure import CommandError
 from pdserve.files import ReadyFile
-from pdserve.launch.local import LaunchError, Listener, LocalCluster, running
+from pdserve.launch.local import Listener, LocalCluster, running
 from pdserve.launch.plan import ClusterSpec
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
@@ -94,16 +93,13 @@ async def until_signal(
 ) -> AsyncIterator[tuple[LocalCluster, Stop]]:
     """Run a cluster for the length of the block, which is to end when a signal asks for it.
 
-    Raises CommandError where the cluster cannot be brought up, SystemExit where it was killed by a signal.
+    Raises LaunchError where the cluster cannot be brought up, SystemExit where it was killed by a signal.
     """
     end_on_signals()
-    try:
-        with ready:
-            async with running(spec, terminal.listener) as cluster:
-                stop = Stop(cluster, spec.drain_timeout_s + STOP_LIMIT_S, ready)
-                yield cluster, stop
-    except LaunchError as error:
-        raise CommandError(str(error)) from error
+    with ready:
+        async with running(spec, terminal.listener) as cluster:
+            stop = Stop(cluster, spec.drain_timeout_s + STOP_LIMIT_S, ready)
+            yield cluster, stop
     stop.exit_if_killed()
 
 

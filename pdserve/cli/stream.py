@@ -7,7 +7,7 @@ import grpc
 from google.protobuf.json_format import MessageToDict
 
 from pdserve import rpc
-from pdserve.cli.failure import CommandError
+from pdserve.errors import CommandError
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 

@@ -14,10 +14,10 @@ import pytest
 
 import pdserve as package
 from pdserve.cli.ask import VISIBLE
-from pdserve.cli.failure import CommandError, only_cause
+from pdserve.cli.failure import only_cause
 from pdserve.cli.models import model_name
 from pdserve.cli.processes import first_refusal
-from pdserve.errors import ConfigError
+from pdserve.errors import CommandError, ConfigError
 from pdserve.proto.v1 import inference_pb2 as inference
 
 Command = Callable[..., CompletedProcess[str]]

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from faultsim.chaos import Chaos
 from faultsim.clients import Answer, Wish
 from faultsim.cluster import Cluster
-from faultsim.garbage import garbage_left
 from faultsim.scenario import Scenario, draw
 from faultsim.world import ViolationError, World
+from pdserve.capacity.timeline import garbage_left
 
 SETTLE_S = 20.0  # after faults and arrivals: all requests have ended
 LEASE_S = 5.0  # a decode worker's grant that was never placed is given back
