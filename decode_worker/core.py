@@ -46,7 +46,7 @@ from pdserve.worker.words import (
     Placed,
     Progress,
     RouterLost,
-    Rung,
+    Stage,
     Ticked,
     Tokens,
 )
@@ -128,9 +128,9 @@ class DecodeCore:
                     if finish is not None and outcome.sequence.indices == (index,):
                         self._part(task, outcome.sequence, ())
                 case Started():
-                    rung = Rung.DECODE_JOINED if task.peer else Rung.PREFILL_STARTED
+                    stage = Stage.DECODE_JOINED if task.peer else Stage.PREFILL_STARTED
                     cached = 0 if task.peer else outcome.sequence.num_cached_tokens
-                    commands.append(Progress(task.router, task.key, rung, now_s - result.elapsed_s, cached))
+                    commands.append(Progress(task.router, task.key, stage, now_s - result.elapsed_s, cached))
                 case Split(sequence, children):
                     self._part(task, sequence, children)
                     self._drop_sequences(task)
@@ -222,7 +222,7 @@ class DecodeCore:
                 break
             self._ungranted.pop(0)
             self._inbound[task.key] = inbound
-            commands.append(Progress(task.router, task.key, Rung.GRANTED, now_s, pages_reused=len(inbound.reused)))
+            commands.append(Progress(task.router, task.key, Stage.GRANTED, now_s, pages_reused=len(inbound.reused)))
             if self._leases.holds(inbound.peer):
                 commands += self._advance(inbound, receiver.SenderAttached(), now_s)
         return commands
@@ -297,7 +297,7 @@ class DecodeCore:
         if task is None or not isinstance(news, receiver.Committed):
             return []
         num_bytes, seconds = news.commit.handoff_bytes, news.commit.handoff_s
-        return [Progress(task.router, task.key, Rung.LANDED, now_s, handoff_bytes=num_bytes, handoff_s=seconds)]
+        return [Progress(task.router, task.key, Stage.LANDED, now_s, handoff_bytes=num_bytes, handoff_s=seconds)]
 
     def _perform(self, inbound: Inbound, command: receiver.Command, now_s: float) -> Iterator[Command]:
         pool, key = self._scheduler.cache.pool, inbound.key
@@ -312,7 +312,7 @@ class DecodeCore:
                 del self._inbound[key]
                 pool.adopt(pages)
                 self._admit(task, inbound, capsule)
-                yield Progress(task.router, key, Rung.COMMITTED, now_s)
+                yield Progress(task.router, key, Stage.COMMITTED, now_s)
             case receiver.QuarantinePages():
                 inbound.quarantined = True
                 pool.quarantine(pages)

@@ -45,7 +45,7 @@ from pdserve.worker.words import (
     Placed,
     Progress,
     RouterLost,
-    Rung,
+    Stage,
     Ticked,
     Tokens,
 )
@@ -162,7 +162,7 @@ class PrefillCore:
                 case Started(sequence):
                     started_s, cached = now_s - result.elapsed_s, sequence.num_cached_tokens
                     commands.append(
-                        Progress(task.router, task.key, Rung.PREFILL_STARTED, started_s, cached_tokens=cached)
+                        Progress(task.router, task.key, Stage.PREFILL_STARTED, started_s, cached_tokens=cached)
                     )
                 case Computed():
                     commands += self._announce(task, now_s)
@@ -211,7 +211,7 @@ class PrefillCore:
         self._tasks[key] = task
         self._taken.add(placed.router, job, computes=True)
         self._backlog.add(task)
-        commands: list[Command] = [Progress(placed.router, key, Rung.PREFILL_QUEUED, now_s)]
+        commands: list[Command] = [Progress(placed.router, key, Stage.PREFILL_QUEUED, now_s)]
         if placed.peer is not None:
             commands.append(self._redialling.named(placed.peer, placed.peer_address))
         early = self._absent.take_early(placed.peer, key)
@@ -254,7 +254,7 @@ class PrefillCore:
         return self._advance(task, sender.PagesReady(pages), now_s) if pages and task.peer else []
 
     def _prompt_done(self, task: Task, now_s: float) -> list[Command]:
-        commands: list[Command] = [Progress(task.router, task.key, Rung.PREFILL_DONE, now_s)]
+        commands: list[Command] = [Progress(task.router, task.key, Stage.PREFILL_DONE, now_s)]
         if task.first_tokens and task.peer is not None:
             indices, tokens = zip(*task.first_tokens, strict=True)
             capsule = Capsule(len(task.sequence.tokens), tokens, indices)

@@ -11,15 +11,15 @@ from math import inf
 from pdserve.errors import Status
 from pdserve.ids import MAX_WORKER_TASKS, RequestId
 from pdserve.router.alarms import Alarms, DeadlineDue, LookDue
-from pdserve.router.book import Book
 from pdserve.router.events import Limits, Refused, Role
 from pdserve.router.fairness import TokenCounters
 from pdserve.router.grace import PoolGrace
 from pdserve.router.holding import HoldQueue
-from pdserve.router.ladder import Rung
 from pdserve.router.placement import Held, Placed, Rejected, Unserved
+from pdserve.router.placements import Placements
 from pdserve.router.recovery import Decide
 from pdserve.router.request import Request
+from pdserve.router.timeline import Stage
 
 MAX_OVERTAKEN = 8
 _MAX_TRIED = 8  # requests for which there is no room, each time that waiting ones are looked at
@@ -42,8 +42,10 @@ class _Wait:
 class Admission:
     """Admits what the policy finds a place for, up to a number of requests, and keeps the rest in a queue."""
 
-    def __init__(self, book: Book, alarms: Alarms, limits: Limits, grace: PoolGrace, decide: Decide) -> None:
-        self._book = book
+    def __init__(
+        self, placements: Placements, alarms: Alarms, limits: Limits, grace: PoolGrace, decide: Decide
+    ) -> None:
+        self._placements = placements
         self._alarms = alarms
         self._limits = limits
         self._grace = grace
@@ -66,14 +68,17 @@ class Admission:
     @property
     def _is_full(self) -> bool:
         """Whether as many requests are placed as may be: what is set, else what the attached workers have a use for."""
-        num_placed = len(self._book.requests)
+        num_placed = len(self._placements.requests)
         if num_placed >= self._max_placed:
             self._max_placed = self._limits.max_num_requests or self._useful()
         return num_placed >= self._max_placed
 
     def _useful(self) -> int:
         """Return how many requests keep the attached workers busy, and no worker refuses."""
-        prefills, decodes = self._book.workers.routable(Role.PREFILL), self._book.workers.routable(Role.DECODE)
+        prefills, decodes = (
+            self._placements.workers.routable(Role.PREFILL),
+            self._placements.workers.routable(Role.DECODE),
+        )
         num_rows = [worker.registration.max_num_seqs for worker in decodes or prefills]
         num_useful = sum([min(_PLACED * count, MAX_WORKER_TASKS) for count in num_rows])
         if prefills and decodes:
@@ -106,8 +111,8 @@ class Admission:
         return self._held.drain()
 
     def set_alarm(self, at_s: float, alarm: DeadlineDue | LookDue) -> None:
-        if len(self._alarms) > 3 * (len(self._book.requests) + len(self._held)) + 64:
-            self._alarms.forget_ended(self._book.requests.keys() | self._held.ids())
+        if len(self._alarms) > 3 * (len(self._placements.requests) + len(self._held)) + 64:
+            self._alarms.forget_ended(self._placements.requests.keys() | self._held.ids())
         self._alarms.add(at_s, alarm)
 
     # ---- those that wait
@@ -119,7 +124,7 @@ class Admission:
 
     def place_more(self, now_s: float) -> None:
         """Place what waits, as far as it can be, if a request has ended or it is time to look again."""
-        if now_s >= self._look_again_s or self._book.num_ended != self._num_ended:
+        if now_s >= self._look_again_s or self._placements.num_ended != self._num_ended:
             self._place_held(now_s)
 
     def look_at(self, request_id: RequestId, now_s: float) -> None:
@@ -159,7 +164,7 @@ class Admission:
                     passed.append(request)
             if num_tried == _MAX_TRIED or any(other.num_overtaken >= MAX_OVERTAKEN for other in passed):
                 break
-        self._num_ended = self._book.num_ended
+        self._num_ended = self._placements.num_ended
 
     def _note(self, request: Request, wait: _Wait, now_s: float) -> None:
         """Note why a request waits, and look at it in time to refuse it."""
@@ -185,12 +190,14 @@ class Admission:
                 self._refuse(request, Status.UNAVAILABLE, reason)
             case Rejected():
                 refused = Refused(decision.status, decision.reason, decision.predicted_ttft_s, decision.retry_after_s)
-                self._book.report_end(request.request_id, refused)
+                self._placements.report_end(request.request_id, refused)
             case Placed():
                 late_s = request.first_token_due_s - (decision.ttft_s or 0.0)
                 until_s = late_s if late_s > now_s else inf
                 if self._is_full:
-                    return _Wait(f"max_num_requests: {len(self._book.requests)} requests are placed already", until_s)
+                    return _Wait(
+                        f"max_num_requests: {len(self._placements.requests)} requests are placed already", until_s
+                    )
                 if not may_place:
                     return _Wait(f"{len(self._held)} requests wait before it", until_s, is_behind=True)
                 self._place(request, decision, now_s)
@@ -199,9 +206,9 @@ class Admission:
     def _place(self, request: Request, placed: Placed, now_s: float) -> None:
         self._counters.charge(request.counter, request.num_tokens)
         request.is_admitted = True
-        request.ladder.reach(Rung.ADMITTED, now_s)
-        self._book.admit(request)
-        self._book.place(request, request.running, placed, now_s)
+        request.timeline.reach(Stage.ADMITTED, now_s)
+        self._placements.admit(request)
+        self._placements.place(request, request.running, placed, now_s)
 
     def _refuse(self, request: Request, status: Status, text: str) -> None:
-        self._book.report_end(request.request_id, Refused(status, text))
+        self._placements.report_end(request.request_id, Refused(status, text))

@@ -10,17 +10,13 @@ from pdserve.errors import InvariantError, Status
 from pdserve.ids import RequestId
 from pdserve.router.admission import Admission
 from pdserve.router.alarms import Alarms, DeadlineDue, LookDue, RetryDue
-from pdserve.router.attendance import Attendance
-from pdserve.router.book import Book
 from pdserve.router.delivery import Delivery
 from pdserve.router.events import (
-    AskDrain,
     AttemptFailed,
     ClientEvent,
     ClientGone,
     ClientTooSlow,
     Command,
-    Complain,
     DrainAsked,
     Event,
     KvChanged,
@@ -33,18 +29,22 @@ from pdserve.router.events import (
     ProcessEnded,
     Refused,
     RequestArrived,
-    RungReached,
+    SendDrain,
     ShutdownAsked,
     ShutdownDue,
+    StageReached,
     StepReported,
     StopStringFound,
     Tick,
+    Warn,
     WorkerEvent,
     WorkerRegistered,
 )
 from pdserve.router.forecast import Forecast
 from pdserve.router.grace import PoolGrace
+from pdserve.router.membership import Membership
 from pdserve.router.placement import Decision, Policy, decide, least_loaded
+from pdserve.router.placements import Placements
 from pdserve.router.recovery import Recovery
 from pdserve.router.request import Request
 from pdserve.router.view import Workers, WorkerView
@@ -61,22 +61,22 @@ class RouterCore:
         """`forecast` is what the policy asks, if it asks one."""
         self.workers = Workers(model)
         self.forecast = forecast or Forecast()
-        self.book = Book(self.workers, self.forecast)
+        self.placements = Placements(self.workers, self.forecast)
         self._limits = limits
         self._policy = policy
-        self._delivery = Delivery(self.book, limits.max_deltas_ahead)
+        self._delivery = Delivery(self.placements, limits.max_deltas_ahead)
         self._alarms = Alarms()
         self._grace = PoolGrace(limits.pool_grace_s)
-        self._recovery = Recovery(self.book, self._alarms, limits, self._grace, self._decide)
-        self._attendance = Attendance(self.book, self._recovery, self._grace, limits)
-        self._admission = Admission(self.book, self._alarms, limits, self._grace, self._decide)
+        self._recovery = Recovery(self.placements, self._alarms, limits, self._grace, self._decide)
+        self._membership = Membership(self.placements, self._recovery, self._grace, limits)
+        self._admission = Admission(self.placements, self._alarms, limits, self._grace, self._decide)
         self._num_arrived = 0
         self._closing = False
         self._now_s = 0.0
 
     @property
     def num_active(self) -> int:
-        return len(self.book.requests)
+        return len(self.placements.requests)
 
     @property
     def num_held(self) -> int:
@@ -85,15 +85,15 @@ class RouterCore:
     @property
     def is_ready(self) -> bool:
         """Whether some pair of workers could serve a request now."""
-        return not self._closing and self._attendance.has_pair
+        return not self._closing and self._membership.has_pair
 
     def unroutable(self) -> dict[LinkId, str]:
         """Return why nothing is placed on each worker; empty when things are."""
-        return self._attendance.unroutable()
+        return self._membership.unroutable()
 
     def next_wakeup_s(self) -> float | None:
         """Return when a Tick is due, if nothing else happens before."""
-        due_s = min(self._alarms.next_s(), self._attendance.silence_due_s, self._admission.due_s)
+        due_s = min(self._alarms.next_s(), self._membership.silence_due_s, self._admission.due_s)
         return None if due_s == inf else due_s
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
@@ -105,11 +105,11 @@ class RouterCore:
             self._serve(event, now_s)
         else:
             self._operate(event, now_s)
-        if self._attendance.may_serve_more:
-            self._attendance.may_serve_more = False
+        if self._membership.may_serve_more:
+            self._membership.may_serve_more = False
             self._admission.look_soon(now_s)
         self._admission.place_more(now_s)
-        return self.book.take_commands()
+        return self.placements.take_commands()
 
     # ---- clients
 
@@ -119,23 +119,23 @@ class RouterCore:
             return
         held = self._admission.remove(event.request_id) if isinstance(event, ClientGone) else None
         if held is not None:
-            self.book.report_end(held.request_id, _CANCELLED)
+            self.placements.report_end(held.request_id, _CANCELLED)
             return
-        request = self.book.requests.get(event.request_id)
+        request = self.placements.requests.get(event.request_id)
         if request is None:
             return  # late news of a request that has ended
         match event:
             case ClientGone():
-                self.book.end(request, _CANCELLED)
+                self.placements.end(request, _CANCELLED)
             case ClientTooSlow():
                 text = f"client reads too slowly: {event.limit_bytes} bytes of its answer wait"
-                self.book.end(request, Refused(Status.RESOURCE_EXHAUSTED, text))
+                self.placements.end(request, Refused(Status.RESOURCE_EXHAUSTED, text))
             case StopStringFound():
                 self._stop(request, event.index, now_s)
 
     def _arrive(self, event: RequestArrived, now_s: float) -> None:
         if self._closing:
-            self.book.report_end(event.request_id, Refused(Status.UNAVAILABLE, "this router is shutting down"))
+            self.placements.report_end(event.request_id, Refused(Status.UNAVAILABLE, "this router is shutting down"))
             return
         request = Request(event, self._num_arrived, now_s)
         self._num_arrived += 1
@@ -145,22 +145,22 @@ class RouterCore:
     def _decide(self, request: Request, indices: tuple[int, ...]) -> Decision:
         return decide(
             self.workers,
-            request.demand(indices, self.book.num_placed, self._now_s, self._limits.max_hold_s),
+            request.demand(indices, self.placements.num_placed, self._now_s, self._limits.max_hold_s),
             self._policy,
             local=self._limits.local_prefill,
         )
 
     def _stop(self, request: Request, index: int, now_s: float) -> None:
         if not request.sequences[index].ended:
-            self.book.end_sequence(request, index, stop_workers=True)
+            self.placements.end_sequence(request, index, stop_workers=True)
             if not request.running:
-                self.book.finish(request, now_s)
+                self.placements.finish(request, now_s)
 
     # ---- workers
 
     def _hear(self, event: WorkerEvent, now_s: float) -> None:  # noqa: C901 - one match
         if isinstance(event, WorkerRegistered):
-            self._attendance.register(event, now_s)
+            self._membership.register(event, now_s)
             return
         worker = self.workers.get(event.link)
         if worker is None:
@@ -170,13 +170,13 @@ class RouterCore:
         match event:
             case StepReported():
                 self._take_step(worker, event, now_s)
-            case RungReached():
-                self._delivery.rung(worker, event, now_s)
+            case StageReached():
+                self._delivery.stage(worker, event, now_s)
             case LoadReported():
                 was_draining = worker.draining
                 self.forecast.note_others(worker, worker.report(event.load), now_s)
                 if worker.draining is not was_draining:
-                    self._attendance.note_change(now_s)
+                    self._membership.note_change(now_s)
             case PairMeasured():
                 self._note_pair(worker, event)
             case KvChanged():
@@ -184,13 +184,13 @@ class RouterCore:
             case AttemptFailed():
                 self._recovery.take_failure(worker, event, now_s)
             case LinkLost():
-                self._attendance.lose(worker, event.reason, now_s)
+                self._membership.lose(worker, event.reason, now_s)
 
     def _note_pair(self, worker: WorkerView, pair: PairMeasured) -> None:
         self.forecast.links.begin((worker.name, pair.decode), pair.bytes_per_s)
         if pair.is_slow:
             rate = f"{pair.bytes_per_s / 1e6:.0f} MB/s, carried by {pair.carrier}"
-            self.book.tell(Complain(f"SLOW: pages of {worker.name} reach {pair.decode} at {rate}"))
+            self.placements.emit(Warn(f"SLOW: pages of {worker.name} reach {pair.decode} at {rate}"))
 
     def _take_step(self, worker: WorkerView, event: StepReported, now_s: float) -> None:
         for request, placement, text in self._delivery.step(worker, event.deltas, now_s):
@@ -207,13 +207,13 @@ class RouterCore:
             case Tick():
                 self._tick(now_s)
             case ProcessEnded():
-                self._attendance.note_ended(event, now_s)
+                self._membership.note_ended(event, now_s)
             case DrainAsked():
                 worker = self.workers.get(event.link)
                 if worker is not None:
                     worker.draining = True
-                    self.book.tell(AskDrain(worker.link))
-                    self._attendance.note_change(now_s)
+                    self.placements.emit(SendDrain(worker.link))
+                    self._membership.note_change(now_s)
             case ShutdownAsked():
                 self._closing = True
             case ShutdownDue():
@@ -222,13 +222,13 @@ class RouterCore:
     def _end_all(self) -> None:
         why = Refused(Status.UNAVAILABLE, "this router is shutting down")
         for request in self._admission.drain():
-            self.book.report_end(request.request_id, why)
-        for request in tuple(self.book.requests.values()):
-            self.book.end(request, why)
+            self.placements.report_end(request.request_id, why)
+        for request in tuple(self.placements.requests.values()):
+            self.placements.end(request, why)
 
     def _tick(self, now_s: float) -> None:
-        if now_s >= self._attendance.silence_due_s:
-            self._attendance.drop_silent(now_s)
+        if now_s >= self._membership.silence_due_s:
+            self._membership.drop_silent(now_s)
         for alarm in self._alarms.due(now_s):
             match alarm:
                 case RetryDue():
@@ -239,18 +239,18 @@ class RouterCore:
                     self._admission.look_at(request_id, now_s)
 
     def _miss_deadline(self, request_id: RequestId) -> None:
-        request, held = self.book.requests.get(request_id), self._admission.remove(request_id)
+        request, held = self.placements.requests.get(request_id), self._admission.remove(request_id)
         if request is not None:
             num_tokens = request.usage().completion_tokens
             text = f"the deadline passed after {num_tokens} tokens"
-            self.book.end(request, Refused(Status.DEADLINE_EXCEEDED, text))
+            self.placements.end(request, Refused(Status.DEADLINE_EXCEEDED, text))
         elif held is not None:
             text = f"the deadline passed before the request was placed: {held.waits_for}"
-            self.book.report_end(held.request_id, Refused(Status.DEADLINE_EXCEEDED, text))
+            self.placements.report_end(held.request_id, Refused(Status.DEADLINE_EXCEEDED, text))
 
     def check_idle(self) -> None:
         """Raise InvariantError unless nothing is left of any request."""
-        if self.book.requests or self.num_held:
+        if self.placements.requests or self.num_held:
             raise InvariantError(f"{self.num_active} requests are active and {self.num_held} held")
         for worker in self.workers:
             worker.check_idle()

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt
-from pdserve.router.book import Book
 from pdserve.router.deltas import TokenDelta
-from pdserve.router.events import Deliver, RungReached
-from pdserve.router.ladder import Rung
+from pdserve.router.events import Deliver, StageReached
+from pdserve.router.placements import Placements
 from pdserve.router.request import Placement, Request, Sequence
+from pdserve.router.timeline import Stage
 from pdserve.router.view import WorkerView
 
 _NEAR_OBJECTIVE = 0.4  # of the time that is left
@@ -24,14 +24,14 @@ Fault = tuple[Request, Placement, str]  # a placement whose worker broke the pro
 class Delivery:
     """Accepts each token once, in order, and finds out which requests have ended by it."""
 
-    def __init__(self, book: Book, max_deltas_ahead: int) -> None:
-        self._book = book
+    def __init__(self, placements: Placements, max_deltas_ahead: int) -> None:
+        self._placements = placements
         self._max_deltas_ahead = max_deltas_ahead
 
     def step(self, worker: WorkerView, deltas: Iterable[TokenDelta], now_s: float) -> list[Fault]:
         """Take one step's tokens; return the placements that cannot go on."""
         faults: list[Fault] = []
-        requests = self._book.requests
+        requests = self._placements.requests
         for delta in deltas:
             request = requests.get(delta.request_id)
             placement = None if request is None else request.placements.get(delta.attempt)
@@ -99,7 +99,7 @@ class Delivery:
         if num_left < 0:
             raise ProtocolError(f"sequence {sequence.index}: more tokens came than max_tokens {max_tokens}")
         if not known and token_ids:
-            request.ladder.reach(Rung.FIRST_TOKEN, now_s)
+            request.timeline.reach(Stage.FIRST_TOKEN, now_s)
             sequence.first_s = now_s
             self._learn_ttft(request, sequence.placement, now_s)
         known.extend(token_ids)
@@ -107,14 +107,14 @@ class Delivery:
         sequence.last_s = now_s
         if not num_left:
             finish_reason = finish_reason or LENGTH
-        self._book.tell(Deliver(request.request_id, sequence.index, token_ids, logprobs, finish_reason))
+        self._placements.emit(Deliver(request.request_id, sequence.index, token_ids, logprobs, finish_reason))
         if not finish_reason:
             return False
         self._note_decode(request, sequence.placement)
         self._learn_answer(request, sequence)
-        self._book.end_sequence(request, sequence.index, stop_workers=False)
+        self._placements.end_sequence(request, sequence.index, stop_workers=False)
         if not request.running:
-            self._book.finish(request, now_s)
+            self._placements.finish(request, now_s)
         return True
 
     def _learn_ttft(self, request: Request, placement: Placement | None, now_s: float) -> None:
@@ -124,9 +124,9 @@ class Delivery:
         """
         if placement is None or placement.ttft_s is None or _was_overtaken(placement):
             return
-        bias = self._book.forecast.ttft_bias[placement.is_local]
+        bias = self._placements.forecast.ttft_bias[placement.is_local]
         bias.observe(placement.ttft_s / placement.ttft_bias, now_s - placement.placed_s)
-        margin = self._book.forecast.ttft_margins[placement.is_local]
+        margin = self._placements.forecast.ttft_margins[placement.is_local]
         near_s = _NEAR_OBJECTIVE * (request.first_token_due_s - placement.placed_s)
         if request.slo_s[0] is not None and placement.ttft_s * max(1.0, margin.factor) >= near_s:
             margin.observe(placement.ttft_s, now_s - placement.placed_s)
@@ -138,13 +138,13 @@ class Delivery:
         """
         placement, num_tokens = sequence.placement, len(sequence.token_ids)
         decoding_s = sequence.last_s - sequence.first_s
-        self._book.forecast.observe_answer(num_tokens, request.params.max_tokens, decoding_s)
+        self._placements.forecast.observe_answer(num_tokens, request.params.max_tokens, decoding_s)
         if placement is None or not placement.tpot_s or num_tokens < _ENOUGH_TOKENS:
             return
         tpot_s, objective_s = decoding_s / (num_tokens - 1), request.slo_s[1]
-        bias = self._book.forecast.tpot_bias[placement.is_local]
+        bias = self._placements.forecast.tpot_bias[placement.is_local]
         bias.observe(placement.tpot_s / placement.tpot_bias, tpot_s)
-        margin = self._book.forecast.tpot_margins[placement.is_local]
+        margin = self._placements.forecast.tpot_margins[placement.is_local]
         if objective_s is not None:
             near_s = _NEAR_TPOT * objective_s
             if placement.tpot_s * max(1.0, margin.factor) >= near_s or tpot_s > objective_s:
@@ -159,33 +159,33 @@ class Delivery:
             sequence = request.sequences[index]
             if len(sequence.token_ids) == sequence.num_before:
                 return
-        self._book.release_prefill(placement)
+        self._placements.release_prefill(placement)
 
     def _note_decode(self, request: Request, placement: Placement | None) -> None:
         if placement is not None and placement.committed and placement.decode is not None:
             request.decode_name = placement.decode.name
 
-    def rung(self, worker: WorkerView, event: RungReached, now_s: float) -> None:
-        """Note on a request's ladder what happened on a worker."""
-        placement = self._book.placement_of(worker, event.request_id, event.attempt)
+    def stage(self, worker: WorkerView, event: StageReached, now_s: float) -> None:
+        """Note on a request's timeline what happened on a worker."""
+        placement = self._placements.placement_of(worker, event.request_id, event.attempt)
         if placement is None:
             return
-        request = self._book.requests[event.request_id]
-        request.ladder.reach(event.rung, now_s - event.age_s)
-        match event.rung:
-            case Rung.PREFILL_STARTED if placement.attempt == Attempt(0):
+        request = self._placements.requests[event.request_id]
+        request.timeline.reach(event.stage, now_s - event.age_s)
+        match event.stage:
+            case Stage.PREFILL_STARTED if placement.attempt == Attempt(0):
                 request.cached_tokens = min(event.cached_tokens, len(request.prompt_ids))
-            case Rung.PREFILL_DONE if worker is placement.prefill:
+            case Stage.PREFILL_DONE if worker is placement.prefill:
                 worker.prefilled(placement.key, now_s)
-            case Rung.GRANTED:
+            case Stage.GRANTED:
                 request.pages_reused = event.pages_reused
-            case Rung.LANDED:
+            case Stage.LANDED:
                 request.handoff_bytes += event.handoff_bytes
                 request.handoff_s = event.handoff_s
                 if placement.prefill is not None and placement.decode is not None:
                     pair = placement.prefill.name, placement.decode.name
-                    self._book.forecast.links.observe(pair, event.handoff_bytes, event.handoff_s)
-            case Rung.COMMITTED | Rung.DECODE_JOINED:
+                    self._placements.forecast.links.observe(pair, event.handoff_bytes, event.handoff_s)
+            case Stage.COMMITTED | Stage.DECODE_JOINED:
                 placement.committed = True
                 self.release_prefill_when_done(request, placement)
             case _:

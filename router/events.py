@@ -11,8 +11,8 @@ from pdserve.kvevents import KvEvent
 from pdserve.kvlayout import KvLayout
 from pdserve.perfmodel.curve import IDLE, Step
 from pdserve.router.deltas import TokenDelta
-from pdserve.router.ladder import Ledger, Rung, Usage
 from pdserve.router.load import Load
+from pdserve.router.timeline import Ledger, Stage, Usage
 from pdserve.sampling import SamplingParams
 from pdserve.values import value
 
@@ -119,13 +119,13 @@ class StepReported:
 
 
 @value
-class RungReached:
-    """A rung that happens on workers; the figures are set where the rung brings them."""
+class StageReached:
+    """A stage that happens on workers; the figures are set where the stage brings them."""
 
     link: LinkId
     request_id: RequestId
     attempt: Attempt
-    rung: Rung
+    stage: Stage
     age_s: float
     cached_tokens: int = 0
     handoff_bytes: int = 0
@@ -200,7 +200,7 @@ ClientEvent = RequestArrived | ClientGone | ClientTooSlow | StopStringFound
 
 
 WorkerEvent = (  # the most frequent first: that is how isinstance looks for them
-    StepReported | RungReached | LoadReported | AttemptFailed | KvChanged | PairMeasured | WorkerRegistered | LinkLost
+    StepReported | StageReached | LoadReported | AttemptFailed | KvChanged | PairMeasured | WorkerRegistered | LinkLost
 )
 OperatorEvent = ProcessEnded | DrainAsked | ShutdownAsked | ShutdownDue | Tick
 Event = ClientEvent | WorkerEvent | OperatorEvent
@@ -249,12 +249,12 @@ class CancelAttempt:
 
 
 @value
-class AskDrain:
+class SendDrain:
     link: LinkId
 
 
 @value
-class TellProcessGone:
+class SendProcessGone:
     link: LinkId
     worker_id: WorkerId
     incarnation: Incarnation
@@ -305,13 +305,13 @@ class End:
 
 
 @value
-class Complain:
+class Warn:
     """Tell the operator about a worker's mistake or loss."""
 
     text: str
 
 
-Command = Place | CancelAttempt | AskDrain | TellProcessGone | DropLink | Deliver | End | Complain
+Command = Place | CancelAttempt | SendDrain | SendProcessGone | DropLink | Deliver | End | Warn
 
 
 @dataclass(frozen=True, slots=True)

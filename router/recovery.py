@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable
 
 from pdserve.errors import Status
 from pdserve.router.alarms import Alarms, RetryDue
-from pdserve.router.book import Book
-from pdserve.router.events import AttemptFailed, Complain, Failure, Limits, LinkId, Refused
+from pdserve.router.events import AttemptFailed, Failure, Limits, LinkId, Refused, Warn
 from pdserve.router.grace import PoolGrace
 from pdserve.router.losses import Process
 from pdserve.router.placement import Decision, Held, Placed, Rejected, Unserved
+from pdserve.router.placements import Placements
 from pdserve.router.request import Placement, Request
 from pdserve.router.view import WorkerView
 
@@ -29,8 +29,10 @@ class Recovery:
     Failures are bounded in number. Losses of workers are not, as long as the request is not suspected of them.
     """
 
-    def __init__(self, book: Book, alarms: Alarms, limits: Limits, grace: PoolGrace, decide: Decide) -> None:
-        self._book = book
+    def __init__(
+        self, placements: Placements, alarms: Alarms, limits: Limits, grace: PoolGrace, decide: Decide
+    ) -> None:
+        self._placements = placements
         self._alarms = alarms
         self._limits = limits
         self._grace = grace
@@ -39,15 +41,15 @@ class Recovery:
 
     def lose_worker(self, worker: WorkerView, reason: str, now_s: float) -> None:
         """Forget a worker and place again what it was doing."""
-        self._book.workers.remove(worker.link)
-        self._book.forecast.forget(worker)
+        self._placements.workers.remove(worker.link)
+        self._placements.forecast.forget(worker)
         num_lost = len(worker.shares)
-        self._book.tell(Complain(f"lost {worker.name} ({reason}) with {num_lost} placements"))
+        self._placements.emit(Warn(f"lost {worker.name} ({reason}) with {num_lost} placements"))
         process = worker.registration.worker_id, worker.registration.incarnation
         for key in tuple(worker.shares):
             if key not in worker.shares:
                 continue  # its request has ended with another of its placements
-            request = self._book.requests[key[0]]
+            request = self._placements.requests[key[0]]
             placement = request.placements[key[1]]
             request.losses.note(process, request.num_delivered, now_s)
             indices = self._give_up(request, placement, {worker.link})
@@ -55,7 +57,7 @@ class Recovery:
 
     def explain(self, process: Process, now_s: float) -> None:
         """Note that no request ended a process; those that were suspected of it go on."""
-        for request in self._book.requests.values():
+        for request in self._placements.requests.values():
             request.losses.explain(process)
         self.retry_stranded(now_s)
 
@@ -67,14 +69,14 @@ class Recovery:
 
     def take_failure(self, worker: WorkerView, event: AttemptFailed, now_s: float) -> None:
         """Place an attempt again that a worker gave up, a moment later."""
-        placement = self._book.placement_of(worker, event.request_id, event.attempt)
+        placement = self._placements.placement_of(worker, event.request_id, event.attempt)
         if placement is None:
             return
-        request = self._book.requests[event.request_id]
+        request = self._placements.requests[event.request_id]
         cause = f"{worker.name}: {event.failure.name}: {event.detail}"
         if event.failure is Failure.INVALID:
-            self._book.tell(Complain(f"{request} cannot be served: {cause}"))
-            self._book.end(request, Refused(Status.INTERNAL, cause))
+            self._placements.emit(Warn(f"{request} cannot be served: {cause}"))
+            self._placements.end(request, Refused(Status.INTERNAL, cause))
             return
         others = {other.link for other in placement.workers() if other is not worker}
         avoid = others if event.failure in _BLAMED_ON_PEER else {worker.link}
@@ -86,7 +88,7 @@ class Recovery:
 
         INTERNAL counts among the failures of the request's own computing, any other status among interruptions.
         """
-        self._book.tell(Complain(f"{request} attempt {placement.attempt} failed: {why.message}"))
+        self._placements.emit(Warn(f"{request} attempt {placement.attempt} failed: {why.message}"))
         sequences = [request.sequences[index] for index in self._give_up(request, placement, avoid)]
         for sequence in sequences:
             if why.status is Status.INTERNAL:
@@ -97,14 +99,14 @@ class Recovery:
         num_interrupted = max(sequence.num_interrupted for sequence in sequences)
         if num_failed >= self._limits.max_attempts or num_interrupted >= self._limits.max_interruptions:
             num_tries = max(sequence.num_tries for sequence in sequences)
-            self._book.end(request, Refused(why.status, f"{why.message}; placed {num_tries} times"))
+            self._placements.end(request, Refused(why.status, f"{why.message}; placed {num_tries} times"))
             return
         delay_s = min(_LONGEST_DELAY_S, self._limits.retry_delay_s * 2 ** (num_failed + num_interrupted - 1))
         indices = tuple(sequence.index for sequence in sequences)
         self._alarms.add(now_s + delay_s, RetryDue(request.request_id, indices, why.message))
 
     def retry(self, alarm: RetryDue, now_s: float) -> None:
-        request = self._book.requests.get(alarm.request_id)
+        request = self._placements.requests.get(alarm.request_id)
         if request is not None:
             waiting = (request.sequences[index] for index in alarm.indices)
             indices = tuple(s.index for s in waiting if not s.ended and s.placement is None)
@@ -112,9 +114,9 @@ class Recovery:
 
     def _give_up(self, request: Request, placement: Placement, avoid: Iterable[LinkId]) -> tuple[int, ...]:
         indices = tuple(sorted(placement.running))
-        self._book.close(request, placement, stop_workers=True)
+        self._placements.close(request, placement, stop_workers=True)
         request.avoid |= frozenset(avoid)
-        request.ladder.start_over()
+        request.timeline.start_over()
         return indices
 
     def _again(self, request: Request, indices: tuple[int, ...], cause: str, now_s: float) -> None:
@@ -130,17 +132,17 @@ class Recovery:
             decision = self._decide(request, group)
             match decision:
                 case Placed():
-                    self._book.place(request, group, decision, now_s)
+                    self._placements.place(request, group, decision, now_s)
                 case Held():
                     self._alarms.add(now_s + self._limits.retry_delay_s, due)
                 case Unserved(reason):
                     until_s = self._grace.until_s(request.wait_for_pair(now_s), now_s)
                     if now_s >= until_s:
-                        self._book.end(request, Refused(Status.UNAVAILABLE, f"{cause}, and {reason}"))
+                        self._placements.end(request, Refused(Status.UNAVAILABLE, f"{cause}, and {reason}"))
                         return
                     self._strand(due, until_s)
                 case Rejected():
-                    self._book.end(request, Refused(decision.status, f"{cause}, and {decision.reason}"))
+                    self._placements.end(request, Refused(decision.status, f"{cause}, and {decision.reason}"))
                     return
 
     def _strand(self, due: RetryDue, until_s: float) -> None:
@@ -153,5 +155,5 @@ class Recovery:
 
     def _refuse_suspect(self, request: Request, cause: str) -> None:
         text = f"{cause}: {request.losses} were lost while they had this request, which is not tried again"
-        self._book.tell(Complain(f"{request} is suspected of ending workers: {text}"))
-        self._book.end(request, Refused(Status.INTERNAL, text))
+        self._placements.emit(Warn(f"{request} is suspected of ending workers: {text}"))
+        self._placements.end(request, Refused(Status.INTERNAL, text))

@@ -14,11 +14,11 @@ from pdserve.ids import Attempt
 from pdserve.router.deltas import TokenDelta
 from pdserve.router.events import LinkId, RequestArrived, SequenceSpec
 from pdserve.router.fairness import Counter
-from pdserve.router.ladder import Ladder, Ledger, Rung, Usage
 from pdserve.router.losses import Losses
 from pdserve.router.pages import Names
 from pdserve.router.placement import Demand
 from pdserve.router.prefixes import block_names
+from pdserve.router.timeline import Ledger, Stage, Timeline, Usage
 from pdserve.router.view import PlacementKey, WorkerView
 from pdserve.token_ids import pack
 
@@ -109,8 +109,8 @@ class Request:
         self.num_overtaken = 0  # times that one behind it was placed before it
         self.look_at_s = inf  # when a LookDue rings
         self.draw = int.from_bytes(event.request_id[:8], "little")  # as random as the id
-        self.ladder = Ladder(event.received_s)
-        self.ladder.reach(Rung.TOKENIZED, now_s)
+        self.timeline = Timeline(event.received_s)
+        self.timeline.reach(Stage.TOKENIZED, now_s)
         self.sequences = tuple(Sequence(index) for index in range(event.params.n))
         self.placements: dict[int, Placement] = {}  # by attempt
         self.avoid: frozenset[LinkId] = frozenset()
@@ -225,7 +225,7 @@ class Request:
 
     def ledger(self) -> Ledger:
         return Ledger(
-            steps=self.ladder.steps(),
+            steps=self.timeline.steps(),
             prefill_worker=self.prefill_name,
             decode_worker=self.decode_name,
             attempts=self.num_tries,
@@ -233,7 +233,7 @@ class Request:
             handoff_bytes=self.handoff_bytes,
             handoff_ms=self.handoff_s * 1e3,
             handoff_pages_reused=self.pages_reused,
-            ttft_ms=self.ladder.ms(Rung.FIRST_TOKEN),
+            ttft_ms=self.timeline.ms(Stage.FIRST_TOKEN),
             tpot_ms=self._tpot_ms(),
             predicted_ttft_ms=None if self.predicted_s is None else self.predicted_s[0] * 1e3,
             predicted_tpot_ms=None if self.predicted_s is None else self.predicted_s[1] * 1e3,

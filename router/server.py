@@ -22,14 +22,14 @@ from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
 from pdserve.proto.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from pdserve.proto.v1.link_pb2_grpc import add_LinkServiceServicer_to_server
+from pdserve.router.admin import AdminEndpoint
 from pdserve.router.config import RouterConfig
 from pdserve.router.core import RouterCore
 from pdserve.router.events import KvChanged, Role, ShutdownAsked, ShutdownDue
 from pdserve.router.forecast import Forecast
-from pdserve.router.front import Front, FrontLimits, ServedModel
+from pdserve.router.inference import EndpointLimits, InferenceEndpoint, ServedModel
 from pdserve.router.kv_subscriber import KvSubscriber, Source
 from pdserve.router.links import Follow, Links
-from pdserve.router.operators import Operators
 from pdserve.router.policies import POLICIES
 from pdserve.router.prompts import ChatTemplate, Prompts, Tokenizer
 from pdserve.router.shell import Shell, WorkerStream
@@ -104,11 +104,11 @@ async def run(
     prompts = Prompts(
         model.tokenizer, model.chat, model.served.vocab_size, config.max_num_tokenizing, config.tokenize_timeout_s
     )
-    front_limits = FrontLimits(config.max_model_len, config.max_deadline_ms, config.max_unsent_bytes)
-    front = Front(shell, model.served, model.tokenizer, prompts, front_limits)
+    endpoint_limits = EndpointLimits(config.max_model_len, config.max_deadline_ms, config.max_unsent_bytes)
+    endpoint = InferenceEndpoint(shell, model.served, model.tokenizer, prompts, endpoint_limits)
     servicer = health.aio.HealthServicer()
     await servicer.set("", HealthCheckResponse.SERVING)
-    public, internal = _public_server(front, servicer), _internal_server(config, shell, model.served.name)
+    public, internal = _public_server(endpoint, servicer), _internal_server(config, shell, model.served.name)
     check_bind(config.host, has_identity=False)
     addresses = Addresses(
         public=listen(public, config.host, config.port, "port"),
@@ -134,9 +134,9 @@ async def run(
         await asyncio.gather(public.stop(LAST_WORDS_S), internal.stop(LAST_WORDS_S))
 
 
-def _public_server(front: Front, servicer: health.aio.HealthServicer) -> grpc.aio.Server:
+def _public_server(endpoint: InferenceEndpoint, servicer: health.aio.HealthServicer) -> grpc.aio.Server:
     server = grpc.aio.server(interceptors=[LimitSizes()], options=server_options(HARD_LIMIT_BYTES))
-    add_InferenceServiceServicer_to_server(front, server)
+    add_InferenceServiceServicer_to_server(endpoint, server)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     names = (INFERENCE_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
@@ -151,7 +151,7 @@ def _internal_server(config: RouterConfig, shell: Shell, model: str) -> grpc.aio
     )
     follow = _follower(shell, secret) if config.kv_events == "zmq" else None
     add_LinkServiceServicer_to_server(Links(shell, welcome, follow), server)
-    add_AdminServiceServicer_to_server(Operators(shell, config.router_id, model), server)
+    add_AdminServiceServicer_to_server(AdminEndpoint(shell, config.router_id, model), server)
     return server
 
 

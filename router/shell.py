@@ -13,11 +13,9 @@ from pdserve.router import wire
 from pdserve.router.answer import Answer
 from pdserve.router.core import RouterCore
 from pdserve.router.events import (
-    AskDrain,
     CancelAttempt,
     ClientGone,
     Command,
-    Complain,
     Deliver,
     DropLink,
     End,
@@ -26,8 +24,10 @@ from pdserve.router.events import (
     LinkLost,
     Place,
     RequestArrived,
-    TellProcessGone,
+    SendDrain,
+    SendProcessGone,
     Tick,
+    Warn,
 )
 
 logger = logging.getLogger(__name__)
@@ -135,9 +135,9 @@ class Shell:
                 wire.send_placement(command, self._send)
             case DropLink():
                 self._drop(command)
-            case Complain():
+            case Warn():
                 logger.warning("%s", command.text)
-            case CancelAttempt() | AskDrain() | TellProcessGone():
+            case CancelAttempt() | SendDrain() | SendProcessGone():
                 self._send(command.link, wire.order(command))
 
     def _drop(self, command: DropLink) -> None:

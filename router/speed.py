@@ -15,13 +15,13 @@ from pdserve.router.events import (
     Registration,
     RequestArrived,
     Role,
-    RungReached,
+    StageReached,
     StepReported,
     WorkerRegistered,
 )
 from pdserve.router.forecast import Forecast
-from pdserve.router.ladder import Rung
 from pdserve.router.policies import POLICIES
+from pdserve.router.timeline import Stage
 from pdserve.sampling import SamplingParams
 
 _LAYOUT = KvLayout("w", 32, 8, 128, 64, "bfloat16")
@@ -85,17 +85,17 @@ class RouterSpeed:
         )
 
 
-def _life(commands: list[Command]) -> Iterator[RungReached | StepReported]:
+def _life(commands: list[Command]) -> Iterator[StageReached | StepReported]:
     """Yield what workers would report of a request that was placed."""
     for place in commands:
         if not isinstance(place, Place) or place.decode is None:
             continue
         request_id, attempt = place.spec.request_id, place.spec.attempt
         first = place.prefill or place.decode
-        yield RungReached(first.link, request_id, attempt, Rung.PREFILL_STARTED, 0.0)
+        yield StageReached(first.link, request_id, attempt, Stage.PREFILL_STARTED, 0.0)
         prompt = Step(len(place.spec.token_ids), len(place.spec.token_ids) ** 2)
         yield StepReported(first.link, [_Token(request_id, 0, 0)], prompt, 0.05)
-        yield RungReached(place.decode.link, request_id, attempt, Rung.COMMITTED, 0.0)
+        yield StageReached(place.decode.link, request_id, attempt, Stage.COMMITTED, 0.0)
         for position in range(1, _OUTPUT_TOKENS):
             reason = 2 if position == _OUTPUT_TOKENS - 1 else 0
             yield StepReported(

@@ -14,7 +14,6 @@ from pdserve.perfmodel.curve import Step
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router.events import (
-    AskDrain,
     AttemptFailed,
     CancelAttempt,
     Failure,
@@ -25,15 +24,16 @@ from pdserve.router.events import (
     Place,
     Registration,
     Role,
-    RungReached,
+    SendDrain,
+    SendProcessGone,
     SequenceSpec,
+    StageReached,
     StepReported,
-    TellProcessGone,
     WorkerEvent,
     WorkerRegistered,
 )
-from pdserve.router.ladder import Ledger, Rung, Usage
 from pdserve.router.load import Load, Others
+from pdserve.router.timeline import Ledger, Stage, Usage
 from pdserve.sampling import SamplingParams
 from pdserve.token_ids import to_wire
 
@@ -43,7 +43,7 @@ _NO_NUMBER = bytes(kvevents.SEQUENCE_BYTES)  # a stream has no gaps
 _UNKNOWN_LAYOUT = KvLayout("", 0, 0, 0, 0, "")  # of a worker that loads: nothing is placed on it
 
 _ROLES = {link.ROLE_PREFILL: Role.PREFILL, link.ROLE_DECODE: Role.DECODE}
-_RUNGS = {number: Rung[name.removeprefix("RUNG_")] for name, number in link.Rung.items() if number}
+_STAGES = {number: Stage[name.removeprefix("STAGE_")] for name, number in link.Stage.items() if number}
 _FAILURES = {link.FailureCode.Value(f"FAILURE_CODE_{failure.name}"): failure for failure in Failure}
 
 
@@ -56,7 +56,7 @@ def worker_events(link_id: LinkId, message: link.AttachRequest) -> list[WorkerEv
     if kind != "step":
         return [_worker_event(link_id, message, kind)]
     told = message.step
-    events: list[WorkerEvent] = [_rung(link_id, progress) for progress in told.progress[:]]
+    events: list[WorkerEvent] = [_stage(link_id, progress) for progress in told.progress[:]]
     step = Step(told.prefill_tokens, told.prefill_work, told.decode_sequences, told.decode_kv_tokens)
     events.append(StepReported(link_id, told.deltas[:], step, told.elapsed_us / 1e6))
     return events
@@ -67,7 +67,7 @@ def _worker_event(link_id: LinkId, message: link.AttachRequest, kind: str | None
         case "heartbeat":
             return LoadReported(link_id, _load(message.heartbeat))
         case "progress":
-            return _rung(link_id, message.progress)
+            return _stage(link_id, message.progress)
         case "pair":
             return _pair(link_id, message.pair)
         case "failed":
@@ -96,21 +96,21 @@ def _load(beat: link.Heartbeat) -> Load:
     return Load(beat.pages_free, beat.pages_wanted, pages_lost, beat.draining, beat.failed_steps, others)
 
 
-def _rung(link_id: LinkId, progress: link.Progress) -> RungReached:
-    rung = _RUNGS.get(progress.rung)
-    if rung is None:
-        raise ProtocolError(f"progress.rung: {progress.rung} is unknown")
+def _stage(link_id: LinkId, progress: link.Progress) -> StageReached:
+    stage = _STAGES.get(progress.stage)
+    if stage is None:
+        raise ProtocolError(f"progress.stage: {progress.stage} is unknown")
     request_id, attempt, age_s = RequestId(progress.request_id), Attempt(progress.attempt), progress.age_us / 1e6
-    match rung:
-        case Rung.PREFILL_STARTED:
-            return RungReached(link_id, request_id, attempt, rung, age_s, cached_tokens=progress.cached_tokens)
-        case Rung.GRANTED:
-            return RungReached(link_id, request_id, attempt, rung, age_s, pages_reused=progress.pages_reused)
-        case Rung.LANDED:
+    match stage:
+        case Stage.PREFILL_STARTED:
+            return StageReached(link_id, request_id, attempt, stage, age_s, cached_tokens=progress.cached_tokens)
+        case Stage.GRANTED:
+            return StageReached(link_id, request_id, attempt, stage, age_s, pages_reused=progress.pages_reused)
+        case Stage.LANDED:
             num_bytes, took_s = progress.handoff_bytes, progress.handoff_us / 1e6
-            return RungReached(link_id, request_id, attempt, rung, age_s, handoff_bytes=num_bytes, handoff_s=took_s)
+            return StageReached(link_id, request_id, attempt, stage, age_s, handoff_bytes=num_bytes, handoff_s=took_s)
         case _:
-            return RungReached(link_id, request_id, attempt, rung, age_s)
+            return StageReached(link_id, request_id, attempt, stage, age_s)
 
 
 def _pair(link_id: LinkId, told: link.PairMeasured) -> PairMeasured:
@@ -227,7 +227,7 @@ def usage_message(usage: Usage) -> inference.Usage:
 
 def ledger_message(ledger: Ledger) -> inference.Ledger:
     return inference.Ledger(
-        steps=[inference.LedgerStep(name=rung.value, at_ms=at_ms) for rung, at_ms in ledger.steps],
+        steps=[inference.LedgerStep(name=stage.value, at_ms=at_ms) for stage, at_ms in ledger.steps],
         prefill_worker=ledger.prefill_worker,
         decode_worker=ledger.decode_worker,
         attempts=ledger.attempts,
@@ -242,12 +242,12 @@ def ledger_message(ledger: Ledger) -> inference.Ledger:
     )
 
 
-def order(command: CancelAttempt | AskDrain | TellProcessGone) -> link.AttachResponse:
+def order(command: CancelAttempt | SendDrain | SendProcessGone) -> link.AttachResponse:
     """Return the message for a command to a single worker."""
     match command:
         case CancelAttempt(_, request_id, attempt, indices):
             return link.AttachResponse(cancel=link.Cancel(request_id=request_id, attempt=attempt, indices=indices))
-        case AskDrain():
+        case SendDrain():
             return link.AttachResponse(drain=link.Drain())
-        case TellProcessGone(_, worker_id, incarnation):
+        case SendProcessGone(_, worker_id, incarnation):
             return link.AttachResponse(process_gone=link.ProcessGone(worker_id=worker_id, incarnation=incarnation))

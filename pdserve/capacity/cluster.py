@@ -16,7 +16,7 @@ from pdserve.capacity.telling import (
     heard_by_receiver,
     heard_by_sender,
     load_report,
-    rung,
+    stage,
 )
 from pdserve.capacity.timeline import Timeline, garbage_left
 from pdserve.capacity.worker import SimWorker, Steps
@@ -288,8 +288,8 @@ class SimCluster:
             match command:
                 case words.Tokens():
                     deltas[command.router].append(delta(member.told, command))
-                case words.Progress() if command.rung not in LEDGER_ONLY:
-                    self._post(self._routers[command.router], rung(member.link, command, self._timeline.now_s))
+                case words.Progress() if command.stage not in LEDGER_ONLY:
+                    self._post(self._routers[command.router], stage(member.link, command, self._timeline.now_s))
                 case words.Progress():
                     pass
                 case words.Failed(ref, key, code, reason):

@@ -3,15 +3,15 @@
 from pdserve.capacity.leaping import OTHER
 from pdserve.ids import Attempt, RequestId
 from pdserve.kvtransfer import receiver, sender
-from pdserve.router.events import LinkId, LoadReported, RungReached
-from pdserve.router.ladder import Rung
+from pdserve.router.events import LinkId, LoadReported, StageReached
 from pdserve.router.load import Load, Others
+from pdserve.router.timeline import Stage
 from pdserve.values import value
 from pdserve.worker import words
 
-# Rungs that no decision depends on: they tell a client where the time went.
-LEDGER_ONLY = words.Rung.PREFILL_QUEUED, words.Rung.PREFILL_STARTED, words.Rung.GRANTED, words.Rung.DECODE_JOINED
-_RUNGS = {rung: Rung[rung.name] for rung in words.Rung}
+# Stages that no decision depends on: they tell a client where the time went.
+LEDGER_ONLY = words.Stage.PREFILL_QUEUED, words.Stage.PREFILL_STARTED, words.Stage.GRANTED, words.Stage.DECODE_JOINED
+_STAGES = {stage: Stage[stage.name] for stage in words.Stage}
 
 Told = dict[tuple[RequestId, Attempt], int]  # tokens of each placement that the router knows of
 
@@ -78,12 +78,12 @@ def load_report(link: LinkId, told: words.Load, router: words.RouterRef) -> Load
     return LoadReported(link, Load(told.pages_free, told.pages_wanted, pages_lost, told.draining, 0, others))
 
 
-def rung(link: LinkId, progress: words.Progress, now_s: float) -> RungReached:
-    return RungReached(
+def stage(link: LinkId, progress: words.Progress, now_s: float) -> StageReached:
+    return StageReached(
         link,
         progress.key.request_id,
         progress.key.attempt,
-        _RUNGS[progress.rung],
+        _STAGES[progress.stage],
         now_s - progress.at_s,
         progress.cached_tokens,
         progress.handoff_bytes,

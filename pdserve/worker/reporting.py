@@ -54,17 +54,17 @@ class Reporter:
 
     def _send_step(self, reports: Iterable[Report], step: tuple[StepPlan, StepResult], now_s: float) -> None:
         tokens: defaultdict[RouterRef, list[Tokens]] = defaultdict(list)
-        rungs: defaultdict[RouterRef, list[Progress]] = defaultdict(list)
+        stages: defaultdict[RouterRef, list[Progress]] = defaultdict(list)
         for report in reports:
             if isinstance(report, Tokens):
                 tokens[report.router].append(report)
             elif isinstance(report, Progress):
-                rungs[report.router].append(report)
+                stages[report.router].append(report)
             else:
                 self._links.send(report.router, wire.report(report, now_s))
         cost = wire.step_cost(*step)
         for router in self._links.attached:
-            told = wire.step_report(cost, tokens.get(router, ()), rungs.get(router, ()), now_s)
+            told = wire.step_report(cost, tokens.get(router, ()), stages.get(router, ()), now_s)
             self._links.send(router, told)
 
     def beat(self, load: Load, num_steps: int) -> None:

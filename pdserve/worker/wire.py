@@ -29,14 +29,14 @@ from pdserve.worker.words import (
     Progress,
     Report,
     RouterRef,
-    Rung,
+    Stage,
     Tokens,
 )
 
 REQUEST_ID_BYTES = 16
 
 _FINISH = {Finish.STOP: inference.FINISH_REASON_STOP, Finish.LENGTH: inference.FINISH_REASON_LENGTH}
-_RUNG = {rung: link.Rung.Value(f"RUNG_{rung.name}") for rung in Rung}
+_STAGE = {stage: link.Stage.Value(f"STAGE_{stage.name}") for stage in Stage}
 _FAILURE = {code: link.FailureCode.Value(f"FAILURE_CODE_{code.name}") for code in FailureCode}
 
 
@@ -90,7 +90,7 @@ def step_cost(plan: StepPlan, result: StepResult) -> StepCost:
     return StepCost(elapsed_us, prefill_tokens, num_decoding, context_tokens, prefill_work, kv_tokens)
 
 
-def step_report(cost: StepCost, tokens: Seq[Tokens], rungs: Seq[Progress], now_s: float) -> link.AttachRequest:
+def step_report(cost: StepCost, tokens: Seq[Tokens], stages: Seq[Progress], now_s: float) -> link.AttachRequest:
     """Return one message for everything that a step brought to one router.
 
     Its parts are written where they belong: protobuf copies a message that is given to another one. What is not there
@@ -107,10 +107,10 @@ def step_report(cost: StepCost, tokens: Seq[Tokens], rungs: Seq[Progress], now_s
         deltas = step.deltas
         for word in tokens:
             _write_delta(word, deltas.add())
-    if rungs:
+    if stages:
         progress = step.progress
-        for rung in rungs:
-            _write_progress(rung, now_s, progress.add())
+        for stage in stages:
+            _write_progress(stage, now_s, progress.add())
     return message
 
 
@@ -198,14 +198,14 @@ def _request_id(value: bytes) -> RequestId:
 
 def _write_progress(word: Progress, now_s: float, progress: link.Progress) -> None:
     progress.request_id, progress.attempt = word.key.request_id, word.key.attempt
-    progress.rung = _RUNG[word.rung]
+    progress.stage = _STAGE[word.stage]
     if now_s > word.at_s:
         progress.age_us = round((now_s - word.at_s) * 1e6)
     if word.cached_tokens:
         progress.cached_tokens = word.cached_tokens
     if word.pages_reused:
         progress.pages_reused = word.pages_reused
-    if word.rung is Rung.LANDED:
+    if word.stage is Stage.LANDED:
         progress.handoff_bytes, progress.handoff_us = word.handoff_bytes, round(word.handoff_s * 1e6)
 
 

@@ -63,8 +63,8 @@ class Ticked:
     silent_s: float = 0.0  # the longest this process has said nothing since the last tick
 
 
-class Rung(Enum):
-    """Steps of a request's ladder that happen on workers."""
+class Stage(Enum):
+    """Steps of a request's timeline that happen on workers."""
 
     PREFILL_QUEUED = auto()
     PREFILL_STARTED = auto()
@@ -101,7 +101,7 @@ class Tokens:
 class Progress:
     router: RouterRef
     key: HandoffKey
-    rung: Rung
+    stage: Stage
     at_s: float
     cached_tokens: int = 0
     handoff_bytes: int = 0

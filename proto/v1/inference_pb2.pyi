@@ -594,7 +594,7 @@ class Ledger(_message.Message):
     """The same for tpot_ms."""
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___LedgerStep]:
-        """Rungs reached, in time order. The first is "received" at 0."""
+        """Stages reached, in time order. The first is "received" at 0."""
 
     def __init__(
         self,
@@ -629,7 +629,7 @@ Global___Ledger: _TypeAlias = Ledger  # noqa: Y015
 
 @_typing.final
 class LedgerStep(_message.Message):
-    """One rung of the lifetime ladder."""
+    """One stage of the timeline."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -44,49 +44,49 @@ ROLE_DECODE: Role.ValueType  # 2
 """Turns granted pages into tokens."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
-class _Rung:
+class _Stage:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
 
-class _RungEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Rung.ValueType], _builtins.type):
+class _StageEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Stage.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
-    RUNG_UNSPECIFIED: _Rung.ValueType  # 0
+    STAGE_UNSPECIFIED: _Stage.ValueType  # 0
     """Never sent."""
-    RUNG_PREFILL_QUEUED: _Rung.ValueType  # 1
+    STAGE_PREFILL_QUEUED: _Stage.ValueType  # 1
     """Arrived at the prefill worker."""
-    RUNG_PREFILL_STARTED: _Rung.ValueType  # 2
+    STAGE_PREFILL_STARTED: _Stage.ValueType  # 2
     """First chunk in a step."""
-    RUNG_PREFILL_DONE: _Rung.ValueType  # 3
+    STAGE_PREFILL_DONE: _Stage.ValueType  # 3
     """Last chunk computed."""
-    RUNG_GRANTED: _Rung.ValueType  # 4
+    STAGE_GRANTED: _Stage.ValueType  # 4
     """Pages reserved on the decode worker."""
-    RUNG_LANDED: _Rung.ValueType  # 5
+    STAGE_LANDED: _Stage.ValueType  # 5
     """Last byte written."""
-    RUNG_COMMITTED: _Rung.ValueType  # 6
+    STAGE_COMMITTED: _Stage.ValueType  # 6
     """Digests checked."""
-    RUNG_DECODE_JOINED: _Rung.ValueType  # 7
+    STAGE_DECODE_JOINED: _Stage.ValueType  # 7
     """First decode step with it."""
 
-class Rung(_Rung, metaclass=_RungEnumTypeWrapper):
-    """Rungs that happen on workers."""
+class Stage(_Stage, metaclass=_StageEnumTypeWrapper):
+    """Stages that happen on workers."""
 
-RUNG_UNSPECIFIED: Rung.ValueType  # 0
+STAGE_UNSPECIFIED: Stage.ValueType  # 0
 """Never sent."""
-RUNG_PREFILL_QUEUED: Rung.ValueType  # 1
+STAGE_PREFILL_QUEUED: Stage.ValueType  # 1
 """Arrived at the prefill worker."""
-RUNG_PREFILL_STARTED: Rung.ValueType  # 2
+STAGE_PREFILL_STARTED: Stage.ValueType  # 2
 """First chunk in a step."""
-RUNG_PREFILL_DONE: Rung.ValueType  # 3
+STAGE_PREFILL_DONE: Stage.ValueType  # 3
 """Last chunk computed."""
-RUNG_GRANTED: Rung.ValueType  # 4
+STAGE_GRANTED: Stage.ValueType  # 4
 """Pages reserved on the decode worker."""
-RUNG_LANDED: Rung.ValueType  # 5
+STAGE_LANDED: Stage.ValueType  # 5
 """Last byte written."""
-RUNG_COMMITTED: Rung.ValueType  # 6
+STAGE_COMMITTED: Stage.ValueType  # 6
 """Digests checked."""
-RUNG_DECODE_JOINED: Rung.ValueType  # 7
+STAGE_DECODE_JOINED: Stage.ValueType  # 7
 """First decode step with it."""
-Global___Rung: _TypeAlias = Rung  # noqa: Y015
+Global___Stage: _TypeAlias = Stage  # noqa: Y015
 
 class _FailureCode:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -159,7 +159,7 @@ class AttachRequest(_message.Message):
 
     @_builtins.property
     def progress(self) -> Global___Progress:
-        """A rung of a request's ladder."""
+        """A stage of a request's timeline."""
 
     @_builtins.property
     def failed(self) -> Global___Failed:
@@ -648,7 +648,7 @@ class StepReport(_message.Message):
 
     @_builtins.property
     def progress(self) -> _containers.RepeatedCompositeFieldContainer[Global___Progress]:
-        """Rungs that were reached with it, before its tokens."""
+        """Stages that were reached with it, before its tokens."""
 
     def __init__(
         self,
@@ -722,13 +722,13 @@ Global___TokenDelta: _TypeAlias = TokenDelta  # noqa: Y015
 
 @_typing.final
 class Progress(_message.Message):
-    """A rung was reached."""
+    """A stage was reached."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
-    RUNG_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
     AGE_US_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     HANDOFF_BYTES_FIELD_NUMBER: _builtins.int
@@ -738,7 +738,7 @@ class Progress(_message.Message):
     """Which request."""
     attempt: _builtins.int
     """Which placement."""
-    rung: Global___Rung.ValueType
+    stage: Global___Stage.ValueType
     """What was reached."""
     age_us: _builtins.int
     """How long ago, when this message was written."""
@@ -755,7 +755,7 @@ class Progress(_message.Message):
         *,
         request_id: _builtins.bytes = ...,
         attempt: _builtins.int = ...,
-        rung: Global___Rung.ValueType = ...,
+        stage: Global___Stage.ValueType = ...,
         age_us: _builtins.int = ...,
         cached_tokens: _builtins.int = ...,
         handoff_bytes: _builtins.int = ...,
@@ -764,7 +764,7 @@ class Progress(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_us", b"age_us", "attempt", b"attempt", "cached_tokens", b"cached_tokens", "handoff_bytes", b"handoff_bytes", "handoff_us", b"handoff_us", "pages_reused", b"pages_reused", "request_id", b"request_id", "rung", b"rung"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_us", b"age_us", "attempt", b"attempt", "cached_tokens", b"cached_tokens", "handoff_bytes", b"handoff_bytes", "handoff_us", b"handoff_us", "pages_reused", b"pages_reused", "request_id", b"request_id", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

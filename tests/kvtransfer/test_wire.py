@@ -8,7 +8,7 @@ from pdserve.kvtransfer import receiver, sender, wire
 from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey
 from pdserve.proto.v1 import handoff_pb2 as handoff
 from pdserve.worker.wire import report
-from pdserve.worker.words import Progress, RouterRef, Rung
+from pdserve.worker.words import Progress, RouterRef, Stage
 
 KEY = HandoffKey(RequestId(b"r" * 16), Attempt(2**32 - 1))
 GRANT = Grant(3, (PageId(2**32 - 1), PageId(0)), (Generation(2**64 - 1), Generation(0)), b"c" * 16, 4.0)
@@ -72,7 +72,7 @@ def test_whatever_a_commit_tells_for_the_ledger_can_be_told_to_routers() -> None
     _, event = wire.to_receiver(message)
     assert isinstance(event, receiver.Committed)
     told = event.commit
-    landed = Progress(RouterRef(1), KEY, Rung.LANDED, 0.0, handoff_bytes=told.handoff_bytes, handoff_s=told.handoff_s)
+    landed = Progress(RouterRef(1), KEY, Stage.LANDED, 0.0, handoff_bytes=told.handoff_bytes, handoff_s=told.handoff_s)
     assert report(landed, 0.0).progress.handoff_us == wire.MAX_TOLD
 
 

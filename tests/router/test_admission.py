@@ -7,7 +7,7 @@ from pdserve.errors import Status
 from pdserve.ids import RequestId
 from pdserve.router.admission import MAX_OVERTAKEN
 from pdserve.router.events import Limits, LinkId
-from pdserve.router.ladder import Rung
+from pdserve.router.timeline import Stage
 
 PATIENT = 1e9
 
@@ -116,9 +116,9 @@ def with_a_queue() -> tuple[Driver, LinkId, list[RequestId]]:
 def test_a_request_is_not_refused_for_a_queue_that_it_overtakes(priority: int, is_placed: bool) -> None:
     d, _, _ = with_a_queue()
     request = d.arrive(prompt=[9] * 1000, ttft_s=0.3, priority=priority)
-    assert (request in d.core.book.requests) is is_placed
+    assert (request in d.core.placements.requests) is is_placed
     if is_placed:
-        predicted_s = d.core.book.requests[request].predicted_s
+        predicted_s = d.core.placements.requests[request].predicted_s
         assert predicted_s is not None
         assert predicted_s[0] == pytest.approx(0.2, rel=0.2), "the prompt that is computed, and its own"
     else:
@@ -128,7 +128,7 @@ def test_a_request_is_not_refused_for_a_queue_that_it_overtakes(priority: int, i
 def test_a_request_is_refused_for_those_of_its_own_priority_that_come_first() -> None:
     d, _, _ = with_a_queue()
     urgent = [d.arrive(prompt=[9, number] * 500, ttft_s=0.35, priority=5) for number in range(5)]
-    assert [request in d.core.book.requests for request in urgent] == [True, True, False, False, False]
+    assert [request in d.core.placements.requests for request in urgent] == [True, True, False, False, False]
 
 
 @pytest.mark.parametrize(("priority", "is_learnt"), [(0, True), (1, False)])
@@ -137,7 +137,7 @@ def test_a_wait_behind_a_later_request_of_a_higher_priority_teaches_nothing(prio
     d.arrive(prompt=[9] * 1000, priority=priority)
     before = d.forecast.ttft_bias[False].factor
     d.now_s += 5.0
-    d.rung(prefill, queue[-1], Rung.PREFILL_DONE)
+    d.stage(prefill, queue[-1], Stage.PREFILL_DONE)
     d.tokens(prefill, queue[-1], 0, 9)
     assert (d.forecast.ttft_bias[False].factor != before) is is_learnt
 
@@ -176,14 +176,14 @@ def test_a_request_is_gone_past_so_often_and_then_waited_for() -> None:
     assert d.core.num_held == 2
     d.run(5.0)
     assert d.refusal(large).status is Status.RESOURCE_EXHAUSTED, "in the end it is refused"
-    assert waiting in d.core.book.requests
+    assert waiting in d.core.placements.requests
 
 
 def test_a_request_that_was_gone_past_is_placed_as_soon_as_there_is_room_for_it() -> None:
     d, large = full_of_large_ones(max_hold_s=30.0)
     for _ in range(MAX_OVERTAKEN + 1):
         d.arrive(ttft_s=60.0)
-    first = next(iter(d.core.book.requests.values())).request_id
+    first = next(iter(d.core.placements.requests.values())).request_id
     d.tokens(LinkId(1), first, 0, 9, end=LENGTH)
     assert next(place.spec.request_id for place in d.placements()) == large
 

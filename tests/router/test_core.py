@@ -7,12 +7,12 @@ from router_driver import LAYOUT, Driver
 
 from pdserve.errors import Status
 from pdserve.router.events import (
-    AskDrain,
     ClientGone,
     DrainAsked,
     Limits,
     LoadReported,
     Refused,
+    SendDrain,
 )
 from pdserve.router.load import Load, Others
 
@@ -119,7 +119,7 @@ def test_taking_turns_visits_every_pair() -> None:
 def test_a_draining_worker_gets_nothing_more() -> None:
     d = Driver(Limits(pool_grace_s=0))
     prefill, decode = d.pair()
-    assert d.post(DrainAsked(decode)) == [AskDrain(decode)]
+    assert d.post(DrainAsked(decode)) == [SendDrain(decode)]
     request = d.arrive()
     assert d.refusal(request).message == "no decode worker is ready (d0: it is draining)"
     d.post(LoadReported(prefill, Load(100, draining=True)))

@@ -35,19 +35,19 @@ from pdserve.router.events import (
     Registration,
     RequestArrived,
     Role,
-    RungReached,
     SequenceSpec,
     ShutdownDue,
+    StageReached,
     StepReported,
     StopStringFound,
     Tick,
     WorkerRegistered,
 )
 from pdserve.router.forecast import Forecast
-from pdserve.router.ladder import Rung
 from pdserve.router.load import Load
 from pdserve.router.placement import Decision, Demand, Group, Placed
 from pdserve.router.policies import POLICIES
+from pdserve.router.timeline import Stage
 from pdserve.sampling import SamplingParams
 
 LIMITS = Limits(max_num_requests=4, max_num_held=2)
@@ -191,9 +191,9 @@ class World:
     def _check_ledger(self, outcome: Finished) -> None:
         steps = outcome.ledger.steps
         at_ms = [ms for _, ms in steps]
-        assert steps[0] == (Rung.RECEIVED, 0.0)
+        assert steps[0] == (Stage.RECEIVED, 0.0)
         assert at_ms == sorted(at_ms)
-        assert dict(steps)[Rung.FIRST_TOKEN] == outcome.ledger.ttft_ms
+        assert dict(steps)[Stage.FIRST_TOKEN] == outcome.ledger.ttft_ms
 
     def attach(self, role: Role, worker_id: str) -> None:
         self._num_links += 1
@@ -225,7 +225,7 @@ class World:
 
 
 OFTEN = ["hear"] * 8 + ["compute"] * 8 + ["arrive"] * 3 + ["attach"] * 2
-SELDOM = ["fail", "die", "gone", "lie", "rung", "beat", "leave", "stop", "wait"]
+SELDOM = ["fail", "die", "gone", "lie", "stage", "beat", "leave", "stop", "wait"]
 ACTIONS = st.sampled_from(OFTEN + SELDOM)
 CLUSTERS = [("p0", "d0"), ("p0", "d0", "d1"), ("p0", "p1", "d0", "d1")]
 ALONE = [("d0",), ("d0", "d1")]  # where decode workers may compute prompts
@@ -315,6 +315,8 @@ def _act_of_worker(world: World, worker: Worker, action: str, data: st.DataObjec
             tokens = (token_of(key[0], index, position),)
             world.has_lied = True
             world.post(StepReported(worker.link, [Delta(*key, index, position, tokens)]))
-        case "rung":
-            rung = data.draw(st.sampled_from([Rung.PREFILL_STARTED, Rung.PREFILL_DONE, Rung.LANDED, Rung.COMMITTED]))
-            worker.outbox.append(RungReached(worker.link, *key, rung, data.draw(st.floats(0, 1))))
+        case "stage":
+            stage = data.draw(
+                st.sampled_from([Stage.PREFILL_STARTED, Stage.PREFILL_DONE, Stage.LANDED, Stage.COMMITTED])
+            )
+            worker.outbox.append(StageReached(worker.link, *key, stage, data.draw(st.floats(0, 1))))

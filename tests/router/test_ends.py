@@ -11,7 +11,7 @@ from pdserve.router.events import (
     Refused,
     ShutdownAsked,
 )
-from pdserve.router.ladder import Rung
+from pdserve.router.timeline import Stage
 
 
 def test_the_deadline_ends_a_request_on_both_workers() -> None:
@@ -56,21 +56,21 @@ def test_the_ledger_adds_up() -> None:
     prefill, decode = d.pair()
     request = d.arrive()
     d.now_s += 0.010
-    d.rung(prefill, request, Rung.PREFILL_QUEUED, age_s=0.009)
-    d.rung(prefill, request, Rung.PREFILL_STARTED, age_s=0.008, cached_tokens=2)
-    d.rung(decode, request, Rung.GRANTED, age_s=0.007, pages_reused=1)
+    d.stage(prefill, request, Stage.PREFILL_QUEUED, age_s=0.009)
+    d.stage(prefill, request, Stage.PREFILL_STARTED, age_s=0.008, cached_tokens=2)
+    d.stage(decode, request, Stage.GRANTED, age_s=0.007, pages_reused=1)
     d.now_s += 0.010
     d.tokens(prefill, request, 0, 10)
     d.now_s += 0.002
-    d.rung(prefill, request, Rung.PREFILL_DONE, age_s=0.001)
-    d.rung(decode, request, Rung.LANDED, handoff_bytes=100, handoff_s=0.003)
-    d.rung(decode, request, Rung.COMMITTED)
-    d.rung(decode, request, Rung.DECODE_JOINED)
+    d.stage(prefill, request, Stage.PREFILL_DONE, age_s=0.001)
+    d.stage(decode, request, Stage.LANDED, handoff_bytes=100, handoff_s=0.003)
+    d.stage(decode, request, Stage.COMMITTED)
+    d.stage(decode, request, Stage.DECODE_JOINED)
     d.now_s += 0.008
     d.tokens(decode, request, 1, 11, 12, 13, end=LENGTH)
     answer = d.answer(request)
     ledger = answer.ledger
-    at_ms = {rung: round(ms, 6) for rung, ms in ledger.steps}
+    at_ms = {stage: round(ms, 6) for stage, ms in ledger.steps}
     assert list(at_ms.items()) == [
         ("received", 0.0),
         ("tokenized", 0.0),
@@ -92,35 +92,35 @@ def test_the_ledger_adds_up() -> None:
     assert ledger.handoff_ms == pytest.approx(3.0)
 
 
-def test_news_that_was_late_keeps_its_place_on_the_ladder() -> None:
+def test_news_that_was_late_keeps_its_place_on_the_timeline() -> None:
     d = Driver()
     prefill, decode = d.pair()
     request = d.arrive(max_tokens=2)
     d.now_s += 0.010
-    d.rung(prefill, request, Rung.PREFILL_STARTED, age_s=0.008)
-    d.rung(prefill, request, Rung.PREFILL_QUEUED, age_s=0.005)
-    d.rung(decode, request, Rung.COMMITTED, age_s=0.004)
-    d.rung(decode, request, Rung.LANDED, age_s=0.001)
+    d.stage(prefill, request, Stage.PREFILL_STARTED, age_s=0.008)
+    d.stage(prefill, request, Stage.PREFILL_QUEUED, age_s=0.005)
+    d.stage(decode, request, Stage.COMMITTED, age_s=0.004)
+    d.stage(decode, request, Stage.LANDED, age_s=0.001)
     d.tokens(prefill, request, 0, 10)
     d.tokens(decode, request, 1, 11, end=LENGTH)
-    at_ms = {rung: round(ms, 6) for rung, ms in d.answer(request).ledger.steps}
-    assert (at_ms[Rung.PREFILL_QUEUED], at_ms[Rung.PREFILL_STARTED]) == (2.0, 2.0)
-    assert (at_ms[Rung.LANDED], at_ms[Rung.COMMITTED]) == (6.0, 6.0)
+    at_ms = {stage: round(ms, 6) for stage, ms in d.answer(request).ledger.steps}
+    assert (at_ms[Stage.PREFILL_QUEUED], at_ms[Stage.PREFILL_STARTED]) == (2.0, 2.0)
+    assert (at_ms[Stage.LANDED], at_ms[Stage.COMMITTED]) == (6.0, 6.0)
 
 
 def test_the_hand_off_of_a_failed_attempt_is_not_in_the_ledger() -> None:
     d = Driver()
     prefill, first = d.pair()
     request = d.arrive(max_tokens=2)
-    d.rung(first, request, Rung.GRANTED)
-    d.rung(first, request, Rung.LANDED)
+    d.stage(first, request, Stage.GRANTED)
+    d.stage(first, request, Stage.LANDED)
     d.attach("d1")
     d.post(LinkLost(first, "its stream ended"))
     second = d.placed().decode
     assert second is not None
-    d.rung(second.link, request, Rung.COMMITTED, attempt=1)
+    d.stage(second.link, request, Stage.COMMITTED, attempt=1)
     d.tokens(prefill, request, 0, 10, attempt=1)
     d.tokens(second.link, request, 1, 11, attempt=1, end=LENGTH)
-    rungs = [rung for rung, _ in d.answer(request).ledger.steps]
-    assert Rung.COMMITTED in rungs
-    assert Rung.LANDED not in rungs
+    stages = [stage for stage, _ in d.answer(request).ledger.steps]
+    assert Stage.COMMITTED in stages
+    assert Stage.LANDED not in stages

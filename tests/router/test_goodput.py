@@ -9,13 +9,13 @@ from pdserve.errors import Status
 from pdserve.ids import Attempt, WorkerId
 from pdserve.perfmodel.curve import Step
 from pdserve.router.events import (
-    Complain,
     Limits,
     LinkLost,
     PairMeasured,
     Place,
     StepReported,
     Tick,
+    Warn,
 )
 from pdserve.router.forecast import Forecast
 from pdserve.router.policies import POLICIES
@@ -138,7 +138,7 @@ def test_prompts_leave_decode_workers_room_for_hand_offs(workers: str, share: fl
     cluster = crowded()
     place = placed(cluster.arrive(200))
     assert place.prefill is None
-    predicted_s = cluster.core.book.requests[place.spec.request_id].predicted_s
+    predicted_s = cluster.core.placements.requests[place.spec.request_id].predicted_s
     assert predicted_s is not None
     ttft_s, tpot_s = predicted_s
     commands = crowded().arrive(200, ttft_s=2 * ttft_s, tpot_s=tpot_s / share)
@@ -203,7 +203,7 @@ def test_an_interrupted_request_is_never_refused_for_its_objectives() -> None:
 def test_each_decision_tells_its_reason() -> None:
     cluster = Cluster()
     place = placed(cluster.arrive(1000))
-    request = cluster.core.book.requests[place.spec.request_id]
+    request = cluster.core.placements.requests[place.spec.request_id]
     assert "goodput, by hand-off: first token in 12" in request.decision
     assert "ms a token on d0" in request.decision
     assert request.decision.endswith("score 1.00"), "no objective can be missed"
@@ -211,7 +211,7 @@ def test_each_decision_tells_its_reason() -> None:
 
 def decision_of(cluster: Cluster, **terms: float) -> str:
     place = placed(cluster.arrive(1000, **terms))  # type: ignore[arg-type]
-    return cluster.core.book.requests[place.spec.request_id].decision
+    return cluster.core.placements.requests[place.spec.request_id].decision
 
 
 def test_the_score_of_a_placement_is_what_it_leaves_of_the_tighter_objective() -> None:
@@ -234,7 +234,7 @@ def test_a_pairs_own_measurement_is_what_hand_offs_are_predicted_from_and_a_slow
     cluster = Cluster()
     pair = PairMeasured(cluster.links["p0"], WorkerId("d0"), 2e8, "tcp", is_slow=True)
     (complaint,) = cluster.post(pair)
-    assert complaint == Complain("SLOW: pages of p0 reach d0 at 200 MB/s, carried by tcp")
+    assert complaint == Warn("SLOW: pages of p0 reach d0 at 200 MB/s, carried by tcp")
     assert cluster.forecast.links.bytes_per_s(("p0", "d0")) == 2e8
     assert cluster.post(replace(pair, is_slow=False)) == []
 

@@ -15,11 +15,11 @@ from pdserve.router.events import (
     LoadReported,
     ProcessEnded,
     Refused,
-    TellProcessGone,
+    SendProcessGone,
     WorkerRegistered,
 )
-from pdserve.router.ladder import Rung
 from pdserve.router.load import Load, Others
+from pdserve.router.timeline import Stage
 
 
 def test_a_lost_worker_before_the_first_token_costs_only_time() -> None:
@@ -74,7 +74,7 @@ def test_decode_goes_on_without_its_prefill_worker() -> None:
     prefill, decode = d.pair()
     request = d.arrive()
     d.tokens(prefill, request, 0, 10)
-    d.rung(decode, request, Rung.COMMITTED)
+    d.stage(decode, request, Stage.COMMITTED)
     d.post(LinkLost(prefill, "its stream ended"))
     assert d.placements() == []
     d.tokens(decode, request, 1, 11, 12, 13, end=LENGTH)
@@ -223,9 +223,9 @@ def test_the_end_of_a_process_is_told_to_workers_now_and_later() -> None:
     d.post(ProcessEnded(WorkerId("d0"), Incarnation(1)))
     drops = [(c.link, c.refusal) for c in d.last if isinstance(c, DropLink)]
     assert drops == [(decode, Refusal.INCARNATION)], "where it lives, it has to end"
-    assert TellProcessGone(prefill, WorkerId("d0"), Incarnation(1)) in d.last
+    assert SendProcessGone(prefill, WorkerId("d0"), Incarnation(1)) in d.last
     late = d.attach("p1")
-    assert TellProcessGone(late, WorkerId("d0"), Incarnation(1)) in d.last
+    assert SendProcessGone(late, WorkerId("d0"), Incarnation(1)) in d.last
 
 
 def test_nothing_is_placed_on_a_worker_whose_last_steps_failed_while_another_serves() -> None:

@@ -42,7 +42,7 @@ def report(cluster: Cluster, name: str, load: Load) -> None:
 def predicted(cluster: Cluster, num_tokens: int = 1000) -> tuple[float, float]:
     """Place a request; return the times predicted for it."""
     place = placed(cluster.arrive(num_tokens))
-    told = cluster.core.book.requests[place.spec.request_id].predicted_s
+    told = cluster.core.placements.requests[place.spec.request_id].predicted_s
     assert told is not None
     return told
 

@@ -10,15 +10,15 @@ from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.router.admin import AdminEndpoint
 from pdserve.router.core import RouterCore
 from pdserve.router.events import Limits, Registration, Role, WorkerRegistered
-from pdserve.router.operators import Operators
 from pdserve.router.shell import Shell
 
 LAYOUT = KvLayout("w", 1, 1, 8, 16, "float32")
 
 
-def cluster_of(num_pairs: int) -> Operators:
+def cluster_of(num_pairs: int) -> AdminEndpoint:
     """Return the endpoint of a router whose prefill workers have all measured their way to all decode workers."""
     shell = Shell(RouterCore("m", Limits()), FakeClock())
     for role, letter in ((Role.PREFILL, "p"), (Role.DECODE, "d")):
@@ -28,10 +28,10 @@ def cluster_of(num_pairs: int) -> Operators:
             shell.post(WorkerRegistered(stream.link_id, told))
             if role is Role.PREFILL:
                 stream.pairs = {f"d{i}": link.PairMeasured(decode_worker_id=f"d{i}") for i in range(num_pairs)}
-    return Operators(shell, "r", "m")
+    return AdminEndpoint(shell, "r", "m")
 
 
-async def status_and_calls(operators: Operators) -> tuple[admin.ClusterStatus, int]:
+async def status_and_calls(endpoint: AdminEndpoint) -> tuple[admin.ClusterStatus, int]:
     """Return the state, and how many functions were called, and generators resumed, to tell it."""
     num_calls = 0
 
@@ -41,7 +41,7 @@ async def status_and_calls(operators: Operators) -> tuple[admin.ClusterStatus, i
 
     sys.setprofile(count)
     try:
-        reply = await operators.GetStatus(admin.GetStatusRequest(), None)
+        reply = await endpoint.GetStatus(admin.GetStatusRequest(), None)
     finally:
         sys.setprofile(None)
     return reply.status, num_calls

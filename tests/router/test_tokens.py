@@ -9,7 +9,7 @@ from pdserve.router.events import (
     LinkLost,
     StopStringFound,
 )
-from pdserve.router.ladder import Rung
+from pdserve.router.timeline import Stage
 
 
 def test_tokens_are_taken_once_and_in_order() -> None:
@@ -29,7 +29,7 @@ def test_decode_may_overtake_the_first_token() -> None:
     d = Driver()
     prefill, decode = d.pair()
     request = d.arrive()
-    d.rung(decode, request, Rung.COMMITTED)
+    d.stage(decode, request, Stage.COMMITTED)
     d.tokens(decode, request, 1, 11)
     d.tokens(decode, request, 2, 12)
     assert (request, 0) not in d.delivered

@@ -16,7 +16,7 @@ from pdserve.router.events import (
     ProcessEnded,
     Refused,
     RequestId,
-    TellProcessGone,
+    SendProcessGone,
 )
 
 PATIENT = Limits(worker_silence_s=1e6)
@@ -235,17 +235,17 @@ def test_the_next_process_of_a_name_proves_the_end_of_the_one_before() -> None:
     prefill, decode = d.pair()
     lose(d, decode)
     successor = d.attach("d0", incarnation=2)
-    told = [command for command in d.last if isinstance(command, TellProcessGone)]
-    assert TellProcessGone(prefill, WorkerId("d0"), Incarnation(1)) in told
+    told = [command for command in d.last if isinstance(command, SendProcessGone)]
+    assert SendProcessGone(prefill, WorkerId("d0"), Incarnation(1)) in told
     assert {(gone.worker_id, gone.incarnation) for gone in told} == {("d0", 1)}
     d.post(ProcessEnded(WorkerId("p9"), Incarnation(1)))
     lose(d, successor)
     d.attach("d0", incarnation=2)
-    assert TellProcessGone(prefill, WorkerId("d0"), Incarnation(2)) not in d.last, "it is the same process"
+    assert SendProcessGone(prefill, WorkerId("d0"), Incarnation(2)) not in d.last, "it is the same process"
 
 
 def told_gone(d: Driver) -> set[tuple[str, int]]:
-    return {(gone.worker_id, gone.incarnation) for gone in d.last if isinstance(gone, TellProcessGone)}
+    return {(gone.worker_id, gone.incarnation) for gone in d.last if isinstance(gone, SendProcessGone)}
 
 
 def dropped(d: Driver) -> list[tuple[LinkId, Refusal | None]]:

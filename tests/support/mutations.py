@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-import attendance_mutations
+import membership_mutations
 import receiver_mutations
 from breaking import MUTATIONS, Original, mutation, wrap
 
@@ -19,16 +19,16 @@ from pdserve.kvtransfer import sender
 from pdserve.kvtransfer.session import HandoffKey, Pages
 from pdserve.prefill_worker.absent import Absent
 from pdserve.prefill_worker.redialling import Redialling
-from pdserve.router.book import Book
 from pdserve.router.core import RouterCore
 from pdserve.router.delivery import Delivery
 from pdserve.router.events import SequenceSpec
+from pdserve.router.placements import Placements
 from pdserve.router.recovery import Recovery
 from pdserve.router.request import Placement, Request
 from pdserve.router.request import Sequence as RouterSequence
 from pdserve.worker.words import Cancelled, PeerGone
 
-__all__ = ["MUTATIONS", "attendance_mutations", "receiver_mutations"]  # the latter two have put their own among them
+__all__ = ["MUTATIONS", "membership_mutations", "receiver_mutations"]  # the latter two have put their own among them
 
 # ---- the sender's half
 
@@ -255,10 +255,12 @@ def place_again_without_what_was_delivered() -> Iterator[object]:
 
 @mutation
 def forget_to_stop_the_other_worker() -> Iterator[object]:
-    def close(original: Original, self: Book, request: Request, placement: Placement, *, stop_workers: bool) -> None:
+    def close(
+        original: Original, self: Placements, request: Request, placement: Placement, *, stop_workers: bool
+    ) -> None:
         original(self, request, placement, stop_workers=False)
 
-    with wrap(Book, "close", close) as patched:
+    with wrap(Placements, "close", close) as patched:
         yield patched
 
 
@@ -284,8 +286,8 @@ def never_wake_requests_that_wait_for_a_pair() -> Iterator[object]:
 def end_a_request_while_a_continuation_runs() -> Iterator[object]:
     def accept(original: Original, self: Delivery, request: Request, *args: object) -> bool:
         ended = original(self, request, *args)
-        if ended and request.running and request.request_id in self._book.requests:
-            self._book.finish(request, args[-1])
+        if ended and request.running and request.request_id in self._placements.requests:
+            self._placements.finish(request, args[-1])
         return ended
 
     with wrap(Delivery, "_accept", accept) as patched:

@@ -24,14 +24,14 @@ from pdserve.router.events import (
     Registration,
     RequestArrived,
     Role,
-    RungReached,
+    StageReached,
     StepReported,
     Tick,
     WorkerRegistered,
 )
 from pdserve.router.forecast import Forecast
-from pdserve.router.ladder import Rung
 from pdserve.router.policies import POLICIES
+from pdserve.router.timeline import Stage
 from pdserve.sampling import SamplingParams
 
 LAYOUT = KvLayout("w", 1, 1, 8, 16, "float32")
@@ -127,10 +127,10 @@ class Driver:
     ) -> None:
         self.post(StepReported(link, [Delta(request, attempt, index, position, ids, end)]))
 
-    def rung(
-        self, link: LinkId, request: RequestId, rung: Rung, age_s: float = 0.0, attempt: int = 0, **figures: float
+    def stage(
+        self, link: LinkId, request: RequestId, stage: Stage, age_s: float = 0.0, attempt: int = 0, **figures: float
     ) -> None:
-        event = RungReached(link, request, Attempt(attempt), rung, age_s)
+        event = StageReached(link, request, Attempt(attempt), stage, age_s)
         self.post(replace(event, **figures))  # type: ignore[arg-type]
 
     def fail(self, link: LinkId, request: RequestId, failure: Failure, attempt: int = 0) -> None:

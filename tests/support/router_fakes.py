@@ -26,7 +26,7 @@ from pdserve.proto.v1.admin_pb2_grpc import AdminServiceStub
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 from pdserve.proto.v1.link_pb2_grpc import LinkServiceStub
 from pdserve.router.config import RouterConfig
-from pdserve.router.front import ServedModel
+from pdserve.router.inference import ServedModel
 from pdserve.router.server import Addresses, TextModel, run
 from pdserve.rpc import INTERNAL_MESSAGE_BYTES, Metadata, channel_options, identify, read_secret
 from pdserve.text.chat import ChatTemplate
@@ -175,9 +175,9 @@ class FakeWorker:
         if self.is_paused:
             return
         spec, key = prefill.spec, _key(prefill.spec)
-        await self.progress(key, link.RUNG_PREFILL_QUEUED)
-        await self.progress(key, link.RUNG_PREFILL_STARTED, cached_tokens=1)
-        await self.progress(key, link.RUNG_PREFILL_DONE)
+        await self.progress(key, link.STAGE_PREFILL_QUEUED)
+        await self.progress(key, link.STAGE_PREFILL_STARTED, cached_tokens=1)
+        await self.progress(key, link.STAGE_PREFILL_DONE)
         position = len(token_ids_of(spec)) - spec.num_prompt_tokens
         is_last = position + 1 >= spec.sampling.max_tokens
         await self.step([self.delta(spec, index, position, is_last=is_last) for index in indices_of(spec)])
@@ -191,9 +191,9 @@ class FakeWorker:
         if key not in self.specs or self.is_paused:
             return
         spec = self.specs[key]
-        await self.progress(key, link.RUNG_LANDED, handoff_bytes=4096, handoff_us=1500)
-        await self.progress(key, link.RUNG_COMMITTED)
-        await self.progress(key, link.RUNG_DECODE_JOINED)
+        await self.progress(key, link.STAGE_LANDED, handoff_bytes=4096, handoff_us=1500)
+        await self.progress(key, link.STAGE_COMMITTED)
+        await self.progress(key, link.STAGE_DECODE_JOINED)
         first = len(token_ids_of(spec)) - spec.num_prompt_tokens + 1
         for position in range(first, min(spec.sampling.max_tokens, first + self.max_step)):
             if key not in self.specs:
@@ -206,8 +206,8 @@ class FakeWorker:
     async def step(self, deltas: Sequence[link.TokenDelta]) -> None:
         await self.say(step=link.StepReport(deltas=deltas))
 
-    async def progress(self, key: Key, rung: link.Rung.ValueType, **figures: int) -> None:
-        news = link.Progress(request_id=key[0], attempt=key[1], rung=rung, **figures)  # type: ignore[arg-type]
+    async def progress(self, key: Key, stage: link.Stage.ValueType, **figures: int) -> None:
+        news = link.Progress(request_id=key[0], attempt=key[1], stage=stage, **figures)  # type: ignore[arg-type]
         await self.say(progress=news)
 
     def delta(self, spec: link.SequenceSpec, index: int, position: int, *, is_last: bool = False) -> link.TokenDelta:

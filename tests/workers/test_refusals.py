@@ -92,6 +92,6 @@ def test_a_commit_shown_again_after_its_hand_off_has_ended_changes_nothing() -> 
 def test_with_digests_off_a_commit_joins_the_batch_at_once() -> None:
     worker = Worker(default_rules(digests=DigestPolicy.OFF))
     commands = worker.say(receiver.Committed(worker.good))
-    assert [c.rung.name for c in commands if isinstance(c, Progress)] == ["LANDED", "COMMITTED"]
+    assert [c.stage.name for c in commands if isinstance(c, Progress)] == ["LANDED", "COMMITTED"]
     assert not any(isinstance(command, decode.CheckDigests) for command in commands)
     assert worker.core.load().num_running == 1

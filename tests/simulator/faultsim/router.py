@@ -16,11 +16,9 @@ from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router import wire
 from pdserve.router.core import RouterCore
 from pdserve.router.events import (
-    AskDrain,
     CancelAttempt,
     ClientEvent,
     Command,
-    Complain,
     Deliver,
     DropLink,
     Event,
@@ -31,9 +29,11 @@ from pdserve.router.events import (
     Place,
     Refused,
     RequestArrived,
+    SendDrain,
+    SendProcessGone,
     StepReported,
-    TellProcessGone,
     Tick,
+    Warn,
 )
 from pdserve.router.events import (
     End as EndOfRequest,
@@ -147,9 +147,9 @@ class RouterProcess(Process):
                 wire.send_placement(command, self._send)
             case DropLink(link_id, reason, refusal):
                 self._drop(link_id, reason, refusal)
-            case CancelAttempt(link_id) | AskDrain(link_id) | TellProcessGone(link_id):
+            case CancelAttempt(link_id) | SendDrain(link_id) | SendProcessGone(link_id):
                 self._send(link_id, wire.order(command))
-            case Complain():
+            case Warn():
                 pass
 
     def _drop(self, link_id: LinkId, reason: str, refusal: Refusal | None) -> None:

@@ -68,7 +68,7 @@ class Simulation:
 
     def _check_calm(self) -> None:
         """Raise ViolationError where anything but the plain way was taken."""
-        num_replaced = sum(router.core.book.num_replaced for router in self.cluster.routers.values())
+        num_replaced = sum(router.core.placements.num_replaced for router in self.cluster.routers.values())
         if num_replaced:
             raise ViolationError("I4", f"without any fault, {num_replaced} placements were made again")
         if set(self.ends) != {"OK"}:

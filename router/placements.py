@@ -7,13 +7,13 @@ from pdserve.ids import RequestId
 from pdserve.perfmodel.curve import attention_work
 from pdserve.router.events import CancelAttempt, Command, End, Finished, Place, Refused
 from pdserve.router.forecast import Forecast, Prompt
-from pdserve.router.ladder import Rung
 from pdserve.router.placement import Placed
 from pdserve.router.request import Placement, Request
+from pdserve.router.timeline import Stage
 from pdserve.router.view import Share, Workers, WorkerView
 
 
-class Book:
+class Placements:
     """Requests that have been placed and have not ended."""
 
     def __init__(self, workers: Workers, forecast: Forecast) -> None:
@@ -26,7 +26,7 @@ class Book:
         self.num_ended = 0
         self._commands: list[Command] = []
 
-    def tell(self, command: Command) -> None:
+    def emit(self, command: Command) -> None:
         self._commands.append(command)
 
     def take_commands(self) -> list[Command]:
@@ -48,7 +48,7 @@ class Book:
         request.decision = placed.told
         if placement.attempt == 0 and placed.ttft_s is not None and placed.tpot_s is not None:
             request.predicted_s = now_s - request.received_s + placed.ttft_s, placed.tpot_s
-        request.ladder.reach(Rung.PLACED, now_s)
+        request.timeline.reach(Stage.PLACED, now_s)
         spec = request.spec(placement, now_s)
         num_tokens, cached = len(spec.token_ids), placed.cached_tokens
         fresh, work = num_tokens - cached, attention_work(num_tokens - cached, cached)
@@ -68,7 +68,7 @@ class Book:
         self.forecast.note_placed(prefill, decode, request.names, prompt, now_s)
         self.num_placed += 1
         self.num_replaced += placement.attempt > 0
-        self.tell(Place(spec, None if prefill is None else prefill.address, None if decode is None else decode.address))
+        self.emit(Place(spec, None if prefill is None else prefill.address, None if decode is None else decode.address))
 
     def release_prefill(self, placement: Placement) -> None:
         """Note that the decode worker goes on without the prefill worker."""
@@ -112,11 +112,11 @@ class Book:
     def report_end(self, request_id: RequestId, outcome: Finished | Refused) -> None:
         self.ended["OK" if isinstance(outcome, Finished) else outcome.status.value] += 1
         self.num_ended += 1
-        self.tell(End(request_id, outcome))
+        self.emit(End(request_id, outcome))
 
     def finish(self, request: Request, now_s: float) -> None:
         """End a request whose continuations have all ended."""
-        request.ladder.reach(Rung.FINISHED, now_s)
+        request.timeline.reach(Stage.FINISHED, now_s)
         self.end(request, Finished(request.usage(), request.ledger()))
 
     def placement_of(self, worker: WorkerView, request_id: bytes, attempt: int) -> Placement | None:
@@ -130,4 +130,4 @@ class Book:
     def _cancel(self, worker: WorkerView, request: Request, placement: Placement, indices: tuple[int, ...]) -> None:
         if self.workers.get(worker.link) is worker:
             told = () if len(indices) == len(request.sequences) else indices
-            self.tell(CancelAttempt(worker.link, request.request_id, placement.attempt, told))
+            self.emit(CancelAttempt(worker.link, request.request_id, placement.attempt, told))

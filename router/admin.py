@@ -1,4 +1,4 @@
-"""The operators' endpoint: AdminService."""
+"""The admin endpoint: AdminService."""
 
 import asyncio
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ WatchContext: TypeAlias = "grpc.aio.ServicerContext[admin.WatchStatusRequest, ad
 DrainContext: TypeAlias = "grpc.aio.ServicerContext[admin.DrainWorkerRequest, admin.DrainWorkerResponse]"
 
 
-class Operators(AdminServiceServicer):
+class AdminEndpoint(AdminServiceServicer):
     """Tells the state of the cluster, and takes an operator's and a launcher's word."""
 
     def __init__(self, shell: Shell, router_id: str, model: str) -> None:
@@ -82,8 +82,8 @@ class Operators(AdminServiceServicer):
             workers=[self._worker(stream, names, unroutable) for stream in self._shell.streams.values()],
             num_active=core.num_active,
             num_held=core.num_held,
-            ended=core.book.ended,
-            num_replaced=core.book.num_replaced,
+            ended=core.placements.ended,
+            num_replaced=core.placements.num_replaced,
             refused={refusal.value: count for refusal, count in self._shell.refused.items()},
             costs=[_costs(kind, costs) for kind, costs in core.forecast.costs.kinds()],
         )

@@ -8,31 +8,31 @@ taken for ended because of another one that started before it, or before it was 
 from math import inf
 
 from pdserve.errors import ProtocolError, Refusal
-from pdserve.router.book import Book
 from pdserve.router.census import Census
 from pdserve.router.events import (
-    Complain,
     DropLink,
     Limits,
     LinkId,
     ProcessEnded,
     Registration,
     Role,
-    TellProcessGone,
+    SendProcessGone,
+    Warn,
     WorkerRegistered,
 )
 from pdserve.router.grace import PoolGrace
 from pdserve.router.placement import peerless
+from pdserve.router.placements import Placements
 from pdserve.router.recovery import Recovery
 from pdserve.router.view import WorkerView
 
 
-class Attendance:
-    """Keeps the book's workers, and tells the others who has ended."""
+class Membership:
+    """Keeps the attached workers, and tells the others who has ended."""
 
-    def __init__(self, book: Book, recovery: Recovery, grace: PoolGrace, limits: Limits) -> None:
-        self._book = book
-        self._workers = book.workers
+    def __init__(self, placements: Placements, recovery: Recovery, grace: PoolGrace, limits: Limits) -> None:
+        self._placements = placements
+        self._workers = placements.workers
         self._recovery = recovery
         self._grace = grace
         self._limits = limits
@@ -78,8 +78,8 @@ class Attendance:
     def _attach(self, link: LinkId, told: Registration, now_s: float) -> None:
         why_not = self._census.why_not(told.worker_id, told.incarnation)
         if why_not:
-            self._book.tell(Complain(f"{told.worker_id} is refused: {why_not}"))
-            self._book.tell(DropLink(link, why_not, Refusal.INCARNATION))
+            self._placements.emit(Warn(f"{told.worker_id} is refused: {why_not}"))
+            self._placements.emit(DropLink(link, why_not, Refusal.INCARNATION))
             return
         self._take_place(told, now_s)
         worker = self._workers.register(link, told, now_s)
@@ -106,12 +106,12 @@ class Attendance:
         """Tell a worker which processes have ended."""
         self._recovery.explain((worker.registration.worker_id, worker.registration.incarnation), now_s)  # it lives
         for process in self._census.ended():
-            self._book.tell(TellProcessGone(worker.link, *process))
+            self._placements.emit(SendProcessGone(worker.link, *process))
 
     def _note_size(self, worker: WorkerView) -> None:
         """Let the prefix table have room for all that a worker's pages can hold."""
         told = worker.registration
-        self._book.forecast.prefixes.attach(worker.link, told.num_pages * told.layout.page_size)
+        self._placements.forecast.prefixes.attach(worker.link, told.num_pages * told.layout.page_size)
 
     def _watch(self, now_s: float) -> None:
         """See to it that a worker which has just spoken is looked for when it has been silent for too long."""
@@ -126,7 +126,7 @@ class Attendance:
 
     def drop(self, worker: WorkerView, reason: str, now_s: float, refusal: Refusal | None = None) -> None:
         """End a worker's link; `refusal` says what is wrong with the worker, if something is."""
-        self._book.tell(DropLink(worker.link, reason, refusal))
+        self._placements.emit(DropLink(worker.link, reason, refusal))
         self.lose(worker, reason, now_s)
 
     def drop_silent(self, now_s: float) -> None:
@@ -148,7 +148,7 @@ class Attendance:
         if event.from_outside:  # after the loss has been noted, which this may be the first word of
             self._recovery.explain((event.worker_id, event.incarnation), now_s)
         for survivor in self._workers:
-            self._book.tell(TellProcessGone(survivor.link, event.worker_id, event.incarnation))
+            self._placements.emit(SendProcessGone(survivor.link, event.worker_id, event.incarnation))
 
     def note_change(self, now_s: float) -> None:
         """Note that workers came, went or began to drain; serve what waits for a pair if there is one.

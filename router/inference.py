@@ -26,7 +26,7 @@ CODES = {status: grpc.StatusCode[status.value] for status in Status}
 
 
 @dataclass(frozen=True, slots=True)
-class FrontLimits:
+class EndpointLimits:
     """Bounds of what the endpoint takes on."""
 
     max_model_len: int | None  # None: what the model and all workers can hold
@@ -44,11 +44,11 @@ class ServedModel:
     defaults: GenerationDefaults
 
 
-class Front(InferenceServiceServicer):
+class InferenceEndpoint(InferenceServiceServicer):
     """Checks and tokenizes requests, hands them to the core, and writes the answers."""
 
     def __init__(
-        self, shell: Shell, model: ServedModel, tokenizer: Tokenizer, prompts: Prompts, limits: FrontLimits
+        self, shell: Shell, model: ServedModel, tokenizer: Tokenizer, prompts: Prompts, limits: EndpointLimits
     ) -> None:
         self._shell = shell
         self._model = model

@@ -1,0 +1,105 @@
+"""Where a request's time went: when it reached each stage of its life, and the ledger made of that.
+
+Invariant: the steps are in time order, start at "received" with 0, and the parts up to "first_token" add up to
+the time to first token.
+"""
+
+from enum import StrEnum
+from math import inf
+
+from pdserve.values import value
+
+
+class Stage(StrEnum):
+    RECEIVED = "received"
+    TOKENIZED = "tokenized"
+    ADMITTED = "admitted"
+    PLACED = "placed"
+    PREFILL_QUEUED = "prefill_queued"
+    PREFILL_STARTED = "prefill_started"
+    PREFILL_DONE = "prefill_done"
+    FIRST_TOKEN = "first_token"
+    GRANTED = "granted"
+    LANDED = "landed"
+    COMMITTED = "committed"
+    DECODE_JOINED = "decode_joined"
+    FINISHED = "finished"
+
+
+STAGES = tuple(Stage.__members__.values())  # the order told for stages reached at the same moment
+# What happens on workers is known a message's way late, so of two stages in one line the later bounds the earlier.
+_PREFILL = (Stage.PREFILL_QUEUED, Stage.PREFILL_STARTED, Stage.PREFILL_DONE, Stage.FIRST_TOKEN)
+_HANDOFF = (Stage.GRANTED, Stage.LANDED, Stage.COMMITTED, Stage.DECODE_JOINED)
+_FIRST_TOKEN = Stage.FIRST_TOKEN
+_BEFORE_FIRST_TOKEN = frozenset(STAGES[: STAGES.index(_FIRST_TOKEN)])
+
+
+@value
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int  # over all continuations
+    cached_tokens: int
+
+
+@value
+class Ledger:
+    steps: tuple[tuple[Stage, float], ...]  # milliseconds after "received"
+    prefill_worker: str
+    decode_worker: str
+    attempts: int
+    decision: str
+    handoff_bytes: int
+    handoff_ms: float
+    handoff_pages_reused: int
+    ttft_ms: float
+    tpot_ms: float
+    predicted_ttft_ms: float | None = None  # None: the policy does not predict
+    predicted_tpot_ms: float | None = None
+
+
+class Timeline:
+    """Moments at which one request reached its stages."""
+
+    def __init__(self, received_s: float) -> None:
+        self._received_s = received_s
+        self._reached_s = {Stage.RECEIVED: received_s}
+
+    def reach(self, stage: Stage, at_s: float) -> None:
+        """Note that `stage` was reached.
+
+        A later attempt overwrites an earlier one's stages, except those that led to the first token: that one is
+        with the client and is not drawn again.
+        """
+        at_s, reached_s = max(at_s, self._received_s), self._reached_s
+        if stage is _FIRST_TOKEN:
+            reached_s.setdefault(stage, at_s)
+            for earlier in _BEFORE_FIRST_TOKEN & reached_s.keys():
+                reached_s[earlier] = min(reached_s[earlier], at_s)
+        elif stage in _BEFORE_FIRST_TOKEN and _FIRST_TOKEN in reached_s:
+            reached_s.setdefault(stage, min(at_s, reached_s[_FIRST_TOKEN]))
+        else:
+            reached_s[stage] = at_s
+
+    def start_over(self) -> None:
+        """Forget the hand-off of an attempt that has failed."""
+        for stage in _HANDOFF:
+            self._reached_s.pop(stage, None)
+
+    def ms(self, stage: Stage) -> float:
+        """Return milliseconds from "received" to `stage`; 0 where it was not reached."""
+        return (self._reached_s.get(stage, self._received_s) - self._received_s) * 1e3
+
+    def steps(self) -> tuple[tuple[Stage, float], ...]:
+        """Return the stages reached, in time order."""
+        for line in (_PREFILL, _HANDOFF):
+            self._order(line)
+        reached, received_s = [stage for stage in STAGES if stage in self._reached_s], self._received_s
+        reached.sort(key=self._reached_s.__getitem__)
+        return tuple([(stage, (self._reached_s[stage] - received_s) * 1e3) for stage in reached])
+
+    def _order(self, line: tuple[Stage, ...]) -> None:
+        bound_s = inf
+        reached_s = self._reached_s
+        for stage in reversed(line):
+            if stage in reached_s:
+                bound_s = reached_s[stage] = min(reached_s[stage], bound_s)
