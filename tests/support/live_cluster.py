@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import cluster_logs
 import grpc
 from proofs import operators_proof
 
@@ -170,6 +171,7 @@ def live_cluster(folder: Path, model: Path, *flags: str) -> Iterator[LiveCluster
     command += [*ANY_PORT, *TAKE_TURNS, *flags]
     with (folder / "up.log").open("wb") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+    cluster_logs.register(folder)
     try:
         _await_file(ready, process, folder / "up.log")
         cluster = LiveCluster(process, folder)
@@ -179,7 +181,12 @@ def live_cluster(folder: Path, model: Path, *flags: str) -> Iterator[LiveCluster
             cluster.close()
             process.send_signal(signal.SIGTERM)
             assert process.wait(STOP_TIMEOUT_S) == 0
+    except BaseException as error:
+        for name, text in cluster_logs.of_cluster(folder):
+            error.add_note(f"--- log of {name}\n{text}")
+        raise
     finally:
+        cluster_logs.unregister(folder)
         if process.poll() is None:
             process.kill()
             process.wait()
