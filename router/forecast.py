@@ -58,15 +58,13 @@ class _Fading:
 class Forecast:
     """All that a router has learnt of its cluster's performance."""
 
-    def __init__(self, start: dict[Role, StepCosts] | None = None, *, knows_arrivals: bool = True) -> None:
-        """Without `knows_arrivals`, a decode worker's load is taken to be the present one (for comparison)."""
+    def __init__(self, start: dict[Role, StepCosts] | None = None) -> None:
         self.costs = CostsByKind(start or {})
         self.links = LearntLinks()
         self.machines = Machines()
         self.prefixes = PrefixTable()
         self.lengths = AnswerLengths()
         self.decoding_s = 2.0  # running mean of the time from first to last token
-        self.knows_arrivals = knows_arrivals
         self.ttft_bias = {True: Bias(), False: Bias()}  # by whether a decode worker computes the prompt
         self.ttft_margins = {True: Margin(), False: Margin()}
         # The same decode workers run the steps: with a bias or a margin of its own, a way could be shunned for good,

@@ -57,10 +57,6 @@ class Outlook:
         on, as these end, the batch goes towards what arrivals and lengths of lately lead to.
         """
         forecast, costs, worker = self._forecast, self._costs, self.worker
-        if not forecast.knows_arrivals:
-            batch = self._num_running + self._width
-            alone_s = costs.decode_s(batch, batch * self._mean_kv)
-            return alone_s * costs.decode_slowdown(forecast.machines.expected(worker, alone_s * self.num_later))
         crowd = self._crowd(delay_s)
         batch = crowd.at_join + self._width
         alone_s = costs.decode_s(batch, batch * self._mean_kv)
@@ -116,7 +112,7 @@ class Outlook:
     def _fits_beside(self) -> bool:
         """Return whether the request fits beside all that is here and on its way, with their answers."""
         worker, mean_tokens, prompt = self.worker, self._forecast.output_tokens, self._prompt
-        present = worker.num_sequences if self._forecast.knows_arrivals else worker.num_sequences - worker.num_arriving
+        present = worker.num_sequences
         if present == 0:
             return prompt.num_tokens + self._width <= worker.kv_capacity
         count = present + self._width

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from pdserve.capacity.forecasts import new_forecast
 from pdserve.capacity.leaping import END, LeapingScheduler
 from pdserve.capacity.machine import Machine
 from pdserve.capacity.naming import QuickNames
@@ -51,6 +50,7 @@ from pdserve.router.events import (
     StepReported,
     WorkerRegistered,
 )
+from pdserve.router.forecast import Forecast
 from pdserve.router.policies import POLICIES
 from pdserve.rpc import PROTOCOL_VERSION
 from pdserve.sampling import SamplingParams
@@ -122,7 +122,7 @@ class SimCluster:
         )
         self._routers: dict[RouterRef, _Router] = {}
         for ref in map(RouterRef, range(shape.routers)):
-            forecast = new_forecast(costs, shape)
+            forecast = Forecast(costs)
             self._routers[ref] = _Router(ref, RouterCore(MODEL, limits, POLICIES[policy](forecast), forecast))
         for index in range(shape.prefill):
             self._attach(f"p{index}", Role.PREFILL)

@@ -20,8 +20,6 @@ class Shape:
     max_num_seqs: int = 256
     local_prefill: bool = True  # whether a policy may let decode workers compute prompts
     kv_share: float = 1.0  # of the KV pages that fit, which a worker gets
-    knows_arrivals: bool = True  # whether admission counts what is on its way to decode workers
-    corrects: bool = True  # whether predictions are corrected by how they have come out before
     routers: int = 1  # that place requests, in turn, each on its own
 
     @property

@@ -1,6 +1,5 @@
 """`pdserve sim` and `pdserve plan`: what a cluster could serve, without one."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -129,42 +128,6 @@ def plan(
         f"It takes {found.kv_share:.0%} of the KV pages that fit.",
     )
     show(json_file, report.as_json(points, title, [found.known]), report.sheet(points, title, notes))
-
-
-def early_rejection(
-    workload: WorkloadText = "4000x45~0.4",
-    slo: SloText = "ttft=2000,tpot=50",
-    profile: ProfileFile = None,
-    prefill: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 16,
-    decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 2,
-    rate: Annotated[float, typer.Option(min=0.01, help="Requests per second.")] = 25.0,
-    requests: Annotated[int, typer.Option(min=2, help="Requests simulated.")] = 1500,
-    seed: Annotated[
-        list[int] | None, typer.Option(help="Of lengths and arrivals; may be repeated; none: 1, 2 and 3.")
-    ] = None,
-    corrects: Annotated[
-        bool, typer.Option("--correct", help="Let both correct predictions by how they have come out.")
-    ] = False,
-    json_file: JsonFile = None,
-    plot: PlotFile = None,
-) -> None:
-    """Show what admission by the present decode load leads to, beside admission by the predicted one."""
-    from pdserve.capacity import rejection
-    from pdserve.capacity.shape import Shape
-    from pdserve.capacity.workload import parse_lengths
-    from pdserve.cli.output import show
-
-    shape, is_trace = Shape(prefill, decode, local_prefill=False, corrects=corrects), parse_lengths(workload) is None
-    seeds, sways = seed or [1, 2, 3], []
-    for each in seeds:
-        question = _question(workload, slo, profile, _Cut(requests, (1.0, None), 1_000_000, is_trace, each))
-        question = replace(question, workload=question.workload.first(requests))
-        sways.append(rejection.compare(question, shape, rate))
-    title = f"{question.profile.model}, {shape}, {question.workload.name}, {rate:g} requests/s, {slo}"
-    found = dict(zip(seeds, sways, strict=True))
-    show(json_file, rejection.as_json(found, title), rejection.sheet(found, title))
-    if plot is not None:
-        rejection.plot(sways[0], f"{title}, seed {seeds[0]}", plot)
 
 
 class _Cut:

@@ -17,8 +17,8 @@ def bench_router(
 ) -> None:
     """Measure decisions per second of one core, for each policy, without network or engine."""
     from pdserve.bench.tables import Column, Sheet
+    from pdserve.experiments.router_speed import RouterSpeed
     from pdserve.router.policies import POLICIES
-    from pdserve.router.speed import RouterSpeed
 
     columns = (Column("policy", is_text=True), Column("placements/s"), Column("rest of a request", "us"))
     found = {policy: RouterSpeed(policy, prefill, decode, prompt).measure(requests) for policy in POLICIES}

@@ -15,9 +15,9 @@ from pdserve.capacity.search import Search, highest_rate
 from pdserve.capacity.shape import Objective, Run, Shape
 from pdserve.capacity.workload import Arrival, Workload, random_lengths, read_workload, trace_path
 from pdserve.errors import ConfigError
+from pdserve.experiments.router_speed import RouterSpeed
 from pdserve.perfmodel.profile import read_profile, shipped_profile
 from pdserve.router.policies import POLICIES
-from pdserve.router.speed import RouterSpeed
 
 PROFILE = read_profile(shipped_profile())
 OBJECTIVE = Objective(0.25, 0.1)
