@@ -7,9 +7,10 @@ from pdserve.engine.sequence import Job, Sequence
 from pdserve.errors import ProtocolError
 from pdserve.kvtransfer import receiver
 from pdserve.kvtransfer.session import Capsule, HandoffKey, Pages, Peer
+from pdserve.load import LoadPart
 from pdserve.worker.audit import Claim
 from pdserve.worker.load import waiting
-from pdserve.worker.words import Part, RouterRef
+from pdserve.worker.words import RouterRef
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +31,7 @@ class Task:
         self.key = HandoffKey(self.job.request_id, self.job.attempt)
 
     @property
-    def part(self) -> Part:
+    def part(self) -> LoadPart:
         """What it asks of the worker."""
         num_running, num_coming, tokens, work = 0, 0, 0, 0
         for sequence in self.sequences:
@@ -42,7 +43,7 @@ class Task:
                 num_running += len(sequence.indices)
         if not self.sequences:
             num_coming = sum(index not in self.dropped for index in self.job.indices)
-        return Part(num_running, num_coming, (num_running + num_coming) * len(self.job.token_ids), tokens, work)
+        return LoadPart(num_running, num_coming, (num_running + num_coming) * len(self.job.token_ids), tokens, work)
 
 
 @dataclass(slots=True, eq=False)

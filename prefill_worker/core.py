@@ -14,6 +14,7 @@ from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.kvtransfer import sender
 from pdserve.kvtransfer.session import MIN_LEASE_S, Capsule, HandoffKey, Peer
+from pdserve.load import LoadPart
 from pdserve.prefill_worker.absent import Absent
 from pdserve.prefill_worker.backlog import Backlog
 from pdserve.prefill_worker.events import (
@@ -40,7 +41,6 @@ from pdserve.worker.words import (
     Failed,
     FailureCode,
     Load,
-    Part,
     PeerGone,
     Placed,
     Progress,
@@ -85,7 +85,7 @@ class PrefillCore:
 
     def load(self) -> Load:
         load, num_quarantined = load_of(self._scheduler, self._auditor), self._num_quarantined()
-        present = ((t.router, Part(0, 0, 0, *waiting(t.sequence))) for t in self._tasks.values() if not t.ended)
+        present = ((t.router, LoadPart(0, 0, 0, *waiting(t.sequence))) for t in self._tasks.values() if not t.ended)
         return replace(
             load,
             pages_held=load.pages_held - num_quarantined,

@@ -9,9 +9,9 @@ from pdserve.errors import Refusal, Status
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvevents import KvEvent
 from pdserve.kvlayout import KvLayout
+from pdserve.load import ReportedLoad
 from pdserve.perfmodel.curve import IDLE, Step
 from pdserve.router.deltas import TokenDelta
-from pdserve.router.load import Load
 from pdserve.router.timeline import Ledger, Stage, Usage
 from pdserve.sampling import SamplingParams
 from pdserve.values import value
@@ -104,7 +104,7 @@ class WorkerRegistered:
 @value
 class LoadReported:
     link: LinkId
-    load: Load
+    load: ReportedLoad
 
 
 @value

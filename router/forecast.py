@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from math import exp
 
 from pdserve.kvlayout import KvLayout
+from pdserve.load import LoadPart
 from pdserve.perfmodel.curve import Step, StepCosts
 from pdserve.perfmodel.margin import Bias, Margin
 from pdserve.perfmodel.model import LearntLinks
 from pdserve.router.costs import CostsByKind
 from pdserve.router.events import LinkId, Role
 from pdserve.router.lengths import AnswerLengths
-from pdserve.router.load import Others
 from pdserve.router.machines import Machines
 from pdserve.router.pages import Names
 from pdserve.router.prefixes import PrefixTable
@@ -108,7 +108,7 @@ class Forecast:
         if prefill is None:
             self._note_local(decode, *uncached(prompt, decode.link), now_s)
 
-    def note_others(self, worker: WorkerView, sent: Others, now_s: float) -> None:
+    def note_others(self, worker: WorkerView, sent: LoadPart, now_s: float) -> None:
         """Note what other routers have sent to a worker since it last reported."""
         if not sent.num_taken:
             return

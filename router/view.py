@@ -7,9 +7,9 @@ from math import inf
 from pdserve.errors import InvariantError, ProtocolError
 from pdserve.ids import Attempt, RequestId
 from pdserve.kvlayout import KvLayout
+from pdserve.load import LoadPart, ReportedLoad
 from pdserve.router.answers import Batch
 from pdserve.router.events import Address, LinkId, Registration, Role, StepReported
-from pdserve.router.load import Load, Others
 from pdserve.router.prompt_order import PromptOrder
 from pdserve.values import value
 
@@ -56,7 +56,7 @@ class WorkerView:
         self.registration = registration
         self.name: str = registration.worker_id  # who registers again under another name or role is dropped
         self.role = registration.role
-        self.load: Load | None = None  # as last reported
+        self.load: ReportedLoad | None = None  # as last reported
         self.draining = False
         self.is_failing = False  # its last steps brought nothing: it looks idle, and fails what it is given
         self.last_heard_s = now_s
@@ -65,7 +65,7 @@ class WorkerView:
         self._sequences = self._tokens = self._work = 0  # sums over the shares
         self._computed_tokens = self._computed_work = 0  # of prompts that are computed in part
         self._stepped_tokens = self._stepped_work = 0  # of all routers' prompts, computed since the last report
-        self.others = Others()  # what other routers have sent, as last reported
+        self.others = LoadPart()  # what other routers have sent, as last reported
         self._num_arriving = self._kv_tokens = 0  # of ours
         self._new_pages = 0  # taken by what was assigned since the last report, less what has ended since
         self.prompts = PromptOrder()
@@ -87,16 +87,16 @@ class WorkerView:
         told = self.registration
         return min(told.max_model_len, told.num_pages * told.layout.page_size)
 
-    def report(self, load: Load) -> Others:
+    def report(self, load: ReportedLoad) -> LoadPart:
         """Take a load report; return what other routers have sent between the last one and this."""
         before, now = self.others, load.others
-        sent = Others(
+        sent = LoadPart(
             num_taken=now.num_taken - before.num_taken,
             taken_tokens=now.taken_tokens - before.taken_tokens,
             taken_work=now.taken_work - before.taken_work,
         )
         if self.load is None or min(sent.num_taken, sent.taken_tokens, sent.taken_work) < 0:
-            sent = Others()  # they began before this router heard of it
+            sent = LoadPart()  # they began before this router heard of it
         else:  # what was computed of theirs was counted as ours; what was cached or given up was not computed
             theirs = min(self._stepped_tokens, before.waiting_tokens + sent.taken_tokens - now.waiting_tokens)
             work = min(self._stepped_work, before.waiting_work + sent.taken_work - now.waiting_work)

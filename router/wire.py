@@ -10,6 +10,7 @@ from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.kvlayout_wire import layout_from_proto
+from pdserve.load import LoadPart, ReportedLoad
 from pdserve.perfmodel.curve import Step
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
@@ -32,7 +33,6 @@ from pdserve.router.events import (
     WorkerEvent,
     WorkerRegistered,
 )
-from pdserve.router.load import Load, Others
 from pdserve.router.timeline import Ledger, Stage, Usage
 from pdserve.sampling import SamplingParams
 from pdserve.token_ids import to_wire
@@ -80,9 +80,9 @@ def _worker_event(link_id: LinkId, message: link.AttachRequest, kind: str | None
             raise ProtocolError("message: none of those that a worker sends")
 
 
-def _load(beat: link.Heartbeat) -> Load:
+def _load(beat: link.Heartbeat) -> ReportedLoad:
     told = beat.others
-    others = Others(
+    others = LoadPart(
         num_running=told.num_running,
         num_coming=told.num_coming,
         placed_tokens=told.placed_tokens,
@@ -93,7 +93,7 @@ def _load(beat: link.Heartbeat) -> Load:
         taken_work=told.taken_work,
     )
     pages_lost = beat.pages_quarantined + beat.pages_leaked
-    return Load(beat.pages_free, beat.pages_wanted, pages_lost, beat.draining, beat.failed_steps, others)
+    return ReportedLoad(beat.pages_free, beat.pages_wanted, pages_lost, beat.draining, beat.failed_steps, others)
 
 
 def _stage(link_id: LinkId, progress: link.Progress) -> StageReached:

@@ -3,8 +3,8 @@
 from pdserve.capacity.leaping import OTHER
 from pdserve.ids import Attempt, RequestId
 from pdserve.kvtransfer import receiver, sender
+from pdserve.load import ReportedLoad
 from pdserve.router.events import LinkId, LoadReported, StageReached
-from pdserve.router.load import Load, Others
 from pdserve.router.timeline import Stage
 from pdserve.values import value
 from pdserve.worker import words
@@ -63,19 +63,10 @@ def heard_by_sender(said: receiver.SendGrant | receiver.SendTaken | receiver.Sen
 
 
 def load_report(link: LinkId, told: words.Load, router: words.RouterRef) -> LoadReported:
-    part = told.parts.others(router)
-    others = Others(
-        num_running=part.num_running,
-        num_coming=part.num_coming,
-        placed_tokens=part.placed_tokens,
-        waiting_tokens=part.waiting_tokens,
-        waiting_work=part.waiting_work,
-        num_taken=part.num_taken,
-        taken_tokens=part.taken_tokens,
-        taken_work=part.taken_work,
-    )
     pages_lost = told.pages_quarantined + told.pages_leaked
-    return LoadReported(link, Load(told.pages_free, told.pages_wanted, pages_lost, told.draining, 0, others))
+    others = told.parts.others(router)
+    load = ReportedLoad(told.pages_free, told.pages_wanted, pages_lost, told.draining, others=others)
+    return LoadReported(link, load)
 
 
 def stage(link: LinkId, progress: words.Progress, now_s: float) -> StageReached:

@@ -4,9 +4,10 @@ from collections.abc import Iterable
 
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Job, Sequence
+from pdserve.load import LoadPart
 from pdserve.perfmodel.curve import attention_work
 from pdserve.worker.audit import Auditor
-from pdserve.worker.words import Load, Part, Parts, RouterRef
+from pdserve.worker.words import Load, Parts, RouterRef
 
 
 class Taken:
@@ -32,7 +33,7 @@ class Taken:
         """Keep what a router that is gone has sent in the total alone, which never falls."""
         self._by_router.pop(router, None)
 
-    def parts(self, present: Iterable[tuple[RouterRef, Part]]) -> Parts:
+    def parts(self, present: Iterable[tuple[RouterRef, LoadPart]]) -> Parts:
         """Return what is present and what was taken in, by router."""
         total, sums = [0] * 5, {router: [0] * 5 for router in self._by_router}
         for router, part in present:
@@ -42,8 +43,8 @@ class Taken:
                 known[2] += part.placed_tokens
                 known[3] += part.waiting_tokens
                 known[4] += part.waiting_work
-        parts = {router: Part(*known, *self._by_router.get(router, (0, 0, 0))) for router, known in sums.items()}
-        return Parts(Part(*total, *self._total), parts)
+        parts = {router: LoadPart(*known, *self._by_router.get(router, (0, 0, 0))) for router, known in sums.items()}
+        return Parts(LoadPart(*total, *self._total), parts)
 
 
 def waiting(sequence: Sequence) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from pdserve.engine.step import StepPlan, StepResult, TokenLogprobs
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvtransfer.session import Peer
+from pdserve.load import LoadPart
 from pdserve.perfmodel.curve import attention_work
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
@@ -24,7 +25,6 @@ from pdserve.worker.words import (
     Failed,
     FailureCode,
     Load,
-    Part,
     Placed,
     Progress,
     Report,
@@ -137,7 +137,7 @@ def heartbeat(load: Load, num_steps: int, refused: Mapping[Refusal, int], router
     return link.AttachRequest(heartbeat=link.Heartbeat(num_steps=num_steps, refused=counts, others=others, **told))
 
 
-def _others(part: Part) -> link.OthersLoad:
+def _others(part: LoadPart) -> link.OthersLoad:
     return link.OthersLoad(
         num_running=part.num_running,
         num_coming=part.num_coming,

@@ -12,6 +12,7 @@ from pdserve.engine.sequence import Finish, Job
 from pdserve.engine.step import SampledToken
 from pdserve.ids import Attempt, RequestId
 from pdserve.kvtransfer.session import HandoffKey, Peer
+from pdserve.load import LoadPart
 from pdserve.values import value
 
 BEAT_S = 0.5  # a worker says that it lives, and ticks, so often
@@ -123,39 +124,13 @@ Report = Tokens | Progress | Failed
 
 
 @value
-class Part:
-    """What of a worker's load is the requests of some routers. Continuations of one request count each."""
-
-    num_running: int = 0  # in the batch
-    num_coming: int = 0  # taken in, and not decoding yet
-    placed_tokens: int = 0  # that all these had when they were placed
-    waiting_tokens: int = 0  # of prompts, yet to be computed here
-    waiting_work: int = 0  # of their attention
-    num_taken: int = 0  # continuations taken in since this process started
-    taken_tokens: int = 0  # of prompts to compute here, the same
-    taken_work: int = 0
-
-    def minus(self, part: "Part") -> "Part":
-        return Part(
-            self.num_running - part.num_running,
-            self.num_coming - part.num_coming,
-            self.placed_tokens - part.placed_tokens,
-            self.waiting_tokens - part.waiting_tokens,
-            self.waiting_work - part.waiting_work,
-            self.num_taken - part.num_taken,
-            self.taken_tokens - part.taken_tokens,
-            self.taken_work - part.taken_work,
-        )
-
-
-@value
 class Parts:
     """A worker's load by the router that sent it. The total counts what routers have sent that are gone, too."""
 
-    total: Part = field(default_factory=Part)
-    by_router: Mapping[RouterRef, Part] = field(default_factory=dict)
+    total: LoadPart = field(default_factory=LoadPart)
+    by_router: Mapping[RouterRef, LoadPart] = field(default_factory=dict)
 
-    def others(self, router: RouterRef) -> Part:
+    def others(self, router: RouterRef) -> LoadPart:
         """Return what other routers than this one have sent."""
         part = self.by_router.get(router)
         return self.total if part is None else self.total.minus(part)

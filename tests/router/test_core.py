@@ -6,6 +6,7 @@ import pytest
 from router_driver import LAYOUT, Driver
 
 from pdserve.errors import Status
+from pdserve.load import LoadPart, ReportedLoad
 from pdserve.router.events import (
     ClientGone,
     DrainAsked,
@@ -14,7 +15,6 @@ from pdserve.router.events import (
     Refused,
     SendDrain,
 )
-from pdserve.router.load import Load, Others
 
 
 def test_a_request_goes_to_both_workers_at_once() -> None:
@@ -95,7 +95,7 @@ def test_what_a_worker_reports_counts_as_load() -> None:
     d = Driver()
     d.pair()
     busy = d.attach("d1")
-    d.post(LoadReported(busy, Load(100, others=Others(num_running=7))))
+    d.post(LoadReported(busy, ReportedLoad(100, others=LoadPart(num_running=7))))
     for _ in range(6):
         d.arrive()
         place = d.placed()
@@ -122,7 +122,7 @@ def test_a_draining_worker_gets_nothing_more() -> None:
     assert d.post(DrainAsked(decode)) == [SendDrain(decode)]
     request = d.arrive()
     assert d.refusal(request).message == "no decode worker is ready (d0: it is draining)"
-    d.post(LoadReported(prefill, Load(100, draining=True)))
+    d.post(LoadReported(prefill, ReportedLoad(100, draining=True)))
     assert not d.core.is_ready
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
+from pdserve.load import ReportedLoad
 from pdserve.perfmodel.curve import Step
 from pdserve.perfmodel.model import ENOUGH_STEPS
 from pdserve.router.core import RouterCore
@@ -44,7 +45,6 @@ from pdserve.router.events import (
     WorkerRegistered,
 )
 from pdserve.router.forecast import Forecast
-from pdserve.router.load import Load
 from pdserve.router.placement import Decision, Demand, Group, Placed
 from pdserve.router.policies import POLICIES
 from pdserve.router.timeline import Stage
@@ -259,7 +259,7 @@ def _wait_for_deadlines(world: World) -> None:
     """Let time pass while workers do nothing but live."""
     for _ in range(int(DEADLINE_S) + 1):
         for link in tuple(world.workers):
-            world.post(LoadReported(link, Load(100)))
+            world.post(LoadReported(link, ReportedLoad(100)))
         world.advance(1.0)
 
 
@@ -300,7 +300,7 @@ def _act_of_worker(world: World, worker: Worker, action: str, data: st.DataObjec
         case "compute":
             worker.compute(key, 1 if worker.role is Role.PREFILL else data.draw(st.integers(1, 6)))
         case "beat":
-            world.post(LoadReported(worker.link, Load(100)))
+            world.post(LoadReported(worker.link, ReportedLoad(100)))
         case "die":
             world.post(LinkLost(worker.link, "died"))
             del world.workers[worker.link]

@@ -7,6 +7,7 @@ from router_driver import LENGTH, PROMPT, STOP, Driver
 
 from pdserve.errors import Refusal, Status
 from pdserve.ids import Incarnation, WorkerId
+from pdserve.load import LoadPart, ReportedLoad
 from pdserve.router.events import (
     DropLink,
     Failure,
@@ -18,7 +19,6 @@ from pdserve.router.events import (
     SendProcessGone,
     WorkerRegistered,
 )
-from pdserve.router.load import Load, Others
 from pdserve.router.timeline import Stage
 
 
@@ -181,7 +181,7 @@ def test_a_silent_worker_is_dropped_and_a_loading_one_is_not() -> None:
     loading = d.attach("d1", ready=False)
     request = d.arrive()
     d.wait(3.0)
-    d.post(LoadReported(prefill, Load(100)))
+    d.post(LoadReported(prefill, ReportedLoad(100)))
     assert d.core.next_wakeup_s() == 104.0
     d.wait(1.0)
     assert [c.link for c in d.last if isinstance(c, DropLink)] == [decode]
@@ -232,8 +232,8 @@ def test_nothing_is_placed_on_a_worker_whose_last_steps_failed_while_another_ser
     d = Driver()
     sound, failing = d.attach("p0"), d.attach("p1")
     d.attach("d0")
-    d.post(LoadReported(failing, Load(100, failed_steps=2)))
-    d.post(LoadReported(sound, Load(100, others=Others(waiting_tokens=900))))
+    d.post(LoadReported(failing, ReportedLoad(100, failed_steps=2)))
+    d.post(LoadReported(sound, ReportedLoad(100, others=LoadPart(waiting_tokens=900))))
     for _ in range(3):
         d.arrive()
         assert d.placed().prefill.link == sound
@@ -246,8 +246,8 @@ def test_a_worker_that_computes_again_is_given_requests_again() -> None:
     d = Driver()
     sound, failing = d.attach("p0"), d.attach("p1")
     d.attach("d0")
-    d.post(LoadReported(failing, Load(100, failed_steps=2)))
-    d.post(LoadReported(sound, Load(100, others=Others(waiting_tokens=900))))
-    d.post(LoadReported(failing, Load(100, failed_steps=0)))
+    d.post(LoadReported(failing, ReportedLoad(100, failed_steps=2)))
+    d.post(LoadReported(sound, ReportedLoad(100, others=LoadPart(waiting_tokens=900))))
+    d.post(LoadReported(failing, ReportedLoad(100, failed_steps=0)))
     d.arrive()
     assert d.placed().prefill.link == failing

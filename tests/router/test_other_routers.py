@@ -8,10 +8,10 @@ from goodput_cluster import Cluster, placed, refused_in_the_end
 from pdserve.capacity.cluster import simulate
 from pdserve.capacity.shape import Objective, Outcome, Shape
 from pdserve.capacity.workload import read_workload, trace_path
+from pdserve.load import LoadPart, ReportedLoad
 from pdserve.perfmodel.curve import Step, attention_work
 from pdserve.perfmodel.profile import read_profile, shipped_profile
 from pdserve.router.events import LoadReported, Place, StepReported
-from pdserve.router.load import Load, Others
 
 PROFILE = read_profile(shipped_profile())
 
@@ -35,7 +35,7 @@ def test_four_routers_predict_about_as_well_as_one(objective: Objective) -> None
         assert 0.95 < median(ratios) < 1.05
 
 
-def report(cluster: Cluster, name: str, load: Load) -> None:
+def report(cluster: Cluster, name: str, load: ReportedLoad) -> None:
     cluster.post(LoadReported(cluster.links[name], load))
 
 
@@ -54,7 +54,7 @@ def test_prompts_that_others_sent_are_waited_for_as_ones_own_are() -> None:
     for _ in range(3):
         placed(alone.arrive(1000))
     work = 3 * attention_work(1000, 0)
-    report(beside, "p0", Load(1000, others=Others(waiting_tokens=3000, waiting_work=work, num_taken=3)))
+    report(beside, "p0", ReportedLoad(1000, others=LoadPart(waiting_tokens=3000, waiting_work=work, num_taken=3)))
     assert predicted(beside)[0] == pytest.approx(predicted(alone)[0], rel=0.02)
     placed(beside.arrive(1000))
     placed(alone.arrive(1000))
@@ -65,32 +65,36 @@ def test_what_a_step_computed_of_others_prompts_is_not_taken_off_ours() -> None:
     cluster = Cluster()
     placed(cluster.arrive(1000))
     (worker,) = [each for each in cluster.core.workers if each.name == "p0"]
-    report(cluster, "p0", Load(1000, others=Others(waiting_tokens=800, num_taken=1, taken_tokens=800)))
+    report(cluster, "p0", ReportedLoad(1000, others=LoadPart(waiting_tokens=800, num_taken=1, taken_tokens=800)))
     cluster.post(StepReported(cluster.links["p0"], [], Step(800, 640_000), 0.1))
-    report(cluster, "p0", Load(1000, others=Others(num_taken=1, taken_tokens=800)))
+    report(cluster, "p0", ReportedLoad(1000, others=LoadPart(num_taken=1, taken_tokens=800)))
     assert worker.pending_prefill_tokens == 1000
 
 
 @pytest.mark.parametrize(
     "after",
-    [Others(num_taken=2, taken_tokens=1600), Others(num_taken=1, taken_tokens=800)],
+    [LoadPart(num_taken=2, taken_tokens=1600), LoadPart(num_taken=1, taken_tokens=800)],
     ids=["cached", "given up"],
 )
-def test_prompts_of_others_that_were_not_computed_leave_ours_as_far_as_it_is(after: Others) -> None:
+def test_prompts_of_others_that_were_not_computed_leave_ours_as_far_as_it_is(after: LoadPart) -> None:
     cluster = Cluster()
     placed(cluster.arrive(1000))
     (worker,) = [each for each in cluster.core.workers if each.name == "p0"]
-    report(cluster, "p0", Load(1000))
+    report(cluster, "p0", ReportedLoad(1000))
     cluster.post(StepReported(cluster.links["p0"], [], Step(700, 490_000), 0.1))
-    report(cluster, "p0", Load(1000, others=Others(waiting_tokens=800, num_taken=1, taken_tokens=800)))
+    report(cluster, "p0", ReportedLoad(1000, others=LoadPart(waiting_tokens=800, num_taken=1, taken_tokens=800)))
     assert worker.pending_prefill_tokens == 1100
-    report(cluster, "p0", Load(1000, others=after))
+    report(cluster, "p0", ReportedLoad(1000, others=after))
     assert worker.pending_prefill_tokens == 300
 
 
 def test_sequences_of_others_slow_down_ones_own() -> None:
     quiet, beside = Cluster(), Cluster()
-    report(beside, "d0", Load(1000, others=Others(num_running=10, num_coming=10, placed_tokens=2000, num_taken=20)))
+    report(
+        beside,
+        "d0",
+        ReportedLoad(1000, others=LoadPart(num_running=10, num_coming=10, placed_tokens=2000, num_taken=20)),
+    )
     assert predicted(beside)[1] > 1.3 * predicted(quiet)[1]
 
 
@@ -99,21 +103,21 @@ def test_arrivals_of_others_count_in_the_load_to_come() -> None:
     (worker,) = [each for each in cluster.core.workers if each.name == "d0"]
     for number in range(100):
         cluster.now_s += 0.1
-        report(cluster, "d0", Load(1000, others=Others(num_taken=50 + 2 * number)))
+        report(cluster, "d0", ReportedLoad(1000, others=LoadPart(num_taken=50 + 2 * number)))
     assert cluster.forecast.sequences_a_second(worker, cluster.now_s) == pytest.approx(20, rel=0.05)
 
 
 @pytest.mark.parametrize(
     "load",
     [
-        Load(0),
-        Load(20, pages_wanted=20),
-        Load(5, pages_lost=995),
-        Load(1000, others=Others(num_running=20, placed_tokens=15_000, num_taken=20)),
+        ReportedLoad(0),
+        ReportedLoad(20, pages_wanted=20),
+        ReportedLoad(5, pages_lost=995),
+        ReportedLoad(1000, others=LoadPart(num_running=20, placed_tokens=15_000, num_taken=20)),
     ],
     ids=["no free pages", "all wanted", "quarantined", "held by others"],
 )
-def test_a_worker_without_pages_has_no_room(load: Load) -> None:
+def test_a_worker_without_pages_has_no_room(load: ReportedLoad) -> None:
     cluster = Cluster()
     placed(cluster.arrive(100))
     report(cluster, "d0", load)
@@ -123,6 +127,6 @@ def test_a_worker_without_pages_has_no_room(load: Load) -> None:
 
 def test_pages_that_were_sent_for_since_the_report_are_no_longer_free() -> None:
     cluster = Cluster()
-    report(cluster, "d0", Load(70))
+    report(cluster, "d0", ReportedLoad(70))
     assert any(isinstance(command, Place) for command in cluster.arrive(1000, ttft_s=60.0)), "it takes 63 pages"
     assert refused_in_the_end(cluster, cluster.arrive(1000, ttft_s=60.0))

@@ -12,14 +12,14 @@ from pdserve.engine.sequence import Job
 from pdserve.errors import Refusal
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvtransfer.session import DigestPolicy, Peer
+from pdserve.load import LoadPart
 from pdserve.perfmodel.curve import attention_work
 from pdserve.prefill_worker.core import PrefillCore
 from pdserve.router.events import LinkId, LoadReported
-from pdserve.router.load import Others
 from pdserve.router.wire import worker_events
 from pdserve.sampling import SamplingParams
 from pdserve.worker import wire
-from pdserve.worker.words import Cancelled, Part, Placed, RouterLost, RouterRef
+from pdserve.worker.words import Cancelled, Placed, RouterLost, RouterRef
 
 PAGE_SIZE, NUM_PAGES, VOCAB = 4, 64, 100
 OURS, THEIRS = RouterRef(1), RouterRef(2)
@@ -50,7 +50,7 @@ def test_each_router_learns_what_the_others_wait_for_on_a_prefill_worker() -> No
     core.handle(Placed(THEIRS, job(2, 30), 1e9, PEER, "host:1"), 0.0)
     load = core.load()
     assert load.waiting_tokens == 40
-    assert load.parts.others(OURS) == Part(0, 0, 0, 30, attention_work(30, 0), 1, 30, attention_work(30, 0))
+    assert load.parts.others(OURS) == LoadPart(0, 0, 0, 30, attention_work(30, 0), 1, 30, attention_work(30, 0))
     assert load.parts.others(THEIRS).waiting_tokens == 10
     assert load.parts.others(RouterRef(3)).waiting_tokens == 40, "it has sent nothing"
     step(core)  # 10 of ours, 6 of theirs
@@ -63,17 +63,17 @@ def test_each_router_learns_what_the_others_decode_or_will() -> None:
     core = DecodeCore(scheduler(), VOCAB, bytes(16), RULES)
     core.handle(Placed(THEIRS, job(1, 10), 1e9, None), 0.0)
     core.handle(Placed(THEIRS, job(2, 12, n=2), 1e9, PEER), 0.0)
-    assert core.load().parts.others(OURS) == Part(0, 3, 34, 10, 100, 3, 10, 100)
+    assert core.load().parts.others(OURS) == LoadPart(0, 3, 34, 10, 100, 3, 10, 100)
     step(core)
-    assert core.load().parts.others(OURS) == Part(1, 2, 34, 0, 0, 3, 10, 100)
-    assert core.load().parts.others(THEIRS) == Part()
+    assert core.load().parts.others(OURS) == LoadPart(1, 2, 34, 0, 0, 3, 10, 100)
+    assert core.load().parts.others(THEIRS) == LoadPart()
 
 
 def test_what_was_taken_in_never_falls_though_its_router_is_gone() -> None:
     core = DecodeCore(scheduler(), VOCAB, bytes(16), RULES)
     core.handle(Placed(THEIRS, job(1, 10), 1e9, None), 0.0)
     core.handle(RouterLost(THEIRS), 0.0)
-    assert core.load().parts.others(OURS) == Part(num_taken=1, taken_tokens=10, taken_work=100)
+    assert core.load().parts.others(OURS) == LoadPart(num_taken=1, taken_tokens=10, taken_work=100)
 
 
 def test_hand_offs_without_room_say_how_many_pages_they_want() -> None:
@@ -92,14 +92,14 @@ def test_continuations_of_a_later_attempt_that_are_cancelled_are_not_taken_off_a
     placed = Placed(THEIRS, replace(job(1, 10, n=3), indices=(1,)), 1e9, PEER)
     core.handle(placed, 0.0)
     core.handle(Cancelled(placed.job.request_id, Attempt(2), (0, 2)), 0.0)
-    assert core.load().parts.others(OURS) == Part(0, 1, 10, 0, 0, 1)
+    assert core.load().parts.others(OURS) == LoadPart(0, 1, 10, 0, 0, 1)
 
 
 def test_a_heartbeat_tells_each_router_of_the_others() -> None:
     core = DecodeCore(scheduler(), VOCAB, bytes(16), RULES)
     core.handle(Placed(THEIRS, job(1, 10), 1e9, None), 0.0)
     refused = {Refusal.LAYOUT: 1}
-    for router, others in ((OURS, Others(0, 1, 10, 10, 100, 1, 10, 100)), (THEIRS, Others())):
+    for router, others in ((OURS, LoadPart(0, 1, 10, 10, 100, 1, 10, 100)), (THEIRS, LoadPart())):
         (event,) = worker_events(LinkId(1), wire.heartbeat(core.load(), 7, refused, router))
         assert isinstance(event, LoadReported)
         assert event.load.others == others

@@ -1,0 +1,43 @@
+"""A worker's load, as the worker counts it and routers hear it."""
+
+from dataclasses import field
+
+from pdserve.values import value
+
+
+@value
+class LoadPart:
+    """What of a worker's load the requests of some routers are. Continuations of one request count each."""
+
+    num_running: int = 0  # in the batch
+    num_coming: int = 0  # taken in, and not decoding yet
+    placed_tokens: int = 0  # that all these had when they were placed
+    waiting_tokens: int = 0  # of prompts, yet to be computed there
+    waiting_work: int = 0  # of their attention
+    num_taken: int = 0  # sequences taken in since the process started
+    taken_tokens: int = 0  # of prompts to compute there, the same
+    taken_work: int = 0
+
+    def minus(self, part: "LoadPart") -> "LoadPart":
+        return LoadPart(
+            self.num_running - part.num_running,
+            self.num_coming - part.num_coming,
+            self.placed_tokens - part.placed_tokens,
+            self.waiting_tokens - part.waiting_tokens,
+            self.waiting_work - part.waiting_work,
+            self.num_taken - part.num_taken,
+            self.taken_tokens - part.taken_tokens,
+            self.taken_work - part.taken_work,
+        )
+
+
+@value
+class ReportedLoad:
+    """What a worker reports of its load, as far as decisions depend on it."""
+
+    pages_free: int
+    pages_wanted: int = 0  # that requests taken in wait for
+    pages_lost: int = 0  # in quarantine, or leaked
+    draining: bool = False
+    failed_steps: int = 0  # the last ones, in a row
+    others: LoadPart = field(default_factory=LoadPart)  # what other routers have sent
