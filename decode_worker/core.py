@@ -31,30 +31,29 @@ from pdserve.ids import Attempt, RequestId
 from pdserve.kvtransfer import receiver
 from pdserve.kvtransfer.lease import Leases
 from pdserve.kvtransfer.session import Capsule, HandoffKey, Peer
+from pdserve.reports import Failure, Stage
 from pdserve.worker.admission import refusal
 from pdserve.worker.audit import Auditor, Claim
 from pdserve.worker.draining import Draining
 from pdserve.worker.load import Taken, load_of
-from pdserve.worker.words import (
+from pdserve.worker.messages import (
     BEAT_S,
     Cancelled,
     DrainAsked,
     Failed,
-    FailureCode,
     Load,
     PeerGone,
     Placed,
     Progress,
     RouterLost,
-    Stage,
     Ticked,
     Tokens,
 )
 
 _CODES = {
-    receiver.Cause.SENDER_LOST: FailureCode.PEER_LOST,
-    receiver.Cause.LEASE_LAPSED: FailureCode.LEASE_LAPSED,
-    receiver.Cause.DIGEST_MISMATCH: FailureCode.DIGEST_MISMATCH,
+    receiver.Cause.SENDER_LOST: Failure.PEER_LOST,
+    receiver.Cause.LEASE_LAPSED: Failure.LEASE_LAPSED,
+    receiver.Cause.DIGEST_MISMATCH: Failure.DIGEST_MISMATCH,
 }
 
 
@@ -135,7 +134,7 @@ class DecodeCore:
                     self._part(task, sequence, children)
                     self._drop_sequences(task)
                 case Broken(_, reason):
-                    commands.append(Failed(task.router, task.key, FailureCode.INTERNAL, reason))
+                    commands.append(Failed(task.router, task.key, Failure.INTERNAL, reason))
                     self._forget(task)
                 case Computed():
                     pass
@@ -182,7 +181,7 @@ class DecodeCore:
                 self._leases.end(peer)
                 lost = [t for t in self._ungranted if t.peer == peer]
                 commands: list[Command] = [
-                    Failed(t.router, t.key, FailureCode.PEER_LOST, "the sender's process ended") for t in lost
+                    Failed(t.router, t.key, Failure.PEER_LOST, "the sender's process ended") for t in lost
                 ]
                 for task in lost:
                     self._forget(task)
@@ -193,11 +192,11 @@ class DecodeCore:
         key = HandoffKey(job.request_id, job.attempt)
         reason = refusal(self._scheduler, job, self._vocab_size)
         if reason is not None:
-            return [Failed(placed.router, key, FailureCode.INVALID, reason)]
+            return [Failed(placed.router, key, Failure.INVALID, reason)]
         is_full = len(self._tasks) >= self._rules.max_tasks
         if self._draining.is_on or is_full or key in self._tasks or key in self._inbound:
             why = "draining" if self._draining.is_on else f"{len(self._tasks)} of {self._rules.max_tasks} requests"
-            return [Failed(placed.router, key, FailureCode.OVERLOADED, why)]
+            return [Failed(placed.router, key, Failure.OVERLOADED, why)]
         order = self._taken.add(placed.router, job, computes=placed.peer is None)
         task = Task(placed.router, job, placed.deadline_s, order, placed.peer)
         self._tasks[key] = task
@@ -243,7 +242,7 @@ class DecodeCore:
         refused = list(self._ungranted)
         for task in refused:
             self._forget(task)
-        return [Failed(task.router, task.key, FailureCode.OVERLOADED, self._draining.reason) for task in refused]
+        return [Failed(task.router, task.key, Failure.OVERLOADED, self._draining.reason) for task in refused]
 
     def _tell_all(self, peer: Peer, event: receiver.Event, now_s: float) -> list[Command]:
         concerned = [i for i in self._inbound.values() if i.peer == peer]

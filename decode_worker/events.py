@@ -3,7 +3,7 @@
 from pdserve.kvtransfer import receiver
 from pdserve.kvtransfer.session import HandoffKey, Pages, Peer
 from pdserve.values import value
-from pdserve.worker.words import Cancelled, DrainAsked, PeerGone, Placed, Report, RouterLost, Ticked
+from pdserve.worker.messages import Cancelled, DrainAsked, PeerGone, Placed, Report, RouterLost, Ticked
 
 
 @value

@@ -43,11 +43,11 @@ from pdserve.rpc import (
 )
 from pdserve.worker.boot import Engine
 from pdserve.worker.loop import Inbox
+from pdserve.worker.messages import Failed, Load, PeerGone, Progress, Report, Tokens
 from pdserve.worker.movers import build_mover, check_network
 from pdserve.worker.process import Identity, Parts, serve_worker
 from pdserve.worker.regions import kv_region
 from pdserve.worker.reporting import Reporter
-from pdserve.worker.words import Failed, Load, PeerGone, Progress, Report, Tokens
 
 STOP_GRACE_S = 1.0
 EVERYWHERE = ("", "0.0.0.0", "::")  # hosts that nobody can dial

@@ -10,7 +10,7 @@ from pdserve.kvtransfer.session import Capsule, HandoffKey, Pages, Peer
 from pdserve.load import LoadPart
 from pdserve.worker.audit import Claim
 from pdserve.worker.load import waiting
-from pdserve.worker.words import RouterRef
+from pdserve.worker.messages import RouterRef
 
 
 @dataclass(slots=True, eq=False)

@@ -30,22 +30,21 @@ from pdserve.prefill_worker.events import (
 )
 from pdserve.prefill_worker.redialling import Redialling
 from pdserve.prefill_worker.tasks import Task, key_of
+from pdserve.reports import Failure, Stage
 from pdserve.worker.admission import refusal
 from pdserve.worker.audit import Auditor, Claim
 from pdserve.worker.draining import Draining
 from pdserve.worker.load import Taken, load_of, waiting
-from pdserve.worker.words import (
+from pdserve.worker.messages import (
     BEAT_S,
     Cancelled,
     DrainAsked,
     Failed,
-    FailureCode,
     Load,
     PeerGone,
     Placed,
     Progress,
     RouterLost,
-    Stage,
     Ticked,
     Tokens,
 )
@@ -184,7 +183,7 @@ class PrefillCore:
         """Fail a request that cannot be computed."""
         failed: list[Command] = []
         if not task.ended:
-            failed.append(Failed(task.router, task.key, FailureCode.INTERNAL, reason))
+            failed.append(Failed(task.router, task.key, Failure.INTERNAL, reason))
         return failed + self._give_up([task.key], reason)
 
     def _place(self, placed: Placed, now_s: float) -> list[Command]:
@@ -192,12 +191,12 @@ class PrefillCore:
         key = HandoffKey(job.request_id, job.attempt)
         reason = refusal(self._scheduler, job, self._vocab_size)
         if reason is not None:
-            return [Failed(placed.router, key, FailureCode.INVALID, reason)]
+            return [Failed(placed.router, key, Failure.INVALID, reason)]
         if self._draining.is_on or len(self._tasks) >= self._max_tasks or key in self._tasks:
             why = "draining" if self._draining.is_on else f"{len(self._tasks)} of {self._max_tasks} requests"
-            return [Failed(placed.router, key, FailureCode.OVERLOADED, why)]
+            return [Failed(placed.router, key, Failure.OVERLOADED, why)]
         if self._absent.is_closed(placed.peer, key):
-            return [Failed(placed.router, key, FailureCode.PEER_LOST, "its grant was given back before it was placed")]
+            return [Failed(placed.router, key, Failure.PEER_LOST, "its grant was given back before it was placed")]
         self._order += 1
         sequence = Sequence(
             job=job,
@@ -239,7 +238,7 @@ class PrefillCore:
         if not self._draining.look(self._num_quarantined(), self._scheduler.cache.pool.num_pages):
             return []
         refused = [task for task in self._tasks.values() if not task.sequence.pages and not task.ended]
-        reason, code = self._draining.reason, FailureCode.OVERLOADED
+        reason, code = self._draining.reason, Failure.OVERLOADED
         failed: list[Command] = [Failed(task.router, task.key, code, reason) for task in refused]
         return failed + self._give_up([task.key for task in refused], reason)
 
@@ -262,7 +261,7 @@ class PrefillCore:
             return commands + self._advance(task, sender.PrefillDone(capsule), now_s)
         task.ended = True
         if task.first_tokens:
-            commands.append(Failed(task.router, task.key, FailureCode.INVALID, "no decode worker was named"))
+            commands.append(Failed(task.router, task.key, Failure.INVALID, "no decode worker was named"))
         return commands + self._advance(task, sender.GaveUp("finished with its first token"), now_s)
 
     def _give_up(self, keys: Iterable[HandoffKey], reason: str) -> list[Command]:
@@ -304,7 +303,7 @@ class PrefillCore:
                 self._scheduler.stop(task.sequence)
                 if not task.ended:
                     task.ended = True
-                    code = FailureCode.TRANSFER_FAILED if transfer else FailureCode.PEER_LOST
+                    code = Failure.TRANSFER_FAILED if transfer else Failure.PEER_LOST
                     yield Failed(task.router, task.key, code, reason)
             case _:
                 pass  # no peer: nobody to tell

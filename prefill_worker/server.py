@@ -34,12 +34,12 @@ from pdserve.proto.v1 import link_pb2 as link
 from pdserve.worker.boot import Engine
 from pdserve.worker.ending import end_hung
 from pdserve.worker.loop import Inbox
+from pdserve.worker.messages import Failed, Load, Progress, Report, Tokens
 from pdserve.worker.movers import build_mover, check_network
 from pdserve.worker.process import Identity, Parts, serve_worker
 from pdserve.worker.pulse import Watch
 from pdserve.worker.regions import kv_region
 from pdserve.worker.reporting import Reporter
-from pdserve.worker.words import Failed, Load, Progress, Report, Tokens
 
 HUNG_MOVER_S = 60.0  # its thread is a millisecond from its next look, but for the time a library's call takes
 

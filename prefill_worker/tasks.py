@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pdserve.engine.sequence import Sequence
 from pdserve.kvtransfer import sender
 from pdserve.kvtransfer.session import HandoffKey, Peer
-from pdserve.worker.words import RouterRef
+from pdserve.worker.messages import RouterRef
 
 STUCK_S = 10.0  # until copies that do not stop count as those to a frozen peer; a peer is lost after 4 s
 

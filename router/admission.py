@@ -10,6 +10,7 @@ from math import inf
 
 from pdserve.errors import Status
 from pdserve.ids import MAX_WORKER_TASKS, RequestId
+from pdserve.reports import Stage
 from pdserve.router.alarms import Alarms, DeadlineDue, LookDue
 from pdserve.router.events import Limits, Refused, Role
 from pdserve.router.fairness import TokenCounters
@@ -19,7 +20,6 @@ from pdserve.router.placement import Held, Placed, Rejected, Unserved
 from pdserve.router.placements import Placements
 from pdserve.router.recovery import Decide
 from pdserve.router.request import Request
-from pdserve.router.timeline import Stage
 
 MAX_OVERTAKEN = 8
 _MAX_TRIED = 8  # requests for which there is no room, each time that waiting ones are looked at

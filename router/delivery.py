@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt
+from pdserve.reports import Stage
 from pdserve.router.deltas import TokenDelta
 from pdserve.router.events import Deliver, StageReached
 from pdserve.router.placements import Placements
 from pdserve.router.request import Placement, Request, Sequence
-from pdserve.router.timeline import Stage
 from pdserve.router.view import WorkerView
 
 _NEAR_OBJECTIVE = 0.4  # of the time that is left

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from enum import Enum, StrEnum, auto
+from enum import StrEnum
 from typing import NewType
 
 from pdserve.errors import Refusal, Status
@@ -11,8 +11,9 @@ from pdserve.kvevents import KvEvent
 from pdserve.kvlayout import KvLayout
 from pdserve.load import ReportedLoad
 from pdserve.perfmodel.curve import IDLE, Step
+from pdserve.reports import Failure, Stage
 from pdserve.router.deltas import TokenDelta
-from pdserve.router.timeline import Ledger, Stage, Usage
+from pdserve.router.timeline import Ledger, Usage
 from pdserve.sampling import SamplingParams
 from pdserve.values import value
 
@@ -22,18 +23,6 @@ LinkId = NewType("LinkId", int)  # one stream of one worker; never used again af
 class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
-
-
-class Failure(Enum):
-    """Why a worker gave an attempt up."""
-
-    PEER_LOST = auto()
-    TRANSFER_FAILED = auto()
-    DIGEST_MISMATCH = auto()
-    OVERLOADED = auto()
-    INVALID = auto()
-    INTERNAL = auto()
-    LEASE_LAPSED = auto()
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,11 @@ from collections import Counter
 from pdserve.errors import InvariantError
 from pdserve.ids import RequestId
 from pdserve.perfmodel.curve import attention_work
+from pdserve.reports import Stage
 from pdserve.router.events import CancelAttempt, Command, End, Finished, Place, Refused
 from pdserve.router.forecast import Forecast, Prompt
 from pdserve.router.placement import Placed
 from pdserve.router.request import Placement, Request
-from pdserve.router.timeline import Stage
 from pdserve.router.view import Share, Workers, WorkerView
 
 

@@ -7,8 +7,9 @@ ends.
 from collections.abc import Callable, Iterable
 
 from pdserve.errors import Status
+from pdserve.reports import Failure
 from pdserve.router.alarms import Alarms, RetryDue
-from pdserve.router.events import AttemptFailed, Failure, Limits, LinkId, Refused, Warn
+from pdserve.router.events import AttemptFailed, Limits, LinkId, Refused, Warn
 from pdserve.router.grace import PoolGrace
 from pdserve.router.losses import Process
 from pdserve.router.placement import Decision, Held, Placed, Rejected, Unserved

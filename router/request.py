@@ -11,6 +11,7 @@ from math import inf
 
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt
+from pdserve.reports import Stage
 from pdserve.router.deltas import TokenDelta
 from pdserve.router.events import LinkId, RequestArrived, SequenceSpec
 from pdserve.router.fairness import Counter
@@ -18,7 +19,7 @@ from pdserve.router.losses import Losses
 from pdserve.router.pages import Names
 from pdserve.router.placement import Demand
 from pdserve.router.prefixes import block_names
-from pdserve.router.timeline import Ledger, Stage, Timeline, Usage
+from pdserve.router.timeline import Ledger, Timeline, Usage
 from pdserve.router.view import PlacementKey, WorkerView
 from pdserve.token_ids import pack
 

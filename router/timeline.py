@@ -4,27 +4,10 @@ Invariant: the steps are in time order, start at "received" with 0, and the part
 the time to first token.
 """
 
-from enum import StrEnum
 from math import inf
 
+from pdserve.reports import Stage
 from pdserve.values import value
-
-
-class Stage(StrEnum):
-    RECEIVED = "received"
-    TOKENIZED = "tokenized"
-    ADMITTED = "admitted"
-    PLACED = "placed"
-    PREFILL_QUEUED = "prefill_queued"
-    PREFILL_STARTED = "prefill_started"
-    PREFILL_DONE = "prefill_done"
-    FIRST_TOKEN = "first_token"
-    GRANTED = "granted"
-    LANDED = "landed"
-    COMMITTED = "committed"
-    DECODE_JOINED = "decode_joined"
-    FINISHED = "finished"
-
 
 STAGES = tuple(Stage.__members__.values())  # the order told for stages reached at the same moment
 # What happens on workers is known a message's way late, so of two stages in one line the later bounds the earlier.

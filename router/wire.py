@@ -14,10 +14,10 @@ from pdserve.load import LoadPart, ReportedLoad
 from pdserve.perfmodel.curve import Step
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.reports import Failure, Stage
 from pdserve.router.events import (
     AttemptFailed,
     CancelAttempt,
-    Failure,
     KvChanged,
     LinkId,
     LoadReported,
@@ -33,7 +33,7 @@ from pdserve.router.events import (
     WorkerEvent,
     WorkerRegistered,
 )
-from pdserve.router.timeline import Ledger, Stage, Usage
+from pdserve.router.timeline import Ledger, Usage
 from pdserve.sampling import SamplingParams
 from pdserve.token_ids import to_wire
 

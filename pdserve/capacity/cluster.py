@@ -41,7 +41,6 @@ from pdserve.router.events import (
     Deliver,
     End,
     Event,
-    Failure,
     Limits,
     LinkId,
     Place,
@@ -55,9 +54,9 @@ from pdserve.router.policies import POLICIES
 from pdserve.rpc import PROTOCOL_VERSION
 from pdserve.sampling import SamplingParams
 from pdserve.token_ids import ALL_IDS
-from pdserve.worker import words
+from pdserve.worker import messages
+from pdserve.worker.messages import RouterRef
 from pdserve.worker.reporting import LOAD_EVERY_S
-from pdserve.worker.words import RouterRef
 
 MODEL = "simulated"
 VOCAB_SIZE = ALL_IDS
@@ -205,7 +204,7 @@ class SimCluster:
             case End(request_id, end):
                 self._outcomes[request_id].close(end, self._timeline.now_s)
             case CancelAttempt(link, request_id, attempt, indices):
-                self._members[link].worker.offer(words.Cancelled(request_id, attempt, indices))
+                self._members[link].worker.offer(messages.Cancelled(request_id, attempt, indices))
             case _:
                 pass
 
@@ -228,11 +227,11 @@ class SimCluster:
         if decode is not None:
             peer = None if prefill is None else prefill.peer
             decode.told[spec.request_id, spec.attempt] = 0 if prefill is None else 1
-            decode.worker.offer(words.Placed(router.ref, job, deadline_s, peer))
+            decode.worker.offer(messages.Placed(router.ref, job, deadline_s, peer))
         if prefill is not None:
             peer = None if decode is None else decode.peer
             prefill.told[spec.request_id, spec.attempt] = 0
-            prefill.worker.offer(words.Placed(router.ref, job, deadline_s, peer, "simulated"))
+            prefill.worker.offer(messages.Placed(router.ref, job, deadline_s, peer, "simulated"))
         for member in filter(None, (decode, prefill)) if len(self._routers) > 1 else ():
             self._timeline.soon(self._report_load, member)
 
@@ -286,15 +285,15 @@ class SimCluster:
         deltas: dict[RouterRef, list[Delta]] = {ref: [] for ref in self._routers}
         for command in commands:
             match command:
-                case words.Tokens():
+                case messages.Tokens():
                     deltas[command.router].append(delta(member.told, command))
-                case words.Progress() if command.stage not in LEDGER_ONLY:
+                case messages.Progress() if command.stage not in LEDGER_ONLY:
                     self._post(self._routers[command.router], stage(member.link, command, self._timeline.now_s))
-                case words.Progress():
+                case messages.Progress():
                     pass
-                case words.Failed(ref, key, code, reason):
-                    failure, link = Failure[code.name], member.link
-                    failed = router_events.AttemptFailed(link, key.request_id, key.attempt, failure, reason)
+                case messages.Failed(ref, key, code, reason):
+                    link = member.link
+                    failed = router_events.AttemptFailed(link, key.request_id, key.attempt, code, reason)
                     self._post(self._routers[ref], failed)
                 case _:
                     self._carry(member, command)

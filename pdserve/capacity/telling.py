@@ -4,14 +4,13 @@ from pdserve.capacity.leaping import OTHER
 from pdserve.ids import Attempt, RequestId
 from pdserve.kvtransfer import receiver, sender
 from pdserve.load import ReportedLoad
+from pdserve.reports import Stage
 from pdserve.router.events import LinkId, LoadReported, StageReached
-from pdserve.router.timeline import Stage
 from pdserve.values import value
-from pdserve.worker import words
+from pdserve.worker import messages
 
 # Stages that no decision depends on: they tell a client where the time went.
-LEDGER_ONLY = words.Stage.PREFILL_QUEUED, words.Stage.PREFILL_STARTED, words.Stage.GRANTED, words.Stage.DECODE_JOINED
-_STAGES = {stage: Stage[stage.name] for stage in words.Stage}
+LEDGER_ONLY = Stage.PREFILL_QUEUED, Stage.PREFILL_STARTED, Stage.GRANTED, Stage.DECODE_JOINED
 
 Told = dict[tuple[RequestId, Attempt], int]  # tokens of each placement that the router knows of
 
@@ -29,7 +28,7 @@ class Delta:
     finish_reason: int
 
 
-def delta(told: Told, tokens: words.Tokens) -> Delta:
+def delta(told: Told, tokens: messages.Tokens) -> Delta:
     """Return what the router has not heard of: all tokens since the last report."""
     key = tokens.key.request_id, tokens.key.attempt
     known = told[key]
@@ -62,19 +61,19 @@ def heard_by_sender(said: receiver.SendGrant | receiver.SendTaken | receiver.Sen
             return sender.Withdrawn(reason)
 
 
-def load_report(link: LinkId, told: words.Load, router: words.RouterRef) -> LoadReported:
+def load_report(link: LinkId, told: messages.Load, router: messages.RouterRef) -> LoadReported:
     pages_lost = told.pages_quarantined + told.pages_leaked
     others = told.parts.others(router)
     load = ReportedLoad(told.pages_free, told.pages_wanted, pages_lost, told.draining, others=others)
     return LoadReported(link, load)
 
 
-def stage(link: LinkId, progress: words.Progress, now_s: float) -> StageReached:
+def stage(link: LinkId, progress: messages.Progress, now_s: float) -> StageReached:
     return StageReached(
         link,
         progress.key.request_id,
         progress.key.attempt,
-        _STAGES[progress.stage],
+        progress.stage,
         now_s - progress.at_s,
         progress.cached_tokens,
         progress.handoff_bytes,

@@ -6,6 +6,7 @@ from time import process_time
 from pdserve.ids import Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.perfmodel.curve import Step
+from pdserve.reports import Stage
 from pdserve.router.core import RouterCore
 from pdserve.router.events import (
     Command,
@@ -21,7 +22,6 @@ from pdserve.router.events import (
 )
 from pdserve.router.forecast import Forecast
 from pdserve.router.policies import POLICIES
-from pdserve.router.timeline import Stage
 from pdserve.sampling import SamplingParams
 
 _LAYOUT = KvLayout("w", 32, 8, 128, 64, "bfloat16")

@@ -15,7 +15,7 @@ from pdserve.proto.v1 import link_pb2 as link
 from pdserve.worker.cached_pages import CachedPages, Listener
 from pdserve.worker.kv_publisher import KvPublisher
 from pdserve.worker.link import Links
-from pdserve.worker.words import RouterRef
+from pdserve.worker.messages import RouterRef
 
 
 class KvFeed:

@@ -16,7 +16,7 @@ from pdserve.clock import process_age_s
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1 import link_pb2_grpc
 from pdserve.rpc import DISMISSED_STATUS, INTERNAL_MESSAGE_BYTES, channel_options, identify
-from pdserve.worker.words import RouterRef
+from pdserve.worker.messages import RouterRef
 
 logger = logging.getLogger(__name__)
 

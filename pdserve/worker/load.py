@@ -7,7 +7,7 @@ from pdserve.engine.sequence import Job, Sequence
 from pdserve.load import LoadPart
 from pdserve.perfmodel.curve import attention_work
 from pdserve.worker.audit import Auditor
-from pdserve.worker.words import Load, Parts, RouterRef
+from pdserve.worker.messages import Load, Parts, RouterRef
 
 
 class Taken:

@@ -13,8 +13,8 @@ from pdserve.errors import DeviceError, ProtocolError, Refusal
 from pdserve.worker.audit import Claim
 from pdserve.worker.ending import end_broken, end_hung
 from pdserve.worker.failing import FailedSteps
+from pdserve.worker.messages import BEAT_S, Load, Placed, Ticked
 from pdserve.worker.pulse import Pulse
-from pdserve.worker.words import BEAT_S, Load, Placed, Ticked
 
 logger = logging.getLogger(__name__)
 

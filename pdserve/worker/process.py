@@ -35,9 +35,9 @@ from pdserve.worker.kv_feed import KvFeed
 from pdserve.worker.kv_publisher import KvPublisher, PublisherSettings
 from pdserve.worker.link import FromRouter, Links, RouterGone
 from pdserve.worker.loop import Core, Inbox, Outbox, WorkerLoop
+from pdserve.worker.messages import Cancelled, DrainAsked, PeerGone, Placed, RouterLost
 from pdserve.worker.reporting import Reporter
 from pdserve.worker.threads import EngineThread
-from pdserve.worker.words import Cancelled, DrainAsked, PeerGone, Placed, RouterLost
 
 logger = logging.getLogger(__name__)
 

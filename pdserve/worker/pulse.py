@@ -4,7 +4,7 @@ Invariant: it says so only while its loop has turned within `stalled_s`, however
 every thread that is watched has come round within its time.
 """
 
-from pdserve.worker.words import BEAT_S
+from pdserve.worker.messages import BEAT_S
 
 
 class Pulse:

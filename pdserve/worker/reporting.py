@@ -12,7 +12,7 @@ from pdserve.proto.v1 import link_pb2 as link
 from pdserve.worker import wire
 from pdserve.worker.kv_feed import KvFeed
 from pdserve.worker.link import Links
-from pdserve.worker.words import Load, Progress, Report, RouterRef, Tokens
+from pdserve.worker.messages import Load, Progress, Report, RouterRef, Tokens
 
 logger = logging.getLogger(__name__)
 

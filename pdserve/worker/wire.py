@@ -16,28 +16,17 @@ from pdserve.load import LoadPart
 from pdserve.perfmodel.curve import attention_work
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.reports import Failure, Stage
 from pdserve.sampling import SamplingParams
 from pdserve.token_ids import from_wire
 from pdserve.values import value
-from pdserve.worker.words import (
-    Cancelled,
-    DrainAsked,
-    Failed,
-    FailureCode,
-    Load,
-    Placed,
-    Progress,
-    Report,
-    RouterRef,
-    Stage,
-    Tokens,
-)
+from pdserve.worker.messages import Cancelled, DrainAsked, Failed, Load, Placed, Progress, Report, RouterRef, Tokens
 
 REQUEST_ID_BYTES = 16
 
 _FINISH = {Finish.STOP: inference.FINISH_REASON_STOP, Finish.LENGTH: inference.FINISH_REASON_LENGTH}
-_STAGE = {stage: link.Stage.Value(f"STAGE_{stage.name}") for stage in Stage}
-_FAILURE = {code: link.FailureCode.Value(f"FAILURE_CODE_{code.name}") for code in FailureCode}
+_STAGE = {Stage[name.removeprefix("STAGE_")]: number for name, number in link.Stage.items() if number}
+_FAILURE = {code: link.FailureCode.Value(f"FAILURE_CODE_{code.name}") for code in Failure}
 
 
 def gone_process(message: link.ProcessGone) -> Peer:

@@ -11,7 +11,7 @@ from pdserve.ids import Generation, PageId
 from pdserve.kvtransfer import receiver as r
 from pdserve.kvtransfer import sender as s
 from pdserve.kvtransfer.session import Capsule, Commit, Grant
-from pdserve.worker.words import FailureCode
+from pdserve.reports import Failure
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "handoff.md").read_text()
 
@@ -127,5 +127,5 @@ def test_a_half_does_on_every_event_in_every_state_what_the_page_says(table: lis
 def test_the_page_names_every_refusal_and_every_failure() -> None:
     for refusal in Refusal:
         assert f"`{refusal.value}`" in DOCUMENT
-    for code in FailureCode:
+    for code in Failure:
         assert f"`{code.name}`" in DOCUMENT

@@ -7,8 +7,9 @@ from pdserve.ids import Attempt, Generation, PageId, RequestId
 from pdserve.kvtransfer import receiver, sender, wire
 from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey
 from pdserve.proto.v1 import handoff_pb2 as handoff
+from pdserve.reports import Stage
+from pdserve.worker.messages import Progress, RouterRef
 from pdserve.worker.wire import report
-from pdserve.worker.words import Progress, RouterRef, Stage
 
 KEY = HandoffKey(RequestId(b"r" * 16), Attempt(2**32 - 1))
 GRANT = Grant(3, (PageId(2**32 - 1), PageId(0)), (Generation(2**64 - 1), Generation(0)), b"c" * 16, 4.0)

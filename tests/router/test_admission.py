@@ -5,9 +5,9 @@ from router_driver import LENGTH, Driver
 
 from pdserve.errors import Status
 from pdserve.ids import RequestId
+from pdserve.reports import Stage
 from pdserve.router.admission import MAX_OVERTAKEN
 from pdserve.router.events import Limits, LinkId
-from pdserve.router.timeline import Stage
 
 PATIENT = 1e9
 

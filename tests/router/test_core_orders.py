@@ -14,6 +14,7 @@ from pdserve.kvlayout import KvLayout
 from pdserve.load import ReportedLoad
 from pdserve.perfmodel.curve import Step
 from pdserve.perfmodel.model import ENOUGH_STEPS
+from pdserve.reports import Failure, Stage
 from pdserve.router.core import RouterCore
 from pdserve.router.events import (
     AttemptFailed,
@@ -24,7 +25,6 @@ from pdserve.router.events import (
     DropLink,
     End,
     Event,
-    Failure,
     Finished,
     Limits,
     LinkId,
@@ -47,7 +47,6 @@ from pdserve.router.events import (
 from pdserve.router.forecast import Forecast
 from pdserve.router.placement import Decision, Demand, Group, Placed
 from pdserve.router.policies import POLICIES
-from pdserve.router.timeline import Stage
 from pdserve.sampling import SamplingParams
 
 LIMITS = Limits(max_num_requests=4, max_num_held=2)

@@ -4,14 +4,8 @@ import pytest
 from router_driver import LENGTH, Driver
 
 from pdserve.errors import Status
-from pdserve.router.events import (
-    ClientGone,
-    ClientTooSlow,
-    LinkLost,
-    Refused,
-    ShutdownAsked,
-)
-from pdserve.router.timeline import Stage
+from pdserve.reports import Stage
+from pdserve.router.events import ClientGone, ClientTooSlow, LinkLost, Refused, ShutdownAsked
 
 
 def test_the_deadline_ends_a_request_on_both_workers() -> None:

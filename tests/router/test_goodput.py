@@ -8,15 +8,7 @@ from goodput_cluster import Cluster, placed, refused, refused_in_the_end
 from pdserve.errors import Status
 from pdserve.ids import Attempt, WorkerId
 from pdserve.perfmodel.curve import Step
-from pdserve.router.events import (
-    Limits,
-    LinkLost,
-    PairMeasured,
-    Place,
-    StepReported,
-    Tick,
-    Warn,
-)
+from pdserve.router.events import Limits, LinkLost, PairMeasured, Place, StepReported, Tick, Warn
 from pdserve.router.forecast import Forecast
 from pdserve.router.policies import POLICIES
 from pdserve.router.prefixes import BLOCK

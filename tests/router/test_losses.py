@@ -8,9 +8,9 @@ from router_driver import LENGTH, PROMPT, STOP, Driver
 from pdserve.errors import Refusal, Status
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.load import LoadPart, ReportedLoad
+from pdserve.reports import Failure, Stage
 from pdserve.router.events import (
     DropLink,
-    Failure,
     Limits,
     LinkLost,
     LoadReported,
@@ -19,7 +19,6 @@ from pdserve.router.events import (
     SendProcessGone,
     WorkerRegistered,
 )
-from pdserve.router.timeline import Stage
 
 
 def test_a_lost_worker_before_the_first_token_costs_only_time() -> None:

@@ -16,8 +16,8 @@ from pdserve.router.machines import Machines
 from pdserve.router.view import Share, WorkerView
 from pdserve.router.wire import worker_events
 from pdserve.sampling import SamplingParams
+from pdserve.worker.messages import Placed, RouterRef
 from pdserve.worker.wire import heartbeat
-from pdserve.worker.words import Placed, RouterRef
 
 KEY = RequestId(bytes(16)), Attempt(0)
 

@@ -15,7 +15,7 @@ from pdserve.router.prompts import SLICE_TOKENS, Prompts
 from pdserve.sampling import SamplingParams
 from pdserve.token_ids import from_wire, largest, pack, to_wire
 from pdserve.worker import wire as worker_wire
-from pdserve.worker.words import Placed, RouterRef
+from pdserve.worker.messages import Placed, RouterRef
 
 IDS = [0, 1, 150_000, 2**32 - 1]
 

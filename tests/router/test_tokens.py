@@ -4,12 +4,8 @@ from dataclasses import replace
 
 from router_driver import LAYOUT, LENGTH, PROMPT, STOP, Driver
 
-from pdserve.router.events import (
-    Failure,
-    LinkLost,
-    StopStringFound,
-)
-from pdserve.router.timeline import Stage
+from pdserve.reports import Failure, Stage
+from pdserve.router.events import LinkLost, StopStringFound
 
 
 def test_tokens_are_taken_once_and_in_order() -> None:

@@ -16,8 +16,9 @@ from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, Peer
 from pdserve.prefill_worker import events as prefill
 from pdserve.prefill_worker.absent import EARLY_GRANT_S
 from pdserve.prefill_worker.core import PrefillCore
+from pdserve.reports import Failure
 from pdserve.sampling import SamplingParams
-from pdserve.worker.words import Cancelled, Failed, FailureCode, PeerGone, Placed, RouterRef, Ticked
+from pdserve.worker.messages import Cancelled, Failed, PeerGone, Placed, RouterRef, Ticked
 
 PAGE_SIZE = 4
 VOCAB = 997
@@ -79,7 +80,7 @@ def test_a_placement_whose_grant_was_given_back_fails_at_once() -> None:
     assert isinstance(answer.message, sender.SendQuiesced)
     (failed,) = worker.place(late)
     assert isinstance(failed, Failed)
-    assert failed.code is FailureCode.PEER_LOST
+    assert failed.code is Failure.PEER_LOST
     assert worker.core.idle
 
 

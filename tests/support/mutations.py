@@ -26,7 +26,7 @@ from pdserve.router.placements import Placements
 from pdserve.router.recovery import Recovery
 from pdserve.router.request import Placement, Request
 from pdserve.router.request import Sequence as RouterSequence
-from pdserve.worker.words import Cancelled, PeerGone
+from pdserve.worker.messages import Cancelled, PeerGone
 
 __all__ = ["MUTATIONS", "membership_mutations", "receiver_mutations"]  # the latter two have put their own among them
 

@@ -10,7 +10,7 @@ from pdserve.decode_worker.core import DecodeCore
 from pdserve.kvtransfer import receiver
 from pdserve.kvtransfer.lease import Leases
 from pdserve.kvtransfer.session import Commit
-from pdserve.worker.words import Ticked
+from pdserve.worker.messages import Ticked
 
 
 @mutation

@@ -7,6 +7,7 @@ from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.perfmodel.curve import Step
 from pdserve.perfmodel.model import ENOUGH_STEPS
+from pdserve.reports import Failure, Stage
 from pdserve.router.core import RouterCore
 from pdserve.router.events import (
     AttemptFailed,
@@ -15,7 +16,6 @@ from pdserve.router.events import (
     Deliver,
     End,
     Event,
-    Failure,
     Finished,
     Limits,
     LinkId,
@@ -31,7 +31,6 @@ from pdserve.router.events import (
 )
 from pdserve.router.forecast import Forecast
 from pdserve.router.policies import POLICIES
-from pdserve.router.timeline import Stage
 from pdserve.sampling import SamplingParams
 
 LAYOUT = KvLayout("w", 1, 1, 8, 16, "float32")

@@ -14,10 +14,11 @@ from pdserve.errors import InvariantError
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvtransfer.session import Peer
 from pdserve.prefill_worker.core import PrefillCore
+from pdserve.reports import Failure
 from pdserve.sampling import SamplingParams
 from pdserve.worker.audit import EVERY_S, Auditor, Claim, adds_up, leaked_pages
 from pdserve.worker.draining import NUM_LOOKS, Draining
-from pdserve.worker.words import Cancelled, Failed, FailureCode, PeerGone, Placed, RouterRef, Ticked
+from pdserve.worker.messages import Cancelled, Failed, PeerGone, Placed, RouterRef, Ticked
 
 P = Peer(WorkerId("p0"), Incarnation(11))
 ROUTER = RouterRef(1)
@@ -124,7 +125,7 @@ def crowded(share: float) -> tuple[DecodeCore, list[decode.Command]]:
 def test_a_worker_with_too_many_quarantined_pages_drains_and_gives_back_what_waits() -> None:
     core, commands = crowded(share=0.3)
     assert [(c.code, c.reason) for c in commands if isinstance(c, Failed)] == [
-        (FailureCode.OVERLOADED, "5 of 16 pages are quarantined")
+        (Failure.OVERLOADED, "5 of 16 pages are quarantined")
     ]
     assert core.load().draining
     assert core.load().drain_reason == "5 of 16 pages are quarantined"

@@ -8,7 +8,7 @@ from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvtransfer.session import Peer
 from pdserve.prefill_worker.core import PrefillCore
 from pdserve.sampling import SamplingParams
-from pdserve.worker.words import Placed, RouterRef
+from pdserve.worker.messages import Placed, RouterRef
 
 PAGE_SIZE, NUM_PAGES, VOCAB = 4, 16, 100
 PEER = Peer(WorkerId("decode"), Incarnation(1))

@@ -12,8 +12,9 @@ from pdserve.kvtransfer import sender
 from pdserve.kvtransfer.session import Grant, HandoffKey, Peer
 from pdserve.prefill_worker.core import PrefillCore
 from pdserve.prefill_worker.events import Command, Connect, Copy, FromPeer
+from pdserve.reports import Failure
 from pdserve.sampling import SamplingParams
-from pdserve.worker.words import Failed, FailureCode, Placed, RouterRef
+from pdserve.worker.messages import Failed, Placed, RouterRef
 
 PAGE_SIZE, NUM_PAGES, VOCAB = 4, 32, 100
 D = Peer(WorkerId("d0"), Incarnation(1))
@@ -67,7 +68,7 @@ def test_a_grant_of_too_few_pages_fails_its_hand_off_in_the_step_that_ends_the_p
     commands = worker.step()
     (failed,) = of(Failed, commands)
     assert isinstance(failed, Failed)
-    assert (failed.key, failed.code) == (key_of(1), FailureCode.TRANSFER_FAILED)
+    assert (failed.key, failed.code) == (key_of(1), Failure.TRANSFER_FAILED)
     (copy,) = of(Copy, commands)
     assert isinstance(copy, Copy)
     assert copy.key == key_of(2)

@@ -19,8 +19,9 @@ from pdserve.kvtransfer import receiver, sender
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.prefill_worker import events as prefill
 from pdserve.prefill_worker.core import PrefillCore
+from pdserve.reports import Failure
 from pdserve.sampling import SamplingParams
-from pdserve.worker.words import Cancelled, Failed, FailureCode, PeerGone, Placed, RouterLost, RouterRef, Tokens
+from pdserve.worker.messages import Cancelled, Failed, PeerGone, Placed, RouterLost, RouterRef, Tokens
 
 VOCAB = 997
 PAGE_SIZE = 4
@@ -238,7 +239,7 @@ def test_pages_that_late_bytes_may_reach_come_back_with_the_senders_process_alon
         pair.step("p")
     pair.stop_copy(pair.streams["copies"].popleft(), sender.CopyStopped(None, "reset", in_doubt=True))
     (failed,) = pair.failed
-    assert failed.code is FailureCode.TRANSFER_FAILED
+    assert failed.code is Failure.TRANSFER_FAILED
     pair.cancel(lost)
     pair.run()
     assert pair.p.idle

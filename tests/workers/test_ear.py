@@ -20,8 +20,8 @@ from pdserve.kvtransfer.session import Peer
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.worker.link import FromRouter
 from pdserve.worker.loop import Inbox
+from pdserve.worker.messages import Cancelled, PeerGone, RouterRef
 from pdserve.worker.process import Ear, FromRouterEvent
-from pdserve.worker.words import Cancelled, PeerGone, RouterRef
 
 ROUTER = RouterRef(1)
 GONE = link.AttachResponse(process_gone=link.ProcessGone(worker_id="p0", incarnation=7))

@@ -16,11 +16,12 @@ from pdserve.engine.sequence import Job
 from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.errors import DeviceError, InvariantError, Refusal
 from pdserve.ids import Attempt, PageId, RequestId
+from pdserve.reports import Failure
 from pdserve.sampling import SamplingParams
 from pdserve.worker.failing import REMEMBERED_S, FailedSteps
 from pdserve.worker.isolating import Isolating
 from pdserve.worker.loop import Inbox, WorkerLoop
-from pdserve.worker.words import DrainAsked, Failed, FailureCode, Load, Placed, RouterRef, Tokens
+from pdserve.worker.messages import DrainAsked, Failed, Load, Placed, RouterRef, Tokens
 
 VOCAB, PAGE_SIZE, NUM_PAGES = 997, 4, 64
 POISON = 13
@@ -177,7 +178,7 @@ async def test_one_poisoned_request_among_several_is_the_only_one_that_fails() -
             await carried.news.wait()
         worker.inbox.put(DrainAsked())
     assert carried.failed.empty()
-    assert (failed.key.request_id, failed.code) == (RequestId((2).to_bytes(16)), FailureCode.INTERNAL)
+    assert (failed.key.request_id, failed.code) == (RequestId((2).to_bytes(16)), Failure.INTERNAL)
     assert failed.reason == "ValueError: poison"
     assert carried.tokens == {n: expected(prompts[n], n, 6, VOCAB) for n in (1, 3, 4)}
     assert carried.loads[-1].failed_steps == 0

@@ -27,8 +27,8 @@ from pdserve.worker.audit import Auditor
 from pdserve.worker.link import FromRouter, Links, RouterGone
 from pdserve.worker.load import load_of
 from pdserve.worker.loop import Inbox
+from pdserve.worker.messages import BEAT_S
 from pdserve.worker.reporting import Reporter
-from pdserve.worker.words import BEAT_S
 
 SECRET = b"s" * 32
 KEY = HandoffKey(RequestId(bytes(16)), Attempt(0))

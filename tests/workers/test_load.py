@@ -19,7 +19,7 @@ from pdserve.router.events import LinkId, LoadReported
 from pdserve.router.wire import worker_events
 from pdserve.sampling import SamplingParams
 from pdserve.worker import wire
-from pdserve.worker.words import Cancelled, Placed, RouterLost, RouterRef
+from pdserve.worker.messages import Cancelled, Placed, RouterLost, RouterRef
 
 PAGE_SIZE, NUM_PAGES, VOCAB = 4, 64, 100
 OURS, THEIRS = RouterRef(1), RouterRef(2)

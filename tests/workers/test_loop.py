@@ -17,7 +17,7 @@ from pdserve.sampling import SamplingParams
 from pdserve.worker.audit import Auditor, Claim
 from pdserve.worker.load import load_of
 from pdserve.worker.loop import Inbox, WorkerLoop
-from pdserve.worker.words import Load, Placed, RouterRef, Ticked
+from pdserve.worker.messages import Load, Placed, RouterRef, Ticked
 
 EMPTY = StepResult((), 0.0)
 CACHE = KvCache(1, 1, None)

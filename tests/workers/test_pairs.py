@@ -18,8 +18,8 @@ from pdserve.kvtransfer.session import Peer
 from pdserve.prefill_worker.pairs import Pairs
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.worker.link import Links
+from pdserve.worker.messages import Load, RouterRef
 from pdserve.worker.reporting import Reporter
-from pdserve.worker.words import Load, RouterRef
 
 DECODE = Peer(WorkerId("decode-0"), Incarnation(1))
 LOAD = Load(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, draining=False)

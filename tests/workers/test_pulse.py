@@ -11,8 +11,8 @@ from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import Refusal
 from pdserve.worker.audit import Claim
 from pdserve.worker.loop import Inbox, WorkerLoop
+from pdserve.worker.messages import BEAT_S, DrainAsked, Load, Ticked
 from pdserve.worker.pulse import Pulse, Watch
-from pdserve.worker.words import BEAT_S, DrainAsked, Load, Ticked
 
 PLAN = StepPlan((), ())
 NOTHING = Load(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, draining=False)

@@ -9,8 +9,8 @@ from pdserve.errors import ConfigError
 from pdserve.files import ReadyFile
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.worker.link import FromRouter, Links, RouterGone
+from pdserve.worker.messages import Load
 from pdserve.worker.reporting import Reporter
-from pdserve.worker.words import Load
 
 SECRET = b"s" * 32
 

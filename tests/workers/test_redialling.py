@@ -11,7 +11,7 @@ from pdserve.prefill_worker.core import PrefillCore
 from pdserve.prefill_worker.events import Command, Connect, PeerAttached, PeerLost
 from pdserve.prefill_worker.redialling import MAX_ADDRESSES, REDIAL_S
 from pdserve.sampling import SamplingParams
-from pdserve.worker.words import BEAT_S, Cancelled, Placed, RouterRef, Ticked
+from pdserve.worker.messages import BEAT_S, Cancelled, Placed, RouterRef, Ticked
 
 
 @pytest.fixture

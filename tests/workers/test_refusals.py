@@ -17,7 +17,7 @@ from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, Wor
 from pdserve.kvtransfer import receiver
 from pdserve.kvtransfer.session import Capsule, Commit, DigestPolicy, HandoffKey, Peer
 from pdserve.sampling import SamplingParams
-from pdserve.worker.words import Placed, Progress, RouterRef
+from pdserve.worker.messages import Placed, Progress, RouterRef
 
 P = Peer(WorkerId("p0"), Incarnation(11))
 JOB = Job(RequestId(b"r" * 16), Attempt(0), (1, 2, 3, 4, 5), 5, SamplingParams(max_tokens=4, seed=1), (0,))

@@ -18,8 +18,8 @@ from pdserve.prefill_worker.server import Copies, Movement, PrefillOutbox
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.worker.link import Links
 from pdserve.worker.loop import Inbox
+from pdserve.worker.messages import Load, RouterRef
 from pdserve.worker.reporting import LOAD_EVERY_S, Reporter
-from pdserve.worker.words import Load, RouterRef
 
 LOAD = Load(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, draining=False)
 

@@ -12,9 +12,10 @@ from pdserve.kvtransfer.session import Grant, HandoffKey, Peer
 from pdserve.prefill_worker.core import PrefillCore
 from pdserve.prefill_worker.events import CancelCopies, Command, FromPeer, PeerLost, ToPeer
 from pdserve.prefill_worker.tasks import STUCK_S
+from pdserve.reports import Failure
 from pdserve.sampling import SamplingParams
 from pdserve.worker.draining import NUM_LOOKS
-from pdserve.worker.words import BEAT_S, DrainAsked, Failed, FailureCode, Placed, RouterRef, Ticked
+from pdserve.worker.messages import BEAT_S, DrainAsked, Failed, Placed, RouterRef, Ticked
 
 PAGE_SIZE, NUM_PAGES, VOCAB = 4, 16, 100
 FROZEN = Peer(WorkerId("frozen"), Incarnation(1))
@@ -78,7 +79,7 @@ def test_a_worker_whose_pages_a_frozen_peer_holds_drains_says_why_and_may_exit(w
     assert not worker.core.load().draining
     commands = worker.pass_time((4 + NUM_LOOKS) * BEAT_S)
     refused = [(c.key, c.code, c.reason) for c in commands if isinstance(c, Failed)]
-    assert refused == [(key_of(2), FailureCode.OVERLOADED, "9 of 16 pages are quarantined")]
+    assert refused == [(key_of(2), Failure.OVERLOADED, "9 of 16 pages are quarantined")]
     load = worker.core.load()
     assert (load.draining, load.drain_reason) == (True, "9 of 16 pages are quarantined")
     assert (load.pages_held, load.pages_quarantined) == (0, 9)

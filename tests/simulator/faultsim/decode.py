@@ -28,7 +28,7 @@ from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvtransfer import receiver, sender
 from pdserve.kvtransfer.session import DigestPolicy, Grant, HandoffKey, Peer
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.worker.words import Failed, PeerGone, Placed, Progress, Tokens
+from pdserve.worker.messages import Failed, PeerGone, Placed, Progress, Tokens
 
 DIGEST_S = 0.0003
 LAPSE_S = 1.1  # from a lease's end until it is noticed: a tick, and one that was late

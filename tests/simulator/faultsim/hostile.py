@@ -12,7 +12,7 @@ from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, Wor
 from pdserve.kvtransfer import receiver, sender
 from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, Peer
 from pdserve.prefill_worker import events as prefill
-from pdserve.worker.words import Cancelled
+from pdserve.worker.messages import Cancelled
 
 NOBODY = Peer(WorkerId("p0"), Incarnation(1))  # an incarnation that ended long ago
 UNKNOWN = HandoffKey(RequestId(b"request-of-nobody"[:16]), Attempt(0))

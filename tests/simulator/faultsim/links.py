@@ -7,7 +7,7 @@ from functools import partial
 from faultsim.network import End, Network
 from faultsim.process import Process
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.worker.words import RouterLost, RouterRef
+from pdserve.worker.messages import RouterLost, RouterRef
 
 WELCOME_TIMEOUT_S = 5.0
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0

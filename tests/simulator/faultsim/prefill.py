@@ -26,7 +26,7 @@ from pdserve.prefill_worker.events import (
     ToPeer,
 )
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.worker.words import Failed, Placed, Progress, Tokens
+from pdserve.worker.messages import Failed, Placed, Progress, Tokens
 
 HELLO_TIMEOUT_S = 2.0
 

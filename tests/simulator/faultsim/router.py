@@ -35,9 +35,7 @@ from pdserve.router.events import (
     Tick,
     Warn,
 )
-from pdserve.router.events import (
-    End as EndOfRequest,
-)
+from pdserve.router.events import End as EndOfRequest
 
 
 class Client(Protocol):

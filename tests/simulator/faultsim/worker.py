@@ -30,8 +30,7 @@ from pdserve.worker import wire
 from pdserve.worker.audit import adds_up, leaked_pages
 from pdserve.worker.failing import FailedSteps
 from pdserve.worker.loop import MAX_INBOX, Core
-from pdserve.worker.reporting import Reporter
-from pdserve.worker.words import (
+from pdserve.worker.messages import (
     BEAT_S,
     Cancelled,
     DrainAsked,
@@ -44,6 +43,7 @@ from pdserve.worker.words import (
     Ticked,
     Tokens,
 )
+from pdserve.worker.reporting import Reporter
 
 if TYPE_CHECKING:
     from pdserve.worker.link import Links

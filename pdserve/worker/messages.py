@@ -5,7 +5,6 @@ A core is told which router a word came from: several may be attached, each with
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import NewType
 
 from pdserve.engine.sequence import Finish, Job
@@ -13,6 +12,7 @@ from pdserve.engine.step import SampledToken
 from pdserve.ids import Attempt, RequestId
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.load import LoadPart
+from pdserve.reports import Failure, Stage
 from pdserve.values import value
 
 BEAT_S = 0.5  # a worker says that it lives, and ticks, so often
@@ -64,28 +64,6 @@ class Ticked:
     silent_s: float = 0.0  # the longest this process has said nothing since the last tick
 
 
-class Stage(Enum):
-    """Steps of a request's timeline that happen on workers."""
-
-    PREFILL_QUEUED = auto()
-    PREFILL_STARTED = auto()
-    PREFILL_DONE = auto()
-    GRANTED = auto()
-    LANDED = auto()
-    COMMITTED = auto()
-    DECODE_JOINED = auto()
-
-
-class FailureCode(Enum):
-    PEER_LOST = auto()
-    TRANSFER_FAILED = auto()
-    DIGEST_MISMATCH = auto()
-    OVERLOADED = auto()
-    INVALID = auto()
-    INTERNAL = auto()
-    LEASE_LAPSED = auto()
-
-
 @value
 class Tokens:
     """A sequence gained a token. `position` counts those generated before it, from the request's start."""
@@ -116,7 +94,7 @@ class Failed:
 
     router: RouterRef
     key: HandoffKey
-    code: FailureCode
+    code: Failure
     reason: str
 
 

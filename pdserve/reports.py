@@ -1,0 +1,33 @@
+"""What workers report of requests and routers act on: stages of a request's life, and why attempts failed."""
+
+from enum import Enum, StrEnum, auto
+
+
+class Stage(StrEnum):
+    """What a request goes through. Those that happen on workers have the same names in link.proto."""
+
+    RECEIVED = "received"
+    TOKENIZED = "tokenized"
+    ADMITTED = "admitted"
+    PLACED = "placed"
+    PREFILL_QUEUED = "prefill_queued"
+    PREFILL_STARTED = "prefill_started"
+    PREFILL_DONE = "prefill_done"
+    FIRST_TOKEN = "first_token"
+    GRANTED = "granted"
+    LANDED = "landed"
+    COMMITTED = "committed"
+    DECODE_JOINED = "decode_joined"
+    FINISHED = "finished"
+
+
+class Failure(Enum):
+    """Why a worker gave an attempt up."""
+
+    PEER_LOST = auto()
+    TRANSFER_FAILED = auto()
+    DIGEST_MISMATCH = auto()
+    OVERLOADED = auto()
+    INVALID = auto()
+    INTERNAL = auto()
+    LEASE_LAPSED = auto()
