@@ -4,7 +4,6 @@ import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 
 import grpc
 
@@ -74,7 +73,6 @@ async def serve(config: DecodeWorkerConfig) -> None:
             lease_s=config.lease_s,
         )
         core = DecodeCore(engine.scheduler, engine.vocab_size, secrets.token_bytes(32), rules)
-        hear = partial(pass_on, inbox, mover)
         me = peers.Party(identity.peer, engine.layout, mover)
         server = grpc.aio.server(
             interceptors=[RequireSecret(identity.secret, lambda: reporter.refuse(Refusal.SECRET))],
@@ -82,13 +80,15 @@ async def serve(config: DecodeWorkerConfig) -> None:
         )
         try:
             async with asyncio.TaskGroup() as tasks:
-                servicer = HandoffServicer(me, hear, reporter.refused, tasks)
+                senders = Senders(inbox, mover, tasks)
+                servicer = HandoffServicer(me, senders, reporter.refused)
                 add_HandoffServiceServicer_to_server(servicer, server)
                 bound = listen(server, config.handoff_host, config.handoff_port, "handoff_port")
                 await server.start()
                 checks = Checks(region, inbox, tasks)
                 yield Parts(core, DecodeOutbox(servicer, checks, reporter), mover, advertised(config, bound))
                 servicer.close()
+                senders.close()
         finally:
             await server.stop(STOP_GRACE_S)
             await asyncio.to_thread(mover.close)
@@ -114,15 +114,42 @@ def advertised(config: DecodeWorkerConfig, bound: str) -> str:
     return join_address(host, int(port or split_address(bound)[1]))
 
 
-async def pass_on(inbox: Inbox[Event], mover: Mover, news: peers.FromSenders) -> None:
-    """Have the core hear of a sender; of its end once nothing that it has sent can reach a page any more."""
-    if isinstance(news, peers.PeerGone):
-        await settle(mover, news.peer)
-    await inbox.offer(_event(news))
+class Senders:
+    """Tells the core what prefill workers say, and what becomes of the streams from them.
+
+    What a process had sent may still be on its way into our pages: the core is told that a process has ended once it
+    can reach none of them, which keeps nothing else waiting.
+    """
+
+    def __init__(self, inbox: Inbox[Event], mover: Mover, tasks: asyncio.TaskGroup) -> None:
+        self._inbox = inbox
+        self._mover = mover
+        self._tasks = tasks
+        self._settling: set[asyncio.Task[None]] = set()
+
+    def put(self, report: peers.FromSenders) -> None:
+        if isinstance(report, peers.PeerGone):
+            settling = self._tasks.create_task(self._settle(report), name=f"end of {report.peer.worker_id}")
+            self._settling.add(settling)
+            settling.add_done_callback(self._settling.discard)
+        else:
+            self._inbox.put(_event(report))
+
+    async def offer(self, report: peers.FromSenders) -> None:
+        await self._inbox.offer(_event(report))
+
+    def close(self) -> None:
+        """Report no more ends of processes."""
+        for settling in self._settling:
+            settling.cancel()
+
+    async def _settle(self, gone: peers.PeerGone) -> None:
+        await settle(self._mover, gone.peer)
+        await self._inbox.offer(_event(gone))
 
 
-def _event(news: peers.FromSenders) -> Event:
-    match news:
+def _event(report: peers.FromSenders) -> Event:
+    match report:
         case peers.PeerAttached(peer):
             return PeerAttached(peer)
         case peers.PeerAlive(peer):

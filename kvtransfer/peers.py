@@ -1,8 +1,7 @@
 """What the two ends of a control stream tell the process around them, and what they know of it."""
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer import receiver, sender
@@ -10,6 +9,7 @@ from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.session import HandoffKey, Peer
 
 EventT_co = TypeVar("EventT_co", covariant=True)
+EventT_contra = TypeVar("EventT_contra", contravariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,14 @@ class PeerGone:
 
 
 FromSenders = PeerAttached | PeerAlive | PeerMessage[receiver.Event] | PeerLost | PeerGone
-FromReceivers = PeerMessage[sender.Event] | PeerLost
+FromReceivers = PeerAttached | PeerMessage[sender.Event] | PeerLost
 
-ReceiverSink = Callable[[FromSenders], Awaitable[None]]  # waits while the process has too much to do
-SenderSink = Callable[[FromReceivers], Awaitable[None]]
+
+class Sink(Protocol[EventT_contra]):
+    """Takes what the streams report, in order."""
+
+    def put(self, report: EventT_contra) -> None:
+        """Take a report on a stream itself; there are only so many."""
+
+    async def offer(self, report: EventT_contra) -> None:
+        """Take what a peer said; waits while the process has too much to do."""

@@ -3,13 +3,11 @@
 What a peer says is checked here: ProtocolError names the field.
 """
 
-from dataclasses import dataclass
-
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
-from pdserve.kvlayout import KvLayout
 from pdserve.kvlayout_wire import layout_from_proto, layout_to_proto
 from pdserve.kvtransfer import receiver, sender
+from pdserve.kvtransfer.greeting import Hello, HelloAck, Introduction
 from pdserve.kvtransfer.mover import MAX_DESCRIPTION_BYTES
 from pdserve.kvtransfer.session import CAPABILITY_BYTES, MIN_LEASE_S, Capsule, Commit, Grant, HandoffKey, Peer
 from pdserve.proto.v1 import handoff_pb2 as handoff
@@ -28,39 +26,12 @@ ToSender = sender.Granted | sender.Taken | sender.Withdrawn
 FromSender = sender.SendCommit | sender.SendQuiesced
 
 
-@dataclass(frozen=True, slots=True)
-class Introduction:
-    """Who speaks, and what its pages are."""
-
-    peer: Peer
-    layout: KvLayout
-
-
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """The first word of who dials."""
-
-    me: Introduction
-    mover: str
-    decode_incarnation: Incarnation
-    age_s: float  # of its process
-    protocol_version: int = PROTOCOL_VERSION
-
-
-@dataclass(frozen=True, slots=True)
-class HelloAck:
-    """The first word of who was dialled."""
-
-    me: Introduction
-    mover_metadata: bytes  # what it takes to write into its pages
-
-
 def hello_to_proto(hello: Hello) -> handoff.HandoffServiceAttachRequest:
     return handoff.HandoffServiceAttachRequest(
         hello=handoff.Hello(
             worker_id=hello.me.peer.worker_id,
             incarnation=hello.me.peer.incarnation,
-            protocol_version=hello.protocol_version,
+            protocol_version=PROTOCOL_VERSION,
             layout=layout_to_proto(hello.me.layout),
             mover=hello.mover,
             decode_incarnation=hello.decode_incarnation,

@@ -60,19 +60,11 @@ async def assemble(
     share = config.max_quarantined_share
     core = PrefillCore(engine.scheduler, engine.vocab_size, engine.layout.page_bytes, MAX_WORKER_TASKS, share)
 
-    async def hear(news: FromReceivers) -> None:
-        await inbox.offer(_event(news))
-
     me = Party(identity.peer, engine.layout, mover)
     try:
         async with asyncio.TaskGroup() as tasks:
             pairs = Pairs(mover, reporter, tasks, config.slow_pair_bytes_per_s)
-
-            def attached(peer: Peer) -> None:
-                inbox.put(PeerAttached(peer))
-                pairs.attached(peer)
-
-            client = HandoffClient(me, identity.secret, hear, tasks, reporter.refused, attached)
+            client = HandoffClient(me, identity.secret, Receivers(inbox, pairs), tasks, reporter.refused)
             outbox = PrefillOutbox(client, Movement(mover, copies, pairs), reporter, MonotonicClock())
             yield Parts(core, outbox, mover)
             pairs.close()
@@ -81,8 +73,26 @@ async def assemble(
         await asyncio.to_thread(mover.close)
 
 
-def _event(news: FromReceivers) -> Event:
-    match news:
+class Receivers:
+    """Tells the core what decode workers say, and what becomes of the streams to them."""
+
+    def __init__(self, inbox: Inbox[Event], pairs: Pairs) -> None:
+        self._inbox = inbox
+        self._pairs = pairs
+
+    def put(self, report: FromReceivers) -> None:
+        self._inbox.put(_event(report))
+        if isinstance(report, peers.PeerAttached):
+            self._pairs.attached(report.peer)
+
+    async def offer(self, report: FromReceivers) -> None:
+        await self._inbox.offer(_event(report))
+
+
+def _event(report: FromReceivers) -> Event:
+    match report:
+        case peers.PeerAttached(peer):
+            return PeerAttached(peer)
         case PeerMessage(peer, key, event):
             return FromPeer(peer, key, event)
         case peers.PeerLost(peer, reason):

@@ -1,7 +1,6 @@
 """Whom the ends of a hand-off stream let in, and what a false or malformed word costs."""
 
-import asyncio
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -13,7 +12,6 @@ from stream_ends import (
     LAYOUT,
     PREFILL,
     Change,
-    Heard,
     decode_worker,
     pair,
     prefill_worker,
@@ -22,10 +20,8 @@ from stream_ends import (
 
 from pdserve.errors import Refusal
 from pdserve.ids import Incarnation, WorkerId
-from pdserve.kvtransfer import receiver, sender, server, wire
+from pdserve.kvtransfer import receiver, roster, sender, wire
 from pdserve.kvtransfer.peers import (
-    FromReceivers,
-    FromSenders,
     PeerAttached,
     PeerGone,
     PeerLost,
@@ -145,34 +141,16 @@ async def test_a_later_process_proves_the_end_of_one_not_heard_since_it_started_
             assert decode.servicer.attached == (LATER,)
 
 
-async def test_the_end_of_a_process_is_told_though_the_stream_that_proved_it_is_cut_before_its_bytes_have_settled() -> (
-    None
-):
-    heard = HeardLater()
-    async with decode_worker(heard=heard) as decode:
+async def test_the_end_of_a_process_is_reported_before_the_stream_that_proves_it_attaches() -> None:
+    async with decode_worker() as decode:
         async with raw_stream(decode, lambda _: None):
-            assert await heard.next() == PeerAttached(PREFILL)
-        assert isinstance(await heard.next(), PeerLost)
-        async with raw_stream(decode, be_later):
-            await heard.is_asked.wait()
-            assert await heard.next() == PeerAttached(LATER)
-        assert isinstance(await heard.next(), PeerLost)
-        heard.has_settled.set()
-        assert await heard.next() == PeerGone(PREFILL)
-
-
-@dataclass
-class HeardLater(Heard):
-    """Takes in the end of a process once its bytes have settled."""
-
-    is_asked: asyncio.Event = field(default_factory=asyncio.Event)
-    has_settled: asyncio.Event = field(default_factory=asyncio.Event)
-
-    async def take_in(self, event: FromSenders | FromReceivers) -> None:
-        if isinstance(event, PeerGone):
-            self.is_asked.set()
-            await self.has_settled.wait()
-        await super().take_in(event)
+            assert await decode.heard.next() == PeerAttached(PREFILL)
+        assert isinstance(await decode.heard.next(), PeerLost)
+        async with raw_stream(decode, be_later) as call:
+            assert await decode.heard.next() == PeerGone(PREFILL)
+            call.cancel()
+        assert await decode.heard.next() == PeerAttached(LATER)
+        assert isinstance(await decode.heard.next(), PeerLost)
 
 
 def be_later(message: handoff.HandoffServiceAttachRequest) -> None:
@@ -182,7 +160,7 @@ def be_later(message: handoff.HandoffServiceAttachRequest) -> None:
 async def test_the_last_processes_of_the_workers_heard_last_are_remembered_and_no_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(server, "MAX_KNOWN", 2)
+    monkeypatch.setattr(roster, "MAX_KNOWN", 2)
     names = [WorkerId(f"prefill-{i}") for i in range(3)]
     async with decode_worker() as decode:
         for name in names:

@@ -108,7 +108,7 @@ async def test_a_stopping_decode_worker_is_lost_and_the_next_need_dials_again() 
     async with prefill_worker() as prefill:
         async with decode_worker() as decode:
             prefill.connect(decode)
-            await decode.heard.next()
+            assert await prefill.heard.next() == PeerAttached(DECODE)
         lost = await prefill.heard.next()
         assert isinstance(lost, PeerLost)
         async with decode_worker() as decode:

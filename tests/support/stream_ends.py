@@ -12,7 +12,7 @@ import numpy as np
 from pdserve.errors import Refusal
 from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
-from pdserve.kvtransfer import wire
+from pdserve.kvtransfer import greeting, wire
 from pdserve.kvtransfer.backends.loopback import LoopbackMover
 from pdserve.kvtransfer.client import ATTACH, HandoffClient
 from pdserve.kvtransfer.mover import OnStopped, Region
@@ -44,8 +44,11 @@ class Heard:
 
     queue: asyncio.Queue[FromSenders | FromReceivers] = field(default_factory=asyncio.Queue)
 
-    async def take_in(self, event: FromSenders | FromReceivers) -> None:
-        await self.queue.put(event)
+    def put(self, report: FromSenders | FromReceivers) -> None:
+        self.queue.put_nowait(report)
+
+    async def offer(self, report: FromSenders | FromReceivers) -> None:
+        await self.queue.put(report)
 
     async def next(self) -> FromSenders | FromReceivers:
         async with asyncio.timeout(20):
@@ -86,19 +89,18 @@ def party(peer: Peer, layout: KvLayout = LAYOUT, on_stopped: OnStopped = lambda 
 
 
 @asynccontextmanager
-async def decode_worker(peer: Peer = DECODE, heard: Heard | None = None) -> AsyncIterator[Decode]:
-    me, heard = party(peer), heard or Heard()
+async def decode_worker(peer: Peer = DECODE) -> AsyncIterator[Decode]:
+    me, heard = party(peer), Heard()
     refused: Counter[Refusal] = Counter()
     identify = RequireSecret(SECRET, lambda: refused.update([Refusal.SECRET]))
     server = grpc.aio.server(interceptors=[identify], options=server_options(INTERNAL_MESSAGE_BYTES))
     try:
-        async with asyncio.TaskGroup() as tasks:
-            servicer = HandoffServicer(me, heard.take_in, refused, tasks)
-            add_HandoffServiceServicer_to_server(servicer, server)
-            port = server.add_insecure_port("127.0.0.1:0")
-            await server.start()
-            yield Decode(me, heard, servicer, refused, server, f"127.0.0.1:{port}")
-            servicer.close()
+        servicer = HandoffServicer(me, heard, refused)
+        add_HandoffServiceServicer_to_server(servicer, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        yield Decode(me, heard, servicer, refused, server, f"127.0.0.1:{port}")
+        servicer.close()
     finally:
         await server.stop(None)
         me.mover.close()
@@ -114,7 +116,7 @@ async def prefill_worker(
 ) -> AsyncIterator[Prefill]:
     me, heard = party(peer, layout, on_stopped), Heard()
     async with asyncio.TaskGroup() as tasks:
-        client = HandoffClient(me, secret, heard.take_in, tasks, Counter())
+        client = HandoffClient(me, secret, heard, tasks, Counter())
         try:
             yield Prefill(me, heard, client)
         finally:
@@ -127,6 +129,7 @@ async def pair() -> AsyncIterator[tuple[Prefill, Decode]]:
     async with decode_worker() as decode, prefill_worker() as prefill:
         prefill.connect(decode)
         assert await decode.heard.next() == PeerAttached(PREFILL)
+        assert await prefill.heard.next() == PeerAttached(DECODE)
         yield prefill, decode
 
 
@@ -136,8 +139,8 @@ Change = Callable[[handoff.HandoffServiceAttachRequest], None]
 @asynccontextmanager
 async def raw_stream(decode: Decode, change: Change) -> AsyncIterator[grpc.aio.StreamStreamCall]:
     """Say a hello that `change` has falsified."""
-    introduction = wire.Introduction(PREFILL, LAYOUT)
-    hello = wire.hello_to_proto(wire.Hello(introduction, "loopback", DECODE.incarnation, 0.0))
+    introduction = greeting.Introduction(PREFILL, LAYOUT)
+    hello = wire.hello_to_proto(greeting.Hello(introduction, "loopback", DECODE.incarnation, 0.0))
     change(hello)
     async with grpc.aio.insecure_channel(decode.address) as channel:
         call = HandoffServiceStub(channel).Attach(metadata=await identify(channel, SECRET, ATTACH))

@@ -9,8 +9,8 @@ import pytest
 from half_slice import MEETING, half_slice
 
 from pdserve.clock import FakeClock
-from pdserve.decode_worker.events import Event
-from pdserve.decode_worker.server import pass_on
+from pdserve.decode_worker.events import Event, PeerAlive
+from pdserve.decode_worker.server import Senders
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvtransfer import peers
 from pdserve.kvtransfer.backends.collective import CollectiveMover
@@ -96,8 +96,12 @@ async def test_an_end_waits_until_nothing_that_was_read_of_the_process_can_reach
 async def test_so_does_the_end_of_a_sender_whose_successor_has_attached(staged: Mover, view: ByteRows) -> None:
     inbox = Inbox[Event]()
     with half_slice(staged.describe(), END.peer) as ended:
-        async with asyncio.timeout(10):
-            await pass_on(inbox, staged, peers.PeerGone(END.peer))
+        async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+            senders = Senders(inbox, staged, tasks)
+            senders.put(peers.PeerGone(END.peer))
+            senders.put(peers.PeerAlive(END.peer))
+            assert inbox.drain() == [PeerAlive(END.peer)]
+            await inbox.wait()
         assert inbox.drain() == [END]
         assert not ended.send_rest()
     assert not view.any()

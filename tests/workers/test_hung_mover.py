@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from stream_ends import Heard
 
 from pdserve.clock import FakeClock
 from pdserve.engine.kvcache import KvCache
@@ -17,7 +18,7 @@ from pdserve.kvtransfer.backends.lane import Indices
 from pdserve.kvtransfer.backends.pump import Pump
 from pdserve.kvtransfer.client import HandoffClient
 from pdserve.kvtransfer.mover import Description, Region
-from pdserve.kvtransfer.peers import FromReceivers, Party
+from pdserve.kvtransfer.peers import Party
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.prefill_worker.events import Copy
 from pdserve.prefill_worker.pairs import Pairs
@@ -69,7 +70,7 @@ class HangingMover(Pump[int, int]):
         return self._region.describe(b"")
 
 
-async def take_in(news: FromReceivers | FromRouter | RouterGone) -> None:
+async def take_in(news: FromRouter | RouterGone) -> None:
     pass
 
 
@@ -96,7 +97,7 @@ async def test_a_movers_thread_that_hangs_ends_the_process_and_one_that_rests_do
     reporter = Reporter(Links((), SECRET, link.Register(), take_in, not_dismissed), clock)
     party = Party(PEER, KvLayout("", 1, 1, 1, 1, "float32"), mover)
     async with asyncio.TaskGroup() as tasks:
-        client = HandoffClient(party, SECRET, take_in, tasks, Counter())
+        client = HandoffClient(party, SECRET, Heard(), tasks, Counter())
         outbox = PrefillOutbox(client, Movement(mover, copies, Pairs(mover, reporter, tasks, 0)), reporter, clock)
 
         def beat() -> None:

@@ -6,13 +6,14 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from scripted_lane import FIRST, scripted_rig
+from stream_ends import Heard
 
 from pdserve.clock import FakeClock
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer.backends.progress import WINDOW_S
 from pdserve.kvtransfer.client import HandoffClient
 from pdserve.kvtransfer.mover import Mover
-from pdserve.kvtransfer.peers import FromReceivers, Party
+from pdserve.kvtransfer.peers import Party
 from pdserve.prefill_worker.pairs import Pairs
 from pdserve.prefill_worker.server import Copies, Movement, PrefillOutbox
 from pdserve.proto.v1 import link_pb2 as link
@@ -35,10 +36,6 @@ class Wire:
         self.sent.append(message)
 
 
-async def take_in(news: FromReceivers) -> None:
-    pass
-
-
 async def test_a_heartbeat_between_two_beats_tells_of_stalled_peers_too() -> None:
     with scripted_rig() as rig:
         rig.write(FIRST, 1)
@@ -49,7 +46,7 @@ async def test_a_heartbeat_between_two_beats_tells_of_stalled_peers_too() -> Non
         reporter = Reporter(cast("Links", wire), clock)
         party = Party(FIRST, KvLayout("", 1, 1, 1, 1, "float32"), mover)
         async with asyncio.TaskGroup() as tasks:
-            client = HandoffClient(party, b"s" * 32, take_in, tasks, Counter())
+            client = HandoffClient(party, b"s" * 32, Heard(), tasks, Counter())
             movement = Movement(mover, Copies(Inbox()), Pairs(mover, reporter, tasks, 0))
             outbox = PrefillOutbox(client, movement, reporter, clock)
             outbox.beat(LOAD, 0)

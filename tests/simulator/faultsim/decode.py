@@ -2,11 +2,10 @@
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
+from faultsim.handoffs import ReceiverStreams
 from faultsim.mover import digest
 from faultsim.network import End, Network
-from faultsim.prefill import Alive, Hello
 from faultsim.process import Process
 from faultsim.worker import MAX_QUARANTINED_SHARE, Size, WorkerProcess
 from faultsim.world import ViolationError
@@ -24,23 +23,15 @@ from pdserve.decode_worker.events import (
     ToPeer,
 )
 from pdserve.decode_worker.rules import Rules
-from pdserve.ids import Incarnation, WorkerId
-from pdserve.kvtransfer import receiver, sender
+from pdserve.ids import Incarnation
+from pdserve.kvtransfer import peers, receiver
+from pdserve.kvtransfer.peers import FromSenders, PeerMessage
 from pdserve.kvtransfer.session import DigestPolicy, Grant, HandoffKey, Peer
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.worker.messages import Failed, PeerGone, Placed, Progress, Tokens
 
 DIGEST_S = 0.0003
 LAPSE_S = 1.1  # from a lease's end until it is noticed: a tick, and one that was late
-
-
-@dataclass(slots=True, eq=False)
-class Inbound:
-    """A stream from a prefill worker."""
-
-    end: End
-    peer: Peer | None = None
-    heard_s: float = 0.0  # when its last word arrived
 
 
 class DecodeProcess(WorkerProcess[Event, Command]):
@@ -54,18 +45,15 @@ class DecodeProcess(WorkerProcess[Event, Command]):
         self.lease_s = lease_s
         rules = Rules(size.max_tasks, DigestPolicy.ALWAYS, MAX_QUARANTINED_SHARE, lease_s)
         self.core = DecodeCore(self.scheduler, size.vocab_size, key, rules)
-        self._streams: dict[Peer, Inbound] = {}
-        self._latest: dict[WorkerId, Inbound] = {}  # of each worker that has attached, unless its end is known
-        self._gone: set[Peer] = set()
+        self.streams = ReceiverStreams(self, self.introduction, self._receive)
+        self._received_s: dict[Peer, float] = {}  # when something was received last from each attached process
         self.site: Callable[[str, Process], object] = lambda site, process: None
         self.granted: deque[tuple[Peer, HandoffKey, Grant, int]] = deque(maxlen=4)  # the latest, with tokens of each
         self._num_tokens: dict[HandoffKey, int] = {}
         self._told: dict[tuple[HandoffKey, type], int] = {}
 
     def accept(self, end: End) -> None:
-        inbound = Inbound(end)
-        end.receive = lambda message: self._receive(inbound, message)
-        end.lost = lambda reason: self._over(inbound, reason)
+        self.streams.accept(end)
 
     def handle(self, event: Event) -> None:
         if isinstance(event, Placed):
@@ -79,7 +67,7 @@ class DecodeProcess(WorkerProcess[Event, Command]):
             case CheckDigests():
                 self.world.after(DIGEST_S * (0.5 + self.world.rng.random()), self, self._check_digests, command)
             case Forget(peer):
-                self._forget(peer)
+                self.streams.forget(peer)
             case Tokens() | Progress() | Failed():
                 raise AssertionError("reports go to routers")
 
@@ -87,29 +75,25 @@ class DecodeProcess(WorkerProcess[Event, Command]):
         super().check()
         if self.frozen:
             return  # it hears nobody, and cannot end a lease before it thaws
-        for peer, inbound in self._streams.items():
-            silent_s = self.world.now - max(inbound.heard_s, self.thawed_s)
+        for peer, received_s in self._received_s.items():
+            silent_s = self.world.now - max(received_s, self.thawed_s)
             if silent_s > self.lease_s + LAPSE_S and self.core.num_granted_to(peer):
                 text = f"{self.name} keeps grants open to {peer}, silent for {silent_s:.2f} s"
                 raise ViolationError("I4", text)
 
     def _tell(self, peer: Peer, key: HandoffKey, message: receiver.Command) -> None:
-        inbound = self._streams.get(peer)
-        if not isinstance(message, receiver.SendWithdrawn):
-            self._check_once(key, message)
-        if inbound is None:
-            return
         match message:
             case receiver.SendGrant(grant):
+                self._check_once(key, message)
                 self.granted.append((peer, key, grant, self._num_tokens[key]))
                 self.site("granted", self)
-                inbound.end.send((key, sender.Granted(grant)))
             case receiver.SendTaken():
-                inbound.end.send((key, sender.Taken()))
-            case receiver.SendWithdrawn(reason):
-                inbound.end.send((key, sender.Withdrawn(reason)))
+                self._check_once(key, message)
+            case receiver.SendWithdrawn():
+                pass
             case _:
                 raise AssertionError(f"{message} is not for a peer")
+        self.streams.send(peer, key, message)
 
     def _check_once(self, key: HandoffKey, message: receiver.Command) -> None:
         if (key, type(message)) in self._told:
@@ -122,59 +106,23 @@ class DecodeProcess(WorkerProcess[Event, Command]):
         mismatch = next((place for place, (mine, theirs) in pairs if mine != theirs), None)
         self.offer(DigestsChecked(command.key, mismatch))
 
-    def _receive(self, inbound: Inbound, message: object) -> None:
-        inbound.heard_s = self.world.now
-        if isinstance(message, Hello):
-            self._greet(inbound, message)
-        elif isinstance(message, Alive) and inbound.peer is not None:
-            self.offer(PeerAlive(inbound.peer))
-        elif isinstance(message, tuple) and inbound.peer is not None:
-            key, event = message
-            self.offer(FromPeer(inbound.peer, key, event))
-
-    def _greet(self, inbound: Inbound, hello: Hello) -> None:
-        """Put a stream in the place of an earlier one, or of an earlier process, of the same worker."""
-        peer = hello.peer
-        seen = self._latest.get(peer.worker_id, inbound)
-        is_earlier = seen.peer is not None and seen.peer.incarnation > peer.incarnation
-        if hello.wanted != self.incarnation or peer in self._gone or is_earlier:
-            inbound.end.close("another incarnation was meant, or dials")
-            return
-        before = self._streams.get(peer)
-        self._streams[peer] = inbound
-        inbound.peer = peer
-        inbound.end.send(Hello(self.peer, peer.incarnation))
-        self._latest[peer.worker_id] = inbound
-        if seen.peer is not None and seen.peer != peer:
-            self._succeed(seen.peer, was_heard=seen.heard_s > self.world.now - hello.age_s)
-        if before is not None:
-            before.end.close("it attached anew")
-            self.offer(PeerLost(peer, "it attached anew"))
-        self.offer(PeerAttached(peer))
-
-    def _succeed(self, older: Peer, *, was_heard: bool) -> None:
-        """Let an earlier process attach no more. Attached, or heard since the later started, it lives."""
-        lives = was_heard or older in self._streams
-        self._forget(older)
-        if not lives:
-            self.offer(PeerGone(older))
-
-    def _forget(self, peer: Peer) -> None:
-        """End a peer's stream and attach it no more."""
-        self._gone.add(peer)
-        seen = self._latest.get(peer.worker_id)
-        if seen is not None and seen.peer == peer:
-            del self._latest[peer.worker_id]
-        inbound = self._streams.get(peer)
-        if inbound is not None:
-            inbound.end.close("its process has ended")
-            self._over(inbound, "its process has ended")
-
-    def _over(self, inbound: Inbound, reason: str) -> None:
-        peer = inbound.peer
-        if peer is not None and self._streams.get(peer) is inbound:
-            del self._streams[peer]
-            self.offer(PeerLost(peer, reason))
+    def _receive(self, report: FromSenders) -> None:
+        now = self.world.now
+        match report:
+            case peers.PeerAttached(peer):
+                self._received_s[peer] = now
+                self.offer(PeerAttached(peer))
+            case peers.PeerAlive(peer):
+                self._received_s[peer] = now
+                self.offer(PeerAlive(peer))
+            case PeerMessage(peer, key, event):
+                self._received_s[peer] = now
+                self.offer(FromPeer(peer, key, event))
+            case peers.PeerLost(peer, reason):
+                self._received_s.pop(peer, None)
+                self.offer(PeerLost(peer, reason))
+            case peers.PeerGone(peer):
+                self.offer(PeerGone(peer))
 
     def check_idle(self) -> None:
         """Raise ViolationError unless nothing is left of any request."""

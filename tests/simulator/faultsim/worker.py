@@ -23,6 +23,7 @@ from pdserve.errors import InvariantError, ProtocolError
 from pdserve.ids import Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.kvlayout_wire import layout_to_proto
+from pdserve.kvtransfer.greeting import Introduction
 from pdserve.kvtransfer.session import Peer
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.rpc import PROTOCOL_VERSION
@@ -90,7 +91,9 @@ class WorkerProcess(Host, Generic[EventT, CommandT]):
         limits = Limits(size.max_num_seqs, size.max_num_batched_tokens, size.max_model_len, frozenset())
         self.scheduler = Scheduler(KvCache(size.num_pages, size.page_size, names), limits)
         self.memory = Memory(name, self.runner, self.scheduler.cache)
-        self.register = _registration(self.peer, role, size)
+        layout = KvLayout("weights", 1, 1, 1, size.page_size, "float32")
+        self.introduction = Introduction(self.peer, layout)
+        self.register = _registration(self.introduction, role, size)
         self.links = SimLinks(self, network, self.register, self._hear, self.offer, self._be_dismissed)
         self.reporter = Reporter(cast("Links", self.links), self.world)
         self.break_next_step = False
@@ -292,15 +295,15 @@ class WorkerProcess(Host, Generic[EventT, CommandT]):
         self.world.after(0.05, None, self.on_exit)
 
 
-def _registration(peer: Peer, role: "link.Role.ValueType", size: Size) -> link.Register:
-    layout = KvLayout("weights", 1, 1, 1, size.page_size, "float32")
+def _registration(me: Introduction, role: "link.Role.ValueType", size: Size) -> link.Register:
+    peer = me.peer
     return link.Register(
         worker_id=peer.worker_id,
         incarnation=peer.incarnation,
         role=role,
         protocol_version=PROTOCOL_VERSION,
         model=MODEL,
-        layout=layout_to_proto(layout),
+        layout=layout_to_proto(me.layout),
         num_pages=size.num_pages,
         max_num_seqs=size.max_num_seqs,
         max_num_batched_tokens=size.max_num_batched_tokens,

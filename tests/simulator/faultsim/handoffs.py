@@ -1,0 +1,191 @@
+"""Hand-off streams in virtual time: the machines of `kvtransfer.client` and `server`, over simulated streams."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from faultsim.network import End, Network
+from faultsim.process import Process
+from faultsim.world import ViolationError
+from pdserve.errors import ProtocolError
+from pdserve.kvtransfer import dialling, roster, wire
+from pdserve.kvtransfer.dialling import AttachMover, Dial, DialId, Dialling
+from pdserve.kvtransfer.greeting import Hello, HelloAck, Introduction
+from pdserve.kvtransfer.peers import FromReceivers, FromSenders
+from pdserve.kvtransfer.roster import Roster, StreamId
+from pdserve.kvtransfer.session import HandoffKey, Peer
+from pdserve.proto.v1 import handoff_pb2 as handoff
+
+MOVER = "simulated"
+
+Request = handoff.HandoffServiceAttachRequest
+Response = handoff.HandoffServiceAttachResponse
+
+
+@dataclass(slots=True)
+class Dialled:
+    """A stream to another process, or a try at one."""
+
+    end: End | None = None
+
+
+class SenderStreams:
+    """`kvtransfer.client.HandoffClient` in virtual time."""
+
+    def __init__(
+        self,
+        owner: Process,
+        introduction: Introduction,
+        network: Network,
+        find: Callable[[str], Process | None],
+        report: Callable[[FromReceivers], object],
+    ) -> None:
+        """`find` returns the process at an address."""
+        self._owner = owner
+        self._introduction = introduction
+        self._network = network
+        self._find = find
+        self._report = report
+        self._dialling = Dialling(introduction)
+        self._streams: dict[DialId, Dialled] = {}
+
+    def connect(self, peer: Peer, address: str) -> None:
+        self._handle(dialling.Wanted(peer, address))
+
+    def send(self, peer: Peer, key: HandoffKey, command: wire.FromSender) -> None:
+        self._handle(dialling.Said(peer, key, command))
+
+    def beat(self) -> None:
+        for dial in self._dialling.attached:
+            self._write(dial, wire.ALIVE)
+
+    def forget(self, peer: Peer) -> None:
+        self._handle(dialling.Forgotten(peer))
+
+    def _handle(self, event: dialling.Event) -> None:
+        for command in self._dialling.handle(event):
+            match command:
+                case Dial():
+                    self._dial(command)
+                case AttachMover(dial):
+                    self._handle(dialling.CanWrite(dial))
+                case dialling.Send(dial, key, message):
+                    self._write(dial, wire.from_sender(key, message))
+                case dialling.Close(dial):
+                    end = self._streams.pop(dial).end
+                    if end is not None:
+                        end.close("closed by the process that dialled")
+                case dialling.Finish():
+                    raise AssertionError("a simulated process ends all its streams at once")
+                case report:
+                    self._report(report)
+
+    def _write(self, dial: DialId, message: Request) -> None:
+        dialled = self._streams.get(dial)
+        if dialled is not None and dialled.end is not None:
+            dialled.end.send(message.SerializeToString())
+
+    def _dial(self, dial: Dial) -> None:
+        self._streams[dial.dial] = Dialled()
+        self._owner.world.after(dial.timeout_s, self._owner, self._handle, dialling.TimedOut(dial.dial))
+        self._network.dial(
+            self._owner,
+            lambda: self._find(dial.address),
+            lambda end: self._opened(dial, end),
+            lambda reason: self._handle(dialling.Ended(dial.dial, reason)),
+        )
+
+    def _opened(self, dial: Dial, end: End) -> None:
+        dialled = self._streams.get(dial.dial)
+        if dialled is None:
+            end.close("not wanted any more")
+            return
+        dialled.end = end
+        end.receive = lambda message: self._receive(dial.dial, message)
+        end.lost = lambda reason: self._handle(dialling.Ended(dial.dial, reason))
+        age_s = self._owner.world.now - self._owner.started_s
+        hello = Hello(self._introduction, MOVER, dial.peer.incarnation, age_s)
+        self._write(dial.dial, wire.hello_to_proto(hello))
+
+    def _receive(self, dial: DialId, content: object) -> None:
+        message = Response.FromString(_bytes(content))
+        try:
+            if message.HasField("hello_ack"):
+                event: dialling.Event = dialling.Answered(dial, wire.ack_from_proto(message))
+            else:
+                event = dialling.Received(dial, *wire.to_sender(message))
+        except ProtocolError as error:
+            raise _refused(self._owner, message, error) from error
+        self._handle(event)
+
+
+class ReceiverStreams:
+    """`kvtransfer.server.HandoffServicer` in virtual time."""
+
+    def __init__(self, owner: Process, introduction: Introduction, report: Callable[[FromSenders], object]) -> None:
+        self._owner = owner
+        self._ack = wire.ack_to_proto(HelloAck(introduction, b""))
+        self._report = report
+        self._roster = Roster(introduction, MOVER)
+        self._ends: dict[StreamId, End] = {}
+        self._last_stream = 0
+
+    @property
+    def attached(self) -> tuple[Peer, ...]:
+        return self._roster.attached
+
+    def accept(self, end: End) -> None:
+        self._last_stream += 1
+        stream = StreamId(self._last_stream)
+        self._ends[stream] = end
+        end.receive = lambda message: self._receive(stream, message)
+        end.lost = lambda reason: self._ended(stream, reason)
+
+    def send(self, peer: Peer, key: HandoffKey, command: wire.FromReceiver) -> None:
+        stream = self._roster.stream_of(peer)
+        if stream is not None:
+            self._write(stream, wire.from_receiver(key, command))
+
+    def forget(self, peer: Peer) -> None:
+        self._handle(roster.Forgotten(peer))
+
+    def _receive(self, stream: StreamId, content: object) -> None:
+        message = Request.FromString(_bytes(content))
+        try:
+            match message.WhichOneof("message"):
+                case "hello":
+                    event: roster.Event = roster.Greeted(stream, wire.hello_from_proto(message))
+                case "alive":
+                    event = roster.Alive(stream)
+                case _:
+                    event = roster.Received(stream, *wire.to_receiver(message))
+        except ProtocolError as error:
+            raise _refused(self._owner, message, error) from error
+        self._handle(event)
+
+    def _ended(self, stream: StreamId, reason: str) -> None:
+        del self._ends[stream]
+        self._handle(roster.Ended(stream, reason))
+
+    def _write(self, stream: StreamId, message: Response) -> None:
+        self._ends[stream].send(message.SerializeToString())
+
+    def _handle(self, event: roster.Event) -> None:
+        for command in self._roster.handle(event, self._owner.world.now):
+            match command:
+                case roster.Welcome(stream):
+                    self._write(stream, self._ack)
+                case roster.Refuse(stream, error):
+                    self._ends.pop(stream).close(str(error))
+                case roster.Close(stream, reason):
+                    self._ends.pop(stream).close(reason)
+                case report:
+                    self._report(report)
+
+
+def _refused(process: Process, message: object, error: ProtocolError) -> ViolationError:
+    return ViolationError("I7", f"{process.name} refused an honest {message}: {error}")
+
+
+def _bytes(content: object) -> bytes:
+    assert isinstance(content, bytes)
+    return content
