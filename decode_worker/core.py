@@ -22,9 +22,8 @@ from pdserve.decode_worker.events import (
 from pdserve.decode_worker.granting import Granting, committed
 from pdserve.decode_worker.rules import Rules
 from pdserve.decode_worker.tasks import Inbound, Task, check_capsule
-from pdserve.engine.outcomes import Broken, Computed, Drawn, Split, Started
 from pdserve.engine.scheduler import Scheduler
-from pdserve.engine.sequence import Sequence
+from pdserve.engine.sequence import Broken, Computed, Sampled, Sequence, Split, Started
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import InvariantError, ProtocolError, Refusal
 from pdserve.ids import Attempt, RequestId
@@ -121,7 +120,7 @@ class DecodeCore:
             if task is None:
                 continue  # an outcome before this one has ended it
             match outcome:
-                case Drawn():
+                case Sampled():
                     index, finish = outcome.index, outcome.finish
                     commands.append(Tokens(task.router, task.key, index, outcome.position, outcome.token, finish))
                     if finish is not None and outcome.sequence.indices == (index,):

@@ -7,9 +7,8 @@ reports its tokens, or one failure, or was cancelled.
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
-from pdserve.engine.outcomes import Broken, Computed, Drawn, Split, Started
 from pdserve.engine.scheduler import Scheduler
-from pdserve.engine.sequence import Sequence
+from pdserve.engine.sequence import Broken, Computed, Sampled, Sequence, Split, Started
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.kvtransfer import sender
@@ -165,7 +164,7 @@ class PrefillCore:
                     )
                 case Computed():
                     commands += self._announce(task, now_s)
-                case Drawn(_, index, position, token, finish):
+                case Sampled(_, index, position, token, finish):
                     commands.append(Tokens(task.router, task.key, index, position, token, finish))
                     finished[task.key] = task
                     if finish is None:

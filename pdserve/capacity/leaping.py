@@ -2,11 +2,10 @@
 
 from collections.abc import Callable
 
-from pdserve.engine.ahead import RunningStep
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.outcomes import Outcome
+from pdserve.engine.running import RunningStep
 from pdserve.engine.scheduler import Limits, Scheduler
-from pdserve.engine.sequence import Sequence
+from pdserve.engine.sequence import Outcome, Sequence
 from pdserve.engine.step import Chunk, SampledToken, SampleSpec, StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.sampling import SamplingParams
@@ -28,7 +27,7 @@ class LeapingScheduler(Scheduler):
 
     def draw(self, plan: StepPlan, elapsed_s: float) -> StepResult:
         """Return what the step that is planned brings."""
-        planned = self._steps[0].sequences
+        planned = self.steps[0].sequences
         tokens = tuple([self._token(s) if c.samples else () for s, c in zip(planned, plan.chunks, strict=True)])
         return StepResult(tokens, elapsed_s)
 
@@ -40,7 +39,7 @@ class LeapingScheduler(Scheduler):
 
     def commit(self, plan: StepPlan, result: StepResult) -> tuple[Outcome, ...]:
         """Take in what a step brought. Nothing is told of sequences that go on decoding, as in a leap."""
-        step, kept = self._steps[0], list[Sequence]()
+        step, kept = self.steps[0], list[Sequence]()
         chunks: list[Chunk] = []
         drawn: list[tuple[SampledToken, ...]] = []
         for sequence, chunk, tokens in zip(step.sequences, plan.chunks, result.tokens, strict=True):
@@ -55,16 +54,15 @@ class LeapingScheduler(Scheduler):
         step.sequences = kept
         return super().commit(StepPlan(tuple(chunks)), StepResult(tuple(drawn), result.elapsed_s))
 
-    def _schedule(self, sequence: Sequence, count: int, chunks: list[Chunk]) -> None:
+    def schedule(self, step: RunningStep, sequence: Sequence, count: int) -> None:
         start = sequence.computed
         samples = _SAMPLES if start + count == len(sequence.tokens) else ()
-        chunks.append(Chunk(range(count), start, (), samples))
-        self._planned.append(sequence)
+        step.add(sequence, Chunk(range(count), start, (), samples))
 
     def leap_length(self) -> int:
         """Return how many steps can be done at once, the last of which may end sequences; 0 if none."""
-        running, length_of = self._running, self._output_length
-        if self._waiting or not running or len(running) > self.limits.max_num_batched_tokens:
+        running, length_of = self.running, self._output_length
+        if self.waiting or not running or len(running) > self.limits.max_num_batched_tokens:
             return 0
         left = []
         for sequence in running:
@@ -80,18 +78,18 @@ class LeapingScheduler(Scheduler):
 
     def _has_pages(self, num_steps: int) -> bool:
         """Return whether there are pages for that many steps of all that runs."""
-        running, size, num_free = self._running, self.cache.page_size, self.cache.pool.num_free
+        running, size, num_free = self.running, self.cache.page_size, self.cache.pool.num_free
         if len(running) * -(-num_steps // size) <= num_free:  # as many as they can need
             return True
         return sum([-(-(s.computed + num_steps) // size) - len(s.pages) for s in running]) <= num_free
 
     def batch(self) -> tuple[int, int]:
         """Return how many sequences the next decode step has, and how many KV tokens they read."""
-        return len(self._running), sum([s.computed for s in self._running]) + len(self._running)
+        return len(self.running), sum([s.computed for s in self.running]) + len(self.running)
 
     def begin_leap(self) -> None:
         """Begin a leap of all that runs: to the rest of the scheduler it is a step."""
-        self._steps.append(RunningStep(self._running.copy(), ()))
+        self.steps.append(RunningStep({}, self.running.copy()))
 
     def take_pages(self, num_steps: int) -> None:
         """Take the pages that the first steps of the leap under way have written to, before others are given any."""
@@ -102,8 +100,8 @@ class LeapingScheduler(Scheduler):
 
     def can_go_on(self, num_steps: int) -> bool:
         """Return whether the leap under way may do that many steps: nothing has come, and there are pages for it."""
-        step = self._steps[0]
-        unchanged = not self._waiting and len(self._running) == len(step.sequences) and not step.dropped
+        step = self.steps[0]
+        unchanged = not self.waiting and len(self.running) == len(step.sequences) and not step.dropped
         return unchanged and self._has_pages(num_steps)
 
     def leap(self, num_steps: int) -> StepPlan:
@@ -111,8 +109,8 @@ class LeapingScheduler(Scheduler):
 
         Told is of sequences that end, and of those that have not run before.
         """
-        chunks: list[Chunk] = []
-        step, ahead, size = self._steps[0], [OTHER] * num_steps, self.cache.page_size
+        told = RunningStep({})
+        step, ahead, size = self.steps[0], [OTHER] * num_steps, self.cache.page_size
         for sequence, left in zip(step.sequences, self._left, strict=True):
             if sequence in step.dropped:
                 continue
@@ -125,12 +123,12 @@ class LeapingScheduler(Scheduler):
             else:
                 sequence.tokens += ahead[1:]
                 sequence.computed = last - 1
-                self._schedule(sequence, 1, chunks)
-        step.sequences, self._planned = self._planned, []
-        return StepPlan(tuple(chunks))
+                self.schedule(told, sequence, 1)
+        step.sequences = told.sequences
+        return StepPlan(tuple(told.chunks))
 
     def _leaping(self) -> list[Sequence]:
-        step = self._steps[0]
+        step = self.steps[0]
         return [s for s in step.sequences if s not in step.dropped] if step.dropped else step.sequences
 
     def _add_pages(self, sequence: Sequence, num_steps: int) -> None:

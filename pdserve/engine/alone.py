@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.outcomes import Drawn
 from pdserve.engine.runner import Runner
 from pdserve.engine.scheduler import Limits, Scheduler
-from pdserve.engine.sequence import Job
+from pdserve.engine.sequence import Job, Sampled
 from pdserve.engine.sequence import Sequence as EngineSequence
 from pdserve.ids import Attempt, RequestId
 from pdserve.model.llama import Model
@@ -34,6 +33,6 @@ class LoneEngine:
         tokens: dict[int, list[int]] = {index: [] for index in indices}
         while (plan := self._scheduler.plan()) is not None:
             for outcome in self._scheduler.commit(plan, self._runner.run(plan)):
-                if isinstance(outcome, Drawn):
+                if isinstance(outcome, Sampled):
                     tokens[outcome.index].append(outcome.token.token_id)
         return {index: tuple(ids) for index, ids in tokens.items()}

@@ -78,7 +78,7 @@ class Batch:
         chunk_of_token = np.repeat(np.arange(len(chunks)), query_lens)
         positions = np.arange(len(token_ids)) + (starts - query_starts[:-1])[chunk_of_token]
         sample_counts = _lengths([chunk.samples for chunk in chunks])
-        follows = [FOLLOWS_NONE if chunk.follows is None else chunk.follows for chunk in chunks]
+        follows = [FOLLOWS_NONE if chunk.previous is None else chunk.previous for chunk in chunks]
         return cls(
             token_ids=token_ids,
             positions=positions,
@@ -124,8 +124,8 @@ def _check(chunks: Seq[Chunk], kv_lens: Ints, token_ids: Ints, page_table: Ints,
             raise InvariantError(f"a chunk of {len(chunk.token_ids)} tokens at position {chunk.start}")
         if len(chunk.pages) * shape.page_size < kv_len:
             raise InvariantError(f"{len(chunk.pages)} pages of {shape.page_size} tokens for a context of {kv_len}")
-        if chunk.follows is not None and len(chunk.token_ids) != 1:
-            raise InvariantError(f"{len(chunk.token_ids)} tokens after chunk {chunk.follows} of the step before")
+        if chunk.previous is not None and len(chunk.token_ids) != 1:
+            raise InvariantError(f"{len(chunk.token_ids)} tokens after chunk {chunk.previous} of the step before")
     _check_range("page", page_table, shape.num_pages)
     _check_range("token id", token_ids, shape.vocab_size)
 

@@ -14,11 +14,10 @@ from typing import TypeVar
 import torch
 
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.outcomes import Drawn
 from pdserve.engine.runner import Runner
 from pdserve.engine.runner_cuda import CudaRunner, StepLimits
 from pdserve.engine.scheduler import Limits, Scheduler
-from pdserve.engine.sequence import Job, Sequence
+from pdserve.engine.sequence import Job, Sampled, Sequence
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.ids import Attempt, RequestId
 from pdserve.kernels.gpu.rows import Choice, Row
@@ -120,7 +119,7 @@ def _texts(
             return texts
         done, step = running.popleft()
         for outcome in scheduler.commit(done, finish(step)):
-            if isinstance(outcome, Drawn):
+            if isinstance(outcome, Sampled):
                 texts[outcome.sequence.order].append(outcome.token.token_id)
 
 

@@ -3,8 +3,8 @@
 Invariant: pages that a running step reads or writes are nobody else's until it is over. Sequences may be added,
 stopped and removed while it runs: what it computes for one that has gone is dropped, and pages are given back after it.
 
-A step may be planned while the one before it runs: a token still to be drawn is named by the chunk it is drawn for. A
-sequence found to have ended meanwhile is computed one token too far.
+Scheduling may be asynchronous: the next step is planned while one runs, and a token not sampled yet is named by the
+chunk it is sampled for. A sequence found to have ended meanwhile is computed one token too far.
 
 Each step serves running sequences first (one token each), then prompts in chunks, under one token budget
 (Sarathi-Serve, Agrawal et al. 2024). A prompt gets all its pages before its first chunk; when a running sequence
@@ -16,10 +16,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
-from pdserve.engine.ahead import NO_SHARE, RunningStep, Shares, may_follow
 from pdserve.engine.kvcache import Content, KvCache
-from pdserve.engine.outcomes import Broken, Computed, Drawn, Outcome, Split, Started
-from pdserve.engine.sequence import Sequence
+from pdserve.engine.running import RunningStep
+from pdserve.engine.sequence import Broken, Computed, Outcome, Sampled, Sequence, Split, Started
 from pdserve.engine.step import Chunk, SampledToken, StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId
@@ -33,71 +32,72 @@ class Limits:
     eos_token_ids: frozenset[int]
 
 
-_UNKNOWN = (0,)  # stands for a token that is still being drawn
+_UNKNOWN = (0,)  # stands for a token that is not sampled yet
 _urgency = attrgetter("urgency")
 
 
 class Scheduler:
-    """Sequences of one worker: waiting for pages, or running."""
+    """Sequences of one worker: `waiting` for pages, or `running`; `steps` are at most two, the oldest first.
+
+    A subclass may plan and end steps in its own way; everybody else only reads these three.
+    """
 
     def __init__(self, cache: KvCache, limits: Limits) -> None:
         self.cache = cache
         self.limits = limits
         self.num_preemptions = 0
-        self._waiting: list[Sequence] = []
-        self._running: list[Sequence] = []
-        self._steps: deque[RunningStep] = deque()  # at most two, the oldest first
-        self._shares: Shares = {}  # of the running step, while the one after it is planned
-        self._planned: list[Sequence] = []  # parallel to the chunks of the step that is being planned
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.steps: deque[RunningStep] = deque()
 
     @property
     def num_running(self) -> int:
         """Return how many continuations are in the batch, those still sharing a prompt counted each."""
-        return sum([len(s.indices) for s in self._running])
+        return sum([len(s.indices) for s in self.running])
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self.waiting)
 
     @property
     def waiting_tokens(self) -> int:
         """Return how many prompt tokens wait to be computed."""
-        missing = (s.num_missing for s in (*self._waiting, *self._running))
+        missing = (s.num_missing for s in (*self.waiting, *self.running))
         return sum(count for count in missing if count > 1)
 
     @property
     def pages_wanted(self) -> int:
         """Return how many pages sequences wait for."""
-        return sum(self.cache.num_pages(len(s.tokens)) for s in self._waiting)
+        return sum(self.cache.num_pages(len(s.tokens)) for s in self.waiting)
 
     @property
     def kv_tokens(self) -> int:
         """Return how many tokens' KV running sequences hold."""
-        return sum(s.computed for s in self._running)
+        return sum(s.computed for s in self.running)
 
     @property
     def leaving(self) -> tuple[PageId, ...]:
         """Return the pages that nobody wants, but steps under way may touch; as often as they are held."""
-        return tuple(page for step in self._steps for pages in step.leaving for page in pages)
+        return tuple(page for step in self.steps for pages in step.leaving for page in pages)
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence whose tokens are to be computed."""
-        self._waiting.append(sequence)
-        self._waiting.sort(key=_urgency)
+        self.waiting.append(sequence)
+        self.waiting.sort(key=_urgency)
 
     def join(self, sequence: Sequence) -> None:
         """Let a sequence run whose prompt is computed and whose pages are held for it."""
-        self._running.append(sequence)
+        self.running.append(sequence)
 
     def stop(self, sequence: Sequence) -> None:
         """Compute nothing more of a sequence; it keeps its pages."""
-        if sequence in self._running:
-            self._running.remove(sequence)
-            for step in self._steps:
+        if sequence in self.running:
+            self.running.remove(sequence)
+            for step in self.steps:
                 if sequence in step.sequences:
                     step.dropped.add(sequence)
-        elif sequence in self._waiting:
-            self._waiting.remove(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence and give up its hold on its pages."""
@@ -106,8 +106,8 @@ class Scheduler:
 
     def release(self, sequence: Sequence) -> None:
         """Give up a sequence's hold on its pages; they stay reusable until given out again."""
-        if self._steps:
-            self._steps[-1].leaving.append(tuple(sequence.pages))
+        if self.steps:
+            self.steps[-1].leaving.append(tuple(sequence.pages))
         else:
             self.cache.pool.release(tuple(sequence.pages))
         sequence.forget_pages()
@@ -146,36 +146,33 @@ class Scheduler:
 
         While a step runs, also None where the next one needs its tokens, or pages that only preemption frees.
         """
-        if len(self._steps) > 1:
+        if len(self.steps) > 1:
             raise InvariantError("planned a step while two are running")
-        if not self._running and not self._waiting:
+        if not self.running and not self.waiting:
             return None
-        self._shares = self._steps[0].shares() if self._steps else {}
+        step = RunningStep(self.steps[0].progress() if self.steps else {})
+        decoding, prompts = self._plannable(step)
+        if self.steps and self._lacks_pages(step, decoding):
+            return None
         budget = self.limits.max_num_batched_tokens
-        chunks: list[Chunk] = []
-        copies: list[tuple[PageId, PageId]] = []
-        decoding, prompts = self._plannable()
-        free = self.cache.pool.num_free
-        if self._steps and len(decoding) > free and sum(map(self._wants_page, decoding)) > free:
-            return None
         for sequence in decoding:
-            if budget > 0 and sequence.pages and self._make_room(sequence, copies):
+            if budget > 0 and sequence.pages and self._make_room(step, sequence):
                 budget -= 1
-                self._schedule(sequence, 1, chunks)
+                self.schedule(step, sequence, 1)
         for sequence, missing in prompts:
-            if budget > 0 and sequence.pages:
-                count = min(budget, missing)
+            count = min(budget, missing)
+            if count > 0 and sequence.pages:
                 budget -= count
-                self._schedule(sequence, count, chunks)
-        while budget > 0 and self._waiting:
-            sequence = self._waiting[0]
-            crowded = self._running and self.num_running + len(sequence.indices) > self.limits.max_num_seqs
-            if crowded or not self._admit(sequence):
+                self.schedule(step, sequence, count)
+        while budget > 0 and self.waiting:
+            sequence = self.waiting[0]
+            is_full = self.running and self.num_running + len(sequence.indices) > self.limits.max_num_seqs
+            if is_full or not self._admit(sequence):
                 break
             count = min(budget, sequence.num_missing)
             budget -= count
-            self._schedule(sequence, count, chunks)
-        return self._launch(chunks, copies) if chunks else None
+            self.schedule(step, sequence, count)
+        return self._begin(step) if step.chunks else None
 
     def commit(self, plan: StepPlan, result: StepResult) -> tuple[Outcome, ...]:
         """Take in what the oldest step brought. Sequences that ended, or go to a hand-off, are no longer running."""
@@ -206,57 +203,53 @@ class Scheduler:
                 outcomes.append(self._go_on(sequence, tokens[0]))
         return tuple(outcomes)
 
+    def _begin(self, step: RunningStep) -> StepPlan:
+        self.steps.append(step)
+        return StepPlan(tuple(step.chunks), tuple(step.copies))
+
     def _end_step(self) -> RunningStep:
         """Return the oldest step, which is over, and give back what left during it."""
-        step = self._steps.popleft()
+        step = self.steps.popleft()
         for pages in step.leaving:
             self.cache.pool.release(pages)
         return step
 
-    def _plannable(self) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:
-        """Return what can be planned of running sequences without the tokens being drawn, the most urgent first.
+    def _plannable(self, step: RunningStep) -> tuple[list[Sequence], list[tuple[Sequence, int]]]:
+        """Return what can be planned of running sequences before the previous step is over, the most urgent first.
 
         Those that decode, and those with more tokens to compute, with how many.
         """
-        shares, limit = self._shares, self.limits.max_model_len
         decoding: list[Sequence] = []
         prompts: list[tuple[Sequence, int]] = []
-        for sequence in sorted(self._running, key=_urgency):
+        for sequence in sorted(self.running, key=_urgency):
             missing = len(sequence.tokens) - sequence.computed
-            share = shares.get(sequence) if shares else None
-            if share is not None:
-                if not may_follow(sequence, share, limit):
+            before = step.before.get(sequence)
+            if before is not None:
+                if not before.lets_follow(sequence, self.limits.max_model_len):
                     continue
-                missing += share.num_drawn - share.num_tokens
+                missing += before.num_sampled - before.num_tokens
             if missing == 1:
                 decoding.append(sequence)
             elif missing > 1:
                 prompts.append((sequence, missing))
         return decoding, prompts
 
-    def _schedule(self, sequence: Sequence, count: int, chunks: list[Chunk]) -> None:
-        share, num_known = self._shares.get(sequence, NO_SHARE), len(sequence.tokens)
-        start = sequence.computed + share.num_tokens
+    def schedule(self, step: RunningStep, sequence: Sequence, count: int) -> None:
+        """Add the next `count` tokens of a sequence to a step that is being planned."""
+        before, num_known = step.progress_before(sequence), len(sequence.tokens)
+        start = sequence.computed + before.num_tokens
         stop, is_known = start + count, start < num_known
         token_ids = sequence.tokens[start:stop] if is_known else _UNKNOWN
         pages = sequence.pages[: -(-stop // self.cache.page_size)]
-        samples = sequence.samples(share.num_drawn) if stop == num_known + share.num_drawn else ()
-        chunks.append(Chunk(token_ids, start, pages, samples, None if is_known else share.place))
-        self._planned.append(sequence)
-
-    def _launch(self, chunks: list[Chunk], copies: Iterable[tuple[PageId, PageId]] = ()) -> StepPlan:
-        """Count what has been scheduled as running, until it is committed."""
-        plan = StepPlan(tuple(chunks), tuple(copies))
-        self._steps.append(RunningStep(self._planned, plan.chunks))
-        self._planned = []
-        return plan
+        samples = sequence.samples(before.num_sampled) if stop == num_known + before.num_sampled else ()
+        step.add(sequence, Chunk(token_ids, start, pages, samples, None if is_known else before.place))
 
     def _admit(self, sequence: Sequence) -> bool:
         """Move the first waiting sequence to the running ones, with pages for all it has to compute."""
         cache = self.cache
         if not sequence.names:
             sequence.names = cache.names(sequence.tokens, sequence.job.cache_salt)
-        usable = (len(sequence.tokens) - 1) // cache.page_size  # at least one token is computed, to draw from
+        usable = (len(sequence.tokens) - 1) // cache.page_size  # at least one token is computed, to sample from
         reused = cache.reuse(sequence.names[:usable])
         fresh = cache.take(cache.num_pages(len(sequence.tokens)) - len(reused))
         if fresh is None:
@@ -267,27 +260,32 @@ class Scheduler:
         sequence.num_published = len(reused)
         if not sequence.has_run:
             sequence.num_cached_tokens = sequence.computed
-        self._waiting.pop(0)
-        self._running.append(sequence)
+        self.waiting.pop(0)
+        self.running.append(sequence)
         return True
 
-    def _next_page(self, sequence: Sequence) -> int:
+    def _next_page(self, step: RunningStep, sequence: Sequence) -> int:
         """Return which of its pages, in order, a decoding sequence writes to next."""
-        return (sequence.computed + self._shares.get(sequence, NO_SHARE).num_tokens) // self.cache.page_size
+        return (sequence.computed + step.progress_before(sequence).num_tokens) // self.cache.page_size
 
-    def _wants_page(self, sequence: Sequence) -> bool:
-        """Return whether a decoding sequence has no page of its own to write into."""
-        slot, pages = self._next_page(sequence), sequence.pages
-        return slot >= len(pages) or self.cache.pool.holders(pages[slot]) > 1
+    def _lacks_pages(self, step: RunningStep, decoding: list[Sequence]) -> bool:
+        """Return whether some of the sequences would get a page to write into only by preempting others."""
+        pool, num_wanted = self.cache.pool, 0
+        if len(decoding) <= pool.num_free:
+            return False
+        for sequence in decoding:
+            slot, pages = self._next_page(step, sequence), sequence.pages
+            num_wanted += slot >= len(pages) or pool.holders(pages[slot]) > 1
+        return num_wanted > pool.num_free
 
-    def _make_room(self, sequence: Sequence, copies: list[tuple[PageId, PageId]]) -> bool:
+    def _make_room(self, step: RunningStep, sequence: Sequence) -> bool:
         """Give a decoding sequence a page of its own to write into, preempting others; False if it was preempted."""
-        slot, pool = self._next_page(sequence), self.cache.pool
+        slot, pool = self._next_page(step, sequence), self.cache.pool
         shared = slot < len(sequence.pages)
         if shared and pool.holders(sequence.pages[slot]) <= 1:
             return True
         while (pages := self.cache.take(1)) is None:
-            victim = max((s for s in self._running if s.pages and s not in self._planned), key=_urgency)
+            victim = max((s for s in self.running if s.pages and s not in step.sequences), key=_urgency)
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -296,14 +294,14 @@ class Scheduler:
         if not shared:
             sequence.pages.append(pages[0])
             return True
-        copies.append((sequence.pages[slot], pages[0]))
+        step.copies.append((sequence.pages[slot], pages[0]))
         pool.release((sequence.pages[slot],))
         sequence.pages[slot] = pages[0]
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
-        self._running.remove(sequence)
+        self.running.remove(sequence)
         self.release(sequence)
         self.add(sequence)
 
@@ -316,7 +314,7 @@ class Scheduler:
         cache.publish(sequence.names, sequence.pages, range(sequence.num_published, full), content)
         sequence.num_published = full
 
-    def _go_on(self, sequence: Sequence, token: SampledToken) -> Drawn:
+    def _go_on(self, sequence: Sequence, token: SampledToken) -> Sampled:
         """Give a sequence its next token."""
         position, limits = len(sequence.tokens) - sequence.job.num_prompt_tokens, self.limits
         finish = sequence.finish_with(token.token_id, limits.eos_token_ids, limits.max_model_len)
@@ -324,18 +322,18 @@ class Scheduler:
             sequence.tokens.append(token.token_id)
         else:
             self.remove(sequence)
-        return Drawn(sequence, sequence.indices[0], position, token, finish)
+        return Sampled(sequence, sequence.indices[0], position, token, finish)
 
     def _part(self, sequence: Sequence, tokens: tuple[SampledToken, ...]) -> list[Outcome]:
         """Let what shared a prompt go separate ways with its first tokens, or leave it to a hand-off."""
         position, eos, limit = sequence.num_output_tokens, self.limits.eos_token_ids, self.limits.max_model_len
-        drawn = [
-            Drawn(sequence, index, position, token, sequence.finish_with(token.token_id, eos, limit))
+        sampled = [
+            Sampled(sequence, index, position, token, sequence.finish_with(token.token_id, eos, limit))
             for index, token in zip(sequence.indices, tokens, strict=True)
         ]
-        self._running.remove(sequence)
+        self.running.remove(sequence)
         if sequence.stop_after_prompt:
-            return [*drawn]  # its pages are held until the hand-off is over
-        children = self.split(sequence, [(one.index, one.token.token_id) for one in drawn if one.finish is None])
-        self._running += children
-        return [*drawn, Split(sequence, tuple(children))]
+            return [*sampled]  # its pages are held until the hand-off is over
+        children = self.split(sequence, [(one.index, one.token.token_id) for one in sampled if one.finish is None])
+        self.running += children
+        return [*sampled, Split(sequence, tuple(children))]

@@ -1,11 +1,11 @@
-"""One continuation (or several that still share their prompt) on one worker."""
+"""One continuation (or several that still share their prompt) on one worker, and what a committed step brought it."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from pdserve.engine.prefix import PageName
-from pdserve.engine.step import SampleSpec
+from pdserve.engine.step import SampledToken, SampleSpec
 from pdserve.ids import Attempt, PageId, RequestId
 from pdserve.sampling import SamplingParams
 from pdserve.values import value
@@ -109,3 +109,47 @@ class Sequence:
         if len(self.seeds) == 1:
             return (SampleSpec(params, self.seeds[0], count, prompt_ids, output_ids, forbid_stops),)
         return tuple([SampleSpec(params, seed, count, prompt_ids, output_ids, forbid_stops) for seed in self.seeds])
+
+
+@value
+class Sampled:
+    """A sequence gained a token. `position` counts the tokens generated before it, from the request's start."""
+
+    sequence: Sequence
+    index: int
+    position: int
+    token: SampledToken
+    finish: Finish | None
+
+
+@value
+class Started:
+    """A sequence was in a step for the first time."""
+
+    sequence: Sequence
+
+
+@value
+class Computed:
+    """A chunk of a prompt is done: KV of tokens[:sequence.computed] is final."""
+
+    sequence: Sequence
+
+
+@value
+class Split:
+    """A prompt's continuations go separate ways; those that ended with their first token are not among them."""
+
+    sequence: Sequence
+    children: tuple[Sequence, ...]
+
+
+@value
+class Broken:
+    """A sequence could not be computed. It is no longer running, and keeps its pages until it is removed."""
+
+    sequence: Sequence
+    reason: str
+
+
+Outcome = Sampled | Started | Computed | Split | Broken

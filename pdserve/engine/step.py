@@ -30,7 +30,7 @@ class Chunk:
 
     `pages` covers positions 0 … start+len(token_ids)-1, in order; K and V of the chunk are written there.
     `samples` is empty while a prompt is unfinished; a prompt with n > 1 draws several times from the same logits.
-    With `follows`, the chunk's one token is the one drawn for that chunk of the step before, which may still run;
+    With `previous`, the one token is the one sampled for that chunk of the previous step, which may still run;
     `token_ids` holds a zero in its place.
     """
 
@@ -38,7 +38,7 @@ class Chunk:
     start: int
     pages: Seq[PageId]
     samples: tuple[SampleSpec, ...]
-    follows: int | None = None
+    previous: int | None = None
 
 
 @value

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from faultsim.engine import FakeRunner, expected
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.outcomes import Broken, Drawn, Split
 from pdserve.engine.scheduler import Limits, Scheduler
-from pdserve.engine.sequence import Job, Sequence
+from pdserve.engine.sequence import Broken, Job, Sampled, Sequence, Split
 from pdserve.engine.step import Chunk, SampledToken, StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.ids import Attempt, RequestId
@@ -34,9 +33,9 @@ class FollowingRunner(FakeRunner):
         return result
 
     def _fill_in(self, chunk: Chunk) -> Chunk:
-        if chunk.follows is None:
+        if chunk.previous is None:
             return chunk
-        (token,) = self.drawn[chunk.follows]
+        (token,) = self.drawn[chunk.previous]
         return replace(chunk, token_ids=(token.token_id,))
 
 
@@ -100,7 +99,7 @@ class Bench:
             number = int.from_bytes(outcome.sequence.job.request_id)
             assert number in self.alive, "told of a sequence that was given up"
             match outcome:
-                case Drawn(sequence, index, position, token, finish):
+                case Sampled(sequence, index, position, token, finish):
                     tokens = self.drawn.setdefault((number, index), [])
                     assert len(tokens) == position
                     tokens.append(token.token_id)
@@ -125,8 +124,8 @@ def test_a_step_ahead_names_the_chunk_its_token_comes_from() -> None:
     first, second = bench.scheduler.plan(), bench.scheduler.plan()
     assert first is not None
     assert second is not None
-    assert [chunk.follows for chunk in first.chunks] == [None, None]
-    assert [(chunk.follows, chunk.start, tuple(chunk.token_ids)) for chunk in second.chunks] == [
+    assert [chunk.previous for chunk in first.chunks] == [None, None]
+    assert [(chunk.previous, chunk.start, tuple(chunk.token_ids)) for chunk in second.chunks] == [
         (0, 1, (0,)),
         (1, 1, (0,)),
     ]

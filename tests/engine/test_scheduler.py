@@ -4,9 +4,8 @@ import pytest
 
 from faultsim.engine import FakeRunner, expected
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.outcomes import Broken, Drawn, Split, Started
 from pdserve.engine.scheduler import Limits, Scheduler
-from pdserve.engine.sequence import Finish, Job, Sequence
+from pdserve.engine.sequence import Broken, Finish, Job, Sampled, Sequence, Split, Started
 from pdserve.engine.step import StepResult
 from pdserve.ids import Attempt, RequestId
 from pdserve.sampling import SamplingParams
@@ -47,7 +46,7 @@ class Bench:
         self.widths.append(plan.num_tokens)
         outcomes = self.scheduler.commit(plan, self.runner.run(plan))
         for outcome in outcomes:
-            if isinstance(outcome, Drawn):
+            if isinstance(outcome, Sampled):
                 number = int.from_bytes(outcome.sequence.job.request_id)
                 self.drawn.setdefault(number, []).append(outcome.token.token_id)
                 if outcome.finish is not None:
@@ -141,7 +140,7 @@ def test_a_sequence_that_cannot_be_computed_leaves_the_others_of_its_step_as_the
     result = bench.runner.run(plan)
     outcomes = bench.scheduler.commit(plan, replace(result, tokens=((), result.tokens[1]), failed={0: "poison"}))
     assert [o.reason for o in outcomes if isinstance(o, Broken)] == ["poison"]
-    (drawn,) = [o.token.token_id for o in outcomes if isinstance(o, Drawn)]
+    (drawn,) = [o.token.token_id for o in outcomes if isinstance(o, Sampled)]
     bench.scheduler.remove(broken)
     bench.run()
     assert [drawn, *bench.drawn[2]] == expected([1, 2, 3], 2, 4, VOCAB)

@@ -9,12 +9,11 @@ import receiver_mutations
 from breaking import MUTATIONS, Original, mutation, wrap
 
 from pdserve.decode_worker.core import DecodeCore
-from pdserve.engine.ahead import RunningStep
 from pdserve.engine.kvcache import Content, KvCache
 from pdserve.engine.pages import PagePool
+from pdserve.engine.running import RunningStep
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
-from pdserve.ids import PageId
 from pdserve.kvtransfer import sender
 from pdserve.kvtransfer.session import HandoffKey, Pages
 from pdserve.prefill_worker.absent import Absent
@@ -137,10 +136,10 @@ def release_reused_pages_twice() -> Iterator[object]:
 def write_into_shared_pages() -> Iterator[object]:
     """Skip copy-on-write."""
 
-    def make_room(original: Original, self: Scheduler, sequence: Sequence, copies: list[tuple[PageId, PageId]]) -> bool:
+    def make_room(original: Original, self: Scheduler, step: RunningStep, sequence: Sequence) -> bool:
         if sequence.computed // self.cache.page_size < len(sequence.pages):
             return True
-        return original(self, sequence, copies)
+        return original(self, step, sequence)
 
     with wrap(Scheduler, "_make_room", make_room) as patched:
         yield patched
@@ -194,9 +193,9 @@ def recompute_too_little_after_preemption() -> Iterator[object]:
 @mutation
 def give_pages_back_while_a_step_writes_them() -> Iterator[object]:
     def release(original: Original, self: Scheduler, sequence: Sequence) -> None:
-        steps, self._steps = self._steps, deque()
+        steps, self.steps = self.steps, deque()
         original(self, sequence)
-        self._steps = steps
+        self.steps = steps
 
     with wrap(Scheduler, "release", release) as patched:
         yield patched

@@ -7,10 +7,9 @@ import torch
 
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.outcomes import Drawn
 from pdserve.engine.runner import Runner
 from pdserve.engine.scheduler import Limits, Scheduler
-from pdserve.engine.sequence import Job
+from pdserve.engine.sequence import Job, Sampled
 from pdserve.engine.sequence import Sequence as EngineSequence
 from pdserve.engine.step import SampledToken
 from pdserve.ids import Attempt, RequestId
@@ -39,6 +38,6 @@ class OneEngine:
         tokens: dict[int, list[SampledToken]] = {index: [] for index in indices}
         while (plan := self._scheduler.plan()) is not None:
             for outcome in self._scheduler.commit(plan, self._runner.run(plan)):
-                if isinstance(outcome, Drawn):
+                if isinstance(outcome, Sampled):
                     tokens[outcome.index].append(outcome.token)
         return tokens
