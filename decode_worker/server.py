@@ -26,8 +26,8 @@ from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import ConfigError, Refusal
 from pdserve.ids import MAX_WORKER_TASKS
 from pdserve.kvtransfer import peers
-from pdserve.kvtransfer.backends.unread import settle
-from pdserve.kvtransfer.mover import Mover, Region
+from pdserve.kvtransfer.mover import Mover
+from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.server import HandoffServicer
 from pdserve.kvtransfer.session import DigestPolicy
 from pdserve.proto.v1 import link_pb2 as link
@@ -43,9 +43,8 @@ from pdserve.rpc import (
 from pdserve.worker.boot import Engine
 from pdserve.worker.loop import Inbox
 from pdserve.worker.messages import Failed, Load, PeerGone, Progress, Report, Tokens
-from pdserve.worker.movers import build_mover, check_network
+from pdserve.worker.movers import build_mover, check_network, kv_region
 from pdserve.worker.process import Identity, Parts, serve_worker
-from pdserve.worker.regions import kv_region
 from pdserve.worker.reporting import Reporter
 
 STOP_GRACE_S = 1.0
@@ -144,7 +143,7 @@ class Senders:
             settling.cancel()
 
     async def _settle(self, gone: peers.PeerGone) -> None:
-        await settle(self._mover, gone.peer)
+        await self._mover.settle(gone.peer)
         await self._inbox.offer(_event(gone))
 
 

@@ -1,35 +1,15 @@
 """Pages of a GPU that pass through memory of the host: a section of `make gpu`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from pdserve.kernels.gpu.rows import Choice, Row
-from pdserve.kvtransfer.backends.staging import Staging
+from pdserve.kvtransfer.backends.staging import HostRows
 
 NUM_PAGES, PAGE_BYTES = 40, 1 << 20
 ROWS = (7, 39, 0, 12, 3)
 LONG_CYCLES = 2_000_000_000  # about a second
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Pages:
-    """Pages that are no region: staging needs to know no more of them."""
-
-    view: Tensor
-
-    @property
-    def gpu(self) -> int | None:
-        return self.view.get_device() if self.view.device.type == "cuda" else None
-
-    @property
-    def page_bytes(self) -> int:
-        return self.view.shape[1]
-
-    def row(self, index: int) -> Tensor:
-        return self.view[index]
 
 
 def run(choice: Choice) -> list[Row]:
@@ -53,23 +33,24 @@ def num_wrong_rows(device: torch.device) -> int:
     target = torch.zeros_like(source)
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # a copy waits for nothing that was launched before it
-    host = Staging(Pages(source)).take_out(ROWS)
-    Staging(Pages(target)).put_in(ROWS, host)
-    wanted = torch.zeros_like(source)
-    wanted[list(ROWS)] = source[list(ROWS)]
-    return int((target != wanted).any(dim=1).sum()) + int((host != source[list(ROWS)].cpu()).any(dim=1).sum())
+    host = HostRows(source, source[:0]).read(ROWS)
+    HostRows(target, target[:0]).write(ROWS, host)
+    sent, wanted = source[list(ROWS)], torch.zeros_like(source)
+    wanted[list(ROWS)] = sent
+    wrong = (target != wanted).any(dim=1).sum() + (torch.stack(list(host)).to(device) != sent).any(dim=1).sum()
+    return int(wrong)
 
 
 def _num_kernels_waited_for() -> int:
     """Return 1 if a copy returns only after a kernel that was launched before it on another stream."""
-    pages = Pages(torch.ones((NUM_PAGES, PAGE_BYTES), dtype=torch.uint8, device="cuda"))
-    staging = Staging(pages)
-    staging.take_out(ROWS)  # memory is pinned now, which may wait for anything
+    pages = torch.ones((NUM_PAGES, PAGE_BYTES), dtype=torch.uint8, device="cuda")
+    rows = HostRows(pages, pages[:0])
+    rows.read(ROWS)  # memory is pinned now, which may wait for anything
     torch.cuda.synchronize()
     torch.cuda._sleep(LONG_CYCLES)
     over = torch.cuda.Event()
     over.record()
-    staging.take_out(ROWS)
+    rows.read(ROWS)
     waited = over.query()
     torch.cuda.synchronize()
     return int(waited)

@@ -1,209 +1,205 @@
-"""What moves pages between workers' memories, whichever library does it.
+"""Moves pages of this process into other processes' memory, whichever library does it.
 
-A mover's owner keeps the source pages unchanged until the copy is reported stopped. The time a copy takes never makes
-it reported: only its end does, or the end of the process it writes to.
+Invariant: a copy is reported stopped once, after every slice of it that was posted has ended, or after its peer's
+process has. The time that a copy takes never ends it. The mover's owner keeps the source pages unchanged until then.
 """
 
-import struct
+import asyncio
+import logging
+import threading
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, NewType, Protocol
+from functools import partial
+from itertools import count
 
-import numpy as np
-
-from pdserve.errors import ProtocolError
-from pdserve.kvlayout import PageDigest
-from pdserve.kvtransfer.digest import ByteRows, Digests, host_digests
+from pdserve.clock import Clock, MonotonicClock
+from pdserve.errors import InvariantError, ProtocolError
+from pdserve.kvtransfer.backends.backend import Backend
+from pdserve.kvtransfer.channels import Channels
+from pdserve.kvtransfer.copies import Copy, CopyId, CopyStopped, OnStopped
+from pdserve.kvtransfer.region import Description
 from pdserve.kvtransfer.session import HandoffKey, Pages, Peer
+from pdserve.kvtransfer.speed import PairSpeed
+from pdserve.kvtransfer.tcp import until_read
 
-CopyId = NewType("CopyId", int)
-Rows = Any  # uint8 [rows, page_bytes]: numpy's, or torch's where they lie in a GPU's memory
+logger = logging.getLogger(__name__)
 
-_MAGIC = b"PDKV"
-_VERSION = 1
-# Magic, version, GPU (-1: the host), address, num_pages, page_bytes, address and pages of the probe, bytes of the lane.
-_HEADER = struct.Struct("!4sHiQQQQQI")
-_HOST = -1
-MAX_DESCRIPTION_BYTES = 1 << 20
-PROBE_BYTES = 4 << 20  # or one page, if that is more
-MAX_PROBE_PAGES = 1 << 20
-MAX_REGION_PAGES = 1 << 24
+MAX_OUTSTANDING = 16384  # copies
+MIN_WAIT_S, MAX_WAIT_S = 50e-6, 1e-3  # between two looks at what is in flight: no library signals that a write landed
+GROWTH, PROBE_GROWTH = 2.0, 1.125  # of that wait; a probe's timing is off by no more than the latter
+
+Order = tuple[Callable[[], None], Future[None] | None]  # for the thread, and who waits until it is carried out
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Region:
-    """The KV pages of this process: one contiguous run of memory, page i is row i of `view`.
+class Mover:
+    """Writes pages of a backend's region into those of other processes, in a thread of its own.
 
-    `probe` is as much again as is needed to measure a way here: rows of the same size that never hold KV.
+    Every method may be called from any thread. Copies of one hand-off are reported stopped in the order in which they
+    were written; a hand-off with few pages left overtakes others to the same peer. Reports come from the mover's
+    thread.
     """
 
-    view: Rows
-    probe: Rows
-    address: int
-    probe_address: int
-    digests: Digests
-    gpu: int | None = None  # whose memory it is; None: the host's
-
-    @classmethod
-    def of(cls, view: ByteRows, digest: PageDigest = "xxh3") -> "Region":
-        """Return the region that a contiguous [num_pages, page_bytes] array is."""
-        if not view.flags.c_contiguous:
-            raise ValueError("view: pages do not follow one another")
-        probe = np.zeros((num_probe_rows(view.shape[1]), view.shape[1]), np.uint8)
-        return cls(view, probe, view.ctypes.data, probe.ctypes.data, host_digests(digest, view))
-
-    @property
-    def num_pages(self) -> int:
-        return len(self.view)
-
-    @property
-    def page_bytes(self) -> int:
-        return int(self.view.shape[1])
-
-    def row(self, index: int) -> Rows:
-        """Return a page, or past the last one a row of the probe memory."""
-        return self.view[index] if index < self.num_pages else self.probe[index - self.num_pages]
-
-    def first_mismatch(self, pages: Pages, digests: tuple[int, ...]) -> int | None:
-        """Return the position of the first page whose digest differs, or None."""
-        found = zip(self.digests(pages), digests, strict=True)
-        return next((position for position, (mine, theirs) in enumerate(found) if mine != theirs), None)
-
-    def describe(self, lane: bytes) -> bytes:
-        """Return what another process's mover needs to write here; `lane` is for its lane."""
-        pages = (self.address, self.num_pages, self.page_bytes)
-        return Description(*pages, self.probe_address, len(self.probe), lane, self.gpu).encode()
-
-
-def num_probe_rows(page_bytes: int) -> int:
-    """Return how many rows of probe memory a region has beside its pages."""
-    return max(1, PROBE_BYTES // page_bytes)
-
-
-class ProbeError(Exception):
-    """A pair could not be measured. Its copies go on as if nothing had been asked."""
-
-
-@dataclass(frozen=True, slots=True)
-class PairSpeed:
-    """How fast one process's memory reaches another's, measured while nothing else was copied."""
-
-    bytes_per_s: float
-    page_s: float  # for one page by itself
-    carrier: str  # "memory", "tcp", "not tcp": as far as it can be known
-
-
-@dataclass(frozen=True, slots=True)
-class CopyStopped:
-    """A copy is over: landed (with a digest for each page), or failed (None). It reads no page any more."""
-
-    copy_id: CopyId
-    digests: tuple[int, ...] | None
-    reason: str = ""
-    in_doubt: bool = False  # failed, and bytes that were on their way may still be written into the peer's pages
-
-
-OnStopped = Callable[[CopyStopped], None]
-
-
-class Mover(Protocol):
-    """Writes pages of this process's region into those of others.
-
-    Copies of one hand-off are reported stopped in the order they were written; a hand-off with few pages left overtakes
-    others to the same peer. Reports come from the mover's own thread.
-    """
+    def __init__(self, backend: Backend, on_stopped: OnStopped, clock: Clock | None = None) -> None:
+        self._backend = backend
+        self._on_stopped = on_stopped
+        self._channels = Channels(backend, self._report, clock or MonotonicClock())
+        self._ids = count()
+        self._num_outstanding = 0
+        self._orders: deque[Order] = deque()
+        self._wake = threading.Condition()
+        self._turn = 0
+        self._is_resting = False
+        self._closed_because = ""
+        self._thread = threading.Thread(target=self._run, name=f"mover-{backend.name}", daemon=True)
+        self._thread.start()
 
     @property
     def name(self) -> str:
         """Which library it is; both ends must use the same."""
-        ...
+        return self._backend.name
+
+    @property
+    def num_stalled(self) -> int:
+        """To how many peers bytes are in flight and hardly move."""
+        return self._channels.num_stalled
+
+    @property
+    def turn(self) -> int | None:
+        """A number that changes whenever the thread comes round; None while it has nothing to do."""
+        return None if self._is_resting else self._turn
 
     def describe(self) -> bytes:
         """Return what another process needs to write here; opaque to all but movers of the same name."""
-        ...
+        return self._backend.region.describe(self._backend.metadata)
 
     def attach(self, peer: Peer, description: bytes) -> None:
         """Prepare writes to a peer; blocks. ProtocolError if its description cannot be used.
 
-        A peer to which a copy has failed is opened anew by the next one, or by attaching it again, once no copy to it
+        A peer to which a copy has failed is opened anew by the next copy, or by attaching it again, once no copy to it
         is outstanding.
         """
-        ...
+        there, here = Description.decode(description), self._backend.region
+        if there.page_bytes != here.page_bytes:
+            raise ProtocolError(f"page_bytes: {there.page_bytes} there, {here.page_bytes} here")
+        attached: Future[None] = Future()
+        self._order(partial(self._channels.attach, peer, there), attached)
+        attached.result()
 
     def write(self, peer: Peer, handoff: HandoffKey, src: Pages, dst: Pages) -> CopyId:
         """Start to copy own pages `src` into the peer's pages `dst`. Never blocks; CopyStopped follows."""
-        ...
+        if len(src) != len(dst):
+            raise InvariantError(f"{len(src)} pages to copy into {len(dst)}")
+        copy = Copy(CopyId(next(self._ids)), handoff, src, dst)
+        with self._wake:
+            is_full = self._num_outstanding >= MAX_OUTSTANDING
+            self._num_outstanding += not is_full
+        if is_full:
+            self._on_stopped(CopyStopped(copy.copy_id, None, f"{MAX_OUTSTANDING} copies are outstanding already"))
+        else:
+            self._order(partial(self._channels.write, peer, copy))
+        return copy.copy_id
 
     def cancel(self, peer: Peer, handoff: HandoffKey) -> None:
         """Copy nothing more of a hand-off. Never blocks.
 
-        Each of its copies is reported all the same, once what the library has taken of it has ended.
+        Each of its copies is reported all the same, once what was posted of it has ended.
         """
-        ...
+        self._order(partial(self._channels.cancel, peer, handoff))
 
     def probe(self, peer: Peer) -> Future[PairSpeed]:
         """Measure how fast a peer is reached, whenever no copy is under way. Never blocks; ProbeError if it fails."""
-        ...
-
-    @property
-    def num_stalled(self) -> int:
-        """Return to how many peers bytes are in flight and hardly move."""
-        ...
-
-    @property
-    def turn(self) -> int | None:
-        """Return a number that changes whenever the mover's thread comes round; None while it has nothing to do."""
-        ...
+        answer: Future[PairSpeed] = Future()
+        self._order(partial(self._channels.probe, peer, answer))
+        return answer
 
     def forget(self, peer: Peer) -> None:
         """Report every outstanding copy to a peer as failed: its process is known to have ended."""
-        ...
+        self._order(partial(self._channels.forget, peer))
 
     def cut(self, peer: Peer) -> None:
         """Let nothing that this process has read of a peer's reach a page any more: the peer's process has ended.
 
         Blocks while bytes of it are copied into pages.
         """
-        ...
+        self._backend.cut(peer)
+
+    async def settle(self, ended: Peer) -> None:
+        """Return when nothing that an ended process has sent can reach a page of this process any more."""
+        # Cut first: a backend may read no further from the sockets of a writer whose machine has gone silently.
+        await asyncio.to_thread(self.cut, ended)
+        await until_read()
 
     def close(self) -> None:
         """Stop; blocks. Outstanding copies are not reported."""
-        ...
+        self._stop("the mover is closed")
+        self._thread.join()
 
+    def _order(self, run: Callable[[], None], done: Future[None] | None = None) -> None:
+        with self._wake:
+            if self._closed_because:
+                raise InvariantError(self._closed_because)
+            self._orders.append((run, done))
+            self._wake.notify()
 
-@dataclass(frozen=True, slots=True)
-class Description:
-    """A peer's region, and what its mover's lane needs to reach it."""
+    def _stop(self, reason: str) -> None:
+        with self._wake:
+            self._closed_because = self._closed_because or reason
+            self._wake.notify()
 
-    address: int
-    num_pages: int
-    page_bytes: int
-    probe_address: int
-    num_probe_pages: int
-    lane: bytes
-    gpu: int | None = None  # whose memory it is; None: the host's
+    # What follows runs in the thread.
 
-    def encode(self) -> bytes:
-        fields = (self.address, self.num_pages, self.page_bytes, self.probe_address, self.num_probe_pages)
-        gpu = _HOST if self.gpu is None else self.gpu
-        return _HEADER.pack(_MAGIC, _VERSION, gpu, *fields, len(self.lane)) + self.lane
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception:
+            # Outstanding copies stay outstanding; whoever orders next learns of it.
+            logger.exception("the mover's thread has died")
+            self._stop("the mover's thread has died")
+        for _, done in self._orders:  # no more can come
+            if done is not None:
+                done.set_exception(InvariantError(self._closed_because))
+        self._channels.close(self._closed_because)
 
-    @classmethod
-    def decode(cls, data: bytes) -> "Description":
-        """Return what a peer described; ProtocolError says what is wrong with it."""
-        if not _HEADER.size <= len(data) <= MAX_DESCRIPTION_BYTES:
-            raise ProtocolError(f"mover_metadata: {len(data)} bytes")
-        magic, version, gpu, address, num_pages, page_bytes, *probe, lane_bytes = _HEADER.unpack_from(data)
-        if (magic, version) != (_MAGIC, _VERSION):
-            raise ProtocolError(f"mover_metadata: version {version} of {magic!r}, {_VERSION} of {_MAGIC!r} is known")
-        if len(data) != _HEADER.size + lane_bytes:
-            raise ProtocolError(f"mover_metadata: {len(data)} bytes, its header says {_HEADER.size + lane_bytes}")
-        if not 1 <= num_pages <= MAX_REGION_PAGES or page_bytes < 1 or address + num_pages * page_bytes > 1 << 64:
-            raise ProtocolError(f"mover_metadata: {num_pages} pages of {page_bytes} bytes at {address:#x}")
-        if not 1 <= probe[1] <= MAX_PROBE_PAGES or probe[0] + probe[1] * page_bytes > 1 << 64:
-            raise ProtocolError(f"mover_metadata: {probe[1]} pages to probe at {probe[0]:#x}")
-        if gpu < _HOST:
-            raise ProtocolError(f"mover_metadata: GPU {gpu}")
-        lane = data[_HEADER.size :]
-        return cls(address, num_pages, page_bytes, probe[0], probe[1], lane, None if gpu == _HOST else gpu)
+    def _serve(self) -> None:
+        wait_s: float | None = None
+        while True:
+            self._turn += 1
+            num_orders = self._await_orders(wait_s)
+            if self._closed_because:
+                return
+            for _ in range(num_orders):
+                self._carry_out(*self._orders[0])
+                self._orders.popleft()
+            if self._channels.move():
+                wait_s = 0.0
+            elif self._channels.is_busy:
+                growth = PROBE_GROWTH if self._channels.is_probing else GROWTH
+                wait_s = min(growth * wait_s, MAX_WAIT_S) if wait_s else MIN_WAIT_S
+            else:
+                wait_s = None
+
+    def _await_orders(self, wait_s: float | None) -> int:
+        """Sleep until there are orders, the time is up or the mover is closed; return how many orders there are."""
+        with self._wake:
+            if not self._orders and not self._closed_because and wait_s != 0.0:
+                self._is_resting = wait_s is None
+                self._wake.wait(wait_s)
+                self._is_resting = False
+            return len(self._orders)
+
+    def _carry_out(self, run: Callable[[], None], done: Future[None] | None) -> None:
+        try:
+            run()
+        except ProtocolError as error:
+            if done is None:
+                raise
+            done.set_exception(error)
+        else:
+            if done is not None:
+                done.set_result(None)
+
+    def _report(self, copy: Copy) -> None:
+        with self._wake:
+            self._num_outstanding -= 1
+        self._on_stopped(copy.report())

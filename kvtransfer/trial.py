@@ -10,21 +10,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
-from time import perf_counter
+from multiprocessing.connection import Connection as Pipe
+from time import perf_counter, thread_time
 
 import numpy as np
 
 from pdserve.errors import CommandError
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
-from pdserve.kvtransfer.backends.nixl import NixlLane, NixlMover
-from pdserve.kvtransfer.backends.pump import Pump
-from pdserve.kvtransfer.backends.timed import TimedLane
+from pdserve.kvtransfer.backends.backend import Connection, Indices, Transfer
+from pdserve.kvtransfer.backends.nixl import NixlBackend
 from pdserve.kvtransfer.backends.ucx import Network
-from pdserve.kvtransfer.mover import CopyStopped, Region
+from pdserve.kvtransfer.copies import CopyStopped
+from pdserve.kvtransfer.mover import Mover
+from pdserve.kvtransfer.region import Description, Region
 from pdserve.kvtransfer.session import HandoffKey, Peer
 
-TARGET = Peer(WorkerId("trial-target"), Incarnation(1))
+WRITER, TARGET = (Peer(WorkerId(f"trial-{name}"), Incarnation(1)) for name in ("writer", "target"))
 HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
 WAIT_S = 60.0
 
@@ -59,6 +60,32 @@ def measure(page_bytes: int, counts: Sequence[int], repeats: int, *, tcp: bool) 
             trial.close()
 
 
+class _TimedBackend(NixlBackend):
+    """Adds up how long posting takes. Read its sums while nothing is being copied."""
+
+    clock_s = cpu_s = 0.0
+
+    def connect(self, description: Description) -> Connection:
+        return _TimedConnection(self, super().connect(description))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _TimedConnection:
+    _backend: _TimedBackend
+    _connection: Connection
+
+    def post(self, src: Indices, dst: Indices) -> Transfer | None:
+        clock_s, cpu_s = perf_counter(), thread_time()
+        try:
+            return self._connection.post(src, dst)
+        finally:
+            self._backend.clock_s += perf_counter() - clock_s
+            self._backend.cpu_s += thread_time() - cpu_s
+
+    def close(self) -> None:
+        self._connection.close()
+
+
 class _Trial:
     """A writer attached to its target."""
 
@@ -66,15 +93,15 @@ class _Trial:
         self._page_bytes = page_bytes
         self._region = region = Region.of(np.ones((num_pages, page_bytes), np.uint8))
         self._stopped: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
-        self._lane = TimedLane(NixlLane("trial-writer", region, network))
-        self._pump = Pump("nixl", self._lane, region, self._stopped.put)
-        self._pump.attach(TARGET, description)
+        self._backend = _TimedBackend(WRITER, region, network)
+        self._mover = Mover(self._backend, self._stopped.put)
+        self._mover.attach(TARGET, description)
 
     def copy(self, num_pages: int) -> tuple[float, float]:
         """Copy so many pages; return the seconds that asking took, and those until it was reported."""
         pages = tuple(map(PageId, range(num_pages)))
         began_s = perf_counter()
-        self._pump.write(TARGET, HANDOFF, pages, pages)
+        self._mover.write(TARGET, HANDOFF, pages, pages)
         asked_s = perf_counter()
         stopped = self._stopped.get(timeout=WAIT_S)
         ended_s = perf_counter()
@@ -86,9 +113,9 @@ class _Trial:
         """Return the medians over some copies."""
         taken = []
         for _ in range(repeats):
-            self._lane.reset()
+            self._backend.clock_s = self._backend.cpu_s = 0.0
             asked_s, landed_s = self.copy(num_pages)
-            taken.append((asked_s, self._lane.clock_s, self._lane.cpu_s, self._digests_s(num_pages), landed_s))
+            taken.append((asked_s, self._backend.clock_s, self._backend.cpu_s, self._digests_s(num_pages), landed_s))
         asked_s, post_s, cpu_s, digests_s, landed_s = (statistics.median(times) for times in zip(*taken, strict=True))
         share = 1e6 / num_pages
         return Cost(
@@ -108,7 +135,7 @@ class _Trial:
         return perf_counter() - began_s
 
     def close(self) -> None:
-        self._pump.close()
+        self._mover.close()
 
 
 @contextmanager
@@ -127,9 +154,10 @@ def _target(num_pages: int, page_bytes: int, network: Network) -> Iterator[bytes
         process.join()
 
 
-def _be_target(parent: Connection, num_pages: int, page_bytes: int, network: Network) -> None:
+def _be_target(parent: Pipe, num_pages: int, page_bytes: int, network: Network) -> None:
     """Offer pages until the parent has gone."""
-    mover = NixlMover(TARGET, Region.of(np.zeros((num_pages, page_bytes), np.uint8)), lambda _: None, network)
+    region = Region.of(np.zeros((num_pages, page_bytes), np.uint8))
+    mover = Mover(NixlBackend(TARGET, region, network), lambda _: None)
     parent.send_bytes(mover.describe())
     with suppress(EOFError):
         parent.recv_bytes()

@@ -8,7 +8,7 @@ from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, Wor
 from pdserve.kvlayout_wire import layout_from_proto, layout_to_proto
 from pdserve.kvtransfer import receiver, sender
 from pdserve.kvtransfer.greeting import Hello, HelloAck, Introduction
-from pdserve.kvtransfer.mover import MAX_DESCRIPTION_BYTES
+from pdserve.kvtransfer.region import MAX_DESCRIPTION_BYTES
 from pdserve.kvtransfer.session import CAPABILITY_BYTES, MIN_LEASE_S, Capsule, Commit, Grant, HandoffKey, Peer
 from pdserve.proto.v1 import handoff_pb2 as handoff
 from pdserve.rpc import PROTOCOL_VERSION

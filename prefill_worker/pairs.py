@@ -4,8 +4,9 @@ import asyncio
 import logging
 from collections import OrderedDict
 
-from pdserve.kvtransfer.mover import Mover, PairSpeed, ProbeError
+from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.session import Peer
+from pdserve.kvtransfer.speed import PairSpeed, ProbeError
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.worker.reporting import Reporter
 

@@ -13,7 +13,8 @@ from pdserve.errors import Refusal
 from pdserve.ids import MAX_WORKER_TASKS
 from pdserve.kvtransfer import peers, sender
 from pdserve.kvtransfer.client import HandoffClient
-from pdserve.kvtransfer.mover import CopyId, CopyStopped, Mover
+from pdserve.kvtransfer.copies import CopyId, CopyStopped
+from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.peers import FromReceivers, Party, PeerMessage
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.prefill_worker.core import PrefillCore
@@ -35,10 +36,9 @@ from pdserve.worker.boot import Engine
 from pdserve.worker.ending import end_hung
 from pdserve.worker.loop import Inbox
 from pdserve.worker.messages import Failed, Load, Progress, Report, Tokens
-from pdserve.worker.movers import build_mover, check_network
+from pdserve.worker.movers import build_mover, check_network, kv_region
 from pdserve.worker.process import Identity, Parts, serve_worker
 from pdserve.worker.pulse import Watch
-from pdserve.worker.regions import kv_region
 from pdserve.worker.reporting import Reporter
 
 HUNG_MOVER_S = 60.0  # its thread is a millisecond from its next look, but for the time a library's call takes

@@ -1,19 +1,21 @@
-"""Two processes that exchange tensors with torch.distributed: a group of two, met over one socket.
+"""Two processes on one socket: they exchange messages, prove the secret to each other, and become a gloo group of two.
 
-torch.distributed's own stores listen on every interface; here the socket that the two have anyway is the store.
+torch.distributed's own stores listen on every interface. Here the socket that the two share is the store.
 """
 
+import socket
 import struct
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 from torch._C import _distributed_c10d as c10d
 
 from pdserve.ids import Incarnation, WorkerId
-from pdserve.kvtransfer.backends.framing import Framed
 from pdserve.kvtransfer.session import Peer
 from pdserve.proof import NONCE_BYTES, PROOF_BYTES, is_proof, new_nonce, proof_of
 
@@ -21,24 +23,92 @@ REGION_BYTES = 16
 MAX_GREETING_BYTES = 1024
 GREETING_TIMEOUT_S = 5.0
 MEET_TIMEOUT = timedelta(seconds=5)  # a mover serves no other peer meanwhile
+FOREVER = timedelta(days=365)  # how long a frozen writer is waited for
 MAX_KEY_BYTES, MAX_VALUE_BYTES = 256, 1 << 16
 WRITER, READER = 0, 1  # ranks
+_LENGTH = struct.Struct("!I")
+_SEND_TIMEOUT = struct.pack("ll", 5, 0)  # a struct timeval
 _NUM_TAGS = 1 << 30
 _GREETING = struct.Struct(f"!{REGION_BYTES}s{NONCE_BYTES}sQ")  # the worker's name follows
 
 
+class Framed:
+    """One end of a connected socket. Messages are read by one thread and sent by one thread."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
+        self._socket = connected
+        self._until_s: float | None = None
+
+    @property
+    def local_host(self) -> str:
+        """Return the address of this end."""
+        host: str = self._socket.getsockname()[0]
+        return host
+
+    def limit(self, seconds: float | None) -> None:
+        """Raise TimeoutError where all that is received from here on takes longer than this; None: wait for ever."""
+        self._until_s = None if seconds is None else time.monotonic() + seconds
+        self._socket.settimeout(seconds)
+
+    def send(self, message: bytes) -> None:
+        """Send a message; OSError where the other end is gone or does not read."""
+        self._socket.sendall(_LENGTH.pack(len(message)) + message)
+
+    def receive(self, max_bytes: int) -> bytes:
+        """Wait for a message; OSError at the end of the stream, or where a message is too long."""
+        (length,) = _LENGTH.unpack(self._exactly(_LENGTH.size))
+        if length > max_bytes:
+            raise OSError(f"a message of {length} bytes, {max_bytes} are allowed")
+        return self._exactly(length)
+
+    def send_byte(self) -> None:
+        """Send one byte outside of messages: the other end counts them."""
+        self._socket.sendall(b"+")
+
+    def count_bytes(self) -> int:
+        """Return how many single bytes have come since the last call; OSError at the end of the stream."""
+        try:
+            received = self._socket.recv(4096, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return 0
+        if not received:
+            raise OSError("it ended the connection")
+        return len(received)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that reads
+        self._socket.close()
+
+    def _exactly(self, count: int) -> bytes:
+        received = bytearray()
+        while len(received) < count:
+            if self._until_s is not None:
+                left_s = self._until_s - time.monotonic()
+                if left_s <= 0:
+                    raise TimeoutError("its message takes too long")
+                self._socket.settimeout(left_s)
+            part = self._socket.recv(min(count - len(received), 1 << 16))
+            if not part:
+                raise OSError("it ended the connection")
+            received += part
+        return bytes(received)
+
+
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """How writers and receivers find and know each other."""
+    """How writers and receivers find and recognize each other."""
 
     secret: bytes = field(repr=False)  # of the cluster
-    host: str = "127.0.0.1"  # on which writers are awaited
-    told: str = ""  # the host that writers are told, if it is another
+    host: str = "127.0.0.1"  # the receiver listens on it
+    advertised: str = ""  # the host that writers connect to, if it is another
 
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """What a writer says of itself: which region it means, and which process it is."""
+    """A writer's first message: which region it means, and which process it is."""
 
     region: bytes
     peer: Peer
@@ -49,7 +119,7 @@ class Greeting:
 
     @classmethod
     def decode(cls, data: bytes) -> "Greeting":
-        """Return what a writer said; ValueError if it is no greeting."""
+        """Return a greeting; ValueError if it is none."""
         if len(data) <= _GREETING.size:
             raise ValueError(f"a greeting of {len(data)} bytes")
         region, nonce, incarnation = _GREETING.unpack_from(data)
@@ -81,21 +151,8 @@ def be_greeted(framed: Framed, secret: bytes, region: bytes) -> Peer:
     return greeting.peer
 
 
-class Work(Protocol):
-    """A tensor on its way. Both ends keep it until it has arrived."""
-
-    def wait(self, timeout: timedelta) -> bool: ...
-
-
-class Group(Protocol):
-    """Two processes. What the one sends under a tag, the other has to ask for under the same tag."""
-
-    def send(self, tensors: list[Tensor], rank: int, tag: int) -> Work: ...
-    def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Work: ...
-
-
 class _SocketStore(c10d.Store):
-    """What each of the two sets, the other one gets. Used while they meet, by one thread."""
+    """A store of two processes: each gets what the other one sets. Used while they meet, by one thread."""
 
     def __init__(self, framed: Framed) -> None:
         super().__init__()
@@ -119,21 +176,38 @@ class _SocketStore(c10d.Store):
             self.get(key)
 
 
-def tag(number: int) -> int:
-    """Return the tag of a page, numbered in the order in which a writer sends them."""
-    return number % _NUM_TAGS
+class Pair:
+    """A gloo group of two processes. What one sends, the other has to receive in the same order."""
+
+    def __init__(self, group: Any, rank: int) -> None:  # noqa: ANN401 - the stubs of torch lack what it can do
+        self._group = group
+        self._other = 1 - rank
+        self._num_rows = 0  # sent or received: gloo matches them by a tag
+
+    def send(self, rows: Sequence[Tensor]) -> tuple[c10d.Work, ...]:
+        """Start to send rows; RuntimeError if the other end is gone. What is returned must be kept until they land."""
+        return tuple(self._group.send([row], self._other, self._next_tag()) for row in rows)
+
+    def receive(self, rows: Sequence[Tensor]) -> None:
+        """Receive rows where they lie; blocks however long the other end is frozen. RuntimeError if it is gone."""
+        for work in [self._group.recv([row], self._other, self._next_tag()) for row in rows]:
+            work.wait(FOREVER)
+
+    def _next_tag(self) -> int:
+        tag, self._num_rows = self._num_rows % _NUM_TAGS, self._num_rows + 1
+        return tag
 
 
-def meet(framed: Framed, rank: int) -> Group:
-    """Return the group of this process and the one at the other end; OSError or RuntimeError if it cannot be had.
+def meet(framed: Framed, rank: int) -> Pair:
+    """Return the pair of this process and the one at the other end; OSError or RuntimeError if it cannot be had.
 
     Its connections run between the addresses that the socket runs between.
     """
-    gloo: Any = c10d.ProcessGroupGloo  # the stubs know less than it has
+    gloo: Any = c10d.ProcessGroupGloo
     options = gloo._Options()
     options._timeout = MEET_TIMEOUT
     options._devices = [gloo.create_device(hostname=framed.local_host)]
     framed.limit(MEET_TIMEOUT.total_seconds())
-    group: Group = gloo(_SocketStore(framed), rank, 2, options)
+    group = gloo(_SocketStore(framed), rank, 2, options)
     framed.limit(None)
-    return group
+    return Pair(group, rank)

@@ -1,13 +1,21 @@
-"""Which library moves a worker's pages."""
+"""A worker's mover: the engine's KV pages as a region, and the library that moves them."""
+
+import torch
+from torch import Tensor
 
 from pdserve.config import WorkerConfig
 from pdserve.errors import ConfigError
+from pdserve.ids import PageId
+from pdserve.kvtransfer.backends.backend import Backend
 from pdserve.kvtransfer.backends.ucx import Network
-from pdserve.kvtransfer.mover import Mover, OnStopped, Region
-from pdserve.kvtransfer.session import Peer
-from pdserve.worker.boot import KERNEL_DEVICES
+from pdserve.kvtransfer.copies import OnStopped
+from pdserve.kvtransfer.mover import Mover
+from pdserve.kvtransfer.region import Region, num_probe_rows
+from pdserve.kvtransfer.session import Pages, Peer
+from pdserve.worker.boot import KERNEL_DEVICES, Engine
 
 LOOPBACK = "127.0.0.1"
+_UNSIGNED = (1 << 64) - 1
 
 
 def check_network(config: WorkerConfig) -> None:
@@ -24,18 +32,57 @@ def build_mover(
     secret: bytes,
     listen: tuple[str, str] = (LOOPBACK, ""),
 ) -> Mover:
-    """Start the configured mover. `listen`: host where it may await others, and the one that they are told."""
+    """Start the configured mover. `listen`: the host on which it may listen, and the host that writers connect to."""
     if config.test_fail_copies and config.mover != "nixl":
         raise ConfigError(f"test_fail_copies: mover {config.mover} does not know how to fail on purpose")
-    if config.mover == "nixl":
-        from pdserve.kvtransfer.backends.nixl import NixlMover  # noqa: PLC0415 - the library of the other one may be missing
+    return Mover(_backend(config, me, region, secret, listen), on_stopped)
 
-        return NixlMover(me, region, on_stopped, _network(config), config.test_fail_copies)
-    from pdserve.kvtransfer.backends.collective import CollectiveMover  # noqa: PLC0415
+
+def kv_region(engine: Engine) -> Region:
+    """Return an engine's pages: page i is row i of the view."""
+    kv = engine.runner.kv
+    view = kv.view(torch.uint8).view(len(kv), -1)
+    return Region.of(view.numpy(), engine.layout.page_digest) if view.device.type == "cpu" else device_region(view)
+
+
+def device_region(view: Tensor) -> Region:
+    """Return pages that the page-digest kernel can read. view: uint8 [num_pages, page_bytes], contiguous."""
+    page_bytes = view.shape[1]
+    probe = torch.zeros((num_probe_rows(page_bytes), page_bytes), dtype=torch.uint8, device=view.device)
+    gpu = view.get_device() if view.device.type == "cuda" else None
+    digests = _KernelDigests(view)
+    digests((PageId(0),))  # compiled before anybody waits for it
+    return Region(view, probe, view.data_ptr(), probe.data_ptr(), digests, gpu)
+
+
+class _KernelDigests:
+    """Computes splitmix64 digests of pages where they lie. On a stream of its own: it waits for no step."""
+
+    def __init__(self, view: Tensor) -> None:
+        from pdserve.kernels.pageio import page_digests  # noqa: PLC0415 - a CPU worker has no need of Triton
+
+        self._page_digests = page_digests
+        self._view = view
+        self._stream = torch.cuda.Stream(view.device) if view.device.type == "cuda" else None
+
+    def __call__(self, pages: Pages) -> tuple[int, ...]:
+        with torch.cuda.stream(self._stream):
+            ids = torch.tensor(pages, dtype=torch.int64, device=self._view.device)
+            found = self._page_digests(self._view, ids).tolist()
+        return tuple(digest & _UNSIGNED for digest in found)
+
+
+def _backend(config: WorkerConfig, me: Peer, region: Region, secret: bytes, listen: tuple[str, str]) -> Backend:
+    # The library of the backend that is not configured may be missing.
+    if config.mover == "nixl":
+        from pdserve.kvtransfer.backends.nixl import NixlBackend  # noqa: PLC0415
+
+        return NixlBackend(me, region, _network(config), config.test_fail_copies)
+    from pdserve.kvtransfer.backends.collective import CollectiveBackend  # noqa: PLC0415
     from pdserve.kvtransfer.backends.pairing import Meeting  # noqa: PLC0415
 
     staged = config.device in KERNEL_DEVICES  # an engine in the interpreter does as one on a GPU
-    return CollectiveMover(me, region, on_stopped, Meeting(secret, *listen), staged)
+    return CollectiveBackend(me, region, Meeting(secret, *listen), staged=staged)
 
 
 def _network(config: WorkerConfig) -> Network:

@@ -18,7 +18,6 @@ from pdserve.files import ReadyFile
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.incarnation import new_incarnation
 from pdserve.kvlayout_wire import layout_to_proto
-from pdserve.kvtransfer.backends.unread import settle
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.session import Peer
 from pdserve.proto.v1 import link_pb2 as link
@@ -162,7 +161,7 @@ class Ear(Generic[EventT]):
 
     async def _pass_on_when_settled(self, event: PeerGone) -> None:
         if self._mover is not None:
-            await settle(self._mover, event.peer)
+            await self._mover.settle(event.peer)
         await self._pass_on(event)
 
     async def _pass_on(self, event: FromRouterEvent) -> None:

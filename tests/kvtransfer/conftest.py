@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from mover_settings import Idle, Setting, setting_of
-from scripted_lane import Rig, scripted_rig
+from scripted_backend import Rig, scripted_rig
 
 
 @pytest.fixture(scope="package")

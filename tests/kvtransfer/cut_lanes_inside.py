@@ -14,9 +14,11 @@ from network_namespace import DROP, RESET, cut, lane_ports, raise_loopback
 
 from pdserve.ids import Attempt, PageId, RequestId, WorkerId
 from pdserve.incarnation import new_incarnation
-from pdserve.kvtransfer.backends.nixl import NixlMover
+from pdserve.kvtransfer.backends.nixl import NixlBackend
 from pdserve.kvtransfer.backends.ucx import Network
-from pdserve.kvtransfer.mover import ByteRows, CopyStopped, Region
+from pdserve.kvtransfer.copies import CopyStopped
+from pdserve.kvtransfer.mover import Mover
+from pdserve.kvtransfer.region import ByteRows, Region
 from pdserve.kvtransfer.session import HandoffKey, Peer
 
 HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
@@ -35,7 +37,7 @@ def network() -> None:
 class Rig:
     process: subprocess.Popen[str]
     landed: ByteRows
-    mover: NixlMover
+    mover: Mover
     peer: Peer
     stopped: queue.SimpleQueue[CopyStopped]
 
@@ -61,7 +63,7 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     stopped: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
     ours = np.full((NUM_PAGES, PAGE_BYTES), 7, np.uint8)
     me, peer = (Peer(WorkerId(name), new_incarnation()) for name in ("writer", "target"))
-    mover = NixlMover(me, Region.of(ours), stopped.put, Network(tcp_only=True))
+    mover = Mover(NixlBackend(me, Region.of(ours), Network(tcp_only=True)), stopped.put)
     mover.attach(peer, description)
     rig = Rig(process, landed, mover, peer, stopped)
     mover.write(peer, HANDOFF, PAGES[:1], PAGES[:1])  # the lane stands

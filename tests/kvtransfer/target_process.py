@@ -11,7 +11,8 @@ import numpy as np
 from pdserve.ids import WorkerId
 from pdserve.incarnation import new_incarnation
 from pdserve.kvtransfer.backends.ucx import Network
-from pdserve.kvtransfer.mover import Mover, Region
+from pdserve.kvtransfer.mover import Mover
+from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.session import Peer
 
 
@@ -19,13 +20,13 @@ def mover_of(kind: str, region: Region) -> Mover:
     """Start one; torch takes seconds to import, so only where it is needed."""
     me = Peer(WorkerId("target"), new_incarnation())
     if kind in ("collective", "staged"):
-        from pdserve.kvtransfer.backends.collective import CollectiveMover  # noqa: PLC0415
+        from pdserve.kvtransfer.backends.collective import CollectiveBackend  # noqa: PLC0415
         from pdserve.kvtransfer.backends.pairing import Meeting  # noqa: PLC0415
 
-        return CollectiveMover(me, region, lambda _: None, Meeting(b"s" * 32), staged=kind == "staged")
-    from pdserve.kvtransfer.backends.nixl import NixlMover  # noqa: PLC0415
+        return Mover(CollectiveBackend(me, region, Meeting(b"s" * 32), staged=kind == "staged"), lambda _: None)
+    from pdserve.kvtransfer.backends.nixl import NixlBackend  # noqa: PLC0415
 
-    return NixlMover(me, region, lambda _: None, Network(tcp_only=kind == "nixl-tcp"))
+    return Mover(NixlBackend(me, region, Network(tcp_only=kind == "nixl-tcp")), lambda _: None)
 
 
 def main() -> None:

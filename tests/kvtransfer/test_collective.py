@@ -19,10 +19,11 @@ from half_slice import MEETING
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer.backends import collective_receiver, pairing
-from pdserve.kvtransfer.backends.collective import CollectiveMover
-from pdserve.kvtransfer.backends.framing import Framed
-from pdserve.kvtransfer.backends.pairing import REGION_BYTES, WRITER, Greeting, greet, meet
-from pdserve.kvtransfer.mover import ByteRows, CopyStopped, Description, Region
+from pdserve.kvtransfer.backends.collective import CollectiveBackend
+from pdserve.kvtransfer.backends.pairing import REGION_BYTES, WRITER, Framed, Greeting, greet, meet
+from pdserve.kvtransfer.copies import CopyStopped
+from pdserve.kvtransfer.mover import Mover
+from pdserve.kvtransfer.region import ByteRows, Description, Region
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.proof import NONCE_BYTES, PROOF_BYTES, proof_of
 
@@ -43,21 +44,21 @@ def view() -> ByteRows:
 
 
 @pytest.fixture(params=[False, True], ids=["in place", "staged"])
-def receiver(view: ByteRows, request: pytest.FixtureRequest) -> Iterator[CollectiveMover]:
-    mover = CollectiveMover(TARGET, Region.of(view), lambda _: None, MEETING, staged=request.param)
+def receiver(view: ByteRows, request: pytest.FixtureRequest) -> Iterator[Mover]:
+    mover = Mover(CollectiveBackend(TARGET, Region.of(view), MEETING, staged=request.param), lambda _: None)
     yield mover
     mover.close()
 
 
-def address_of(receiver: CollectiveMover) -> tuple[str, int]:
-    host, _, port = Description.decode(receiver.describe()).lane[REGION_BYTES:].decode().rpartition(":")
+def address_of(receiver: Mover) -> tuple[str, int]:
+    host, _, port = Description.decode(receiver.describe()).metadata[REGION_BYTES:].decode().rpartition(":")
     return host, int(port)
 
 
-def connected(receiver: CollectiveMover) -> tuple[Framed, Greeting]:
+def connected(receiver: Mover) -> tuple[Framed, Greeting]:
     """Return a socket to the receiver's listener, and what a writer says of itself there."""
     raw = socket.create_connection(address_of(receiver), 5)
-    region = Description.decode(receiver.describe()).lane[:REGION_BYTES]
+    region = Description.decode(receiver.describe()).metadata[:REGION_BYTES]
     return Framed(raw), Greeting(region, WRITER_PEER)
 
 
@@ -66,10 +67,10 @@ def shown(greeting: Greeting, challenge: bytes, secret: bytes = MEETING.secret) 
     return said + proof_of(secret, "collective writer", challenge, said)
 
 
-def assert_takes_writes(receiver: CollectiveMover, view: ByteRows) -> None:
+def assert_takes_writes(receiver: Mover, view: ByteRows) -> None:
     mine = np.random.default_rng(1).integers(0, 256, view.shape, np.uint8)
     stopped: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
-    writer = CollectiveMover(WRITER_PEER, Region.of(mine), stopped.put, MEETING)
+    writer = Mover(CollectiveBackend(WRITER_PEER, Region.of(mine), MEETING), stopped.put)
     try:
         writer.attach(TARGET, receiver.describe())
         writer.write(TARGET, HANDOFF, EVERYTHING, EVERYTHING)
@@ -79,9 +80,9 @@ def assert_takes_writes(receiver: CollectiveMover, view: ByteRows) -> None:
         writer.close()
 
 
-def test_it_listens_on_the_loopback_interface_unless_told_otherwise(receiver: CollectiveMover) -> None:
-    lane = Description.decode(receiver.describe()).lane
-    assert lane[REGION_BYTES:].startswith(b"127.0.0.1:")
+def test_it_listens_on_the_loopback_interface_unless_told_otherwise(receiver: Mover) -> None:
+    metadata = Description.decode(receiver.describe()).metadata
+    assert metadata[REGION_BYTES:].startswith(b"127.0.0.1:")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +101,7 @@ def test_it_listens_on_the_loopback_interface_unless_told_otherwise(receiver: Co
     ],
 )
 def test_who_does_not_prove_the_secret_or_means_another_or_has_no_name_is_cut_off_and_others_are_served(
-    receiver: CollectiveMover, view: ByteRows, spoil: Callable[[Greeting, bytes], bytes]
+    receiver: Mover, view: ByteRows, spoil: Callable[[Greeting, bytes], bytes]
 ) -> None:
     stranger, greeting = connected(receiver)
     stranger.send(spoil(greeting, stranger.receive(NONCE_BYTES)))
@@ -111,7 +112,7 @@ def test_who_does_not_prove_the_secret_or_means_another_or_has_no_name_is_cut_of
 
 
 def test_a_page_that_is_not_there_ends_the_connection_before_anything_is_written(
-    receiver: CollectiveMover, view: ByteRows
+    receiver: Mover, view: ByteRows
 ) -> None:
     hostile, greeting = connected(receiver)
     greet(hostile, MEETING.secret, greeting)
@@ -125,9 +126,7 @@ def test_a_page_that_is_not_there_ends_the_connection_before_anything_is_written
     assert_takes_writes(receiver, view)
 
 
-def test_words_that_make_no_sense_end_a_connection_and_others_are_served(
-    receiver: CollectiveMover, view: ByteRows
-) -> None:
+def test_words_that_make_no_sense_end_a_connection_and_others_are_served(receiver: Mover, view: ByteRows) -> None:
     stranger, greeting = connected(receiver)
     greet(stranger, MEETING.secret, greeting)
     meet(stranger, WRITER)
@@ -153,10 +152,10 @@ def test_a_writer_sends_nothing_to_a_receiver_that_does_not_prove_the_secret() -
     with socket.create_server(("127.0.0.1", 0)) as listener:
         pretending = threading.Thread(target=pretend)
         pretending.start()
-        lane = bytes(REGION_BYTES) + f"127.0.0.1:{listener.getsockname()[1]}".encode()
-        writer = CollectiveMover(WRITER_PEER, region, lambda _: None, MEETING)
+        metadata = bytes(REGION_BYTES) + f"127.0.0.1:{listener.getsockname()[1]}".encode()
+        writer = Mover(CollectiveBackend(WRITER_PEER, region, MEETING), lambda _: None)
         with pytest.raises(ProtocolError, match="does not know the cluster's secret"):
-            writer.attach(TARGET, region.describe(lane))
+            writer.attach(TARGET, region.describe(metadata))
         pretending.join(10)
         writer.close()
     greeting, rest = said
@@ -165,7 +164,7 @@ def test_a_writer_sends_nothing_to_a_receiver_that_does_not_prove_the_secret() -
 
 
 def test_strangers_that_say_nothing_keep_no_writer_out(
-    receiver: CollectiveMover, view: ByteRows, monkeypatch: pytest.MonkeyPatch
+    receiver: Mover, view: ByteRows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collective_receiver, "MAX_WRITERS", 4)
     with ExitStack() as strangers:
@@ -176,7 +175,7 @@ def test_strangers_that_say_nothing_keep_no_writer_out(
 
 
 def test_writers_that_have_proved_themselves_make_no_room_for_others(
-    receiver: CollectiveMover, monkeypatch: pytest.MonkeyPatch
+    receiver: Mover, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(collective_receiver, "MAX_WRITERS", 1)
     writer, greeting = connected(receiver)
@@ -189,7 +188,7 @@ def test_writers_that_have_proved_themselves_make_no_room_for_others(
 
 
 def test_who_says_its_greeting_bit_by_bit_is_cut_off_when_the_time_for_all_of_it_is_over(
-    receiver: CollectiveMover, view: ByteRows, monkeypatch: pytest.MonkeyPatch
+    receiver: Mover, view: ByteRows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pairing, "GREETING_TIMEOUT_S", 0.5)
     with socket.create_connection(address_of(receiver), 5) as slow:
@@ -204,7 +203,7 @@ def test_who_says_its_greeting_bit_by_bit_is_cut_off_when_the_time_for_all_of_it
 
 
 def test_a_receiver_that_runs_out_of_files_takes_writers_again_when_there_are_some(
-    receiver: CollectiveMover, view: ByteRows, caplog: pytest.LogCaptureFixture
+    receiver: Mover, view: ByteRows, caplog: pytest.LogCaptureFixture
 ) -> None:
     failed = threading.Event()
     caplog.handler.addFilter(lambda record: failed.set() or True)
@@ -221,7 +220,7 @@ def test_a_receiver_that_runs_out_of_files_takes_writers_again_when_there_are_so
 
 
 def test_a_receiver_without_a_thread_for_a_writer_takes_writers_again_when_there_is_one(
-    receiver: CollectiveMover, view: ByteRows, monkeypatch: pytest.MonkeyPatch
+    receiver: Mover, view: ByteRows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start = threading.Thread.start
 
@@ -237,7 +236,7 @@ def test_a_receiver_without_a_thread_for_a_writer_takes_writers_again_when_there
     assert_takes_writes(receiver, view)
 
 
-def test_a_receiver_outlives_writers_that_are_killed_as_they_write(receiver: CollectiveMover, view: ByteRows) -> None:
+def test_a_receiver_outlives_writers_that_are_killed_as_they_write(receiver: Mover, view: ByteRows) -> None:
     for _ in range(2):
         command = [sys.executable, str(WRITER_PROCESS), receiver.describe().hex(), str(NUM_PAGES), str(PAGE_BYTES)]
         writer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.ids import Attempt, PageId, RequestId
-from pdserve.kvtransfer.backends.copies import OLDEST_EVERY, Copies, Copy
-from pdserve.kvtransfer.mover import CopyId
+from pdserve.kvtransfer.copies import OLDEST_EVERY, Copy, CopyId, CopyQueue
 from pdserve.kvtransfer.session import HandoffKey
 
 KEYS = [HandoffKey(RequestId(bytes([number]) * 16), Attempt(0)) for number in range(4)]
@@ -16,7 +15,7 @@ def copy(number: int, key: int, num_pages: int) -> Copy:
     return Copy(CopyId(number), KEYS[key], pages, pages)
 
 
-def posted_in_turn(copies: Copies, count: int) -> list[HandoffKey]:
+def posted_in_turn(copies: CopyQueue, count: int) -> list[HandoffKey]:
     """Post so many slices of a page each, and let each land at once."""
     keys = []
     for _ in range(count):
@@ -25,19 +24,19 @@ def posted_in_turn(copies: Copies, count: int) -> list[HandoffKey]:
             break
         copies.posted(following, 1, has_landed=True)
         keys.append(following.handoff)
-        list(copies.take_over())
+        list(copies.pop_finished())
     return keys
 
 
 def test_the_hand_off_with_the_fewest_pages_left_goes_first() -> None:
-    copies = Copies()
+    copies = CopyQueue()
     for number, num_pages in enumerate((9, 3, 1)):
         copies.add(copy(number, number, num_pages))
     assert posted_in_turn(copies, 3) == [KEYS[2], KEYS[1], KEYS[1]]
 
 
 def test_a_long_hand_off_gets_every_fourth_slice_however_many_short_ones_come() -> None:
-    copies = Copies()
+    copies = CopyQueue()
     copies.add(copy(0, 0, 100))
     sent = []
     for number in range(1, 9 * OLDEST_EVERY + 1):
@@ -47,7 +46,7 @@ def test_a_long_hand_off_gets_every_fourth_slice_however_many_short_ones_come() 
 
 
 def test_all_pages_of_a_hand_off_count_though_they_come_in_several_copies() -> None:
-    copies = Copies()
+    copies = CopyQueue()
     for number in range(4):
         copies.add(copy(number, 0, 1))
     copies.add(copy(4, 1, 2))
@@ -66,7 +65,7 @@ ACTIONS = st.one_of(
 def test_copies_of_a_hand_off_leave_in_their_order_and_only_when_what_was_posted_has_ended(
     actions: list[tuple[str, int, int]],
 ) -> None:
-    copies, in_flight, added, left = Copies(), [], [], []
+    copies, in_flight, added, left = CopyQueue(), [], [], []
     for action, first, second in actions:
         if action == "add":
             added.append(copy(len(added), first, second))
@@ -81,7 +80,7 @@ def test_copies_of_a_hand_off_leave_in_their_order_and_only_when_what_was_posted
             copies.slice_ended(in_flight.pop(first % len(in_flight)))
         elif action == "cancel":
             copies.cancel(KEYS[first], "cancelled")
-        over = list(copies.take_over())
+        over = list(copies.pop_finished())
         assert not any(each in in_flight for each in over)
         assert all(each.failure or each.num_posted == len(each.src) for each in over)
         left += over
@@ -89,7 +88,7 @@ def test_copies_of_a_hand_off_leave_in_their_order_and_only_when_what_was_posted
         copies.posted(following, following.num_waiting, has_landed=True)
     for each in in_flight:
         copies.slice_ended(each)
-    left += copies.take_over()
+    left += copies.pop_finished()
     assert not copies
     for key in KEYS:
         assert [each for each in left if each.handoff == key] == [each for each in added if each.handoff == key]

@@ -1,7 +1,8 @@
 """Bytes of an ended process that its receiver has read, and that are not in their pages yet."""
 
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -9,11 +10,13 @@ import torch
 from half_slice import MEETING, greeted, half_slice
 
 from pdserve.ids import Incarnation, WorkerId
-from pdserve.kvtransfer.backends.collective import CollectiveMover
-from pdserve.kvtransfer.backends.staging import STAGE_BYTES, Entry, Rows, Staging
-from pdserve.kvtransfer.backends.unread import settle
+from pdserve.kvtransfer.backends.collective import CollectiveBackend
+from pdserve.kvtransfer.backends.collective_receiver import Writer
+from pdserve.kvtransfer.backends.pairing import Framed
+from pdserve.kvtransfer.backends.staging import STAGE_BYTES, HostRows, Rows
 from pdserve.kvtransfer.gpu_check import num_wrong_rows
-from pdserve.kvtransfer.mover import ByteRows, Region
+from pdserve.kvtransfer.mover import Mover
+from pdserve.kvtransfer.region import ByteRows, Region
 from pdserve.kvtransfer.session import Peer
 
 NUM_PAGES, PAGE_BYTES = 8, 1 << 16
@@ -26,29 +29,29 @@ def view() -> ByteRows:
 
 
 @pytest.fixture
-def receiver(view: ByteRows) -> Iterator[CollectiveMover]:
-    mover = CollectiveMover(TARGET, Region.of(view), lambda _: None, MEETING, staged=True)
+def receiver(view: ByteRows) -> Iterator[Mover]:
+    mover = Mover(CollectiveBackend(TARGET, Region.of(view), MEETING, staged=True), lambda _: None)
     yield mover
     mover.close()
 
 
-def test_a_slice_that_is_whole_reaches_its_pages(receiver: CollectiveMover, view: ByteRows) -> None:
+def test_a_slice_that_is_whole_reaches_its_pages(receiver: Mover, view: ByteRows) -> None:
     with half_slice(receiver.describe(), ENDED) as writer:
         assert not view.any()
         assert writer.send_rest()
     assert view[:2].all()
 
 
-async def test_once_an_end_is_settled_nothing_of_it_reaches_a_page(receiver: CollectiveMover, view: ByteRows) -> None:
+async def test_once_an_end_is_settled_nothing_of_it_reaches_a_page(receiver: Mover, view: ByteRows) -> None:
     with half_slice(receiver.describe(), ENDED) as ended, half_slice(receiver.describe(), OTHER) as other:
-        await settle(receiver, ENDED)
+        await receiver.settle(ENDED)
         assert not ended.send_rest()
         assert not view.any()
         assert other.send_rest()
         assert view[:2].all()
 
 
-def test_a_process_that_has_ended_is_let_in_no_more(receiver: CollectiveMover) -> None:
+def test_a_process_that_has_ended_is_let_in_no_more(receiver: Mover) -> None:
     receiver.cut(ENDED)
     with greeted(receiver.describe(), ENDED) as ended:
         ended.settimeout(10)
@@ -58,45 +61,53 @@ def test_a_process_that_has_ended_is_let_in_no_more(receiver: CollectiveMover) -
 
 
 def test_a_receiver_that_is_closed_puts_nothing_more_into_pages(view: ByteRows) -> None:
-    receiver = CollectiveMover(TARGET, Region.of(view), lambda _: None, MEETING, staged=True)
+    receiver = Mover(CollectiveBackend(TARGET, Region.of(view), MEETING, staged=True), lambda _: None)
     with half_slice(receiver.describe(), OTHER) as writer:
         receiver.close()
         assert not writer.send_rest()
     assert not view.any()
 
 
-class _SlowStaging(Staging):
+def host_rows(view: ByteRows) -> HostRows:
+    return HostRows(torch.from_numpy(view), torch.zeros((1, view.shape[1]), dtype=torch.uint8))
+
+
+class _SlowRows(HostRows):
     """Copies into rows when it is told to."""
 
-    def __init__(self, region: Region) -> None:
-        super().__init__(region)
+    def __init__(self, view: ByteRows) -> None:
+        super().__init__(torch.from_numpy(view), torch.from_numpy(view[:0]))
         self.begun, self.go_on = threading.Event(), threading.Event()
 
-    def put_in(self, rows: Rows, host: object) -> None:
+    def write(self, rows: Rows, received: Sequence[torch.Tensor]) -> None:
         self.begun.set()
         assert self.go_on.wait(10)
-        super().put_in(rows, host)
+        super().write(rows, received)
+
+
+def receive_ones(memory: Sequence[torch.Tensor]) -> None:
+    for row in memory:
+        row[:] = 1
 
 
 def test_a_cut_waits_for_the_copy_under_way(view: ByteRows) -> None:
-    region = Region.of(view)
-    staging = _SlowStaging(region)
-    entry = Entry(region, staging)
-    (part,) = entry.parts([3])
-    part.memory[0][:] = 1
-    putting = threading.Thread(target=entry.put, args=(part,))
-    cutting = threading.Thread(target=entry.cut)
+    rows = _SlowRows(view)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        writer = Writer(Framed(socket.create_connection(server.getsockname())), rows)
+    putting = threading.Thread(target=writer.put, args=([3], receive_ones))
+    cutting = threading.Thread(target=writer.cut)
     putting.start()
-    assert staging.begun.wait(10)
+    assert rows.begun.wait(10)
     cutting.start()
     cutting.join(0.1)
     assert cutting.is_alive()
-    staging.go_on.set()
+    rows.go_on.set()
     cutting.join(10)
     assert view[3].all()
     putting.join(10)
     with pytest.raises(OSError, match="cut"):
-        entry.put(part)
+        writer.put([4], receive_ones)
+    assert not view[4].any()
 
 
 @pytest.mark.parametrize(
@@ -104,17 +115,17 @@ def test_a_cut_waits_for_the_copy_under_way(view: ByteRows) -> None:
 )
 def test_however_many_rows_are_named_one_stage_is_used_again_and_again(row_bytes: int, num_times: int) -> None:
     view = np.zeros((7, row_bytes), np.uint8)
-    entry = Entry(Region.of(view), Staging(Region.of(view)))
+    rows = host_rows(view)
     named = [6, 0, 3, 5, 1, 2, 4] * num_times
     seen: list[int] = []
     stages: set[int] = set()
-    for part in entry.parts(named):
-        assert sum(row.nbytes for row in part.memory) <= max(STAGE_BYTES, row_bytes)
-        stages.add(part.memory[0].data_ptr())
-        for row, memory in zip(part.rows, part.memory, strict=True):
-            memory[:] = row + 1
-        entry.put(part)
-        seen += part.rows
+    for part, memory in rows.parts(named):
+        assert sum(row.nbytes for row in memory) <= max(STAGE_BYTES, row_bytes)
+        stages.add(memory[0].data_ptr())
+        for row, staged in zip(part, memory, strict=True):
+            staged[:] = row + 1
+        rows.write(part, memory)
+        seen += part
     assert seen == named
     assert len(stages) == 1
     assert [set(row.tolist()) for row in view[:, :8]] == [{row + 1} for row in range(7)]
@@ -122,10 +133,13 @@ def test_however_many_rows_are_named_one_stage_is_used_again_and_again(row_bytes
 
 def test_rows_are_taken_out_as_they_were(view: ByteRows) -> None:
     view[:] = np.arange(NUM_PAGES, dtype=np.uint8)[:, None]
-    region = Region.of(view)
-    taken = Staging(region).take_out([5, NUM_PAGES, 2])  # the one in the middle is probe memory's
+    taken = host_rows(view).read([5, NUM_PAGES, 2])  # the one in the middle is probe memory's
     view[:] = 9
-    assert taken[:, 0].tolist() == [5, 0, 2]
+    assert [int(row[0]) for row in taken] == [5, 0, 2]
+
+
+def test_a_slice_of_no_pages_is_put_in_no_time(view: ByteRows) -> None:
+    assert list(host_rows(view).parts([])) == []
 
 
 def test_what_is_checked_on_a_gpu_holds_on_a_cpu() -> None:

@@ -5,7 +5,7 @@ import torch
 
 from pdserve.ids import PageId
 from pdserve.kernels import reference
-from pdserve.kvtransfer.mover import Region
+from pdserve.kvtransfer.region import Region
 
 PAGES = tuple(map(PageId, (3, 0, 7)))
 

@@ -12,7 +12,9 @@ from mover_settings import HANDOFF, NOBODY, NUM_PAGES, PAGE_BYTES, Setting, Targ
 
 from pdserve.errors import InvariantError, ProtocolError
 from pdserve.ids import Attempt
-from pdserve.kvtransfer.mover import CopyStopped, Description, ProbeError, Region
+from pdserve.kvtransfer.copies import CopyStopped
+from pdserve.kvtransfer.region import Description, Region
+from pdserve.kvtransfer.speed import ProbeError
 
 
 def test_the_pages_named_arrive_and_no_others(setting: Setting) -> None:
@@ -194,10 +196,10 @@ def test_a_spoilt_description_is_refused(loopback: Setting, spoil: Callable[[byt
         writer.mover.attach(target.peer, spoil(target.description))
 
 
-def test_a_lane_that_cannot_be_used_is_refused(setting: Setting) -> None:
+def test_metadata_that_the_backend_cannot_use_is_refused(setting: Setting) -> None:
     writer, target = setting.writer(), setting.target()
     known = Description.decode(target.description)
-    strange = replace(known, lane=b"no such lane")
+    strange = replace(known, metadata=b"no such backend")
     with pytest.raises(ProtocolError, match="mover_metadata"):
         writer.mover.attach(target.peer, strange.encode())
 

@@ -1,46 +1,47 @@
-"""The thread that drives copies measures the way to a peer, over a lane whose slices end when the test says so."""
+"""A mover measures the way to a peer, over a backend whose slices end when the test says so."""
 
 import pytest
-from scripted_lane import DESCRIPTION, FIRST, NUM_PAGES, PAGE_BYTES, SECOND, Rig
+from scripted_backend import DESCRIPTION, FIRST, NUM_PAGES, PAGE_BYTES, SECOND, Rig
 
-from pdserve.kvtransfer.backends.probe import STUCK_S
-from pdserve.kvtransfer.backends.progress import WINDOW_S
-from pdserve.kvtransfer.mover import PairSpeed, ProbeError
+from pdserve.kvtransfer.speed import STUCK_S, WINDOW_S, PairSpeed, ProbeError
 
 
 def end_in_turn(rig: Rig, took_s: list[float]) -> None:
     """Let slices land one after the other, each after a time, beginning with the next that is posted."""
-    first = len(rig.lane.gone)
+    first = len(rig.backend.gone)
     for number, seconds in enumerate(took_s):
-        rig.lane.until(lambda at=first + number: len(rig.lane.posted) > at)  # type: ignore[misc]
+        rig.backend.until(lambda at=first + number: len(rig.backend.posted) > at)  # type: ignore[misc]
         rig.clock.advance(seconds)
-        rig.lane.posted[first + number].end = "landed"
-        rig.lane.until(lambda at=first + number: len(rig.lane.gone) > at)  # type: ignore[misc]
+        rig.backend.posted[first + number].end = "landed"
+        rig.backend.until(lambda at=first + number: len(rig.backend.gone) > at)  # type: ignore[misc]
 
 
 def test_a_probe_tells_the_fastest_of_its_writes_and_leaves_out_the_one_that_connects(rig: Rig) -> None:
-    answer = rig.pump.probe(FIRST)
+    answer = rig.mover.probe(FIRST)
     end_in_turn(rig, [0.001, 0.5, 0.25, 0.5, 0.2, 0.1, 0.2, 0.2])
     assert answer.result(timeout=20) == PairSpeed(2 * PAGE_BYTES / 0.25, pytest.approx(0.1), "script")
 
 
 def test_a_probe_writes_into_probe_memory_alone(rig: Rig) -> None:
-    answer = rig.pump.probe(FIRST)
+    answer = rig.mover.probe(FIRST)
     end_in_turn(rig, [0.1] * 8)
     answer.result(timeout=20)
-    assert {index for posted in rig.lane.posted for index in (*posted.src, *posted.dst)} == {NUM_PAGES, NUM_PAGES + 1}
+    assert {index for posted in rig.backend.posted for index in (*posted.src, *posted.dst)} == {
+        NUM_PAGES,
+        NUM_PAGES + 1,
+    }
 
 
 def test_what_a_probe_measures_beside_a_copy_counts_for_nothing(rig: Rig) -> None:
-    answer = rig.pump.probe(FIRST)
-    rig.lane.until(lambda: len(rig.lane.posted) == 1)
+    answer = rig.mover.probe(FIRST)
+    rig.backend.until(lambda: len(rig.backend.posted) == 1)
     rig.write(FIRST, 1)
-    rig.lane.until(lambda: len(rig.lane.posted) == 2)
-    rig.lane.posted[0].end = "landed"
-    rig.lane.until(lambda: len(rig.lane.gone) == 1)
-    rig.lane.let_it_look()
-    assert len(rig.lane.posted) == 2  # the probe waits for the copy
-    rig.lane.posted[1].end = "landed"
+    rig.backend.until(lambda: len(rig.backend.posted) == 2)
+    rig.backend.posted[0].end = "landed"
+    rig.backend.until(lambda: len(rig.backend.gone) == 1)
+    rig.backend.let_it_look()
+    assert len(rig.backend.posted) == 2  # the probe waits for the copy
+    rig.backend.posted[1].end = "landed"
     rig.next()
     end_in_turn(rig, [0.1] * 7)
     assert not answer.done()
@@ -49,45 +50,45 @@ def test_what_a_probe_measures_beside_a_copy_counts_for_nothing(rig: Rig) -> Non
 
 
 def test_a_frozen_peer_keeps_no_other_from_being_probed(rig: Rig) -> None:
-    rig.pump.attach(SECOND, DESCRIPTION)
+    rig.mover.attach(SECOND, DESCRIPTION)
     rig.write(FIRST, 1)
-    rig.lane.until(lambda: len(rig.lane.posted) == 1)
-    answer = rig.pump.probe(SECOND)
-    rig.lane.let_it_look()
-    assert len(rig.lane.posted) == 1  # the copy may still move
+    rig.backend.until(lambda: len(rig.backend.posted) == 1)
+    answer = rig.mover.probe(SECOND)
+    rig.backend.let_it_look()
+    assert len(rig.backend.posted) == 1  # the copy may still move
     rig.clock.advance(WINDOW_S)
     for number in range(1, 9):
-        rig.lane.until(lambda at=number: len(rig.lane.posted) > at)  # type: ignore[misc]
+        rig.backend.until(lambda at=number: len(rig.backend.posted) > at)  # type: ignore[misc]
         rig.clock.advance(0.1)
-        rig.lane.posted[number].end = "landed"
+        rig.backend.posted[number].end = "landed"
     assert answer.result(timeout=20).page_s == pytest.approx(0.1)
 
 
 def test_a_peer_that_freezes_while_it_is_probed_keeps_no_other_from_being_probed(rig: Rig) -> None:
-    rig.pump.attach(SECOND, DESCRIPTION)
-    frozen = rig.pump.probe(FIRST)
-    rig.lane.until(lambda: len(rig.lane.posted) == 1)
-    answer = rig.pump.probe(SECOND)
+    rig.mover.attach(SECOND, DESCRIPTION)
+    frozen = rig.mover.probe(FIRST)
+    rig.backend.until(lambda: len(rig.backend.posted) == 1)
+    answer = rig.mover.probe(SECOND)
     rig.clock.advance(STUCK_S + 0.1)
     for number in range(1, 9):
-        rig.lane.until(lambda at=number: len(rig.lane.posted) > at)  # type: ignore[misc]
+        rig.backend.until(lambda at=number: len(rig.backend.posted) > at)  # type: ignore[misc]
         rig.clock.advance(0.1)
-        rig.lane.posted[number].end = "landed"
+        rig.backend.posted[number].end = "landed"
     assert answer.result(timeout=20).page_s == pytest.approx(0.1)
     assert not frozen.done()
 
 
 def test_bytes_that_a_thawing_peer_takes_spoil_what_is_being_measured(rig: Rig) -> None:
-    rig.pump.attach(SECOND, DESCRIPTION)
+    rig.mover.attach(SECOND, DESCRIPTION)
     rig.write(FIRST, 1)
-    rig.lane.until(lambda: len(rig.lane.posted) == 1)
+    rig.backend.until(lambda: len(rig.backend.posted) == 1)
     rig.clock.advance(WINDOW_S)
-    answer = rig.pump.probe(SECOND)
-    rig.lane.until(lambda: len(rig.lane.posted) == 2)
-    rig.lane.posted[0].end = "landed"
+    answer = rig.mover.probe(SECOND)
+    rig.backend.until(lambda: len(rig.backend.posted) == 2)
+    rig.backend.posted[0].end = "landed"
     rig.next()
-    rig.lane.posted[1].end = "landed"
-    rig.lane.until(lambda: len(rig.lane.gone) == 2)
+    rig.backend.posted[1].end = "landed"
+    rig.backend.until(lambda: len(rig.backend.gone) == 2)
     end_in_turn(rig, [0.1] * 7)
     assert not answer.done()
     end_in_turn(rig, [0.1])
@@ -95,23 +96,23 @@ def test_bytes_that_a_thawing_peer_takes_spoil_what_is_being_measured(rig: Rig) 
 
 
 def test_a_probe_that_fails_leaves_the_pair_whole(rig: Rig) -> None:
-    answer = rig.pump.probe(FIRST)
-    rig.lane.until(lambda: len(rig.lane.posted) == 1)
-    rig.lane.posted[0].end = "cut"
+    answer = rig.mover.probe(FIRST)
+    rig.backend.until(lambda: len(rig.backend.posted) == 1)
+    rig.backend.posted[0].end = "cut"
     with pytest.raises(ProbeError, match="cut"):
         answer.result(timeout=20)
     copy_id = rig.write(FIRST, 1)
-    rig.lane.until(lambda: len(rig.lane.posted) == 2)
-    rig.lane.posted[1].end = "landed"
+    rig.backend.until(lambda: len(rig.backend.posted) == 2)
+    rig.backend.posted[1].end = "landed"
     stopped = rig.next()
     assert (stopped.copy_id, stopped.reason) == (copy_id, "")
 
 
 def test_a_probe_of_a_peer_that_is_forgotten_fails_and_its_slice_is_watched_to_its_end(rig: Rig) -> None:
-    answer = rig.pump.probe(FIRST)
-    rig.lane.until(lambda: len(rig.lane.posted) == 1)
-    rig.pump.forget(FIRST)
+    answer = rig.mover.probe(FIRST)
+    rig.backend.until(lambda: len(rig.backend.posted) == 1)
+    rig.mover.forget(FIRST)
     with pytest.raises(ProbeError, match="given up"):
         answer.result(timeout=20)
-    rig.lane.posted[0].end = "landed"
-    rig.lane.until(lambda: rig.lane.gone == rig.lane.posted)
+    rig.backend.posted[0].end = "landed"
+    rig.backend.until(lambda: rig.backend.gone == rig.backend.posted)

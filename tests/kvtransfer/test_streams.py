@@ -18,7 +18,7 @@ from stream_ends import (
 
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer import receiver, sender
-from pdserve.kvtransfer.mover import CopyStopped
+from pdserve.kvtransfer.copies import CopyStopped
 from pdserve.kvtransfer.peers import (
     PeerAlive,
     PeerAttached,

@@ -11,9 +11,10 @@ from pdserve.errors import ConfigError
 from pdserve.ids import WorkerId
 from pdserve.incarnation import new_incarnation
 from pdserve.kvtransfer.backends import ucx
-from pdserve.kvtransfer.backends.nixl import NixlMover
+from pdserve.kvtransfer.backends.nixl import NixlBackend
 from pdserve.kvtransfer.backends.ucx import Network, listeners
-from pdserve.kvtransfer.mover import Region
+from pdserve.kvtransfer.mover import Mover
+from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.session import Peer
 
 
@@ -30,7 +31,7 @@ def listens_on(network: Network) -> set[str]:
     """Return the addresses on which a mover listens."""
     before = listeners()
     region = Region.of(np.zeros((4, 4096), np.uint8))
-    mover = NixlMover(Peer(WorkerId("w"), new_incarnation()), region, lambda _: None, network)
+    mover = Mover(NixlBackend(Peer(WorkerId("w"), new_incarnation()), region, network), lambda _: None)
     try:
         return {str(address) for address, _ in listeners() - before}
     finally:

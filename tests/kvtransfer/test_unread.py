@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pdserve.kvtransfer.backends.unread import until_read
+from pdserve.kvtransfer.tcp import until_read
 
 
 @pytest.fixture

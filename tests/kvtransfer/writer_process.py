@@ -6,9 +6,11 @@ import sys
 import numpy as np
 
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
-from pdserve.kvtransfer.backends.collective import CollectiveMover
+from pdserve.kvtransfer.backends.collective import CollectiveBackend
 from pdserve.kvtransfer.backends.pairing import Meeting
-from pdserve.kvtransfer.mover import CopyStopped, Region
+from pdserve.kvtransfer.copies import CopyStopped
+from pdserve.kvtransfer.mover import Mover
+from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.session import HandoffKey, Peer
 
 HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
@@ -19,7 +21,8 @@ def main() -> None:
     target, pages = Peer(WorkerId("target"), Incarnation(1)), tuple(map(PageId, range(num_pages)))
     stopped: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
     me = Peer(WorkerId("writer"), Incarnation(1))
-    mover = CollectiveMover(me, Region.of(np.ones((num_pages, page_bytes), np.uint8)), stopped.put, Meeting(b"s" * 32))
+    region = Region.of(np.ones((num_pages, page_bytes), np.uint8))
+    mover = Mover(CollectiveBackend(me, region, Meeting(b"s" * 32)), stopped.put)
     mover.attach(target, description)
     for number in range(1 << 20):
         mover.write(target, HANDOFF, pages, pages)

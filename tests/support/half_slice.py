@@ -8,9 +8,8 @@ from datetime import timedelta
 
 import torch
 
-from pdserve.kvtransfer.backends.framing import Framed
-from pdserve.kvtransfer.backends.pairing import READER, REGION_BYTES, WRITER, Greeting, Group, Meeting, greet, meet, tag
-from pdserve.kvtransfer.mover import Description
+from pdserve.kvtransfer.backends.pairing import REGION_BYTES, WRITER, Framed, Greeting, Meeting, Pair, greet, meet
+from pdserve.kvtransfer.region import Description
 from pdserve.kvtransfer.session import Peer
 
 TIMEOUT = timedelta(seconds=10)
@@ -20,17 +19,17 @@ MEETING = Meeting(b"s" * 32)
 class HalfSlice:
     """Pages 0 and 1 are named and page 0 has been sent; page 1 is not before `send_rest`."""
 
-    def __init__(self, connected: socket.socket, group: Group, page_bytes: int, taker: threading.Thread) -> None:
+    def __init__(self, connected: socket.socket, pair: Pair, page_bytes: int, taker: threading.Thread) -> None:
         self._socket = connected
-        self._group = group
+        self._pair = pair
         self._page = torch.ones(page_bytes, dtype=torch.uint8)
         self._taker = taker  # the receiver's thread for this writer, in this process
         Framed(connected).send((0).to_bytes(4, "big") + (1).to_bytes(4, "big"))
-        self._send(0)
+        self._send_page()
 
     def send_rest(self) -> bool:
         """Send page 1 too; returns whether the slice was put in its place, once it was, or never will be."""
-        self._send(1)
+        self._send_page()
         self._socket.settimeout(TIMEOUT.total_seconds())
         with suppress(ConnectionError):
             if self._socket.recv(1):
@@ -39,16 +38,17 @@ class HalfSlice:
         assert not self._taker.is_alive()
         return False
 
-    def _send(self, number: int) -> None:
-        self._group.send([self._page], READER, tag(number)).wait(TIMEOUT)
+    def _send_page(self) -> None:
+        (work,) = self._pair.send([self._page])
+        work.wait(TIMEOUT)
 
 
 def greeted(description: bytes, me: Peer) -> socket.socket:
     """Connect to a receiver and say who one is."""
-    lane = Description.decode(description).lane
-    host, _, port = lane[REGION_BYTES:].decode().rpartition(":")
+    metadata = Description.decode(description).metadata
+    host, _, port = metadata[REGION_BYTES:].decode().rpartition(":")
     connected = socket.create_connection((host, int(port)), 5)
-    greet(Framed(connected), MEETING.secret, Greeting(lane[:REGION_BYTES], me))
+    greet(Framed(connected), MEETING.secret, Greeting(metadata[:REGION_BYTES], me))
     return connected
 
 
@@ -57,6 +57,6 @@ def half_slice(description: bytes, me: Peer) -> Iterator[HalfSlice]:
     """Write half a slice to a receiver in this process."""
     with greeted(description, me) as connected:
         name = f"writer {connected.getsockname()}"
-        group = meet(Framed(connected), WRITER)
+        pair = meet(Framed(connected), WRITER)
         taker = next(thread for thread in threading.enumerate() if thread.name == name)
-        yield HalfSlice(connected, group, Description.decode(description).page_bytes, taker)
+        yield HalfSlice(connected, pair, Description.decode(description).page_bytes, taker)

@@ -10,15 +10,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+from loopback import loopback_mover
 
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.incarnation import new_incarnation
-from pdserve.kvtransfer.backends.collective import CollectiveMover
-from pdserve.kvtransfer.backends.loopback import LoopbackMover
-from pdserve.kvtransfer.backends.nixl import NixlMover
+from pdserve.kvtransfer.backends.collective import CollectiveBackend
+from pdserve.kvtransfer.backends.nixl import NixlBackend
 from pdserve.kvtransfer.backends.pairing import Meeting
 from pdserve.kvtransfer.backends.ucx import Network
-from pdserve.kvtransfer.mover import ByteRows, CopyStopped, Mover, OnStopped, Region
+from pdserve.kvtransfer.copies import CopyStopped, OnStopped
+from pdserve.kvtransfer.mover import Mover
+from pdserve.kvtransfer.region import ByteRows, Region
 from pdserve.kvtransfer.session import HandoffKey, Pages, Peer
 
 HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
@@ -82,17 +84,18 @@ class Setting:
 
     def mover(self, view: ByteRows, on_stopped: OnStopped) -> Mover:
         if self.name == "loopback":
-            return LoopbackMover(Region.of(view), on_stopped)
+            return loopback_mover(Region.of(view), on_stopped)
         me = Peer(WorkerId("writer"), new_incarnation())
         if self.name in ("collective", "staged"):
-            return CollectiveMover(me, Region.of(view), on_stopped, Meeting(b"s" * 32), staged=self.name == "staged")
-        return NixlMover(me, Region.of(view), on_stopped, Network(tcp_only=self.name == "nixl-tcp"))
+            staged = self.name == "staged"
+            return Mover(CollectiveBackend(me, Region.of(view), Meeting(b"s" * 32), staged=staged), on_stopped)
+        return Mover(NixlBackend(me, Region.of(view), Network(tcp_only=self.name == "nixl-tcp")), on_stopped)
 
     def target(self) -> Target:
         peer = Peer(WorkerId("target"), new_incarnation())
         if self.name == "loopback":
             view = np.zeros((NUM_PAGES, PAGE_BYTES), np.uint8)
-            mover = LoopbackMover(Region.of(view), lambda _: None)
+            mover = loopback_mover(Region.of(view), lambda _: None)
             self.stack.callback(mover.close)
             return Target(peer, mover.describe(), view)
         found = self.idle.pop() if self.idle else self._start_target()

@@ -8,20 +8,21 @@ from dataclasses import dataclass, field
 
 import grpc
 import numpy as np
+from loopback import loopback_mover
 
 from pdserve.errors import Refusal
 from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer import greeting, wire
-from pdserve.kvtransfer.backends.loopback import LoopbackMover
 from pdserve.kvtransfer.client import ATTACH, HandoffClient
-from pdserve.kvtransfer.mover import OnStopped, Region
+from pdserve.kvtransfer.copies import OnStopped
 from pdserve.kvtransfer.peers import (
     FromReceivers,
     FromSenders,
     Party,
     PeerAttached,
 )
+from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.server import HandoffServicer
 from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, Peer
 from pdserve.proto.v1 import handoff_pb2 as handoff
@@ -85,7 +86,7 @@ class Prefill(End):
 
 def party(peer: Peer, layout: KvLayout = LAYOUT, on_stopped: OnStopped = lambda _: None) -> Party:
     region = Region.of(np.zeros((8, layout.page_bytes), np.uint8))
-    return Party(peer, layout, LoopbackMover(region, on_stopped))
+    return Party(peer, layout, loopback_mover(region, on_stopped))
 
 
 @asynccontextmanager

@@ -5,16 +5,18 @@ import queue
 import numpy as np
 import pytest
 import torch
+from loopback import loopback_mover
 
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
-from pdserve.kvtransfer.backends.collective import CollectiveMover
-from pdserve.kvtransfer.backends.loopback import LoopbackMover
-from pdserve.kvtransfer.backends.nixl import NixlMover
+from pdserve.kvtransfer.backends.collective import CollectiveBackend
+from pdserve.kvtransfer.backends.nixl import NixlBackend
 from pdserve.kvtransfer.backends.pairing import Meeting
 from pdserve.kvtransfer.backends.ucx import Network
-from pdserve.kvtransfer.mover import CopyStopped, Description, Mover, OnStopped, Region
+from pdserve.kvtransfer.copies import CopyStopped, OnStopped
+from pdserve.kvtransfer.mover import Mover
+from pdserve.kvtransfer.region import Description, Region
 from pdserve.kvtransfer.session import HandoffKey, Peer
-from pdserve.worker.regions import device_region
+from pdserve.worker.movers import device_region
 
 HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
 
@@ -29,11 +31,11 @@ def some_pages() -> torch.Tensor:
 
 def mover_of(kind: str, name: str, region: Region, on_stopped: OnStopped) -> Mover:
     if kind == "loopback":
-        return LoopbackMover(region, on_stopped)
+        return loopback_mover(region, on_stopped)
     me = Peer(WorkerId(name), Incarnation(1))
     if kind == "collective":
-        return CollectiveMover(me, region, on_stopped, Meeting(b"s" * 32), staged=True)
-    return NixlMover(me, region, on_stopped, Network())
+        return Mover(CollectiveBackend(me, region, Meeting(b"s" * 32), staged=True), on_stopped)
+    return Mover(NixlBackend(me, region, Network()), on_stopped)
 
 
 def test_a_kernels_digests_are_the_hosts() -> None:
@@ -65,5 +67,5 @@ def test_a_copy_between_tensors_carries_digests_that_agree_on_both_sides(kind: s
 def test_a_region_of_a_gpu_says_whose_memory_it_is() -> None:
     pages = some_pages()
     region = Region(pages, pages[:1], pages.data_ptr(), pages.data_ptr(), lambda _: (), gpu=2)
-    assert Description.decode(region.describe(b"lane")).gpu == 2
-    assert Description.decode(Region.of(pages.numpy()).describe(b"lane")).gpu is None
+    assert Description.decode(region.describe(b"metadata")).gpu == 2
+    assert Description.decode(Region.of(pages.numpy()).describe(b"metadata")).gpu is None

@@ -7,7 +7,7 @@ from half_slice import MEETING, half_slice
 
 from pdserve.config import DecodeWorkerConfig
 from pdserve.ids import Incarnation, WorkerId
-from pdserve.kvtransfer.mover import Region
+from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.session import Peer
 from pdserve.worker.movers import build_mover
 

@@ -7,15 +7,16 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from half_slice import MEETING, half_slice
+from loopback import loopback_mover
 
 from pdserve.clock import FakeClock
 from pdserve.decode_worker.events import Event, PeerAlive
 from pdserve.decode_worker.server import Senders
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvtransfer import peers
-from pdserve.kvtransfer.backends.collective import CollectiveMover
-from pdserve.kvtransfer.backends.loopback import LoopbackMover
-from pdserve.kvtransfer.mover import ByteRows, Mover, Region
+from pdserve.kvtransfer.backends.collective import CollectiveBackend
+from pdserve.kvtransfer.mover import Mover
+from pdserve.kvtransfer.region import ByteRows, Region
 from pdserve.kvtransfer.session import Peer
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.worker.link import FromRouter
@@ -45,7 +46,7 @@ def unread() -> Iterator[socket.socket]:
 
 @pytest.fixture
 def mover() -> Iterator[Mover]:
-    mover = LoopbackMover(Region.of(np.zeros((2, 8), np.uint8)), lambda _: None)
+    mover = loopback_mover(Region.of(np.zeros((2, 8), np.uint8)), lambda _: None)
     yield mover
     mover.close()
 
@@ -73,7 +74,8 @@ def view() -> ByteRows:
 
 @pytest.fixture
 def staged(view: ByteRows) -> Iterator[Mover]:
-    mover = CollectiveMover(Peer(WorkerId("d0"), Incarnation(1)), Region.of(view), lambda _: None, MEETING, staged=True)
+    me = Peer(WorkerId("d0"), Incarnation(1))
+    mover = Mover(CollectiveBackend(me, Region.of(view), MEETING, staged=True), lambda _: None)
     yield mover
     mover.close()
 

@@ -14,11 +14,11 @@ from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
-from pdserve.kvtransfer.backends.lane import Indices
-from pdserve.kvtransfer.backends.pump import Pump
+from pdserve.kvtransfer.backends.backend import Indices
 from pdserve.kvtransfer.client import HandoffClient
-from pdserve.kvtransfer.mover import Description, Region
+from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.peers import Party
+from pdserve.kvtransfer.region import Description, Region
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.prefill_worker.events import Copy
 from pdserve.prefill_worker.pairs import Pairs
@@ -39,35 +39,33 @@ LOAD = load_of(Scheduler(CACHE, Limits(1, 1, 1, frozenset())), Auditor(CACHE.poo
 LONG_ENOUGH = int(HUNG_MOVER_S / BEAT_S) + 2  # beats
 
 
-class HangingLane:
+class HangingBackend:
     """A library that does not return from the first look at a write until a test lets it."""
 
+    name = "hanging"
     carrier = "script"
+    metadata = b""
 
     def __init__(self) -> None:
+        self.region = Region.of(np.zeros((2, 64), np.uint8))
         self.is_looking, self.may_return = threading.Event(), threading.Event()
 
-    def open(self, description: Description) -> int:
-        return 1
+    def connect(self, description: Description) -> "HangingBackend":
+        return self
 
-    def shut(self, remote: int) -> None:
-        pass
+    def post(self, src: Indices, dst: Indices) -> "HangingBackend":
+        return self
 
-    def post(self, remote: int, src: Indices, dst: Indices) -> int:
-        return 1
-
-    def landed(self, posted: int) -> bool:
+    def has_landed(self) -> bool:
         self.is_looking.set()
         self.may_return.wait(20)
         return True
 
-    def close(self) -> None:
+    def cut(self, peer: Peer) -> None:
         pass
 
-
-class HangingMover(Pump[int, int]):
-    def describe(self) -> bytes:
-        return self._region.describe(b"")
+    def close(self) -> None:
+        pass
 
 
 async def take_in(news: FromRouter | RouterGone) -> None:
@@ -79,20 +77,19 @@ def not_dismissed(why: str) -> None:
 
 
 @pytest.fixture
-def lane() -> Iterator[HangingLane]:
-    lane = HangingLane()
-    yield lane
-    lane.may_return.set()
+def backend() -> Iterator[HangingBackend]:
+    backend = HangingBackend()
+    yield backend
+    backend.may_return.set()
 
 
 async def test_a_movers_thread_that_hangs_ends_the_process_and_one_that_rests_does_not(
-    lane: HangingLane, monkeypatch: pytest.MonkeyPatch
+    backend: HangingBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended: list[int] = []
     monkeypatch.setattr("os._exit", ended.append)
     clock, copies = FakeClock(), Copies(Inbox())
-    region = Region.of(np.zeros((2, 64), np.uint8))
-    mover = HangingMover("hanging", lane, region, copies.stopped)
+    mover = Mover(backend, copies.stopped)
     mover.attach(PEER, mover.describe())
     reporter = Reporter(Links((), SECRET, link.Register(), take_in, not_dismissed), clock)
     party = Party(PEER, KvLayout("", 1, 1, 1, 1, "float32"), mover)
@@ -109,8 +106,8 @@ async def test_a_movers_thread_that_hangs_ends_the_process_and_one_that_rests_do
         beat()
         assert ended == []
         outbox.perform([Copy(PEER, KEY, (PageId(0),), (PageId(1),))], None)
-        assert await asyncio.to_thread(lane.is_looking.wait, 10)
+        assert await asyncio.to_thread(backend.is_looking.wait, 10)
         beat()
         assert ended[0] == 70
-    lane.may_return.set()
+    backend.may_return.set()
     await asyncio.to_thread(mover.close)

@@ -9,11 +9,11 @@ from typing import cast
 
 import numpy as np
 import pytest
+from loopback import loopback_mover
 
 from pdserve.clock import FakeClock
 from pdserve.ids import Incarnation, WorkerId
-from pdserve.kvtransfer.backends.loopback import LoopbackMover
-from pdserve.kvtransfer.mover import Region
+from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.session import Peer
 from pdserve.prefill_worker.pairs import Pairs
 from pdserve.proto.v1 import link_pb2 as link
@@ -56,7 +56,7 @@ class Scene:
 @asynccontextmanager
 async def scene(slow_bytes_per_s: int = 0) -> AsyncIterator[Scene]:
     pages = np.zeros((4, 4096), np.uint8)
-    mine, theirs = (LoopbackMover(Region.of(view), lambda _: None) for view in (np.ones_like(pages), pages))
+    mine, theirs = (loopback_mover(Region.of(view), lambda _: None) for view in (np.ones_like(pages), pages))
     mine.attach(DECODE, theirs.describe())
     wire = Wire()
     reporter = Reporter(cast("Links", wire), FakeClock())

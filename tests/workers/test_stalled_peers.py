@@ -5,15 +5,15 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import cast
 
-from scripted_lane import FIRST, scripted_rig
+from scripted_backend import FIRST, scripted_rig
 from stream_ends import Heard
 
 from pdserve.clock import FakeClock
 from pdserve.kvlayout import KvLayout
-from pdserve.kvtransfer.backends.progress import WINDOW_S
 from pdserve.kvtransfer.client import HandoffClient
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.peers import Party
+from pdserve.kvtransfer.speed import WINDOW_S
 from pdserve.prefill_worker.pairs import Pairs
 from pdserve.prefill_worker.server import Copies, Movement, PrefillOutbox
 from pdserve.proto.v1 import link_pb2 as link
@@ -39,10 +39,10 @@ class Wire:
 async def test_a_heartbeat_between_two_beats_tells_of_stalled_peers_too() -> None:
     with scripted_rig() as rig:
         rig.write(FIRST, 1)
-        rig.lane.until(lambda: len(rig.lane.posted) == 1)
+        rig.backend.until(lambda: len(rig.backend.posted) == 1)
         rig.clock.advance(WINDOW_S)
-        rig.lane.let_it_look()
-        wire, clock, mover = Wire(), FakeClock(), cast("Mover", rig.pump)
+        rig.backend.let_it_look()
+        wire, clock, mover = Wire(), FakeClock(), cast("Mover", rig.mover)
         reporter = Reporter(cast("Links", wire), clock)
         party = Party(FIRST, KvLayout("", 1, 1, 1, 1, "float32"), mover)
         async with asyncio.TaskGroup() as tasks:

@@ -14,8 +14,7 @@ from faultsim.memory import Memory, Stamp
 from faultsim.network import Network
 from faultsim.process import Process
 from pdserve.kvtransfer import sender
-from pdserve.kvtransfer.backends.copies import Copies, Copy
-from pdserve.kvtransfer.mover import CopyId
+from pdserve.kvtransfer.copies import Copy, CopyId, CopyQueue
 from pdserve.kvtransfer.session import Grant, HandoffKey, Peer
 from pdserve.prefill_worker import events
 from pdserve.prefill_worker.events import FromPeer
@@ -79,7 +78,7 @@ class Mover:
         self._report = report
         self._ids = count()
         self._ops: dict[CopyId, Op] = {}  # outstanding
-        self._copies: dict[Peer, Copies] = {}
+        self._copies: dict[Peer, CopyQueue] = {}
         self._posted: dict[Peer, Op] = {}  # whose slice is on its way
 
     @property
@@ -92,7 +91,7 @@ class Mover:
         dst = tuple(Stamp(page, generation[page]) for page in command.dst)
         copy = Copy(CopyId(next(self._ids)), command.key, command.src, command.dst)
         self._ops[copy.copy_id] = Op(command.peer, copy, tuple(map(self._memory.stamp, command.src)), dst)
-        self._copies.setdefault(command.peer, Copies()).add(copy)
+        self._copies.setdefault(command.peer, CopyQueue()).add(copy)
         self._go_on(command.peer)
 
     def cancel(self, peer: Peer, key: HandoffKey) -> None:
@@ -122,7 +121,7 @@ class Mover:
     def _go_on(self, peer: Peer) -> None:
         """Report what is over, and post the next slice unless one is on its way."""
         copies = self._copies[peer]
-        for copy in tuple(copies.take_over()):
+        for copy in tuple(copies.pop_finished()):
             op = self._ops.pop(copy.copy_id)
             op.over = True
             digests = None if copy.failure else tuple(op.digests)

@@ -1,4 +1,4 @@
-"""A lane whose slices end when a test says so, under the thread that drives copies."""
+"""A mover over a backend whose slices end when a test says so."""
 
 import queue
 import threading
@@ -10,9 +10,11 @@ import numpy as np
 
 from pdserve.clock import FakeClock
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
-from pdserve.kvtransfer.backends.lane import Indices, LaneError
-from pdserve.kvtransfer.backends.pump import MIN_SLICE_PAGES, SLICE_BYTES, Pump
-from pdserve.kvtransfer.mover import CopyStopped, Description, Region
+from pdserve.kvtransfer.backends.backend import Indices, PostError
+from pdserve.kvtransfer.channels import MIN_SLICE_PAGES, SLICE_BYTES
+from pdserve.kvtransfer.copies import CopyStopped
+from pdserve.kvtransfer.mover import Mover
+from pdserve.kvtransfer.region import Description, Region
 from pdserve.kvtransfer.session import HandoffKey, Pages, Peer
 
 HANDOFF, OTHER = (HandoffKey(RequestId(bytes([number]) * 16), Attempt(0)) for number in range(2))
@@ -26,44 +28,60 @@ DESCRIPTION = Description(0, NUM_PAGES, PAGE_BYTES, 0, PROBE_PAGES, b"").encode(
 
 @dataclass(eq=False)
 class Slice:
-    remote: int
-    src: tuple[int, ...] = ()
-    dst: tuple[int, ...] = ()
+    backend: "ScriptedBackend"
+    connection: int
+    src: tuple[int, ...]
+    dst: tuple[int, ...]
     end: str | None = None  # "landed", or why it failed
+
+    def has_landed(self) -> bool:
+        return self.backend.looks_at(self)
 
 
 @dataclass
-class Lane:
+class Connection:
+    backend: "ScriptedBackend"
+    number: int
+
+    def post(self, src: Indices, dst: Indices) -> Slice:
+        return self.backend.post(Slice(self.backend, self.number, tuple(src.tolist()), tuple(dst.tolist())))
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class ScriptedBackend:
     """Keeps every slice in flight until it is told how it ends."""
 
-    carrier = "script"
-
+    region: Region
     posted: list[Slice] = field(default_factory=list)
     gone: list[Slice] = field(default_factory=list)  # seen to have ended
     num_opened: int = 0
     num_looks: int = 0
-    shut_down: bool = False
+    is_closed: bool = False
     breaks: bool = False
     news: threading.Condition = field(default_factory=threading.Condition)
 
-    def open(self, description: Description) -> int:
+    name = "scripted"
+    carrier = "script"
+    metadata = b""
+
+    def connect(self, description: Description) -> Connection:
         if self.breaks:
             raise ZeroDivisionError
         self.num_opened += 1
-        return self.num_opened
+        return Connection(self, self.num_opened)
 
-    def shut(self, remote: int) -> None:
-        pass
-
-    def post(self, remote: int, src: Indices, dst: Indices) -> Slice:
+    def post(self, posted: Slice) -> Slice:
         with self.news:
-            self.posted.append(Slice(remote, tuple(src.tolist()), tuple(dst.tolist())))
+            self.posted.append(posted)
             self.news.notify_all()
         if self.breaks:
             raise ZeroDivisionError
-        return self.posted[-1]
+        return posted
 
-    def landed(self, posted: Slice) -> bool:
+    def looks_at(self, posted: Slice) -> bool:
         with self.news:
             self.num_looks += 1
             self.news.notify_all()
@@ -72,11 +90,14 @@ class Lane:
             assert posted not in self.gone
             self.gone.append(posted)
         if posted.end != "landed":
-            raise LaneError(posted.end)
+            raise PostError(posted.end)
         return True
 
+    def cut(self, peer: Peer) -> None:
+        pass
+
     def close(self) -> None:
-        self.shut_down = True
+        self.is_closed = True
 
     def until(self, holds: Callable[[], bool]) -> None:
         with self.news:
@@ -90,18 +111,18 @@ class Lane:
 
 @dataclass
 class Rig:
-    lane: Lane
+    backend: ScriptedBackend
     clock: FakeClock
-    pump: Pump[int, Slice]
+    mover: Mover
     stopped: queue.SimpleQueue[CopyStopped]
 
     def write(self, peer: Peer, num_slices: int, handoff: HandoffKey = HANDOFF) -> int:
         pages: Pages = tuple(PageId(n) for n in range(num_slices * MIN_SLICE_PAGES))
-        return self.pump.write(peer, handoff, pages, pages)
+        return self.mover.write(peer, handoff, pages, pages)
 
     def rests(self) -> bool:
         """Return whether the thread soon has nothing to do: nobody is told when it begins to rest."""
-        return any(self.pump.turn is None for _ in range(10_000_000))
+        return any(self.mover.turn is None for _ in range(10_000_000))
 
     def next(self) -> CopyStopped:
         return self.stopped.get(timeout=20)
@@ -109,10 +130,10 @@ class Rig:
 
 @contextmanager
 def scripted_rig() -> Iterator[Rig]:
-    lane, clock, stopped = Lane(), FakeClock(), queue.SimpleQueue[CopyStopped]()
-    rows = np.broadcast_to(np.uint8(0), (NUM_PAGES, PAGE_BYTES))  # of no memory: the lane moves nothing
+    rows = np.broadcast_to(np.uint8(0), (NUM_PAGES, PAGE_BYTES))  # of no memory: the backend moves nothing
     region = Region(rows, rows[:PROBE_PAGES], 0, 0, lambda pages: (0,) * len(pages))
-    pump = Pump("scripted", lane, region, stopped.put, clock)
-    pump.attach(FIRST, DESCRIPTION)
-    yield Rig(lane, clock, pump, stopped)
-    pump.close()
+    backend, clock, stopped = ScriptedBackend(region), FakeClock(), queue.SimpleQueue[CopyStopped]()
+    mover = Mover(backend, stopped.put, clock)
+    mover.attach(FIRST, DESCRIPTION)
+    yield Rig(backend, clock, mover, stopped)
+    mover.close()

@@ -1,44 +1,64 @@
-"""The copies to one peer, by hand-off, and which of them is posted next. Pure.
+"""The queue of copies to one peer: which of them is posted next, and which are finished. Pure.
 
-Invariant: copies of one hand-off are posted, and leave when they are over, in the order they came; a copy is over only
-when every slice of it that was posted has ended; of OLDEST_EVERY slices, one goes to the hand-off that has waited
-longest.
+Invariant: copies of one hand-off are posted, and leave the queue, in the order in which they came. A copy is finished
+only when every slice of it that was posted has ended. Of OLDEST_EVERY slices, one goes to the oldest hand-off.
 
-The hand-off with the fewest pages left goes first: that keeps the mean time until a prompt is committed least
-(shortest remaining processing time). Its deadline would say less: that is when the whole answer must be there, minutes
-away, and no worker is told when the next token is due.
+The hand-off with the fewest pages left goes first: shortest remaining processing time keeps the mean time until a
+prompt is committed least. Its deadline would be a worse guide: the deadline is when the whole answer must be complete,
+minutes away, and no worker is told when the next token is due.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NewType
 
-from pdserve.kvtransfer.mover import CopyId
 from pdserve.kvtransfer.session import HandoffKey, Pages
 
-OLDEST_EVERY = 4  # slices: a long hand-off gets this part of the way, however many short ones overtake it
+CopyId = NewType("CopyId", int)
+
+OLDEST_EVERY = 4  # slices: a long hand-off gets this share of the bandwidth, however many short ones overtake it
+
+
+@dataclass(frozen=True, slots=True)
+class CopyStopped:
+    """A copy is over: landed (with a digest for each page), or failed (None). It reads no page any more."""
+
+    copy_id: CopyId
+    digests: tuple[int, ...] | None
+    reason: str = ""
+    in_doubt: bool = False  # failed, and bytes that were on their way may still be written into the peer's pages
+
+
+OnStopped = Callable[[CopyStopped], None]
 
 
 @dataclass(slots=True, eq=False)
 class Copy:
+    """Pages of one hand-off to write into a peer's. It is posted slice by slice."""
+
     copy_id: CopyId
     handoff: HandoffKey
     src: Pages
     dst: Pages
     num_posted: int = 0  # pages
     num_in_flight: int = 0  # slices
-    digests: tuple[int, ...] = ()
-    failure: str = ""  # nothing more of it is posted
-    in_doubt: bool = False  # a slice was lost
+    digests: tuple[int, ...] = ()  # of the posted pages
+    failure: str = ""  # if not empty, nothing more of it is posted
+    in_doubt: bool = False  # a posted slice was lost
 
     @property
     def num_waiting(self) -> int:
-        """Pages still to be posted."""
+        """Return how many pages are still to be posted."""
         return 0 if self.failure else len(self.src) - self.num_posted
 
     @property
-    def over(self) -> bool:
+    def is_finished(self) -> bool:
         return self.num_in_flight == 0 and not self.num_waiting
+
+    def report(self) -> CopyStopped:
+        """Return what the mover's owner is told when the copy is over."""
+        return CopyStopped(self.copy_id, None if self.failure else self.digests, self.failure, self.in_doubt)
 
 
 @dataclass(slots=True, eq=False)
@@ -47,12 +67,12 @@ class _Handoff:
     num_waiting: int = 0  # pages
 
 
-class Copies:
+class CopyQueue:
     """Outstanding copies to one peer."""
 
     def __init__(self) -> None:
-        self._handoffs: dict[HandoffKey, _Handoff] = {}  # the one that came first is the first
-        self._changed: dict[HandoffKey, None] = {}  # may have copies that are over
+        self._handoffs: dict[HandoffKey, _Handoff] = {}  # oldest first
+        self._changed: dict[HandoffKey, None] = {}  # may have finished copies
         self._num_turns = 0
 
     def __iter__(self) -> Iterator[Copy]:
@@ -93,7 +113,7 @@ class Copies:
         self._changed[copy.handoff] = None
 
     def fail(self, copy: Copy, reason: str) -> None:
-        """Post nothing more of a copy, which keeps its first failure."""
+        """Post nothing more of a copy. A copy keeps its first failure."""
         self._handoffs[copy.handoff].num_waiting -= copy.num_waiting
         copy.failure = copy.failure or reason
         self._changed[copy.handoff] = None
@@ -105,17 +125,17 @@ class Copies:
             if copy.num_waiting:
                 self.fail(copy, reason)
 
-    def fail_waiting(self, reason: str) -> None:
+    def cancel_all(self, reason: str) -> None:
         """Post nothing more to this peer."""
-        for handoff in tuple(self._handoffs):
+        for handoff in self._handoffs:
             self.cancel(handoff, reason)
 
-    def take_over(self) -> Iterator[Copy]:
-        """Let go of the copies that are over, as long as none of their hand-off before them is not."""
+    def pop_finished(self) -> Iterator[Copy]:
+        """Remove and yield finished copies, each once all earlier ones of its hand-off are finished."""
         changed, self._changed = self._changed, {}
         for key in changed:
             copies = self._handoffs[key].copies
-            while copies and copies[0].over:
+            while copies and copies[0].is_finished:
                 yield copies.popleft()
             if not copies:
                 del self._handoffs[key]

@@ -1,14 +1,16 @@
-"""Copies that are made to fail: the same ones each time, and none after them suffers."""
+"""Copies that NIXL is made to fail: the same ones each time, and none after them suffers."""
 
 import queue
 
 import numpy as np
 
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
-from pdserve.kvtransfer.backends.faulty import FaultyLane
-from pdserve.kvtransfer.backends.lane import Indices
-from pdserve.kvtransfer.backends.pump import Pump
-from pdserve.kvtransfer.mover import CopyStopped, Description, Region
+from pdserve.incarnation import new_incarnation
+from pdserve.kvtransfer.backends.nixl import NixlBackend
+from pdserve.kvtransfer.backends.ucx import Network
+from pdserve.kvtransfer.copies import CopyStopped
+from pdserve.kvtransfer.mover import Mover
+from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.session import HandoffKey, Peer
 
 HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
@@ -17,40 +19,22 @@ PEER = Peer(WorkerId("peer"), Incarnation(1))
 NUM_COPIES = 320
 
 
-class AtOnce:
-    """A lane on which everything lands while it is posted."""
-
-    carrier = "none"
-
-    def open(self, description: Description) -> int:
-        return description.num_pages
-
-    def shut(self, remote: int) -> None:
-        pass
-
-    def post(self, remote: int, src: Indices, dst: Indices) -> None:
-        pass
-
-    def landed(self, posted: None) -> bool:
-        raise AssertionError(posted)
-
-    def close(self) -> None:
-        pass
-
-
 def failures(share: float, seed: str) -> list[bool]:
     """Return which of some copies, each written after the last has stopped, have failed."""
     stopped = queue.SimpleQueue[CopyStopped]()
-    pages = np.zeros((8, 16), np.uint8)
-    pump = Pump("faulty", FaultyLane(AtOnce(), share, seed), Region.of(pages), stopped.put)
+    ours, theirs = np.ones((8, 4096), np.uint8), np.zeros((8, 4096), np.uint8)
+    receiver = Mover(NixlBackend(PEER, Region.of(theirs), Network()), lambda _: None)
+    me = Peer(WorkerId(seed), new_incarnation())
+    writer = Mover(NixlBackend(me, Region.of(ours), Network(), share), stopped.put)
     try:
-        pump.attach(PEER, Description(0, 8, 16, 0, 1, b"").encode())
+        writer.attach(PEER, receiver.describe())
         ends = []
         for _ in range(NUM_COPIES):
-            pump.write(PEER, HANDOFF, (PageId(1),), (PageId(2),))
+            writer.write(PEER, HANDOFF, (PageId(1),), (PageId(2),))
             ends.append(stopped.get(timeout=5))
     finally:
-        pump.close()
+        writer.close()
+        receiver.close()
     assert not any(end.in_doubt for end in ends), "nothing of a copy that fails is under way"
     return [end.digests is None for end in ends]
 

@@ -1,0 +1,76 @@
+"""What a library that moves bytes does for a mover. A new library is a new file beside this one.
+
+One thread calls all of it, except `cut`. Page indices past the last page are those of probe memory.
+"""
+
+from typing import Protocol
+
+import numpy as np
+
+from pdserve.kvtransfer.region import Description, Region
+from pdserve.kvtransfer.session import Peer
+
+Indices = np.ndarray[tuple[int], np.dtype[np.int32]]
+
+
+class PostError(Exception):
+    """A slice could not be posted: nothing of it is, or was, under way."""
+
+
+class TransferLostError(PostError):
+    """A posted slice has ended without landing: what the library had taken of it may still be written."""
+
+
+class Transfer(Protocol):
+    """A posted slice on its way."""
+
+    def has_landed(self) -> bool:
+        """Look whether it has landed. After True, or a TransferLostError, it must not be asked again."""
+        ...
+
+
+class Connection(Protocol):
+    """A way into one peer's region."""
+
+    def post(self, src: Indices, dst: Indices) -> Transfer | None:
+        """Start to write pages; None if they have landed already. TransferLostError: some may be on their way."""
+        ...
+
+    def close(self) -> None:
+        """Undo `connect`. Transfers in flight end soon if the peer's process has ended."""
+        ...
+
+
+class Backend(Protocol):
+    """A library, and this process's region registered with it."""
+
+    @property
+    def name(self) -> str:
+        """Which library it is; both ends must use the same."""
+        ...
+
+    @property
+    def carrier(self) -> str:
+        """What carries the bytes; empty where the library does not say."""
+        ...
+
+    @property
+    def region(self) -> Region: ...
+
+    @property
+    def metadata(self) -> bytes:
+        """What the same library in another process needs to write here."""
+        ...
+
+    def connect(self, description: Description) -> Connection:
+        """Prepare writes to a peer's region; PostError if it cannot be reached."""
+        ...
+
+    def cut(self, peer: Peer) -> None:
+        """Let nothing that the library has read of an ended process reach a page any more.
+
+        Called from any thread. Blocks while bytes of that process are copied into pages.
+        """
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,134 @@
+"""How fast bytes reach a peer: notices that its transfers hardly move, and measures its bandwidth on request."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from pdserve.kvtransfer.tcp import bytes_acked
+
+WINDOW_S = 2.0
+FLOOR_BYTES_PER_S = 4e6
+
+NUM_WIDE = 4  # writes of all probe memory; the first one also makes the connection
+NUM_SINGLE = 4  # writes of one page
+MAX_SPOILT = 32
+STUCK_S = WINDOW_S  # the same as for copies
+
+
+class StallDetector:
+    """Notices that a peer's transfers hardly move. Pure.
+
+    Invariant: a peer is stalled from the end of a window with bytes in flight all the time in which fewer than the
+    floor landed, until a window in which enough landed or until nothing is in flight. Idle time never counts. A stall
+    is reported; it ends no copy.
+    """
+
+    def __init__(self) -> None:
+        self.is_stalled = False
+        self.bytes_in_flight = 0
+        self._since_s = 0.0  # the window's beginning
+        self._landed = 0  # bytes, in the window
+
+    def posted(self, num_bytes: int, now_s: float) -> None:
+        if not self.bytes_in_flight:
+            self._open(now_s)
+        self.bytes_in_flight += num_bytes
+
+    def ended(self, num_bytes: int, *, landed: bool) -> None:
+        """Note that bytes are no longer in flight."""
+        self.bytes_in_flight -= num_bytes
+        self._landed += num_bytes if landed else 0
+        if not self.bytes_in_flight:
+            self.is_stalled = False
+
+    def has_stalled(self, now_s: float) -> bool:
+        """Judge the window if it is over; return whether the peer has become stalled by that."""
+        elapsed_s = now_s - self._since_s
+        if not self.bytes_in_flight or elapsed_s < WINDOW_S:
+            return False
+        was_stalled = self.is_stalled
+        self.is_stalled = self._landed < FLOOR_BYTES_PER_S * elapsed_s
+        self._open(now_s)
+        return self.is_stalled and not was_stalled
+
+    def _open(self, now_s: float) -> None:
+        self._since_s, self._landed = now_s, 0
+
+
+class ProbeError(Exception):
+    """A pair could not be measured. Its copies go on as if nothing had been asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class PairSpeed:
+    """How fast one process's memory reaches another's, measured while nothing else was copied."""
+
+    bytes_per_s: float
+    page_s: float  # for one page by itself
+    carrier: str  # "memory", "tcp", "not tcp": as far as it can be known
+
+
+class Probe:
+    """Measures one peer, by writing probe memory a few times. Its answer is set once, or cancelled by who asked.
+
+    A measurement counts only if no bytes of a copy, or of another probe, moved from its beginning to its end.
+    """
+
+    def __init__(
+        self, answer: Future[PairSpeed], pages: tuple[int, int], carrier: str, now: Callable[[], float]
+    ) -> None:
+        """`pages`: how many there are, and the bytes of one. `carrier`: empty where it has to be found out."""
+        num_pages, self._page_bytes = pages
+        self._answer = answer
+        self._steps = [num_pages] * NUM_WIDE + [1] * NUM_SINGLE
+        self._carrier = carrier
+        self._now = now
+        self._began_s = 0.0
+        self._is_spoilt = False
+        self._num_spoilt = 0
+        self._taken_s: list[float] = []
+        self._tcp_before = 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing more to write."""
+        return self._answer.done()
+
+    def is_stuck(self, now_s: float) -> bool:
+        """Return whether a write in flight takes so long that the peer may be frozen."""
+        return now_s - self._began_s > STUCK_S
+
+    def begin(self) -> int:
+        """Return how many pages to write next; the clock runs."""
+        if len(self._taken_s) == 1 and not self._carrier:
+            self._tcp_before = bytes_acked()
+        self._is_spoilt = False
+        self._began_s = self._now()
+        return self._steps[len(self._taken_s)]
+
+    def spoil(self) -> None:
+        """Note that other bytes are moving: the present measurement does not count."""
+        self._is_spoilt = True
+
+    def landed(self) -> None:
+        """Note that what `begin` named has landed."""
+        if self._is_spoilt:
+            self._num_spoilt += 1
+            if self._num_spoilt == MAX_SPOILT:
+                self.fail("copies were under way all the time")
+            return
+        self._taken_s.append(max(self._now() - self._began_s, 1e-9))
+        if len(self._taken_s) == NUM_WIDE and not self._carrier:
+            sent = bytes_acked() - self._tcp_before
+            self._carrier = "tcp" if sent >= (NUM_WIDE - 1) * self._steps[0] * self._page_bytes // 2 else "not tcp"
+        if len(self._taken_s) == len(self._steps) and self._answer.set_running_or_notify_cancel():
+            self._answer.set_result(self._result())
+
+    def fail(self, reason: str) -> None:
+        """Give up. A write that is in flight must still be watched to its end."""
+        if not self._answer.done() and self._answer.set_running_or_notify_cancel():
+            self._answer.set_exception(ProbeError(reason))
+
+    def _result(self) -> PairSpeed:
+        wide_s, single_s = min(self._taken_s[1:NUM_WIDE]), min(self._taken_s[NUM_WIDE:])
+        return PairSpeed(self._steps[0] * self._page_bytes / wide_s, single_s, self._carrier)
