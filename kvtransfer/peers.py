@@ -1,12 +1,14 @@
 """What the two ends of a control stream tell the process around them, and what they know of it."""
 
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer import receiver, sender
-from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.session import HandoffKey, Peer
+
+if TYPE_CHECKING:  # the machines that use these events are pure; a mover is not
+    from pdserve.kvtransfer.mover import Mover
 
 EventT_co = TypeVar("EventT_co", covariant=True)
 EventT_contra = TypeVar("EventT_contra", contravariant=True)
@@ -18,7 +20,7 @@ class Party:
 
     peer: Peer
     layout: KvLayout
-    mover: Mover
+    mover: "Mover"
 
 
 @dataclass(frozen=True, slots=True)
