@@ -14,13 +14,18 @@ DECODE ?= 1
 # make sim: how many seeds.
 SEEDS ?= 200
 
-.PHONY: demo serve test check sim gpu clean
+.PHONY: demo serve unit test check sim gpu clean
 
 demo: $(SERVING)
 	$(BIN)/pdserve demo
 
 serve: $(SERVING)
 	$(BIN)/pdserve up $(MODEL) --prefill $(PREFILL) --decode $(DECODE)
+
+# Less than a minute: no processes, no large models.
+UNIT := $(addprefix tests/,checkpoint cli engine kvtransfer model perfmodel router text workers)
+unit: $(INSTALLED)
+	$(BIN)/pytest -q -n 2 --dist loadfile -m "not slow" $(UNIT)
 
 # Triton's interpreter must be chosen before anything loads Triton, so its tests have processes of their own.
 # Clusters of real processes come last and alone: they need both cores of a small machine.

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 COMPONENTS = ("router", "prefill_worker", "decode_worker", "kvtransfer", "kernels", "proto", "launch")
 

@@ -12,6 +12,8 @@ import pytest
 from pdserve.checkpoint.fetch import CATALOG, CatalogEntry, default_cache_dir, fetch, resolve_model
 from pdserve.errors import ConfigError
 
+pytestmark = pytest.mark.slow
+
 CONTENT = b"GGUF" + bytes(range(256)) * 64
 MEMBER = "tiny_model/tiny.gguf"
 Fetch = Callable[..., Path]

@@ -12,6 +12,8 @@ from pdserve.checkpoint.checkpoint import Checkpoint
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.text.chat import ChatMessage
 
+pytestmark = pytest.mark.slow
+
 FRAGMENTS = [
     *(
         "Hello",

@@ -17,6 +17,8 @@ from pdserve.experiments.lengths import read_lengths
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
 
+pytestmark = pytest.mark.slow
+
 Command = Callable[..., CompletedProcess[str]]
 
 SERVICE_S = 0.25

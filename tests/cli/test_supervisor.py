@@ -18,6 +18,8 @@ from pdserve.launch.plan import ChildSpec
 from pdserve.launch.state import ProcessState, Role
 from pdserve.launch.supervisor import ChildExit, Stage, Supervisor
 
+pytestmark = pytest.mark.slow
+
 AT_ONCE = Backoff(first_s=0.0, longest_s=0.0)
 SLEEP = "import time; time.sleep(600)"
 IGNORE_TERM = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"

@@ -15,6 +15,8 @@ import pytest
 from pdserve.launch.folder import free_port
 from pdserve.launch.state import ClusterState
 
+pytestmark = pytest.mark.slow
+
 PDSERVE = (sys.executable, "-P", "-m", "pdserve")
 NAME = "test-up"
 

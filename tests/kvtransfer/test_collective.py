@@ -27,6 +27,8 @@ from pdserve.kvtransfer.region import ByteRows, Description, Region
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.proof import NONCE_BYTES, PROOF_BYTES, proof_of
 
+pytestmark = pytest.mark.slow
+
 HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
 
 NUM_PAGES, PAGE_BYTES = 64, 1 << 16

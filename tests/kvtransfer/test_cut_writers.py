@@ -19,6 +19,8 @@ from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import ByteRows, Region
 from pdserve.kvtransfer.session import Peer
 
+pytestmark = pytest.mark.slow
+
 NUM_PAGES, PAGE_BYTES = 8, 1 << 16
 TARGET, ENDED, OTHER = (Peer(WorkerId(name), Incarnation(3)) for name in ("target", "ended", "other"))
 

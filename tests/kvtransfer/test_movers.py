@@ -16,6 +16,8 @@ from pdserve.kvtransfer.copies import CopyStopped
 from pdserve.kvtransfer.region import Description, Region
 from pdserve.kvtransfer.speed import ProbeError
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_pages_named_arrive_and_no_others(setting: Setting) -> None:
     writer, target = setting.attached()

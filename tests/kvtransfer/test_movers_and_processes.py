@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 from mover_settings import HANDOFF, NUM_PAGES, Setting, pages
 
+pytestmark = pytest.mark.slow
+
 
 def test_every_copy_to_a_killed_process_is_reported_within_two_seconds(remote: Setting) -> None:
     writer, target = remote.attached()

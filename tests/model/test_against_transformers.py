@@ -20,6 +20,8 @@ from pdserve.model.llama import Model
 from pdserve.model.loading import load_model
 from pdserve.model.safetensors_weights import iterate_safetensors
 
+pytestmark = pytest.mark.slow
+
 PAGE_SIZE = 16
 NUM_PAGES = 200
 NUM_TOKENS = 64
