@@ -1,60 +1,65 @@
-"""Which requests are admitted, which wait, and which are refused.
+"""Which requests are admitted, which wait, and which are refused: no request is refused in another place.
 
 Invariant: a request that waits is placed as soon as it can be, in its turn; it is refused as soon as it can no longer
 meet its objectives, whatever keeps it from being placed; and at most MAX_OVERTAKEN requests behind it are placed before
 it for want of room for it alone.
 """
 
-from dataclasses import dataclass
+from enum import Enum, auto
 from math import inf
 
 from pdserve.errors import Status
 from pdserve.ids import MAX_WORKER_TASKS, RequestId
 from pdserve.reports import Stage
 from pdserve.router.alarms import Alarms, DeadlineDue, LookDue
-from pdserve.router.events import Limits, Refused, Role
+from pdserve.router.events import Limits, Refused, RequestArrived, Role
 from pdserve.router.fairness import TokenCounters
-from pdserve.router.grace import PoolGrace
 from pdserve.router.holding import HoldQueue
-from pdserve.router.placement import Held, Placed, Rejected, Unserved
+from pdserve.router.placement import Held, Placed, Unserved
 from pdserve.router.placements import Placements
-from pdserve.router.recovery import Decide
 from pdserve.router.request import Request
+from pdserve.values import value
 
 MAX_OVERTAKEN = 8
+SHUTTING_DOWN = Refused(Status.UNAVAILABLE, "this router is shutting down")
 _MAX_TRIED = 8  # requests for which there is no room, each time that waiting ones are looked at
 _LOOK_AGAIN_S = 0.01
 _PLACED = 2  # requests for each sequence that decode workers have room for: as many prompts come meanwhile
 _LEAST_S = 0.001  # time has to move on between two looks
 
 
-@dataclass(frozen=True, slots=True)
+class _Lacks(Enum):
+    """What a request waits for."""
+
+    WORKERS = auto()  # no pair of workers can serve it, whatever room they have
+    ROOM = auto()  # says the policy: others may take the room that it waits for
+    SLOT = auto()  # as many requests are placed as may be
+    TURN = auto()  # it could be placed, but others wait
+
+
+@value
 class _Wait:
     """Why a request is not placed, and when to look at it by itself."""
 
+    lacks: _Lacks
     reason: str
     until_s: float
-    is_short_of_room: bool = False  # by the policy's word: others may take the room that it waits for
-    is_behind: bool = False  # it could be placed, but others wait
-    lacks_workers: bool = False  # no pair of workers can serve it, whatever room they have
 
 
 class Admission:
     """Admits what the policy finds a place for, up to a number of requests, and keeps the rest in a queue."""
 
-    def __init__(
-        self, placements: Placements, alarms: Alarms, limits: Limits, grace: PoolGrace, decide: Decide
-    ) -> None:
+    def __init__(self, placements: Placements, alarms: Alarms, limits: Limits) -> None:
         self._placements = placements
         self._alarms = alarms
         self._limits = limits
-        self._grace = grace
-        self._decide = decide
         self._counters = TokenCounters()
         self._held = HoldQueue(limits.max_num_held, self._counters)
+        self._num_arrived = 0
         self._look_again_s = inf  # before, only a request's end makes room for one that is held
         self._num_ended = 0  # when held requests were last looked at
         self._max_placed = 0  # as last found; 0: to be found
+        self.is_closed = False  # requests that arrive are refused
 
     @property
     def num_held(self) -> int:
@@ -75,42 +80,56 @@ class Admission:
 
     def _useful(self) -> int:
         """Return how many requests keep the attached workers busy, and no worker refuses."""
-        prefills, decodes = (
-            self._placements.workers.routable(Role.PREFILL),
-            self._placements.workers.routable(Role.DECODE),
-        )
+        workers = self._placements.workers
+        prefills, decodes = workers.routable(Role.PREFILL), workers.routable(Role.DECODE)
         num_rows = [worker.registration.max_num_seqs for worker in decodes or prefills]
         num_useful = sum([min(_PLACED * count, MAX_WORKER_TASKS) for count in num_rows])
         if prefills and decodes:
             num_useful = min(num_useful, sum(num_rows) + MAX_WORKER_TASKS * len(prefills))
         return num_useful
 
-    # ---- arrivals
+    # ---- arrivals and ends
 
-    def arrive(self, request: Request, now_s: float) -> None:
+    def arrive(self, event: RequestArrived, now_s: float) -> None:
         """Place, hold or refuse a request."""
-        request.counter = self._counters.arrive(request.tenant)
+        if self.is_closed:
+            self._placements.report_end(event.request_id, SHUTTING_DOWN)
+            return
+        request = Request(event, self._num_arrived, self._counters.arrive(event.tenant), now_s)
+        self._num_arrived += 1
+        self._set_alarm(request.deadline_s, DeadlineDue(request.request_id))
         wait = self._try(request, now_s, may_place=not self._held)
         if wait is None:
             return
         self._held.push(request)
         self._note(request, wait, now_s)
-        if wait.is_behind:
+        if wait.lacks is _Lacks.TURN:
             self._place_held(now_s)
         crowded_out = self._held.crowd_out()
         if crowded_out is not None:
             text = f"{crowded_out.waits_for}; max_num_held: {self._limits.max_num_held} more wait"
-            self._refuse(crowded_out, Status.RESOURCE_EXHAUSTED, text)
+            self._placements.report_end(crowded_out.request_id, Refused(Status.RESOURCE_EXHAUSTED, text))
 
-    def remove(self, request_id: RequestId) -> Request | None:
-        """Take out a request that waits, if it does."""
-        return self._held.remove(request_id)
+    def end_held(self, request_id: RequestId, why: Refused) -> bool:
+        """End a request that waits; return whether it did."""
+        if self._held.remove(request_id) is None:
+            return False
+        self._placements.report_end(request_id, why)
+        return True
 
-    def drain(self) -> list[Request]:
-        """Take out all that wait."""
-        return self._held.drain()
+    def miss_deadline(self, request_id: RequestId) -> None:
+        """End a request whose deadline has passed, if it waits."""
+        request = self._held.get(request_id)
+        if request is not None:
+            text = f"the deadline passed before the request was placed: {request.waits_for}"
+            self.end_held(request_id, Refused(Status.DEADLINE_EXCEEDED, text))
 
-    def set_alarm(self, at_s: float, alarm: DeadlineDue | LookDue) -> None:
+    def end_all(self) -> None:
+        """End all requests that wait, for this router shuts down."""
+        for request in self._held.drain():
+            self._placements.report_end(request.request_id, SHUTTING_DOWN)
+
+    def _set_alarm(self, at_s: float, alarm: DeadlineDue | LookDue) -> None:
         if len(self._alarms) > 3 * (len(self._placements.requests) + len(self._held)) + 64:
             self._alarms.forget_ended(self._placements.requests.keys() | self._held.ids())
         self._alarms.add(at_s, alarm)
@@ -138,7 +157,7 @@ class Admission:
             self._held.remove(request_id)
             return
         self._note(request, wait, now_s)
-        if wait.is_behind:
+        if wait.lacks is _Lacks.TURN:
             self._place_held(now_s)
 
     def _place_held(self, now_s: float) -> None:
@@ -158,9 +177,9 @@ class Admission:
             else:
                 self._note(request, wait, now_s)
                 num_tried += 1
-                if wait.lacks_workers:
+                if wait.lacks is _Lacks.WORKERS:
                     unserved.append(request)
-                if wait.is_short_of_room:
+                if wait.lacks is _Lacks.ROOM:
                     passed.append(request)
             if num_tried == _MAX_TRIED or any(other.num_overtaken >= MAX_OVERTAKEN for other in passed):
                 break
@@ -173,42 +192,33 @@ class Admission:
         at_s = max(now_s + _LEAST_S, min(wait.until_s, due_s if due_s > now_s else inf))
         if at_s < request.look_at_s:
             request.look_at_s = at_s
-            self.set_alarm(at_s, LookDue(request.request_id))
+            self._set_alarm(at_s, LookDue(request.request_id))
 
     def _try(self, request: Request, now_s: float, *, may_place: bool) -> _Wait | None:
         """Place a request or end it as the policy says, or return why it has to wait."""
-        decision = self._decide(request, request.running)
-        match decision:
+        match self._placements.decide(request, request.running, now_s):
             case Held(reason, until_s):
                 again_s = max(now_s + _LEAST_S, min(until_s, now_s + _LOOK_AGAIN_S))
                 self._look_again_s = min(self._look_again_s, again_s)
-                return _Wait(reason, until_s, is_short_of_room=True)
-            case Unserved(reason):
-                until_s = self._grace.until_s(request.wait_for_pair(now_s), now_s)
-                if now_s < until_s:
-                    return _Wait(reason, until_s, lacks_workers=True)
-                self._refuse(request, Status.UNAVAILABLE, reason)
-            case Rejected():
-                refused = Refused(decision.status, decision.reason, decision.predicted_ttft_s, decision.retry_after_s)
-                self._placements.report_end(request.request_id, refused)
-            case Placed():
-                late_s = request.first_token_due_s - (decision.ttft_s or 0.0)
+                return _Wait(_Lacks.ROOM, reason, until_s)
+            case Unserved(reason, until_s):
+                return _Wait(_Lacks.WORKERS, reason, until_s)
+            case Refused() as why:
+                self._placements.report_end(request.request_id, why)
+            case Placed() as placed:
+                late_s = request.first_token_due_s - (placed.ttft_s or 0.0)
                 until_s = late_s if late_s > now_s else inf
                 if self._is_full:
-                    return _Wait(
-                        f"max_num_requests: {len(self._placements.requests)} requests are placed already", until_s
-                    )
+                    num_placed = len(self._placements.requests)
+                    return _Wait(_Lacks.SLOT, f"max_num_requests: {num_placed} requests are placed already", until_s)
                 if not may_place:
-                    return _Wait(f"{len(self._held)} requests wait before it", until_s, is_behind=True)
-                self._place(request, decision, now_s)
+                    return _Wait(_Lacks.TURN, f"{len(self._held)} requests wait before it", until_s)
+                self._admit(request, placed, now_s)
         return None
 
-    def _place(self, request: Request, placed: Placed, now_s: float) -> None:
+    def _admit(self, request: Request, placed: Placed, now_s: float) -> None:
         self._counters.charge(request.counter, request.num_tokens)
         request.is_admitted = True
         request.timeline.reach(Stage.ADMITTED, now_s)
         self._placements.admit(request)
         self._placements.place(request, request.running, placed, now_s)
-
-    def _refuse(self, request: Request, status: Status, text: str) -> None:
-        self._placements.report_end(request.request_id, Refused(status, text))

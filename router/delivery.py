@@ -17,6 +17,7 @@ from pdserve.router.view import WorkerView
 _NEAR_OBJECTIVE = 0.4  # of the time that is left
 _NEAR_TPOT = 0.6  # of the objective
 _ENOUGH_TOKENS = 8  # of an answer, for its mean time per token to tell anything
+_MAX_DELTAS_AHEAD = 64  # steps of a decode worker whose tokens overtake the first token
 LENGTH = 2  # FinishReason of a continuation that has all the tokens it may have
 Fault = tuple[Request, Placement, str]  # a placement whose worker broke the protocol
 
@@ -24,9 +25,8 @@ Fault = tuple[Request, Placement, str]  # a placement whose worker broke the pro
 class Delivery:
     """Accepts each token once, in order, and finds out which requests have ended by it."""
 
-    def __init__(self, placements: Placements, max_deltas_ahead: int) -> None:
+    def __init__(self, placements: Placements) -> None:
         self._placements = placements
-        self._max_deltas_ahead = max_deltas_ahead
 
     def step(self, worker: WorkerView, deltas: Iterable[TokenDelta], now_s: float) -> list[Fault]:
         """Take one step's tokens; return the placements that cannot go on."""
@@ -56,7 +56,7 @@ class Delivery:
         sequence = request.sequences[index]
         from_decode = worker is placement.decode
         if delta.position != len(sequence.token_ids):
-            if from_decode and placement.prefill and sequence.is_ahead(delta, self._max_deltas_ahead):
+            if from_decode and placement.prefill and sequence.is_ahead(delta, _MAX_DELTAS_AHEAD):
                 sequence.ahead.append(delta)
                 return
             num_known = sequence.num_known(delta)

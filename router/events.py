@@ -311,11 +311,7 @@ class Limits:
     max_num_held: int = 1024
     max_attempts: int = 3  # that fail where they are computed
     max_interruptions: int = 8  # by others: a hand-off that failed, a peer that was lost, a worker without room
-    max_deaths: int = 2  # of workers that had a request which gained no token between them; then it is suspected
-    verdict_s: float = 5.0  # for a launcher to say what else ended them
     pool_grace_s: float = 30.0  # that requests wait for workers while no pair can serve
     max_hold_s: float = 0.02  # since its arrival a request waits for room that keeps its objectives; then it is refused
     worker_silence_s: float = 4.0
-    retry_delay_s: float = 0.05  # before a failed attempt is placed again; doubles with each
     local_prefill: bool = False  # whether decode workers may compute prompts themselves
-    max_deltas_ahead: int = 64  # a decode worker's tokens that overtake the first token

@@ -11,10 +11,11 @@ from heapq import nlargest
 from math import inf
 
 from pdserve.errors import Status
+from pdserve.router.events import Refused
 from pdserve.router.forecast import Forecast, Prompt
 from pdserve.router.outlook import Outlook
 from pdserve.router.pairing import best_way, sample
-from pdserve.router.placement import Decision, Demand, Group, Held, Pair, Placed, Rejected
+from pdserve.router.placement import Decision, Demand, Group, Held, Pair, Placed
 from pdserve.router.view import WorkerView
 from pdserve.values import value
 
@@ -166,7 +167,7 @@ class Goodput:
         idle_ttft_s, idle_tpot_s = self._idle_s(groups, prompt, demand)
         impossible = _impossible("ttft", ttft_slo_s, idle_ttft_s) or _impossible("tpot", tpot_slo_s, idle_tpot_s)
         if impossible:
-            return Rejected(Status.RESOURCE_EXHAUSTED, impossible, predicted_ttft_s=idle_ttft_s)
+            return Refused(Status.RESOURCE_EXHAUSTED, impossible, predicted_ttft_s=idle_ttft_s)
         wide_ttft, _ = self._margin(soonest, crowding)
         predicted_s = demand.waited_s + soonest.ttft_s * wide_ttft
         if predicted_s <= ttft_slo_s:
@@ -176,13 +177,13 @@ class Goodput:
                 return Held(crowded, demand.now_s + wait_s)
             room_s = self._room_s(options)
             text = f"{crowded}; try again in {room_s * 1e3:.0f} ms"
-            return Rejected(Status.RESOURCE_EXHAUSTED, text, predicted_s, room_s)
+            return Refused(Status.RESOURCE_EXHAUSTED, text, predicted_s, room_s)
         late_s = predicted_s - ttft_slo_s
         text = (
             f"slo.ttft_ms: the first token would come after {predicted_s * 1e3:.0f} ms, "
             f"{ttft_slo_s * 1e3:.0f} were asked for; try again in {late_s * 1e3:.0f} ms"
         )
-        return Rejected(Status.RESOURCE_EXHAUSTED, text, predicted_ttft_s=predicted_s, retry_after_s=late_s)
+        return Refused(Status.RESOURCE_EXHAUSTED, text, predicted_ttft_s=predicted_s, retry_after_s=late_s)
 
     def _crowded(self, options: list[_Option], demand: Demand, crowding: float) -> str:
         """Return why no option is taken, of which some would be in time."""

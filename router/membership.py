@@ -5,10 +5,14 @@ doing is then placed again; no process is attached that is known to have ended, 
 taken for ended because of another one that started before it, or before it was last heard, or that found it attached.
 """
 
+from collections import OrderedDict
+from collections.abc import Iterator
 from math import inf
+from typing import NamedTuple
 
 from pdserve.errors import ProtocolError, Refusal
-from pdserve.router.census import Census
+from pdserve.ids import Incarnation, WorkerId
+from pdserve.router.admission import Admission
 from pdserve.router.events import (
     DropLink,
     Limits,
@@ -20,25 +24,28 @@ from pdserve.router.events import (
     Warn,
     WorkerRegistered,
 )
-from pdserve.router.grace import PoolGrace
 from pdserve.router.placement import peerless
 from pdserve.router.placements import Placements
-from pdserve.router.recovery import Recovery
+from pdserve.router.retry import Retry
 from pdserve.router.view import WorkerView
+
+_MAX_ENDED = 64  # processes, for workers that attach later
+_MAX_NAMES = 4096
 
 
 class Membership:
-    """Keeps the attached workers, and tells the others who has ended."""
+    """Keeps the attached workers, tells the others who has ended, and has requests served when workers change."""
 
-    def __init__(self, placements: Placements, recovery: Recovery, grace: PoolGrace, limits: Limits) -> None:
+    def __init__(self, placements: Placements, retry: Retry, admission: Admission, limits: Limits) -> None:
         self._placements = placements
         self._workers = placements.workers
-        self._recovery = recovery
-        self._grace = grace
+        self._retry = retry
+        self._admission = admission
         self._limits = limits
-        self._census = Census()
-        self.may_serve_more = False  # workers have come, gone or changed, and some can serve; read by the core
+        self._processes = KnownProcesses()
         self.silence_due_s = inf  # no worker has been silent too long before that
+
+    # ---- who can serve
 
     @property
     def has_pair(self) -> bool:
@@ -60,68 +67,72 @@ class Membership:
             known[kind] = peerless(self._workers, worker)
         return known[kind]
 
+    def note_change(self, now_s: float) -> None:
+        """Note that workers came, went or began to drain; serve what waits for a pair if there is one.
+
+        A prefill worker alone serves requests that their first token ends.
+        """
+        self._placements.workers_changed_s = now_s
+        if self.has_pair:
+            self._retry.retry_waiting(now_s)
+            self._admission.look_soon(now_s)
+        elif self._workers.routable(Role.PREFILL):
+            self._admission.look_soon(now_s)
+
+    # ---- workers that come
+
     def register(self, event: WorkerRegistered, now_s: float) -> None:
-        link, told = event.link, event.registration
-        if self._workers.get(link) is None:
-            self._attach(link, told, now_s)
-            return
+        """Attach a worker, or take its news of itself."""
+        link, registration = event.link, event.registration
+        worker = self._workers.get(link)
+        if worker is None:
+            refusal = self._processes.refusal(registration.worker_id, registration.incarnation)
+            if refusal:
+                self._placements.emit(Warn(f"{registration.worker_id} is refused: {refusal}"))
+                self._placements.emit(DropLink(link, refusal, Refusal.INCARNATION))
+                return
+            self._drop_namesake(registration, now_s)
         try:
-            worker = self._workers.register(link, told, now_s)
+            registered = self._workers.register(link, registration, now_s)
         except ProtocolError as error:
             self.drop(self._workers.known(link), str(error), now_s, error.refusal)
             return
-        worker.last_heard_s = now_s
-        self._note_size(worker)
-        self._watch(now_s)
+        registered.last_heard_s = now_s
+        self._placements.forecast.prefixes.attach(link, registration.num_pages * registration.layout.page_size)
+        self.silence_due_s = min(self.silence_due_s, now_s + self._limits.worker_silence_s)
+        if worker is None:
+            self._welcome(registered, now_s)
         self.note_change(now_s)
 
-    def _attach(self, link: LinkId, told: Registration, now_s: float) -> None:
-        why_not = self._census.why_not(told.worker_id, told.incarnation)
-        if why_not:
-            self._placements.emit(Warn(f"{told.worker_id} is refused: {why_not}"))
-            self._placements.emit(DropLink(link, why_not, Refusal.INCARNATION))
-            return
-        self._take_place(told, now_s)
-        worker = self._workers.register(link, told, now_s)
-        self._note_size(worker)
-        self._watch(now_s)
-        self._welcome(worker, now_s)
-        before = self._census.note_attached(told.worker_id, told.incarnation, now_s - told.age_s)
-        if before is not None:
-            self.note_ended(ProcessEnded(told.worker_id, before), now_s)
-        self.note_change(now_s)
-
-    def _take_place(self, told: Registration, now_s: float) -> None:
+    def _drop_namesake(self, registration: Registration, now_s: float) -> None:
         """Drop who is attached under a name that attaches. If that is an earlier process, it must end."""
-        namesake = self._workers.named(told.worker_id)
+        namesake = self._workers.named(registration.worker_id)
         if namesake is None:
             return
-        if namesake.registration.incarnation == told.incarnation:
+        if namesake.registration.incarnation == registration.incarnation:
             self.drop(namesake, "its name attached again", now_s)
         else:
             namesake.last_heard_s = now_s  # for all that is known, it is there
             self.drop(namesake, "a later process of its name has attached", now_s, Refusal.INCARNATION)
 
     def _welcome(self, worker: WorkerView, now_s: float) -> None:
-        """Tell a worker which processes have ended."""
-        self._recovery.explain((worker.registration.worker_id, worker.registration.incarnation), now_s)  # it lives
-        for process in self._census.ended():
-            self._placements.emit(SendProcessGone(worker.link, *process))
+        """Tell a worker that has attached which processes have ended, and all whether its predecessor has."""
+        registration = worker.registration
+        process = registration.worker_id, registration.incarnation
+        self._retry.explain(process, now_s)  # it lives
+        for ended in self._processes.ended():
+            self._placements.emit(SendProcessGone(worker.link, *ended))
+        predecessor = self._processes.note_attached(*process, now_s - registration.age_s)
+        if predecessor is not None:
+            self.note_ended(ProcessEnded(registration.worker_id, predecessor), now_s)
 
-    def _note_size(self, worker: WorkerView) -> None:
-        """Let the prefix table have room for all that a worker's pages can hold."""
-        told = worker.registration
-        self._placements.forecast.prefixes.attach(worker.link, told.num_pages * told.layout.page_size)
-
-    def _watch(self, now_s: float) -> None:
-        """See to it that a worker which has just spoken is looked for when it has been silent for too long."""
-        self.silence_due_s = min(self.silence_due_s, now_s + self._limits.worker_silence_s)
+    # ---- workers that go
 
     def lose(self, worker: WorkerView, reason: str, now_s: float) -> None:
         """Take note that a worker's link is over."""
-        told = worker.registration
-        self._census.note_left(told.worker_id, told.incarnation, worker.last_heard_s)
-        self._recovery.lose_worker(worker, reason, now_s)
+        registration = worker.registration
+        self._processes.note_left(registration.worker_id, registration.incarnation, worker.last_heard_s)
+        self._retry.lose_worker(worker, reason, now_s)
         self.note_change(now_s)
 
     def drop(self, worker: WorkerView, reason: str, now_s: float, refusal: Refusal | None = None) -> None:
@@ -131,6 +142,8 @@ class Membership:
 
     def drop_silent(self, now_s: float) -> None:
         """Drop the workers that have not been heard for too long."""
+        if now_s < self.silence_due_s:
+            return
         limit_s = self._limits.worker_silence_s
         for worker in tuple(self._workers):
             if worker.registration.ready and now_s >= worker.last_heard_s + limit_s:
@@ -141,23 +154,72 @@ class Membership:
 
     def note_ended(self, event: ProcessEnded, now_s: float) -> None:
         """Take the proof that a process has ended, and tell it to all workers, now and later."""
-        self._census.note_ended(event.worker_id, event.incarnation)
+        process = event.worker_id, event.incarnation
+        self._processes.note_ended(*process)
         worker = self._workers.named(event.worker_id)
         if worker is not None and worker.registration.incarnation == event.incarnation:
             self.drop(worker, "its process is known to have ended", now_s, Refusal.INCARNATION)
         if event.from_outside:  # after the loss has been noted, which this may be the first word of
-            self._recovery.explain((event.worker_id, event.incarnation), now_s)
+            self._retry.explain(process, now_s)
         for survivor in self._workers:
-            self._placements.emit(SendProcessGone(survivor.link, event.worker_id, event.incarnation))
+            self._placements.emit(SendProcessGone(survivor.link, *process))
 
-    def note_change(self, now_s: float) -> None:
-        """Note that workers came, went or began to drain; serve what waits for a pair if there is one.
 
-        A prefill worker alone serves requests that their first token ends.
+class _Seen(NamedTuple):
+    incarnation: Incarnation
+    heard_s: float  # last, before it left; inf while it is attached
+
+
+class KnownProcesses:
+    """Remembers which processes have ended, and the last process of each name.
+
+    Invariant: a process known to have ended stays so while it is remembered, whatever attaches under its name. Of two
+    processes of one name, the one with the greater incarnation started later: only that one can be the successor.
+    """
+
+    def __init__(self) -> None:
+        self._ended: OrderedDict[tuple[WorkerId, Incarnation], None] = OrderedDict()
+        self._last: OrderedDict[WorkerId, _Seen] = OrderedDict()  # unless it is known to have ended
+
+    def ended(self) -> Iterator[tuple[WorkerId, Incarnation]]:
+        """Return the processes known to have ended, first those that ended first."""
+        return iter(self._ended)
+
+    def refusal(self, worker_id: WorkerId, incarnation: Incarnation) -> str:
+        """Return why a process may not attach; empty when it may."""
+        if (worker_id, incarnation) in self._ended:
+            return "its process is known to have ended"
+        last = self._last.get(worker_id)
+        if last is not None and last.incarnation > incarnation:
+            later = f"incarnation {last.incarnation:016x}, its own is {incarnation:016x}"
+            return f"a later process of its name has attached: {later}"
+        return ""
+
+    def note_ended(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        """Note an end. Who comes next under this name need not be later: its machine's clock may be behind."""
+        self._ended[worker_id, incarnation] = None
+        last = self._last.get(worker_id)
+        if last is not None and last.incarnation == incarnation:
+            del self._last[worker_id]
+        if len(self._ended) > _MAX_ENDED:
+            self._ended.popitem(last=False)
+
+    def note_left(self, worker_id: WorkerId, incarnation: Incarnation, heard_s: float) -> None:
+        """Note that a process is no longer attached, and when it was last heard."""
+        last = self._last.get(worker_id)
+        if last is not None and last.incarnation == incarnation:
+            self._last[worker_id] = _Seen(incarnation, heard_s)
+
+    def note_attached(self, worker_id: WorkerId, incarnation: Incarnation, started_s: float) -> Incarnation | None:
+        """Note who has this name now; return its predecessor, if this attachment is the first proof of that one's end.
+
+        A predecessor that was heard after this process had started lives, or did then: whoever started this process
+        did not wait for its end.
         """
-        self._grace.note_change(now_s)
-        if self.has_pair:
-            self._recovery.retry_stranded(now_s)
-            self.may_serve_more = True
-        elif self._workers.routable(Role.PREFILL):
-            self.may_serve_more = True
+        before = self._last.pop(worker_id, None)
+        self._last[worker_id] = _Seen(incarnation, inf)  # it is attached
+        if len(self._last) > _MAX_NAMES:
+            self._last.popitem(last=False)
+        if before is None or before.incarnation == incarnation or before.heard_s > started_s:
+            return None
+        return before.incarnation

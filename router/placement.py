@@ -4,9 +4,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from math import inf, lcm
 
-from pdserve.errors import Status
 from pdserve.kvtransfer.plan import refusal
-from pdserve.router.events import LinkId, Role
+from pdserve.router.events import LinkId, Refused, Role
 from pdserve.router.pages import Names
 from pdserve.router.view import Workers, WorkerView
 from pdserve.values import value
@@ -78,17 +77,10 @@ class Unserved:
     """No pair of workers could serve it; one may come."""
 
     reason: str
+    until_s: float = inf  # when it has waited long enough for one
 
 
-@value
-class Rejected:
-    status: Status
-    reason: str
-    predicted_ttft_s: float | None = None
-    retry_after_s: float | None = None
-
-
-Decision = Placed | Held | Unserved | Rejected
+Decision = Placed | Held | Unserved | Refused
 Policy = Callable[[Seq[Group], Demand], Decision]  # of at least one group with a worker
 
 

@@ -2,13 +2,13 @@
 
 from collections import Counter
 
-from pdserve.errors import InvariantError
+from pdserve.errors import InvariantError, Status
 from pdserve.ids import RequestId
 from pdserve.perfmodel.curve import attention_work
 from pdserve.reports import Stage
-from pdserve.router.events import CancelAttempt, Command, End, Finished, Place, Refused
+from pdserve.router.events import CancelAttempt, Command, End, Finished, Limits, Place, Refused
 from pdserve.router.forecast import Forecast, Prompt
-from pdserve.router.placement import Placed
+from pdserve.router.placement import Decision, Placed, Policy, Unserved, decide
 from pdserve.router.request import Placement, Request
 from pdserve.router.view import Share, Workers, WorkerView
 
@@ -16,9 +16,12 @@ from pdserve.router.view import Share, Workers, WorkerView
 class Placements:
     """Requests that have been placed and have not ended."""
 
-    def __init__(self, workers: Workers, forecast: Forecast) -> None:
+    def __init__(self, workers: Workers, forecast: Forecast, policy: Policy, limits: Limits) -> None:
         self.workers = workers
+        self.workers_changed_s: float | None = None  # when one last came, went, loaded or began to drain
         self.forecast = forecast
+        self._policy = policy
+        self._limits = limits
         self.requests: dict[bytes, Request] = {}  # by id, as it comes off the wire
         self.ended: Counter[str] = Counter()  # "OK" or a status name
         self.num_placed = 0  # placements made, all requests
@@ -37,6 +40,23 @@ class Placements:
         if request.request_id in self.requests:
             raise InvariantError(f"{request} arrived twice")
         self.requests[request.request_id] = request
+
+    def decide(self, request: Request, indices: tuple[int, ...], now_s: float) -> Decision:
+        """Ask the policy where these sequences of a request go now.
+
+        While no pair of workers can serve, a request waits for one for `pool_grace_s` at most, and not at all where no
+        worker has come, gone or loaded for that long.
+        """
+        demand = request.demand(indices, self.num_placed, now_s, self._limits.max_hold_s)
+        decision = decide(self.workers, demand, self._policy, local=self._limits.local_prefill)
+        if not isinstance(decision, Unserved):
+            return decision
+        if self.workers_changed_s is None:
+            self.workers_changed_s = now_s  # the first request came before any worker
+        until_s = min(self.workers_changed_s, request.wait_for_pair(now_s)) + self._limits.pool_grace_s
+        if now_s < until_s:
+            return Unserved(decision.reason, until_s)
+        return Refused(Status.UNAVAILABLE, decision.reason)
 
     def place(self, request: Request, indices: tuple[int, ...], placed: Placed, now_s: float) -> None:
         """Give these sequences to a pair of workers."""

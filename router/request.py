@@ -10,18 +10,29 @@ from functools import cached_property
 from math import inf
 
 from pdserve.errors import ProtocolError
-from pdserve.ids import Attempt
+from pdserve.ids import Attempt, Incarnation, WorkerId
 from pdserve.reports import Stage
 from pdserve.router.deltas import TokenDelta
 from pdserve.router.events import LinkId, RequestArrived, SequenceSpec
 from pdserve.router.fairness import Counter
-from pdserve.router.losses import Losses
 from pdserve.router.pages import Names
 from pdserve.router.placement import Demand
 from pdserve.router.prefixes import block_names
 from pdserve.router.timeline import Ledger, Timeline, Usage
 from pdserve.router.view import PlacementKey, WorkerView
 from pdserve.token_ids import pack
+
+Process = tuple[WorkerId, Incarnation]
+
+
+@dataclass(slots=True)
+class Loss:
+    """A worker that was lost while it had the request."""
+
+    process: Process
+    num_tokens: int  # that the request had then
+    at_s: float
+    is_explained: bool = False  # something else than the request ended the process, or it lives
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +104,7 @@ class Sequence:
 class Request:
     """A request from its arrival to its end."""
 
-    def __init__(self, event: RequestArrived, arrival: int, now_s: float) -> None:
+    def __init__(self, event: RequestArrived, arrival: int, counter: Counter, now_s: float) -> None:
         self.request_id = event.request_id
         self.arrival = arrival  # how many requests came before
         self.prompt_ids = event.token_ids
@@ -105,7 +116,7 @@ class Request:
         self.received_s = event.received_s
         self.first_token_due_s = inf if event.ttft_slo_s is None else event.received_s + event.ttft_slo_s
         self.is_admitted = False
-        self.counter = Counter(event.tenant)  # of its tenant, from its arrival on
+        self.counter = counter  # of its tenant
         self.waits_for = ""  # while it is held
         self.num_overtaken = 0  # times that one behind it was placed before it
         self.look_at_s = inf  # when a LookDue rings
@@ -115,7 +126,7 @@ class Request:
         self.sequences = tuple(Sequence(index) for index in range(event.params.n))
         self.placements: dict[int, Placement] = {}  # by attempt
         self.avoid: frozenset[LinkId] = frozenset()
-        self.losses = Losses()
+        self.losses: list[Loss] = []  # since it last gained a token
         self._no_pair_since_s: float | None = None
         self.decision = ""
         self.prefill_name = self.decode_name = ""

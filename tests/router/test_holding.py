@@ -29,9 +29,8 @@ class Queue:
             tenant=tenant,
             ttft_slo_s=ttft_s,
         )
-        request = Request(event, self.count, now_s)
+        request = Request(event, self.count, self.counters.arrive(tenant), now_s)
         self.count += 1
-        request.counter = self.counters.arrive(tenant)
         self.queue.push(request)
         return request
 

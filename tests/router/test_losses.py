@@ -161,7 +161,7 @@ def test_the_last_worker_of_a_pool_takes_its_requests_with_it() -> None:
 
 
 def test_the_last_worker_of_a_pool_may_hold_several_placements_of_a_request() -> None:
-    d = Driver(Limits(pool_grace_s=0, max_deaths=3))
+    d = Driver(Limits(pool_grace_s=0))
     prefill, first = d.pair()
     request = d.arrive(n=3)
     for index in range(3):
@@ -169,6 +169,7 @@ def test_the_last_worker_of_a_pool_may_hold_several_placements_of_a_request() ->
     second = d.attach("d1")
     d.post(LinkLost(first, "its stream ended"))
     assert len(d.placements()) == 3
+    d.tokens(prefill, request, 1, 11, attempt=d.placements()[0].spec.attempt)  # so nothing is suspected of both losses
     d.post(LinkLost(second, "its stream ended"))
     assert d.refusal(request).status is Status.UNAVAILABLE
     d.core.check_idle()

@@ -47,8 +47,7 @@ def push(queue: HoldQueue, counters: TokenCounters, number: int, terms: tuple[st
     event = RequestArrived(
         RequestId(number.to_bytes(16)), (1,) * num_tokens, SamplingParams(), now_s, now_s + 60, 0, tenant, slo_s
     )
-    request = Request(event, number, now_s)
-    request.counter = counters.arrive(tenant)
+    request = Request(event, number, counters.arrive(tenant), now_s)
     queue.push(request)
     return request
 

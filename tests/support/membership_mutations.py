@@ -7,16 +7,16 @@ from breaking import Original, mutation, wrap
 
 from faultsim.router import RouterProcess
 from pdserve.ids import Incarnation, WorkerId
-from pdserve.router.census import Census
+from pdserve.router.membership import KnownProcesses
 
 
-def in_any_order(original: Original, self: Census, worker_id: WorkerId, incarnation: Incarnation) -> str:
+def in_any_order(original: Original, self: KnownProcesses, worker_id: WorkerId, incarnation: Incarnation) -> str:
     reason: str = original(self, worker_id, incarnation)
     return "" if reason.startswith("a later process") else reason
 
 
 def whenever_heard(
-    original: Original, self: Census, worker_id: WorkerId, incarnation: Incarnation, started_s: float
+    original: Original, self: KnownProcesses, worker_id: WorkerId, incarnation: Incarnation, started_s: float
 ) -> Incarnation | None:
     before: Incarnation | None = original(self, worker_id, incarnation, inf)
     return before
@@ -28,17 +28,21 @@ def take_whoever_attaches_for_the_successor() -> Iterator[object]:
     silently = wrap(
         RouterProcess, "_drop", lambda original, self, link, reason, refusal: original(self, link, reason, None)
     )
-    with silently, wrap(Census, "why_not", in_any_order), wrap(Census, "note_attached", whenever_heard) as patched:
+    with (
+        silently,
+        wrap(KnownProcesses, "refusal", in_any_order),
+        wrap(KnownProcesses, "note_attached", whenever_heard) as patched,
+    ):
         yield patched
 
 
 @mutation
 def take_a_process_with_a_successor_for_ended_though_it_was_heard() -> Iterator[object]:
-    with wrap(Census, "note_attached", whenever_heard) as patched:
+    with wrap(KnownProcesses, "note_attached", whenever_heard) as patched:
         yield patched
 
 
 @mutation
 def send_a_process_away_when_an_earlier_one_attaches() -> Iterator[object]:
-    with wrap(Census, "why_not", in_any_order) as patched:
+    with wrap(KnownProcesses, "refusal", in_any_order) as patched:
         yield patched

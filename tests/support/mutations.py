@@ -22,9 +22,9 @@ from pdserve.router.core import RouterCore
 from pdserve.router.delivery import Delivery
 from pdserve.router.events import SequenceSpec
 from pdserve.router.placements import Placements
-from pdserve.router.recovery import Recovery
 from pdserve.router.request import Placement, Request
 from pdserve.router.request import Sequence as RouterSequence
+from pdserve.router.retry import Retry
 from pdserve.worker.messages import Cancelled, PeerGone
 
 __all__ = ["MUTATIONS", "membership_mutations", "receiver_mutations"]  # the latter two have put their own among them
@@ -271,13 +271,13 @@ def let_deadlines_pass() -> Iterator[object]:
 
 @mutation
 def forget_what_a_lost_worker_was_doing() -> Iterator[object]:
-    with wrap(Recovery, "_again", lambda original, self, *args: None) as patched:
+    with wrap(Retry, "_again", lambda original, self, *args: None) as patched:
         yield patched
 
 
 @mutation
 def never_wake_requests_that_wait_for_a_pair() -> Iterator[object]:
-    with wrap(Recovery, "retry_stranded", lambda original, self, now_s: None) as patched:
+    with wrap(Retry, "retry_waiting", lambda original, self, now_s: None) as patched:
         yield patched
 
 

@@ -1,44 +1,44 @@
-"""What becomes of placements that cannot go on: their sequences are placed again, or their request ends.
+"""What a lost worker's requests do next, and any attempt that failed: they are placed again, or they end.
 
 Invariant: each sequence given up here is placed again, or waits for an alarm or a pair of workers, or its request
 ends.
+
+A request may be what ended the workers it was placed on. A lost worker counts as evidence of that as long as the
+request has gained no token since, unless something else ended the process, or the process turns out to live.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from pdserve.errors import Status
 from pdserve.reports import Failure
 from pdserve.router.alarms import Alarms, RetryDue
 from pdserve.router.events import AttemptFailed, Limits, LinkId, Refused, Warn
-from pdserve.router.grace import PoolGrace
-from pdserve.router.losses import Process
-from pdserve.router.placement import Decision, Held, Placed, Rejected, Unserved
+from pdserve.router.placement import Held, Placed, Unserved
 from pdserve.router.placements import Placements
-from pdserve.router.request import Placement, Request
+from pdserve.router.request import Loss, Placement, Process, Request
 from pdserve.router.view import WorkerView
 
 _BLAMED_ON_PEER = (Failure.PEER_LOST, Failure.TRANSFER_FAILED, Failure.LEASE_LAPSED)
 _OURS = (Failure.DIGEST_MISMATCH, Failure.INVALID, Failure.INTERNAL)  # the rest is a want of workers
+_MAX_UNEXPLAINED = 2  # losses of workers; then a request is suspected of them
+_EXPLANATION_S = 5.0  # for a launcher to say what else ended them
+_FIRST_DELAY_S = 0.05  # before a failed attempt is placed again; doubles with each
 _LONGEST_DELAY_S = 1.0
 
-Decide = Callable[[Request, tuple[int, ...]], Decision]
 
-
-class Recovery:
+class Retry:
     """Places again what a worker's loss or failure interrupted.
 
     Failures are bounded in number. Losses of workers are not, as long as the request is not suspected of them.
     """
 
-    def __init__(
-        self, placements: Placements, alarms: Alarms, limits: Limits, grace: PoolGrace, decide: Decide
-    ) -> None:
+    def __init__(self, placements: Placements, alarms: Alarms, limits: Limits) -> None:
         self._placements = placements
         self._alarms = alarms
         self._limits = limits
-        self._grace = grace
-        self._decide = decide
-        self._stranded: list[RetryDue] = []  # wait for a pair of workers, or for what explains their losses
+        self._waiting: list[RetryDue] = []  # for a pair of workers, or for what explains their losses
+
+    # ---- what went wrong
 
     def lose_worker(self, worker: WorkerView, reason: str, now_s: float) -> None:
         """Forget a worker and place again what it was doing."""
@@ -51,22 +51,9 @@ class Recovery:
             if key not in worker.shares:
                 continue  # its request has ended with another of its placements
             request = self._placements.requests[key[0]]
-            placement = request.placements[key[1]]
-            request.losses.note(process, request.num_delivered, now_s)
-            indices = self._give_up(request, placement, {worker.link})
+            _note_loss(request, process, now_s)
+            indices = self._give_up(request, request.placements[key[1]], {worker.link})
             self._again(request, indices, f"{worker.name} was lost ({reason})", now_s)
-
-    def explain(self, process: Process, now_s: float) -> None:
-        """Note that no request ended a process; those that were suspected of it go on."""
-        for request in self._placements.requests.values():
-            request.losses.explain(process)
-        self.retry_stranded(now_s)
-
-    def retry_stranded(self, now_s: float) -> None:
-        """Try again what has waited for workers: there may be some now."""
-        stranded, self._stranded = self._stranded, []
-        for waiting in stranded:
-            self.retry(waiting, now_s)
 
     def take_failure(self, worker: WorkerView, event: AttemptFailed, now_s: float) -> None:
         """Place an attempt again that a worker gave up, a moment later."""
@@ -102,16 +89,9 @@ class Recovery:
             num_tries = max(sequence.num_tries for sequence in sequences)
             self._placements.end(request, Refused(why.status, f"{why.message}; placed {num_tries} times"))
             return
-        delay_s = min(_LONGEST_DELAY_S, self._limits.retry_delay_s * 2 ** (num_failed + num_interrupted - 1))
+        delay_s = min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2 ** (num_failed + num_interrupted - 1))
         indices = tuple(sequence.index for sequence in sequences)
         self._alarms.add(now_s + delay_s, RetryDue(request.request_id, indices, why.message))
-
-    def retry(self, alarm: RetryDue, now_s: float) -> None:
-        request = self._placements.requests.get(alarm.request_id)
-        if request is not None:
-            waiting = (request.sequences[index] for index in alarm.indices)
-            indices = tuple(s.index for s in waiting if not s.ended and s.placement is None)
-            self._again(request, indices, alarm.cause, now_s)
 
     def _give_up(self, request: Request, placement: Placement, avoid: Iterable[LinkId]) -> tuple[int, ...]:
         indices = tuple(sorted(placement.running))
@@ -120,41 +100,68 @@ class Recovery:
         request.timeline.start_over()
         return indices
 
+    # ---- trying again
+
+    def explain(self, process: Process, now_s: float) -> None:
+        """Note that no request ended a process; those that were suspected of it go on."""
+        for request in self._placements.requests.values():
+            for loss in request.losses:
+                if loss.process == process:
+                    loss.is_explained = True
+        self.retry_waiting(now_s)
+
+    def retry_waiting(self, now_s: float) -> None:
+        """Try again what has waited for workers: there may be some now."""
+        waiting, self._waiting = self._waiting, []
+        for due in waiting:
+            self.retry(due, now_s)
+
+    def retry(self, due: RetryDue, now_s: float) -> None:
+        """Place continuations again, those that have neither ended nor been placed meanwhile."""
+        request = self._placements.requests.get(due.request_id)
+        if request is not None:
+            waiting = (request.sequences[index] for index in due.indices)
+            indices = tuple(s.index for s in waiting if not s.ended and s.placement is None)
+            self._again(request, indices, due.cause, now_s)
+
     def _again(self, request: Request, indices: tuple[int, ...], cause: str, now_s: float) -> None:
         for group in request.groups(indices):
             due = RetryDue(request.request_id, group, cause)
             if self._is_suspected(request):
-                verdict_s = request.losses.last_s + self._limits.verdict_s
-                if now_s >= verdict_s:
+                until_s = request.losses[-1].at_s + _EXPLANATION_S
+                if now_s >= until_s:
                     self._refuse_suspect(request, cause)
                     return
-                self._strand(due, verdict_s)
+                self._wait(due, until_s)
                 continue
-            decision = self._decide(request, group)
-            match decision:
-                case Placed():
-                    self._placements.place(request, group, decision, now_s)
+            match self._placements.decide(request, group, now_s):
+                case Placed() as placed:
+                    self._placements.place(request, group, placed, now_s)
                 case Held():
-                    self._alarms.add(now_s + self._limits.retry_delay_s, due)
-                case Unserved(reason):
-                    until_s = self._grace.until_s(request.wait_for_pair(now_s), now_s)
-                    if now_s >= until_s:
-                        self._placements.end(request, Refused(Status.UNAVAILABLE, f"{cause}, and {reason}"))
-                        return
-                    self._strand(due, until_s)
-                case Rejected():
-                    self._placements.end(request, Refused(decision.status, f"{cause}, and {decision.reason}"))
+                    self._alarms.add(now_s + _FIRST_DELAY_S, due)
+                case Unserved(_, until_s):
+                    self._wait(due, until_s)
+                case Refused() as why:
+                    self._placements.end(request, Refused(why.status, f"{cause}, and {why.message}"))
                     return
 
-    def _strand(self, due: RetryDue, until_s: float) -> None:
-        self._stranded.append(due)
+    def _wait(self, due: RetryDue, until_s: float) -> None:
+        self._waiting.append(due)
         self._alarms.add(until_s, due)
 
     def _is_suspected(self, request: Request) -> bool:
-        losses, limits = request.losses, self._limits
-        return losses.num_unexplained >= limits.max_deaths or losses.count >= limits.max_interruptions
+        num_unexplained = sum(not loss.is_explained for loss in request.losses)
+        return num_unexplained >= _MAX_UNEXPLAINED or len(request.losses) >= self._limits.max_interruptions
 
     def _refuse_suspect(self, request: Request, cause: str) -> None:
-        text = f"{cause}: {request.losses} were lost while they had this request, which is not tried again"
+        lost = " and ".join(loss.process[0] for loss in request.losses)
+        text = f"{cause}: {lost} were lost while they had this request, which is not tried again"
         self._placements.emit(Warn(f"{request} is suspected of ending workers: {text}"))
         self._placements.end(request, Refused(Status.INTERNAL, text))
+
+
+def _note_loss(request: Request, process: Process, now_s: float) -> None:
+    """Note that a worker was lost while it had a request; forget those lost before its last token."""
+    num_tokens = request.num_delivered
+    since = [loss for loss in request.losses if loss.num_tokens == num_tokens and loss.process != process]
+    request.losses = [*since, Loss(process, num_tokens, now_s)]
