@@ -1,18 +1,16 @@
-"""Which bytes go where between workers that lay their pages out differently. Pure.
+"""Which bytes go where between workers whose page sizes or tensor-parallel ranks differ. Pure.
 
-Invariant: once a plan is carried out, every token asked for lies in the target's pages as the target's layout has it,
-for each KV head that both ranks hold; nothing else has changed, but for slots past the last token.
+Invariant: once the copies are made, every token asked for lies in the target's pages as the target's layout has it, for
+each KV head that both ranks hold. Nothing else has changed, except slots past the last token.
 
-Movers write whole pages alone, so far: `refusal` is the one seam between what can be planned and what is served.
+Movers write only whole pages: `refusal` is the one seam between what can be planned and what is served.
 """
 
-from dataclasses import dataclass, replace
-from math import lcm
+from dataclasses import dataclass
 
 import numpy as np
 
 from pdserve.errors import InvariantError
-from pdserve.ids import PageId
 from pdserve.kvlayout import DTYPE_BYTES, KvLayout
 from pdserve.kvtransfer.session import Pages
 
@@ -54,24 +52,6 @@ class Runs:
         return len(self.length)
 
 
-@dataclass(frozen=True, slots=True)
-class Pack:
-    """Rewrite the shared heads of source pages into staging pages 0, 1, …: what `kernels.pageio.reshard` does."""
-
-    staging: KvLayout
-    heads: Heads  # of the staging pages: all
-    pages: Pages  # of the source
-    num_tokens: int  # from the first slot of both on
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What to do, in order. With a pack, the runs are from its staging pages."""
-
-    pack: Pack | None
-    runs: Runs
-
-
 def refusal(source: KvLayout, target: KvLayout) -> str | None:
     """Return why the movers do not serve a pair, or None. Only equal layouts are served."""
     if source == target:
@@ -84,52 +64,43 @@ def refusal(source: KvLayout, target: KvLayout) -> str | None:
 
 def unplannable(source: KvLayout, target: KvLayout) -> str | None:
     """Return what makes the KV of one worker useless to another however it is copied, or None."""
-    for name in ("weights_hash", "num_layers", "head_dim"):
+    for name in ("weights_hash", "num_layers", "head_dim", "dtype"):
         here, there = getattr(source, name), getattr(target, name)
         if here != there:
             return f"{name}: {here} != {there}"
     here, there = source.num_kv_heads * source.tp_size, target.num_kv_heads * target.tp_size
-    if here != there:
-        return f"num_kv_heads of all ranks: {here} != {there}"
-    sizes = (source.page_size, target.page_size)
-    if source.dtype != target.dtype and any(size & (size - 1) for size in sizes):
-        return f"page_size: {sizes[0]} and {sizes[1]}, the pack kernel needs powers of two to convert {source.dtype}"
-    return None
+    return None if here == there else f"num_kv_heads of all ranks: {here} != {there}"
 
 
-def plan(source: Part, target: Part, tokens: range) -> Plan | str:
+def plan(source: Part, target: Part, tokens: range) -> Runs | str:
     """Return how tokens get from pages to pages, or why they cannot.
 
-    To convert, the source must hold the tokens from the nearest one before that begins a page on both sides.
+    Copies that are neighbours on both sides are one run; runs are in the order of the source's tokens.
     """
     reason = unplannable(source.layout, target.layout)
     if reason is not None:
         return reason
     _require_held(source, tokens)
     _require_held(target, tokens)
-    heads = shared_heads(source.layout, target.layout)
-    if source.layout.dtype == target.layout.dtype or heads is None:
-        return Plan(None, _runs(source, target, tokens, heads))
-    first = tokens.start - tokens.start % lcm(source.layout.page_size, target.layout.page_size)
-    _require_held(source, range(first, tokens.stop))
-    pack = _pack(source, target.layout, range(first, tokens.stop), heads)
-    staging_pages = range(pack.staging.num_pages(pack.num_tokens))
-    staged = Part(pack.staging, tuple(map(PageId, staging_pages)), first)
-    return Plan(pack, _runs(staged, target, tokens, Heads(0, heads.target, heads.count)))
-
-
-def _pack(source: Part, target: KvLayout, tokens: range, heads: Heads) -> Pack:
-    """Return how tokens are rewritten, of which the first begins a page on both sides."""
-    begin = (tokens.start - source.first_token) // source.layout.page_size
-    return Pack(
-        replace(target, num_kv_heads=heads.count, tp_size=1, tp_rank=0),
-        Heads(heads.source, 0, heads.count),
-        source.pages[begin : begin + source.layout.num_pages(len(tokens))],
-        len(tokens),
+    heads = _shared_heads(source.layout, target.layout)
+    if heads is None or not tokens:
+        nothing = np.empty(0, np.int64)
+        return Runs(nothing, nothing, nothing)
+    starts, stops = _pieces(source, target, tokens)
+    slot_bytes = source.layout.head_dim * DTYPE_BYTES[source.layout.dtype]
+    if source.layout.page_size == target.layout.page_size:  # with the unused slots of a page, its heads are one run
+        stops = (starts // source.layout.page_size + 1) * source.layout.page_size
+    length = np.broadcast_to(
+        ((stops - starts) * slot_bytes)[:, None, None], (len(starts), 2 * source.layout.num_layers, heads.count)
+    )
+    return _merged(
+        _offsets(source, starts, heads.source, heads.count).ravel(),
+        _offsets(target, starts, heads.target, heads.count).ravel(),
+        length.ravel(),
     )
 
 
-def shared_heads(source: KvLayout, target: KvLayout) -> Heads | None:
+def _shared_heads(source: KvLayout, target: KvLayout) -> Heads | None:
     """Return which KV heads two ranks have in common, or None."""
     begins = source.tp_rank * source.num_kv_heads, target.tp_rank * target.num_kv_heads
     first = max(begins)
@@ -143,25 +114,6 @@ def _require_held(part: Part, tokens: range) -> None:
         raise InvariantError(f"token {part.first_token} does not begin a page of {part.layout.page_size}")
     if tokens.step != 1 or tokens.start < held.start or tokens.stop > held.stop:
         raise InvariantError(f"{tokens} is not within the pages of {held}")
-
-
-def _runs(source: Part, target: Part, tokens: range, heads: Heads | None) -> Runs:
-    """Return the copies, neighbours on both sides merged, in the order of the source's tokens."""
-    if heads is None or not tokens:
-        nothing = np.empty(0, np.int64)
-        return Runs(nothing, nothing, nothing)
-    starts, stops = _pieces(source, target, tokens)
-    slot_bytes = source.layout.head_dim * DTYPE_BYTES[source.layout.dtype]
-    if source.layout.page_size == target.layout.page_size:  # a page's unused slots come along: heads are one run then
-        stops = (starts // source.layout.page_size + 1) * source.layout.page_size
-    length = np.broadcast_to(
-        ((stops - starts) * slot_bytes)[:, None, None], (len(starts), 2 * source.layout.num_layers, heads.count)
-    )
-    return _merged(
-        _offsets(source, starts, heads.source, heads.count).ravel(),
-        _offsets(target, starts, heads.target, heads.count).ravel(),
-        length.ravel(),
-    )
 
 
 def _pieces(source: Part, target: Part, tokens: range) -> tuple[Offsets, Offsets]:
