@@ -3,6 +3,8 @@ from pathlib import Path
 
 import cluster_logs
 import pytest
+from model_zoo import load_oracle, write_model
+from transformers import PreTrainedModel
 
 from pdserve.checkpoint.fetch import resolve_model
 
@@ -10,6 +12,18 @@ from pdserve.checkpoint.fetch import resolve_model
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     return resolve_model("smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="module")
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama, of the test module's MODEL_SHAPE where it has one."""
+    shape: dict[str, int] = getattr(request.module, "MODEL_SHAPE", {})
+    return write_model("llama3", tmp_path_factory.mktemp("model") / "llama3", **shape)
+
+
+@pytest.fixture(scope="module")
+def oracle(model: Path) -> PreTrainedModel:
+    return load_oracle(model)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from live_cluster import all_ready, greedy, is_idle, load_of
-from model_zoo import first_disagreement, load_oracle, write_model
+from model_zoo import first_disagreement
 from moments import FAT_KV, PROMPT_PAGES, ROUTER_FLAGS, WORKER_FLAGS, Scene, during
 from network_namespace import DROP, RESET, cut, lane_ports, raise_loopback
 from transformers import PreTrainedModel
@@ -15,16 +15,7 @@ from pdserve.proto.v1 import admin_pb2 as admin
 
 pytestmark = pytest.mark.timeout(250)
 POOLS = Pools(("prefill-0",), ("decode-0", "decode-1"))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model("llama3", tmp_path_factory.mktemp("model") / "llama3", **FAT_KV)
-
-
-@pytest.fixture(scope="module")
-def oracle(model: Path) -> PreTrainedModel:
-    return load_oracle(model)
+MODEL_SHAPE = FAT_KV
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from fault_proxy import Faults
 from live_cluster import Answer, all_ready, greedy, is_idle, load_of
-from model_zoo import VOCAB, first_disagreement, load_oracle, write_model
+from model_zoo import VOCAB, first_disagreement
 from transformers import PreTrainedModel
 from wired_cluster import Pools, WiredCluster, wired_cluster
 
@@ -17,17 +17,7 @@ PREFILLS, DECODES = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
 WORKERS = (*PREFILLS, *DECODES)
 FREED_WITHIN_S = 5
 TRICKLE = Faults(bytes_per_s=5000, slice_bytes=100)  # some fifty tokens a second: a stream outlives what a test does
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    slow = {"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 4, "num_attention_heads": 8}
-    return write_model("llama3", tmp_path_factory.mktemp("model") / "llama3", **slow)
-
-
-@pytest.fixture(scope="module")
-def oracle(model: Path) -> PreTrainedModel:
-    return load_oracle(model)
+MODEL_SHAPE = {"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 4, "num_attention_heads": 8}
 
 
 @pytest.fixture(scope="module")

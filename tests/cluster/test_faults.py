@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 from live_cluster import Answer, LiveCluster, all_ready, greedy, is_idle, live_cluster
-from model_zoo import VOCAB, first_disagreement, load_oracle, write_model
+from model_zoo import VOCAB, first_disagreement
 from transformers import PreTrainedModel
 
 from pdserve.proto.v1 import admin_pb2 as admin
@@ -19,17 +19,7 @@ from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 FREED_WITHIN_S = 2
 LONG = 3000  # tokens: some seconds of work, for the small model too
 SMALL_WINDOW = (("grpc.http2.bdp_probe", 0),)  # 64 KiB; else it grows to what a slow machine fills in a minute
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    slow = {"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 6, "num_attention_heads": 8}
-    return write_model("llama3", tmp_path_factory.mktemp("model") / "llama3", **slow)
-
-
-@pytest.fixture(scope="module")
-def oracle(model: Path) -> PreTrainedModel:
-    return load_oracle(model)
+MODEL_SHAPE = {"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 6, "num_attention_heads": 8}
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,6 @@ from lone_process import (
     endless_router,
     process,
 )
-from model_zoo import write_model
 from proofs import operators_proof
 
 from pdserve.launch.state import ClusterState
@@ -37,11 +36,6 @@ from pdserve.signals import DRAIN_TIMED_OUT_STATUS, SAME_REQUEST_S, Request, Sto
 
 AT_ONCE_S = 10  # a busy machine; a drain would take longer
 LONG = {"drain_timeout_s": 120.0}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model("llama3", tmp_path_factory.mktemp("model") / "llama3")
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ from pathlib import Path
 import grpc
 import pytest
 from live_cluster import all_ready, is_idle
-from model_zoo import load_oracle, write_model
 from moments import FAT_KV, MOMENTS, ROUTER_FLAGS, WORKER_FLAGS, Scene
 from transformers import PreTrainedModel
 from wired_cluster import Pools, WiredCluster, wired_cluster
@@ -15,16 +14,7 @@ from pdserve.proto.v1 import admin_pb2 as admin
 
 POOLS = Pools(("prefill-0", "prefill-1"), ("decode-0", "decode-1"))
 GIVEN_UP_WITHIN_S = 15
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model("llama3", tmp_path_factory.mktemp("model") / "llama3", **FAT_KV)
-
-
-@pytest.fixture(scope="module")
-def oracle(model: Path) -> PreTrainedModel:
-    return load_oracle(model)
+MODEL_SHAPE = FAT_KV
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 from live_cluster import all_ready, greedy, is_idle
-from model_zoo import first_disagreement, load_oracle, write_model
+from model_zoo import first_disagreement
 from transformers import PreTrainedModel
 from wired_cluster import HOST, Pools, WiredCluster, wired_cluster
 
@@ -19,16 +19,6 @@ OTHER_VERSION = PROTOCOL_VERSION + 1
 OF_ANOTHER_VERSION = (
     f"from pdserve import rpc; rpc.PROTOCOL_VERSION = {OTHER_VERSION}; from pdserve.cli.app import main; main()"
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model("llama3", tmp_path_factory.mktemp("model") / "llama3")
-
-
-@pytest.fixture(scope="module")
-def oracle(model: Path) -> PreTrainedModel:
-    return load_oracle(model)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 from live_cluster import Answer, LiveCluster, all_ready, greedy, is_idle, live_cluster, load_of
-from model_zoo import VOCAB, first_disagreement, load_oracle, write_model
+from model_zoo import VOCAB, first_disagreement, load_oracle
 from transformers import PreTrainedModel
 
 from pdserve.proto.v1 import admin_pb2 as admin
@@ -20,12 +20,7 @@ NUM_PAGES = 280  # of 256 KiB
 PROMPT = 2000  # tokens, 31 MiB of KV: more than the sockets between two workers hold
 PROMPT_PAGES = PROMPT // PAGE_SIZE
 OVER_TCP = ("--handoff-transport", "tcp")  # writes need the receiver's help: one that is frozen holds them up
-FAT_KV = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model("llama3", tmp_path_factory.mktemp("model") / "llama3", **FAT_KV)
+MODEL_SHAPE = {"num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
 
 
 @pytest.fixture
