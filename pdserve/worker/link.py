@@ -1,29 +1,30 @@
-"""A worker's streams to its routers: dialled, kept, dialled again.
+"""A worker's streams to its routers, around an `attaching.Attaching`.
 
-One task owns each router. What a router says goes to the inbox; what the core reports waits in a bounded queue, and a
-router that does not read is dropped, with everything it asked for.
+What a router says goes to the inbox; what the core reports waits in a bounded queue, and a router that does not read
+is dropped, with everything it asked for.
 """
 
 import asyncio
 import logging
 import random
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import grpc
 
 from pdserve.clock import process_age_s
+from pdserve.kvtransfer.peers import Sink
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1 import link_pb2_grpc
 from pdserve.rpc import DISMISSED_STATUS, INTERNAL_MESSAGE_BYTES, channel_options, identify
-from pdserve.worker.messages import RouterRef
+from pdserve.worker import attaching
+from pdserve.worker.attaching import Attaching, Dial
+from pdserve.worker.messages import RouterLost, RouterRef
 
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED = 4096  # messages to one router
-WELCOME_TIMEOUT_S = 5.0
 ATTACH = "/pdserve.v1.LinkService/Attach"
-MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 0.5  # a router that starts has its workers within half a second
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,23 +33,17 @@ class FromRouter:
     message: link.AttachResponse
 
 
-@dataclass(frozen=True, slots=True)
-class RouterGone:
-    router: RouterRef
-
-
 Deferred = Callable[[], link.AttachRequest | None]  # puts a message together when it is its turn; None: there is none
 Message = link.AttachRequest | Deferred
 Call = grpc.aio.StreamStreamCall[link.AttachRequest, link.AttachResponse]
-Sink = Callable[[FromRouter | RouterGone], Awaitable[None]]
 
 
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """One attached router. None in the queue: say nothing more."""
+@dataclass(slots=True, eq=False)
+class _Stream:
+    """None in the queue: write nothing more."""
 
-    call: Call
-    queue: asyncio.Queue[Message | None]
+    queue: asyncio.Queue[Message | None] = field(default_factory=asyncio.Queue)
+    task: asyncio.Task[None] | None = None
     wants_kv_events: bool = False
 
 
@@ -60,7 +55,7 @@ class Links:
         addresses: tuple[str, ...],
         secret: bytes,
         register: link.Register,
-        sink: Sink,
+        sink: Sink[FromRouter | RouterLost],
         on_dismissed: Callable[[str], None],
     ) -> None:
         """`on_dismissed` is told why a router says that this process must end; it is dialled no more."""
@@ -69,18 +64,18 @@ class Links:
         self._register = register
         self._sink = sink
         self._on_dismissed = on_dismissed
-        self._streams: dict[RouterRef, Stream] = {}
-        self._keepers: dict[asyncio.Task[None], RouterRef] = {}  # what each keeps, or dials
-        self._last_ref = 0
-        self._closing = False
+        self._attaching = Attaching(jitter=lambda: random.uniform(0.5, 1.0))
+        self._streams: dict[RouterRef, _Stream] = {}
+        self._warned: dict[str, str] = {}  # what was wrong with a router last, by its address
+        self._tasks = asyncio.TaskGroup()
 
     @property
     def attached(self) -> tuple[RouterRef, ...]:
-        return tuple(self._streams)
+        return self._attaching.attached
 
     @property
     def wanting_kv_events(self) -> tuple[RouterRef, ...]:
-        return tuple(router for router, stream in self._streams.items() if stream.wants_kv_events)
+        return tuple(router for router in self.attached if self._streams[router].wants_kv_events)
 
     def update(self, register: link.Register) -> None:
         """Say anew who this worker is, to routers attached now and later."""
@@ -91,120 +86,120 @@ class Links:
         for router in self.attached:
             self.send(router, message)
 
-    def send(self, router: RouterRef, message: Message) -> None:
+    def send(self, router: RouterRef, message: Message | None) -> None:
         """Queue a message; nothing happens for a router that is gone. A full queue ends its stream."""
         stream = self._streams.get(router)
         if stream is None:
             return
         if stream.queue.qsize() >= MAX_QUEUED:
-            logger.error("router %d does not read: %d messages wait", router, stream.queue.qsize())
-            del self._streams[router]
-            stream.call.cancel()
+            reason = f"it does not read: {stream.queue.qsize()} messages wait"
+            logger.error("router %d: %s", router, reason)
+            self._handle(attaching.Ended(router, reason))
             return
         stream.queue.put_nowait(message)
 
     def finish(self) -> None:
-        """Say what is queued, then end every stream, and dial no more; `run` returns when routers have heard it."""
-        self._closing = True
-        for stream in self._streams.values():
-            stream.queue.put_nowait(None)
-        for keeper, router in self._keepers.items():
-            if router not in self._streams:
-                keeper.cancel()
+        """Write what is queued, then end every stream, and dial no more; `run` returns when routers have read it."""
+        self._handle(attaching.Left())
 
     async def run(self) -> None:
         """Keep a stream to every router, until finished or cancelled."""
-        async with asyncio.TaskGroup() as group:
+        async with self._tasks:
             for address in self._addresses:
-                group.create_task(self._keep(address), name=f"link {address}")
+                self._handle(attaching.Due(address))
+
+    def _handle(self, event: attaching.Event) -> None:
+        for command in self._attaching.handle(event):
+            match command:
+                case Dial(router, address, timeout_s):
+                    stream = self._streams[router] = _Stream()
+                    stream.task = self._tasks.create_task(self._serve(command, stream), name=f"link {address}")
+                    asyncio.get_running_loop().call_later(timeout_s, self._time_out, command)
+                case attaching.Redial(address, delay_s):
+                    self._tasks.create_task(self._redial(address, delay_s), name=f"link {address}")
+                case attaching.Register(router):
+                    self.send(router, self._registration())
+                case attaching.Finish(router):
+                    self.send(router, None)
+                case attaching.Close(router):
+                    task = self._streams.pop(router).task
+                    if task is not None:
+                        task.cancel()
+                case attaching.EndProcess(reason):
+                    self._on_dismissed(reason)
+                case RouterLost():
+                    self._sink.put(command)
 
     def _registration(self) -> link.AttachRequest:
         """Return who this worker is, and how long it has been there by now."""
         self._register.age_ms = round(1000 * process_age_s())
         return link.AttachRequest(register=self._register)
 
-    async def _keep(self, address: str) -> None:
-        backoff_s, keeper, complaint = MIN_BACKOFF_S, asyncio.current_task(), ""
-        while not self._closing:
-            self._last_ref += 1
-            router = RouterRef(self._last_ref)
-            if keeper is not None:
-                self._keepers[keeper] = router
-            try:
-                await self._attach(address, router)
-                backoff_s, complaint = MIN_BACKOFF_S, ""
-            except (grpc.RpcError, asyncio.InvalidStateError, TimeoutError) as error:
-                level = logging.DEBUG if _reason(error) == complaint else logging.WARNING
-                complaint = _reason(error)
-                logger.log(level, "router %s: %s", address, complaint)
-                if isinstance(error, grpc.aio.AioRpcError) and error.code() is DISMISSED_STATUS:
-                    self._on_dismissed(f"router {address} refuses this process: {error.details()}")
-                    return
-                if keeper is not None and keeper.cancelling():
-                    raise asyncio.CancelledError from error  # gRPC has put the call's end in its place
-            finally:
-                self._streams.pop(router, None)
-            await self._sink(RouterGone(router))
-            if not self._closing:
-                await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
-                backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+    async def _redial(self, address: str, delay_s: float) -> None:
+        await asyncio.sleep(delay_s)
+        self._handle(attaching.Due(address))
 
-    async def _attach(self, address: str, router: RouterRef) -> None:
+    def _time_out(self, dial: Dial) -> None:
+        if dial.router in self._streams and dial.router not in self.attached:
+            self._warn(dial.address, f"no welcome within {dial.timeout_s:g} s")
+        self._handle(attaching.TimedOut(dial.router))
+
+    async def _serve(self, dial: Dial, stream: _Stream) -> None:
         """Serve one stream to its end."""
-        async with grpc.aio.insecure_channel(address, options=channel_options(INTERNAL_MESSAGE_BYTES)) as channel:
-            call: Call | None = None
+        reason, is_dismissal = "it ended the stream", False
+        try:
+            await self._attach(dial, stream)
+        except (grpc.RpcError, asyncio.InvalidStateError) as error:
+            if stream.task is not None and stream.task.cancelling():
+                raise asyncio.CancelledError from error  # gRPC has put the call's end in its place
+            reason = type(error).__name__
+            if isinstance(error, grpc.aio.AioRpcError):
+                is_dismissal = error.code() is DISMISSED_STATUS
+                reason = error.details() or "" if is_dismissal else f"{error.code().name}: {error.details()}"
+            self._warn(dial.address, reason)
+        self._handle(attaching.Ended(dial.router, reason, is_dismissal))
+
+    async def _attach(self, dial: Dial, stream: _Stream) -> None:
+        async with grpc.aio.insecure_channel(dial.address, options=channel_options(INTERNAL_MESSAGE_BYTES)) as channel:
+            proof = await identify(channel, self._secret, ATTACH)
+            call: Call = link_pb2_grpc.LinkServiceStub(channel).Attach(metadata=proof)
             try:
-                async with asyncio.timeout(WELCOME_TIMEOUT_S):
-                    proof = await identify(channel, self._secret, ATTACH)
-                    call = link_pb2_grpc.LinkServiceStub(channel).Attach(metadata=proof)
-                    await call.write(self._registration())
-                    first = await call.read()
+                await call.write(self._registration())
+                first = await call.read()
                 if not isinstance(first, link.AttachResponse) or not first.HasField("welcome"):
-                    raise TimeoutError(f"router {address} ended the stream without a welcome")
-                logger.info("attached to router %s at %s", first.welcome.router_id, address)
-                stream = Stream(call, asyncio.Queue(), first.welcome.wants_kv_events)
-                self._streams[router] = stream
-                self.send(router, self._registration())
-                writer = asyncio.create_task(_write(stream), name=f"link {address} writer")
+                    self._warn(dial.address, "it ended the stream without a welcome")
+                    return
+                logger.info("attached to router %s at %s", first.welcome.router_id, dial.address)
+                self._warned.pop(dial.address, None)
+                stream.wants_kv_events = first.welcome.wants_kv_events
+                self._handle(attaching.Welcomed(dial.router))
+                writer = asyncio.create_task(_write(stream, call), name=f"link {dial.address} writer")
                 try:
-                    await self._read(call, router)
+                    while isinstance(message := await call.read(), link.AttachResponse):
+                        await self._sink.offer(FromRouter(dial.router, message))
                 finally:
                     writer.cancel()
                     await asyncio.wait([writer])
             finally:
-                if call is not None:
-                    call.cancel()
+                call.cancel()
 
-    async def _read(self, call: Call, router: RouterRef) -> None:
-        task = asyncio.current_task()
-        while True:
-            try:
-                message = await call.read()
-            except asyncio.CancelledError:
-                if task is None or task.cancelling():
-                    raise
-                return  # only the call was cancelled: `send` has dropped the router
-            if not isinstance(message, link.AttachResponse):
-                return  # the end of the stream
-            await self._sink(FromRouter(router, message))
+    def _warn(self, address: str, problem: str) -> None:
+        """Log what is wrong with a router, once as a warning however often it is dialled."""
+        level = logging.DEBUG if self._warned.get(address) == problem else logging.WARNING
+        self._warned[address] = problem
+        logger.log(level, "router %s: %s", address, problem)
 
 
-async def _write(stream: Stream) -> None:
+async def _write(stream: _Stream, call: Call) -> None:
     while True:
         message = await stream.queue.get()
         try:
             if message is None:
-                await stream.call.done_writing()
+                await call.done_writing()
                 return
             if not isinstance(message, link.AttachRequest):
                 message = message()
             if message is not None:
-                await stream.call.write(message)
+                await call.write(message)
         except (grpc.RpcError, asyncio.InvalidStateError):
             return  # the reader sees the same end and says why
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name}: {error.details()}"
-    return type(error).__name__

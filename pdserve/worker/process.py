@@ -32,7 +32,7 @@ from pdserve.worker.ending import end_dismissed
 from pdserve.worker.isolating import Isolating
 from pdserve.worker.kv_feed import KvFeed
 from pdserve.worker.kv_publisher import KvPublisher, PublisherSettings
-from pdserve.worker.link import FromRouter, Links, RouterGone
+from pdserve.worker.link import FromRouter, Links
 from pdserve.worker.loop import Core, Inbox, Outbox, WorkerLoop
 from pdserve.worker.messages import Cancelled, DrainAsked, PeerGone, Placed, RouterLost
 from pdserve.worker.reporting import Reporter
@@ -91,7 +91,7 @@ async def serve_worker(config: WorkerConfig, role: "link.Role.ValueType", assemb
     clock = MonotonicClock()
     async with EngineThread() as thread, asyncio.TaskGroup() as group:
         ear = Ear(inbox, clock, group)
-        links = Links(config.routers, identity.secret, register, ear.hear, end_dismissed)
+        links = Links(config.routers, identity.secret, register, ear, end_dismissed)
         linking = group.create_task(links.run(), name="links")
         engine = await thread.call(_load, config, identity, _Progress(links, register))
         _describe(engine, config.device, register)
@@ -144,9 +144,14 @@ class Ear(Generic[EventT]):
         """Have a mover's pages be safe from a process before its end is passed on. None must be granted before this."""
         self._mover = mover
 
-    async def hear(self, news: FromRouter | RouterGone) -> None:
-        """Take one word; waits while the core has too much to do."""
-        event = _event(news, self._clock.now_s())
+    def put(self, report: FromRouter | RouterLost) -> None:
+        """Take the end of a stream."""
+        if isinstance(report, RouterLost):
+            self._inbox.put(cast(EventT, report))
+
+    async def offer(self, report: FromRouter | RouterLost) -> None:
+        """Take one message; waits while the core has too much to do."""
+        event = report if isinstance(report, RouterLost) else _event(report, self._clock.now_s())
         if isinstance(event, PeerGone):
             end = self._tasks.create_task(self._pass_on_when_settled(event), name=f"end of {event.peer.worker_id}")
             self._ends.add(end)
@@ -236,15 +241,11 @@ def _describe(engine: Engine, device: str, register: link.Register) -> None:
     register.layout.CopyFrom(layout_to_proto(engine.layout))
 
 
-def _event(news: FromRouter | RouterGone, now_s: float) -> FromRouterEvent | None:
-    match news:
-        case RouterGone(router):
-            return RouterLost(router)
-        case FromRouter(router, message) if message.WhichOneof("message") == "process_gone":
-            return PeerGone(wire.gone_process(message.process_gone))
-        case FromRouter(router, message):
-            try:
-                return wire.command(message, router, now_s)
-            except ProtocolError as error:
-                logger.warning("router %d: refused: %s", router, error)
-                return None
+def _event(news: FromRouter, now_s: float) -> FromRouterEvent | None:
+    if news.message.WhichOneof("message") == "process_gone":
+        return PeerGone(wire.gone_process(news.message.process_gone))
+    try:
+        return wire.command(news.message, news.router, now_s)
+    except ProtocolError as error:
+        logger.warning("router %d: refused: %s", news.router, error)
+        return None

@@ -41,7 +41,8 @@ class Line:
         self.network = Network(self.world, 0.001)
         self.near, self.far = Listener(self.world, "near"), Listener(self.world, "far")
         ends: list[End] = []
-        self.network.dial(self.near, lambda: self.far, ends.append, self.near.heard.append)
+        self.network.processes["far"] = self.far
+        self.network.dial(self.near, "far", ends.append, self.near.heard.append)
         self.world.run(1.0)
         (self.end,) = ends
         self.near.listen(self.end)

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import grpc
 import numpy as np
@@ -39,19 +40,22 @@ GRANT = Grant(1, (PageId(4), PageId(2)), (Generation(7), Generation(8)), b"c" * 
 COMMIT = Commit.of(GRANT, (5, 2**64 - 1), Capsule(9, (11, 12), (0, 2)))
 
 
+ReportT = TypeVar("ReportT")
+
+
 @dataclass
-class Heard:
-    """Events in the order in which they came, each waited for once."""
+class Heard(Generic[ReportT]):
+    """Reports in the order in which they came, each waited for once."""
 
-    queue: asyncio.Queue[FromSenders | FromReceivers] = field(default_factory=asyncio.Queue)
+    queue: asyncio.Queue[ReportT] = field(default_factory=asyncio.Queue)
 
-    def put(self, report: FromSenders | FromReceivers) -> None:
+    def put(self, report: ReportT) -> None:
         self.queue.put_nowait(report)
 
-    async def offer(self, report: FromSenders | FromReceivers) -> None:
+    async def offer(self, report: ReportT) -> None:
         await self.queue.put(report)
 
-    async def next(self) -> FromSenders | FromReceivers:
+    async def next(self) -> ReportT:
         async with asyncio.timeout(20):
             return await self.queue.get()
 
@@ -59,7 +63,7 @@ class Heard:
 @dataclass
 class End:
     party: Party
-    heard: Heard
+    heard: Heard[FromSenders | FromReceivers]
 
 
 @dataclass
@@ -91,7 +95,7 @@ def party(peer: Peer, layout: KvLayout = LAYOUT, on_stopped: OnStopped = lambda 
 
 @asynccontextmanager
 async def decode_worker(peer: Peer = DECODE) -> AsyncIterator[Decode]:
-    me, heard = party(peer), Heard()
+    me, heard = party(peer), Heard[FromSenders | FromReceivers]()
     refused: Counter[Refusal] = Counter()
     identify = RequireSecret(SECRET, lambda: refused.update([Refusal.SECRET]))
     server = grpc.aio.server(interceptors=[identify], options=server_options(INTERNAL_MESSAGE_BYTES))
@@ -115,7 +119,7 @@ async def prefill_worker(
     secret: bytes = SECRET,
     on_stopped: OnStopped = lambda _: None,
 ) -> AsyncIterator[Prefill]:
-    me, heard = party(peer, layout, on_stopped), Heard()
+    me, heard = party(peer, layout, on_stopped), Heard[FromSenders | FromReceivers]()
     async with asyncio.TaskGroup() as tasks:
         client = HandoffClient(me, secret, heard, tasks, Counter())
         try:

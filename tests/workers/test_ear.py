@@ -58,8 +58,8 @@ async def test_an_end_waits_for_what_is_unread_and_keeps_nothing_else_waiting(
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
         ear = Ear(inbox, FakeClock(), tasks)
         ear.guard(mover)
-        await ear.hear(FromRouter(ROUTER, GONE))
-        await ear.hear(FromRouter(ROUTER, CANCEL))
+        await ear.offer(FromRouter(ROUTER, GONE))
+        await ear.offer(FromRouter(ROUTER, CANCEL))
         await inbox.wait()
         assert inbox.drain() == [CANCELLED]
         assert unread.recv(4) == b"late"
@@ -88,7 +88,7 @@ async def test_an_end_waits_until_nothing_that_was_read_of_the_process_can_reach
         async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
             ear = Ear(inbox, FakeClock(), tasks)
             ear.guard(staged)
-            await ear.hear(FromRouter(ROUTER, GONE))
+            await ear.offer(FromRouter(ROUTER, GONE))
             await inbox.wait()
         assert inbox.drain() == [END]
         assert not ended.send_rest()
@@ -114,6 +114,6 @@ async def test_a_worker_that_leaves_waits_for_no_end(unread: socket.socket, move
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
         ear = Ear(inbox, FakeClock(), tasks)
         ear.guard(mover)
-        await ear.hear(FromRouter(ROUTER, GONE))
+        await ear.offer(FromRouter(ROUTER, GONE))
         ear.close()
     assert inbox.drain() == []

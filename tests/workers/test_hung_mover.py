@@ -17,7 +17,7 @@ from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer.backends.backend import Indices
 from pdserve.kvtransfer.client import HandoffClient
 from pdserve.kvtransfer.mover import Mover
-from pdserve.kvtransfer.peers import Party
+from pdserve.kvtransfer.peers import FromReceivers, Party
 from pdserve.kvtransfer.region import Description, Region
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.prefill_worker.events import Copy
@@ -25,10 +25,10 @@ from pdserve.prefill_worker.pairs import Pairs
 from pdserve.prefill_worker.server import HUNG_MOVER_S, Copies, Movement, PrefillOutbox
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.worker.audit import Auditor
-from pdserve.worker.link import FromRouter, Links, RouterGone
+from pdserve.worker.link import FromRouter, Links
 from pdserve.worker.load import load_of
 from pdserve.worker.loop import Inbox
-from pdserve.worker.messages import BEAT_S
+from pdserve.worker.messages import BEAT_S, RouterLost
 from pdserve.worker.reporting import Reporter
 
 SECRET = b"s" * 32
@@ -68,10 +68,6 @@ class HangingBackend:
         pass
 
 
-async def take_in(news: FromRouter | RouterGone) -> None:
-    pass
-
-
 def not_dismissed(why: str) -> None:
     raise AssertionError(why)
 
@@ -91,10 +87,10 @@ async def test_a_movers_thread_that_hangs_ends_the_process_and_one_that_rests_do
     clock, copies = FakeClock(), Copies(Inbox())
     mover = Mover(backend, copies.stopped)
     mover.attach(PEER, mover.describe())
-    reporter = Reporter(Links((), SECRET, link.Register(), take_in, not_dismissed), clock)
+    reporter = Reporter(Links((), SECRET, link.Register(), Heard[FromRouter | RouterLost](), not_dismissed), clock)
     party = Party(PEER, KvLayout("", 1, 1, 1, 1, "float32"), mover)
     async with asyncio.TaskGroup() as tasks:
-        client = HandoffClient(party, SECRET, Heard(), tasks, Counter())
+        client = HandoffClient(party, SECRET, Heard[FromReceivers](), tasks, Counter())
         outbox = PrefillOutbox(client, Movement(mover, copies, Pairs(mover, reporter, tasks, 0)), reporter, clock)
 
         def beat() -> None:

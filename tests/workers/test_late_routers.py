@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import grpc
+from stream_ends import Heard
 
 from pdserve import kvevents
 from pdserve.clock import MonotonicClock
@@ -24,7 +25,8 @@ from pdserve.router.shell import Shell
 from pdserve.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, server_options
 from pdserve.worker.cached_pages import CachedPages
 from pdserve.worker.kv_feed import KvFeed
-from pdserve.worker.link import FromRouter, Links, RouterGone
+from pdserve.worker.link import FromRouter, Links
+from pdserve.worker.messages import RouterLost
 
 SECRET = b"s" * 32
 PAGE_SIZE, NUM_PAGES = 16, 8192
@@ -48,19 +50,15 @@ class Worker:
 
     def __init__(self, addresses: list[str]) -> None:
         self.num_dialled = 0
-        self._news = asyncio.Condition()
+        self._heard = Heard[FromRouter | RouterLost]()
         self.kv = KvCache(NUM_PAGES, PAGE_SIZE, PrefixNames(b"key", "weights", PAGE_SIZE))
-        self.links = Links(tuple(addresses), SECRET, REGISTER, self._hear, print)
+        self.links = Links(tuple(addresses), SECRET, REGISTER, self._heard, print)
         self.feed = KvFeed(self.kv, CachedPages(), self.links, None)
 
-    async def _hear(self, news: FromRouter | RouterGone) -> None:
-        async with self._news:
-            self.num_dialled += 1
-            self._news.notify_all()
-
     async def until_dialled(self, count: int) -> None:
-        async with self._news:
-            await self._news.wait_for(lambda: self.num_dialled >= count)
+        while self.num_dialled < count:
+            await self._heard.next()
+            self.num_dialled += 1
 
     def serve(self, token_ids: list[int]) -> None:
         names = self.kv.names(token_ids, "")

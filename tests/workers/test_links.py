@@ -6,11 +6,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import grpc
+from stream_ends import Heard
 
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.link_pb2_grpc import LinkServiceServicer, add_LinkServiceServicer_to_server
 from pdserve.rpc import DISMISSED_STATUS, INTERNAL_MESSAGE_BYTES, RequireSecret, server_options
-from pdserve.worker.link import MAX_QUEUED, FromRouter, Links, RouterGone
+from pdserve.worker.link import MAX_QUEUED, FromRouter, Links
+from pdserve.worker.messages import RouterLost
 
 SECRET = b"s" * 32
 HEARTBEAT = link.AttachRequest(heartbeat=link.Heartbeat())
@@ -38,13 +40,13 @@ class Welcoming(LinkServiceServicer):
 
 
 @asynccontextmanager
-async def attached() -> AsyncIterator[tuple[Welcoming, Links, asyncio.Queue[FromRouter | RouterGone]]]:
-    router, heard = Welcoming(), asyncio.Queue[FromRouter | RouterGone]()
+async def attached() -> AsyncIterator[tuple[Welcoming, Links, Heard[FromRouter | RouterLost]]]:
+    router, heard = Welcoming(), Heard[FromRouter | RouterLost]()
     server = grpc.aio.server(interceptors=[RequireSecret(SECRET)], options=server_options(INTERNAL_MESSAGE_BYTES))
     add_LinkServiceServicer_to_server(router, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    links = Links((f"127.0.0.1:{port}",), SECRET, link.Register(worker_id="d0"), heard.put, not_dismissed)
+    links = Links((f"127.0.0.1:{port}",), SECRET, link.Register(worker_id="d0"), heard, not_dismissed)
     running = asyncio.create_task(links.run())
     try:
         async with asyncio.timeout(20):
@@ -57,13 +59,13 @@ async def attached() -> AsyncIterator[tuple[Welcoming, Links, asyncio.Queue[From
 
 async def test_a_router_that_does_not_read_is_dropped_and_dialled_again() -> None:
     async with attached() as (router, links, heard):
-        first = await heard.get()
+        first = await heard.next()
         assert isinstance(first, FromRouter)
         for _ in range(MAX_QUEUED + 1):  # at once: nothing is written meanwhile
             links.send(first.router, HEARTBEAT)
         assert links.attached == ()
-        assert await heard.get() == RouterGone(first.router)
-        second = await heard.get()
+        assert await heard.next() == RouterLost(first.router)
+        second = await heard.next()
         assert isinstance(second, FromRouter)
         assert second.router != first.router
         assert [await router.registered.get() for _ in range(2)] == ["d0", "d0"]
@@ -72,8 +74,8 @@ async def test_a_router_that_does_not_read_is_dropped_and_dialled_again() -> Non
 async def test_a_worker_that_leaves_waits_for_no_router_that_is_not_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and says nothing
         addresses = (f"127.0.0.1:{silent.getsockname()[1]}", "127.0.0.1:1")
-        heard = asyncio.Queue[FromRouter | RouterGone]()
-        links = Links(addresses, SECRET, link.Register(worker_id="d0"), heard.put, not_dismissed)
+        heard = Heard[FromRouter | RouterLost]()
+        links = Links(addresses, SECRET, link.Register(worker_id="d0"), heard, not_dismissed)
         running = asyncio.create_task(links.run())
         dialling, _ = await asyncio.to_thread(silent.accept)
         with dialling:
@@ -104,12 +106,12 @@ async def sent_away(status: grpc.StatusCode) -> AsyncIterator[tuple[Dismissing, 
     add_LinkServiceServicer_to_server(router, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    heard = asyncio.Queue[FromRouter | RouterGone]()
+    heard = Heard[FromRouter | RouterLost]()
     try:
         async with asyncio.timeout(20):
             yield (
                 router,
-                Links((f"127.0.0.1:{port}",), SECRET, link.Register(worker_id="d0"), heard.put, why.append),
+                Links((f"127.0.0.1:{port}",), SECRET, link.Register(worker_id="d0"), heard, why.append),
                 why,
             )
     finally:

@@ -3,20 +3,17 @@
 from pathlib import Path
 
 import pytest
+from stream_ends import Heard
 
 from pdserve.clock import FakeClock
 from pdserve.errors import ConfigError
 from pdserve.files import ReadyFile
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.worker.link import FromRouter, Links, RouterGone
-from pdserve.worker.messages import Load
+from pdserve.worker.link import FromRouter, Links
+from pdserve.worker.messages import Load, RouterLost
 from pdserve.worker.reporting import Reporter
 
 SECRET = b"s" * 32
-
-
-async def take_in(news: FromRouter | RouterGone) -> None:
-    raise AssertionError(news)
 
 
 def load(*, draining: bool) -> Load:
@@ -27,7 +24,7 @@ def test_a_worker_that_drains_for_whatever_reason_is_no_longer_ready(tmp_path: P
     path = tmp_path / "ready.json"
     ready = ReadyFile(path)
     ready.write("{}")
-    links = Links((), SECRET, link.Register(), take_in, lambda _: None)
+    links = Links((), SECRET, link.Register(), Heard[FromRouter | RouterLost](), lambda _: None)
     reporter = Reporter(links, FakeClock(), on_draining=ready.withdraw)
     reporter.beat(load(draining=False), 0)
     assert path.exists()

@@ -12,7 +12,7 @@ from pdserve.clock import FakeClock
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer.client import HandoffClient
 from pdserve.kvtransfer.mover import Mover
-from pdserve.kvtransfer.peers import Party
+from pdserve.kvtransfer.peers import FromReceivers, Party
 from pdserve.kvtransfer.speed import WINDOW_S
 from pdserve.prefill_worker.pairs import Pairs
 from pdserve.prefill_worker.server import Copies, Movement, PrefillOutbox
@@ -46,7 +46,7 @@ async def test_a_heartbeat_between_two_beats_tells_of_stalled_peers_too() -> Non
         reporter = Reporter(cast("Links", wire), clock)
         party = Party(FIRST, KvLayout("", 1, 1, 1, 1, "float32"), mover)
         async with asyncio.TaskGroup() as tasks:
-            client = HandoffClient(party, b"s" * 32, Heard(), tasks, Counter())
+            client = HandoffClient(party, b"s" * 32, Heard[FromReceivers](), tasks, Counter())
             movement = Movement(mover, Copies(Inbox()), Pairs(mover, reporter, tasks, 0))
             outbox = PrefillOutbox(client, movement, reporter, clock)
             outbox.beat(LOAD, 0)

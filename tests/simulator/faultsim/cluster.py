@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from faultsim.decode import DecodeProcess
-from faultsim.links import Find
 from faultsim.network import Network
 from faultsim.prefill import PrefillProcess
 from faultsim.process import Process
@@ -48,13 +47,14 @@ class Cluster:
         incarnation = Incarnation(1000 + self._num_started)
         if name.startswith("r"):
             self.routers[name] = RouterProcess(self.network, name, incarnation, Limits())
+            self.network.processes[name] = self.routers[name]
             for gone in self._gone:
                 self._report(name, gone)
             return
         worker = self._new_worker(name, incarnation)
         self.on_start(worker)
-        self.workers[name] = worker
-        worker.start(self._routers())
+        self.network.processes[name] = self.workers[name] = worker
+        worker.start(self.routers)
 
     def come_round(self, name: str) -> Worker:
         """Let a process of a name go on that hung when it had loaded, and was given up and followed."""
@@ -63,7 +63,7 @@ class Cluster:
         zombie.size = replace(zombie.size, load_s=0.0)
         zombie.started_s = 0.0
         self.zombies.append(zombie)
-        zombie.start(self._routers())
+        zombie.start(self.routers)
         return zombie
 
     def end(self, process: Process) -> None:
@@ -91,9 +91,6 @@ class Cluster:
         known = (*self.routers.values(), *self.workers.values(), *self.zombies)
         return [process for process in known if process.alive]
 
-    def _routers(self) -> list[Find]:
-        return [lambda router=router: self.routers.get(router) for router in self.routers]  # type: ignore[misc]
-
     def _new_worker(self, name: str, incarnation: Incarnation) -> Worker:
         worker = self._new_decode(name, incarnation) if name.startswith("d") else self._new_prefill(name, incarnation)
         worker.on_exit = lambda: self.end(worker)
@@ -111,9 +108,7 @@ class Cluster:
         return DecodeProcess(self.network, name, incarnation, self.scenario.decode_size, self.scenario.lease_s)
 
     def _new_prefill(self, name: str, incarnation: Incarnation) -> PrefillProcess:
-        worker = PrefillProcess(
-            self.network, name, incarnation, self.scenario.prefill_size, self.workers.get, self.find_peer
-        )
+        worker = PrefillProcess(self.network, name, incarnation, self.scenario.prefill_size, self.find_peer)
         worker.mover.faults = self.scenario.copy_faults
         return worker
 

@@ -36,14 +36,11 @@ class SenderStreams:
         owner: Process,
         introduction: Introduction,
         network: Network,
-        find: Callable[[str], Process | None],
         report: Callable[[FromReceivers], object],
     ) -> None:
-        """`find` returns the process at an address."""
         self._owner = owner
         self._introduction = introduction
         self._network = network
-        self._find = find
         self._report = report
         self._dialling = Dialling(introduction)
         self._streams: dict[DialId, Dialled] = {}
@@ -89,7 +86,7 @@ class SenderStreams:
         self._owner.world.after(dial.timeout_s, self._owner, self._handle, dialling.TimedOut(dial.dial))
         self._network.dial(
             self._owner,
-            lambda: self._find(dial.address),
+            dial.address,
             lambda end: self._opened(dial, end),
             lambda reason: self._handle(dialling.Ended(dial.dial, reason)),
         )

@@ -1,125 +1,112 @@
-"""A worker's streams to its routers, dialled and kept as `worker.link` does."""
+"""A worker's streams to its routers in virtual time: the machine of `worker.link`, over simulated streams."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
 
 from faultsim.network import End, Network
 from faultsim.process import Process
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.worker import attaching
+from pdserve.worker.attaching import Attaching, Dial
+from pdserve.worker.link import FromRouter
 from pdserve.worker.messages import RouterLost, RouterRef
 
-WELCOME_TIMEOUT_S = 5.0
-MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
 
-Find = Callable[[], Process | None]
-
-
-@dataclass(frozen=True, slots=True)
 class Dismissed:
     """Stands for the status with which a router ends the stream of a process that must end."""
 
 
-@dataclass(slots=True, eq=False)
-class Dialled:
-    """One try at a router."""
-
-    find: Find
-    router: RouterRef
-    backoff_s: float
-    end: End | None = None
-    over: bool = False
-
-
 class SimLinks:
-    """What `worker.reporting.Reporter` needs of a worker's links, over simulated streams."""
+    """`worker.link.Links` in virtual time."""
 
     def __init__(
         self,
         owner: Process,
         network: Network,
         register: link.Register,
-        hear: Callable[[RouterRef, link.AttachResponse], object],
-        lose: Callable[[RouterLost], object],
+        report: Callable[[FromRouter | RouterLost], object],
         on_dismissed: Callable[[], object],
     ) -> None:
         self._owner = owner
         self._network = network
         self._register = register
-        self._hear = hear
-        self._lose = lose
+        self._report = report
         self._on_dismissed = on_dismissed
-        self._streams: dict[RouterRef, End] = {}
-        self._last_ref = 0
-        self._closing = False
+        self._attaching = Attaching(jitter=lambda: 0.5 + owner.world.rng.random() / 2)
+        self._ends: dict[RouterRef, End | None] = {}  # None: being dialled
 
     @property
     def attached(self) -> tuple[RouterRef, ...]:
-        return tuple(self._streams)
+        return self._attaching.attached
 
     def send(self, router: RouterRef, message: link.AttachRequest) -> None:
-        end = self._streams.get(router)
+        end = self._ends.get(router)
         if end is not None:
             end.send(message)
 
     def broadcast(self, message: link.AttachRequest) -> None:
-        for end in list(self._streams.values()):
-            end.send(message)
+        for router in self.attached:
+            self.send(router, message)
 
     def update(self) -> None:
         """Say anew who this worker is."""
         self.broadcast(self._registration())
 
+    def dial(self, address: str) -> None:
+        """Attach to a router, now and whenever the stream is lost."""
+        self._handle(attaching.Due(address))
+
     def finish(self) -> None:
         """End every stream after what was said."""
-        self._closing = True
-        for end in list(self._streams.values()):
-            end.close("the worker has drained")
+        self._handle(attaching.Left())
 
-    def dial(self, find: Find, backoff_s: float = MIN_BACKOFF_S) -> None:
-        """Attach to a router, now and whenever the stream is lost."""
-        if self._closing:
-            return
-        self._last_ref += 1
-        dialled = Dialled(find, RouterRef(self._last_ref), backoff_s)
+    def _handle(self, event: attaching.Event) -> None:
+        for command in self._attaching.handle(event):
+            match command:
+                case Dial():
+                    self._dial(command)
+                case attaching.Redial(address, delay_s):
+                    self._owner.world.after(delay_s, self._owner, self._handle, attaching.Due(address))
+                case attaching.Register(router):
+                    self.send(router, self._registration())
+                case attaching.Finish(router):
+                    self._handle(attaching.Ended(router, "the worker has drained"))
+                case attaching.Close(router):
+                    end = self._ends.pop(router)
+                    if end is not None:
+                        end.close("closed by the worker")
+                case attaching.EndProcess():
+                    self._on_dismissed()
+                case RouterLost():
+                    self._report(command)
+
+    def _dial(self, dial: Dial) -> None:
+        router, world = dial.router, self._owner.world
+        self._ends[router] = None
+        world.after(dial.timeout_s, self._owner, self._handle, attaching.TimedOut(router))
         self._network.dial(
-            self._owner, find, lambda end: self._opened(dialled, end), lambda reason: self._over(dialled)
+            self._owner,
+            dial.address,
+            lambda end: self._opened(router, end),
+            lambda reason: self._handle(attaching.Ended(router, reason)),
         )
 
-    def _opened(self, dialled: Dialled, end: End) -> None:
-        dialled.end = end
-        end.receive = partial(self._receive, dialled)
-        end.lost = lambda reason: self._over(dialled)
-        end.send(self._registration())
-        self._owner.world.after(WELCOME_TIMEOUT_S, self._owner, self._check_welcome, dialled)
-
-    def _check_welcome(self, dialled: Dialled) -> None:
-        if not dialled.over and dialled.router not in self._streams and dialled.end is not None:
-            dialled.end.close("no welcome")
-            self._over(dialled)
-
-    def _receive(self, dialled: Dialled, message: object) -> None:
-        if isinstance(message, Dismissed):
-            self._on_dismissed()
-        if not isinstance(message, link.AttachResponse) or dialled.end is None:
+    def _opened(self, router: RouterRef, end: End) -> None:
+        if router not in self._ends:
+            end.close("not wanted any more")
             return
-        if message.HasField("welcome"):
-            dialled.backoff_s = MIN_BACKOFF_S / 2
-            self._streams[dialled.router] = dialled.end
-            self.send(dialled.router, self._registration())
-        else:
-            self._hear(dialled.router, message)
+        self._ends[router] = end
+        end.receive = lambda message: self._receive(router, message)
+        end.lost = lambda reason: self._handle(attaching.Ended(router, reason))
+        end.send(self._registration())
+
+    def _receive(self, router: RouterRef, message: object) -> None:
+        if isinstance(message, Dismissed):
+            self._handle(attaching.Ended(router, "it has a successor", is_dismissal=True))
+        elif isinstance(message, link.AttachResponse) and message.HasField("welcome"):
+            self._handle(attaching.Welcomed(router))
+        elif isinstance(message, link.AttachResponse):
+            self._report(FromRouter(router, message))
 
     def _registration(self) -> link.AttachRequest:
         self._register.age_ms = round(1000 * (self._owner.world.now - self._owner.started_s))
         return link.AttachRequest(register=self._register)
-
-    def _over(self, dialled: Dialled) -> None:
-        if dialled.over:
-            return
-        dialled.over = True
-        self._streams.pop(dialled.router, None)
-        self._lose(RouterLost(dialled.router))
-        world, backoff_s = self._owner.world, dialled.backoff_s
-        delay_s = backoff_s * (0.5 + world.rng.random() / 2)
-        world.after(delay_s, self._owner, self.dial, dialled.find, min(2 * backoff_s, MAX_BACKOFF_S))

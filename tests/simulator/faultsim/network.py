@@ -91,6 +91,7 @@ class Network:
         self._slow: dict[tuple[str, str], float] = {}
         self._num_cuts = 0
         self.ends: dict[End, None] = {}  # of all streams, not closed
+        self.processes: dict[str, Process] = {}  # who is dialled at a name, dead or alive
 
     def delay_s(self, source: Process, target: Process) -> float:
         """Draw how long a message takes."""
@@ -104,21 +105,21 @@ class Network:
     def dial(
         self,
         source: Process,
-        find: Callable[[], Process | None],
+        address: str,
         opened: Callable[[End], object],
         failed: Callable[[str], object],
     ) -> None:
-        """Open a stream to whoever `find` returns then; exactly one of the callbacks follows."""
-        self.world.after(2 * self._mean_delay_s, source, self._dialled, source, find, opened, failed)
+        """Open a stream to the process of a name; exactly one of the callbacks follows."""
+        self.world.after(2 * self._mean_delay_s, source, self._dialled, source, address, opened, failed)
 
     def _dialled(
         self,
         source: Process,
-        find: Callable[[], Process | None],
+        address: str,
         opened: Callable[[End], object],
         failed: Callable[[str], object],
     ) -> None:
-        target = find()
+        target = self.processes.get(address)
         if target is None or not target.alive:
             failed("connection refused")
         elif target.frozen or self.is_cut(source, target) or self.is_cut(target, source):

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from faultsim.handoffs import SenderStreams
 from faultsim.mover import Host, Mover
 from faultsim.network import Network
-from faultsim.process import Process
 from faultsim.worker import MAX_QUARANTINED_SHARE, Size, WorkerProcess
 from faultsim.world import ViolationError
 from pdserve.ids import Incarnation
@@ -43,7 +42,6 @@ class PrefillProcess(WorkerProcess[Event, Command]):
         name: str,
         incarnation: Incarnation,
         size: Size,
-        find_decode: Callable[[str], Process | None],
         find: FindPeer,
     ) -> None:
         super().__init__(network, name, incarnation, link.ROLE_PREFILL, size)
@@ -51,7 +49,7 @@ class PrefillProcess(WorkerProcess[Event, Command]):
             self.scheduler, size.vocab_size, self.runner.page_bytes, size.max_tasks, MAX_QUARANTINED_SHARE
         )
         self.mover = Mover(self, self.memory, network, find, self.offer)
-        self.streams = SenderStreams(self, self.introduction, network, find_decode, self._receive)
+        self.streams = SenderStreams(self, self.introduction, network, self._receive)
         self.placed: deque[tuple[Peer, HandoffKey]] = deque(maxlen=8)  # the latest hand-offs
         self._grants: dict[HandoffKey, Grant] = {}  # as last told
 

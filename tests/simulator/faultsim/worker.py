@@ -5,12 +5,12 @@ and writes memory at its end, so that whatever touches its pages before that is 
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 from faultsim.engine import FakeRunner
-from faultsim.links import Find, SimLinks
+from faultsim.links import SimLinks
 from faultsim.memory import Memory
 from faultsim.mover import Host
 from faultsim.network import Network
@@ -30,6 +30,7 @@ from pdserve.rpc import PROTOCOL_VERSION
 from pdserve.worker import wire
 from pdserve.worker.audit import adds_up, leaked_pages
 from pdserve.worker.failing import FailedSteps
+from pdserve.worker.link import FromRouter
 from pdserve.worker.loop import MAX_INBOX, Core
 from pdserve.worker.messages import (
     BEAT_S,
@@ -40,7 +41,6 @@ from pdserve.worker.messages import (
     Placed,
     Report,
     RouterLost,
-    RouterRef,
     Ticked,
     Tokens,
 )
@@ -94,7 +94,7 @@ class WorkerProcess(Host, Generic[EventT, CommandT]):
         layout = KvLayout("weights", 1, 1, 1, size.page_size, "float32")
         self.introduction = Introduction(self.peer, layout)
         self.register = _registration(self.introduction, role, size)
-        self.links = SimLinks(self, network, self.register, self._hear, self.offer, self._be_dismissed)
+        self.links = SimLinks(self, network, self.register, self._receive_from_router, self._be_dismissed)
         self.reporter = Reporter(cast("Links", self.links), self.world)
         self.break_next_step = False
         self.num_steps = 0
@@ -108,9 +108,9 @@ class WorkerProcess(Host, Generic[EventT, CommandT]):
         self._ticked_s = 0.0
         self._num_turns = 0
 
-    def start(self, routers: list[Find]) -> None:
-        for find in routers:
-            self.links.dial(find)
+    def start(self, routers: Iterable[str]) -> None:
+        for router in routers:
+            self.links.dial(router)
         self.world.after(self.size.load_s, self, self._load)
 
     def _load(self) -> None:
@@ -171,8 +171,12 @@ class WorkerProcess(Host, Generic[EventT, CommandT]):
         except ValueError as error:
             raise ViolationError("I2", f"{self.name} reports a load that cannot be: {error}") from error
 
-    def _hear(self, router: RouterRef, message: link.AttachResponse) -> None:
+    def _receive_from_router(self, report: FromRouter | RouterLost) -> None:
         event: FromRouters | None
+        if isinstance(report, RouterLost):
+            self.offer(report)
+            return
+        router, message = report.router, report.message
         if message.HasField("process_gone"):
             event = PeerGone(wire.gone_process(message.process_gone))
         else:
