@@ -12,7 +12,8 @@ from pdserve.errors import Status
 from pdserve.ids import MAX_WORKER_TASKS, RequestId
 from pdserve.reports import Stage
 from pdserve.router.alarms import Alarms, DeadlineDue, LookDue
-from pdserve.router.events import Limits, Refused, RequestArrived, Role
+from pdserve.router.config import Limits
+from pdserve.router.events import Refused, RequestArrived, Role
 from pdserve.router.fairness import TokenCounters
 from pdserve.router.holding import HoldQueue
 from pdserve.router.placement import Held, Placed, Unserved

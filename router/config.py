@@ -3,21 +3,53 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from pdserve.config import ProcessConfig
 from pdserve.perfmodel.curve import StepCosts
 from pdserve.perfmodel.profile import read_profile
-from pdserve.router.events import Limits
 
 PolicyName = Literal["goodput", "least_loaded", "prefix_affinity", "round_robin"]
 
 KvEvents = Literal["link", "zmq", "off"]
 
-_LIMITS = Limits()
+
+class Limits(BaseModel):
+    """Bounds of what the core keeps and waits for."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_num_requests: int | None = Field(
+        default=None,
+        ge=1,
+        description="Requests placed at once; by default twice what the attached decode workers decode at once.",
+    )
+    max_num_held: int = Field(default=1024, ge=0, description="Requests that wait for a place.")
+    max_hold_s: float = Field(
+        default=0.02,
+        ge=0,
+        description="Seconds that a request with objectives waits for room that keeps them, before it is refused.",
+    )
+    max_attempts: int = Field(
+        default=3, ge=1, description="Placements of a request that may fail where they are computed."
+    )
+    max_interruptions: int = Field(
+        default=8, ge=1, description="Placements of a request that may fail because of their peers."
+    )
+    pool_grace_s: float = Field(
+        default=30.0, ge=0, description="Seconds that requests wait for workers while no pair can serve."
+    )
+    worker_silence_s: float = Field(
+        default=4.0,
+        ge=1.5,  # three beats of a worker
+        description="Seconds without news after which a worker is lost.",
+    )
+    local_prefill: bool = Field(
+        default=False, description="Let decode workers compute prompts themselves where that is better."
+    )
 
 
-class RouterConfig(ProcessConfig):
+class RouterConfig(Limits, ProcessConfig):
     """What a router is told. Never changes afterwards."""
 
     model: str = Field(description="A Hugging Face directory, a GGUF file, or a name from the catalog.")
@@ -40,9 +72,6 @@ class RouterConfig(ProcessConfig):
         "link",
         description="How the router hears which prefixes workers hold: on their links, where they publish, or not.",
     )
-    local_prefill: bool = Field(
-        _LIMITS.local_prefill, description="Let decode workers compute prompts themselves where that is better."
-    )
     profile: Path | None = Field(
         None, description="Measured step costs to start from (`pdserve profile` writes them); they are learnt anyway."
     )
@@ -50,49 +79,12 @@ class RouterConfig(ProcessConfig):
     max_model_len: int | None = Field(
         None, ge=1, description="Longest sequence, prompt and answer; by default what all workers can hold."
     )
-    max_num_requests: int | None = Field(
-        _LIMITS.max_num_requests,
-        ge=1,
-        description="Requests placed at once; by default twice what the attached decode workers decode at once.",
-    )
-    max_num_held: int = Field(_LIMITS.max_num_held, ge=0, description="Requests that wait for a place.")
-    max_hold_s: float = Field(
-        _LIMITS.max_hold_s,
-        ge=0,
-        description="Seconds that a request with objectives waits for room that keeps them, before it is refused.",
-    )
-    max_attempts: int = Field(
-        _LIMITS.max_attempts, ge=1, description="Placements of a request that may fail where they are computed."
-    )
-    max_interruptions: int = Field(
-        _LIMITS.max_interruptions, ge=1, description="Placements of a request that may fail because of their peers."
-    )
-    pool_grace_s: float = Field(
-        _LIMITS.pool_grace_s, ge=0, description="Seconds that requests wait for workers while no pair can serve."
-    )
-    worker_silence_s: float = Field(
-        _LIMITS.worker_silence_s,
-        ge=1.5,  # three beats of a worker
-        description="Seconds without news after which a worker is lost.",
-    )
     max_deadline_ms: int = Field(600_000, ge=1, lt=2**32, description="Milliseconds a request may take at most.")
     max_unsent_bytes: int = Field(
         65536, ge=1024, description="Bytes of an answer that may wait for its client to read."
     )
     max_num_tokenizing: int = Field(64, ge=1, description="Prompts that are or wait to be tokenized.")
     tokenize_timeout_s: float = Field(10.0, gt=0, description="Seconds that tokenizing a prompt may take.")
-
-    def limits(self) -> Limits:
-        return Limits(
-            max_num_requests=self.max_num_requests,
-            max_num_held=self.max_num_held,
-            max_hold_s=self.max_hold_s,
-            max_attempts=self.max_attempts,
-            max_interruptions=self.max_interruptions,
-            pool_grace_s=self.pool_grace_s,
-            worker_silence_s=self.worker_silence_s,
-            local_prefill=self.local_prefill,
-        )
 
     def start_costs(self) -> StepCosts | None:
         """Return the profile's step costs, if one is named."""

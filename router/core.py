@@ -10,6 +10,7 @@ from pdserve.errors import InvariantError, Status
 from pdserve.ids import RequestId
 from pdserve.router.admission import SHUTTING_DOWN, Admission
 from pdserve.router.alarms import Alarms, DeadlineDue, LookDue, RetryDue
+from pdserve.router.config import Limits
 from pdserve.router.delivery import Delivery
 from pdserve.router.events import (
     AttemptFailed,
@@ -20,7 +21,6 @@ from pdserve.router.events import (
     DrainAsked,
     Event,
     KvChanged,
-    Limits,
     LinkId,
     LinkLost,
     LoadReported,
@@ -28,6 +28,7 @@ from pdserve.router.events import (
     PairMeasured,
     ProcessEnded,
     Refused,
+    Registration,
     RequestArrived,
     SendDrain,
     ShutdownAsked,
@@ -38,7 +39,6 @@ from pdserve.router.events import (
     Tick,
     Warn,
     WorkerEvent,
-    WorkerRegistered,
 )
 from pdserve.router.forecast import Forecast
 from pdserve.router.membership import Membership
@@ -98,7 +98,7 @@ class RouterCore:
         return self.placements.take_commands()
 
     def _handle_worker(self, event: WorkerEvent, now_s: float) -> None:  # noqa: C901 - one match
-        if isinstance(event, WorkerRegistered):
+        if isinstance(event, Registration):
             self._membership.register(event, now_s)
             return
         worker = self.workers.get(event.link)

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt
 from pdserve.reports import Stage
-from pdserve.router.deltas import TokenDelta
-from pdserve.router.events import Deliver, StageReached
+from pdserve.router.events import Deliver, StageReached, TokenDelta
 from pdserve.router.placements import Placements
 from pdserve.router.request import Placement, Request, Sequence
 from pdserve.router.view import WorkerView

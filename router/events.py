@@ -3,7 +3,7 @@
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NewType
+from typing import NewType, Protocol
 
 from pdserve.errors import Refusal, Status
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
@@ -12,7 +12,6 @@ from pdserve.kvlayout import KvLayout
 from pdserve.load import ReportedLoad
 from pdserve.perfmodel.curve import IDLE, Step
 from pdserve.reports import Failure, Stage
-from pdserve.router.deltas import TokenDelta
 from pdserve.router.timeline import Ledger, Usage
 from pdserve.sampling import SamplingParams
 from pdserve.values import value
@@ -27,8 +26,9 @@ class Role(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """Who a worker is and what it can hold."""
+    """Who a worker is and what it can hold: its first message on a link, and again when it has finished loading."""
 
+    link: LinkId
     worker_id: WorkerId
     incarnation: Incarnation
     role: Role
@@ -83,17 +83,32 @@ class StopStringFound:
 
 
 @value
-class WorkerRegistered:
-    """A worker's first words on a link, or news of itself: it has finished loading."""
-
-    link: LinkId
-    registration: Registration
-
-
-@value
 class LoadReported:
     link: LinkId
     load: ReportedLoad
+
+
+class TokenDelta(Protocol):
+    """Tokens of one sequence, as they came off the wire.
+
+    The one place where a protobuf message passes through the core: copying 256 of them a step into values of our
+    own would cost a third of the step's budget. `logprobs` is opaque; `finish_reason` is 0 until the sequence ends.
+    """
+
+    @property
+    def request_id(self) -> bytes: ...
+    @property
+    def attempt(self) -> int: ...
+    @property
+    def index(self) -> int: ...
+    @property
+    def position(self) -> int: ...
+    @property
+    def token_ids(self) -> Seq[int]: ...
+    @property
+    def logprobs(self) -> Seq[object]: ...
+    @property
+    def finish_reason(self) -> int: ...
 
 
 @value
@@ -189,20 +204,10 @@ ClientEvent = RequestArrived | ClientGone | ClientTooSlow | StopStringFound
 
 
 WorkerEvent = (  # the most frequent first: that is how isinstance looks for them
-    StepReported | StageReached | LoadReported | AttemptFailed | KvChanged | PairMeasured | WorkerRegistered | LinkLost
+    StepReported | StageReached | LoadReported | AttemptFailed | KvChanged | PairMeasured | Registration | LinkLost
 )
 OperatorEvent = ProcessEnded | DrainAsked | ShutdownAsked | ShutdownDue | Tick
 Event = ClientEvent | WorkerEvent | OperatorEvent
-
-
-@value
-class Address:
-    """A worker, as a command names it."""
-
-    link: LinkId
-    worker_id: WorkerId
-    incarnation: Incarnation
-    handoff_address: str
 
 
 @value
@@ -225,8 +230,8 @@ class Place:
     """Send Prefill to one worker and Decode to the other, neither waiting for the other. One of them is there."""
 
     spec: SequenceSpec
-    prefill: Address | None  # None: the decode worker computes the prompt itself
-    decode: Address | None  # None: the first token ends the request
+    prefill: Registration | None  # None: the decode worker computes the prompt itself
+    decode: Registration | None  # None: the first token ends the request
 
 
 @value
@@ -301,17 +306,3 @@ class Warn:
 
 
 Command = Place | CancelAttempt | SendDrain | SendProcessGone | DropLink | Deliver | End | Warn
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """Bounds of everything the core keeps."""
-
-    max_num_requests: int | None = None  # placed at once; None: twice what the decode workers decode at once
-    max_num_held: int = 1024
-    max_attempts: int = 3  # that fail where they are computed
-    max_interruptions: int = 8  # by others: a hand-off that failed, a peer that was lost, a worker without room
-    pool_grace_s: float = 30.0  # that requests wait for workers while no pair can serve
-    max_hold_s: float = 0.02  # since its arrival a request waits for room that keeps its objectives; then it is refused
-    worker_silence_s: float = 4.0
-    local_prefill: bool = False  # whether decode workers may compute prompts themselves

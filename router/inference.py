@@ -2,19 +2,18 @@
 
 import asyncio
 import secrets
-from dataclasses import dataclass
 from typing import TypeAlias
 
 import grpc
 
-from pdserve.checkpoint.checkpoint import GenerationDefaults
 from pdserve.errors import RequestError, Status
 from pdserve.ids import RequestId, new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceServicer
 from pdserve.router.answer import Answer
+from pdserve.router.config import RouterConfig
 from pdserve.router.events import Refused, RequestArrived
-from pdserve.router.prompts import Prompts, Tokenizer
+from pdserve.router.prompts import Prompts, ServedModel
 from pdserve.router.shell import Shell
 from pdserve.router.validation import Terms, check_model, check_terms, fitted
 from pdserve.rpc import abort
@@ -25,36 +24,14 @@ GenerateContext: TypeAlias = "grpc.aio.ServicerContext[inference.GenerateRequest
 CODES = {status: grpc.StatusCode[status.value] for status in Status}
 
 
-@dataclass(frozen=True, slots=True)
-class EndpointLimits:
-    """Bounds of what the endpoint takes on."""
-
-    max_model_len: int | None  # None: what the model and all workers can hold
-    max_deadline_ms: int
-    max_unsent_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """The model as clients see it."""
-
-    name: str
-    max_model_len: int  # by its own config
-    vocab_size: int
-    defaults: GenerationDefaults
-
-
 class InferenceEndpoint(InferenceServiceServicer):
     """Checks and tokenizes requests, hands them to the core, and writes the answers."""
 
-    def __init__(
-        self, shell: Shell, model: ServedModel, tokenizer: Tokenizer, prompts: Prompts, limits: EndpointLimits
-    ) -> None:
+    def __init__(self, shell: Shell, model: ServedModel, prompts: Prompts, config: RouterConfig) -> None:
         self._shell = shell
         self._model = model
-        self._tokenizer = tokenizer
         self._prompts = prompts
-        self._limits = limits
+        self._config = config
 
     async def Generate(  # type: ignore[override]  # replies are written to the context  # noqa: N802
         self, request: inference.GenerateRequest, context: GenerateContext
@@ -92,7 +69,7 @@ class InferenceEndpoint(InferenceServiceServicer):
     async def _admit(self, request: inference.GenerateRequest, context: GenerateContext, received_s: float) -> Answer:
         check_model(request, self._model.name)
         model, seed = self._model, secrets.randbits(64)
-        terms = check_terms(request, model.vocab_size, seed, self._limits.max_deadline_ms, model.defaults)
+        terms = check_terms(request, model.vocab_size, seed, self._config.max_deadline_ms, model.defaults)
         deadline_s = received_s + min(terms.deadline_s, _time_remaining_s(context))
         token_ids = await self._prompts.token_ids(request, self._max_model_len(), deadline_s - received_s)
         params = fitted(len(token_ids), terms, self._max_model_len())
@@ -113,14 +90,14 @@ class InferenceEndpoint(InferenceServiceServicer):
 
     def _answer(self, request_id: RequestId, terms: Terms) -> Answer:
         outputs = [
-            OutputText(self._tokenizer.detokenizer(at_start=False), terms.stops, terms.params.min_tokens)
+            OutputText(self._model.tokenizer.detokenizer(at_start=False), terms.stops, terms.params.min_tokens)
             for _ in range(terms.params.n)
         ]
-        return Answer(request_id, outputs, self._limits.max_unsent_bytes)
+        return Answer(request_id, outputs, self._config.max_unsent_bytes)
 
     def _max_model_len(self) -> int:
         of_workers = self._shell.core.workers.max_model_len()
-        known = (self._model.max_model_len, self._limits.max_model_len, of_workers)
+        known = (self._model.max_model_len, self._config.max_model_len, of_workers)
         return min(length for length in known if length is not None)
 
     async def ListModels(  # noqa: N802
@@ -131,7 +108,7 @@ class InferenceEndpoint(InferenceServiceServicer):
             name=self._model.name,
             max_model_len=self._max_model_len(),
             vocab_size=self._model.vocab_size,
-            has_chat_template=self._prompts.has_chat_template,
+            has_chat_template=self._model.chat is not None,
         )
         return inference.ListModelsResponse(models=[model])
 

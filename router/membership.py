@@ -13,16 +13,15 @@ from typing import NamedTuple
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.router.admission import Admission
+from pdserve.router.config import Limits
 from pdserve.router.events import (
     DropLink,
-    Limits,
     LinkId,
     ProcessEnded,
     Registration,
     Role,
     SendProcessGone,
     Warn,
-    WorkerRegistered,
 )
 from pdserve.router.placement import peerless
 from pdserve.router.placements import Placements
@@ -81,9 +80,9 @@ class Membership:
 
     # ---- workers that come
 
-    def register(self, event: WorkerRegistered, now_s: float) -> None:
+    def register(self, registration: Registration, now_s: float) -> None:
         """Attach a worker, or take its news of itself."""
-        link, registration = event.link, event.registration
+        link = registration.link
         worker = self._workers.get(link)
         if worker is None:
             refusal = self._processes.refusal(registration.worker_id, registration.incarnation)
@@ -93,7 +92,7 @@ class Membership:
                 return
             self._drop_namesake(registration, now_s)
         try:
-            registered = self._workers.register(link, registration, now_s)
+            registered = self._workers.register(registration, now_s)
         except ProtocolError as error:
             self.drop(self._workers.known(link), str(error), now_s, error.refusal)
             return

@@ -6,7 +6,8 @@ from pdserve.errors import InvariantError, Status
 from pdserve.ids import RequestId
 from pdserve.perfmodel.curve import attention_work
 from pdserve.reports import Stage
-from pdserve.router.events import CancelAttempt, Command, End, Finished, Limits, Place, Refused
+from pdserve.router.config import Limits
+from pdserve.router.events import CancelAttempt, Command, End, Finished, Place, Refused, Registration
 from pdserve.router.forecast import Forecast, Prompt
 from pdserve.router.placement import Decision, Placed, Policy, Unserved, decide
 from pdserve.router.request import Placement, Request
@@ -88,7 +89,7 @@ class Placements:
         self.forecast.note_placed(prefill, decode, request.names, prompt, now_s)
         self.num_placed += 1
         self.num_replaced += placement.attempt > 0
-        self.emit(Place(spec, None if prefill is None else prefill.address, None if decode is None else decode.address))
+        self.emit(Place(spec, _registration(prefill), _registration(decode)))
 
     def release_prefill(self, placement: Placement) -> None:
         """Note that the decode worker goes on without the prefill worker."""
@@ -151,3 +152,7 @@ class Placements:
         if self.workers.get(worker.link) is worker:
             told = () if len(indices) == len(request.sequences) else indices
             self.emit(CancelAttempt(worker.link, request.request_id, placement.attempt, told))
+
+
+def _registration(worker: WorkerView | None) -> Registration | None:
+    return None if worker is None else worker.registration

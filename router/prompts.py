@@ -4,8 +4,10 @@ import asyncio
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Protocol
 
+from pdserve.checkpoint.checkpoint import GenerationDefaults
 from pdserve.errors import RequestError, Status, invalid
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.text.chat import ChatMessage
@@ -28,29 +30,27 @@ class ChatTemplate(Protocol):
     def render(self, messages: Seq[ChatMessage]) -> str: ...
 
 
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the router needs of a model: everything but its weights."""
+
+    name: str
+    max_model_len: int  # by its own config
+    vocab_size: int  # may be less than the tokenizer knows
+    defaults: GenerationDefaults
+    tokenizer: Tokenizer
+    chat: ChatTemplate | None
+
+
 class Prompts:
     """Tokenizes prompts of one model, a bounded number at a time."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        chat: ChatTemplate | None,
-        vocab_size: int,
-        max_num_tokenizing: int,
-        timeout_s: float,
-    ) -> None:
-        """Tokenize for a model of `vocab_size` tokens, which may be fewer than the tokenizer knows."""
-        self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._chat = chat
+    def __init__(self, model: ServedModel, max_num_tokenizing: int, timeout_s: float) -> None:
+        self._model = model
         self._max_num_tokenizing = max_num_tokenizing
         self._timeout_s = timeout_s
         self._num_tokenizing = 0
         self._threads = ThreadPoolExecutor(NUM_THREADS, "tokenize")
-
-    @property
-    def has_chat_template(self) -> bool:
-        return self._chat is not None
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -65,7 +65,7 @@ class Prompts:
                     raise invalid("text", "it is empty, at least 1 character is needed")
                 return await self._in_thread(request, self._encode_text, remaining_s)
             case "chat":
-                if self._chat is None:
+                if self._model.chat is None:
                     raise invalid("chat", "the model has no chat template; send text or token_ids")
                 return await self._in_thread(request, self._encode_chat, remaining_s)
             case _:
@@ -84,19 +84,19 @@ class Prompts:
 
     def _in_vocabulary(self, ids: TokenIds, field: str) -> TokenIds:
         """Return the ids; RequestError naming the first that the model has no embedding for."""
-        if largest(ids) >= self._vocab_size:
-            position, token_id = next((place, i) for place, i in enumerate(ids) if i >= self._vocab_size)
-            limit = self._vocab_size - 1
+        if largest(ids) >= self._model.vocab_size:
+            position, token_id = next((place, i) for place, i in enumerate(ids) if i >= self._model.vocab_size)
+            limit = self._model.vocab_size - 1
             raise invalid(field, f"token id {token_id} at position {position} is outside [0, {limit}]")
         return ids
 
     def _encode_text(self, request: inference.GenerateRequest) -> TokenIds:
-        return self._in_vocabulary(pack(self._tokenizer.encode(request.text, add_special=True)), "text")
+        return self._in_vocabulary(pack(self._model.tokenizer.encode(request.text, add_special=True)), "text")
 
     def _encode_chat(self, request: inference.GenerateRequest) -> TokenIds:
         messages = [ChatMessage(message.role, message.content) for message in request.chat.messages]
-        assert self._chat is not None
-        ids = self._tokenizer.encode(self._chat.render(messages), add_special=False)
+        assert self._model.chat is not None
+        ids = self._model.tokenizer.encode(self._model.chat.render(messages), add_special=False)
         return self._in_vocabulary(pack(ids), "chat")
 
     async def _in_thread(self, request: inference.GenerateRequest, encode: Encode, remaining_s: float) -> TokenIds:

@@ -12,8 +12,7 @@ from math import inf
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt, Incarnation, WorkerId
 from pdserve.reports import Stage
-from pdserve.router.deltas import TokenDelta
-from pdserve.router.events import LinkId, RequestArrived, SequenceSpec
+from pdserve.router.events import LinkId, RequestArrived, SequenceSpec, TokenDelta
 from pdserve.router.fairness import Counter
 from pdserve.router.pages import Names
 from pdserve.router.placement import Demand

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from pdserve.errors import Status
 from pdserve.reports import Failure
 from pdserve.router.alarms import Alarms, RetryDue
-from pdserve.router.events import AttemptFailed, Limits, LinkId, Refused, Warn
+from pdserve.router.config import Limits
+from pdserve.router.events import AttemptFailed, LinkId, Refused, Warn
 from pdserve.router.placement import Held, Placed, Unserved
 from pdserve.router.placements import Placements
 from pdserve.router.request import Loss, Placement, Process, Request

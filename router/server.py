@@ -27,11 +27,11 @@ from pdserve.router.config import RouterConfig
 from pdserve.router.core import RouterCore
 from pdserve.router.events import KvChanged, Role, ShutdownAsked, ShutdownDue
 from pdserve.router.forecast import Forecast
-from pdserve.router.inference import EndpointLimits, InferenceEndpoint, ServedModel
+from pdserve.router.inference import InferenceEndpoint
 from pdserve.router.kv_subscriber import KvSubscriber, Source
 from pdserve.router.links import Follow, Links
 from pdserve.router.policies import POLICIES
-from pdserve.router.prompts import ChatTemplate, Prompts, Tokenizer
+from pdserve.router.prompts import Prompts, ServedModel
 from pdserve.router.shell import Shell, WorkerStream
 from pdserve.router.sizes import HARD_LIMIT_BYTES, LimitSizes
 from pdserve.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, check_bind, listen, read_secret, server_options
@@ -44,15 +44,6 @@ LAST_WORDS_S = 1.0  # for replies and statuses that are on their way when the se
 
 
 @dataclass(frozen=True, slots=True)
-class TextModel:
-    """What the router needs of a model: everything but its weights."""
-
-    served: ServedModel
-    tokenizer: Tokenizer
-    chat: ChatTemplate | None
-
-
-@dataclass(frozen=True, slots=True)
 class Addresses:
     """Where a router listens, host:port."""
 
@@ -62,14 +53,14 @@ class Addresses:
 
 async def serve(config: RouterConfig) -> None:
     """Serve until SIGTERM or SIGINT, then finish what runs and return."""
-    model = await asyncio.to_thread(load_text_model, config)
+    model = await asyncio.to_thread(load_model, config)
     stop = asyncio.Event()
     limit_s = config.drain_timeout_s + 2 * LAST_WORDS_S  # clients are told of what is ended after drain_timeout_s
     with drain_on_signals(asyncio.get_running_loop(), stop.set, limit_s):
         await run(config, model, stop)
 
 
-def load_text_model(config: RouterConfig) -> TextModel:
+def load_model(config: RouterConfig) -> ServedModel:
     """Read the model's config, tokenizer and chat template."""
     checkpoint = open_checkpoint(resolve_model(config.model))
     tokenizer = checkpoint.tokenizer()
@@ -80,35 +71,32 @@ def load_text_model(config: RouterConfig) -> TextModel:
             defaults = checkpoint.generation.within(vocab_size)
         if defaults != NO_DEFAULTS:
             logger.info("sampling defaults of the model's generation_config.json: %s", defaults.sampling())
-    served = ServedModel(
+    return ServedModel(
         name=config.served_model_name or checkpoint.name,
         max_model_len=checkpoint.config.max_position_embeddings,
         vocab_size=vocab_size,
         defaults=defaults,
+        tokenizer=tokenizer,
+        chat=checkpoint.chat(),
     )
-    return TextModel(served, tokenizer, checkpoint.chat())
 
 
 async def run(
     config: RouterConfig,
-    model: TextModel,
+    model: ServedModel,
     stop: asyncio.Event,
     on_ready: Callable[[Addresses], None] = lambda _: None,
 ) -> None:
     """Serve a model until `stop` is set, then drain. `on_ready` is told where, as is the ready file."""
-    limits = config.limits()
     start = config.start_costs()
     forecast = Forecast(dict.fromkeys(Role, start) if start else None)
-    core = RouterCore(model.served.name, limits, POLICIES[config.policy](forecast), forecast)
+    core = RouterCore(model.name, config, POLICIES[config.policy](forecast), forecast)
     shell = Shell(core, MonotonicClock())
-    prompts = Prompts(
-        model.tokenizer, model.chat, model.served.vocab_size, config.max_num_tokenizing, config.tokenize_timeout_s
-    )
-    endpoint_limits = EndpointLimits(config.max_model_len, config.max_deadline_ms, config.max_unsent_bytes)
-    endpoint = InferenceEndpoint(shell, model.served, model.tokenizer, prompts, endpoint_limits)
+    prompts = Prompts(model, config.max_num_tokenizing, config.tokenize_timeout_s)
+    endpoint = InferenceEndpoint(shell, model, prompts, config)
     servicer = health.aio.HealthServicer()
     await servicer.set("", HealthCheckResponse.SERVING)
-    public, internal = _public_server(endpoint, servicer), _internal_server(config, shell, model.served.name)
+    public, internal = _public_server(endpoint, servicer), _internal_server(config, shell, model.name)
     check_bind(config.host, has_identity=False)
     addresses = Addresses(
         public=listen(public, config.host, config.port, "port"),
@@ -123,7 +111,7 @@ async def run(
             with ReadyFile(config.ready_file) as ready:
                 ready.write(json.dumps(asdict(addresses)))
                 on_ready(addresses)
-                logger.info("serving %s on %s, workers on %s", model.served.name, addresses.public, addresses.internal)
+                logger.info("serving %s on %s, workers on %s", model.name, addresses.public, addresses.internal)
                 await stop.wait()
             await servicer.enter_graceful_shutdown()
             await _drain(shell, config.drain_timeout_s)

@@ -9,7 +9,7 @@ from pdserve.ids import Attempt, RequestId
 from pdserve.kvlayout import KvLayout
 from pdserve.load import LoadPart, ReportedLoad
 from pdserve.router.answers import Batch
-from pdserve.router.events import Address, LinkId, Registration, Role, StepReported
+from pdserve.router.events import LinkId, Registration, Role, StepReported
 from pdserve.router.prompt_order import PromptOrder
 from pdserve.values import value
 
@@ -51,8 +51,8 @@ class RunningStep:
 class WorkerView:
     """One attached worker."""
 
-    def __init__(self, link: LinkId, registration: Registration, now_s: float) -> None:
-        self.link = link
+    def __init__(self, registration: Registration, now_s: float) -> None:
+        self.link = registration.link
         self.registration = registration
         self.name: str = registration.worker_id  # who registers again under another name or role is dropped
         self.role = registration.role
@@ -75,11 +75,6 @@ class WorkerView:
 
     def __repr__(self) -> str:
         return f"WorkerView({self.name})"
-
-    @property
-    def address(self) -> Address:
-        told = self.registration
-        return Address(self.link, told.worker_id, told.incarnation, told.handoff_address)
 
     @property
     def max_num_tokens(self) -> int:
@@ -297,12 +292,12 @@ class Workers:
     def named(self, worker_id: str) -> WorkerView | None:
         return next((worker for worker in self if worker.name == worker_id), None)
 
-    def register(self, link: LinkId, registration: Registration, now_s: float) -> WorkerView:
+    def register(self, registration: Registration, now_s: float) -> WorkerView:
         """Attach a worker, or take its news of itself; ProtocolError where it claims to be somebody else now."""
         self._pools.clear()
-        worker = self._by_link.get(link)
+        worker = self._by_link.get(registration.link)
         if worker is None:
-            worker = self._by_link[link] = WorkerView(link, registration, now_s)
+            worker = self._by_link[registration.link] = WorkerView(registration, now_s)
             worker.kind = self._kind(registration)
             return worker
         before = worker.registration

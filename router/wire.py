@@ -31,7 +31,6 @@ from pdserve.router.events import (
     StageReached,
     StepReported,
     WorkerEvent,
-    WorkerRegistered,
 )
 from pdserve.router.timeline import Ledger, Usage
 from pdserve.sampling import SamplingParams
@@ -75,7 +74,7 @@ def _worker_event(link_id: LinkId, message: link.AttachRequest, kind: str | None
         case "kv_events":
             return KvChanged(link_id, kvevents.decode(_NO_NUMBER, message.kv_events.batch).events)
         case "register":
-            return WorkerRegistered(link_id, _registration(message.register))
+            return _registration(link_id, message.register)
         case _:
             raise ProtocolError("message: none of those that a worker sends")
 
@@ -127,7 +126,7 @@ def _failed(link_id: LinkId, failed: link.Failed) -> AttemptFailed:
     return AttemptFailed(link_id, RequestId(failed.request_id), Attempt(failed.attempt), failure, failed.detail)
 
 
-def _registration(told: link.Register) -> Registration:
+def _registration(link_id: LinkId, told: link.Register) -> Registration:
     role = _ROLES.get(told.role)
     if role is None:
         raise ProtocolError(f"register.role: {told.role} is unknown")
@@ -140,6 +139,7 @@ def _registration(told: link.Register) -> Registration:
     if told.ready and not (told.max_num_seqs and told.max_model_len):
         raise ProtocolError("register: max_num_seqs and max_model_len have to be over 0")
     return Registration(
+        link=link_id,
         worker_id=WorkerId(told.worker_id),
         incarnation=Incarnation(told.incarnation),
         role=role,

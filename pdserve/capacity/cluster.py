@@ -34,6 +34,7 @@ from pdserve.perfmodel.profile import Profile
 from pdserve.prefill_worker import events as prefill_events
 from pdserve.prefill_worker.core import PrefillCore
 from pdserve.router import events as router_events
+from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
 from pdserve.router.events import (
     CancelAttempt,
@@ -41,13 +42,11 @@ from pdserve.router.events import (
     Deliver,
     End,
     Event,
-    Limits,
     LinkId,
     Place,
     Registration,
     Role,
     StepReported,
-    WorkerRegistered,
 )
 from pdserve.router.forecast import Forecast
 from pdserve.router.policies import POLICIES
@@ -263,6 +262,7 @@ class SimCluster:
         # One head whose width makes a page as large as the profile says.
         layout = KvLayout("simulated", 1, 1, self._profile.kv_bytes_per_token // 4, self._page_size, "bfloat16")
         registration = Registration(
+            link=link,
             worker_id=peer.worker_id,
             incarnation=peer.incarnation,
             role=role,
@@ -278,7 +278,7 @@ class SimCluster:
             host="simulated" if self._machine else "",
         )
         for router in self._routers.values():
-            self._post(router, WorkerRegistered(link, registration))
+            self._post(router, registration)
 
     def _perform(self, worker: SimWorker, commands: Sequence[object], steps: Steps | None) -> None:
         member = self._by_name[worker.name]

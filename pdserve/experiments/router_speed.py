@@ -7,10 +7,10 @@ from pdserve.ids import Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.perfmodel.curve import Step
 from pdserve.reports import Stage
+from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
 from pdserve.router.events import (
     Command,
-    Limits,
     LinkId,
     Place,
     Registration,
@@ -18,7 +18,6 @@ from pdserve.router.events import (
     Role,
     StageReached,
     StepReported,
-    WorkerRegistered,
 )
 from pdserve.router.forecast import Forecast
 from pdserve.router.policies import POLICIES
@@ -53,8 +52,8 @@ class RouterSpeed:
             role = Role.PREFILL if number < num_prefill else Role.DECODE
             name = WorkerId(f"{role.value}{number}")
             link = LinkId(number + 1)
-            told = Registration(name, Incarnation(link), role, 1, True, "m", _LAYOUT, 10_000, 256, 100_000, name, 2048)
-            self._core.handle(WorkerRegistered(link, told), 0.0)
+            process = link, name, Incarnation(link), role
+            self._core.handle(Registration(*process, 1, True, "m", _LAYOUT, 10_000, 256, 100_000, name, 2048), 0.0)
 
     def measure(self, num_requests: int) -> tuple[float, float]:
         """Return placements per second of one core's time, and microseconds of the rest of a request's life."""

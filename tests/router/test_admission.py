@@ -7,7 +7,8 @@ from pdserve.errors import Status
 from pdserve.ids import RequestId
 from pdserve.reports import Stage
 from pdserve.router.admission import MAX_OVERTAKEN
-from pdserve.router.events import Limits, LinkId
+from pdserve.router.config import Limits
+from pdserve.router.events import LinkId
 
 PATIENT = 1e9
 

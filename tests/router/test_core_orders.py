@@ -4,7 +4,7 @@ nothing is left, and each decision's score is between 0 and 1."""
 import zlib
 from collections import deque
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
 from hypothesis import given, settings
@@ -15,6 +15,7 @@ from pdserve.load import ReportedLoad
 from pdserve.perfmodel.curve import Step
 from pdserve.perfmodel.model import ENOUGH_STEPS
 from pdserve.reports import Failure, Stage
+from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
 from pdserve.router.events import (
     AttemptFailed,
@@ -26,7 +27,6 @@ from pdserve.router.events import (
     End,
     Event,
     Finished,
-    Limits,
     LinkId,
     LinkLost,
     LoadReported,
@@ -42,7 +42,6 @@ from pdserve.router.events import (
     StepReported,
     StopStringFound,
     Tick,
-    WorkerRegistered,
 )
 from pdserve.router.forecast import Forecast
 from pdserve.router.placement import Decision, Demand, Group, Placed
@@ -133,7 +132,7 @@ class World:
         """With `local`, decode workers may compute prompts themselves."""
         forecast = Forecast()
         self._policy, self._compares = POLICIES[policy](forecast), policy != "round_robin"
-        self.core = RouterCore("m", replace(LIMITS, local_prefill=local), self._decide, forecast)
+        self.core = RouterCore("m", LIMITS.model_copy(update={"local_prefill": local}), self._decide, forecast)
         self.now_s = 0.0
         self.workers: dict[LinkId, Worker] = {}
         self.clients: dict[RequestId, Client] = {}
@@ -198,10 +197,10 @@ class World:
         self._num_links += 1
         link = LinkId(self._num_links)
         registration = Registration(
-            WorkerId(worker_id), Incarnation(self._num_links), role, 1, True, "m", LAYOUT, 100, 8, 1000, "a"
+            link, WorkerId(worker_id), Incarnation(self._num_links), role, 1, True, "m", LAYOUT, 100, 8, 1000, "a"
         )
         self.workers[link] = Worker(link, role, registration)
-        self.post(WorkerRegistered(link, registration))
+        self.post(registration)
         step = Step(3, 9) if role is Role.PREFILL else Step(sequences=1, kv_tokens=4)
         for _ in range(ENOUGH_STEPS):  # so that a policy may refuse for an objective's sake
             self.post(StepReported(link, [], step, STEP_S))

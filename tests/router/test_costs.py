@@ -7,7 +7,7 @@ from goodput_cluster import Cluster, placed
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.perfmodel.curve import Step
 from pdserve.router.costs import MAX_KINDS
-from pdserve.router.events import LinkId, LinkLost, StepReported, WorkerRegistered
+from pdserve.router.events import LinkId, LinkLost, StepReported
 from pdserve.router.view import WorkerView
 
 
@@ -15,8 +15,8 @@ def attach(cluster: Cluster, name: str, device: str) -> WorkerView:
     """Attach a worker like another of its role, but for its device."""
     like = next(worker for worker in cluster.core.workers if worker.name[0] == name[0])
     link = cluster.links[name] = LinkId(len(cluster.links) + 1)
-    told = replace(like.registration, worker_id=WorkerId(name), incarnation=Incarnation(link), device=device)
-    cluster.post(WorkerRegistered(link, told))
+    told = replace(like.registration, link=link, worker_id=WorkerId(name), incarnation=Incarnation(link), device=device)
+    cluster.post(told)
     return cluster.core.workers.known(link)
 
 

@@ -10,7 +10,7 @@ from pdserve.checkpoint.checkpoint import GenerationDefaults
 from pdserve.errors import ConfigError
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.config import RouterConfig
-from pdserve.router.server import load_text_model
+from pdserve.router.server import load_model
 
 PUBLISHED = GenerationDefaults(
     max_tokens=20, temperature=0.25, top_k=40, top_p=0.5, min_p=0.125, repetition_penalty=1.25
@@ -83,7 +83,7 @@ def model(tmp_path: Path) -> Path:
 
 def defaults_of(model: Path, secret_file: Path, **settings: object) -> GenerationDefaults:
     config = RouterConfig.model_validate({"model": str(model), "secret_file": secret_file, **settings})
-    return load_text_model(config).served.defaults
+    return load_model(config).defaults
 
 
 def test_a_router_reads_the_models_generation_config_unless_told_otherwise(model: Path, secret_file: Path) -> None:

@@ -8,7 +8,8 @@ from goodput_cluster import Cluster, placed, refused, refused_in_the_end
 from pdserve.errors import Status
 from pdserve.ids import Attempt, WorkerId
 from pdserve.perfmodel.curve import Step
-from pdserve.router.events import Limits, LinkLost, PairMeasured, Place, StepReported, Tick, Warn
+from pdserve.router.config import Limits
+from pdserve.router.events import LinkLost, PairMeasured, Place, StepReported, Tick, Warn
 from pdserve.router.forecast import Forecast
 from pdserve.router.policies import POLICIES
 from pdserve.router.prefixes import BLOCK

@@ -9,15 +9,14 @@ from pdserve.errors import Refusal, Status
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.load import LoadPart, ReportedLoad
 from pdserve.reports import Failure, Stage
+from pdserve.router.config import Limits
 from pdserve.router.events import (
     DropLink,
-    Limits,
     LinkLost,
     LoadReported,
     ProcessEnded,
     Refused,
     SendProcessGone,
-    WorkerRegistered,
 )
 
 
@@ -213,7 +212,7 @@ def test_a_worker_may_not_become_another() -> None:
     d = Driver()
     prefill, _ = d.pair()
     told = d.core.workers.known(prefill).registration
-    d.post(WorkerRegistered(prefill, replace(told, incarnation=Incarnation(7))))
+    d.post(replace(told, incarnation=Incarnation(7)))
     assert [c.link for c in d.last if isinstance(c, DropLink)] == [prefill]
 
 

@@ -25,8 +25,8 @@ KEY = RequestId(bytes(16)), Attempt(0)
 def worker(link: int, role: Role, host: str = "box") -> WorkerView:
     layout = KvLayout("w", 1, 1, 8, 16, "float32")
     name = WorkerId(f"w{link}")
-    told = Registration(name, Incarnation(link), role, 1, True, "m", layout, 1000, 32, 10_000, "", 512, host)
-    return WorkerView(LinkId(link), told, 0.0)
+    process = LinkId(link), name, Incarnation(link), role
+    return WorkerView(Registration(*process, 1, True, "m", layout, 1000, 32, 10_000, "", 512, host), 0.0)
 
 
 def run_alternately(machines: Machines, decode: WorkerView, prefill: WorkerView, busy_s: float, idle_s: float) -> float:

@@ -3,9 +3,10 @@
 import pytest
 from router_fakes import TEMPLATE, TOKENIZER
 
+from pdserve.checkpoint.checkpoint import NO_DEFAULTS
 from pdserve.errors import RequestError, Status
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.router.prompts import Prompts
+from pdserve.router.prompts import Prompts, ServedModel
 from pdserve.text.chat import ChatTemplate
 
 (SPACE,) = TOKENIZER.encode(" ", add_special=False)
@@ -14,7 +15,7 @@ Request = inference.GenerateRequest
 
 def prompts() -> Prompts:
     """Serve a model whose vocabulary ends before the tokenizer's."""
-    return Prompts(TOKENIZER, ChatTemplate(TEMPLATE, {}), SPACE, 4, 10.0)
+    return Prompts(ServedModel("m", 100, SPACE, NO_DEFAULTS, TOKENIZER, ChatTemplate(TEMPLATE, {})), 4, 10.0)
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ from router_driver import LAYOUT, LENGTH, PROMPT, Delta
 from pdserve.ids import Incarnation, RequestId, WorkerId
 from pdserve.perfmodel.curve import Step
 from pdserve.perfmodel.model import ENOUGH_STEPS
+from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
 from pdserve.router.events import (
     End,
     Event,
     Finished,
-    Limits,
     LinkId,
     Place,
     Refused,
@@ -24,7 +24,6 @@ from pdserve.router.events import (
     Role,
     StepReported,
     Tick,
-    WorkerRegistered,
 )
 from pdserve.router.fairness import TokenCounters
 from pdserve.router.forecast import Forecast
@@ -117,8 +116,8 @@ class Line:
         self.running: list[RequestId] = []
         self.ends: dict[RequestId, Finished | Refused] = {}
         for link, role in ((P, Role.PREFILL), (D, Role.DECODE)):
-            told = Registration(WorkerId(role.value), Incarnation(link), role, 1, True, "m", LAYOUT, 100, 8, 1000, "a")
-            self.post(WorkerRegistered(link, told))
+            process = link, WorkerId(role.value), Incarnation(link), role
+            self.post(Registration(*process, 1, True, "m", LAYOUT, 100, 8, 1000, "a"))
             for _ in range(ENOUGH_STEPS):  # so that a policy may refuse for an objective's sake
                 self.post(StepReported(link, [], Step(3, 9) if link == P else Step(0, 0, 1, 4), STEP_S))
 

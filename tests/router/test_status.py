@@ -11,8 +11,9 @@ from pdserve.kvlayout import KvLayout
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router.admin import AdminEndpoint
+from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
-from pdserve.router.events import Limits, Registration, Role, WorkerRegistered
+from pdserve.router.events import Registration, Role
 from pdserve.router.shell import Shell
 
 LAYOUT = KvLayout("w", 1, 1, 8, 16, "float32")
@@ -24,8 +25,8 @@ def cluster_of(num_pairs: int) -> AdminEndpoint:
     for role, letter in ((Role.PREFILL, "p"), (Role.DECODE, "d")):
         for number in range(num_pairs):
             stream, name = shell.open_stream(None), WorkerId(f"{letter}{number}")
-            told = Registration(name, Incarnation(1), role, 1, True, "m", LAYOUT, 100, 8, 1024, name)
-            shell.post(WorkerRegistered(stream.link_id, told))
+            told = Registration(stream.link_id, name, Incarnation(1), role, 1, True, "m", LAYOUT, 100, 8, 1024, name)
+            shell.post(told)
             if role is Role.PREFILL:
                 stream.pairs = {f"d{i}": link.PairMeasured(decode_worker_id=f"d{i}") for i in range(num_pairs)}
     return AdminEndpoint(shell, "r", "m")

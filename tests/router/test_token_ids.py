@@ -5,13 +5,15 @@ import asyncio
 import pytest
 from router_fakes import TOKENIZER
 
+from pdserve.checkpoint.checkpoint import NO_DEFAULTS
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
+from pdserve.kvlayout import KvLayout
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router import wire as router_wire
-from pdserve.router.events import Address, LinkId, Place, SequenceSpec
-from pdserve.router.prompts import SLICE_TOKENS, Prompts
+from pdserve.router.events import LinkId, Place, Registration, Role, SequenceSpec
+from pdserve.router.prompts import SLICE_TOKENS, Prompts, ServedModel
 from pdserve.sampling import SamplingParams
 from pdserve.token_ids import from_wire, largest, pack, to_wire
 from pdserve.worker import wire as worker_wire
@@ -34,8 +36,11 @@ def placement(token_ids: list[int]) -> link.AttachResponse:
         9.0,
         0,
     )
-    address = Address(LinkId(1), WorkerId("p0"), Incarnation(1), "")
-    router_wire.send_placement(Place(spec, address, None), lambda _, message: sent.append(message))
+    layout = KvLayout("w", 1, 1, 8, 16, "float32")
+    worker = Registration(
+        LinkId(1), WorkerId("p0"), Incarnation(1), Role.PREFILL, 1, True, "m", layout, 100, 8, 1000, ""
+    )
+    router_wire.send_placement(Place(spec, worker, None), lambda _, message: sent.append(message))
     (message,) = sent
     return message
 
@@ -64,7 +69,7 @@ def test_the_largest_of_token_ids_is_found_and_of_none_it_is_0() -> None:
 
 async def test_a_long_prompt_gives_others_their_turn() -> None:
     ids = inference.TokenIds(ids=range(8 * SLICE_TOKENS))
-    prompts = Prompts(TOKENIZER, None, len(ids.ids), 1, 1.0)
+    prompts = Prompts(ServedModel("m", 1, len(ids.ids), NO_DEFAULTS, TOKENIZER, None), 1, 1.0)
     reading = asyncio.create_task(prompts.token_ids(inference.GenerateRequest(token_ids=ids), len(ids.ids), 9.0))
     num_turns = 0
     while not reading.done():

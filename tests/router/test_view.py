@@ -18,8 +18,8 @@ BUDGET = 512
 
 def worker() -> WorkerView:
     layout = KvLayout("w", 1, 1, 8, 16, "float32")
-    told = Registration(WorkerId("p"), Incarnation(1), Role.PREFILL, 1, True, "m", layout, 1000, 32, 10_000, "", BUDGET)
-    return WorkerView(LinkId(1), told, 0.0)
+    process = LinkId(1), WorkerId("p"), Incarnation(1), Role.PREFILL
+    return WorkerView(Registration(*process, 1, True, "m", layout, 1000, 32, 10_000, "", BUDGET), 0.0)
 
 
 def key(number: int) -> PlacementKey:

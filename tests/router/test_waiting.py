@@ -5,12 +5,12 @@ from router_driver import LENGTH, Driver
 
 from pdserve.errors import Refusal, Status
 from pdserve.ids import Incarnation, WorkerId
+from pdserve.router.config import Limits
 from pdserve.router.events import (
     ClientGone,
     DrainAsked,
     DropLink,
     Finished,
-    Limits,
     LinkId,
     LinkLost,
     ProcessEnded,

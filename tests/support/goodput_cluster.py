@@ -5,11 +5,11 @@ import random
 from pdserve.ids import Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.perfmodel.curve import Curve, DecodePiece, Step, StepCosts
+from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
 from pdserve.router.events import (
     Command,
     End,
-    Limits,
     LinkId,
     Place,
     Refused,
@@ -18,7 +18,6 @@ from pdserve.router.events import (
     Role,
     StepReported,
     Tick,
-    WorkerRegistered,
 )
 from pdserve.router.forecast import Forecast
 from pdserve.router.policies import POLICIES
@@ -52,9 +51,9 @@ class Cluster:
         link = self.links[name] = LinkId(len(self.links) + 1)
         role = Role.PREFILL if name[0] == "p" else Role.DECODE
         registration = Registration(
-            WorkerId(name), Incarnation(link), role, 1, True, "m", LAYOUT, 1000, 32, 4096, name, 1024
+            link, WorkerId(name), Incarnation(link), role, 1, True, "m", LAYOUT, 1000, 32, 4096, name, 1024
         )
-        self.post(WorkerRegistered(link, registration))
+        self.post(registration)
 
     def teach(self) -> None:
         for name, link in self.links.items():

@@ -8,6 +8,7 @@ from pdserve.kvlayout import KvLayout
 from pdserve.perfmodel.curve import Step
 from pdserve.perfmodel.model import ENOUGH_STEPS
 from pdserve.reports import Failure, Stage
+from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
 from pdserve.router.events import (
     AttemptFailed,
@@ -17,7 +18,6 @@ from pdserve.router.events import (
     End,
     Event,
     Finished,
-    Limits,
     LinkId,
     Place,
     Refused,
@@ -27,7 +27,6 @@ from pdserve.router.events import (
     StageReached,
     StepReported,
     Tick,
-    WorkerRegistered,
 )
 from pdserve.router.forecast import Forecast
 from pdserve.router.policies import POLICIES
@@ -76,10 +75,9 @@ class Driver:
     def attach(self, name: str, *, incarnation: int = 1, **changes: object) -> LinkId:
         self._num_links += 1
         role = Role.PREFILL if name.startswith("p") else Role.DECODE
-        told = Registration(
-            WorkerId(name), Incarnation(incarnation), role, 1, True, "m", LAYOUT, 100, 8, 1000, f"{name}:1"
-        )
-        self.post(WorkerRegistered(LinkId(self._num_links), replace(told, **changes)))  # type: ignore[arg-type]
+        process = LinkId(self._num_links), WorkerId(name), Incarnation(incarnation), role
+        told = Registration(*process, 1, True, "m", LAYOUT, 100, 8, 1000, f"{name}:1")
+        self.post(replace(told, **changes))  # type: ignore[arg-type]
         return LinkId(self._num_links)
 
     def pair(self) -> tuple[LinkId, LinkId]:

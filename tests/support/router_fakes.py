@@ -26,8 +26,8 @@ from pdserve.proto.v1.admin_pb2_grpc import AdminServiceStub
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 from pdserve.proto.v1.link_pb2_grpc import LinkServiceStub
 from pdserve.router.config import RouterConfig
-from pdserve.router.inference import ServedModel
-from pdserve.router.server import Addresses, TextModel, run
+from pdserve.router.prompts import ServedModel
+from pdserve.router.server import Addresses, run
 from pdserve.rpc import INTERNAL_MESSAGE_BYTES, Metadata, channel_options, identify, read_secret
 from pdserve.text.chat import ChatTemplate
 from pdserve.text.tokenizer import Tokenizer
@@ -356,7 +356,7 @@ async def running_router(
         {"model": MODEL, "secret_file": secret_file, "port": 0, "internal_port": 0, **settings}
     )
     chat = None if template is None else ChatTemplate(template, {})
-    model = TextModel(ServedModel(MODEL, 4096, TOKENIZER.vocab_size, defaults), TOKENIZER, chat)
+    model = ServedModel(MODEL, 4096, TOKENIZER.vocab_size, defaults, TOKENIZER, chat)
     secret = read_secret(secret_file)
     ready: asyncio.Future[Addresses] = asyncio.get_running_loop().create_future()
     stop = asyncio.Event()

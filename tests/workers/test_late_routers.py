@@ -17,8 +17,8 @@ from pdserve.kvlayout import KvLayout
 from pdserve.kvlayout_wire import layout_to_proto
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.link_pb2_grpc import LinkServiceServicer, add_LinkServiceServicer_to_server
+from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
-from pdserve.router.events import Limits
 from pdserve.router.links import Links as WorkerEndpoint
 from pdserve.router.prefixes import block_names
 from pdserve.router.shell import Shell

@@ -13,7 +13,8 @@ from faultsim.scenario import Scenario
 from faultsim.world import ViolationError, World
 from pdserve.ids import Incarnation
 from pdserve.kvtransfer.session import Peer
-from pdserve.router.events import Limits, ProcessEnded
+from pdserve.router.config import Limits
+from pdserve.router.events import ProcessEnded
 
 MAX_GONE = 64  # ended processes that a launcher tells a router when it starts again
 

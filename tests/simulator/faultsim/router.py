@@ -14,6 +14,7 @@ from pdserve.errors import InvariantError, Refusal
 from pdserve.ids import Incarnation, RequestId
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router import wire
+from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
 from pdserve.router.events import (
     CancelAttempt,
@@ -23,7 +24,6 @@ from pdserve.router.events import (
     DropLink,
     Event,
     Finished,
-    Limits,
     LinkId,
     LinkLost,
     Place,
