@@ -2,15 +2,17 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 
 from pdserve.capacity.leaping import END, LeapingScheduler
 from pdserve.capacity.machine import Machine
 from pdserve.capacity.naming import QuickNames
-from pdserve.capacity.shape import Objective, Outcome, Run, Shape
+from pdserve.capacity.shape import Run, Shape
 from pdserve.capacity.telling import (
     LEDGER_ONLY,
     Delta,
     Told,
+    close,
     delta,
     heard_by_receiver,
     heard_by_sender,
@@ -19,7 +21,6 @@ from pdserve.capacity.telling import (
 )
 from pdserve.capacity.timeline import Timeline, garbage_left
 from pdserve.capacity.worker import SimWorker, Steps
-from pdserve.capacity.workload import Arrival, Workload
 from pdserve.decode_worker import events as decode_events
 from pdserve.decode_worker.core import DecodeCore
 from pdserve.decode_worker.rules import Rules
@@ -30,6 +31,9 @@ from pdserve.ids import Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer import sender
 from pdserve.kvtransfer.session import DigestPolicy, Peer
+from pdserve.measure.objectives import Objective
+from pdserve.measure.outcomes import Outcome
+from pdserve.measure.workload import Arrival, Workload
 from pdserve.perfmodel.profile import Profile
 from pdserve.prefill_worker import events as prefill_events
 from pdserve.prefill_worker.core import PrefillCore
@@ -135,7 +139,7 @@ class SimCluster:
         for router in self._routers.values():
             router.core.check_idle()
         outcomes = self._outcomes.values()
-        return self._so_far(max(max(outcome.last_s, outcome.arrival.at_s) for outcome in outcomes))
+        return self._so_far(max(max(outcome.last_s, outcome.sent_s) for outcome in outcomes))
 
     def expect(self, arrivals: Iterator[Arrival]) -> None:
         """Let these requests come, in order of time; their lengths and blocks are the workload's."""
@@ -151,7 +155,7 @@ class SimCluster:
 
     def _so_far(self, now_s: float) -> Run:
         outcomes, members = tuple(self._outcomes.values()), self._members.values()
-        span_s = max(1e-9, now_s - outcomes[0].arrival.at_s)
+        span_s = max(1e-9, now_s - outcomes[0].sent_s)
         busy = {member.worker.name: member.worker.busy_s / span_s for member in members}
         return Run(outcomes, span_s, busy, sum(member.worker.num_steps for member in members))
 
@@ -166,7 +170,7 @@ class SimCluster:
         if number == self._num_awaited:
             self._timeline.stop()
         request_id = RequestId((number * 0x9E3779B97F4A7C15 % 2**64).to_bytes(8, "little") + number.to_bytes(8, "big"))
-        self._outcomes[request_id] = Outcome(arrival)
+        self._outcomes[request_id] = Outcome(arrival.at_s, arrival.prompt_tokens, arrival.output_tokens, number)
         self._expect_next()
         self._lengths[request_id] = arrival.output_tokens
         now_s = self._timeline.now_s
@@ -176,8 +180,8 @@ class SimCluster:
             params=SamplingParams(max_tokens=self._workload.max_tokens(arrival), stop_token_ids=(END,)),
             received_s=now_s,
             deadline_s=now_s + DEADLINE_S,
-            ttft_slo_s=self._objective.ttft_s,
-            tpot_slo_s=self._objective.tpot_s,
+            ttft_slo_s=self._objective.ttft_s if isfinite(self._objective.ttft_s) else None,
+            tpot_slo_s=self._objective.tpot_s if isfinite(self._objective.tpot_s) else None,
         )
         self._post(self._routers[RouterRef(number % len(self._routers))], event)
 
@@ -201,7 +205,7 @@ class SimCluster:
             case Deliver(request_id, _, token_ids):
                 self._outcomes[request_id].take(len(token_ids), self._timeline.now_s)
             case End(request_id, end):
-                self._outcomes[request_id].close(end, self._timeline.now_s)
+                close(self._outcomes[request_id], end, self._timeline.now_s)
             case CancelAttempt(link, request_id, attempt, indices):
                 self._members[link].worker.offer(messages.Cancelled(request_id, attempt, indices))
             case _:

@@ -10,9 +10,12 @@ from collections import Counter
 from dataclasses import dataclass
 
 from pdserve.capacity.cluster import SimCluster
-from pdserve.capacity.shape import Objective, Outcome, Run, Shape
+from pdserve.capacity.shape import Run, Shape
 from pdserve.capacity.steady import CERTAIN, CONFIDENT, NOT_ABOVE, Steady, steady
-from pdserve.capacity.workload import Workload
+from pdserve.measure.objectives import Objective
+from pdserve.measure.outcomes import Outcome
+from pdserve.measure.percentiles import Percentiles, percentiles
+from pdserve.measure.workload import Workload
 from pdserve.perfmodel.profile import Profile
 
 NARROW = 0.015  # half of a 95 % interval of the attainment that needs to be no narrower: some 4 % of the rate
@@ -21,13 +24,6 @@ MAX_REQUESTS = 10_000
 _PLAIN_GROWTH, _PLAIN_ARRIVALS = 0.1, 1000  # at least, to end a run for its growth
 _FIRST_LOOK = 300
 _NEXT_LOOK = 1.4
-
-
-@dataclass(frozen=True, slots=True)
-class Percentiles:
-    p50: float
-    p90: float
-    p99: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,19 +114,19 @@ def _most_growth(state: Steady) -> float:
 
 def _steady(run: Run, objective: Objective) -> Steady | None:
     outcomes = run.outcomes
-    now_s = outcomes[-1].arrival.at_s
-    verdicts = [outcome.verdict(objective, now_s) for outcome in outcomes]
-    return steady([each.arrival.at_s for each in outcomes], [each.ended_s for each in outcomes], verdicts, now_s)
+    now_s = outcomes[-1].sent_s
+    verdicts = [verdict(outcome, objective, now_s) for outcome in outcomes]
+    return steady([each.sent_s for each in outcomes], [each.ended_s for each in outcomes], verdicts, now_s)
 
 
 def _point(
     run: Run, objective: Objective, state: Steady | None, found: Found, asked: tuple[Shape, str, float]
 ) -> Point:
     shape, policy, rate_per_gpu = asked
-    now_s = run.outcomes[-1].arrival.at_s
+    now_s = run.outcomes[-1].sent_s
     counted = run.outcomes[state.first : state.last] if state is not None else ()
     misses = Counter(_miss(outcome, objective, now_s) for outcome in counted)
-    served = [outcome for outcome in counted if not outcome.refused and outcome.ended_s <= now_s]
+    served = [outcome for outcome in counted if outcome.is_good and outcome.ended_s <= now_s]
     attainment, num_counted = state.attainment.mean if state is not None else 0.0, max(1, len(counted))
     return Point(
         shape=shape,
@@ -145,29 +141,33 @@ def _point(
         goodput_per_gpu=attainment * rate_per_gpu,
         refused=misses["refused"] / num_counted,
         missed={name: number / num_counted for name, number in sorted(misses.items()) if name},
-        ttft_s=_percentiles([outcome.ttft_s for outcome in served]),
-        tpot_s=_percentiles([outcome.tpot_s for outcome in served if outcome.num_tokens > 1]),
+        ttft_s=percentiles(each.ttft_s for each in served if each.ttft_s is not None),
+        tpot_s=percentiles(each.tpot_s for each in served if each.tpot_s is not None),
         utilization=_utilization(run),
         num_requests=len(run.outcomes),
         num_warm_up=len(run.outcomes) if state is None else state.first,
     )
 
 
+def verdict(outcome: Outcome, objective: Objective, now_s: float) -> bool | None:
+    """Return whether a request has met its objective, or None while it may still meet or miss it."""
+    if outcome.ended_s <= now_s:
+        return outcome.meets(objective)
+    if (outcome.first_s if outcome.num_tokens else now_s) - outcome.sent_s > objective.ttft_s:
+        return False
+    num_gaps = outcome.output_tokens - 1
+    is_slow = num_gaps > 0 and outcome.num_tokens > 0 and now_s - outcome.first_s > objective.tpot_s * num_gaps
+    return False if is_slow else None
+
+
 def _miss(outcome: Outcome, objective: Objective, now_s: float) -> str:
     """Return what a request has missed; empty: nothing."""
-    if outcome.refused:
+    if outcome.is_refused:
         return "refused"
-    if outcome.verdict(objective, now_s):
+    if verdict(outcome, objective, now_s):
         return ""
     first_s = outcome.first_s if outcome.num_tokens else now_s
-    return "ttft" if first_s - outcome.arrival.at_s > objective.ttft_s else "tpot"
-
-
-def _percentiles(values: list[float]) -> Percentiles | None:
-    if not values:
-        return None
-    ordered, last = sorted(values), len(values) - 1
-    return Percentiles(ordered[round(0.5 * last)], ordered[round(0.9 * last)], ordered[round(0.99 * last)])
+    return "ttft" if first_s - outcome.sent_s > objective.ttft_s else "tpot"
 
 
 def _utilization(run: Run) -> dict[str, float]:

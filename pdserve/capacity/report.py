@@ -1,14 +1,14 @@
 """Results of simulations as a table, as JSON and as a plot."""
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
-from pdserve.bench.tables import Column, Sheet
-from pdserve.capacity.measure import Percentiles, Point
+from pdserve.capacity.measure import Point
+from pdserve.capacity.planner import Plan
 from pdserve.capacity.search import Highest
 from pdserve.errors import ConfigError
+from pdserve.measure.percentiles import Percentiles
+from pdserve.measure.tables import Column, Sheet
 
 _COLUMNS = (
     Column("cluster", is_text=True),
@@ -53,26 +53,38 @@ def _state_note(point: Point) -> str:
     at = f"{point.shape}, {point.policy}, {point.rate_per_gpu:.2f} requests/s a GPU"
     if point.keeps_up is False:
         return f"{at}: the cluster does not keep up, {point.growth:.0%} of what arrives piles up"
-    return "" if point.is_settled else f"{at}: not settled by {point.num_requests} requests; --requests allows more"
+    return "" if point.is_settled else f"{at}: not settled by {point.num_requests} requests; --num-prompts allows more"
 
 
 def rate_note(found: Highest) -> str:
     """Return between which rates the highest one lies."""
     if not found.at_least and found.below is None:
-        return "highest rate: not settled at any rate; --requests allows more"
+        return "highest rate: not settled at any rate; --num-prompts allows more"
     low = f"{found.at_least:.2f}" if found.at_least else "0"
     high = "an unknown rate" if found.below is None else f"{found.below:.2f}"
     return f"highest rate: for sure between {low} and {high} requests/s a GPU"
 
 
 def _ms(times: Percentiles | None) -> str:
-    return "-" if times is None else f"{times.p50 * 1e3:.0f} / {times.p90 * 1e3:.0f} / {times.p99 * 1e3:.0f}"
+    return "-" if times is None else times.text(1e3)
 
 
-def as_json(points: Sequence[Point], title: str, found: Sequence[Highest] = ()) -> str:
-    """Return points as JSON, and how well highest rates are known, in the same order."""
+def results(points: Sequence[Point], title: str, found: Sequence[Highest] = ()) -> dict[str, object]:
+    """Return points, and how well highest rates are known, in the same order."""
     known = [{"at_least": each.at_least, "below": each.below, "is_settled": each.is_settled} for each in found]
-    return json.dumps({"title": title, "points": [asdict(point) for point in points], "known": known}, indent=1) + "\n"
+    return {"title": title, "points": list(points), "known": known}
+
+
+def plan_report(plan: Plan, num_gpus: int) -> tuple[dict[str, object], Sheet]:
+    """Return a plan as results and as a table, beside the best colocated cluster."""
+    points = [plan.best] + ([plan.colocated] if plan.colocated and plan.colocated is not plan.best else [])
+    title = f"{plan.best.shape}: {plan.best.rate_per_gpu * num_gpus:.1f} requests/s on {num_gpus} GPUs"
+    notes = (
+        rate_note(plan.known),
+        f"{plan.num_tried} clusters tried. What binds: {plan.binds}.",
+        f"It takes {plan.kv_share:.0%} of the KV pages that fit.",
+    )
+    return results(points, title, [plan.known]), sheet(points, title, notes)
 
 
 def plot(points: Sequence[Point], title: str, wanted: float, path: Path) -> None:

@@ -1,11 +1,12 @@
-"""What workers say, as the router hears it."""
+"""What workers report, as routers and other workers receive it, and what routers answer, as clients do."""
 
 from pdserve.capacity.leaping import OTHER
 from pdserve.ids import Attempt, RequestId
 from pdserve.kvtransfer import receiver, sender
 from pdserve.load import ReportedLoad
+from pdserve.measure.outcomes import OK, Outcome
 from pdserve.reports import Stage
-from pdserve.router.events import LinkId, LoadReported, StageReached
+from pdserve.router.events import Finished, LinkId, LoadReported, Refused, StageReached
 from pdserve.values import value
 from pdserve.worker import messages
 
@@ -80,3 +81,15 @@ def stage(link: LinkId, progress: messages.Progress, now_s: float) -> StageReach
         progress.handoff_s,
         progress.pages_reused,
     )
+
+
+def close(outcome: Outcome, end: Finished | Refused, now_s: float) -> None:
+    """Note a request's end."""
+    outcome.ended_s = now_s
+    if isinstance(end, Refused):
+        outcome.status, outcome.predicted_ttft_s = end.status.value, end.predicted_ttft_s
+        return
+    outcome.status = OK
+    ttft_ms, tpot_ms = end.ledger.predicted_ttft_ms, end.ledger.predicted_tpot_ms
+    outcome.predicted_ttft_s = None if ttft_ms is None else ttft_ms / 1e3
+    outcome.predicted_tpot_s = None if tpot_ms is None else tpot_ms / 1e3

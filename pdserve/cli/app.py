@@ -4,31 +4,31 @@ Exit status: 0 done, 1 failed, 2 refused what the operator asked for.
 """
 
 import logging
+import re
 import sys
-from typing import Annotated
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from pdserve import __version__
-from pdserve.cli import (
-    ask,
-    cancel,
-    capacity,
-    chaos,
-    cluster,
-    experiments,
-    handoff,
-    load,
-    models,
-    processes,
-    routers,
-    speed,
-)
-from pdserve.cli.default_command import DefaultLoad
-from pdserve.cli.failure import in_words, only_cause
+from pdserve.cli import ask, bench, capacity, cluster, experiments, models, processes
+from pdserve.cli.results import only_cause
 from pdserve.errors import CommandError, ConfigError
 
 logger = logging.getLogger(__name__)
+
+_OBJECTIVE = re.compile(r"\w+:[\w.+-]+")
+
+
+class DefaultLoad(TyperGroup):
+    """Runs `load` where the first word is no command: `bench --workload W` is `bench load --workload W`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - click's, of a version typer chooses
+        known = {*self.commands, *self.get_help_option_names(ctx)}
+        return super().parse_args(ctx, args if args and args[0] in known else ["load", *args])
+
 
 app = typer.Typer(
     name="pdserve",
@@ -55,15 +55,15 @@ app.command("decode-worker")(processes.decode_worker)
 config_app.command("schema")(processes.schema)
 models_app.command("list")(models.list_models)
 models_app.command("fetch")(models.fetch_model)
-bench_app.command("load")(load.bench)
-bench_app.command("router")(speed.bench_router)
+bench_app.command("load")(bench.load)
+bench_app.command("router")(bench.router)
+bench_app.command("handoff")(bench.handoff)
+bench_app.command("chaos")(bench.chaos)
+bench_app.command("cancel")(bench.cancel)
 bench_app.command("accuracy")(experiments.accuracy)
 bench_app.command("overload")(experiments.overload)
 bench_app.command("simulator")(experiments.simulator)
-bench_app.command("routers")(routers.bench_routers)
-bench_app.command("chaos")(chaos.bench_chaos)
-bench_app.command("cancel")(cancel.bench_cancel)
-bench_app.command("handoff")(handoff.bench_handoff)
+bench_app.command("routers")(experiments.routers)
 app.add_typer(bench_app, name="bench")
 app.add_typer(config_app, name="config")
 app.add_typer(models_app, name="models")
@@ -87,13 +87,13 @@ def options(
 def main() -> None:
     """Run the command that the arguments name; errors become one line and an exit status."""
     try:
-        app()
+        app(joined(sys.argv[1:]))
     except (ConfigError, CommandError, OSError, ExceptionGroup) as error:
         cause = only_cause(error)
         if not isinstance(cause, ConfigError | CommandError | OSError):
             raise
         logger.debug("the command fails", exc_info=error)
-        _fail(in_words(cause), 2 if isinstance(cause, ConfigError) else 1)
+        _fail(_in_words(cause), 2 if isinstance(cause, ConfigError) else 1)
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -101,3 +101,21 @@ def main() -> None:
 def _fail(message: str, status: int) -> None:
     typer.echo(f"pdserve: {' '.join(message.split())}", err=True)
     sys.exit(status)
+
+
+def joined(arguments: Sequence[str]) -> list[str]:
+    """Make one argument of what follows `--goodput`, which vLLM's command line takes in several: ttft:250 tpot:40."""
+    result: list[str] = []
+    for argument in arguments:
+        if len(result) > 1 and result[-2] == "--goodput" and _OBJECTIVE.fullmatch(argument):
+            result[-1] += f" {argument}"
+        else:
+            result.append(argument)
+    return result
+
+
+def _in_words(error: BaseException) -> str:
+    """Return what went wrong: of an operating system's error the file and why, without its number."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error) or type(error).__name__

@@ -1,13 +1,16 @@
-"""Command-line flags made from the fields of a configuration: same names, same descriptions, same defaults.
+"""Command-line flags made from the fields of a configuration, or of a dataclass that several commands share.
 
-A flag that is not given is None, so that it never hides what the YAML file says.
+`config_flags`: same names, same descriptions, same defaults as the configuration. A flag that is not given is None, so
+that it never hides what the YAML file says. `grouped_flags`: one flag for each field, annotated as typer wants it.
 """
 
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from functools import wraps
 from operator import getitem
 from types import NoneType, UnionType
-from typing import Annotated, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import typer
 from pydantic.fields import FieldInfo
@@ -36,12 +39,46 @@ def config_flags(*classes: type[ProcessConfig], without: Collection[str] = ()) -
         signature = inspect.signature(command)
         own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
         own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
-        parameters = [*own, *generated]
-        setattr(command, "__signature__", signature.replace(parameters=parameters))  # noqa: B010
-        command.__annotations__ = {p.name: p.annotation for p in parameters}
+        _set_parameters(command, [*own, *generated])
         return command
 
     return decorate
+
+
+def grouped_flags(command: _Command) -> _Command:
+    """Give a command the flags of its groups: the parameters whose default is a dataclass with the flags' defaults."""
+    hints, own = get_type_hints(command, include_extras=True), inspect.signature(command).parameters.values()
+    groups: dict[str, Any] = {p.name: p.default for p in own if is_dataclass(p.default)}
+    parameters = []
+    for parameter in own:
+        if parameter.name in groups:
+            parameters += _field_parameters(parameter.default)
+        else:
+            annotation = hints[parameter.name]
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=annotation))
+
+    @wraps(command)
+    def run(**given: object) -> None:
+        for name, group in groups.items():
+            given[name] = replace(group, **{field.name: given.pop(field.name) for field in fields(group)})
+        command(**given)
+
+    _set_parameters(run, parameters)
+    return cast(_Command, run)
+
+
+def _field_parameters(group: object) -> list[inspect.Parameter]:
+    hints = get_type_hints(type(group), include_extras=True)
+    return [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(group, name), annotation=hint)
+        for name, hint in hints.items()
+    ]
+
+
+def _set_parameters(command: Callable[..., None], parameters: list[inspect.Parameter]) -> None:
+    signature = inspect.Signature(parameters)
+    setattr(command, "__signature__", signature)  # noqa: B010
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
 
 
 def _parameter(name: str, kinds: Mapping[str, FieldInfo]) -> inspect.Parameter:

@@ -31,4 +31,3 @@ MaxTokens = Annotated[int, typer.Option(help="Tokens to generate at most.")]
 Stop = Annotated[
     list[str] | None, typer.Option("--stop", help="Text that ends the answer; repeatable.", show_default=False)
 ]
-Dtype = Annotated[str, typer.Option(help="Type of weights and KV.")]

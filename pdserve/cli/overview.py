@@ -7,9 +7,9 @@ import typer
 from google.protobuf.json_format import MessageToJson
 from rich.live import Live
 
-from pdserve.bench.tables import Column, Sheet, output
 from pdserve.cli.stream import failure
 from pdserve.launch.admin import AdminClient
+from pdserve.measure.tables import Column, Sheet, output
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 

@@ -12,10 +12,12 @@ from pdserve.capacity.leaping import LeapingScheduler
 from pdserve.capacity.measure import Question, measure
 from pdserve.capacity.planner import candidates, plan
 from pdserve.capacity.search import Search, highest_rate
-from pdserve.capacity.shape import Objective, Run, Shape
-from pdserve.capacity.workload import Arrival, Workload, random_lengths, read_workload, trace_path
-from pdserve.errors import ConfigError
-from pdserve.experiments.router_speed import RouterSpeed
+from pdserve.capacity.shape import Run, Shape
+from pdserve.measure.grammar import parse_workload
+from pdserve.measure.objectives import Objective
+from pdserve.measure.router_speed import RouterSpeed
+from pdserve.measure.tables import as_json
+from pdserve.measure.workload import Arrival, Workload, random_lengths
 from pdserve.perfmodel.profile import read_profile, shipped_profile
 from pdserve.router.policies import POLICIES
 
@@ -26,7 +28,7 @@ SHAPES = [Shape(0, 2), Shape(1, 1), Shape(2, 2, local_prefill=False)]
 
 
 def times(run: Run) -> list[tuple[float, float, int, str]]:
-    return [(outcome.first_s, outcome.last_s, outcome.num_tokens, outcome.refused) for outcome in run.outcomes]
+    return [(outcome.first_s, outcome.last_s, outcome.num_tokens, outcome.status) for outcome in run.outcomes]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -48,8 +50,8 @@ def test_no_policy_loses_or_doubles_a_request_under_overload(policy: str, shape:
     run = simulate(PROFILE, shape, policy, workload, OBJECTIVE)
     assert len(run.outcomes) == 150
     for outcome in run.outcomes:
-        assert outcome.refused or outcome.num_tokens == outcome.arrival.output_tokens
-        assert outcome.refused in ("", "RESOURCE_EXHAUSTED")
+        assert outcome.is_refused or outcome.num_tokens == outcome.output_tokens
+        assert outcome.status in ("OK", "RESOURCE_EXHAUSTED")
 
 
 def test_a_simulation_is_repeatable() -> None:
@@ -100,7 +102,7 @@ def test_times_per_token_come_out_as_predicted_where_answers_have_the_lengths_th
 
 
 def test_what_is_learnt_under_overload_does_not_turn_requests_away_from_a_pool() -> None:
-    workload = read_workload(trace_path("azure-conv")).scaled(0.25, 2048).poisson(0)
+    workload = parse_workload("azure-conv", 0, 0).scaled(0.25, 2048).poisson(0)
     run = simulate(PROFILE, Shape(2, 2), "goodput", workload.at_rate(128.0), OBJECTIVE)
     assert sum(outcome.meets(OBJECTIVE) for outcome in run.outcomes) > 0.82 * len(run.outcomes)
 
@@ -127,7 +129,7 @@ def test_a_plan_is_never_below_the_best_colocated_cluster() -> None:
 def test_no_colocated_cluster_sustains_more_than_the_plan(name: str) -> None:
     profile = PROFILE.model_copy(update={"configurations": PROFILE.configurations[:1]})
     output_scale = {"azure-code": 1.0}.get(name, 0.25)
-    workload = read_workload(trace_path(name)).scaled(1 / 16, 1700, output_scale).poisson(0)
+    workload = parse_workload(name, 0, 0).scaled(1 / 16, 1700, output_scale).poisson(0)
     question = Question(profile, workload, OBJECTIVE, max_requests=400)
     found = plan(question, 2, 0.9, lambda *_: None)
     assert found is not None
@@ -140,74 +142,15 @@ def test_no_colocated_cluster_sustains_more_than_the_plan(name: str) -> None:
 def test_a_report_names_cluster_policy_and_rate(tmp_path: Path) -> None:
     question = Question(PROFILE, random_lengths(30, 100, 10, 0), OBJECTIVE)
     point = measure(question, Shape(1, 1), "goodput", 2.0)
-    text = report.as_json([point], "title")
+    text = as_json(report.results([point], "title"))
     assert '"policy": "goodput"' in text
     assert len(report.sheet([point], "title").rows) == 1
     report.plot([point], "title", 0.9, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "told"),
-    [
-        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,x,3\n", "line 2: ContextTokens"),
-        ("a.csv", "TIMESTAMP,ContextTokens\n2023-11-16 18:17:03.97,5\n", "line 2: GeneratedTokens is missing"),
-        ("a.csv", "TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,5,3\n", "line 2: time data 'yesterday'"),
-        (
-            "a.jsonl",
-            '{"timestamp": 0, "input_length": 5, "output_length": -1, "hash_ids": []}',
-            "line 1: output_length",
-        ),
-        ("a.jsonl", "{}\n", "line 1: hash_ids is missing"),
-        ("a.json", '[{"start_time": "NaN", "prompt_len": 1, "output_len": 1}]', "entry 0: start_time"),
-        ("a.json", '{"start_time": 1}', "it has to be a list"),
-        ("a.json", "[1]", "entry 0: 1 is not an object"),
-        ("a.json", "[]", "0 requests"),
-        ("a.txt", "", "known are"),
-    ],
-)
-def test_a_broken_trace_names_file_place_and_field(tmp_path: Path, name: str, text: str, told: str) -> None:
-    path = tmp_path / name
-    path.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        read_workload(path)
-    assert name in str(caught.value)
-    assert told in str(caught.value)
-
-
-def test_the_three_kinds_of_traces_are_read(tmp_path: Path) -> None:
-    azure = tmp_path / "a.csv"
-    azure.write_text(
-        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
-        "2023-11-16 18:17:03.9799600,4808,10\n2023-11-16 18:17:04.0319600,3180,8\n"
-    )
-    workload = read_workload(azure)
-    assert workload.rate == pytest.approx(1 / 0.052, rel=1e-3)
-    mooncake = tmp_path / "a.jsonl"
-    row = '{"timestamp": %d, "input_length": 1030, "output_length": 500, "hash_ids": [0, 1, 2]}\n'
-    mooncake.write_text(row % 0 + row % 3000)
-    workload = read_workload(mooncake).scaled(1 / 16, 2048)
-    assert workload.block_tokens == 32
-    assert workload.arrivals[1] == Arrival(3.0, 64, 31, (0, 1, 2))
-    listed = tmp_path / "a.json"
-    listed.write_text(
-        '[{"start_time": 2, "prompt_len": 7, "output_len": 3}, {"start_time": 1, "prompt_len": 8, "output_len": 4}]'
-    )
-    assert [arrival.prompt_tokens for arrival in read_workload(listed).arrivals] == [8, 7]
-    assert read_workload(listed).at_rate(4.0).rate == pytest.approx(4.0)
-
-
-@pytest.mark.parametrize(("name", "count"), [("azure-conv", 600), ("azure-code", 600), ("mooncake", 400)])
-def test_a_slice_of_each_trace_comes_with_pdserve(name: str, count: int) -> None:
-    workload = read_workload(trace_path(name))
-    assert len(workload.arrivals) == count
-    assert bool(workload.block_tokens) is (name == "mooncake")
-    assert name in trace_path(name).with_name("README.md").read_text()
-    assert trace_path("elsewhere.csv") == Path("elsewhere.csv")
-
-
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_the_router_benchmark_places_and_ends_every_request(policy: str) -> None:
-    placements_per_s, rest_us = RouterSpeed(policy, 40, 40, 300).measure(60)
+    placements_per_s, rest_s = RouterSpeed(policy, 40, 40, 300).measure(60)
     assert placements_per_s > 0
-    assert rest_us > 0
+    assert rest_s > 0

@@ -5,8 +5,9 @@ import pytest
 from pdserve.capacity import report
 from pdserve.capacity.measure import Question, measure
 from pdserve.capacity.search import Highest, highest_rate
-from pdserve.capacity.shape import Objective, Shape
-from pdserve.capacity.workload import Arrival, Workload, random_lengths, read_workload, trace_path
+from pdserve.capacity.shape import Shape
+from pdserve.measure.objectives import Objective
+from pdserve.measure.workload import Arrival, Workload, random_lengths
 from pdserve.perfmodel.profile import read_profile, shipped_profile
 from tests.capacity.test_steady import attainment_of
 
@@ -75,23 +76,3 @@ def test_what_too_few_requests_cannot_tell_is_not_settled() -> None:
     question = Question(PROFILE, random_lengths(20, 16, 2, 0), Objective(0.25, 0.1), 20)
     assert highest_rate(question, Shape(2, 2), "goodput", 0.9) == Highest(None, 0.0, None)
     assert measure(question, Shape(2, 2), "goodput", 5.0).is_settled is False
-
-
-def test_a_trace_is_repeated_without_sharing_prefixes_with_itself() -> None:
-    trace = read_workload(trace_path("mooncake"))
-    stream = trace.endless(8.0)
-    rounds = [[next(stream) for _ in trace.arrivals] for _ in range(2)]
-    times = [each.at_s for each in rounds[0] + rounds[1]]
-    assert times == sorted(times)
-    assert len(times) / times[-1] == pytest.approx(8.0, rel=0.02)
-    names = [{name for each in arrivals for name in each.blocks} for arrivals in rounds]
-    assert names[0].isdisjoint(names[1])
-    assert [len(each.blocks) for each in rounds[0]] == [len(each.blocks) for each in rounds[1]]
-
-
-def test_random_requests_come_in_another_order_and_with_other_gaps_each_time_round() -> None:
-    stream = random_lengths(200, 300, 30, 1).endless(4.0)
-    first, second = ([next(stream) for _ in range(200)] for _ in range(2))
-    assert [each.prompt_tokens for each in first] != [each.prompt_tokens for each in second]
-    assert sorted(each.prompt_tokens for each in first) == sorted(each.prompt_tokens for each in second)
-    assert second[0].at_s > first[-1].at_s

@@ -7,10 +7,10 @@ import pytest
 from model_zoo import write_model
 from rich.console import Console
 
-from pdserve.bench.asks import Lengths
-from pdserve.cli.chaos_run import Trial, expected, run_trial
 from pdserve.launch.havoc import HavocPlan
 from pdserve.launch.plan import ClusterSpec
+from pdserve.measure.chaos import ChaosTrial, run_chaos
+from pdserve.measure.known_answers import Lengths, known_requests
 
 SEED = 7
 FLAGS = {"dtype": "float32", "num_threads": 1}
@@ -21,13 +21,13 @@ def test_killed_workers_and_failed_copies_cost_no_client_anything(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     model = write_model("llama3", tmp_path / "model")
-    asks, due = expected(str(model), "float32", 40, Lengths(prompt=256, answer=32), SEED)
+    requests = known_requests(str(model), "float32", 40, Lengths(prompt=256, answer=32), SEED)
     flags = {**FLAGS, "test_fail_copies": 1 / 16}
     spec = ClusterSpec(str(model), "chaos", num_prefill=2, num_decode=2, name="chaos", worker_flags=flags)
-    trial = Trial("chaos", spec, 240, 8, HavocPlan(every_s=2.0, seed=SEED))
-    verdict = asyncio.run(run_trial(trial, asks, due, Console(quiet=True)))
+    trial = ChaosTrial("chaos", spec, 240, 8, HavocPlan(every_s=2.0, seed=SEED))
+    verdict = asyncio.run(run_chaos(trial, requests, Console(quiet=True)))
     assert [outcome for outcome in verdict.outcomes if not outcome.is_good] == []
     assert verdict.left_over == ""
     assert verdict.ended == {"OK": len(verdict.outcomes)}
-    assert verdict.blows
+    assert verdict.faults
     assert verdict.num_replaced > 0

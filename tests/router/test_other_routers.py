@@ -6,9 +6,11 @@ import pytest
 from goodput_cluster import Cluster, placed, refused_in_the_end
 
 from pdserve.capacity.cluster import simulate
-from pdserve.capacity.shape import Objective, Outcome, Shape
-from pdserve.capacity.workload import read_workload, trace_path
+from pdserve.capacity.shape import Shape
 from pdserve.load import LoadPart, ReportedLoad
+from pdserve.measure.grammar import parse_workload
+from pdserve.measure.objectives import Objective
+from pdserve.measure.outcomes import Outcome
 from pdserve.perfmodel.curve import Step, attention_work
 from pdserve.perfmodel.profile import read_profile, shipped_profile
 from pdserve.router.events import LoadReported, Place, StepReported
@@ -17,9 +19,9 @@ PROFILE = read_profile(shipped_profile())
 
 
 def outcomes(routers: int, objective: Objective) -> list[Outcome]:
-    workload = read_workload(trace_path("azure-conv")).first(700).scaled(0.25, 2048).poisson(3)
+    workload = parse_workload("azure-conv", 0, 0).first(700).scaled(0.25, 2048).poisson(3)
     run = simulate(PROFILE, Shape(2, 2, routers=routers), "goodput", workload.at_rate(72), objective)
-    return [each for each in run.outcomes[100:] if not each.refused]
+    return [each for each in run.outcomes[100:] if each.is_good]
 
 
 def ttft_error(told: list[Outcome]) -> float:

@@ -1,1 +1,0 @@
-"""Measure a cluster from outside, as its clients see it."""

@@ -1,0 +1,175 @@
+"""Measurements of a running cluster, of a part of one, and of clusters whose workers fail."""
+
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from pdserve.cli.flags import grouped_flags
+from pdserve.cli.groups import (
+    WORKLOAD_HELP,
+    Decode,
+    Dtype,
+    Goodput,
+    Model,
+    Prefill,
+    Sizes,
+    Threads,
+    checked_rate,
+    objective,
+)
+from pdserve.cli.options import ClusterName, Endpoint
+from pdserve.cli.results import JsonFile, run, show
+
+_SIZES = Sizes()
+Seed = Annotated[int, typer.Option(help="Of the requests and the faults.")]
+
+
+@grouped_flags
+def load(
+    more: Annotated[
+        list[str] | None, typer.Argument(metavar="[WORKLOAD]...", help="More workloads.", show_default=False)
+    ] = None,
+    workload: Annotated[
+        list[str] | None, typer.Option(metavar="W", help=f"{WORKLOAD_HELP} Repeatable.", show_default=False)
+    ] = None,
+    sizes: Sizes = _SIZES,
+    request_rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Requests a second on average: traces are stretched to it, others come at random moments. By default "
+            "traces keep their times, and others come all at once.",
+            show_default=False,
+        ),
+    ] = None,
+    max_concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Requests under way at once, at most.", show_default=False)
+    ] = None,
+    goodput: Goodput = "",
+    json_file: JsonFile = None,
+    endpoint: Endpoint = None,
+    name: ClusterName = "default",
+) -> None:
+    """Send workloads of random prompts, greedy and to full length, and measure what a client sees."""
+    from pdserve.errors import ConfigError
+    from pdserve.launch.state import read_state
+    from pdserve.measure.load import measure_load
+    from pdserve.measure.summary import summary_tables
+
+    rate = None if request_rate is None else checked_rate(request_rate)
+    workloads = [sizes.read(text).sent_at(rate, sizes.seed) for text in (*(workload or ()), *(more or ()))]
+    if not workloads:
+        raise ConfigError("--workload is needed, for example --workload 16x32x128")
+    goal, address = objective(goodput), endpoint or read_state(name).endpoint
+    runs = run(measure_load(address, workloads, goal, sizes.seed, max_concurrency))
+    note = f"goodput counts requests that ended well ({goal})"
+    show(json_file, {"objective": goal, "runs": runs}, *summary_tables(runs), note)
+
+
+def router(
+    prefill: Prefill = 64,
+    decode: Decode = 64,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests placed.")] = 2000,
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 1024,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure decisions per second of one core, for each policy, without network or engine."""
+    from pdserve.measure.router_speed import measure_policies, speed_table
+
+    found = measure_policies(prefill, decode, num_prompts, input_len)
+    title = f"{prefill} + {decode} workers, {num_prompts} requests of {input_len} tokens"
+    show(json_file, {"runs": found}, speed_table(found, title))
+
+
+def handoff(
+    page_bytes: Annotated[int, typer.Option(min=8, help="Bytes of a page.")] = 368640,
+    pages: Annotated[list[int] | None, typer.Option(min=1, help="Pages of a copy; repeatable.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Copies of each; medians are shown.")] = 20,
+    tcp: Annotated[bool, typer.Option("--tcp", help="Let UCX use TCP alone.")] = False,
+    json_file: JsonFile = None,
+) -> None:
+    """Write pages from one process into another with NIXL, and show what each page costs."""
+    from pdserve.measure.handoff import handoff_table, measure_handoff
+
+    found = measure_handoff(page_bytes, pages or [1, 16, 64, 256], repeats, tcp=tcp)
+    show(json_file, {"runs": found}, handoff_table(found, tcp=tcp))
+
+
+def chaos(
+    model: Model,
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests sent.")] = 1000,
+    max_concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at once.")] = 8,
+    distinct: Annotated[int, typer.Option(min=1, help="Different requests; they are sent in turn.")] = 200,
+    input_len: Annotated[int, typer.Option(min=8, help="Longest prompt, in tokens.")] = 512,
+    output_len: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 48,
+    kill_every: Annotated[float, typer.Option(min=0, help="Seconds between two kills of a worker; 0: none.")] = 5.0,
+    freeze_for: Annotated[
+        float | None, typer.Option(help="Freeze workers for so many seconds instead of killing.", show_default=False)
+    ] = None,
+    fail_copies: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the copies between workers that are made to fail.")
+    ] = 0.0,
+    baseline: Annotated[int, typer.Option(min=0, help="Requests sent without any fault first, to compare.")] = 0,
+    prefill: Prefill = 2,
+    decode: Decode = 2,
+    dtype: Dtype = "float32",
+    mover: Annotated[str | None, typer.Option(help="The workers' --mover.", show_default=False)] = None,
+    pool_grace_s: Annotated[float | None, typer.Option(help="The router's --pool-grace-s.", show_default=False)] = None,
+    num_threads: Threads = None,
+    seed: Seed = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Kill workers of a local cluster while requests run; check each answer against one engine alone.
+
+    Fails unless every request was answered with the right tokens and every page was free in the end.
+    """
+    from rich.console import Console
+
+    from pdserve.cli.models import fetched
+    from pdserve.errors import CommandError
+    from pdserve.launch.havoc import HavocPlan
+    from pdserve.launch.plan import ClusterSpec
+    from pdserve.measure.chaos import ChaosTrial, chaos_json, chaos_table, failures, run_chaos
+    from pdserve.measure.known_answers import Lengths, known_requests
+
+    spec = ClusterSpec(
+        model=str(fetched(model)),
+        served_model_name="chaos",
+        num_prefill=prefill,
+        num_decode=decode,
+        name=f"chaos-{seed}",
+        worker_flags={"dtype": dtype, "mover": mover, "num_threads": num_threads},
+        router_flags={"pool_grace_s": pool_grace_s},
+    )
+    faulty = replace(spec, worker_flags={**spec.worker_flags, "test_fail_copies": fail_copies or None})
+    havoc = HavocPlan(kill_every, freeze_for, seed) if kill_every else None
+    trials = [ChaosTrial("chaos", faulty, num_prompts, max_concurrency, havoc)]
+    if baseline:
+        trials.insert(0, ChaosTrial("faultless", spec, baseline, max_concurrency, None))
+    requests = known_requests(spec.model, dtype, distinct, Lengths(input_len, output_len), seed)
+    verdicts = [run(run_chaos(trial, requests, Console(stderr=True))) for trial in trials]
+    show(json_file, chaos_json(verdicts), chaos_table(verdicts), *failures(verdicts))
+    if not all(verdict.is_clean for verdict in verdicts):
+        raise CommandError("not every request was answered as it had to be, or pages were not given back")
+
+
+def cancel(
+    model: Model,
+    count: Annotated[int, typer.Option(min=1, help="Requests cancelled at each moment.")] = 50,
+    input_len: Annotated[
+        int, typer.Option(min=16, help="Tokens of a prompt; computing it should take over a second.")
+    ] = 3000,
+    output_len: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 900,
+    dtype: Dtype = "float32",
+    seed: Seed = 0,
+    json_file: JsonFile = None,
+) -> None:
+    """Cancel requests on an idle local cluster, while they are computed and while they decode."""
+    from pdserve.cli.models import fetched
+    from pdserve.launch.plan import ClusterSpec
+    from pdserve.measure.cancel import CancelPlan, cancel_table, measure_cancels
+
+    flags = {"dtype": dtype, "max_num_batched_tokens": 64}
+    spec = ClusterSpec(str(fetched(model)), "cancel", name=f"cancel-{seed}", worker_flags=flags)
+    found = run(measure_cancels(spec, CancelPlan(count, input_len, output_len, seed)))
+    show(json_file, {"runs": found}, cancel_table(found))

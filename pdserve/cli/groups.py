@@ -1,0 +1,113 @@
+"""Groups of flags that measuring commands share: each flag is spelled and explained once."""
+
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pdserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pdserve.launch.plan import ClusterSpec
+    from pdserve.measure.live import Trial
+    from pdserve.measure.objectives import Objective
+    from pdserve.measure.workload import Workload
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+WORKLOAD_HELP = (
+    "Lengths NxINxOUT: requests, prompt tokens, answer tokens; random lengths INxOUT or INxOUT~S: means, and the "
+    "deviation of their logarithms; a trace (.csv of Azure, .jsonl of Mooncake, .json list of {start_time, prompt_len, "
+    "output_len}), or a slice that comes with pdserve: azure-conv, azure-code, mooncake."
+)
+_MOST_SECONDS = 86_400
+
+Model = Annotated[str, typer.Argument(help="A path, or a name from the catalog.")]
+Prefill = Annotated[int, typer.Option("--prefill", help="Prefill workers.")]
+Decode = Annotated[int, typer.Option("--decode", help="Decode workers.")]
+Threads = Annotated[
+    int | None, typer.Option("--num-threads", min=1, help="CPU threads of each worker's engine.", show_default=False)
+]
+Dtype = Annotated[str, typer.Option(help="Type of weights and KV.")]
+Goodput = Annotated[
+    str,
+    typer.Option(metavar="ttft:MS tpot:MS", help="Objectives that goodput counts; either may be missing."),
+]
+ProfileFile = Annotated[Path | None, typer.Option(help="Step costs; by default OPT-13B on A100.", show_default=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How the requests of a workload are changed."""
+
+    num_prompts: Annotated[
+        int, typer.Option(min=2, help="Requests of random lengths; a simulation has no more at each rate.")
+    ] = 1000
+    scale: Annotated[float, typer.Option(min=1e-3, help="Factor for all lengths.")] = 1.0
+    output_scale: Annotated[
+        float | None, typer.Option(min=1e-3, help="Factor for answers, if another.", show_default=False)
+    ] = None
+    max_length: Annotated[int, typer.Option(min=2, help="Longer prompts and answers are cut.")] = 1_000_000
+    seed: Annotated[int, typer.Option(help="Of random lengths, prompts and arrivals.")] = 0
+
+    def read(self, text: str) -> "Workload":
+        """Return the workload that `--workload` means."""
+        from pdserve.measure.grammar import parse_workload
+
+        workload = parse_workload(text, self.num_prompts, self.seed)
+        return workload.scaled(self.scale, self.max_length, self.output_scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """A cluster that is started, and how it is loaded."""
+
+    model: Model = DEFAULT_MODEL
+    workload: Annotated[str, typer.Option(metavar="W", help=WORKLOAD_HELP)] = "1155x211"  # means of azure-conv
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 1
+    decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1
+    num_threads: Threads = None
+    load: Annotated[
+        list[float] | None,
+        typer.Option(min=0.01, max=100, help="Share of the capacity; repeatable.", show_default=False),
+    ] = None
+    seconds: Annotated[float, typer.Option(min=1, max=_MOST_SECONDS, help="Of load at each rate.")] = 60
+    calibration: Annotated[float, typer.Option(min=2, max=_MOST_SECONDS, help="Seconds of load before.")] = 60
+
+    def trial(self, sizes: Sizes, loads: tuple[float, ...], goodput: str = "") -> "Trial":
+        """Return what is done; `loads` where none are given."""
+        from pdserve.measure.live import Trial
+
+        workload, given = sizes.read(self.workload), tuple(self.load or loads)
+        goal = objective(goodput) if goodput else None
+        return Trial(workload, given, self.seconds, self.calibration, goal, sizes.seed)
+
+    def spec(self, **router_flags: object) -> "ClusterSpec":
+        """Return the cluster."""
+        from pdserve.cli.models import fetched, model_name
+        from pdserve.launch.plan import ClusterSpec
+
+        return ClusterSpec(
+            model=str(fetched(self.model)),
+            served_model_name=model_name(self.model),
+            num_prefill=self.prefill,
+            num_decode=self.decode,
+            name="experiment",
+            worker_flags={"num_threads": self.num_threads},
+            router_flags=router_flags,
+        )
+
+
+def objective(text: str) -> "Objective":
+    """Return what `--goodput` means."""
+    from pdserve.measure.objectives import parse_objective
+
+    return parse_objective(text)
+
+
+def checked_rate(rate: float) -> float:
+    """Return a request rate; ConfigError unless it is over 0 and finite."""
+    if not (rate > 0 and isfinite(rate)):
+        raise ConfigError(f"--request-rate: {rate:g} must be over 0 and finite")
+    return rate

@@ -1,0 +1,130 @@
+"""How soon everything that a cancelled request held is free, as the router's status shows."""
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import grpc
+
+from pdserve.clock import MonotonicClock
+from pdserve.errors import CommandError
+from pdserve.launch.local import Listener
+from pdserve.launch.plan import ClusterSpec
+from pdserve.measure.board import StatusBoard, all_free, is_busy
+from pdserve.measure.client import request_of
+from pdserve.measure.live import LiveCluster, started
+from pdserve.measure.objectives import ANY
+from pdserve.measure.percentiles import Percentiles, percentiles
+from pdserve.measure.tables import Column, Sheet
+from pdserve.measure.workload import Arrival
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.proto.v1 import link_pb2 as link
+
+PATIENCE_S = 30.0
+LONGEST_PAUSE_S = 0.3  # between the status that shows a request where it is wanted, and its cancel
+
+ROLES = {"prefill": link.ROLE_PREFILL, "decode": link.ROLE_DECODE}
+_COLUMNS = (
+    Column("moment", is_text=True),
+    Column("pool", is_text=True),
+    *map(Column, ("cancels", "p50", "p99", "max")),
+)
+_Call: TypeAlias = "grpc.aio.UnaryStreamCall[inference.GenerateRequest, inference.GenerateResponse]"
+
+
+@dataclass(frozen=True, slots=True)
+class CancelPlan:
+    """What is cancelled, and how often at each moment."""
+
+    count: int
+    prompt_tokens: int  # of a request that is cancelled while its prompt is computed
+    output_tokens: int
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """Times from the cancels at one moment until a pool held nothing."""
+
+    moment: str
+    pool: str
+    num_cancels: int
+    freed_s: Percentiles
+
+
+def _has(role: str) -> Callable[[admin.ClusterStatus], bool]:
+    """Return whether a pool has anything in hand."""
+    return lambda status: any(is_busy(w) for w in status.workers if w.registration.role == ROLES[role])
+
+
+def _decodes(status: admin.ClusterStatus) -> bool:
+    return not _has("prefill")(status) and any(w.load.num_running for w in status.workers)
+
+
+MOMENTS: dict[str, Callable[[admin.ClusterStatus], bool]] = {"mid-prefill": _has("prefill"), "mid-decode": _decodes}
+
+
+async def measure_cancels(spec: ClusterSpec, plan: CancelPlan) -> list[Freed]:
+    """Start a cluster, and cancel requests while they are computed and while they decode."""
+    board, rng = StatusBoard(), random.Random(f"cancel {plan.seed}")
+    freed_s: dict[tuple[str, str], list[float]] = {}
+    async with started(spec, Listener(board.put, lambda _: None)) as (_, live):
+        for _ in range(plan.count):
+            for moment in MOMENTS:
+                call = live.client.stub.Generate(_request(live, plan, moment, rng))
+                for pool, seconds in (await _cancel(call, moment, board, rng)).items():
+                    freed_s.setdefault((moment, pool), []).append(seconds)
+    found = [(moment, pool, len(values), percentiles(values)) for (moment, pool), values in freed_s.items()]
+    return [Freed(moment, pool, count, shares) for moment, pool, count, shares in found if shares is not None]
+
+
+def _request(live: LiveCluster, plan: CancelPlan, moment: str, rng: random.Random) -> inference.GenerateRequest:
+    length = plan.prompt_tokens if moment == "mid-prefill" else plan.prompt_tokens // 8
+    ids = [rng.randrange(live.vocab_size) for _ in range(length)]
+    return request_of(Arrival(0.0, length, plan.output_tokens), ids, "", ANY)
+
+
+async def _cancel(call: _Call, moment: str, board: StatusBoard, rng: random.Random) -> dict[str, float]:
+    """Cancel a request once it is where it is wanted; return how long each pool held something of it."""
+    clock, times = MonotonicClock(), dict[str, float]()
+    reading = asyncio.create_task(_read(call))
+    if not await board.until(MOMENTS[moment], PATIENCE_S):
+        raise CommandError(f"no request was seen {moment}: prompts or answers are too short")
+    await asyncio.sleep(rng.uniform(0.0, LONGEST_PAUSE_S))
+    if not reading.done():
+        concerned = [pool for pool in ROLES if _has(pool)(board.last)]
+        call.cancel()
+        cancelled_s = clock.now_s()
+
+        async def freed(pool: str) -> None:
+            has = _has(pool)
+            is_free = await board.until(lambda status: not has(status), PATIENCE_S)
+            times[pool] = clock.now_s() - cancelled_s if is_free else float("inf")
+
+        async with asyncio.TaskGroup() as tasks:
+            for pool in concerned:
+                tasks.create_task(freed(pool))
+    await reading
+    if not await board.until(all_free, PATIENCE_S):
+        raise CommandError(f"{moment}: not all pages are free {PATIENCE_S:g} s after the cancel")
+    return times
+
+
+async def _read(call: _Call) -> None:
+    try:
+        async for _ in call:
+            pass
+    except (grpc.aio.AioRpcError, asyncio.CancelledError):
+        return  # cancelled, as it was meant to be
+
+
+def cancel_table(found: Sequence[Freed]) -> Sheet:
+    """Return one row a moment and pool."""
+    rows = []
+    for each in found:
+        times = (f"{seconds:.2f}" for seconds in (each.freed_s.p50, each.freed_s.p99, each.freed_s.max))
+        rows.append((each.moment, each.pool, str(each.num_cancels), *times))
+    return Sheet("seconds from a cancel until a pool holds nothing, as the router's status shows", _COLUMNS, rows)

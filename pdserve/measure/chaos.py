@@ -1,0 +1,211 @@
+"""One cluster from its start to its end, under load and under faults, with every token checked."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+from rich.console import Console
+
+from pdserve.clock import MonotonicClock
+from pdserve.launch.havoc import Blow, Havoc, HavocPlan
+from pdserve.launch.local import Listener, LocalCluster
+from pdserve.launch.plan import ClusterSpec
+from pdserve.measure.board import StatusBoard, all_free, not_free, num_ready
+from pdserve.measure.client import Client
+from pdserve.measure.known_answers import KnownRequest, difference
+from pdserve.measure.live import started
+from pdserve.measure.objectives import ANY
+from pdserve.measure.outcomes import OK, Outcome
+from pdserve.measure.percentiles import Percentiles, percentiles
+from pdserve.measure.summary import Summary, summarize
+from pdserve.measure.tables import Comparison, counted
+
+REQUEST_DEADLINE_S = 120.0
+FREE_WITHIN_S = 15.0
+RECOVER_WITHIN_S = 90.0  # after the last fault, until all workers are ready again
+_MOST_EXAMPLES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class ChaosTrial:
+    """What is done to one cluster."""
+
+    name: str
+    spec: ClusterSpec
+    num_requests: int
+    max_concurrency: int
+    havoc: HavocPlan | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """A run's outcomes; in its summary, right answers alone count as good."""
+
+    summary: Summary
+    num_wrong: int
+    num_moved: int  # answered well after more than one attempt
+    most_attempts: int
+    errors: dict[str, int]  # by status and detail
+    wrong_examples: tuple[str, ...]
+    gap_s: Percentiles | None  # of good answers: the longest time between two messages with tokens
+    moved_gap_s: Percentiles | None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of a trial."""
+
+    tally: Tally
+    faults: tuple[Blow, ...]
+    noticed_s: Percentiles | None  # how long the router took to notice those that it could notice
+    free_after_s: float | None  # of the last answer; None: not all pages within the time
+    left_over: str  # what was not free, or not ready again, in words
+    num_replaced: int  # requests that the router placed again
+    ended: dict[str, int]  # as the router counts
+    outcomes: tuple[Outcome, ...] = field(repr=False, default=())
+
+    @property
+    def is_clean(self) -> bool:
+        """Return whether every request was answered rightly and ended once, and every page came back."""
+        num_good = sum(outcome.is_good for outcome in self.outcomes)
+        return num_good == len(self.outcomes) == sum(self.ended.values()) and not self.left_over
+
+
+async def run_chaos(trial: ChaosTrial, requests: Sequence[KnownRequest], console: Console) -> Verdict:
+    """Start a cluster, load it, hurt it, and look what is left."""
+    board = StatusBoard()
+    listener = Listener(on_status=board.put, on_notice=lambda text: console.print(text, highlight=False))
+    async with started(trial.spec, listener) as (cluster, live):
+        havoc = None if trial.havoc is None else Havoc(lambda: cluster.state, trial.havoc, MonotonicClock())
+        if havoc is not None:
+            board.watchers.append(havoc.see)
+            havoc.see(board.last)
+        outcomes = await _attack(trial, live.client, havoc, requests, console)
+        free_after_s, left_over = await _look(cluster, board)
+        blows = () if havoc is None else tuple(havoc.blows)
+        return Verdict(
+            tally=tally(trial.name, outcomes),
+            faults=blows,
+            noticed_s=percentiles(blow.noticed_s for blow in blows if blow.noticed_s is not None),
+            free_after_s=free_after_s,
+            left_over=left_over,
+            num_replaced=board.last.num_replaced,
+            ended=dict(board.last.ended),
+            outcomes=tuple(outcomes),
+        )
+
+
+async def _attack(
+    trial: ChaosTrial, client: Client, havoc: Havoc | None, requests: Sequence[KnownRequest], console: Console
+) -> list[Outcome]:
+    """Send the requests in turn, over and over, while faults happen; compare each answer with the right one."""
+    messages = [request.message(REQUEST_DEADLINE_S) for request in requests]
+    timed = [(0.0, messages[number % len(messages)]) for number in range(trial.num_requests)]
+    with counted(console, trial.name, trial.num_requests) as advance:
+
+        def on_end(outcome: Outcome) -> None:
+            right = requests[outcome.number % len(requests)].answer
+            outcome.wrong = difference(outcome.tokens, right, is_whole=outcome.status == OK)
+            outcome.tokens = {}
+            advance()
+            if not outcome.is_good:
+                console.print(f"{outcome}", highlight=False, markup=False)
+
+        async with asyncio.TaskGroup() as tasks:
+            striking = None if havoc is None else tasks.create_task(havoc.run())
+            outcomes = await client.run(timed, on_end, trial.max_concurrency)
+            if striking is not None:
+                striking.cancel()
+    return outcomes
+
+
+async def _look(cluster: LocalCluster, board: StatusBoard) -> tuple[float | None, str]:
+    """Return how long it took until all pages were free, and what is not as it was before the faults."""
+    clock = MonotonicClock()
+    ended_s = clock.now_s()
+    is_free = await board.until(all_free, FREE_WITHIN_S)
+    free_after_s, left_over = clock.now_s() - ended_s if is_free else None, not_free(board.last)
+    num_workers = len(cluster.state.processes) - 1
+    if not await board.until(lambda status: num_ready(status) == num_workers and all_free(status), RECOVER_WITHIN_S):
+        left_over = not_free(board.last) or f"{num_ready(board.last)} of {num_workers} workers are ready again"
+    return free_after_s, left_over
+
+
+def tally(name: str, outcomes: Sequence[Outcome]) -> Tally:
+    """Add up a run."""
+    good = [outcome for outcome in outcomes if outcome.is_good]
+    moved = [outcome for outcome in good if outcome.attempts > 1]
+    wrong = [outcome for outcome in outcomes if outcome.wrong]
+    errors = Counter(f"{outcome.status}: {outcome.detail}" for outcome in outcomes if outcome.status != OK)
+    return Tally(
+        summary=summarize(name, outcomes, ANY),
+        num_wrong=len(wrong),
+        num_moved=len(moved),
+        most_attempts=max((outcome.attempts for outcome in good), default=0),
+        errors=dict(errors.most_common()),
+        wrong_examples=tuple(f"request {outcome.number}: {outcome.wrong}" for outcome in wrong[:_MOST_EXAMPLES]),
+        gap_s=percentiles(max(outcome.gaps_s, default=0.0) for outcome in good),
+        moved_gap_s=percentiles(max(outcome.gaps_s, default=0.0) for outcome in moved),
+    )
+
+
+_ROWS: dict[str, Callable[[Verdict], str]] = {
+    "requests": lambda v: f"{v.tally.summary.num_requests}",
+    "answered rightly": lambda v: f"{sum(outcome.is_good for outcome in v.outcomes)}",
+    "client errors": lambda v: f"{sum(v.tally.errors.values())}",
+    "wrong tokens": lambda v: f"{v.tally.num_wrong}",
+    "seconds": lambda v: f"{v.tally.summary.duration_s:.1f}",
+    "goodput/s": lambda v: f"{v.tally.summary.goodput_per_s:.2f}",
+    "tokens/s": lambda v: f"{v.tally.summary.output_tokens_per_s:.0f}",
+    "workers hit": lambda v: f"{len(v.faults)}",
+    "ended, as the router counts": lambda v: f"{sum(v.ended.values())}",
+    "moved": lambda v: f"{v.tally.num_moved}",
+    "most attempts": lambda v: f"{v.tally.most_attempts}",
+    "placed again": lambda v: f"{v.num_replaced}",
+    "all pages free after s": lambda v: v.left_over or ("-" if v.free_after_s is None else f"{v.free_after_s:.2f}"),
+}
+_TIMES: dict[str, Callable[[Verdict], Percentiles | None]] = {
+    "noticed": lambda v: v.noticed_s,
+    "TTFT": lambda v: v.tally.summary.ttft_s,
+    "gap": lambda v: v.tally.gap_s,
+    "gap, moved": lambda v: v.tally.moved_gap_s,
+}
+
+
+def chaos_table(verdicts: Sequence[Verdict]) -> Comparison:
+    """Return one column a trial, one row a quantity."""
+    rows = [(name, [row(verdict) for verdict in verdicts]) for name, row in _ROWS.items()]
+    for name, times in _TIMES.items():
+        rows += [
+            (f"{name} {share} s", [_seconds(times(v), share) for v in verdicts]) for share in ("p50", "p99", "max")
+        ]
+    if len(verdicts) > 1:
+        rows.append(("goodput, share of the first", [f"{share:.0%}" for share in goodput_shares(verdicts)]))
+    return Comparison("", [verdict.tally.summary.name for verdict in verdicts], rows)
+
+
+def _seconds(values: Percentiles | None, share: str) -> str:
+    return "-" if values is None else f"{getattr(values, share):.2f}"
+
+
+def failures(verdicts: Sequence[Verdict]) -> list[str]:
+    """Return a line for each kind of error, and some for wrong answers."""
+    lines = []
+    for verdict in verdicts:
+        name = verdict.tally.summary.name
+        lines += [f"{name}: {count} x {error}" for error, count in verdict.tally.errors.items()]
+        lines += [f"{name}: {example}" for example in verdict.tally.wrong_examples]
+    return lines
+
+
+def goodput_shares(verdicts: Sequence[Verdict]) -> list[float]:
+    """Return each trial's goodput over the first one's."""
+    rates = [verdict.tally.summary.goodput_per_s for verdict in verdicts]
+    return [rate / (rates[0] or 1.0) for rate in rates]
+
+
+def chaos_json(verdicts: Sequence[Verdict]) -> dict[str, object]:
+    """Return the verdicts without each request's own outcome."""
+    runs = [asdict(replace(verdict, outcomes=())) for verdict in verdicts]
+    return {"runs": runs, "goodput_shares": goodput_shares(verdicts)}

@@ -1,0 +1,127 @@
+"""Sends requests to a router, open loop: nothing waits for an answer unless a limit of concurrency says so."""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from math import isfinite
+
+import grpc
+
+from pdserve import rpc
+from pdserve.clock import Clock
+from pdserve.measure.objectives import Objective
+from pdserve.measure.outcomes import OK, Outcome
+from pdserve.measure.workload import Arrival
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
+
+Timed = tuple[float, inference.GenerateRequest]  # seconds after the run's start, and what is sent then
+
+
+class Client:
+    """One connection over which a measurement sends its requests."""
+
+    def __init__(self, channel: grpc.aio.Channel, clock: Clock) -> None:
+        self.clock = clock
+        self.stub = InferenceServiceStub(channel)
+
+    async def vocab_size(self) -> int:
+        """Return the size of the served model's vocabulary."""
+        models = (await self.stub.ListModels(inference.ListModelsRequest(), timeout=30)).models
+        return models[0].vocab_size
+
+    async def run(
+        self,
+        requests: Sequence[Timed],
+        on_end: Callable[[Outcome], None] = lambda _: None,
+        max_concurrency: int | None = None,
+    ) -> list[Outcome]:
+        """Send each request at its time, or when fewer than so many are under way; return all outcomes in order."""
+        began_s = self.clock.now_s()
+        slots = nullcontext() if max_concurrency is None else asyncio.Semaphore(max_concurrency)
+
+        async def send(number: int, at_s: float, request: inference.GenerateRequest) -> Outcome:
+            await asyncio.sleep(max(0.0, began_s + at_s - self.clock.now_s()))
+            async with slots:
+                outcome = await self.send(request, began_s)
+            outcome.number = number
+            on_end(outcome)
+            return outcome
+
+        async with asyncio.TaskGroup() as tasks:
+            sent = [tasks.create_task(send(number, *timed)) for number, timed in enumerate(requests)]
+        return [each.result() for each in sent]
+
+    async def send(self, request: inference.GenerateRequest, began_s: float = 0.0) -> Outcome:
+        """Send one request now; return what came of it, with times after `began_s`."""
+        outcome = Outcome(
+            sent_s=self.clock.now_s() - began_s,
+            prompt_tokens=len(request.token_ids.ids),
+            output_tokens=request.sampling.max_tokens,
+        )
+        outcome.status = OK
+        try:
+            async for reply in self.stub.Generate(request):
+                num_tokens = sum(len(delta.token_ids) for delta in reply.deltas)
+                if num_tokens:
+                    outcome.take(num_tokens, self.clock.now_s() - began_s)
+                for delta in reply.deltas:
+                    outcome.tokens.setdefault(delta.index, []).extend(delta.token_ids)
+                if reply.HasField("ledger"):
+                    outcome.cached_tokens = reply.usage.cached_tokens
+                    _take_ledger(outcome, reply.ledger)
+        except grpc.aio.AioRpcError as error:
+            outcome.status, outcome.detail = error.code().name, error.details() or ""
+            _take_hints(outcome, error)
+        outcome.ended_s = self.clock.now_s() - began_s
+        return outcome
+
+
+def _take_ledger(outcome: Outcome, ledger: inference.Ledger) -> None:
+    outcome.attempts = ledger.attempts
+    outcome.prefill_worker = ledger.prefill_worker
+    outcome.handoff_bytes, outcome.handoff_s = ledger.handoff_bytes, ledger.handoff_ms / 1e3
+    outcome.stages_s = {step.name: step.at_ms / 1e3 for step in ledger.steps}
+    if ledger.HasField("predicted_ttft_ms"):
+        outcome.predicted_ttft_s = ledger.predicted_ttft_ms / 1e3
+    if ledger.HasField("predicted_tpot_ms"):
+        outcome.predicted_tpot_s = ledger.predicted_tpot_ms / 1e3
+
+
+def _take_hints(outcome: Outcome, error: grpc.aio.AioRpcError) -> None:
+    """Take what a refusal says of times in its trailing metadata."""
+    hints = {key: float(value) / 1e3 for key, value in error.trailing_metadata() if key.endswith("-ms")}
+    outcome.predicted_ttft_s = hints.get("predicted-ttft-ms")
+    outcome.predicted_tpot_s = hints.get("predicted-tpot-ms")
+    outcome.retry_after_s = hints.get("retry-after-ms")
+
+
+def request_of(
+    arrival: Arrival, token_ids: Sequence[int], tenant: str, objective: Objective
+) -> inference.GenerateRequest:
+    """Return a greedy request whose answer has exactly the arrival's length."""
+    slo = inference.Slo(
+        ttft_ms=1e3 * objective.ttft_s if isfinite(objective.ttft_s) else None,
+        tpot_ms=1e3 * objective.tpot_s if isfinite(objective.tpot_s) else None,
+    )
+    sampling = inference.SamplingParams(temperature=0.0, max_tokens=arrival.output_tokens, ignore_eos=True)
+    ids = inference.TokenIds(ids=token_ids)
+    return inference.GenerateRequest(token_ids=ids, sampling=sampling, slo=slo, tenant=tenant)
+
+
+def requests_of(arrivals: Sequence[Arrival], prompts: Sequence[Sequence[int]], objective: Objective) -> list[Timed]:
+    """Return the requests of one run, all of a tenant of its own."""
+    tenant = new_tenant()
+    pairs = zip(arrivals, prompts, strict=True)
+    return [(arrival.at_s, request_of(arrival, ids, tenant, objective)) for arrival, ids in pairs]
+
+
+def new_tenant() -> str:
+    """Return a tenant of its own: it finds none of another's prompts in a prefix cache."""
+    return f"bench-{secrets.token_hex(8)}"
+
+
+def connect(endpoint: str) -> grpc.aio.Channel:
+    """Open a channel to a router's public endpoint."""
+    return grpc.aio.insecure_channel(endpoint, options=rpc.channel_options(rpc.PUBLIC_MESSAGE_BYTES))

@@ -1,0 +1,105 @@
+"""Requests whose right answers are known: those of one engine alone.
+
+Lengths are mixed, sampling is greedy or random, and each request has a seed: its answer is the same on any cluster.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pdserve.checkpoint.open import open_checkpoint
+from pdserve.engine.alone import LoneEngine
+from pdserve.model.loading import load_model
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.sampling import SamplingParams
+
+Answer = Mapping[int, Sequence[int]]  # tokens by continuation
+
+_SHARE_GREEDY, _SHARE_SHARED, _SHARE_TWO = 0.5, 0.3, 0.1
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Most tokens of a prompt and of an answer."""
+
+    prompt: int = 512
+    answer: int = 48
+
+
+@dataclass(frozen=True, slots=True)
+class KnownRequest:
+    """One request, and its right answer where that is known."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    answer: Answer
+
+    def message(self, deadline_s: float) -> inference.GenerateRequest:
+        """Return it as a client sends it."""
+        params = self.params
+        sampling = inference.SamplingParams(
+            temperature=params.temperature,
+            top_k=params.top_k,  # given, like the rest, lest the model's own defaults apply
+            top_p=params.top_p,
+            min_p=params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            max_tokens=params.max_tokens,
+            seed=params.seed,
+            n=params.n,
+            ignore_eos=params.ignore_eos,
+        )
+        return inference.GenerateRequest(
+            token_ids=inference.TokenIds(ids=self.prompt), sampling=sampling, deadline_ms=round(deadline_s * 1e3)
+        )
+
+
+def known_requests(model: str, dtype: str, count: int, lengths: Lengths, seed: int) -> list[KnownRequest]:
+    """Return requests with the answers of one engine alone."""
+    torch.set_num_threads(1)  # for each alone, a small model's steps are too short to share
+    checkpoint = open_checkpoint(Path(model))
+    loaded = load_model(checkpoint.config, checkpoint.weights(), _DTYPES[dtype])
+    engine = LoneEngine(loaded, checkpoint.eos_token_ids, lengths.prompt + lengths.answer)
+    requests = random_requests(count, checkpoint.config.vocab_size, lengths, seed)
+    return [KnownRequest(prompt, params, engine.answer(prompt, params)) for prompt, params in requests]
+
+
+def random_requests(
+    count: int, vocab_size: int, lengths: Lengths, seed: int
+) -> list[tuple[tuple[int, ...], SamplingParams]]:
+    """Return requests with short and long prompts and answers; some prompts begin alike."""
+    rng = random.Random(f"asks {seed}")
+    stem = [rng.randrange(vocab_size) for _ in range(lengths.prompt // 4)]
+    return [_random_request(rng, vocab_size, lengths, stem) for _ in range(count)]
+
+
+def _random_request(
+    rng: random.Random, vocab_size: int, lengths: Lengths, stem: list[int]
+) -> tuple[tuple[int, ...], SamplingParams]:
+    length = round(lengths.prompt ** rng.uniform(0.3, 1.0))
+    start = stem[: length // 2] if rng.random() < _SHARE_SHARED else []
+    prompt = (*start, *(rng.randrange(vocab_size) for _ in range(length - len(start))))
+    params = SamplingParams(
+        max_tokens=rng.randint(1, lengths.answer),
+        temperature=0.0 if rng.random() < _SHARE_GREEDY else 1.0,
+        seed=rng.getrandbits(63),
+        n=2 if rng.random() < _SHARE_TWO else 1,
+        ignore_eos=True,
+    )
+    return prompt, params
+
+
+def difference(tokens: Answer, expected: Answer, *, is_whole: bool) -> str:
+    """Return where tokens first differ from the expected ones; empty where they do not, or are a beginning of them."""
+    for index, right in expected.items():
+        got = tokens.get(index, ())
+        for place, (one, other) in enumerate(zip(got, right, strict=False)):
+            if one != other:
+                return f"continuation {index}: token {place} of {len(right)} is {one}, {other} was expected"
+        if len(got) > len(right) or (is_whole and len(got) < len(right)):
+            return f"continuation {index}: {len(got)} tokens came, {len(right)} were expected"
+    extra = set(tokens) - set(expected)
+    return f"continuations {sorted(extra)} were not asked for" if extra else ""

@@ -1,0 +1,116 @@
+"""Clusters that are started for an experiment, loaded at shares of their capacity, and what that found."""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from pdserve.clock import MonotonicClock
+from pdserve.launch.admin import AdminClient
+from pdserve.launch.local import Listener, LocalCluster, running
+from pdserve.launch.plan import ClusterSpec
+from pdserve.launch.state import ClusterState
+from pdserve.measure.client import Client, connect, requests_of
+from pdserve.measure.objectives import ANY, Objective
+from pdserve.measure.outcomes import Outcome
+from pdserve.measure.saturation import saturate
+from pdserve.measure.summary import Summary
+from pdserve.measure.workload import Arrival, Workload, random_prompts
+from pdserve.proto.v1 import admin_pb2 as admin
+
+Report = Callable[[str], None]  # says what is going on, to a person who waits
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """How a cluster is loaded, and for how long."""
+
+    workload: Workload
+    loads: tuple[float, ...]  # shares of the capacity
+    seconds: float  # at each load
+    calibration_s: float
+    objective: Objective | None = None  # None: what the experiment takes by default
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRun:
+    """One load, and what came of it."""
+
+    load: float
+    summary: Summary
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What an experiment found."""
+
+    workload: str
+    capacity_per_s: float
+    objective: Objective
+    runs: tuple[LoadRun, ...]
+
+    @property
+    def title(self) -> str:
+        return f"{self.workload}; capacity {self.capacity_per_s:.2f} requests/s; {self.objective}"
+
+
+@dataclass(frozen=True, slots=True)
+class LiveCluster:
+    """A running cluster and a connection to it."""
+
+    state: ClusterState
+    client: Client
+    vocab_size: int
+
+    async def run(self, arrivals: Sequence[Arrival], objective: Objective = ANY, seed: int = 0) -> list[Outcome]:
+        """Send requests at their times; return what came of each."""
+        prompts = random_prompts(arrivals, self.vocab_size, seed)
+        return await self.client.run(requests_of(arrivals, prompts, objective))
+
+    async def calibrate(self, trial: Trial, full_s: float, report: Report) -> float:
+        """Return how many requests a second end while some always wait; this teaches the router too."""
+        report("calibrating: keeping the cluster full")
+        arrivals = trial.workload.arrivals
+        prompts = random_prompts(arrivals, self.vocab_size, trial.seed)
+        capacity = await saturate(self.client, arrivals, prompts, full_s)
+        report(f"capacity: {capacity:.2f} requests/s")
+        return capacity
+
+    async def loaded(
+        self, trial: Trial, capacity_per_s: float, objective: Objective, report: Report
+    ) -> AsyncIterator[tuple[float, list[Arrival], list[Outcome]]]:
+        """Serve each load of a trial in turn; yield it, what was sent and what came of it."""
+        for seed, load in enumerate(trial.loads, start=trial.seed + 2):
+            report(f"measuring at {load:.0%} of the capacity, {load * capacity_per_s:.2f} requests/s")
+            arrivals = trial.workload.during(trial.seconds, load * capacity_per_s, seed)
+            yield load, arrivals, await self.run(arrivals, objective, seed)
+
+    async def status(self) -> admin.ClusterStatus:
+        """Return the router's view of the cluster."""
+        async with AdminClient(self.state.admin, self.state.secret_file) as operator:
+            return await operator.status()
+
+
+@asynccontextmanager
+async def started(spec: ClusterSpec, listener: Listener) -> AsyncIterator[tuple[LocalCluster, LiveCluster]]:
+    """Run a cluster for the length of the block, which begins when it is ready."""
+    async with running(spec, listener) as cluster:
+        await cluster.ready.wait()
+        async with connected(cluster.state) as live:
+            yield cluster, live
+
+
+@asynccontextmanager
+async def live_cluster(spec: ClusterSpec, report: Report) -> AsyncIterator[LiveCluster]:
+    """Run a cluster for the length of the block, and say so."""
+    report(f"starting {spec.num_prefill} prefill and {spec.num_decode} decode workers of {spec.served_model_name}")
+    async with started(spec, Listener(on_status=lambda _: None, on_notice=report)) as (_, live):
+        yield live
+
+
+@asynccontextmanager
+async def connected(state: ClusterState) -> AsyncIterator[LiveCluster]:
+    """Be a client of a cluster that runs already."""
+    async with connect(state.endpoint) as channel:
+        client = Client(channel, MonotonicClock())
+        yield LiveCluster(state, client, await client.vocab_size())

@@ -1,0 +1,123 @@
+"""A profile of what steps cost, made of what a router has learnt from its workers.
+
+`sweep` teaches a router: it sends requests of many lengths, alone and in batches of many sizes.
+"""
+
+import random
+from dataclasses import dataclass
+
+from pdserve.errors import ConfigError
+from pdserve.launch.state import ClusterState
+from pdserve.measure.live import LiveCluster, Report, connected
+from pdserve.measure.workload import Arrival
+from pdserve.perfmodel.profile import Configuration, DecodeFields, LinkFields, PrefillFields, Profile
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.proto.v1 import link_pb2 as link
+
+_LEAST_S = 1e-9  # of a token: a profile's tokens take some time
+_ENOUGH_STEPS = 20
+_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+_LINK = LinkFields(bytes_per_s=2e9, latency_s=0.005)  # where nothing is known of hand-offs
+_PROMPT = (8, 1024)  # shortest and longest of a sweep
+_BATCH = (1, 24)
+_STEPS = (8, 24)  # that each decodes
+
+
+@dataclass(frozen=True, slots=True)
+class Burst:
+    """Requests that are sent at once."""
+
+    size: int
+    prompt_tokens: int
+    output_tokens: int
+
+
+def bursts(count: int, max_length: int, seed: int) -> list[Burst]:
+    """Return bursts of all shapes: each length and size as likely as one twice as large."""
+    rng = random.Random(seed)
+
+    def between(low: float, high: float) -> int:
+        return round(low * float((high / low) ** rng.random()))
+
+    shapes = []
+    for number in range(count):
+        size = 1 if number % 3 == 0 else between(*_BATCH)
+        outputs = 1 if number % 4 == 0 else between(*_STEPS)
+        longest = min(_PROMPT[1], max(_PROMPT[0], max_length - outputs))
+        shapes.append(Burst(size, between(_PROMPT[0], max(_PROMPT[0], longest / size**0.5)), outputs))
+    return shapes
+
+
+async def sweep(cluster: LiveCluster, shapes: list[Burst], report: Report) -> None:
+    """Send the bursts, each when the one before has ended; every fourth comes while the one before decodes."""
+    for number, shape in enumerate(shapes):
+        if number % 20 == 0:
+            report(f"burst {number} of {len(shapes)}")
+        arrivals = [Arrival(0.0, shape.prompt_tokens, shape.output_tokens)] * shape.size
+        arrivals += [Arrival(0.1, shapes[number - 1].prompt_tokens, 1)] * (number % 4 == 3)
+        await cluster.run(arrivals, seed=number)
+
+
+async def measure_profile(state: ClusterState, shapes: list[Burst], source: str, report: Report) -> Profile:
+    """Sweep the workers of a cluster that runs; return what their steps cost."""
+    async with connected(state) as cluster:
+        await sweep(cluster, shapes, report)
+        return learnt_profile(await cluster.status(), source)
+
+
+def learnt_profile(status: admin.ClusterStatus, source: str) -> Profile:
+    """Return a profile of a cluster; ConfigError where its router has seen too few steps."""
+    prefill = _most_seen(status, link.ROLE_PREFILL)
+    decode = _most_seen(status, link.ROLE_DECODE)
+    if prefill.num_prefill_steps < _ENOUGH_STEPS or decode.num_decode_steps < _ENOUGH_STEPS:
+        raise ConfigError(
+            f"profile: the router has seen {prefill.num_prefill_steps} prefill and {decode.num_decode_steps} decode "
+            f"steps; {_ENOUGH_STEPS} of each are needed"
+        )
+    workers = [worker.registration for worker in status.workers if worker.registration.ready]
+    layout = workers[0].layout
+    token_bytes = 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * _DTYPE_BYTES[layout.dtype]
+    return Profile(
+        model=status.model,
+        device=" + ".join(dict.fromkeys(filter(None, (prefill.device, decode.device)))),
+        source=source,
+        kv_bytes_per_token=token_bytes,
+        link=_LINK,
+        configurations=[
+            Configuration(
+                tp=1,
+                kv_tokens=min(worker.num_pages * worker.layout.page_size for worker in workers),
+                prefill=PrefillFields(
+                    step_s=prefill.prefill_step_s,
+                    token_s=max(_LEAST_S, prefill.prefill_token_s),
+                    token_context_s=prefill.prefill_work_s,
+                ),
+                decode=_decode(decode),
+                prefill_slowdown=prefill.prefill_slowdown,
+                decode_slowdown=decode.decode_slowdown,
+            )
+        ],
+    )
+
+
+def _most_seen(status: admin.ClusterStatus, role: "link.Role.ValueType") -> admin.LearntCosts:
+    """Return what was learnt of the kind of a role's workers of which most steps were seen."""
+    kinds = [costs for costs in status.costs if costs.role == role]
+    return max(kinds, key=lambda c: c.num_prefill_steps + c.num_decode_steps, default=admin.LearntCosts(role=role))
+
+
+def _decode(learnt: admin.LearntCosts) -> list[DecodeFields]:
+    """Return decode costs by size of batch; the largest size seen holds for all beyond."""
+    known = [batches for batches in learnt.decode_batches if batches.num_steps >= _ENOUGH_STEPS]
+    if not known:
+        costs = (learnt.decode_step_s, learnt.decode_sequence_s, learnt.decode_kv_token_s)
+        return [_fields(None, *costs)]
+    sizes = [batches.max_sequences for batches in known[:-1]]
+    return [
+        _fields(size, batches.step_s, batches.sequence_s, batches.kv_token_s)
+        for size, batches in zip([*sizes, None], known, strict=True)
+    ]
+
+
+def _fields(max_sequences: int | None, step_s: float, sequence_s: float, kv_token_s: float) -> DecodeFields:
+    return DecodeFields(max_sequences=max_sequences, step_s=step_s, sequence_s=sequence_s, kv_token_s=kv_token_s)

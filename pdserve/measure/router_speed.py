@@ -1,0 +1,126 @@
+"""How many decisions a router's core takes a second: arrivals, with all that their requests bring."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from time import process_time
+
+from pdserve.ids import Incarnation, RequestId, WorkerId
+from pdserve.kvlayout import KvLayout
+from pdserve.measure.tables import Column, Sheet
+from pdserve.perfmodel.curve import Step
+from pdserve.reports import Stage
+from pdserve.router.config import Limits
+from pdserve.router.core import RouterCore
+from pdserve.router.events import (
+    Command,
+    LinkId,
+    Place,
+    Registration,
+    RequestArrived,
+    Role,
+    StageReached,
+    StepReported,
+)
+from pdserve.router.forecast import Forecast
+from pdserve.router.policies import POLICIES
+from pdserve.sampling import SamplingParams
+
+_LAYOUT = KvLayout("w", 32, 8, 128, 64, "bfloat16")
+_OUTPUT_TOKENS = 4
+
+
+class _Token:
+    """A delta as it comes off the wire."""
+
+    def __init__(self, request_id: RequestId, position: int, finish_reason: int) -> None:
+        self.request_id: bytes = request_id
+        self.attempt = self.index = 0
+        self.position = position
+        self.token_ids = (7,)
+        self.logprobs: tuple[object, ...] = ()
+        self.finish_reason = finish_reason
+
+
+class RouterSpeed:
+    """A core with workers that answer at once."""
+
+    def __init__(self, policy: str, num_prefill: int, num_decode: int, prompt_tokens: int) -> None:
+        forecast = Forecast()
+        limits = Limits(worker_silence_s=1e9, local_prefill=policy == "goodput")
+        self._core = RouterCore("m", limits, POLICIES[policy](forecast), forecast)
+        self._prompt_tokens = prompt_tokens
+        self._now_s = 0.0
+        for number in range(num_prefill + num_decode):
+            role = Role.PREFILL if number < num_prefill else Role.DECODE
+            name = WorkerId(f"{role.value}{number}")
+            link = LinkId(number + 1)
+            process = link, name, Incarnation(link), role
+            self._core.handle(Registration(*process, 1, True, "m", _LAYOUT, 10_000, 256, 100_000, name, 2048), 0.0)
+
+    def measure(self, num_requests: int) -> tuple[float, float]:
+        """Return placements per second of one core's time, and seconds of the rest of a request's life."""
+        placing_s = living_s = 0.0
+        for number in range(num_requests):
+            self._now_s += 0.001
+            event = self._arrival(number)
+            start_s = process_time()
+            commands = self._core.handle(event, self._now_s)
+            placed_s = process_time()
+            for news in _life(commands):
+                self._core.handle(news, self._now_s)
+            placing_s += placed_s - start_s
+            living_s += process_time() - placed_s
+        self._core.check_idle()
+        return num_requests / placing_s, living_s / num_requests
+
+    def _arrival(self, number: int) -> RequestArrived:
+        bits = number * 0x9E3779B97F4A7C15 % 2**64
+        return RequestArrived(
+            request_id=RequestId(bits.to_bytes(8, "little") + number.to_bytes(8, "big")),
+            token_ids=[number] * self._prompt_tokens,
+            params=SamplingParams(max_tokens=_OUTPUT_TOKENS),
+            received_s=self._now_s,
+            deadline_s=self._now_s + 60,
+            ttft_slo_s=1.0,
+            tpot_slo_s=0.1,
+        )
+
+
+def _life(commands: list[Command]) -> Iterator[StageReached | StepReported]:
+    """Yield what workers would report of a request that was placed."""
+    for place in commands:
+        if not isinstance(place, Place) or place.decode is None:
+            continue
+        request_id, attempt = place.spec.request_id, place.spec.attempt
+        first = place.prefill or place.decode
+        yield StageReached(first.link, request_id, attempt, Stage.PREFILL_STARTED, 0.0)
+        prompt = Step(len(place.spec.token_ids), len(place.spec.token_ids) ** 2)
+        yield StepReported(first.link, [_Token(request_id, 0, 0)], prompt, 0.05)
+        yield StageReached(place.decode.link, request_id, attempt, Stage.COMMITTED, 0.0)
+        for position in range(1, _OUTPUT_TOKENS):
+            reason = 2 if position == _OUTPUT_TOKENS - 1 else 0
+            yield StepReported(
+                place.decode.link, [_Token(request_id, position, reason)], Step(sequences=1, kv_tokens=500), 0.01
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySpeed:
+    """What a policy takes of one core."""
+
+    policy: str
+    placements_per_s: float
+    rest_s: float  # of a request's life
+
+
+def measure_policies(num_prefill: int, num_decode: int, num_requests: int, prompt_tokens: int) -> list[PolicySpeed]:
+    """Measure each policy."""
+    speeds = {policy: RouterSpeed(policy, num_prefill, num_decode, prompt_tokens) for policy in POLICIES}
+    return [PolicySpeed(policy, *speed.measure(num_requests)) for policy, speed in speeds.items()]
+
+
+def speed_table(found: Sequence[PolicySpeed], title: str) -> Sheet:
+    """Return one row a policy."""
+    columns = (Column("policy", is_text=True), Column("placements/s"), Column("rest of a request", "us"))
+    rows = [(each.policy, f"{each.placements_per_s:,.0f}", f"{1e6 * each.rest_s:.0f}") for each in found]
+    return Sheet(title, columns, rows)

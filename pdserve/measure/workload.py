@@ -1,0 +1,162 @@
+"""Requests to send or to simulate: when they come, how long they are, and which prefixes they share."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, count, cycle, islice
+from math import inf, isfinite
+
+from pdserve.errors import ConfigError
+
+SPREAD = 0.8  # of random lengths
+_OWN_TOKENS = 2**31  # from here on, a token for each request's own part; below, one for each shared block
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request."""
+
+    at_s: float
+    prompt_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...] = ()  # names of its leading blocks; equal ones are shared
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests in order of time."""
+
+    name: str
+    arrivals: tuple[Arrival, ...]
+    block_tokens: int = 0  # tokens of a shared block; 0: nothing is shared
+    exact: bool = False  # whether clients know how long their answers will be, and ask for no more
+    is_random: bool = False  # whether requests come at random, without regard for each other
+
+    @property
+    def rate(self) -> float:
+        """Requests per second, on average."""
+        span_s = self.arrivals[-1].at_s - self.arrivals[0].at_s
+        return (len(self.arrivals) - 1) / span_s if span_s > 0 else inf
+
+    @property
+    def is_timed(self) -> bool:
+        """Return whether its times are its own, as a trace's are."""
+        return not self.is_random and isfinite(self.rate)
+
+    def sent_at(self, rate: float | None, seed: int) -> "Workload":
+        """Return it as it is sent to a live cluster: a trace at its own times, or stretched to an average rate.
+
+        Other requests are sent all at once, or at random moments so many times a second.
+        """
+        start_s = self.arrivals[0].at_s
+        if rate is not None:
+            return self.at_rate(rate) if self.is_timed else self.poisson(seed, rate)
+        times_s = (each.at_s - start_s if self.is_timed else 0.0 for each in self.arrivals)
+        arrivals = tuple(replace(each, at_s=at_s) for each, at_s in zip(self.arrivals, times_s, strict=True))
+        return replace(self, arrivals=arrivals)
+
+    def first(self, count: int) -> "Workload":
+        return replace(self, arrivals=self.arrivals[:count])
+
+    def at_rate(self, rate: float) -> "Workload":
+        """Stretch time, so that the same requests come at another average rate."""
+        if not isfinite(self.rate):
+            raise ConfigError(f"{self.name}: all of its requests come at once, so it cannot be stretched to a rate")
+        factor, start_s = self.rate / rate, self.arrivals[0].at_s
+        arrivals = tuple(replace(each, at_s=(each.at_s - start_s) * factor) for each in self.arrivals)
+        return replace(self, arrivals=arrivals)
+
+    def poisson(self, seed: int, rate: float | None = None) -> "Workload":
+        """Let the same requests come at random; by default at the same average rate, or one a second."""
+        rng, at_s, arrivals = random.Random(seed), 0.0, []
+        rate = rate or (self.rate if isfinite(self.rate) else 1.0)
+        for each in self.arrivals:
+            at_s += rng.expovariate(rate)
+            arrivals.append(replace(each, at_s=at_s))
+        return replace(self, arrivals=tuple(arrivals), is_random=True)
+
+    def during(self, seconds: float, rate: float, seed: int) -> list[Arrival]:
+        """Return requests that come at random for some seconds, from a random place in the workload on."""
+        rng, arrivals, at_s = random.Random(seed), list[Arrival](), 0.0
+        for request in islice(cycle(self.arrivals), rng.randrange(len(self.arrivals)), None):
+            at_s += rng.expovariate(rate)
+            if at_s > seconds:
+                break
+            arrivals.append(replace(request, at_s=at_s))
+        return arrivals
+
+    def endless(self, rate: float) -> Iterator[Arrival]:
+        """Yield the requests at another average rate, over and over.
+
+        Random arrivals get fresh gaps each time round, and another order unless they share blocks: what shares a block
+        is near in time. Requests of different times round share none.
+        """
+        first = self.at_rate(rate).arrivals
+        num_names = 1 + max((name for each in first for name in each.blocks), default=0)
+        start_s = 0.0
+        for turn in count():
+            arrivals = self._again(first, rate, turn) if turn and self.is_random else first
+            for each in arrivals:
+                names = tuple(name + turn * num_names for name in each.blocks)
+                yield replace(each, at_s=start_s + each.at_s, blocks=names)
+            start_s += arrivals[-1].at_s + 1 / rate
+
+    def _again(self, arrivals: tuple[Arrival, ...], rate: float, turn: int) -> tuple[Arrival, ...]:
+        rng = random.Random(turn)
+        order = arrivals if self.block_tokens else rng.sample(arrivals, len(arrivals))
+        times_s = accumulate((rng.expovariate(rate) for _ in order[1:]), initial=0.0)
+        return tuple(replace(each, at_s=at_s) for each, at_s in zip(order, times_s, strict=True))
+
+    def max_tokens(self, arrival: Arrival) -> int:
+        """Return what a client asks for; unless it knows how long its answer will be, more than it needs."""
+        return arrival.output_tokens if self.exact else max(1024, arrival.output_tokens)
+
+    def token_ids(self, number: int, arrival: Arrival) -> tuple[int, ...]:
+        """Return the prompt of the request with this number: tokens of its blocks, then tokens that no other has."""
+        own = _OWN_TOKENS + number
+        if not self.block_tokens:
+            return (own,) * arrival.prompt_tokens
+        tokens = [name + 2 for name in arrival.blocks for _ in range(self.block_tokens)]
+        tokens += [own] * (arrival.prompt_tokens - len(tokens))
+        del tokens[arrival.prompt_tokens :]
+        return tuple(tokens)
+
+    def scaled(self, factor: float, max_length: int, output_factor: float | None = None) -> "Workload":
+        """Shorten prompts and shared blocks by a factor and outputs by theirs; cut both where they are still longer."""
+        by = factor if output_factor is None else output_factor
+
+        def scale(each: Arrival) -> Arrival:
+            prompt = max(min(2, each.prompt_tokens), round(each.prompt_tokens * factor))
+            output = max(1, round(each.output_tokens * by))
+            return replace(each, prompt_tokens=min(max_length, prompt), output_tokens=min(max_length, output))
+
+        block = max(1, round(self.block_tokens * factor)) if self.block_tokens else 0
+        name = self.name if factor == by == 1 else f"{self.name}, lengths x {factor:g}"
+        return replace(self, name=name, arrivals=tuple(map(scale, self.arrivals)), block_tokens=block)
+
+
+def random_lengths(
+    num_requests: int, prompt_tokens: float, output_tokens: float, seed: int, spread: float = SPREAD
+) -> Workload:
+    """Return requests of log-normal lengths with these means, one a second; stretch it to the rate wanted.
+
+    `spread` is the standard deviation of the lengths' logarithms.
+    """
+    rng = random.Random(seed)
+
+    def draw(mean: float) -> int:
+        return max(2, round(mean * rng.lognormvariate(-spread * spread / 2, spread)))
+
+    arrivals = [Arrival(float(i), draw(prompt_tokens), draw(output_tokens)) for i in range(num_requests)]
+    return Workload(f"{prompt_tokens:g} in, {output_tokens:g} out", tuple(arrivals)).poisson(seed)
+
+
+def fixed_lengths(name: str, num_requests: int, prompt_tokens: int, output_tokens: int) -> Workload:
+    """Return requests of one kind, all at once."""
+    return Workload(name, (Arrival(0.0, prompt_tokens, output_tokens),) * num_requests)
+
+
+def random_prompts(arrivals: Sequence[Arrival], vocab_size: int, seed: int) -> list[list[int]]:
+    """Return a prompt of random token ids for each arrival; equal seeds give equal prompts."""
+    rng = random.Random(seed)
+    return [[rng.randrange(vocab_size) for _ in range(arrival.prompt_tokens)] for arrival in arrivals]

@@ -1,0 +1,52 @@
+"""Flags of the measuring commands: each is spelled once, and what cannot be is refused before anything starts."""
+
+from collections.abc import Callable
+from subprocess import CompletedProcess
+
+import pytest
+
+from pdserve.cli.app import joined
+from pdserve.cli.results import only_cause
+from pdserve.errors import CommandError
+
+Command = Callable[..., CompletedProcess[str]]
+
+
+@pytest.mark.parametrize("command", ["accuracy", "overload", "simulator", "routers"])
+@pytest.mark.parametrize("flag", ["--load", "--seconds", "--calibration"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-1", "0"])
+def test_a_load_that_would_never_end_is_refused_before_a_cluster_starts(
+    pdserve: Command, command: str, flag: str, value: str
+) -> None:
+    ended = pdserve("bench", command, "/no/such/model", flag, value)
+    assert ended.returncode == 2
+    assert f"Invalid value for '{flag}'" in ended.stderr
+
+
+def test_bench_load_sends_a_slice_by_its_name(pdserve: Command, address: str) -> None:
+    flags = ("--scale", "0.001", "--request-rate", "2000", "--endpoint", address)
+    ended = pdserve("bench", "--workload", "azure-code", *flags)
+    assert ended.returncode == 0
+    assert "azure-code" in ended.stdout
+
+
+@pytest.mark.parametrize("command", [("bench", "load", "1x2x3"), ("sim",)])
+@pytest.mark.parametrize("rate", ["0", "-1", "inf", "nan"])
+def test_a_rate_that_cannot_be_is_refused(pdserve: Command, command: tuple[str, ...], rate: str) -> None:
+    ended = pdserve(*command, "--request-rate", rate)
+    assert (ended.returncode, ended.stderr) == (2, f"pdserve: --request-rate: {rate} must be over 0 and finite\n")
+
+
+def test_an_objective_is_written_as_for_vllm() -> None:
+    command = ["bench", "--goodput", "ttft:250", "tpot:40", "4x5x6"]
+    assert joined(command) == ["bench", "--goodput", "ttft:250 tpot:40", "4x5x6"]
+    assert joined(["--goodput", "ttft:250", "--endpoint", "h:1"]) == ["--goodput", "ttft:250", "--endpoint", "h:1"]
+    assert joined(["--endpoint", "h:1", "i:2"]) == ["--endpoint", "h:1", "i:2"]
+    assert joined(["--goodput"]) == ["--goodput"]
+
+
+def test_what_a_command_says_while_its_other_tasks_run_is_still_one_line() -> None:
+    told = CommandError("no request was seen")
+    assert only_cause(ExceptionGroup("tasks", [ExceptionGroup("tasks", [told])])) is told
+    both = ExceptionGroup("tasks", [told, OSError("disk")])
+    assert only_cause(both) is both

@@ -1,0 +1,50 @@
+"""What the measurement with several routers sends to whom."""
+
+import secrets
+from pathlib import Path
+
+import pytest
+
+from pdserve.launch.folder import free_port
+from pdserve.launch.local import LaunchError
+from pdserve.launch.plan import ClusterSpec
+from pdserve.launch.state import ClusterState
+from pdserve.measure.routers import late_router, split
+from pdserve.measure.workload import Arrival
+
+ARRIVALS = [Arrival(0.1 * number, 8 + number, 4) for number in range(400)]
+
+
+def test_each_request_goes_through_one_router_at_its_time() -> None:
+    shares = split(ARRIVALS, 4, seed=1)
+    assert sorted((each for share in shares for each in share), key=lambda each: each.at_s) == ARRIVALS
+    assert all(share == sorted(share, key=lambda each: each.at_s) for share in shares)
+
+
+def test_every_router_gets_about_as_many_requests() -> None:
+    assert all(70 < len(share) < 130 for share in split(ARRIVALS, 4, seed=2))
+
+
+def test_equal_seeds_deal_requests_out_alike() -> None:
+    assert split(ARRIVALS, 3, seed=5) == split(ARRIVALS, 3, seed=5) != split(ARRIVALS, 3, seed=6)
+
+
+async def test_a_late_router_that_does_not_start_ends_the_measurement_with_its_exit_status(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text(secrets.token_hex(32))
+    secret.chmod(0o600)
+    spec = ClusterSpec(str(tmp_path / "no-model"), "counting")
+    state = ClusterState(
+        name="counting",
+        supervisor_pid=1,
+        endpoint="",
+        admin="",
+        secret_file=secret,
+        model=spec.model,
+        ready=True,
+        processes=(),
+    )
+    with pytest.raises(ExceptionGroup) as caught:
+        async with late_router(spec, state, "router-1", free_port("127.0.0.1")):
+            pass
+    assert caught.group_contains(LaunchError, match="router-1 ended with status 2 before its workers were attached")
