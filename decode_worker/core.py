@@ -49,12 +49,6 @@ from pdserve.worker.messages import (
     Tokens,
 )
 
-_CODES = {
-    receiver.Cause.SENDER_LOST: Failure.PEER_LOST,
-    receiver.Cause.LEASE_LAPSED: Failure.LEASE_LAPSED,
-    receiver.Cause.DIGEST_MISMATCH: Failure.DIGEST_MISMATCH,
-}
-
 
 class DecodeCore:
     def __init__(self, scheduler: Scheduler, vocab_size: int, capability_key: bytes, rules: Rules) -> None:
@@ -320,11 +314,11 @@ class DecodeCore:
                 pool.release(inbound.reused)
                 if task is not None:
                     self._forget(task)  # the sender has told the router why
-            case receiver.Failed(cause, reason):
-                self._num_digest_mismatches += cause is receiver.Cause.DIGEST_MISMATCH
+            case receiver.Failed(failure, reason):
+                self._num_digest_mismatches += failure is Failure.DIGEST_MISMATCH
                 if task is not None:
                     self._forget(task)
-                    yield Failed(task.router, key, _CODES[cause], reason)
+                    yield Failed(task.router, key, failure, reason)
             case receiver.Admit():
                 raise InvariantError("a hand-off outlived its task without being given up")
 

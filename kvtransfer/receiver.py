@@ -1,7 +1,7 @@
-"""The decode worker's half of one hand-off. Decides; does no I/O.
+"""The receiver's half of one hand-off. It decides and does no I/O.
 
-Invariant: granted pages become free, or a sequence's, only when no write to them can be outstanding: because they were
-never offered, because the sender committed or quiesced, or because its process is gone.
+Invariant: reserved pages become free, or a sequence's, only when no write to them can be outstanding: they were never
+granted, or the sender has committed or quiesced, or the sender's process has ended.
 """
 
 import hmac
@@ -9,21 +9,22 @@ from enum import Enum, auto
 
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.kvtransfer.session import Capsule, Commit, Grant
+from pdserve.reports import Failure
 from pdserve.values import value
 
 
 class State(Enum):
-    RESERVED = auto()  # pages set aside, the sender does not know them yet
+    RESERVED = auto()  # pages are set aside; the sender does not know them yet
     GRANTED = auto()  # the sender may write
-    LANDING = auto()  # the sender has written everything; digests are being checked
+    LANDING = auto()  # the sender has committed; digests are being checked
     COMMITTED = auto()  # the pages are a sequence's
     QUARANTINED = auto()  # given up, but the sender may still write
-    FREE = auto()  # given up, pages back in the pool
+    FREE = auto()  # given up, and the pages are back in the pool
 
 
 @value
 class SenderAttached:
-    """A control stream to the sender stands."""
+    """A stream from the sender is open."""
 
 
 @value
@@ -45,19 +46,19 @@ class GaveUp:
 
 @value
 class SenderQuiesced:
-    """The sender says that nothing of it is or will be under way. It told the router why."""
+    """The sender says that no copy of it is or will be under way. It has reported to the router why."""
 
 
 @value
 class SenderLost:
-    """The control stream has ended. Proves nothing about writes under way."""
+    """The stream has ended. This proves nothing about writes under way."""
 
     reason: str
 
 
 @value
 class LeaseLapsed:
-    """The sender has said nothing for as long as its lease was. Proves nothing about writes under way."""
+    """The sender was silent for longer than its lease. This proves nothing about writes under way."""
 
     reason: str
 
@@ -79,7 +80,7 @@ class CheckDigests:
 
 @value
 class Admit:
-    """The pages are the sequence's: let it join the batch."""
+    """The pages are the sequence's, which joins the batch."""
 
     capsule: Capsule
 
@@ -104,19 +105,11 @@ class FreePages:
     pass
 
 
-class Cause(Enum):
-    """Why an attempt failed here."""
-
-    SENDER_LOST = auto()
-    LEASE_LAPSED = auto()
-    DIGEST_MISMATCH = auto()
-
-
 @value
 class Failed:
-    """Tell the router that this attempt is over without its answer."""
+    """Report to the router that this attempt is over without its answer."""
 
-    cause: Cause
+    failure: Failure
     reason: str
 
 
@@ -164,7 +157,7 @@ class Receiver:
             case _, (DigestsChecked() | GaveUp()):
                 return ()  # late news of a hand-off that is over
             case ((State.QUARANTINED | State.FREE), Committed()):
-                return ()  # crossed our own giving up; the sender's answer to it is the proof we wait for
+                return ()  # crossed our giving up; the sender's answer to that is the proof we wait for
             case _:
                 raise ProtocolError(f"{type(event).__name__} while {self.state.name}", Refusal.ORDER)
 
@@ -195,7 +188,7 @@ class Receiver:
     def _checked(self, mismatch: int | None) -> tuple[Command, ...]:
         if mismatch is not None or self._capsule is None:
             reason = f"digest of page {mismatch} differs from the commit's"
-            return (Failed(Cause.DIGEST_MISMATCH, reason), *self._quarantine(reason))
+            return (Failed(Failure.DIGEST_MISMATCH, reason), *self._quarantine(reason))
         self.state = State.COMMITTED
         return (Admit(self._capsule), SendTaken())
 
@@ -209,13 +202,13 @@ class Receiver:
 
 
 def _failures(event: Event) -> tuple[Failed, ...]:
-    """Return what the router must be told of an event that ends a hand-off; it knows of its own giving up."""
+    """Return what to report of an event that ends a hand-off. The router knows of requests that it ended itself."""
     match event:
         case SenderLost(reason):
-            return (Failed(Cause.SENDER_LOST, reason),)
+            return (Failed(Failure.PEER_LOST, reason),)
         case LeaseLapsed(reason):
-            return (Failed(Cause.LEASE_LAPSED, reason),)
+            return (Failed(Failure.LEASE_LAPSED, reason),)
         case SenderGone():
-            return (Failed(Cause.SENDER_LOST, "the sender's process ended"),)
+            return (Failed(Failure.PEER_LOST, "the sender's process ended"),)
         case _:
             return ()

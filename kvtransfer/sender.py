@@ -1,24 +1,25 @@
-"""The prefill worker's half of one hand-off. Decides; does no I/O.
+"""The sender's half of one hand-off. It decides and does no I/O.
 
-Invariant: the source pages are released exactly once, and never while a copy may still be reading them; the receiver
-is told that we are quiescent only when no copy of ours is or will be under way, and none has ended in doubt.
+Invariant: the source pages are released exactly once, and never while a copy may still read them. The sender says that
+it has quiesced only when no copy is or will be under way, and none has ended in doubt.
 """
 
 from enum import Enum, auto
 
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.kvtransfer.session import KV_REGION, Capsule, Commit, Grant, Pages
+from pdserve.reports import Failure
 from pdserve.values import value
 
 
 class State(Enum):
-    COMPUTING = auto()  # prompt unfinished, no room granted yet
-    OFFERED = auto()  # prompt finished, no room granted yet
-    SENDING = auto()  # room granted; pages are copied as they become final
-    LANDED = auto()  # everything copied and committed, the decode worker has yet to take it
+    COMPUTING = auto()  # the prompt is unfinished, and no pages are granted yet
+    OFFERED = auto()  # the prompt is finished, and no pages are granted yet
+    SENDING = auto()  # pages are granted; the prompt's are copied as they become final
+    LANDED = auto()  # everything is copied and committed; the receiver has yet to take it
     DRAINING = auto()  # given up, but copies may still be under way
-    CLOSED = auto()  # source pages released
-    IN_DOUBT = auto()  # source pages released, but bytes may still land: only a process's end is proof that none do
+    CLOSED = auto()  # the source pages are released
+    IN_DOUBT = auto()  # the source pages are released, but bytes may still land until one of the processes ends
 
 
 @value
@@ -51,12 +52,12 @@ class CopyStopped:
 
 @value
 class Taken:
-    """The decode worker owns the sequence now."""
+    """The receiver owns the sequence."""
 
 
 @value
 class Withdrawn:
-    """The decode worker has given up and wants to know when we are quiescent."""
+    """The receiver has given up, and waits for this sender to quiesce."""
 
     reason: str
 
@@ -70,14 +71,14 @@ class GaveUp:
 
 @value
 class PeerLost:
-    """The control stream to the decode worker has ended."""
+    """The stream to the receiver has ended."""
 
     reason: str
 
 
 @value
 class FellSilent:
-    """This process was frozen, or so busy, that it said nothing for a time."""
+    """This process sent nothing for a time, because it was frozen or too busy."""
 
     silent_s: float
 
@@ -90,7 +91,7 @@ class StartCopy:
 
 @value
 class CancelCopies:
-    """Start no more of the copies under way than has been started; CopyStopped follows for each all the same."""
+    """Post nothing more of the copies under way. CopyStopped follows for each of them all the same."""
 
 
 @value
@@ -105,14 +106,14 @@ class SendQuiesced:
 
 @value
 class ReleasePages:
-    """The hand-off no longer needs its source pages."""
+    """Give the source pages back: the hand-off no longer needs them."""
 
 
 @value
 class Failed:
-    """Tell the router that this attempt is over without its answer."""
+    """Report to the router that this attempt is over without its answer."""
 
-    transfer: bool  # the transfer failed; otherwise the peer was lost
+    failure: Failure
     reason: str
 
 
@@ -167,15 +168,15 @@ class Sender:
                 (State.COMPUTING | State.OFFERED | State.SENDING | State.LANDED),
                 (Withdrawn(reason) | GaveUp(reason) | PeerLost(reason)),
             ):
-                failed = (Failed(False, reason),) if isinstance(event, PeerLost | Withdrawn) else ()
+                failed = (Failed(Failure.PEER_LOST, reason),) if isinstance(event, PeerLost | Withdrawn) else ()
                 return failed + self._give_up(reason)
             case State.SENDING, FellSilent(silent_s) if self._grant is not None and silent_s >= self._grant.lease_s:
                 reason = f"silent for {silent_s:.1f} s under a lease of {self._grant.lease_s:g} s"
-                return (Failed(False, reason), *self._give_up(reason))
+                return (Failed(Failure.PEER_LOST, reason), *self._give_up(reason))
             case _, FellSilent():
-                return ()  # no lease was open, or it has held
+                return ()  # there was no lease, or it has held
             case State.CLOSED, Withdrawn(reason):
-                return (SendQuiesced(reason),)  # its grant crossed our own giving up
+                return (SendQuiesced(reason),)  # its grant crossed our giving up
             case (
                 (State.DRAINING | State.CLOSED | State.IN_DOUBT),
                 (PagesReady() | PrefillDone() | Granted() | Taken() | Withdrawn() | GaveUp() | PeerLost()),
@@ -192,7 +193,7 @@ class Sender:
         return self._progress()
 
     def _progress(self) -> tuple[Command, ...]:
-        """Copy what is final and has room; commit when all of it has landed."""
+        """Copy the final pages; commit when all granted pages have landed."""
         grant = self._grant
         if self.state is not State.SENDING or grant is None:
             return ()
@@ -202,7 +203,7 @@ class Sender:
             dst = grant.pages[start : start + len(src)]
             if len(dst) != len(src):
                 reason = f"{len(grant.pages)} pages granted, more to send"
-                return (Failed(True, reason), *self._give_up(reason))
+                return (Failed(Failure.TRANSFER_FAILED, reason), *self._give_up(reason))
             self._sent += len(src)
             self._copying += 1
             return (StartCopy(src, dst),)
@@ -210,7 +211,7 @@ class Sender:
             return ()
         if len(self._digests) != len(grant.pages):
             reason = f"{len(grant.pages)} pages granted, {len(self._digests)} to send"
-            return (Failed(True, reason), *self._give_up(reason))
+            return (Failed(Failure.TRANSFER_FAILED, reason), *self._give_up(reason))
         self.state = State.LANDED
         return (SendCommit(Commit.of(grant, self._digests, self._capsule)),)
 
@@ -222,7 +223,7 @@ class Sender:
         if self.state is State.DRAINING:
             return self._quiesce(stopped.reason) if self._copying == 0 else ()
         if stopped.digests is None:
-            return (Failed(True, stopped.reason), *self._give_up(stopped.reason))
+            return (Failed(Failure.TRANSFER_FAILED, stopped.reason), *self._give_up(stopped.reason))
         self._digests += stopped.digests
         return self._progress()
 

@@ -298,11 +298,10 @@ class PrefillCore:
                 del self._tasks[task.key]
                 in_doubt = task.sender.state is sender.State.IN_DOUBT
                 self._absent.close(task.peer, task.key, in_doubt=in_doubt)
-            case sender.Failed(transfer, reason):
+            case sender.Failed(failure, reason):
                 self._scheduler.stop(task.sequence)
                 if not task.ended:
                     task.ended = True
-                    code = Failure.TRANSFER_FAILED if transfer else Failure.PEER_LOST
-                    yield Failed(task.router, task.key, code, reason)
+                    yield Failed(task.router, task.key, failure, reason)
             case _:
                 pass  # no peer: nobody to tell

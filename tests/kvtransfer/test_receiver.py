@@ -10,7 +10,6 @@ from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import Generation, PageId
 from pdserve.kvtransfer.receiver import (
     Admit,
-    Cause,
     CheckDigests,
     Command,
     Committed,
@@ -32,6 +31,7 @@ from pdserve.kvtransfer.receiver import (
     State,
 )
 from pdserve.kvtransfer.session import Capsule, Commit, Grant
+from pdserve.reports import Failure
 
 GRANT = Grant(1, (PageId(8), PageId(9)), (Generation(1), Generation(4)), b"c" * 16, 4.0)
 COMMIT = Commit.of(GRANT, (21, 22), Capsule(40, (7, 8), (0, 2)))
@@ -59,14 +59,14 @@ def test_a_grant_that_is_given_up_is_quarantined_until_the_sender_has_quiesced()
 
 def test_a_lost_stream_proves_nothing() -> None:
     receiver, commands = fed(SenderAttached(), SenderLost("cut"))
-    assert commands[1:] == [Failed(Cause.SENDER_LOST, "cut"), SendWithdrawn("cut"), QuarantinePages()]
+    assert commands[1:] == [Failed(Failure.PEER_LOST, "cut"), SendWithdrawn("cut"), QuarantinePages()]
     assert receiver.handle(SenderAttached()) == (SendWithdrawn("given up while the stream was down"),)
     assert receiver.handle(SenderGone()) == (FreePages(),)
 
 
 def test_a_lapsed_lease_fails_the_attempt_and_quarantines_the_pages_until_proof() -> None:
     receiver, commands = fed(SenderAttached(), LeaseLapsed("silent"))
-    assert commands[1:] == [Failed(Cause.LEASE_LAPSED, "silent"), SendWithdrawn("silent"), QuarantinePages()]
+    assert commands[1:] == [Failed(Failure.LEASE_LAPSED, "silent"), SendWithdrawn("silent"), QuarantinePages()]
     assert receiver.handle(LeaseLapsed("still silent")) == ()
     assert receiver.handle(SenderAttached()) == (SendWithdrawn("given up while the stream was down"),)
     assert receiver.handle(SenderQuiesced()) == (FreePages(),)
@@ -80,7 +80,7 @@ def test_what_has_been_committed_needs_no_lease() -> None:
 def test_a_wrong_digest_fails_the_attempt_and_quarantines_the_pages() -> None:
     _, commands = fed(SenderAttached(), Committed(COMMIT), DigestsChecked(1))
     assert commands[2:4] == [
-        Failed(Cause.DIGEST_MISMATCH, "digest of page 1 differs from the commit's"),
+        Failed(Failure.DIGEST_MISMATCH, "digest of page 1 differs from the commit's"),
         SendWithdrawn("digest of page 1 differs from the commit's"),
     ]
     assert commands[4:] == [QuarantinePages()]

@@ -30,6 +30,7 @@ from pdserve.kvtransfer.sender import (
     Withdrawn,
 )
 from pdserve.kvtransfer.session import Capsule, Commit, Grant, Pages
+from pdserve.reports import Failure
 
 CAPSULE = Capsule(40, (7,), (0,))
 CAPABILITY = b"c" * 16
@@ -76,7 +77,7 @@ def test_a_grant_of_another_size_than_the_prompt_fails_the_transfer(size: int) -
     sender, commands = fed(PagesReady(pages(3, 4)), PrefillDone(CAPSULE), grant(0, *range(10, 10 + size)))
     if size == 3:
         commands += sender.handle(CopyStopped((1, 2)))
-    assert any(isinstance(command, Failed) and command.transfer for command in commands)
+    assert [c.failure for c in commands if isinstance(c, Failed)] == [Failure.TRANSFER_FAILED]
     assert sender.state is State.CLOSED
 
 
@@ -89,13 +90,15 @@ def test_giving_up_mid_copy_waits_for_every_copy_to_stop() -> None:
 
 def test_a_failed_copy_fails_the_transfer_after_the_others_have_stopped() -> None:
     sender, _ = fed(grant(0, 8, 9), PagesReady(pages(3)), PagesReady(pages(4)))
-    assert sender.handle(CopyStopped(None, "disconnected")) == (Failed(True, "disconnected"), CancelCopies())
+    failed = Failed(Failure.TRANSFER_FAILED, "disconnected")
+    assert sender.handle(CopyStopped(None, "disconnected")) == (failed, CancelCopies())
     assert sender.handle(CopyStopped((5,))) == (SendQuiesced(""), ReleasePages())
 
 
 def test_after_a_copy_that_ended_in_doubt_nothing_is_said_but_the_source_pages_are_released() -> None:
     sender, _ = fed(grant(0, 8, 9), PagesReady(pages(3)), PagesReady(pages(4)))
-    assert sender.handle(CopyStopped(None, "reset", in_doubt=True)) == (Failed(True, "reset"), CancelCopies())
+    failed = Failed(Failure.TRANSFER_FAILED, "reset")
+    assert sender.handle(CopyStopped(None, "reset", in_doubt=True)) == (failed, CancelCopies())
     assert sender.handle(CopyStopped((5,))) == (ReleasePages(),)
     assert sender.handle(Withdrawn("it failed")) == ()
 
@@ -109,7 +112,7 @@ def test_after_a_silence_longer_than_its_lease_a_sender_starts_no_more_copies() 
     sender, _ = fed(grant(0, 8, 9), PagesReady(pages(3)))
     assert sender.handle(FellSilent(3.9)) == ()
     reason = "silent for 4.0 s under a lease of 4 s"
-    assert sender.handle(FellSilent(4.0)) == (Failed(False, reason), CancelCopies())
+    assert sender.handle(FellSilent(4.0)) == (Failed(Failure.PEER_LOST, reason), CancelCopies())
     assert sender.handle(PagesReady(pages(4))) == ()
     assert sender.handle(CopyStopped((5,))) == (SendQuiesced(""), ReleasePages())
 
