@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import grpc
 
-from pdserve.errors import ProtocolError, Refusal
+from pdserve.errors import ProtocolError
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.link_pb2_grpc import LinkServiceServicer
 from pdserve.router import wire
@@ -46,8 +46,7 @@ class Links(LinkServiceServicer):
         finally:
             self._shell.close_stream(stream)
         if stream.closed != STREAM_ENDED:
-            is_final = stream.refusal is Refusal.INCARNATION
-            code = DISMISSED_STATUS if is_final else grpc.StatusCode.FAILED_PRECONDITION
+            code = DISMISSED_STATUS if stream.is_dismissed else grpc.StatusCode.FAILED_PRECONDITION
             await abort(context, code, stream.closed or "")
 
     async def _attend(

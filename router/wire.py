@@ -3,8 +3,6 @@
 What a worker sends is checked here as far as a single message shows it; ProtocolError names the field.
 """
 
-from collections.abc import Callable
-
 from pdserve import kvevents
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
@@ -158,19 +156,34 @@ def _registration(link_id: LinkId, told: link.Register) -> Registration:
     )
 
 
-Send = Callable[[LinkId, link.AttachResponse], None]
+def messages(
+    command: Place | CancelAttempt | SendDrain | SendProcessGone,
+) -> list[tuple[LinkId, link.AttachResponse]]:
+    """Return which worker is sent what for a command."""
+    match command:
+        case Place():
+            return _placement(command)
+        case CancelAttempt(link_id, request_id, attempt, indices):
+            cancel = link.Cancel(request_id=request_id, attempt=attempt, indices=indices)
+            return [(link_id, link.AttachResponse(cancel=cancel))]
+        case SendDrain(link_id):
+            return [(link_id, link.AttachResponse(drain=link.Drain()))]
+        case SendProcessGone(link_id, worker_id, incarnation):
+            gone = link.ProcessGone(worker_id=worker_id, incarnation=incarnation)
+            return [(link_id, link.AttachResponse(process_gone=gone))]
 
 
-def send_placement(place: Place, send: Send) -> None:
-    """Write Prefill to one worker and, where there is one, Decode to the other."""
+def _placement(place: Place) -> list[tuple[LinkId, link.AttachResponse]]:
+    """Return Prefill for one worker and, where there is one, Decode for the other."""
     prefill, decode, spec = place.prefill, place.decode, _spec(place.spec)
+    messages = []
     if decode is not None:
         message = link.AttachResponse()
         message.decode.spec.CopyFrom(spec)
         if prefill is not None:
             message.decode.prefill_worker_id = prefill.worker_id
             message.decode.prefill_incarnation = prefill.incarnation
-        send(decode.link, message)
+        messages.append((decode.link, message))
     if prefill is not None:
         message = link.AttachResponse()
         message.prefill.spec.CopyFrom(spec)
@@ -178,7 +191,8 @@ def send_placement(place: Place, send: Send) -> None:
             message.prefill.decode_worker_id = decode.worker_id
             message.prefill.decode_incarnation = decode.incarnation
             message.prefill.handoff_address = decode.handoff_address
-        send(prefill.link, message)
+        messages.append((prefill.link, message))
+    return messages
 
 
 def _spec(spec: SequenceSpec) -> link.SequenceSpec:
@@ -240,14 +254,3 @@ def ledger_message(ledger: Ledger) -> inference.Ledger:
         predicted_ttft_ms=ledger.predicted_ttft_ms,
         predicted_tpot_ms=ledger.predicted_tpot_ms,
     )
-
-
-def order(command: CancelAttempt | SendDrain | SendProcessGone) -> link.AttachResponse:
-    """Return the message for a command to a single worker."""
-    match command:
-        case CancelAttempt(_, request_id, attempt, indices):
-            return link.AttachResponse(cancel=link.Cancel(request_id=request_id, attempt=attempt, indices=indices))
-        case SendDrain():
-            return link.AttachResponse(drain=link.Drain())
-        case SendProcessGone(_, worker_id, incarnation):
-            return link.AttachResponse(process_gone=link.ProcessGone(worker_id=worker_id, incarnation=incarnation))

@@ -24,7 +24,6 @@ IDS = [0, 1, 150_000, 2**32 - 1]
 
 def placement(token_ids: list[int]) -> link.AttachResponse:
     """Return what a router sends to a prefill worker."""
-    sent: list[link.AttachResponse] = []
     spec = SequenceSpec(
         RequestId(bytes(16)),
         Attempt(0),
@@ -40,8 +39,7 @@ def placement(token_ids: list[int]) -> link.AttachResponse:
     worker = Registration(
         LinkId(1), WorkerId("p0"), Incarnation(1), Role.PREFILL, 1, True, "m", layout, 100, 8, 1000, ""
     )
-    router_wire.send_placement(Place(spec, worker, None), lambda _, message: sent.append(message))
-    (message,) = sent
+    ((_, message),) = router_wire.messages(Place(spec, worker, None))
     return message
 
 

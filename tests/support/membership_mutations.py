@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from math import inf
+from unittest.mock import patch
 
 from breaking import Original, mutation, wrap
 
-from faultsim.router import RouterProcess
 from pdserve.ids import Incarnation, WorkerId
+from pdserve.router.desk import Close
 from pdserve.router.membership import KnownProcesses
 
 
@@ -25,9 +26,7 @@ def whenever_heard(
 @mutation
 def take_whoever_attaches_for_the_successor() -> Iterator[object]:
     """Believe that the process which had a name before has ended, whichever started first, and tell nobody to end."""
-    silently = wrap(
-        RouterProcess, "_drop", lambda original, self, link, reason, refusal: original(self, link, reason, None)
-    )
+    silently = patch.object(Close, "is_dismissal", new=False)
     with (
         silently,
         wrap(KnownProcesses, "refusal", in_any_order),

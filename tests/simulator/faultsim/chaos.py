@@ -115,8 +115,8 @@ class Chaos:
     def _crash_router(self) -> None:
         router = self._router()
         if router is not None:
-            clients = list(router.clients.values())
-            router.clients.clear()
+            clients = list(router.desk.answers.values())
+            router.desk.answers.clear()
             self._cluster.end(router)
             for client in clients:
                 client.lose_router()

@@ -1,6 +1,7 @@
 """A router's process: the real core, the workers' streams, and the clients that wait."""
 
 from collections import deque
+from collections.abc import Iterable
 from functools import partial
 from math import inf
 from typing import Protocol
@@ -10,32 +11,26 @@ from faultsim.network import End, Network
 from faultsim.process import Process
 from faultsim.worker import MODEL
 from faultsim.world import ViolationError
-from pdserve.errors import InvariantError, Refusal
-from pdserve.ids import Incarnation, RequestId
+from pdserve.errors import InvariantError
+from pdserve.ids import Incarnation
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router import wire
 from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
+from pdserve.router.desk import Close, Command, Desk, Rang, Send, SetAlarm
 from pdserve.router.events import (
-    CancelAttempt,
     ClientEvent,
-    Command,
     Deliver,
-    DropLink,
     Event,
     Finished,
     LinkId,
     LinkLost,
-    Place,
     Refused,
     RequestArrived,
-    SendDrain,
-    SendProcessGone,
     StepReported,
-    Tick,
     Warn,
 )
-from pdserve.router.events import End as EndOfRequest
+from pdserve.router.events import Command as CoreCommand
 
 
 class Client(Protocol):
@@ -47,41 +42,43 @@ class Client(Protocol):
 
 
 class RouterProcess(Process):
-    """One incarnation of a router: `router.shell` in virtual time."""
+    """One incarnation of a router: `router.shell.Shell` in virtual time."""
 
     def __init__(self, network: Network, name: str, incarnation: Incarnation, limits: Limits) -> None:
         super().__init__(network.world, name, incarnation)
         self.core = RouterCore(MODEL, limits)
+        self.desk: Desk[Client] = Desk(self)
         self.limits = limits
         self.streams: dict[LinkId, End] = {}
-        self.clients: dict[RequestId, Client] = {}
         self.recent: deque[tuple[LinkId, link.AttachRequest]] = deque(maxlen=8)  # steps reported last
-        self._events: deque[Event] = deque()
-        self._is_busy = False
-        self._alarm_s: float | None = None
-        self._last_link = 0
 
     def accept(self, end: End) -> None:
-        self._last_link += 1
-        link_id = LinkId(self._last_link)
+        link_id = self.desk.open()
         self.streams[link_id] = end
         end.receive, end.lost = partial(self._receive, link_id), partial(self._lost, link_id)
         end.send(link.AttachResponse(welcome=link.Welcome(router_id=self.name, incarnation=self.incarnation)))
 
     def admit(self, event: RequestArrived, client: Client) -> None:
-        self.clients[event.request_id] = client
-        self.post(event)
+        self._carry_out(self.desk.admit(event, client, self.world.now))
 
-    def post(self, *events: Event) -> None:
+    def post(self, *events: Event | Rang) -> None:
         """Handle events now, or right after the one that is being handled."""
-        self._events.extend(events)
-        if self._is_busy:
-            return
-        self._is_busy = True
-        while self._events:
-            self._handle(self._events.popleft())
-        self._is_busy = False
-        self._set_alarm()
+        for event in events:
+            self._carry_out(self.desk.handle(event, self.world.now))
+
+    def handle(self, event: Event, now_s: float) -> list[CoreCommand]:
+        """Let the core handle an event, as the desk asks for it."""
+        self.world.note(self.name, event)
+        try:
+            commands = self.core.handle(event, now_s)
+        except Exception as error:
+            raise ViolationError("I7", f"{self.name} broke on {event}: {error!r}") from error
+        if commands:
+            self.world.note(self.name, commands)
+        return commands
+
+    def next_wakeup_s(self) -> float | None:
+        return self.core.next_wakeup_s()
 
     def link_of(self, worker_id: str, incarnation: Incarnation) -> LinkId | None:
         worker = self.core.workers.named(worker_id)
@@ -95,8 +92,8 @@ class RouterProcess(Process):
             self.core.check_idle()
         except InvariantError as error:
             raise ViolationError("I4", f"{self.name}: {error}") from error
-        if self.clients:
-            raise ViolationError("I4", f"{self.name} forgot {list(self.clients)}")
+        if self.desk.answers:
+            raise ViolationError("I4", f"{self.name} forgot {list(self.desk.answers)}")
 
     def check(self) -> None:
         """Raise ViolationError unless the core keeps within its limits."""
@@ -115,60 +112,26 @@ class RouterProcess(Process):
         self.post(*wire.worker_events(link_id, message))
 
     def _lost(self, link_id: LinkId, reason: str) -> None:
-        if self.streams.pop(link_id, None) is not None:
-            self.post(LinkLost(link_id, reason))
+        self.streams.pop(link_id, None)
+        self.post(LinkLost(link_id, reason))
 
-    def _handle(self, event: Event) -> None:
-        self.world.note(self.name, event)
+    def _carry_out(self, commands: Iterable[Command]) -> None:
         try:
-            commands = self.core.handle(event, self.world.now)
-        except Exception as error:
-            raise ViolationError("I7", f"{self.name} broke on {event}: {error!r}") from error
-        if commands:
-            self.world.note(self.name, commands)
             for command in commands:
                 self._perform(command)
+        except InvariantError as error:
+            raise ViolationError("I4", f"{self.name}: {error}") from error
 
     def _perform(self, command: Command) -> None:
         match command:
-            case Deliver():
-                client = self.clients.get(command.request_id)
-                news = None if client is None else client.deliver(command)
-                if news is not None:
-                    self._events.append(news)
-            case EndOfRequest(request_id, outcome):
-                client = self.clients.pop(request_id, None)
-                if client is None:
-                    raise ViolationError("I4", f"{self.name} ended it twice", request_id)
-                client.end(outcome)
-            case Place():
-                wire.send_placement(command, self._send)
-            case DropLink(link_id, reason, refusal):
-                self._drop(link_id, reason, refusal)
-            case CancelAttempt(link_id) | SendDrain(link_id) | SendProcessGone(link_id):
-                self._send(link_id, wire.order(command))
+            case Send(link_id, message):
+                self.streams[link_id].send(message)
+            case Close(link_id, reason):
+                end = self.streams.pop(link_id)
+                if command.is_dismissal:
+                    end.send(Dismissed())
+                end.close(reason)
+            case SetAlarm(at_s):
+                self.world.at(max(at_s, self.world.now), self, self.post, Rang(at_s))
             case Warn():
                 pass
-
-    def _drop(self, link_id: LinkId, reason: str, refusal: Refusal | None) -> None:
-        end = self.streams.pop(link_id, None)
-        if end is not None:
-            if refusal is Refusal.INCARNATION:
-                end.send(Dismissed())
-            end.close(reason)
-
-    def _send(self, link_id: LinkId, message: link.AttachResponse) -> None:
-        end = self.streams.get(link_id)
-        if end is not None:
-            end.send(message)
-
-    def _set_alarm(self) -> None:
-        due_s = self.core.next_wakeup_s()
-        if due_s is not None and (self._alarm_s is None or due_s < self._alarm_s):
-            self._alarm_s = due_s
-            self.world.at(max(due_s, self.world.now), self, self._ring, due_s)
-
-    def _ring(self, due_s: float) -> None:
-        if self._alarm_s == due_s:
-            self._alarm_s = None
-            self.post(Tick())

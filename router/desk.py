@@ -1,0 +1,167 @@
+"""What reaches a router's core, one event at a time, and who receives what the core says. Decides; does no I/O.
+
+Invariant: what an event leads to is done before the next is handled; a link is reported as lost once at most, and
+nothing is sent to it afterwards; each answer ends once.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Generic, Protocol, TypeVar
+
+from pdserve.errors import InvariantError, Refusal
+from pdserve.ids import RequestId
+from pdserve.proto.v1 import link_pb2
+from pdserve.router import wire
+from pdserve.router.events import (
+    ClientEvent,
+    ClientGone,
+    Deliver,
+    DropLink,
+    End,
+    Event,
+    Finished,
+    LinkId,
+    LinkLost,
+    Refused,
+    RequestArrived,
+    Tick,
+    Warn,
+)
+from pdserve.router.events import Command as CoreCommand
+from pdserve.values import value
+
+
+class Core(Protocol):
+    """A router's decisions: `core.RouterCore`."""
+
+    def handle(self, event: Event, now_s: float) -> list[CoreCommand]: ...
+    def next_wakeup_s(self) -> float | None: ...
+
+
+class Answer(Protocol):
+    """Whoever waits for a request's tokens and its end."""
+
+    def deliver(self, command: Deliver) -> ClientEvent | None: ...
+    def end(self, outcome: Finished | Refused) -> None: ...
+
+
+AnswerT = TypeVar("AnswerT", bound=Answer)
+
+
+@value
+class Rang:
+    """The time of a SetAlarm has come."""
+
+    at_s: float
+
+
+@value
+class Send:
+    """Write to a worker's link."""
+
+    link: LinkId
+    message: link_pb2.AttachResponse
+
+
+@value
+class Close:
+    """End a worker's link."""
+
+    link: LinkId
+    reason: str
+    refusal: Refusal | None  # what was wrong with the worker, if that is why
+
+    @property
+    def is_dismissal(self) -> bool:
+        """Whether the worker's process must end: it has a successor."""
+        return self.refusal is Refusal.INCARNATION
+
+
+@value
+class SetAlarm:
+    """Let Rang follow; it takes the place of any alarm that was set before."""
+
+    at_s: float
+
+
+Command = Send | Close | SetAlarm | Warn
+
+
+class Desk(Generic[AnswerT]):
+    """Feeds a router's core."""
+
+    def __init__(self, core: Core) -> None:
+        self.answers: dict[RequestId, AnswerT] = {}
+        self._core = core
+        self._events: deque[Event | Rang] = deque()
+        self._is_busy = False
+        self._links: set[LinkId] = set()
+        self._last_link = 0
+        self._alarm_s: float | None = None
+
+    def open(self) -> LinkId:
+        """Return the name of a link that a worker has opened."""
+        self._last_link += 1
+        link_id = LinkId(self._last_link)
+        self._links.add(link_id)
+        return link_id
+
+    def admit(self, event: RequestArrived, answer: AnswerT, now_s: float) -> Iterator[Command]:
+        """Handle the arrival of a request; `answer` receives its tokens and its end."""
+        self.answers[event.request_id] = answer
+        return self.handle(event, now_s)
+
+    def handle(self, event: Event | Rang, now_s: float) -> Iterator[Command]:
+        """Handle an event, now or after the one whose commands are being carried out; yields what is to be done."""
+        self._events.append(event)
+        if self._is_busy:
+            return
+        self._is_busy = True
+        try:
+            while self._events:
+                for command in self._decide(self._events.popleft(), now_s):
+                    yield from self._carry_out(command)
+        finally:
+            self._is_busy = False
+        due_s = self._core.next_wakeup_s()
+        if due_s is not None and (self._alarm_s is None or due_s < self._alarm_s):
+            self._alarm_s = due_s
+            yield SetAlarm(due_s)
+
+    def _decide(self, event: Event | Rang, now_s: float) -> list[CoreCommand]:
+        match event:
+            case Rang(at_s):
+                if at_s != self._alarm_s:
+                    return []  # another has taken its place
+                self._alarm_s = None
+                return self._core.handle(Tick(), now_s)
+            case LinkLost(link_id):
+                if link_id not in self._links:
+                    return []  # dropped already
+                self._links.remove(link_id)
+            case ClientGone(request_id) if request_id not in self.answers:
+                return []  # ended already
+        return self._core.handle(event, now_s)
+
+    def _carry_out(self, command: CoreCommand) -> Iterator[Command]:
+        match command:
+            case Deliver():
+                answer = self.answers.get(command.request_id)
+                news = None if answer is None else answer.deliver(command)
+                if news is not None:
+                    self._events.append(news)
+            case End(request_id, outcome):
+                answer = self.answers.pop(request_id, None)
+                if answer is None:
+                    raise InvariantError(f"request {request_id.hex()} ended, but nobody asked for it")
+                answer.end(outcome)
+            case DropLink(link_id, reason, refusal):
+                if link_id in self._links:
+                    self._links.remove(link_id)
+                    yield Close(link_id, reason, refusal)
+            case Warn():
+                yield command
+            case _:
+                for link_id, message in wire.messages(command):
+                    if link_id in self._links:  # or it was lost in the same moment, and the core is told next
+                        yield Send(link_id, message)
