@@ -71,7 +71,7 @@ class Mover:
 
     def describe(self) -> bytes:
         """Return what another process needs to write here; opaque to all but movers of the same name."""
-        return self._backend.region.describe(self._backend.metadata)
+        return self._backend.region.description(self._backend.metadata).encode()
 
     def attach(self, peer: Peer, description: bytes) -> None:
         """Prepare writes to a peer; blocks. ProtocolError if its description cannot be used.

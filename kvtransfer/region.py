@@ -73,15 +73,15 @@ class Region:
         found = zip(self.digests(pages), digests, strict=True)
         return next((position for position, (mine, theirs) in enumerate(found) if mine != theirs), None)
 
-    def describe(self, metadata: bytes) -> bytes:
+    def description(self, metadata: bytes = b"") -> "Description":
         """Return what another process's mover needs to write here; `metadata` is for its backend."""
         pages = (self.address, self.num_pages, self.page_bytes)
-        return Description(*pages, self.probe_address, len(self.probe), metadata, self.gpu).encode()
+        return Description(*pages, self.probe_address, len(self.probe), metadata, self.gpu)
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A peer's region, and what a backend needs to reach it."""
+    """A region as another process knows it, and what a backend needs to reach it."""
 
     address: int
     num_pages: int

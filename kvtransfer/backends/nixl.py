@@ -51,13 +51,12 @@ class NixlBackend:
                 self.agent.createBackend("UCX", {})
             except _ERRORS as error:
                 raise ConfigError(f"mover: NIXL cannot start UCX over {network}: {_reason(error)}") from error
-        segment, gpu = _memory_of(region)
-        pages = (region.address, region.num_pages * region.page_bytes, gpu, "")
-        probe = (region.probe_address, len(region.probe) * region.page_bytes, gpu, "")
-        self._memory = nixl.nixlRegDList(segment, [pages, probe])
+        here = region.description()
+        segment, runs = _memory_of(here)
+        whole = [(address, row_bytes * rows, gpu, "") for address, row_bytes, gpu, _, rows in runs]
+        self._memory = nixl.nixlRegDList(segment, whole)
         self.agent.registerMem(self._memory, [])
-        runs = (region.address, region.num_pages), (region.probe_address, len(region.probe))
-        self.pages = self.prepare(nixl.NIXL_INIT_AGENT, region, *runs)
+        self.pages = self._prepare(nixl.NIXL_INIT_AGENT, here)
         self.metadata: bytes = self.agent.getLocalMD()
         if not self.metadata:
             raise InvariantError("NIXL describes itself with nothing")
@@ -70,9 +69,7 @@ class NixlBackend:
         except _ERRORS as error:
             raise PostError(_reason(error)) from error
         try:
-            pages = (description.address, description.num_pages)
-            probe = (description.probe_address, description.num_probe_pages)
-            return _Connection(self, peer, self.prepare(peer, description, pages, probe))
+            return _Connection(self, peer, self._prepare(peer, description))
         except _ERRORS as error:
             self.disconnect(peer)
             raise PostError(_reason(error)) from error
@@ -82,12 +79,10 @@ class NixlBackend:
         with suppress(nixl.nixlNotFoundError):
             self.agent.invalidateRemoteMD(peer)
 
-    def prepare(self, agent: str, owner: Region | Description, *memory: tuple[int, int]) -> int:
-        """Prepare strided runs (address, num_pages), one after the other: descriptor i is page i, then probe memory."""
-        segment, gpu = _memory_of(owner)
-        size = owner.page_bytes
-        runs = np.array([[address, size, gpu, size, num_pages] for address, num_pages in memory], np.uint64)
-        handle: int = self.agent.prepXferDlist(agent, segment, runs, [])
+    def _prepare(self, agent: str, memory: Description) -> int:
+        """Return the handle of a prepared list: descriptor i is page i, then come the rows of probe memory."""
+        segment, runs = _memory_of(memory)
+        handle: int = self.agent.prepXferDlist(agent, segment, np.array(runs, np.uint64), [])
         return handle
 
     def inject_fault(self) -> None:
@@ -159,9 +154,15 @@ def _agent_config() -> nixl.nixlAgentConfig:
     return config
 
 
-def _memory_of(owner: Region | Description) -> tuple[nixl.nixl_mem_t, int]:
-    """Return which memory NIXL is to take pages for, and of which device."""
-    return (nixl.DRAM_SEG, 0) if owner.gpu is None else (nixl.VRAM_SEG, owner.gpu)
+def _memory_of(memory: Description) -> tuple[nixl.nixl_mem_t, list[tuple[int, int, int, int, int]]]:
+    """Return which kind of memory pages and probe memory are, and a strided run for each.
+
+    A run is (address, row bytes, GPU, bytes from row to row, rows).
+    """
+    segment, gpu = (nixl.DRAM_SEG, 0) if memory.gpu is None else (nixl.VRAM_SEG, memory.gpu)
+    size = memory.page_bytes
+    pages = (memory.address, size, gpu, size, memory.num_pages)
+    return segment, [pages, (memory.probe_address, size, gpu, size, memory.num_probe_pages)]
 
 
 def _reason(error: Exception) -> str:

@@ -157,7 +157,7 @@ def test_a_writer_sends_nothing_to_a_receiver_that_does_not_prove_the_secret() -
         metadata = bytes(REGION_BYTES) + f"127.0.0.1:{listener.getsockname()[1]}".encode()
         writer = Mover(CollectiveBackend(WRITER_PEER, region, MEETING), lambda _: None)
         with pytest.raises(ProtocolError, match="does not know the cluster's secret"):
-            writer.attach(TARGET, region.describe(metadata))
+            writer.attach(TARGET, region.description(metadata).encode())
         pretending.join(10)
         writer.close()
     greeting, rest = said

@@ -14,7 +14,7 @@ from pdserve.kvtransfer.backends.pairing import Meeting
 from pdserve.kvtransfer.backends.ucx import Network
 from pdserve.kvtransfer.copies import CopyStopped, OnStopped
 from pdserve.kvtransfer.mover import Mover
-from pdserve.kvtransfer.region import Description, Region
+from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.worker.movers import device_region
 
@@ -67,5 +67,5 @@ def test_a_copy_between_tensors_carries_digests_that_agree_on_both_sides(kind: s
 def test_a_region_of_a_gpu_says_whose_memory_it_is() -> None:
     pages = some_pages()
     region = Region(pages, pages[:1], pages.data_ptr(), pages.data_ptr(), lambda _: (), gpu=2)
-    assert Description.decode(region.describe(b"metadata")).gpu == 2
-    assert Description.decode(Region.of(pages.numpy()).describe(b"metadata")).gpu is None
+    assert region.description(b"metadata").gpu == 2
+    assert Region.of(pages.numpy()).description(b"metadata").gpu is None
