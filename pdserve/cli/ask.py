@@ -8,76 +8,50 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pdserve.cli.options import (
-    AsJson,
-    ClusterName,
-    Endpoint,
-    MaxTokens,
-    MinP,
-    Seed,
-    Stop,
-    Temperature,
-    TopK,
-    TopP,
-)
+from pdserve.cli.flags import grouped_flags
+from pdserve.cli.options import AsJson, ClusterName, Endpoint, Sampling
 from pdserve.errors import CommandError, ConfigError
 
 if TYPE_CHECKING:
     from pdserve.cli.stream import Answer
     from pdserve.proto.v1 import inference_pb2 as inference
 
+_SHORT, _LONG = Sampling(max_tokens=128), Sampling(max_tokens=512)
+
 # What a model writes must not drive the terminal: control characters are shown, not obeyed.
 VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
+@grouped_flags
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
-    *,
     endpoint: Endpoint = None,
     name: ClusterName = "default",
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    seed: Seed = None,
-    max_tokens: MaxTokens = 128,
-    stop: Stop = None,
+    sampling: Sampling = _SHORT,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of the answer.")] = False,
     n: Annotated[int, typer.Option(help="How many continuations.")] = 1,
     as_json: AsJson = False,
 ) -> None:
     """Continue a text; stream it as it is computed, then say where the time went."""
-    from pdserve.cli.requests import new_request, sampling
-
-    params = sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    params.max_tokens, params.n, params.ignore_eos = max_tokens, n, ignore_eos
-    request = new_request(params, stop or [])
+    request = sampling.request(n=n, ignore_eos=ignore_eos)
     request.text = prompt
     answer = _run(endpoint, name, request, _quiet if as_json or n > 1 else _show)
     _print(answer, as_json=as_json)
 
 
+@grouped_flags
 def chat(
-    *,
     once: Annotated[str | None, typer.Option(help="Send this one message and end.", show_default=False)] = None,
     system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
     endpoint: Endpoint = None,
     name: ClusterName = "default",
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    seed: Seed = None,
-    max_tokens: MaxTokens = 512,
-    stop: Stop = None,
+    sampling: Sampling = _LONG,
     as_json: AsJson = False,
 ) -> None:
     """Talk with the model. Ctrl-C ends an answer, Ctrl-D the talk."""
-    from pdserve.cli.requests import add_message, new_request, sampling
+    from pdserve.cli.stream import add_message
 
-    params = sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
-    params.max_tokens = max_tokens
-    request = new_request(params, stop or [])
+    request = sampling.request()
     if system is not None:
         add_message(request, "system", system)
     _endpoint(endpoint, name)  # before anything is typed

@@ -6,10 +6,12 @@ from typing import Annotated
 import typer
 
 from pdserve.cli.flags import grouped_flags
-from pdserve.cli.groups import (
+from pdserve.cli.options import (
     WORKLOAD_HELP,
+    ClusterName,
     Decode,
     Dtype,
+    Endpoint,
     Goodput,
     Model,
     Prefill,
@@ -18,7 +20,6 @@ from pdserve.cli.groups import (
     checked_rate,
     objective,
 )
-from pdserve.cli.options import ClusterName, Endpoint
 from pdserve.cli.results import JsonFile, run, show
 
 _SIZES = Sizes()
@@ -127,9 +128,9 @@ def chaos(
 
     from pdserve.cli.models import fetched
     from pdserve.errors import CommandError
-    from pdserve.launch.havoc import HavocPlan
     from pdserve.launch.plan import ClusterSpec
     from pdserve.measure.chaos import ChaosTrial, chaos_json, chaos_table, failures, run_chaos
+    from pdserve.measure.faults import FaultPlan
     from pdserve.measure.known_answers import Lengths, known_requests
 
     spec = ClusterSpec(
@@ -142,8 +143,8 @@ def chaos(
         router_flags={"pool_grace_s": pool_grace_s},
     )
     faulty = replace(spec, worker_flags={**spec.worker_flags, "test_fail_copies": fail_copies or None})
-    havoc = HavocPlan(kill_every, freeze_for, seed) if kill_every else None
-    trials = [ChaosTrial("chaos", faulty, num_prompts, max_concurrency, havoc)]
+    faults = FaultPlan(kill_every, freeze_for, seed) if kill_every else None
+    trials = [ChaosTrial("chaos", faulty, num_prompts, max_concurrency, faults)]
     if baseline:
         trials.insert(0, ChaosTrial("faultless", spec, baseline, max_concurrency, None))
     requests = known_requests(spec.model, dtype, distinct, Lengths(input_len, output_len), seed)

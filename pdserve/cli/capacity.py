@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pdserve.cli.flags import grouped_flags
-from pdserve.cli.groups import WORKLOAD_HELP, Goodput, ProfileFile, Sizes, checked_rate, objective
+from pdserve.cli.options import WORKLOAD_HELP, Goodput, ProfileFile, Sizes, checked_rate, objective
 from pdserve.cli.results import JsonFile, PlotFile, show
 
 if TYPE_CHECKING:

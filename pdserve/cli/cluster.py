@@ -7,21 +7,17 @@ from typing import Annotated
 import typer
 
 from pdserve.cli.flags import config_flags
-from pdserve.cli.options import AsJson, ClusterName, Endpoint
+from pdserve.cli.options import DEFAULT_MODEL, AsJson, ClusterName, Decode, Endpoint, Model, Prefill
 from pdserve.config import DecodeWorkerConfig, PrefillWorkerConfig
 from pdserve.router.config import KvEvents, PolicyName
 
 PER_PROCESS = ("model", "worker_id", "incarnation", "routers", "secret_file", "ready_file")
 ADDRESSES = ("handoff_host", "handoff_port", "handoff_advertise")
-DEMO_MODEL = "smollm2-135m-instruct"
-
-Prefill = Annotated[int, typer.Option("--prefill", help="Prefill workers.")]
-Decode = Annotated[int, typer.Option("--decode", help="Decode workers.")]
 
 
 @config_flags(PrefillWorkerConfig, DecodeWorkerConfig, without=(*PER_PROCESS, *ADDRESSES))
 def up(
-    model: Annotated[str, typer.Argument(help="A path, or a name from the catalog.")] = DEMO_MODEL,
+    model: Model = DEFAULT_MODEL,
     prefill: Prefill = 1,
     decode: Decode = 1,
     name: ClusterName = "default",
@@ -96,12 +92,12 @@ def status(
     With --endpoint, what a router tells everybody: whether it serves, and its models. Its workers are shown to those
     who know the cluster's secret: --admin and --secret-file.
     """
-    from pdserve.cli.overview import show_status
+    from pdserve.cli.status import show_status
     from pdserve.errors import ConfigError
     from pdserve.launch.state import read_state
 
     if endpoint is not None:
-        from pdserve.cli.public_status import show_public_status
+        from pdserve.cli.status import show_public_status
 
         if watch or admin is not None or secret_file is not None:
             raise ConfigError("--endpoint: goes with neither --watch nor --admin nor --secret-file")
@@ -116,14 +112,13 @@ def status(
 
 
 def demo(
-    model: Annotated[str, typer.Option(help="A path, or a name from the catalog.")] = DEMO_MODEL,
+    model: Annotated[str, typer.Option(help="A path, or a name from the catalog.")] = DEFAULT_MODEL,
     question: Annotated[str, typer.Option(help="What to ask.")] = "What is the capital of France?",
     expect: Annotated[str, typer.Option(help="Text that the answer must contain.")] = "Paris",
 ) -> None:
     """Start a cluster, ask it one question, stop it. Fails unless the answer contains what is expected."""
-    from pdserve.cli.demo import run_demo
     from pdserve.cli.models import fetched, model_name
-    from pdserve.cli.running import Terminal
+    from pdserve.cli.running import Terminal, run_demo
     from pdserve.launch.plan import ClusterSpec
 
     spec = ClusterSpec(model=str(fetched(model)), served_model_name=model_name(model), name="demo")

@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 
 from pdserve.cli.flags import grouped_flags
-from pdserve.cli.groups import Goodput, Loads, Sizes
-from pdserve.cli.options import ClusterName
+from pdserve.cli.options import ClusterName, Goodput, Loads, Sizes
 from pdserve.cli.results import JsonFile, report, run, show, writable
 
 _SIZES = Sizes(num_prompts=2000, scale=0.125, max_length=1024)

@@ -1,9 +1,28 @@
-"""Command-line options that several commands share."""
+"""Flags that several commands share, each spelled and explained once; those that go together are a dataclass."""
 
+from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from pdserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pdserve.launch.plan import ClusterSpec
+    from pdserve.measure.live import Trial
+    from pdserve.measure.objectives import Objective
+    from pdserve.measure.workload import Workload
+    from pdserve.proto.v1 import inference_pb2 as inference
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+WORKLOAD_HELP = (
+    "Lengths NxINxOUT: requests, prompt tokens, answer tokens; random lengths INxOUT or INxOUT~S: means, and the "
+    "deviation of their logarithms; a trace (.csv of Azure, .jsonl of Mooncake, .json list of {start_time, prompt_len, "
+    "output_len}), or a slice that comes with pdserve: azure-conv, azure-code, mooncake."
+)
+_MOST_SECONDS = 86_400
 
 ConfigFile = Annotated[
     Path | None, typer.Option("--config", help="YAML file with settings by name; flags override it.")
@@ -16,18 +35,126 @@ Endpoint = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Model = Annotated[str, typer.Argument(help="A path, or a name from the catalog.")]
+Prefill = Annotated[int, typer.Option("--prefill", help="Prefill workers.")]
+Decode = Annotated[int, typer.Option("--decode", help="Decode workers.")]
+Threads = Annotated[
+    int | None, typer.Option("--num-threads", min=1, help="CPU threads of each worker's engine.", show_default=False)
+]
+Dtype = Annotated[str, typer.Option(help="Type of weights and KV.")]
+Goodput = Annotated[
+    str,
+    typer.Option(metavar="ttft:MS tpot:MS", help="Objectives that goodput counts; either may be missing."),
+]
+ProfileFile = Annotated[Path | None, typer.Option(help="Step costs; by default OPT-13B on A100.", show_default=False)]
 
-# Sampling: what is not given is left to the router's defaults.
-Temperature = Annotated[
-    float | None, typer.Option(help="0 takes the likeliest token. (default: 1)", show_default=False)
-]
-TopK = Annotated[int | None, typer.Option(help="Draw from this many likeliest tokens.", show_default=False)]
-TopP = Annotated[float | None, typer.Option(help="Draw from this much probability.", show_default=False)]
-MinP = Annotated[
-    float | None, typer.Option(help="Draw from tokens this likely, next to the likeliest.", show_default=False)
-]
-Seed = Annotated[int | None, typer.Option(help="Makes the draw repeatable.", show_default=False)]
-MaxTokens = Annotated[int, typer.Option(help="Tokens to generate at most.")]
-Stop = Annotated[
-    list[str] | None, typer.Option("--stop", help="Text that ends the answer; repeatable.", show_default=False)
-]
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen; what is not given is left to the router's defaults."""
+
+    temperature: Annotated[
+        float | None, typer.Option(help="0 takes the likeliest token. (default: 1)", show_default=False)
+    ] = None
+    top_k: Annotated[int | None, typer.Option(help="Sample from so many likeliest tokens.", show_default=False)] = None
+    top_p: Annotated[float | None, typer.Option(help="Sample from this much probability.", show_default=False)] = None
+    min_p: Annotated[
+        float | None, typer.Option(help="Sample from tokens this likely, next to the likeliest.", show_default=False)
+    ] = None
+    seed: Annotated[int | None, typer.Option(help="Makes the answer repeatable.", show_default=False)] = None
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128
+    stop: Annotated[
+        list[str] | None, typer.Option("--stop", help="Text that ends the answer; repeatable.", show_default=False)
+    ] = None
+
+    def request(self, *, n: int | None = None, ignore_eos: bool = False) -> "inference.GenerateRequest":
+        """Return a request that lacks only its prompt."""
+        from pdserve.proto.v1 import inference_pb2 as inference
+
+        params = inference.SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed,
+            max_tokens=self.max_tokens,
+            n=n,
+            ignore_eos=ignore_eos,
+        )
+        return inference.GenerateRequest(sampling=params, stop=self.stop or [])
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How the requests of a workload are changed."""
+
+    num_prompts: Annotated[
+        int, typer.Option(min=2, help="Requests of random lengths; a simulation has no more at each rate.")
+    ] = 1000
+    scale: Annotated[float, typer.Option(min=1e-3, help="Factor for all lengths.")] = 1.0
+    output_scale: Annotated[
+        float | None, typer.Option(min=1e-3, help="Factor for answers, if another.", show_default=False)
+    ] = None
+    max_length: Annotated[int, typer.Option(min=2, help="Longer prompts and answers are cut.")] = 1_000_000
+    seed: Annotated[int, typer.Option(help="Of random lengths, prompts and arrivals.")] = 0
+
+    def read(self, text: str) -> "Workload":
+        """Return the workload that `--workload` means."""
+        from pdserve.measure.grammar import parse_workload
+
+        workload = parse_workload(text, self.num_prompts, self.seed)
+        return workload.scaled(self.scale, self.max_length, self.output_scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """A cluster that is started, and how it is loaded."""
+
+    model: Model = DEFAULT_MODEL
+    workload: Annotated[str, typer.Option(metavar="W", help=WORKLOAD_HELP)] = "1155x211"  # means of azure-conv
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill workers.")] = 1
+    decode: Annotated[int, typer.Option(min=1, help="Decode workers.")] = 1
+    num_threads: Threads = None
+    load: Annotated[
+        list[float] | None,
+        typer.Option(min=0.01, max=100, help="Share of the capacity; repeatable.", show_default=False),
+    ] = None
+    seconds: Annotated[float, typer.Option(min=1, max=_MOST_SECONDS, help="Of load at each rate.")] = 60
+    calibration: Annotated[float, typer.Option(min=2, max=_MOST_SECONDS, help="Seconds of load before.")] = 60
+
+    def trial(self, sizes: Sizes, loads: tuple[float, ...], goodput: str = "") -> "Trial":
+        """Return what is done; `loads` where none are given."""
+        from pdserve.measure.live import Trial
+
+        workload, given = sizes.read(self.workload), tuple(self.load or loads)
+        goal = objective(goodput) if goodput else None
+        return Trial(workload, given, self.seconds, self.calibration, goal, sizes.seed)
+
+    def spec(self, **router_flags: object) -> "ClusterSpec":
+        """Return the cluster."""
+        from pdserve.cli.models import fetched, model_name
+        from pdserve.launch.plan import ClusterSpec
+
+        return ClusterSpec(
+            model=str(fetched(self.model)),
+            served_model_name=model_name(self.model),
+            num_prefill=self.prefill,
+            num_decode=self.decode,
+            name="experiment",
+            worker_flags={"num_threads": self.num_threads},
+            router_flags=router_flags,
+        )
+
+
+def objective(text: str) -> "Objective":
+    """Return what `--goodput` means."""
+    from pdserve.measure.objectives import parse_objective
+
+    return parse_objective(text)
+
+
+def checked_rate(rate: float) -> float:
+    """Return a request rate; ConfigError unless it is over 0 and finite."""
+    if not (rate > 0 and isfinite(rate)):
+        raise ConfigError(f"--request-rate: {rate:g} must be over 0 and finite")
+    return rate

@@ -5,16 +5,21 @@ import signal
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from pdserve.cli.stream import add_message, ask, ledger_line
+from pdserve.errors import CommandError
 from pdserve.files import ReadyFile
 from pdserve.launch.local import Listener, LocalCluster, running
 from pdserve.launch.plan import ClusterSpec
 from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.signals import STOP_SIGNALS, Request, StopRequests, end_after, end_on_signals, exit_status
 
+DEMO_TOKENS = 64
 STOP_LIMIT_S = 4.5  # after drain_timeout_s: when this process ends, and its children with it
 
 
@@ -146,3 +151,25 @@ def _pool(name: str, workers: list[link.Register]) -> str:
     num_pages = sum(worker.num_pages for worker in workers)
     page_size = workers[0].layout.page_size if workers else 0
     return f"{len(workers)} {name}, {num_pages} pages of {page_size} tokens"
+
+
+async def run_demo(spec: ClusterSpec, terminal: Terminal, question: str, expect: str) -> None:
+    """Run a cluster for one question; CommandError unless the streamed answer contains `expect`."""
+    texts: list[str] = []
+    async with until_signal(spec, terminal, ReadyFile(None)) as (cluster, stop):
+        if await until_ready(cluster, terminal, stop):
+            terminal.notice(ready_line(cluster, terminal.status))
+            await first_of(_question(cluster.state.endpoint, question, texts), stop.asked.wait())
+    if expect not in "".join(texts):
+        raise CommandError(f"the answer does not contain {expect!r}")
+
+
+async def _question(endpoint: str, question: str, texts: list[str]) -> None:
+    params = inference.SamplingParams(temperature=0.0, max_tokens=DEMO_TOKENS)
+    request = inference.GenerateRequest(sampling=params)
+    add_message(request, "user", question)
+    typer.echo(f"> {question}")
+    answer = await ask(endpoint, request, lambda _index, text: typer.echo(text, nl=False))
+    typer.echo()
+    typer.echo(ledger_line(answer.usage, answer.ledger), err=True)
+    texts += answer.texts

@@ -1,4 +1,4 @@
-"""Ask a router for text and pass on what it streams."""
+"""Make requests of text, send them to a router and pass on what it streams."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import grpc
 from google.protobuf.json_format import MessageToDict
 
-from pdserve import rpc
 from pdserve.errors import CommandError
+from pdserve.measure.client import connect
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 
@@ -50,8 +50,7 @@ async def ask(endpoint: str, request: inference.GenerateRequest, on_text: Callab
     num_sequences = request.sampling.n if request.sampling.HasField("n") else 1
     collected = _Collected(num_sequences)
     reply: inference.GenerateResponse | None = None
-    options = rpc.channel_options(rpc.PUBLIC_MESSAGE_BYTES)
-    async with grpc.aio.insecure_channel(endpoint, options=options) as channel:
+    async with connect(endpoint) as channel:
         try:
             async for reply in InferenceServiceStub(channel).Generate(request):
                 for delta in reply.deltas:
@@ -104,3 +103,8 @@ def ledger_line(usage: inference.Usage, ledger: inference.Ledger) -> str:
     workers = [name for name in (ledger.prefill_worker, ledger.decode_worker) if name]
     parts.append(" -> ".join(workers))
     return " | ".join(parts)
+
+
+def add_message(request: inference.GenerateRequest, role: str, content: str) -> None:
+    """Append a message to the request's conversation."""
+    request.chat.messages.append(inference.ChatMessage(role=role, content=content))

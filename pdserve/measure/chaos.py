@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass, field, replace
 from rich.console import Console
 
 from pdserve.clock import MonotonicClock
-from pdserve.launch.havoc import Blow, Havoc, HavocPlan
 from pdserve.launch.local import Listener, LocalCluster
 from pdserve.launch.plan import ClusterSpec
 from pdserve.measure.board import StatusBoard, all_free, not_free, num_ready
 from pdserve.measure.client import Client
+from pdserve.measure.faults import Fault, FaultInjector, FaultPlan
 from pdserve.measure.known_answers import KnownRequest, difference
 from pdserve.measure.live import started
 from pdserve.measure.objectives import ANY
@@ -35,7 +35,7 @@ class ChaosTrial:
     spec: ClusterSpec
     num_requests: int
     max_concurrency: int
-    havoc: HavocPlan | None
+    faults: FaultPlan | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Verdict:
     """What came of a trial."""
 
     tally: Tally
-    faults: tuple[Blow, ...]
+    faults: tuple[Fault, ...]
     noticed_s: Percentiles | None  # how long the router took to notice those that it could notice
     free_after_s: float | None  # of the last answer; None: not all pages within the time
     left_over: str  # what was not free, or not ready again, in words
@@ -77,17 +77,19 @@ async def run_chaos(trial: ChaosTrial, requests: Sequence[KnownRequest], console
     board = StatusBoard()
     listener = Listener(on_status=board.put, on_notice=lambda text: console.print(text, highlight=False))
     async with started(trial.spec, listener) as (cluster, live):
-        havoc = None if trial.havoc is None else Havoc(lambda: cluster.state, trial.havoc, MonotonicClock())
-        if havoc is not None:
-            board.watchers.append(havoc.see)
-            havoc.see(board.last)
-        outcomes = await _attack(trial, live.client, havoc, requests, console)
+        injector = (
+            None if trial.faults is None else FaultInjector(lambda: cluster.state, trial.faults, MonotonicClock())
+        )
+        if injector is not None:
+            board.watchers.append(injector.see)
+            injector.see(board.last)
+        outcomes = await _attack(trial, live.client, injector, requests, console)
         free_after_s, left_over = await _look(cluster, board)
-        blows = () if havoc is None else tuple(havoc.blows)
+        faults = () if injector is None else tuple(injector.faults)
         return Verdict(
             tally=tally(trial.name, outcomes),
-            faults=blows,
-            noticed_s=percentiles(blow.noticed_s for blow in blows if blow.noticed_s is not None),
+            faults=faults,
+            noticed_s=percentiles(fault.noticed_s for fault in faults if fault.noticed_s is not None),
             free_after_s=free_after_s,
             left_over=left_over,
             num_replaced=board.last.num_replaced,
@@ -97,7 +99,11 @@ async def run_chaos(trial: ChaosTrial, requests: Sequence[KnownRequest], console
 
 
 async def _attack(
-    trial: ChaosTrial, client: Client, havoc: Havoc | None, requests: Sequence[KnownRequest], console: Console
+    trial: ChaosTrial,
+    client: Client,
+    injector: FaultInjector | None,
+    requests: Sequence[KnownRequest],
+    console: Console,
 ) -> list[Outcome]:
     """Send the requests in turn, over and over, while faults happen; compare each answer with the right one."""
     messages = [request.message(REQUEST_DEADLINE_S) for request in requests]
@@ -113,7 +119,7 @@ async def _attack(
                 console.print(f"{outcome}", highlight=False, markup=False)
 
         async with asyncio.TaskGroup() as tasks:
-            striking = None if havoc is None else tasks.create_task(havoc.run())
+            striking = None if injector is None else tasks.create_task(injector.run())
             outcomes = await client.run(timed, on_end, trial.max_concurrency)
             if striking is not None:
                 striking.cancel()

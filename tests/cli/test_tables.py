@@ -10,7 +10,7 @@ from subprocess import CompletedProcess
 import pytest
 from rich.console import Console
 
-from pdserve.cli.overview import render
+from pdserve.cli.status import render
 from pdserve.measure import tables
 from pdserve.measure.tables import Column, Comparison, Sheet
 from pdserve.proto.v1 import admin_pb2 as admin

@@ -7,9 +7,9 @@ import pytest
 from model_zoo import write_model
 from rich.console import Console
 
-from pdserve.launch.havoc import HavocPlan
 from pdserve.launch.plan import ClusterSpec
 from pdserve.measure.chaos import ChaosTrial, run_chaos
+from pdserve.measure.faults import FaultPlan
 from pdserve.measure.known_answers import Lengths, known_requests
 
 SEED = 7
@@ -24,7 +24,7 @@ def test_killed_workers_and_failed_copies_cost_no_client_anything(
     requests = known_requests(str(model), "float32", 40, Lengths(prompt=256, answer=32), SEED)
     flags = {**FLAGS, "test_fail_copies": 1 / 16}
     spec = ClusterSpec(str(model), "chaos", num_prefill=2, num_decode=2, name="chaos", worker_flags=flags)
-    trial = ChaosTrial("chaos", spec, 240, 8, HavocPlan(every_s=2.0, seed=SEED))
+    trial = ChaosTrial("chaos", spec, 240, 8, FaultPlan(every_s=2.0, seed=SEED))
     verdict = asyncio.run(run_chaos(trial, requests, Console(quiet=True)))
     assert [outcome for outcome in verdict.outcomes if not outcome.is_good] == []
     assert verdict.left_over == ""

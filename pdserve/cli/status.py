@@ -1,18 +1,25 @@
-"""Show a cluster's state as a table or as JSON."""
+"""Show a cluster's state as a table or as JSON: all of it to its operator, little to everybody."""
 
+import json
 from pathlib import Path
 
 import grpc
 import typer
-from google.protobuf.json_format import MessageToJson
+from google.protobuf.json_format import MessageToDict, MessageToJson
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.live import Live
 
 from pdserve.cli.stream import failure
 from pdserve.launch.admin import AdminClient
+from pdserve.measure.client import connect
 from pdserve.measure.tables import Column, Sheet, output
 from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 
+SERVICE = inference.DESCRIPTOR.services_by_name["InferenceService"].full_name
+CALL_TIMEOUT_S = 10.0
 ROLES = {link.ROLE_PREFILL: "prefill", link.ROLE_DECODE: "decode"}
 MAX_PAIRS = 8  # shown: the slowest
 COLUMNS = (
@@ -106,3 +113,27 @@ def _state(worker: admin.WorkerStatus) -> str:
     if worker.load.pages_leaked:
         return f"{worker.load.pages_leaked} pages leaked"
     return f"unroutable: {worker.unroutable}" if worker.unroutable else "ready"
+
+
+async def show_public_status(endpoint: str, *, as_json: bool) -> None:
+    """Print what a router shows everybody: whether it serves, and its models. CommandError where nobody answers."""
+    async with connect(endpoint) as channel:
+        try:
+            asked = health_pb2.HealthCheckRequest(service=SERVICE)
+            check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]  # its stubs lack it
+            health = await check(asked, timeout=CALL_TIMEOUT_S)
+            stub = InferenceServiceStub(channel)
+            models = (await stub.ListModels(inference.ListModelsRequest(), timeout=CALL_TIMEOUT_S)).models
+        except grpc.aio.AioRpcError as error:
+            raise failure(endpoint, error) from error
+    serving = health.status == health_pb2.HealthCheckResponse.SERVING
+    if as_json:
+        shown = [
+            MessageToDict(model, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+            for model in models
+        ]
+        typer.echo(json.dumps({"endpoint": endpoint, "serving": serving, "models": shown}, indent=2))
+        return
+    typer.echo(f"{endpoint}: " + ("serving" if serving else "up, but no pair of workers can serve a request"))
+    for model in models:
+        typer.echo(f"{model.name}: up to {model.max_model_len} tokens, prompt and answer together")

@@ -13,7 +13,7 @@ from pdserve.proto.v1 import admin_pb2 as admin
 
 
 @dataclass(frozen=True, slots=True)
-class HavocPlan:
+class FaultPlan:
     """What is done to workers, and how often."""
 
     every_s: float
@@ -22,21 +22,21 @@ class HavocPlan:
 
 
 @dataclass(slots=True)
-class Blow:
+class Fault:
     """One worker that was hit."""
 
     name: str
     incarnation: int
     at_s: float
     was_attached: bool
-    noticed_s: float | None = None  # after the blow, when the router no longer counted on the worker
+    noticed_s: float | None = None  # after the fault, when the router no longer counted on the worker
 
 
-class Havoc:
+class FaultInjector:
     """`state` tells which processes there are; `see` is to be called with each status of the router."""
 
-    def __init__(self, state: Callable[[], ClusterState], plan: HavocPlan, clock: Clock) -> None:
-        self.blows: list[Blow] = []
+    def __init__(self, state: Callable[[], ClusterState], plan: FaultPlan, clock: Clock) -> None:
+        self.faults: list[Fault] = []
         self._state = state
         self._plan = plan
         self._clock = clock
@@ -48,9 +48,9 @@ class Havoc:
         """Note which workers the router counts on."""
         self._attached = {(w.registration.worker_id, w.registration.incarnation) for w in status.workers}
         self._ready = {w.registration.worker_id for w in status.workers if w.registration.ready}
-        for blow in self.blows:
-            if blow.was_attached and blow.noticed_s is None and (blow.name, blow.incarnation) not in self._attached:
-                blow.noticed_s = self._clock.now_s() - blow.at_s
+        for fault in self.faults:
+            if fault.was_attached and fault.noticed_s is None and (fault.name, fault.incarnation) not in self._attached:
+                fault.noticed_s = self._clock.now_s() - fault.at_s
 
     async def run(self) -> None:
         """Hit a worker every so often, until cancelled; a frozen one is thawed then too."""
@@ -68,7 +68,7 @@ class Havoc:
 
     async def _hit(self, victim: ProcessState) -> None:
         is_attached = (victim.name, victim.incarnation) in self._attached
-        self.blows.append(Blow(victim.name, victim.incarnation, self._clock.now_s(), is_attached))
+        self.faults.append(Fault(victim.name, victim.incarnation, self._clock.now_s(), is_attached))
         if self._plan.freeze_s is None:
             self._signal(victim, signal.SIGKILL)
             return

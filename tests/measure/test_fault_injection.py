@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from pdserve.clock import MonotonicClock
-from pdserve.launch.havoc import Havoc, HavocPlan
 from pdserve.launch.state import ClusterState, ProcessState
+from pdserve.measure.faults import FaultInjector, FaultPlan
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 
@@ -59,35 +59,35 @@ async def changed(process: asyncio.subprocess.Process, how: int) -> None:
 async def test_a_worker_that_serves_is_killed_rather_than_one_that_loads_and_never_the_router() -> None:
     async with child() as router, child() as loading, child() as serving:
         pids = {"router": router.pid, "loading": loading.pid, "serving": serving.pid}
-        havoc = Havoc(state(**pids), HavocPlan(every_s=0.01), MonotonicClock())
-        havoc.see(status("serving"))
-        striking = asyncio.create_task(havoc.run())
+        injector = FaultInjector(state(**pids), FaultPlan(every_s=0.01), MonotonicClock())
+        injector.see(status("serving"))
+        striking = asyncio.create_task(injector.run())
         await serving.wait()
         striking.cancel()
         assert (router.returncode, loading.returncode) == (None, None)
-        assert havoc.blows[0].was_attached
-        assert havoc.blows[0].noticed_s is None
-        havoc.see(status())
-        noticed_s = havoc.blows[0].noticed_s
+        assert injector.faults[0].was_attached
+        assert injector.faults[0].noticed_s is None
+        injector.see(status())
+        noticed_s = injector.faults[0].noticed_s
         assert noticed_s is not None
         assert noticed_s > 0
-        havoc.see(status())
-        assert havoc.blows[0].noticed_s == noticed_s
+        injector.see(status())
+        assert injector.faults[0].noticed_s == noticed_s
 
 
 async def test_a_frozen_worker_is_thawed_whatever_happens() -> None:
     async with child() as worker:
-        havoc = Havoc(state(decode=worker.pid), HavocPlan(every_s=0.0, freeze_s=600.0), MonotonicClock())
-        striking = asyncio.create_task(havoc.run())
+        injector = FaultInjector(state(decode=worker.pid), FaultPlan(every_s=0.0, freeze_s=600.0), MonotonicClock())
+        striking = asyncio.create_task(injector.run())
         await changed(worker, os.WSTOPPED)
         striking.cancel()
         await changed(worker, os.WCONTINUED)
 
 
 async def test_a_worker_between_two_starts_cannot_be_hit() -> None:
-    havoc = Havoc(state(decode=None), HavocPlan(every_s=0.0), MonotonicClock())
-    striking = asyncio.create_task(havoc.run())
+    injector = FaultInjector(state(decode=None), FaultPlan(every_s=0.0), MonotonicClock())
+    striking = asyncio.create_task(injector.run())
     for _ in range(10):
         await asyncio.sleep(0)
     striking.cancel()
-    assert havoc.blows == []
+    assert injector.faults == []

@@ -5,7 +5,7 @@ import re
 
 from rich.console import Console
 
-from pdserve.cli.overview import render
+from pdserve.cli.status import render
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 
