@@ -198,7 +198,6 @@ class DecodeCore:
             task.sequences.append(sequence)
             self._scheduler.add(sequence)
         else:
-            task.names = self._scheduler.cache.names(job.token_ids, job.cache_salt)
             self._ungranted.append(task)
             self._ungranted.sort(key=lambda t: (-t.job.priority, t.order))
         return []

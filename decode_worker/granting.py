@@ -5,7 +5,6 @@ Invariant: what a grant names is reserved for it alone, and each running sequenc
 
 from pdserve.decode_worker.rules import Rules
 from pdserve.decode_worker.tasks import Inbound, Task
-from pdserve.engine.kvcache import Content
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.kvtransfer import receiver
@@ -31,7 +30,7 @@ class Granting:
         if cache.pool.num_free <= num_grown_into:
             return None
         num_tokens = len(task.job.token_ids)
-        reused = cache.reuse(task.names[: (num_tokens - 1) // cache.page_size])
+        reused = cache.reuse(task.prefix, (num_tokens - 1) // cache.page_size)
         count = cache.num_pages(num_tokens) - len(reused)
         room = cache.pool.num_free - num_grown_into
         pages = cache.grant(count) if count <= room else None
@@ -56,10 +55,8 @@ def committed(scheduler: Scheduler, task: Task, inbound: Inbound, capsule: Capsu
         order=task.order,
         computed=capsule.num_tokens,
         pages=pages,
-        names=task.names,
+        num_published=len(inbound.reused),
     )
-    full = capsule.num_tokens // scheduler.cache.page_size
-    content = Content(prompt.tokens, task.job.cache_salt)
-    scheduler.cache.publish(prompt.names, pages, range(len(inbound.reused), full), content)
-    prompt.num_published = full
+    prompt.prefix.hashes += task.prefix.hashes
+    scheduler.publish(prompt)
     return scheduler.split(prompt, zip(capsule.indices, capsule.first_tokens, strict=True))

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from pdserve.engine.prefix import PageName
+from pdserve.engine.kvcache import Prefix
 from pdserve.engine.sequence import Job, Sequence
 from pdserve.errors import ProtocolError
 from pdserve.kvtransfer import receiver
@@ -22,13 +22,14 @@ class Task:
     deadline_s: float
     order: int
     peer: Peer | None
-    names: list[PageName] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
     dropped: set[int] = field(default_factory=set)  # continuations cancelled one by one, of later attempts too
     key: HandoffKey = field(init=False)
+    prefix: Prefix = field(init=False)
 
     def __post_init__(self) -> None:
         self.key = HandoffKey(self.job.request_id, self.job.attempt)
+        self.prefix = Prefix(self.job.token_ids, self.job.cache_salt)
 
     @property
     def part(self) -> LoadPart:

@@ -58,7 +58,7 @@ class WorkerConfig(ProcessConfig):
     )
     routers: tuple[str, ...] = Field(min_length=1, description="Internal addresses of the routers, host:port.")
     secret_file: Path = Field(description="The cluster's shared secret; its owner and group alone may read it.")
-    page_size: int = Field(16, ge=1, le=1024, description="Token slots in a KV page.")
+    page_size: int = Field(16, ge=16, le=1024, multiple_of=16, description="Token slots in a KV page.")
     num_pages: int | None = Field(
         None,
         ge=1,

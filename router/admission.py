@@ -96,7 +96,8 @@ class Admission:
         if self.is_closed:
             self._placements.report_end(event.request_id, SHUTTING_DOWN)
             return
-        request = Request(event, self._num_arrived, self._counters.arrive(event.tenant), now_s)
+        counter, hasher = self._counters.arrive(event.tenant), self._placements.forecast.prefixes.hasher
+        request = Request(event, self._num_arrived, counter, hasher, now_s)
         self._num_arrived += 1
         self._set_alarm(request.deadline_s, DeadlineDue(request.request_id))
         wait = self._try(request, now_s, may_place=not self._held)

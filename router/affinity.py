@@ -15,7 +15,7 @@ class PrefixAffinity:
         self._prefixes = forecast.prefixes
 
     def __call__(self, groups: Seq[Group], demand: Demand) -> Decision:
-        cached = self._prefixes.match(demand.names, demand.now_s)
+        cached = self._prefixes.match(demand.hashes, demand.now_s)
 
         def to_wait_for(worker: WorkerView) -> tuple[int, int, str]:
             fresh = demand.num_tokens - cached.get(worker.link, 0)

@@ -116,7 +116,7 @@ class RouterCore:
             case PairMeasured():
                 self._take_pair(worker, event)
             case KvChanged():
-                self.forecast.prefixes.tell(worker.link, event.events)
+                self.forecast.prefixes.apply(event)
             case AttemptFailed():
                 self._retry.take_failure(worker, event, now_s)
             case LinkLost():

@@ -7,7 +7,6 @@ from typing import NewType, Protocol
 
 from pdserve.errors import Refusal, Status
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
-from pdserve.kvevents import KvEvent
 from pdserve.kvlayout import KvLayout
 from pdserve.load import ReportedLoad
 from pdserve.perfmodel.curve import IDLE, Step
@@ -139,10 +138,12 @@ class StageReached:
 
 @value
 class KvChanged:
-    """A worker's prefix cache holds something else now."""
+    """Pages of a worker's prefix cache that were removed, and then pages that were stored, by their hashes."""
 
     link: LinkId
-    events: tuple[KvEvent, ...]
+    stored: Seq[int] = ()
+    removed: Seq[int] = ()
+    all_removed: bool = False
 
 
 @value

@@ -12,12 +12,12 @@ from pdserve.load import LoadPart
 from pdserve.perfmodel.curve import Step, StepCosts
 from pdserve.perfmodel.margin import Bias, Margin
 from pdserve.perfmodel.model import LearntLinks
+from pdserve.prefix_hash import PrefixHasher
 from pdserve.router.costs import CostsByKind
 from pdserve.router.events import LinkId, Role
 from pdserve.router.lengths import AnswerLengths
 from pdserve.router.machines import Machines
-from pdserve.router.pages import Names
-from pdserve.router.prefixes import PrefixTable
+from pdserve.router.prefix_index import UNKEYED, Hashes, PrefixIndex
 from pdserve.router.view import WorkerView
 from pdserve.values import value
 
@@ -58,11 +58,12 @@ class _Fading:
 class Forecast:
     """All that a router has learnt of its cluster's performance."""
 
-    def __init__(self, start: dict[Role, StepCosts] | None = None) -> None:
+    def __init__(self, start: dict[Role, StepCosts] | None = None, hasher: PrefixHasher = UNKEYED) -> None:
+        """`hasher` hashes prompts as the cluster's workers do."""
         self.costs = CostsByKind(start or {})
         self.links = LearntLinks()
         self.machines = Machines()
-        self.prefixes = PrefixTable()
+        self.prefixes = PrefixIndex(hasher)
         self.lengths = AnswerLengths()
         self.decoding_s = 2.0  # running mean of the time from first to last token
         self.ttft_bias = {True: Bias(), False: Bias()}  # by whether a decode worker computes the prompt
@@ -92,13 +93,13 @@ class Forecast:
         self.decoding_s = max(0.05, self.decoding_s + _LEARN * (decoding_s - self.decoding_s))
 
     def note_placed(
-        self, prefill: WorkerView | None, decode: WorkerView | None, names: Names, prompt: Prompt, now_s: float
+        self, prefill: WorkerView | None, decode: WorkerView | None, hashes: Hashes, prompt: Prompt, now_s: float
     ) -> None:
         """Note where a prompt's KV will be, and who will be busy with it."""
         workers = [worker for worker in (prefill, decode) if worker is not None]
         for worker in workers:
             self.machines.look(worker, now_s)
-        self.prefixes.note([worker.link for worker in workers], names, now_s)
+        self.prefixes.note([worker.link for worker in workers], hashes, now_s)
         if prefill is not None:
             fresh, _ = uncached(prompt, prefill.link)
             _add(self._tokens, prefill, fresh, now_s, _RATE_S)

@@ -59,7 +59,7 @@ class Goodput:
 
     def __call__(self, groups: Seq[Group], demand: Demand) -> Decision:
         forecast = self._forecast
-        cached = forecast.prefixes.match(demand.names, demand.now_s)
+        cached = forecast.prefixes.match(demand.hashes, demand.now_s)
         prompt = Prompt(demand.num_tokens, demand.num_sequences, cached, demand.priority)
         some = [_some(group, prompt, demand.draw) for group in groups]
         options = [option for group in some for option in self._options(group, prompt, demand)]

@@ -1,12 +1,12 @@
 """Follows a worker's KV events over ZMQ, ours or another's that speaks vLLM's format.
 
-Invariant: what is posted are the publisher's batches in their order, each once, except that a gap which no replay
-closes is posted as everything being cleared. A replay may begin with a snapshot, which says the same in other words.
+Invariant: the publisher's batches are posted in their order, each once, except that a gap which no replay closes is
+posted as the removal of all pages. A replay may begin with a snapshot: it removes all pages, then stores those cached.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 
 import zmq
@@ -14,15 +14,18 @@ import zmq.asyncio
 
 from pdserve import kvevents
 from pdserve.errors import ProtocolError
-from pdserve.kvevents import AllBlocksCleared, KvEvent
+from pdserve.kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Hash, KvEvent
+from pdserve.prefix_hash import PrefixHash, PrefixHasher, short_hashes
+from pdserve.router.events import KvChanged, LinkId
 from pdserve.zmq_identity import CurveKeys, is_local
 
 logger = logging.getLogger(__name__)
 
 REPLAY_TIMEOUT_S = 5.0  # between two batches of a replay
-_FORGET_ALL: tuple[KvEvent, ...] = (AllBlocksCleared(),)
+MAX_BLOCKS = 1 << 20  # of one publisher; more are not looked at
+_ALL_CLEARED: tuple[KvEvent, ...] = (AllBlocksCleared(),)
 
-Post = Callable[[tuple[KvEvent, ...]], None]
+Post = Callable[[KvChanged], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +36,45 @@ class Source:
     replay_endpoint: str  # empty: nowhere
 
 
+class PublishedBlocks:
+    """Turns one publisher's events into ours: it may hash blocks as it likes, so their tokens are hashed again."""
+
+    def __init__(self, link: LinkId, hasher: PrefixHasher) -> None:
+        self._link = link
+        self._hasher = hasher
+        self._hashes: dict[Hash, PrefixHash] = {}  # ours, by the publisher's
+
+    def change(self, event: KvEvent) -> KvChanged:
+        """Return what an event changes."""
+        match event:
+            case BlockStored():
+                return KvChanged(self._link, stored=short_hashes(b"".join(self._store(event))))
+            case BlockRemoved(keys):
+                removed = [self._hashes.pop(key) for key in keys if key in self._hashes]
+                return KvChanged(self._link, removed=short_hashes(b"".join(removed)))
+            case AllBlocksCleared():
+                self._hashes.clear()
+                return KvChanged(self._link, all_removed=True)
+
+    def _store(self, event: BlockStored) -> list[PrefixHash]:
+        """Return our hashes of what is stored; none after a block that was never stored, or was removed."""
+        parent, size = event.parent_block_hash, event.block_size
+        after = self._hasher.root(event.salt()) if parent is None else self._hashes.get(parent)
+        step, rest = divmod(size, self._hasher.block_tokens)
+        if after is None or rest or not step or len(self._hashes) + len(event.block_hashes) > MAX_BLOCKS:
+            return []
+        hashes = self._hasher.extend(after, event.token_ids)[step - 1 :: step]
+        self._hashes.update(zip(event.block_hashes, hashes, strict=True))
+        return hashes
+
+
 class KvSubscriber:
     """Follows one worker, for as long as `follow` runs."""
 
-    def __init__(self, source: Source, secret: bytes, post: Post) -> None:
+    def __init__(self, source: Source, secret: bytes, blocks: PublishedBlocks, post: Post) -> None:
         self._source = source
         self._secret = secret
+        self._blocks = blocks
         self._post = post
         self._next = 0  # number of the batch that is due
 
@@ -66,7 +102,7 @@ class KvSubscriber:
             batch = kvevents.decode(frames[1], frames[2])
         except ProtocolError as error:
             logger.warning("%s: %s", self._source.endpoint, error)
-            self._post(_FORGET_ALL)
+            self._post_all(_ALL_CLEARED)
             return
         if batch.sequence > self._next:
             await self._catch_up(context)
@@ -78,9 +114,13 @@ class KvSubscriber:
             return
         if batch.sequence > self._next and self._next:
             logger.warning("%s: batches %d to %d are lost", self._source.endpoint, self._next, batch.sequence - 1)
-            self._post(_FORGET_ALL)
+            self._post_all(_ALL_CLEARED)
         self._next = batch.sequence + 1
-        self._post(batch.events)
+        self._post_all(batch.events)
+
+    def _post_all(self, events: Iterable[KvEvent]) -> None:
+        for event in events:
+            self._post(self._blocks.change(event))
 
     async def _catch_up(self, context: zmq.asyncio.Context) -> None:
         """Take the batches that are due from a replay, as far as there is one."""
@@ -89,7 +129,7 @@ class KvSubscriber:
         is_snapshot = False  # its batches are fewer than those that they stand for
         try:
             async for batch in self._replay(context):
-                is_snapshot = is_snapshot or (batch.sequence >= self._next and batch.events[:1] == _FORGET_ALL)
+                is_snapshot = is_snapshot or (batch.sequence >= self._next and batch.events[:1] == _ALL_CLEARED)
                 if is_snapshot:
                     self._next = batch.sequence
                 self._accept(batch)

@@ -6,7 +6,7 @@ from math import inf, lcm
 
 from pdserve.kvtransfer.plan import refusal
 from pdserve.router.events import LinkId, Refused, Role
-from pdserve.router.pages import Names
+from pdserve.router.prefix_index import Hashes
 from pdserve.router.view import Workers, WorkerView
 from pdserve.values import value
 
@@ -23,7 +23,7 @@ class Demand:
     tpot_slo_s: float | None
     avoid: frozenset[LinkId]  # workers that failed this request; used only where there is no other
     turn: int  # placements made so far, all requests
-    names: Names = ()  # of the prompt's blocks
+    hashes: Hashes = ()  # of the prompt's blocks before its last token, which is always computed
     draw: int = 0  # random bits
     now_s: float = 0.0
     waited_s: float = 0.0  # since the request was received

@@ -86,7 +86,7 @@ class Placements:
         if prefill is None and decode is not None:
             cached_on = {decode.link: cached}
         prompt = Prompt(num_tokens, len(indices), cached_on)
-        self.forecast.note_placed(prefill, decode, request.names, prompt, now_s)
+        self.forecast.note_placed(prefill, decode, request.hashes, prompt, now_s)
         self.num_placed += 1
         self.num_replaced += placement.attempt > 0
         self.emit(Place(spec, _registration(prefill), _registration(decode)))

@@ -11,12 +11,12 @@ from math import inf
 
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt, Incarnation, WorkerId
+from pdserve.prefix_hash import PrefixHasher
 from pdserve.reports import Stage
 from pdserve.router.events import LinkId, RequestArrived, SequenceSpec, TokenDelta
 from pdserve.router.fairness import Counter
-from pdserve.router.pages import Names
 from pdserve.router.placement import Demand
-from pdserve.router.prefixes import block_names
+from pdserve.router.prefix_index import Hashes, block_hashes
 from pdserve.router.timeline import Ledger, Timeline, Usage
 from pdserve.router.view import PlacementKey, WorkerView
 from pdserve.token_ids import pack
@@ -103,7 +103,10 @@ class Sequence:
 class Request:
     """A request from its arrival to its end."""
 
-    def __init__(self, event: RequestArrived, arrival: int, counter: Counter, now_s: float) -> None:
+    def __init__(
+        self, event: RequestArrived, arrival: int, counter: Counter, hasher: PrefixHasher, now_s: float
+    ) -> None:
+        self._hasher = hasher
         self.request_id = event.request_id
         self.arrival = arrival  # how many requests came before
         self.prompt_ids = event.token_ids
@@ -150,9 +153,9 @@ class Request:
         return self.params.max_tokens > 1
 
     @cached_property
-    def names(self) -> Names:
-        """Names of the prompt's blocks, for prefix affinity."""
-        return block_names(self.prompt_ids, self.tenant)
+    def hashes(self) -> Hashes:
+        """Hashes of the prompt's blocks, which name the pages that workers may hold of it."""
+        return block_hashes(self._hasher, self.prompt_ids, self.tenant)
 
     @property
     def running(self) -> tuple[int, ...]:
@@ -179,7 +182,7 @@ class Request:
             tpot_slo_s=self.slo_s[1],
             avoid=self.avoid,
             turn=turn,
-            names=self.names,
+            hashes=self.hashes[: (self.num_tokens - 1) // self._hasher.block_tokens],
             draw=self.draw,
             now_s=now_s,
             waited_s=now_s - self.received_s,

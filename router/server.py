@@ -17,6 +17,7 @@ from pdserve.checkpoint.open import open_checkpoint
 from pdserve.clock import MonotonicClock
 from pdserve.files import ReadyFile
 from pdserve.incarnation import new_incarnation
+from pdserve.prefix_hash import PrefixHasher
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
@@ -25,10 +26,10 @@ from pdserve.proto.v1.link_pb2_grpc import add_LinkServiceServicer_to_server
 from pdserve.router.admin import AdminEndpoint
 from pdserve.router.config import RouterConfig
 from pdserve.router.core import RouterCore
-from pdserve.router.events import KvChanged, Role, ShutdownAsked, ShutdownDue
+from pdserve.router.events import Role, ShutdownAsked, ShutdownDue
 from pdserve.router.forecast import Forecast
 from pdserve.router.inference import InferenceEndpoint
-from pdserve.router.kv_subscriber import KvSubscriber, Source
+from pdserve.router.kv_subscriber import KvSubscriber, PublishedBlocks, Source
 from pdserve.router.links import Follow, Links
 from pdserve.router.policies import POLICIES
 from pdserve.router.prompts import Prompts, ServedModel
@@ -89,7 +90,8 @@ async def run(
 ) -> None:
     """Serve a model until `stop` is set, then drain. `on_ready` is told where, as is the ready file."""
     start = config.start_costs()
-    forecast = Forecast(dict.fromkeys(Role, start) if start else None)
+    hasher = PrefixHasher(read_secret(config.secret_file), model.name)
+    forecast = Forecast(dict.fromkeys(Role, start) if start else None, hasher)
     core = RouterCore(model.name, config, POLICIES[config.policy](forecast), forecast)
     shell = Shell(core, MonotonicClock())
     prompts = Prompts(model, config.max_num_tokenizing, config.tokenize_timeout_s)
@@ -147,7 +149,8 @@ def _follower(shell: Shell, secret: bytes) -> Follow:
     def follow(stream: WorkerStream) -> Coroutine[object, object, None]:
         told, link_id = stream.registration, stream.link_id
         source = Source(told.kv_events_endpoint, told.kv_events_replay_endpoint)
-        return KvSubscriber(source, secret, lambda events: shell.post(KvChanged(link_id, events))).follow()
+        blocks = PublishedBlocks(link_id, shell.core.forecast.prefixes.hasher)
+        return KvSubscriber(source, secret, blocks, shell.post).follow()
 
     return follow
 

@@ -3,13 +3,13 @@
 What a worker sends is checked here as far as a single message shows it; ProtocolError names the field.
 """
 
-from pdserve import kvevents
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.kvlayout_wire import layout_from_proto
 from pdserve.load import LoadPart, ReportedLoad
 from pdserve.perfmodel.curve import Step
+from pdserve.prefix_hash import HASH_BYTES, short_hashes
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.reports import Failure, Stage
@@ -36,7 +36,6 @@ from pdserve.token_ids import to_wire
 
 MAX_WORKER_ID_BYTES = 128
 MAX_DEVICE_BYTES = 128
-_NO_NUMBER = bytes(kvevents.SEQUENCE_BYTES)  # a stream has no gaps
 _UNKNOWN_LAYOUT = KvLayout("", 0, 0, 0, 0, "")  # of a worker that loads: nothing is placed on it
 
 _ROLES = {link.ROLE_PREFILL: Role.PREFILL, link.ROLE_DECODE: Role.DECODE}
@@ -70,7 +69,7 @@ def _worker_event(link_id: LinkId, message: link.AttachRequest, kind: str | None
         case "failed":
             return _failed(link_id, message.failed)
         case "kv_events":
-            return KvChanged(link_id, kvevents.decode(_NO_NUMBER, message.kv_events.batch).events)
+            return _kv_changed(link_id, message.kv_events)
         case "register":
             return _registration(link_id, message.register)
         case _:
@@ -108,6 +107,13 @@ def _stage(link_id: LinkId, progress: link.Progress) -> StageReached:
             return StageReached(link_id, request_id, attempt, stage, age_s, handoff_bytes=num_bytes, handoff_s=took_s)
         case _:
             return StageReached(link_id, request_id, attempt, stage, age_s)
+
+
+def _kv_changed(link_id: LinkId, told: link.KvEvents) -> KvChanged:
+    for field, packed in (("stored", told.stored), ("removed", told.removed)):
+        if len(packed) % HASH_BYTES:
+            raise ProtocolError(f"kv_events.{field}: {len(packed)} bytes, a multiple of {HASH_BYTES} is needed")
+    return KvChanged(link_id, short_hashes(told.stored), short_hashes(told.removed))
 
 
 def _pair(link_id: LinkId, told: link.PairMeasured) -> PairMeasured:

@@ -6,7 +6,6 @@ from math import isfinite
 
 from pdserve.capacity.leaping import END, LeapingScheduler
 from pdserve.capacity.machine import Machine
-from pdserve.capacity.naming import QuickNames
 from pdserve.capacity.shape import Run, Shape
 from pdserve.capacity.telling import (
     LEDGER_ONLY,
@@ -37,6 +36,7 @@ from pdserve.measure.workload import Arrival, Workload
 from pdserve.perfmodel.profile import Profile
 from pdserve.prefill_worker import events as prefill_events
 from pdserve.prefill_worker.core import PrefillCore
+from pdserve.prefix_hash import PrefixHasher
 from pdserve.router import events as router_events
 from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
@@ -101,6 +101,7 @@ class SimCluster:
         self._objective = objective
         self._page_size = min(workload.block_tokens, 64) if workload.block_tokens else 64
         self._longest = max(each.prompt_tokens + workload.max_tokens(each) for each in workload.arrivals) + 1
+        self._hasher = PrefixHasher(b"simulated", MODEL, self._page_size)
         self._page_bytes = self._page_size * profile.kv_bytes_per_token
         self._coming: Iterator[Arrival] = iter(())
         self._num_awaited = 0
@@ -124,7 +125,7 @@ class SimCluster:
         )
         self._routers: dict[RouterRef, _Router] = {}
         for ref in map(RouterRef, range(shape.routers)):
-            forecast = Forecast(costs)
+            forecast = Forecast(costs, self._hasher)
             self._routers[ref] = _Router(ref, RouterCore(MODEL, limits, POLICIES[policy](forecast), forecast))
         for index in range(shape.prefill):
             self._attach(f"p{index}", Role.PREFILL)
@@ -245,7 +246,6 @@ class SimCluster:
         configuration = self._profile.configuration(shape.prefill_tp if is_prefill else shape.decode_tp)
         num_pages = int(configuration.kv_tokens * shape.kv_share) // self._page_size
         link = LinkId(len(self._members) + 1)
-        names = QuickNames(self._page_size) if self._workload.block_tokens else None
         max_model_len = min(self._longest, num_pages * self._page_size)
         limits = EngineLimits(
             max_num_seqs=shape.max_num_seqs,
@@ -253,7 +253,8 @@ class SimCluster:
             max_model_len=max_model_len,
             eos_token_ids=frozenset(),
         )
-        scheduler = LeapingScheduler(KvCache(num_pages, self._page_size, names), limits, self._lengths.__getitem__)
+        hasher = self._hasher if self._workload.block_tokens else None
+        scheduler = LeapingScheduler(KvCache(num_pages, self._page_size, hasher), limits, self._lengths.__getitem__)
         core: PrefillCore | DecodeCore = (
             PrefillCore(scheduler, VOCAB_SIZE, self._page_bytes, MAX_TASKS, RULES.max_quarantined_share)
             if is_prefill

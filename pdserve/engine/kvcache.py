@@ -1,62 +1,94 @@
-"""Pages and the prefixes they hold, kept consistent.
+"""Pages and the prefixes they hold, kept consistent. Pure.
 
-Invariant: an indexed page still holds the KV that its name says; it leaves the index the moment it is given out.
+Invariant: an indexed page still holds the KV that its hash says; it leaves the index the moment it is given out.
+
+Full pages are found by content. The hashes of a sequence are computed as far as somebody looks for them, so a long
+prompt that is not cached does not hold up a worker's loop.
 """
 
-from collections.abc import Sequence
+from collections.abc import KeysView, Sequence
+from dataclasses import dataclass, field
 
-from pdserve.engine.journal import Journal
 from pdserve.engine.pages import PagePool, Pages
-from pdserve.engine.prefix import PageName, PrefixIndex, PrefixNames
-from pdserve.errors import InvariantError
+from pdserve.errors import ConfigError, InvariantError
 from pdserve.ids import PageId
+from pdserve.prefix_hash import PrefixHash, PrefixHasher
 from pdserve.values import value
+
+_HASHED_AT_ONCE = 32  # pages
+
+
+@dataclass(slots=True, eq=False)
+class Prefix:
+    """Tokens from position 0 on, under a salt, and the hashes of their full pages as far as they are known."""
+
+    token_ids: Sequence[int]  # may grow
+    salt: str
+    hashes: list[PrefixHash] = field(default_factory=list)
 
 
 @value
-class Content:
-    """What pages hold: tokens from position 0 on, under a salt."""
+class PagesStored:
+    """Pages `run` of a sequence, by number, can be reused from now on. Earlier pages of it were stored before."""
 
-    token_ids: Sequence[int]
-    salt: str
+    prefix: Prefix
+    run: range
+
+    @property
+    def hashes(self) -> Sequence[PrefixHash]:
+        return self.prefix.hashes[self.run.start : self.run.stop]
+
+
+@value
+class PagesRemoved:
+    """These pages are about to be overwritten."""
+
+    hashes: Sequence[PrefixHash]
+
+
+CacheChange = PagesStored | PagesRemoved
 
 
 class KvCache:
     """One worker's pages. `pool` is for reading; pages are given out through this class only."""
 
-    def __init__(self, num_pages: int, page_size: int, names: PrefixNames | None) -> None:
-        """Without `names`, nothing is reused."""
+    def __init__(self, num_pages: int, page_size: int, hasher: PrefixHasher | None) -> None:
+        """Without `hasher`, nothing is reused. ConfigError if blocks of tokens do not fill pages."""
+        if hasher is not None and page_size % hasher.block_tokens:
+            raise ConfigError(f"page_size: {page_size} is no multiple of {hasher.block_tokens}")
         self.page_size = page_size
         self.pool = PagePool(num_pages)
-        self._names = names
-        self._index = PrefixIndex()
-        self.journal: Journal | None = None  # where changes of the index are noted, once somebody reads them
+        self._hasher = hasher
+        self._page_of: dict[PrefixHash, PageId] = {}
+        self._hash_of: dict[PageId, PrefixHash] = {}
+        self._changes: list[CacheChange] | None = None
 
     @property
     def num_cached(self) -> int:
         """Return how many free pages hold a prefix that can be reused."""
-        return sum(map(self.pool.is_free, self._index.pages()))
+        return sum(map(self.pool.is_free, self._hash_of))
+
+    @property
+    def hashes(self) -> KeysView[PrefixHash]:
+        """The hashes of all pages that can be found."""
+        return self._page_of.keys()
 
     def num_pages(self, num_tokens: int) -> int:
         """Return how many pages hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
-    def names(self, token_ids: Sequence[int], salt: str) -> list[PageName]:
-        """Return the names of all full pages of a sequence; empty when nothing is reused."""
-        return [] if self._names is None else self._names.extend(self._names.root(salt), token_ids, 0)
-
-    def extend_names(self, names: list[PageName], token_ids: Sequence[int], salt: str) -> None:
-        """Add the names of pages that have become full since."""
-        start = len(names) * self.page_size
-        if self._names is not None and len(token_ids) >= start + self.page_size:
-            parent = names[-1] if names else self._names.root(salt)
-            names.extend(self._names.extend(parent, token_ids, start))
-
-    def reuse(self, names: Sequence[PageName]) -> Pages:
-        """Hold the pages of the longest known prefix, for one more sequence."""
-        pages = self._index.match(names)
+    def reuse(self, prefix: Prefix, max_pages: int) -> Pages:
+        """Hold the pages of the longest cached prefix, for one more sequence."""
+        pages = list[PageId]()
+        while len(pages) < max_pages:
+            if len(pages) == len(prefix.hashes):
+                self._hash(prefix, min(max_pages, len(pages) + _HASHED_AT_ONCE))
+            page = self._page_of.get(prefix.hashes[len(pages)]) if len(pages) < len(prefix.hashes) else None
+            if page is None:
+                break
+            pages.append(page)
         self.pool.share(pages)
-        return pages
+        return tuple(pages)
 
     def take(self, count: int) -> Pages | None:
         """Hold `count` pages with nothing in them, or None (and change nothing)."""
@@ -66,23 +98,61 @@ class KvCache:
         """Set `count` pages aside for a hand-off, or None (and change nothing)."""
         return self._fresh(self.pool.grant(count))
 
-    def publish(self, names: Sequence[PageName], pages: Sequence[PageId], run: range, content: Content) -> None:
-        """Index the pages `run` of a sequence, by number: their KV is complete. `content` is the sequence's."""
-        added = self._index.add(names, pages, range(run.start, min(run.stop, len(names))))
-        if self.journal is not None:
-            for each in added:
-                self.journal.stored(names, each, content.token_ids, self.page_size, content.salt)
+    def publish(self, prefix: Prefix, pages: Sequence[PageId], run: range) -> None:
+        """Index the pages `run` of a sequence, by number: their KV is complete.
+
+        A page that has a hash keeps it, and so does a hash that has a page.
+        """
+        self._hash(prefix, run.stop)
+        start, stop = run.start, min(run.stop, len(prefix.hashes))
+        for number in range(start, stop):
+            hash_, page = prefix.hashes[number], pages[number]
+            if hash_ in self._page_of or page in self._hash_of:
+                self._note_stored(prefix, range(start, number))
+                start = number + 1
+            else:
+                self._page_of[hash_] = page
+                self._hash_of[page] = hash_
+        self._note_stored(prefix, range(start, stop))
+
+    def take_changes(self) -> list[CacheChange]:
+        """Return what has changed since the last time, in order; at first nothing, and from then on it is noted.
+
+        Replaying all changes over what is cached at the first call gives what is cached now.
+        """
+        changes, self._changes = self._changes or [], []
+        return changes
 
     def check(self) -> None:
         """Raise InvariantError unless the pool adds up and no page under a writer is indexed."""
         self.pool.check()
-        wrong = self.pool.set_aside(self._index.pages())
+        wrong = self.pool.set_aside(self._hash_of)
         if wrong:
             raise InvariantError(f"pages {sorted(wrong)} are indexed, but granted or quarantined")
 
+    def _hash(self, prefix: Prefix, num_pages: int) -> None:
+        """Hash a sequence's full pages, up to `num_pages` of them."""
+        hashes, size = prefix.hashes, self.page_size
+        stop = min(num_pages, len(prefix.token_ids) // size)
+        if self._hasher is None or stop <= len(hashes):
+            return
+        parent = hashes[-1] if hashes else self._hasher.root(prefix.salt)
+        blocks = self._hasher.extend(parent, prefix.token_ids[len(hashes) * size : stop * size])
+        blocks_a_page = size // self._hasher.block_tokens
+        hashes += blocks[blocks_a_page - 1 :: blocks_a_page]
+
+    def _note_stored(self, prefix: Prefix, run: range) -> None:
+        if self._changes is not None and run:
+            self._changes.append(PagesStored(prefix, run))
+
     def _fresh(self, pages: Pages | None) -> Pages | None:
-        if pages is not None:
-            names = self._index.forget(pages)
-            if self.journal is not None:
-                self.journal.removed(names)
+        """Take pages whose content is about to change out of the index."""
+        removed = []
+        for page in pages or ():
+            hash_ = self._hash_of.pop(page, None)
+            if hash_ is not None:
+                del self._page_of[hash_]
+                removed.append(hash_)
+        if self._changes is not None and removed:
+            self._changes.append(PagesRemoved(removed))
         return pages

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
-from pdserve.engine.kvcache import Content, KvCache
+from pdserve.engine.kvcache import KvCache
 from pdserve.engine.running import RunningStep
 from pdserve.engine.sequence import Broken, Computed, Outcome, Sampled, Sequence, Split, Started
 from pdserve.engine.step import Chunk, SampledToken, StepPlan, StepResult
@@ -32,6 +32,7 @@ class Limits:
     eos_token_ids: frozenset[int]
 
 
+_PUBLISHED_AT_ONCE = 32_768  # tokens of one sequence: to hash them takes 1 ms
 _UNKNOWN = (0,)  # stands for a token that is not sampled yet
 _urgency = attrgetter("urgency")
 
@@ -129,12 +130,13 @@ class Scheduler:
                     order=sequence.order,
                     computed=sequence.computed,
                     pages=list(sequence.pages),
-                    names=list(sequence.names),
                     num_published=sequence.num_published,
                     num_cached_tokens=sequence.num_cached_tokens,
                     has_run=sequence.has_run,
                 )
             )
+        for child in children:
+            child.prefix.hashes += sequence.prefix.hashes
         if children:
             sequence.forget_pages()
         else:
@@ -192,7 +194,7 @@ class Scheduler:
                 sequence.has_run = True
                 outcomes.append(Started(sequence))
             if sequence.computed >= (sequence.num_published + 1) * page_size:
-                self._publish(sequence)
+                self.publish(sequence)
             if was_prompt:
                 outcomes.append(Computed(sequence))
             if not tokens:
@@ -247,10 +249,8 @@ class Scheduler:
     def _admit(self, sequence: Sequence) -> bool:
         """Move the first waiting sequence to the running ones, with pages for all it has to compute."""
         cache = self.cache
-        if not sequence.names:
-            sequence.names = cache.names(sequence.tokens, sequence.job.cache_salt)
         usable = (len(sequence.tokens) - 1) // cache.page_size  # at least one token is computed, to sample from
-        reused = cache.reuse(sequence.names[:usable])
+        reused = cache.reuse(sequence.prefix, usable)
         fresh = cache.take(cache.num_pages(len(sequence.tokens)) - len(reused))
         if fresh is None:
             cache.pool.release(reused)
@@ -305,14 +305,12 @@ class Scheduler:
         self.release(sequence)
         self.add(sequence)
 
-    def _publish(self, sequence: Sequence) -> None:
-        """Let others reuse the pages of a sequence that have become full."""
-        cache, salt = self.cache, sequence.job.cache_salt
-        full = sequence.computed // cache.page_size
-        cache.extend_names(sequence.names, sequence.tokens, salt)
-        content = Content(sequence.tokens, salt)
-        cache.publish(sequence.names, sequence.pages, range(sequence.num_published, full), content)
-        sequence.num_published = full
+    def publish(self, sequence: Sequence) -> None:
+        """Let others reuse the pages of a sequence that have become full. What is left of very many follows later."""
+        size, start = self.cache.page_size, sequence.num_published
+        stop = min(sequence.computed, start * size + _PUBLISHED_AT_ONCE) // size
+        self.cache.publish(sequence.prefix, sequence.pages, range(start, stop))
+        sequence.num_published = stop
 
     def _go_on(self, sequence: Sequence, token: SampledToken) -> Sampled:
         """Give a sequence its next token."""

@@ -4,7 +4,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from pdserve.engine.prefix import PageName
+from pdserve.engine.kvcache import Prefix
 from pdserve.engine.step import SampledToken, SampleSpec
 from pdserve.ids import Attempt, PageId, RequestId
 from pdserve.sampling import SamplingParams
@@ -52,16 +52,17 @@ class Sequence:
     stop_after_prompt: bool = False  # a hand-off takes over after the first token
     computed: int = 0
     pages: list[PageId] = field(default_factory=list)
-    names: list[PageName] = field(default_factory=list)
     num_published: int = 0
     num_cached_tokens: int = 0
     has_run: bool = False
+    prefix: Prefix = field(init=False)  # of `tokens`
     ends_with_prompt: bool = field(init=False)  # its first tokens are its last: it splits, or is handed off
     urgency: tuple[int, int] = field(init=False)  # sorts first what is served first and preempted last
     seeds: tuple[int, ...] = field(init=False)  # of draws, parallel to indices
     has_penalties: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        self.prefix = Prefix(self.tokens, self.job.cache_salt)
         self.ends_with_prompt = self.stop_after_prompt or len(self.indices) > 1
         self.urgency = -self.job.priority, self.order
         params = self.job.params

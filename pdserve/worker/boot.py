@@ -1,6 +1,5 @@
 """Turns a worker's configuration into an engine: opens the checkpoint, loads the model, lays out the pages."""
 
-import hmac
 import logging
 import os
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from pdserve.checkpoint.open import open_checkpoint
 from pdserve.config import WorkerConfig
 from pdserve.engine.device_memory import pages_that_fit, step_bytes
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.prefix import PrefixNames
 from pdserve.engine.runner import Runner
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.step import StepPlan, StepResult
@@ -25,6 +23,7 @@ from pdserve.kvlayout import KvLayout, PageDigest
 from pdserve.model.dummy import dummy_weights
 from pdserve.model.llama import Model
 from pdserve.model.loading import load_model
+from pdserve.prefix_hash import PrefixHasher
 from pdserve.worker.dtype import choose_dtype, read_cpu_info
 
 logger = logging.getLogger(__name__)
@@ -89,13 +88,14 @@ def build_engine(
     if num_pages is None:
         num_pages = _pages_beside(model, config, layout)
     limits = _limits(config, checkpoint, num_pages)
-    names = PrefixNames(hmac.digest(secret, b"prefix cache", "sha256"), layout.weights_hash, config.page_size)
+    model_name = config.served_model_name or checkpoint.name
+    hasher = PrefixHasher(secret, model_name)
     return Engine(
         runner=_runner(model, num_pages, config, limits),
-        scheduler=Scheduler(KvCache(num_pages, config.page_size, names), limits),
+        scheduler=Scheduler(KvCache(num_pages, config.page_size, hasher), limits),
         layout=layout,
         vocab_size=model_config.vocab_size,
-        model_name=config.served_model_name or checkpoint.name,
+        model_name=model_name,
     )
 
 

@@ -1,69 +1,80 @@
-"""Tells whoever wants to know what a worker's prefix cache holds: routers on their links, others over ZMQ.
+"""Reports what a worker's prefix cache holds: to routers on their links, and to others over ZMQ.
 
-A router that attaches hears first of all that is cached, then of what changes. Its messages are put together when the
-link has nothing else to send, one bounded part at a time, so a router that reads slowly costs no memory and delays
-nothing.
+Invariant: a router's `unsent` pages are those on which the cache and what the router was sent differ. So a router that
+attaches is sent all that is cached, then what changes, and no page twice. A message is put together when the link has
+nothing else to send, so a router that reads slowly delays nothing, and costs no more memory than its pages' hashes.
 """
 
-import time
 from functools import partial
+from itertools import islice
 
-from pdserve import kvevents
-from pdserve.engine.journal import Journal
 from pdserve.engine.kvcache import KvCache
+from pdserve.prefix_hash import PrefixHash
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.worker.cached_pages import CachedPages, Listener
 from pdserve.worker.kv_publisher import KvPublisher
 from pdserve.worker.link import Links
 from pdserve.worker.messages import RouterRef
 
+MAX_PAGES = 65_536  # in one message: 1 MiB of hashes, put together in a few ms
+
 
 class KvFeed:
-    """Empties the cache's journal after each step."""
+    """Takes the cache's changes after each step."""
 
-    def __init__(self, cache: KvCache, pages: CachedPages, links: Links, publisher: KvPublisher | None) -> None:
-        self._journal = cache.journal = Journal()
-        self._pages = pages
+    def __init__(
+        self, cache: KvCache, links: Links, publisher: KvPublisher | None = None, max_pages: int = MAX_PAGES
+    ) -> None:
+        """Put at most `max_pages` into a message."""
+        self._cache = cache
+        self._cache.take_changes()
         self._links = links
         self._publisher = publisher
-        self._published = None if publisher is None else pages.listen()
-        self._listeners: dict[RouterRef, Listener] = {}
+        self._max_pages = max_pages
+        self._unsent: dict[RouterRef, dict[PrefixHash, None]] = {}
         self._queued: set[RouterRef] = set()  # in whose queue a message is that has yet to be put together
 
     def flush(self) -> None:
-        """Tell what changed since the last time, and routers that have attached since what is cached. Never blocks."""
-        changes, routers = self._journal.take(), self._links.wanting_kv_events
-        if not changes and routers == tuple(self._listeners):
-            return
-        self._pages.apply(changes)
-        self._publish()
-        for router in [router for router in self._listeners if router not in routers]:
-            self._pages.leave(self._listeners.pop(router))
+        """Report what changed since the last time, and what is cached to routers attached since. Never blocks."""
+        self._take_changes()
+        routers = self._links.wanting_kv_events
+        for router in [router for router in self._unsent if router not in routers]:
+            del self._unsent[router]
             self._queued.discard(router)
         for router in routers:
-            if router not in self._listeners:
-                self._listeners[router] = self._pages.listen()
+            if router not in self._unsent:
+                self._unsent[router] = dict.fromkeys(self._cache.hashes)
             self._offer(router)
 
-    def _publish(self) -> None:
-        while self._publisher is not None and self._published is not None and self._pages.has_news(self._published):
-            events = self._pages.next_events(self._published)
-            if events:
-                self._publisher.publish(kvevents.encode(events, time.time()))
+    def _take_changes(self) -> None:
+        changes = self._cache.take_changes()
+        if changes and self._publisher is not None:
+            self._publisher.publish_changes(changes)
+        for unsent in self._unsent.values():
+            for change in changes:
+                for page in change.hashes:
+                    if page in unsent:
+                        del unsent[page]
+                    else:
+                        unsent[page] = None
 
     def _offer(self, router: RouterRef) -> None:
-        """Have a message sent to a router, if there is news for it."""
-        if router not in self._queued and self._pages.has_news(self._listeners[router]):
+        """Have a message sent to a router, if there is something to report."""
+        if router not in self._queued and self._unsent[router]:
             self._queued.add(router)
             self._links.send(router, partial(self._next_message, router))
 
     def _next_message(self, router: RouterRef) -> link.AttachRequest | None:
-        listener = self._listeners.get(router)
-        if listener is None:
+        self._take_changes()
+        unsent = self._unsent.get(router)
+        if unsent is None:
             return None
         self._queued.discard(router)
-        events = self._pages.next_events(listener)
+        pages, cached = list(islice(unsent, self._max_pages)), self._cache.hashes
+        for page in pages:
+            del unsent[page]
         self._offer(router)
-        if not events:
+        if not pages:
             return None
-        return link.AttachRequest(kv_events=link.KvEvents(batch=kvevents.encode(events, time.time())))
+        stored = b"".join([page for page in pages if page in cached])
+        removed = b"".join([page for page in pages if page not in cached])
+        return link.AttachRequest(kv_events=link.KvEvents(stored=stored, removed=removed))

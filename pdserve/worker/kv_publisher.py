@@ -2,8 +2,8 @@
 batches to subscribers who missed some.
 
 A subscriber that missed more batches than are kept gets a snapshot in place of a replay: AllBlocksCleared, then all
-that is cached. The snapshot's batches take the numbers of the missed ones; its last batch takes the number last
-published.
+that is cached and can be reused. The snapshot's batches take the numbers of the missed ones; its last batch takes the
+number last published.
 
 On this machine anybody may subscribe. Beyond it, subscribers prove by CURVE that they know the cluster's secret.
 """
@@ -11,23 +11,34 @@ On this machine anybody may subscribe. Beyond it, subscribers prove by CURVE tha
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Generator
+from collections import defaultdict, deque
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 
+import msgspec
 import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from pdserve import kvevents
+from pdserve.engine.kvcache import CacheChange, PagesStored
 from pdserve.errors import ConfigError
-from pdserve.worker.cached_pages import CachedPages
+from pdserve.kvevents import MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, Hash, KvEvent
+from pdserve.prefix_hash import PrefixHash, short_hashes
+from pdserve.token_ids import TOKEN_ID_BYTES, from_wire, to_wire
 from pdserve.zmq_identity import AnySocket, CurveKeys, is_local
 
 logger = logging.getLogger(__name__)
 
 YIELD_AFTER = 8  # batches of a replay, before others have their turn
+SNAPSHOT_TOKENS = 4096  # in a batch of a snapshot: they take about 0.5 ms to encode
+
+
+class _Page(msgspec.Struct, gc=False):  # made by the million: the garbage collector need not look at them
+    parent: PrefixHash | None  # None: it begins a sequence
+    packed: bytes  # its tokens
+    salt: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +55,10 @@ class PublisherSettings:
 class KvPublisher:
     """One worker's publisher. Close it when the worker ends."""
 
-    def __init__(self, settings: PublisherSettings, secret: bytes, pages: CachedPages) -> None:
-        """Bind; ConfigError where that cannot be. `pages` is what is cached, as far as it was published."""
-        self._pages = pages
+    def __init__(self, settings: PublisherSettings, secret: bytes, page_size: int) -> None:
+        """Bind; ConfigError where that cannot be."""
+        self._page_size = page_size
+        self._pages: dict[PrefixHash, _Page] = {}  # that are cached, if they may be asked for
         self._topic = settings.topic.encode()
         self._last = -1
         self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=settings.buffer_steps)
@@ -76,12 +88,32 @@ class KvPublisher:
         self._authenticator = keys.authenticator(self._context)
         return keys
 
+    def publish_changes(self, changes: Sequence[CacheChange]) -> None:
+        """Send a batch that says what has changed in the cache."""
+        self.publish(kvevents.encode([self._event(change) for change in changes], time.time()))
+
     def publish(self, batch: bytes) -> None:
         """Send a batch to all subscribers. Never blocks: who is too slow finds a gap, and may ask for a replay."""
         self._last += 1
         number = self._last.to_bytes(kvevents.SEQUENCE_BYTES, "big")
         self._sent.append((number, batch))
         self._pub.send_multipart((self._topic, number, batch), zmq.NOBLOCK)
+
+    def _event(self, change: CacheChange) -> KvEvent:
+        if not isinstance(change, PagesStored):
+            for page in change.hashes:
+                self._pages.pop(page, None)
+            return BlockRemoved(_numbers(change.hashes), MEDIUM)
+        prefix, run, size = change.prefix, change.run, self._page_size
+        token_ids = list(prefix.token_ids[run.start * size : run.stop * size])
+        parent = prefix.hashes[run.start - 1] if run.start else None
+        if self._replay is not None:
+            before, packed = parent, to_wire(token_ids)
+            for number, page in enumerate(change.hashes):
+                here = number * size * TOKEN_ID_BYTES
+                self._pages[page] = _Page(before, packed[here : here + size * TOKEN_ID_BYTES], prefix.salt)
+                before = page
+        return _stored(change.hashes, parent, token_ids, size, prefix.salt)
 
     async def serve_replays(self) -> None:
         """Answer who missed batches, until cancelled."""
@@ -110,19 +142,24 @@ class KvPublisher:
             yield from [(number, payload) for number, payload in self._sent if number >= first]
 
     def _snapshot(self, first: int) -> Generator[tuple[bytes, bytes]]:
-        """Return what is cached in place of the batches from the first one on, up to the last one published by then."""
-        listener, events = self._pages.listen(), list[kvevents.KvEvent]((kvevents.AllBlocksCleared(),))
-        try:
-            while True:
-                events += self._pages.next_events(listener)
-                is_last = not self._pages.has_news(listener)
-                number = self._last if is_last else min(first, self._last)
-                yield number.to_bytes(kvevents.SEQUENCE_BYTES, "big"), kvevents.encode(events, time.time())
-                if is_last:
-                    return
-                first, events = first + 1, []
-        finally:
-            self._pages.leave(listener)
+        """Return what is cached in place of the batches from the first one on, up to the last one published by now."""
+        last, pages, count = self._last, self._reusable(), max(1, SNAPSHOT_TOKENS // self._page_size)
+        for number, start in enumerate(range(0, max(1, len(pages)), count), start=first):
+            events: list[KvEvent] = [] if start else [AllBlocksCleared()]
+            events += _runs(pages[start : start + count], self._page_size)
+            number_ = last if start + count >= len(pages) else min(number, last)
+            yield number_.to_bytes(kvevents.SEQUENCE_BYTES, "big"), kvevents.encode(events, time.time())
+
+    def _reusable(self) -> list[tuple[PrefixHash, _Page]]:
+        """Return the pages that are cached with all pages before them, each after the page before it."""
+        following: defaultdict[PrefixHash | None, list[tuple[PrefixHash, _Page]]] = defaultdict(list)
+        for hash_, page in self._pages.items():
+            following[page.parent].append((hash_, page))
+        pages, open_ends = [], following[None]
+        while open_ends:
+            pages.append(open_ends.pop())
+            open_ends += following.get(pages[-1][0], ())
+        return pages
 
     def close(self) -> None:
         if self._authenticator is not None:
@@ -130,6 +167,35 @@ class KvPublisher:
         for socket in self._sockets:
             socket.close(linger=0)
         self._context.term()
+
+
+def _runs(pages: Sequence[tuple[PrefixHash, _Page]], page_size: int) -> Iterator[BlockStored]:
+    """Yield events that tell of pages: one for each run in which a page follows the one before it."""
+    start = 0
+    for end in range(1, len(pages) + 1):
+        if end == len(pages) or pages[end][1].parent != pages[end - 1][0]:
+            first, packed = pages[start][1], b"".join([page.packed for _, page in pages[start:end]])
+            token_ids = from_wire(packed, "page").tolist()
+            yield _stored([hash_ for hash_, _ in pages[start:end]], first.parent, token_ids, page_size, first.salt)
+            start = end
+
+
+def _stored(
+    hashes: Sequence[PrefixHash], parent: PrefixHash | None, token_ids: list[int], page_size: int, salt: str
+) -> BlockStored:
+    return BlockStored(
+        _numbers(hashes),
+        None if parent is None else _numbers((parent,))[0],
+        token_ids,
+        page_size,
+        medium=MEDIUM,
+        extra_keys=[(salt,), *[None] * (len(hashes) - 1)] if salt and parent is None else None,
+    )
+
+
+def _numbers(hashes: Sequence[PrefixHash]) -> list[Hash]:
+    """Return hashes as subscribers know them: numbers of 64 bits."""
+    return list(short_hashes(b"".join(hashes)))
 
 
 def _bind(socket: AnySocket, endpoint: str, keys: CurveKeys | None, key: str) -> str:

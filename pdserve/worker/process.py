@@ -26,7 +26,6 @@ from pdserve.signals import drain_on_signals
 from pdserve.telemetry import configure_logging
 from pdserve.worker import wire
 from pdserve.worker.boot import Engine, build_engine, open_model
-from pdserve.worker.cached_pages import CachedPages
 from pdserve.worker.device_name import device_name
 from pdserve.worker.ending import end_dismissed
 from pdserve.worker.isolating import Isolating
@@ -178,15 +177,12 @@ async def following_cache(
     config: WorkerConfig, engine: Engine, links: Links, secret: bytes, register: link.Register
 ) -> AsyncIterator[KvFeed]:
     """Tell what the prefix cache holds for the length of the block, on the links and where the configuration says."""
-    pages = CachedPages()
-    async with publishing(config, secret, register, pages) as publisher:
-        yield KvFeed(engine.scheduler.cache, pages, links, publisher)
+    async with publishing(config, secret, register) as publisher:
+        yield KvFeed(engine.scheduler.cache, links, publisher)
 
 
 @asynccontextmanager
-async def publishing(
-    config: WorkerConfig, secret: bytes, register: link.Register, pages: CachedPages
-) -> AsyncIterator[KvPublisher | None]:
+async def publishing(config: WorkerConfig, secret: bytes, register: link.Register) -> AsyncIterator[KvPublisher | None]:
     """Publish KV events for the length of the block, if the configuration says where; what breaks that breaks it."""
     if config.kv_events_endpoint is None:
         yield None
@@ -197,7 +193,7 @@ async def publishing(
         config.kv_events_topic,
         config.kv_events_buffer_steps,
     )
-    publisher = KvPublisher(settings, secret, pages)
+    publisher = KvPublisher(settings, secret, config.page_size)
     register.kv_events_endpoint = publisher.endpoint
     register.kv_events_replay_endpoint = publisher.replay_endpoint
     try:

@@ -772,21 +772,25 @@ Global___Progress: _TypeAlias = Progress  # noqa: Y015
 
 @_typing.final
 class KvEvents(_message.Message):
-    """What changed in a worker's prefix cache."""
+    """What changed in a worker's prefix cache; the first on a stream has all that is cached, unless that is very much."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    BATCH_FIELD_NUMBER: _builtins.int
-    batch: _builtins.bytes
-    """In vLLM's msgpack format, as published over ZMQ."""
+    STORED_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
+    stored: _builtins.bytes
+    """Hashes, 16 bytes each, of pages that can be reused: of their last blocks of tokens."""
+    removed: _builtins.bytes
+    """Hashes of pages that can be reused no longer."""
     def __init__(
         self,
         *,
-        batch: _builtins.bytes = ...,
+        stored: _builtins.bytes = ...,
+        removed: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch", b"batch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["removed", b"removed", "stored", b"stored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -12,7 +12,6 @@ from pdserve.router.config import Limits
 from pdserve.router.events import LinkLost, PairMeasured, Place, StepReported, Tick, Warn
 from pdserve.router.forecast import Forecast
 from pdserve.router.policies import POLICIES
-from pdserve.router.prefixes import BLOCK
 
 
 def test_a_request_goes_where_its_first_token_comes_soonest() -> None:
@@ -218,7 +217,7 @@ def test_the_score_by_load_is_what_is_free_and_by_prefix_what_is_held() -> None:
     assert decision_of(cluster).endswith("score 1.00")
     assert decision_of(cluster).endswith(f"score {1 - 1000 / 4096:.2f}"), "of the longest prompt's room in the queue"
     cluster = Cluster("prefix_affinity", workers="p0 d0")
-    tokens = list(range(8 * BLOCK))
+    tokens = list(range(8 * 64))
     assert decision_of(cluster, tokens=tokens).endswith("score 0.00")  # type: ignore[arg-type]
     assert decision_of(cluster, tokens=tokens * 2).endswith("score 0.50")  # type: ignore[arg-type]
 

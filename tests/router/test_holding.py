@@ -4,6 +4,7 @@ from pdserve.ids import RequestId
 from pdserve.router.events import RequestArrived
 from pdserve.router.fairness import MAX_TENANTS, OUTPUT_WEIGHT, TokenCounters
 from pdserve.router.holding import HoldQueue
+from pdserve.router.prefix_index import UNKEYED
 from pdserve.router.request import Request
 from pdserve.sampling import SamplingParams
 
@@ -29,7 +30,7 @@ class Queue:
             tenant=tenant,
             ttft_slo_s=ttft_s,
         )
-        request = Request(event, self.count, self.counters.arrive(tenant), now_s)
+        request = Request(event, self.count, self.counters.arrive(tenant), UNKEYED, now_s)
         self.count += 1
         self.queue.push(request)
         return request

@@ -29,6 +29,7 @@ from pdserve.router.fairness import TokenCounters
 from pdserve.router.forecast import Forecast
 from pdserve.router.holding import HoldQueue
 from pdserve.router.policies import POLICIES
+from pdserve.router.prefix_index import UNKEYED
 from pdserve.router.request import Request
 from pdserve.sampling import SamplingParams
 
@@ -46,7 +47,7 @@ def push(queue: HoldQueue, counters: TokenCounters, number: int, terms: tuple[st
     event = RequestArrived(
         RequestId(number.to_bytes(16)), (1,) * num_tokens, SamplingParams(), now_s, now_s + 60, 0, tenant, slo_s
     )
-    request = Request(event, number, counters.arrive(tenant), now_s)
+    request = Request(event, number, counters.arrive(tenant), UNKEYED, now_s)
     queue.push(request)
     return request
 

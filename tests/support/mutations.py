@@ -9,7 +9,7 @@ import receiver_mutations
 from breaking import MUTATIONS, Original, mutation, wrap
 
 from pdserve.decode_worker.core import DecodeCore
-from pdserve.engine.kvcache import Content, KvCache
+from pdserve.engine.kvcache import KvCache
 from pdserve.engine.pages import PagePool
 from pdserve.engine.running import RunningStep
 from pdserve.engine.scheduler import Scheduler
@@ -150,8 +150,8 @@ def publish_a_page_before_it_is_full() -> Iterator[object]:
     def admit(original: Original, self: Scheduler, sequence: Sequence) -> bool:
         admitted: bool = original(self, sequence)
         if admitted:
-            run = range(sequence.num_published, len(sequence.names))
-            self.cache.publish(sequence.names, sequence.pages, run, Content(sequence.tokens, sequence.job.cache_salt))
+            run = range(sequence.num_published, len(sequence.prefix.hashes))
+            self.cache.publish(sequence.prefix, sequence.pages, run)
         return admitted
 
     with wrap(Scheduler, "_admit", admit) as patched:

@@ -11,7 +11,6 @@ from faultsim.engine import FakeRunner, expected
 from pdserve.decode_worker import events as decode
 from pdserve.decode_worker.core import DecodeCore
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.prefix import PrefixNames
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import SEED_MASK, SEED_STRIDE, Job
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
@@ -19,6 +18,7 @@ from pdserve.kvtransfer import receiver, sender
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.prefill_worker import events as prefill
 from pdserve.prefill_worker.core import PrefillCore
+from pdserve.prefix_hash import PrefixHasher
 from pdserve.reports import Failure
 from pdserve.sampling import SamplingParams
 from pdserve.worker.messages import Cancelled, Failed, PeerGone, Placed, RouterLost, RouterRef, Tokens
@@ -30,11 +30,11 @@ P, D = Peer(WorkerId("p0"), Incarnation(11)), Peer(WorkerId("d0"), Incarnation(2
 
 
 def scheduler(num_pages: int, reuse: bool = True, max_num_batched_tokens: int = 8) -> Scheduler:
-    names = PrefixNames(b"k" * 32, "weights", PAGE_SIZE) if reuse else None
+    hasher = PrefixHasher(b"k" * 32, "model", block_tokens=PAGE_SIZE) if reuse else None
     limits = Limits(
         max_num_seqs=8, max_num_batched_tokens=max_num_batched_tokens, max_model_len=96, eos_token_ids=frozenset()
     )
-    return Scheduler(KvCache(num_pages, PAGE_SIZE, names), limits)
+    return Scheduler(KvCache(num_pages, PAGE_SIZE, hasher), limits)
 
 
 @dataclass

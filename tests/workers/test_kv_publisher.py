@@ -1,7 +1,7 @@
 """KV events over real sockets: published, replayed, followed by the router, refused to strangers."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -10,16 +10,16 @@ import zmq.asyncio
 
 from pdserve import kvevents
 from pdserve.config import PrefillWorkerConfig
-from pdserve.engine.kvcache import Content, KvCache
-from pdserve.engine.prefix import PrefixNames
+from pdserve.engine.kvcache import KvCache, Prefix
 from pdserve.errors import ConfigError
-from pdserve.kvevents import AllBlocksCleared, BlockRemoved, KvEvent
+from pdserve.kvevents import BlockStored
+from pdserve.prefix_hash import BLOCK_TOKENS, PrefixHasher
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router import kv_subscriber
-from pdserve.router.events import LinkId
-from pdserve.router.kv_subscriber import KvSubscriber, Source
-from pdserve.router.prefixes import PrefixTable, block_names
-from pdserve.worker.cached_pages import CachedPages
+from pdserve.router.events import KvChanged, LinkId
+from pdserve.router.kv_subscriber import KvSubscriber, PublishedBlocks, Source
+from pdserve.router.prefix_index import PrefixIndex, block_hashes
+from pdserve.worker import kv_publisher
 from pdserve.worker.kv_feed import KvFeed
 from pdserve.worker.kv_publisher import KvPublisher, PublisherSettings
 from pdserve.worker.link import Links
@@ -27,25 +27,28 @@ from pdserve.worker.process import publishing
 from pdserve.zmq_identity import CurveKeys, is_local
 
 SECRET = b"a secret of the cluster, long enough"
+HASHER, LINK = PrefixHasher(SECRET, "model"), LinkId(1)
+CLEARED = KvChanged(LINK, all_removed=True)
 LOCAL = "tcp://127.0.0.1:*"
 EVERYWHERE = "tcp://0.0.0.0:*"
 
 
 def batch(number: int) -> bytes:
-    return kvevents.encode([BlockRemoved([number])], 0.0)
+    return kvevents.encode([BlockStored([number], None, [number] * BLOCK_TOKENS, BLOCK_TOKENS)], 0.0)
 
 
-def removed(number: int) -> tuple[KvEvent, ...]:
-    return (BlockRemoved([number]),)
+def stored(number: int) -> KvChanged:
+    """Return what a router makes of a batch."""
+    return KvChanged(LINK, stored=list(block_hashes(HASHER, [number] * BLOCK_TOKENS, "")))
 
 
 @asynccontextmanager
 async def publisher(
-    endpoint: str = LOCAL, replay: str | None = LOCAL, buffer_steps: int = 100, pages: CachedPages | None = None
+    endpoint: str = LOCAL, replay: str | None = LOCAL, buffer_steps: int = 100
 ) -> AsyncIterator[KvPublisher]:
     """Publish, and answer replays, for the length of the block."""
     settings = PublisherSettings(endpoint, replay, "kv", buffer_steps)
-    publisher = KvPublisher(settings, SECRET, pages or CachedPages())
+    publisher = KvPublisher(settings, SECRET, BLOCK_TOKENS)
     replaying = asyncio.create_task(publisher.serve_replays())
     try:
         yield publisher
@@ -55,14 +58,18 @@ async def publisher(
         publisher.close()
 
 
+def subscriber(source: Source, secret: bytes, post: Callable[[KvChanged], object]) -> KvSubscriber:
+    return KvSubscriber(source, secret, PublishedBlocks(LINK, HASHER), post)
+
+
 class Follower:
     """A router's subscriber, and what it posted."""
 
     def __init__(self, source: Source, secret: bytes = SECRET) -> None:
-        self.heard: asyncio.Queue[tuple[KvEvent, ...]] = asyncio.Queue()
-        self._task = asyncio.create_task(KvSubscriber(source, secret, self.heard.put_nowait).follow())
+        self.heard: asyncio.Queue[KvChanged] = asyncio.Queue()
+        self._task = asyncio.create_task(subscriber(source, secret, self.heard.put_nowait).follow())
 
-    async def next(self) -> tuple[KvEvent, ...]:
+    async def next(self) -> KvChanged:
         async with asyncio.timeout(10):
             return await self.heard.get()
 
@@ -91,9 +98,9 @@ async def test_who_comes_late_hears_all_batches_if_the_publisher_still_has_them_
         for number in range(5):
             ours.publish(batch(number))
         async with following(source_of(ours)) as follower:
-            assert [await follower.next() for _ in range(5)] == [removed(number) for number in range(5)]
+            assert [await follower.next() for _ in range(5)] == [stored(number) for number in range(5)]
             ours.publish(batch(5))
-            assert await follower.next() == removed(5)
+            assert await follower.next() == stored(5)
 
 
 async def test_a_replay_is_complete_however_long_it_is() -> None:
@@ -102,21 +109,20 @@ async def test_a_replay_is_complete_however_long_it_is() -> None:
         for number in range(num_batches):
             ours.publish(batch(number))
         async with following(source_of(ours)) as follower:
-            assert [await follower.next() for _ in range(num_batches)] == [removed(n) for n in range(num_batches)]
+            assert [await follower.next() for _ in range(num_batches)] == [stored(n) for n in range(num_batches)]
 
 
 class Publishing:
     """A prefix cache whose changes are published as a worker does."""
 
-    def __init__(self, ours: KvPublisher, pages: CachedPages) -> None:
-        self._cache = KvCache(1000, 16, PrefixNames(b"key", "weights", 16))
-        self._feed = KvFeed(self._cache, pages, Links((), SECRET, link.Register(), _nobody, print), ours)
+    def __init__(self, ours: KvPublisher) -> None:
+        self.cache = KvCache(1000, BLOCK_TOKENS, HASHER)
+        self._feed = KvFeed(self.cache, Links((), SECRET, link.Register(), _nobody, print), ours)
 
     def serve(self, token_ids: list[int]) -> None:
-        names = self._cache.names(token_ids, "")
-        pages = self._cache.take(len(names)) or ()
-        self._cache.publish(names, pages, range(len(names)), Content(token_ids, ""))
-        self._cache.pool.release(pages)
+        pages = self.cache.take(self.cache.num_pages(len(token_ids))) or ()
+        self.cache.publish(Prefix(token_ids, "tenant"), pages, range(len(pages)))
+        self.cache.pool.release(pages)
         self._feed.flush()
 
 
@@ -128,28 +134,56 @@ def prompt(number: int) -> list[int]:
     return [number] * 64
 
 
-async def known_of(follower: Follower, prompts: list[list[int]]) -> PrefixTable:
-    """Return what a router's table makes of what a follower hears, once it knows these prompts."""
-    table, worker = PrefixTable(), LinkId(1)
-    table.attach(worker, 1 << 20)
-    while not all(table.match(block_names(prompt, ""), 0.0) for prompt in prompts):
-        table.tell(worker, await follower.next())
-    return table
+def new_index() -> PrefixIndex:
+    index = PrefixIndex(HASHER)
+    index.attach(LINK, BLOCK_TOKENS, 1 << 16)
+    return index
 
 
-async def test_who_comes_later_than_replays_reach_gets_a_snapshot_and_then_what_follows() -> None:
-    pages = CachedPages(slice_tokens=64)
-    async with publisher(buffer_steps=2, pages=pages) as ours:
-        cache = Publishing(ours, pages)
+def num_known(index: PrefixIndex, token_ids: list[int]) -> int:
+    return index.match(block_hashes(HASHER, token_ids, "tenant"), 0.0).get(LINK, 0)
+
+
+async def test_who_comes_later_than_replays_reach_gets_a_snapshot_and_then_what_follows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(kv_publisher, "SNAPSHOT_TOKENS", 64)
+    async with publisher(buffer_steps=2) as ours:
+        worker, index = Publishing(ours), new_index()
         for number in range(50):
-            cache.serve(prompt(number))
+            worker.serve(prompt(number))
         async with following(source_of(ours)) as follower:
-            await known_of(follower, [prompt(number) for number in range(50)])
-            cache.serve(prompt(50))
-            table = PrefixTable()
-            table.attach(LinkId(1), 1 << 20)
-            table.tell(LinkId(1), await follower.next())  # it has lost nothing meanwhile, so this is the next batch
-            assert table.match(block_names(prompt(50), ""), 0.0) == {1: 64}
+            while not all(num_known(index, prompt(number)) for number in range(50)):
+                index.apply(await follower.next())
+            worker.serve(prompt(50))
+            index = new_index()
+            index.apply(await follower.next())  # it has lost nothing meanwhile, so this is the next batch
+            assert num_known(index, prompt(50)) == 64
+
+
+def known_from_snapshot(ours: KvPublisher, token_ids: list[int]) -> int:
+    """Return how much of a prompt is known to who starts with a snapshot."""
+    index, blocks = new_index(), PublishedBlocks(LINK, HASHER)
+    for _, payload in ours._missed(bytes(8)):
+        for event in kvevents.decode(bytes(8), payload).events:
+            index.apply(blocks.change(event))
+    return num_known(index, token_ids)
+
+
+async def test_a_page_that_outlives_the_one_before_it_is_in_a_snapshot_once_that_is_stored_again() -> None:
+    async with publisher(buffer_steps=1) as ours:
+        worker, token_ids = Publishing(ours), list(range(2 * BLOCK_TOKENS))
+        pool = worker.cache.pool
+        worker.serve(token_ids)
+        held = worker.cache.reuse(Prefix(token_ids, "tenant"), 2)
+        assert known_from_snapshot(ours, token_ids) == 32
+        pool.release(held[:1])
+        pool.release(worker.cache.take(pool.num_free) or ())  # the first page is forgotten
+        worker.serve(prompt(1))
+        assert known_from_snapshot(ours, token_ids) == 0
+        assert known_from_snapshot(ours, prompt(1)) == 64
+        worker.serve(token_ids)
+        assert known_from_snapshot(ours, token_ids) == 32
 
 
 async def test_a_replay_that_does_not_answer_is_named_with_how_long_it_was_waited_for(
@@ -163,7 +197,7 @@ async def test_a_replay_that_does_not_answer_is_named_with_how_long_it_was_waite
             assert await feed.recv() == b"\x01"
             await replay.recv_multipart()
             await feed.send_multipart((b"", bytes(8), batch(0)))
-            assert await follower.next() == removed(0)
+            assert await follower.next() == stored(0)
         context.destroy(linger=0)
     assert "no replay: nothing came for 0.05 s" in caplog.text
 
@@ -209,7 +243,7 @@ async def test_what_breaks_the_replays_breaks_the_worker(monkeypatch: pytest.Mon
         with zmq.asyncio.Context() as context:
             client = context.socket(zmq.REQ)
             try:
-                async with asyncio.timeout(10), publishing(config, SECRET, link.Register(), CachedPages()) as ours:
+                async with asyncio.timeout(10), publishing(config, SECRET, link.Register()) as ours:
                     assert ours is not None
                     client.connect(ours.replay_endpoint)
                     await client.send(bytes(8))
@@ -222,7 +256,7 @@ async def test_what_breaks_the_replays_breaks_the_worker(monkeypatch: pytest.Mon
     assert [type(error) for error in caught.value.exceptions] == [LookupError]
 
 
-async def feed(frames: list[tuple[bytes, bytes]]) -> list[tuple[KvEvent, ...]]:
+async def feed(frames: list[tuple[bytes, bytes]]) -> list[KvChanged]:
     """Return what a subscriber makes of these numbers and payloads, from a publisher without replays."""
     with zmq.asyncio.Context() as context:
         socket = context.socket(zmq.XPUB)
@@ -233,22 +267,21 @@ async def feed(frames: list[tuple[bytes, bytes]]) -> list[tuple[KvEvent, ...]]:
                 await socket.send_multipart((b"", number, payload))
             await socket.send_multipart((b"", b"end", b""))
             heard = []
-            while (events := await follower.next()) != (AllBlocksCleared(),) or len(heard) < len(frames):
-                heard.append(events)
+            while (change := await follower.next()) != CLEARED or len(heard) < len(frames):
+                heard.append(change)
         context.destroy(linger=0)
     return heard
 
 
 async def test_a_gap_without_a_replay_forgets_everything_once() -> None:
     frames = [(number.to_bytes(8, "big"), batch(number)) for number in (0, 1, 4, 5)]
-    cleared = (AllBlocksCleared(),)
-    assert await feed(frames) == [removed(0), removed(1), cleared, removed(4), removed(5)]
+    assert await feed(frames) == [stored(0), stored(1), CLEARED, stored(4), stored(5)]
 
 
 @pytest.mark.parametrize("source", [Source("nonsense", ""), Source("tcp://127.0.0.1:1", "nonsense")])
 async def test_a_worker_that_names_no_endpoint_is_not_followed_and_nothing_breaks(source: Source) -> None:
     async with asyncio.timeout(10):
-        await KvSubscriber(source, SECRET, print).follow()
+        await subscriber(source, SECRET, print).follow()
 
 
 async def test_a_replay_that_makes_no_sense_is_done_without() -> None:
@@ -260,7 +293,7 @@ async def test_a_replay_that_makes_no_sense_is_done_without() -> None:
             client, *_ = await replay.recv_multipart()
             await replay.send_multipart((client, b"alone"))
             await feed.send_multipart((b"", bytes(8), batch(0)))
-            assert await follower.next() == removed(0)
+            assert await follower.next() == stored(0)
         context.destroy(linger=0)
 
 
@@ -307,4 +340,4 @@ def test_endpoints_that_others_can_reach_are_known(endpoint: str, local: bool) -
 
 async def test_an_endpoint_that_cannot_be_bound_is_the_operators_to_mend() -> None:
     with pytest.raises(ConfigError, match="kv_events_endpoint: cannot listen on tcp://nowhere"):
-        KvPublisher(PublisherSettings("tcp://nowhere.invalid:1", None, "", 1), SECRET, CachedPages())
+        KvPublisher(PublisherSettings("tcp://nowhere.invalid:1", None, "", 1), SECRET, BLOCK_TOKENS)

@@ -8,28 +8,27 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import grpc
 from stream_ends import Heard
 
-from pdserve import kvevents
 from pdserve.clock import MonotonicClock
-from pdserve.engine.kvcache import Content, KvCache
-from pdserve.engine.prefix import PrefixNames
-from pdserve.kvevents import BlockStored
+from pdserve.engine.kvcache import KvCache, Prefix
 from pdserve.kvlayout import KvLayout
 from pdserve.kvlayout_wire import layout_to_proto
+from pdserve.prefix_hash import HASH_BYTES, PrefixHasher
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.link_pb2_grpc import LinkServiceServicer, add_LinkServiceServicer_to_server
 from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
+from pdserve.router.forecast import Forecast
 from pdserve.router.links import Links as WorkerEndpoint
-from pdserve.router.prefixes import block_names
+from pdserve.router.prefix_index import block_hashes
 from pdserve.router.shell import Shell
 from pdserve.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, server_options
-from pdserve.worker.cached_pages import CachedPages
 from pdserve.worker.kv_feed import KvFeed
 from pdserve.worker.link import FromRouter, Links
 from pdserve.worker.messages import RouterLost
 
 SECRET = b"s" * 32
-PAGE_SIZE, NUM_PAGES = 16, 8192
+HASHER = PrefixHasher(SECRET, "m")
+PAGE_SIZE, NUM_PAGES, MAX_PAGES = 16, 8192, 256  # in the cache, and in a message
 LAYOUT = KvLayout("w", 1, 1, 8, PAGE_SIZE, "float32")
 REGISTER = link.Register(
     worker_id="p0",
@@ -51,9 +50,9 @@ class Worker:
     def __init__(self, addresses: list[str]) -> None:
         self.num_dialled = 0
         self._heard = Heard[FromRouter | RouterLost]()
-        self.kv = KvCache(NUM_PAGES, PAGE_SIZE, PrefixNames(b"key", "weights", PAGE_SIZE))
+        self.kv = KvCache(NUM_PAGES, PAGE_SIZE, HASHER)
         self.links = Links(tuple(addresses), SECRET, REGISTER, self._heard, print)
-        self.feed = KvFeed(self.kv, CachedPages(), self.links, None)
+        self.feed = KvFeed(self.kv, self.links, max_pages=MAX_PAGES)
 
     async def until_dialled(self, count: int) -> None:
         while self.num_dialled < count:
@@ -61,9 +60,8 @@ class Worker:
             self.num_dialled += 1
 
     def serve(self, token_ids: list[int]) -> None:
-        names = self.kv.names(token_ids, "")
-        pages = self.kv.take(len(names)) or ()
-        self.kv.publish(names, pages, range(len(names)), Content(token_ids, ""))
+        pages = self.kv.take(self.kv.num_pages(len(token_ids))) or ()
+        self.kv.publish(Prefix(token_ids, ""), pages, range(len(pages)))
         self.kv.pool.release(pages)
 
     async def run(self) -> None:
@@ -80,15 +78,15 @@ class Router:
     """The workers' endpoint of a router."""
 
     def __init__(self, name: str) -> None:
-        self.shell = Shell(RouterCore("m", Limits()), MonotonicClock())
+        self.shell = Shell(RouterCore("m", Limits(), forecast=Forecast(hasher=HASHER)), MonotonicClock())
         self.endpoint = WorkerEndpoint(self.shell, link.Welcome(router_id=name, wants_kv_events=True))
 
     async def until_known(self, token_ids: list[int]) -> None:
         """Wait until this router knows that a worker holds a prompt."""
-        names, news = block_names(token_ids, ""), asyncio.Event()
+        hashes, news = block_hashes(HASHER, token_ids, ""), asyncio.Event()
         self.shell.watchers.add(news)
         try:
-            while max(self.shell.core.forecast.prefixes.match(names, 1e9).values(), default=0) < len(token_ids):
+            while max(self.shell.core.forecast.prefixes.match(hashes, 1e9).values(), default=0) < len(token_ids):
                 await news.wait()
                 news.clear()
         finally:
@@ -147,7 +145,7 @@ class Recording(LinkServiceServicer):
 
     def __init__(self) -> None:
         self.kinds: list[str | None] = []
-        self.num_tokens = 0
+        self.num_pages = 0
         self.attached, self.heard_all = asyncio.Event(), asyncio.Event()
 
     async def Attach(  # noqa: N802
@@ -159,9 +157,8 @@ class Recording(LinkServiceServicer):
             self.attached.set()
             self.kinds.append(message.WhichOneof("message"))
             if message.HasField("kv_events"):
-                events = kvevents.decode(bytes(kvevents.SEQUENCE_BYTES), message.kv_events.batch).events
-                self.num_tokens += sum(len(event.token_ids) for event in events if isinstance(event, BlockStored))
-                if self.num_tokens == NUM_PAGES * PAGE_SIZE:
+                self.num_pages += len(message.kv_events.stored) // HASH_BYTES
+                if self.num_pages == NUM_PAGES:
                     self.heard_all.set()
 
 

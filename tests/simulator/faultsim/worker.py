@@ -16,7 +16,6 @@ from faultsim.mover import Host
 from faultsim.network import Network
 from faultsim.world import ViolationError
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.prefix import PrefixNames
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import InvariantError, ProtocolError
@@ -25,6 +24,7 @@ from pdserve.kvlayout import KvLayout
 from pdserve.kvlayout_wire import layout_to_proto
 from pdserve.kvtransfer.greeting import Introduction
 from pdserve.kvtransfer.session import Peer
+from pdserve.prefix_hash import PrefixHasher
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.rpc import PROTOCOL_VERSION
 from pdserve.worker import wire
@@ -87,9 +87,9 @@ class WorkerProcess(Host, Generic[EventT, CommandT]):
         self.network = network
         self.size = size
         self.runner = FakeRunner(size.num_pages, size.page_size, size.vocab_size)
-        names = PrefixNames(b"a secret of the cluster", "weights", size.page_size)
+        hasher = PrefixHasher(b"a secret of the cluster", MODEL, block_tokens=size.page_size)
         limits = Limits(size.max_num_seqs, size.max_num_batched_tokens, size.max_model_len, frozenset())
-        self.scheduler = Scheduler(KvCache(size.num_pages, size.page_size, names), limits)
+        self.scheduler = Scheduler(KvCache(size.num_pages, size.page_size, hasher), limits)
         self.memory = Memory(name, self.runner, self.scheduler.cache)
         layout = KvLayout("weights", 1, 1, 1, size.page_size, "float32")
         self.introduction = Introduction(self.peer, layout)

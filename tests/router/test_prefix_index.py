@@ -1,0 +1,223 @@
+"""The index of who holds which prefix, and what it makes of events."""
+
+import tracemalloc
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.errors import ProtocolError
+from pdserve.kvevents import AllBlocksCleared, BlockRemoved, BlockStored, Hash, KvEvent
+from pdserve.prefix_hash import BLOCK_TOKENS, PrefixHasher, short_hashes
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.router import wire
+from pdserve.router.events import KvChanged, LinkId
+from pdserve.router.kv_subscriber import PublishedBlocks
+from pdserve.router.prefix_index import LIFE_S, REPORTED_LIFE_S, Hashes, PrefixIndex, block_hashes
+
+HASHER = PrefixHasher(b"a secret of the cluster", "model")
+LINK = LinkId(1)
+
+
+def hashes_of(token_ids: list[int], salt: str = "") -> Hashes:
+    return block_hashes(HASHER, token_ids, salt)
+
+
+def index_of(num_workers: int = 2, num_pages: int = 1 << 16, page_size: int = BLOCK_TOKENS) -> PrefixIndex:
+    """Return an index of workers 1, 2, .. with so many pages each."""
+    index = PrefixIndex(HASHER)
+    for number in range(1, num_workers + 1):
+        index.attach(LinkId(number), page_size, num_pages)
+    return index
+
+
+def stored(token_ids: list[int], first: int = 0, last: int | None = None, salt: str = "", size: int = 16) -> KvChanged:
+    """Return the report of a prompt's pages from the first one on."""
+    pages = hashes_of(token_ids, salt)[size // BLOCK_TOKENS - 1 :: size // BLOCK_TOKENS]
+    return KvChanged(LINK, stored=pages[first:last])
+
+
+@pytest.mark.parametrize("size", [16, 48, 64, 128])
+def test_a_prefix_is_matched_in_pages_as_far_as_each_worker_holds_it(size: int) -> None:
+    index, tokens = index_of(page_size=size), list(range(size * 4 + 3))
+    hashes = hashes_of(tokens, "t")
+    index.note([LINK], hashes, 0.0)
+    index.note([LinkId(2)], hashes[: 2 * size // BLOCK_TOKENS], 0.0)
+    assert index.match(hashes, 1.0) == {1: 4 * size, 2: 2 * size}
+    assert index.match(hashes_of(tokens, "other tenant"), 1.0) == {}
+    assert index.match(hashes, 1e6) == {}
+    index.forget(LINK)
+    index.forget(LinkId(2))
+    assert len(index) == 0
+
+
+def test_workers_with_pages_of_different_sizes_hold_the_same_prefix_by_the_same_hashes() -> None:
+    index, tokens = PrefixIndex(HASHER), list(range(200))
+    for size in (16, 48, 64, 128):
+        index.attach(LinkId(size), size, 100)
+        index.apply(KvChanged(LinkId(size), stored=stored(tokens, size=size).stored))
+    assert index.match(hashes_of(tokens), 0.0) == {16: 192, 48: 192, 64: 192, 128: 128}
+
+
+def test_a_worker_is_taken_to_hold_no_more_than_fits_in_its_pages() -> None:
+    index = index_of(num_pages=100)
+    for number in range(300):
+        index.note([LINK], hashes_of([number] * BLOCK_TOKENS), 0.0)
+    assert len(index) == 100
+    assert index.match(hashes_of([299] * BLOCK_TOKENS), 0.0) == {1: BLOCK_TOKENS}
+
+
+def test_what_workers_reported_is_known_however_much_all_of_them_hold() -> None:
+    num_workers, num_pages = 5, 80_000  # 6.4 million tokens
+    index = index_of(num_workers, num_pages)
+    for worker in range(1, num_workers + 1):
+        tokens = [worker] * BLOCK_TOKENS * num_pages
+        index.apply(KvChanged(LinkId(worker), stored=hashes_of(tokens)))
+        index.note([LinkId(worker)], hashes_of([7, *tokens]), 0.0)  # routed, not reported
+    assert index.match(hashes_of([1] * BLOCK_TOKENS * num_pages), 1.0) == {1: num_pages * BLOCK_TOKENS}
+
+
+def test_a_page_in_the_middle_that_is_removed_hides_what_follows_it_until_it_is_stored_again() -> None:
+    index, tokens = index_of(), list(range(64))
+    hashes = hashes_of(tokens)
+    index.apply(stored(tokens))
+    index.apply(KvChanged(LINK, removed=hashes[1:2]))
+    assert index.match(hashes, 0.0) == {LINK: 16}
+    index.apply(KvChanged(LINK, stored=hashes[1:2]))
+    assert index.match(hashes, 0.0) == {LINK: 64}
+
+
+def test_tenants_do_not_see_each_others_prefixes() -> None:
+    index, tokens = index_of(), list(range(64))
+    index.apply(stored(tokens, salt="one"))
+    assert index.match(hashes_of(tokens, "one"), 0.0) == {LINK: 64}
+    assert index.match(hashes_of(tokens, "other"), 0.0) == {}
+
+
+def test_what_was_routed_to_a_worker_that_reports_is_soon_forgotten_unless_it_is_reported() -> None:
+    index, tokens = index_of(), list(range(128))
+    hashes = hashes_of(tokens)
+    index.apply(stored(tokens, last=4))
+    index.note([LINK], hashes, 0.0)
+    index.note([LinkId(2)], hashes, 0.0)
+    assert index.match(hashes, REPORTED_LIFE_S) == {LINK: 128, 2: 128}
+    assert index.match(hashes, REPORTED_LIFE_S + 1) == {LINK: 64, 2: 128}
+    assert index.match(hashes, LIFE_S + 1) == {LINK: 64}
+
+
+@pytest.mark.parametrize("clear", [True, False], ids=["cleared", "gone"])
+def test_nothing_is_left_of_a_worker_that_was_cleared_or_has_gone(clear: bool) -> None:
+    index, tokens = index_of(), list(range(64))
+    index.apply(stored(tokens))
+    index.note([LINK], hashes_of([5] * 64), 0.0)
+    if clear:
+        index.apply(KvChanged(LINK, all_removed=True))
+    else:
+        index.forget(LINK)
+    assert len(index) == 0
+
+
+@pytest.mark.parametrize("size", [0, 1, 24])
+def test_pages_that_are_no_multiple_of_a_block_are_left_out(size: int) -> None:
+    index = PrefixIndex(HASHER)
+    index.attach(LINK, size, 100)
+    index.note([LINK], hashes_of([1] * 64), 0.0)
+    index.apply(stored([1] * 64))
+    assert len(index) == 0
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 11)), max_size=40), st.sampled_from([16, 48]))
+def test_a_prefix_is_held_exactly_as_far_as_each_of_its_pages_is(actions: list[tuple[bool, int]], size: int) -> None:
+    tokens, index, present = list(range(size * 12)), index_of(page_size=size), set[int]()
+    for store, page in actions:
+        change = stored(tokens, page, page + 1, size=size)
+        index.apply(change if store else KvChanged(LINK, removed=change.stored))
+        (present.add if store else present.discard)(page)
+        assert index.match(hashes_of(tokens), 0.0).get(LINK, 0) == min(set(range(13)) - present) * size
+
+
+def test_a_reported_page_costs_no_more_than_its_hash_and_its_place_in_a_set() -> None:
+    index, num_pages = index_of(), 20_000
+    packed = b"".join(HASHER.extend(HASHER.root(""), list(range(num_pages * BLOCK_TOKENS))))
+    tracemalloc.start()
+    try:
+        index.apply(KvChanged(LINK, stored=short_hashes(packed)))
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held / num_pages < 150
+
+
+@pytest.mark.parametrize("field", ["stored", "removed"])
+def test_a_message_with_half_a_hash_is_refused(field: str) -> None:
+    message = link.AttachRequest(kv_events=link.KvEvents(**{field: bytes(24)}))
+    with pytest.raises(ProtocolError, match=f"kv_events.{field}: 24 bytes"):
+        wire.worker_events(LINK, message)
+
+
+# ---- what others publish
+
+
+def published(first: int, token_ids: list[int], size: int, parent: Hash | None = None, salt: str = "") -> BlockStored:
+    """Return an event of a publisher that numbers its blocks."""
+    keys: list[Hash] = list(range(first, first + len(token_ids) // size))
+    return BlockStored(keys, parent, token_ids, size, extra_keys=[(salt,)] if salt else None)
+
+
+def follow(index: PrefixIndex, *events: KvEvent, blocks: PublishedBlocks | None = None) -> PublishedBlocks:
+    blocks = blocks or PublishedBlocks(LINK, HASHER)
+    for event in events:
+        index.apply(blocks.change(event))
+    return blocks
+
+
+@pytest.mark.parametrize("size", [16, 48, 64, 128])
+def test_blocks_that_others_hash_as_they_like_are_known_by_their_tokens_and_salt(size: int) -> None:
+    index, tokens = index_of(page_size=size), list(range(size * 10))
+    blocks = follow(index, published(0, tokens[: 4 * size], size, salt="t"))
+    follow(index, published(4, tokens[4 * size :], size, parent=3), blocks=blocks)
+    assert index.match(hashes_of(tokens, "t"), 0.0) == {LINK: len(tokens)}
+    assert index.match(hashes_of(tokens), 0.0) == {}
+    follow(index, BlockRemoved([5, 77]), blocks=blocks)
+    assert index.match(hashes_of(tokens, "t"), 0.0) == {LINK: 5 * size}
+    follow(index, AllBlocksCleared(), published(9, tokens, size, parent=3), blocks=blocks)
+    assert len(index) == 0
+
+
+@pytest.mark.parametrize(
+    "event",
+    [published(0, list(range(64)), 16, parent=77), published(0, list(range(200)), 100), BlockStored([1], None, [], 0)],
+    ids=["after one that was never stored", "no multiple of a block", "no size"],
+)
+def test_what_cannot_be_hashed_is_left_out(event: BlockStored) -> None:
+    index = index_of()
+    follow(index, event, BlockRemoved([0]))
+    assert len(index) == 0
+
+
+def test_a_publisher_that_stores_and_removes_for_ever_costs_no_more_memory() -> None:
+    index = index_of()
+    blocks = follow(index, published(0, list(range(48)), 16))
+    tracemalloc.start()
+    try:
+        for number in range(3000):  # what follows a page that stays
+            follow(index, published(100 + number, [number] * 16, 16, 2), BlockRemoved([100 + number]), blocks=blocks)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 20_000
+
+
+@pytest.mark.parametrize("size", [16, 64])
+def test_a_published_page_costs_a_few_hundred_bytes(size: int) -> None:
+    index, num_pages, tokens = index_of(page_size=size), 20_000, list(range(20_000 * size))
+    runs = {first: tokens[first * size : (first + 200) * size] for first in range(0, num_pages, 200)}
+    events = [published(first << 40, run, size) for first, run in runs.items()]
+    tracemalloc.start()
+    try:
+        blocks = follow(index, *events)
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held / num_pages < 320
+    del blocks
