@@ -1,6 +1,6 @@
 """Report what the compiler makes of every kernel for chips that need not be here.
 
-    python -m pdserve.kernels.compile_report [--capability 90 ...] [--write docs/performance/kernels-compile-report.md]
+    python -m pdserve.kernels.compile_report [--capability 90 ...] [--write docs/measurements/kernels-compile-report.md]
 
 Registers, spills and shared memory are facts about the machine code; the roofline is an estimate and says so.
 """

@@ -25,7 +25,7 @@ _MOST_LENIENT = 0.9  # factor of a predicted time to first token, where nobody w
 # taken only while what both routes share is not scarce (trunk reservation; Kelly, Loss networks, 1991).
 _LOCAL_SHARE = 0.8
 # Workers of a pool; of larger ones, so many at random and as many that hold a prefix. With 12 a placement among 64 + 64
-# takes a third longer, and 16 + 16 simulated workers attain no more (docs/performance.md).
+# takes a third longer, and 16 + 16 simulated workers attain no more (docs/measurements/predictions.md).
 _MAX_LOOKED_AT = 8
 
 
