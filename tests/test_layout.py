@@ -1,6 +1,7 @@
 """The tree keeps its shape: components at the top, linked into the package, in files that can be read."""
 
 import ast
+import re
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -95,3 +96,10 @@ def test_nothing_reads_pickles() -> None:
         if path != own and word in path.read_text(encoding="utf-8")
     ]
     assert found == []
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    link = re.compile(r"\]\(([^)#:]+)[)#]")
+    links = [(page, to) for page in tracked("*.md") for to in link.findall(page.read_text(encoding="utf-8"))]
+    assert len(links) > 10
+    assert [(page.name, to) for page, to in links if not (page.parent / to).exists()] == []
