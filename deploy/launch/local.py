@@ -18,11 +18,9 @@ from pdserve.errors import CommandError, ConfigError
 from pdserve.files import write_atomically
 from pdserve.ids import WorkerId
 from pdserve.launch.admin import AdminClient
-from pdserve.launch.backoff import Backoff
-from pdserve.launch.folder import claimed_folder, claimed_port, free_port, write_secret
+from pdserve.launch.folder import ClusterState, claimed_folder, claimed_port, free_port, write_secret
 from pdserve.launch.plan import PUBLISHED, ClusterSpec, Wiring, plan, threads_each
-from pdserve.launch.state import ClusterState
-from pdserve.launch.supervisor import ChildExit, Stage, Supervisor
+from pdserve.launch.supervisor import Backoff, ChildExit, Stage, Supervisor
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.rpc import join_address
 

@@ -4,13 +4,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from pdserve.config import DecodeWorkerConfig, PrefillWorkerConfig, WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.ids import Incarnation
-from pdserve.launch.state import Role
 
 Flags = Mapping[str, object]
+Role = Literal["router", "prefill", "decode"]
 PUBLISHED = ("kv_events_endpoint", "kv_events_replay_endpoint")
 ANY_PORT = ("*", "0")
 MAX_PORT = 65535

@@ -16,15 +16,29 @@ from pdserve.clock import Clock
 from pdserve.errors import ConfigError
 from pdserve.ids import Incarnation
 from pdserve.incarnation import new_incarnation
-from pdserve.launch.backoff import Backoff
-from pdserve.launch.plan import ChildSpec
-from pdserve.launch.state import ProcessState, Role
+from pdserve.launch.folder import ProcessState
+from pdserve.launch.plan import ChildSpec, Role
 from pdserve.signals import DRAIN_TIMED_OUT_STATUS, STOP_SIGNALS, exit_status
 
 NEVER_STARTED = Incarnation(0)
 # A drain or a signal ended it. When memory runs out, that is SIGKILL as well.
 FROM_OUTSIDE = {0, DRAIN_TIMED_OUT_STATUS, -signal.SIGKILL}.union(*((-n, exit_status(n)) for n in STOP_SIGNALS))
 CONFIG_EXIT_STATUS = 2  # a process refuses its configuration; at its first start, another one would not help
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """Doubling delays before a process is started again; one that ran for `healthy_s` begins again with the first."""
+
+    first_s: float = 1.0
+    longest_s: float = 30.0
+    healthy_s: float = 10.0
+
+    def next_delay_s(self, previous_s: float | None, ran_s: float) -> float:
+        """Return the delay after a run of `ran_s`, where `previous_s` was the one before that run, if any."""
+        if previous_s is None or ran_s >= self.healthy_s:
+            return self.first_s
+        return min(2 * previous_s, self.longest_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +175,7 @@ class Supervisor:
         command = child.spec.command_for(child.incarnation)
         with self.log_file(child.spec.name).open("ab") as log:
             child.process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "pdserve.launch.tether", str(os.getpid())),
+                *(sys.executable, "-P", "-m", "pdserve.launch.die_with_parent", str(os.getpid())),
                 *command,
                 stdin=DEVNULL,
                 stdout=log,

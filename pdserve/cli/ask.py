@@ -99,7 +99,7 @@ def _run(
 
 
 def _endpoint(endpoint: str | None, cluster: str) -> str:
-    from pdserve.launch.state import read_state
+    from pdserve.launch.folder import read_state
 
     return endpoint or read_state(cluster).endpoint
 

@@ -53,7 +53,7 @@ def load(
 ) -> None:
     """Send workloads of random prompts, greedy and to full length, and measure what a client sees."""
     from pdserve.errors import ConfigError
-    from pdserve.launch.state import read_state
+    from pdserve.launch.folder import read_state
     from pdserve.measure.load import measure_load
     from pdserve.measure.summary import summary_tables
 

@@ -94,7 +94,7 @@ def status(
     """
     from pdserve.cli.status import show_status
     from pdserve.errors import ConfigError
-    from pdserve.launch.state import read_state
+    from pdserve.launch.folder import read_state
 
     if endpoint is not None:
         from pdserve.cli.status import show_public_status

@@ -104,7 +104,7 @@ def profile(
     seed: Annotated[int, typer.Option(help="Of the bursts.")] = 0,
 ) -> None:
     """Sweep the workers of a running cluster with requests of many shapes; write what their steps cost."""
-    from pdserve.launch.state import read_state
+    from pdserve.launch.folder import read_state
     from pdserve.measure import profile as profiles
     from pdserve.perfmodel.profile import write_profile
 

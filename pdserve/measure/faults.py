@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdserve.clock import Clock
-from pdserve.launch.state import ClusterState, ProcessState
+from pdserve.launch.folder import ClusterState, ProcessState
 from pdserve.proto.v1 import admin_pb2 as admin
 
 

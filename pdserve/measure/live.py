@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from pdserve.clock import MonotonicClock
 from pdserve.launch.admin import AdminClient
+from pdserve.launch.folder import ClusterState
 from pdserve.launch.local import Listener, LocalCluster, running
 from pdserve.launch.plan import ClusterSpec
-from pdserve.launch.state import ClusterState
 from pdserve.measure.client import Client, connect, requests_of
 from pdserve.measure.objectives import ANY, Objective
 from pdserve.measure.outcomes import Outcome

@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass
 
 from pdserve.errors import ConfigError
-from pdserve.launch.state import ClusterState
+from pdserve.launch.folder import ClusterState
 from pdserve.measure.live import LiveCluster, Report, connected
 from pdserve.measure.workload import Arrival
 from pdserve.perfmodel.profile import Configuration, DecodeFields, LinkFields, PrefillFields, Profile

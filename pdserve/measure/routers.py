@@ -17,10 +17,9 @@ import grpc
 from pdserve.clock import MonotonicClock
 from pdserve.errors import ConfigError
 from pdserve.launch.admin import AdminClient
-from pdserve.launch.folder import free_port
+from pdserve.launch.folder import ClusterState, free_port
 from pdserve.launch.local import LaunchError
 from pdserve.launch.plan import ClusterSpec, flag_arguments
-from pdserve.launch.state import ClusterState
 from pdserve.measure.accuracy import error_table
 from pdserve.measure.client import new_tenant, request_of
 from pdserve.measure.live import Findings, LiveCluster, LoadRun, Report, Trial, connected, live_cluster
@@ -133,9 +132,9 @@ async def late_router(spec: ClusterSpec, state: ClusterState, name: str, interna
 
 
 async def _start(flags: Mapping[str, object]) -> asyncio.subprocess.Process:
-    tether = (sys.executable, "-P", "-m", "pdserve.launch.tether", str(os.getpid()))
+    wrapper = (sys.executable, "-P", "-m", "pdserve.launch.die_with_parent", str(os.getpid()))
     command = (sys.executable, "-P", "-m", "pdserve", "router", *flag_arguments(flags))
-    return await asyncio.create_subprocess_exec(*tether, *command, stdin=asyncio.subprocess.DEVNULL)
+    return await asyncio.create_subprocess_exec(*wrapper, *command, stdin=asyncio.subprocess.DEVNULL)
 
 
 async def _raise_when_ended(process: asyncio.subprocess.Process, name: str) -> None:

@@ -14,18 +14,24 @@ import pytest
 from pdserve import rpc
 from pdserve.clock import MonotonicClock
 from pdserve.errors import ConfigError
-from pdserve.launch.backoff import Backoff
-from pdserve.launch.folder import claimed_folder, claimed_port, free_port, write_secret
+from pdserve.launch.folder import (
+    ClusterState,
+    claimed_folder,
+    claimed_port,
+    free_port,
+    read_state,
+    runtime_dir,
+    write_secret,
+)
 from pdserve.launch.local import LaunchError, Listener, LocalCluster
 from pdserve.launch.plan import ChildSpec
-from pdserve.launch.state import ClusterState, read_state, runtime_dir
-from pdserve.launch.supervisor import Supervisor
+from pdserve.launch.supervisor import Backoff, Supervisor
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceServicer, add_AdminServiceServicer_to_server
 
 HOST = "127.0.0.1"
-SLEEPER = (sys.executable, "-I", "-c", "import time; time.sleep(600)")
+SLEEPER = (sys.executable, "-I", "-c", "import signal; signal.pause()")
 FAILURE = (sys.executable, "-I", "-c", "raise SystemExit('out of luck')")
 
 

@@ -13,15 +13,14 @@ import pytest
 
 from pdserve.clock import MonotonicClock
 from pdserve.errors import ConfigError
-from pdserve.launch.backoff import Backoff
-from pdserve.launch.plan import ChildSpec
-from pdserve.launch.state import ProcessState, Role
-from pdserve.launch.supervisor import ChildExit, Stage, Supervisor
+from pdserve.launch.folder import ProcessState
+from pdserve.launch.plan import ChildSpec, Role
+from pdserve.launch.supervisor import Backoff, ChildExit, Stage, Supervisor
 
 pytestmark = pytest.mark.slow
 
 AT_ONCE = Backoff(first_s=0.0, longest_s=0.0)
-SLEEP = "import time; time.sleep(600)"
+SLEEP = "import signal; signal.pause()"
 IGNORE_TERM = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 
 
@@ -186,8 +185,8 @@ async def test_cancelling_leaves_no_child(tmp_path: Path) -> None:
 async def test_children_die_with_a_supervisor_that_is_killed(tmp_path: Path) -> None:
     parent_code = (
         "import os, subprocess, sys\n"
-        "tether = [sys.executable, '-P', '-m', 'pdserve.launch.tether', str(os.getpid())]\n"
-        f"child = subprocess.Popen([*tether, sys.executable, '-I', '-c', 'print(1, flush=True); {SLEEP}'],"
+        "wrapper = [sys.executable, '-P', '-m', 'pdserve.launch.die_with_parent', str(os.getpid())]\n"
+        f"child = subprocess.Popen([*wrapper, sys.executable, '-I', '-c', 'print(1, flush=True); {SLEEP}'],"
         " stdout=subprocess.PIPE)\n"
         "print(child.stdout.readline(), flush=True)\n"
         "child.wait()\n"

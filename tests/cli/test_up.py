@@ -12,8 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pdserve.launch.folder import free_port
-from pdserve.launch.state import ClusterState
+from pdserve.launch.folder import ClusterState, free_port
 
 pytestmark = pytest.mark.slow
 

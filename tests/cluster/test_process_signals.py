@@ -28,7 +28,7 @@ from lone_process import (
 )
 from proofs import operators_proof
 
-from pdserve.launch.state import ClusterState
+from pdserve.launch.folder import ClusterState
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceStub
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub

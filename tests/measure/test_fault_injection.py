@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from pdserve.clock import MonotonicClock
-from pdserve.launch.state import ClusterState, ProcessState
+from pdserve.launch.folder import ClusterState, ProcessState
 from pdserve.measure.faults import FaultInjector, FaultPlan
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.launch.folder import free_port
+from pdserve.launch.folder import ClusterState, free_port
 from pdserve.launch.local import LaunchError
 from pdserve.launch.plan import ClusterSpec
-from pdserve.launch.state import ClusterState
 from pdserve.measure.routers import late_router, split
 from pdserve.measure.workload import Arrival
 

@@ -15,7 +15,7 @@ import cluster_logs
 import grpc
 from proofs import operators_proof
 
-from pdserve.launch.state import ClusterState
+from pdserve.launch.folder import ClusterState
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link

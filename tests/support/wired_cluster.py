@@ -17,9 +17,8 @@ from live_cluster import STOP_TIMEOUT_S, LiveCluster, all_ready, greedy
 
 from pdserve.files import write_atomically
 from pdserve.incarnation import new_incarnation
-from pdserve.launch.folder import free_port, write_secret
-from pdserve.launch.plan import Flags, flag_arguments
-from pdserve.launch.state import ClusterState, ProcessState, Role
+from pdserve.launch.folder import ClusterState, ProcessState, free_port, write_secret
+from pdserve.launch.plan import Flags, Role, flag_arguments
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 

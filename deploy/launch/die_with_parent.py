@@ -12,7 +12,7 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 
-def tether(parent_pid: int) -> None:
+def die_with_parent(parent_pid: int) -> None:
     """Ask the kernel to kill this process when `parent_pid` ends; exit at once if it already has."""
     if sys.platform != "linux":
         return
@@ -24,5 +24,5 @@ def tether(parent_pid: int) -> None:
 
 
 if __name__ == "__main__":
-    tether(int(sys.argv[1]))
+    die_with_parent(int(sys.argv[1]))
     os.execv(sys.argv[2], sys.argv[2:])
