@@ -11,7 +11,6 @@ from math import inf
 from pdserve.errors import Status
 from pdserve.ids import MAX_WORKER_TASKS, RequestId
 from pdserve.reports import Stage
-from pdserve.router.alarms import Alarms, DeadlineDue, LookDue
 from pdserve.router.config import Limits
 from pdserve.router.events import Refused, RequestArrived, Role
 from pdserve.router.fairness import TokenCounters
@@ -50,9 +49,8 @@ class _Wait:
 class Admission:
     """Admits what the policy finds a place for, up to a number of requests, and keeps the rest in a queue."""
 
-    def __init__(self, placements: Placements, alarms: Alarms, limits: Limits) -> None:
+    def __init__(self, placements: Placements, limits: Limits) -> None:
         self._placements = placements
-        self._alarms = alarms
         self._limits = limits
         self._counters = TokenCounters()
         self._held = HoldQueue(limits.max_num_held, self._counters)
@@ -93,13 +91,13 @@ class Admission:
 
     def arrive(self, event: RequestArrived, now_s: float) -> None:
         """Place, hold or refuse a request."""
-        if self.is_closed:
-            self._placements.report_end(event.request_id, SHUTTING_DOWN)
-            return
         counter, hasher = self._counters.arrive(event.tenant), self._placements.forecast.prefixes.hasher
         request = Request(event, self._num_arrived, counter, hasher, now_s)
         self._num_arrived += 1
-        self._set_alarm(request.deadline_s, DeadlineDue(request.request_id))
+        if self.is_closed:
+            self._placements.report_end(request, SHUTTING_DOWN)
+            return
+        self._placements.set_alarm(request.deadline_s, request)
         wait = self._try(request, now_s, may_place=not self._held)
         if wait is None:
             return
@@ -110,31 +108,18 @@ class Admission:
         crowded_out = self._held.crowd_out()
         if crowded_out is not None:
             text = f"{crowded_out.waits_for}; max_num_held: {self._limits.max_num_held} more wait"
-            self._placements.report_end(crowded_out.request_id, Refused(Status.RESOURCE_EXHAUSTED, text))
+            self._placements.report_end(crowded_out, Refused(Status.RESOURCE_EXHAUSTED, text))
 
-    def end_held(self, request_id: RequestId, why: Refused) -> bool:
-        """End a request that waits; return whether it did."""
-        if self._held.remove(request_id) is None:
-            return False
-        self._placements.report_end(request_id, why)
-        return True
-
-    def miss_deadline(self, request_id: RequestId) -> None:
-        """End a request whose deadline has passed, if it waits."""
-        request = self._held.get(request_id)
+    def end_held(self, request_id: RequestId, why: Refused) -> None:
+        """End a request, if it waits."""
+        request = self._held.remove(request_id)
         if request is not None:
-            text = f"the deadline passed before the request was placed: {request.waits_for}"
-            self.end_held(request_id, Refused(Status.DEADLINE_EXCEEDED, text))
+            self._placements.report_end(request, why)
 
     def end_all(self) -> None:
         """End all requests that wait, for this router shuts down."""
         for request in self._held.drain():
-            self._placements.report_end(request.request_id, SHUTTING_DOWN)
-
-    def _set_alarm(self, at_s: float, alarm: DeadlineDue | LookDue) -> None:
-        if len(self._alarms) > 3 * (len(self._placements.requests) + len(self._held)) + 64:
-            self._alarms.forget_ended(self._placements.requests.keys() | self._held.ids())
-        self._alarms.add(at_s, alarm)
+            self._placements.report_end(request, SHUTTING_DOWN)
 
     # ---- those that wait
 
@@ -148,15 +133,12 @@ class Admission:
         if now_s >= self._look_again_s or self._placements.num_ended != self._num_ended:
             self._place_held(now_s)
 
-    def look_at(self, request_id: RequestId, now_s: float) -> None:
+    def look_at(self, request: Request, now_s: float) -> None:
         """Refuse one request that waits if it can no longer meet its objectives."""
-        request = self._held.get(request_id)
-        if request is None:
-            return
         request.look_at_s = inf
         wait = self._try(request, now_s, may_place=False)
         if wait is None:
-            self._held.remove(request_id)
+            self._held.remove(request.request_id)
             return
         self._note(request, wait, now_s)
         if wait.lacks is _Lacks.TURN:
@@ -194,7 +176,7 @@ class Admission:
         at_s = max(now_s + _LEAST_S, min(wait.until_s, due_s if due_s > now_s else inf))
         if at_s < request.look_at_s:
             request.look_at_s = at_s
-            self._set_alarm(at_s, LookDue(request.request_id))
+            self._placements.set_alarm(at_s, request)
 
     def _try(self, request: Request, now_s: float, *, may_place: bool) -> _Wait | None:
         """Place a request or end it as the policy says, or return why it has to wait."""
@@ -206,7 +188,7 @@ class Admission:
             case Unserved(reason, until_s):
                 return _Wait(_Lacks.WORKERS, reason, until_s)
             case Refused() as why:
-                self._placements.report_end(request.request_id, why)
+                self._placements.report_end(request, why)
             case Placed() as placed:
                 late_s = request.first_token_due_s - (placed.ttft_s or 0.0)
                 until_s = late_s if late_s > now_s else inf

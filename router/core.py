@@ -9,7 +9,6 @@ from math import inf
 from pdserve.errors import InvariantError, Status
 from pdserve.ids import RequestId
 from pdserve.router.admission import SHUTTING_DOWN, Admission
-from pdserve.router.alarms import Alarms, DeadlineDue, LookDue, RetryDue
 from pdserve.router.config import Limits
 from pdserve.router.delivery import Delivery
 from pdserve.router.events import (
@@ -44,6 +43,7 @@ from pdserve.router.forecast import Forecast
 from pdserve.router.membership import Membership
 from pdserve.router.placement import Policy, least_loaded
 from pdserve.router.placements import Placements
+from pdserve.router.request import Request
 from pdserve.router.retry import Retry
 from pdserve.router.view import Workers, WorkerView
 
@@ -60,10 +60,9 @@ class RouterCore:
         self.workers = Workers(model)
         self.forecast = forecast or Forecast()
         self.placements = Placements(self.workers, self.forecast, policy, limits)
-        self._alarms = Alarms()
         self._delivery = Delivery(self.placements)
-        self._admission = Admission(self.placements, self._alarms, limits)
-        self._retry = Retry(self.placements, self._alarms, limits)
+        self._admission = Admission(self.placements, limits)
+        self._retry = Retry(self.placements, limits)
         self._membership = Membership(self.placements, self._retry, self._admission, limits)
 
     @property
@@ -85,7 +84,7 @@ class RouterCore:
 
     def next_wakeup_s(self) -> float | None:
         """Return when a Tick is due, if nothing else happens before."""
-        due_s = min(self._alarms.next_s(), self._membership.silence_due_s, self._admission.due_s)
+        due_s = min(self.placements.next_alarm_s, self._membership.silence_due_s, self._admission.due_s)
         return None if due_s == inf else due_s
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
@@ -196,24 +195,23 @@ class RouterCore:
             if not request.running:
                 self.placements.finish(request, now_s)
 
-    def _miss_deadline(self, request_id: RequestId) -> None:
-        request = self.placements.requests.get(request_id)
-        if request is None:
-            self._admission.miss_deadline(request_id)
-            return
+    def _miss_deadline(self, request: Request) -> None:
         text = f"the deadline passed after {request.num_delivered} tokens"
-        self.placements.end(request, Refused(Status.DEADLINE_EXCEEDED, text))
+        if not request.is_admitted:
+            text = f"the deadline passed before the request was placed: {request.waits_for}"
+        self._end(request.request_id, Refused(Status.DEADLINE_EXCEEDED, text))
 
     def _tick(self, now_s: float) -> None:
         self._membership.drop_silent(now_s)
-        for alarm in self._alarms.due(now_s):
-            match alarm:
-                case RetryDue():
-                    self._retry.retry(alarm, now_s)
-                case DeadlineDue(request_id):
-                    self._miss_deadline(request_id)
-                case LookDue(request_id):
-                    self._admission.look_at(request_id, now_s)
+        for request in self.placements.take_due(now_s):
+            if request.has_ended:
+                continue
+            if now_s >= request.deadline_s:
+                self._miss_deadline(request)
+            elif request.is_admitted:
+                self._retry.retry(request, now_s)
+            else:
+                self._admission.look_at(request, now_s)
 
     def check_idle(self) -> None:
         """Raise InvariantError unless nothing is left of any request."""

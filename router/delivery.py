@@ -162,7 +162,7 @@ class Delivery:
 
     def _note_decode(self, request: Request, placement: Placement | None) -> None:
         if placement is not None and placement.committed and placement.decode is not None:
-            request.decode_name = placement.decode.name
+            request.ledger.decode_worker = placement.decode.name
 
     def stage(self, worker: WorkerView, event: StageReached, now_s: float) -> None:
         """Note on a request's timeline what happened on a worker."""
@@ -177,10 +177,10 @@ class Delivery:
             case Stage.PREFILL_DONE if worker is placement.prefill:
                 worker.prefilled(placement.key, now_s)
             case Stage.GRANTED:
-                request.pages_reused = event.pages_reused
+                request.ledger.handoff_pages_reused = event.pages_reused
             case Stage.LANDED:
-                request.handoff_bytes += event.handoff_bytes
-                request.handoff_s = event.handoff_s
+                request.ledger.handoff_bytes += event.handoff_bytes
+                request.ledger.handoff_ms = event.handoff_s * 1e3
                 if placement.prefill is not None and placement.decode is not None:
                     pair = placement.prefill.name, placement.decode.name
                     self._placements.forecast.links.observe(pair, event.handoff_bytes, event.handoff_s)

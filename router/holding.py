@@ -29,9 +29,6 @@ class HoldQueue:
         self._held[request.request_id] = request
         self._counters.wait(request.counter)
 
-    def get(self, request_id: RequestId) -> Request | None:
-        return self._held.get(request_id)
-
     def remove(self, request_id: RequestId) -> Request | None:
         request = self._held.pop(request_id, None)
         if request is not None:
@@ -73,9 +70,6 @@ class HoldQueue:
                 requests = tenants.get(tenant, ())
                 if place < len(requests) and num_passed < _MAX_PASSED:
                     heappush(turns, (_turn(requests[place]), tenant, place, num_passed))
-
-    def ids(self) -> set[RequestId]:
-        return set(self._held)
 
     def drain(self) -> list[Request]:
         """Empty the queue; return what was in it."""

@@ -1,9 +1,10 @@
 """The admitted requests and their placements: each change keeps requests, workers and commands in agreement."""
 
 from collections import Counter
+from heapq import heapify, heappop, heappush
+from math import inf
 
 from pdserve.errors import InvariantError, Status
-from pdserve.ids import RequestId
 from pdserve.perfmodel.curve import attention_work
 from pdserve.reports import Stage
 from pdserve.router.config import Limits
@@ -29,6 +30,9 @@ class Placements:
         self.num_replaced = 0
         self.num_ended = 0
         self._commands: list[Command] = []
+        self._alarms: list[tuple[float, int, Request]] = []  # a heap
+        self._num_alarms = 0  # set so far: breaks ties, so that requests themselves are never compared
+        self._num_kept = 0  # alarms left when those of ended requests were last thrown out
 
     def emit(self, command: Command) -> None:
         self._commands.append(command)
@@ -36,6 +40,29 @@ class Placements:
     def take_commands(self) -> list[Command]:
         commands, self._commands = self._commands, []
         return commands
+
+    # ---- alarms: each says that something about a request may be due, and whoever looks finds out what
+
+    @property
+    def next_alarm_s(self) -> float:
+        return self._alarms[0][0] if self._alarms else inf
+
+    def set_alarm(self, at_s: float, request: Request) -> None:
+        if len(self._alarms) > 2 * self._num_kept + 64:
+            self._alarms = [alarm for alarm in self._alarms if not alarm[2].has_ended]
+            heapify(self._alarms)
+            self._num_kept = len(self._alarms)
+        self._num_alarms += 1
+        heappush(self._alarms, (at_s, self._num_alarms, request))
+
+    def take_due(self, now_s: float) -> list[Request]:
+        """Take out the alarms that are due, earliest first; return their requests."""
+        due: list[Request] = []
+        while self._alarms and self._alarms[0][0] <= now_s:
+            due.append(heappop(self._alarms)[2])
+        return due
+
+    # ---- placements
 
     def admit(self, request: Request) -> None:
         if request.request_id in self.requests:
@@ -66,9 +93,10 @@ class Placements:
         placement.placed_s, placement.ttft_s, placement.tpot_s = now_s, placed.ttft_s, placed.tpot_s
         placement.ttft_bias = self.forecast.ttft_bias[placement.is_local].factor
         placement.tpot_bias = self.forecast.tpot_bias[placement.is_local].factor
-        request.decision = placed.told
+        request.ledger.decision = placed.told
         if placement.attempt == 0 and placed.ttft_s is not None and placed.tpot_s is not None:
-            request.predicted_s = now_s - request.received_s + placed.ttft_s, placed.tpot_s
+            request.ledger.predicted_ttft_ms = (now_s - request.received_s + placed.ttft_s) * 1e3
+            request.ledger.predicted_tpot_ms = placed.tpot_s * 1e3
         request.timeline.reach(Stage.PLACED, now_s)
         spec = request.spec(placement, now_s)
         num_tokens, cached = len(spec.token_ids), placed.cached_tokens
@@ -128,17 +156,18 @@ class Placements:
             self.close(request, placement, stop_workers=True)
         if self.requests.pop(request.request_id, None) is None:
             raise InvariantError(f"{request} ended twice")
-        self.report_end(request.request_id, outcome)
+        self.report_end(request, outcome)
 
-    def report_end(self, request_id: RequestId, outcome: Finished | Refused) -> None:
+    def report_end(self, request: Request, outcome: Finished | Refused) -> None:
+        request.has_ended = True
         self.ended["OK" if isinstance(outcome, Finished) else outcome.status.value] += 1
         self.num_ended += 1
-        self.emit(End(request_id, outcome))
+        self.emit(End(request.request_id, outcome))
 
     def finish(self, request: Request, now_s: float) -> None:
         """End a request whose continuations have all ended."""
         request.timeline.reach(Stage.FINISHED, now_s)
-        self.end(request, Finished(request.usage(), request.ledger()))
+        self.end(request, Finished(request.usage(), request.complete_ledger()))
 
     def placement_of(self, worker: WorkerView, request_id: bytes, attempt: int) -> Placement | None:
         """Return the placement that a worker speaks of, or None where it is over or was never this worker's."""

@@ -70,6 +70,8 @@ class Sequence:
     num_tries: int = 0
     num_failed: int = 0  # tries that failed where they were computed
     num_interrupted: int = 0  # tries that failed because of others
+    retry_s: float = inf  # when it is placed again, while it is not
+    failure: str = ""  # of its last try, in words
     ended: bool = False
     ahead: list[TokenDelta] = field(default_factory=list)  # from decode, before the first token from prefill
     first_s: float = 0.0
@@ -121,7 +123,8 @@ class Request:
         self.counter = counter  # of its tenant
         self.waits_for = ""  # while it is held
         self.num_overtaken = 0  # times that one behind it was placed before it
-        self.look_at_s = inf  # when a LookDue rings
+        self.look_at_s = inf  # while it is held: when its next alarm rings, but for its deadline's
+        self.has_ended = False
         self.draw = int.from_bytes(event.request_id[:8], "little")  # as random as the id
         self.timeline = Timeline(event.received_s)
         self.timeline.reach(Stage.TOKENIZED, now_s)
@@ -130,13 +133,8 @@ class Request:
         self.avoid: frozenset[LinkId] = frozenset()
         self.losses: list[Loss] = []  # since it last gained a token
         self._no_pair_since_s: float | None = None
-        self.decision = ""
-        self.prefill_name = self.decode_name = ""
+        self.ledger = Ledger()
         self.cached_tokens = 0
-        self.handoff_bytes = 0
-        self.handoff_s = 0.0
-        self.pages_reused = 0
-        self.predicted_s: tuple[float, float] | None = None  # time to first token, and per later one, at its placement
         self._num_attempts = 0
 
     def __repr__(self) -> str:
@@ -166,10 +164,6 @@ class Request:
     def num_delivered(self) -> int:
         """Tokens of all continuations that the client has."""
         return sum(len(sequence.token_ids) for sequence in self.sequences)
-
-    @property
-    def num_tries(self) -> int:
-        return max(sequence.num_tries for sequence in self.sequences)
 
     def demand(self, indices: Seq[int], turn: int, now_s: float, max_hold_s: float) -> Demand:
         num_delivered = len(self.sequences[indices[0]].token_ids)
@@ -217,7 +211,7 @@ class Request:
             sequence.num_before = len(sequence.token_ids)
             sequence.num_tries += 1
             sequence.ahead.clear()
-        self.prefill_name, self.decode_name = ("" if prefill is None else prefill.name), ""
+        self.ledger.prefill_worker, self.ledger.decode_worker = ("" if prefill is None else prefill.name), ""
         return placement
 
     def spec(self, placement: Placement, now_s: float) -> SequenceSpec:
@@ -237,23 +231,13 @@ class Request:
     def usage(self) -> Usage:
         return Usage(len(self.prompt_ids), self.num_delivered, self.cached_tokens)
 
-    def ledger(self) -> Ledger:
-        return Ledger(
-            steps=self.timeline.steps(),
-            prefill_worker=self.prefill_name,
-            decode_worker=self.decode_name,
-            attempts=self.num_tries,
-            decision=self.decision,
-            handoff_bytes=self.handoff_bytes,
-            handoff_ms=self.handoff_s * 1e3,
-            handoff_pages_reused=self.pages_reused,
-            ttft_ms=self.timeline.ms(Stage.FIRST_TOKEN),
-            tpot_ms=self._tpot_ms(),
-            predicted_ttft_ms=None if self.predicted_s is None else self.predicted_s[0] * 1e3,
-            predicted_tpot_ms=None if self.predicted_s is None else self.predicted_s[1] * 1e3,
-        )
-
-    def _tpot_ms(self) -> float:
+    def complete_ledger(self) -> Ledger:
+        """Return the ledger with what is known at the end alone."""
+        ledger = self.ledger
+        ledger.steps = self.timeline.steps()
+        ledger.ttft_ms = self.timeline.ms(Stage.FIRST_TOKEN)
+        ledger.attempts = max(sequence.num_tries for sequence in self.sequences)
         elapsed_s = sum(sequence.last_s - sequence.first_s for sequence in self.sequences)
         num_later = sum(max(0, len(sequence.token_ids) - 1) for sequence in self.sequences)
-        return elapsed_s * 1e3 / num_later if num_later else 0.0
+        ledger.tpot_ms = elapsed_s * 1e3 / num_later if num_later else 0.0
+        return ledger

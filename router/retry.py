@@ -11,7 +11,6 @@ from collections.abc import Iterable
 
 from pdserve.errors import Status
 from pdserve.reports import Failure
-from pdserve.router.alarms import Alarms, RetryDue
 from pdserve.router.config import Limits
 from pdserve.router.events import AttemptFailed, LinkId, Refused, Warn
 from pdserve.router.placement import Held, Placed, Unserved
@@ -33,11 +32,11 @@ class Retry:
     Failures are bounded in number. Losses of workers are not, as long as the request is not suspected of them.
     """
 
-    def __init__(self, placements: Placements, alarms: Alarms, limits: Limits) -> None:
+    def __init__(self, placements: Placements, limits: Limits) -> None:
         self._placements = placements
-        self._alarms = alarms
         self._limits = limits
-        self._waiting: list[RetryDue] = []  # for a pair of workers, or for what explains their losses
+        # Continuations that wait for a pair of workers, or for what explains the losses of theirs.
+        self._waiting: list[tuple[Request, tuple[int, ...]]] = []
 
     # ---- what went wrong
 
@@ -91,8 +90,7 @@ class Retry:
             self._placements.end(request, Refused(why.status, f"{why.message}; placed {num_tries} times"))
             return
         delay_s = min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2 ** (num_failed + num_interrupted - 1))
-        indices = tuple(sequence.index for sequence in sequences)
-        self._alarms.add(now_s + delay_s, RetryDue(request.request_id, indices, why.message))
+        self._retry_later(request, [sequence.index for sequence in sequences], why.message, now_s + delay_s)
 
     def _give_up(self, request: Request, placement: Placement, avoid: Iterable[LinkId]) -> tuple[int, ...]:
         indices = tuple(sorted(placement.running))
@@ -114,41 +112,46 @@ class Retry:
     def retry_waiting(self, now_s: float) -> None:
         """Try again what has waited for workers: there may be some now."""
         waiting, self._waiting = self._waiting, []
-        for due in waiting:
-            self.retry(due, now_s)
+        for request, indices in waiting:
+            if not request.has_ended:
+                for index in indices:
+                    request.sequences[index].retry_s = now_s
+                self.retry(request, now_s)
 
-    def retry(self, due: RetryDue, now_s: float) -> None:
-        """Place continuations again, those that have neither ended nor been placed meanwhile."""
-        request = self._placements.requests.get(due.request_id)
-        if request is not None:
-            waiting = (request.sequences[index] for index in due.indices)
-            indices = tuple(s.index for s in waiting if not s.ended and s.placement is None)
-            self._again(request, indices, due.cause, now_s)
+    def retry(self, request: Request, now_s: float) -> None:
+        """Place continuations again that are due, and have neither ended nor been placed meanwhile."""
+        due = [s for s in request.sequences if not s.ended and s.placement is None and s.retry_s <= now_s]
+        if due:
+            self._again(request, tuple(sequence.index for sequence in due), due[0].failure, now_s)
+
+    def _retry_later(self, request: Request, indices: Iterable[int], failure: str, at_s: float) -> None:
+        for index in indices:
+            request.sequences[index].retry_s, request.sequences[index].failure = at_s, failure
+        self._placements.set_alarm(at_s, request)
 
     def _again(self, request: Request, indices: tuple[int, ...], cause: str, now_s: float) -> None:
         for group in request.groups(indices):
-            due = RetryDue(request.request_id, group, cause)
             if self._is_suspected(request):
                 until_s = request.losses[-1].at_s + _EXPLANATION_S
                 if now_s >= until_s:
                     self._refuse_suspect(request, cause)
                     return
-                self._wait(due, until_s)
+                self._wait(request, group, cause, until_s)
                 continue
             match self._placements.decide(request, group, now_s):
                 case Placed() as placed:
                     self._placements.place(request, group, placed, now_s)
                 case Held():
-                    self._alarms.add(now_s + _FIRST_DELAY_S, due)
+                    self._retry_later(request, group, cause, now_s + _FIRST_DELAY_S)
                 case Unserved(_, until_s):
-                    self._wait(due, until_s)
+                    self._wait(request, group, cause, until_s)
                 case Refused() as why:
                     self._placements.end(request, Refused(why.status, f"{cause}, and {why.message}"))
                     return
 
-    def _wait(self, due: RetryDue, until_s: float) -> None:
-        self._waiting.append(due)
-        self._alarms.add(until_s, due)
+    def _wait(self, request: Request, indices: tuple[int, ...], cause: str, until_s: float) -> None:
+        self._waiting.append((request, indices))
+        self._retry_later(request, indices, cause, until_s)
 
     def _is_suspected(self, request: Request) -> bool:
         num_unexplained = sum(not loss.is_explained for loss in request.losses)

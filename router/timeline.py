@@ -4,6 +4,7 @@ Invariant: the steps are in time order, start at "received" with 0, and the part
 the time to first token.
 """
 
+from dataclasses import dataclass
 from math import inf
 
 from pdserve.reports import Stage
@@ -24,18 +25,20 @@ class Usage:
     cached_tokens: int
 
 
-@value
+@dataclass(slots=True)
 class Ledger:
-    steps: tuple[tuple[Stage, float], ...]  # milliseconds after "received"
-    prefill_worker: str
-    decode_worker: str
-    attempts: int
-    decision: str
-    handoff_bytes: int
-    handoff_ms: float
-    handoff_pages_reused: int
-    ttft_ms: float
-    tpot_ms: float
+    """What an answer tells of its request's way. It is written as the request goes, and complete at its end."""
+
+    steps: tuple[tuple[Stage, float], ...] = ()  # milliseconds after "received"
+    prefill_worker: str = ""
+    decode_worker: str = ""
+    attempts: int = 0
+    decision: str = ""
+    handoff_bytes: int = 0
+    handoff_ms: float = 0.0
+    handoff_pages_reused: int = 0
+    ttft_ms: float = 0.0
+    tpot_ms: float = 0.0
     predicted_ttft_ms: float | None = None  # None: the policy does not predict
     predicted_tpot_ms: float | None = None
 

@@ -40,6 +40,11 @@ _UNKNOWN_LAYOUT = KvLayout("", 0, 0, 0, 0, "")  # of a worker that loads: nothin
 
 _ROLES = {link.ROLE_PREFILL: Role.PREFILL, link.ROLE_DECODE: Role.DECODE}
 _STAGES = {number: Stage[name.removeprefix("STAGE_")] for name, number in link.Stage.items() if number}
+# Values that are written and read field by field have the fields of their messages.
+_OTHERS, _SAMPLING, _USAGE, _LEDGER = (
+    tuple(message.DESCRIPTOR.fields_by_name)
+    for message in (link.OthersLoad, inference.SamplingParams, inference.Usage, inference.Ledger)
+)
 _FAILURES = {link.FailureCode.Value(f"FAILURE_CODE_{failure.name}"): failure for failure in Failure}
 
 
@@ -77,17 +82,7 @@ def _worker_event(link_id: LinkId, message: link.AttachRequest, kind: str | None
 
 
 def _load(beat: link.Heartbeat) -> ReportedLoad:
-    told = beat.others
-    others = LoadPart(
-        num_running=told.num_running,
-        num_coming=told.num_coming,
-        placed_tokens=told.placed_tokens,
-        waiting_tokens=told.waiting_tokens,
-        waiting_work=told.waiting_work,
-        num_taken=told.num_taken,
-        taken_tokens=told.taken_tokens,
-        taken_work=told.taken_work,
-    )
+    others = LoadPart(**{name: getattr(beat.others, name) for name in _OTHERS})
     pages_lost = beat.pages_quarantined + beat.pages_leaked
     return ReportedLoad(beat.pages_free, beat.pages_wanted, pages_lost, beat.draining, beat.failed_steps, others)
 
@@ -96,17 +91,17 @@ def _stage(link_id: LinkId, progress: link.Progress) -> StageReached:
     stage = _STAGES.get(progress.stage)
     if stage is None:
         raise ProtocolError(f"progress.stage: {progress.stage} is unknown")
-    request_id, attempt, age_s = RequestId(progress.request_id), Attempt(progress.attempt), progress.age_us / 1e6
-    match stage:
-        case Stage.PREFILL_STARTED:
-            return StageReached(link_id, request_id, attempt, stage, age_s, cached_tokens=progress.cached_tokens)
-        case Stage.GRANTED:
-            return StageReached(link_id, request_id, attempt, stage, age_s, pages_reused=progress.pages_reused)
-        case Stage.LANDED:
-            num_bytes, took_s = progress.handoff_bytes, progress.handoff_us / 1e6
-            return StageReached(link_id, request_id, attempt, stage, age_s, handoff_bytes=num_bytes, handoff_s=took_s)
-        case _:
-            return StageReached(link_id, request_id, attempt, stage, age_s)
+    return StageReached(
+        link_id,
+        RequestId(progress.request_id),
+        Attempt(progress.attempt),
+        stage,
+        progress.age_us / 1e6,
+        progress.cached_tokens,
+        progress.handoff_bytes,
+        progress.handoff_us / 1e6,
+        progress.pages_reused,
+    )
 
 
 def _kv_changed(link_id: LinkId, told: link.KvEvents) -> KvChanged:
@@ -218,45 +213,15 @@ def _spec(spec: SequenceSpec) -> link.SequenceSpec:
 
 def _sampling(params: SamplingParams) -> inference.SamplingParams:
     """Write sampling with every field set; only `logprobs` may be missing, which means none."""
-    return inference.SamplingParams(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        logit_bias=dict(params.logit_bias),
-        seed=params.seed,
-        logprobs=params.logprobs,
-        max_tokens=params.max_tokens,
-        min_tokens=params.min_tokens,
-        stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
-        n=params.n,
-    )
+    fields = {name: getattr(params, name) for name in _SAMPLING}
+    return inference.SamplingParams(**{**fields, "logit_bias": dict(params.logit_bias)})
 
 
 def usage_message(usage: Usage) -> inference.Usage:
-    return inference.Usage(
-        prompt_tokens=usage.prompt_tokens,
-        completion_tokens=usage.completion_tokens,
-        cached_tokens=usage.cached_tokens,
-    )
+    return inference.Usage(**{name: getattr(usage, name) for name in _USAGE})
 
 
 def ledger_message(ledger: Ledger) -> inference.Ledger:
-    return inference.Ledger(
-        steps=[inference.LedgerStep(name=stage.value, at_ms=at_ms) for stage, at_ms in ledger.steps],
-        prefill_worker=ledger.prefill_worker,
-        decode_worker=ledger.decode_worker,
-        attempts=ledger.attempts,
-        decision=ledger.decision,
-        handoff_bytes=ledger.handoff_bytes,
-        handoff_ms=ledger.handoff_ms,
-        handoff_pages_reused=ledger.handoff_pages_reused,
-        ttft_ms=ledger.ttft_ms,
-        tpot_ms=ledger.tpot_ms,
-        predicted_ttft_ms=ledger.predicted_ttft_ms,
-        predicted_tpot_ms=ledger.predicted_tpot_ms,
-    )
+    steps = [inference.LedgerStep(name=stage.value, at_ms=at_ms) for stage, at_ms in ledger.steps]
+    fields = {name: getattr(ledger, name) for name in _LEDGER}
+    return inference.Ledger(**{**fields, "steps": steps})

@@ -119,9 +119,8 @@ def test_a_request_is_not_refused_for_a_queue_that_it_overtakes(priority: int, i
     request = d.arrive(prompt=[9] * 1000, ttft_s=0.3, priority=priority)
     assert (request in d.core.placements.requests) is is_placed
     if is_placed:
-        predicted_s = d.core.placements.requests[request].predicted_s
-        assert predicted_s is not None
-        assert predicted_s[0] == pytest.approx(0.2, rel=0.2), "the prompt that is computed, and its own"
+        predicted_ms = d.core.placements.requests[request].ledger.predicted_ttft_ms
+        assert predicted_ms == pytest.approx(200, rel=0.2), "the prompt that is computed, and its own"
     else:
         assert d.refusal(request).predicted_ttft_s == pytest.approx(0.9, rel=0.2)
 

@@ -87,6 +87,4 @@ def test_answers_longer_than_expected_still_slow_down_those_that_join() -> None:
         cluster.now_s += 0.04
         cluster.post(StepReported(cluster.links["d0"], [], step, 0.04))
     place = placed(cluster.arrive(100, max_tokens=20))
-    told = cluster.core.placements.requests[place.spec.request_id].predicted_s
-    assert told is not None
-    assert told[1] > COSTS.seconds(Step(sequences=12)), "20 were there when it came"
+    assert cluster.predicted_s(place)[1] > COSTS.seconds(Step(sequences=12)), "20 were there when it came"

@@ -151,4 +151,4 @@ def test_alarms_of_ended_requests_are_forgotten() -> None:
     for _ in range(1000):
         request = d.arrive(max_tokens=1)
         d.tokens(prefill, request, 0, 9)
-    assert len(d.core._alarms) < 100
+    assert len(d.core.placements._alarms) < 100

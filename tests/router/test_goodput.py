@@ -130,9 +130,7 @@ def test_prompts_leave_decode_workers_room_for_hand_offs(workers: str, share: fl
     cluster = crowded()
     place = placed(cluster.arrive(200))
     assert place.prefill is None
-    predicted_s = cluster.core.placements.requests[place.spec.request_id].predicted_s
-    assert predicted_s is not None
-    ttft_s, tpot_s = predicted_s
+    ttft_s, tpot_s = cluster.predicted_s(place)
     commands = crowded().arrive(200, ttft_s=2 * ttft_s, tpot_s=tpot_s / share)
     assert any(isinstance(command, Place) for command in commands) is is_placed
 
@@ -196,14 +194,14 @@ def test_each_decision_tells_its_reason() -> None:
     cluster = Cluster()
     place = placed(cluster.arrive(1000))
     request = cluster.core.placements.requests[place.spec.request_id]
-    assert "goodput, by hand-off: first token in 12" in request.decision
-    assert "ms a token on d0" in request.decision
-    assert request.decision.endswith("score 1.00"), "no objective can be missed"
+    assert "goodput, by hand-off: first token in 12" in request.ledger.decision
+    assert "ms a token on d0" in request.ledger.decision
+    assert request.ledger.decision.endswith("score 1.00"), "no objective can be missed"
 
 
 def decision_of(cluster: Cluster, **terms: float) -> str:
     place = placed(cluster.arrive(1000, **terms))  # type: ignore[arg-type]
-    return cluster.core.placements.requests[place.spec.request_id].decision
+    return cluster.core.placements.requests[place.spec.request_id].ledger.decision
 
 
 def test_the_score_of_a_placement_is_what_it_leaves_of_the_tighter_objective() -> None:

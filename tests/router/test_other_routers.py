@@ -43,10 +43,7 @@ def report(cluster: Cluster, name: str, load: ReportedLoad) -> None:
 
 def predicted(cluster: Cluster, num_tokens: int = 1000) -> tuple[float, float]:
     """Place a request; return the times predicted for it."""
-    place = placed(cluster.arrive(num_tokens))
-    told = cluster.core.placements.requests[place.spec.request_id].predicted_s
-    assert told is not None
-    return told
+    return cluster.predicted_s(placed(cluster.arrive(num_tokens)))
 
 
 def test_prompts_that_others_sent_are_waited_for_as_ones_own_are() -> None:

@@ -55,6 +55,13 @@ class Cluster:
         )
         self.post(registration)
 
+    def predicted_s(self, place: Place) -> tuple[float, float]:
+        """Return the times to first token and per token that were predicted for a request."""
+        ledger = self.core.placements.requests[place.spec.request_id].ledger
+        assert ledger.predicted_ttft_ms is not None
+        assert ledger.predicted_tpot_ms is not None
+        return ledger.predicted_ttft_ms / 1e3, ledger.predicted_tpot_ms / 1e3
+
     def teach(self) -> None:
         for name, link in self.links.items():
             for i in range(64):

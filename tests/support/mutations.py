@@ -265,7 +265,7 @@ def forget_to_stop_the_other_worker() -> Iterator[object]:
 
 @mutation
 def let_deadlines_pass() -> Iterator[object]:
-    with wrap(RouterCore, "_miss_deadline", lambda original, self, request_id: None) as patched:
+    with wrap(RouterCore, "_miss_deadline", lambda original, self, request: None) as patched:
         yield patched
 
 
