@@ -1,19 +1,22 @@
-"""Paged attention: what prefill and decode share, which is everything but where their plans live.
+"""Paged attention, of prefill and decode alike: plan once per step, run once per layer.
 
 q: [num_tokens, num_heads, head_dim]; k, v: [num_pages, num_kv_heads, page_size, head_dim], one layer's strided views
-of the page-major pool, with the same strides. Plan once per step, run once per layer.
+of the page-major pool, with the same strides.
 """
 
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pdserve.kernels import tuning
-from pdserve.kernels.checks import require, require_tensor
+from pdserve.kernels.attention_plan import COMBINE_FIELDS, ITEM_FIELDS, Cutting, Ints, split_work
+from pdserve.kernels.checks import require, require_lens, require_page_table, require_tensor
 from pdserve.kernels.device import attention as device_attention
+from pdserve.kernels.staging import Staging, aligned, padded
 
 FP8 = torch.float8_e4m3fn
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -21,8 +24,10 @@ PAGE_SIZES = (16, 32, 64, 128)
 MAX_HEAD_DIM = 256
 MAX_GROUP = 128
 LOG2_E = math.log2(math.e)
-MERGE_SPLITS = 16  # partial results the merge kernel holds at a time
-MERGE_WARPS = 4
+COMBINE_SPLITS = 16  # partial results the combine kernel holds at a time
+COMBINE_WARPS = 4
+MAX_QUERY_LEN = 16
+MAX_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +85,6 @@ class Scales:
     v: Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class PlanTensors:
-    """A step's plan on the device. items: [n, 8] int32; merges: [m, 4] int32; table: [num_seqs, columns] int32."""
-
-    items: Tensor
-    merges: Tensor
-    table: Tensor
-    partials: Tensor  # float32 [num_partials, num_kv_heads, block_m, head_dim]
-    lse: Tensor  # float32 [num_partials, num_kv_heads, block_m]
-    num_tokens: int
-
-
 def check_inputs(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, scales: Scales | None) -> None:
     """Raise ValueError naming the argument whose shape, dtype or strides do not fit `spec`."""
     require_tensor("q", q, (None, spec.num_heads, spec.head_dim), (spec.dtype,))
@@ -110,52 +103,145 @@ def check_inputs(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, scales: S
 
 
 @dataclass(frozen=True, slots=True)
-class Program:
-    """A spec's kernels with their launch parameters on one kind of device."""
+class StepSize:
+    """The largest step a captured graph serves."""
 
-    spec: AttentionSpec
-    tile: tuning.Tile
-    heads_inner: bool  # neighbours in the grid share keys' pages (True) or a K/V head (False)
-    use_tma: bool  # K and V tiles through tensor descriptors
-    exact: bool  # multiply in float32
+    max_seqs: int
+    max_query_len: int  # tokens per sequence: 1, or more to verify speculated ones
+    max_kv_len: int
 
-    @classmethod
-    def choose(
-        cls, spec: AttentionSpec, tile: tuning.Tile, chip: tuning.Device, *, heads_inner: bool, on_gpu: bool
-    ) -> "Program":
-        """Return the program for a chip; `on_gpu` is False under Triton's interpreter."""
+    def __post_init__(self) -> None:
+        """Raise ValueError naming the first field out of range."""
+        width_fits = 1 <= self.max_query_len <= MAX_QUERY_LEN
+        require(width_fits, f"max_query_len must be 1 to {MAX_QUERY_LEN}, got {self.max_query_len}")
+        require(self.max_seqs >= 1, f"max_seqs must be positive, got {self.max_seqs}")
+        length_fits = self.max_kv_len >= self.max_query_len
+        require(length_fits, f"max_kv_len must be at least max_query_len, got {self.max_kv_len}")
+
+    @property
+    def num_tokens(self) -> int:
+        return self.max_seqs * self.max_query_len
+
+    def check(self, query_lens: Ints, kv_lens: Ints) -> None:
+        """Raise ValueError unless a step fits."""
+        require(len(query_lens) <= self.max_seqs, f"query_lens: {len(query_lens)} sequences, {self.max_seqs} at most")
+        for name, lens, limit in (
+            ("query_lens", query_lens, self.max_query_len),
+            ("kv_lens", kv_lens, self.max_kv_len),
+        ):
+            require(int(lens.max()) <= limit, f"{name} must be at most {limit}, got {int(lens.max())}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A step's plan on the device. items: [n, 8] int32; combines: [m, 4] int32; table: [num_seqs, columns] int32."""
+
+    items: Tensor
+    combines: Tensor
+    table: Tensor
+    partials: Tensor  # float32 [num_partials, num_kv_heads, block_m, head_dim]
+    lse: Tensor  # float32 [num_partials, num_kv_heads, block_m]
+    num_tokens: int
+
+
+class PagedAttention:
+    """Attention of one spec on one device.
+
+    Without a size, a step may have chunks of any lengths. With one, it has at most that many sequences of a few tokens
+    each, and nothing moves between two steps: `run` may be captured once, and `plan` then changes what replays compute.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        device: torch.device | str,
+        size: StepSize | None = None,
+        *,
+        chip: tuning.Device | None = None,
+        tile: tuning.Tile | None = None,
+    ) -> None:
+        """Choose the launch parameters. `chip` overrides what the device is, `tile` what the tuning table says."""
+        self.spec, self.size = spec, size
+        self.device = torch.device(device)
+        chip = chip or tuning.device_of(str(self.device))
         if spec.kv_dtype == FP8:
             require(chip.capability >= (8, 9), f"kv_dtype {FP8} needs compute capability 8.9, got {chip.capability}")
-        use_tma = chip.capability >= (9, 0) and spec.page_size >= tile.block_n and spec.dtype != torch.float32
-        return cls(spec, tile, heads_inner, use_tma, exact=spec.dtype == torch.float32 or not on_gpu)
+        self.tile = tile or _tile(spec, chip, size)
+        require(spec.group <= self.tile.block_m, f"num_heads: {spec.group} per K/V head do not fit a tile")
+        # K and V tiles through tensor descriptors.
+        self.use_tma = chip.capability >= (9, 0) and spec.page_size >= self.tile.block_n and spec.dtype != torch.float32
+        self.exact = spec.dtype == torch.float32 or self.device.type == "cpu"  # multiply in float32
+        self._cutting = _cutting(spec, chip, self.tile, size)
+        self._staging = Staging(self.device)
+        self._plan: _Plan | None = None
+        if size is not None:
+            self._set_up(size)
 
-    def launch(
-        self, plan: PlanTensors, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor | None, scales: Scales | None
+    def plan(self, query_lens: Ints, kv_lens: Ints, page_table: Ints) -> None:
+        """Cut the step into items and send them to the device.
+
+        query_lens, kv_lens: [num_seqs]; the queries are each sequence's last positions, and kv_lens counts them.
+        page_table: [num_seqs, columns], the pages of each sequence in order. Raises ValueError naming the argument.
+        """
+        require_lens(query_lens, kv_lens)
+        if self.size is not None:
+            self.size.check(query_lens, kv_lens)
+        require_page_table(page_table, kv_lens, self.spec.page_size, self.spec.num_pages)
+        work = split_work(query_lens, kv_lens, self._cutting)
+        if self.size is None:
+            items, combines, table = self._staging.send(work.items, work.combines, page_table)
+            self._plan = _Plan(items, combines, table, *self._partials(work.num_partials), int(query_lens.sum()))
+        else:
+            parts = zip((work.items, work.combines, page_table), self._shapes, strict=True)
+            self._staging.send(*[padded(part, shape) for part, shape in parts])
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor | None = None, scales: Scales | None = None
     ) -> Tensor:
-        """Run the planned items and merges; returns `out`, or a fresh tensor like q."""
-        spec, tile = self.spec, self.tile
-        k, v = pages
+        """Attend. q: the planned tokens, one sequence after another; with a size, `size.num_tokens` rows.
+
+        Rows past the planned tokens are neither read nor written. Returns `out`, or a fresh tensor like q.
+        """
+        spec, tile, plan = self.spec, self.tile, self._plan
+        if plan is None:
+            raise ValueError("plan must be called before run")
         check_inputs(spec, q, k, v, scales)
         require(q.shape[0] >= plan.num_tokens, f"q must hold the {plan.num_tokens} planned tokens, got {q.shape[0]}")
         out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
         require_tensor("out", out, q.shape, (q.dtype,))
-        grid = (spec.num_kv_heads, len(plan.items)) if self.heads_inner else (len(plan.items), spec.num_kv_heads)
+        grid = (len(plan.items), spec.num_kv_heads) if self.size is None else (spec.num_kv_heads, len(plan.items))
         device_attention.attend[grid](
             q, self._source(k), self._source(v), out, plan.partials, plan.lse, plan.items, plan.table,
             scales.k if scales else plan.lse, scales.v if scales else plan.lse,
             *q.stride()[:2], *k.stride()[:3], *out.stride()[:2], plan.table.stride(0),
             *self._score_factors(), spec.window or 0, spec.num_kv_heads,
-            **self.attend_constants(), num_warps=tile.num_warps, num_stages=tile.num_stages,
-            maxnreg=tile.max_registers,
+            **self._constants(), num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.max_registers,
         )  # fmt: skip
-        if len(plan.merges) > 0:
-            device_attention.merge[len(plan.merges), spec.num_kv_heads, tile.block_m](
-                out, plan.partials, plan.lse, plan.merges, *out.stride()[:2], spec.num_kv_heads,
-                **self.merge_constants(), num_warps=MERGE_WARPS,
+        if len(plan.combines) > 0:
+            device_attention.combine[len(plan.combines), spec.num_kv_heads, tile.block_m](
+                out, plan.partials, plan.lse, plan.combines, *out.stride()[:2], spec.num_kv_heads,
+                GROUP=spec.group, HEAD_DIM=spec.head_dim, BLOCK_D=spec.block_d, BLOCK_M=tile.block_m,
+                BLOCK_S=COMBINE_SPLITS, num_warps=COMBINE_WARPS,
             )  # fmt: skip
         return out
 
-    def attend_constants(self) -> dict[str, int | bool | str]:
+    def _set_up(self, size: StepSize) -> None:
+        """Plan an empty step in words that never move: entries that are zero are skipped by the kernels."""
+        cutting, table = self._cutting, (size.max_seqs, -(-size.max_kv_len // self.spec.page_size))
+        assert cutting.max_items is not None
+        max_blocks = size.max_seqs * -(-size.max_query_len // cutting.tokens_per_item)
+        self._shapes = (cutting.max_items, ITEM_FIELDS), (max_blocks, COMBINE_FIELDS), table
+        self._staging = Staging(self.device, sum(aligned(rows * columns) for rows, columns in self._shapes))
+        items, combines, pages = self._staging.send(*[np.zeros(shape, dtype=np.int32) for shape in self._shapes])
+        self._plan = _Plan(items, combines, pages, *self._partials(cutting.max_items), size.num_tokens)
+
+    def _partials(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return room for partial results, and for the logarithms of their weights."""
+        rows = (count, self.spec.num_kv_heads, self.tile.block_m)
+        results = torch.empty((*rows, self.spec.head_dim), dtype=torch.float32, device=self.device)
+        return results, torch.empty(rows, dtype=torch.float32, device=self.device)
+
+    def _constants(self) -> dict[str, int | bool | str]:
         """Return the attention kernel's compile-time arguments."""
         spec, tile = self.spec, self.tile
         return {
@@ -165,23 +251,13 @@ class Program:
             "PAGE_SIZE": spec.page_size,
             "BLOCK_M": tile.block_m,
             "BLOCK_N": tile.block_n,
-            "HEADS_INNER": self.heads_inner,
+            # Neighbours in the grid share keys' pages where queries are few, else a K/V head.
+            "HEADS_INNER": self.size is not None,
             "HAS_WINDOW": spec.window is not None,
             "HAS_SOFTCAP": spec.softcap is not None,
             "IS_FP8": spec.kv_dtype == FP8,
             "PRECISION": "ieee" if self.exact else "native",
             "USE_TMA": self.use_tma,
-        }
-
-    def merge_constants(self) -> dict[str, int | bool | str]:
-        """Return the merge kernel's compile-time arguments."""
-        spec = self.spec
-        return {
-            "GROUP": spec.group,
-            "HEAD_DIM": spec.head_dim,
-            "BLOCK_D": spec.block_d,
-            "BLOCK_M": self.tile.block_m,
-            "BLOCK_S": MERGE_SPLITS,
         }
 
     def _score_factors(self) -> tuple[float, float]:
@@ -196,3 +272,19 @@ class Program:
             return pages
         block = [1, 1, self.tile.block_n, self.spec.block_d]
         return TensorDescriptor(pages, list(pages.shape), list(pages.stride()), block)
+
+
+def _tile(spec: AttentionSpec, chip: tuning.Device, size: StepSize | None) -> tuning.Tile:
+    if size is None:
+        return tuning.prefill_tile(chip, spec.demand)
+    rows = min(MAX_ROWS, max(16, 1 << (size.max_query_len * spec.group - 1).bit_length()))
+    return tuning.decode_tile(chip, spec.demand, rows)
+
+
+def _cutting(spec: AttentionSpec, chip: tuning.Device, tile: tuning.Tile, size: StepSize | None) -> Cutting:
+    tokens_per_item, max_items = tile.block_m // spec.group, None
+    slots = chip.num_sms * tile.items_per_sm
+    if size is not None:
+        tokens_per_item = min(size.max_query_len, tokens_per_item)
+        max_items = size.max_seqs * -(-size.max_query_len // tokens_per_item) + 2 * -(-slots // spec.num_kv_heads)
+    return Cutting(tokens_per_item, tile.block_n, spec.num_kv_heads, slots, spec.window, max_items)

@@ -1,7 +1,7 @@
 """Cut a step's attention into work items, on the host, with numpy and no loop over tokens.
 
 An item is up to `tokens_per_item` queries of one sequence against one range of its keys. Keys are split into several
-items only where too few items would leave the chip idle; split items meet again in the merge kernel.
+items only where too few items would leave the chip idle; the combine kernel puts split items together again.
 """
 
 from dataclasses import dataclass
@@ -13,17 +13,17 @@ Ints = npt.NDArray[np.integer]
 Int32s = npt.NDArray[np.int32]
 
 ITEM_FIELDS = 8  # seq, q_start, q_count, q_position, kv_begin, kv_end, partial, num_splits
-MERGE_FIELDS = 4  # q_start, q_count, first_partial, num_splits
+COMBINE_FIELDS = 4  # q_start, q_count, first_partial, num_splits
 SPLIT_CHOICES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128)
-SPLIT_COST_TILES = 3.0  # what starting an item and writing, then merging, its partial result costs, in tiles
+SPLIT_COST_TILES = 3.0  # what starting an item and writing, then combining, its partial result costs, in tiles
 
 
 @dataclass(frozen=True, slots=True)
 class WorkPlan:
-    """Items, longest first, and the merges that follow them."""
+    """Items, longest first, and which of them are combined afterwards."""
 
     items: Int32s  # [num_items, ITEM_FIELDS]
-    merges: Int32s  # [num_merges, MERGE_FIELDS]
+    combines: Int32s  # [num_combines, COMBINE_FIELDS]
     num_partials: int
 
 
@@ -76,8 +76,8 @@ def split_work(query_lens: Ints, kv_lens: Ints, cutting: Cutting) -> WorkPlan:
         items[:, index] = column
     items = items[np.argsort(begin - end, kind="stable")]
     split = splits > 1
-    merges = np.stack((blocks.q_start, blocks.q_count, first_partial, splits), axis=1)[split].astype(np.int32)
-    return WorkPlan(items, merges, int(partials.sum()))
+    combines = np.stack((blocks.q_start, blocks.q_count, first_partial, splits), axis=1)[split].astype(np.int32)
+    return WorkPlan(items, combines, int(partials.sum()))
 
 
 def _query_blocks(query_lens: Ints, kv_lens: Ints, cutting: Cutting) -> _Blocks:

@@ -7,10 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.kernels import elementwise, pageio, sample
-from pdserve.kernels.attention import FP8, AttentionSpec, Scales
-from pdserve.kernels.decode import Decode, StepSize
-from pdserve.kernels.prefill import Prefill
+from pdserve.kernels import pageio, rows, sample
+from pdserve.kernels.attention import FP8, AttentionSpec, PagedAttention, Scales, StepSize
 from pdserve.kernels.tuning import Device
 
 CHIPS = {
@@ -72,31 +70,26 @@ def page_cases() -> list[Case]:
         Case("rope and write", lambda chip: _rope_write(torch.bfloat16, normed=False), hot=True),
         Case("norm, rope and write", lambda chip: _rope_write(torch.bfloat16, normed=True), hot=True),
         Case("norm, rope and write fp8", lambda chip: _rope_write(FP8, normed=True), min_capability=90),
-        Case("copy pages", lambda chip: _copy(), hot=True),
         Case("digest pages", lambda chip: _digest(), hot=True),
-        Case("reshard", lambda chip: _reshard(torch.bfloat16), hot=True),
-        Case("reshard to fp8", lambda chip: _reshard(FP8), min_capability=90),
     ]
 
 
 def row_cases() -> list[Case]:
     """List the row-wise kernels and sampling."""
     return [
-        Case("rms norm 4096", lambda chip: _norm(4096, residual=False), hot=True),
-        Case("rms norm 4096 with residual", lambda chip: _norm(4096, residual=True), hot=True),
-        Case("rms norm 8192 with residual", lambda chip: _norm(8192, residual=True), hot=True),
-        Case("silu mul", lambda chip: elementwise.silu_mul(_empty(ROWS, 28672)), hot=True),
-        Case("rope", lambda chip: elementwise.rope(_empty(ROWS, 64, 128), _angles(), _ids(ROWS))),
+        Case("rms norm 4096", lambda chip: _norm(4096), hot=True),
+        Case("rms norm 8192", lambda chip: _norm(8192), hot=True),
+        Case("silu mul", lambda chip: rows.silu_mul(_empty(ROWS, 28672)), hot=True),
         Case("sample", lambda chip: _sample(full=False), hot=True),
         Case("sample with penalties and bias", lambda chip: _sample(full=True), hot=True),
     ]
 
 
 def prefill_of(spec: AttentionSpec) -> Callable[[Device], object]:
-    """Return a 256-token chunk far into a sequence: few enough queries to split keys, so `merge` runs too."""
+    """Return a 256-token chunk far into a sequence: few enough queries to split keys, so `combine` runs too."""
 
     def run(chip: Device) -> object:
-        attention = Prefill(spec, META, chip=chip)
+        attention = PagedAttention(spec, META, chip=chip)
         pages = 65536 // spec.page_size
         attention.plan(np.array([256]), np.array([65536]), np.zeros((1, pages), dtype=np.int32))
         return attention.run(_queries(spec, 256), *_pool(spec), scales=_scales(spec))
@@ -108,7 +101,7 @@ def decode_of(spec: AttentionSpec, width: int) -> Callable[[Device], object]:
     """Return a decode step with `width` queries per sequence."""
 
     def run(chip: Device) -> object:
-        attention = Decode(spec, META, StepSize(32, width, 8192), chip=chip)
+        attention = PagedAttention(spec, META, StepSize(32, width, 8192), chip=chip)
         return attention.run(_queries(spec, 32 * width), *_pool(spec), scales=_scales(spec))
 
     return run
@@ -156,24 +149,12 @@ def _whole_pool(dtype: torch.dtype, heads: int, page_size: int) -> Tensor:
     return _empty(128, 32, 2, heads, page_size, 128, dtype=dtype)
 
 
-def _copy() -> None:
-    pool = _whole_pool(torch.bfloat16, 8, 64)
-    pageio.copy_pages(pool, pool, _ids(ROWS), _ids(ROWS))
-
-
 def _digest() -> Tensor:
     return pageio.page_digests(_whole_pool(torch.bfloat16, 8, 64), _ids(ROWS))
 
 
-def _reshard(target_dtype: torch.dtype) -> None:
-    pools = (_whole_pool(target_dtype, 4, 64), _whole_pool(torch.bfloat16, 8, 16))
-    factors = _empty(32, 2, 4, dtype=torch.float32) if target_dtype == FP8 else None
-    pageio.reshard(pools, _ids(8), _ids(32), 512, pageio.HeadRange(4, 0, 4), factors=factors)
-
-
-def _norm(width: int, *, residual: bool) -> Tensor:
-    stream = _empty(ROWS, width) if residual else None
-    return elementwise.rms_norm(_empty(ROWS, width), _empty(width), 1e-5, residual=stream)
+def _norm(width: int) -> Tensor:
+    return rows.rms_norm(_empty(ROWS, width), _empty(width), 1e-5)
 
 
 def _sample(*, full: bool) -> Tensor:

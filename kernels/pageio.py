@@ -1,4 +1,4 @@
-"""Getting K and V into pages, and pages from one place or layout to another.
+"""Getting K and V into pages, and digests of pages.
 
 A pool is [num_pages, num_layers, 2 (k|v), num_kv_heads, page_size, head_dim], each page one contiguous run.
 """
@@ -11,10 +11,9 @@ from torch import Tensor
 from pdserve.kernels.attention import FP8, Scales
 from pdserve.kernels.checks import debugging, require, require_tensor
 from pdserve.kernels.device import pages as device_pages
-from pdserve.kernels.device import rotary as device_rotary
-from pdserve.kernels.elementwise import DTYPES, ROPE_HEADS, check_angles, power_of_two, rope_constants
+from pdserve.kernels.rows import DTYPES, power_of_two
 
-COPY_BLOCK = 2048  # 8-byte words one program copies
+ROPE_HEADS = 8  # heads one program turns
 DIGEST_BLOCK = 1024  # 8-byte words hashed at a time
 DIGEST_TURNS = 8
 ID_DTYPES = (torch.int32, torch.int64)
@@ -24,8 +23,7 @@ ID_DTYPES = (torch.int32, torch.int64)
 class Rotation:
     """How a model turns q and k before attention."""
 
-    cos_sin: Tensor  # float32 [max_positions, rot]
-    interleaved: bool = False
+    cos_sin: Tensor  # float32 [max_positions, head_dim]: cosines of head_dim/2 angles, then sines
     q_norm: Tensor | None = None  # weight [head_dim] of a per-head RMSNorm, as in Qwen 3; both or neither
     k_norm: Tensor | None = None
     eps: float = 1e-6
@@ -57,7 +55,9 @@ def rope_write(
     q, k, v = qkv
     scales = target.scales
     num_slots = _check_rope_write(qkv, target)
-    rot = check_angles(rotation.cos_sin, positions, q.shape[0], q.shape[2])
+    require_tensor("cos_sin", rotation.cos_sin, (None, q.shape[2]), (torch.float32,))
+    require(rotation.cos_sin.is_contiguous(), f"cos_sin must be contiguous, got strides {rotation.cos_sin.stride()}")
+    require_tensor("positions", positions, (q.shape[0],), ID_DTYPES)
     require((rotation.q_norm is None) == (rotation.k_norm is None), "rotation must norm both q and k, or neither")
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     require_tensor("out", out, q.shape, (q.dtype,))
@@ -65,7 +65,7 @@ def rope_write(
     if num_tokens == 0:
         return out
     unused = rotation.cos_sin
-    device_rotary.rope_write[num_tokens, -(-num_heads // ROPE_HEADS) + -(-k.shape[1] // ROPE_HEADS)](
+    device_pages.rope_write[num_tokens, -(-num_heads // ROPE_HEADS) + -(-k.shape[1] // ROPE_HEADS)](
         q, k, v, out, target.k_pages, target.v_pages, rotation.cos_sin, positions, target.slots,
         unused if rotation.q_norm is None else rotation.q_norm,
         unused if rotation.k_norm is None else rotation.k_norm,
@@ -73,7 +73,7 @@ def rope_write(
         rotation.eps, num_heads, k.shape[1], num_slots,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2],
         *target.k_pages.stride()[:3], *target.v_pages.stride()[:3],
-        **rope_constants(head_dim, rot, interleaved=rotation.interleaved), BLOCK_D=power_of_two(head_dim),
+        HEAD_DIM=head_dim, BLOCK_D=power_of_two(head_dim), BLOCK_HALF=power_of_two(head_dim // 2), HEADS=ROPE_HEADS,
         PAGE_SIZE=target.k_pages.shape[2], HAS_NORM=rotation.q_norm is not None, IS_FP8=scales is not None,
         num_warps=4,
     )  # fmt: skip
@@ -100,24 +100,6 @@ def _check_rope_write(qkv: tuple[Tensor, Tensor, Tensor], target: Target) -> int
     return num_slots
 
 
-def copy_pages(target: Tensor, source: Tensor, target_ids: Tensor, source_ids: Tensor) -> None:
-    """Copy whole pages from pool to pool (or buffer): target[target_ids[i]] = source[source_ids[i]].
-
-    One launch, in no order: a page must not be both read and written. Pages of both are contiguous and of one size.
-    """
-    words_to, words_from = _words("target", target), _words("source", source)
-    same = words_to.shape[1] == words_from.shape[1]
-    require(same, f"target must have pages of {words_from.shape[1] * 8} bytes, got {words_to.shape[1] * 8}")
-    require_ids("target_ids", target_ids, len(target))
-    require_ids("source_ids", source_ids, len(source))
-    require(len(target_ids) == len(source_ids), "target_ids must be as many as source_ids")
-    if len(target_ids) > 0:
-        device_pages.copy_pages[len(target_ids), -(-words_to.shape[1] // COPY_BLOCK)](
-            words_to, words_from, target_ids, source_ids, words_to.stride(0), words_from.stride(0),
-            words_to.shape[1], BLOCK=COPY_BLOCK, num_warps=4,
-        )  # fmt: skip
-
-
 def page_digests(pool: Tensor, page_ids: Tensor) -> Tensor:
     """Fold pages to 64 bits each (`reference.page_digests` says how): int64 [len(page_ids)]."""
     words = _words("pool", pool)
@@ -129,57 +111,6 @@ def page_digests(pool: Tensor, page_ids: Tensor) -> Tensor:
             BLOCK=DIGEST_BLOCK, TURNS=DIGEST_TURNS, num_warps=4,
         )  # fmt: skip
     return out
-
-
-@dataclass(frozen=True, slots=True)
-class HeadRange:
-    """Which heads move: `count` of them, from `source` on in the source and from `target` on in the target."""
-
-    source: int
-    target: int
-    count: int
-
-
-def reshard(
-    pools: tuple[Tensor, Tensor],
-    target_ids: Tensor,
-    source_ids: Tensor,
-    num_tokens: int,
-    heads: HeadRange,
-    *,
-    factors: Tensor | None = None,
-) -> None:
-    """Copy one sequence's pages into another layout: page size, heads (tensor parallel degree) and dtype may differ.
-
-    pools: (target, source), each [num_pages, num_layers, 2, heads, page_size, head_dim]. target_ids and source_ids
-    are the sequence's pages in order. factors: float32 [num_layers, 2, heads.count], multiplied in before conversion
-    (1 / scale to make fp8, scale to leave it). Slots past num_tokens are not written.
-    """
-    target, source = pools
-    require_tensor("target", target, (None, source.shape[1], 2, None, None, source.shape[5]), (*DTYPES, FP8))
-    require_tensor("source", source, (None, None, 2, None, None, None), (*DTYPES, FP8))
-    for name, pool, first in (("target", target, heads.target), ("source", source, heads.source)):
-        inside = first >= 0 and heads.count >= 1 and first + heads.count <= pool.shape[3]
-        require(inside, f"heads {first}..{first + heads.count} are not in {name}'s {pool.shape[3]}")
-        page_size = pool.shape[4]
-        require(page_size == power_of_two(page_size), f"{name} must have a power of two of slots, got {page_size}")
-    require_ids("target_ids", target_ids, len(target))
-    require_ids("source_ids", source_ids, len(source))
-    for name, ids, pool in (("target_ids", target_ids, target), ("source_ids", source_ids, source)):
-        pages = -(-num_tokens // pool.shape[4])
-        require(len(ids) == pages, f"{name} must be the {pages} pages of {num_tokens} tokens, got {len(ids)}")
-    num_layers, head_dim = source.shape[1], source.shape[5]
-    if factors is not None:
-        require_tensor("factors", factors, (num_layers, 2, heads.count), (torch.float32,))
-        require(factors.is_contiguous(), f"factors must be contiguous, got strides {factors.stride()}")
-    if num_tokens > 0:
-        into, out_of = target[:, :, :, heads.target :], source[:, :, :, heads.source :]
-        device_pages.reshard[len(target_ids), num_layers * 2 * heads.count](
-            into, out_of, target_ids, source_ids, target_ids if factors is None else factors, num_tokens,
-            heads.count, *into.stride()[:5], *out_of.stride()[:5],
-            HEAD_DIM=head_dim, BLOCK_D=power_of_two(head_dim), TARGET_PAGE=target.shape[4],
-            SOURCE_PAGE=source.shape[4], HAS_FACTORS=factors is not None, TO_FP8=target.dtype == FP8, num_warps=4,
-        )  # fmt: skip
 
 
 def require_ids(name: str, ids: Tensor, num_pages: int) -> None:

@@ -1,4 +1,4 @@
-"""What each attention, page and elementwise kernel computes, in a few lines of plain torch.
+"""What each attention, page and row-wise kernel computes, in a few lines of plain torch.
 
 Written to be read and compared against, in float64 where it matters; nothing here is fast.
 Sampling's meaning is in `reference_sampling.py`.
@@ -61,48 +61,20 @@ def silu_mul(x: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
-def rope(x: Tensor, cos_sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Rotate the first `rot` of head_dim channels by position (Su et al. 2021).
+def rope(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """Rotate channel pairs (i, i + head_dim/2) by position (Su et al. 2021).
 
-    x: [num_tokens, num_heads, head_dim]. cos_sin: [num_tokens, rot], cosines of the rot/2 angles, then sines.
-    Channel pairs are (i, i + rot/2) as in Llama's Hugging Face weights, or (2i, 2i + 1) if interleaved.
+    x: [num_tokens, num_heads, head_dim]. cos_sin: [num_tokens, head_dim], cosines of head_dim/2 angles, then sines.
     """
-    rot = cos_sin.shape[-1]
     cos, sin = (part[:, None] for part in cos_sin.chunk(2, dim=-1))
-    turned, rest = x[..., :rot], x[..., rot:]
-    if interleaved:
-        a, b = turned[..., 0::2], turned[..., 1::2]
-        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
-    else:
-        a, b = turned.chunk(2, dim=-1)
-        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-    return torch.cat((turned, rest), dim=-1)
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
 def write_pages(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
     """Put rows [num_tokens, heads, head_dim] into `pages` in place; slots: [num_tokens] page * page_size + slot."""
     page_size = pages.shape[2]
     pages[slots // page_size, :, slots % page_size] = rows.to(pages.dtype)
-
-
-def reshard(
-    pools: tuple[Tensor, Tensor],
-    target_pages: Sequence[int],
-    source_pages: Sequence[int],
-    num_tokens: int,
-    heads: tuple[int, int, int],
-) -> None:
-    """Copy one sequence's heads between page sets of different page size, head count or dtype, in place.
-
-    pools: (target, source), each [num_pages, num_layers, 2, heads, page_size, head_dim].
-    heads: first head in the source, first head in the target, how many.
-    """
-    (target, source), (from_head, to_head, count) = pools, heads
-    for token in range(num_tokens):
-        page, slot = divmod(token, target.shape[4])
-        from_page, from_slot = divmod(token, source.shape[4])
-        rows = source[source_pages[from_page], :, :, from_head : from_head + count, from_slot]
-        target[target_pages[page], :, :, to_head : to_head + count, slot] = rows.to(target.dtype)
 
 
 def page_digests(pages: Tensor) -> Tensor:

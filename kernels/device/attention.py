@@ -116,6 +116,16 @@ def _attend_range(
 
 
 @triton.jit
+def _no_keys(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Return (acc, total, peak) of rows that have seen no key."""
+    return (
+        tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
+        tl.zeros([BLOCK_M], tl.float32),
+        tl.full([BLOCK_M], float("-inf"), tl.float32),
+    )
+
+
+@triton.jit
 def _whole_tiles(
     first, q_count, kv_begin, kv_end, window, BLOCK_N: tl.constexpr, HAS_WINDOW: tl.constexpr
 ):  # fmt: skip
@@ -139,7 +149,7 @@ def attend(
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IS_FP8: tl.constexpr, PRECISION: tl.constexpr,
     USE_TMA: tl.constexpr,
 ):  # fmt: skip
-    """Compute one item for one K/V head; a split item leaves (normalized partial, log2 of its weight) to `merge`.
+    """Compute one item for one K/V head; a split item leaves (normalized partial, log2 of its weight) to `combine`.
 
     Row r of the tile is query r // GROUP and head r % GROUP of the group. score_scale and softcap include log2(e);
     with a soft cap, score_scale is 2 / softcap as large.
@@ -163,9 +173,7 @@ def attend(
     k_source, v_source = k_ptr, v_ptr
     if not USE_TMA:
         k_source, v_source = k_ptr + kv_head * head_stride, v_ptr + kv_head * head_stride
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    peak = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    acc, total, peak = _no_keys(BLOCK_M, BLOCK_D)
 
     begin, end = _whole_tiles(first, q_count, kv_begin, kv_end, window, BLOCK_N, HAS_WINDOW)
     if HAS_WINDOW:
@@ -230,17 +238,17 @@ def _store_partial(partial_ptr, lse_ptr, rows, num_rows, acc, total, peak, HEAD_
 
 
 @triton.jit
-def merge(
-    out_ptr, partial_ptr, lse_ptr, merges_ptr, out_token_stride, out_head_stride, num_kv_heads,
+def combine(
+    out_ptr, partial_ptr, lse_ptr, combines_ptr, out_token_stride, out_head_stride, num_kv_heads,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """Combine the splits of one query and head, each weighted by 2^lse. Grid: (merges, kv heads, rows)."""
+    """Combine the splits of one query and head, each weighted by 2^lse. Grid: (combines, kv heads, rows)."""
     entry, kv_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    q_start, q_count = tl.load(merges_ptr + entry * 4), tl.load(merges_ptr + entry * 4 + 1)
+    q_start, q_count = tl.load(combines_ptr + entry * 4), tl.load(combines_ptr + entry * 4 + 1)
     if row >= q_count * GROUP:
         return
-    first, num_splits = tl.load(merges_ptr + entry * 4 + 2), tl.load(merges_ptr + entry * 4 + 3)
+    first, num_splits = tl.load(combines_ptr + entry * 4 + 2), tl.load(combines_ptr + entry * 4 + 3)
     channel = tl.arange(0, BLOCK_D)
     in_head = channel < HEAD_DIM
     acc = tl.zeros([BLOCK_D], tl.float32)

@@ -1,55 +1,87 @@
-"""Moving whole pages, re-cutting them for another layout, and folding them to digests."""
+"""Writing new K and V into pages, after norm and rotation, and digests of pages."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def copy_pages(
-    target_ptr, source_ptr, target_ids_ptr, source_ids_ptr, target_stride, source_stride, num_words,
-    BLOCK: tl.constexpr,
+def _turned(
+    row_ptr, heads, valid, weight_ptr, eps, angles_ptr,
+    HEAD_DIM: tl.constexpr, BLOCK_HALF: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
-    """Copy one page's words from a page of `source` to a page of `target`. Grid: (pages, word blocks)."""
-    entry = tl.program_id(0)
-    word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    source = source_ptr + tl.load(source_ids_ptr + entry).to(tl.int64) * source_stride
-    target = target_ptr + tl.load(target_ids_ptr + entry).to(tl.int64) * target_stride
-    tl.store(target + word, tl.load(source + word, word < num_words), word < num_words)
+    """Load heads of one token, normalize, rotate: returns both halves of each head in float32, and where they are.
 
-
-@triton.jit(do_not_specialize=["num_tokens"])
-def reshard(
-    target_ptr, source_ptr, target_ids_ptr, source_ids_ptr, factors_ptr, num_tokens, num_heads,
-    target_page_stride, target_layer_stride, target_kv_stride, target_head_stride, target_slot_stride,
-    source_page_stride, source_layer_stride, source_kv_stride, source_head_stride, source_slot_stride,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TARGET_PAGE: tl.constexpr, SOURCE_PAGE: tl.constexpr,
-    HAS_FACTORS: tl.constexpr, TO_FP8: tl.constexpr,
-):  # fmt: skip
-    """Fill one page of `target` for one layer, K or V, and head. Grid: (target pages, layers * 2 * heads).
-
-    Both pointers already stand at the first head to copy.
+    Channel i is rotated with channel i + HEAD_DIM/2. heads: element offsets [HEADS].
     """
-    entry = tl.program_id(0)
-    plane = tl.program_id(1)
-    layer, kv, head = plane // (2 * num_heads), plane // num_heads % 2, plane % num_heads
-    slot = tl.arange(0, TARGET_PAGE)
-    channel = tl.arange(0, BLOCK_D)
-    token = entry * TARGET_PAGE + slot
-    there = token < num_tokens
-    source_page = tl.load(source_ids_ptr + token // SOURCE_PAGE, there, other=0).to(tl.int64)
-    source = source_ptr + layer.to(tl.int64) * source_layer_stride + kv * source_kv_stride + head * source_head_stride
-    rows = source_page * source_page_stride + token % SOURCE_PAGE * source_slot_stride
-    mask = there[:, None] & (channel < HEAD_DIM)[None, :]
-    values = tl.load(source + rows[:, None] + channel[None, :], mask, other=0.0)
-    if HAS_FACTORS:
-        values = values.to(tl.float32) * tl.load(factors_ptr + plane)
-    if TO_FP8:
-        values = tl.minimum(tl.maximum(values.to(tl.float32), -448.0), 448.0)
-    target_page = tl.load(target_ids_ptr + entry).to(tl.int64)
-    target = target_ptr + target_page * target_page_stride + layer.to(tl.int64) * target_layer_stride
-    target += kv * target_kv_stride + head * target_head_stride
-    tl.store(target + slot[:, None] * target_slot_stride + channel[None, :],
-             values.to(target_ptr.dtype.element_ty), mask)  # fmt: skip
+    half: tl.constexpr = HEAD_DIM // 2
+    channel = tl.arange(0, BLOCK_HALF)
+    in_half = valid[:, None] & (channel < half)[None, :]
+    row = row_ptr + heads[:, None] + channel[None, :]
+    a = tl.load(row, in_half, other=0.0).to(tl.float32)
+    b = tl.load(row + half, in_half, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        inverse = (1.0 / tl.sqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / HEAD_DIM + eps))[:, None]
+        a = a * inverse * tl.load(weight_ptr + channel, channel < half, other=0.0).to(tl.float32)[None, :]
+        b = b * inverse * tl.load(weight_ptr + half + channel, channel < half, other=0.0).to(tl.float32)[None, :]
+    cos = tl.load(angles_ptr + channel, channel < half, other=1.0)[None, :]
+    sin = tl.load(angles_ptr + half + channel, channel < half, other=0.0)[None, :]
+    return a * cos - b * sin, b * cos + a * sin, channel, in_half
+
+
+@triton.jit
+def _saturated(values, IS_FP8: tl.constexpr):
+    """Clamp to what e4m3 holds, which has no infinity."""
+    if IS_FP8:
+        values = tl.minimum(tl.maximum(values, -448.0), 448.0)
+    return values
+
+
+@triton.jit
+def rope_write(
+    q_ptr, k_ptr, v_ptr, out_ptr, k_pages_ptr, v_pages_ptr, cos_sin_ptr, positions_ptr, slots_ptr,
+    q_weight_ptr, k_weight_ptr, k_scale_ptr, v_scale_ptr, eps, num_heads, num_kv_heads, num_slots,
+    q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride,
+    out_token_stride, out_head_stride, k_page_stride, k_page_head_stride, k_slot_stride,
+    v_page_stride, v_page_head_stride, v_slot_stride,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_HALF: tl.constexpr, HEADS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, HAS_NORM: tl.constexpr, IS_FP8: tl.constexpr,
+):  # fmt: skip
+    """Finish one token's q, k and v: q to `out`, k and v to the token's slot. Grid: (tokens, q then kv head blocks)."""
+    half: tl.constexpr = HEAD_DIM // 2
+    token = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    q_blocks = tl.cdiv(num_heads, HEADS)
+    angles = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * HEAD_DIM
+    if block < q_blocks:
+        head = block * HEADS + tl.arange(0, HEADS)
+        a, b, channel, in_half = _turned(
+            q_ptr + token * q_token_stride, head * q_head_stride, head < num_heads, q_weight_ptr, eps, angles,
+            HEAD_DIM, BLOCK_HALF, HAS_NORM)  # fmt: skip
+        out = out_ptr + token * out_token_stride + (head * out_head_stride)[:, None] + channel[None, :]
+        tl.store(out, a.to(out_ptr.dtype.element_ty), in_half)
+        tl.store(out + half, b.to(out_ptr.dtype.element_ty), in_half)
+    else:
+        slot = tl.load(slots_ptr + token).to(tl.int64)
+        head = (block - q_blocks) * HEADS + tl.arange(0, HEADS)
+        valid = head < tl.where(slot < num_slots, num_kv_heads, 0)
+        page, place = slot // PAGE_SIZE, slot % PAGE_SIZE
+        a, b, channel, in_half = _turned(
+            k_ptr + token * k_token_stride, head * k_head_stride, valid, k_weight_ptr, eps, angles,
+            HEAD_DIM, BLOCK_HALF, HAS_NORM)  # fmt: skip
+        whole = tl.arange(0, BLOCK_D)
+        in_head = valid[:, None] & (whole < HEAD_DIM)[None, :]
+        v = tl.load(v_ptr + token * v_token_stride + (head * v_head_stride)[:, None] + whole[None, :], in_head,
+                    other=0.0).to(tl.float32)  # fmt: skip
+        if IS_FP8:
+            k_unit = 1.0 / tl.load(k_scale_ptr + head, valid, other=1.0)[:, None]
+            a, b = a * k_unit, b * k_unit
+            v = v / tl.load(v_scale_ptr + head, valid, other=1.0)[:, None]
+        k_row = k_pages_ptr + page * k_page_stride + place * k_slot_stride + (head * k_page_head_stride)[:, None]
+        k_row += channel[None, :]
+        tl.store(k_row, _saturated(a, IS_FP8).to(k_pages_ptr.dtype.element_ty), in_half)
+        tl.store(k_row + half, _saturated(b, IS_FP8).to(k_pages_ptr.dtype.element_ty), in_half)
+        v_row = v_pages_ptr + page * v_page_stride + place * v_slot_stride + (head * v_page_head_stride)[:, None]
+        tl.store(v_row + whole[None, :], _saturated(v, IS_FP8).to(v_pages_ptr.dtype.element_ty), in_head)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Kernels that work row by row: RMS normalization with the residual addition before it, and the gated unit."""
+"""Kernels that work row by row: RMS normalization, and the gated unit."""
 
 import triton
 import triton.language as tl
@@ -6,19 +6,14 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["num_rows"])
 def rms_norm(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, num_rows, x_stride, residual_stride, out_stride, eps,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    x_ptr, weight_ptr, out_ptr, num_rows, x_stride, out_stride, eps,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Normalize ROWS rows of WIDTH; with a residual, first add it to x and leave the sum in its place."""
+    """Normalize ROWS rows of WIDTH."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = (row < num_rows)[:, None] & (column < WIDTH)[None, :]
     x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask, other=0.0).to(tl.float32)
-    if HAS_RESIDUAL:
-        place = residual_ptr + row[:, None] * residual_stride + column[None, :]
-        x = (x + tl.load(place, mask, other=0.0).to(tl.float32)).to(residual_ptr.dtype.element_ty)
-        tl.store(place, x, mask)
-        x = x.to(tl.float32)  # what the residual stream now holds, rounding included
     weight = tl.load(weight_ptr + column, column < WIDTH, other=0.0).to(tl.float32)
     inverse = 1.0 / tl.sqrt(tl.sum(x * x, 1) / WIDTH + eps)
     out = x * inverse[:, None] * weight[None, :]

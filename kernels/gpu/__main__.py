@@ -13,15 +13,18 @@ import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from pdserve.kernels.gpu import sections
-
-SECTIONS_ABOVE = [
-    ("engine against the CPU's", "check", "pdserve.engine.gpu_check"),
-    ("pages through the host's memory", "check", "pdserve.kvtransfer.gpu_check"),
-    ("engine, nano-vllm's workload", "bench", "pdserve.engine.gpu_bench"),
+# Name, the word that asks for it, and where its function is: kernels may not import what is built upon them.
+SECTIONS = [
+    ("ceilings", "bench", "kernels.gpu.rows_bench:ceilings"),
+    ("checks against float64", "check", "kernels.gpu.checks:run"),
+    ("prefill attention", "bench", "kernels.gpu.attention_bench:prefill"),
+    ("decode attention", "bench", "kernels.gpu.attention_bench:decode"),
+    ("pages, rows and sampling", "bench", "kernels.gpu.rows_bench:run"),
+    ("tuning", "tune", "kernels.gpu.tune:run"),
+    ("engine against the CPU's", "check", "engine.gpu:check"),
+    ("pages through the host's memory", "check", "kvtransfer.gpu_check:run"),
+    ("engine, nano-vllm's workload", "bench", "engine.gpu:bench"),
 ]
 
 
@@ -33,7 +36,7 @@ def main() -> int:
     parser.add_argument("--flex", action="store_true", help="time FlexAttention on every shape, not on two")
     arguments = parser.parse_args()
     _find_package()
-    from pdserve.kernels.gpu import sections, timing  # noqa: PLC0415 - the package is only now importable
+    from pdserve.kernels.gpu import rows, timing  # noqa: PLC0415 - the package is only now importable
 
     if not timing.has_gpu():
         sys.stderr.write("no CUDA device: nothing to do\n")
@@ -42,28 +45,21 @@ def main() -> int:
     results: dict[str, object] = {"machine": timing.machine(), "clocks_before": timing.clocks()}
     sys.stdout.write(json.dumps(results) + "\n")
     failed = False
-    for section in (*sections.SECTIONS, *_sections_above()):
-        if section.group not in asked:
+    for name, group, place in SECTIONS:
+        if group not in asked:
             continue
-        rows = section.run(sections.Choice(arguments.only, arguments.flex))
-        sys.stdout.write(sections.table(section.name, rows))
+        module, _, function = place.partition(":")
+        run = getattr(importlib.import_module(f"pdserve.{module}"), function)
+        found = run(rows.Choice(arguments.only, arguments.flex))
+        sys.stdout.write(rows.table(name, found))
         sys.stdout.flush()
-        results[section.name] = [asdict(row) for row in rows]
-        failed = failed or any(row.failed for row in rows)
+        results[name] = [asdict(row) for row in found]
+        failed = failed or any(row.failed for row in found)
     results["clocks_after"] = timing.clocks()
     if "OUT" in os.environ:
         Path(os.environ["OUT"], "kernels.json").write_text(json.dumps(results, indent=1))
     sys.stdout.write("FAILED\n" if failed else "all well\n")
     return int(failed)
-
-
-def _sections_above() -> "list[sections.Section]":
-    """Load the sections of what is built upon the kernels, which kernels may not import."""
-    from pdserve.kernels.gpu import sections  # noqa: PLC0415 - the package is only now importable
-
-    return [
-        sections.Section(name, group, importlib.import_module(module).run) for name, group, module in SECTIONS_ABOVE
-    ]
 
 
 def _find_package() -> None:

@@ -6,13 +6,11 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from pdserve.kernels.attention import FP8, AttentionSpec, Scales
-from pdserve.kernels.decode import Decode, StepSize
+from pdserve.kernels.attention import FP8, AttentionSpec, PagedAttention, Scales, StepSize
 from pdserve.kernels.gpu import peers
 from pdserve.kernels.gpu.peers import Shape
 from pdserve.kernels.gpu.rows import Choice, Row
 from pdserve.kernels.gpu.timing import time_us
-from pdserve.kernels.prefill import Prefill
 from pdserve.kernels.reference import layer_views
 from pdserve.kernels.tuning import Tile
 
@@ -91,7 +89,7 @@ def _row(name: str, ours: float, rate: tuple[float, str], spec: AttentionSpec, s
 def prefill_call(spec: AttentionSpec, shape: Shape, tile: Tile | None = None) -> Callable[[], object]:
     """Return a planned prefill on random data, ready to run."""
     spec, pages, table = _pool(spec, shape)
-    attention = Prefill(spec, "cuda", tile=tile)
+    attention = PagedAttention(spec, "cuda", tile=tile)
     attention.plan(np.full(shape.batch, shape.queries), np.full(shape.batch, shape.keys), table)
     q = torch.randn((shape.batch * shape.queries, spec.num_heads, spec.head_dim), device="cuda").to(spec.dtype)
     out, scales = torch.empty_like(q), _scales(spec)
@@ -101,7 +99,7 @@ def prefill_call(spec: AttentionSpec, shape: Shape, tile: Tile | None = None) ->
 def decode_call(spec: AttentionSpec, shape: Shape, tile: Tile | None = None) -> Callable[[], object]:
     """Return a planned decode step on random data, ready to run."""
     spec, pages, table = _pool(spec, shape)
-    attention = Decode(spec, "cuda", StepSize(shape.batch, shape.queries, shape.keys), tile=tile)
+    attention = PagedAttention(spec, "cuda", StepSize(shape.batch, shape.queries, shape.keys), tile=tile)
     attention.plan(np.full(shape.batch, shape.queries), np.full(shape.batch, shape.keys), table)
     q = torch.randn((shape.batch * shape.queries, spec.num_heads, spec.head_dim), device="cuda").to(spec.dtype)
     out, scales = torch.empty_like(q), _scales(spec)

@@ -1,11 +1,11 @@
-"""Time the kernels bound by memory: page I/O, rows, sampling. A rate counts each byte read or written once."""
+"""Time the kernels bound by memory, and the chip's ceilings. A rate counts each byte read or written once."""
 
 from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from pdserve.kernels import elementwise, pageio, rng, sample
+from pdserve.kernels import pageio, rng, rows, sample
 from pdserve.kernels.gpu.rows import Choice, Row
 from pdserve.kernels.gpu.timing import time_us
 from pdserve.kernels.reference import layer_views
@@ -14,19 +14,37 @@ TOKENS = 16384
 HEADS, KV_HEADS, DIM = 32, 8, 128
 PAGE_SIZE, NUM_PAGES, LAYERS = 64, 1024, 32
 VOCAB = 128256
+COPY_BYTES = 4 << 30
+MATRIX = 8192
 
 Case = tuple[str, Callable[[], object], int]  # name, call, bytes it must move
 
 
+def ceilings(choice: Choice) -> list[Row]:
+    """Measure a large copy and a large matrix product on random data, against which every other figure is read."""
+    del choice
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda").random_(0, 255)
+    target = torch.empty_like(source)
+    copy_us = time_us([_bind(target.copy_, source)])
+    del source, target
+    a, b = (torch.randn((MATRIX, MATRIX), device="cuda").bfloat16() for _ in range(2))
+    product_us = time_us([_bind(torch.matmul, a, b)])
+    torch.cuda.empty_cache()
+    return [
+        Row("device copy, read + write", copy_us, 2 * COPY_BYTES / copy_us / 1e3, "GB/s"),
+        Row(f"bf16 matrix product {MATRIX}", product_us, 2 * MATRIX**3 / product_us / 1e6, "TFLOP/s"),
+    ]
+
+
 def run(choice: Choice) -> list[Row]:
     """Time each case at a size several times the L2 cache."""
-    rows = []
+    found = []
     for name, call, moved in [*_row_cases(), *_page_cases(), *_sampling_cases()]:
         if choice.wants(name):
             time = time_us([call])
-            rows.append(Row(name, time, moved / time / 1e3, "GB/s"))
+            found.append(Row(name, time, moved / time / 1e3, "GB/s"))
     torch.cuda.empty_cache()
-    return rows
+    return found
 
 
 def _random(*shape: int) -> Tensor:
@@ -35,14 +53,12 @@ def _random(*shape: int) -> Tensor:
 
 def _row_cases() -> Iterator[Case]:
     for width in (4096, 8192):
-        x, residual, weight = _random(TOKENS, width), _random(TOKENS, width), _random(width)
+        x, weight = _random(TOKENS, width), _random(width)
         out = torch.empty_like(x)
-        yield f"rms norm {TOKENS}x{width}", _bind(elementwise.rms_norm, x, weight, 1e-5, out=out), 4 * x.numel()
-        fused = _bind(elementwise.rms_norm, x, weight, 1e-5, residual=residual, out=out)
-        yield f"rms norm {TOKENS}x{width} with residual", fused, 8 * x.numel()
+        yield f"rms norm {TOKENS}x{width}", _bind(rows.rms_norm, x, weight, 1e-5, out=out), 4 * x.numel()
     x = _random(TOKENS, 2 * 14336)
     out = torch.empty((TOKENS, 14336), dtype=x.dtype, device="cuda")
-    yield f"silu mul {TOKENS}x14336", _bind(elementwise.silu_mul, x, out=out), 6 * out.numel()
+    yield f"silu mul {TOKENS}x14336", _bind(rows.silu_mul, x, out=out), 6 * out.numel()
 
 
 def _page_cases() -> Iterator[Case]:
@@ -60,25 +76,18 @@ def _page_cases() -> Iterator[Case]:
     yield f"norm, rope and write {TOKENS} tokens", write, 4 * qkv.numel()
     page_bytes = pool[0].numel() * 2
     ids = torch.randperm(NUM_PAGES, device="cuda").to(torch.int32)
-    half = NUM_PAGES // 2
-    yield "copy 512 pages", _bind(pageio.copy_pages, pool, pool, ids[:half], ids[half:]), 2 * half * page_bytes
     yield "digest 1024 pages", _bind(pageio.page_digests, pool, ids), NUM_PAGES * page_bytes
-    small = torch.empty((2 * half, LAYERS, 2, KV_HEADS // 2, PAGE_SIZE // 2, DIM), dtype=pool.dtype, device="cuda")
-    small_ids = torch.randperm(2 * half, device="cuda").to(torch.int32)
-    heads = pageio.HeadRange(KV_HEADS // 2, 0, KV_HEADS // 2)
-    cut = _bind(pageio.reshard, (small, pool), small_ids, ids[:half], half * PAGE_SIZE, heads)
-    yield "re-cut 512 pages, half the heads", cut, half * page_bytes
 
 
 def _sampling_cases() -> Iterator[Case]:
-    for rows in (8, 64, 256):
-        logits = torch.randn((rows, VOCAB), device="cuda") * 3
-        keys = rng.as_tensor(rng.keys(list(range(rows)), [0] * rows), "cuda")
-        ones = torch.ones(rows, device="cuda")
+    for num_rows in (8, 64, 256):
+        logits = torch.randn((num_rows, VOCAB), device="cuda") * 3
+        keys = rng.as_tensor(rng.keys(list(range(num_rows)), [0] * num_rows), "cuda")
+        ones = torch.ones(num_rows, device="cuda")
         for name, top_k, top_p in (("free", 0, 1.0), ("top-p 0.95", 0, 0.95), ("top-k 20, top-p 0.95", 20, 0.95)):
-            limits = torch.full((rows,), top_k, dtype=torch.int32, device="cuda")
+            limits = torch.full((num_rows,), top_k, dtype=torch.int32, device="cuda")
             draw = sample.Draw(keys, ones, limits, ones * top_p, ones * 0)
-            yield f"sample {rows} rows, {name}", _bind(sample.sample, logits, draw), logits.numel() * 4
+            yield f"sample {num_rows} rows, {name}", _bind(sample.sample, logits, draw), logits.numel() * 4
 
 
 def _bind(function: Callable[..., object], *args: object, **kwargs: object) -> Callable[[], object]:

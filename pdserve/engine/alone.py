@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.runner import Runner
+from pdserve.engine.runner import Runner, run
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job, Sampled
 from pdserve.engine.sequence import Sequence as EngineSequence
@@ -32,7 +32,7 @@ class LoneEngine:
         self._scheduler.add(EngineSequence(job, indices, list(prompt), order=0))
         tokens: dict[int, list[int]] = {index: [] for index in indices}
         while (plan := self._scheduler.plan()) is not None:
-            for outcome in self._scheduler.commit(plan, self._runner.run(plan)):
+            for outcome in self._scheduler.commit(plan, run(self._runner, plan)):
                 if isinstance(outcome, Sampled):
                     tokens[outcome.index].append(outcome.token.token_id)
         return {index: tuple(ids) for index, ids in tokens.items()}

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from pdserve.engine.batch import Batch, Ints
-from pdserve.model.attention import QkNorm
 from pdserve.model.config import ModelConfig
+from pdserve.model.ops import QkNorm, TorchOps
 from pdserve.model.rope import Angles, Rope, rotate_
 
 ALIKE_BELOW = 128  # contexts up to this many tokens share a group whatever their ratio
@@ -60,6 +60,7 @@ class TorchAttention:
     def __init__(self, config: ModelConfig, kv: Tensor, rope: Rope) -> None:
         """Attend within `kv`: [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]."""
         self._config = config
+        self._ops = TorchOps(config.rms_norm_eps)
         self._rope = rope
         self._page_size = kv.shape[4]
         self._dtype = kv.dtype
@@ -79,14 +80,15 @@ class TorchAttention:
         )
 
     def run(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None) -> Tensor:
-        """Attend in one layer; see `pdserve.model.attention.Attention`."""
+        """Attend in one layer; see `pdserve.model.ops.Attention`."""
         step = self._step
         if step is None:
             raise RuntimeError("run before plan")
         num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
         if qk_norm is not None:
-            qkv[:, :num_heads] = qk_norm.q(qkv[:, :num_heads])
-            qkv[:, num_heads:-num_kv_heads] = qk_norm.k(qkv[:, num_heads:-num_kv_heads])
+            norm, k = self._ops.rms_norm, slice(num_heads, -num_kv_heads)
+            qkv[:, :num_heads] = norm(qkv[:, :num_heads], qk_norm.q)
+            qkv[:, k] = norm(qkv[:, k], qk_norm.k)
         rotate_(qkv[:, :-num_kv_heads], step.angles)
         slots_before = layer * self._runs_per_layer * self._page_size
         self._slots[slots_before:].index_put_((step.targets,), qkv[:, num_heads:])

@@ -1,7 +1,7 @@
 """Attention over pages through the Triton kernels: for GPUs, and for a CPU where Triton interprets.
 
-A batch has its single-token chunks first. They are the decode kernel's, in one of a few fixed sizes; chunks of more
-tokens are the prefill kernel's, which also takes single tokens where no size fits the step.
+A batch has its single-token chunks first. They are attended to in one of a few fixed sizes, which may be captured;
+chunks of more tokens without a size, and single tokens too where no size fits the step.
 """
 
 from collections.abc import Sequence as Seq
@@ -13,21 +13,19 @@ from torch import Tensor
 
 from pdserve.engine.batch import Batch
 from pdserve.engine.graphs import size_for
-from pdserve.kernels.attention import AttentionSpec
-from pdserve.kernels.decode import Decode, StepSize
+from pdserve.kernels.attention import AttentionSpec, PagedAttention, StepSize
 from pdserve.kernels.pageio import Rotation, Target, rope_write
-from pdserve.kernels.prefill import Prefill
-from pdserve.model.attention import QkNorm
 from pdserve.model.config import ModelConfig
+from pdserve.model.ops import QkNorm
 from pdserve.model.rope import Rope
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Tokens of a step that one kernel serves."""
+    """Tokens of a step that one launch serves."""
 
-    kernel: Prefill | Decode
-    tokens: slice  # at least as many as are planned; the decode kernel leaves the others alone
+    kernel: PagedAttention
+    tokens: slice  # at least as many as are planned; the kernel leaves padding alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +61,8 @@ class TritonAttention:
         self._device = kv.device
         self._max_kv_len = max_kv_len
         self._sizes = tuple(sizes)
-        self._prefill = Prefill(self._spec, kv.device)
-        self._decodes: dict[int, Decode] = {}
+        self._prefill = PagedAttention(self._spec, kv.device)
+        self._decodes: dict[int, PagedAttention] = {}
         self._step: _Step | None = None
 
     def plan(self, batch: Batch, positions: Tensor, slots: Tensor) -> None:
@@ -84,7 +82,7 @@ class TritonAttention:
         self._step = _Step(positions, slots, tuple(parts))
 
     def run(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None) -> Tensor:
-        """Attend in one layer; see `pdserve.model.attention.Attention`."""
+        """Attend in one layer; see `pdserve.model.ops.Attention`."""
         step = self._step
         if step is None:
             raise RuntimeError("run before plan")
@@ -101,14 +99,14 @@ class TritonAttention:
     def _rotation(self, qk_norm: QkNorm | None) -> Rotation:
         if qk_norm is None:
             return Rotation(self._cos_sin)
-        return Rotation(self._cos_sin, q_norm=qk_norm.q.weight, k_norm=qk_norm.k.weight, eps=qk_norm.q.eps)
+        return Rotation(self._cos_sin, q_norm=qk_norm.q, k_norm=qk_norm.k, eps=self._config.rms_norm_eps)
 
-    def _decode(self, size: int) -> Decode:
+    def _decode(self, size: int) -> PagedAttention:
         if size not in self._decodes:
-            self._decodes[size] = Decode(self._spec, self._device, StepSize(size, 1, self._max_kv_len))
+            self._decodes[size] = PagedAttention(self._spec, self._device, StepSize(size, 1, self._max_kv_len))
         return self._decodes[size]
 
 
-def _planned(kernel: Prefill | Decode, batch: Batch, chunks: slice, tokens: slice) -> _Part:
+def _planned(kernel: PagedAttention, batch: Batch, chunks: slice, tokens: slice) -> _Part:
     kernel.plan(batch.query_lens[chunks], batch.kv_lens[chunks], batch.page_table[chunks])
     return _Part(kernel, tokens)

@@ -16,7 +16,7 @@ from pdserve.errors import InvariantError
 
 Ints = npt.NDArray[np.int64]
 
-FOLLOWS_NONE = -1  # in arrays of chunks
+KNOWN = -1  # in place of a chunk of the previous step: the token is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +42,14 @@ class Batch:
     page_table: Ints  # [num_chunks, most pages]; rows are filled up with their own first page
     order: Ints  # [num_chunks]: index into the plan's chunks
     samples: tuple[SampleSpec, ...]  # in batch order
-    sample_rows: Ints  # [num_samples]: the token whose logits a sample is drawn from
+    sample_rows: Ints  # [num_samples]: the token whose logits a sample is taken from
     sample_counts: Ints  # [num_chunks]
-    followed: Ints  # [num_tokens]: the chunk of the step before whose token this is, or FOLLOWS_NONE
+    previous: Ints  # [num_tokens]: the chunk of the previous step that samples this token, or KNOWN
 
     @property
-    def follows_any(self) -> bool:
-        """Return whether a token is only known once the step before is over."""
-        return bool((self.followed != FOLLOWS_NONE).any())
+    def needs_previous(self) -> bool:
+        """Return whether a token is only known once the previous step is over."""
+        return bool((self.previous != KNOWN).any())
 
     @property
     def first_samples(self) -> Ints:
@@ -78,7 +78,7 @@ class Batch:
         chunk_of_token = np.repeat(np.arange(len(chunks)), query_lens)
         positions = np.arange(len(token_ids)) + (starts - query_starts[:-1])[chunk_of_token]
         sample_counts = _lengths([chunk.samples for chunk in chunks])
-        follows = [FOLLOWS_NONE if chunk.previous is None else chunk.previous for chunk in chunks]
+        previous = [KNOWN if chunk.previous is None else chunk.previous for chunk in chunks]
         return cls(
             token_ids=token_ids,
             positions=positions,
@@ -92,7 +92,7 @@ class Batch:
             samples=tuple(chain.from_iterable(chunk.samples for chunk in chunks)),
             sample_rows=np.repeat(query_starts[1:] - 1, sample_counts),
             sample_counts=sample_counts,
-            followed=np.array(follows, dtype=np.int64)[chunk_of_token],
+            previous=np.array(previous, dtype=np.int64)[chunk_of_token],
         )
 
 
@@ -125,7 +125,7 @@ def _check(chunks: Seq[Chunk], kv_lens: Ints, token_ids: Ints, page_table: Ints,
         if len(chunk.pages) * shape.page_size < kv_len:
             raise InvariantError(f"{len(chunk.pages)} pages of {shape.page_size} tokens for a context of {kv_len}")
         if chunk.previous is not None and len(chunk.token_ids) != 1:
-            raise InvariantError(f"{len(chunk.token_ids)} tokens after chunk {chunk.previous} of the step before")
+            raise InvariantError(f"{len(chunk.token_ids)} tokens after chunk {chunk.previous} of the previous step")
     _check_range("page", page_table, shape.num_pages)
     _check_range("token id", token_ids, shape.vocab_size)
 

@@ -6,6 +6,7 @@ Page i of the pool is the contiguous run `kv[i]`; a step writes only the pages i
 import math
 import time
 from collections.abc import Sequence as Seq
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,8 +21,38 @@ from pdserve.ids import PageId
 from pdserve.model.llama import Model
 
 
+class EngineRunner(Protocol):
+    """What computes an engine's steps, on whichever device. Call it from one thread at a time.
+
+    Steps end in the order they were started. What `start` or `finish` raises ends that step, and no other.
+    """
+
+    kv: Tensor  # [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]
+
+    @property
+    def max_in_flight(self) -> int:
+        """Return how many steps may be started and not finished."""
+        ...
+
+    def start(self, plan: StepPlan) -> None:
+        """Begin a step: copy pages, compute all chunks, sample. InvariantError if the plan cannot be run."""
+        ...
+
+    def finish(self) -> StepResult:
+        """Wait for the oldest step that was started."""
+        ...
+
+
+def run(runner: EngineRunner, plan: StepPlan) -> StepResult:
+    """Compute one step while no other is in flight."""
+    runner.start(plan)
+    return runner.finish()
+
+
 class Runner:
-    """One model on one device. `run` blocks; call it from one thread at a time."""
+    """One model on the CPU. A step is computed when it is finished."""
+
+    max_in_flight = 1
 
     def __init__(self, model: Model, num_pages: int, page_size: int, eos_token_ids: Seq[int] | None = None) -> None:
         """Set up `num_pages` pages of `page_size` tokens, zeroed. eos_token_ids: the model config's unless given."""
@@ -32,10 +63,18 @@ class Runner:
         self._pool = PoolShape(num_pages, page_size, config.vocab_size)
         self._attention = TorchAttention(config, self.kv, model.rope)
         self._sampler = Sampler(config.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        self._plan: StepPlan | None = None
+
+    def start(self, plan: StepPlan) -> None:
+        if self._plan is not None:
+            raise InvariantError("started a step while another is not finished")
+        self._plan = plan
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepResult:
-        """Copy pages, compute all chunks, draw their samples. InvariantError if the plan cannot be run."""
+    def finish(self) -> StepResult:
+        plan, self._plan = self._plan, None
+        if plan is None:
+            raise InvariantError("no step was started")
         started_s = time.perf_counter()
         copy_pages(self.kv, plan.copies)
         tokens = self._compute(plan) if plan.chunks else ()
@@ -43,7 +82,7 @@ class Runner:
 
     def _compute(self, plan: StepPlan) -> tuple[tuple[SampledToken, ...], ...]:
         batch = Batch.of(plan, self._pool)
-        if batch.follows_any:
+        if batch.needs_previous:
             raise InvariantError("a step planned ahead, on a runner that computes one at a time")
         self._attention.plan(batch)
         token_ids = torch.from_numpy(batch.token_ids)
@@ -71,11 +110,11 @@ def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
-def by_chunk(batch: Batch, drawn: Seq[SampledToken]) -> tuple[tuple[SampledToken, ...], ...]:
+def by_chunk(batch: Batch, sampled: Seq[SampledToken]) -> tuple[tuple[SampledToken, ...], ...]:
     """Give the samples, which are in batch order, back in the plan's order of chunks."""
     tokens: list[tuple[SampledToken, ...]] = [()] * len(batch.order)
     first = 0
     for place, count in zip(batch.order.tolist(), batch.sample_counts.tolist(), strict=True):
-        tokens[place] = tuple(drawn[first : first + count])
+        tokens[place] = tuple(sampled[first : first + count])
         first += count
     return tuple(tokens)

@@ -1,32 +1,41 @@
 """Runs plans on a GPU: kernels for everything, and decode steps replayed instead of launched one by one.
 
 A step of single tokens is a replay; any other is launched kernel by kernel. While the device computes a step's logits,
-the host lays out how its tokens are drawn. Between `start` and `finish` the host is free to plan and start the step
-after: steps run in the order they were started, on one stream, and tokens that one step draws for the next need not
-come to the host in between. `run` waits, so between two of them the device does too.
+the host lays out how its tokens are sampled. Scheduling may be asynchronous: between `start` and `finish` the host may
+plan and start the next step. Steps run in the order they were started, on one stream, and a token that one step samples
+for the next need not come to the host in between.
 """
 
 import time
+from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from pdserve.engine.attention_triton import TritonAttention
-from pdserve.engine.batch import Batch, PoolShape
-from pdserve.engine.drawn import DrawnTokens
-from pdserve.engine.graphs import Replays, StepInputs, graph_sizes, size_for
-from pdserve.engine.runner import by_chunk, copy_pages, zeroed
+from pdserve.engine.batch import KNOWN, Batch, Ints, PoolShape
+from pdserve.engine.graphs import Replays, graph_sizes, size_for
+from pdserve.engine.runner import by_chunk, copy_pages, run, zeroed
 from pdserve.engine.sampler import with_logprobs
 from pdserve.engine.sampler_triton import KernelSampler
 from pdserve.engine.step import Chunk, SampledToken, StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId
+from pdserve.kernels.staging import Staging, aligned, padded
+from pdserve.model.config import ModelConfig
 from pdserve.model.llama import Model
 
 _NOTHING = torch.empty(0, dtype=torch.int64)
+Ints32 = npt.NDArray[np.int32]
+
+WORKSPACE_BYTES = 256 << 20  # of libraries, and of attention's partial results
+SAMPLING_BYTES = 8  # per logit: a count and a changed logit, where a row has penalties
+GRAPH_SHARE = 2  # the captured sizes are powers of two: together less than twice the largest
+_NUM_INPUTS = 3  # token ids, positions, slots
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +48,7 @@ class StepLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class _InFlight:
     """A step on its way through the device."""
 
     batch: Batch | None  # None: copies alone
@@ -49,8 +58,18 @@ class Started:
     started_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """The tokens that a step samples, on the device."""
+
+    token_ids: Tensor  # [num_samples] in batch order
+    first_samples: Ints  # [num_chunks]: where the samples of each of the plan's chunks begin
+
+
 class CudaRunner:
-    """One model on one GPU, or on a CPU where Triton interprets. Call it from one thread at a time."""
+    """One model on one GPU, or on a CPU where Triton interprets."""
+
+    max_in_flight = 2
 
     def __init__(
         self,
@@ -72,54 +91,58 @@ class CudaRunner:
         self._pool = PoolShape(num_pages, page_size, config.vocab_size)
         self._sizes = graph_sizes(limits.max_num_seqs)
         self._attention = TritonAttention(config, self.kv, model.rope, limits.max_model_len, self._sizes)
-        self._inputs = StepInputs(max(limits.max_num_batched_tokens, self._sizes[-1]), page_size, num_pages, device)
+        self._max_tokens = max(limits.max_num_batched_tokens, self._sizes[-1])
+        self._inputs = Staging(device, _NUM_INPUTS * aligned(self._max_tokens))
+        self._staging = Staging(device)
         self._replays = Replays(device)
         self._sampler = KernelSampler(config.eos_token_ids if eos_token_ids is None else eos_token_ids, device)
-        self._drawn: DrawnTokens | None = None  # by the step started last
-
-    def run(self, plan: StepPlan) -> StepResult:
-        """Copy pages, compute all chunks, draw their samples. InvariantError if the plan cannot be run."""
-        return self.finish(self.start(plan))
+        self._sampled: _Sampled | None = None  # by the step started last
+        self._in_flight: deque[_InFlight] = deque()
 
     @torch.inference_mode()
-    def start(self, plan: StepPlan) -> Started:
+    def start(self, plan: StepPlan) -> None:
         """Launch a step and return at once. It may need tokens of the step started just before it, and of no other."""
+        if len(self._in_flight) >= self.max_in_flight:
+            raise InvariantError(f"started a step while {len(self._in_flight)} are in flight")
         started_s = time.perf_counter()
         copy_pages(self.kv, plan.copies)
         batch = Batch.of(plan, self._pool) if plan.chunks else None
         token_ids, logits = self._compute(batch) if batch is not None else (_NOTHING, None)
-        return Started(batch, token_ids, logits, self._mark(), started_s)
+        self._in_flight.append(_InFlight(batch, token_ids, logits, self._mark(), started_s))
 
     @torch.inference_mode()
-    def finish(self, step: Started) -> StepResult:
-        """Wait for a step, the oldest not finished; its pages are then written."""
+    def finish(self) -> StepResult:
+        """Wait for the oldest step in flight; its pages are then written."""
+        if not self._in_flight:
+            raise InvariantError("no step was started")
+        step = self._in_flight.popleft()
         if step.done is not None:
             step.done.synchronize()
         tokens: tuple[tuple[SampledToken, ...], ...] = ()
         if step.batch is not None:
             token_ids = step.token_ids.tolist()
-            drawn = [SampledToken(token_id) for token_id in token_ids]
+            sampled = [SampledToken(token_id) for token_id in token_ids]
             if step.logits is not None:
-                drawn = with_logprobs(step.logits, step.batch.samples, token_ids)
-            tokens = by_chunk(step.batch, drawn)
+                sampled = with_logprobs(step.logits, step.batch.samples, token_ids)
+            tokens = by_chunk(step.batch, sampled)
         return StepResult(tokens, time.perf_counter() - step.started_s)
 
     def capture(self) -> None:
         """Capture every size of decode step now rather than when it first comes. Overwrites slots of page 0."""
         for size in reversed(self._sizes):
             chunks = tuple(Chunk((0,), 0, (PageId(0),), ()) for _ in range(size))
-            self.run(StepPlan(chunks))
+            run(self, StepPlan(chunks))
 
     def _compute(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """Launch a batch; returns the place of its tokens on the host, and its logits if they are needed later."""
         logits = self._logits(batch)
         if not batch.samples:
-            self._drawn = None
+            self._sampled = None
             return _NOTHING, None
-        drawn = self._sampler.draw(logits, self._sampler.prepare(batch.samples))
-        self._drawn = DrawnTokens(drawn, batch.first_samples)
-        token_ids = torch.empty(len(batch.samples), dtype=torch.int64, pin_memory=drawn.device.type == "cuda")
-        token_ids.copy_(drawn, non_blocking=True)
+        sampled = self._sampler.sample(logits, self._sampler.prepare(batch.samples))
+        self._sampled = _Sampled(sampled, batch.first_samples)
+        token_ids = torch.empty(len(batch.samples), dtype=torch.int64, pin_memory=sampled.device.type == "cuda")
+        token_ids.copy_(sampled, non_blocking=True)
         reported = any(spec.params.logprobs is not None for spec in batch.samples)
         return token_ids, logits.clone() if reported else None  # the next step overwrites them
 
@@ -130,8 +153,8 @@ class CudaRunner:
             raise InvariantError(f"a context of {longest} tokens, the limit is {self._max_model_len}")
         only_single = int(batch.query_lens[-1]) == 1
         size = size_for(batch.num_tokens, self._sizes) if only_single else None
-        token_ids, positions, slots = self._inputs.send(batch, batch.num_tokens if size is None else size)
-        if batch.follows_any:
+        token_ids, positions, slots = self._send(batch, batch.num_tokens if size is None else size)
+        if batch.needs_previous:
             self._fill_in(token_ids, batch)
         self._attention.plan(batch, positions, slots)
         if size is None:
@@ -141,16 +164,25 @@ class CudaRunner:
             return logits[: batch.num_tokens]
         return logits.index_select(0, self._rows(batch))
 
+    def _send(self, batch: Batch, size: int) -> list[Tensor]:
+        """Send token ids, positions and slots, int32 [size]; steps of one size find them at the same addresses."""
+        if size > self._max_tokens:
+            raise InvariantError(f"a step of {size} tokens, the limit is {self._max_tokens}")
+        return self._inputs.send(*step_inputs(batch, self._pool, size))
+
     def _fill_in(self, token_ids: Tensor, batch: Batch) -> None:
-        if self._drawn is None:
-            raise InvariantError("a step follows one that drew nothing")
-        self._drawn.fill_in(token_ids, batch.followed)
+        """Write tokens of the previous step into this one's, behind the work already launched."""
+        if self._sampled is None:
+            raise InvariantError("a step needs tokens of one that sampled nothing")
+        places, firsts = np.flatnonzero(batch.previous != KNOWN), self._sampled.first_samples
+        chunks = batch.previous[places]
+        if chunks.max() >= len(firsts):
+            raise InvariantError(f"a step needs a token of chunk {chunks.max()} of {len(firsts)}")
+        targets, sources = self._staging.send(places, firsts[chunks])
+        token_ids.index_copy_(0, targets.long(), self._sampled.token_ids.index_select(0, sources).to(token_ids.dtype))
 
     def _rows(self, batch: Batch) -> Tensor:
-        rows = torch.from_numpy(batch.sample_rows)
-        if self.kv.device.type == "cuda":
-            rows = rows.pin_memory()
-        return rows.to(self.kv.device, non_blocking=True)
+        return self._staging.send(batch.sample_rows)[0]
 
     def _mark(self) -> torch.cuda.Event | None:
         """Return an event that comes when all that has been launched is done; None where nothing runs behind us."""
@@ -159,3 +191,31 @@ class CudaRunner:
         done = torch.cuda.Event()
         done.record(torch.cuda.current_stream(self.kv.device))
         return done
+
+
+def step_inputs(batch: Batch, pool: PoolShape, size: int) -> tuple[Ints32, Ints32, Ints32]:
+    """Return token ids, positions and slots of `size` tokens; K and V of padding go to a slot past the last one."""
+    slots = batch.pages * pool.page_size + batch.slots
+    nowhere = pool.num_pages * pool.page_size
+    return (
+        padded(batch.token_ids, (size,)),
+        padded(batch.positions, (size,)),
+        padded(slots, (size,), nowhere),
+    )
+
+
+def step_bytes(config: ModelConfig, max_num_batched_tokens: int, max_num_seqs: int, element_bytes: int) -> int:
+    """Return what the largest step and all captured ones take at most, beside weights and pages.
+
+    An upper estimate from shapes: no step is run to measure it.
+    """
+    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    per_token = (4 * config.hidden_size + heads + 3 * config.intermediate_size) * element_bytes
+    logits = config.vocab_size * (element_bytes + SAMPLING_BYTES)
+    captured = GRAPH_SHARE * max_num_seqs * (per_token + config.vocab_size * element_bytes)
+    return max_num_batched_tokens * per_token + max_num_seqs * logits + captured + WORKSPACE_BYTES
+
+
+def pages_that_fit(total_bytes: int, bytes_in_use: int, utilization: float, page_bytes: int) -> int:
+    """Return how many pages fit into `utilization` of the memory beside what is in use; 0 if none does."""
+    return max(0, int(total_bytes * utilization) - bytes_in_use) // page_bytes

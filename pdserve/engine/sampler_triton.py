@@ -1,4 +1,4 @@
-"""Draw a step's tokens with the sampling kernel: any mix of parameters in one launch, the CPU sampler's tokens.
+"""Sample a step's tokens with the sampling kernel: any mix of parameters in one launch, the CPU sampler's tokens.
 
 Parameters are laid out and sent while the device still computes the logits.
 """
@@ -16,10 +16,9 @@ from torch import Tensor
 from pdserve.engine.step import SampleSpec
 from pdserve.kernels import rng
 from pdserve.kernels.sample import Bias, Draw, Penalties, Ragged, sample
+from pdserve.kernels.staging import Staging
 
 Words = npt.NDArray[np.int32] | npt.NDArray[np.float32]  # 4 bytes each
-
-ALIGNMENT = 16  # entries; kernels are compiled once for aligned addresses
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +31,16 @@ class Prepared:
 
 
 class KernelSampler:
-    """Draws tokens for one model on one device."""
+    """Samples tokens for one model on one device."""
 
     def __init__(self, eos_token_ids: Seq[int], device: torch.device) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
-        self._device = device
+        self._staging = Staging(device)
 
     def prepare(self, specs: Seq[SampleSpec]) -> Prepared:
         """Send the parameters of at least one row; does not wait for the device."""
         params = [spec.params for spec in specs]
-        keys, temperature, top_k, top_p, min_p = self._send(
+        keys, temperature, top_k, top_p, min_p = self._staging.send(
             rng.keys([spec.seed for spec in specs], [spec.index for spec in specs]).view(np.int32).reshape(-1),
             _floats([0.0 if p.is_greedy else p.temperature for p in params]),
             _ints([p.top_k for p in params]),
@@ -51,8 +50,8 @@ class KernelSampler:
         draw = Draw(keys.view(-1, 2), temperature, top_k, top_p, min_p)
         return Prepared(draw, self._penalties(specs), self._bias(specs))
 
-    def draw(self, logits: Tensor, prepared: Prepared) -> Tensor:
-        """Draw one token per row of logits [num_rows, vocab_size]: int64 [num_rows] on the device."""
+    def sample(self, logits: Tensor, prepared: Prepared) -> Tensor:
+        """Sample one token per row of logits [num_rows, vocab_size]: int64 [num_rows] on the device."""
         return sample(logits, prepared.draw, penalties=prepared.penalties, bias=prepared.bias)
 
     def _penalties(self, specs: Seq[SampleSpec]) -> Penalties | None:
@@ -60,7 +59,7 @@ class KernelSampler:
             return None
         params = [spec.params for spec in specs]
         prompts, outputs = [spec.prompt_ids for spec in specs], [spec.output_ids for spec in specs]
-        repetition, frequency, presence, *ragged = self._send(
+        repetition, frequency, presence, *ragged = self._staging.send(
             _floats([p.repetition_penalty for p in params]),
             _floats([p.frequency_penalty for p in params]),
             _floats([p.presence_penalty for p in params]),
@@ -77,26 +76,13 @@ class KernelSampler:
         if not any(rows):
             return None
         values = _floats(list(chain.from_iterable(row.values() for row in rows)))
-        return Bias(*self._send(_flat([list(row) for row in rows]), values, _offsets(rows)))
+        return Bias(*self._staging.send(_flat([list(row) for row in rows]), values, _offsets(rows)))
 
     def _biases(self, spec: SampleSpec) -> dict[int, float]:
         biases = dict(spec.params.logit_bias)
         if spec.forbid_stops:
             biases |= dict.fromkeys((*self._eos_token_ids, *spec.params.stop_token_ids), float("-inf"))
         return biases
-
-    def _send(self, *parts: Words) -> list[Tensor]:
-        """Copy vectors to the device in one transfer; each starts at an aligned address."""
-        starts = np.cumsum([0, *(-(-len(part) // ALIGNMENT) * ALIGNMENT for part in parts)])
-        host = torch.empty(int(starts[-1]), dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        image = host.numpy()
-        for start, part in zip(starts, parts, strict=False):
-            image[start : start + len(part)] = part.view(np.int32)
-        device = host.to(self._device, non_blocking=True)
-        return [
-            device[start : start + len(part)].view(torch.float32 if part.dtype == np.float32 else torch.int32)
-            for start, part in zip(starts.tolist(), parts, strict=False)
-        ]
 
 
 def _floats(values: Seq[float]) -> Words:

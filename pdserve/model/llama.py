@@ -1,26 +1,47 @@
-"""Decoder-only models of the Llama family: one forward pass over a step's tokens."""
+"""The Llama family, Mistral, Qwen2 and Qwen3 among it: the tensors of a checkpoint, and one forward pass.
+
+A family is a file like this one. `Model.shapes` names what a checkpoint holds, `Model.build` puts it together, and
+`Model.forward` reads like the figure in the paper. `loading.FAMILIES` says which file serves which architecture.
+"""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from pdserve.model.attention import Attention, QkNorm
 from pdserve.model.config import ModelConfig
-from pdserve.model.layers import Linear, Mlp, Norm
+from pdserve.model.ops import Attention, Dense, GateUp, Linear, Ops, QkNorm, joined
 from pdserve.model.rope import Rope
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+LM_HEAD = "lm_head.weight"
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+class Tensors(Protocol):
+    """A checkpoint's tensors by name, each to be taken once."""
+
+    def take(self, name: str) -> Tensor: ...
+
+    def take_dense(self, name: str) -> Dense:
+        """Return `name`.weight, with `name`.bias where there is one."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One decoder layer's weights."""
 
-    input_norm: Norm
+    input_norm: Tensor
     qkv: Linear
     qk_norm: QkNorm | None
     o: Linear
-    post_attention_norm: Norm
-    mlp: Mlp
+    post_attention_norm: Tensor
+    gate_up: Linear | GateUp
+    down: Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +49,10 @@ class Model:
     """A model ready to run; its weights are never written again."""
 
     config: ModelConfig
+    ops: Ops
     embedding: Tensor  # [vocab_size, hidden_size]; gives device and dtype
     layers: tuple[Layer, ...]
-    final_norm: Norm
+    final_norm: Tensor
     lm_head: Linear
     rope: Rope
 
@@ -40,14 +62,87 @@ class Model:
         token_ids: int64 [num_tokens]. rows: the tokens whose logits are wanted, or None for all of them.
         Returns [len(rows), vocab_size] in the model's dtype.
         """
+        ops = self.ops
         hidden = embedding(token_ids, self.embedding)
         for index, layer in enumerate(self.layers):
-            qkv = layer.qkv(layer.input_norm(hidden))
+            qkv = ops.linear(ops.rms_norm(hidden, layer.input_norm), layer.qkv)
             mixed = attention.run(index, qkv.view(len(qkv), -1, self.config.head_dim), layer.qk_norm)
             if rows is not None and index == len(self.layers) - 1:
                 if len(rows) == 0:
                     return hidden.new_empty((0, self.config.vocab_size))
                 hidden, mixed = hidden.index_select(0, rows), mixed.index_select(0, rows)
-            hidden = layer.o.plus(mixed, hidden)
-            hidden = layer.mlp(layer.post_attention_norm(hidden), hidden)
-        return self.lm_head(self.final_norm(hidden))
+            hidden = ops.linear_add(mixed, layer.o, hidden)
+            gated = ops.swiglu(ops.rms_norm(hidden, layer.post_attention_norm), layer.gate_up)
+            hidden = ops.linear_add(gated, layer.down, hidden)
+        return ops.linear(ops.rms_norm(hidden, self.final_norm), self.lm_head)
+
+    @classmethod
+    def build(cls, config: ModelConfig, tensors: Tensors, ops: Ops) -> "Model":
+        """Put a model together from all tensors that `shapes` names."""
+        embedding = tensors.take(EMBEDDING)
+        layers = tuple(
+            _build_layer(config, f"model.layers.{index}.", tensors, ops) for index in range(config.num_layers)
+        )
+        return cls(
+            config=config,
+            ops=ops,
+            embedding=embedding,
+            layers=layers,
+            final_norm=tensors.take(FINAL_NORM),
+            lm_head=ops.held(Dense(embedding if config.tie_word_embeddings else tensors.take(LM_HEAD))),
+            rope=Rope(config, embedding.device),
+        )
+
+    @staticmethod
+    def shapes(config: ModelConfig) -> Shapes:
+        """Return the shape of every tensor the model needs, in the order checkpoints hold them."""
+        shapes: Shapes = {EMBEDDING: (config.vocab_size, config.hidden_size)}
+        for index in range(config.num_layers):
+            shapes |= {f"model.layers.{index}.{name}": shape for name, shape in _layer_shapes(config).items()}
+        shapes[FINAL_NORM] = (config.hidden_size,)
+        if not config.tie_word_embeddings:
+            shapes[LM_HEAD] = (config.vocab_size, config.hidden_size)
+        return shapes
+
+    @staticmethod
+    def ignores(name: str, config: ModelConfig) -> bool:
+        """Say whether checkpoints may hold a tensor of this name that the model does not read."""
+        return name.endswith("rotary_emb.inv_freq") or (name == LM_HEAD and config.tie_word_embeddings)
+
+
+def _build_layer(config: ModelConfig, prefix: str, tensors: Tensors, ops: Ops) -> Layer:
+    attention, mlp = f"{prefix}self_attn.", f"{prefix}mlp."
+    qk_norm = None
+    if config.qk_norm:
+        qk_norm = QkNorm(tensors.take(f"{attention}q_norm.weight"), tensors.take(f"{attention}k_norm.weight"))
+    qkv = joined(*[tensors.take_dense(f"{attention}{name}_proj") for name in "qkv"])
+    return Layer(
+        input_norm=tensors.take(f"{prefix}input_layernorm.weight"),
+        qkv=ops.held(qkv),
+        qk_norm=qk_norm,
+        o=ops.held(tensors.take_dense(f"{attention}o_proj")),
+        post_attention_norm=tensors.take(f"{prefix}post_attention_layernorm.weight"),
+        gate_up=ops.held_gate_up(tensors.take_dense(f"{mlp}gate_proj"), tensors.take_dense(f"{mlp}up_proj")),
+        down=ops.held(tensors.take_dense(f"{mlp}down_proj")),
+    )
+
+
+def _layer_shapes(config: ModelConfig) -> Shapes:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes: Shapes = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+    for name, out_features, in_features, has_bias in (
+        ("self_attn.q_proj", q, hidden, config.qkv_bias),
+        ("self_attn.k_proj", kv, hidden, config.qkv_bias),
+        ("self_attn.v_proj", kv, hidden, config.qkv_bias),
+        ("self_attn.o_proj", hidden, q, config.o_bias),
+        ("mlp.gate_proj", inner, hidden, config.mlp_bias),
+        ("mlp.up_proj", inner, hidden, config.mlp_bias),
+        ("mlp.down_proj", hidden, inner, config.mlp_bias),
+    ):
+        shapes[f"{name}.weight"] = (out_features, in_features)
+        if has_bias:
+            shapes[f"{name}.bias"] = (out_features,)
+    if config.qk_norm:
+        shapes |= {"self_attn.q_norm.weight": (config.head_dim,), "self_attn.k_norm.weight": (config.head_dim,)}
+    return shapes

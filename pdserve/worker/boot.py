@@ -4,25 +4,20 @@ import logging
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
 from pdserve.checkpoint.checkpoint import Checkpoint
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.config import WorkerConfig
-from pdserve.engine.device_memory import pages_that_fit, step_bytes
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.runner import Runner
+from pdserve.engine.runner import EngineRunner, Runner
 from pdserve.engine.scheduler import Limits, Scheduler
-from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import ConfigError
 from pdserve.kvlayout import KvLayout, PageDigest
-from pdserve.model.dummy import dummy_weights
 from pdserve.model.llama import Model
-from pdserve.model.loading import load_model
+from pdserve.model.loading import dummy_weights, load_model
 from pdserve.prefix_hash import PrefixHasher
 from pdserve.worker.dtype import choose_dtype, read_cpu_info
 
@@ -30,14 +25,6 @@ logger = logging.getLogger(__name__)
 
 KERNEL_DEVICES = ("cuda", "interpreter")  # on which an engine runs Triton's kernels
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-
-
-class EngineRunner(Protocol):
-    """What runs an engine's plans, on whichever device."""
-
-    kv: Tensor  # [num_pages, ..]
-
-    def run(self, plan: StepPlan) -> StepResult: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +129,8 @@ def pages_asked_for(config: WorkerConfig, layout: KvLayout, device: torch.device
 
 def _pages_beside(model: Model, config: WorkerConfig, layout: KvLayout) -> int:
     """Return how many pages fit on the model's GPU beside it and a step."""
+    from pdserve.engine.runner_cuda import pages_that_fit, step_bytes  # noqa: PLC0415 - a CPU worker has no need of Triton
+
     free, total = torch.cuda.mem_get_info(model.embedding.device)
     needed = step_bytes(model.config, config.max_num_batched_tokens, config.max_num_seqs, model.embedding.itemsize)
     in_use = total - free + needed

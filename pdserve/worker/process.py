@@ -8,10 +8,12 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, TypeVar, cast
 
 from pdserve.clock import Clock, MonotonicClock
 from pdserve.config import WorkerConfig
+from pdserve.engine.runner import run
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import ProtocolError
 from pdserve.files import ReadyFile
@@ -95,7 +97,7 @@ async def serve_worker(config: WorkerConfig, role: "link.Role.ValueType", assemb
         engine = await thread.call(_load, config, identity, _Progress(links, register))
         _describe(engine, config.device, register)
 
-        steps = Isolating(engine.runner.run)
+        steps = Isolating(partial(run, engine.runner))
 
         def start_step(plan: StepPlan) -> asyncio.Future[StepResult]:
             return thread.call(steps.run, plan)

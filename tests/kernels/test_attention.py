@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from pdserve.kernels import trial
-from pdserve.kernels.attention import FP8
-from pdserve.kernels.decode import Decode, StepSize
-from pdserve.kernels.prefill import Prefill
-from pdserve.kernels.trial import Lens, Trial
+from pdserve.kernels.attention import FP8, PagedAttention, StepSize
+from pdserve.kernels.gpu import problem
+from pdserve.kernels.gpu.problem import Lens, Problem
 from pdserve.kernels.tuning import Tile
 
 TOLERANCE = {torch.bfloat16: 7.5e-3, torch.float16: 1.5e-3, torch.float32: 1e-5}
@@ -23,19 +21,19 @@ EXHAUSTIVE = os.environ.get("PDSERVE_KERNEL_GRID") == "full"
 HEADS = [(4, 4), (8, 2), (8, 1), (9, 3)]
 
 
-def prefill_error(case: Trial, tile: Tile | None = SMALL) -> float:
-    attention = Prefill(case.spec, "cpu", tile=tile)
+def prefill_error(case: Problem, tile: Tile | None = SMALL) -> float:
+    attention = PagedAttention(case.spec, "cpu", tile=tile)
     attention.plan(*case.lens.arrays, case.page_table)
     out = torch.full_like(case.q, torch.nan)
     attention.run(case.q, *case.pages, out=out, scales=case.scales)
     return case.error(out)
 
 
-def decode_error(case: Trial, tile: Tile | None = None) -> float:
+def decode_error(case: Problem, tile: Tile | None = None) -> float:
     query_lens, kv_lens = case.lens.arrays
     widest = int(query_lens.max())
     size = StepSize(len(kv_lens) + 1, widest, int(kv_lens.max()) + 9)
-    attention = Decode(case.spec, "cpu", size, tile=tile)
+    attention = PagedAttention(case.spec, "cpu", size, tile=tile)
     attention.plan(query_lens, kv_lens, case.page_table)
     q = torch.full(((len(kv_lens) + 1) * widest, *case.q.shape[1:]), torch.nan, dtype=case.q.dtype)
     q[: len(case.q)] = case.q
@@ -45,8 +43,8 @@ def decode_error(case: Trial, tile: Tile | None = None) -> float:
     return case.error(out)
 
 
-def make(heads: tuple[int, int], head_dim: int, page_size: int, lens: Lens, **fields: object) -> Trial:
-    return trial.make(trial.spec_of(heads, head_dim, page_size, lens, **fields), lens)
+def make(heads: tuple[int, int], head_dim: int, page_size: int, lens: Lens, **fields: object) -> Problem:
+    return problem.make(problem.spec_of(heads, head_dim, page_size, lens, **fields), lens)
 
 
 def edge_lens(page_size: int) -> list[int]:
@@ -105,9 +103,9 @@ def test_fp8_pages_are_scaled_back_per_head(page_size: int) -> None:
 
 
 @pytest.mark.parametrize("kv_len", [2048, 3001])
-def test_keys_split_over_items_merge_to_the_whole(kv_len: int) -> None:
+def test_keys_split_over_items_combine_to_the_whole(kv_len: int) -> None:
     case = make((8, 1), 64, 64, Lens((4, 1), (kv_len, 70)))
-    attention = Prefill(case.spec, "cpu", tile=SMALL)
+    attention = PagedAttention(case.spec, "cpu", tile=SMALL)
     attention.plan(*case.lens.arrays, case.page_table)
     out = torch.full_like(case.q, torch.nan)
     attention.run(case.q, *case.pages, out=out)
@@ -124,7 +122,7 @@ def test_the_shipping_tiles_are_right(head_dim: int) -> None:
 
 def test_one_plan_serves_every_layer_and_the_next_plan_replaces_it() -> None:
     first, second = make((4, 2), 64, 16, Lens((1, 1), (40, 17))), make((4, 2), 64, 16, Lens((1, 1), (40, 17)))
-    attention = Decode(first.spec, "cpu", StepSize(4, 1, 64))
+    attention = PagedAttention(first.spec, "cpu", StepSize(4, 1, 64))
     q = torch.zeros((4, 4, 64), dtype=torch.bfloat16)
     q[:2] = first.q
     attention.plan(np.array([1] * 4), np.array([3] * 4), np.zeros((4, 1), dtype=np.int32))
@@ -139,8 +137,8 @@ def test_one_plan_serves_every_layer_and_the_next_plan_replaces_it() -> None:
 @pytest.mark.parametrize("window", [None, 20])
 def test_infinities_left_in_unused_slots_do_not_show(unused: float, page_size: int, window: int | None) -> None:
     lens = Lens((1, 5, 1), (3, page_size + 5, 150))
-    spec = trial.spec_of((4, 2), 64, page_size, lens, dtype=torch.float16, kv_dtype=torch.float16, window=window)
-    case = trial.make(spec, lens, unused=unused)
+    spec = problem.spec_of((4, 2), 64, page_size, lens, dtype=torch.float16, kv_dtype=torch.float16, window=window)
+    case = problem.make(spec, lens, unused=unused)
     assert prefill_error(case) <= TOLERANCE[torch.float16]
     assert decode_error(case) <= TOLERANCE[torch.float16]
 

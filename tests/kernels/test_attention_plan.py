@@ -41,13 +41,13 @@ def test_every_visible_key_of_every_query_is_in_exactly_one_item(
 
 @settings(max_examples=60, deadline=None)
 @given(LENS, st.sampled_from([40, 700]))
-def test_each_split_item_has_its_own_partial_and_each_merge_names_them_all(
+def test_each_split_item_has_its_own_partial_and_each_combine_names_them_all(
     lens: list[tuple[int, int]], slots: int
 ) -> None:
     plan = cut(lens, Cutting(4, 32, 1, slots))
     used = sorted(int(item[6]) for item in plan.items if item[7] > 1)
     assert used == list(range(plan.num_partials))
-    named = [first + part for _, _, first, count in plan.merges for part in range(count)]
+    named = [first + part for _, _, first, count in plan.combines for part in range(count)]
     assert sorted(named) == used
 
 

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.kernels import elementwise, pageio, sample, trial
-from pdserve.kernels.attention import FP8, AttentionSpec, Scales
-from pdserve.kernels.decode import Decode, StepSize
-from pdserve.kernels.prefill import Prefill
-from pdserve.kernels.trial import Lens
+from pdserve.kernels import pageio, rows, sample
+from pdserve.kernels.attention import FP8, AttentionSpec, PagedAttention, Scales, StepSize
+from pdserve.kernels.gpu import problem
+from pdserve.kernels.gpu.problem import Lens
 from pdserve.kernels.tuning import Device
 
 SPEC = AttentionSpec(4, 2, 64, 16, 8, 0.125)
@@ -45,8 +44,8 @@ def test_a_spec_names_the_field_it_does_not_serve(field: str, value: object) -> 
         replace(SPEC, **{field: value})
 
 
-def planned() -> tuple[Prefill, Tensor, Tensor, Tensor]:
-    attention = Prefill(SPEC, "cpu")
+def planned() -> tuple[PagedAttention, Tensor, Tensor, Tensor]:
+    attention = PagedAttention(SPEC, "cpu")
     attention.plan(*LENS.arrays, TABLE)
     kv = torch.zeros((8, 1, 2, 2, 16, 64), dtype=torch.bfloat16)
     return attention, torch.zeros((3, 4, 64), dtype=torch.bfloat16), kv[:, 0, 0], kv[:, 0, 1]
@@ -78,7 +77,7 @@ def test_attention_wants_scales_for_fp8_pages_and_only_for_those() -> None:
     with pytest.raises(ValueError, match="scales"):
         attention.run(q, k, v, scales=Scales(ones, ones))
     with pytest.raises(ValueError, match="kv_dtype"):
-        Prefill(replace(SPEC, kv_dtype=FP8), "cpu", chip=AMPERE)
+        PagedAttention(replace(SPEC, kv_dtype=FP8), "cpu", chip=AMPERE)
 
 
 @pytest.mark.parametrize(
@@ -96,9 +95,9 @@ def test_a_plan_names_what_does_not_fit(
     name: str, query_lens: list[int], kv_lens: list[int], table: np.ndarray
 ) -> None:
     with pytest.raises(ValueError, match=name):
-        Prefill(SPEC, "cpu").plan(np.array(query_lens), np.array(kv_lens), table)
+        PagedAttention(SPEC, "cpu").plan(np.array(query_lens), np.array(kv_lens), table)
     with pytest.raises(ValueError, match=name):
-        Decode(SPEC, "cpu", StepSize(4, 4, 64)).plan(np.array(query_lens), np.array(kv_lens), table)
+        PagedAttention(SPEC, "cpu", StepSize(4, 4, 64)).plan(np.array(query_lens), np.array(kv_lens), table)
 
 
 @pytest.mark.parametrize("sizes", [(0, 1, 64), (4, 0, 64), (4, 17, 64), (4, 8, 7)])
@@ -110,7 +109,7 @@ def test_a_decode_step_of_a_size_it_does_not_serve_is_refused(sizes: tuple[int, 
 @pytest.mark.parametrize(("query_lens", "kv_lens"), [([1] * 5, [5] * 5), ([3], [5]), ([1], [65])])
 def test_a_step_larger_than_the_captured_one_is_refused(query_lens: list[int], kv_lens: list[int]) -> None:
     with pytest.raises(ValueError, match=r"query_lens|kv_lens"):
-        Decode(SPEC, "cpu", StepSize(4, 2, 64)).plan(
+        PagedAttention(SPEC, "cpu", StepSize(4, 2, 64)).plan(
             np.array(query_lens), np.array(kv_lens), np.zeros((len(kv_lens), 5), dtype=np.int32)
         )
 
@@ -118,7 +117,7 @@ def test_a_step_larger_than_the_captured_one_is_refused(query_lens: list[int], k
 def test_a_prefill_that_was_not_planned_does_not_run() -> None:
     _, q, k, v = planned()
     with pytest.raises(ValueError, match="plan"):
-        Prefill(SPEC, "cpu").run(q, k, v)
+        PagedAttention(SPEC, "cpu").run(q, k, v)
 
 
 @pytest.mark.parametrize("page_id", [-1, 8, 2**31 - 1])
@@ -126,10 +125,10 @@ def test_page_ids_outside_the_pool_are_caught_when_debugging(monkeypatch: pytest
     monkeypatch.setenv("PDSERVE_KERNEL_DEBUG", "1")
     table = TABLE.copy()
     table[1, 1] = page_id  # past the second sequence's only page: not an error
-    Prefill(SPEC, "cpu").plan(*LENS.arrays, table)
+    PagedAttention(SPEC, "cpu").plan(*LENS.arrays, table)
     table[0, 1] = page_id
     with pytest.raises(ValueError, match=re.escape(f"page_table[0, 1] is {page_id}")):
-        Prefill(SPEC, "cpu").plan(*LENS.arrays, table)
+        PagedAttention(SPEC, "cpu").plan(*LENS.arrays, table)
     pool = torch.zeros((8, 1, 2, 2, 16, 64))
     with pytest.raises(ValueError, match="page_ids"):
         pageio.page_digests(pool, torch.tensor([0, page_id]))
@@ -146,34 +145,33 @@ def test_slots_outside_the_pool_are_caught_when_debugging(monkeypatch: pytest.Mo
 
 def test_page_kernels_name_what_does_not_fit() -> None:
     pool, ids = torch.zeros((4, 1, 2, 2, 16, 64)), torch.tensor([0])
-    with pytest.raises(ValueError, match="target"):
-        pageio.copy_pages(torch.zeros((4, 1, 2, 2, 16, 32)), pool, ids, ids)
-    with pytest.raises(ValueError, match="source"):
-        pageio.copy_pages(pool, pool.transpose(3, 4), ids, ids)
-    with pytest.raises(ValueError, match="target_ids"):
-        pageio.copy_pages(pool, pool, torch.tensor([0, 1]), ids)
-    with pytest.raises(ValueError, match="heads"):
-        pageio.reshard((pool, pool), ids, ids, 16, pageio.HeadRange(1, 0, 2))
-    with pytest.raises(ValueError, match="source_ids"):
-        pageio.reshard((pool, pool), ids, torch.tensor([0, 1]), 16, pageio.HeadRange(0, 0, 2))
-    with pytest.raises(ValueError, match="factors"):
-        pageio.reshard((pool, pool), ids, ids, 16, pageio.HeadRange(0, 0, 2), factors=torch.zeros(2, 2))
+    with pytest.raises(ValueError, match="pool"):
+        pageio.page_digests(pool.transpose(3, 4), ids)
 
 
 def test_row_kernels_name_what_does_not_fit() -> None:
     x = torch.zeros(3, 64)
     with pytest.raises(ValueError, match="weight"):
-        elementwise.rms_norm(x, torch.zeros(63), 1e-5)
-    with pytest.raises(ValueError, match="residual"):
-        elementwise.rms_norm(x, torch.zeros(64), 1e-5, residual=torch.zeros(2, 64))
+        rows.rms_norm(x, torch.zeros(63), 1e-5)
     with pytest.raises(ValueError, match="x must have stride 1"):
-        elementwise.silu_mul(x.t())
+        rows.silu_mul(x.t())
     with pytest.raises(ValueError, match="x"):
-        elementwise.silu_mul(torch.zeros(3, 5))
-    with pytest.raises(ValueError, match="cos_sin"):
-        elementwise.rope(torch.zeros(3, 2, 64), torch.zeros(9, 66), torch.zeros(3, dtype=torch.int32))
-    with pytest.raises(ValueError, match="positions"):
-        elementwise.rope(torch.zeros(3, 2, 64), torch.zeros(9, 64), torch.zeros(3))
+        rows.silu_mul(torch.zeros(3, 5))
+
+
+@pytest.mark.parametrize(
+    ("name", "cos_sin", "positions"),
+    [
+        ("cos_sin", torch.zeros(9, 66), torch.zeros(1, dtype=torch.int32)),
+        ("positions", torch.zeros(9, 64), torch.zeros(1)),
+    ],
+)
+def test_rotating_names_what_does_not_fit(name: str, cos_sin: Tensor, positions: Tensor) -> None:
+    kv = torch.zeros((2, 1, 2, 1, 16, 64))
+    qkv = (torch.zeros(1, 2, 64), torch.zeros(1, 1, 64), torch.zeros(1, 1, 64))
+    target = pageio.Target(kv[:, 0, 0], kv[:, 0, 1], torch.tensor([3]))
+    with pytest.raises(ValueError, match=name):
+        pageio.rope_write(qkv, positions, pageio.Rotation(cos_sin), target)
 
 
 def test_sampling_names_what_does_not_fit() -> None:
@@ -192,7 +190,7 @@ def test_sampling_names_what_does_not_fit() -> None:
 
 def test_an_empty_batch_is_served_by_doing_nothing() -> None:
     empty = torch.zeros(0, 64)
-    assert elementwise.rms_norm(empty, torch.ones(64), 1e-5).shape == (0, 64)
-    assert elementwise.silu_mul(empty).shape == (0, 32)
+    assert rows.rms_norm(empty, torch.ones(64), 1e-5).shape == (0, 64)
+    assert rows.silu_mul(empty).shape == (0, 32)
     assert len(pageio.page_digests(torch.zeros(1, 1, 2, 1, 16, 64), torch.zeros(0, dtype=torch.int32))) == 0
-    assert trial.make(trial.spec_of((2, 1), 64, 16, LENS), LENS).error(torch.zeros(3, 2, 64)) < 1
+    assert problem.make(problem.spec_of((2, 1), 64, 16, LENS), LENS).error(torch.zeros(3, 2, 64)) < 1

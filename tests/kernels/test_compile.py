@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import pytest
 
 SHARED_BYTES = {80: 166_912, 90: 232_448, 100: 232_448}
-ROWS = "rope and write|copy|digest|reshard|with residual|silu|sample"
+ROWS = "rope and write|digest|rms norm|silu|sample"
 CORE = f"d128$|width|d128 16-slot|soft cap$|fp8|float32|{ROWS}"  # one of each kernel; the report has all
 PROGRAM = """
 import json, re, sys

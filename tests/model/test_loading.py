@@ -10,8 +10,7 @@ from torch import Tensor
 
 from pdserve.errors import ConfigError
 from pdserve.model.config import ModelConfig
-from pdserve.model.dummy import dummy_weights
-from pdserve.model.loading import load_model
+from pdserve.model.loading import dummy_weights, load_model
 from pdserve.model.safetensors_weights import iterate_safetensors
 
 CONFIG = ModelConfig.from_hf(

@@ -10,15 +10,16 @@ PROGRAM = """
 import json, random, torch
 from pdserve.engine.attention_triton import TritonAttention
 from pdserve.engine.batch import Batch, PoolShape
-from pdserve.engine.gpu_bench import PAGE_SIZE, QWEN3_0_6B
-from pdserve.engine.graphs import StepInputs, graph_sizes
+from pdserve.engine.gpu import PAGE_SIZE, QWEN3_0_6B
+from pdserve.engine.graphs import graph_sizes
+from pdserve.engine.runner_cuda import step_inputs
 from pdserve.engine.sampler_triton import KernelSampler
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan
 from pdserve.kernels import compiling
-from pdserve.model.attention import QkNorm
+from pdserve.kernels.staging import Staging
 from pdserve.model.config import ModelConfig
-from pdserve.model.layers import PlainLinear
-from pdserve.model.layers_cuda import KernelMlp, KernelNorm
+from pdserve.model.ops import Dense, QkNorm
+from pdserve.model.ops_cuda import CudaOps
 from pdserve.model.rope import Rope
 from pdserve.sampling import SamplingParams
 
@@ -28,29 +29,30 @@ config = ModelConfig.from_hf(QWEN3_0_6B)
 def empty(*shape):
     return torch.empty(shape, dtype=torch.bfloat16, device=META)
 
+POOL = PoolShape(NUM_PAGES, PAGE_SIZE, config.vocab_size)
+
 def step(*query_lens):
     spec = SampleSpec(SamplingParams(), 1, 0, (), (), False)
     chunks = tuple(Chunk((1,) * n, 100, tuple(range(-(-(n + 100) // PAGE_SIZE))), (spec,)) for n in query_lens)
-    return Batch.of(StepPlan(chunks), PoolShape(NUM_PAGES, PAGE_SIZE, config.vocab_size))
+    return Batch.of(StepPlan(chunks), POOL)
 
-def launch(attention, inputs, batch, size):
-    _, positions, slots = inputs.send(batch, size)
+def launch(attention, batch, size):
+    _, positions, slots = Staging(META).send(*step_inputs(batch, POOL, size))
     attention.plan(batch, positions, slots)
-    norm = QkNorm(KernelNorm(empty(config.head_dim), 1e-6), KernelNorm(empty(config.head_dim), 1e-6))
-    heads = config.num_heads + 2 * config.num_kv_heads
+    heads, ops = config.num_heads + 2 * config.num_kv_heads, CudaOps(1e-6)
+    norm = QkNorm(empty(config.head_dim), empty(config.head_dim))
     attention.run(1, empty(size, heads, config.head_dim), norm)
-    gate_up = PlainLinear(empty(2 * config.intermediate_size, config.hidden_size))
-    mlp = KernelMlp(gate_up, PlainLinear(empty(config.hidden_size, config.intermediate_size)))
-    mlp(KernelNorm(empty(config.hidden_size), 1e-6)(empty(size, config.hidden_size)), empty(size, config.hidden_size))
+    gate, up = (Dense(empty(config.intermediate_size, config.hidden_size)) for _ in range(2))
+    x = ops.rms_norm(empty(size, config.hidden_size), empty(config.hidden_size))
+    ops.swiglu(x, ops.held_gate_up(gate, up))
     sampler = KernelSampler((1,), META)
-    sampler.draw(empty(len(batch.samples), config.vocab_size), sampler.prepare(batch.samples))
+    sampler.sample(empty(len(batch.samples), config.vocab_size), sampler.prepare(batch.samples))
 
 kv = empty(NUM_PAGES, config.num_layers, 2, config.num_kv_heads, PAGE_SIZE, config.head_dim)
 attention = TritonAttention(config, kv, Rope(config, META), 2048, graph_sizes(256))
-inputs = StepInputs(1024, PAGE_SIZE, NUM_PAGES, META)
 with compiling.recorded() as launches:
-    launch(attention, inputs, step(1, 1, 1), 4)
-    launch(attention, inputs, step(1, 200, 300), 501)
+    launch(attention, step(1, 1, 1), 4)
+    launch(attention, step(1, 200, 300), 501)
 unique = {repr((each.kernel, each.signature, each.constants, each.options)): each for each in launches}
 for each in unique.values():
     made = compiling.compile_launch(each, 90)
@@ -65,7 +67,7 @@ def test_every_kernel_of_a_step_compiles_for_hopper_and_keeps_to_its_registers()
     assert done.returncode == 0, done.stderr
     made = [json.loads(line) for line in done.stdout.splitlines()]
     names = [name for name, _, _ in made]
-    assert {"attend", "merge", "rope_write", "rms_norm", "silu_mul", "sample"} <= set(names)
+    assert {"attend", "combine", "rope_write", "rms_norm", "silu_mul", "sample"} <= set(names)
     assert names.count("attend") == 2  # once for single tokens, once for chunks
     assert [(name, spilled) for name, spilled, _ in made if spilled] == []
     assert max(shared for _, _, shared in made) <= SHARED_BYTES

@@ -6,13 +6,15 @@ import torch
 from greedy_runs import spec
 
 from pdserve.engine.batch import Batch, PoolShape
-from pdserve.engine.graphs import Replays, StepInputs, graph_sizes, lay_out, size_for
+from pdserve.engine.graphs import Replays, graph_sizes, size_for
+from pdserve.engine.runner_cuda import step_inputs
 from pdserve.engine.step import Chunk, StepPlan
-from pdserve.errors import InvariantError
 from pdserve.ids import PageId
+from pdserve.kernels.staging import Staging, aligned
 
 PAGE_SIZE, NUM_PAGES = 16, 20
 CPU = torch.device("cpu")
+POOL = PoolShape(NUM_PAGES, PAGE_SIZE, 200)
 
 
 def decode_batch(*contexts: int) -> Batch:
@@ -21,7 +23,7 @@ def decode_batch(*contexts: int) -> Batch:
         Chunk((100 + i,), length, tuple(PageId(4 * i + j) for j in range(length // PAGE_SIZE + 1)), (spec(),))
         for i, length in enumerate(contexts)
     )
-    return Batch.of(StepPlan(chunks), PoolShape(NUM_PAGES, PAGE_SIZE, 200))
+    return Batch.of(StepPlan(chunks), POOL)
 
 
 @pytest.mark.parametrize(
@@ -36,11 +38,9 @@ def test_a_step_takes_the_smallest_size_that_holds_it() -> None:
     assert [size_for(count, sizes) for count in (1, 2, 3, 5, 8, 9, 11, 12)] == [1, 2, 4, 8, 8, 11, 11, None]
 
 
-def test_places_without_a_sequence_write_to_no_slot() -> None:
-    image = np.full((3, 5), 77, np.int32)
-    lay_out(decode_batch(3, 17), PAGE_SIZE, NUM_PAGES, image)
+def test_padding_writes_to_no_slot() -> None:
     nowhere = NUM_PAGES * PAGE_SIZE
-    assert image.tolist() == [
+    assert [row.tolist() for row in step_inputs(decode_batch(3, 17), POOL, 5)] == [
         [100, 101, 0, 0, 0],
         [3, 17, 0, 0, 0],
         [3, 5 * PAGE_SIZE + 1, nowhere, nowhere, nowhere],
@@ -48,19 +48,29 @@ def test_places_without_a_sequence_write_to_no_slot() -> None:
 
 
 def test_a_later_step_of_a_size_is_found_where_the_first_one_was() -> None:
-    inputs = StepInputs(16, PAGE_SIZE, NUM_PAGES, CPU)
-    first = inputs.send(decode_batch(3, 17, 9), 4)
+    staging = Staging(CPU, 3 * aligned(16))
+    first = staging.send(*step_inputs(decode_batch(3, 17, 9), POOL, 4))
     addresses = [tensor.data_ptr() for tensor in first]
-    inputs.send(decode_batch(3), 1)
-    second = inputs.send(decode_batch(5, 6), 4)
+    staging.send(*step_inputs(decode_batch(3), POOL, 1))
+    second = staging.send(*step_inputs(decode_batch(5, 6), POOL, 4))
     assert [tensor.data_ptr() for tensor in second] == addresses
     assert [tensor.tolist() for tensor in first[:2]] == [[100, 101, 0, 0], [5, 6, 0, 0]]
     assert all(address % 64 == 0 for address in (a - addresses[0] for a in addresses))
 
 
-def test_a_step_larger_than_its_buffers_is_our_own_fault() -> None:
-    with pytest.raises(InvariantError, match="17 tokens in buffers for 16"):
-        StepInputs(16, PAGE_SIZE, NUM_PAGES, CPU).send(decode_batch(3), 17)
+def test_what_is_sent_keeps_its_shape_and_kind_and_without_words_its_place() -> None:
+    whole, parts = np.arange(6).reshape(2, 3), np.array([0.5, -1.0], dtype=np.float32)
+    staging = Staging(CPU)
+    first, halves = staging.send(whole, parts)
+    assert (first.tolist(), first.dtype) == (whole.tolist(), torch.int32)
+    assert (halves.tolist(), halves.dtype) == ([0.5, -1.0], torch.float32)
+    staging.send(whole + 1, parts)
+    assert first.tolist() == whole.tolist()
+
+
+def test_arrays_larger_than_their_words_are_refused() -> None:
+    with pytest.raises(ValueError, match="16 words"):
+        Staging(CPU, 16).send(np.arange(17))
 
 
 def test_on_a_cpu_every_step_is_computed_anew() -> None:

@@ -11,16 +11,16 @@ from torch import Tensor
 from pdserve.engine.attention_torch import TorchAttention
 from pdserve.engine.attention_triton import TritonAttention
 from pdserve.engine.batch import Batch, PoolShape
-from pdserve.engine.graphs import StepInputs, graph_sizes
-from pdserve.engine.runner import Runner
-from pdserve.engine.runner_cuda import CudaRunner, StepLimits
+from pdserve.engine.graphs import graph_sizes
+from pdserve.engine.runner import Runner, run
+from pdserve.engine.runner_cuda import CudaRunner, StepLimits, step_inputs
 from pdserve.engine.step import Chunk, StepPlan
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId
+from pdserve.kernels.staging import Staging
 from pdserve.model.config import ModelConfig
-from pdserve.model.dummy import dummy_weights
 from pdserve.model.llama import Model
-from pdserve.model.loading import load_model
+from pdserve.model.loading import dummy_weights, load_model
 from pdserve.sampling import SamplingParams
 
 PAGE_SIZE = 16
@@ -108,11 +108,11 @@ def logits_with_torch(model: Model, kv: Tensor, plan: StepPlan) -> Tensor:
 
 
 def logits_with_triton(model: Model, kv: Tensor, plan: StepPlan, room: int) -> Tensor:
-    """Return the logits of the plan's tokens, computed with `room` places without a token behind them."""
+    """Return the logits of the plan's tokens, computed with `room` tokens of padding behind them."""
     attention = TritonAttention(model.config, kv, model.rope, LIMITS.max_model_len, graph_sizes(LIMITS.max_num_seqs))
-    batch = Batch.of(plan, PoolShape(NUM_PAGES, PAGE_SIZE, VOCAB))
-    inputs = StepInputs(256, PAGE_SIZE, NUM_PAGES, kv.device)
-    token_ids, positions, slots = inputs.send(batch, batch.num_tokens + room)
+    pool = PoolShape(NUM_PAGES, PAGE_SIZE, VOCAB)
+    batch = Batch.of(plan, pool)
+    token_ids, positions, slots = Staging(kv.device).send(*step_inputs(batch, pool, batch.num_tokens + room))
     attention.plan(batch, positions, slots)
     return model.forward(token_ids, attention, None)[: batch.num_tokens]
 
@@ -125,7 +125,7 @@ def test_a_ragged_step_gives_the_logits_and_pages_of_plain_torch(
 ) -> None:
     torch_runner = Runner(model, NUM_PAGES, PAGE_SIZE)
     torch_runner.kv.fill_(left_behind)
-    torch_runner.run(FILLING)
+    run(torch_runner, FILLING)
     kv = torch_runner.kv.clone()
     expected = logits_with_torch(model, torch_runner.kv, StepPlan(chunks))
     ours = logits_with_triton(model, kv, StepPlan(chunks), room=0)
@@ -135,9 +135,9 @@ def test_a_ragged_step_gives_the_logits_and_pages_of_plain_torch(
 
 
 @torch.inference_mode()
-def test_places_without_a_sequence_change_neither_pages_nor_logits(model: Model) -> None:
+def test_padding_changes_neither_pages_nor_logits(model: Model) -> None:
     torch_runner = Runner(model, NUM_PAGES, PAGE_SIZE)
-    torch_runner.run(FILLING)
+    run(torch_runner, FILLING)
     plan = StepPlan((after(0, 1), after(1, 1), after(2, 1)))
     before, exact, padded = (torch_runner.kv.clone() for _ in range(3))
     expected = logits_with_triton(model, exact, plan, room=0)
@@ -172,7 +172,7 @@ def test_samples_come_with_their_chunks_whatever_a_step_asks_for(runner: CudaRun
             Chunk([9], 0, (PageId(3),), (spec(),)),
         )
     )
-    ours, expected = (each.run(plan).tokens for each in (runner, Runner(model, NUM_PAGES, PAGE_SIZE)))
+    ours, expected = (run(each, plan).tokens for each in (runner, Runner(model, NUM_PAGES, PAGE_SIZE)))
     assert [[token.token_id for token in drawn] for drawn in ours] == [
         [t.token_id for t in drawn] for drawn in expected
     ]
@@ -181,7 +181,7 @@ def test_samples_come_with_their_chunks_whatever_a_step_asks_for(runner: CudaRun
         assert token.logprobs is not None
         assert wanted.logprobs is not None
         assert token.logprobs.chosen == pytest.approx(wanted.logprobs.chosen, abs=1e-4)
-    assert runner.run(StepPlan((plan.chunks[1],))).tokens == ((),)
+    assert run(runner, StepPlan((plan.chunks[1],))).tokens == ((),)
 
 
 @pytest.mark.parametrize("model", ["qwen3"], indirect=True)
@@ -190,26 +190,33 @@ def test_what_a_runner_is_not_set_up_for_is_our_own_fault(runner: CudaRunner) ->
     too_many = Chunk(tokens_of(LIMITS.max_model_len), 0, pages_of(0, LIMITS.max_model_len), ())
     for chunks in ((too_long,), (too_many, too_many)):
         with pytest.raises(InvariantError):
-            runner.run(StepPlan(chunks))
+            run(runner, StepPlan(chunks))
 
 
 @pytest.mark.parametrize("model", ["qwen3"], indirect=True)
 def test_a_step_may_be_started_while_one_of_other_sequences_runs(runner: CudaRunner, model: Model) -> None:
     plans = [StepPlan((Chunk([7 + i], 0, (PageId(i),), (spec((), LOGPROBS),)),)) for i in range(3)]
-    started = [runner.start(plan) for plan in plans]
-    overlapped = [runner.finish(step).tokens[0][0] for step in started]
+    results = []
+    for plan in plans[:2]:
+        runner.start(plan)
+    with pytest.raises(InvariantError, match="2 are in flight"):
+        runner.start(plans[2])
+    results.append(runner.finish())
+    runner.start(plans[2])
+    results += [runner.finish(), runner.finish()]
+    overlapped = [result.tokens[0][0] for result in results]
     alone = CudaRunner(model, NUM_PAGES, PAGE_SIZE, LIMITS)
-    assert overlapped == [alone.run(plan).tokens[0][0] for plan in plans]
+    assert overlapped == [run(alone, plan).tokens[0][0] for plan in plans]
     assert len({token.logprobs for token in overlapped}) == 3
 
 
 @pytest.mark.parametrize("model", ["qwen3"], indirect=True)
-def test_a_step_may_follow_one_whose_tokens_are_not_known_yet(runner: CudaRunner, model: Model) -> None:
+def test_a_step_may_need_tokens_that_are_not_known_yet(runner: CudaRunner, model: Model) -> None:
     sampled = SamplingParams(temperature=1.3, logprobs=1)
     prompts = [tokens_of(length, length) for length in (5, 17, 1)]
 
-    def chunks(drawn: list[int] | None, follows: tuple[int | None, ...]) -> StepPlan:
-        places = enumerate(follows)
+    def chunks(drawn: list[int] | None, previous: tuple[int | None, ...]) -> StepPlan:
+        places = enumerate(previous)
         return StepPlan(
             tuple(
                 Chunk(
@@ -217,7 +224,7 @@ def test_a_step_may_follow_one_whose_tokens_are_not_known_yet(runner: CudaRunner
                     len(prompts[i]),
                     pages_of(4 * i, len(prompts[i]) + 1),
                     (spec((1,), sampled, seed=i),),
-                    follows=place,
+                    previous=place,
                 )
                 for i, place in places
             )
@@ -226,18 +233,19 @@ def test_a_step_may_follow_one_whose_tokens_are_not_known_yet(runner: CudaRunner
     first = StepPlan(
         tuple(Chunk(p, 0, pages_of(4 * i, len(p)), (spec((), sampled, seed=i),)) for i, p in enumerate(prompts))
     )
-    steps = [runner.start(first), runner.start(chunks(None, (0, 1, 2)))]
-    drawn, ahead = ([tokens[0] for tokens in runner.finish(step).tokens] for step in steps)
+    runner.start(first)
+    runner.start(chunks(None, (0, 1, 2)))
+    drawn, ahead = ([tokens[0] for tokens in runner.finish().tokens] for _ in range(2))
     alone = CudaRunner(model, NUM_PAGES, PAGE_SIZE, LIMITS)
-    ids = [tokens[0].token_id for tokens in alone.run(first).tokens]
-    known = [tokens[0] for tokens in alone.run(chunks(ids, (None,) * 3)).tokens]
+    ids = [tokens[0].token_id for tokens in run(alone, first).tokens]
+    known = [tokens[0] for tokens in run(alone, chunks(ids, (None,) * 3)).tokens]
     assert [token.token_id for token in drawn] == ids
     assert len(set(ids)) == 3
     assert ahead == known  # with their log probabilities: those tell which token a context ends in
 
 
 @pytest.mark.parametrize("model", ["qwen3"], indirect=True)
-def test_following_a_step_that_drew_nothing_is_our_own_fault(runner: CudaRunner) -> None:
-    runner.run(StepPlan((Chunk([7], 0, (PageId(1),), ()),)))
-    with pytest.raises(InvariantError, match="drew nothing"):
-        runner.start(StepPlan((Chunk((0,), 1, (PageId(1),), (spec(),), follows=0),)))
+def test_needing_a_token_of_a_step_that_sampled_nothing_is_our_own_fault(runner: CudaRunner) -> None:
+    run(runner, StepPlan((Chunk([7], 0, (PageId(1),), ()),)))
+    with pytest.raises(InvariantError, match="sampled nothing"):
+        runner.start(StepPlan((Chunk((0,), 1, (PageId(1),), (spec(),), previous=0),)))

@@ -28,7 +28,7 @@ def spec_of(index: int, params: SamplingParams, *, forbid_stops: bool = False) -
 
 def drawn_by_kernel(logits: Tensor, specs: list[SampleSpec]) -> list[int]:
     sampler = KernelSampler(EOS, torch.device("cpu"))
-    return sampler.draw(logits, sampler.prepare(specs)).tolist()
+    return sampler.sample(logits, sampler.prepare(specs)).tolist()
 
 
 def drawn_on_the_cpu(logits: Tensor, specs: list[SampleSpec]) -> list[int]:
@@ -77,7 +77,7 @@ def test_an_end_past_the_vocabulary_forbids_nothing_in_other_rows(eos: int) -> N
     logits[:, eos % VOCAB] = 5.0
     sampler = KernelSampler((eos,), torch.device("cpu"))
     drawn_on_the_cpu = [token.token_id for token in Sampler((eos,)).sample(logits, specs)]
-    assert sampler.draw(logits, sampler.prepare(specs)).tolist() == drawn_on_the_cpu == [eos % VOCAB] * 3
+    assert sampler.sample(logits, sampler.prepare(specs)).tolist() == drawn_on_the_cpu == [eos % VOCAB] * 3
 
 
 @pytest.mark.parametrize("temperature", [9e-6, 1e-38, 1e-45])

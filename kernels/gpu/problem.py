@@ -29,7 +29,7 @@ class Lens:
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class Problem:
     """A ragged batch over scattered pages. Slots and pages that are not in use hold NaN or infinity."""
 
     spec: AttentionSpec
@@ -69,8 +69,8 @@ def spec_of(heads: tuple[int, int], head_dim: int, page_size: int, lens: Lens, *
     return AttentionSpec(*heads, head_dim, page_size, num_pages, head_dim**-0.5, **fields)  # type: ignore[arg-type]
 
 
-def make(spec: AttentionSpec, lens: Lens, *, device: str = "cpu", seed: int = 0, unused: float = math.nan) -> Trial:
-    """Draw a trial; queries and keys are normal, values within 0.75 of zero so that rounding stays comparable.
+def make(spec: AttentionSpec, lens: Lens, *, device: str = "cpu", seed: int = 0, unused: float = math.nan) -> Problem:
+    """Draw a problem; queries and keys are normal, values within 0.75 of zero so that rounding stays comparable.
 
     unused: what slots and pages that are not in use hold.
     """
@@ -96,4 +96,4 @@ def make(spec: AttentionSpec, lens: Lens, *, device: str = "cpu", seed: int = 0,
     if spec.kv_dtype == FP8:
         halves = torch.rand((2, spec.num_kv_heads), generator=random, device=device) / 2 + 0.5
         scales = Scales(halves[0].contiguous(), halves[1].contiguous())
-    return Trial(spec, lens, table, q, kv.to(spec.kv_dtype), scales)
+    return Problem(spec, lens, table, q, kv.to(spec.kv_dtype), scales)

@@ -9,16 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdserve.engine import gpu_bench
-from pdserve.engine.device_memory import WORKSPACE_BYTES, pages_that_fit, step_bytes
-from pdserve.engine.gpu_bench import QWEN3_0_6B, drive, nano_vllm_work
-from pdserve.engine.gpu_check import PROMPT_LENS, Work, different_texts
+from pdserve.engine.gpu import PROMPT_LENS, QWEN3_0_6B, Work, different_texts, drive, nano_vllm_work
 from pdserve.engine.kvcache import KvCache
-from pdserve.engine.runner_cuda import CudaRunner, StepLimits
+from pdserve.engine.runner_cuda import WORKSPACE_BYTES, CudaRunner, StepLimits, pages_that_fit, step_bytes
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.model.config import ModelConfig
-from pdserve.model.dummy import dummy_weights
-from pdserve.model.loading import load_model
+from pdserve.model.loading import dummy_weights, load_model
 
 ROOT = Path(__file__).resolve().parents[2]
 WHAT_A_BARE_MACHINE_LACKS = (
@@ -33,8 +29,7 @@ class Lacking:
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Lacking())
 sys.path.insert(0, sys.argv[1])
-import pdserve.engine.gpu_bench as bench
-import pdserve.engine.gpu_check
+import pdserve.engine.gpu as bench
 import pdserve.kvtransfer.gpu_check
 assert bench.__file__.startswith(sys.argv[1]), bench.__file__
 """
@@ -61,15 +56,15 @@ def test_what_make_gpu_runs_needs_no_more_than_a_bare_machine_has(tmp_path: Path
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("ahead", [True, False])
-def test_driving_computes_every_token_of_the_work(ahead: bool) -> None:
+@pytest.mark.parametrize("depth", [2, 1])
+def test_driving_computes_every_token_of_the_work(depth: int) -> None:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_hidden_layers": 1}
     sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "eos_token_id": 1}
     config = ModelConfig.from_hf({"architectures": ["Qwen3ForCausalLM"], **heads, **sizes})
     runner = CudaRunner(load_model(config, dummy_weights(config), torch.float32), 12, 16, StepLimits(2, 16, 32))
     scheduler = Scheduler(KvCache(12, 16, None), Limits(2, 16, 32, frozenset()))
-    work = gpu_bench.Work(((1, 2, 3), (4,) * 20, (5,)), (2, 3, 1))
-    timed = drive(runner, scheduler, work, 0.6, ahead=ahead)
+    work = Work(((1, 2, 3), (4,) * 20, (5,)), (2, 3, 1))
+    timed = drive(runner, scheduler, work.sequences(0.6), depth)
     assert timed.num_tokens == 6
     assert (scheduler.num_running, scheduler.num_waiting) == (0, 0)
     assert 0.0 < timed.waiting_s < timed.total_s
@@ -77,7 +72,7 @@ def test_driving_computes_every_token_of_the_work(ahead: bool) -> None:
 
 
 def test_the_comparison_of_engines_finds_none_different() -> None:
-    assert different_texts("qwen3 4/2", torch.device("cpu"), Work(PROMPT_LENS[1:5], 2)) == []
+    assert different_texts("qwen3 4/2", torch.device("cpu"), PROMPT_LENS[1:5], 2) == []
 
 
 @pytest.mark.gpu

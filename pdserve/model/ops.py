@@ -1,0 +1,178 @@
+"""What a model computes with: weights as typed values, and the operations of a device.
+
+The type of a weight decides which product a linear takes, so a model's file names neither devices nor precisions.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pdserve.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Dense:
+    """A matrix in the dtype that the model computes in."""
+
+    data: Tensor  # [out_features, in_features]
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A bfloat16 matrix in the tile order of oneDNN's matrix units, so that no call repacks it."""
+
+    data: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """A quantized matrix: (data - zeros) * scales, where `group` neighbouring inputs share a scale and a zero."""
+
+    data: Tensor  # integers [out_features, in_features]
+    scales: Tensor  # [out_features, in_features / group]
+    zeros: Tensor  # like scales
+    group: int
+    bias: Tensor | None = None
+
+
+Linear = Dense | Packed | Grouped
+
+
+@dataclass(frozen=True, slots=True)
+class GateUp:
+    """The two matrices of SwiGLU, for a device that multiplies them one after the other."""
+
+    gate: Linear
+    up: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class QkNorm:
+    """Weights of the norms over each head of q and of k, before they are rotated."""
+
+    q: Tensor
+    k: Tensor
+
+
+class Ops(Protocol):
+    """The operations of one device. x: [num_tokens, features]."""
+
+    def held(self, weight: Linear) -> Linear:
+        """Return a loaded weight as the type that this device multiplies; ConfigError if there is none."""
+        ...
+
+    def held_gate_up(self, gate: Dense, up: Dense) -> Linear | GateUp:
+        """Return SwiGLU's matrices as this device multiplies them: joined into one, or apart."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return x / rms(x) * weight over the last axis, with the mean of squares in float32."""
+        ...
+
+    def linear(self, x: Tensor, weight: Linear) -> Tensor: ...
+
+    def linear_add(self, x: Tensor, weight: Linear, residual: Tensor) -> Tensor:
+        """Return linear(x) + residual, which may be overwritten."""
+        ...
+
+    def swiglu(self, x: Tensor, weight: Linear | GateUp) -> Tensor:
+        """Return silu(gate(x)) * up(x)."""
+        ...
+
+
+class Attention(Protocol):
+    """One step's attention, already planned."""
+
+    def run(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None) -> Tensor:
+        """Norm and rotate q and k, put K and V into the step's pages, attend over each sequence's pages.
+
+        qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], the heads of q, then k, then v; may be overwritten.
+        Returns [num_tokens, num_heads * head_dim].
+        """
+        ...
+
+
+def ops_for(device: torch.device, eps: float) -> Ops:
+    """Return the operations of a device. eps: of every norm."""
+    if device.type == "cuda":
+        from pdserve.model.ops_cuda import CudaOps  # noqa: PLC0415 - a worker on a CPU starts without Triton
+
+        return CudaOps(eps)
+    return TorchOps(eps)
+
+
+def dense(weight: Linear) -> Dense:
+    """Return a weight that is multiplied as it is; ConfigError for the types that have no such product."""
+    if not isinstance(weight, Dense):
+        raise ConfigError(f"weights: no product of {type(weight).__name__} weights on this device")
+    return weight
+
+
+class TorchOps:
+    """The operations in plain torch, and in oneDNN's fused products where the CPU has matrix units for bfloat16."""
+
+    def __init__(self, eps: float) -> None:
+        self._eps = torch.full((1, 1), eps, dtype=torch.float32)
+
+    def held(self, weight: Linear) -> Linear:
+        matrix = dense(weight)
+        return _packed(matrix) if _packs(matrix.data) else matrix
+
+    def held_gate_up(self, gate: Dense, up: Dense) -> Linear | GateUp:
+        if _packs(gate.data):
+            return GateUp(_packed(gate), _packed(up))
+        return joined(gate, up)
+
+    def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.float()
+        norm = torch.linalg.vector_norm(wide, 2, -1, keepdim=True)
+        scale = torch.addcmul(self._eps, norm, norm, value=1.0 / len(weight)).rsqrt_()
+        return (wide * scale).to(x.dtype).mul_(weight)
+
+    def linear(self, x: Tensor, weight: Linear) -> Tensor:
+        if isinstance(weight, Packed):
+            return _unary(x, weight.data, weight.bias, "none", [], "")
+        matrix = dense(weight)
+        return functional.linear(x, matrix.data, matrix.bias)
+
+    def linear_add(self, x: Tensor, weight: Linear, residual: Tensor) -> Tensor:
+        if isinstance(weight, Packed):
+            return _binary(x, residual, weight.data, weight.bias, "add")
+        return self.linear(x, weight).add_(residual)
+
+    def swiglu(self, x: Tensor, weight: Linear | GateUp) -> Tensor:
+        if isinstance(weight, GateUp):
+            gated = _unary(x, weight.gate.data, weight.gate.bias, "swish", [], "")
+            return _binary(x, gated, weight.up.data, weight.up.bias, "mul")
+        gate, up = self.linear(x, weight).chunk(2, -1)
+        return functional.silu(gate).mul_(up)
+
+
+def joined(*weights: Dense) -> Dense:
+    """Return one matrix that computes all of them side by side."""
+    if len(weights) == 1:
+        return weights[0]
+    biases = [weight.bias for weight in weights if weight.bias is not None]
+    return Dense(torch.cat([weight.data for weight in weights]), torch.cat(biases) if biases else None)
+
+
+# What follows one of these products is done on its float32 sums, before they are rounded.
+_unary: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.default
+_binary: Callable[..., Tensor] = torch.ops.mkldnn._linear_pointwise.binary
+
+
+def _packed(matrix: Dense) -> Packed:
+    return Packed(torch.ops.mkldnn._reorder_linear_weight(matrix.data.contiguous()), matrix.bias)
+
+
+def _packs(data: Tensor) -> bool:
+    """Say whether this machine multiplies packed weights of the matrix's dtype."""
+    if data.device.type != "cpu" or data.dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

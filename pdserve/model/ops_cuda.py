@@ -1,0 +1,38 @@
+"""The operations on a GPU: what is not a matrix product is one Triton kernel each, what can ride on a product does."""
+
+from torch import Tensor
+from torch.nn import functional
+
+from pdserve.kernels.rows import rms_norm, silu_mul
+from pdserve.model.ops import Dense, GateUp, Linear, dense, joined
+
+
+class CudaOps:
+    """The operations of a GPU, or of a CPU where Triton interprets."""
+
+    def __init__(self, eps: float) -> None:
+        self._eps = eps
+
+    def held(self, weight: Linear) -> Linear:
+        return dense(weight)
+
+    def held_gate_up(self, gate: Dense, up: Dense) -> Linear | GateUp:
+        return joined(gate, up)
+
+    def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight, self._eps)
+
+    def linear(self, x: Tensor, weight: Linear) -> Tensor:
+        matrix = dense(weight)
+        return functional.linear(x, matrix.data, matrix.bias)
+
+    def linear_add(self, x: Tensor, weight: Linear, residual: Tensor) -> Tensor:
+        """Sum the products onto the residual before they are rounded."""
+        matrix = dense(weight)
+        total = residual.addmm_(x, matrix.data.t())
+        return total if matrix.bias is None else total.add_(matrix.bias)
+
+    def swiglu(self, x: Tensor, weight: Linear | GateUp) -> Tensor:
+        if isinstance(weight, GateUp):
+            raise TypeError("gate and up are joined on a GPU")
+        return silu_mul(self.linear(x, weight))
