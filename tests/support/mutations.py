@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import membership_mutations
 import receiver_mutations
+import stream_mutations
 from breaking import MUTATIONS, Original, mutation, wrap
 
 from pdserve.decode_worker.core import DecodeCore
@@ -27,7 +28,12 @@ from pdserve.router.request import Sequence as RouterSequence
 from pdserve.router.retry import Retry
 from pdserve.worker.messages import Cancelled, PeerGone
 
-__all__ = ["MUTATIONS", "membership_mutations", "receiver_mutations"]  # the latter two have put their own among them
+__all__ = [
+    "MUTATIONS",
+    "membership_mutations",
+    "receiver_mutations",
+    "stream_mutations",
+]  # the latter have put their own among them
 
 # ---- the sender's half
 

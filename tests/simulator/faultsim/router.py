@@ -125,7 +125,8 @@ class RouterProcess(Process):
     def _perform(self, command: Command) -> None:
         match command:
             case Send(link_id, message):
-                self.streams[link_id].send(message)
+                if link_id in self.streams:
+                    self.streams[link_id].send(message)
             case Close(link_id, reason):
                 end = self.streams.pop(link_id)
                 if command.is_dismissal:
