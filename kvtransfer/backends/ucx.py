@@ -1,7 +1,7 @@
 """Confines UCX to the network that carries pages: its TCP listens on addresses of one host, and nowhere else.
 
-UCX takes its devices from environment variables alone: of its lists, NIXL's own parameters carry no more than one name.
-By itself it listens on every interface, and writes what arrives there to whatever address the sender names.
+By itself UCX listens on every interface, and writes what arrives there to whatever address the sender names. Its
+devices are set by environment variables, because NIXL's own parameters carry only one name of a list.
 """
 
 import ipaddress
@@ -24,10 +24,10 @@ _Listener = tuple[_Address, int]
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Which ways pages may take between workers. Shared memory, within one machine, is open unless TCP alone is."""
+    """What may carry pages between workers. Within one machine shared memory may, unless `tcp_only`."""
 
-    host: str = "127.0.0.1"  # an address of this machine, or a name of some; 0.0.0.0 and :: are all it has
-    rdma_devices: tuple[str, ...] = ()  # in UCX's words: mlx5_0:1
+    host: str = "127.0.0.1"  # an address of this machine or its name; 0.0.0.0 and :: stand for all addresses
+    rdma_devices: tuple[str, ...] = ()  # as UCX names them: mlx5_0:1
     tcp_only: bool = False
 
     def settings(self, *, gpu: bool = False) -> dict[str, str]:
@@ -39,7 +39,7 @@ class Network:
         if self.tcp_only and self.rdma_devices:
             raise ConfigError("handoff_rdma_devices: none can be used where handoff_transport is tcp")
         for device in self.rdma_devices:
-            name, _, port = device.partition(":")  # UCX leaves out what it does not know, and says so in its log alone
+            name, _, port = device.partition(":")  # UCX skips unknown devices, and only logs it
             if not (port and (RDMA_DEVICES / name / "ports" / port).is_dir()):
                 raise ConfigError(f"handoff_rdma_devices: {device} names no device:port under {RDMA_DEVICES}")
         addresses = self._addresses()
@@ -61,7 +61,7 @@ class Network:
 
     @contextmanager
     def confine(self, *, gpu: bool) -> Iterator[None]:
-        """Confine what UCX sets up within the block; ConfigError if it listens elsewhere at its end."""
+        """Confine what UCX sets up within the block; ConfigError if it listens elsewhere at the end of the block."""
         settings, addresses = self.settings(gpu=gpu), self._addresses()
         inherited, listening = settings.keys() & os.environ.keys(), listeners()
         os.environ.update(settings)
@@ -77,14 +77,13 @@ class Network:
             raise ConfigError(f"handoff_host: {self.host} is asked for, and UCX listens on {', '.join(strange)}")
 
     def _addresses(self) -> set[_Address]:
-        """Return which addresses of this machine the host is."""
+        """Return the addresses of this machine that the host stands for."""
         mine = set[_Address]().union(*_interfaces().values())
         found = _resolve(self.host)
         if any(address.is_unspecified for address in found):
             return mine
-        versions = {
-            address.version for address in found if address.is_loopback
-        }  # all of 127.0.0.0/8 is one interface's
+        # All of 127.0.0.0/8 belongs to one interface, which owns another address than most of them.
+        versions = {address.version for address in found if address.is_loopback}
         return found & mine | {address for address in mine if address.is_loopback and address.version in versions}
 
 
