@@ -1,23 +1,22 @@
 """A cluster under virtual time: cores of routers, workers, and the links between them. One router needs no reports."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import isfinite
 
 from pdserve.capacity.leaping import END, LeapingScheduler
 from pdserve.capacity.machine import Machine
-from pdserve.capacity.shape import Run, Shape
-from pdserve.capacity.telling import (
+from pdserve.capacity.reports import (
     LEDGER_ONLY,
     Delta,
-    Told,
     close,
     delta,
-    heard_by_receiver,
-    heard_by_sender,
     load_report,
     stage,
+    to_receiver,
+    to_sender,
 )
+from pdserve.capacity.shape import Run, Shape
 from pdserve.capacity.timeline import Timeline, garbage_left
 from pdserve.capacity.worker import SimWorker, Steps
 from pdserve.decode_worker import events as decode_events
@@ -77,19 +76,6 @@ class _Router:
     alarm_s: float = float("inf")  # when it is to be woken
 
 
-@dataclass(slots=True)
-class _Member:
-    """A worker as the cluster knows it."""
-
-    worker: SimWorker
-    peer: Peer
-    link: LinkId
-    role: Role
-    is_sending_s: float = 0.0  # until when its side of the link is taken
-    reported_s: float = 0.0  # when it last reported its load
-    told: Told = field(default_factory=dict)
-
-
 class SimCluster:
     """Carries what the cores say to each other."""
 
@@ -107,9 +93,8 @@ class SimCluster:
         self._num_awaited = 0
         self._outcomes: dict[bytes, Outcome] = {}
         self._lengths: dict[bytes, int] = {}
-        self._members: dict[LinkId, _Member] = {}
-        self._by_peer: dict[Peer, _Member] = {}
-        self._by_name: dict[str, _Member] = {}
+        self._workers: dict[LinkId, SimWorker] = {}
+        self._by_peer: dict[Peer, SimWorker] = {}
         self._connected: set[tuple[Peer, Peer]] = set()
         costs = {
             Role.PREFILL: profile.configuration(shape.prefill_tp).costs(),
@@ -155,10 +140,10 @@ class SimCluster:
         return self._so_far(self._timeline.now_s)
 
     def _so_far(self, now_s: float) -> Run:
-        outcomes, members = tuple(self._outcomes.values()), self._members.values()
+        outcomes, workers = tuple(self._outcomes.values()), self._workers.values()
         span_s = max(1e-9, now_s - outcomes[0].sent_s)
-        busy = {member.worker.name: member.worker.busy_s / span_s for member in members}
-        return Run(outcomes, span_s, busy, sum(member.worker.num_steps for member in members))
+        busy = {str(worker.peer.worker_id): worker.busy_s / span_s for worker in workers}
+        return Run(outcomes, span_s, busy, sum(worker.num_steps for worker in workers))
 
     # ---- the router
 
@@ -188,18 +173,18 @@ class SimCluster:
 
     def _post(self, router: _Router, event: Event) -> None:
         for command in router.core.handle(event, self._timeline.now_s):
-            self._obey(router, command)
+            self._carry_out(router, command)
         due_s = router.core.next_wakeup_s()
         if due_s is not None and due_s < router.alarm_s and due_s < self._timeline.now_s + DEADLINE_S / 2:
             router.alarm_s = due_s
-            self._timeline.at(max(due_s, self._timeline.now_s), self._ring, router, due_s)
+            self._timeline.at(max(due_s, self._timeline.now_s), self._wake, router, due_s)
 
-    def _ring(self, router: _Router, due_s: float) -> None:
+    def _wake(self, router: _Router, due_s: float) -> None:
         if router.alarm_s == due_s:
             router.alarm_s = float("inf")
             self._post(router, router_events.Tick())
 
-    def _obey(self, router: _Router, command: Command) -> None:
+    def _carry_out(self, router: _Router, command: Command) -> None:
         match command:
             case Place():
                 self._place(router, command)
@@ -208,7 +193,7 @@ class SimCluster:
             case End(request_id, end):
                 close(self._outcomes[request_id], end, self._timeline.now_s)
             case CancelAttempt(link, request_id, attempt, indices):
-                self._members[link].worker.offer(messages.Cancelled(request_id, attempt, indices))
+                self._workers[link].offer(messages.Cancelled(request_id, attempt, indices))
             case _:
                 pass
 
@@ -225,19 +210,19 @@ class SimCluster:
             spec.cache_salt,
             spec.priority,
         )
-        prefill = None if place.prefill is None else self._members[place.prefill.link]
-        decode = None if place.decode is None else self._members[place.decode.link]
+        prefill = None if place.prefill is None else self._workers[place.prefill.link]
+        decode = None if place.decode is None else self._workers[place.decode.link]
         deadline_s = self._timeline.now_s + spec.remaining_s
         if decode is not None:
             peer = None if prefill is None else prefill.peer
-            decode.told[spec.request_id, spec.attempt] = 0 if prefill is None else 1
-            decode.worker.offer(messages.Placed(router.ref, job, deadline_s, peer))
+            decode.reported[spec.request_id, spec.attempt] = 0 if prefill is None else 1
+            decode.offer(messages.Placed(router.ref, job, deadline_s, peer))
         if prefill is not None:
             peer = None if decode is None else decode.peer
-            prefill.told[spec.request_id, spec.attempt] = 0
-            prefill.worker.offer(messages.Placed(router.ref, job, deadline_s, peer, "simulated"))
-        for member in filter(None, (decode, prefill)) if len(self._routers) > 1 else ():
-            self._timeline.soon(self._report_load, member)
+            prefill.reported[spec.request_id, spec.attempt] = 0
+            prefill.offer(messages.Placed(router.ref, job, deadline_s, peer, "simulated"))
+        for worker in filter(None, (decode, prefill)) if len(self._routers) > 1 else ():
+            self._timeline.soon(self._report_load, worker)
 
     # ---- workers
 
@@ -245,7 +230,7 @@ class SimCluster:
         shape, is_prefill = self._shape, role is Role.PREFILL
         configuration = self._profile.configuration(shape.prefill_tp if is_prefill else shape.decode_tp)
         num_pages = int(configuration.kv_tokens * shape.kv_share) // self._page_size
-        link = LinkId(len(self._members) + 1)
+        link = LinkId(len(self._workers) + 1)
         max_model_len = min(self._longest, num_pages * self._page_size)
         limits = EngineLimits(
             max_num_seqs=shape.max_num_seqs,
@@ -260,10 +245,10 @@ class SimCluster:
             if is_prefill
             else DecodeCore(scheduler, VOCAB_SIZE, b"simulated", RULES)
         )
-        worker = SimWorker(self._timeline, name, core, scheduler, self._costs[role], self._machine)
-        worker.perform = self._perform
         peer = Peer(WorkerId(name), Incarnation(link))
-        self._members[link] = self._by_peer[peer] = self._by_name[name] = _Member(worker, peer, link, role)
+        worker = SimWorker(self._timeline, (peer, link), core, scheduler, self._costs[role], self._machine)
+        worker.perform = self._perform
+        self._workers[link] = self._by_peer[peer] = worker
         # One head whose width makes a page as large as the profile says.
         layout = KvLayout("simulated", 1, 1, self._profile.kv_bytes_per_token // 4, self._page_size, "bfloat16")
         registration = Registration(
@@ -286,60 +271,58 @@ class SimCluster:
             self._post(router, registration)
 
     def _perform(self, worker: SimWorker, commands: Sequence[object], steps: Steps | None) -> None:
-        member = self._by_name[worker.name]
         deltas: dict[RouterRef, list[Delta]] = {ref: [] for ref in self._routers}
         for command in commands:
             match command:
                 case messages.Tokens():
-                    deltas[command.router].append(delta(member.told, command))
+                    deltas[command.router].append(delta(worker.reported, command))
                 case messages.Progress() if command.stage not in LEDGER_ONLY:
-                    self._post(self._routers[command.router], stage(member.link, command, self._timeline.now_s))
+                    self._post(self._routers[command.router], stage(worker.link, command, self._timeline.now_s))
                 case messages.Progress():
                     pass
                 case messages.Failed(ref, key, code, reason):
-                    link = member.link
-                    failed = router_events.AttemptFailed(link, key.request_id, key.attempt, code, reason)
+                    failed = router_events.AttemptFailed(worker.link, key.request_id, key.attempt, code, reason)
                     self._post(self._routers[ref], failed)
                 case _:
-                    self._carry(member, command)
+                    self._carry(worker, command)
         if steps is None:
             return
         for ref, router in self._routers.items():
-            self._post(router, StepReported(member.link, deltas[ref], steps.each, steps.each_s, steps.count))
-        if len(self._routers) > 1 and self._timeline.now_s - member.reported_s >= LOAD_EVERY_S:
-            self._report_load(member)
+            self._post(router, StepReported(worker.link, deltas[ref], steps.each, steps.each_s, steps.count))
+        if len(self._routers) > 1 and self._timeline.now_s - worker.reported_s >= LOAD_EVERY_S:
+            self._report_load(worker)
 
-    def _report_load(self, member: _Member) -> None:
-        """Tell every router how full a worker is, as `worker.reporting` does where there are several."""
-        member.reported_s = self._timeline.now_s
-        load = member.worker.core.load()
+    def _report_load(self, worker: SimWorker) -> None:
+        """Report to every router how full a worker is, as `worker.reporting` does where there are several."""
+        worker.reported_s = self._timeline.now_s
+        load = worker.core.load()
         for ref, router in self._routers.items():
-            self._post(router, load_report(member.link, load, ref))
+            self._post(router, load_report(worker.link, load, ref))
 
-    def _carry(self, member: _Member, command: object) -> None:
-        """Bring a worker's word to the other worker."""
+    def _carry(self, worker: SimWorker, command: object) -> None:
+        """Bring a worker's message to the other worker."""
         match command:
             case prefill_events.Connect(peer):
-                if (member.peer, peer) not in self._connected:
-                    self._connected.add((member.peer, peer))
-                    self._by_peer[peer].worker.offer(decode_events.PeerAttached(member.peer))
+                if (worker.peer, peer) not in self._connected:
+                    self._connected.add((worker.peer, peer))
+                    self._by_peer[peer].offer(decode_events.PeerAttached(worker.peer))
             case prefill_events.Copy():
-                self._copy(member, command)
-            case prefill_events.ToPeer(peer, key, said):
-                self._by_peer[peer].worker.offer(decode_events.FromPeer(member.peer, key, heard_by_receiver(said)))
-            case decode_events.ToPeer(peer, key, said):
-                self._by_peer[peer].worker.offer(prefill_events.FromPeer(member.peer, key, heard_by_sender(said)))
+                self._copy(worker, command)
+            case prefill_events.ToPeer(peer, key, message):
+                self._by_peer[peer].offer(decode_events.FromPeer(worker.peer, key, to_receiver(message)))
+            case decode_events.ToPeer(peer, key, message):
+                self._by_peer[peer].offer(prefill_events.FromPeer(worker.peer, key, to_sender(message)))
             case _:
                 pass
 
-    def _copy(self, member: _Member, copy: prefill_events.Copy) -> None:
+    def _copy(self, worker: SimWorker, copy: prefill_events.Copy) -> None:
         """Move pages: one copy at a time leaves a worker, and one at a time comes in."""
         target, link = self._by_peer[copy.peer], self._profile.link
-        start_s = max(self._timeline.now_s, member.is_sending_s, target.is_sending_s)
+        start_s = max(self._timeline.now_s, worker.link_busy_until_s, target.link_busy_until_s)
         end_s = start_s + len(copy.src) * self._page_bytes / link.bytes_per_s
-        member.is_sending_s = target.is_sending_s = end_s
+        worker.link_busy_until_s = target.link_busy_until_s = end_s
         stopped = prefill_events.FromPeer(copy.peer, copy.key, sender.CopyStopped((0,) * len(copy.src)))
-        self._timeline.at(end_s + link.latency_s, member.worker.offer, stopped)
+        self._timeline.at(end_s + link.latency_s, worker.offer, stopped)
 
 
 def simulate(profile: Profile, shape: Shape, policy: str, workload: Workload, objective: Objective) -> Run:

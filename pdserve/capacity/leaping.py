@@ -12,7 +12,7 @@ from pdserve.sampling import SamplingParams
 
 OTHER, END = 0, 1  # tokens: one that goes on, and the end of a sequence
 _GOES_ON, _ENDS = (SampledToken(OTHER),), (SampledToken(END),)
-_SAMPLES = (SampleSpec(SamplingParams(), 0, 0, (), (), False),)  # nobody draws by them here
+_SAMPLES = (SampleSpec(SamplingParams(), 0, 0, (), (), False),)  # nobody samples by them here
 
 OutputLength = Callable[[bytes], int]  # of a request, by its id
 
@@ -25,7 +25,7 @@ class LeapingScheduler(Scheduler):
         self._output_length = output_length
         self._left: list[int] = []  # tokens to come of each sequence of the leap, when it began
 
-    def draw(self, plan: StepPlan, elapsed_s: float) -> StepResult:
+    def sample(self, plan: StepPlan, elapsed_s: float) -> StepResult:
         """Return what the step that is planned brings."""
         planned = self.steps[0].sequences
         tokens = tuple([self._token(s) if c.samples else () for s, c in zip(planned, plan.chunks, strict=True)])
@@ -38,10 +38,10 @@ class LeapingScheduler(Scheduler):
         return tokens if len(sequence.indices) == 1 else tokens * len(sequence.indices)
 
     def commit(self, plan: StepPlan, result: StepResult) -> tuple[Outcome, ...]:
-        """Take in what a step brought. Nothing is told of sequences that go on decoding, as in a leap."""
+        """Take in what a step brought. Sequences that go on decoding are not reported, as in a leap."""
         step, kept = self.steps[0], list[Sequence]()
         chunks: list[Chunk] = []
-        drawn: list[tuple[SampledToken, ...]] = []
+        sampled: list[tuple[SampledToken, ...]] = []
         for sequence, chunk, tokens in zip(step.sequences, plan.chunks, result.tokens, strict=True):
             goes_on = tokens is _GOES_ON and sequence.has_run and not sequence.stop_after_prompt
             if goes_on and _is_decoding(sequence) and sequence not in step.dropped:
@@ -50,9 +50,9 @@ class LeapingScheduler(Scheduler):
             else:
                 kept.append(sequence)
                 chunks.append(chunk)
-                drawn.append(tokens)
+                sampled.append(tokens)
         step.sequences = kept
-        return super().commit(StepPlan(tuple(chunks)), StepResult(tuple(drawn), result.elapsed_s))
+        return super().commit(StepPlan(tuple(chunks)), StepResult(tuple(sampled), result.elapsed_s))
 
     def schedule(self, step: RunningStep, sequence: Sequence, count: int) -> None:
         start = sequence.computed
@@ -105,11 +105,11 @@ class LeapingScheduler(Scheduler):
         return unchanged and self._has_pages(num_steps)
 
     def leap(self, num_steps: int) -> StepPlan:
-        """Do that many steps but the last one of sequences of which something is to be told: return that one.
+        """Do that many steps but the last one of sequences that are reported: return that one.
 
-        Told is of sequences that end, and of those that have not run before.
+        Reported are sequences that end, and those that have not run before.
         """
-        told = RunningStep({})
+        last_step = RunningStep({})
         step, ahead, size = self.steps[0], [OTHER] * num_steps, self.cache.page_size
         for sequence, left in zip(step.sequences, self._left, strict=True):
             if sequence in step.dropped:
@@ -123,9 +123,9 @@ class LeapingScheduler(Scheduler):
             else:
                 sequence.tokens += ahead[1:]
                 sequence.computed = last - 1
-                self.schedule(told, sequence, 1)
-        step.sequences = told.sequences
-        return StepPlan(tuple(told.chunks))
+                self.schedule(last_step, sequence, 1)
+        step.sequences = last_step.sequences
+        return StepPlan(tuple(last_step.chunks))
 
     def _leaping(self) -> list[Sequence]:
         step = self.steps[0]

@@ -9,7 +9,7 @@ little. Colocated clusters are among the candidates and win where they are bette
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from pdserve.capacity.measure import Point, Question, measure
+from pdserve.capacity.long_run import Point, Question, measure
 from pdserve.capacity.search import Highest, Search, probably_keeps
 from pdserve.capacity.shape import Shape
 from pdserve.perfmodel.profile import Profile

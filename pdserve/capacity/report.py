@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from pdserve.capacity.measure import Point
+from pdserve.capacity.long_run import Point
 from pdserve.capacity.planner import Plan
 from pdserve.capacity.search import Highest
 from pdserve.errors import ConfigError

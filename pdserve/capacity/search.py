@@ -8,7 +8,7 @@ estimate decides, and the result says between which rates the answer lies for su
 from dataclasses import dataclass
 from math import sqrt
 
-from pdserve.capacity.measure import MOST_GROWTH, Point, Question, measure
+from pdserve.capacity.long_run import MOST_GROWTH, Point, Question, measure
 from pdserve.capacity.shape import Shape
 
 PRECISION = 0.04  # of the rate

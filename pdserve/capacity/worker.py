@@ -11,11 +11,14 @@ from math import sqrt
 
 from pdserve.capacity.leaping import LeapingScheduler
 from pdserve.capacity.machine import Machine
+from pdserve.capacity.reports import Reported
 from pdserve.capacity.timeline import Timeline
 from pdserve.decode_worker.core import DecodeCore
 from pdserve.engine.step import StepPlan
+from pdserve.kvtransfer.session import Peer
 from pdserve.perfmodel.curve import Step, StepCosts, attention_work
 from pdserve.prefill_worker.core import PrefillCore
+from pdserve.router.events import LinkId
 from pdserve.values import value
 
 
@@ -37,18 +40,21 @@ class SimWorker:
     def __init__(
         self,
         timeline: Timeline,
-        name: str,
+        name: tuple[Peer, LinkId],
         core: PrefillCore | DecodeCore,
         scheduler: LeapingScheduler,
         costs: StepCosts,
         machine: Machine | None = None,
     ) -> None:
-        self.name = name
+        self.peer, self.link = name
         self.core = core
         self.scheduler = scheduler
         self.busy_s = 0.0
         self.num_steps = 0
         self.perform: Perform = _nothing
+        self.reported: Reported = {}
+        self.reported_s = 0.0  # when it last reported its load
+        self.link_busy_until_s = 0.0  # by a copy
         self._timeline = timeline
         self._costs = costs
         self._machine = machine  # that it shares with others; None: it has devices of its own
@@ -125,7 +131,7 @@ class SimWorker:
     def _commit(self, plan: StepPlan, step: Step, elapsed_s: float, num_steps: int) -> None:
         self.busy_s += elapsed_s
         self.num_steps += num_steps
-        result = self.scheduler.draw(plan, elapsed_s)
+        result = self.scheduler.sample(plan, elapsed_s)
         commands = self.core.commit(plan, result, self._timeline.now_s)
         self.perform(self, commands, Steps(step, elapsed_s / num_steps, num_steps))
         self._turn()

@@ -10,7 +10,7 @@ from pdserve.cli.options import WORKLOAD_HELP, Goodput, ProfileFile, Sizes, chec
 from pdserve.cli.results import JsonFile, PlotFile, show
 
 if TYPE_CHECKING:
-    from pdserve.capacity.measure import Question
+    from pdserve.capacity.long_run import Question
 
 WorkloadText = Annotated[str, typer.Option(metavar="W", help=WORKLOAD_HELP)]
 Poisson = Annotated[
@@ -46,7 +46,7 @@ def sim(
 ) -> None:
     """Simulate a cluster under load: attainment, goodput, percentiles, utilization."""
     from pdserve.capacity import report
-    from pdserve.capacity.measure import measure
+    from pdserve.capacity.long_run import measure
     from pdserve.capacity.search import highest_rate
     from pdserve.capacity.shape import Shape
     from pdserve.errors import CommandError, ConfigError
@@ -100,7 +100,7 @@ def plan(
 
 
 def _question(workload: str, goodput: str, profile: Path | None, sizes: Sizes, *, poisson: bool) -> "Question":
-    from pdserve.capacity.measure import Question
+    from pdserve.capacity.long_run import Question
     from pdserve.perfmodel.profile import read_profile, shipped_profile
 
     requests = sizes.read(workload)

@@ -9,7 +9,7 @@ import pytest
 from pdserve.capacity import report
 from pdserve.capacity.cluster import simulate
 from pdserve.capacity.leaping import LeapingScheduler
-from pdserve.capacity.measure import Question, measure
+from pdserve.capacity.long_run import Question, measure
 from pdserve.capacity.planner import candidates, plan
 from pdserve.capacity.search import Search, highest_rate
 from pdserve.capacity.shape import Run, Shape

@@ -3,7 +3,7 @@
 import pytest
 
 from pdserve.capacity import report
-from pdserve.capacity.measure import Question, measure
+from pdserve.capacity.long_run import Question, measure
 from pdserve.capacity.search import Highest, highest_rate
 from pdserve.capacity.shape import Shape
 from pdserve.measure.objectives import Objective

@@ -13,7 +13,7 @@ from pdserve.worker import messages
 # Stages that no decision depends on: they tell a client where the time went.
 LEDGER_ONLY = Stage.PREFILL_QUEUED, Stage.PREFILL_STARTED, Stage.GRANTED, Stage.DECODE_JOINED
 
-Told = dict[tuple[RequestId, Attempt], int]  # tokens of each placement that the router knows of
+Reported = dict[tuple[RequestId, Attempt], int]  # how many tokens of each placement the router knows
 
 
 @value
@@ -29,31 +29,31 @@ class Delta:
     finish_reason: int
 
 
-def delta(told: Told, tokens: messages.Tokens) -> Delta:
-    """Return what the router has not heard of: all tokens since the last report."""
+def delta(reported: Reported, tokens: messages.Tokens) -> Delta:
+    """Return the tokens since the last report."""
     key = tokens.key.request_id, tokens.key.attempt
-    known = told[key]
+    known = reported[key]
     count = tokens.position + 1 - known
     if tokens.finish is None:
-        told[key] = tokens.position + 1
+        reported[key] = tokens.position + 1
     else:
-        del told[key]
+        del reported[key]
     reason = 0 if tokens.finish is None else 1
     return Delta(key[0], key[1], tokens.index, known, (OTHER,) * count, (), reason)
 
 
-def heard_by_receiver(said: sender.SendCommit | sender.SendQuiesced) -> receiver.Event:
-    """Return what a prefill worker's word of a hand-off is to the decode worker."""
-    match said:
+def to_receiver(message: sender.SendCommit | sender.SendQuiesced) -> receiver.Event:
+    """Return a prefill worker's message of a hand-off as the decode worker's event."""
+    match message:
         case sender.SendCommit(commit):
             return receiver.Committed(commit)
         case sender.SendQuiesced():
             return receiver.SenderQuiesced()
 
 
-def heard_by_sender(said: receiver.SendGrant | receiver.SendTaken | receiver.SendWithdrawn) -> sender.Event:
-    """Return what a decode worker's word of a hand-off is to the prefill worker."""
-    match said:
+def to_sender(message: receiver.SendGrant | receiver.SendTaken | receiver.SendWithdrawn) -> sender.Event:
+    """Return a decode worker's message of a hand-off as the prefill worker's event."""
+    match message:
         case receiver.SendGrant(grant):
             return sender.Granted(grant)
         case receiver.SendTaken():
@@ -62,11 +62,11 @@ def heard_by_sender(said: receiver.SendGrant | receiver.SendTaken | receiver.Sen
             return sender.Withdrawn(reason)
 
 
-def load_report(link: LinkId, told: messages.Load, router: messages.RouterRef) -> LoadReported:
-    pages_lost = told.pages_quarantined + told.pages_leaked
-    others = told.parts.others(router)
-    load = ReportedLoad(told.pages_free, told.pages_wanted, pages_lost, told.draining, others=others)
-    return LoadReported(link, load)
+def load_report(link: LinkId, load: messages.Load, router: messages.RouterRef) -> LoadReported:
+    pages_lost = load.pages_quarantined + load.pages_leaked
+    others = load.parts.others(router)
+    report = ReportedLoad(load.pages_free, load.pages_wanted, pages_lost, load.draining, others=others)
+    return LoadReported(link, report)
 
 
 def stage(link: LinkId, progress: messages.Progress, now_s: float) -> StageReached:
