@@ -25,6 +25,10 @@ BY_TEST = {
         "kvtransfer/test_roster.py",
         "test_only_processes_without_a_stream_and_without_a_sign_of_life_are_taken_for_ended",
     ),
+    "say_nothing_of_a_lost_link": (
+        "router/test_desk.py",
+        "test_a_link_is_lost_once_and_nothing_is_sent_to_it_afterwards",
+    ),
     "let_processes_attach_in_any_order": (
         "kvtransfer/test_roster.py",
         "test_an_earlier_process_is_refused_after_a_later_one",

@@ -128,7 +128,9 @@ class RouterProcess(Process):
                 if link_id in self.streams:
                     self.streams[link_id].send(message)
             case Close(link_id, reason):
-                end = self.streams.pop(link_id)
+                end = self.streams.pop(link_id, None)
+                if end is None:
+                    return
                 if command.is_dismissal:
                     end.send(Dismissed())
                 end.close(reason)

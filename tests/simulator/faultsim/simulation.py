@@ -128,7 +128,7 @@ def _outcome(simulation: Simulation) -> Outcome:
         simulation.run()
     except ViolationError as error:
         violation = str(error)
-        story = tuple(world.story(error.request_id))
+        story = tuple(world.trace.story(error.request_id))
     return Outcome(
         seed=simulation.scenario.seed,
         num_events=world.num_events,

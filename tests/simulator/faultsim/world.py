@@ -1,12 +1,12 @@
 """Virtual time: one heap of what happens when, one source of chance, one trace."""
 
 import random
-from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
 from math import inf
 from typing import Protocol
 
+from faultsim.story import Trace
 from pdserve.ids import RequestId
 
 Action = Callable[..., object]
@@ -32,15 +32,13 @@ class World:
     """The clock of a simulated cluster. Two actions at one time happen in the order they were asked for."""
 
     def __init__(self, seed: int, trace_length: int = 0) -> None:
-        """Keep so many of the latest notes. All that they name stays in memory, which costs a tenth of the time."""
-        self._is_traced = trace_length > 0
+        self.trace = Trace(trace_length)
         self.now = 0.0
         self.rng = random.Random(seed)
         self.num_events = 0
         self.num_words = 0  # things said by one process to another
         self.ended_s: dict[RequestId, float] = {}  # when a request's client had its end
         self.stop_within_s = inf  # how long after that a worker may still compute for it
-        self.trace: deque[tuple[float, str, object]] = deque(maxlen=trace_length)
         self._heap: list[tuple[float, int, Owner | None, Action, tuple[object, ...]]] = []
         self._count = 0
 
@@ -71,15 +69,5 @@ class World:
         self.now = until_s
 
     def note(self, who: str, what: object) -> None:
-        """Remember something for the trace."""
-        if self._is_traced:
-            self.trace.append((self.now, who, what))
-
-    def story(self, request_id: RequestId | None, num_last: int = 12) -> list[str]:
-        """Return what was noted about a request, and the last things noted at all."""
-        lines = [f"{at_s:10.6f} {who:>4} {what!r}" for at_s, who, what in self.trace]
-        if request_id is None:
-            return lines[-4 * num_last :]
-        name = repr(request_id)[2:-1]
-        about = [line for line in lines if name in line]
-        return [*about, "...", *lines[len(lines) - num_last :]]
+        """Remember something for the story of a run."""
+        self.trace.note(self.now, who, what)
