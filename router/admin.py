@@ -25,7 +25,7 @@ DrainContext: TypeAlias = "grpc.aio.ServicerContext[admin.DrainWorkerRequest, ad
 
 
 class AdminEndpoint(AdminServiceServicer):
-    """Tells the state of the cluster, and takes an operator's and a launcher's word."""
+    """Shows the state of the cluster, drains workers for operators, and takes launchers' proofs of processes' ends."""
 
     def __init__(self, shell: Shell, router_id: str, model: str) -> None:
         self._shell = shell

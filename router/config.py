@@ -1,4 +1,4 @@
-"""What a router is told at its start."""
+"""A router's configuration."""
 
 from pathlib import Path
 from typing import Literal
@@ -50,7 +50,7 @@ class Limits(BaseModel):
 
 
 class RouterConfig(Limits, ProcessConfig):
-    """What a router is told. Never changes afterwards."""
+    """Everything that a router is configured with. Never changes afterwards."""
 
     model: str = Field(description="A Hugging Face directory, a GGUF file, or a name from the catalog.")
     served_model_name: str | None = Field(

@@ -1,4 +1,4 @@
-"""What the router's core hears, and what it tells its shell to do."""
+"""The events that the router's core handles, and the commands that it returns."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass

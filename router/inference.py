@@ -2,26 +2,129 @@
 
 import asyncio
 import secrets
-from typing import TypeAlias
+from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Sequence as Seq
+from typing import TypeAlias, TypeVar, cast
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from pdserve.errors import RequestError, Status
+from pdserve.errors import InvariantError, RequestError, Status
 from pdserve.ids import RequestId, new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceServicer
-from pdserve.router.answer import Answer
+from pdserve.router import wire
 from pdserve.router.config import RouterConfig
-from pdserve.router.events import Refused, RequestArrived
+from pdserve.router.events import ClientTooSlow, Deliver, Finished, Refused, RequestArrived, StopStringFound
 from pdserve.router.prompts import Prompts, ServedModel
 from pdserve.router.shell import Shell
 from pdserve.router.validation import Terms, check_model, check_terms, fitted
-from pdserve.rpc import abort
+from pdserve.rpc import PUBLIC_MESSAGE_BYTES, abort
 from pdserve.text.output import OutputText
 
 GenerateContext: TypeAlias = "grpc.aio.ServicerContext[inference.GenerateRequest, inference.GenerateResponse]"
 
 CODES = {status: grpc.StatusCode[status.value] for status in Status}
+HARD_LIMIT_BYTES = 4 * PUBLIC_MESSAGE_BYTES
+DELTA_BYTES = 16  # of a delta's frame and small fields, roughly
+TOKEN_BYTES = 4
+
+_Request = TypeVar("_Request")
+_Response = TypeVar("_Response")
+_Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
+
+
+class Answer:
+    """One request's answer on its way to the client: text made of tokens, coalesced while the client is slow.
+
+    Tokens come in through `deliver`, replies go out through `replies`; the former never waits for the latter. What
+    waits is bounded: an answer that holds more than its limit when more comes says so, and takes no more.
+    """
+
+    def __init__(self, request_id: RequestId, outputs: Seq[OutputText], max_unsent_bytes: int) -> None:
+        self.request_id = request_id
+        self._hex_id = request_id.hex()
+        self._outputs: list[OutputText | None] = list(outputs)  # None: the continuation has ended
+        self._max_unsent_bytes = max_unsent_bytes
+        self._unsent: dict[int, inference.SequenceDelta] = {}  # by continuation
+        self._unsent_bytes = 0
+        self._news = asyncio.Event()
+        self._outcome: Finished | Refused | None = None
+        self.writer: asyncio.Task[object] | None = None  # interrupted where its client is too slow
+        self.was_cut_off = False
+
+    @property
+    def refusal(self) -> Refused | None:
+        """How the request ended, if without its answer."""
+        return self._outcome if isinstance(self._outcome, Refused) else None
+
+    def deliver(self, command: Deliver) -> StopStringFound | ClientTooSlow | None:
+        """Add tokens; return what the core has to know about it."""
+        index = command.index
+        output = self._outputs[index]
+        if output is None:
+            return None  # decoded before the workers heard of the stop string
+        if self._unsent_bytes > self._max_unsent_bytes:
+            self.was_cut_off = True
+            return ClientTooSlow(self.request_id, self._max_unsent_bytes)
+        delta = self._unsent.get(index)
+        if delta is None:
+            delta = self._unsent[index] = inference.SequenceDelta(index=index)
+            self._unsent_bytes += DELTA_BYTES
+        gained = output.push(command.token_ids)
+        text, stop, finish_reason = gained.text, gained.stop, command.finish_reason
+        if finish_reason and stop is None:
+            last = output.finish()
+            text, stop = text + last.text, last.stop
+        self._add(delta, command, gained.num_tokens, text)
+        if stop is not None:
+            finish_reason = inference.FINISH_REASON_STOP
+            delta.stop_match = stop
+        if finish_reason:
+            delta.finish_reason = inference.FinishReason.ValueType(finish_reason)
+            self._outputs[index] = None
+        self._news.set()
+        return StopStringFound(self.request_id, index) if stop is not None else None
+
+    def _add(self, delta: inference.SequenceDelta, command: Deliver, num_tokens: int, text: str) -> None:
+        token_ids, logprobs = command.token_ids, command.logprobs
+        if num_tokens < len(token_ids):
+            token_ids, logprobs = token_ids[:num_tokens], logprobs[:num_tokens]
+        delta.token_ids.extend(token_ids)
+        if text:
+            delta.text += text
+        self._unsent_bytes += TOKEN_BYTES * len(token_ids) + len(text)
+        for logprob in logprobs:
+            if not isinstance(logprob, inference.TokenLogprobs):
+                raise InvariantError(f"logprobs of a delta are {type(logprob).__name__}")
+            delta.logprobs.append(logprob)
+            self._unsent_bytes += logprob.ByteSize()
+
+    def end(self, outcome: Finished | Refused) -> None:
+        """Note the request's end. A client that reads too slowly does not get to read what waits."""
+        self._outcome = outcome
+        if self.was_cut_off:
+            self._unsent.clear()
+            if self.writer is not None:
+                self.writer.cancel()
+        self._news.set()
+
+    async def replies(self) -> AsyncIterator[inference.GenerateResponse]:
+        """Yield what the client has not seen, as much at once as there is, until the end."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            outcome = self._outcome
+            reply = inference.GenerateResponse(request_id=self._hex_id, deltas=self._unsent.values())
+            self._unsent.clear()
+            self._unsent_bytes = 0
+            if isinstance(outcome, Finished):
+                reply.usage.CopyFrom(wire.usage_message(outcome.usage))
+                reply.ledger.CopyFrom(wire.ledger_message(outcome.ledger))
+            if reply.deltas or reply.HasField("usage"):
+                yield reply
+            if outcome is not None:
+                return
 
 
 class InferenceEndpoint(InferenceServiceServicer):
@@ -123,3 +226,36 @@ def _hints(refused: Refused) -> tuple[tuple[str, str], ...]:
     """Return what a refused client may plan with, as trailing metadata."""
     known = (("predicted-ttft-ms", refused.predicted_ttft_s), ("retry-after-ms", refused.retry_after_s))
     return tuple((name, f"{seconds * 1e3:.0f}") for name, seconds in known if seconds is not None)
+
+
+class LimitSizes(grpc.aio.ServerInterceptor):
+    """Answers INVALID_ARGUMENT to a server-streaming call whose request is over the limit, or is none.
+
+    gRPC by itself answers RESOURCE_EXHAUSTED, which clients take for a reason to try again. It still does so beyond
+    HARD_LIMIT_BYTES, before it has the whole message in memory.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[
+            [grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[_Request, _Response] | None"]
+        ],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "grpc.RpcMethodHandler[_Request, _Response] | None":
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.unary_stream is None or handler.request_deserializer is None:
+            return handler
+        parse = handler.request_deserializer
+        serve = cast("Callable[[_Request, _Context], Awaitable[None]]", handler.unary_stream)  # grpc.aio's kind
+
+        async def check(raw: bytes, context: _Context) -> None:
+            if len(raw) > PUBLIC_MESSAGE_BYTES:
+                text = f"message: {len(raw)} bytes are over the limit of {PUBLIC_MESSAGE_BYTES}"
+                await abort(context, grpc.StatusCode.INVALID_ARGUMENT, text)
+            try:
+                request = parse(raw)
+            except DecodeError as error:
+                await abort(context, grpc.StatusCode.INVALID_ARGUMENT, f"message: {error}")
+            await serve(request, context)
+
+        return grpc.unary_stream_rpc_method_handler(check, response_serializer=handler.response_serializer)

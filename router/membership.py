@@ -33,7 +33,7 @@ _MAX_NAMES = 4096
 
 
 class Membership:
-    """Keeps the attached workers, tells the others who has ended, and has requests served when workers change."""
+    """Keeps the attached workers, reports ended processes to all of them, and wakes what waits when workers change."""
 
     def __init__(self, placements: Placements, retry: Retry, admission: Admission, limits: Limits) -> None:
         self._placements = placements
@@ -140,7 +140,7 @@ class Membership:
         self.lose(worker, reason, now_s)
 
     def drop_silent(self, now_s: float) -> None:
-        """Drop the workers that have not been heard for too long."""
+        """Drop the workers that have sent nothing for too long."""
         if now_s < self.silence_due_s:
             return
         limit_s = self._limits.worker_silence_s
@@ -152,13 +152,13 @@ class Membership:
         self.silence_due_s = min(heard_s, default=inf) + limit_s
 
     def note_ended(self, event: ProcessEnded, now_s: float) -> None:
-        """Take the proof that a process has ended, and tell it to all workers, now and later."""
+        """Take the proof that a process has ended, and report it to all workers, now and later."""
         process = event.worker_id, event.incarnation
         self._processes.note_ended(*process)
         worker = self._workers.named(event.worker_id)
         if worker is not None and worker.registration.incarnation == event.incarnation:
             self.drop(worker, "its process is known to have ended", now_s, Refusal.INCARNATION)
-        if event.from_outside:  # after the loss has been noted, which this may be the first word of
+        if event.from_outside:  # after its loss is noted, of which this may be the first sign
             self._retry.explain(process, now_s)
         for survivor in self._workers:
             self._placements.emit(SendProcessGone(survivor.link, *process))

@@ -1,4 +1,9 @@
-"""The router process: opens the model, listens on both ports, drains at a signal."""
+"""The router process: opens the model, listens on both ports, drains at a signal.
+
+At SIGTERM or SIGINT the ready file goes, and health says NOT_SERVING. Requests that arrive from then on are refused.
+Those that run or wait may finish for `drain_timeout_s`; what is left then is ended with UNAVAILABLE. Both servers stop
+LAST_WORDS_S later, and workers learn of it by the ends of their streams. `pdserve.signals` has the second signal.
+"""
 
 import asyncio
 import json
@@ -28,13 +33,12 @@ from pdserve.router.config import RouterConfig
 from pdserve.router.core import RouterCore
 from pdserve.router.events import Role, ShutdownAsked, ShutdownDue
 from pdserve.router.forecast import Forecast
-from pdserve.router.inference import InferenceEndpoint
+from pdserve.router.inference import HARD_LIMIT_BYTES, InferenceEndpoint, LimitSizes
 from pdserve.router.kv_subscriber import KvSubscriber, PublishedBlocks, Source
 from pdserve.router.links import Follow, Links
 from pdserve.router.policies import POLICIES
 from pdserve.router.prompts import Prompts, ServedModel
 from pdserve.router.shell import Shell, WorkerStream
-from pdserve.router.sizes import HARD_LIMIT_BYTES, LimitSizes
 from pdserve.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, check_bind, listen, read_secret, server_options
 from pdserve.signals import drain_on_signals
 
@@ -56,7 +60,7 @@ async def serve(config: RouterConfig) -> None:
     """Serve until SIGTERM or SIGINT, then finish what runs and return."""
     model = await asyncio.to_thread(load_model, config)
     stop = asyncio.Event()
-    limit_s = config.drain_timeout_s + 2 * LAST_WORDS_S  # clients are told of what is ended after drain_timeout_s
+    limit_s = config.drain_timeout_s + 2 * LAST_WORDS_S  # clients learn what is ended after drain_timeout_s
     with drain_on_signals(asyncio.get_running_loop(), stop.set, limit_s):
         await run(config, model, stop)
 
@@ -88,7 +92,7 @@ async def run(
     stop: asyncio.Event,
     on_ready: Callable[[Addresses], None] = lambda _: None,
 ) -> None:
-    """Serve a model until `stop` is set, then drain. `on_ready` is told where, as is the ready file."""
+    """Serve a model until `stop` is set, then drain. `on_ready` gets the addresses, as does the ready file."""
     start = config.start_costs()
     hasher = PrefixHasher(read_secret(config.secret_file), model.name)
     forecast = Forecast(dict.fromkeys(Role, start) if start else None, hasher)
@@ -108,7 +112,7 @@ async def run(
     await public.start()
     try:
         async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(_tell_health(shell, servicer), name="health")
+            watching = tasks.create_task(_report_health(shell, servicer), name="health")
             guarding = tasks.create_task(_raise_when_broken(shell), name="guard")
             with ReadyFile(config.ready_file) as ready:
                 ready.write(json.dumps(asdict(addresses)))
@@ -147,26 +151,21 @@ def _internal_server(config: RouterConfig, shell: Shell, model: str) -> grpc.aio
 
 def _follower(shell: Shell, secret: bytes) -> Follow:
     def follow(stream: WorkerStream) -> Coroutine[object, object, None]:
-        told, link_id = stream.registration, stream.link_id
-        source = Source(told.kv_events_endpoint, told.kv_events_replay_endpoint)
+        worker, link_id = stream.registration, stream.link_id
+        source = Source(worker.kv_events_endpoint, worker.kv_events_replay_endpoint)
         blocks = PublishedBlocks(link_id, shell.core.forecast.prefixes.hasher)
         return KvSubscriber(source, secret, blocks, shell.post).follow()
 
     return follow
 
 
-async def _tell_health(shell: Shell, servicer: health.aio.HealthServicer) -> None:
+async def _report_health(shell: Shell, servicer: health.aio.HealthServicer) -> None:
     """Keep the service's health: SERVING while some pair of workers could serve a request."""
-    news = asyncio.Event()
-    shell.watchers.add(news)
     while True:
-        news.clear()
-        is_ready = shell.core.is_ready
-        status = HealthCheckResponse.SERVING if is_ready else HealthCheckResponse.NOT_SERVING
-        await servicer.set(INFERENCE_SERVICE, status)
-        while shell.core.is_ready is is_ready:
-            await news.wait()
-            news.clear()
+        await servicer.set(INFERENCE_SERVICE, HealthCheckResponse.NOT_SERVING)
+        await _until(shell, lambda: shell.core.is_ready)
+        await servicer.set(INFERENCE_SERVICE, HealthCheckResponse.SERVING)
+        await _until(shell, lambda: not shell.core.is_ready)
 
 
 async def _raise_when_broken(shell: Shell) -> None:
@@ -174,16 +173,24 @@ async def _raise_when_broken(shell: Shell) -> None:
 
 
 async def _drain(shell: Shell, timeout_s: float) -> None:
-    """Take no more requests and let those that run finish, as long as there is time."""
-    news = asyncio.Event()
-    shell.watchers.add(news)
+    """Take no more requests and let those that run finish, as long as there is time; end those that are left."""
     shell.post(ShutdownAsked())
     logger.info("draining %d requests", shell.core.num_active + shell.core.num_held)
     try:
         async with asyncio.timeout(timeout_s):
-            while shell.core.num_active or shell.core.num_held:
-                await news.wait()
-                news.clear()
+            await _until(shell, lambda: not shell.core.num_active and not shell.core.num_held)
     except TimeoutError:
         logger.warning("%d requests did not finish within %g s", shell.core.num_active, timeout_s)
     shell.post(ShutdownDue())
+
+
+async def _until(shell: Shell, holds: Callable[[], bool]) -> None:
+    """Return as soon as something holds that depends on the core."""
+    news = asyncio.Event()
+    shell.watchers.add(news)
+    try:
+        while not holds():
+            await news.wait()
+            news.clear()
+    finally:
+        shell.watchers.discard(news)

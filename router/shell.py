@@ -9,9 +9,8 @@ from pdserve.clock import Clock
 from pdserve.errors import Refusal
 from pdserve.ids import RequestId
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.router.answer import Answer
 from pdserve.router.core import RouterCore
-from pdserve.router.desk import Close, Command, Desk, Rang, Send, SetAlarm
+from pdserve.router.desk import Answer, Close, Command, Desk, Rang, Send, SetAlarm
 from pdserve.router.events import ClientGone, Event, LinkId, LinkLost, RequestArrived, Warn
 
 logger = logging.getLogger(__name__)

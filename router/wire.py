@@ -56,10 +56,10 @@ def worker_events(link_id: LinkId, message: link.AttachRequest) -> list[WorkerEv
     kind = message.WhichOneof("message")
     if kind != "step":
         return [_worker_event(link_id, message, kind)]
-    told = message.step
-    events: list[WorkerEvent] = [_stage(link_id, progress) for progress in told.progress[:]]
-    step = Step(told.prefill_tokens, told.prefill_work, told.decode_sequences, told.decode_kv_tokens)
-    events.append(StepReported(link_id, told.deltas[:], step, told.elapsed_us / 1e6))
+    report = message.step
+    events: list[WorkerEvent] = [_stage(link_id, progress) for progress in report.progress[:]]
+    step = Step(report.prefill_tokens, report.prefill_work, report.decode_sequences, report.decode_kv_tokens)
+    events.append(StepReported(link_id, report.deltas[:], step, report.elapsed_us / 1e6))
     return events
 
 
@@ -104,18 +104,18 @@ def _stage(link_id: LinkId, progress: link.Progress) -> StageReached:
     )
 
 
-def _kv_changed(link_id: LinkId, told: link.KvEvents) -> KvChanged:
-    for field, packed in (("stored", told.stored), ("removed", told.removed)):
+def _kv_changed(link_id: LinkId, changes: link.KvEvents) -> KvChanged:
+    for field, packed in (("stored", changes.stored), ("removed", changes.removed)):
         if len(packed) % HASH_BYTES:
             raise ProtocolError(f"kv_events.{field}: {len(packed)} bytes, a multiple of {HASH_BYTES} is needed")
-    return KvChanged(link_id, short_hashes(told.stored), short_hashes(told.removed))
+    return KvChanged(link_id, short_hashes(changes.stored), short_hashes(changes.removed))
 
 
-def _pair(link_id: LinkId, told: link.PairMeasured) -> PairMeasured:
-    if not told.bytes_per_s:
+def _pair(link_id: LinkId, pair: link.PairMeasured) -> PairMeasured:
+    if not pair.bytes_per_s:
         raise ProtocolError("pair.bytes_per_s: has to be over 0")
-    decode = WorkerId(told.decode_worker_id)
-    return PairMeasured(link_id, decode, float(told.bytes_per_s), told.carrier, told.is_slow)
+    decode = WorkerId(pair.decode_worker_id)
+    return PairMeasured(link_id, decode, float(pair.bytes_per_s), pair.carrier, pair.is_slow)
 
 
 def _failed(link_id: LinkId, failed: link.Failed) -> AttemptFailed:
@@ -125,35 +125,35 @@ def _failed(link_id: LinkId, failed: link.Failed) -> AttemptFailed:
     return AttemptFailed(link_id, RequestId(failed.request_id), Attempt(failed.attempt), failure, failed.detail)
 
 
-def _registration(link_id: LinkId, told: link.Register) -> Registration:
-    role = _ROLES.get(told.role)
+def _registration(link_id: LinkId, register: link.Register) -> Registration:
+    role = _ROLES.get(register.role)
     if role is None:
-        raise ProtocolError(f"register.role: {told.role} is unknown")
-    if not 0 < len(told.worker_id.encode()) <= MAX_WORKER_ID_BYTES:
+        raise ProtocolError(f"register.role: {register.role} is unknown")
+    if not 0 < len(register.worker_id.encode()) <= MAX_WORKER_ID_BYTES:
         raise ProtocolError(f"register.worker_id: has to be of 1 to {MAX_WORKER_ID_BYTES} bytes")
-    if len(told.device.encode()) > MAX_DEVICE_BYTES:
-        raise ProtocolError(f"register.device: {len(told.device.encode())} bytes, {MAX_DEVICE_BYTES} are allowed")
-    if told.incarnation == 0:
+    if len(register.device.encode()) > MAX_DEVICE_BYTES:
+        raise ProtocolError(f"register.device: {len(register.device.encode())} bytes, {MAX_DEVICE_BYTES} are allowed")
+    if register.incarnation == 0:
         raise ProtocolError("register.incarnation: 0 stands for unknown")
-    if told.ready and not (told.max_num_seqs and told.max_model_len):
+    if register.ready and not (register.max_num_seqs and register.max_model_len):
         raise ProtocolError("register: max_num_seqs and max_model_len have to be over 0")
     return Registration(
         link=link_id,
-        worker_id=WorkerId(told.worker_id),
-        incarnation=Incarnation(told.incarnation),
+        worker_id=WorkerId(register.worker_id),
+        incarnation=Incarnation(register.incarnation),
         role=role,
-        protocol_version=told.protocol_version,
-        ready=told.ready,
-        model=told.model,
-        layout=layout_from_proto(told.layout) if told.ready else _UNKNOWN_LAYOUT,
-        num_pages=told.num_pages,
-        max_num_seqs=told.max_num_seqs,
-        max_model_len=told.max_model_len,
-        handoff_address=told.handoff_address,
-        max_num_batched_tokens=told.max_num_batched_tokens,
-        host=told.host,
-        age_s=told.age_ms / 1000,
-        device=told.device,
+        protocol_version=register.protocol_version,
+        ready=register.ready,
+        model=register.model,
+        layout=layout_from_proto(register.layout) if register.ready else _UNKNOWN_LAYOUT,
+        num_pages=register.num_pages,
+        max_num_seqs=register.max_num_seqs,
+        max_model_len=register.max_model_len,
+        handoff_address=register.handoff_address,
+        max_num_batched_tokens=register.max_num_batched_tokens,
+        host=register.host,
+        age_s=register.age_ms / 1000,
+        device=register.device,
     )
 
 
