@@ -244,16 +244,14 @@ class Channels:
         return self._move_probes(now_s, has_thawed=has_thawed) or has_moved
 
     def close(self, reason: str) -> None:
-        """Close connections and backend, unless something is in flight: then only the process's end stops it."""
-        channels = self._channels.values()
-        for channel in channels:
+        """Close all connections, unless something is in flight: then only the process's end stops it."""
+        for channel in self._channels.values():
             if channel.probe is not None:
                 channel.probe.fail(reason)
         if not self.is_busy:
-            for channel in channels:
+            for channel in self._channels.values():
                 channel.close()
             self._channels.clear()  # a library may hold threads and files for as long as its connection exists
-            self._backend.close()
 
     def _move_probes(self, now_s: float, *, has_thawed: bool) -> bool:
         """Probe one peer at a time, while no other bytes move; return whether a write was posted."""

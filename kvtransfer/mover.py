@@ -134,6 +134,7 @@ class Mover:
         """Stop; blocks. Outstanding copies are not reported."""
         self._stop("the mover is closed")
         self._thread.join()
+        self._backend.close(in_flight=self._channels.is_busy)
 
     def _order(self, run: Callable[[], None], done: Future[None] | None = None) -> None:
         with self._wake:

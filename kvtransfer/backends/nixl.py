@@ -93,10 +93,11 @@ class NixlBackend:
     def cut(self, peer: Peer) -> None:
         """Do nothing: what UCX has read from the network is in its page, as far as can be known."""
 
-    def close(self) -> None:
-        self.agent.releasedDlistH(self.pages)
-        self.agent.deregisterMem(self._memory, [])
-        del self.agent
+    def close(self, *, in_flight: bool) -> None:
+        if not in_flight:
+            self.agent.releasedDlistH(self.pages)
+            self.agent.deregisterMem(self._memory, [])
+            del self.agent
 
 
 @dataclass(frozen=True, slots=True, eq=False)

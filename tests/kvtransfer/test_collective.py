@@ -1,5 +1,6 @@
 """What is particular to the mover over torch.distributed: its receiver takes writes, and only those it should."""
 
+import gc
 import queue
 import resource
 import select
@@ -7,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -21,6 +23,7 @@ from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer.backends import collective_receiver, pairing
 from pdserve.kvtransfer.backends.collective import CollectiveBackend
 from pdserve.kvtransfer.backends.pairing import REGION_BYTES, WRITER, Framed, Greeting, greet, meet
+from pdserve.kvtransfer.backends.staging import HostRows, Rows
 from pdserve.kvtransfer.copies import CopyStopped
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import ByteRows, Description, Region
@@ -247,6 +250,31 @@ def test_a_receiver_outlives_writers_that_are_killed_as_they_write(receiver: Mov
         writer.kill()
         writer.communicate()
     assert_takes_writes(receiver, view)
+
+
+def test_a_mover_that_is_closed_while_a_copy_of_it_is_in_flight_listens_no_more(
+    receiver: Mover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_writing, may_go_on = threading.Event(), threading.Event()
+
+    def wait(rows: HostRows, indices: Rows, received: object) -> None:
+        is_writing.set()
+        assert may_go_on.wait(20)
+
+    monkeypatch.setattr(HostRows, "write", wait)
+    writer = Mover(
+        CollectiveBackend(WRITER_PEER, Region.of(np.ones((2, PAGE_BYTES), np.uint8)), MEETING), lambda _: None
+    )
+    writer.attach(TARGET, receiver.describe())
+    writer.write(TARGET, HANDOFF, EVERYTHING[:1], EVERYTHING[:1])
+    assert is_writing.wait(20)
+    writer.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address_of(writer), 5)
+    may_go_on.set()
+    with warnings.catch_warnings(action="ignore", category=ResourceWarning):  # its connection is never closed
+        del writer
+        gc.collect()
 
 
 def test_a_process_that_has_closed_its_movers_leaves_in_good_order() -> None:

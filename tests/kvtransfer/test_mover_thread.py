@@ -190,12 +190,20 @@ def test_a_slice_that_fails_without_a_word_fails_its_copy(rig: Rig) -> None:
     assert stopped.reason == "the library does not say why"
 
 
-def test_closing_closes_the_backend_only_if_nothing_is_in_flight(rig: Rig) -> None:
+def test_closing_tells_the_backend_whether_anything_is_in_flight(rig: Rig) -> None:
     rig.write(FIRST, 1)
     rig.backend.until(lambda: len(rig.backend.posted) == 1)
     rig.mover.close()
-    assert not rig.backend.is_closed
+    assert rig.backend.closed_in_flight is True
+    assert rig.backend.num_closed == 0
     assert rig.stopped.empty()
+
+
+def test_closing_closes_every_connection_when_nothing_is_in_flight(rig: Rig) -> None:
+    rig.mover.attach(SECOND, DESCRIPTION)
+    rig.mover.close()
+    assert rig.backend.closed_in_flight is False
+    assert rig.backend.num_closed == 2
 
 
 def test_a_transfer_that_does_not_move_is_told_of_and_not_ended(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:

@@ -28,7 +28,7 @@ class LoopbackBackend:
     def cut(self, peer: Peer) -> None:
         pass
 
-    def close(self) -> None:
+    def close(self, *, in_flight: bool) -> None:
         del _regions[self.metadata]
 
 

@@ -47,7 +47,7 @@ class Connection:
         return self.backend.post(Slice(self.backend, self.number, tuple(src.tolist()), tuple(dst.tolist())))
 
     def close(self) -> None:
-        pass
+        self.backend.num_closed += 1
 
 
 @dataclass
@@ -58,8 +58,9 @@ class ScriptedBackend:
     posted: list[Slice] = field(default_factory=list)
     gone: list[Slice] = field(default_factory=list)  # seen to have ended
     num_opened: int = 0
+    num_closed: int = 0
     num_looks: int = 0
-    is_closed: bool = False
+    closed_in_flight: bool | None = None
     breaks: bool = False
     news: threading.Condition = field(default_factory=threading.Condition)
 
@@ -96,8 +97,8 @@ class ScriptedBackend:
     def cut(self, peer: Peer) -> None:
         pass
 
-    def close(self) -> None:
-        self.is_closed = True
+    def close(self, *, in_flight: bool) -> None:
+        self.closed_in_flight = in_flight
 
     def until(self, holds: Callable[[], bool]) -> None:
         with self.news:

@@ -64,7 +64,7 @@ class HangingBackend:
     def cut(self, peer: Peer) -> None:
         pass
 
-    def close(self) -> None:
+    def close(self, *, in_flight: bool = False) -> None:
         pass
 
 
