@@ -9,13 +9,17 @@ import typer
 from pdserve.cli.flags import config_flags
 from pdserve.cli.options import DEFAULT_MODEL, AsJson, ClusterName, Decode, Endpoint, Model, Prefill
 from pdserve.config import DecodeWorkerConfig, PrefillWorkerConfig
-from pdserve.router.config import KvEvents, PolicyName
+from pdserve.router.config import RouterConfig
 
-PER_PROCESS = ("model", "worker_id", "incarnation", "routers", "secret_file", "ready_file")
-ADDRESSES = ("handoff_host", "handoff_port", "handoff_advertise")
+# What the launcher decides for each process, or what `up` itself has a flag for.
+PER_PROCESS = ("model", "worker_id", "router_id", "incarnation", "routers", "secret_file", "ready_file")
+ADDRESSES = (
+    *("handoff_host", "handoff_port", "handoff_advertise"),
+    *("host", "port", "internal_host", "internal_port"),
+)
 
 
-@config_flags(PrefillWorkerConfig, DecodeWorkerConfig, without=(*PER_PROCESS, *ADDRESSES))
+@config_flags(PrefillWorkerConfig, DecodeWorkerConfig, RouterConfig, without=(*PER_PROCESS, *ADDRESSES))
 def up(
     model: Model = DEFAULT_MODEL,
     prefill: Prefill = 1,
@@ -29,24 +33,11 @@ def up(
     ready_file: Annotated[
         Path | None, typer.Option(help="JSON file that exists while the cluster serves.", show_default=False)
     ] = None,
-    policy: Annotated[
-        PolicyName | None, typer.Option(help="How the router chooses workers; goodput predicts.", show_default=False)
-    ] = None,
-    profile: Annotated[
-        Path | None, typer.Option(help="Step costs that the router starts from.", show_default=False)
-    ] = None,
-    kv_events: Annotated[
-        KvEvents | None,
-        typer.Option(
-            help="How the router hears which prefixes workers hold: on their links, where they publish, or not.",
-            show_default=False,
-        ),
-    ] = None,
     **flags: object,
 ) -> None:
     """Start a router and workers on this machine and keep them running. Ctrl-C drains, a second one kills.
 
-    Flags of the workers go to all of them that have them. Of an endpoint for KV events each worker takes one of its
+    Each flag goes to every process that has it. Of an endpoint for KV events each worker takes one of its
     own: the first one's port is as given, each further worker's is one higher; of a path, it ends in the worker's name.
     """
     from pdserve.cli.models import fetched, model_name
@@ -58,6 +49,8 @@ def up(
     ready.clear()
     path = fetched(model)
     served = flags.pop("served_model_name", None) or model_name(model)
+    worker_fields = PrefillWorkerConfig.model_fields.keys() | DecodeWorkerConfig.model_fields.keys()
+    given = {key: value for key, value in flags.items() if value is not None}
     spec = ClusterSpec(
         model=str(path),
         served_model_name=str(served),
@@ -66,13 +59,8 @@ def up(
         name=name,
         host=host,
         router_port=router_port,
-        worker_flags=flags,
-        router_flags={
-            "log_level": flags.get("log_level"),
-            "policy": policy,
-            "profile": profile,
-            "kv_events": kv_events,
-        },
+        worker_flags={key: value for key, value in given.items() if key in worker_fields},
+        router_flags={key: value for key, value in given.items() if key in RouterConfig.model_fields},
     )
     asyncio.run(serve_until_signal(spec, Terminal(), ready))
 

@@ -1,4 +1,4 @@
-"""What a router last said of its cluster, and who waits for it to say something else."""
+"""The last status that a router reported of its cluster, and what waits for another one."""
 
 import asyncio
 from collections.abc import Callable
@@ -14,26 +14,21 @@ class StatusBoard:
     def __init__(self) -> None:
         self.last = admin.ClusterStatus()
         self.watchers: list[Callable[[admin.ClusterStatus], None]] = []
-        self._news = asyncio.Condition()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
 
     def put(self, status: admin.ClusterStatus) -> None:
         self.last = status
         for watcher in self.watchers:
             watcher(status)
-        task = asyncio.get_running_loop().create_task(self._tell())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _tell(self) -> None:
-        async with self._news:
-            self._news.notify_all()
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     async def until(self, wanted: Condition, timeout_s: float) -> bool:
         """Wait for a status; return whether it came in time."""
         try:
-            async with asyncio.timeout(timeout_s), self._news:
-                await self._news.wait_for(lambda: wanted(self.last))
+            async with asyncio.timeout(timeout_s):
+                while not wanted(self.last):
+                    await self._changed.wait()
         except TimeoutError:
             return False
         return True
@@ -58,7 +53,7 @@ def not_free(status: admin.ClusterStatus) -> str:
 
 
 def is_busy(worker: admin.WorkerStatus) -> bool:
-    """Return whether a worker has anything in hand, as it last said."""
+    """Return whether a worker has anything in hand, as it last reported."""
     return worker.load.pages_free != worker.registration.num_pages or worker.load.num_handoffs > 0
 
 
