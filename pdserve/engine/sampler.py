@@ -1,34 +1,45 @@
-"""Draw a step's tokens in one pass over rows that may each want something else.
+"""Sample a step's tokens in one pass over rows that may each want something else.
 
-A draw depends on the row's logits, its parameters, its seed and its token index, and on nothing else in the batch.
-A row without a feature is not touched for it: plain greedy rows are an argmax over the model's own logits.
+A token depends on its row's logits, parameters, seed and token index, and on nothing else in the batch. Penalties,
+biases and forbidden stops change the logits first. Then come temperature, top-k, top-p, min-p, and the largest of logit
+plus Gumbel noise. A row without a feature is not touched for it: plain greedy rows are an argmax over the model's own
+logits. `kernels/reference_sampling.py` says what one row's token is.
 """
 
+import math
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pdserve.engine.sampler_filters import draw
-from pdserve.engine.sampler_logits import adjust
 from pdserve.engine.step import SampledToken, SampleSpec, TokenLogprobs
+from pdserve.kernels import rng
+from pdserve.sampling import SamplingParams
+
+Ints = npt.NDArray[np.int64]
+
+MIN_CANDIDATES = 256
+NO_INTS = np.empty(0, dtype=np.int64)
+NOTHING_KEPT = -math.inf
 
 
 class Sampler:
-    """Draws tokens for one model."""
+    """Samples tokens for one model."""
 
     def __init__(self, eos_token_ids: Seq[int]) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
 
     def sample(self, logits: Tensor, specs: Seq[SampleSpec]) -> list[SampledToken]:
-        """Draw one token per row. logits: [len(specs), vocab_size], any float dtype; left as they are."""
+        """Sample one token per row. logits: [len(specs), vocab_size], any float dtype; left as they are."""
         if not specs:
             return []
         return with_logprobs(logits, specs, self._token_ids(logits, specs))
 
     def _token_ids(self, logits: Tensor, specs: Seq[SampleSpec]) -> list[int]:
-        special = [row for row, spec in enumerate(specs) if not _plain_greedy(spec)]
+        special = [row for row, spec in enumerate(specs) if not _is_plain_greedy(spec)]
         if not special:
             return _argmax(logits).tolist()
         token_ids = np.empty(len(specs), dtype=np.int64)
@@ -40,18 +51,18 @@ class Sampler:
         if adjusted.data_ptr() == logits.data_ptr():
             adjusted = adjusted.clone()
         adjust(adjusted, chosen, self._eos_token_ids)
-        token_ids[special] = draw(adjusted, chosen).numpy()
+        token_ids[special] = _sample_adjusted(adjusted, chosen).numpy()
         return token_ids.tolist()
 
 
 def with_logprobs(logits: Tensor, specs: Seq[SampleSpec], token_ids: Seq[int]) -> list[SampledToken]:
-    """Return the tokens drawn, each with the log probabilities its request asks for."""
+    """Return the tokens sampled, each with the log probabilities its request asks for."""
     reported = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
     logprobs = dict(zip(reported, _logprobs(logits, specs, token_ids, reported), strict=True))
     return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids)]
 
 
-def _plain_greedy(spec: SampleSpec) -> bool:
+def _is_plain_greedy(spec: SampleSpec) -> bool:
     params = spec.params
     return params.is_greedy and not (params.has_penalties or params.logit_bias or spec.forbid_stops)
 
@@ -62,8 +73,6 @@ def _rows(logits: Tensor, rows: list[int]) -> Tensor:
 
 
 def _argmax(logits: Tensor) -> Tensor:
-    if logits.is_cuda:
-        return logits.argmax(-1).cpu()
     return torch.from_numpy(logits.float().numpy().argmax(-1))  # numpy's is vectorized, torch's on a CPU is not
 
 
@@ -81,3 +90,145 @@ def _logprobs(logits: Tensor, specs: Seq[SampleSpec], token_ids: Seq[int], repor
         tuple(zip(ids[:count], values[:count], strict=True)) for (ids, values), count in zip(pairs, counts, strict=True)
     ]
     return [TokenLogprobs(value, best) for value, best in zip(chosen_logprobs, tops, strict=True)]
+
+
+# ---- what changes logits
+
+
+def adjust(logits: Tensor, specs: Seq[SampleSpec], eos_token_ids: Seq[int]) -> None:
+    """Apply each row's penalties, logit bias and forbidden stops, in that order and in place.
+
+    logits: float32 [len(specs), vocab_size], contiguous.
+    """
+    params = [spec.params for spec in specs]
+    # Repetition: the logits of every token of prompt and output are divided if positive, else multiplied.
+    seen = [_seen(spec) if spec.params.repetition_penalty != 1.0 else NO_INTS for spec in specs]
+    if (cells := _cells(logits, seen)) is not None:
+        penalties = _per_cell(logits, seen, [p.repetition_penalty for p in params])
+        values = logits.view(-1)[cells]
+        logits.view(-1)[cells] = torch.where(values > 0, values / penalties, values * penalties)
+    # Frequency is subtracted for each occurrence in the output, presence once.
+    counted = [_counted(spec) for spec in specs]
+    written = [ids for ids, _ in counted]
+    if (cells := _cells(logits, written)) is not None:
+        counts = torch.from_numpy(np.concatenate([count for _, count in counted])).to(logits)
+        frequency = _per_cell(logits, written, [p.frequency_penalty for p in params])
+        logits.view(-1)[cells] -= counts * frequency + _per_cell(logits, written, [p.presence_penalty for p in params])
+    biases = [dict(p.logit_bias) for p in params]
+    if (cells := _cells(logits, [_array(list(bias)) for bias in biases])) is not None:
+        logits.view(-1)[cells] += torch.tensor([value for bias in biases for value in bias.values()]).to(logits)
+    # A model's files may name an end past its vocabulary, which is never sampled; its place is the next row's.
+    ends = [token_id for token_id in eos_token_ids if 0 <= token_id < logits.shape[1]]
+    stops = [np.unique(_array([*ends, *s.params.stop_token_ids])) if s.forbid_stops else NO_INTS for s in specs]
+    if (cells := _cells(logits, stops)) is not None:
+        logits.view(-1)[cells] = -math.inf
+
+
+def _array(token_ids: Seq[int]) -> Ints:
+    return np.fromiter(token_ids, dtype=np.int64, count=len(token_ids))
+
+
+def _seen(spec: SampleSpec) -> Ints:
+    return np.unique(np.concatenate((_array(spec.prompt_ids), _array(spec.output_ids))))
+
+
+def _counted(spec: SampleSpec) -> tuple[Ints, Ints]:
+    """Return the tokens of the output and how often each is there; none where no penalty asks for them."""
+    if not (spec.params.frequency_penalty or spec.params.presence_penalty):
+        return NO_INTS, NO_INTS
+    ids, counts = np.unique(_array(spec.output_ids), return_counts=True)
+    return ids, counts
+
+
+def _cells(logits: Tensor, tokens: Seq[Ints]) -> Tensor | None:
+    """Return where row i's tokens lie in the flattened logits, or None if no row names any."""
+    lengths = [len(ids) for ids in tokens]
+    if not any(lengths):
+        return None
+    rows = np.repeat(np.arange(len(tokens)) * logits.shape[1], lengths)
+    return torch.from_numpy(rows + np.concatenate(tokens)).to(logits.device)
+
+
+def _per_cell(logits: Tensor, tokens: Seq[Ints], values: Seq[float]) -> Tensor:
+    """Return row i's value once for each of its tokens."""
+    return torch.from_numpy(np.repeat(np.array(values), [len(ids) for ids in tokens])).to(logits)
+
+
+# ---- temperature, filters and noise
+#
+# A filter becomes a threshold on a row's logits, so ties stand or fall together and no order of equal values matters.
+# Thresholds are found among a row's likeliest candidates; a row that they do not settle is done again with the whole
+# vocabulary.
+
+
+def _sample_adjusted(logits: Tensor, specs: Seq[SampleSpec]) -> Tensor:
+    """Return one token id per row: int64 [len(specs)] on the CPU. logits: float32, may be overwritten."""
+    token_ids = torch.empty(len(specs), dtype=torch.int64)
+    kinds: dict[Callable[[Tensor, list[SampleSpec]], Tensor], list[int]] = {}
+    for row, spec in enumerate(specs):
+        kinds.setdefault(_kind(spec.params), []).append(row)
+    for sample, rows in kinds.items():
+        token_ids[rows] = sample(logits[rows], [specs[row] for row in rows]).cpu()
+    return token_ids
+
+
+def _kind(params: SamplingParams) -> Callable[[Tensor, list[SampleSpec]], Tensor]:
+    """Return what samples rows of such parameters."""
+    if params.is_greedy:
+        return _sample_greedy
+    return _sample_filtered if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0 else _sample_free
+
+
+def _sample_greedy(logits: Tensor, specs: Seq[SampleSpec]) -> Tensor:
+    return logits.argmax(-1)
+
+
+def _sample_free(logits: Tensor, specs: Seq[SampleSpec]) -> Tensor:
+    scaled = logits.div_(_column(logits, [spec.params.temperature for spec in specs]))
+    return scaled.add_(rng.gumbel(_keys(logits, specs), logits.shape[1])).argmax(-1)
+
+
+def _sample_filtered(logits: Tensor, specs: Seq[SampleSpec], num_candidates: int = MIN_CANDIDATES) -> Tensor:
+    num_candidates = min(max(num_candidates, *(spec.params.top_k + 1 for spec in specs), 0), logits.shape[1])
+    scaled = logits / _column(logits, [spec.params.temperature for spec in specs])
+    values, ids = scaled.topk(num_candidates, dim=-1)
+    threshold = _threshold(values, scaled.logsumexp(-1, keepdim=True), specs)
+    noisy = values + rng.gumbel_at(_keys(logits, specs), ids.to(torch.int32))
+    best = noisy.masked_fill_(values < threshold, NOTHING_KEPT).argmax(-1, keepdim=True)
+    token_ids = ids.gather(1, best)[:, 0]
+    if num_candidates < logits.shape[1]:
+        unsettled = (values[:, -1:] >= threshold)[:, 0].nonzero()[:, 0].tolist()
+        if unsettled:
+            again = [specs[row] for row in unsettled]
+            token_ids[unsettled] = _sample_filtered(logits[unsettled], again, logits.shape[1])
+    return token_ids
+
+
+def _threshold(values: Tensor, total: Tensor, specs: Seq[SampleSpec]) -> Tensor:
+    """Return the smallest logit each row keeps: [rows, 1].
+
+    values: the row's largest logits, in falling order. total: logsumexp over all of the row's logits.
+    Where the candidates do not reach far enough the threshold is at or below the last of them.
+    """
+    last = values.shape[1] - 1
+    top_k = torch.tensor([[spec.params.top_k or last + 1] for spec in specs], device=values.device)
+    kth = values.gather(1, (top_k - 1).clamp_(max=last))
+    limited = torch.tensor([[spec.params.top_k > 0] for spec in specs], device=values.device)
+    kept = values.masked_fill(values < kth, NOTHING_KEPT)
+    total = torch.where(limited, kept.logsumexp(-1, keepdim=True), total)
+    probabilities = (kept - total).exp_()
+    before = probabilities.cumsum(-1) - probabilities
+    top_p = _column(values, [spec.params.top_p if spec.params.top_p < 1.0 else math.inf for spec in specs])
+    num_kept = (before < top_p).sum(-1, keepdim=True).clamp_(min=1)
+    threshold = torch.maximum(kth, values.gather(1, num_kept - 1))
+    min_p = _column(values, [spec.params.min_p for spec in specs])
+    return torch.maximum(threshold, values[:, :1] + min_p.log())
+
+
+def _column(like: Tensor, values: Seq[float]) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+
+
+def _keys(like: Tensor, specs: Seq[SampleSpec]) -> Tensor:
+    keys = rng.keys([spec.seed for spec in specs], [spec.index for spec in specs])
+    return rng.as_tensor(keys, like.device)

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pdserve.engine.sampler import Sampler
-from pdserve.engine.sampler_logits import adjust
+from pdserve.engine.sampler import Sampler, adjust
 from pdserve.engine.step import SampledToken, SampleSpec
-from pdserve.kernels import rng
+from pdserve.kernels import reference_sampling, rng
+from pdserve.kernels.reference_sampling import RowParams
 from pdserve.sampling import SamplingParams
 
 VOCAB = 400
@@ -158,6 +158,30 @@ def test_logits_are_adjusted_row_by_row_as_by_hand(specs: list[SampleSpec]) -> N
     expected = [adjusted_by_hand(row, spec) for row, spec in zip(logits.tolist(), specs, strict=True)]
     adjust(logits, specs, EOS)
     torch.testing.assert_close(logits, torch.tensor(expected))
+
+
+def row_params(spec: SampleSpec) -> RowParams:
+    params, bias = spec.params, dict(spec.params.logit_bias)
+    if spec.forbid_stops:
+        bias |= dict.fromkeys((*EOS, *params.stop_token_ids), -math.inf)
+    filters = {"top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p}
+    penalties = {"frequency": params.frequency_penalty, "presence": params.presence_penalty}
+    texts = {"prompt_ids": tuple(spec.prompt_ids), "output_ids": tuple(spec.output_ids)}
+    return RowParams(
+        params.temperature, **filters, **penalties, **texts, repetition=params.repetition_penalty, bias=bias
+    )
+
+
+def test_every_row_gets_the_token_of_the_kernels_reference() -> None:
+    mixed = [*FILTERS.values(), *PENALTIES.values(), SamplingParams(temperature=0.0)] * 3
+    specs = [
+        spec_of(params, (1, 2, 3), (4, 4, row % 9), seed=2**63 + row, index=row, forbid_stops=row % 4 == 0)
+        for row, params in enumerate(mixed)
+    ]
+    logits = random_logits(len(specs))
+    keys = rng.as_tensor(rng.keys([spec.seed for spec in specs], [spec.index for spec in specs]))
+    rows = zip(logits.double(), map(row_params, specs), keys, strict=True)
+    assert draw(logits, specs) == [reference_sampling.sample(*row) for row in rows]
 
 
 def test_penalties_and_forbidden_stops_reach_greedy_rows() -> None:
