@@ -6,10 +6,10 @@ A default is written in one place: the field that has it.
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from pdserve.errors import ConfigError
@@ -17,6 +17,8 @@ from pdserve.errors import ConfigError
 LogLevel = Literal["debug", "info", "warning", "error"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Device = Literal["auto", "cpu", "cuda", "interpreter"]
+
+GPU_PAGE_SIZE = 64  # the kernels' tiles were chosen for it: all keys of a tile lie in one page
 
 _Config = TypeVar("_Config", bound="ProcessConfig")
 
@@ -58,7 +60,13 @@ class WorkerConfig(ProcessConfig):
     )
     routers: tuple[str, ...] = Field(min_length=1, description="Internal addresses of the routers, host:port.")
     secret_file: Path = Field(description="The cluster's shared secret; its owner and group alone may read it.")
-    page_size: int = Field(16, ge=16, le=1024, multiple_of=16, description="Token slots in a KV page.")
+    page_size: int = Field(
+        16,
+        ge=16,
+        le=1024,
+        multiple_of=16,
+        description=f"Token slots in a KV page; on a GPU {GPU_PAGE_SIZE} unless set.",
+    )
     num_pages: int | None = Field(
         None,
         ge=1,
@@ -132,6 +140,14 @@ class WorkerConfig(ProcessConfig):
     test_fail_copies: float = Field(
         0.0, ge=0.0, le=1.0, description="For testing alone: share of the copies between workers that are made to fail."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _choose_page_size(cls, given: Any) -> Any:  # noqa: ANN401 - whatever is to be validated
+        """Take the GPU's page size where a GPU is asked for."""
+        if isinstance(given, Mapping) and given.get("device") == "cuda":
+            return {"page_size": GPU_PAGE_SIZE, **given}
+        return given
 
 
 class PrefillWorkerConfig(WorkerConfig):

@@ -30,6 +30,14 @@ def test_flags_override_the_file_and_absent_flags_do_not(yaml_file: Path) -> Non
     assert (config.page_size, config.max_num_seqs) == (64, 5)
 
 
+@pytest.mark.parametrize(("device", "page_size"), [("auto", 16), ("cpu", 16), ("interpreter", 16), ("cuda", 64)])
+def test_pages_are_of_the_size_that_the_device_wants_unless_told(tmp_path: Path, device: str, page_size: int) -> None:
+    yaml_file = tmp_path / "worker.yaml"
+    yaml_file.write_text(COMPLETE)
+    assert load_config(PrefillWorkerConfig, yaml_file, {"device": device}).page_size == page_size
+    assert load_config(PrefillWorkerConfig, yaml_file, {"device": device, "page_size": 32}).page_size == 32
+
+
 def test_a_configuration_never_changes(yaml_file: Path) -> None:
     config = load_config(PrefillWorkerConfig, yaml_file)
     with pytest.raises(ValueError, match="frozen"):
