@@ -213,5 +213,9 @@ def goodput_shares(verdicts: Sequence[Verdict]) -> list[float]:
 
 def chaos_json(verdicts: Sequence[Verdict]) -> dict[str, object]:
     """Return the verdicts without each request's own outcome."""
-    runs = [asdict(replace(verdict, outcomes=())) for verdict in verdicts]
+    runs = []
+    for verdict in verdicts:
+        fields = asdict(replace(verdict, outcomes=()))
+        del fields["outcomes"]
+        runs.append({**fields.pop("tally"), **fields})
     return {"runs": runs, "goodput_shares": goodput_shares(verdicts)}

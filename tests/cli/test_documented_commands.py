@@ -1,0 +1,46 @@
+"""Every command that the documents show is one that the command line takes, with these flags."""
+
+import re
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from pdserve.cli.app import app
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SHOWN = re.compile(r"(?:^ {4}|`|\| )pdserve (?P<words>[^`#|\n]*)", re.MULTILINE)
+ROOT_COMMAND = typer.main.get_command(app)
+
+
+def shown(text: str) -> list[list[str]]:
+    """Return the words of each command, those on lines that a backslash continues included."""
+    joined = re.sub(r"\\\n\s+", " ", text)
+    return [match["words"].split("   ")[0].split() for match in SHOWN.finditer(joined)]
+
+
+def flags_of(words: list[str]) -> set[str]:
+    """Return the flags that the command has whose name the words begin with."""
+    command, default = ROOT_COMMAND, "load"
+    for word in words:
+        commands = getattr(command, "commands", {})
+        if word in commands:
+            command = commands[word]
+        else:
+            break
+    command = getattr(command, "commands", {}).get(default, command)
+    return {flag for parameter in command.params for flag in (*parameter.opts, *parameter.secondary_opts)} | {"--help"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_flags_that_a_page_shows_are_known(page: Path) -> None:
+    for words in shown(page.read_text(encoding="utf-8")):
+        given = {word.partition("=")[0].rstrip(".,;:)") for word in words if word.startswith("--")}
+        assert given <= flags_of(words), f"pdserve {' '.join(words)}"
+
+
+def test_commands_are_found_in_the_pages() -> None:
+    found = [words for page in PAGES for words in shown(page.read_text(encoding="utf-8"))]
+    assert {"bench", "up", "sim", "plan"} <= {words[0] for words in found if words}
+    assert sum(any(word.startswith("--") for word in words) for words in found) > 10
