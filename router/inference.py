@@ -20,7 +20,7 @@ from pdserve.router.prompts import Prompts, ServedModel
 from pdserve.router.shell import Shell
 from pdserve.router.validation import Terms, check_model, check_terms, fitted
 from pdserve.rpc import PUBLIC_MESSAGE_BYTES, abort
-from pdserve.text.output import OutputText
+from pdserve.text.stop import OutputText
 
 GenerateContext: TypeAlias = "grpc.aio.ServicerContext[inference.GenerateRequest, inference.GenerateResponse]"
 

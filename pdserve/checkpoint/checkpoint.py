@@ -90,7 +90,6 @@ class Checkpoint:
     raw_config: Mapping[str, object]  # the mapping `config` was read from
     generation: GenerationDefaults
     eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
     special_tokens: Mapping[str, str]  # as chat templates name them: bos_token, eos_token, ...
     chat_template: str | None  # the source
     weight_files: tuple[Path, ...]

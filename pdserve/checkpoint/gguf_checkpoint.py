@@ -33,7 +33,6 @@ def open_file(path: Path) -> Checkpoint:
         raw_config=raw_config,
         generation=GenerationDefaults(),
         eos_token_ids=_end_tokens(fields, tokens),
-        bos_token_id=named["bos_token"],
         special_tokens={name: tokens[token_id] for name, token_id in named.items() if token_id is not None},
         chat_template=fields.text("tokenizer.chat_template", "") or None,
         weight_files=(path,),

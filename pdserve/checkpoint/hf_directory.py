@@ -34,7 +34,6 @@ def open_directory(path: Path) -> Checkpoint:
         raw_config=raw_config,
         generation=GenerationDefaults.from_hf(generation),
         eos_token_ids=_end_tokens(generation, tokenizer_config, config),
-        bos_token_id=config.bos_token_id,
         special_tokens=special_tokens,
         chat_template=_chat_template(path, tokenizer_config),
         weight_files=weight_files,

@@ -1,13 +1,108 @@
 """Token ids to text, as they come.
 
-Invariant: the texts returned for one sequence join to the decoding of all its ids, and no character is given
-out before its last byte is there.
+Invariant: the texts returned for one sequence join to the decoding of all its ids, and no character is given out before
+its last byte is there.
+
+A tokenizer's decoder turns a list of tokens into a text. For the two kinds of decoder that Llama-family models use, the
+text is what one run of bytes per token, joined and read as UTF-8, gives. A table made once per model holds those runs.
 """
 
 import codecs
+import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from pdserve.text.pieces import Pieces
+import tokenizers
+
+from pdserve.errors import ConfigError
+
+WORD_START = "\u2581"  # how SentencePiece writes a space
+
+Piece = str | bytes  # bytes where they are no UTF-8 text on their own
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """The table. `by_id[i]` is empty for special tokens and for ids no token has."""
+
+    by_id: tuple[Piece, ...]
+    encoding_errors: str  # the codec's name for how a byte that is no UTF-8 is written
+    strips_first_space: bool  # of a text that begins with it
+
+
+def read_pieces(backend: tokenizers.Tokenizer) -> Pieces:
+    """Build the table of a tokenizer; ConfigError where its decoder is of another kind."""
+    decoder = _decoder_steps(backend)
+    kinds = [step["type"] for step in decoder]
+    special = {token for token, added in backend.get_added_tokens_decoder().items() if added.special}
+    tokens = {token_id: token for token, token_id in backend.get_vocab(with_added_tokens=True).items()}
+    convert = _from_byte_level if kinds == ["ByteLevel"] else _from_sentencepiece
+    by_id = tuple(
+        _text_if_whole(convert(tokens[token_id])) if token_id in tokens and token_id not in special else ""
+        for token_id in range(max(tokens, default=-1) + 1)
+    )
+    if kinds == ["ByteLevel"]:
+        return Pieces(by_id, "replace", strips_first_space=False)
+    return Pieces(by_id, EACH_BYTE, strips_first_space=kinds[-1] == "Strip")
+
+
+def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, object]]:
+    state = backend.decoder.__getstate__() if backend.decoder is not None else b'{"type": "none"}'
+    decoder = json.loads(state)
+    steps: list[dict[str, object]] = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    known: list[dict[str, object]] = [
+        {"type": "Replace", "pattern": {"String": WORD_START}, "content": " "},
+        {"type": "ByteFallback"},
+        {"type": "Fuse"},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+    ]
+    if steps not in (known, known[:-1]) and [step["type"] for step in steps] != ["ByteLevel"]:
+        names = ", ".join(str(step["type"]) for step in steps)
+        raise ConfigError(f"tokenizer decoder: {names} is not supported (ByteLevel, or SentencePiece's)")
+    return steps
+
+
+def _text_if_whole(raw: bytes) -> Piece:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return raw
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return GPT-2's spelling of bytes: printable Latin-1 as it is, the others as code points from 256."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _from_byte_level(token: str) -> bytes:
+    try:
+        return bytes([_BYTE_OF[char] for char in token])
+    except KeyError:
+        return token.encode()  # an added token, written as it is
+
+
+def _from_sentencepiece(token: str) -> bytes:
+    if len(token) == len("<0x00>") and token.startswith("<0x") and token.endswith(">"):
+        try:
+            return bytes([int(token[3:5], 16)])
+        except ValueError:
+            pass  # looks like a byte, but is a word
+    return token.replace(WORD_START, " ").encode()
+
+
+def _replace_each_byte(error: UnicodeError) -> tuple[str, int]:
+    if not isinstance(error, UnicodeDecodeError):
+        raise error
+    return "\ufffd" * (error.end - error.start), error.end
+
+
+EACH_BYTE = "pdserve.replace-each-byte"
+codecs.register_error(EACH_BYTE, _replace_each_byte)
 
 
 class Detokenizer:

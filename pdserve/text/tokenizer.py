@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import tokenizers
 
 from pdserve.errors import invalid
-from pdserve.text.detokenize import Detokenizer
-from pdserve.text.pieces import read_pieces
+from pdserve.text.detokenize import Detokenizer, read_pieces
 
 
 class Tokenizer:
@@ -17,9 +16,6 @@ class Tokenizer:
         self._pieces = read_pieces(backend)
         self._adds_bos = bos_token_id is not None and backend.encode("").ids[:1] == [bos_token_id]
         self.vocab_size = len(self._pieces.by_id)
-        self.special_ids = frozenset(
-            token_id for token_id, added in backend.get_added_tokens_decoder().items() if added.special
-        )
 
     def encode(self, text: str, *, add_special: bool, field: str = "prompt") -> list[int]:
         """Return the ids of `text`; with `add_special`, also the ends the model expects, bos never twice.
@@ -47,15 +43,3 @@ class Tokenizer:
         """Return the id of a token as the vocabulary spells it, or None."""
         found: int | None = self._backend.token_to_id(token)
         return found
-
-    def token_text(self, token_id: int) -> str | None:
-        """Return the vocabulary's spelling of an id, or None where no token has it."""
-        found: str | None = self._backend.id_to_token(token_id)
-        return found
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return what a token adds to a text; for logprobs, where a token may be part of a character."""
-        if not 0 <= token_id < self.vocab_size:
-            return b""
-        piece = self._pieces.by_id[token_id]
-        return piece.encode() if isinstance(piece, str) else piece

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from pdserve.checkpoint.gguf_splits import SPLITS
-from pdserve.checkpoint.gguf_tokenizer import build_tokenizer
+from pdserve.checkpoint.gguf_tokenizer import SPLITS, build_tokenizer
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.errors import ConfigError
 from pdserve.text.tokenizer import Tokenizer

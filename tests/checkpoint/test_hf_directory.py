@@ -72,7 +72,6 @@ def test_everything_a_directory_says_is_read(saved: Path) -> None:
     assert checkpoint.name == "tiny-llama"
     assert checkpoint.config.num_layers == 2
     assert checkpoint.eos_token_ids == (1, 2)
-    assert checkpoint.bos_token_id == 0
     assert checkpoint.generation == GenerationDefaults(temperature=0.6, top_k=20, top_p=0.9)
     assert checkpoint.special_tokens["eos_token"] == "<eos>"
     chat = checkpoint.chat()

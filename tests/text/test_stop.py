@@ -5,8 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pdserve.errors import RequestError, Status
-from pdserve.text.output import OutputText, TextDelta
-from pdserve.text.stop import MAX_STOP_BYTES, MAX_STOP_STRINGS, StopMatcher, check_stops
+from pdserve.text.stop import MAX_STOP_BYTES, MAX_STOP_STRINGS, OutputText, StopMatcher, TextDelta, check_stops
 from pdserve.text.tokenizer import Tokenizer
 
 LETTERS = st.text(alphabet="ab", max_size=12)  # few letters, so that much almost matches
