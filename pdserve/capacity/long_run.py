@@ -3,7 +3,7 @@
 A simulation goes on until it is known (`steady` says how) whether the cluster keeps up with the load and meets the
 objectives, and stops early where that is plain: it looks at the run after 300 requests and each time it is 1.4 times as
 long (sequential batch means; Law and Carson, Operations Research 27, 1979). What is not known after the most requests
-allowed is not settled, and said to be so.
+allowed is reported as not settled.
 """
 
 from collections import Counter
@@ -70,7 +70,7 @@ class Found:
 
     @property
     def is_settled(self) -> bool:
-        """Return whether more requests would tell no more."""
+        """Return whether more requests would change nothing."""
         return self.meets is False or self.is_plain or (self.keeps_up is True and self.is_narrow)
 
 

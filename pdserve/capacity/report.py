@@ -27,8 +27,8 @@ _COLUMNS = (
 
 def sheet(points: Sequence[Point], title: str, notes: Sequence[str] = ()) -> Sheet:
     """Return one row a point."""
-    told = [_state_note(point) for point in points]
-    return Sheet(title, _COLUMNS, [_row(point) for point in points], [*filter(None, told), *notes])
+    states = filter(None, map(_state_note, points))
+    return Sheet(title, _COLUMNS, [_row(point) for point in points], [*states, *notes])
 
 
 def _row(point: Point) -> tuple[str, ...]:

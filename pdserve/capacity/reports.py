@@ -10,7 +10,7 @@ from pdserve.router.events import Finished, LinkId, LoadReported, Refused, Stage
 from pdserve.values import value
 from pdserve.worker import messages
 
-# Stages that no decision depends on: they tell a client where the time went.
+# Stages that no decision depends on: they show a client where the time went.
 LEDGER_ONLY = Stage.PREFILL_QUEUED, Stage.PREFILL_STARTED, Stage.GRANTED, Stage.DECODE_JOINED
 
 Reported = dict[tuple[RequestId, Attempt], int]  # how many tokens of each placement the router knows

@@ -1,8 +1,8 @@
 """Searches the highest rate that a cluster sustains: it keeps up with it, and serves the wanted share in time.
 
-Rates are tried in steps upward, then by halving the gap in their logarithms; each only for as long as it takes to tell
-whether it is kept (`measure`). Near the answer that may not be told within the most requests allowed. There the
-estimate decides, and the result says between which rates the answer lies for sure.
+Rates are tried in steps upward, then by halving the gap in their logarithms; each only until it is known
+whether it is kept (`measure`). Near the answer, that may not be known within the most requests allowed. There the
+estimate decides, and the result has the rates between which the answer lies for sure.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ PRECISION = 0.04  # of the rate
 _SETTLED_WITHIN = 1.25  # between the rates that are kept and missed for sure
 _FIRST_RATES = (1.0, 0.25, 0.05, 0.01)  # requests per second and GPU, until one is kept
 _STEP, _SMALL_STEP = 2.0, 1.25  # upward, from a rate that says little and from one that others keep
-_STEPS = (1.05, 1.15, 1.5)  # from the answer to rates that are told from it for sure
+_STEPS = (1.05, 1.15, 1.5)  # from the answer to rates that differ from it for sure
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def surely_misses(point: Point, wanted: float) -> bool:
 
 
 def probably_keeps(point: Point, wanted: float) -> bool:
-    """Return whether a rate is kept, as far as can be told."""
+    """Return whether a rate is kept, as far as is known."""
     if point.num_warm_up == point.num_requests:
         return False
     return point.keeps_up is not False and point.growth <= MOST_GROWTH and point.attainment >= wanted

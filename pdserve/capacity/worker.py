@@ -62,7 +62,7 @@ class SimWorker:
         self._is_waiting = False  # for its turn
         self._is_stepping = False
         self._leap: _Leap | None = None
-        self._num_turns = 0  # of leaps, to tell a leap's end that was moved
+        self._num_turns = 0  # of leaps, an end that was moved has an older one
 
     def offer(self, event: object) -> None:
         """Hand an event to the core, at this moment."""

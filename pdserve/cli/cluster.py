@@ -77,7 +77,7 @@ def status(
 ) -> None:
     """Show the workers, their pages and what they are doing.
 
-    With --endpoint, what a router tells everybody: whether it serves, and its models. Its workers are shown to those
+    With --endpoint, what a router shows everybody: whether it serves, and its models. Its workers are shown to those
     who know the cluster's secret: --admin and --secret-file.
     """
     from pdserve.cli.status import show_status

@@ -66,7 +66,7 @@ def decode_worker(config: ConfigFile = None, **flags: object) -> None:
 
 
 def _settings(cls: type[_Config], file: Path | None, flags: Mapping[str, object]) -> _Config:
-    """Read what a process is told, before what takes long to load: from here on it counts as not ready."""
+    """Read a process's settings before importing what takes long to load: from here on it counts as not ready."""
     settings = load_config(cls, file, flags)
     ReadyFile(settings.ready_file).clear()
     end_on_signals()

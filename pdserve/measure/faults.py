@@ -33,7 +33,7 @@ class Fault:
 
 
 class FaultInjector:
-    """`state` tells which processes there are; `see` is to be called with each status of the router."""
+    """Hits workers. `state` returns the processes; `see` is to be called with each status of the router."""
 
     def __init__(self, state: Callable[[], ClusterState], plan: FaultPlan, clock: Clock) -> None:
         self.faults: list[Fault] = []

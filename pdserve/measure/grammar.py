@@ -1,7 +1,7 @@
 """What `--workload` means: fixed lengths NxINxOUT, random lengths INxOUT or INxOUT~S, or a trace.
 
 A trace is a file (Azure's CSV, Mooncake's JSON lines, a JSON list of {start_time, prompt_len, output_len}) or the name
-of a slice that comes with pdserve. What is wrong in a file is told with its name, the line or entry, and the field.
+of a slice that comes with pdserve. An error in a file names the file, the line or entry, and the field.
 """
 
 import csv

@@ -90,8 +90,8 @@ async def saturate(
 ) -> float:
     """Return how many right answers a second the cluster gives at most, measured for `seconds`.
 
-    Before, each number of requests in flight is tried for half as long. Few requests tell little: lengths differ, and
-    so does what each costs. NothingServedError if no answer is right.
+    Before, each number of requests in flight is tried for half as long. Few requests would measure badly: lengths
+    differ, and so does what each costs. NothingServedError if no answer is right.
     """
     clients, ramp = Clients(client, arrivals, prompts), Ramp()
     async with asyncio.TaskGroup() as tasks:

@@ -144,10 +144,10 @@ def random_lengths(
     """
     rng = random.Random(seed)
 
-    def draw(mean: float) -> int:
+    def sample(mean: float) -> int:
         return max(2, round(mean * rng.lognormvariate(-spread * spread / 2, spread)))
 
-    arrivals = [Arrival(float(i), draw(prompt_tokens), draw(output_tokens)) for i in range(num_requests)]
+    arrivals = [Arrival(float(i), sample(prompt_tokens), sample(output_tokens)) for i in range(num_requests)]
     return Workload(f"{prompt_tokens:g} in, {output_tokens:g} out", tuple(arrivals)).poisson(seed)
 
 
