@@ -25,18 +25,3 @@ class MonotonicClock:
 def process_age_s() -> float:
     """Return how long this process has been there, less the fraction of a second before this module was loaded."""
     return time.monotonic() - _LOADED_S
-
-
-class FakeClock:
-    """A clock that moves when told to, for tests and simulation."""
-
-    def __init__(self, now_s: float = 0.0) -> None:
-        self._now_s = now_s
-
-    def now_s(self) -> float:
-        return self._now_s
-
-    def advance(self, seconds: float) -> None:
-        if seconds < 0:
-            raise ValueError(f"seconds: {seconds} would turn the clock back")
-        self._now_s += seconds

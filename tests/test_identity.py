@@ -10,7 +10,6 @@ import grpc
 import pytest
 from stream_ends import DECODE, SECRET, prefill_worker
 
-from pdserve.clock import FakeClock
 from pdserve.kvtransfer.peers import PeerLost
 from pdserve.proof import CHALLENGE_S, Challenges
 from pdserve.rpc import (
@@ -22,6 +21,7 @@ from pdserve.rpc import (
     RequireSecret,
     identify,
 )
+from pdserve.virtual_time import VirtualClock
 
 SERVED, OTHER = "/test.Service/Served", "/test.Service/Other"
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]]
@@ -61,7 +61,7 @@ async def serving(*interceptors: grpc.aio.ServerInterceptor) -> AsyncIterator[tu
 
 
 @asynccontextmanager
-async def listener(clock: FakeClock | None = None) -> AsyncIterator[Listener]:
+async def listener(clock: VirtualClock | None = None) -> AsyncIterator[Listener]:
     denied: Counter[str] = Counter()
     async with serving(RequireSecret(SECRET, lambda: denied.update(["a call"]), clock)) as (channel, port):
         yield Listener(port, channel, denied)
@@ -91,7 +91,7 @@ async def test_a_proof_serves_its_method_alone() -> None:
 
 
 async def test_a_proof_that_is_shown_too_late_serves_nothing() -> None:
-    clock = FakeClock(1000.0)
+    clock = VirtualClock(1000.0)
     async with listener(clock) as there:
         in_time, late = [await identify(there.channel, SECRET, SERVED) for _ in range(2)]
         clock.advance(CHALLENGE_S - 1)
@@ -173,7 +173,7 @@ async def test_what_an_honest_caller_says_holds_the_secret_nowhere() -> None:
 
 
 def test_answered_challenges_are_remembered_for_as_long_as_they_could_be_answered() -> None:
-    clock = FakeClock()
+    clock = VirtualClock()
     challenges = Challenges(clock)
     first = challenges.new()
     assert challenges.is_open(first)

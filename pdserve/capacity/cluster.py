@@ -17,7 +17,6 @@ from pdserve.capacity.reports import (
     to_sender,
 )
 from pdserve.capacity.shape import Run, Shape
-from pdserve.capacity.timeline import Timeline, garbage_left
 from pdserve.capacity.worker import SimWorker, Steps
 from pdserve.decode_worker import events as decode_events
 from pdserve.decode_worker.core import DecodeCore
@@ -56,6 +55,7 @@ from pdserve.router.policies import POLICIES
 from pdserve.rpc import PROTOCOL_VERSION
 from pdserve.sampling import SamplingParams
 from pdserve.token_ids import ALL_IDS
+from pdserve.virtual_time import VirtualClock, garbage_left
 from pdserve.worker import messages
 from pdserve.worker.messages import RouterRef
 from pdserve.worker.reporting import LOAD_EVERY_S
@@ -80,7 +80,7 @@ class SimCluster:
     """Carries what the cores say to each other."""
 
     def __init__(self, profile: Profile, shape: Shape, policy: str, workload: Workload, objective: Objective) -> None:
-        self._timeline = Timeline()
+        self._clock = VirtualClock()
         self._profile = profile
         self._shape = shape
         self._workload = workload
@@ -101,7 +101,7 @@ class SimCluster:
             Role.DECODE: profile.configuration(shape.decode_tp).costs(),
         }
         self._costs = costs
-        self._machine = Machine(self._timeline) if any(each.shares_machine for each in costs.values()) else None
+        self._machine = Machine(self._clock) if any(each.shares_machine for each in costs.values()) else None
         limits = Limits(
             max_num_requests=MAX_TASKS,
             max_num_held=4096,
@@ -121,7 +121,7 @@ class SimCluster:
         """Serve the whole workload, each request to its end."""
         self.expect(iter(self._workload.arrivals))
         with garbage_left():
-            self._timeline.run()
+            self._clock.run()
         for router in self._routers.values():
             router.core.check_idle()
         outcomes = self._outcomes.values()
@@ -136,8 +136,8 @@ class SimCluster:
         """Serve until `count` requests have come since the start; requests that are not over go on next time."""
         self._num_awaited = count
         with garbage_left():
-            self._timeline.run()
-        return self._so_far(self._timeline.now_s)
+            self._clock.run()
+        return self._so_far(self._clock.now_s())
 
     def _so_far(self, now_s: float) -> Run:
         outcomes, workers = tuple(self._outcomes.values()), self._workers.values()
@@ -150,16 +150,16 @@ class SimCluster:
     def _expect_next(self) -> None:
         arrival = next(self._coming, None)
         if arrival is not None:
-            self._timeline.at(arrival.at_s, self._arrive, len(self._outcomes) + 1, arrival)
+            self._clock.at(arrival.at_s, self._arrive, len(self._outcomes) + 1, arrival)
 
     def _arrive(self, number: int, arrival: Arrival) -> None:
         if number == self._num_awaited:
-            self._timeline.stop()
+            self._clock.stop()
         request_id = RequestId((number * 0x9E3779B97F4A7C15 % 2**64).to_bytes(8, "little") + number.to_bytes(8, "big"))
         self._outcomes[request_id] = Outcome(arrival.at_s, arrival.prompt_tokens, arrival.output_tokens, number)
         self._expect_next()
         self._lengths[request_id] = arrival.output_tokens
-        now_s = self._timeline.now_s
+        now_s = self._clock.now_s()
         event = router_events.RequestArrived(
             request_id=request_id,
             token_ids=self._workload.token_ids(number, arrival),
@@ -172,12 +172,12 @@ class SimCluster:
         self._post(self._routers[RouterRef(number % len(self._routers))], event)
 
     def _post(self, router: _Router, event: Event) -> None:
-        for command in router.core.handle(event, self._timeline.now_s):
+        for command in router.core.handle(event, self._clock.now_s()):
             self._carry_out(router, command)
         due_s = router.core.next_wakeup_s()
-        if due_s is not None and due_s < router.alarm_s and due_s < self._timeline.now_s + DEADLINE_S / 2:
+        if due_s is not None and due_s < router.alarm_s and due_s < self._clock.now_s() + DEADLINE_S / 2:
             router.alarm_s = due_s
-            self._timeline.at(max(due_s, self._timeline.now_s), self._wake, router, due_s)
+            self._clock.at(max(due_s, self._clock.now_s()), self._wake, router, due_s)
 
     def _wake(self, router: _Router, due_s: float) -> None:
         if router.alarm_s == due_s:
@@ -189,9 +189,9 @@ class SimCluster:
             case Place():
                 self._place(router, command)
             case Deliver(request_id, _, token_ids):
-                self._outcomes[request_id].take(len(token_ids), self._timeline.now_s)
+                self._outcomes[request_id].take(len(token_ids), self._clock.now_s())
             case End(request_id, end):
-                close(self._outcomes[request_id], end, self._timeline.now_s)
+                close(self._outcomes[request_id], end, self._clock.now_s())
             case CancelAttempt(link, request_id, attempt, indices):
                 self._workers[link].offer(messages.Cancelled(request_id, attempt, indices))
             case _:
@@ -199,7 +199,7 @@ class SimCluster:
 
     def _place(self, router: _Router, place: Place) -> None:
         spec = place.spec
-        self._outcomes[spec.request_id].placed_s = self._timeline.now_s
+        self._outcomes[spec.request_id].placed_s = self._clock.now_s()
         job = Job(
             spec.request_id,
             spec.attempt,
@@ -212,7 +212,7 @@ class SimCluster:
         )
         prefill = None if place.prefill is None else self._workers[place.prefill.link]
         decode = None if place.decode is None else self._workers[place.decode.link]
-        deadline_s = self._timeline.now_s + spec.remaining_s
+        deadline_s = self._clock.now_s() + spec.remaining_s
         if decode is not None:
             peer = None if prefill is None else prefill.peer
             decode.reported[spec.request_id, spec.attempt] = 0 if prefill is None else 1
@@ -222,7 +222,7 @@ class SimCluster:
             prefill.reported[spec.request_id, spec.attempt] = 0
             prefill.offer(messages.Placed(router.ref, job, deadline_s, peer, "simulated"))
         for worker in filter(None, (decode, prefill)) if len(self._routers) > 1 else ():
-            self._timeline.soon(self._report_load, worker)
+            self._clock.soon(self._report_load, worker)
 
     # ---- workers
 
@@ -246,7 +246,7 @@ class SimCluster:
             else DecodeCore(scheduler, VOCAB_SIZE, b"simulated", RULES)
         )
         peer = Peer(WorkerId(name), Incarnation(link))
-        worker = SimWorker(self._timeline, (peer, link), core, scheduler, self._costs[role], self._machine)
+        worker = SimWorker(self._clock, (peer, link), core, scheduler, self._costs[role], self._machine)
         worker.perform = self._perform
         self._workers[link] = self._by_peer[peer] = worker
         # One head whose width makes a page as large as the profile says.
@@ -277,7 +277,7 @@ class SimCluster:
                 case messages.Tokens():
                     deltas[command.router].append(delta(worker.reported, command))
                 case messages.Progress() if command.stage not in LEDGER_ONLY:
-                    self._post(self._routers[command.router], stage(worker.link, command, self._timeline.now_s))
+                    self._post(self._routers[command.router], stage(worker.link, command, self._clock.now_s()))
                 case messages.Progress():
                     pass
                 case messages.Failed(ref, key, code, reason):
@@ -289,12 +289,12 @@ class SimCluster:
             return
         for ref, router in self._routers.items():
             self._post(router, StepReported(worker.link, deltas[ref], steps.each, steps.each_s, steps.count))
-        if len(self._routers) > 1 and self._timeline.now_s - worker.reported_s >= LOAD_EVERY_S:
+        if len(self._routers) > 1 and self._clock.now_s() - worker.reported_s >= LOAD_EVERY_S:
             self._report_load(worker)
 
     def _report_load(self, worker: SimWorker) -> None:
         """Report to every router how full a worker is, as `worker.reporting` does where there are several."""
-        worker.reported_s = self._timeline.now_s
+        worker.reported_s = self._clock.now_s()
         load = worker.core.load()
         for ref, router in self._routers.items():
             self._post(router, load_report(worker.link, load, ref))
@@ -318,11 +318,11 @@ class SimCluster:
     def _copy(self, worker: SimWorker, copy: prefill_events.Copy) -> None:
         """Move pages: one copy at a time leaves a worker, and one at a time comes in."""
         target, link = self._by_peer[copy.peer], self._profile.link
-        start_s = max(self._timeline.now_s, worker.link_busy_until_s, target.link_busy_until_s)
+        start_s = max(self._clock.now_s(), worker.link_busy_until_s, target.link_busy_until_s)
         end_s = start_s + len(copy.src) * self._page_bytes / link.bytes_per_s
         worker.link_busy_until_s = target.link_busy_until_s = end_s
         stopped = prefill_events.FromPeer(copy.peer, copy.key, sender.CopyStopped((0,) * len(copy.src)))
-        self._timeline.at(end_s + link.latency_s, worker.offer, stopped)
+        self._clock.at(end_s + link.latency_s, worker.offer, stopped)
 
 
 def simulate(profile: Profile, shape: Shape, policy: str, workload: Workload, objective: Objective) -> Run:

@@ -12,7 +12,6 @@ from math import sqrt
 from pdserve.capacity.leaping import LeapingScheduler
 from pdserve.capacity.machine import Machine
 from pdserve.capacity.reports import Reported
-from pdserve.capacity.timeline import Timeline
 from pdserve.decode_worker.core import DecodeCore
 from pdserve.engine.step import StepPlan
 from pdserve.kvtransfer.session import Peer
@@ -20,6 +19,7 @@ from pdserve.perfmodel.curve import Step, StepCosts, attention_work
 from pdserve.prefill_worker.core import PrefillCore
 from pdserve.router.events import LinkId
 from pdserve.values import value
+from pdserve.virtual_time import VirtualClock
 
 
 @value
@@ -39,7 +39,7 @@ class SimWorker:
 
     def __init__(
         self,
-        timeline: Timeline,
+        clock: VirtualClock,
         name: tuple[Peer, LinkId],
         core: PrefillCore | DecodeCore,
         scheduler: LeapingScheduler,
@@ -55,7 +55,7 @@ class SimWorker:
         self.reported: Reported = {}
         self.reported_s = 0.0  # when it last reported its load
         self.link_busy_until_s = 0.0  # by a copy
-        self._timeline = timeline
+        self._clock = clock
         self._costs = costs
         self._machine = machine  # that it shares with others; None: it has devices of its own
         self._inbox: list[object] = []
@@ -69,7 +69,7 @@ class SimWorker:
         self._inbox.append(event)
         if not self._is_waiting:
             self._is_waiting = True
-            self._timeline.soon(self._turn)
+            self._clock.soon(self._turn)
 
     def _turn(self) -> None:
         self._is_waiting = False
@@ -79,7 +79,7 @@ class SimWorker:
             self._start()
 
     def _take_in(self) -> None:
-        now_s, leap = self._timeline.now_s, self._leap
+        now_s, leap = self._clock.now_s(), self._leap
         if leap is not None and (num_begun := leap.num_begun(now_s)) > leap.num_with_pages:
             self.scheduler.take_pages(num_begun)
             leap.num_with_pages = num_begun
@@ -93,7 +93,7 @@ class SimWorker:
             self._arrange(leap)
 
     def _start(self) -> None:
-        now_s = self._timeline.now_s
+        now_s = self._clock.now_s()
         num_steps = self.scheduler.leap_length() if self._machine is None else 0
         if num_steps:
             self._leap = _Leap(self._costs, now_s, num_steps, *self.scheduler.batch())
@@ -106,7 +106,7 @@ class SimWorker:
             step = _step(plan)
             elapsed_s = self._costs.seconds(step)
             if self._machine is None:
-                self._timeline.at(now_s + elapsed_s, self._end_step, plan, step, elapsed_s)
+                self._clock.at(now_s + elapsed_s, self._end_step, plan, step, elapsed_s)
             else:
                 self._machine.begin(elapsed_s, self._costs.slowdown(step), partial(self._end_step, plan, step))
 
@@ -117,7 +117,7 @@ class SimWorker:
     def _arrange(self, leap: "_Leap") -> None:
         """Let a leap end when its steps do; an end arranged before does not count."""
         self._num_turns += 1
-        self._timeline.at(leap.end_s, self._end_leap, self._num_turns)
+        self._clock.at(leap.end_s, self._end_leap, self._num_turns)
 
     def _end_leap(self, turn: int) -> None:
         leap = self._leap
@@ -132,7 +132,7 @@ class SimWorker:
         self.busy_s += elapsed_s
         self.num_steps += num_steps
         result = self.scheduler.sample(plan, elapsed_s)
-        commands = self.core.commit(plan, result, self._timeline.now_s)
+        commands = self.core.commit(plan, result, self._clock.now_s())
         self.perform(self, commands, Steps(step, elapsed_s / num_steps, num_steps))
         self._turn()
 

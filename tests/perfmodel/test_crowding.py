@@ -5,12 +5,12 @@ import random
 import pytest
 
 from pdserve.capacity.machine import Machine
-from pdserve.capacity.timeline import Timeline
 from pdserve.perfmodel.crowding import Crowding
 from pdserve.perfmodel.curve import Curve, DecodePiece, Step, StepCosts
 from pdserve.perfmodel.fit import Fit
 from pdserve.perfmodel.margin import Bias
 from pdserve.perfmodel.model import LearntCosts
+from pdserve.virtual_time import VirtualClock
 
 PREFILL, DECODE = Curve(0.02, 7e-4, 1e-7), Curve(0.025, 2e-3, 1e-6)
 COSTS = StepCosts(PREFILL, (DecodePiece(None, DECODE),))
@@ -46,15 +46,15 @@ def test_neighbours_are_never_taken_to_speed_a_step_up() -> None:
 
 
 def test_steps_on_one_machine_take_longer_for_as_long_as_both_run() -> None:
-    timeline, ended = Timeline(), dict[str, tuple[float, float]]()
-    machine = Machine(timeline)
+    clock, ended = VirtualClock(), dict[str, tuple[float, float]]()
+    machine = Machine(clock)
 
     def begin(name: str, alone_s: float, slowdown: float) -> None:
-        machine.begin(alone_s, slowdown, lambda elapsed_s: ended.update({name: (timeline.now_s, elapsed_s)}))
+        machine.begin(alone_s, slowdown, lambda elapsed_s: ended.update({name: (clock.now_s(), elapsed_s)}))
 
-    timeline.at(0.0, begin, "long", 3.0, 2.0)
-    timeline.at(1.0, begin, "short", 1.0, 1.5)
-    timeline.run()
+    clock.at(0.0, begin, "long", 3.0, 2.0)
+    clock.at(1.0, begin, "short", 1.0, 1.5)
+    clock.run()
     assert ended["short"] == (pytest.approx(2.5), pytest.approx(1.5))
     assert ended["long"] == (pytest.approx(3.75), pytest.approx(3.75))  # 1 alone, 0.75 beside the other, 1.25 alone
 

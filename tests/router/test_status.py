@@ -5,7 +5,6 @@ from types import FrameType
 
 import pytest
 
-from pdserve.clock import FakeClock
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.proto.v1 import admin_pb2 as admin
@@ -15,13 +14,14 @@ from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
 from pdserve.router.events import Registration, Role
 from pdserve.router.shell import Shell
+from pdserve.virtual_time import VirtualClock
 
 LAYOUT = KvLayout("w", 1, 1, 8, 16, "float32")
 
 
 def cluster_of(num_pairs: int) -> AdminEndpoint:
     """Return the endpoint of a router whose prefill workers have all measured their way to all decode workers."""
-    shell = Shell(RouterCore("m", Limits()), FakeClock())
+    shell = Shell(RouterCore("m", Limits()), VirtualClock())
     for role, letter in ((Role.PREFILL, "p"), (Role.DECODE, "d")):
         for number in range(num_pairs):
             stream, name = shell.open_stream(None), WorkerId(f"{letter}{number}")

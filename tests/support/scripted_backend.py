@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pdserve.clock import FakeClock
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer.backends.backend import Indices, PostError
 from pdserve.kvtransfer.channels import MIN_SLICE_PAGES, SLICE_BYTES
@@ -16,6 +15,7 @@ from pdserve.kvtransfer.copies import CopyStopped
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Description, Region
 from pdserve.kvtransfer.session import HandoffKey, Pages, Peer
+from pdserve.virtual_time import VirtualClock
 
 HANDOFF, OTHER = (HandoffKey(RequestId(bytes([number]) * 16), Attempt(0)) for number in range(2))
 
@@ -113,7 +113,7 @@ class ScriptedBackend:
 @dataclass
 class Rig:
     backend: ScriptedBackend
-    clock: FakeClock
+    clock: VirtualClock
     mover: Mover
     stopped: queue.SimpleQueue[CopyStopped]
 
@@ -133,7 +133,7 @@ class Rig:
 def scripted_rig() -> Iterator[Rig]:
     rows = np.broadcast_to(np.uint8(0), (NUM_PAGES, PAGE_BYTES))  # of no memory: the backend moves nothing
     region = Region(rows, rows[:PROBE_PAGES], 0, 0, lambda pages: (0,) * len(pages))
-    backend, clock, stopped = ScriptedBackend(region), FakeClock(), queue.SimpleQueue[CopyStopped]()
+    backend, clock, stopped = ScriptedBackend(region), VirtualClock(), queue.SimpleQueue[CopyStopped]()
     mover = Mover(backend, stopped.put, clock)
     mover.attach(FIRST, DESCRIPTION)
     yield Rig(backend, clock, mover, stopped)

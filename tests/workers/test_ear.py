@@ -9,7 +9,6 @@ import pytest
 from half_slice import MEETING, half_slice
 from loopback import loopback_mover
 
-from pdserve.clock import FakeClock
 from pdserve.decode_worker.events import Event, PeerAlive
 from pdserve.decode_worker.server import Senders
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
@@ -19,6 +18,7 @@ from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import ByteRows, Region
 from pdserve.kvtransfer.session import Peer
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.virtual_time import VirtualClock
 from pdserve.worker.link import FromRouter
 from pdserve.worker.loop import Inbox
 from pdserve.worker.messages import Cancelled, PeerGone, RouterRef
@@ -56,7 +56,7 @@ async def test_an_end_waits_for_what_is_unread_and_keeps_nothing_else_waiting(
 ) -> None:
     inbox = Inbox[FromRouterEvent]()
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        ear = Ear(inbox, FakeClock(), tasks)
+        ear = Ear(inbox, VirtualClock(), tasks)
         ear.guard(mover)
         await ear.offer(FromRouter(ROUTER, GONE))
         await ear.offer(FromRouter(ROUTER, CANCEL))
@@ -86,7 +86,7 @@ async def test_an_end_waits_until_nothing_that_was_read_of_the_process_can_reach
     inbox = Inbox[FromRouterEvent]()
     with half_slice(staged.describe(), END.peer) as ended:
         async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-            ear = Ear(inbox, FakeClock(), tasks)
+            ear = Ear(inbox, VirtualClock(), tasks)
             ear.guard(staged)
             await ear.offer(FromRouter(ROUTER, GONE))
             await inbox.wait()
@@ -112,7 +112,7 @@ async def test_so_does_the_end_of_a_sender_whose_successor_has_attached(staged: 
 async def test_a_worker_that_leaves_waits_for_no_end(unread: socket.socket, mover: Mover) -> None:
     inbox = Inbox[FromRouterEvent]()
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        ear = Ear(inbox, FakeClock(), tasks)
+        ear = Ear(inbox, VirtualClock(), tasks)
         ear.guard(mover)
         await ear.offer(FromRouter(ROUTER, GONE))
         ear.close()

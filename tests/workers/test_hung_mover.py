@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from stream_ends import Heard
 
-from pdserve.clock import FakeClock
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
@@ -24,6 +23,7 @@ from pdserve.prefill_worker.events import Copy
 from pdserve.prefill_worker.pairs import Pairs
 from pdserve.prefill_worker.server import HUNG_MOVER_S, Copies, Movement, PrefillOutbox
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.virtual_time import VirtualClock
 from pdserve.worker.audit import Auditor
 from pdserve.worker.link import FromRouter, Links
 from pdserve.worker.load import load_of
@@ -84,7 +84,7 @@ async def test_a_movers_thread_that_hangs_ends_the_process_and_one_that_rests_do
 ) -> None:
     ended: list[int] = []
     monkeypatch.setattr("os._exit", ended.append)
-    clock, copies = FakeClock(), Copies(Inbox())
+    clock, copies = VirtualClock(), Copies(Inbox())
     mover = Mover(backend, copies.stopped)
     mover.attach(PEER, mover.describe())
     reporter = Reporter(Links((), SECRET, link.Register(), Heard[FromRouter | RouterLost](), not_dismissed), clock)

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from loopback import loopback_mover
 
-from pdserve.clock import FakeClock
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.session import Peer
 from pdserve.prefill_worker.pairs import Pairs
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.virtual_time import VirtualClock
 from pdserve.worker.link import Links
 from pdserve.worker.messages import Load, RouterRef
 from pdserve.worker.reporting import Reporter
@@ -59,7 +59,7 @@ async def scene(slow_bytes_per_s: int = 0) -> AsyncIterator[Scene]:
     mine, theirs = (loopback_mover(Region.of(view), lambda _: None) for view in (np.ones_like(pages), pages))
     mine.attach(DECODE, theirs.describe())
     wire = Wire()
-    reporter = Reporter(cast("Links", wire), FakeClock())
+    reporter = Reporter(cast("Links", wire), VirtualClock())
     try:
         async with asyncio.TaskGroup() as tasks:
             pairs = Pairs(mine, reporter, tasks, slow_bytes_per_s)

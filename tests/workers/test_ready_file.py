@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from stream_ends import Heard
 
-from pdserve.clock import FakeClock
 from pdserve.errors import ConfigError
 from pdserve.files import ReadyFile
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.virtual_time import VirtualClock
 from pdserve.worker.link import FromRouter, Links
 from pdserve.worker.messages import Load, RouterLost
 from pdserve.worker.reporting import Reporter
@@ -25,7 +25,7 @@ def test_a_worker_that_drains_for_whatever_reason_is_no_longer_ready(tmp_path: P
     ready = ReadyFile(path)
     ready.write("{}")
     links = Links((), SECRET, link.Register(), Heard[FromRouter | RouterLost](), lambda _: None)
-    reporter = Reporter(links, FakeClock(), on_draining=ready.withdraw)
+    reporter = Reporter(links, VirtualClock(), on_draining=ready.withdraw)
     reporter.beat(load(draining=False), 0)
     assert path.exists()
     reporter.beat(load(draining=True), 0)

@@ -8,7 +8,6 @@ from typing import cast
 from scripted_backend import FIRST, scripted_rig
 from stream_ends import Heard
 
-from pdserve.clock import FakeClock
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer.client import HandoffClient
 from pdserve.kvtransfer.mover import Mover
@@ -17,6 +16,7 @@ from pdserve.kvtransfer.speed import WINDOW_S
 from pdserve.prefill_worker.pairs import Pairs
 from pdserve.prefill_worker.server import Copies, Movement, PrefillOutbox
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.virtual_time import VirtualClock
 from pdserve.worker.link import Links
 from pdserve.worker.loop import Inbox
 from pdserve.worker.messages import Load, RouterRef
@@ -42,7 +42,7 @@ async def test_a_heartbeat_between_two_beats_tells_of_stalled_peers_too() -> Non
         rig.backend.until(lambda: len(rig.backend.posted) == 1)
         rig.clock.advance(WINDOW_S)
         rig.backend.let_it_look()
-        wire, clock, mover = Wire(), FakeClock(), cast("Mover", rig.mover)
+        wire, clock, mover = Wire(), VirtualClock(), cast("Mover", rig.mover)
         reporter = Reporter(cast("Links", wire), clock)
         party = Party(FIRST, KvLayout("", 1, 1, 1, 1, "float32"), mover)
         async with asyncio.TaskGroup() as tasks:

@@ -22,10 +22,10 @@ def main(arguments: list[str] | None = None) -> int:
     logging.getLogger("pdserve").addHandler(logging.NullHandler())  # what simulated workers log has no operator
     seeds = range(options.first, options.first + options.seeds)
     started_s, started_processor_s = time.monotonic(), _processor_s()
-    num_words, ends, failed = 0, Counter[str](), []
+    num_messages, ends, failed = 0, Counter[str](), []
     with _map(options.jobs, partial(simulate, num_requests=options.requests), seeds) as outcomes:
         for number, outcome in enumerate(outcomes, 1):
-            num_words += outcome.num_words
+            num_messages += outcome.num_messages
             ends.update(outcome.ends)
             if outcome.violation:
                 failed.append(outcome)
@@ -36,7 +36,8 @@ def main(arguments: list[str] | None = None) -> int:
     kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(ends.items()))
     sys.stdout.write(
         f"{len(seeds)} seeds, {len(failed)} failed, {elapsed_s:.1f} s: {len(seeds) / elapsed_s:.1f} seeds/s, "
-        f"{num_words / elapsed_s:,.0f} messages/s, {num_words / processor_s:,.0f} a second and core\nends: {kinds}\n"
+        f"{num_messages / elapsed_s:,.0f} messages/s, {num_messages / processor_s:,.0f} a second and core\n"
+        f"ends: {kinds}\n"
     )
     return 1 if failed else 0
 

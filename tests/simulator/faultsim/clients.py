@@ -81,7 +81,7 @@ class Answer:
 
     def deliver(self, command: Deliver) -> ClientEvent | None:
         """Take tokens in, each checked against what any correct engine says."""
-        self._world.num_words += 1
+        self._world.num_messages += 1
         wish, index = self.wish, command.index
         if not self._expected:
             self._expected = [_whole_answer(wish, number, self._vocab_size) for number in range(wish.params.n)]

@@ -7,7 +7,8 @@ ends the stream; a reset tells both ends, at different times; a dead process's p
 from collections.abc import Callable
 
 from faultsim.process import Process
-from faultsim.world import Action, World
+from faultsim.world import World
+from pdserve.virtual_time import Action
 
 KEEPALIVE_S = 15.0  # a silent path ends its streams: rpc's ping interval and time-out
 CONNECT_TIMEOUT_S = 2.0
@@ -35,7 +36,7 @@ class End:
     def send(self, message: Message) -> None:
         """Say something; nothing happens on a stream that has ended."""
         if not self.closed:
-            self.network.world.num_words += 1
+            self.network.world.num_messages += 1
             self._transmit(self.peer.arrive, message)
 
     def close(self, reason: str) -> None:

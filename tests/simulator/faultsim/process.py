@@ -2,8 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-from faultsim.world import Action, World
+from faultsim.world import World
 from pdserve.ids import Incarnation
+from pdserve.virtual_time import Action
 
 if TYPE_CHECKING:
     from faultsim.network import End

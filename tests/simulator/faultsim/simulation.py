@@ -9,7 +9,7 @@ from faultsim.clients import Answer, Wish
 from faultsim.cluster import Cluster
 from faultsim.scenario import Scenario, draw
 from faultsim.world import ViolationError, World
-from pdserve.capacity.timeline import garbage_left
+from pdserve.virtual_time import garbage_left
 
 SETTLE_S = 20.0  # after faults and arrivals: all requests have ended
 LEASE_S = 5.0  # a decode worker's grant that was never placed is given back
@@ -25,7 +25,7 @@ class Outcome:
 
     seed: int
     num_events: int
-    num_words: int
+    num_messages: int
     virtual_s: float
     ends: dict[str, int]
     fingerprint: int  # equal for equal runs
@@ -132,7 +132,7 @@ def _outcome(simulation: Simulation) -> Outcome:
     return Outcome(
         seed=simulation.scenario.seed,
         num_events=world.num_events,
-        num_words=world.num_words,
+        num_messages=world.num_messages,
         virtual_s=world.now,
         ends=dict(sorted(simulation.ends.items())),
         fingerprint=simulation.fingerprint,

@@ -278,7 +278,7 @@ class WorkerProcess(Host, Generic[EventT, CommandT]):
 
     def _check_wanted(self, tokens: Tokens) -> None:
         world, (request_id, attempt) = self.world, tokens.key
-        world.num_words += 1
+        world.num_messages += 1
         late_s = world.now - world.ended_s.get(request_id, world.now)
         if late_s > world.stop_within_s:
             text = f"{self.name} computes attempt {attempt} {late_s:.3f} s after the request's end"

@@ -1,15 +1,12 @@
-"""Virtual time: one heap of what happens when, one source of chance, one trace."""
+"""The world that simulated processes share: its time, its chance, and what is noted of it."""
 
 import random
-from collections.abc import Callable
-from heapq import heappop, heappush
 from math import inf
 from typing import Protocol
 
 from faultsim.story import Trace
 from pdserve.ids import RequestId
-
-Action = Callable[..., object]
+from pdserve.virtual_time import Action, VirtualClock
 
 
 class ViolationError(Exception):
@@ -29,44 +26,38 @@ class Owner(Protocol):
 
 
 class World:
-    """The clock of a simulated cluster. Two actions at one time happen in the order they were asked for."""
+    """Virtual time among processes that can freeze and die, one source of chance, one trace."""
 
     def __init__(self, seed: int, trace_length: int = 0) -> None:
         self.trace = Trace(trace_length)
-        self.now = 0.0
         self.rng = random.Random(seed)
         self.num_events = 0
-        self.num_words = 0  # things said by one process to another
+        self.num_messages = 0  # from one process to another
         self.ended_s: dict[RequestId, float] = {}  # when a request's client had its end
         self.stop_within_s = inf  # how long after that a worker may still compute for it
-        self._heap: list[tuple[float, int, Owner | None, Action, tuple[object, ...]]] = []
-        self._count = 0
+        self._clock = VirtualClock()
+        self.now_s = self._clock.now_s
+        self.run = self._clock.run
 
-    def now_s(self) -> float:
-        return self.now
+    @property
+    def now(self) -> float:
+        return self.now_s()
 
     def after(self, delay_s: float, owner: Owner | None, action: Action, *args: object) -> None:
         """Let `owner` (None: nature) do something in a while."""
-        self._count += 1
-        heappush(self._heap, (self.now + delay_s, self._count, owner, action, args))
+        self._clock.at(self.now_s() + delay_s, self._carry_out, owner, action, args)
 
     def at(self, at_s: float, owner: Owner | None, action: Action, *args: object) -> None:
-        self._count += 1
-        heappush(self._heap, (at_s, self._count, owner, action, args))
+        self._clock.at(at_s, self._carry_out, owner, action, args)
 
-    def run(self, until_s: float) -> None:
-        """Let everything happen that is due by then."""
-        heap = self._heap
-        while heap and heap[0][0] <= until_s:
-            self.now, _, owner, action, args = heappop(heap)
-            self.num_events += 1
-            if owner is None:
-                action(*args)
-            elif owner.frozen:
-                owner.deferred.append((action, args))
-            elif owner.alive:
-                action(*args)
-        self.now = until_s
+    def _carry_out(self, owner: Owner | None, action: Action, args: tuple[object, ...]) -> None:
+        self.num_events += 1
+        if owner is None:
+            action(*args)
+        elif owner.frozen:
+            owner.deferred.append((action, args))
+        elif owner.alive:
+            action(*args)
 
     def note(self, who: str, what: object) -> None:
         """Remember something for the story of a run."""

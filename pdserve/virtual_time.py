@@ -1,47 +1,59 @@
-"""Virtual time: what happens when."""
+"""Time for simulators and tests: a clock that goes when it is told to, and what happens when."""
 
 import gc
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from heapq import heappop, heappush
+from math import inf
 
 Action = Callable[..., object]
 
 
-class Timeline:
-    """Actions in order of time; those of one moment in the order they were asked for."""
+class VirtualClock:
+    """Carries out actions in order of time; those of one moment in the order they were asked for."""
 
-    def __init__(self) -> None:
-        self.now_s = 0.0
+    def __init__(self, now_s: float = 0.0) -> None:
+        self._now_s = now_s
         self._soon: deque[tuple[Action, tuple[object, ...]]] = deque()
         self._later: list[tuple[float, int, Action, tuple[object, ...]]] = []
         self._count = 0
         self._is_stopped = False
+
+    def now_s(self) -> float:
+        return self._now_s
 
     def soon(self, action: Action, *args: object) -> None:
         """Do something at this moment, once what is being done is over."""
         self._soon.append((action, args))
 
     def at(self, at_s: float, action: Action, *args: object) -> None:
+        """Do something at a time that has not passed."""
         self._count += 1
         heappush(self._later, (at_s, self._count, action, args))
 
-    def stop(self) -> None:
-        """Let `run` return once the present action is over; the next `run` goes on from there."""
-        self._is_stopped = True
+    def advance(self, seconds: float) -> None:
+        """Let so much time pass, with all that happens in it."""
+        if seconds < 0:
+            raise ValueError(f"seconds: {seconds} would turn the clock back")
+        self.run(self._now_s + seconds)
 
-    def run(self) -> None:
-        """Let everything happen until nothing is left to do, or until somebody stops it."""
+    def run(self, until_s: float = inf) -> None:
+        """Let everything happen that is due by then; without a time, until nothing is left to do."""
         soon, later, self._is_stopped = self._soon, self._later, False
         while not self._is_stopped:
             while soon:
                 action, args = soon.popleft()
                 action(*args)
-            if not later:
+            if not later or later[0][0] > until_s:
+                self._now_s = until_s if until_s < inf else self._now_s
                 return
-            self.now_s, _, action, args = heappop(later)
+            self._now_s, _, action, args = heappop(later)
             action(*args)
+
+    def stop(self) -> None:
+        """Let `run` return once the present action is over; the next `run` goes on from there."""
+        self._is_stopped = True
 
 
 @contextmanager
