@@ -58,7 +58,8 @@ def load(
     from pdserve.measure.summary import summary_tables
 
     rate = None if request_rate is None else checked_rate(request_rate)
-    workloads = [sizes.read(text).sent_at(rate, sizes.seed) for text in (*(workload or ()), *(more or ()))]
+    read = [sizes.read(text) for text in (*(workload or ()), *(more or ()))]
+    workloads = [(each.first(sizes.num_prompts) if each.is_timed else each).sent_at(rate, sizes.seed) for each in read]
     if not workloads:
         raise ConfigError("--workload is needed, for example --workload 16x32x128")
     goal, address = objective(goodput), endpoint or read_state(name).endpoint

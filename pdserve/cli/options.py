@@ -89,7 +89,10 @@ class Sizes:
     """How the requests of a workload are changed."""
 
     num_prompts: Annotated[
-        int, typer.Option(min=2, help="Requests of random lengths; a simulation has no more at each rate.")
+        int,
+        typer.Option(
+            min=2, help="Requests of random lengths; of a trace, the most that are sent, or simulated at each rate."
+        ),
     ] = 1000
     scale: Annotated[float, typer.Option(min=1e-3, help="Factor for all lengths.")] = 1.0
     output_scale: Annotated[

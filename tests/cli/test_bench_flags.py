@@ -1,5 +1,6 @@
 """Flags of the measuring commands: each is spelled once, and what cannot be is refused before anything starts."""
 
+import json
 from collections.abc import Callable
 from subprocess import CompletedProcess
 
@@ -24,10 +25,12 @@ def test_a_load_that_would_never_end_is_refused_before_a_cluster_starts(
 
 
 def test_bench_load_sends_a_slice_by_its_name(pdserve: Command, address: str) -> None:
-    flags = ("--scale", "0.001", "--request-rate", "2000", "--endpoint", address)
-    ended = pdserve("bench", "--workload", "azure-code", *flags)
+    flags = ("--scale", "0.001", "--request-rate", "2000", "--num-prompts", "150", "--endpoint", address)
+    ended = pdserve("bench", "--workload", "azure-code", *flags, "--json", "-")
     assert ended.returncode == 0
-    assert "azure-code" in ended.stdout
+    (run,) = json.loads(ended.stdout)["runs"]
+    assert run["name"] == "azure-code, lengths x 0.001"
+    assert run["num_requests"] == 150
 
 
 @pytest.mark.parametrize("command", [("bench", "load", "1x2x3"), ("sim",)])
