@@ -25,13 +25,13 @@ def accuracy(
     json_file: JsonFile = None,
 ) -> None:
     """Compare predicted with seen times to first token and per token, starting from a wrong profile."""
-    from pdserve.measure.accuracy import measure_accuracy
+    from pdserve.measure.accuracy import accuracy_json, error_table, measure_accuracy
     from pdserve.perfmodel.profile import shipped_profile
 
     trial = loads.trial(sizes, (0.3, 0.6, 0.9))
     spec = loads.spec(policy="goodput", profile=profile or shipped_profile())
     found = run(measure_accuracy(spec, trial, report))
-    show(json_file, found.json(), found.table())
+    show(json_file, accuracy_json(found), error_table(found.findings))
 
 
 @grouped_flags

@@ -32,16 +32,14 @@ class Accuracy:
     findings: Findings
     outcomes: tuple[Sequence[Outcome], ...]  # of each run
 
-    def table(self) -> Sheet:
-        return error_table(self.findings)
 
-    def json(self) -> dict[str, object]:
-        """Return errors and, for each request, what was predicted and seen."""
-        runs = [
-            {**asdict(run), "requests": [_seen(outcome) for outcome in outcomes]}
-            for run, outcomes in zip(self.findings.runs, self.outcomes, strict=True)
-        ]
-        return {**asdict(self.findings), "runs": runs}
+def accuracy_json(found: Accuracy) -> dict[str, object]:
+    """Return errors and, for each request, what was predicted and seen."""
+    runs = [
+        {**asdict(run), "requests": [_seen(outcome) for outcome in outcomes]}
+        for run, outcomes in zip(found.findings.runs, found.outcomes, strict=True)
+    ]
+    return {**asdict(found.findings), "runs": runs}
 
 
 def _seen(outcome: Outcome) -> dict[str, object]:

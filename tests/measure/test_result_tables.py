@@ -9,7 +9,7 @@ from rich.console import Console
 
 from pdserve.capacity.replay import replay_table
 from pdserve.kvtransfer.trial import Cost
-from pdserve.measure.accuracy import Accuracy
+from pdserve.measure.accuracy import Accuracy, accuracy_json, error_table
 from pdserve.measure.cancel import Freed, cancel_table
 from pdserve.measure.chaos import Verdict, chaos_json, chaos_table, failures, tally
 from pdserve.measure.faults import Fault
@@ -54,7 +54,7 @@ def printed(shown: object) -> str:
     ("table", "cells"),
     [
         (summary_tables([run.summary for run in RUNS])[0], ("TTFT p50 ms", "100.0", "1 RESOURCE_EXHAUSTED")),
-        (Accuracy(FINDINGS, ()).table(), ("capacity 10.00 requests/s", "25.0%", "1.25")),
+        (error_table(FINDINGS), ("capacity 10.00 requests/s", "25.0%", "1.25")),
         (overload_table(FINDINGS), ("TTFT 500 ms", "50.0%", "10 ms", "100%", "keeps 100% of its best goodput")),
         (replay_table(FINDINGS), ("100 / 100 / 100",)),
         (routers_tables(RouterFindings((LATE,), FINDINGS))[0], ("router-1", "3 of 4")),
@@ -73,7 +73,7 @@ def test_wrong_answers_are_listed() -> None:
     assert failures([VERDICT]) == ["chaos: request 0: token 0"]
 
 
-@pytest.mark.parametrize("found", [FINDINGS, Accuracy(FINDINGS, (OUTCOMES,) * 4).json(), chaos_json([VERDICT])])
+@pytest.mark.parametrize("found", [FINDINGS, accuracy_json(Accuracy(FINDINGS, (OUTCOMES,) * 4)), chaos_json([VERDICT])])
 def test_results_are_json_with_runs_whose_summaries_name_their_units(found: object) -> None:
     runs = json.loads(as_json(found))["runs"]
     for run in runs:
