@@ -2,6 +2,9 @@
 
 from collections.abc import Callable
 from enum import Enum
+from typing import TypeVar
+
+Kind = TypeVar("Kind", bound=BaseException)
 
 MAX_ECHO_CHARS = 200
 
@@ -73,6 +76,14 @@ class RequestError(Exception):
 def invalid(field: str, problem: str) -> RequestError:
     """Return the error for a field of a request that breaks a rule, e.g. invalid("n", "9 is over the limit of 8")."""
     return RequestError(Status.INVALID_ARGUMENT, f"{field}: {problem}")
+
+
+def first_of(error: BaseException, kind: type[Kind]) -> Kind | None:
+    """Return the first error of a kind that a group holds, however deep; None where it holds none."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error if isinstance(error, kind) else None
+    found = (first_of(each, kind) for each in error.exceptions)
+    return next((each for each in found if each is not None), None)
 
 
 def echo(text: str, show: Callable[[str], str] = str) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import grpc
 
 from pdserve.clock import MonotonicClock
-from pdserve.errors import CommandError, ConfigError
+from pdserve.errors import CommandError, ConfigError, first_of
 from pdserve.files import write_atomically
 from pdserve.ids import WorkerId
 from pdserve.launch.admin import AdminClient
@@ -179,18 +179,13 @@ async def running(
             expected, rest = group.split((ConfigError, CommandError))
             if expected is None or rest is not None:
                 raise
-            raise _first(expected) from None
+            raise first_of(expected, Exception) or expected from None
 
 
 def _threads_each(spec: ClusterSpec) -> int | None:
     if "OMP_NUM_THREADS" in os.environ:
         return None
     return threads_each(spec.num_prefill + spec.num_decode, len(os.sched_getaffinity(0)))
-
-
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    first = group.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 def _state(spec: ClusterSpec, wiring: Wiring) -> ClusterState:

@@ -12,7 +12,7 @@ import typer
 from pdserve.cli.flags import config_flags
 from pdserve.cli.options import ConfigFile
 from pdserve.config import DecodeWorkerConfig, PrefillWorkerConfig, ProcessConfig, load_config
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, first_of
 from pdserve.files import ReadyFile
 from pdserve.router.config import RouterConfig
 from pdserve.signals import end_on_signals
@@ -82,19 +82,10 @@ def _run(name: str, serve: Callable[[_Config], Coroutine[Any, Any, None]], setti
     try:
         uvloop.run(serve(settings))
     except ExceptionGroup as group:
-        refusal = first_refusal(group)
+        refusal = first_of(group, ConfigError)
         if refusal is None:
             raise
         raise refusal from group
-
-
-def first_refusal(group: ExceptionGroup[Exception]) -> ConfigError | None:
-    """Return the first ConfigError inside a task group's failure, if it has one."""
-    for error in group.exceptions:
-        found = first_refusal(error) if isinstance(error, ExceptionGroup) else error
-        if isinstance(found, ConfigError):
-            return found
-    return None
 
 
 def schema(process: Annotated[Process, typer.Argument(help="Whose configuration.")]) -> None:

@@ -15,8 +15,7 @@ import pytest
 import pdserve as package
 from pdserve.cli.ask import VISIBLE
 from pdserve.cli.models import model_name
-from pdserve.cli.processes import first_refusal
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, first_of
 from pdserve.proto.v1 import inference_pb2 as inference
 
 Command = Callable[..., CompletedProcess[str]]
@@ -170,8 +169,8 @@ def test_control_characters_of_a_model_do_not_reach_the_terminal() -> None:
 
 def test_a_refusal_is_found_inside_task_groups() -> None:
     refusal = ConfigError("page_size: 3 is refused")
-    assert first_refusal(ExceptionGroup("a", [OSError(), ExceptionGroup("b", [refusal])])) is refusal
-    assert first_refusal(ExceptionGroup("a", [OSError(), ExceptionGroup("b", [KeyError()])])) is None
+    assert first_of(ExceptionGroup("a", [OSError(), ExceptionGroup("b", [refusal])]), ConfigError) is refusal
+    assert first_of(ExceptionGroup("a", [OSError(), ExceptionGroup("b", [KeyError()])]), ConfigError) is None
 
 
 def test_what_the_operating_system_refuses_is_one_line_with_the_file(tmp_path: Path) -> None:
