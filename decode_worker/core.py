@@ -165,7 +165,7 @@ class DecodeCore:
                 self._leases.begin(peer, now_s)
                 return self._tell_all(peer, receiver.SenderAttached(), now_s)
             case PeerAlive(peer):
-                is_back = self._leases.hear(peer, now_s)
+                is_back = self._leases.renew(peer, now_s)
                 return self._tell_all(peer, receiver.SenderAttached(), now_s) if is_back else []
             case PeerLost(peer, reason):
                 self._leases.end(peer)

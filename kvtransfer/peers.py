@@ -1,4 +1,4 @@
-"""What the two ends of a control stream tell the process around them, and what they know of it."""
+"""What the two ends of a hand-off stream report to the process around them, and what they know of it."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
@@ -72,4 +72,4 @@ class Sink(Protocol[EventT_contra]):
         """Take a report on a stream itself; there are only so many."""
 
     async def offer(self, report: EventT_contra) -> None:
-        """Take what a peer said; waits while the process has too much to do."""
+        """Take a message of a peer; waits while the process has too much to do."""

@@ -41,7 +41,7 @@ class Grant:
     pages: Pages
     generations: tuple[Generation, ...]
     capability: bytes
-    lease_s: float  # how long the sender may say nothing before the grant is given up
+    lease_s: float  # how long the sender may be silent before the grant is given up
     region: int = KV_REGION
 
 

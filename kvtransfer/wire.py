@@ -18,7 +18,7 @@ MAX_WORKER_ID_CHARS = 253
 MAX_REASON_CHARS = 512
 MAX_PAGES = 1 << 20  # in one hand-off
 MAX_CONTINUATIONS = 64
-MAX_TOLD = 1 << 48  # bytes, or microseconds, of a hand-off: more is taken for that, and can be told on
+MAX_REPORTED = 1 << 48  # bytes, or microseconds, of a hand-off: what is above it is reported as this
 
 ToReceiver = receiver.Committed | receiver.SenderQuiesced
 FromReceiver = receiver.SendGrant | receiver.SendTaken | receiver.SendWithdrawn
@@ -41,7 +41,7 @@ def hello_to_proto(hello: Hello) -> handoff.HandoffServiceAttachRequest:
 
 
 def hello_from_proto(message: handoff.HandoffServiceAttachRequest) -> Hello:
-    """Return the first word of who dials; its version is looked at before what may depend on it."""
+    """Return the first message of who dials; its version is checked before what may depend on it."""
     if message.WhichOneof("message") != "hello":
         raise ProtocolError(f"message: {message.WhichOneof('message')} before hello")
     hello = message.hello
@@ -64,7 +64,7 @@ def ack_to_proto(ack: HelloAck) -> handoff.HandoffServiceAttachResponse:
 
 
 def ack_from_proto(message: handoff.HandoffServiceAttachResponse) -> HelloAck:
-    """Return the first word of who was dialled."""
+    """Return the first message of who was dialled."""
     if message.WhichOneof("message") != "hello_ack":
         raise ProtocolError(f"message: {message.WhichOneof('message')} before hello_ack")
     ack = message.hello_ack
@@ -196,8 +196,8 @@ def _commit(message: handoff.Commit) -> Commit:
     if len(message.digests) > MAX_PAGES:
         raise ProtocolError(f"digests: {len(message.digests)} are over {MAX_PAGES}")
     if len(message.pages) != len(message.digests) or len(message.generations) != len(message.digests):
-        told = f"{len(message.pages)} in {len(message.generations)} generations"
-        raise ProtocolError(f"pages: {told} for {len(message.digests)} digests")
+        pages = f"{len(message.pages)} in {len(message.generations)} generations"
+        raise ProtocolError(f"pages: {pages} for {len(message.digests)} digests")
     return Commit(
         message.region,
         tuple(PageId(page) for page in message.pages),
@@ -205,8 +205,8 @@ def _commit(message: handoff.Commit) -> Commit:
         _capability(message.capability),
         tuple(message.digests),
         _capsule(message.capsule),
-        min(message.handoff_bytes, MAX_TOLD),
-        min(message.handoff_us, MAX_TOLD) / 1e6,
+        min(message.handoff_bytes, MAX_REPORTED),
+        min(message.handoff_us, MAX_REPORTED) / 1e6,
     )
 
 

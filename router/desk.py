@@ -163,5 +163,5 @@ class Desk(Generic[AnswerT]):
                 yield command
             case _:
                 for link_id, message in wire.messages(command):
-                    if link_id in self._links:  # or it was lost in the same moment, and the core is told next
+                    if link_id in self._links:  # or it was lost in the same moment: the core handles that next
                         yield Send(link_id, message)

@@ -104,7 +104,7 @@ class Links(LinkServiceServicer):
             self._shell.post(event)
 
 
-def _summary(told: link.Register) -> str:
-    role = link.Role.Name(told.role).removeprefix("ROLE_").lower()
-    state = "ready" if told.ready else f"loading, {told.load_progress:.0%}"
-    return f"{role}, incarnation {told.incarnation:016x}, {state}"
+def _summary(register: link.Register) -> str:
+    role = link.Role.Name(register.role).removeprefix("ROLE_").lower()
+    state = "ready" if register.ready else f"loading, {register.load_progress:.0%}"
+    return f"{role}, incarnation {register.incarnation:016x}, {state}"

@@ -24,7 +24,7 @@ class WorkerStream:
     def __init__(self, link_id: LinkId, owner: asyncio.Task[object] | None) -> None:
         self.link_id = link_id
         self.outbound: asyncio.Queue[link.AttachResponse] = asyncio.Queue(MAX_QUEUED)
-        self.registration = link.Register()  # as last told, for operators
+        self.registration = link.Register()  # as last received, for operators
         self.load = link.Heartbeat()
         self.pairs: dict[str, link.PairMeasured] = {}  # by the decode worker's name
         self.closed: str | None = None  # why
@@ -47,7 +47,7 @@ class Shell:
         self.clock = clock
         self.streams: dict[LinkId, WorkerStream] = {}
         self.watchers: set[asyncio.Event] = set()  # set whenever something may have changed
-        self.refused: Counter[Refusal] = Counter()  # of what workers said, and of workers, since start
+        self.refused: Counter[Refusal] = Counter()  # messages of workers, and workers, since start
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # the core's own error
         self._desk: Desk[Answer] = Desk(core)
         self._alarm: asyncio.TimerHandle | None = None
@@ -104,7 +104,7 @@ class Shell:
     def _send(self, link_id: LinkId, message: link.AttachResponse) -> None:
         stream = self.streams.get(link_id)
         if stream is None:
-            return  # it did not read just now; the core is told next
+            return  # it did not read just now; the core handles its loss next
         try:
             stream.outbound.put_nowait(message)
         except asyncio.QueueFull:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pdserve.kvtransfer.trial import Cost, measure
+from pdserve.kvtransfer.copy_benchmark import Cost, measure
 from pdserve.measure.tables import Column, Sheet
 
 _TINY_BYTES = 64  # a page of next to nothing: what is left is the price of a page

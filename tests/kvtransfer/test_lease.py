@@ -20,7 +20,7 @@ def begun(*peers: Peer) -> Leases:
 
 def test_a_lease_lapses_once_after_its_length_in_silence() -> None:
     leases = begun(P, Q)
-    assert not leases.hear(Q, 1.0)
+    assert not leases.renew(Q, 1.0)
     assert leases.take_lapsed(3.9) == ()
     assert leases.take_lapsed(4.5) == ((P, "lease of 4 s lapsed: silent for 4.5 s"),)
     assert leases.take_lapsed(4.9) == ()
@@ -31,21 +31,21 @@ def test_a_lease_lapses_once_after_its_length_in_silence() -> None:
 def test_a_word_after_the_lapse_begins_the_lease_anew() -> None:
     leases = begun(P)
     leases.take_lapsed(4.0)
-    assert leases.hear(P, 9.0)
-    assert not leases.hear(P, 9.5)
+    assert leases.renew(P, 9.0)
+    assert not leases.renew(P, 9.5)
     assert leases.holds(P)
 
 
 def test_a_word_of_a_peer_whose_stream_has_ended_begins_nothing() -> None:
     leases = begun(P)
     leases.end(P)
-    assert not leases.hear(P, 1.0)
+    assert not leases.renew(P, 1.0)
     assert not leases.holds(P)
 
 
 def test_time_in_which_nobody_could_be_heard_is_nobodys_silence() -> None:
     leases = begun(P, Q)
-    leases.hear(Q, 30.0)  # what had waited was read before the sleep was noticed
+    leases.renew(Q, 30.0)  # what had waited was read before the sleep was noticed
     leases.excuse(29.0, 30.0)
     assert leases.take_lapsed(32.9) == ()
     assert [peer for peer, _ in leases.take_lapsed(33.0)] == [P]
@@ -58,4 +58,4 @@ def test_a_peer_that_speaks_often_enough_never_lapses(gaps_s: list[float]) -> No
     for gap_s in gaps_s:
         now_s += gap_s
         assert leases.take_lapsed(now_s) == ()
-        leases.hear(P, now_s)
+        leases.renew(P, now_s)

@@ -74,7 +74,7 @@ def test_whatever_a_commit_tells_for_the_ledger_can_be_told_to_routers() -> None
     assert isinstance(event, receiver.Committed)
     told = event.commit
     landed = Progress(RouterRef(1), KEY, Stage.LANDED, 0.0, handoff_bytes=told.handoff_bytes, handoff_s=told.handoff_s)
-    assert report(landed, 0.0).progress.handoff_us == wire.MAX_TOLD
+    assert report(landed, 0.0).progress.handoff_us == wire.MAX_REPORTED
 
 
 def test_a_reason_is_cut_on_both_ends() -> None:

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from pdserve.capacity.replay import replay_table
-from pdserve.kvtransfer.trial import Cost
+from pdserve.kvtransfer.copy_benchmark import Cost
 from pdserve.measure.accuracy import Accuracy, accuracy_json, error_table
 from pdserve.measure.cancel import Freed, cancel_table
 from pdserve.measure.chaos import Verdict, chaos_json, chaos_table, failures, tally

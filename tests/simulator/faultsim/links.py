@@ -56,7 +56,7 @@ class SimLinks:
         self._handle(attaching.Due(address))
 
     def finish(self) -> None:
-        """End every stream after what was said."""
+        """End every stream after what was sent."""
         self._handle(attaching.Left())
 
     def _handle(self, event: attaching.Event) -> None:

@@ -1,7 +1,7 @@
 """Streams between simulated processes, as gRPC over TCP gives them, and how these break.
 
 A stream delivers in order or not at all. A cut path holds what is on its way until it heals, or until keepalive
-ends the stream; a reset tells both ends, at different times; a dead process's peers hear of it soon.
+ends the stream; a reset tells both ends, at different times; a dead process's peers learn of it soon.
 """
 
 from collections.abc import Callable
@@ -34,21 +34,21 @@ class End:
         owner.ends[self] = network.ends[self] = None
 
     def send(self, message: Message) -> None:
-        """Say something; nothing happens on a stream that has ended."""
+        """Send a message; nothing happens on a stream that has ended."""
         if not self.closed:
             self.network.world.num_messages += 1
             self._transmit(self.peer.arrive, message)
 
     def close(self, reason: str) -> None:
-        """End the stream in order: the other side hears of it after all that was said."""
+        """End the stream in order: the other side learns of it after all that was sent."""
         if not self.closed:
             self._shut()
-            self._transmit(self.peer.hear_end, reason)
+            self._transmit(self.peer.receive_end, reason)
 
     def die(self) -> None:
         """Break the stream because this side's process has ended."""
         self._shut()
-        self._transmit(self.peer.hear_end, "its process ended")
+        self._transmit(self.peer.receive_end, "its process ended")
 
     def arrive(self, message: Message) -> None:
         if self.held or (self.network.cuts and self.network.is_cut(self.peer.owner, self.owner)):
@@ -56,10 +56,10 @@ class End:
         elif not self.closed:
             self.receive(message)
 
-    def hear_end(self, reason: str) -> None:
-        """Hear from the other side that the stream has ended."""
+    def receive_end(self, reason: str) -> None:
+        """Learn from the other side that the stream has ended."""
         if self.held or self.network.is_cut(self.peer.owner, self.owner):
-            self.held.append((self.hear_end, (reason,)))
+            self.held.append((self.receive_end, (reason,)))
         else:
             self.break_off(reason)
 

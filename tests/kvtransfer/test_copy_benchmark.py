@@ -1,9 +1,9 @@
-"""The trial copies between two real processes and tells what each page cost."""
+"""The benchmark copies between two real processes and reports what each page cost."""
 
-from pdserve.kvtransfer.trial import measure
+from pdserve.kvtransfer.copy_benchmark import measure
 
 
-def test_a_trial_tells_the_cost_of_a_page_for_each_number_of_pages() -> None:
+def test_the_benchmark_reports_the_cost_of_a_page_for_each_number_of_pages() -> None:
     costs = measure(4096, [1, 40], repeats=3, tcp=False)
     assert [(cost.page_bytes, cost.num_pages) for cost in costs] == [(4096, 1), (4096, 40)]
     for cost in costs:

@@ -25,13 +25,13 @@ from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Description, Region
 from pdserve.kvtransfer.session import HandoffKey, Peer
 
-WRITER, TARGET = (Peer(WorkerId(f"trial-{name}"), Incarnation(1)) for name in ("writer", "target"))
+WRITER, TARGET = (Peer(WorkerId(f"benchmark-{name}"), Incarnation(1)) for name in ("writer", "target"))
 HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
 WAIT_S = 60.0
 
 
 class CopyFailedError(CommandError):
-    """A copy of the trial has failed."""
+    """A copy of the benchmark has failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,12 @@ def measure(page_bytes: int, counts: Sequence[int], repeats: int, *, tcp: bool) 
     """Copy each number of pages some times between two processes."""
     network = Network(tcp_only=tcp)
     with _target(max(counts), page_bytes, network) as description:
-        trial = _Trial(max(counts), page_bytes, description, network)
+        writer = _Writer(max(counts), page_bytes, description, network)
         try:
-            trial.copy(max(counts))  # makes the connection
-            return [trial.cost(count, repeats) for count in counts]
+            writer.copy(max(counts))  # makes the connection
+            return [writer.cost(count, repeats) for count in counts]
         finally:
-            trial.close()
+            writer.close()
 
 
 class _TimedBackend(NixlBackend):
@@ -86,7 +86,7 @@ class _TimedConnection:
         self._connection.close()
 
 
-class _Trial:
+class _Writer:
     """A writer attached to its target."""
 
     def __init__(self, num_pages: int, page_bytes: int, description: bytes, network: Network) -> None:
