@@ -6,7 +6,6 @@ from pathlib import Path
 from pdserve.capacity.long_run import Point
 from pdserve.capacity.planner import Plan
 from pdserve.capacity.search import Highest
-from pdserve.errors import ConfigError
 from pdserve.measure.percentiles import Percentiles
 from pdserve.measure.tables import Column, Sheet
 
@@ -88,11 +87,9 @@ def plan_report(plan: Plan, num_gpus: int) -> tuple[dict[str, object], Sheet]:
 
 
 def plot(points: Sequence[Point], title: str, wanted: float, path: Path) -> None:
-    """Draw attainment over the rate, a line for each cluster and policy; ConfigError without matplotlib."""
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415 - an extra that only plots need
-    except ImportError as error:
-        raise ConfigError("--plot: needs matplotlib: pip install 'pdserve[plots]'") from error
+    """Draw attainment over the rate, a line for each cluster and policy."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 - an extra that only plots need
+
     figure = Figure(figsize=(7, 4.2))
     axes = figure.add_subplot()
     lines: dict[str, list[Point]] = {}
