@@ -45,4 +45,4 @@ class PrefixHasher:
 
 def short_hashes(packed: bytes) -> list[int]:
     """Return 64 bits of each of these hashes, one after the other: enough for a router's guesses, and half as dear."""
-    return memoryview(packed).cast("Q").tolist()[:: HASH_BYTES // 8]
+    return memoryview(packed).cast("Q")[:: HASH_BYTES // 8].tolist()
