@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import ErrorDetails
 
 from pdserve.errors import ConfigError
+from pdserve.prefix_hash import BLOCK_TOKENS
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
@@ -62,9 +63,9 @@ class WorkerConfig(ProcessConfig):
     secret_file: Path = Field(description="The cluster's shared secret; its owner and group alone may read it.")
     page_size: int = Field(
         16,
-        ge=16,
+        ge=BLOCK_TOKENS,
         le=1024,
-        multiple_of=16,
+        multiple_of=BLOCK_TOKENS,
         description=f"Token slots in a KV page; on a GPU {GPU_PAGE_SIZE} unless set.",
     )
     num_pages: int | None = Field(

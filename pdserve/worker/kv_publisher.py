@@ -12,9 +12,8 @@ import asyncio
 import logging
 import time
 from collections import defaultdict, deque
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Generator, Iterator, Sequence
+from contextlib import asynccontextmanager, closing
 
 import msgspec
 import zmq
@@ -22,15 +21,18 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from pdserve import kvevents
+from pdserve.config import WorkerConfig
 from pdserve.engine.kvcache import CacheChange, PagesStored
 from pdserve.errors import ConfigError
 from pdserve.kvevents import MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, Hash, KvEvent
 from pdserve.prefix_hash import PrefixHash, short_hashes
+from pdserve.proto.v1 import link_pb2 as link
 from pdserve.token_ids import TOKEN_ID_BYTES, from_wire, to_wire
 from pdserve.zmq_identity import AnySocket, CurveKeys, is_local
 
 logger = logging.getLogger(__name__)
 
+MAX_UNSENT = 100_000  # batches that wait for one slow subscriber; beyond it that one misses some
 YIELD_AFTER = 8  # batches of a replay, before others have their turn
 SNAPSHOT_TOKENS = 4096  # in a batch of a snapshot: they take about 0.5 ms to encode
 
@@ -41,43 +43,33 @@ class _Page(msgspec.Struct, gc=False):  # made by the million: the garbage colle
     salt: str
 
 
-@dataclass(frozen=True, slots=True)
-class PublisherSettings:
-    """Where and what a publisher publishes."""
-
-    endpoint: str  # tcp://host:port (* takes a free one) or ipc://path
-    replay_endpoint: str | None
-    topic: str
-    buffer_steps: int  # batches kept for replay
-    max_unsent: int = 100_000  # batches that wait for one slow subscriber; beyond it that one misses some
-
-
 class KvPublisher:
     """One worker's publisher. Close it when the worker ends."""
 
-    def __init__(self, settings: PublisherSettings, secret: bytes, page_size: int) -> None:
+    def __init__(self, config: WorkerConfig, endpoint: str, secret: bytes) -> None:
         """Bind; ConfigError where that cannot be."""
-        self._page_size = page_size
+        replay_endpoint, num_kept = config.kv_events_replay_endpoint, config.kv_events_buffer_steps
+        self._page_size = config.page_size
         self._pages: dict[PrefixHash, _Page] = {}  # that are cached, if they may be asked for
-        self._topic = settings.topic.encode()
+        self._topic = config.kv_events_topic.encode()
         self._last = -1
-        self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=settings.buffer_steps)
+        self._sent: deque[tuple[bytes, bytes]] = deque(maxlen=num_kept)
         self._context = zmq.asyncio.Context()
         self._authenticator: AsyncioAuthenticator | None = None
-        endpoints = [settings.endpoint, *([settings.replay_endpoint] if settings.replay_endpoint else [])]
+        endpoints = [endpoint, *([replay_endpoint] if replay_endpoint else [])]
         keys = None if all(map(is_local, endpoints)) else self._require_keys(secret)
         self._pub = zmq.Context(self._context).socket(zmq.PUB)  # sends without waiting: not asyncio's
         self._sockets: list[AnySocket] = [self._pub]
         try:
-            self._pub.sndhwm = settings.max_unsent
-            self.endpoint = _bind(self._pub, settings.endpoint, keys, "kv_events_endpoint")
+            self._pub.sndhwm = MAX_UNSENT
+            self.endpoint = _bind(self._pub, endpoint, keys, "kv_events_endpoint")
             self._replay: zmq.asyncio.Socket | None = None
             self.replay_endpoint = ""
-            if settings.replay_endpoint is not None:
+            if replay_endpoint is not None:
                 self._replay = self._context.socket(zmq.ROUTER)
-                self._replay.sndhwm = max(settings.max_unsent, settings.buffer_steps + 1)  # it drops what is beyond
+                self._replay.sndhwm = max(MAX_UNSENT, num_kept + 1)  # it drops what is beyond
                 self._sockets.append(self._replay)
-                self.replay_endpoint = _bind(self._replay, settings.replay_endpoint, keys, "kv_events_replay_endpoint")
+                self.replay_endpoint = _bind(self._replay, replay_endpoint, keys, "kv_events_replay_endpoint")
         except BaseException:
             self.close()
             raise
@@ -196,6 +188,27 @@ def _stored(
 def _numbers(hashes: Sequence[PrefixHash]) -> list[Hash]:
     """Return hashes as subscribers know them: numbers of 64 bits."""
     return list(short_hashes(b"".join(hashes)))
+
+
+@asynccontextmanager
+async def publishing(config: WorkerConfig, secret: bytes, register: link.Register) -> AsyncIterator[KvPublisher | None]:
+    """Publish KV events for the length of the block, if the configuration says where, and register where.
+
+    What breaks the replays breaks the block.
+    """
+    if config.kv_events_endpoint is None:
+        yield None
+        return
+    publisher = KvPublisher(config, config.kv_events_endpoint, secret)
+    register.kv_events_endpoint = publisher.endpoint
+    register.kv_events_replay_endpoint = publisher.replay_endpoint
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            replaying = tasks.create_task(publisher.serve_replays(), name="kv event replays")
+            yield publisher
+            replaying.cancel()
+    finally:
+        publisher.close()
 
 
 def _bind(socket: AnySocket, endpoint: str, keys: CurveKeys | None, key: str) -> str:

@@ -5,8 +5,8 @@ import json
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar, cast
@@ -32,7 +32,7 @@ from pdserve.worker.device_name import device_name
 from pdserve.worker.ending import end_dismissed
 from pdserve.worker.isolating import Isolating
 from pdserve.worker.kv_feed import KvFeed
-from pdserve.worker.kv_publisher import KvPublisher, PublisherSettings
+from pdserve.worker.kv_publisher import KvPublisher, publishing
 from pdserve.worker.link import FromRouter, Links
 from pdserve.worker.loop import Core, Inbox, Outbox, WorkerLoop
 from pdserve.worker.messages import Cancelled, DrainAsked, PeerGone, Placed, RouterLost
@@ -106,10 +106,14 @@ async def serve_worker(config: WorkerConfig, role: "link.Role.ValueType", assemb
             ready.withdraw()
             inbox.put(cast(EventT, DrainAsked()))
 
+        def reporter(publisher: KvPublisher | None) -> Reporter:
+            feed = KvFeed(engine.scheduler.cache, links, publisher)
+            return Reporter(links, clock, feed, on_draining=ready.withdraw)
+
         with drain_on_signals(asyncio.get_running_loop(), drain, config.drain_timeout_s), ready:
             async with (
-                following_cache(config, engine, links, identity.secret, register) as feed,
-                assemble(engine, identity, inbox, Reporter(links, clock, feed, on_draining=ready.withdraw)) as parts,
+                publishing(config, identity.secret, register) as publisher,
+                assemble(engine, identity, inbox, reporter(publisher)) as parts,
             ):
                 ear.guard(parts.mover)
                 register.ready = True
@@ -172,39 +176,6 @@ class Ear(Generic[EventT]):
 
     async def _pass_on(self, event: FromRouterEvent) -> None:
         await self._inbox.offer(cast(EventT, event))  # what routers say is among every kind of worker's events
-
-
-@asynccontextmanager
-async def following_cache(
-    config: WorkerConfig, engine: Engine, links: Links, secret: bytes, register: link.Register
-) -> AsyncIterator[KvFeed]:
-    """Tell what the prefix cache holds for the length of the block, on the links and where the configuration says."""
-    async with publishing(config, secret, register) as publisher:
-        yield KvFeed(engine.scheduler.cache, links, publisher)
-
-
-@asynccontextmanager
-async def publishing(config: WorkerConfig, secret: bytes, register: link.Register) -> AsyncIterator[KvPublisher | None]:
-    """Publish KV events for the length of the block, if the configuration says where; what breaks that breaks it."""
-    if config.kv_events_endpoint is None:
-        yield None
-        return
-    settings = PublisherSettings(
-        config.kv_events_endpoint,
-        config.kv_events_replay_endpoint,
-        config.kv_events_topic,
-        config.kv_events_buffer_steps,
-    )
-    publisher = KvPublisher(settings, secret, config.page_size)
-    register.kv_events_endpoint = publisher.endpoint
-    register.kv_events_replay_endpoint = publisher.replay_endpoint
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            replaying = tasks.create_task(publisher.serve_replays(), name="kv event replays")
-            yield publisher
-            replaying.cancel()
-    finally:
-        publisher.close()
 
 
 class _Progress:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import zmq
@@ -21,9 +22,8 @@ from pdserve.router.kv_subscriber import KvSubscriber, PublishedBlocks, Source
 from pdserve.router.prefix_index import PrefixIndex, block_hashes
 from pdserve.worker import kv_publisher
 from pdserve.worker.kv_feed import KvFeed
-from pdserve.worker.kv_publisher import KvPublisher, PublisherSettings
+from pdserve.worker.kv_publisher import KvPublisher, publishing
 from pdserve.worker.link import Links
-from pdserve.worker.process import publishing
 from pdserve.zmq_identity import CurveKeys, is_local
 
 SECRET = b"a secret of the cluster, long enough"
@@ -42,13 +42,26 @@ def stored(number: int) -> KvChanged:
     return KvChanged(LINK, stored=list(block_hashes(HASHER, [number] * BLOCK_TOKENS, "")))
 
 
+def config_of(endpoint: str, replay: str | None, buffer_steps: int = 100) -> PrefillWorkerConfig:
+    return PrefillWorkerConfig(
+        model="m",
+        worker_id="p0",
+        routers=("127.0.0.1:1",),
+        secret_file=Path("secret"),
+        page_size=BLOCK_TOKENS,
+        kv_events_endpoint=endpoint,
+        kv_events_replay_endpoint=replay,
+        kv_events_topic="kv",
+        kv_events_buffer_steps=buffer_steps,
+    )
+
+
 @asynccontextmanager
 async def publisher(
     endpoint: str = LOCAL, replay: str | None = LOCAL, buffer_steps: int = 100
 ) -> AsyncIterator[KvPublisher]:
     """Publish, and answer replays, for the length of the block."""
-    settings = PublisherSettings(endpoint, replay, "kv", buffer_steps)
-    publisher = KvPublisher(settings, SECRET, BLOCK_TOKENS)
+    publisher = KvPublisher(config_of(endpoint, replay, buffer_steps), endpoint, SECRET)
     replaying = asyncio.create_task(publisher.serve_replays())
     try:
         yield publisher
@@ -235,9 +248,7 @@ async def test_what_breaks_the_replays_breaks_the_worker(monkeypatch: pytest.Mon
         raise LookupError("a bug")
 
     monkeypatch.setattr(KvPublisher, "_answer", broken)
-    settings: dict[str, object] = {"kv_events_endpoint": LOCAL, "kv_events_replay_endpoint": LOCAL}
-    needed = {"model": "m", "worker_id": "p0", "routers": ("127.0.0.1:1",), "secret_file": "secret"}
-    config = PrefillWorkerConfig.model_validate({**needed, **settings})
+    config = config_of(LOCAL, LOCAL)
 
     async def publish_for_ever() -> None:
         with zmq.asyncio.Context() as context:
@@ -339,5 +350,6 @@ def test_endpoints_that_others_can_reach_are_known(endpoint: str, local: bool) -
 
 
 async def test_an_endpoint_that_cannot_be_bound_is_the_operators_to_mend() -> None:
+    nowhere = "tcp://nowhere.invalid:1"
     with pytest.raises(ConfigError, match="kv_events_endpoint: cannot listen on tcp://nowhere"):
-        KvPublisher(PublisherSettings("tcp://nowhere.invalid:1", None, "", 1), SECRET, BLOCK_TOKENS)
+        KvPublisher(config_of(nowhere, None), nowhere, SECRET)
