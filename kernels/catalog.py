@@ -161,8 +161,8 @@ def _sample(*, full: bool) -> Tensor:
     def row() -> Tensor:
         return _empty(ROWS, dtype=torch.float32)
 
-    draw = sample.Draw(_empty(ROWS, 2, dtype=torch.int32), row(), _ids(ROWS), row(), row())
+    params = sample.Params(_empty(ROWS, 2, dtype=torch.int32), row(), _ids(ROWS), row(), row())
     ids = sample.Ragged(_ids(4096), _ids(ROWS + 1))
     penalties = sample.Penalties(row(), row(), row(), ids, ids) if full else None
     bias = sample.Bias(_ids(32), _empty(32, dtype=torch.float32), _ids(ROWS + 1)) if full else None
-    return sample.sample(_empty(ROWS, 128256, dtype=torch.float32), draw, penalties=penalties, bias=bias)
+    return sample.sample(_empty(ROWS, 128256, dtype=torch.float32), params, penalties=penalties, bias=bias)

@@ -2,7 +2,7 @@
 
     python -m pdserve.kernels.compile_report [--capability 90 ...] [--write docs/measurements/kernels-compile-report.md]
 
-Registers, spills and shared memory are facts about the machine code; the roofline is an estimate and says so.
+Registers, spills and shared memory are facts about the machine code; no kernel is run.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import triton
 
-from pdserve.kernels import catalog, compiling, roofline
+from pdserve.kernels import catalog, compiling
 
 HEADER = """| case | kernel | registers | spilled bytes | shared KiB | warps | at a time | matrix unit |
 | --- | --- | ---: | ---: | ---: | ---: | ---: | --- |"""
@@ -60,7 +60,7 @@ def report(capabilities: list[int], only: str) -> tuple[str, bool]:
             for made in compiling.compile_all(lambda case=case, chip=chip: case.run(chip), capability):  # type: ignore[misc]
                 lines.append(_row(case, made, made.programs_at_a_time(chip.shared_bytes)))
                 fits = fits and made.shared_bytes <= chip.shared_bytes and not (case.hot and made.spill_bytes)
-    return "\n".join([*lines, "", *_estimates()]) + "\n", fits
+    return "\n".join(lines) + "\n", fits
 
 
 def _row(case: catalog.Case, made: compiling.Resources, at_a_time: int) -> str:
@@ -69,28 +69,6 @@ def _row(case: catalog.Case, made: compiling.Resources, at_a_time: int) -> str:
     shared = f"{made.shared_bytes / 1024:.1f}"
     figures = (made.registers, made.spill_bytes, shared, made.num_warps, at_a_time)
     return f"| {name} | {made.kernel} | {' | '.join(map(str, figures))} | {unit} |"
-
-
-def _estimates() -> list[str]:
-    chip = roofline.H200
-    lines = [
-        "## Roofline ESTIMATE",
-        "",
-        f"What {chip.name} could take, from counted work at {chip.matrix_flops / 1e12:.0f} TFLOP/s of matrix products, "
-        f"{chip.memory_bytes / 1e12:.1f} TB/s, {chip.exponentials / 1e12:.1f} T exponentials/s and "
-        f"{chip.vector_ops / 1e12:.0f} T other operations/s. No kernel was timed for this table.",
-        "*At least*: everything overlaps. *In turn*: no softmax runs beside a matrix product, as with one program at a "
-        "time.",
-        "",
-        "| work | GFLOP | MB | bound by | at least, µs | in turn, µs | TFLOP/s, in turn to at best |",
-        "| --- | ---: | ---: | --- | ---: | ---: | ---: |",
-    ]
-    for work in roofline.workloads():
-        best_us, plain_us = work.best_time_s(chip) * 1e6, work.plain_time_s(chip) * 1e6
-        rates = f"{work.flops / plain_us / 1e6:.0f} to {work.flops / best_us / 1e6:.0f}" if work.flops else ""
-        counted = f"{work.flops / 1e9:.1f} | {work.bytes / 1e6:.1f} | {work.bound(chip)}"
-        lines.append(f"| {work.name} | {counted} | {best_us:.1f} | {plain_us:.1f} | {rates} |")
-    return lines
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pdserve.sampling import GREEDY_BELOW
 
 @dataclass(frozen=True, slots=True)
 class RowParams:
-    """How one row's token is drawn."""
+    """How one row's token is sampled."""
 
     temperature: float = 1.0  # below GREEDY_BELOW: the largest logit
     top_k: int = 0  # 0: off
@@ -61,7 +61,7 @@ def kept(scores: Tensor, params: RowParams) -> Tensor:
 
 
 def sample(logits: Tensor, params: RowParams, key_words: Tensor) -> int:
-    """Draw a token from logits [vocab]; key_words: int32 [2], from `rng.keys`."""
+    """Sample a token from logits [vocab]; key_words: int32 [2], from `rng.keys`."""
     x = penalized(logits, params)
     if params.temperature < GREEDY_BELOW:
         return int(x.argmax())

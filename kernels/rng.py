@@ -1,6 +1,6 @@
 """Counter-based random numbers: a token's noise depends on (seed, token index, token id) and on nothing else.
 
-So a sequence that is preempted, handed off or resumed elsewhere draws the same tokens. The CPU sampler uses this
+So a sequence that is preempted, handed off or resumed elsewhere gets the same tokens. The CPU sampler uses this
 file; `sample.py` computes the same bits inside its kernel.
 """
 
@@ -23,7 +23,7 @@ _LOW64 = (1 << 64) - 1
 
 
 def keys(seeds: npt.NDArray[np.integer] | Sequence[int], indices: npt.ArrayLike) -> npt.NDArray[np.uint32]:
-    """Mix each sequence's 64-bit seed with the index of the token it draws next.
+    """Mix each sequence's 64-bit seed with the index of the token it samples next.
 
     seeds: [n] 64-bit integers, signed or not. indices: [n] non-negative token indices.
     Returns uint32 [n, 2], low word first. The mixer is splitmix64's finalizer (Steele, Lea, Flood 2014).
@@ -51,7 +51,7 @@ def as_tensor(key_words: npt.NDArray[np.uint32], device: torch.device | str = "c
 
 
 def gumbel(key_words: Tensor, vocab_size: int) -> Tensor:
-    """Draw one standard Gumbel variate for each (row, token id).
+    """Return one standard Gumbel variate for each (row, token id).
 
     key_words: int32 [n, 2] (bit patterns of `keys`). Returns float32 [n, vocab_size].
     The argmax of logit/temperature + gumbel is a sample from softmax(logit/temperature).
@@ -66,7 +66,7 @@ def gumbel(key_words: Tensor, vocab_size: int) -> Tensor:
 
 
 def gumbel_at(key_words: Tensor, ids: Tensor) -> Tensor:
-    """Draw the same variates as `gumbel`, for chosen ids only: int32 [n, k] -> float32 [n, k]."""
+    """Return the same variates as `gumbel`, for chosen ids only: int32 [n, k] -> float32 [n, k]."""
     if key_words.dtype != torch.int32 or key_words.ndim != 2 or key_words.shape[1] != 2:
         raise ValueError(f"key_words must be int32 [n, 2], got {key_words.dtype} {tuple(key_words.shape)}")
     if ids.dtype != torch.int32 or ids.ndim != 2 or len(ids) != len(key_words):

@@ -1,4 +1,4 @@
-"""Draw tokens for a batch of rows with mixed sampling parameters, in one launch."""
+"""Sample tokens for a batch of rows with mixed sampling parameters, in one launch."""
 
 from dataclasses import dataclass
 
@@ -48,7 +48,7 @@ class Bias:
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class Params:
     """Per-row parameters on the device; `rng.keys` and `rng.as_tensor` make the keys."""
 
     keys: Tensor  # int32 [num_rows, 2]
@@ -58,8 +58,8 @@ class Draw:
     min_p: Tensor  # float32; 0: off
 
 
-def sample(logits: Tensor, draw: Draw, *, penalties: Penalties | None = None, bias: Bias | None = None) -> Tensor:
-    """Draw one token per row. logits: [num_rows, vocab_size]. Returns int64 [num_rows].
+def sample(logits: Tensor, params: Params, *, penalties: Penalties | None = None, bias: Bias | None = None) -> Tensor:
+    """Sample one token per row. logits: [num_rows, vocab_size]. Returns int64 [num_rows].
 
     Order: repetition, frequency and presence penalty, bias, temperature, top-k, top-p, min-p, noise
     (`reference_sampling.py` says exactly). Raises ValueError naming the argument that does not fit.
@@ -67,19 +67,19 @@ def sample(logits: Tensor, draw: Draw, *, penalties: Penalties | None = None, bi
     require_tensor("logits", logits, (None, None), LOGIT_DTYPES)
     num_rows, vocab_size = logits.shape
     require(vocab_size >= 1, f"logits must have at least one column, got {list(logits.shape)}")
-    _check(num_rows, draw, penalties, bias)
+    _check(num_rows, params, penalties, bias)
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
         return out
-    counts = draw.top_k if penalties is None else _count(penalties, num_rows, vocab_size)
+    counts = params.top_k if penalties is None else _count(penalties, num_rows, vocab_size)
     changed = penalties is not None or bias is not None
     scratch = torch.empty((num_rows, vocab_size) if changed else (1, 1), dtype=torch.float32, device=logits.device)
-    unit = draw.temperature
+    unit = params.temperature
     device_sample.sample[(num_rows,)](
-        out, logits, scratch, draw.keys, draw.temperature, draw.top_k, draw.top_p, draw.min_p,
+        out, logits, scratch, params.keys, params.temperature, params.top_k, params.top_p, params.min_p,
         penalties.repetition if penalties else unit, penalties.frequency if penalties else unit,
         penalties.presence if penalties else unit, counts,
-        bias.ids if bias else draw.top_k, bias.values if bias else unit, bias.offsets if bias else draw.top_k,
+        bias.ids if bias else params.top_k, bias.values if bias else unit, bias.offsets if bias else params.top_k,
         vocab_size, logits.stride(0), scratch.stride(0), counts.stride(0),
         HAS_COUNTS=penalties is not None, HAS_BIAS=bias is not None,
         BLOCK=min(MAX_BLOCK, power_of_two(vocab_size)), BIAS_BLOCK=BIAS_BLOCK,
@@ -98,12 +98,12 @@ def _count(penalties: Penalties, num_rows: int, vocab_size: int) -> Tensor:
     return counts
 
 
-def _check(num_rows: int, draw: Draw, penalties: Penalties | None, bias: Bias | None) -> None:
+def _check(num_rows: int, params: Params, penalties: Penalties | None, bias: Bias | None) -> None:
     """Raise ValueError naming the first per-row tensor of the wrong shape or dtype."""
-    require_tensor("keys", draw.keys, (num_rows, 2), (torch.int32,))
-    require(draw.keys.is_contiguous(), "keys must be contiguous")
-    require_tensor("top_k", draw.top_k, (num_rows,), (torch.int32,))
-    rows = {"temperature": draw.temperature, "top_p": draw.top_p, "min_p": draw.min_p}
+    require_tensor("keys", params.keys, (num_rows, 2), (torch.int32,))
+    require(params.keys.is_contiguous(), "keys must be contiguous")
+    require_tensor("top_k", params.top_k, (num_rows,), (torch.int32,))
+    rows = {"temperature": params.temperature, "top_p": params.top_p, "min_p": params.min_p}
     offsets = {}
     if penalties is not None:
         rows |= {name: getattr(penalties, name) for name in ("repetition", "frequency", "presence")}

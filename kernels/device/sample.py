@@ -1,4 +1,4 @@
-"""Draw one token per row of logits: penalties, truncation and noise in one launch, without sorting.
+"""Sample one token per row of logits: penalties, truncation and noise in one launch, without sorting.
 
 The tokens top-k, top-p and min-p keep are always those at or above some logit. So the noisy argmax over a larger set
 is the answer if it is itself kept; if not, nothing at or below its logit is, and the search goes on above it.
@@ -163,7 +163,7 @@ def sample(
     vocab_size, logits_stride, scratch_stride, counts_stride,
     HAS_COUNTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, BIAS_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Draw the token of one row. Grid: (rows,). scratch, float32, is used where logits have to be changed first."""
+    """Sample the token of one row. Grid: (rows,). scratch, float32, is used where logits have to be changed first."""
     row = tl.program_id(0)
     wide = row.to(tl.int64)
     if HAS_COUNTS or HAS_BIAS:

@@ -70,7 +70,7 @@ def spec_of(heads: tuple[int, int], head_dim: int, page_size: int, lens: Lens, *
 
 
 def make(spec: AttentionSpec, lens: Lens, *, device: str = "cpu", seed: int = 0, unused: float = math.nan) -> Problem:
-    """Draw a problem; queries and keys are normal, values within 0.75 of zero so that rounding stays comparable.
+    """Make a problem; queries and keys are normal, values within 0.75 of zero so that rounding stays comparable.
 
     unused: what slots and pages that are not in use hold.
     """

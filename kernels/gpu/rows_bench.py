@@ -86,8 +86,8 @@ def _sampling_cases() -> Iterator[Case]:
         ones = torch.ones(num_rows, device="cuda")
         for name, top_k, top_p in (("free", 0, 1.0), ("top-p 0.95", 0, 0.95), ("top-k 20, top-p 0.95", 20, 0.95)):
             limits = torch.full((num_rows,), top_k, dtype=torch.int32, device="cuda")
-            draw = sample.Draw(keys, ones, limits, ones * top_p, ones * 0)
-            yield f"sample {num_rows} rows, {name}", _bind(sample.sample, logits, draw), logits.numel() * 4
+            params = sample.Params(keys, ones, limits, ones * top_p, ones * 0)
+            yield f"sample {num_rows} rows, {name}", _bind(sample.sample, logits, params), logits.numel() * 4
 
 
 def _bind(function: Callable[..., object], *args: object, **kwargs: object) -> Callable[[], object]:

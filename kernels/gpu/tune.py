@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
-from pdserve.kernels.gpu.attention_bench import LLAMA, SMALL_HEADS, decode_call, prefill_call
-from pdserve.kernels.gpu.peers import Shape
+from pdserve.kernels.gpu.attention_bench import LLAMA, SMALL_HEADS, Shape, decode_call, prefill_call
 from pdserve.kernels.gpu.rows import Choice, Row
 from pdserve.kernels.gpu.timing import time_us
 from pdserve.kernels.tuning import Tile

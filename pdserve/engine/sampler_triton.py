@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pdserve.engine.step import SampleSpec
 from pdserve.kernels import rng
-from pdserve.kernels.sample import Bias, Draw, Penalties, Ragged, sample
+from pdserve.kernels.sample import Bias, Params, Penalties, Ragged, sample
 from pdserve.kernels.staging import Staging
 
 Words = npt.NDArray[np.int32] | npt.NDArray[np.float32]  # 4 bytes each
@@ -25,7 +25,7 @@ Words = npt.NDArray[np.int32] | npt.NDArray[np.float32]  # 4 bytes each
 class Prepared:
     """What the kernel is told of a step's rows, on the device."""
 
-    draw: Draw
+    params: Params
     penalties: Penalties | None
     bias: Bias | None
 
@@ -47,12 +47,12 @@ class KernelSampler:
             _floats([p.top_p for p in params]),
             _floats([p.min_p for p in params]),
         )
-        draw = Draw(keys.view(-1, 2), temperature, top_k, top_p, min_p)
-        return Prepared(draw, self._penalties(specs), self._bias(specs))
+        on_device = Params(keys.view(-1, 2), temperature, top_k, top_p, min_p)
+        return Prepared(on_device, self._penalties(specs), self._bias(specs))
 
     def sample(self, logits: Tensor, prepared: Prepared) -> Tensor:
         """Sample one token per row of logits [num_rows, vocab_size]: int64 [num_rows] on the device."""
-        return sample(logits, prepared.draw, penalties=prepared.penalties, bias=prepared.bias)
+        return sample(logits, prepared.params, penalties=prepared.penalties, bias=prepared.bias)
 
     def _penalties(self, specs: Seq[SampleSpec]) -> Penalties | None:
         if not any(spec.params.has_penalties for spec in specs):
@@ -71,7 +71,7 @@ class KernelSampler:
         return Penalties(repetition, frequency, presence, Ragged(*ragged[:2]), Ragged(*ragged[2:]))
 
     def _bias(self, specs: Seq[SampleSpec]) -> Bias | None:
-        """Return what is added to single logits; a stop that may not be drawn gets minus infinity."""
+        """Return what is added to single logits; a stop that may not be sampled gets minus infinity."""
         rows = [self._biases(spec) for spec in specs]
         if not any(rows):
             return None

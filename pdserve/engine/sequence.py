@@ -25,7 +25,7 @@ class Job:
 
     request_id: RequestId
     attempt: Attempt
-    token_ids: Seq[int]  # the prompt, then tokens drawn before this placement
+    token_ids: Seq[int]  # the prompt, then tokens sampled before this placement
     num_prompt_tokens: int
     params: SamplingParams
     indices: tuple[int, ...]  # continuations to compute
@@ -41,7 +41,7 @@ class Job:
 class Sequence:
     """Tokens, the pages that hold their KV, and how far that has come.
 
-    With several `indices` the sequence is still one prompt; it splits when their first tokens are drawn. KV of
+    With several `indices` the sequence is still one prompt; it splits when their first tokens are sampled. KV of
     tokens[:computed] is in `pages`.
     """
 
@@ -58,7 +58,7 @@ class Sequence:
     prefix: Prefix = field(init=False)  # of `tokens`
     ends_with_prompt: bool = field(init=False)  # its first tokens are its last: it splits, or is handed off
     urgency: tuple[int, int] = field(init=False)  # sorts first what is served first and preempted last
-    seeds: tuple[int, ...] = field(init=False)  # of draws, parallel to indices
+    seeds: tuple[int, ...] = field(init=False)  # parallel to indices
     has_penalties: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -98,10 +98,10 @@ class Sequence:
             return Finish.STOP
         return Finish.LENGTH if self.is_next_last(max_model_len) else None
 
-    def samples(self, num_undrawn: int = 0) -> tuple[SampleSpec, ...]:
-        """Return what to draw after the last token and `num_undrawn` unknown ones, one draw for each index."""
+    def samples(self, num_unknown: int = 0) -> tuple[SampleSpec, ...]:
+        """Return what to sample after the last token and `num_unknown` unknown ones, once for each index."""
         params, num_prompt = self.job.params, self.job.num_prompt_tokens
-        count = len(self.tokens) - num_prompt + num_undrawn
+        count = len(self.tokens) - num_prompt + num_unknown
         prompt_ids: tuple[int, ...] = ()
         output_ids: tuple[int, ...] = ()
         if self.has_penalties:  # nothing else reads what came before

@@ -11,9 +11,9 @@ from pdserve.values import value
 
 @value
 class SampleSpec:
-    """Draw one token after a chunk's last token.
+    """Sample one token after a chunk's last token.
 
-    The draw depends on `seed` and `index` only (and on the logits), never on which worker or batch it runs in.
+    The token depends on `seed` and `index` only (and on the logits), never on which worker or batch it is sampled in.
     """
 
     params: SamplingParams
@@ -21,7 +21,7 @@ class SampleSpec:
     index: int  # how many tokens this sequence has generated so far
     prompt_ids: Seq[int]
     output_ids: Seq[int]
-    forbid_stops: bool  # min_tokens not reached: neither end-of-sequence nor stop tokens may be drawn
+    forbid_stops: bool  # min_tokens not reached: neither end-of-sequence nor stop tokens may be sampled
 
 
 @value
@@ -29,7 +29,7 @@ class Chunk:
     """One sequence's share of a step: compute KV of `token_ids` at positions start, start+1, …
 
     `pages` covers positions 0 … start+len(token_ids)-1, in order; K and V of the chunk are written there.
-    `samples` is empty while a prompt is unfinished; a prompt with n > 1 draws several times from the same logits.
+    `samples` is empty while a prompt is unfinished; a prompt with n > 1 is sampled several times from the same logits.
     With `previous`, the one token is the one sampled for that chunk of the previous step, which may still run;
     `token_ids` holds a zero in its place.
     """
@@ -69,7 +69,7 @@ class SampledToken:
 
 @value
 class StepResult:
-    """Tokens drawn, parallel to `StepPlan.chunks` and each chunk's `samples`.
+    """Tokens sampled, parallel to `StepPlan.chunks` and each chunk's `samples`.
 
     `failed` says why, for the places in `StepPlan.chunks` that could not be computed; their tokens are empty.
     """

@@ -176,7 +176,7 @@ def test_rotating_names_what_does_not_fit(name: str, cos_sin: Tensor, positions:
 
 def test_sampling_names_what_does_not_fit() -> None:
     ones = torch.ones(2)
-    draw = sample.Draw(torch.zeros(2, 2, dtype=torch.int32), ones, torch.zeros(2, dtype=torch.int32), ones, ones)
+    draw = sample.Params(torch.zeros(2, 2, dtype=torch.int32), ones, torch.zeros(2, dtype=torch.int32), ones, ones)
     with pytest.raises(ValueError, match="keys"):
         sample.sample(torch.zeros(3, 8), draw)
     with pytest.raises(ValueError, match="logits"):

@@ -15,13 +15,13 @@ from pdserve.kernels.reference_sampling import RowParams
 VOCAB = 5000
 
 
-def draw_of(rows: Sequence[RowParams], indices: Sequence[int]) -> sample.Draw:
+def draw_of(rows: Sequence[RowParams], indices: Sequence[int]) -> sample.Params:
     def column(name: str) -> Tensor:
         return torch.tensor([getattr(row, name) for row in rows], dtype=torch.float32)
 
     keys = rng.as_tensor(rng.keys(list(range(len(rows))), list(indices)))
     top_k = torch.tensor([row.top_k for row in rows], dtype=torch.int32)
-    return sample.Draw(keys, column("temperature"), top_k, column("top_p"), column("min_p"))
+    return sample.Params(keys, column("temperature"), top_k, column("top_p"), column("min_p"))
 
 
 def ragged(lists: Sequence[Sequence[float]], dtype: torch.dtype) -> sample.Ragged:
@@ -44,7 +44,7 @@ def bias_of(rows: Sequence[RowParams]) -> sample.Bias:
     return sample.Bias(ids.values, ragged([list(row.bias.values()) for row in rows], torch.float32).values, ids.offsets)
 
 
-def reference_tokens(logits: Tensor, rows: Sequence[RowParams], draw: sample.Draw) -> list[int]:
+def reference_tokens(logits: Tensor, rows: Sequence[RowParams], draw: sample.Params) -> list[int]:
     drawn = zip(logits.double(), rows, draw.keys, strict=True)
     return [reference_sampling.sample(row_logits, row, key) for row_logits, row, key in drawn]
 
@@ -162,5 +162,5 @@ def test_a_draw_does_not_depend_on_the_rest_of_the_batch() -> None:
     logits = torch.randn((3, 200), generator=torch.Generator().manual_seed(4))
     rows = [RowParams(), RowParams(top_k=5), RowParams(temperature=0.5, top_p=0.7)]
     draw = draw_of(rows, [9, 9, 9])
-    alone = sample.Draw(*(getattr(draw, name)[2:] for name in ("keys", "temperature", "top_k", "top_p", "min_p")))
+    alone = sample.Params(*(getattr(draw, name)[2:] for name in ("keys", "temperature", "top_k", "top_p", "min_p")))
     assert sample.sample(logits, draw).tolist()[2] == sample.sample(logits[2:], alone).item()
