@@ -51,7 +51,8 @@ class Findings:
 
     @property
     def title(self) -> str:
-        return f"{self.workload}; capacity {self.capacity_per_s:.2f} requests/s; {self.objective}"
+        title = f"{self.workload}; capacity {self.capacity_per_s:.2f} requests/s"
+        return title if self.objective == ANY else f"{title}; {self.objective}"
 
 
 @dataclass(frozen=True, slots=True)
