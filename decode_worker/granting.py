@@ -1,36 +1,81 @@
-"""Sets pages aside for hand-offs, mints the grants that offer them, and makes sequences of what came. Does no I/O.
+"""Sets pages aside for hand-offs that are to arrive, and mints the grants that offer them. Does no I/O.
 
 Invariant: what a grant names is reserved for it alone, and each running sequence keeps a page to grow into.
 """
 
-from pdserve.decode_worker.rules import Rules
-from pdserve.decode_worker.tasks import Inbound, Task
+from dataclasses import dataclass
+
+from pdserve.engine.kvcache import Prefix
 from pdserve.engine.scheduler import Scheduler
-from pdserve.engine.sequence import Sequence
+from pdserve.engine.sequence import Job
 from pdserve.kvtransfer import receiver
-from pdserve.kvtransfer.session import KV_REGION, Capsule, Grant, mint_capability
+from pdserve.kvtransfer.doors import Claim
+from pdserve.kvtransfer.session import (
+    KV_REGION,
+    DigestPolicy,
+    Grant,
+    HandoffKey,
+    Pages,
+    Peer,
+    mint_capability,
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Expected:
+    """A hand-off that is to arrive."""
+
+    key: HandoffKey
+    peer: Peer
+    job: Job
+    order: int  # of arrival at this worker
+    prefix: Prefix  # of the prompt
+
+    @property
+    def urgency(self) -> tuple[int, int]:
+        return -self.job.priority, self.order
+
+
+@dataclass(slots=True, eq=False)
+class Arrival:
+    """A hand-off with pages set aside, from then until they are a sequence's or free."""
+
+    key: HandoffKey
+    peer: Peer
+    job: Job
+    receiver: receiver.Receiver
+    reused: Pages  # leading pages held since then
+    is_quarantined: bool = False
+
+    @property
+    def claim(self) -> Claim:
+        pages = self.receiver.grant.pages
+        if self.is_quarantined:
+            return Claim(held=self.reused, quarantined=pages)
+        return Claim(held=self.reused, granted=pages)
 
 
 class Granting:
     """One process's grants: their capabilities are under a key that never leaves it."""
 
-    def __init__(self, scheduler: Scheduler, key: bytes, rules: Rules) -> None:
+    def __init__(self, scheduler: Scheduler, key: bytes, digests: DigestPolicy, lease_s: float) -> None:
         self._scheduler = scheduler
         self._key = key
-        self._rules = rules
+        self._digests = digests
+        self._lease_s = lease_s
 
-    def reserve(self, task: Task, num_coming: int) -> Inbound | None:
+    def reserve(self, expected: Expected, num_coming: int) -> Arrival | None:
         """Set pages aside for a hand-off, beside what runs and `num_coming` sequences; or None, and change nothing."""
-        cache, scheduler = self._scheduler.cache, self._scheduler
-        width = len(task.job.indices)
+        cache, scheduler, job = self._scheduler.cache, self._scheduler, expected.job
+        width = len(job.indices)
         busy = scheduler.num_running + num_coming
-        if (busy and busy + width > scheduler.limits.max_num_seqs) or task.peer is None:
+        if busy and busy + width > scheduler.limits.max_num_seqs:
             return None
         num_grown_into = busy + width if busy else 0
         if cache.pool.num_free <= num_grown_into:
             return None
-        num_tokens = len(task.job.token_ids)
-        reused = cache.reuse(task.prefix, (num_tokens - 1) // cache.page_size)
+        num_tokens = len(job.token_ids)
+        reused = cache.reuse(expected.prefix, (num_tokens - 1) // cache.page_size)
         count = cache.num_pages(num_tokens) - len(reused)
         room = cache.pool.num_free - num_grown_into
         pages = cache.grant(count) if count <= room else None
@@ -38,25 +83,7 @@ class Granting:
             cache.pool.release(reused)
             return None
         generations = cache.pool.generations(pages)
-        capability = mint_capability(self._key, task.key, KV_REGION, pages, generations)
-        grant = Grant(len(reused), pages, generations, capability, self._rules.lease_s)
-        checked = self._rules.digests.checks(task.key)
-        half = receiver.Receiver(grant, checks_digests=checked)
-        return Inbound(task.key, task.peer, half, reused, width)
-
-
-def committed(scheduler: Scheduler, task: Task, inbound: Inbound, capsule: Capsule) -> list[Sequence]:
-    """Return the sequences that a committed hand-off has become: they share the prompt's pages."""
-    pages = [*inbound.reused, *inbound.receiver.grant.pages]
-    prompt = Sequence(
-        job=task.job,
-        indices=capsule.indices,
-        tokens=list(task.job.token_ids),
-        order=task.order,
-        computed=capsule.num_tokens,
-        pages=pages,
-        num_published=len(inbound.reused),
-    )
-    prompt.prefix.hashes += task.prefix.hashes
-    scheduler.publish(prompt)
-    return scheduler.split(prompt, zip(capsule.indices, capsule.first_tokens, strict=True))
+        capability = mint_capability(self._key, expected.key, KV_REGION, pages, generations)
+        grant = Grant(len(reused), pages, generations, capability, self._lease_s)
+        half = receiver.Receiver(grant, checks_digests=self._digests.checks(expected.key))
+        return Arrival(expected.key, expected.peer, job, half, reused)

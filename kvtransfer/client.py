@@ -12,8 +12,8 @@ from pdserve.clock import process_age_s
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.kvtransfer import dialling, wire
 from pdserve.kvtransfer.dialling import AttachMover, Dial, DialId, Dialling
-from pdserve.kvtransfer.greeting import Hello, HelloAck, Introduction
-from pdserve.kvtransfer.peers import FromReceivers, Party, PeerAttached, PeerLost, PeerMessage, Sink
+from pdserve.kvtransfer.doors import OutgoingEvent, ReceiverAttached, ReceiverLost, ReceiverSaid, Sink
+from pdserve.kvtransfer.greeting import Hello, HelloAck, Introduction, Party
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.proto.v1 import handoff_pb2 as handoff
 from pdserve.proto.v1.handoff_pb2_grpc import HandoffServiceStub
@@ -42,7 +42,7 @@ class HandoffClient:
     """Dials on first need, and again on the next need after a stream was lost."""
 
     def __init__(
-        self, me: Party, secret: bytes, sink: Sink[FromReceivers], tasks: asyncio.TaskGroup, refused: Counter[Refusal]
+        self, me: Party, secret: bytes, sink: Sink[OutgoingEvent], tasks: asyncio.TaskGroup, refused: Counter[Refusal]
     ) -> None:
         """`refused` counts what is refused here, beside what its owner counts."""
         self._me = me
@@ -56,7 +56,7 @@ class HandoffClient:
         self._is_closing = False
 
     def connect(self, peer: Peer, address: str) -> None:
-        """Have a stream to a peer: nothing if it stands or is being dialled. PeerLost follows if it cannot be had."""
+        """Have a stream to a peer, unless it stands or is being dialled. ReceiverLost follows if it fails."""
         self._handle(dialling.Wanted(peer, address))
 
     def send(self, peer: Peer, key: HandoffKey, command: wire.FromSender) -> None:
@@ -98,13 +98,13 @@ class HandoffClient:
                 self._write(dial, None)
             case dialling.Close(dial, refusal):
                 self._close(dial, refusal)
-            case PeerLost(peer, reason):
+            case ReceiverLost(peer, reason):
                 logger.log(logging.INFO if self._is_closing else logging.WARNING, "%s: %s", peer.worker_id, reason)
                 self._sink.put(command)
-            case PeerAttached(peer):
+            case ReceiverAttached(peer):
                 logger.info("attached to %s", peer.worker_id)
                 self._sink.put(command)
-            case AttachMover() | PeerMessage():
+            case AttachMover() | ReceiverSaid():
                 raise AssertionError("what takes time is done by the stream's task")
 
     def _write(self, dial: DialId, message: Request | None) -> None:
@@ -166,7 +166,7 @@ class HandoffClient:
                 case AttachMover(dial, peer, metadata):
                     await asyncio.to_thread(self._me.mover.attach, peer, metadata)
                     self._handle(dialling.CanWrite(dial))
-                case PeerMessage():
+                case ReceiverSaid():
                     await self._sink.offer(command)
                 case _:
                     self._perform(command)

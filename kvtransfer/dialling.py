@@ -1,7 +1,7 @@
 """The streams of one process to the processes that it dials, from the first need to their end. Decides; does no I/O.
 
 Invariant: each process that is dialled has one stream at most. A stream that is dialled either attaches within
-CONNECT_TIMEOUT_S, its mover aside, or is closed; each one ends with exactly one PeerLost.
+CONNECT_TIMEOUT_S, its mover aside, or is closed; each one ends with exactly one ReceiverLost.
 """
 
 from collections import deque
@@ -10,8 +10,8 @@ from typing import NewType
 
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.kvtransfer import sender
+from pdserve.kvtransfer.doors import ReceiverAttached, ReceiverLost, ReceiverSaid
 from pdserve.kvtransfer.greeting import HelloAck, Introduction, check_ack
-from pdserve.kvtransfer.peers import PeerAttached, PeerLost, PeerMessage
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.values import value
 
@@ -134,7 +134,7 @@ class Close:
 
 
 Event = Wanted | Answered | CanWrite | Said | Received | TimedOut | Ended | Forgotten | Left
-Report = PeerAttached | PeerMessage[sender.Event] | PeerLost
+Report = ReceiverAttached | ReceiverSaid | ReceiverLost
 Command = Dial | AttachMover | Send | Finish | Close | Report
 
 
@@ -184,7 +184,7 @@ class Dialling:
             case CanWrite():
                 return self._attach(stream)
             case Received(_, key, message):
-                return (PeerMessage(stream.peer, key, message),)
+                return (ReceiverSaid(stream.peer, key, message),)
             case TimedOut():
                 if stream.is_greeted:
                     return ()
@@ -213,7 +213,7 @@ class Dialling:
         queued = tuple(Send(stream.dial, key, message) for key, message in stream.queue)
         stream.queue.clear()
         finish = (Finish(stream.dial),) if self._is_leaving else ()
-        return (PeerAttached(stream.peer), *queued, *finish)
+        return (ReceiverAttached(stream.peer), *queued, *finish)
 
     def _say(self, stream: _Stream | None, key: HandoffKey, message: Outgoing) -> tuple[Command, ...]:
         """Say something on a stream once it is attached; nothing happens for a process without a stream."""
@@ -230,4 +230,4 @@ class Dialling:
         if stream is None:
             return ()
         del self._streams[stream.peer], self._by_dial[stream.dial]
-        return Close(stream.dial, refusal), PeerLost(stream.peer, reason)
+        return Close(stream.dial, refusal), ReceiverLost(stream.peer, reason)

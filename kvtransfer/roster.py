@@ -11,8 +11,8 @@ from typing import NewType
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvtransfer import receiver
+from pdserve.kvtransfer.doors import PeerGone, SenderAlive, SenderAttached, SenderLost, SenderSaid
 from pdserve.kvtransfer.greeting import Hello, Introduction, check_hello
-from pdserve.kvtransfer.peers import PeerAlive, PeerAttached, PeerGone, PeerLost, PeerMessage
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.values import value
 
@@ -85,7 +85,7 @@ class Close:
 
 
 Event = Greeted | Alive | Received | Ended | Forgotten
-Report = PeerAttached | PeerAlive | PeerMessage[receiver.Event] | PeerLost | PeerGone
+Report = SenderAttached | SenderAlive | SenderSaid | SenderLost | PeerGone
 Command = Welcome | Refuse | Close | Report
 
 
@@ -122,16 +122,16 @@ class Roster:
                 return self._greet(stream, hello, now_s)
             case Alive(stream):
                 peer = self._receive(stream, now_s)
-                return () if peer is None else (PeerAlive(peer),)
+                return () if peer is None else (SenderAlive(peer),)
             case Received(stream, key, message):
                 peer = self._receive(stream, now_s)
-                return () if peer is None else (PeerMessage(peer, key, message),)
+                return () if peer is None else (SenderSaid(peer, key, message),)
             case Ended(stream, reason):
                 peer = self._peers.pop(stream, None)
                 if peer is None:
                     return ()
                 del self._streams[peer]
-                return (PeerLost(peer, reason),)
+                return (SenderLost(peer, reason),)
             case Forgotten(peer):
                 return self._forget(peer, "its process has ended")
 
@@ -152,7 +152,7 @@ class Roster:
             )
         commands += self._detach(peer, "it attached anew")
         self._streams[peer], self._peers[stream] = stream, peer
-        return (*commands, Welcome(stream), PeerAttached(peer))
+        return (*commands, Welcome(stream), SenderAttached(peer))
 
     def _check_order(self, peer: Peer) -> None:
         """Raise ProtocolError if a process has ended, or a later one of its worker has attached."""
@@ -184,7 +184,7 @@ class Roster:
         if stream is None:
             return ()
         del self._peers[stream]
-        return Close(stream, reason), PeerLost(peer, reason)
+        return Close(stream, reason), SenderLost(peer, reason)
 
     def _receive(self, stream: StreamId, now_s: float) -> Peer | None:
         """Return whose stream this is, and note that something was received from that process."""

@@ -12,8 +12,8 @@ import grpc
 from pdserve.clock import MonotonicClock
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.kvtransfer import roster, wire
-from pdserve.kvtransfer.greeting import Hello, HelloAck, Introduction
-from pdserve.kvtransfer.peers import FromSenders, Party, PeerAlive, PeerAttached, PeerGone, PeerLost, PeerMessage, Sink
+from pdserve.kvtransfer.doors import IncomingEvent, PeerGone, SenderAlive, SenderAttached, SenderLost, SenderSaid, Sink
+from pdserve.kvtransfer.greeting import Hello, HelloAck, Introduction, Party
 from pdserve.kvtransfer.roster import Roster, StreamId
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.proto.v1 import handoff_pb2 as handoff
@@ -49,7 +49,7 @@ class _Stream:
 class HandoffServicer(HandoffServiceServicer):
     """Lets prefill workers attach; one stream each, the latest."""
 
-    def __init__(self, me: Party, sink: Sink[FromSenders], refused: Counter[Refusal]) -> None:
+    def __init__(self, me: Party, sink: Sink[IncomingEvent], refused: Counter[Refusal]) -> None:
         """`refused` counts what is refused here, beside what its owner counts."""
         introduction = Introduction(me.peer, me.layout)
         self._ack = wire.ack_to_proto(HelloAck(introduction, me.mover.describe()))
@@ -142,7 +142,7 @@ class HandoffServicer(HandoffServiceServicer):
                 logger.warning("stream %d: refused: %s", stream.stream_id, error)
                 continue
             for command in self._roster.handle(event, self._clock.now_s()):
-                if isinstance(command, PeerAlive | PeerMessage):
+                if isinstance(command, SenderAlive | SenderSaid):
                     await self._sink.offer(command)
         stream.end("it ended its stream")
 
@@ -163,15 +163,15 @@ def _event(stream_id: StreamId, message: Request) -> roster.Alive | roster.Recei
     return roster.Received(stream_id, *wire.to_receiver(message))
 
 
-def _log(report: FromSenders) -> None:
+def _log(report: roster.Report) -> None:
     match report:
-        case PeerAttached(peer):
+        case SenderAttached(peer):
             logger.info("%s: attached, incarnation %016x", peer.worker_id, peer.incarnation)
-        case PeerLost(peer, reason):
+        case SenderLost(peer, reason):
             logger.info("%s: detached: %s", peer.worker_id, reason)
         case PeerGone(peer):
             logger.info("%s: its incarnation %016x has ended", peer.worker_id, peer.incarnation)
-        case PeerAlive() | PeerMessage():
+        case SenderAlive() | SenderSaid():
             pass  # one for each message
 
 

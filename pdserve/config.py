@@ -20,6 +20,7 @@ Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Device = Literal["auto", "cpu", "cuda", "interpreter"]
 
 GPU_PAGE_SIZE = 64  # the kernels' tiles were chosen for it: all keys of a tile lie in one page
+STEP_TOKENS = {"prefill": 2048, "decode": 512}  # of a worker, by its role
 
 _Config = TypeVar("_Config", bound="ProcessConfig")
 
@@ -44,8 +45,11 @@ class ProcessConfig(BaseModel):
 
 
 class WorkerConfig(ProcessConfig):
-    """What both kinds of worker are told."""
+    """What a worker is told."""
 
+    kind = "worker"
+
+    role: Literal["prefill", "decode"] = Field(description="What routers place on this worker.")
     model: str = Field(description="A Hugging Face directory, a GGUF file, or a name from the catalog.")
     served_model_name: str | None = Field(
         None, min_length=1, description="Name of the model in requests; by default the model's own."
@@ -86,7 +90,11 @@ class WorkerConfig(ProcessConfig):
         description="Longest sequence, prompt and answer; by default the model's limit.",
     )
     max_num_seqs: int = Field(64, ge=1, description="Sequences in one step.")
-    max_num_batched_tokens: int = Field(512, ge=1, description="Tokens in one step.")
+    max_num_batched_tokens: int = Field(
+        default_factory=lambda given: STEP_TOKENS[given["role"]],
+        ge=1,
+        description="Tokens in one step; by default 2048 on a prefill worker, where nobody decodes beside it, or 512.",
+    )
     dtype: Dtype = Field(
         "auto",
         description="Type of weights and KV, the same for all workers. auto: bfloat16, or float32 on a processor that "
@@ -120,7 +128,23 @@ class WorkerConfig(ProcessConfig):
     )
     handoff_host: str = Field(
         "127.0.0.1",
-        description="Address of this worker in the network that carries pages; decode workers await calls there.",
+        description="Address of this worker in the network that carries pages; senders are awaited there.",
+    )
+    handoff_port: int = Field(0, ge=0, le=65535, description="Port for workers that send pages; 0 takes a free one.")
+    handoff_advertise: str | None = Field(
+        None, description="host or host:port told to workers that send pages; by default what was bound."
+    )
+    lease_s: float = Field(
+        4.0,
+        ge=1.5,  # three beats of a worker
+        le=3600.0,
+        description="Seconds after which a worker that sends pages here and says nothing loses what it was granted.",
+    )
+    digests: Literal["always", "sampled", "off"] = Field(
+        "always", description="Of which hand-offs page digests are checked; sampled: of one in sixteen."
+    )
+    slow_pair_bytes_per_s: int = Field(
+        500_000_000, ge=0, description="Bandwidth to another worker below which the pair is called slow; 0: never."
     )
     handoff_rdma_devices: tuple[str, ...] = Field(
         (), description="RDMA devices that carry pages too, in UCX's words, such as mlx5_0:1; repeatable."
@@ -151,37 +175,6 @@ class WorkerConfig(ProcessConfig):
         return given
 
 
-class PrefillWorkerConfig(WorkerConfig):
-    """What a prefill worker is told."""
-
-    kind = "prefill"
-
-    max_num_batched_tokens: int = Field(2048, ge=1, description="Tokens in one step: nobody decodes beside it.")
-    slow_pair_bytes_per_s: int = Field(
-        500_000_000, ge=0, description="Bandwidth to a decode worker below which the pair is called slow; 0: never."
-    )
-
-
-class DecodeWorkerConfig(WorkerConfig):
-    """What a decode worker is told."""
-
-    kind = "decode"
-
-    handoff_port: int = Field(0, ge=0, le=65535, description="Port for prefill workers; 0 takes a free one.")
-    handoff_advertise: str | None = Field(
-        None, description="host or host:port told to prefill workers; by default what was bound."
-    )
-    lease_s: float = Field(
-        4.0,
-        ge=1.5,  # three beats of a worker
-        le=3600.0,
-        description="Seconds after which a prefill worker that says nothing loses what it was granted.",
-    )
-    digests: Literal["always", "sampled", "off"] = Field(
-        "always", description="Of which hand-offs page digests are checked; sampled: of one in sixteen."
-    )
-
-
 def load_config(cls: type[_Config], file: Path | None = None, flags: Mapping[str, object] | None = None) -> _Config:
     """Return what `file` says with `flags` laid over it; ConfigError names the key and where it stands."""
     settings = _read_yaml(file) if file is not None else {}
@@ -195,7 +188,7 @@ def load_config(cls: type[_Config], file: Path | None = None, flags: Mapping[str
 
 def _rank(error: ErrorDetails) -> int:
     """Put causes first: a misspelt key often makes another one missing."""
-    return {"extra_forbidden": 0, "missing": 2}.get(error["type"], 1)
+    return {"extra_forbidden": 0, "missing": 2, "default_factory_not_called": 3}.get(error["type"], 1)
 
 
 def _read_yaml(file: Path) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Which decode workers a prefill worker dials again: pages that they granted stay quarantined until it answers.
+"""Which receivers are dialled again: pages that they granted stay quarantined until this process answers.
 
 Invariant: a peer is dialled again for REDIAL_S at most after its stream was lost, however many tries fail, until its
 stream stands again or a router names it again.
@@ -6,8 +6,8 @@ stream stands again or a router names it again.
 
 from collections import OrderedDict
 
+from pdserve.kvtransfer.doors import Connect, Result
 from pdserve.kvtransfer.session import Peer
-from pdserve.prefill_worker.events import Command, Connect
 
 REDIAL_S = 600.0
 MAX_ADDRESSES = 1024
@@ -44,10 +44,10 @@ class Redialling:
         self._addresses.pop(peer, None)
         self._stop(peer)
 
-    def dial(self, now_s: float) -> list[Command]:
+    def dial(self, now_s: float) -> list[Result]:
         """Return whom to dial at this tick."""
         due, self._due = self._due, {}
-        commands: list[Command] = []
+        commands: list[Result] = []
         for peer in due:
             if now_s - self._lost_s[peer] < REDIAL_S:
                 commands.append(Connect(peer, self._addresses[peer]))

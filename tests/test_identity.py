@@ -10,7 +10,7 @@ import grpc
 import pytest
 from stream_ends import DECODE, SECRET, prefill_worker
 
-from pdserve.kvtransfer.peers import PeerLost
+from pdserve.kvtransfer.doors import ReceiverLost
 from pdserve.proof import CHALLENGE_S, Challenges
 from pdserve.rpc import (
     CHALLENGE_METADATA_KEY,
@@ -151,7 +151,7 @@ async def test_who_listens_without_the_secret_is_shown_no_proof_and_told_nothing
         prefill.client.connect(DECODE, f"127.0.0.1:{port}")
         async with asyncio.timeout(20):
             lost = await prefill.heard.next()
-    assert isinstance(lost, PeerLost)
+    assert isinstance(lost, ReceiverLost)
     assert "secret is not the same" in lost.reason
     assert impostor.shown.keys() == {HELLO_METADATA_KEY}
 
@@ -160,7 +160,7 @@ async def test_the_secret_is_shown_to_nobody() -> None:
     impostor = Impostor(None)
     async with serving(impostor) as (_, port), prefill_worker() as prefill:
         prefill.client.connect(DECODE, f"127.0.0.1:{port}")
-        assert isinstance(await prefill.heard.next(), PeerLost)
+        assert isinstance(await prefill.heard.next(), ReceiverLost)
     assert impostor.shown
     assert not any(SECRET in value for value in impostor.shown.values())
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from pdserve.config import DecodeWorkerConfig, PrefillWorkerConfig, WorkerConfig
+from pdserve.config import WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.ids import Incarnation
 
@@ -29,7 +29,7 @@ class ClusterSpec:
     host: str = "127.0.0.1"
     router_port: int | None = None  # None: 50051 if it is free, else any
     internal_port: int | None = None  # of the router, for workers; None: any that is free
-    worker_flags: Flags = field(default_factory=dict)  # by field name, for all workers that have such a field
+    worker_flags: Flags = field(default_factory=dict)  # by field name, for all workers
     router_flags: Flags = field(default_factory=dict)
 
     @property
@@ -39,8 +39,7 @@ class ClusterSpec:
         return float(str(WorkerConfig.model_fields["drain_timeout_s"].default if given is None else given))
 
     def __post_init__(self) -> None:
-        known = PrefillWorkerConfig.model_fields.keys() | DecodeWorkerConfig.model_fields.keys()
-        for key in self.worker_flags.keys() - known:
+        for key in self.worker_flags.keys() - WorkerConfig.model_fields.keys():
             raise ConfigError(f"--{key.replace('_', '-')}: no worker has such a setting")
         for key, count in (("prefill", self.num_prefill), ("decode", self.num_decode)):
             if count < 1:
@@ -140,9 +139,7 @@ def threads_each(num_workers: int, num_cores: int) -> int | None:
 
 
 def _worker(role: Role, name: str, flags: Flags) -> ChildSpec:
-    config = PrefillWorkerConfig if role == "prefill" else DecodeWorkerConfig
-    known = {key: value for key, value in flags.items() if key in config.model_fields}
-    return _child(name, role, f"{role}-worker", {**known, "worker_id": name})
+    return _child(name, role, f"{role}-worker", {**flags, "worker_id": name})
 
 
 def _child(name: str, role: Role, command: str, flags: Flags) -> ChildSpec:

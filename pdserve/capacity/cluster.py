@@ -18,22 +18,17 @@ from pdserve.capacity.reports import (
 )
 from pdserve.capacity.shape import Run, Shape
 from pdserve.capacity.worker import SimWorker, Steps
-from pdserve.decode_worker import events as decode_events
-from pdserve.decode_worker.core import DecodeCore
-from pdserve.decode_worker.rules import Rules
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits as EngineLimits
 from pdserve.engine.sequence import Job
 from pdserve.ids import Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
-from pdserve.kvtransfer import sender
+from pdserve.kvtransfer import doors, sender
 from pdserve.kvtransfer.session import DigestPolicy, Peer
 from pdserve.measure.objectives import Objective
 from pdserve.measure.outcomes import Outcome
 from pdserve.measure.workload import Arrival, Workload
 from pdserve.perfmodel.profile import Profile
-from pdserve.prefill_worker import events as prefill_events
-from pdserve.prefill_worker.core import PrefillCore
 from pdserve.prefix_hash import PrefixHasher
 from pdserve.router import events as router_events
 from pdserve.router.config import Limits
@@ -57,6 +52,8 @@ from pdserve.sampling import SamplingParams
 from pdserve.token_ids import ALL_IDS
 from pdserve.virtual_time import VirtualClock, garbage_left
 from pdserve.worker import messages
+from pdserve.worker.admission import Rules
+from pdserve.worker.core import WorkerCore
 from pdserve.worker.messages import RouterRef
 from pdserve.worker.reporting import LOAD_EVERY_S
 
@@ -216,11 +213,11 @@ class SimCluster:
         if decode is not None:
             peer = None if prefill is None else prefill.peer
             decode.reported[spec.request_id, spec.attempt] = 0 if prefill is None else 1
-            decode.offer(messages.Placed(router.ref, job, deadline_s, peer))
+            decode.offer(messages.Placed(router.ref, job, deadline_s, source=peer))
         if prefill is not None:
             peer = None if decode is None else decode.peer
             prefill.reported[spec.request_id, spec.attempt] = 0
-            prefill.offer(messages.Placed(router.ref, job, deadline_s, peer, "simulated"))
+            prefill.offer(messages.Placed(router.ref, job, deadline_s, target=peer, target_address="simulated"))
         for worker in filter(None, (decode, prefill)) if len(self._routers) > 1 else ():
             self._clock.soon(self._report_load, worker)
 
@@ -240,11 +237,7 @@ class SimCluster:
         )
         hasher = self._hasher if self._workload.block_tokens else None
         scheduler = LeapingScheduler(KvCache(num_pages, self._page_size, hasher), limits, self._lengths.__getitem__)
-        core: PrefillCore | DecodeCore = (
-            PrefillCore(scheduler, VOCAB_SIZE, self._page_bytes, MAX_TASKS, RULES.max_quarantined_share)
-            if is_prefill
-            else DecodeCore(scheduler, VOCAB_SIZE, b"simulated", RULES)
-        )
+        core = WorkerCore(scheduler, VOCAB_SIZE, self._page_bytes, b"simulated", RULES)
         peer = Peer(WorkerId(name), Incarnation(link))
         worker = SimWorker(self._clock, (peer, link), core, scheduler, self._costs[role], self._machine)
         worker.perform = self._perform
@@ -302,26 +295,26 @@ class SimCluster:
     def _carry(self, worker: SimWorker, command: object) -> None:
         """Bring a worker's message to the other worker."""
         match command:
-            case prefill_events.Connect(peer):
+            case doors.Connect(peer):
                 if (worker.peer, peer) not in self._connected:
                     self._connected.add((worker.peer, peer))
-                    self._by_peer[peer].offer(decode_events.PeerAttached(worker.peer))
-            case prefill_events.Copy():
+                    self._by_peer[peer].offer(doors.SenderAttached(worker.peer))
+            case doors.Copy():
                 self._copy(worker, command)
-            case prefill_events.ToPeer(peer, key, message):
-                self._by_peer[peer].offer(decode_events.FromPeer(worker.peer, key, to_receiver(message)))
-            case decode_events.ToPeer(peer, key, message):
-                self._by_peer[peer].offer(prefill_events.FromPeer(worker.peer, key, to_sender(message)))
+            case doors.ToReceiver(peer, key, message):
+                self._by_peer[peer].offer(doors.SenderSaid(worker.peer, key, to_receiver(message)))
+            case doors.ToSender(peer, key, message):
+                self._by_peer[peer].offer(doors.ReceiverSaid(worker.peer, key, to_sender(message)))
             case _:
                 pass
 
-    def _copy(self, worker: SimWorker, copy: prefill_events.Copy) -> None:
+    def _copy(self, worker: SimWorker, copy: doors.Copy) -> None:
         """Move pages: one copy at a time leaves a worker, and one at a time comes in."""
         target, link = self._by_peer[copy.peer], self._profile.link
         start_s = max(self._clock.now_s(), worker.link_busy_until_s, target.link_busy_until_s)
         end_s = start_s + len(copy.src) * self._page_bytes / link.bytes_per_s
         worker.link_busy_until_s = target.link_busy_until_s = end_s
-        stopped = prefill_events.FromPeer(copy.peer, copy.key, sender.CopyStopped((0,) * len(copy.src)))
+        stopped = doors.ReceiverSaid(copy.peer, copy.key, sender.CopyStopped((0,) * len(copy.src)))
         self._clock.at(end_s + link.latency_s, worker.offer, stopped)
 
 

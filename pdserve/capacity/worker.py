@@ -12,14 +12,14 @@ from math import sqrt
 from pdserve.capacity.leaping import LeapingScheduler
 from pdserve.capacity.machine import Machine
 from pdserve.capacity.reports import Reported
-from pdserve.decode_worker.core import DecodeCore
 from pdserve.engine.step import StepPlan
 from pdserve.kvtransfer.session import Peer
 from pdserve.perfmodel.curve import Step, StepCosts, attention_work
-from pdserve.prefill_worker.core import PrefillCore
 from pdserve.router.events import LinkId
 from pdserve.values import value
 from pdserve.virtual_time import VirtualClock
+from pdserve.worker.core import WorkerCore
+from pdserve.worker.messages import Event
 
 
 @value
@@ -41,7 +41,7 @@ class SimWorker:
         self,
         clock: VirtualClock,
         name: tuple[Peer, LinkId],
-        core: PrefillCore | DecodeCore,
+        core: WorkerCore,
         scheduler: LeapingScheduler,
         costs: StepCosts,
         machine: Machine | None = None,
@@ -58,13 +58,13 @@ class SimWorker:
         self._clock = clock
         self._costs = costs
         self._machine = machine  # that it shares with others; None: it has devices of its own
-        self._inbox: list[object] = []
+        self._inbox: list[Event] = []
         self._is_waiting = False  # for its turn
         self._is_stepping = False
         self._leap: _Leap | None = None
         self._num_turns = 0  # of leaps, an end that was moved has an older one
 
-    def offer(self, event: object) -> None:
+    def offer(self, event: Event) -> None:
         """Hand an event to the core, at this moment."""
         self._inbox.append(event)
         if not self._is_waiting:
@@ -85,7 +85,7 @@ class SimWorker:
             leap.num_with_pages = num_begun
         inbox, self._inbox = self._inbox, []
         for event in inbox:
-            commands = self.core.handle(event, now_s)  # type: ignore[arg-type]
+            commands = self.core.handle(event, now_s)
             if commands:
                 self.perform(self, commands, None)
         if leap is not None and not self.scheduler.can_go_on(leap.num_steps):

@@ -8,18 +8,18 @@ import typer
 
 from pdserve.cli.flags import config_flags
 from pdserve.cli.options import DEFAULT_MODEL, AsJson, ClusterName, Decode, Endpoint, Model, Prefill
-from pdserve.config import DecodeWorkerConfig, PrefillWorkerConfig
+from pdserve.config import WorkerConfig
 from pdserve.router.config import RouterConfig
 
 # What the launcher decides for each process, or what `up` itself has a flag for.
-PER_PROCESS = ("model", "worker_id", "router_id", "incarnation", "routers", "secret_file", "ready_file")
+PER_PROCESS = ("role", "model", "worker_id", "router_id", "incarnation", "routers", "secret_file", "ready_file")
 ADDRESSES = (
     *("handoff_host", "handoff_port", "handoff_advertise"),
     *("host", "port", "internal_host", "internal_port"),
 )
 
 
-@config_flags(PrefillWorkerConfig, DecodeWorkerConfig, RouterConfig, without=(*PER_PROCESS, *ADDRESSES))
+@config_flags(WorkerConfig, RouterConfig, without=(*PER_PROCESS, *ADDRESSES))
 def up(
     model: Model = DEFAULT_MODEL,
     prefill: Prefill = 1,
@@ -49,7 +49,7 @@ def up(
     ready.clear()
     path = fetched(model)
     served = flags.pop("served_model_name", None) or model_name(model)
-    worker_fields = PrefillWorkerConfig.model_fields.keys() | DecodeWorkerConfig.model_fields.keys()
+    worker_fields = WorkerConfig.model_fields.keys()
     given = {key: value for key, value in flags.items() if value is not None}
     spec = ClusterSpec(
         model=str(path),

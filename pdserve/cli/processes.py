@@ -11,7 +11,7 @@ import typer
 
 from pdserve.cli.flags import config_flags
 from pdserve.cli.options import ConfigFile
-from pdserve.config import DecodeWorkerConfig, PrefillWorkerConfig, ProcessConfig, load_config
+from pdserve.config import ProcessConfig, WorkerConfig, load_config
 from pdserve.errors import ConfigError, first_of
 from pdserve.files import ReadyFile
 from pdserve.router.config import RouterConfig
@@ -31,8 +31,8 @@ class Process(StrEnum):
 
 CONFIGS: dict[Process, type[ProcessConfig]] = {
     Process.ROUTER: RouterConfig,
-    Process.PREFILL_WORKER: PrefillWorkerConfig,
-    Process.DECODE_WORKER: DecodeWorkerConfig,
+    Process.PREFILL_WORKER: WorkerConfig,
+    Process.DECODE_WORKER: WorkerConfig,
 }
 
 
@@ -45,22 +45,22 @@ def router(config: ConfigFile = None, **flags: object) -> None:
     _run("router", serve, settings)
 
 
-@config_flags(PrefillWorkerConfig)
+@config_flags(WorkerConfig, without=("role",))
 def prefill_worker(config: ConfigFile = None, **flags: object) -> None:
     """Run a prefill worker: prompts become KV pages and a first token."""
-    settings = _settings(PrefillWorkerConfig, config, flags)
-    with thread_defaults(os.environ, settings.num_threads):
-        from pdserve.prefill_worker.server import serve
-
-    _run(settings.worker_id, serve, settings)
+    _worker(config, {**flags, "role": "prefill"})
 
 
-@config_flags(DecodeWorkerConfig)
+@config_flags(WorkerConfig, without=("role",))
 def decode_worker(config: ConfigFile = None, **flags: object) -> None:
     """Run a decode worker: KV pages become tokens."""
-    settings = _settings(DecodeWorkerConfig, config, flags)
+    _worker(config, {**flags, "role": "decode"})
+
+
+def _worker(file: Path | None, flags: Mapping[str, object]) -> None:
+    settings = _settings(WorkerConfig, file, flags)
     with thread_defaults(os.environ, settings.num_threads):
-        from pdserve.decode_worker.server import serve
+        from pdserve.worker.server import serve
 
     _run(settings.worker_id, serve, settings)
 

@@ -1,11 +1,25 @@
-"""Which jobs a worker cannot take, whatever its load. Pure."""
+"""What a worker takes: an operator's rules, jobs that it can never compute, and when it takes nothing more. Pure."""
+
+from dataclasses import dataclass
 
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Job
+from pdserve.kvtransfer.session import DigestPolicy
 from pdserve.sampling import MAX_SEQUENCES
 from pdserve.token_ids import ALL_IDS, largest
 
+NUM_LOOKS = 8  # at one each half second, as long as a router's patience with a silent worker
 _INDICES = frozenset(range(MAX_SEQUENCES))
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What an operator may set of a worker's decisions. The defaults are the configuration's."""
+
+    max_tasks: int
+    digests: DigestPolicy
+    max_quarantined_share: float  # of all pages; above it, only another process has enough of them
+    lease_s: float  # a sender that says nothing for so long has lost its grants
 
 
 def refusal(scheduler: Scheduler, job: Job, vocab_size: int) -> str | None:
@@ -26,3 +40,31 @@ def refusal(scheduler: Scheduler, job: Job, vocab_size: int) -> str | None:
     if len(set(job.indices)) > limits.max_num_seqs:
         return f"indices: {len(job.indices)} continuations, {limits.max_num_seqs} sequences run at once"
     return None
+
+
+class Draining:
+    """Whether a worker takes nothing more, and why.
+
+    Invariant: a worker drains from when it is asked to, or once more than `max_quarantined_share` of its pages have
+    been quarantined at NUM_LOOKS looks in a row. The next process has all of its pages free, since the end of this one
+    ends what kept them in quarantine. After a burst of cancels, peers that live give most pages back within a moment.
+    """
+
+    def __init__(self, max_quarantined_share: float) -> None:
+        self._max_quarantined_share = max_quarantined_share
+        self.is_on = False
+        self.reason = ""  # if nobody asked for it
+        self._num_above = 0  # looks in a row
+
+    def ask(self) -> None:
+        self.is_on = True
+
+    def look(self, num_quarantined: int, num_pages: int) -> bool:
+        """Return whether the worker begins to drain because too few pages are left to be of use."""
+        is_above = num_quarantined > self._max_quarantined_share * num_pages
+        self._num_above = self._num_above + 1 if is_above else 0
+        if self.is_on or self._num_above < NUM_LOOKS:
+            return False
+        self.is_on = True
+        self.reason = f"{num_quarantined} of {num_pages} pages are quarantined"
+        return True

@@ -5,23 +5,14 @@ one that something uses without holding it could be given out under it, which no
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from pdserve.engine.pages import PagePool
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId
-from pdserve.values import value
+from pdserve.kvtransfer.doors import Claim
 
 EVERY_S = 10.0
-
-
-@value
-class Claim:
-    """The pages that one thing that is going on has, one hold on each."""
-
-    held: Sequence[PageId] = ()
-    granted: Sequence[PageId] = ()
-    quarantined: Sequence[PageId] = ()
 
 
 def leaked_pages(pool: PagePool, claims: Iterable[Claim]) -> tuple[PageId, ...]:

@@ -19,7 +19,7 @@ from pdserve.kvlayout import KvLayout, PageDigest
 from pdserve.model.llama import Model
 from pdserve.model.loading import dummy_weights, load_model
 from pdserve.prefix_hash import PrefixHasher
-from pdserve.worker.dtype import choose_dtype, read_cpu_info
+from pdserve.worker.machine import choose_dtype, read_cpu_info
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from pdserve.clock import process_age_s
-from pdserve.kvtransfer.peers import Sink
+from pdserve.kvtransfer.doors import Sink
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1 import link_pb2_grpc
 from pdserve.rpc import DISMISSED_STATUS, INTERNAL_MESSAGE_BYTES, channel_options, identify

@@ -2,12 +2,10 @@
 
 from collections.abc import Iterable
 
-from pdserve.engine.scheduler import Scheduler
-from pdserve.engine.sequence import Job, Sequence
+from pdserve.engine.sequence import Job
 from pdserve.load import LoadPart
 from pdserve.perfmodel.curve import attention_work
-from pdserve.worker.audit import Auditor
-from pdserve.worker.messages import Load, Parts, RouterRef
+from pdserve.worker.messages import Parts, RouterRef
 
 
 class Taken:
@@ -45,31 +43,3 @@ class Taken:
                 known[4] += part.waiting_work
         parts = {router: LoadPart(*known, *self._by_router.get(router, (0, 0, 0))) for router, known in sums.items()}
         return Parts(LoadPart(*total, *self._total), parts)
-
-
-def waiting(sequence: Sequence) -> tuple[int, int]:
-    """Return how many tokens of a prompt are yet to be computed, and the work of their attention."""
-    missing = sequence.num_missing
-    return (missing, attention_work(missing, sequence.computed)) if missing > 1 else (0, 0)
-
-
-def load_of(scheduler: Scheduler, auditor: Auditor) -> Load:
-    """Return the load of a worker that has no hand-offs and is not draining."""
-    pool = scheduler.cache.pool
-    return Load(
-        pages_free=pool.num_free,
-        pages_held=pool.num_held,
-        pages_granted=pool.num_granted,
-        pages_quarantined=pool.num_quarantined,
-        pages_cached=scheduler.cache.num_cached,
-        num_running=scheduler.num_running,
-        num_waiting=scheduler.num_waiting,
-        waiting_tokens=scheduler.waiting_tokens,
-        kv_tokens=scheduler.kv_tokens,
-        num_preemptions=scheduler.num_preemptions,
-        num_handoffs=0,
-        num_digest_mismatches=0,
-        draining=False,
-        pages_leaked=auditor.num_leaked,
-        pages_wanted=scheduler.pages_wanted,
-    )

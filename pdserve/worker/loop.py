@@ -2,100 +2,35 @@
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Generic, Protocol, TypeVar, cast
 
 from pdserve.clock import Clock
 from pdserve.engine.step import StepPlan, StepResult
-from pdserve.errors import DeviceError, ProtocolError, Refusal
-from pdserve.worker.audit import Claim
+from pdserve.errors import DeviceError, ProtocolError
+from pdserve.kvtransfer.doors import HEARTBEAT_S
+from pdserve.worker.core import WorkerCore
 from pdserve.worker.ending import end_broken, end_hung
 from pdserve.worker.failing import FailedSteps
-from pdserve.worker.messages import BEAT_S, Load, Placed, Ticked
-from pdserve.worker.pulse import Pulse
+from pdserve.worker.inbox import Inbox
+from pdserve.worker.messages import Event, Load, Placed, Ticked
+from pdserve.worker.outbox import Outbox
+from pdserve.worker.watchdog import LoopWatchdog
 
 logger = logging.getLogger(__name__)
 
-MAX_INBOX = 16384  # events; beyond it, streams are read no further
-
-EventT = TypeVar("EventT")
-CommandT = TypeVar("CommandT")
 StartStep = Callable[[StepPlan], asyncio.Future[StepResult]]  # in another thread; requests that fail are results
-_Event_contra = TypeVar("_Event_contra", contravariant=True)
-_Command_contra = TypeVar("_Command_contra", contravariant=True)
 
 
-class Core(Protocol[_Event_contra, CommandT]):
-    """The decisions of one kind of worker."""
-
-    @property
-    def drained(self) -> bool: ...
-    @property
-    def idle(self) -> bool: ...
-    def load(self) -> Load: ...
-    def claims(self) -> Iterable[Claim]: ...
-    def handle(self, event: _Event_contra, now_s: float) -> list[CommandT]: ...
-    def plan(self, now_s: float) -> StepPlan | None: ...
-    def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> list[CommandT]: ...
-
-
-class Outbox(Protocol[_Command_contra]):
-    """Carries out what a core decides. Never blocks: what takes time comes back as an event."""
-
-    def perform(self, commands: Sequence[_Command_contra], step: tuple[StepPlan, StepResult] | None) -> None: ...
-    def beat(self, load: Load, num_steps: int) -> None: ...
-    def refresh(self, load: Callable[[], Load], num_steps: int, *, at_once: bool) -> None: ...
-    def refuse(self, refusal: Refusal) -> None: ...
-
-
-class Inbox(Generic[EventT]):
-    """Events that wait for the core, in order of arrival."""
-
-    def __init__(self) -> None:
-        self._events: deque[EventT] = deque()
-        self._news = asyncio.Event()
-        self._room = asyncio.Event()
-        self._room.set()
-
-    def put(self, event: EventT) -> None:
-        """Add an event of which only so many can be outstanding, such as an answer to a command."""
-        self._events.append(event)
-        self._news.set()
-        if len(self._events) >= MAX_INBOX:
-            self._room.clear()
-
-    async def offer(self, event: EventT) -> None:
-        """Add an event from the network, once there is room."""
-        await self._room.wait()
-        self.put(event)
-
-    def drain(self) -> list[EventT]:
-        events = list(self._events)
-        self._events.clear()
-        self._news.clear()
-        self._room.set()
-        return events
-
-    async def wait(self) -> None:
-        """Return when there is an event, or when woken."""
-        await self._news.wait()
-
-    def wake(self) -> None:
-        """Let whoever waits look around, though there may be no event."""
-        self._news.set()
-
-
-class WorkerLoop(Generic[EventT, CommandT]):
+class WorkerLoop:
     """Handle what came, plan, run, commit; what comes while a step runs is handled at once."""
 
     def __init__(
         self,
-        core: Core[EventT, CommandT],
+        core: WorkerCore,
         start_step: StartStep,
-        inbox: Inbox[EventT],
-        outbox: Outbox[CommandT],
+        inbox: Inbox,
+        outbox: Outbox,
         clock: Clock,
         stalled_step_s: float,
     ) -> None:
@@ -108,12 +43,12 @@ class WorkerLoop(Generic[EventT, CommandT]):
         self._has_worked = False  # since a beat said that nothing was left
         self._failed_steps = FailedSteps()
         self._began_s = clock.now_s()
-        self._pulse = Pulse(stalled_step_s, clock.now_s())
+        self._watchdog = LoopWatchdog(stalled_step_s, clock.now_s())
 
     async def run(self) -> None:
         """Serve until the core has drained. What a step raises ends this process, and so does a step that hangs."""
         async with asyncio.TaskGroup() as tasks:
-            beating = tasks.create_task(self._keep_beating(), name="pulse")
+            beating = tasks.create_task(self._keep_beating(), name="heartbeat")
             try:
                 await self._serve()
             finally:
@@ -122,16 +57,16 @@ class WorkerLoop(Generic[EventT, CommandT]):
     async def _keep_beating(self) -> None:
         """Say that this worker lives, and let its core know that time passes, while steps run too."""
         while True:
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(HEARTBEAT_S)
             now_s = self._clock.now_s()
-            if not self._pulse.beat(now_s):
+            if not self._watchdog.beat(now_s):
                 end_hung("a step")
             self._beat()
-            self._inbox.put(cast(EventT, Ticked(self._pulse.take_silence_s())))
+            self._inbox.put(Ticked(self._watchdog.take_silence_s()))
 
     async def _serve(self) -> None:
         while not self._core.drained:
-            self._pulse.turn(self._clock.now_s())
+            self._watchdog.turn(self._clock.now_s())
             self._take_in()
             plan = self._core.plan(self._clock.now_s())
             if plan is None:
@@ -189,7 +124,7 @@ class WorkerLoop(Generic[EventT, CommandT]):
         if any(isinstance(event, Placed) for event in events):
             self._outbox.refresh(self._load, self._num_steps, at_once=True)
 
-    def _handle(self, event: EventT) -> None:
+    def _handle(self, event: Event) -> None:
         try:
             commands = self._core.handle(event, self._clock.now_s())
         except ProtocolError as error:

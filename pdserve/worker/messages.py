@@ -10,25 +10,26 @@ from typing import NewType
 from pdserve.engine.sequence import Finish, Job
 from pdserve.engine.step import SampledToken
 from pdserve.ids import Attempt, RequestId
+from pdserve.kvtransfer import doors
+from pdserve.kvtransfer.doors import IncomingEvent, OutgoingEvent
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.load import LoadPart
 from pdserve.reports import Failure, Stage
 from pdserve.values import value
-
-BEAT_S = 0.5  # a worker says that it lives, and ticks, so often
 
 RouterRef = NewType("RouterRef", int)  # one attached stream to a router
 
 
 @value
 class Placed:
-    """A job for this worker. `peer` is the other half of its hand-off, if it has one."""
+    """A job for this worker: its prompt comes from a source, or goes to a target, or all of it is computed here."""
 
     router: RouterRef
     job: Job
     deadline_s: float  # on this worker's clock
-    peer: Peer | None
-    peer_address: str = ""
+    source: Peer | None = None
+    target: Peer | None = None
+    target_address: str = ""
 
 
 @value
@@ -43,13 +44,6 @@ class Cancelled:
 @value
 class RouterLost:
     router: RouterRef
-
-
-@value
-class PeerGone:
-    """A process is known to have ended: no write of it, or into it, can be outstanding."""
-
-    peer: Peer
 
 
 @value
@@ -137,3 +131,7 @@ class Load:
     failed_steps: int = 0  # in a row, the last ones, in which every sequence failed
     pages_wanted: int = 0  # that requests taken in wait for
     parts: Parts = field(default_factory=Parts)
+
+
+Event = Placed | Cancelled | RouterLost | DrainAsked | Ticked | OutgoingEvent | IncomingEvent
+Command = Report | doors.Command

@@ -8,6 +8,7 @@ from math import inf
 from pdserve.clock import Clock
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import Refusal
+from pdserve.prefill_worker.probes import Measured
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.worker import wire
 from pdserve.worker.kv_feed import KvFeed
@@ -33,7 +34,7 @@ class Reporter:
         """`on_draining` is called with every beat of a worker that drains, whatever made it."""
         self._links = links
         self._clock = clock
-        self._announced: dict[str, link.AttachRequest] = {}
+        self._pairs: dict[str, link.AttachRequest] = {}
         self._told: set[RouterRef] = set()  # all of what is announced
         self._pages_leaked, self._drain_reason = 0, ""  # as last told
         self.refused: Counter[Refusal] = Counter()  # by this process, since its start
@@ -79,7 +80,7 @@ class Reporter:
         self._beat_s = self._clock.now_s()
         for router in self._links.attached:
             self._links.send(router, wire.heartbeat(load, num_steps, self.refused, router))
-        if self._announced:
+        if self._pairs:
             self._repeat()
         if self._kv_feed is not None:
             self._kv_feed.flush()
@@ -97,17 +98,17 @@ class Reporter:
         """Count what was refused."""
         self.refused[refusal] += 1
 
-    def announce(self, subject: str, message: link.AttachRequest | None) -> None:
-        """Tell every router, and those that attach later; the last word on a subject counts, None is nothing."""
-        self._announced.pop(subject, None)
-        if message is not None:
-            self._announced[subject] = message
+    def report_pair(self, worker_id: str, measured: Measured | None) -> None:
+        """Tell every router, and those that attach later, how fast pages reach a worker; None: not known any more."""
+        self._pairs.pop(worker_id, None)
+        if measured is not None:
+            message = self._pairs[worker_id] = wire.pair_measured(worker_id, measured)
             self._links.broadcast(message)
 
     def _repeat(self) -> None:
         """Tell routers that have attached since what was announced."""
         attached = self._links.attached
         for router in attached:
-            for message in self._announced.values() if router not in self._told else ():
+            for message in self._pairs.values() if router not in self._told else ():
                 self._links.send(router, message)
         self._told = set(attached)

@@ -11,9 +11,11 @@ from pdserve.engine.sequence import Finish, Job
 from pdserve.engine.step import StepPlan, StepResult, TokenLogprobs
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
+from pdserve.kvtransfer.doors import PeerGone
 from pdserve.kvtransfer.session import Peer
 from pdserve.load import LoadPart
 from pdserve.perfmodel.curve import attention_work
+from pdserve.prefill_worker.probes import Measured
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.reports import Failure, Stage
@@ -29,25 +31,27 @@ _STAGE = {Stage[name.removeprefix("STAGE_")]: number for name, number in link.St
 _FAILURE = {code: link.FailureCode.Value(f"FAILURE_CODE_{code.name}") for code in Failure}
 
 
-def gone_process(message: link.ProcessGone) -> Peer:
-    """Return the process that a ProcessGone speaks of."""
-    return Peer(WorkerId(message.worker_id), Incarnation(message.incarnation))
-
-
-def command(message: link.AttachResponse, router: RouterRef, now_s: float) -> Placed | Cancelled | DrainAsked | None:
+def event(
+    message: link.AttachResponse, router: RouterRef, now_s: float
+) -> Placed | Cancelled | DrainAsked | PeerGone | None:
     """Return what a router asks of the core; None for what concerns the shell alone."""
     match message.WhichOneof("message"):
         case "prefill":
-            peer = _peer(message.prefill.decode_worker_id, message.prefill.decode_incarnation)
-            return _placed(message.prefill.spec, router, now_s, peer, message.prefill.handoff_address)
+            prefill = message.prefill
+            target = _peer(prefill.decode_worker_id, prefill.decode_incarnation)
+            return _placed(prefill.spec, router, now_s, target=target, target_address=prefill.handoff_address)
         case "decode":
-            peer = _peer(message.decode.prefill_worker_id, message.decode.prefill_incarnation)
-            return _placed(message.decode.spec, router, now_s, peer, "")
+            decode = message.decode
+            source = _peer(decode.prefill_worker_id, decode.prefill_incarnation)
+            return _placed(decode.spec, router, now_s, source=source)
         case "cancel":
             cancel = message.cancel
             return Cancelled(_request_id(cancel.request_id), Attempt(cancel.attempt), tuple(cancel.indices))
         case "drain":
             return DrainAsked()
+        case "process_gone":
+            gone = message.process_gone
+            return PeerGone(Peer(WorkerId(gone.worker_id), Incarnation(gone.incarnation)))
         case _:
             return None
 
@@ -139,6 +143,19 @@ def _others(part: LoadPart) -> link.OthersLoad:
     )
 
 
+def pair_measured(worker_id: str, measured: Measured) -> link.AttachRequest:
+    """Return the message that tells routers how fast pages reach a worker."""
+    speed = measured.speed
+    pair = link.PairMeasured(
+        decode_worker_id=worker_id,
+        bytes_per_s=round(speed.bytes_per_s),
+        page_us=max(1, round(1e6 * speed.page_s)),
+        carrier=speed.carrier,
+        is_slow=measured.is_slow,
+    )
+    return link.AttachRequest(pair=pair)
+
+
 def sampling_params(message: inference.SamplingParams) -> SamplingParams:
     """Return sampling as a router sends it: every field set."""
     return SamplingParams(
@@ -160,7 +177,14 @@ def sampling_params(message: inference.SamplingParams) -> SamplingParams:
     )
 
 
-def _placed(spec: link.SequenceSpec, router: RouterRef, now_s: float, peer: Peer | None, peer_address: str) -> Placed:
+def _placed(
+    spec: link.SequenceSpec,
+    router: RouterRef,
+    now_s: float,
+    source: Peer | None = None,
+    target: Peer | None = None,
+    target_address: str = "",
+) -> Placed:
     params = sampling_params(spec.sampling)
     job = Job(
         request_id=_request_id(spec.request_id),
@@ -172,7 +196,7 @@ def _placed(spec: link.SequenceSpec, router: RouterRef, now_s: float, peer: Peer
         cache_salt=spec.cache_salt,
         priority=spec.priority,
     )
-    return Placed(router, job, now_s + spec.deadline_ms / 1000, peer, peer_address)
+    return Placed(router, job, now_s + spec.deadline_ms / 1000, source, target, target_address)
 
 
 def _peer(worker_id: str, incarnation: int) -> Peer | None:

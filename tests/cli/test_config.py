@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from pdserve.cli.processes import CONFIGS
-from pdserve.config import DecodeWorkerConfig, PrefillWorkerConfig, load_config
+from pdserve.config import WorkerConfig, load_config
 from pdserve.errors import ConfigError
 
-COMPLETE = "model: m\nworker_id: w\nrouters: [127.0.0.1:50052]\nsecret_file: /run/secret\n"
+COMPLETE = "model: m\nrole: decode\nworker_id: w\nrouters: [127.0.0.1:50052]\nsecret_file: /run/secret\n"
 
 
 @pytest.fixture
@@ -19,14 +19,14 @@ def yaml_file(tmp_path: Path) -> Path:
 
 
 def test_a_complete_file_is_enough(yaml_file: Path) -> None:
-    config = load_config(PrefillWorkerConfig, yaml_file)
+    config = load_config(WorkerConfig, yaml_file)
     assert (config.model, config.worker_id, config.routers) == ("m", "w", ("127.0.0.1:50052",))
     assert config.secret_file == Path("/run/secret")
 
 
 def test_flags_override_the_file_and_absent_flags_do_not(yaml_file: Path) -> None:
     yaml_file.write_text(COMPLETE + "page_size: 32\nmax_num_seqs: 5\n")
-    config = load_config(PrefillWorkerConfig, yaml_file, {"page_size": 64, "max_num_seqs": None, "dtype": None})
+    config = load_config(WorkerConfig, yaml_file, {"page_size": 64, "max_num_seqs": None, "dtype": None})
     assert (config.page_size, config.max_num_seqs) == (64, 5)
 
 
@@ -34,12 +34,12 @@ def test_flags_override_the_file_and_absent_flags_do_not(yaml_file: Path) -> Non
 def test_pages_are_of_the_size_that_the_device_wants_unless_told(tmp_path: Path, device: str, page_size: int) -> None:
     yaml_file = tmp_path / "worker.yaml"
     yaml_file.write_text(COMPLETE)
-    assert load_config(PrefillWorkerConfig, yaml_file, {"device": device}).page_size == page_size
-    assert load_config(PrefillWorkerConfig, yaml_file, {"device": device, "page_size": 32}).page_size == 32
+    assert load_config(WorkerConfig, yaml_file, {"device": device}).page_size == page_size
+    assert load_config(WorkerConfig, yaml_file, {"device": device, "page_size": 32}).page_size == 32
 
 
 def test_a_configuration_never_changes(yaml_file: Path) -> None:
-    config = load_config(PrefillWorkerConfig, yaml_file)
+    config = load_config(WorkerConfig, yaml_file)
     with pytest.raises(ValueError, match="frozen"):
         config.page_size = 8
 
@@ -63,41 +63,48 @@ def test_a_wrong_setting_is_refused_by_name_with_its_file(yaml_file: Path, line:
     kept = "".join(given for given in COMPLETE.splitlines(keepends=True) if not given.startswith(f"{key}:"))
     yaml_file.write_text(f"{kept}{line}\n")
     with pytest.raises(ConfigError) as caught:
-        load_config(DecodeWorkerConfig, yaml_file)
+        load_config(WorkerConfig, yaml_file)
     for part in (str(yaml_file), *parts):
         assert part in str(caught.value)
 
 
 def test_a_wrong_flag_is_named_as_a_flag(yaml_file: Path) -> None:
     with pytest.raises(ConfigError, match=r"^--max-num-seqs: 0 is refused"):
-        load_config(DecodeWorkerConfig, yaml_file, {"max_num_seqs": 0})
+        load_config(WorkerConfig, yaml_file, {"max_num_seqs": 0})
+
+
+@pytest.mark.parametrize(("role", "num_tokens"), [("prefill", 2048), ("decode", 512)])
+def test_a_worker_of_each_role_has_its_own_default_of_tokens_in_a_step(role: str, num_tokens: int) -> None:
+    given = {"model": "m", "worker_id": "w", "routers": ("host:1",), "secret_file": Path("secret"), "role": role}
+    assert load_config(WorkerConfig, None, given).max_num_batched_tokens == num_tokens
+    assert load_config(WorkerConfig, None, {**given, "max_num_batched_tokens": 7}).max_num_batched_tokens == 7
 
 
 def test_a_missing_setting_is_named() -> None:
     with pytest.raises(ConfigError, match=r"^--worker-id: is required"):
-        load_config(DecodeWorkerConfig, None, {"model": "m"})
+        load_config(WorkerConfig, None, {"role": "decode", "model": "m"})
 
 
 def test_an_unknown_key_is_named_before_the_one_that_it_makes_missing(yaml_file: Path) -> None:
     yaml_file.write_text(COMPLETE.replace("model:", "models:"))
     with pytest.raises(ConfigError, match="models: unknown key, did you mean model"):
-        load_config(DecodeWorkerConfig, yaml_file)
+        load_config(WorkerConfig, yaml_file)
 
 
 @pytest.mark.parametrize("text", ["[1", "- a\n- b\n", "3", "1: 2"])
 def test_a_file_that_does_not_hold_settings_is_refused(yaml_file: Path, text: str) -> None:
     yaml_file.write_text(text)
     with pytest.raises(ConfigError, match=str(yaml_file)):
-        load_config(DecodeWorkerConfig, yaml_file)
+        load_config(WorkerConfig, yaml_file)
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot read"):
-        load_config(DecodeWorkerConfig, tmp_path / "none.yaml")
+        load_config(WorkerConfig, tmp_path / "none.yaml")
 
 
 @pytest.mark.parametrize("cls", CONFIGS.values())
-def test_every_setting_is_described_and_unknown_ones_are_refused_by_the_schema(cls: type[DecodeWorkerConfig]) -> None:
+def test_every_setting_is_described_and_unknown_ones_are_refused_by_the_schema(cls: type[WorkerConfig]) -> None:
     schema = cls.model_json_schema()
     assert schema["additionalProperties"] is False
     assert [name for name, field in schema["properties"].items() if not field.get("description")] == []

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from pdserve.cli.flags import config_flags
 from pdserve.cli.processes import CONFIGS
-from pdserve.config import DecodeWorkerConfig, ProcessConfig
+from pdserve.config import ProcessConfig, WorkerConfig
 
 RUNNER = CliRunner()
 
@@ -77,15 +77,14 @@ def test_flags_carry_their_types(arguments: tuple[str, ...], expected: dict[str,
     ],
 )
 def test_vllm_spellings_reach_the_same_settings(spelling: str, field: str) -> None:
-    assert parsed(DecodeWorkerConfig, spelling, "8") == {field: 8}
+    assert parsed(WorkerConfig, spelling, "8") == {field: 8}
 
 
-def test_a_default_that_differs_between_the_kinds_of_worker_is_shown_for_each(
+def test_a_default_that_differs_between_the_roles_of_workers_is_shown_for_each(
     pdserve: Callable[..., CompletedProcess[str]],
 ) -> None:
     shown = " ".join(pdserve("up", "--help").stdout.split())
-    assert "prefill: Tokens in one step: nobody decodes beside it. (default: 2048)" in shown
-    assert "decode: Tokens in one step. (default: 512)" in shown
+    assert "by default 2048 on a prefill worker, where nobody decodes beside it, or 512." in shown
     assert shown.count("Sequences in one step.") == 1
 
 
@@ -101,5 +100,5 @@ def test_every_default_is_shown_in_the_help(cls: type[ProcessConfig]) -> None:
     shown = " ".join(RUNNER.invoke(app, ["--help"], env={"COLUMNS": "300"}).output.split())
     for name, field in cls.model_fields.items():
         assert f"--{name.replace('_', '-')}" in shown
-        if not field.is_required() and field.default not in (None, "", ()):
+        if not field.is_required() and field.default_factory is None and field.default not in (None, "", ()):
             assert f"(default: {field.default})" in shown

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from pdserve.cli.flags import config_flags
 from pdserve.cli.processes import CONFIGS, Process
-from pdserve.config import DecodeWorkerConfig, ProcessConfig, WorkerConfig, load_config
+from pdserve.config import ProcessConfig, WorkerConfig, load_config
 from pdserve.errors import ConfigError
 from pdserve.ids import Incarnation
 from pdserve.launch.plan import ChildSpec, ClusterSpec, Wiring, flag_arguments, plan, threads_each
@@ -28,7 +28,8 @@ def read_back(child: ChildSpec) -> ProcessConfig:
 
     @config_flags(cls)
     def command(**flags: object) -> None:
-        read.append(load_config(cls, None, flags))
+        role = {"role": child.role} if cls is WorkerConfig else {}
+        read.append(load_config(cls, None, {**flags, **role}))
 
     app.command()(command)
     result = CliRunner().invoke(app, arguments[at + 1 :], catch_exceptions=False)
@@ -58,7 +59,7 @@ def test_the_processes_of_a_cluster_agree_and_have_names_of_their_own() -> None:
         assert (worker.page_size, worker.dtype, worker.max_model_len) == (32, "float32", None)
         assert worker.incarnation == 2**64 - 1
     assert names == ["prefill-0", "prefill-1", "decode-0"]
-    assert isinstance(workers[-1], DecodeWorkerConfig)
+    assert [worker.role for worker in workers if isinstance(worker, WorkerConfig)] == ["prefill", "prefill", "decode"]
     assert (router.model, router.served_model_name, router.secret_file) == (MODEL, "m", WIRING.secret_file)
 
 
@@ -68,13 +69,12 @@ def test_a_pool_without_workers_is_refused(prefill: int, decode: int, flag: str)
         ClusterSpec(model="m", served_model_name="m", num_prefill=prefill, num_decode=decode)
 
 
-def test_a_flag_of_one_kind_of_worker_goes_to_that_kind_and_one_of_none_is_refused() -> None:
+def test_a_flag_goes_to_every_worker_and_one_that_no_worker_has_is_refused() -> None:
     spec = ClusterSpec(model="m", served_model_name="m", worker_flags={"lease_s": 2.5, "digests": "off"})
-    _, prefill, decode = plan(spec, WIRING)
-    assert "--lease-s" not in prefill.command
-    read = read_back(decode)
-    assert isinstance(read, DecodeWorkerConfig)
-    assert (read.lease_s, read.digests) == (2.5, "off")
+    for child in plan(spec, WIRING)[1:]:
+        read = read_back(child)
+        assert isinstance(read, WorkerConfig)
+        assert (read.lease_s, read.digests) == (2.5, "off")
     with pytest.raises(ConfigError, match="--leese-s"):
         ClusterSpec(model="m", served_model_name="m", worker_flags={"leese_s": 1.0})
 

@@ -26,8 +26,8 @@ from pdserve.kvtransfer.dialling import (
     TimedOut,
     Wanted,
 )
+from pdserve.kvtransfer.doors import ReceiverAttached, ReceiverLost, ReceiverSaid
 from pdserve.kvtransfer.greeting import HelloAck, Introduction
-from pdserve.kvtransfer.peers import PeerAttached, PeerLost, PeerMessage
 from pdserve.kvtransfer.sender import SendQuiesced, Taken
 from pdserve.kvtransfer.session import HandoffKey, Peer
 
@@ -49,7 +49,7 @@ def dialled() -> Dialling:
 def attached() -> Dialling:
     dialling = dialled()
     assert dialling.handle(Answered(FIRST, ACK)) == (AttachMover(FIRST, D, b"address"),)
-    assert dialling.handle(CanWrite(FIRST)) == (PeerAttached(D),)
+    assert dialling.handle(CanWrite(FIRST)) == (ReceiverAttached(D),)
     return dialling
 
 
@@ -57,7 +57,7 @@ def lost(commands: tuple[Command, ...]) -> str:
     """Return why a stream was closed and reported as lost."""
     close, report = commands
     assert isinstance(close, Close)
-    assert isinstance(report, PeerLost)
+    assert isinstance(report, ReceiverLost)
     return report.reason
 
 
@@ -70,12 +70,12 @@ def test_what_is_said_early_is_sent_once_the_stream_is_attached() -> None:
     dialling = dialled()
     assert dialling.handle(Said(D, KEY, QUIESCED)) == ()
     dialling.handle(Answered(FIRST, ACK))
-    assert dialling.handle(CanWrite(FIRST)) == (PeerAttached(D), Send(FIRST, KEY, QUIESCED))
+    assert dialling.handle(CanWrite(FIRST)) == (ReceiverAttached(D), Send(FIRST, KEY, QUIESCED))
     assert dialling.handle(Said(D, KEY, QUIESCED)) == (Send(FIRST, KEY, QUIESCED),)
 
 
 def test_what_the_other_process_says_is_reported_in_its_name() -> None:
-    assert attached().handle(Received(FIRST, KEY, Taken())) == (PeerMessage(D, KEY, Taken()),)
+    assert attached().handle(Received(FIRST, KEY, Taken())) == (ReceiverSaid(D, KEY, Taken()),)
 
 
 def test_a_process_that_does_not_answer_in_time_is_lost() -> None:
@@ -126,6 +126,6 @@ def test_a_process_that_leaves_says_what_is_queued_and_dials_no_more() -> None:
     dialling.handle(Said(D, KEY, QUIESCED))
     assert dialling.handle(Left()) == ()
     dialling.handle(Answered(FIRST, ACK))
-    assert dialling.handle(CanWrite(FIRST)) == (PeerAttached(D), Send(FIRST, KEY, QUIESCED), Finish(FIRST))
+    assert dialling.handle(CanWrite(FIRST)) == (ReceiverAttached(D), Send(FIRST, KEY, QUIESCED), Finish(FIRST))
     assert dialling.handle(Wanted(replace_incarnation(D), "there")) == ()
     assert attached().handle(Left()) == (Finish(FIRST),)

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from pdserve.errors import Refusal
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
+from pdserve.kvtransfer.doors import PeerGone, SenderAlive, SenderAttached, SenderLost, SenderSaid
 from pdserve.kvtransfer.greeting import Hello, Introduction
-from pdserve.kvtransfer.peers import PeerAlive, PeerAttached, PeerGone, PeerLost, PeerMessage
 from pdserve.kvtransfer.receiver import SenderQuiesced
 from pdserve.kvtransfer.roster import (
     Alive,
@@ -54,11 +54,11 @@ class Door:
 
 def test_messages_of_an_attached_process_are_reported_in_its_name() -> None:
     door = Door()
-    assert door.greet(EARLY) == (Welcome(StreamId(1)), PeerAttached(EARLY))
-    assert door.roster.handle(Alive(StreamId(1)), 1.0) == (PeerAlive(EARLY),)
+    assert door.greet(EARLY) == (Welcome(StreamId(1)), SenderAttached(EARLY))
+    assert door.roster.handle(Alive(StreamId(1)), 1.0) == (SenderAlive(EARLY),)
     message = Received(StreamId(1), KEY, SenderQuiesced())
-    assert door.roster.handle(message, 1.0) == (PeerMessage(EARLY, KEY, SenderQuiesced()),)
-    assert door.roster.handle(Ended(StreamId(1), "reset"), 2.0) == (PeerLost(EARLY, "reset"),)
+    assert door.roster.handle(message, 1.0) == (SenderSaid(EARLY, KEY, SenderQuiesced()),)
+    assert door.roster.handle(Ended(StreamId(1), "reset"), 2.0) == (SenderLost(EARLY, "reset"),)
     assert door.roster.handle(message, 3.0) == ()
 
 
@@ -66,7 +66,7 @@ def test_a_process_that_attaches_anew_takes_the_place_of_its_old_stream() -> Non
     door = Door()
     door.greet(EARLY)
     commands = door.greet(EARLY)
-    assert commands[:2] == (Close(StreamId(1), "it attached anew"), PeerLost(EARLY, "it attached anew"))
+    assert commands[:2] == (Close(StreamId(1), "it attached anew"), SenderLost(EARLY, "it attached anew"))
     assert door.roster.handle(Ended(StreamId(1), "late"), 1.0) == ()
     assert door.roster.attached == (EARLY,)
 
@@ -75,7 +75,7 @@ def test_a_process_not_received_from_since_its_successor_started_has_ended() -> 
     door = Door()
     door.greet(EARLY, now_s=0.0)
     door.roster.handle(Ended(StreamId(1), "reset"), 1.0)
-    assert door.greet(LATE, now_s=9.0, age_s=2.0) == (PeerGone(EARLY), Welcome(StreamId(2)), PeerAttached(LATE))
+    assert door.greet(LATE, now_s=9.0, age_s=2.0) == (PeerGone(EARLY), Welcome(StreamId(2)), SenderAttached(LATE))
 
 
 def test_a_process_received_from_since_its_successor_started_lives() -> None:
@@ -90,14 +90,14 @@ def test_an_attached_process_lives_whoever_follows_it_and_is_cut_off() -> None:
     door = Door()
     door.greet(EARLY, now_s=0.0)
     commands = door.greet(LATE, now_s=9.0, age_s=2.0)
-    assert commands[:2] == (Close(StreamId(1), "it has a successor"), PeerLost(EARLY, "it has a successor"))
+    assert commands[:2] == (Close(StreamId(1), "it has a successor"), SenderLost(EARLY, "it has a successor"))
     assert PeerGone(EARLY) not in commands
 
 
 def test_a_process_known_to_have_ended_is_cut_off_and_attaches_no_more() -> None:
     door = Door()
     door.greet(EARLY)
-    assert door.roster.handle(Forgotten(EARLY), 1.0)[1] == PeerLost(EARLY, "its process has ended")
+    assert door.roster.handle(Forgotten(EARLY), 1.0)[1] == SenderLost(EARLY, "its process has ended")
     assert is_refused(door.greet(EARLY))
 
 
@@ -137,12 +137,12 @@ class Model:
         attached_before = set(self.streams)
         for command in commands:
             match command:
-                case PeerAttached():
+                case SenderAttached():
                     assert command.peer not in self.over
                     self.streams[peer], self.spoke_s[peer] = StreamId(self.door.num_streams), now_s
-                case PeerLost():
+                case SenderLost():
                     del self.streams[command.peer]
-                case PeerAlive():
+                case SenderAlive():
                     self.spoke_s[peer] = now_s
                 case PeerGone():
                     assert command.peer.incarnation < peer.incarnation

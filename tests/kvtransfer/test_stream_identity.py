@@ -21,12 +21,7 @@ from stream_ends import (
 from pdserve.errors import Refusal
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvtransfer import receiver, roster, sender, wire
-from pdserve.kvtransfer.peers import (
-    PeerAttached,
-    PeerGone,
-    PeerLost,
-    PeerMessage,
-)
+from pdserve.kvtransfer.doors import PeerGone, ReceiverLost, SenderAttached, SenderLost, SenderSaid
 from pdserve.kvtransfer.session import Peer
 from pdserve.proto.v1 import handoff_pb2 as handoff
 
@@ -35,7 +30,7 @@ async def test_a_wrong_secret_is_refused() -> None:
     async with decode_worker() as decode, prefill_worker(secret=b"x" * 32) as prefill:
         prefill.connect(decode)
         lost = await prefill.heard.next()
-        assert isinstance(lost, PeerLost)
+        assert isinstance(lost, ReceiverLost)
         assert "UNAUTHENTICATED" in lost.reason
         assert decode.refused == {Refusal.SECRET: 1}
         assert decode.servicer.attached == ()
@@ -44,7 +39,7 @@ async def test_a_wrong_secret_is_refused() -> None:
 async def test_another_layout_is_refused_and_named() -> None:
     async with decode_worker() as decode, prefill_worker(layout=replace(LAYOUT, page_size=8)) as prefill:
         prefill.connect(decode)
-        assert await prefill.heard.next() == PeerLost(
+        assert await prefill.heard.next() == ReceiverLost(
             DECODE, "FAILED_PRECONDITION: layout.page_size: 8 != 4, and movers write whole pages alone"
         )
 
@@ -53,7 +48,7 @@ async def test_another_incarnation_than_the_one_meant_is_refused_and_named() -> 
     async with decode_worker() as decode, prefill_worker() as prefill:
         prefill.connect(decode, Peer(DECODE.worker_id, Incarnation(99)))
         lost = await prefill.heard.next()
-        assert isinstance(lost, PeerLost)
+        assert isinstance(lost, ReceiverLost)
         assert "decode_incarnation: 0000000000000063" in lost.reason
         assert decode.refused == {Refusal.INCARNATION: 1}
 
@@ -62,7 +57,7 @@ async def test_another_worker_at_the_address_is_refused() -> None:
     async with decode_worker() as decode, prefill_worker() as prefill:
         prefill.connect(decode, Peer(WorkerId("decode-9"), DECODE.incarnation))
         lost = await prefill.heard.next()
-        assert isinstance(lost, PeerLost)
+        assert isinstance(lost, ReceiverLost)
         assert lost.reason == "worker_id: decode-0 answers for decode-9"
 
 
@@ -121,22 +116,22 @@ async def test_a_malformed_message_is_refused_and_the_stream_goes_on(
     async with decode_worker() as decode, raw_stream(decode, lambda _: None) as call:
         await call.write(message)
         await call.write(quiesced())
-        assert await decode.heard.next() == PeerAttached(PREFILL)
-        assert await decode.heard.next() == PeerMessage(PREFILL, KEY, receiver.SenderQuiesced())
+        assert await decode.heard.next() == SenderAttached(PREFILL)
+        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, receiver.SenderQuiesced())
         assert decode.refused == {Refusal.MALFORMED: 1}
 
 
 async def test_a_later_process_proves_the_end_of_one_not_heard_since_it_started_and_that_is_not_let_in_again() -> None:
     async with decode_worker() as decode, prefill_worker() as prefill:
         async with raw_stream(decode, lambda _: None):
-            assert await decode.heard.next() == PeerAttached(PREFILL)
-        assert isinstance(await decode.heard.next(), PeerLost)
+            assert await decode.heard.next() == SenderAttached(PREFILL)
+        assert isinstance(await decode.heard.next(), SenderLost)
         async with raw_stream(decode, lambda m: setattr(m.hello, "incarnation", LATER.incarnation)):
             news = [await decode.heard.next() for _ in range(2)]
-            assert set(news) == {PeerGone(PREFILL), PeerAttached(LATER)}
+            assert set(news) == {PeerGone(PREFILL), SenderAttached(LATER)}
             prefill.connect(decode)
             lost = await prefill.heard.next()
-            assert isinstance(lost, PeerLost)
+            assert isinstance(lost, ReceiverLost)
             assert "has a successor" in lost.reason
             assert decode.servicer.attached == (LATER,)
 
@@ -144,13 +139,13 @@ async def test_a_later_process_proves_the_end_of_one_not_heard_since_it_started_
 async def test_the_end_of_a_process_is_reported_before_the_stream_that_proves_it_attaches() -> None:
     async with decode_worker() as decode:
         async with raw_stream(decode, lambda _: None):
-            assert await decode.heard.next() == PeerAttached(PREFILL)
-        assert isinstance(await decode.heard.next(), PeerLost)
+            assert await decode.heard.next() == SenderAttached(PREFILL)
+        assert isinstance(await decode.heard.next(), SenderLost)
         async with raw_stream(decode, be_later) as call:
             assert await decode.heard.next() == PeerGone(PREFILL)
             call.cancel()
-        assert await decode.heard.next() == PeerAttached(LATER)
-        assert isinstance(await decode.heard.next(), PeerLost)
+        assert await decode.heard.next() == SenderAttached(LATER)
+        assert isinstance(await decode.heard.next(), SenderLost)
 
 
 def be_later(message: handoff.HandoffServiceAttachRequest) -> None:
@@ -165,13 +160,13 @@ async def test_the_last_processes_of_the_workers_heard_last_are_remembered_and_n
     async with decode_worker() as decode:
         for name in names:
             async with raw_stream(decode, introduce(name, 5)):
-                assert await decode.heard.next() == PeerAttached(Peer(name, Incarnation(5)))
-            assert isinstance(await decode.heard.next(), PeerLost)
+                assert await decode.heard.next() == SenderAttached(Peer(name, Incarnation(5)))
+            assert isinstance(await decode.heard.next(), SenderLost)
         for name in names[1:]:
             async with raw_stream(decode, introduce(name, 4)) as refused:
                 assert "started before" in await refused.details()
         async with raw_stream(decode, introduce(names[0], 4)):
-            assert await decode.heard.next() == PeerAttached(Peer(names[0], Incarnation(4)))
+            assert await decode.heard.next() == SenderAttached(Peer(names[0], Incarnation(4)))
 
 
 def introduce(name: WorkerId, incarnation: int) -> Change:
@@ -184,30 +179,30 @@ def introduce(name: WorkerId, incarnation: int) -> Change:
 async def test_a_process_that_was_heard_after_its_successor_started_has_not_ended() -> None:
     async with decode_worker() as decode, prefill_worker(LATER) as later:
         async with raw_stream(decode, lambda _: None):
-            assert await decode.heard.next() == PeerAttached(PREFILL)
-        assert isinstance(await decode.heard.next(), PeerLost)
+            assert await decode.heard.next() == SenderAttached(PREFILL)
+        assert isinstance(await decode.heard.next(), SenderLost)
         later.connect(decode)  # which is as old as this process
-        assert await decode.heard.next() == PeerAttached(LATER)
+        assert await decode.heard.next() == SenderAttached(LATER)
 
 
 async def test_a_process_that_is_attached_has_not_ended_whoever_follows_it() -> None:
     async with pair() as (prefill, decode), raw_stream(decode, lambda m: setattr(m.hello, "incarnation", 9)):
         news = [await decode.heard.next() for _ in range(2)]
         successor = Peer(PREFILL.worker_id, Incarnation(9))
-        assert set(news) == {PeerLost(PREFILL, "it has a successor"), PeerAttached(successor)}
-        assert isinstance(await prefill.heard.next(), PeerLost)
+        assert set(news) == {SenderLost(PREFILL, "it has a successor"), SenderAttached(successor)}
+        assert isinstance(await prefill.heard.next(), ReceiverLost)
         prefill.connect(decode)
-        assert isinstance(await prefill.heard.next(), PeerLost)
+        assert isinstance(await prefill.heard.next(), ReceiverLost)
         assert decode.refused == {Refusal.INCARNATION: 1}
 
 
 async def test_an_earlier_process_is_not_let_in_after_a_later_one() -> None:
     async with decode_worker() as decode, prefill_worker() as prefill, prefill_worker(LATER) as later:
         later.connect(decode)
-        assert await decode.heard.next() == PeerAttached(LATER)
+        assert await decode.heard.next() == SenderAttached(LATER)
         prefill.connect(decode)
         lost = await prefill.heard.next()
-        assert isinstance(lost, PeerLost)
+        assert isinstance(lost, ReceiverLost)
         assert "started before" in lost.reason
         assert decode.refused == {Refusal.INCARNATION: 1}
         assert decode.servicer.attached == (LATER,)
@@ -216,10 +211,10 @@ async def test_an_earlier_process_is_not_let_in_after_a_later_one() -> None:
 
 async def test_the_same_process_attaching_anew_takes_the_place_of_its_old_stream() -> None:
     async with decode_worker() as decode, raw_stream(decode, lambda _: None) as old:
-        assert await decode.heard.next() == PeerAttached(PREFILL)
+        assert await decode.heard.next() == SenderAttached(PREFILL)
         async with raw_stream(decode, lambda _: None) as new:
-            assert await decode.heard.next() == PeerLost(PREFILL, "it attached anew")
-            assert await decode.heard.next() == PeerAttached(PREFILL)
+            assert await decode.heard.next() == SenderLost(PREFILL, "it attached anew")
+            assert await decode.heard.next() == SenderAttached(PREFILL)
             await old.read()  # the greeting
             assert await old.read() is grpc.aio.EOF
             decode.send(receiver.SendTaken())

@@ -19,11 +19,14 @@ from stream_ends import (
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer import receiver, sender
 from pdserve.kvtransfer.copies import CopyStopped
-from pdserve.kvtransfer.peers import (
-    PeerAlive,
-    PeerAttached,
-    PeerLost,
-    PeerMessage,
+from pdserve.kvtransfer.doors import (
+    ReceiverAttached,
+    ReceiverLost,
+    ReceiverSaid,
+    SenderAlive,
+    SenderAttached,
+    SenderLost,
+    SenderSaid,
 )
 from pdserve.kvtransfer.session import HandoffKey, Peer
 
@@ -33,15 +36,15 @@ HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
 async def test_a_hand_off_is_spoken_of_in_order_and_unchanged() -> None:
     async with pair() as (prefill, decode):
         decode.send(receiver.SendGrant(GRANT))
-        assert await prefill.heard.next() == PeerMessage(DECODE, KEY, sender.Granted(GRANT))
+        assert await prefill.heard.next() == ReceiverSaid(DECODE, KEY, sender.Granted(GRANT))
         prefill.send(sender.SendCommit(COMMIT))
         prefill.send(sender.SendQuiesced("late"))
-        assert await decode.heard.next() == PeerMessage(PREFILL, KEY, receiver.Committed(COMMIT))
-        assert await decode.heard.next() == PeerMessage(PREFILL, KEY, receiver.SenderQuiesced())
+        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, receiver.Committed(COMMIT))
+        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, receiver.SenderQuiesced())
         decode.send(receiver.SendTaken())
         decode.send(receiver.SendWithdrawn("over"))
-        assert await prefill.heard.next() == PeerMessage(DECODE, KEY, sender.Taken())
-        assert await prefill.heard.next() == PeerMessage(DECODE, KEY, sender.Withdrawn("over"))
+        assert await prefill.heard.next() == ReceiverSaid(DECODE, KEY, sender.Taken())
+        assert await prefill.heard.next() == ReceiverSaid(DECODE, KEY, sender.Withdrawn("over"))
 
 
 async def test_a_beat_reaches_every_attached_decode_worker_in_its_place_among_words() -> None:
@@ -49,9 +52,9 @@ async def test_a_beat_reaches_every_attached_decode_worker_in_its_place_among_wo
         prefill.send(sender.SendCommit(COMMIT))
         prefill.client.beat()
         prefill.send(sender.SendQuiesced("late"))
-        assert await decode.heard.next() == PeerMessage(PREFILL, KEY, receiver.Committed(COMMIT))
-        assert await decode.heard.next() == PeerAlive(PREFILL)
-        assert await decode.heard.next() == PeerMessage(PREFILL, KEY, receiver.SenderQuiesced())
+        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, receiver.Committed(COMMIT))
+        assert await decode.heard.next() == SenderAlive(PREFILL)
+        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, receiver.SenderQuiesced())
 
 
 async def test_pages_can_be_written_as_soon_as_a_grant_arrives() -> None:
@@ -70,15 +73,15 @@ async def test_what_is_said_before_the_stream_stands_arrives_after_the_greeting(
     async with decode_worker() as decode, prefill_worker() as prefill:
         prefill.connect(decode)
         prefill.send(sender.SendQuiesced("cancelled"))
-        assert await decode.heard.next() == PeerAttached(PREFILL)
-        assert await decode.heard.next() == PeerMessage(PREFILL, KEY, receiver.SenderQuiesced())
+        assert await decode.heard.next() == SenderAttached(PREFILL)
+        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, receiver.SenderQuiesced())
 
 
 async def test_a_second_need_uses_the_stream_that_stands() -> None:
     async with pair() as (prefill, decode):
         prefill.connect(decode)
         prefill.send(sender.SendQuiesced(""))
-        assert await decode.heard.next() == PeerMessage(PREFILL, KEY, receiver.SenderQuiesced())
+        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, receiver.SenderQuiesced())
         assert decode.servicer.attached == (PREFILL,)
 
 
@@ -88,8 +91,8 @@ async def test_closing_says_what_is_queued_and_ends_the_stream() -> None:
             prefill.connect(decode)
             await decode.heard.next()
             prefill.send(sender.SendQuiesced("draining"))
-        assert await decode.heard.next() == PeerMessage(PREFILL, KEY, receiver.SenderQuiesced())
-        assert await decode.heard.next() == PeerLost(PREFILL, "it ended its stream")
+        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, receiver.SenderQuiesced())
+        assert await decode.heard.next() == SenderLost(PREFILL, "it ended its stream")
         assert decode.servicer.attached == ()
 
 
@@ -99,28 +102,28 @@ async def test_a_decode_worker_that_leaves_says_what_is_queued_and_waits_for_nob
         decode.servicer.close()
         async with asyncio.timeout(10):
             await decode.server.stop(60)
-        assert await prefill.heard.next() == PeerMessage(DECODE, KEY, sender.Taken())
-        assert await prefill.heard.next() == PeerLost(DECODE, "it ended the stream")
-        assert await decode.heard.next() == PeerLost(PREFILL, "this worker leaves")
+        assert await prefill.heard.next() == ReceiverSaid(DECODE, KEY, sender.Taken())
+        assert await prefill.heard.next() == ReceiverLost(DECODE, "it ended the stream")
+        assert await decode.heard.next() == SenderLost(PREFILL, "this worker leaves")
 
 
 async def test_a_stopping_decode_worker_is_lost_and_the_next_need_dials_again() -> None:
     async with prefill_worker() as prefill:
         async with decode_worker() as decode:
             prefill.connect(decode)
-            assert await prefill.heard.next() == PeerAttached(DECODE)
+            assert await prefill.heard.next() == ReceiverAttached(DECODE)
         lost = await prefill.heard.next()
-        assert isinstance(lost, PeerLost)
+        assert isinstance(lost, ReceiverLost)
         async with decode_worker() as decode:
             prefill.connect(decode)
-            assert await decode.heard.next() == PeerAttached(PREFILL)
+            assert await decode.heard.next() == SenderAttached(PREFILL)
 
 
 async def test_nobody_listening_is_a_lost_peer_within_the_connect_timeout() -> None:
     async with prefill_worker() as prefill:
         prefill.client.connect(DECODE, "127.0.0.1:1")
         lost = await prefill.heard.next()
-        assert isinstance(lost, PeerLost)
+        assert isinstance(lost, ReceiverLost)
         assert "UNAVAILABLE" in lost.reason or "within 2 s" in lost.reason
 
 
@@ -129,7 +132,7 @@ async def test_a_listener_that_never_answers_is_a_lost_peer() -> None:
         host, port = silent.getsockname()
         async with prefill_worker() as prefill:
             prefill.client.connect(DECODE, f"{host}:{port}")
-            assert isinstance(await prefill.heard.next(), PeerLost)
+            assert isinstance(await prefill.heard.next(), ReceiverLost)
 
 
 async def test_a_cut_connection_is_a_lost_peer() -> None:
@@ -137,7 +140,7 @@ async def test_a_cut_connection_is_a_lost_peer() -> None:
         async with raw_stream(decode, lambda _: None) as call:
             await decode.heard.next()
             call.cancel()
-        assert isinstance(await decode.heard.next(), PeerLost)
+        assert isinstance(await decode.heard.next(), SenderLost)
         assert decode.servicer.attached == ()
 
 
@@ -146,11 +149,11 @@ async def test_a_peer_that_does_not_read_is_lost_and_others_are_not() -> None:
         other = Peer(WorkerId("prefill-1"), Incarnation(5))
         async with prefill_worker(other) as second:
             second.connect(decode)
-            assert await decode.heard.next() == PeerAttached(other)
+            assert await decode.heard.next() == SenderAttached(other)
             for _ in range(5000):
                 decode.send(receiver.SendTaken())
             lost = await decode.heard.next()
-            assert isinstance(lost, PeerLost)
+            assert isinstance(lost, SenderLost)
             assert lost.peer == PREFILL
             assert "does not read" in lost.reason
             assert decode.servicer.attached == (other,)
@@ -160,15 +163,15 @@ async def test_a_peer_that_does_not_read_is_lost_and_others_are_not() -> None:
 async def test_a_forgotten_prefill_worker_is_cut_off() -> None:
     async with pair() as (prefill, decode):
         decode.servicer.forget(PREFILL)
-        assert isinstance(await prefill.heard.next(), PeerLost)
-        assert await decode.heard.next() == PeerLost(PREFILL, "its process has ended")
+        assert isinstance(await prefill.heard.next(), ReceiverLost)
+        assert await decode.heard.next() == SenderLost(PREFILL, "its process has ended")
 
 
 async def test_a_forgotten_decode_worker_is_cut_off() -> None:
     async with pair() as (prefill, decode):
         prefill.client.forget(DECODE)
-        assert await prefill.heard.next() == PeerLost(DECODE, "its process has ended")
-        assert isinstance(await decode.heard.next(), PeerLost)
+        assert await prefill.heard.next() == ReceiverLost(DECODE, "its process has ended")
+        assert isinstance(await decode.heard.next(), SenderLost)
 
 
 async def test_a_decode_worker_forgotten_before_it_was_dialled_can_be_dialled_later() -> None:
@@ -176,4 +179,4 @@ async def test_a_decode_worker_forgotten_before_it_was_dialled_can_be_dialled_la
         prefill.connect(decode)
         prefill.client.forget(DECODE)
         prefill.connect(decode)
-        assert await decode.heard.next() == PeerAttached(PREFILL)
+        assert await decode.heard.next() == SenderAttached(PREFILL)

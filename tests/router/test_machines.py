@@ -1,6 +1,7 @@
 """Who computes at the same time on one machine, and how long answers get."""
 
 import pytest
+from default_rules import default_rules
 
 from faultsim.engine import FakeRunner
 from pdserve.engine.kvcache import KvCache
@@ -9,13 +10,13 @@ from pdserve.engine.sequence import Job
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer.session import Peer
-from pdserve.prefill_worker.core import PrefillCore
 from pdserve.router.events import LinkId, LoadReported, Registration, Role
 from pdserve.router.lengths import AnswerLengths
 from pdserve.router.machines import Machines
 from pdserve.router.view import Share, WorkerView
 from pdserve.router.wire import worker_events
 from pdserve.sampling import SamplingParams
+from pdserve.worker.core import WorkerCore
 from pdserve.worker.messages import Placed, RouterRef
 from pdserve.worker.wire import heartbeat
 
@@ -103,9 +104,14 @@ def test_what_is_overdue_goes_on_for_as_long_as_answers_have_been_overdue() -> N
 
 def test_a_prefill_worker_whose_prompts_are_computed_is_idle_while_their_pages_are_on_their_way() -> None:
     limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64, eos_token_ids=frozenset())
-    core, view = PrefillCore(Scheduler(KvCache(32, 4, None), limits), 100, 64, 8, 0.5), worker(1, Role.PREFILL)
+    core, view = (
+        WorkerCore(Scheduler(KvCache(32, 4, None), limits), 100, 64, b"", default_rules()),
+        worker(1, Role.PREFILL),
+    )
     job = Job(KEY[0], KEY[1], tuple(range(10)), 10, SamplingParams(max_tokens=4), (0,))
-    core.handle(Placed(RouterRef(1), job, 1e9, Peer(WorkerId("d"), Incarnation(1)), "host:1"), 0.0)
+    core.handle(
+        Placed(RouterRef(1), job, 1e9, target=Peer(WorkerId("d"), Incarnation(1)), target_address="host:1"), 0.0
+    )
     view.assign(KEY, Share(0, 10, 100), 0.0)
     assert view.is_busy
     plan = core.plan(0.0)

@@ -4,21 +4,19 @@ import pytest
 from default_rules import default_rules
 
 from faultsim.engine import FakeRunner
-from pdserve.decode_worker import events as decode
-from pdserve.decode_worker.core import DecodeCore
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
-from pdserve.kvtransfer import receiver, sender
+from pdserve.kvtransfer import doors, receiver, sender
+from pdserve.kvtransfer.doors import PeerGone
 from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, Peer
-from pdserve.prefill_worker import events as prefill
-from pdserve.prefill_worker.absent import EARLY_GRANT_S
-from pdserve.prefill_worker.core import PrefillCore
+from pdserve.prefill_worker.early_grants import EARLY_GRANT_S
 from pdserve.reports import Failure
 from pdserve.sampling import SamplingParams
-from pdserve.worker.messages import Cancelled, Failed, PeerGone, Placed, RouterRef, Ticked
+from pdserve.worker.core import WorkerCore
+from pdserve.worker.messages import Cancelled, Command, Event, Failed, Placed, RouterRef, Ticked
 
 PAGE_SIZE = 4
 VOCAB = 997
@@ -44,18 +42,18 @@ class Prefill:
     """A prefill worker's core with an engine under it."""
 
     def __init__(self, num_pages: int = 32, max_model_len: int = 32) -> None:
-        self.core = PrefillCore(scheduler(num_pages, max_model_len), VOCAB, 16, 64, 0.5)
+        self.core = WorkerCore(scheduler(num_pages, max_model_len), VOCAB, 16, b"secret", default_rules(max_tasks=64))
         self.runner = FakeRunner(num_pages, PAGE_SIZE, VOCAB)
 
-    def handle(self, event: prefill.Event, now_s: float = 0.0) -> list[prefill.Command]:
+    def handle(self, event: Event, now_s: float = 0.0) -> list[Command]:
         return self.core.handle(event, now_s)
 
-    def place(self, job: Job) -> list[prefill.Command]:
-        return self.handle(Placed(RouterRef(1), job, 1e9, D, "there"))
+    def place(self, job: Job) -> list[Command]:
+        return self.handle(Placed(RouterRef(1), job, 1e9, target=D, target_address="there"))
 
-    def compute(self) -> list[prefill.Command]:
+    def compute(self) -> list[Command]:
         """Run steps until there is nothing to compute."""
-        commands: list[prefill.Command] = []
+        commands: list[Command] = []
         while (plan := self.core.plan(0.0)) is not None:
             commands += self.core.commit(plan, self.runner.run(plan), 0.0)
         return commands
@@ -74,9 +72,9 @@ def test_continuations_cancelled_one_by_one_leave_nothing_on_a_prefill_worker() 
 def test_a_placement_whose_grant_was_given_back_fails_at_once() -> None:
     worker, late = Prefill(), job(1, 4)
     grant = Grant(0, (PageId(0),), (Generation(1),), b"", 4.0)
-    worker.handle(prefill.FromPeer(D, key(late), sender.Granted(grant)))
+    worker.handle(doors.ReceiverSaid(D, key(late), sender.Granted(grant)))
     (answer,) = worker.handle(Ticked(), EARLY_GRANT_S + 1.0)
-    assert isinstance(answer, prefill.ToPeer)
+    assert isinstance(answer, doors.ToReceiver)
     assert isinstance(answer.message, sender.SendQuiesced)
     (failed,) = worker.place(late)
     assert isinstance(failed, Failed)
@@ -91,8 +89,8 @@ def test_prompts_that_wait_for_grants_leave_room_for_one_that_has_its_own() -> N
     worker.compute()
     granted = job(5, 16)
     grant = Grant(0, tuple(map(PageId, range(4))), (Generation(1),) * 4, b"", 4.0)
-    worker.handle(prefill.FromPeer(D, key(granted), sender.Granted(grant)))
-    copies = [command for command in worker.compute() if isinstance(command, prefill.Copy)]
+    worker.handle(doors.ReceiverSaid(D, key(granted), sender.Granted(grant)))
+    copies = [command for command in worker.compute() if isinstance(command, doors.Copy)]
     assert [copy.key for copy in copies] == [key(granted)]
 
 
@@ -101,30 +99,30 @@ def test_a_granted_prompt_starts_where_the_longest_prompt_would_not_fit() -> Non
     worker.place(granted)
     assert worker.compute() == []
     grant = Grant(0, tuple(map(PageId, range(2))), (Generation(1),) * 2, b"", 4.0)
-    worker.handle(prefill.FromPeer(D, key(granted), sender.Granted(grant)))
-    assert any(isinstance(command, prefill.Copy) for command in worker.compute())
+    worker.handle(doors.ReceiverSaid(D, key(granted), sender.Granted(grant)))
+    assert any(isinstance(command, doors.Copy) for command in worker.compute())
 
 
 def test_a_lost_peer_is_dialled_again_until_its_process_is_known_to_have_ended() -> None:
     worker = Prefill()
     worker.place(job(1, 4))
     for tick in range(3):
-        worker.handle(prefill.PeerLost(D, "reset"), float(tick))
-        assert prefill.Connect(D, "there") in worker.handle(Ticked(), float(tick))
-    worker.handle(prefill.PeerLost(D, "reset"), 4.0)
+        worker.handle(doors.ReceiverLost(D, "reset"), float(tick))
+        assert doors.Connect(D, "there") in worker.handle(Ticked(), float(tick))
+    worker.handle(doors.ReceiverLost(D, "reset"), 4.0)
     worker.handle(PeerGone(D), 4.0)
     assert worker.handle(Ticked(), 5.0) == []
 
 
 def test_a_capsule_without_tokens_is_refused_and_changes_nothing() -> None:
-    core = DecodeCore(scheduler(32, 32), VOCAB, b"secret", default_rules())
+    core = WorkerCore(scheduler(32, 32), VOCAB, 64, b"secret", default_rules())
     wanted = job(1, 4)
-    core.handle(decode.PeerAttached(P), 0.0)
+    core.handle(doors.SenderAttached(P), 0.0)
     commands = core.handle(Placed(RouterRef(1), wanted, 1e9, P), 0.0)
-    told = [command.message for command in commands if isinstance(command, decode.ToPeer)]
+    told = [command.message for command in commands if isinstance(command, doors.ToSender)]
     (grant,) = [message.grant for message in told if isinstance(message, receiver.SendGrant)]
     before = core.load()
     empty = Commit.of(grant, (0,), Capsule(4, (), ()))
     with pytest.raises(ProtocolError, match="capsule"):
-        core.handle(decode.FromPeer(P, key(wanted), receiver.Committed(empty)), 0.0)
+        core.handle(doors.SenderSaid(P, key(wanted), receiver.Committed(empty)), 0.0)
     assert core.load() == before

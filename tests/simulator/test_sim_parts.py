@@ -10,9 +10,9 @@ from faultsim.process import Process
 from faultsim.world import ViolationError, World
 from pdserve.engine.kvcache import KvCache
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
+from pdserve.kvtransfer.doors import Copy, ReceiverSaid
 from pdserve.kvtransfer.sender import CopyStopped
 from pdserve.kvtransfer.session import Grant, HandoffKey, Peer
-from pdserve.prefill_worker.events import Copy, FromPeer
 
 KEY = HandoffKey(RequestId(b"request-00000001"), Attempt(0))
 NUM_PAGES = 4
@@ -118,7 +118,7 @@ class Transfer:
         self.network = Network(self.world, 0.001)
         self.writer, self.target = Host(self.world, "p0", Incarnation(1)), Host(self.world, "d0", Incarnation(2))
         self.caches = {host: self._equip(host) for host in (self.writer, self.target)}
-        self.reports: list[FromPeer] = []
+        self.reports: list[ReceiverSaid] = []
         self.mover = Mover(self.writer, self.writer.memory, self.network, lambda _: self.target, self.reports.append)
         self.peer = Peer(WorkerId("d0"), Incarnation(2))
         src = self.caches[self.writer].take(NUM_PAGES) or ()

@@ -2,14 +2,14 @@
 
 from dataclasses import replace
 
-from pdserve.config import DecodeWorkerConfig
-from pdserve.decode_worker.rules import Rules
+from pdserve.config import WorkerConfig
 from pdserve.kvtransfer.session import DigestPolicy
+from pdserve.worker.admission import Rules
 
 
 def default_rules(**changes: object) -> Rules:
     """Return those rules, with room for 64 requests, but for what is changed."""
-    default = {name: field.default for name, field in DecodeWorkerConfig.model_fields.items()}
+    default = {name: field.default for name, field in WorkerConfig.model_fields.items()}
     share, lease_s = default["max_quarantined_share"], default["lease_s"]
     rules = Rules(64, DigestPolicy(default["digests"]), share, lease_s)
     return replace(rules, **changes)  # type: ignore[arg-type]

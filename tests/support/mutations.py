@@ -1,7 +1,7 @@
 """Bugs on purpose: each breaks one rule of the real cores while it is switched on."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import membership_mutations
@@ -9,15 +9,16 @@ import receiver_mutations
 import stream_mutations
 from breaking import MUTATIONS, Original, mutation, wrap
 
-from pdserve.decode_worker.core import DecodeCore
+from pdserve.decode_worker.incoming import Incoming
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.pages import PagePool
 from pdserve.engine.running import RunningStep
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.kvtransfer import sender
+from pdserve.kvtransfer.doors import PeerGone
 from pdserve.kvtransfer.session import HandoffKey, Pages
-from pdserve.prefill_worker.absent import Absent
+from pdserve.prefill_worker.early_grants import EarlyGrants
 from pdserve.prefill_worker.redialling import Redialling
 from pdserve.router.core import RouterCore
 from pdserve.router.delivery import Delivery
@@ -26,7 +27,8 @@ from pdserve.router.placements import Placements
 from pdserve.router.request import Placement, Request
 from pdserve.router.request import Sequence as RouterSequence
 from pdserve.router.retry import Retry
-from pdserve.worker.messages import Cancelled, PeerGone
+from pdserve.worker.core import WorkerCore
+from pdserve.worker.messages import Cancelled
 
 __all__ = [
     "MUTATIONS",
@@ -68,12 +70,12 @@ def commit_before_the_last_copy_has_landed() -> Iterator[object]:
 def forget_a_cancel_of_a_hand_off_under_way() -> Iterator[object]:
     """Ignore a cancel between prefill's end and the first decode step."""
 
-    def cancel(original: Original, self: DecodeCore, cancelled: Cancelled, now_s: float) -> list[object]:
-        if any(key.request_id == cancelled.request_id for key in self._inbound):
+    def cancel(original: Original, self: WorkerCore, cancelled: Cancelled, now_s: float) -> list[object]:
+        if any(key.request_id == cancelled.request_id for key in self.incoming._arrivals):
             return []
         return original(self, cancelled, now_s)
 
-    with wrap(DecodeCore, "_cancel", cancel) as patched:
+    with wrap(WorkerCore, "_cancel", cancel) as patched:
         yield patched
 
 
@@ -81,13 +83,13 @@ def forget_a_cancel_of_a_hand_off_under_way() -> Iterator[object]:
 def ignore_the_incarnation_on_decode_workers() -> Iterator[object]:
     """Let any process of a worker's name speak for its hand-offs."""
 
-    def react(original: Original, self: DecodeCore, event: object, now_s: float) -> list[object]:
-        inbound = self._inbound.get(getattr(event, "key", None))
-        if inbound is not None and hasattr(event, "peer") and event.peer.worker_id == inbound.peer.worker_id:
-            event = replace(event, peer=inbound.peer)
+    def handle(original: Original, self: Incoming, event: object, now_s: float) -> list[object]:
+        arrival = self._arrivals.get(getattr(event, "key", None))
+        if arrival is not None and hasattr(event, "peer") and event.peer.worker_id == arrival.peer.worker_id:
+            event = replace(event, peer=arrival.peer)
         return original(self, event, now_s)
 
-    with wrap(DecodeCore, "_react", react) as patched:
+    with wrap(Incoming, "handle", handle) as patched:
         yield patched
 
 
@@ -95,21 +97,22 @@ def ignore_the_incarnation_on_decode_workers() -> Iterator[object]:
 def take_one_process_gone_for_all_of_its_name() -> Iterator[object]:
     """Believe that every incarnation has ended when one has."""
 
-    def react(original: Original, self: DecodeCore, event: object, now_s: float) -> list[object]:
+    def react(original: Original, self: WorkerCore, event: object, now_s: float) -> list[object]:
         commands = original(self, event, now_s)
         if isinstance(event, PeerGone):
-            namesakes = {i.peer for i in self._inbound.values() if i.peer.worker_id == event.peer.worker_id}
+            arrivals = self.incoming._arrivals.values()
+            namesakes = {a.peer for a in arrivals if a.peer.worker_id == event.peer.worker_id}
             for peer in sorted(namesakes, key=lambda peer: peer.incarnation):
                 commands += original(self, PeerGone(peer), now_s)
         return commands
 
-    with wrap(DecodeCore, "_react", react) as patched:
+    with wrap(WorkerCore, "_react", react) as patched:
         yield patched
 
 
 @mutation
 def drop_grants_that_overtake_their_placement() -> Iterator[object]:
-    with wrap(Absent, "hear", lambda original, self, news, now_s: []) as patched:
+    with wrap(EarlyGrants, "handle", lambda original, self, said, now_s: []) as patched:
         yield patched
 
 
@@ -121,17 +124,13 @@ def never_dial_a_lost_peer_again() -> Iterator[object]:
 
 @mutation
 def release_reused_pages_twice() -> Iterator[object]:
-    def give_up(
-        original: Original, self: DecodeCore, keys: Iterable[HandoffKey], reason: str, now_s: float
-    ) -> list[object]:
-        keys = list(keys)
-        for key in keys:
-            if key in self._inbound and self._inbound[key].reused:
-                pool = self._scheduler.cache.pool
-                pool.release(tuple(p for p in self._inbound[key].reused if pool.holders(p) > 1))
-        return original(self, keys, reason, now_s)
+    def give_up(original: Original, self: Incoming, key: HandoffKey, reason: str) -> list[object]:
+        if key in self._arrivals:
+            pool = self._scheduler.cache.pool
+            pool.release(tuple(p for p in self._arrivals[key].reused if pool.holders(p) > 1))
+        return original(self, key, reason)
 
-    with wrap(DecodeCore, "_give_up", give_up) as patched:
+    with wrap(Incoming, "give_up", give_up) as patched:
         yield patched
 
 

@@ -6,11 +6,10 @@ from unittest.mock import patch
 
 from breaking import Original, mutation, wrap
 
-from pdserve.decode_worker.core import DecodeCore
+from pdserve.decode_worker.incoming import Incoming
 from pdserve.kvtransfer import receiver
 from pdserve.kvtransfer.lease import Leases
 from pdserve.kvtransfer.session import Commit
-from pdserve.worker.messages import Ticked
 
 
 @mutation
@@ -40,15 +39,14 @@ def free_quarantined_pages_after_a_time() -> Iterator[object]:
     """Believe that a second is enough for any write."""
     since: dict[int, float] = {}
 
-    def react(original: Original, self: DecodeCore, event: object, now_s: float) -> list[object]:
-        commands = original(self, event, now_s)
-        if isinstance(event, Ticked):
-            for inbound in [i for i in self._inbound.values() if i.quarantined]:
-                if now_s - since.setdefault(id(inbound.receiver), now_s) > 1.0:
-                    commands += self._advance(inbound, receiver.SenderQuiesced(), now_s)
-        return commands
+    def tick(original: Original, self: Incoming, silent_s: float, now_s: float) -> list[object]:
+        results = original(self, silent_s, now_s)
+        for arrival in [a for a in self._arrivals.values() if a.is_quarantined]:
+            if now_s - since.setdefault(id(arrival.receiver), now_s) > 1.0:
+                results += self._advance(arrival, receiver.SenderQuiesced())
+        return results
 
-    with wrap(DecodeCore, "_react", react) as patched:
+    with wrap(Incoming, "tick", tick) as patched:
         yield patched
 
 

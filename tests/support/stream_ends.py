@@ -17,12 +17,8 @@ from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer import greeting, wire
 from pdserve.kvtransfer.client import ATTACH, HandoffClient
 from pdserve.kvtransfer.copies import OnStopped
-from pdserve.kvtransfer.peers import (
-    FromReceivers,
-    FromSenders,
-    Party,
-    PeerAttached,
-)
+from pdserve.kvtransfer.doors import IncomingEvent, OutgoingEvent, ReceiverAttached, SenderAttached
+from pdserve.kvtransfer.greeting import Party
 from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.server import HandoffServicer
 from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, Peer
@@ -63,7 +59,7 @@ class Heard(Generic[ReportT]):
 @dataclass
 class End:
     party: Party
-    heard: Heard[FromSenders | FromReceivers]
+    heard: Heard[IncomingEvent | OutgoingEvent]
 
 
 @dataclass
@@ -95,7 +91,7 @@ def party(peer: Peer, layout: KvLayout = LAYOUT, on_stopped: OnStopped = lambda 
 
 @asynccontextmanager
 async def decode_worker(peer: Peer = DECODE) -> AsyncIterator[Decode]:
-    me, heard = party(peer), Heard[FromSenders | FromReceivers]()
+    me, heard = party(peer), Heard[IncomingEvent | OutgoingEvent]()
     refused: Counter[Refusal] = Counter()
     identify = RequireSecret(SECRET, lambda: refused.update([Refusal.SECRET]))
     server = grpc.aio.server(interceptors=[identify], options=server_options(INTERNAL_MESSAGE_BYTES))
@@ -119,7 +115,7 @@ async def prefill_worker(
     secret: bytes = SECRET,
     on_stopped: OnStopped = lambda _: None,
 ) -> AsyncIterator[Prefill]:
-    me, heard = party(peer, layout, on_stopped), Heard[FromSenders | FromReceivers]()
+    me, heard = party(peer, layout, on_stopped), Heard[IncomingEvent | OutgoingEvent]()
     async with asyncio.TaskGroup() as tasks:
         client = HandoffClient(me, secret, heard, tasks, Counter())
         try:
@@ -133,8 +129,8 @@ async def prefill_worker(
 async def pair() -> AsyncIterator[tuple[Prefill, Decode]]:
     async with decode_worker() as decode, prefill_worker() as prefill:
         prefill.connect(decode)
-        assert await decode.heard.next() == PeerAttached(PREFILL)
-        assert await prefill.heard.next() == PeerAttached(DECODE)
+        assert await decode.heard.next() == SenderAttached(PREFILL)
+        assert await prefill.heard.next() == ReceiverAttached(DECODE)
         yield prefill, decode
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from breaking import Original, mutation, wrap
 
 from pdserve.kvtransfer import dialling, greeting, roster
-from pdserve.kvtransfer.peers import PeerGone, PeerLost
+from pdserve.kvtransfer.doors import PeerGone, ReceiverLost
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.router import desk
 from pdserve.router.events import LinkLost
@@ -72,7 +72,7 @@ def drop_what_is_said_before_a_stream_is_attached() -> Iterator[object]:
 @mutation
 def end_a_dialled_stream_in_silence() -> Iterator[object]:
     def end(original: Original, *args: object) -> tuple[dialling.Command, ...]:
-        return tuple(command for command in original(*args) if not isinstance(command, PeerLost))
+        return tuple(command for command in original(*args) if not isinstance(command, ReceiverLost))
 
     with wrap(dialling.Dialling, "_end", end) as patched:
         yield patched

@@ -6,15 +6,22 @@ from pathlib import Path
 import grpc
 import pytest
 
-from pdserve.config import DecodeWorkerConfig
-from pdserve.decode_worker.server import advertised, serve
+from pdserve.config import WorkerConfig
+from pdserve.decode_worker.shell import advertised
 from pdserve.errors import ConfigError
 from pdserve.rpc import listen
+from pdserve.worker.server import serve
 
 
-def config(**changes: object) -> DecodeWorkerConfig:
-    given = {"model": "m", "worker_id": "d0", "routers": ("127.0.0.1:1",), "secret_file": Path("secret")}
-    return DecodeWorkerConfig.model_validate(given | changes)
+def config(**changes: object) -> WorkerConfig:
+    given = {
+        "model": "m",
+        "role": "decode",
+        "worker_id": "d0",
+        "routers": ("127.0.0.1:1",),
+        "secret_file": Path("secret"),
+    }
+    return WorkerConfig.model_validate(given | changes)
 
 
 @pytest.mark.parametrize(

@@ -4,21 +4,21 @@ import pytest
 from default_rules import default_rules
 
 from faultsim.engine import FakeRunner
-from pdserve.decode_worker import events as decode
-from pdserve.decode_worker.core import DecodeCore
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.pages import PagePool, Pages
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job
 from pdserve.errors import InvariantError
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
+from pdserve.kvtransfer import doors
+from pdserve.kvtransfer.doors import PeerGone
 from pdserve.kvtransfer.session import Peer
-from pdserve.prefill_worker.core import PrefillCore
 from pdserve.reports import Failure
 from pdserve.sampling import SamplingParams
+from pdserve.worker.admission import NUM_LOOKS, Draining
 from pdserve.worker.audit import EVERY_S, Auditor, Claim, adds_up, leaked_pages
-from pdserve.worker.draining import NUM_LOOKS, Draining
-from pdserve.worker.messages import Cancelled, Failed, PeerGone, Placed, RouterRef, Ticked
+from pdserve.worker.core import WorkerCore
+from pdserve.worker.messages import Cancelled, Command, Failed, Placed, RouterRef, Ticked
 
 P = Peer(WorkerId("p0"), Incarnation(11))
 ROUTER = RouterRef(1)
@@ -89,7 +89,7 @@ def job(number: int, num_tokens: int = 20) -> Job:
 
 def test_a_page_that_leaks_from_a_real_worker_is_told_with_its_load() -> None:
     pages = scheduler()
-    core = PrefillCore(pages, 997, 64, 8, 0.5)
+    core = WorkerCore(pages, 997, 64, b"secret", default_rules(max_tasks=8))
     assert pages.cache.take(2) is not None
     core.handle(Ticked(), 1.0)
     assert core.load().pages_leaked == 2
@@ -97,7 +97,7 @@ def test_a_page_that_leaks_from_a_real_worker_is_told_with_its_load() -> None:
 
 def test_pages_of_a_request_cancelled_in_mid_step_are_not_leaked() -> None:
     pages = scheduler()
-    core, runner = PrefillCore(pages, 997, 64, 8, 0.5), FakeRunner(16, 4, 997)
+    core, runner = WorkerCore(pages, 997, 64, b"secret", default_rules(max_tasks=8)), FakeRunner(16, 4, 997)
     core.handle(Placed(ROUTER, job(1), 1e9, None), 0.0)
     plan = core.plan(0.0)
     assert plan is not None
@@ -111,13 +111,13 @@ def test_pages_of_a_request_cancelled_in_mid_step_are_not_leaked() -> None:
     assert core.load().pages_leaked == 0
 
 
-def crowded(share: float) -> tuple[DecodeCore, list[decode.Command]]:
+def crowded(share: float) -> tuple[WorkerCore, list[Command]]:
     """Return a decode worker with a lost grant of five pages of 16, and what it did about that at its next ticks."""
-    core = DecodeCore(scheduler(), 997, b"secret", default_rules(max_quarantined_share=share))
-    core.handle(decode.PeerAttached(P), 0.0)
+    core = WorkerCore(scheduler(), 997, 64, b"secret", default_rules(max_quarantined_share=share))
+    core.handle(doors.SenderAttached(P), 0.0)
     for number, num_tokens in ((1, 20), (2, 52)):
         core.handle(Placed(ROUTER, job(number, num_tokens), 1e9, P), 0.0)
-    core.handle(decode.PeerLost(P, "reset"), 0.0)
+    core.handle(doors.SenderLost(P, "reset"), 0.0)
     assert core.load().pages_quarantined == 5
     return core, [command for look in range(NUM_LOOKS) for command in core.handle(Ticked(), look / 2)]
 

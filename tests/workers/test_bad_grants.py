@@ -1,6 +1,7 @@
 """A prefill worker is granted what its prompt cannot use: that costs this hand-off alone."""
 
 import pytest
+from default_rules import default_rules
 
 from faultsim.engine import FakeRunner
 from pdserve.engine.kvcache import KvCache
@@ -9,12 +10,12 @@ from pdserve.engine.sequence import Job
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer import sender
+from pdserve.kvtransfer.doors import Connect, Copy, ReceiverSaid
 from pdserve.kvtransfer.session import Grant, HandoffKey, Peer
-from pdserve.prefill_worker.core import PrefillCore
-from pdserve.prefill_worker.events import Command, Connect, Copy, FromPeer
 from pdserve.reports import Failure
 from pdserve.sampling import SamplingParams
-from pdserve.worker.messages import Failed, Placed, RouterRef
+from pdserve.worker.core import WorkerCore
+from pdserve.worker.messages import Command, Failed, Placed, RouterRef
 
 PAGE_SIZE, NUM_PAGES, VOCAB = 4, 32, 100
 D = Peer(WorkerId("d0"), Incarnation(1))
@@ -28,18 +29,18 @@ class Worker:
         limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64, eos_token_ids=frozenset())
         self.scheduler = Scheduler(KvCache(NUM_PAGES, PAGE_SIZE, None), limits)
         self.runner = FakeRunner(NUM_PAGES, PAGE_SIZE, VOCAB)
-        self.core = PrefillCore(self.scheduler, VOCAB, self.runner.page_bytes, 8, 0.5)
+        self.core = WorkerCore(self.scheduler, VOCAB, self.runner.page_bytes, b"secret", default_rules(max_tasks=8))
 
     def place(self, number: int, num_tokens: int) -> list[Command]:
         key = key_of(number)
         tokens = tuple(range(num_tokens))
         job = Job(key.request_id, key.attempt, tokens, num_tokens, SamplingParams(max_tokens=4), (0,))
-        return self.core.handle(Placed(RouterRef(1), job, 1e9, D, "host:1"), 0.0)
+        return self.core.handle(Placed(RouterRef(1), job, 1e9, target=D, target_address="host:1"), 0.0)
 
     def grant(self, number: int, num_pages: int, *, region: int = 0, peer: Peer = D) -> list[Command]:
         pages = tuple(map(PageId, range(num_pages)))
         grant = Grant(0, pages, (1,) * num_pages, bytes(16), 4.0, region)
-        return self.core.handle(FromPeer(peer, key_of(number), sender.Granted(grant)), 0.0)
+        return self.core.handle(ReceiverSaid(peer, key_of(number), sender.Granted(grant)), 0.0)
 
     def step(self) -> list[Command]:
         plan = self.core.plan(0.0)
@@ -99,6 +100,6 @@ def test_an_early_grant_of_another_peer_does_not_take_the_place_of_the_right_one
 
 def test_a_word_of_taking_what_was_never_sent_does_not_lose_an_early_grant(worker: Worker) -> None:
     worker.grant(1, 3)
-    worker.core.handle(FromPeer(D, key_of(1), sender.Taken()), 0.0)
+    worker.core.handle(ReceiverSaid(D, key_of(1), sender.Taken()), 0.0)
     worker.place(1, 12)
     assert len(of(Copy, worker.step())) == 1

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from half_slice import MEETING, half_slice
 
-from pdserve.config import DecodeWorkerConfig
+from pdserve.config import WorkerConfig
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.session import Peer
@@ -16,8 +16,8 @@ ME, ENDED = (Peer(WorkerId(name), Incarnation(1)) for name in ("me", "ended"))
 
 def test_an_engine_in_the_interpreter_is_as_safe_from_half_a_slice_as_one_on_a_gpu() -> None:
     view = np.zeros((2, 1 << 16), np.uint8)
-    given = {"model": "m", "worker_id": "w", "routers": ("host:1",), "secret_file": Path("secret")}
-    config = DecodeWorkerConfig.model_validate({**given, "device": "interpreter", "mover": "collective"})
+    given = {"model": "m", "role": "prefill", "worker_id": "w", "routers": ("host:1",), "secret_file": Path("secret")}
+    config = WorkerConfig.model_validate({**given, "device": "interpreter", "mover": "collective"})
     mover = build_mover(config, ME, Region.of(view), lambda _: None, MEETING.secret)
     with half_slice(mover.describe(), ENDED) as ended:
         mover.cut(ENDED)

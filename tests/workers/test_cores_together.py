@@ -8,20 +8,18 @@ import pytest
 from default_rules import default_rules
 
 from faultsim.engine import FakeRunner, expected
-from pdserve.decode_worker import events as decode
-from pdserve.decode_worker.core import DecodeCore
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import SEED_MASK, SEED_STRIDE, Job
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
-from pdserve.kvtransfer import receiver, sender
+from pdserve.kvtransfer import doors, receiver, sender
+from pdserve.kvtransfer.doors import PeerGone
 from pdserve.kvtransfer.session import HandoffKey, Peer
-from pdserve.prefill_worker import events as prefill
-from pdserve.prefill_worker.core import PrefillCore
 from pdserve.prefix_hash import PrefixHasher
 from pdserve.reports import Failure
 from pdserve.sampling import SamplingParams
-from pdserve.worker.messages import Cancelled, Failed, PeerGone, Placed, RouterLost, RouterRef, Tokens
+from pdserve.worker.core import WorkerCore
+from pdserve.worker.messages import Cancelled, Failed, Placed, RouterLost, RouterRef, Tokens
 
 VOCAB = 997
 PAGE_SIZE = 4
@@ -54,14 +52,14 @@ class Pair:
         self.p_scheduler, self.d_scheduler = scheduler(self.prefill_pages), scheduler(self.decode_pages)
         self.p_runner = FakeRunner(self.prefill_pages, PAGE_SIZE, VOCAB)
         self.d_runner = FakeRunner(self.decode_pages, PAGE_SIZE, VOCAB)
-        self.p = PrefillCore(self.p_scheduler, VOCAB, self.p_runner.page_bytes, 64, 0.5)
-        self.d = DecodeCore(self.d_scheduler, VOCAB, b"secret", default_rules())
+        self.p = WorkerCore(self.p_scheduler, VOCAB, self.p_runner.page_bytes, b"secret", default_rules(max_tasks=64))
+        self.d = WorkerCore(self.d_scheduler, VOCAB, 64, b"secret", default_rules())
         self.attached = False
 
     def place(self, job: Job, handoff: bool = True) -> None:
         """Send both halves of a placement, as a router does: neither waits for the other."""
         if handoff:
-            self.streams["p"].append(Placed(ROUTER, job, 1e9, D, "address"))
+            self.streams["p"].append(Placed(ROUTER, job, 1e9, target=D, target_address="address"))
         self.streams["d"].append(Placed(ROUTER, job, 1e9, P if handoff else None))
 
     def cancel(self, job: Job, indices: tuple[int, ...] = ()) -> None:
@@ -102,12 +100,12 @@ class Pair:
             case "digests":
                 found = [hash(bytes(self.d_runner.page(page))) for page in item.pages]
                 wrong = [i for i, digest in enumerate(item.digests) if digest != found[i]]
-                self.perform(self.d.handle(decode.DigestsChecked(item.key, wrong[0] if wrong else None), 0.0))
+                self.perform(self.d.handle(doors.DigestsChecked(item.key, wrong[0] if wrong else None), 0.0))
             case _:
                 self.perform(self.d.handle(item, 0.0))
 
-    def stop_copy(self, item: prefill.Copy, stopped: sender.CopyStopped) -> None:
-        self.perform(self.p.handle(prefill.FromPeer(item.peer, item.key, stopped), 0.0))
+    def stop_copy(self, item: doors.Copy, stopped: sender.CopyStopped) -> None:
+        self.perform(self.p.handle(doors.ReceiverSaid(item.peer, item.key, stopped), 0.0))
 
     def perform(self, commands: list) -> None:
         for command in commands:
@@ -116,15 +114,15 @@ class Pair:
                     self.hear(command)
                 case Failed():
                     self.failed.append(command)
-                case prefill.Connect():
+                case doors.Connect():
                     if not self.attached:
                         self.attached = True
-                        self.streams["p->d"].append(decode.PeerAttached(P))
-                case prefill.Copy():
+                        self.streams["p->d"].append(doors.SenderAttached(P))
+                case doors.Copy():
                     self.streams["copies"].append(command)
-                case decode.CheckDigests():
+                case doors.CheckDigests():
                     self.streams["digests"].append(command)
-                case prefill.ToPeer() | decode.ToPeer():
+                case doors.ToReceiver() | doors.ToSender():
                     self.carry(command)
 
     def hear(self, tokens: Tokens) -> None:
@@ -135,19 +133,19 @@ class Pair:
             assert (tokens.key, tokens.index) not in self.finished
             self.finished.add((tokens.key, tokens.index))
 
-    def carry(self, command: prefill.ToPeer | decode.ToPeer) -> None:
+    def carry(self, command: doors.ToReceiver | doors.ToSender) -> None:
         key = command.key
         match command.message:
             case sender.SendCommit(commit):
-                self.streams["p->d"].append(decode.FromPeer(P, key, receiver.Committed(commit)))
+                self.streams["p->d"].append(doors.SenderSaid(P, key, receiver.Committed(commit)))
             case sender.SendQuiesced():
-                self.streams["p->d"].append(decode.FromPeer(P, key, receiver.SenderQuiesced()))
+                self.streams["p->d"].append(doors.SenderSaid(P, key, receiver.SenderQuiesced()))
             case receiver.SendGrant(grant):
-                self.streams["d->p"].append(prefill.FromPeer(D, key, sender.Granted(grant)))
+                self.streams["d->p"].append(doors.ReceiverSaid(D, key, sender.Granted(grant)))
             case receiver.SendTaken():
-                self.streams["d->p"].append(prefill.FromPeer(D, key, sender.Taken()))
+                self.streams["d->p"].append(doors.ReceiverSaid(D, key, sender.Taken()))
             case receiver.SendWithdrawn(reason):
-                self.streams["d->p"].append(prefill.FromPeer(D, key, sender.Withdrawn(reason)))
+                self.streams["d->p"].append(doors.ReceiverSaid(D, key, sender.Withdrawn(reason)))
 
     def output(self, job: Job, index: int) -> list[int]:
         drawn = self.tokens.get((HandoffKey(job.request_id, job.attempt), index), {})
@@ -245,8 +243,8 @@ def test_pages_that_late_bytes_may_reach_come_back_with_the_senders_process_alon
     assert pair.p.idle
     pool = pair.d_scheduler.cache.pool
     assert pool.num_quarantined == 8
-    pair.perform(pair.d.handle(decode.PeerLost(P, "reset"), 0.0))
-    pair.perform(pair.d.handle(decode.PeerAttached(P), 0.0))  # asks again
+    pair.perform(pair.d.handle(doors.SenderLost(P, "reset"), 0.0))
+    pair.perform(pair.d.handle(doors.SenderAttached(P), 0.0))  # asks again
     pair.run()
     assert pool.num_quarantined == 8
     pair.perform(pair.d.handle(PeerGone(P), 0.0))
@@ -272,7 +270,7 @@ def test_a_lost_sender_leaves_its_pages_quarantined_until_its_process_is_gone() 
     pair.deliver("d")
     pair.deliver("p")
     pair.deliver("p->d")  # the stream stands, the grant is on its way
-    pair.perform(pair.d.handle(decode.PeerLost(P, "reset"), 0.0))
+    pair.perform(pair.d.handle(doors.SenderLost(P, "reset"), 0.0))
     pool = pair.d_scheduler.cache.pool
     assert [failed.code.name for failed in pair.failed] == ["PEER_LOST"]
     assert pool.num_quarantined == 5
@@ -304,7 +302,7 @@ def test_a_shared_prompt_is_neither_computed_nor_sent_twice() -> None:
 
     def count(commands: list) -> None:
         nonlocal copied
-        copied += sum(len(c.src) for c in commands if isinstance(c, prefill.Copy))
+        copied += sum(len(c.src) for c in commands if isinstance(c, doors.Copy))
         perform(commands)
 
     pair.perform = count

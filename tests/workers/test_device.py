@@ -5,15 +5,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from pdserve.config import PrefillWorkerConfig
+from pdserve.config import WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.kvlayout import KvLayout
 from pdserve.worker.boot import engine_device, page_digest, pages_asked_for
 
 
-def config_of(**settings: object) -> PrefillWorkerConfig:
-    given = {"model": "m", "worker_id": "w", "routers": ("host:1",), "secret_file": Path("secret"), **settings}
-    return PrefillWorkerConfig.model_validate(given)
+def config_of(**settings: object) -> WorkerConfig:
+    given = {
+        "model": "m",
+        "role": "prefill",
+        "worker_id": "w",
+        "routers": ("host:1",),
+        "secret_file": Path("secret"),
+        **settings,
+    }
+    return WorkerConfig.model_validate(given)
 
 
 def test_left_to_itself_a_worker_runs_on_the_cpu() -> None:

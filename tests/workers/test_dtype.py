@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from pdserve.config import Device, Dtype, PrefillWorkerConfig
-from pdserve.worker import dtype
+from pdserve.config import Device, Dtype, WorkerConfig
+from pdserve.worker import machine
 from pdserve.worker.boot import build_engine, open_model
-from pdserve.worker.dtype import choose_dtype, read_cpu_info
+from pdserve.worker.machine import choose_dtype, read_cpu_info
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],
@@ -68,9 +68,15 @@ def test_the_engine_is_built_so_and_the_log_says_why(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     (tmp_path / "cpuinfo").write_text(cpu_info)
-    monkeypatch.setattr(dtype, "CPU_INFO", tmp_path / "cpuinfo")
-    given = {"model": str(tmp_path), "worker_id": "w", "routers": ("host:1",), "secret_file": tmp_path / "secret"}
-    config = PrefillWorkerConfig.model_validate(given | {"load_format": "dummy", "num_pages": 4})
+    monkeypatch.setattr(machine, "CPU_INFO", tmp_path / "cpuinfo")
+    given = {
+        "model": str(tmp_path),
+        "role": "prefill",
+        "worker_id": "w",
+        "routers": ("host:1",),
+        "secret_file": tmp_path / "secret",
+    }
+    config = WorkerConfig.model_validate(given | {"role": "prefill", "load_format": "dummy", "num_pages": 4})
     caplog.set_level("INFO")
     engine = build_engine(config, open_model(config), b"secret", lambda _: None)
     assert engine.layout.dtype == expected

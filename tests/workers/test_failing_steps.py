@@ -9,7 +9,6 @@ from default_rules import default_rules
 
 from faultsim.engine import FakeRunner, expected
 from pdserve.clock import MonotonicClock
-from pdserve.decode_worker.core import DecodeCore
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job
@@ -18,9 +17,10 @@ from pdserve.errors import DeviceError, InvariantError, Refusal
 from pdserve.ids import Attempt, PageId, RequestId
 from pdserve.reports import Failure
 from pdserve.sampling import SamplingParams
-from pdserve.worker.failing import REMEMBERED_S, FailedSteps
-from pdserve.worker.isolating import Isolating
-from pdserve.worker.loop import Inbox, WorkerLoop
+from pdserve.worker.core import WorkerCore
+from pdserve.worker.failing import REMEMBERED_S, FailedSteps, Isolating
+from pdserve.worker.inbox import Inbox
+from pdserve.worker.loop import WorkerLoop
 from pdserve.worker.messages import DrainAsked, Failed, Load, Placed, RouterRef, Tokens
 
 VOCAB, PAGE_SIZE, NUM_PAGES = 997, 4, 64
@@ -154,7 +154,7 @@ class Worker:
         limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=64, eos_token_ids=frozenset())
         self.scheduler = Scheduler(KvCache(NUM_PAGES, PAGE_SIZE, None), limits)
         self.runner = Poisoned(NUM_PAGES, PAGE_SIZE, VOCAB)
-        self.core = DecodeCore(self.scheduler, VOCAB, b"secret", default_rules())
+        self.core = WorkerCore(self.scheduler, VOCAB, 64, b"secret", default_rules())
         self.inbox, self.carried = Inbox(), Carried()
         run = Isolating(self.runner.run).run
 

@@ -4,39 +4,37 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from typing import cast
 
 import numpy as np
 import pytest
 from stream_ends import Heard
 
-from pdserve.engine.kvcache import KvCache
-from pdserve.engine.scheduler import Limits, Scheduler
+from pdserve.decode_worker.shell import IncomingShell
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer.backends.backend import Indices
 from pdserve.kvtransfer.client import HandoffClient
+from pdserve.kvtransfer.doors import HEARTBEAT_S, Copy, OutgoingEvent
+from pdserve.kvtransfer.greeting import Party
 from pdserve.kvtransfer.mover import Mover
-from pdserve.kvtransfer.peers import FromReceivers, Party
 from pdserve.kvtransfer.region import Description, Region
 from pdserve.kvtransfer.session import HandoffKey, Peer
-from pdserve.prefill_worker.events import Copy
-from pdserve.prefill_worker.pairs import Pairs
-from pdserve.prefill_worker.server import HUNG_MOVER_S, Copies, Movement, PrefillOutbox
+from pdserve.prefill_worker.probes import Probes
+from pdserve.prefill_worker.shell import Copies, OutgoingShell
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.virtual_time import VirtualClock
-from pdserve.worker.audit import Auditor
+from pdserve.worker.inbox import Inbox
 from pdserve.worker.link import FromRouter, Links
-from pdserve.worker.load import load_of
-from pdserve.worker.loop import Inbox
-from pdserve.worker.messages import BEAT_S, RouterLost
+from pdserve.worker.messages import Load, RouterLost
+from pdserve.worker.outbox import HUNG_MOVER_S, Outbox
 from pdserve.worker.reporting import Reporter
 
 SECRET = b"s" * 32
 KEY = HandoffKey(RequestId(bytes(16)), Attempt(0))
 PEER = Peer(WorkerId("decode-0"), Incarnation(2))
-CACHE = KvCache(1, 1, None)
-LOAD = load_of(Scheduler(CACHE, Limits(1, 1, 1, frozenset())), Auditor(CACHE.pool))
-LONG_ENOUGH = int(HUNG_MOVER_S / BEAT_S) + 2  # beats
+LOAD = Load(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, draining=False)
+LONG_ENOUGH = int(HUNG_MOVER_S / HEARTBEAT_S) + 2  # beats
 
 
 class HangingBackend:
@@ -90,12 +88,13 @@ async def test_a_movers_thread_that_hangs_ends_the_process_and_one_that_rests_do
     reporter = Reporter(Links((), SECRET, link.Register(), Heard[FromRouter | RouterLost](), not_dismissed), clock)
     party = Party(PEER, KvLayout("", 1, 1, 1, 1, "float32"), mover)
     async with asyncio.TaskGroup() as tasks:
-        client = HandoffClient(party, SECRET, Heard[FromReceivers](), tasks, Counter())
-        outbox = PrefillOutbox(client, Movement(mover, copies, Pairs(mover, reporter, tasks, 0)), reporter, clock)
+        client = HandoffClient(party, SECRET, Heard[OutgoingEvent](), tasks, Counter())
+        outgoing = OutgoingShell(client, mover, copies, Probes(mover, reporter.report_pair, tasks, 0))
+        outbox = Outbox(outgoing, cast("IncomingShell", None), reporter, clock)
 
         def beat() -> None:
             for _ in range(LONG_ENOUGH):
-                clock.advance(BEAT_S)
+                clock.advance(HEARTBEAT_S)
                 outbox.beat(LOAD, 0)
 
         assert any(mover.turn is None for _ in range(10_000_000)), "it soon has nothing to do; nobody is told when"

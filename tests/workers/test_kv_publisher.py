@@ -10,7 +10,7 @@ import zmq
 import zmq.asyncio
 
 from pdserve import kvevents
-from pdserve.config import PrefillWorkerConfig
+from pdserve.config import WorkerConfig
 from pdserve.engine.kvcache import KvCache, Prefix
 from pdserve.errors import ConfigError
 from pdserve.kvevents import BlockStored
@@ -42,8 +42,8 @@ def stored(number: int) -> KvChanged:
     return KvChanged(LINK, stored=list(block_hashes(HASHER, [number] * BLOCK_TOKENS, "")))
 
 
-def config_of(endpoint: str, replay: str | None, buffer_steps: int = 100) -> PrefillWorkerConfig:
-    return PrefillWorkerConfig(
+def config_of(endpoint: str, replay: str | None, buffer_steps: int = 100) -> WorkerConfig:
+    return WorkerConfig(
         model="m",
         worker_id="p0",
         routers=("127.0.0.1:1",),

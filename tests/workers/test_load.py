@@ -2,10 +2,9 @@
 
 from dataclasses import replace
 
+from default_rules import default_rules
+
 from faultsim.engine import FakeRunner
-from pdserve.decode_worker.core import DecodeCore
-from pdserve.decode_worker.events import Command
-from pdserve.decode_worker.rules import Rules
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job
@@ -14,12 +13,13 @@ from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvtransfer.session import DigestPolicy, Peer
 from pdserve.load import LoadPart
 from pdserve.perfmodel.curve import attention_work
-from pdserve.prefill_worker.core import PrefillCore
 from pdserve.router.events import LinkId, LoadReported
 from pdserve.router.wire import worker_events
 from pdserve.sampling import SamplingParams
 from pdserve.worker import wire
-from pdserve.worker.messages import Cancelled, Placed, RouterLost, RouterRef
+from pdserve.worker.admission import Rules
+from pdserve.worker.core import WorkerCore
+from pdserve.worker.messages import Cancelled, Command, Placed, RouterLost, RouterRef
 
 PAGE_SIZE, NUM_PAGES, VOCAB = 4, 64, 100
 OURS, THEIRS = RouterRef(1), RouterRef(2)
@@ -38,16 +38,16 @@ def job(number: int, num_tokens: int, n: int = 1) -> Job:
     return Job(RequestId(number.to_bytes(16)), Attempt(0), tokens, num_tokens, params, tuple(range(n)))
 
 
-def step(core: PrefillCore | DecodeCore) -> None:
+def step(core: WorkerCore) -> None:
     plan = core.plan(0.0)
     assert plan is not None
     core.commit(plan, FakeRunner(NUM_PAGES, PAGE_SIZE, VOCAB).run(plan), 0.0)
 
 
 def test_each_router_learns_what_the_others_wait_for_on_a_prefill_worker() -> None:
-    core = PrefillCore(scheduler(), VOCAB, 64, 8, 0.5)
-    core.handle(Placed(OURS, job(1, 10), 1e9, PEER, "host:1"), 0.0)
-    core.handle(Placed(THEIRS, job(2, 30), 1e9, PEER, "host:1"), 0.0)
+    core = WorkerCore(scheduler(), VOCAB, 64, b"secret", default_rules(max_tasks=8))
+    core.handle(Placed(OURS, job(1, 10), 1e9, target=PEER, target_address="host:1"), 0.0)
+    core.handle(Placed(THEIRS, job(2, 30), 1e9, target=PEER, target_address="host:1"), 0.0)
     load = core.load()
     assert load.waiting_tokens == 40
     assert load.parts.others(OURS) == LoadPart(0, 0, 0, 30, attention_work(30, 0), 1, 30, attention_work(30, 0))
@@ -60,7 +60,7 @@ def test_each_router_learns_what_the_others_wait_for_on_a_prefill_worker() -> No
 
 
 def test_each_router_learns_what_the_others_decode_or_will() -> None:
-    core = DecodeCore(scheduler(), VOCAB, bytes(16), RULES)
+    core = WorkerCore(scheduler(), VOCAB, 64, bytes(16), RULES)
     core.handle(Placed(THEIRS, job(1, 10), 1e9, None), 0.0)
     core.handle(Placed(THEIRS, job(2, 12, n=2), 1e9, PEER), 0.0)
     assert core.load().parts.others(OURS) == LoadPart(0, 3, 34, 10, 100, 3, 10, 100)
@@ -70,14 +70,14 @@ def test_each_router_learns_what_the_others_decode_or_will() -> None:
 
 
 def test_what_was_taken_in_never_falls_though_its_router_is_gone() -> None:
-    core = DecodeCore(scheduler(), VOCAB, bytes(16), RULES)
+    core = WorkerCore(scheduler(), VOCAB, 64, bytes(16), RULES)
     core.handle(Placed(THEIRS, job(1, 10), 1e9, None), 0.0)
     core.handle(RouterLost(THEIRS), 0.0)
     assert core.load().parts.others(OURS) == LoadPart(num_taken=1, taken_tokens=10, taken_work=100)
 
 
 def test_hand_offs_without_room_say_how_many_pages_they_want() -> None:
-    core = DecodeCore(scheduler(), VOCAB, bytes(16), RULES)
+    core = WorkerCore(scheduler(), VOCAB, 64, bytes(16), RULES)
     commands: list[Command] = []
     for number in range(6):
         commands += core.handle(Placed(OURS, job(number, 60), 1e9, PEER), 0.0)
@@ -88,7 +88,7 @@ def test_hand_offs_without_room_say_how_many_pages_they_want() -> None:
 
 
 def test_continuations_of_a_later_attempt_that_are_cancelled_are_not_taken_off_an_earlier_one() -> None:
-    core = DecodeCore(scheduler(), VOCAB, bytes(16), RULES)
+    core = WorkerCore(scheduler(), VOCAB, 64, bytes(16), RULES)
     placed = Placed(THEIRS, replace(job(1, 10, n=3), indices=(1,)), 1e9, PEER)
     core.handle(placed, 0.0)
     core.handle(Cancelled(placed.job.request_id, Attempt(2), (0, 2)), 0.0)
@@ -96,7 +96,7 @@ def test_continuations_of_a_later_attempt_that_are_cancelled_are_not_taken_off_a
 
 
 def test_a_heartbeat_tells_each_router_of_the_others() -> None:
-    core = DecodeCore(scheduler(), VOCAB, bytes(16), RULES)
+    core = WorkerCore(scheduler(), VOCAB, 64, bytes(16), RULES)
     core.handle(Placed(THEIRS, job(1, 10), 1e9, None), 0.0)
     refused = {Refusal.LAYOUT: 1}
     for router, others in ((OURS, LoadPart(0, 1, 10, 10, 100, 1, 10, 100)), (THEIRS, LoadPart())):

@@ -7,21 +7,18 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from pdserve.clock import MonotonicClock
-from pdserve.engine.kvcache import KvCache
-from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import Refusal
 from pdserve.ids import Attempt, RequestId
 from pdserve.sampling import SamplingParams
-from pdserve.worker.audit import Auditor, Claim
-from pdserve.worker.load import load_of
-from pdserve.worker.loop import Inbox, WorkerLoop
+from pdserve.worker.audit import Claim
+from pdserve.worker.inbox import Inbox
+from pdserve.worker.loop import WorkerLoop
 from pdserve.worker.messages import Load, Placed, RouterRef, Ticked
 
 EMPTY = StepResult((), 0.0)
-CACHE = KvCache(1, 1, None)
-LOAD = load_of(Scheduler(CACHE, Limits(1, 1, 1, frozenset())), Auditor(CACHE.pool))
+LOAD = Load(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, draining=False)
 
 
 class Notes:
@@ -93,7 +90,7 @@ class Carried:
 
 
 async def test_what_comes_while_a_step_runs_is_answered_before_the_step_is_over() -> None:
-    core, engine, inbox, carried = Notes(), HeldUp(), Inbox[str](), Carried()
+    core, engine, inbox, carried = Notes(), HeldUp(), Inbox(), Carried()
     loop = asyncio.create_task(WorkerLoop(core, engine.start, inbox, carried, MonotonicClock(), 60.0).run())
     await asyncio.to_thread(engine.started.wait)
     inbox.put("news")
@@ -118,7 +115,7 @@ class Broken(Notes):
 
 
 async def test_a_broken_core_ends_its_process_and_is_never_taken_for_a_broken_step() -> None:
-    core, engine, inbox = Broken(), HeldUp(), Inbox[str]()
+    core, engine, inbox = Broken(), HeldUp(), Inbox()
     loop = asyncio.create_task(WorkerLoop(core, engine.start, inbox, Carried(), MonotonicClock(), 60.0).run())
     await asyncio.to_thread(engine.started.wait)
     inbox.put("news")
@@ -153,7 +150,7 @@ class Placing(Notes):
 
 
 async def test_placements_that_come_together_are_told_to_other_routers_once() -> None:
-    core, engine, inbox, carried = Placing(), HeldUp(), Inbox[Placed | Ticked](), Counting()
+    core, engine, inbox, carried = Placing(), HeldUp(), Inbox(), Counting()
     engine.go_on.set()
     job = Job(RequestId(bytes(16)), Attempt(0), (1,), 1, SamplingParams(), (0,))
     for _ in range(50):

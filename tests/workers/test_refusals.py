@@ -6,18 +6,17 @@ from dataclasses import replace
 import pytest
 from default_rules import default_rules
 
-from pdserve.decode_worker import events as decode
-from pdserve.decode_worker.core import DecodeCore
-from pdserve.decode_worker.rules import Rules
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
-from pdserve.kvtransfer import receiver
+from pdserve.kvtransfer import doors, receiver
 from pdserve.kvtransfer.session import Capsule, Commit, DigestPolicy, HandoffKey, Peer
 from pdserve.sampling import SamplingParams
-from pdserve.worker.messages import Placed, Progress, RouterRef
+from pdserve.worker.admission import Rules
+from pdserve.worker.core import WorkerCore
+from pdserve.worker.messages import Command, Placed, Progress, RouterRef
 
 P = Peer(WorkerId("p0"), Incarnation(11))
 JOB = Job(RequestId(b"r" * 16), Attempt(0), (1, 2, 3, 4, 5), 5, SamplingParams(max_tokens=4, seed=1), (0,))
@@ -31,14 +30,14 @@ class Worker:
     def __init__(self, rules: Rules | None = None) -> None:
         limits = Limits(max_num_seqs=8, max_num_batched_tokens=8, max_model_len=96, eos_token_ids=frozenset())
         self.scheduler = Scheduler(KvCache(16, 4, None), limits)
-        self.core = DecodeCore(self.scheduler, 997, b"secret", rules or default_rules())
-        self.core.handle(decode.PeerAttached(P), 0.0)
+        self.core = WorkerCore(self.scheduler, 997, 64, b"secret", rules or default_rules())
+        self.core.handle(doors.SenderAttached(P), 0.0)
         commands = self.core.handle(Placed(RouterRef(1), JOB, 1e9, P), 0.0)
-        (self.grant,) = [c.message.grant for c in commands if isinstance(c, decode.ToPeer)]
+        (self.grant,) = [c.message.grant for c in commands if isinstance(c, doors.ToSender)]
         self.good = Commit.of(self.grant, (1,) * len(self.grant.pages), CAPSULE)
 
-    def say(self, event: receiver.Event, peer: Peer = P, key: HandoffKey = KEY) -> list[decode.Command]:
-        return self.core.handle(decode.FromPeer(peer, key, event), 1.0)
+    def say(self, event: receiver.Event, peer: Peer = P, key: HandoffKey = KEY) -> list[Command]:
+        return self.core.handle(doors.SenderSaid(peer, key, event), 1.0)
 
     def state(self) -> tuple[object, ...]:
         pool = self.scheduler.cache.pool
@@ -62,7 +61,7 @@ def test_a_forged_commit_is_refused_by_its_kind_and_changes_nothing(refusal: Ref
         worker.say(receiver.Committed(FORGED[refusal](worker.good)))
     assert refused.value.refusal is refusal
     assert worker.state() == before
-    assert any(isinstance(command, decode.CheckDigests) for command in worker.say(receiver.Committed(worker.good)))
+    assert any(isinstance(command, doors.CheckDigests) for command in worker.say(receiver.Committed(worker.good)))
 
 
 @pytest.mark.parametrize("peer", [Peer(P.worker_id, Incarnation(10)), Peer(WorkerId("p1"), P.incarnation)])
@@ -82,7 +81,7 @@ def test_a_commit_shown_again_after_its_hand_off_has_ended_changes_nothing() -> 
     with pytest.raises(ProtocolError) as refused:
         worker.say(receiver.Committed(worker.good))
     assert refused.value.refusal is Refusal.ORDER
-    worker.core.handle(decode.DigestsChecked(KEY, None), 1.0)
+    worker.core.handle(doors.DigestsChecked(KEY, None), 1.0)
     before = worker.state()
     assert worker.say(receiver.Committed(worker.good)) == []
     assert worker.say(receiver.Committed(worker.good), key=HandoffKey(KEY.request_id, Attempt(1))) == []
@@ -93,5 +92,5 @@ def test_with_digests_off_a_commit_joins_the_batch_at_once() -> None:
     worker = Worker(default_rules(digests=DigestPolicy.OFF))
     commands = worker.say(receiver.Committed(worker.good))
     assert [c.stage.name for c in commands if isinstance(c, Progress)] == ["LANDED", "COMMITTED"]
-    assert not any(isinstance(command, decode.CheckDigests) for command in commands)
+    assert not any(isinstance(command, doors.CheckDigests) for command in commands)
     assert worker.core.load().num_running == 1

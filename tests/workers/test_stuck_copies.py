@@ -1,6 +1,7 @@
 """Copies to a frozen peer do not stop: a prefill worker with too few pages left because of them drains and exits."""
 
 import pytest
+from default_rules import default_rules
 
 from faultsim.engine import FakeRunner
 from pdserve.engine.kvcache import KvCache
@@ -8,14 +9,14 @@ from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer import sender
+from pdserve.kvtransfer.doors import HEARTBEAT_S, CancelCopies, ReceiverLost, ReceiverSaid, ToReceiver
 from pdserve.kvtransfer.session import Grant, HandoffKey, Peer
-from pdserve.prefill_worker.core import PrefillCore
-from pdserve.prefill_worker.events import CancelCopies, Command, FromPeer, PeerLost, ToPeer
-from pdserve.prefill_worker.tasks import STUCK_S
+from pdserve.prefill_worker.outgoing import STUCK_S
 from pdserve.reports import Failure
 from pdserve.sampling import SamplingParams
-from pdserve.worker.draining import NUM_LOOKS
-from pdserve.worker.messages import BEAT_S, DrainAsked, Failed, Placed, RouterRef, Ticked
+from pdserve.worker.admission import NUM_LOOKS
+from pdserve.worker.core import WorkerCore
+from pdserve.worker.messages import Command, DrainAsked, Failed, Placed, RouterRef, Ticked
 
 PAGE_SIZE, NUM_PAGES, VOCAB = 4, 16, 100
 FROZEN = Peer(WorkerId("frozen"), Incarnation(1))
@@ -28,13 +29,13 @@ class Worker:
         limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=40, eos_token_ids=frozenset())
         self.scheduler = Scheduler(KvCache(NUM_PAGES, PAGE_SIZE, None), limits)
         self.runner = FakeRunner(NUM_PAGES, PAGE_SIZE, VOCAB)
-        self.core = PrefillCore(self.scheduler, VOCAB, self.runner.page_bytes, 8, 0.5)
+        self.core = WorkerCore(self.scheduler, VOCAB, self.runner.page_bytes, b"secret", default_rules(max_tasks=8))
         self.now_s = 100.0
 
     def place(self, number: int, num_pages: int) -> list[Command]:
         key, tokens = key_of(number), tuple(range(num_pages * PAGE_SIZE))
         job = Job(key.request_id, key.attempt, tokens, len(tokens), SamplingParams(max_tokens=4), (0,))
-        return self.core.handle(Placed(RouterRef(1), job, 1e9, FROZEN, "host:1"), self.now_s)
+        return self.core.handle(Placed(RouterRef(1), job, 1e9, target=FROZEN, target_address="host:1"), self.now_s)
 
     def send(self, number: int, num_pages: int) -> None:
         """Compute a prompt, and begin to copy it."""
@@ -47,16 +48,16 @@ class Worker:
         self.core.commit(plan, self.runner.run(plan), self.now_s)
 
     def hear(self, number: int, event: sender.Event) -> list[Command]:
-        return self.core.handle(FromPeer(FROZEN, key_of(number), event), self.now_s)
+        return self.core.handle(ReceiverSaid(FROZEN, key_of(number), event), self.now_s)
 
     def lose_peer(self) -> list[Command]:
-        return self.core.handle(PeerLost(FROZEN, "reset"), self.now_s)
+        return self.core.handle(ReceiverLost(FROZEN, "reset"), self.now_s)
 
     def pass_time(self, seconds: float) -> list[Command]:
         commands: list[Command] = []
-        for _ in range(round(seconds / BEAT_S)):
-            self.now_s += BEAT_S
-            commands += self.core.handle(Ticked(BEAT_S), self.now_s)
+        for _ in range(round(seconds / HEARTBEAT_S)):
+            self.now_s += HEARTBEAT_S
+            commands += self.core.handle(Ticked(HEARTBEAT_S), self.now_s)
         return commands
 
 
@@ -75,9 +76,9 @@ def test_a_worker_whose_pages_a_frozen_peer_holds_drains_says_why_and_may_exit(w
     worker.place(2, 9)
     worker.hear(2, sender.Granted(Grant(0, tuple(map(PageId, range(9))), (1,) * 9, bytes(16), 4.0)))
     assert worker.core.plan(worker.now_s) is None, "it waits for pages"
-    commands = worker.pass_time(STUCK_S - 2 * BEAT_S)
+    commands = worker.pass_time(STUCK_S - 2 * HEARTBEAT_S)
     assert not worker.core.load().draining
-    commands = worker.pass_time((4 + NUM_LOOKS) * BEAT_S)
+    commands = worker.pass_time((4 + NUM_LOOKS) * HEARTBEAT_S)
     refused = [(c.key, c.code, c.reason) for c in commands if isinstance(c, Failed)]
     assert refused == [(key_of(2), Failure.OVERLOADED, "9 of 16 pages are quarantined")]
     load = worker.core.load()
@@ -92,7 +93,7 @@ def test_a_worker_with_pages_to_spare_goes_on_and_gets_them_back_when_the_copies
     worker.pass_time(2 * STUCK_S)
     assert worker.core.load().pages_quarantined == 8
     assert not worker.core.load().draining
-    assert not [c for c in worker.hear(1, sender.CopyStopped(None, "cancelled")) if not isinstance(c, ToPeer)]
+    assert not [c for c in worker.hear(1, sender.CopyStopped(None, "cancelled")) if not isinstance(c, ToReceiver)]
     assert worker.core.load().pages_quarantined == 0
     assert worker.scheduler.cache.pool.num_free == NUM_PAGES
 
@@ -101,9 +102,9 @@ def test_a_worker_that_is_asked_to_drain_waits_for_copies_but_not_for_ever(worke
     worker.send(1, 4)
     worker.lose_peer()
     worker.core.handle(DrainAsked(), worker.now_s)
-    worker.pass_time(STUCK_S - 2 * BEAT_S)
+    worker.pass_time(STUCK_S - 2 * HEARTBEAT_S)
     assert not worker.core.drained
-    worker.pass_time(4 * BEAT_S)
+    worker.pass_time(4 * HEARTBEAT_S)
     assert worker.core.drained
 
 

@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 
-from faultsim.cluster import Cluster, Worker
-from faultsim.decode import DecodeProcess
+from faultsim.cluster import Cluster
 from faultsim.hostile import Hostile
-from faultsim.prefill import PrefillProcess
 from faultsim.process import Process
 from faultsim.router import RouterProcess
 from faultsim.scenario import Scenario
+from faultsim.worker import WorkerProcess
 from faultsim.zombies import Zombies
 from pdserve.router.events import DrainAsked
 
@@ -71,21 +70,18 @@ class Chaos:
             self._world.note("chaos", kind)
             self._timed[kind]()
 
-    def _equip(self, worker: Worker) -> None:
-        if isinstance(worker, PrefillProcess) and self._site_faults:
-            worker.mover.site = self._visit
-        if isinstance(worker, DecodeProcess):
-            worker.site = self._visit_grant
-
-    def _visit_grant(self, site: str, process: Process) -> None:
-        """Perhaps strike, or forge something, while a grant is open."""
-        if self._site_faults:
-            self._visit(site, process)
-        is_hostile = "hostile" in self._scenario.faults and not self._stopped
-        if is_hostile and isinstance(process, DecodeProcess) and self._rng.random() < 0.3:
-            self._world.after(self._rng.random() * 0.01, None, self._hostile.speak_to, process)
+    def _equip(self, worker: WorkerProcess) -> None:
+        worker.site = self._visit
 
     def _visit(self, site: str, process: Process) -> None:
+        """Perhaps strike, or forge something while a grant is open."""
+        if self._site_faults:
+            self._perhaps_strike(site, process)
+        is_hostile = site == "granted" and "hostile" in self._scenario.faults and not self._stopped
+        if is_hostile and isinstance(process, WorkerProcess) and self._rng.random() < 0.3:
+            self._world.after(self._rng.random() * 0.01, None, self._hostile.speak_to, process)
+
+    def _perhaps_strike(self, site: str, process: Process) -> None:
         """Perhaps strike in the middle of a copy, or right after a commit."""
         is_late = self._world.now > self._scenario.wishes[-1].at_s - LATE_S
         chance = self._scenario.site_chance * (LATE_FACTOR if is_late else 1.0)
@@ -135,7 +131,7 @@ class Chaos:
         if process is None or not process.ends:
             return
         ends = list(process.ends)
-        if isinstance(process, PrefillProcess):
+        if isinstance(process, WorkerProcess) and process.role == "prefill":
             ends = [end for end in ends if not isinstance(end.peer.owner, RouterProcess)] or ends
         self._network.reset(self._rng.choice(ends))
 
@@ -176,13 +172,13 @@ class Chaos:
         if worker is not None:
             worker.break_next_step = True
 
-    def _worker(self) -> Worker | None:
+    def _worker(self) -> WorkerProcess | None:
         living = [process for process in self._cluster.workers.values() if process.alive]
         return self._rng.choice(living) if living else None
 
-    def _prefill(self) -> PrefillProcess | None:
+    def _prefill(self) -> WorkerProcess | None:
         workers = self._cluster.workers.values()
-        living = [worker for worker in workers if worker.alive and isinstance(worker, PrefillProcess)]
+        living = [worker for worker in workers if worker.alive and worker.role == "prefill"]
         return self._rng.choice(living) if living else None
 
     def _router(self) -> RouterProcess | None:

@@ -4,12 +4,11 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
-from faultsim.decode import DecodeProcess
 from faultsim.network import Network
-from faultsim.prefill import PrefillProcess
 from faultsim.process import Process
 from faultsim.router import RouterProcess
 from faultsim.scenario import Scenario
+from faultsim.worker import Role, WorkerProcess
 from faultsim.world import ViolationError, World
 from pdserve.ids import Incarnation
 from pdserve.kvtransfer.session import Peer
@@ -17,8 +16,6 @@ from pdserve.router.config import Limits
 from pdserve.router.events import ProcessEnded
 
 MAX_GONE = 64  # ended processes that a launcher tells a router when it starts again
-
-Worker = PrefillProcess | DecodeProcess
 
 
 class Cluster:
@@ -29,12 +26,12 @@ class Cluster:
         self.scenario = scenario
         self.network = Network(world, scenario.mean_delay_s)
         self.routers: dict[str, RouterProcess] = {}
-        self.workers: dict[str, Worker] = {}
-        self._by_peer: dict[Peer, Worker] = {}
+        self.workers: dict[str, WorkerProcess] = {}
+        self._by_peer: dict[Peer, WorkerProcess] = {}
         self._gone: deque[ProcessEnded] = deque(maxlen=MAX_GONE)  # as its launcher knows
-        self.zombies: list[Worker] = []  # came round, and live
+        self.zombies: list[WorkerProcess] = []  # came round, and live
         self._num_started = self._num_hung = 0
-        self.on_start: Callable[[Worker], object] = lambda worker: None
+        self.on_start: Callable[[WorkerProcess], object] = lambda worker: None
         for number in range(scenario.num_routers):
             self.start(f"r{number}")
         for number in range(scenario.num_prefill):
@@ -55,16 +52,16 @@ class Cluster:
         worker = self._new_worker(name, incarnation)
         self.on_start(worker)
         self.network.processes[name] = self.workers[name] = worker
-        worker.start(self.routers)
+        worker.start(self.routers, self.find_peer)
 
-    def come_round(self, name: str) -> Worker:
+    def come_round(self, name: str) -> WorkerProcess:
         """Let a process of a name go on that hung when it had loaded, and was given up and followed."""
         self._num_hung += 1
         zombie = self._new_worker(name, Incarnation(100 + self._num_hung))
         zombie.size = replace(zombie.size, load_s=0.0)
         zombie.started_s = 0.0
         self.zombies.append(zombie)
-        zombie.start(self.routers)
+        zombie.start(self.routers, self.find_peer)
         return zombie
 
     def end(self, process: Process) -> None:
@@ -75,7 +72,7 @@ class Cluster:
         self.zombies = [zombie for zombie in self.zombies if zombie.alive]
         rng = self.world.rng
         delay_s = rng.random() ** 6 * 3.0  # until it is reaped
-        if isinstance(process, PrefillProcess | DecodeProcess):
+        if isinstance(process, WorkerProcess):
             is_explained = process.incarnation % 2 == 0
             gone = ProcessEnded(process.peer.worker_id, process.incarnation, is_explained)
             late_s = rng.random() * rng.choice((0.01, 0.1, 3.0))
@@ -83,35 +80,35 @@ class Cluster:
         if process in (self.routers.get(process.name), self.workers.get(process.name)):
             self.world.after(delay_s + rng.uniform(0.1, 0.8), None, self.start, process.name)
 
-    def find_peer(self, peer: Peer) -> Worker | None:
+    def find_peer(self, peer: Peer) -> WorkerProcess | None:
         """Return the process of one incarnation, dead or alive."""
         return self._by_peer.get(peer)
 
-    def processes(self) -> list[RouterProcess | Worker]:
+    def processes(self) -> list[RouterProcess | WorkerProcess]:
         """Return the living."""
-        known = (*self.routers.values(), *self.workers.values(), *self.zombies)
+        known: tuple[RouterProcess | WorkerProcess, ...] = (
+            *self.routers.values(),
+            *self.workers.values(),
+            *self.zombies,
+        )
         return [process for process in known if process.alive]
 
-    def _new_worker(self, name: str, incarnation: Incarnation) -> Worker:
-        worker = self._new_decode(name, incarnation) if name.startswith("d") else self._new_prefill(name, incarnation)
+    def _new_worker(self, name: str, incarnation: Incarnation) -> WorkerProcess:
+        is_decode, scenario = name.startswith("d"), self.scenario
+        size = scenario.decode_size if is_decode else scenario.prefill_size
+        role: Role = "decode" if is_decode else "prefill"
+        worker = WorkerProcess(self.network, name, incarnation, role, size, scenario.lease_s)
+        worker.copy_faults = scenario.copy_faults
         worker.on_exit = lambda: self.end(worker)
         worker.on_dismissed = lambda: self._dismiss(worker)
         self._by_peer[worker.peer] = worker
         return worker
 
-    def _dismiss(self, worker: Worker) -> None:
+    def _dismiss(self, worker: WorkerProcess) -> None:
         """End a process that a router has sent away; ViolationError unless somebody follows it."""
         if worker is self.workers[worker.name]:
             raise ViolationError("I7", f"{worker} was sent away, and nobody follows it")
         self.end(worker)
-
-    def _new_decode(self, name: str, incarnation: Incarnation) -> DecodeProcess:
-        return DecodeProcess(self.network, name, incarnation, self.scenario.decode_size, self.scenario.lease_s)
-
-    def _new_prefill(self, name: str, incarnation: Incarnation) -> PrefillProcess:
-        worker = PrefillProcess(self.network, name, incarnation, self.scenario.prefill_size, self.find_peer)
-        worker.mover.faults = self.scenario.copy_faults
-        return worker
 
     def _note_gone(self, gone: ProcessEnded) -> None:
         self._gone.append(gone)

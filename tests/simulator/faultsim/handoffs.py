@@ -9,8 +9,8 @@ from faultsim.world import ViolationError
 from pdserve.errors import ProtocolError
 from pdserve.kvtransfer import dialling, roster, wire
 from pdserve.kvtransfer.dialling import AttachMover, Dial, DialId, Dialling
+from pdserve.kvtransfer.doors import IncomingEvent, OutgoingEvent
 from pdserve.kvtransfer.greeting import Hello, HelloAck, Introduction
-from pdserve.kvtransfer.peers import FromReceivers, FromSenders
 from pdserve.kvtransfer.roster import Roster, StreamId
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.proto.v1 import handoff_pb2 as handoff
@@ -36,7 +36,7 @@ class SenderStreams:
         owner: Process,
         introduction: Introduction,
         network: Network,
-        report: Callable[[FromReceivers], object],
+        report: Callable[[OutgoingEvent], object],
     ) -> None:
         self._owner = owner
         self._introduction = introduction
@@ -118,7 +118,7 @@ class SenderStreams:
 class ReceiverStreams:
     """`kvtransfer.server.HandoffServicer` in virtual time."""
 
-    def __init__(self, owner: Process, introduction: Introduction, report: Callable[[FromSenders], object]) -> None:
+    def __init__(self, owner: Process, introduction: Introduction, report: Callable[[IncomingEvent], object]) -> None:
         self._owner = owner
         self._ack = wire.ack_to_proto(HelloAck(introduction, b""))
         self._report = report

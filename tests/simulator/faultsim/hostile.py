@@ -2,24 +2,22 @@
 
 from dataclasses import replace
 
-from faultsim.cluster import Cluster, Worker
-from faultsim.decode import DecodeProcess
-from faultsim.prefill import PrefillProcess
+from faultsim.cluster import Cluster
+from faultsim.worker import WorkerProcess
 from faultsim.world import ViolationError
-from pdserve.decode_worker import events as decode
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer import receiver, sender
+from pdserve.kvtransfer.doors import DigestsChecked, ReceiverSaid, SenderSaid, ToReceiver
 from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, Peer
-from pdserve.prefill_worker import events as prefill
 from pdserve.worker.messages import Cancelled
 
 NOBODY = Peer(WorkerId("p0"), Incarnation(1))  # an incarnation that ended long ago
 UNKNOWN = HandoffKey(RequestId(b"request-of-nobody"[:16]), Attempt(0))
 CAPSULE = Capsule(1, (1,), (0,))
-LATE_NEWS = decode.DigestsChecked(UNKNOWN, None)  # honest, and of nothing that goes on
+LATE_NEWS = DigestsChecked(UNKNOWN, None)  # honest, and of nothing that goes on
 
-Forged = prefill.FromPeer | decode.FromPeer | Cancelled
+Forged = ReceiverSaid | SenderSaid | Cancelled
 
 
 class Hostile:
@@ -49,17 +47,17 @@ class Hostile:
         if workers:
             self.speak_to(self._rng.choice(workers))
 
-    def speak_to(self, worker: Worker) -> None:
+    def speak_to(self, worker: WorkerProcess) -> None:
         """Forge a message; raise ViolationError unless it is refused, and changes nothing."""
         if not worker.alive or not worker.can_listen:
             return
-        if isinstance(worker, DecodeProcess):
+        if worker.role == "decode":
             worker.handle(LATE_NEWS)  # brings the grants that a step made room for: they are no answer to ours
         forged = self._forge(worker)
         self._cluster.world.note("mallory", forged)
         before = _state(worker)
         try:
-            commands = worker.core.handle(forged, self._cluster.world.now)  # type: ignore[arg-type]
+            commands = worker.core.handle(forged, self._cluster.world.now)
         except ProtocolError:
             commands = []
         except Exception as error:
@@ -69,18 +67,16 @@ class Hostile:
             request_id = forged.request_id if isinstance(forged, Cancelled) else forged.key.request_id
             raise ViolationError("I1", f"{worker.name} took a forged {forged} and did {answers}", request_id)
 
-    def _forge(self, worker: Worker) -> Forged:
+    def _forge(self, worker: WorkerProcess) -> Forged:
         if self._rng.random() < 0.1:
             return Cancelled(UNKNOWN.request_id, Attempt(3))
-        if isinstance(worker, DecodeProcess):
-            return self._forge_for_decode(worker)
-        return self._forge_for_prefill(worker)
+        return self._forge_as_sender(worker) if worker.role == "decode" else self._forge_as_receiver(worker)
 
-    def _forge_for_decode(self, worker: DecodeProcess) -> decode.FromPeer:
+    def _forge_as_sender(self, worker: WorkerProcess) -> SenderSaid:
         """Speak as the sender of a hand-off with something wrong about it."""
-        granted = list(worker.granted)
+        granted = list(worker.doors.granted)
         if not granted or self._rng.random() < 0.2:
-            return decode.FromPeer(NOBODY, UNKNOWN, receiver.Committed(Commit(0, (), (), b"?" * 16, (), CAPSULE)))
+            return SenderSaid(NOBODY, UNKNOWN, receiver.Committed(Commit(0, (), (), b"?" * 16, (), CAPSULE)))
         peer, key, grant, length = self._rng.choice(granted)
         digests = tuple(0 for _ in grant.pages)
         good = Commit.of(grant, digests, Capsule(length, (1,), (0,)))
@@ -99,13 +95,13 @@ class Hostile:
             (past, receiver.SenderQuiesced()),
         ]
         who, event = self._rng.choice(events)
-        return decode.FromPeer(who, key, event)
+        return SenderSaid(who, key, event)
 
-    def _forge_for_prefill(self, worker: PrefillProcess) -> prefill.FromPeer:
+    def _forge_as_receiver(self, worker: WorkerProcess) -> ReceiverSaid:
         """Speak as the receiver of a hand-off with something wrong about it."""
-        sending = list(worker.placed)
+        sending = list(worker.doors.placed)
         if not sending or self._rng.random() < 0.2:
-            return prefill.FromPeer(NOBODY, UNKNOWN, sender.Taken())
+            return ReceiverSaid(NOBODY, UNKNOWN, sender.Taken())
         peer, key = self._rng.choice(sending)
         past = Peer(peer.worker_id, Incarnation(peer.incarnation - 500))
         skewed = Grant(0, (PageId(0), PageId(1)), (Generation(1),), b"?" * 16, 4.0)
@@ -115,10 +111,10 @@ class Hostile:
             (peer, sender.Granted(skewed)),
         ]
         who, event = self._rng.choice(events)
-        return prefill.FromPeer(who, key, event)
+        return ReceiverSaid(who, key, event)
 
 
-def _state(worker: Worker) -> tuple[object, ...]:
+def _state(worker: WorkerProcess) -> tuple[object, ...]:
     """Return what a refused message may not change."""
     load = worker.core.load()
     pool = worker.scheduler.cache.pool
@@ -127,4 +123,4 @@ def _state(worker: Worker) -> tuple[object, ...]:
 
 def _is_harmless(command: object) -> bool:
     """Saying that nothing is under way for an unknown hand-off promises nothing to anybody."""
-    return isinstance(command, prefill.ToPeer) and isinstance(command.message, sender.SendQuiesced)
+    return isinstance(command, ToReceiver) and isinstance(command.message, sender.SendQuiesced)

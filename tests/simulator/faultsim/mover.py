@@ -13,11 +13,9 @@ from zlib import crc32
 from faultsim.memory import Memory, Stamp
 from faultsim.network import Network
 from faultsim.process import Process
-from pdserve.kvtransfer import sender
+from pdserve.kvtransfer import doors, sender
 from pdserve.kvtransfer.copies import Copy, CopyId, CopyQueue
 from pdserve.kvtransfer.session import Grant, HandoffKey, Peer
-from pdserve.prefill_worker import events
-from pdserve.prefill_worker.events import FromPeer
 
 DISCONNECT_S = 0.03  # until a write into a dead process is an error
 STALLED_S = 18.0  # until a write along a cut path is an error
@@ -66,7 +64,7 @@ class Mover:
         memory: Memory,
         network: Network,
         find: Callable[[Peer], Host | None],
-        report: Callable[[FromPeer], object],
+        report: Callable[[doors.ReceiverSaid], object],
     ) -> None:
         self.faults = CopyFaults()
         self.site: Callable[[str, Process], object] = lambda site, process: None
@@ -85,7 +83,7 @@ class Mover:
     def idle(self) -> bool:
         return not self._ops
 
-    def copy(self, command: events.Copy, grant: Grant) -> None:
+    def copy(self, command: doors.Copy, grant: Grant) -> None:
         """Start a copy into pages of a grant; CopyStopped follows."""
         generation = dict(zip(grant.pages, grant.generations, strict=True))
         dst = tuple(Stamp(page, generation[page]) for page in command.dst)
@@ -106,7 +104,7 @@ class Mover:
         for copy in self._copies.pop(peer, ()):
             op = self._ops.pop(copy.copy_id)
             op.over = True
-            self._report(FromPeer(op.peer, op.key, sender.CopyStopped(None, "its process ended")))
+            self._report(doors.ReceiverSaid(op.peer, op.key, sender.CopyStopped(None, "its process ended")))
 
     def check(self) -> None:
         """Raise ViolationError where a page was released that a copy will read or write."""
@@ -125,7 +123,7 @@ class Mover:
             op = self._ops.pop(copy.copy_id)
             op.over = True
             digests = None if copy.failure else tuple(op.digests)
-            self._report(FromPeer(peer, op.key, sender.CopyStopped(digests, copy.failure)))
+            self._report(doors.ReceiverSaid(peer, op.key, sender.CopyStopped(digests, copy.failure)))
         if self._copies.get(peer) is not copies or peer in self._posted:
             return  # a report has led here, and on
         following = copies.next()

@@ -7,13 +7,15 @@ and writes memory at its end, so that whatever touches its pages before that is 
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, cast
 
+from faultsim.doors import Doors, FindPeer
 from faultsim.engine import FakeRunner
 from faultsim.links import SimLinks
 from faultsim.memory import Memory
-from faultsim.mover import Host
-from faultsim.network import Network
+from faultsim.mover import CopyFaults, Host
+from faultsim.network import End, Network
+from faultsim.process import Process
 from faultsim.world import ViolationError
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
@@ -22,22 +24,24 @@ from pdserve.errors import InvariantError, ProtocolError
 from pdserve.ids import Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.kvlayout_wire import layout_to_proto
+from pdserve.kvtransfer.doors import HEARTBEAT_S
 from pdserve.kvtransfer.greeting import Introduction
-from pdserve.kvtransfer.session import Peer
+from pdserve.kvtransfer.session import DigestPolicy, Peer
 from pdserve.prefix_hash import PrefixHasher
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.rpc import PROTOCOL_VERSION
 from pdserve.worker import wire
+from pdserve.worker.admission import Rules
 from pdserve.worker.audit import adds_up, leaked_pages
+from pdserve.worker.core import WorkerCore
 from pdserve.worker.failing import FailedSteps
+from pdserve.worker.inbox import MAX_INBOX
 from pdserve.worker.link import FromRouter
-from pdserve.worker.loop import MAX_INBOX, Core
 from pdserve.worker.messages import (
-    BEAT_S,
     Cancelled,
-    DrainAsked,
+    Command,
+    Event,
     Load,
-    PeerGone,
     Placed,
     Report,
     RouterLost,
@@ -53,9 +57,7 @@ MAX_QUARANTINED_SHARE = 0.5
 CHECK_EVERY = 64  # turns of the loop between two looks at all pages
 MODEL = "chain-of-hashes"
 
-EventT = TypeVar("EventT")
-CommandT = TypeVar("CommandT")
-FromRouters = Placed | Cancelled | DrainAsked | RouterLost | PeerGone
+Role = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +76,15 @@ class Size:
     load_s: float = 0.3
 
 
-class WorkerProcess(Host, Generic[EventT, CommandT]):
-    """One incarnation of a worker. Subclasses bring the core, and carry out what it decides."""
-
-    core: Core[EventT, CommandT]
+class WorkerProcess(Host):
+    """One incarnation of a worker. Its role is what routers place on it."""
 
     def __init__(
-        self, network: Network, name: str, incarnation: Incarnation, role: "link.Role.ValueType", size: Size
+        self, network: Network, name: str, incarnation: Incarnation, role: Role, size: Size, lease_s: float
     ) -> None:
         super().__init__(network.world, name, incarnation)
+        self.role = role
+        self.lease_s = lease_s
         self.peer = Peer(WorkerId(name), incarnation)
         self.network = network
         self.size = size
@@ -93,6 +95,11 @@ class WorkerProcess(Host, Generic[EventT, CommandT]):
         self.memory = Memory(name, self.runner, self.scheduler.cache)
         layout = KvLayout("weights", 1, 1, 1, size.page_size, "float32")
         self.introduction = Introduction(self.peer, layout)
+        key = self.world.rng.randbytes(16)
+        rules = Rules(size.max_tasks, DigestPolicy.ALWAYS, MAX_QUARANTINED_SHARE, lease_s)
+        self.core = WorkerCore(self.scheduler, size.vocab_size, self.runner.page_bytes, key, rules)
+        self.copy_faults = CopyFaults()
+        self.site: Callable[[str, Process], object] = lambda name, process: None  # see Doors
         self.register = _registration(self.introduction, role, size)
         self.links = SimLinks(self, network, self.register, self._receive_from_router, self._be_dismissed)
         self.reporter = Reporter(cast("Links", self.links), self.world)
@@ -103,12 +110,14 @@ class WorkerProcess(Host, Generic[EventT, CommandT]):
         self.on_exit: Callable[[], object] = lambda: None
         self.on_dismissed: Callable[[], object] = lambda: None
         self._cancelled: dict[RequestId, int] = {}  # attempts up to this one compute nothing more
-        self._inbox: deque[EventT] = deque()
+        self._inbox: deque[Event] = deque()
         self._loaded = self._busy = self._stepping = False
         self._ticked_s = 0.0
         self._num_turns = 0
 
-    def start(self, routers: Iterable[str]) -> None:
+    def start(self, routers: Iterable[str], find_peer: FindPeer) -> None:
+        """Begin to load, and attach to routers."""
+        self.doors = Doors(self, find_peer)
         for router in routers:
             self.links.dial(router)
         self.world.after(self.size.load_s, self, self._load)
@@ -120,23 +129,22 @@ class WorkerProcess(Host, Generic[EventT, CommandT]):
         self.links.update()
         self._ticked_s = self.world.now
         self._turn()
-        self.world.after(BEAT_S, self, self._wake)
+        self.world.after(HEARTBEAT_S, self, self._wake)
 
     @property
     def can_listen(self) -> bool:
         """Whether the core may be handed an event now."""
         return self._loaded and not self._busy and not self.exited and not self.frozen
 
-    def offer(self, event: object) -> None:
+    def accept(self, end: End) -> None:
+        self.doors.accept(end)
+
+    def offer(self, event: Event) -> None:
         """Queue an event for the core."""
-        self._inbox.append(cast(EventT, event))
+        self._inbox.append(event)
         if len(self._inbox) > MAX_INBOX:
             raise ViolationError("I6", f"{self.name} has {len(self._inbox)} events waiting")
         self._turn()
-
-    def perform(self, command: CommandT) -> None:
-        """Carry out what is no report."""
-        raise NotImplementedError
 
     def check(self) -> None:
         """Raise ViolationError unless the pool adds up and every table is within its bound."""
@@ -148,6 +156,14 @@ class WorkerProcess(Host, Generic[EventT, CommandT]):
             raise ViolationError("I2", f"{self.name}: {error}") from error
         if leaked:
             raise ViolationError("I2", f"{self.name} has leaked pages {leaked}: they belong to nothing that goes on")
+        self.doors.check()
+
+    def check_idle(self) -> None:
+        """Raise ViolationError unless nothing is left of any request."""
+        self.check()
+        pool = self.scheduler.cache.pool
+        if not self.core.idle or not self.doors.mover.idle or pool.num_free != pool.num_pages:
+            raise ViolationError("I2", f"{self.name} is not idle: {self.core.load()}")
 
     def _wake(self) -> None:
         """Say that this worker lives, and let its core know that time passes."""
@@ -156,11 +172,12 @@ class WorkerProcess(Host, Generic[EventT, CommandT]):
         silent_s, self._ticked_s = self.world.now - self._ticked_s, self.world.now
         self.beat()
         self.offer(Ticked(silent_s))
-        self.world.after(BEAT_S, self, self._wake)
+        self.world.after(HEARTBEAT_S, self, self._wake)
 
     def beat(self) -> None:
         """Tell routers and peers that this worker lives."""
         self.reporter.beat(self._current_load(), self.num_steps)
+        self.doors.beat()
 
     def _current_load(self) -> Load:
         return replace(self.core.load(), failed_steps=self._failed_steps.count(self.world.now))
@@ -172,15 +189,11 @@ class WorkerProcess(Host, Generic[EventT, CommandT]):
             raise ViolationError("I2", f"{self.name} reports a load that cannot be: {error}") from error
 
     def _receive_from_router(self, report: FromRouter | RouterLost) -> None:
-        event: FromRouters | None
         if isinstance(report, RouterLost):
             self.offer(report)
             return
         router, message = report.router, report.message
-        if message.HasField("process_gone"):
-            event = PeerGone(wire.gone_process(message.process_gone))
-        else:
-            event = wire.command(message, router, self.world.now)
+        event = wire.event(message, router, self.world.now)
         if event is not None:
             self.offer(event)
 
@@ -204,9 +217,11 @@ class WorkerProcess(Host, Generic[EventT, CommandT]):
         if self._num_turns % CHECK_EVERY == 0:
             self.check()
 
-    def handle(self, event: EventT) -> None:
+    def handle(self, event: Event) -> None:
         """Let the core take in one event. An honest one is never refused."""
         self.world.note(self.name, event)
+        if isinstance(event, Placed):
+            self.doors.note(event)
         try:
             commands = self.core.handle(event, self.world.now)
         except ProtocolError as error:
@@ -261,7 +276,7 @@ class WorkerProcess(Host, Generic[EventT, CommandT]):
         tokens = tuple(() if place in places else tokens for place, tokens in enumerate(result.tokens))
         return replace(result, tokens=tokens, failed=dict.fromkeys(places, "broken by the simulator"))
 
-    def _perform(self, commands: list[CommandT], step: tuple[StepPlan, StepResult] | None) -> None:
+    def _perform(self, commands: list[Command], step: tuple[StepPlan, StepResult] | None) -> None:
         reports: list[Report] = []
         for command in commands:
             if isinstance(command, Tokens):
@@ -271,7 +286,7 @@ class WorkerProcess(Host, Generic[EventT, CommandT]):
                 reports.append(command)
             else:
                 self.world.note(self.name, command)
-                self.perform(command)
+                self.doors.perform(command)
         if reports or step:
             self.world.note(self.name, reports)
             self.reporter.send(reports, step)
@@ -299,12 +314,12 @@ class WorkerProcess(Host, Generic[EventT, CommandT]):
         self.world.after(0.05, None, self.on_exit)
 
 
-def _registration(me: Introduction, role: "link.Role.ValueType", size: Size) -> link.Register:
+def _registration(me: Introduction, role: Role, size: Size) -> link.Register:
     peer = me.peer
     return link.Register(
         worker_id=peer.worker_id,
         incarnation=peer.incarnation,
-        role=role,
+        role=link.ROLE_PREFILL if role == "prefill" else link.ROLE_DECODE,
         protocol_version=PROTOCOL_VERSION,
         model=MODEL,
         layout=layout_to_proto(me.layout),
@@ -312,5 +327,5 @@ def _registration(me: Introduction, role: "link.Role.ValueType", size: Size) -> 
         max_num_seqs=size.max_num_seqs,
         max_num_batched_tokens=size.max_num_batched_tokens,
         max_model_len=size.max_model_len,
-        handoff_address=peer.worker_id if role == link.ROLE_DECODE else "",
+        handoff_address=peer.worker_id,
     )

@@ -7,10 +7,10 @@ had nothing under way when its successor started; otherwise no rule could tell i
 import random
 from collections.abc import Callable
 
-from faultsim.cluster import Cluster, Worker
-from faultsim.prefill import PrefillProcess
+from faultsim.cluster import Cluster
 from faultsim.router import RouterProcess
 from faultsim.scenario import Scenario
+from faultsim.worker import WorkerProcess
 
 KINDS = ("routers start again", "routers start again", "links are reset", "it is frozen")
 LONGEST_LIFE_S = 4.0
@@ -43,7 +43,7 @@ class Zombies:
         if self._stopped:
             return
         workers = list(self._cluster.workers.values())
-        writers = [worker for worker in workers if isinstance(worker, PrefillProcess)]
+        writers = [worker for worker in workers if worker.role == "prefill"]
         successor = self._rng.choice(writers if self._rng.random() < 0.7 else workers)
         match self._rng.choice(KINDS):
             case "routers start again":
@@ -66,15 +66,14 @@ class Zombies:
         self._world.note("chaos", f"a zombie of {name}")
         zombie = self._cluster.come_round(name)
         self._world.after(self._rng.uniform(0.5, LONGEST_LIFE_S), None, self._cluster.end, zombie)
-        if isinstance(zombie, PrefillProcess):
-            zombie.mover.site = lambda _site, _process: self._visit(zombie)
+        zombie.site = lambda site, _: self._visit(zombie) if site != "granted" else None
 
-    def _visit(self, zombie: Worker) -> None:
+    def _visit(self, zombie: WorkerProcess) -> None:
         """Perhaps freeze a zombie in the middle of a copy, or right after a commit."""
         if not self._stopped and self._rng.random() < 0.2:
             self._world.after(0.0, None, self._freeze, zombie, self._rng.uniform(0.0, BRIEF_S))
 
-    def _freeze(self, process: Worker, duration_s: float) -> None:
+    def _freeze(self, process: WorkerProcess, duration_s: float) -> None:
         if process.alive and not process.frozen:
             process.freeze()
             self._world.after(duration_s, None, process.thaw)

@@ -1,4 +1,4 @@
-"""What a worker hears from routers, while bytes of others wait unread in a socket of its process."""
+"""What a worker's core is told by routers and peers, while bytes of others wait unread in a socket of its process."""
 
 import asyncio
 import socket
@@ -9,20 +9,18 @@ import pytest
 from half_slice import MEETING, half_slice
 from loopback import loopback_mover
 
-from pdserve.decode_worker.events import Event, PeerAlive
-from pdserve.decode_worker.server import Senders
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
-from pdserve.kvtransfer import peers
 from pdserve.kvtransfer.backends.collective import CollectiveBackend
+from pdserve.kvtransfer.doors import PeerGone, SenderAlive
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import ByteRows, Region
 from pdserve.kvtransfer.session import Peer
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.virtual_time import VirtualClock
+from pdserve.worker.inbox import Inbox, Listener
 from pdserve.worker.link import FromRouter
-from pdserve.worker.loop import Inbox
-from pdserve.worker.messages import Cancelled, PeerGone, RouterRef
-from pdserve.worker.process import Ear, FromRouterEvent
+from pdserve.worker.messages import Cancelled, RouterRef
+from pdserve.worker.server import RouterListener
 
 ROUTER = RouterRef(1)
 GONE = link.AttachResponse(process_gone=link.ProcessGone(worker_id="p0", incarnation=7))
@@ -54,12 +52,13 @@ def mover() -> Iterator[Mover]:
 async def test_an_end_waits_for_what_is_unread_and_keeps_nothing_else_waiting(
     unread: socket.socket, mover: Mover
 ) -> None:
-    inbox = Inbox[FromRouterEvent]()
+    inbox = Inbox()
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        ear = Ear(inbox, VirtualClock(), tasks)
-        ear.guard(mover)
-        await ear.offer(FromRouter(ROUTER, GONE))
-        await ear.offer(FromRouter(ROUTER, CANCEL))
+        listener = Listener(inbox, tasks)
+        listener.guard(mover)
+        routers = RouterListener(listener, VirtualClock())
+        await routers.offer(FromRouter(ROUTER, GONE))
+        await routers.offer(FromRouter(ROUTER, CANCEL))
         await inbox.wait()
         assert inbox.drain() == [CANCELLED]
         assert unread.recv(4) == b"late"
@@ -83,12 +82,13 @@ def staged(view: ByteRows) -> Iterator[Mover]:
 async def test_an_end_waits_until_nothing_that_was_read_of_the_process_can_reach_a_page(
     staged: Mover, view: ByteRows
 ) -> None:
-    inbox = Inbox[FromRouterEvent]()
+    inbox = Inbox()
     with half_slice(staged.describe(), END.peer) as ended:
         async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-            ear = Ear(inbox, VirtualClock(), tasks)
-            ear.guard(staged)
-            await ear.offer(FromRouter(ROUTER, GONE))
+            listener = Listener(inbox, tasks)
+            listener.guard(staged)
+            routers = RouterListener(listener, VirtualClock())
+            await routers.offer(FromRouter(ROUTER, GONE))
             await inbox.wait()
         assert inbox.drain() == [END]
         assert not ended.send_rest()
@@ -96,13 +96,14 @@ async def test_an_end_waits_until_nothing_that_was_read_of_the_process_can_reach
 
 
 async def test_so_does_the_end_of_a_sender_whose_successor_has_attached(staged: Mover, view: ByteRows) -> None:
-    inbox = Inbox[Event]()
+    inbox = Inbox()
     with half_slice(staged.describe(), END.peer) as ended:
         async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-            senders = Senders(inbox, staged, tasks)
-            senders.put(peers.PeerGone(END.peer))
-            senders.put(peers.PeerAlive(END.peer))
-            assert inbox.drain() == [PeerAlive(END.peer)]
+            listener = Listener(inbox, tasks)
+            listener.guard(staged)
+            listener.put(END)
+            listener.put(SenderAlive(END.peer))
+            assert inbox.drain() == [SenderAlive(END.peer)]
             await inbox.wait()
         assert inbox.drain() == [END]
         assert not ended.send_rest()
@@ -110,10 +111,11 @@ async def test_so_does_the_end_of_a_sender_whose_successor_has_attached(staged: 
 
 
 async def test_a_worker_that_leaves_waits_for_no_end(unread: socket.socket, mover: Mover) -> None:
-    inbox = Inbox[FromRouterEvent]()
+    inbox = Inbox()
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
-        ear = Ear(inbox, VirtualClock(), tasks)
-        ear.guard(mover)
-        await ear.offer(FromRouter(ROUTER, GONE))
-        ear.close()
+        listener = Listener(inbox, tasks)
+        listener.guard(mover)
+        routers = RouterListener(listener, VirtualClock())
+        await routers.offer(FromRouter(ROUTER, GONE))
+        listener.close()
     assert inbox.drain() == []

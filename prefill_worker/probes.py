@@ -1,14 +1,14 @@
-"""Measures the way to each decode worker when it is first met, and tells routers."""
+"""Measures the way to each receiver when it is first met."""
 
 import asyncio
 import logging
 from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.session import Peer
 from pdserve.kvtransfer.speed import PairSpeed, ProbeError
-from pdserve.proto.v1 import link_pb2 as link
-from pdserve.worker.reporting import Reporter
 
 logger = logging.getLogger(__name__)
 
@@ -16,17 +16,28 @@ PROBE_TIMEOUT_S = 30.0  # copies come first: on a busy worker it may never be a 
 MAX_MET = 4096
 
 
-class Pairs:
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """How fast pages reach a receiver."""
+
+    speed: PairSpeed
+    is_slow: bool
+
+
+Report = Callable[[str, Measured | None], None]  # of the receiver with this worker id; None: what was reported is over
+
+
+class Probes:
     """One probe for each peer. Whatever becomes of it, the pair works on."""
 
-    def __init__(self, mover: Mover, reporter: Reporter, tasks: asyncio.TaskGroup, slow_bytes_per_s: int) -> None:
+    def __init__(self, mover: Mover, report: Report, tasks: asyncio.TaskGroup, slow_bytes_per_s: int) -> None:
         self._mover = mover
-        self._reporter = reporter
+        self._report = report
         self._tasks = tasks
         self._slow_bytes_per_s = slow_bytes_per_s
         self._met: OrderedDict[Peer, asyncio.Task[None]] = OrderedDict()
 
-    def attached(self, peer: Peer) -> None:
+    def start(self, peer: Peer) -> None:
         """Measure a peer that is met for the first time."""
         if peer in self._met:
             return
@@ -46,7 +57,7 @@ class Pairs:
     def _forget(self, peer: Peer) -> None:
         self._met.pop(peer).cancel()
         if all(other.worker_id != peer.worker_id for other in self._met):
-            self._reporter.announce(peer.worker_id, None)
+            self._report(peer.worker_id, None)
 
     async def _measure(self, peer: Peer) -> None:
         try:
@@ -57,18 +68,11 @@ class Pairs:
             return
         is_slow = speed.bytes_per_s < self._slow_bytes_per_s
         level = logging.WARNING if is_slow else logging.INFO
-        logger.log(level, "%s%s", "SLOW: " if is_slow else "", _words(peer, speed, self._slow_bytes_per_s))
-        told = link.PairMeasured(
-            decode_worker_id=peer.worker_id,
-            bytes_per_s=round(speed.bytes_per_s),
-            page_us=max(1, round(1e6 * speed.page_s)),
-            carrier=speed.carrier,
-            is_slow=is_slow,
-        )
-        self._reporter.announce(peer.worker_id, link.AttachRequest(pair=told))
+        logger.log(level, "%s%s", "SLOW: " if is_slow else "", _describe(peer, speed, self._slow_bytes_per_s))
+        self._report(peer.worker_id, Measured(speed, is_slow))
 
 
-def _words(peer: Peer, speed: PairSpeed, floor: int) -> str:
+def _describe(peer: Peer, speed: PairSpeed, floor: int) -> str:
     return (
         f"pages reach {peer.worker_id} at {speed.bytes_per_s / 1e6:.0f} MB/s, one page in {1e6 * speed.page_s:.0f} us, "
         f"carried by {speed.carrier}; {floor / 1e6:.0f} MB/s are expected"

@@ -14,7 +14,7 @@ from loopback import loopback_mover
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.session import Peer
-from pdserve.prefill_worker.pairs import Pairs
+from pdserve.prefill_worker.probes import Probes
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.virtual_time import VirtualClock
 from pdserve.worker.link import Links
@@ -49,7 +49,7 @@ class Wire:
 class Scene:
     wire: Wire
     reporter: Reporter
-    pairs: Pairs
+    probes: Probes
     view: np.ndarray[tuple[int, int], np.dtype[np.uint8]]  # the decode worker's pages
 
 
@@ -62,9 +62,9 @@ async def scene(slow_bytes_per_s: int = 0) -> AsyncIterator[Scene]:
     reporter = Reporter(cast("Links", wire), VirtualClock())
     try:
         async with asyncio.TaskGroup() as tasks:
-            pairs = Pairs(mine, reporter, tasks, slow_bytes_per_s)
-            yield Scene(wire, reporter, pairs, pages)
-            pairs.close()
+            probes = Probes(mine, reporter.report_pair, tasks, slow_bytes_per_s)
+            yield Scene(wire, reporter, probes, pages)
+            probes.close()
     finally:
         mine.close()
         theirs.close()
@@ -72,8 +72,8 @@ async def scene(slow_bytes_per_s: int = 0) -> AsyncIterator[Scene]:
 
 async def test_a_peer_is_measured_once_and_every_router_hears_of_it() -> None:
     async with scene() as it:
-        it.pairs.attached(DECODE)
-        it.pairs.attached(DECODE)
+        it.probes.start(DECODE)
+        it.probes.start(DECODE)
         router, told = await it.wire.next()
         assert (router, told.decode_worker_id, told.carrier, told.is_slow) == (1, "decode-0", "memory", False)
         assert told.bytes_per_s > 0
@@ -89,7 +89,7 @@ async def test_a_peer_is_measured_once_and_every_router_hears_of_it() -> None:
 
 async def test_a_slow_way_is_called_so_loudly(caplog: pytest.LogCaptureFixture) -> None:
     async with scene(slow_bytes_per_s=10**15) as it:
-        it.pairs.attached(DECODE)
+        it.probes.start(DECODE)
         _, told = await it.wire.next()
         assert told.is_slow
     (record,) = (r for r in caplog.records if r.levelno == logging.WARNING)
@@ -99,8 +99,8 @@ async def test_a_slow_way_is_called_so_loudly(caplog: pytest.LogCaptureFixture) 
 async def test_a_peer_that_cannot_be_measured_is_only_mentioned(caplog: pytest.LogCaptureFixture) -> None:
     stranger = Peer(WorkerId("stranger"), Incarnation(1))
     async with scene() as it:
-        it.pairs.attached(stranger)
-        it.pairs.attached(DECODE)
+        it.probes.start(stranger)
+        it.probes.start(DECODE)
         _, told = await it.wire.next()
         assert told.decode_worker_id == "decode-0"
     assert "the way to stranger was not measured" in caplog.text
@@ -108,9 +108,9 @@ async def test_a_peer_that_cannot_be_measured_is_only_mentioned(caplog: pytest.L
 
 async def test_what_is_known_of_a_process_that_has_ended_is_told_no_more() -> None:
     async with scene() as it:
-        it.pairs.attached(DECODE)
+        it.probes.start(DECODE)
         await it.wire.next()
-        it.pairs.forget(DECODE)
+        it.probes.forget(DECODE)
         it.wire.attached = (RouterRef(9),)
         it.reporter.beat(LOAD, 0)
         assert it.wire.sent.empty()

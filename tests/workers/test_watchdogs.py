@@ -9,10 +9,12 @@ import pytest
 from pdserve.clock import MonotonicClock
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import Refusal
+from pdserve.kvtransfer.doors import HEARTBEAT_S
 from pdserve.worker.audit import Claim
-from pdserve.worker.loop import Inbox, WorkerLoop
-from pdserve.worker.messages import BEAT_S, DrainAsked, Load, Ticked
-from pdserve.worker.pulse import Pulse, Watch
+from pdserve.worker.inbox import Inbox
+from pdserve.worker.loop import WorkerLoop
+from pdserve.worker.messages import DrainAsked, Load, Ticked
+from pdserve.worker.watchdog import LoopWatchdog, ThreadWatchdog
 
 PLAN = StepPlan((), ())
 NOTHING = Load(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, draining=False)
@@ -83,7 +85,7 @@ class Beats:
 
 
 async def test_a_worker_beats_and_ticks_while_a_long_step_runs() -> None:
-    core, runner, outbox, inbox = OneStep(), HeldRunner(), Beats(), Inbox[Event]()
+    core, runner, outbox, inbox = OneStep(), HeldRunner(), Beats(), Inbox()
     loop = WorkerLoop(
         core,
         runner.start,
@@ -101,11 +103,11 @@ async def test_a_worker_beats_and_ticks_while_a_long_step_runs() -> None:
         runner.may_end.set()
         inbox.put(DrainAsked())
     assert len(core.ticks) >= 2
-    assert all(tick.silent_s >= BEAT_S * 0.9 for tick in core.ticks)
+    assert all(tick.silent_s >= HEARTBEAT_S * 0.9 for tick in core.ticks)
 
 
 async def test_a_step_that_hangs_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    core, runner, inbox = OneStep(), HeldRunner(), Inbox[Event]()
+    core, runner, inbox = OneStep(), HeldRunner(), Inbox()
     loop = WorkerLoop(
         core,
         runner.start,
@@ -124,7 +126,7 @@ async def test_a_step_that_hangs_ends_the_process(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_pulse_stops_when_its_loop_has_stood_still_for_too_long() -> None:
-    pulse = Pulse(stalled_s=10.0, now_s=0.0)
+    pulse = LoopWatchdog(stalled_s=10.0, now_s=0.0)
     assert pulse.beat(9.0)
     pulse.turn(9.5)
     assert pulse.beat(19.0)
@@ -132,29 +134,29 @@ def test_a_pulse_stops_when_its_loop_has_stood_still_for_too_long() -> None:
 
 
 def test_a_silence_is_told_once() -> None:
-    pulse = Pulse(stalled_s=100.0, now_s=0.0)
+    pulse = LoopWatchdog(stalled_s=100.0, now_s=0.0)
     for now_s in (0.5, 7.5, 8.0):
         pulse.beat(now_s)
     assert pulse.take_silence_s() == 7.0
     assert pulse.take_silence_s() == 0.0
 
 
-def looks(watch: Watch, turns: list[int | None], since_s: float) -> list[bool]:
+def looks(watch: ThreadWatchdog, turns: list[int | None], since_s: float) -> list[bool]:
     """Look at each beat; return whether the thread was seen to go on."""
-    return [watch.look(turn, since_s + BEAT_S * number) for number, turn in enumerate(turns, 1)]
+    return [watch.look(turn, since_s + HEARTBEAT_S * number) for number, turn in enumerate(turns, 1)]
 
 
 def test_a_thread_that_does_not_come_round_for_too_long_hangs() -> None:
-    assert looks(Watch(hung_s=2.0, now_s=0.0), [7, 7, 7, 7, 7, 7], 0.0) == [True] * 5 + [False]
+    assert looks(ThreadWatchdog(hung_s=2.0, now_s=0.0), [7, 7, 7, 7, 7, 7], 0.0) == [True] * 5 + [False]
 
 
 def test_a_thread_that_comes_round_or_rests_does_not_hang() -> None:
-    watch = Watch(hung_s=1.0, now_s=0.0)
+    watch = ThreadWatchdog(hung_s=1.0, now_s=0.0)
     assert all(looks(watch, [1, 1, 2, 2, 3, 3, None, None, None, None, 3, 3], 0.0))
 
 
 def test_time_in_which_the_process_was_frozen_is_not_its_threads() -> None:
-    watch = Watch(hung_s=2.0, now_s=0.0)
+    watch = ThreadWatchdog(hung_s=2.0, now_s=0.0)
     assert all(looks(watch, [7, 7], 0.0))
     assert watch.look(7, 500.0)
     assert looks(watch, [7, 7], 500.0) == [True, False]

@@ -4,10 +4,10 @@ Invariant: it says so only while its loop has turned within `stalled_s`, however
 every thread that is watched has come round within its time.
 """
 
-from pdserve.worker.messages import BEAT_S
+from pdserve.kvtransfer.doors import HEARTBEAT_S
 
 
-class Pulse:
+class LoopWatchdog:
     """Watches one loop: it turns between steps, and may stand still while a step runs."""
 
     def __init__(self, stalled_s: float, now_s: float) -> None:
@@ -34,7 +34,7 @@ class Pulse:
         return longest_s
 
 
-class Watch:
+class ThreadWatchdog:
     """Watches a thread that comes round by itself as long as it has something to do."""
 
     def __init__(self, hung_s: float, now_s: float) -> None:
@@ -48,7 +48,7 @@ class Watch:
 
         Of a longer time in which nobody asked, for the process was frozen, a beat counts: the thread was, too.
         """
-        awake_s = min(now_s - self._looked_s, 2 * BEAT_S)
+        awake_s = min(now_s - self._looked_s, 2 * HEARTBEAT_S)
         self._looked_s = now_s
         is_still = turn is not None and turn == self._turn
         self._still_s = self._still_s + awake_s if is_still else 0.0

@@ -1,0 +1,188 @@
+"""The incoming door of a worker: KV that arrives. Decides; does no I/O.
+
+Invariant: pages that a sender was offered leave this door's hands only as the receiver's half of the hand-off says.
+"""
+
+from collections.abc import Iterator
+
+from pdserve.decode_worker.granting import Arrival, Expected, Granting
+from pdserve.engine.kvcache import KvCache
+from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.sequence import Job
+from pdserve.errors import ProtocolError, Refusal
+from pdserve.kvtransfer import receiver
+from pdserve.kvtransfer.doors import (
+    HEARTBEAT_S,
+    Admitted,
+    CheckDigests,
+    Claim,
+    DigestsChecked,
+    IncomingEvent,
+    Landed,
+    NotAdmitted,
+    PeerGone,
+    Reserved,
+    Result,
+    SenderAlive,
+    SenderAttached,
+    SenderLost,
+    SenderSaid,
+    ToSender,
+)
+from pdserve.kvtransfer.lease import Leases
+from pdserve.kvtransfer.session import Capsule, HandoffKey, Peer
+from pdserve.reports import Failure
+
+
+class Incoming:
+    """All hand-offs that are to arrive."""
+
+    def __init__(self, scheduler: Scheduler, granting: Granting, lease_s: float, vocab_size: int) -> None:
+        self._scheduler = scheduler
+        self._granting = granting
+        self._leases = Leases(lease_s)
+        self._vocab_size = vocab_size
+        self._ungranted: list[Expected] = []  # wait for pages, most urgent first
+        self._arrivals: dict[HandoffKey, Arrival] = {}
+        self.num_digest_mismatches = 0
+
+    @property
+    def _cache(self) -> KvCache:
+        return self._scheduler.cache
+
+    @property
+    def num_open(self) -> int:
+        """Return how many hand-offs have pages set aside."""
+        return len(self._arrivals)
+
+    @property
+    def num_ungranted(self) -> int:
+        return len(self._ungranted)
+
+    @property
+    def pages_wanted(self) -> int:
+        """Return how many pages hand-offs wait for."""
+        return sum(self._cache.num_pages(len(expected.job.token_ids)) for expected in self._ungranted)
+
+    def num_granted_to(self, peer: Peer) -> int:
+        """Return how many grants of a sender are open: it may write into their pages."""
+        return sum(a.peer == peer and a.receiver.state is receiver.State.GRANTED for a in self._arrivals.values())
+
+    def claims(self) -> Iterator[Claim]:
+        return (arrival.claim for arrival in self._arrivals.values())
+
+    def is_open(self, key: HandoffKey) -> bool:
+        return key in self._arrivals
+
+    def is_ungranted(self, key: HandoffKey) -> bool:
+        return any(expected.key == key for expected in self._ungranted)
+
+    def expect(self, expected: Expected) -> None:
+        """Set pages aside for a hand-off as soon as there are some."""
+        self._ungranted.append(expected)
+        self._ungranted.sort(key=lambda each: each.urgency)
+
+    def grant_waiting(self) -> list[Result]:
+        """Reserve pages for hand-offs in their order, while there is room beside what runs."""
+        results: list[Result] = []
+        while self._ungranted and self._scheduler.num_waiting == 0:
+            num_coming = sum([len(a.job.indices) for a in self._arrivals.values() if not a.is_quarantined])
+            arrival = self._granting.reserve(self._ungranted[0], num_coming)
+            if arrival is None:
+                break
+            self._ungranted.pop(0)
+            self._arrivals[arrival.key] = arrival
+            results.append(Reserved(arrival.key, len(arrival.reused)))
+            if self._leases.holds(arrival.peer):
+                results += self._advance(arrival, receiver.SenderAttached())
+        return results
+
+    def give_up(self, key: HandoffKey, reason: str) -> list[Result]:
+        """End a hand-off, if there is one: its request has ended here. Its pages are free once they are safe."""
+        self._ungranted = [expected for expected in self._ungranted if expected.key != key]
+        arrival = self._arrivals.get(key)
+        return [] if arrival is None else self._advance(arrival, receiver.GaveUp(reason))
+
+    def handle(self, event: IncomingEvent, now_s: float) -> list[Result]:
+        """Take in one event. ProtocolError is the peer's and changes nothing."""
+        match event:
+            case SenderSaid(peer, key, said):
+                return self._take(peer, key, said)
+            case DigestsChecked(key, mismatch):
+                arrival = self._arrivals.get(key)
+                return [] if arrival is None else self._advance(arrival, receiver.DigestsChecked(mismatch))
+            case SenderAttached(peer):
+                self._leases.begin(peer, now_s)
+                return self._advance_all(peer, receiver.SenderAttached())
+            case SenderAlive(peer):
+                is_back = self._leases.renew(peer, now_s)
+                return self._advance_all(peer, receiver.SenderAttached()) if is_back else []
+            case SenderLost(peer, reason):
+                self._leases.end(peer)
+                return self._advance_all(peer, receiver.SenderLost(reason))
+            case PeerGone(peer):
+                self._leases.end(peer)
+                lost = [expected.key for expected in self._ungranted if expected.peer == peer]
+                self._ungranted = [expected for expected in self._ungranted if expected.peer != peer]
+                reason = "the sender's process ended"
+                failed: list[Result] = [NotAdmitted(key, Failure.PEER_LOST, reason) for key in lost]
+                return failed + self._advance_all(peer, receiver.SenderGone())
+
+    def tick(self, silent_s: float, now_s: float) -> list[Result]:
+        """Give up what was granted to senders that say nothing, unless it was this process that heard nothing."""
+        self._leases.excuse(max(0.0, silent_s - 2 * HEARTBEAT_S), now_s)
+        results: list[Result] = []
+        for peer, reason in self._leases.take_lapsed(now_s):
+            results += self._advance_all(peer, receiver.LeaseLapsed(reason))
+        return results
+
+    def _take(self, peer: Peer, key: HandoffKey, said: receiver.Event) -> list[Result]:
+        arrival = self._arrivals.get(key)
+        if arrival is None:
+            return []  # late news of a hand-off that is over
+        if arrival.peer != peer:
+            raise ProtocolError(f"{peer} speaks for a hand-off of {arrival.peer}", Refusal.INCARNATION)
+        if not isinstance(said, receiver.Committed):
+            return self._advance(arrival, said)
+        commit = said.commit
+        check_capsule(arrival.job, commit.capsule, self._vocab_size)
+        return [Landed(key, commit.handoff_bytes, commit.handoff_s), *self._advance(arrival, said)]
+
+    def _advance_all(self, peer: Peer, event: receiver.Event) -> list[Result]:
+        concerned = [arrival for arrival in self._arrivals.values() if arrival.peer == peer]
+        return [result for arrival in concerned for result in self._advance(arrival, event)]
+
+    def _advance(self, arrival: Arrival, event: receiver.Event) -> list[Result]:
+        commands = arrival.receiver.handle(event)
+        return [result for command in commands for result in self._perform(arrival, command)]
+
+    def _perform(self, arrival: Arrival, command: receiver.Command) -> Iterator[Result]:
+        pool, key, pages = self._cache.pool, arrival.key, arrival.receiver.grant.pages
+        match command:
+            case receiver.SendGrant() | receiver.SendTaken() | receiver.SendWithdrawn():
+                yield ToSender(arrival.peer, key, command)
+            case receiver.CheckDigests(digests):
+                yield CheckDigests(key, pages, digests)
+            case receiver.Admit(capsule):
+                del self._arrivals[key]
+                pool.adopt(pages)
+                yield Admitted(key, (*arrival.reused, *pages), len(arrival.reused), capsule)
+            case receiver.QuarantinePages():
+                arrival.is_quarantined = True
+                pool.quarantine(pages)
+            case receiver.FreePages():
+                del self._arrivals[key]
+                (pool.unquarantine if arrival.is_quarantined else pool.ungrant)(pages)
+                pool.release(arrival.reused)
+                yield NotAdmitted(key, None, "its sender gave it up")
+            case receiver.Failed(failure, reason):
+                self.num_digest_mismatches += failure is Failure.DIGEST_MISMATCH
+                yield NotAdmitted(key, failure, reason)
+
+
+def check_capsule(job: Job, capsule: Capsule, vocab_size: int) -> None:
+    """Raise ProtocolError unless a capsule is about this job."""
+    if capsule.num_tokens != len(job.token_ids):
+        raise ProtocolError(f"capsule: {capsule.num_tokens} tokens for {len(job.token_ids)}")
+    if not set(capsule.indices) <= set(job.indices) or max(capsule.first_tokens, default=0) >= vocab_size:
+        raise ProtocolError("capsule: not the continuations, or tokens, of this request")

@@ -1,0 +1,84 @@
+"""Around the incoming door: the address that senders dial, streams from them, and checks of what they wrote."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import grpc
+
+from pdserve.config import WorkerConfig
+from pdserve.errors import ConfigError
+from pdserve.kvtransfer.doors import CheckDigests, DigestsChecked, IncomingCommand, IncomingEvent, Sink, ToSender
+from pdserve.kvtransfer.region import Region
+from pdserve.kvtransfer.server import HandoffServicer
+from pdserve.kvtransfer.session import Peer
+from pdserve.proto.v1.handoff_pb2_grpc import add_HandoffServiceServicer_to_server
+from pdserve.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, join_address, listen, server_options, split_address
+
+STOP_GRACE_S = 1.0
+EVERYWHERE = ("", "0.0.0.0", "::")  # hosts that nobody can dial
+
+
+def check_addresses(config: WorkerConfig) -> None:
+    """Raise ConfigError where senders could not be told where to find this worker, which is what routers place here."""
+    address = config.handoff_advertise
+    if address is None and config.handoff_host in EVERYWHERE:
+        if config.role == "prefill":
+            return  # nobody is told to dial it
+        raise ConfigError(f"handoff_advertise: is required where handoff_host is {config.handoff_host!r}")
+    host, port = split_address(address or config.handoff_host)
+    if not host or (port and not port.isdigit()):
+        raise ConfigError(f"handoff_advertise: {address!r} is neither host nor host:port")
+
+
+def advertised(config: WorkerConfig, bound: str) -> str:
+    """Return where senders reach this worker, which listens on the address `bound`."""
+    if config.handoff_advertise is None:
+        return bound
+    host, port = split_address(config.handoff_advertise)
+    return join_address(host, int(port or split_address(bound)[1]))
+
+
+@asynccontextmanager
+async def listening(
+    servicer: HandoffServicer, config: WorkerConfig, secret: bytes, on_refused: Callable[[], None]
+) -> AsyncIterator[str]:
+    """Let senders attach for the length of the block; yields the address that they are told."""
+    server = grpc.aio.server(
+        interceptors=[RequireSecret(secret, on_refused)], options=server_options(INTERNAL_MESSAGE_BYTES)
+    )
+    add_HandoffServiceServicer_to_server(servicer, server)
+    bound = listen(server, config.handoff_host, config.handoff_port, "handoff_port")
+    await server.start()
+    try:
+        yield advertised(config, bound)
+    finally:
+        servicer.close()
+        await server.stop(STOP_GRACE_S)
+
+
+class IncomingShell:
+    """Carries out what the incoming door decides. Each check of digests is in a thread."""
+
+    def __init__(
+        self, servicer: HandoffServicer, region: Region, sink: Sink[IncomingEvent], tasks: asyncio.TaskGroup
+    ) -> None:
+        self._servicer = servicer
+        self._region = region
+        self._sink = sink
+        self._tasks = tasks
+
+    def perform(self, command: IncomingCommand) -> None:
+        match command:
+            case ToSender(peer, key, message):
+                self._servicer.send(peer, key, message)
+            case CheckDigests():
+                self._tasks.create_task(self._check(command), name="digests")
+
+    def forget(self, peer: Peer) -> None:
+        """Let a process that has ended attach no more."""
+        self._servicer.forget(peer)
+
+    async def _check(self, command: CheckDigests) -> None:
+        mismatch = await asyncio.to_thread(self._region.first_mismatch, command.pages, command.digests)
+        self._sink.put(DigestsChecked(command.key, mismatch))

@@ -1,0 +1,245 @@
+"""What the two doors of a worker hear, do and bring about. Pure values.
+
+KV leaves through the outgoing door to a *receiver*, and arrives through the incoming door from a *sender*. An outcome
+is for the worker whose doors they are: it alone knows which request a hand-off belongs to.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+from pdserve.ids import PageId
+from pdserve.kvtransfer import receiver, sender
+from pdserve.kvtransfer.session import Capsule, HandoffKey, Pages, Peer
+from pdserve.reports import Failure
+from pdserve.values import value
+
+ReportT_contra = TypeVar("ReportT_contra", contravariant=True)
+
+HEARTBEAT_S = 0.5  # every process says so often that it lives, and lets its doors know that time passes
+
+
+@value
+class Claim:
+    """The pages that one thing that goes on has: one hold on each, or a grant, or quarantined ones."""
+
+    held: Sequence[PageId] = ()
+    granted: Sequence[PageId] = ()
+    quarantined: Sequence[PageId] = ()
+
+
+# ---- events
+
+
+@value
+class ReceiverAttached:
+    """The stream to a receiver stands."""
+
+    peer: Peer
+
+
+@value
+class ReceiverSaid:
+    """A receiver said something about a hand-off, or a copy into its pages has stopped."""
+
+    peer: Peer
+    key: HandoffKey
+    event: sender.Event
+
+
+@value
+class ReceiverLost:
+    """The stream to a receiver has ended, or could not be had."""
+
+    peer: Peer
+    reason: str
+
+
+@value
+class SenderAttached:
+    """A stream from a sender stands."""
+
+    peer: Peer
+
+
+@value
+class SenderAlive:
+    """The engine loop of an attached sender goes on."""
+
+    peer: Peer
+
+
+@value
+class SenderSaid:
+    """A sender said something about a hand-off."""
+
+    peer: Peer
+    key: HandoffKey
+    event: receiver.Event
+
+
+@value
+class SenderLost:
+    """The stream from a sender has ended. Its process, and its writes, may go on."""
+
+    peer: Peer
+    reason: str
+
+
+@value
+class DigestsChecked:
+    key: HandoffKey
+    mismatch: int | None  # position of the first page whose digest differs
+
+
+@value
+class PeerGone:
+    """A process is known to have ended, and nothing that it has sent can reach a page here any more."""
+
+    peer: Peer
+
+
+# ---- commands
+
+
+@value
+class Connect:
+    """Have a stream to a receiver; nothing if it stands. ReceiverLost follows if it cannot be had."""
+
+    peer: Peer
+    address: str
+
+
+@value
+class Copy:
+    """Write pages into the receiver's; CopyStopped follows, whatever happens."""
+
+    peer: Peer
+    key: HandoffKey
+    src: Pages
+    dst: Pages
+
+
+@value
+class CancelCopies:
+    """Write nothing more of a hand-off than is on its way; CopyStopped follows for each of its copies all the same."""
+
+    peer: Peer
+    key: HandoffKey
+
+
+@value
+class Probe:
+    """Measure the way to a receiver, unless that has been done."""
+
+    peer: Peer
+
+
+@value
+class ToReceiver:
+    peer: Peer
+    key: HandoffKey
+    message: sender.SendCommit | sender.SendQuiesced
+
+
+@value
+class ToSender:
+    peer: Peer
+    key: HandoffKey
+    message: receiver.SendGrant | receiver.SendTaken | receiver.SendWithdrawn
+
+
+@value
+class CheckDigests:
+    """Compare pages with digests; DigestsChecked follows."""
+
+    key: HandoffKey
+    pages: Pages
+    digests: tuple[int, ...]
+
+
+@value
+class Forget:
+    """A process has ended: end its streams, attach it no more, and report every copy to it stopped."""
+
+    peer: Peer
+
+
+# ---- outcomes
+
+
+@value
+class Granted:
+    """The receiver has set pages aside for a hand-off that leaves."""
+
+    key: HandoffKey
+
+
+@value
+class Sent:
+    """The receiver has taken a hand-off over."""
+
+    key: HandoffKey
+
+
+@value
+class Unsent:
+    """A hand-off that was to leave has failed."""
+
+    key: HandoffKey
+    failure: Failure
+    reason: str
+
+
+@value
+class Reserved:
+    """Pages are set aside for a hand-off that is to arrive."""
+
+    key: HandoffKey
+    num_reused: int  # leading pages that were here before, and are held for it
+
+
+@value
+class Landed:
+    """The sender has written every page."""
+
+    key: HandoffKey
+    handoff_bytes: int
+    handoff_s: float
+
+
+@value
+class Admitted:
+    """What was written is what was sent. The pages are the worker's now, which has one hold on each."""
+
+    key: HandoffKey
+    pages: Pages
+    num_reused: int
+    capsule: Capsule
+
+
+@value
+class NotAdmitted:
+    """A hand-off that was to arrive has failed."""
+
+    key: HandoffKey
+    failure: Failure | None  # None: its sender has told the router why
+    reason: str
+
+
+OutgoingEvent = ReceiverAttached | ReceiverSaid | ReceiverLost | PeerGone
+IncomingEvent = SenderAttached | SenderAlive | SenderSaid | SenderLost | DigestsChecked | PeerGone
+OutgoingCommand = Connect | Copy | CancelCopies | Probe | ToReceiver
+IncomingCommand = ToSender | CheckDigests
+Command = OutgoingCommand | IncomingCommand | Forget
+Outcome = Granted | Sent | Unsent | Reserved | Landed | Admitted | NotAdmitted
+Result = Command | Outcome  # what a door answers an event with, in order
+
+
+class Sink(Protocol[ReportT_contra]):
+    """Takes what streams report, in order."""
+
+    def put(self, report: ReportT_contra) -> None:
+        """Take a report on a stream itself; there are only so many."""
+
+    async def offer(self, report: ReportT_contra) -> None:
+        """Take a message of the other end; waits while the process has too much to do."""

@@ -1,0 +1,342 @@
+"""What a worker does next. Decides; does no I/O.
+
+Invariants: a sequence runs only on pages admitted for it, or computed here; each task reports its tokens or one
+failure, or was cancelled. A task ends with its request; the door that its hand-off goes by gives the pages back.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from pdserve.decode_worker.granting import Expected, Granting
+from pdserve.decode_worker.incoming import Incoming
+from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.sequence import Broken, Computed, Sampled, Sequence, Split, Started
+from pdserve.engine.step import StepPlan, StepResult
+from pdserve.errors import InvariantError
+from pdserve.ids import Attempt, RequestId
+from pdserve.kvtransfer import doors
+from pdserve.kvtransfer.doors import (
+    Claim,
+    DigestsChecked,
+    PeerGone,
+    ReceiverAttached,
+    ReceiverLost,
+    ReceiverSaid,
+    SenderAlive,
+    SenderAttached,
+    SenderLost,
+    SenderSaid,
+)
+from pdserve.kvtransfer.session import Capsule, HandoffKey
+from pdserve.prefill_worker.outgoing import Outgoing
+from pdserve.prefill_worker.starting import Starting
+from pdserve.reports import Failure, Stage
+from pdserve.worker.admission import Draining, Rules, refusal
+from pdserve.worker.audit import Auditor
+from pdserve.worker.load import Taken
+from pdserve.worker.messages import (
+    Cancelled,
+    Command,
+    DrainAsked,
+    Event,
+    Failed,
+    Load,
+    Placed,
+    Progress,
+    RouterLost,
+    Ticked,
+    Tokens,
+)
+from pdserve.worker.tasks import Task, arrived
+
+
+class WorkerCore:
+    """One engine, and the two doors through which KV leaves it and arrives."""
+
+    def __init__(
+        self, scheduler: Scheduler, vocab_size: int, page_bytes: int, capability_key: bytes, rules: Rules
+    ) -> None:
+        pool = scheduler.cache.pool
+        self._scheduler = scheduler
+        self._vocab_size = vocab_size
+        self._max_tasks = rules.max_tasks
+        self._tasks: dict[tuple[RequestId, Attempt], Task] = {}  # by key
+        self._starting = Starting(scheduler)
+        self.outgoing = Outgoing(pool, page_bytes, rules.max_tasks)
+        granting = Granting(scheduler, capability_key, rules.digests, rules.lease_s)
+        self.incoming = Incoming(scheduler, granting, rules.lease_s, vocab_size)
+        self._draining = Draining(rules.max_quarantined_share)
+        self._auditor = Auditor(pool)
+        self._taken = Taken()
+
+    @property
+    def idle(self) -> bool:
+        return not self._tasks and not self.outgoing.num_open and not self.incoming.num_open
+
+    @property
+    def drained(self) -> bool:
+        """Whether nothing is left to wait for. Peers that may be frozen give no page back before this process ends."""
+        return self._draining.is_on and not self._tasks and self.outgoing.is_stuck
+
+    def claims(self) -> Iterator[Claim]:
+        """Yield the pages of everything that goes on."""
+        yield Claim(held=self._scheduler.leaving)
+        for task in self._tasks.values():
+            yield from (Claim(held=sequence.pages) for sequence in task.sequences)
+        yield from self.outgoing.claims()
+        yield from self.incoming.claims()
+
+    def load(self) -> Load:
+        scheduler, cache, num_stuck = self._scheduler, self._scheduler.cache, self.outgoing.num_stuck_pages
+        pool = cache.pool
+        return Load(
+            pages_free=pool.num_free,
+            pages_held=pool.num_held - num_stuck,
+            pages_granted=pool.num_granted,
+            pages_quarantined=pool.num_quarantined + num_stuck,
+            pages_cached=cache.num_cached,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting + self._starting.num_waiting + self.incoming.num_ungranted,
+            waiting_tokens=scheduler.waiting_tokens + self._starting.waiting_tokens,
+            kv_tokens=scheduler.kv_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_handoffs=self.outgoing.num_open + self.incoming.num_open,
+            num_digest_mismatches=self.incoming.num_digest_mismatches,
+            draining=self._draining.is_on,
+            pages_leaked=self._auditor.num_leaked,
+            drain_reason=self._draining.reason,
+            pages_wanted=scheduler.pages_wanted + self.incoming.pages_wanted,
+            parts=self._taken.parts((task.router, task.load_part) for task in self._tasks.values()),
+        )
+
+    def handle(self, event: Event, now_s: float) -> list[Command]:
+        """Take in one event; return what to do now, in order. ProtocolError is the peer's and changes nothing."""
+        commands = self._react(event, now_s)
+        return commands + self._use_room(now_s)
+
+    def plan(self, now_s: float) -> StepPlan | None:
+        """Return the next step, or None if there is nothing to compute."""
+        del now_s
+        return self._scheduler.plan()
+
+    def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> list[Command]:  # noqa: C901 - one match
+        """Take in what a step brought."""
+        commands: list[Command] = []
+        handed_off: dict[HandoffKey, Task] = {}
+        for outcome in self._scheduler.commit(plan, result):
+            task = self._tasks.get(outcome.sequence.job.key)
+            if task is None:
+                continue  # an outcome before this one has ended it
+            match outcome:
+                case Sampled(sequence, index, position, token, finish):
+                    commands.append(Tokens(task.router, task.key, index, position, token, finish))
+                    if task.target is not None:
+                        handed_off[task.key] = task
+                        task.first_tokens += ((index, token.token_id),) if finish is None else ()
+                    elif finish is not None and sequence.indices == (index,):
+                        self._replace(task, sequence, ())
+                case Started(sequence):
+                    commands.append(_started(task, sequence, now_s - result.elapsed_s))
+                case Computed(sequence):
+                    commands += self._computed(task, sequence, now_s)
+                case Split(sequence, children):
+                    self._replace(task, sequence, children)
+                    self._drop_sequences(task)
+                case Broken(_, reason):
+                    commands.append(Failed(task.router, task.key, Failure.INTERNAL, reason))
+                    commands += self._give_up([task.key], reason, now_s)
+        for task in handed_off.values():
+            commands += self._hand_off(task, now_s)
+        return commands + self._use_room(now_s)
+
+    def _react(self, event: Event, now_s: float) -> list[Command]:
+        match event:
+            case Placed():
+                return self._place(event, now_s)
+            case Cancelled():
+                return self._cancel(event, now_s)
+            case RouterLost(router):
+                self._taken.forget(router)
+                orphans = [task.key for task in self._tasks.values() if task.router == router]
+                return self._give_up(orphans, "router lost", now_s)
+            case DrainAsked():
+                self._draining.ask()
+                return []
+            case Ticked(silent_s):
+                return self._tick(silent_s, now_s)
+            case ReceiverAttached() | ReceiverSaid() | ReceiverLost():
+                return self._take(self.outgoing.handle(event, now_s), now_s)
+            case SenderAttached() | SenderAlive() | SenderSaid() | SenderLost() | DigestsChecked():
+                return self._take(self.incoming.handle(event, now_s), now_s)
+            case PeerGone(peer):
+                results = self.outgoing.handle(event, now_s) + self.incoming.handle(event, now_s)
+                return [*self._take(results, now_s), doors.Forget(peer)]
+
+    def _place(self, placed: Placed, now_s: float) -> list[Command]:
+        job, source, target = placed.job, placed.source, placed.target
+        key = HandoffKey(job.request_id, job.attempt)
+        reason = refusal(self._scheduler, job, self._vocab_size)
+        if reason is not None:
+            return [Failed(placed.router, key, Failure.INVALID, reason)]
+        is_known = key in self._tasks or self.outgoing.is_open(key) or self.incoming.is_open(key)
+        if self._draining.is_on or len(self._tasks) >= self._max_tasks or is_known:
+            why = "draining" if self._draining.is_on else f"{len(self._tasks)} of {self._max_tasks} requests"
+            return [Failed(placed.router, key, Failure.OVERLOADED, why)]
+        if target is not None and self.outgoing.is_closed(target, key):
+            return [Failed(placed.router, key, Failure.PEER_LOST, "its grant was given back before it was placed")]
+        order = self._taken.add(placed.router, job, computes=source is None)
+        task = self._tasks[key] = Task(placed.router, job, placed.deadline_s, order, source, target)
+        if source is not None:
+            self.incoming.expect(Expected(key, source, job, order, task.prefix))
+            return []
+        sequence = Sequence(job, job.indices, list(job.token_ids), order, stop_after_prompt=target is not None)
+        task.sequences.append(sequence)
+        self._starting.add(key, sequence, is_granted=target is None)
+        commands: list[Command] = [Progress(placed.router, key, Stage.PREFILL_QUEUED, now_s)]
+        if target is not None:
+            commands += self._take(self.outgoing.open(key, target, placed.target_address, now_s), now_s)
+        return commands
+
+    def _use_room(self, now_s: float) -> list[Command]:
+        """Let prompts start and set pages aside for hand-offs, as far as there is room."""
+        self._starting.start()
+        return self._take(self.incoming.grant_waiting(), now_s)
+
+    def _tick(self, silent_s: float, now_s: float) -> list[Command]:
+        results = self.outgoing.tick(silent_s, now_s) + self.incoming.tick(silent_s, now_s)
+        commands = self._take(results, now_s)
+        late = [task.key for task in self._tasks.values() if task.deadline_s < now_s]
+        commands += self._give_up(late, "deadline", now_s)
+        self._auditor.look(self.claims(), now_s, idle=self.idle)
+        return commands + self._leave_if_too_much_is_quarantined(now_s)
+
+    def _leave_if_too_much_is_quarantined(self, now_s: float) -> list[Command]:
+        """Drain once too few pages are left to be of use, and give back what waits for pages."""
+        pool = self._scheduler.cache.pool
+        if not self._draining.look(pool.num_quarantined + self.outgoing.num_stuck_pages, pool.num_pages):
+            return []
+        tasks = self._tasks.values()
+        refused = [task for task in tasks if task.is_unstarted or self.incoming.is_ungranted(task.key)]
+        code, reason = Failure.OVERLOADED, self._draining.reason
+        failed: list[Command] = [Failed(task.router, task.key, code, reason) for task in refused]
+        return failed + self._give_up([task.key for task in refused], reason, now_s)
+
+    def _cancel(self, cancelled: Cancelled, now_s: float) -> list[Command]:
+        unwanted: list[HandoffKey] = []
+        for task in list(self._tasks.values()):
+            key = task.key
+            if key.request_id != cancelled.request_id or key.attempt > cancelled.attempt:
+                continue
+            task.dropped.update(cancelled.indices or task.job.indices)
+            if task.dropped.issuperset(task.job.indices):
+                unwanted.append(key)
+            else:
+                self._drop_sequences(task)
+        return self._give_up(unwanted, "cancelled", now_s)
+
+    def _computed(self, task: Task, sequence: Sequence, now_s: float) -> list[Command]:
+        """Send the pages of a prompt that have become final: full ones, and at the end the last one."""
+        is_done = sequence.num_missing == 0
+        commands: list[Command] = []
+        if is_done and task.source is None and len(sequence.tokens) == len(task.job.token_ids):
+            commands.append(Progress(task.router, task.key, Stage.PREFILL_DONE, now_s))
+        if task.target is not None:
+            num_final = len(sequence.pages) if is_done else sequence.computed // self._scheduler.cache.page_size
+            commands += self._take(self.outgoing.announce(task.key, sequence.pages[:num_final], now_s), now_s)
+        return commands
+
+    def _hand_off(self, task: Task, now_s: float) -> list[Command]:
+        """Leave a prompt whose first tokens are known to its target, if any continuation goes on."""
+        if not task.first_tokens:
+            return self._give_up([task.key], "finished with its first token", now_s)
+        (sequence,) = task.sequences
+        task.sequences.clear()
+        self._scheduler.remove(sequence)  # its pages are held by the door
+        indices, tokens = zip(*task.first_tokens, strict=True)
+        capsule = Capsule(len(sequence.tokens), tokens, indices)
+        return self._take(self.outgoing.finish(task.key, capsule, now_s), now_s)
+
+    def _give_up(self, keys: Iterable[HandoffKey], reason: str, now_s: float) -> list[Command]:
+        """End tasks without a word to their routers."""
+        commands: list[Command] = []
+        for key in keys:
+            self._end(self._tasks[key])
+            results = self.outgoing.give_up(key, reason, now_s) + self.incoming.give_up(key, reason)
+            commands += self._take(results, now_s)
+        return commands
+
+    def _end(self, task: Task) -> None:
+        """Drop a task and what it runs. A hand-off of it goes on until its pages are safe."""
+        del self._tasks[task.key]
+        self._starting.remove(task.key)
+        for sequence in task.sequences:
+            self._scheduler.remove(sequence)
+
+    def _take(self, results: Iterable[doors.Result], now_s: float) -> list[Command]:
+        """Return the commands of a door, with what its outcomes are to routers in their place."""
+        commands: list[Command] = []
+        for result in results:
+            match result:
+                case doors.Granted(key):
+                    self._starting.granted(key)
+                case (
+                    doors.Sent(key)
+                    | doors.Unsent(key)
+                    | doors.Reserved(key)
+                    | doors.Landed(key)
+                    | doors.Admitted(key)
+                    | doors.NotAdmitted(key)
+                ):
+                    task = self._tasks.get(key)
+                    if task is not None:
+                        commands += self._conclude(task, result, now_s)
+                    elif isinstance(result, doors.Admitted):
+                        raise InvariantError("a hand-off outlived its task without being given up")
+                case _:
+                    commands.append(result)
+        return commands
+
+    def _conclude(self, task: Task, outcome: doors.Outcome, now_s: float) -> Iterator[Command]:
+        """Let a task go on, or end, with what has become of its hand-off."""
+        router, key = task.router, task.key
+        match outcome:
+            case doors.Sent():
+                self._end(task)
+            case doors.Unsent(_, failure, reason) | doors.NotAdmitted(_, failure, reason):
+                self._end(task)
+                if failure is not None:
+                    yield Failed(router, key, failure, reason)
+            case doors.Reserved(_, num_reused):
+                yield Progress(router, key, Stage.GRANTED, now_s, pages_reused=num_reused)
+            case doors.Landed(_, num_bytes, seconds):
+                yield Progress(router, key, Stage.LANDED, now_s, handoff_bytes=num_bytes, handoff_s=seconds)
+            case doors.Admitted():
+                self._admit(task, outcome)
+                yield Progress(router, key, Stage.COMMITTED, now_s)
+            case doors.Granted():
+                pass
+
+    def _admit(self, task: Task, admitted: doors.Admitted) -> None:
+        """Let the sequences that a hand-off has become join the batch."""
+        task.sequences += arrived(self._scheduler, task, admitted)
+        for sequence in task.sequences:
+            self._scheduler.join(sequence)
+        self._drop_sequences(task)
+
+    def _drop_sequences(self, task: Task) -> None:
+        """Stop continuations that are no longer wanted, once each runs by itself."""
+        for sequence in [s for s in task.sequences if task.dropped.issuperset(s.indices)]:
+            self._scheduler.remove(sequence)
+            self._replace(task, sequence, ())
+
+    def _replace(self, task: Task, sequence: Sequence, children: tuple[Sequence, ...]) -> None:
+        """Replace one of a task's sequences; end the task after its last."""
+        task.sequences.remove(sequence)
+        task.sequences += children
+        if not task.sequences:
+            self._end(task)
+
+
+def _started(task: Task, sequence: Sequence, at_s: float) -> Progress:
+    if task.source is not None:
+        return Progress(task.router, task.key, Stage.DECODE_JOINED, at_s)
+    return Progress(task.router, task.key, Stage.PREFILL_STARTED, at_s, sequence.num_cached_tokens)

@@ -1,0 +1,91 @@
+"""Events on their way to a worker's core."""
+
+import asyncio
+from collections import deque
+
+from pdserve.kvtransfer.doors import PeerGone
+from pdserve.kvtransfer.mover import Mover
+from pdserve.worker.messages import Event
+
+MAX_INBOX = 16384  # events; beyond it, streams are read no further
+
+
+class Inbox:
+    """Events that wait for the core, in order of arrival."""
+
+    def __init__(self) -> None:
+        self._events: deque[Event] = deque()
+        self._has_news = asyncio.Event()
+        self._has_room = asyncio.Event()
+        self._has_room.set()
+
+    def put(self, event: Event) -> None:
+        """Add an event of which only so many can be outstanding, such as an answer to a command."""
+        self._events.append(event)
+        self._has_news.set()
+        if len(self._events) >= MAX_INBOX:
+            self._has_room.clear()
+
+    async def offer(self, event: Event) -> None:
+        """Add an event from the network, once there is room."""
+        await self._has_room.wait()
+        self.put(event)
+
+    def drain(self) -> list[Event]:
+        events = list(self._events)
+        self._events.clear()
+        self._has_news.clear()
+        self._has_room.set()
+        return events
+
+    async def wait(self) -> None:
+        """Return when there is an event, or when woken."""
+        await self._has_news.wait()
+
+    def wake(self) -> None:
+        """Let whoever waits look around, though there may be no event."""
+        self._has_news.set()
+
+
+class Listener:
+    """Takes what routers and peers report, and puts it into the inbox in its order, but for the ends of processes.
+
+    What a process had sent may still be on its way into our pages. Its end is reported to the core once that can reach
+    none of them. A frozen writer may put that off; nothing else waits for it.
+    """
+
+    def __init__(self, inbox: Inbox, tasks: asyncio.TaskGroup) -> None:
+        self._inbox = inbox
+        self._tasks = tasks
+        self._settling: set[asyncio.Task[None]] = set()
+        self._mover: Mover | None = None
+
+    def guard(self, mover: Mover) -> None:
+        """Wait for what this mover may still write. Nobody may be granted a page before this."""
+        self._mover = mover
+
+    def put(self, event: Event) -> None:
+        """Take an event of which only so many can be outstanding."""
+        if isinstance(event, PeerGone):
+            settling = self._tasks.create_task(self._settle(event), name=f"end of {event.peer.worker_id}")
+            self._settling.add(settling)
+            settling.add_done_callback(self._settling.discard)
+        else:
+            self._inbox.put(event)
+
+    async def offer(self, event: Event) -> None:
+        """Take an event from the network; waits while the core has too much to do."""
+        if isinstance(event, PeerGone):
+            self.put(event)
+        else:
+            await self._inbox.offer(event)
+
+    def close(self) -> None:
+        """Report no more ends of processes."""
+        for settling in self._settling:
+            settling.cancel()
+
+    async def _settle(self, gone: PeerGone) -> None:
+        if self._mover is not None:
+            await self._mover.settle(gone.peer)
+        await self._inbox.offer(gone)

@@ -1,0 +1,217 @@
+"""The life of a worker's process: attach, load, serve, drain, leave."""
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+
+from pdserve.clock import Clock, MonotonicClock
+from pdserve.config import WorkerConfig
+from pdserve.decode_worker.shell import IncomingShell, check_addresses, listening
+from pdserve.engine.runner import run
+from pdserve.engine.step import StepPlan, StepResult
+from pdserve.errors import ProtocolError, Refusal
+from pdserve.files import ReadyFile
+from pdserve.ids import MAX_WORKER_TASKS, Incarnation, WorkerId
+from pdserve.incarnation import new_incarnation
+from pdserve.kvlayout_wire import layout_to_proto
+from pdserve.kvtransfer.client import HandoffClient
+from pdserve.kvtransfer.greeting import Party
+from pdserve.kvtransfer.server import HandoffServicer
+from pdserve.kvtransfer.session import DigestPolicy, Peer
+from pdserve.prefill_worker.probes import Probes
+from pdserve.prefill_worker.shell import Copies, OutgoingShell
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.rpc import PROTOCOL_VERSION, read_secret, split_address
+from pdserve.signals import drain_on_signals
+from pdserve.telemetry import configure_logging
+from pdserve.worker import wire
+from pdserve.worker.admission import Rules
+from pdserve.worker.boot import Engine, build_engine, open_model
+from pdserve.worker.core import WorkerCore
+from pdserve.worker.ending import end_dismissed
+from pdserve.worker.failing import Isolating
+from pdserve.worker.inbox import Inbox, Listener
+from pdserve.worker.kv_feed import KvFeed
+from pdserve.worker.kv_publisher import KvPublisher, publishing
+from pdserve.worker.link import FromRouter, Links
+from pdserve.worker.loop import WorkerLoop
+from pdserve.worker.machine import device_name
+from pdserve.worker.messages import DrainAsked, RouterLost
+from pdserve.worker.movers import build_mover, check_network, kv_region
+from pdserve.worker.outbox import Outbox
+from pdserve.worker.reporting import Reporter
+from pdserve.worker.threads import EngineThread
+
+logger = logging.getLogger(__name__)
+
+PROGRESS_STEP = 0.02  # share of the model between two reports of loading
+ROLES = {"prefill": link.ROLE_PREFILL, "decode": link.ROLE_DECODE}
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who this process is."""
+
+    peer: Peer
+    secret: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """What serves, once the model is loaded."""
+
+    core: WorkerCore
+    outbox: Outbox
+    handoff_address: str
+
+
+async def serve(config: WorkerConfig) -> None:
+    """Run a worker until it has drained: after SIGTERM or SIGINT, at a router's word, or by its own decision."""
+    check_addresses(config)
+    check_network(config)
+    configure_logging(config.worker_id, config.log_level)
+    incarnation = Incarnation(config.incarnation) if config.incarnation else new_incarnation()
+    identity = Identity(Peer(WorkerId(config.worker_id), incarnation), read_secret(config.secret_file))
+    register = _registration(config, incarnation)
+    inbox, clock, ready = Inbox(), MonotonicClock(), ReadyFile(config.ready_file)
+    async with EngineThread() as thread, asyncio.TaskGroup() as group:
+        listener = Listener(inbox, group)
+        links = Links(config.routers, identity.secret, register, RouterListener(listener, clock), end_dismissed)
+        linking = group.create_task(links.run(), name="links")
+        engine = await thread.call(_load, config, identity, _Progress(links, register))
+        _describe(engine, config.device, register)
+        steps = Isolating(partial(run, engine.runner))
+
+        def start_step(plan: StepPlan) -> asyncio.Future[StepResult]:
+            return thread.call(steps.run, plan)
+
+        def drain() -> None:
+            ready.withdraw()
+            inbox.put(DrainAsked())
+
+        def reporter(publisher: KvPublisher | None) -> Reporter:
+            feed = KvFeed(engine.scheduler.cache, links, publisher)
+            return Reporter(links, clock, feed, on_draining=ready.withdraw)
+
+        with drain_on_signals(asyncio.get_running_loop(), drain, config.drain_timeout_s), ready:
+            async with (
+                publishing(config, identity.secret, register) as publisher,
+                assemble(config, engine, identity, listener, reporter(publisher)) as worker,
+            ):
+                register.ready = True
+                register.load_progress = 1.0
+                register.handoff_address = worker.handoff_address
+                worker.outbox.beat(worker.core.load(), 0)  # before anybody counts on its pages
+                links.update(register)
+                ready.write(json.dumps({"handoff": worker.handoff_address, "pid": os.getpid()}))
+                logger.info("ready: %s, %d pages", engine.model_name, engine.scheduler.cache.pool.num_pages)
+                loop = WorkerLoop(worker.core, start_step, inbox, worker.outbox, clock, config.stalled_step_s)
+                await loop.run()
+                links.finish()
+                await linking
+                listener.close()
+    logger.info("drained")
+
+
+@asynccontextmanager
+async def assemble(
+    config: WorkerConfig, engine: Engine, identity: Identity, listener: Listener, reporter: Reporter
+) -> AsyncIterator[Worker]:
+    """Set up the core and both doors, and take them down again."""
+    copies, region = Copies(listener), kv_region(engine)
+    host, advertised = config.handoff_host, split_address(config.handoff_advertise or "")[0]
+    mover = build_mover(config, identity.peer, region, copies.stopped, identity.secret, (host, advertised))
+    listener.guard(mover)
+    rules = Rules(MAX_WORKER_TASKS, DigestPolicy(config.digests), config.max_quarantined_share, config.lease_s)
+    core = WorkerCore(engine.scheduler, engine.vocab_size, engine.layout.page_bytes, secrets.token_bytes(32), rules)
+    me = Party(identity.peer, engine.layout, mover)
+    servicer = HandoffServicer(me, listener, reporter.refused)
+    try:
+        async with (
+            asyncio.TaskGroup() as tasks,
+            listening(servicer, config, identity.secret, lambda: reporter.refuse(Refusal.SECRET)) as address,
+        ):
+            probes = Probes(mover, reporter.report_pair, tasks, config.slow_pair_bytes_per_s)
+            client = HandoffClient(me, identity.secret, listener, tasks, reporter.refused)
+            outgoing = OutgoingShell(client, mover, copies, probes)
+            incoming = IncomingShell(servicer, region, listener, tasks)
+            yield Worker(core, Outbox(outgoing, incoming, reporter, MonotonicClock()), address)
+            await outgoing.close()
+    finally:
+        await asyncio.to_thread(mover.close)
+
+
+class RouterListener:
+    """Takes what routers say. What is malformed is dropped."""
+
+    def __init__(self, listener: Listener, clock: Clock) -> None:
+        self._listener = listener
+        self._clock = clock
+
+    def put(self, report: FromRouter | RouterLost) -> None:
+        if isinstance(report, RouterLost):
+            self._listener.put(report)
+
+    async def offer(self, report: FromRouter | RouterLost) -> None:
+        try:
+            event = (
+                report
+                if isinstance(report, RouterLost)
+                else wire.event(report.message, report.router, self._clock.now_s())
+            )
+        except ProtocolError as error:
+            logger.warning("router %d: refused: %s", report.router, error)
+            return
+        if event is not None:
+            await self._listener.offer(event)
+
+
+class _Progress:
+    """Tells routers how far a model's loading has come."""
+
+    def __init__(self, links: Links, register: link.Register) -> None:
+        self._links = links
+        self._register = register
+        self._loop = asyncio.get_running_loop()
+        self._told = 0.0
+
+    def tell(self, share: float) -> None:
+        """Tell it in whole steps; from any thread."""
+        if share - self._told >= PROGRESS_STEP:
+            self._told = share
+            self._loop.call_soon_threadsafe(self._report, share)
+
+    def _report(self, share: float) -> None:
+        self._register.load_progress = min(share, 0.99)
+        self._links.update(self._register)
+
+
+def _registration(config: WorkerConfig, incarnation: Incarnation) -> link.Register:
+    return link.Register(
+        worker_id=config.worker_id,
+        incarnation=incarnation,
+        role=ROLES[config.role],
+        protocol_version=PROTOCOL_VERSION,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        host=socket.gethostname(),
+    )
+
+
+def _load(config: WorkerConfig, identity: Identity, progress: _Progress) -> Engine:
+    return build_engine(config, open_model(config), identity.secret, progress.tell)
+
+
+def _describe(engine: Engine, device: str, register: link.Register) -> None:
+    register.model = engine.model_name
+    register.device = device_name(device)
+    register.num_pages = engine.scheduler.cache.pool.num_pages
+    register.max_model_len = engine.scheduler.limits.max_model_len
+    register.layout.CopyFrom(layout_to_proto(engine.layout))

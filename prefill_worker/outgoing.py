@@ -1,0 +1,185 @@
+"""The outgoing door of a worker: KV that leaves it. Decides; does no I/O.
+
+Invariant: a page is held here from when it is announced until no copy of its hand-off reads it any more, whatever
+becomes of the request meanwhile. Each hand-off is released once.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from pdserve.engine.pages import PagePool
+from pdserve.ids import PageId
+from pdserve.kvtransfer import sender
+from pdserve.kvtransfer.doors import (
+    HEARTBEAT_S,
+    CancelCopies,
+    Claim,
+    Copy,
+    Granted,
+    OutgoingEvent,
+    PeerGone,
+    Probe,
+    ReceiverAttached,
+    ReceiverLost,
+    ReceiverSaid,
+    Result,
+    Sent,
+    ToReceiver,
+    Unsent,
+)
+from pdserve.kvtransfer.sender import Sender, State
+from pdserve.kvtransfer.session import MIN_LEASE_S, Capsule, HandoffKey, Peer
+from pdserve.prefill_worker.early_grants import EarlyGrants
+from pdserve.prefill_worker.redialling import Redialling
+
+STUCK_S = 10.0  # until copies that do not stop count as those to a frozen peer; a peer is lost after 4 s
+
+
+@dataclass(slots=True, eq=False)
+class _Handoff:
+    """One hand-off, from its placement until its pages are released."""
+
+    key: HandoffKey
+    peer: Peer
+    sender: Sender = field(default_factory=Sender)
+    held: list[PageId] = field(default_factory=list)  # the prompt's pages that are announced, in order
+    sendable_s: float = 0.0  # when the last page was final, or its room known
+    draining_s: float = 0.0  # given up, and waiting for its copies to stop
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether its copies do not stop: their peer may be frozen, and its pages come back with one process's end."""
+        return self.draining_s >= STUCK_S
+
+
+class Outgoing:
+    """All hand-offs that leave."""
+
+    def __init__(self, pool: PagePool, page_bytes: int, max_early: int) -> None:
+        self._pool = pool
+        self._page_bytes = page_bytes
+        self._handoffs: dict[HandoffKey, _Handoff] = {}
+        self._early = EarlyGrants(max_early)
+        self._redialling = Redialling()
+        self._ticked_s = 0.0
+
+    @property
+    def num_open(self) -> int:
+        return len(self._handoffs)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether only hand-offs are open whose copies do not stop; they end with this process."""
+        return all(handoff.is_stuck for handoff in self._handoffs.values())
+
+    @property
+    def num_stuck_pages(self) -> int:
+        """Return how many pages copies may read that do not stop."""
+        return len({page for handoff in self._handoffs.values() if handoff.is_stuck for page in handoff.held})
+
+    def claims(self) -> Iterator[Claim]:
+        return (Claim(held=handoff.held) for handoff in self._handoffs.values())
+
+    def is_open(self, key: HandoffKey) -> bool:
+        return key in self._handoffs
+
+    def is_closed(self, peer: Peer, key: HandoffKey) -> bool:
+        """Return whether a hand-off is over, before or after it was placed."""
+        return self._early.is_closed(peer, key)
+
+    def open(self, key: HandoffKey, peer: Peer, address: str, now_s: float) -> list[Result]:
+        """Begin a hand-off."""
+        handoff = self._handoffs[key] = _Handoff(key, peer)
+        connect = self._redialling.named(peer, address)
+        early = self._early.take(peer, key)
+        return [connect, *(self._advance(handoff, early.event, now_s) if early else ())]
+
+    def announce(self, key: HandoffKey, pages: Sequence[PageId], now_s: float) -> list[Result]:
+        """Send the pages of a prompt that are final, all from its first one on. They are held until they are sent."""
+        handoff = self._handoffs[key]
+        ready = tuple(pages[len(handoff.held) :])
+        self._pool.share(ready)
+        handoff.held += ready
+        return self._advance(handoff, sender.PagesReady(ready), now_s) if ready else []
+
+    def finish(self, key: HandoffKey, capsule: Capsule, now_s: float) -> list[Result]:
+        """Commit a hand-off, all of whose pages are announced, once they have landed."""
+        handoff = self._handoffs[key]
+        handoff.sendable_s = max(handoff.sendable_s, now_s)
+        return self._advance(handoff, sender.PrefillDone(capsule), now_s)
+
+    def give_up(self, key: HandoffKey, reason: str, now_s: float) -> list[Result]:
+        """End a hand-off, if it is open: its request has ended here."""
+        handoff = self._handoffs.get(key)
+        return [] if handoff is None else self._advance(handoff, sender.GaveUp(reason), now_s)
+
+    def handle(self, event: OutgoingEvent, now_s: float) -> list[Result]:
+        """Take in one event. ProtocolError is the peer's and changes nothing."""
+        match event:
+            case ReceiverSaid(peer, key, said):
+                handoff = self._handoffs.get(key)
+                if handoff is None or handoff.peer != peer:
+                    return self._early.handle(event, now_s)
+                return self._advance(handoff, said, now_s)
+            case ReceiverAttached(peer):
+                self._redialling.attached(peer)
+                return [Probe(peer)]
+            case ReceiverLost(peer, reason):
+                self._redialling.lose(peer, now_s)
+                self._early.lose(peer)
+                return self._lose(peer, reason, now_s)
+            case PeerGone(peer):
+                self._redialling.forget(peer)
+                self._early.forget(peer)
+                return self._lose(peer, "the peer's process ended", now_s)
+
+    def tick(self, silent_s: float, now_s: float) -> list[Result]:
+        """Let time pass. `silent_s`: how long this process has said nothing."""
+        awake_s = min(now_s - self._ticked_s, 2 * HEARTBEAT_S)  # more than that is this process's own silence
+        self._ticked_s = now_s
+        results = self._fell_silent(silent_s, now_s) if silent_s > MIN_LEASE_S else []
+        for handoff in self._handoffs.values():
+            if handoff.sender.state is State.DRAINING:
+                handoff.draining_s += awake_s
+        return results + self._early.expire(now_s) + self._redialling.dial(now_s)
+
+    def _fell_silent(self, silent_s: float, now_s: float) -> list[Result]:
+        """Start no more copies under leases that have lapsed: this process was frozen."""
+        event = sender.FellSilent(silent_s)
+        return [each for handoff in list(self._handoffs.values()) for each in self._advance(handoff, event, now_s)]
+
+    def _lose(self, peer: Peer, reason: str, now_s: float) -> list[Result]:
+        lost = [handoff for handoff in self._handoffs.values() if handoff.peer == peer]
+        return [each for handoff in lost for each in self._advance(handoff, sender.PeerLost(reason), now_s)]
+
+    def _advance(self, handoff: _Handoff, event: sender.Event, now_s: float) -> list[Result]:
+        commands = handoff.sender.handle(event)
+        results: list[Result] = []
+        if isinstance(event, sender.Granted):
+            handoff.sendable_s = max(handoff.sendable_s, now_s)
+            results.append(Granted(handoff.key))
+        for command in commands:
+            results += self._perform(handoff, command, now_s)
+        if isinstance(event, sender.Taken) and handoff.sender.state is State.CLOSED:
+            results.append(Sent(handoff.key))
+        return results
+
+    def _perform(self, handoff: _Handoff, command: sender.Command, now_s: float) -> Iterator[Result]:
+        peer, key = handoff.peer, handoff.key
+        match command:
+            case sender.StartCopy(src, dst):
+                yield Copy(peer, key, src, dst)
+            case sender.CancelCopies():
+                yield CancelCopies(peer, key)
+            case sender.SendCommit(commit):
+                handoff_bytes = handoff.sender.num_pages_sent * self._page_bytes
+                measured = commit.measured(handoff_bytes, now_s - handoff.sendable_s)
+                yield ToReceiver(peer, key, sender.SendCommit(measured))
+            case sender.SendQuiesced():
+                yield ToReceiver(peer, key, command)
+            case sender.Failed(failure, reason):
+                yield Unsent(key, failure, reason)
+            case sender.ReleasePages():
+                del self._handoffs[key]
+                self._pool.release(tuple(handoff.held))
+                self._early.close(peer, key, in_doubt=handoff.sender.state is State.IN_DOUBT)

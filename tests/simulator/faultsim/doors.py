@@ -1,0 +1,149 @@
+"""The shells of a worker's two doors in virtual time, with what the simulator strikes at and checks there."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from faultsim.handoffs import ReceiverStreams, SenderStreams
+from faultsim.mover import Host, Mover, digest
+from faultsim.process import Process
+from faultsim.world import ViolationError
+from pdserve.kvtransfer import receiver, sender
+from pdserve.kvtransfer.doors import (
+    CancelCopies,
+    CheckDigests,
+    Command,
+    Connect,
+    Copy,
+    DigestsChecked,
+    Forget,
+    IncomingEvent,
+    OutgoingEvent,
+    Probe,
+    ReceiverSaid,
+    SenderAlive,
+    SenderAttached,
+    SenderLost,
+    SenderSaid,
+    ToReceiver,
+    ToSender,
+)
+from pdserve.kvtransfer.session import Grant, HandoffKey, Peer
+from pdserve.worker.messages import Placed
+
+if TYPE_CHECKING:
+    from faultsim.worker import WorkerProcess
+
+DIGEST_S = 0.0003
+LAPSE_S = 1.1  # from a lease's end until it is noticed: a tick, and one that was late
+
+FindPeer = Callable[[Peer], Host | None]
+
+
+class Doors:
+    """One worker's streams to and from others, its copies and its checks of digests."""
+
+    def __init__(self, owner: "WorkerProcess", find_peer: FindPeer) -> None:
+        self._owner = owner
+        self._world = owner.world
+        self.mover = Mover(owner, owner.memory, owner.network, find_peer, owner.offer)
+        self.mover.site = self._site
+        self.mover.faults = owner.copy_faults
+        self._receivers = SenderStreams(owner, owner.introduction, owner.network, self._from_receiver)
+        self._senders = ReceiverStreams(owner, owner.introduction, self._from_sender)
+        self.accept = self._senders.accept
+        self.placed: deque[tuple[Peer, HandoffKey]] = deque(maxlen=8)  # the latest hand-offs that leave
+        self.granted: deque[tuple[Peer, HandoffKey, Grant, int]] = deque(maxlen=4)  # the latest, with tokens of each
+        self._grants: dict[HandoffKey, Grant] = {}  # as last received
+        self._num_tokens: dict[HandoffKey, int] = {}
+        self._sent: set[tuple[HandoffKey, type]] = set()
+        self._received_s: dict[Peer, float] = {}  # when something was received last from each attached sender
+
+    def note(self, placed: Placed) -> None:
+        """Remember what a placement says of a hand-off."""
+        key = HandoffKey(placed.job.request_id, placed.job.attempt)
+        if placed.target is not None:
+            self.placed.append((placed.target, key))
+        if placed.source is not None:
+            self._num_tokens[key] = len(placed.job.token_ids)
+
+    def beat(self) -> None:
+        self._receivers.beat()
+
+    def perform(self, command: Command) -> None:
+        match command:
+            case Connect(peer, address):
+                self._receivers.connect(peer, address)
+            case Copy(key=key):
+                self.mover.copy(command, self._grants[key])
+            case CancelCopies(peer, key):
+                self.mover.cancel(peer, key)
+            case ToReceiver(peer, key, message):
+                self._to_receiver(peer, key, message)
+            case ToSender(peer, key, message):
+                self._to_sender(peer, key, message)
+            case CheckDigests():
+                delay_s = DIGEST_S * (0.5 + self._world.rng.random())
+                self._world.after(delay_s, self._owner, self._check_digests, command)
+            case Forget(peer):
+                self.mover.forget(peer)
+                self._receivers.forget(peer)
+                self._senders.forget(peer)
+            case Probe():
+                pass  # no copy waits for it
+
+    def check(self) -> None:
+        """Raise ViolationError where a copy has lost its pages, or a grant outlives its lease."""
+        self.mover.check()
+        owner = self._owner
+        if owner.frozen:
+            return  # it hears nobody, and cannot end a lease before it thaws
+        for peer, received_s in self._received_s.items():
+            silent_s = self._world.now - max(received_s, owner.thawed_s)
+            if silent_s > owner.lease_s + LAPSE_S and owner.core.incoming.num_granted_to(peer):
+                text = f"{owner.name} keeps grants open to {peer}, silent for {silent_s:.2f} s"
+                raise ViolationError("I4", text)
+
+    def _site(self, name: str, process: Process) -> None:
+        """Come to a moment at which it hurts most if something goes wrong."""
+        self._owner.site(name, process)
+
+    def _from_receiver(self, report: OutgoingEvent) -> None:
+        if isinstance(report, ReceiverSaid) and isinstance(report.event, sender.Granted):
+            self._grants[report.key] = report.event.grant
+        self._owner.offer(report)
+
+    def _from_sender(self, report: IncomingEvent) -> None:
+        match report:
+            case SenderAttached(peer) | SenderAlive(peer) | SenderSaid(peer):
+                self._received_s[peer] = self._world.now
+            case SenderLost(peer):
+                self._received_s.pop(peer, None)
+            case _:
+                pass
+        self._owner.offer(report)
+
+    def _to_receiver(self, peer: Peer, key: HandoffKey, message: sender.SendCommit | sender.SendQuiesced) -> None:
+        self._receivers.send(peer, key, message)
+        if isinstance(message, sender.SendCommit):
+            self._site("committed", self._owner)
+        else:
+            self._grants.pop(key, None)
+
+    def _to_sender(
+        self, peer: Peer, key: HandoffKey, message: receiver.SendGrant | receiver.SendTaken | receiver.SendWithdrawn
+    ) -> None:
+        if not isinstance(message, receiver.SendWithdrawn):
+            if (key, type(message)) in self._sent:
+                raise ViolationError("I1", f"{self._owner.name} said {message} twice", key.request_id)
+            self._sent.add((key, type(message)))
+        if isinstance(message, receiver.SendGrant):
+            self.granted.append((peer, key, message.grant, self._num_tokens[key]))
+            self._site("granted", self._owner)
+        self._senders.send(peer, key, message)
+
+    def _check_digests(self, command: CheckDigests) -> None:
+        found = (digest(self._owner.memory.content(page)) for page in command.pages)
+        pairs = enumerate(zip(found, command.digests, strict=True))
+        mismatch = next((place for place, (mine, theirs) in pairs if mine != theirs), None)
+        self._owner.offer(DigestsChecked(command.key, mismatch))
