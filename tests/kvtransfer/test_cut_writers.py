@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 import torch
+from copy_reports import ignore
 from half_slice import MEETING, greeted, half_slice
 
 from pdserve.ids import Incarnation, WorkerId
@@ -32,7 +33,7 @@ def view() -> ByteRows:
 
 @pytest.fixture
 def receiver(view: ByteRows) -> Iterator[Mover]:
-    mover = Mover(CollectiveBackend(TARGET, Region.of(view), MEETING, staged=True), lambda _: None)
+    mover = Mover(CollectiveBackend(TARGET, Region.of(view), MEETING, staged=True), ignore)
     yield mover
     mover.close()
 
@@ -63,7 +64,7 @@ def test_a_process_that_has_ended_is_let_in_no_more(receiver: Mover) -> None:
 
 
 def test_a_receiver_that_is_closed_puts_nothing_more_into_pages(view: ByteRows) -> None:
-    receiver = Mover(CollectiveBackend(TARGET, Region.of(view), MEETING, staged=True), lambda _: None)
+    receiver = Mover(CollectiveBackend(TARGET, Region.of(view), MEETING, staged=True), ignore)
     with half_slice(receiver.describe(), OTHER) as writer:
         receiver.close()
         assert not writer.send_rest()

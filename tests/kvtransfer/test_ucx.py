@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from copy_reports import ignore
 
 from pdserve.errors import ConfigError
 from pdserve.ids import WorkerId
@@ -31,7 +32,7 @@ def listens_on(network: Network) -> set[str]:
     """Return the addresses on which a mover listens."""
     before = listeners()
     region = Region.of(np.zeros((4, 4096), np.uint8))
-    mover = Mover(NixlBackend(Peer(WorkerId("w"), new_incarnation()), region, network), lambda _: None)
+    mover = Mover(NixlBackend(Peer(WorkerId("w"), new_incarnation()), region, network), ignore)
     try:
         return {str(address) for address, _ in listeners() - before}
     finally:

@@ -3,8 +3,7 @@
 import secrets
 
 from pdserve.kvtransfer.backends.backend import Indices, PostError
-from pdserve.kvtransfer.copies import OnStopped
-from pdserve.kvtransfer.mover import Mover
+from pdserve.kvtransfer.mover import Mover, OnStopped
 from pdserve.kvtransfer.region import Description, Region
 from pdserve.kvtransfer.session import Peer
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from copy_reports import ignore
 from half_slice import MEETING, half_slice
 from loopback import loopback_mover
 
@@ -44,7 +45,7 @@ def unread() -> Iterator[socket.socket]:
 
 @pytest.fixture
 def mover() -> Iterator[Mover]:
-    mover = loopback_mover(Region.of(np.zeros((2, 8), np.uint8)), lambda _: None)
+    mover = loopback_mover(Region.of(np.zeros((2, 8), np.uint8)), ignore)
     yield mover
     mover.close()
 
@@ -74,7 +75,7 @@ def view() -> ByteRows:
 @pytest.fixture
 def staged(view: ByteRows) -> Iterator[Mover]:
     me = Peer(WorkerId("d0"), Incarnation(1))
-    mover = Mover(CollectiveBackend(me, Region.of(view), MEETING, staged=True), lambda _: None)
+    mover = Mover(CollectiveBackend(me, Region.of(view), MEETING, staged=True), ignore)
     yield mover
     mover.close()
 
