@@ -41,7 +41,7 @@ class SimLinks:
     def send(self, router: RouterRef, message: link.AttachRequest) -> None:
         end = self._ends.get(router)
         if end is not None:
-            end.send(message)
+            end.send(message.SerializeToString())
 
     def broadcast(self, message: link.AttachRequest) -> None:
         for router in self.attached:
@@ -97,14 +97,16 @@ class SimLinks:
         self._ends[router] = end
         end.receive = lambda message: self._receive(router, message)
         end.lost = lambda reason: self._handle(attaching.Ended(router, reason))
-        end.send(self._registration())
+        self.send(router, self._registration())
 
-    def _receive(self, router: RouterRef, message: object) -> None:
-        if isinstance(message, Dismissed):
+    def _receive(self, router: RouterRef, content: object) -> None:
+        if not isinstance(content, bytes):
             self._handle(attaching.Ended(router, "it has a successor", is_dismissal=True))
-        elif isinstance(message, link.AttachResponse) and message.HasField("welcome"):
+            return
+        message = link.AttachResponse.FromString(content)
+        if message.HasField("welcome"):
             self._handle(attaching.Welcomed(router))
-        elif isinstance(message, link.AttachResponse):
+        else:
             self._report(FromRouter(router, message))
 
     def _registration(self) -> link.AttachRequest:

@@ -56,7 +56,8 @@ class RouterProcess(Process):
         link_id = self.desk.open()
         self.streams[link_id] = end
         end.receive, end.lost = partial(self._receive, link_id), partial(self._lost, link_id)
-        end.send(link.AttachResponse(welcome=link.Welcome(router_id=self.name, incarnation=self.incarnation)))
+        welcome = link.Welcome(router_id=self.name, incarnation=self.incarnation)
+        end.send(link.AttachResponse(welcome=welcome).SerializeToString())
 
     def admit(self, event: RequestArrived, client: Client) -> None:
         self._carry_out(self.desk.admit(event, client, self.world.now))
@@ -101,8 +102,9 @@ class RouterProcess(Process):
         if self.core.num_active > max_num_active or self.core.num_held > self.limits.max_num_held:
             raise ViolationError("I6", f"{self.name}: {self.core.num_active} active, {self.core.num_held} held")
 
-    def _receive(self, link_id: LinkId, message: object) -> None:
-        if link_id in self.streams and isinstance(message, link.AttachRequest):
+    def _receive(self, link_id: LinkId, content: object) -> None:
+        if link_id in self.streams and isinstance(content, bytes):
+            message = link.AttachRequest.FromString(content)
             events = wire.worker_events(link_id, message)
             if isinstance(events[-1], StepReported):
                 self.recent.append((link_id, message))
@@ -126,7 +128,7 @@ class RouterProcess(Process):
         match command:
             case Send(link_id, message):
                 if link_id in self.streams:
-                    self.streams[link_id].send(message)
+                    self.streams[link_id].send(message.SerializeToString())
             case Close(link_id, reason):
                 end = self.streams.pop(link_id, None)
                 if end is None:
