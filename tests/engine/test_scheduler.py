@@ -3,11 +3,13 @@ from dataclasses import replace
 import pytest
 
 from faultsim.engine import FakeRunner, expected
+from pdserve.engine import scheduler
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Broken, Finish, Job, Sampled, Sequence, Split, Started
 from pdserve.engine.step import StepResult
 from pdserve.ids import Attempt, RequestId
+from pdserve.prefix_hash import PrefixHasher
 from pdserve.sampling import SamplingParams
 
 VOCAB = 101
@@ -17,9 +19,15 @@ PAGE_SIZE = 4
 class Bench:
     """A scheduler with an engine of hashes under it."""
 
-    def __init__(self, num_pages: int = 32, budget: int = 8, eos: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        num_pages: int = 32,
+        budget: int = 8,
+        eos: frozenset[int] = frozenset(),
+        hasher: PrefixHasher | None = None,
+    ) -> None:
         limits = Limits(max_num_seqs=4, max_num_batched_tokens=budget, max_model_len=64, eos_token_ids=eos)
-        self.scheduler = Scheduler(KvCache(num_pages, PAGE_SIZE, None), limits)
+        self.scheduler = Scheduler(KvCache(num_pages, PAGE_SIZE, hasher), limits)
         self.runner = FakeRunner(num_pages, PAGE_SIZE, VOCAB)
         self.drawn: dict[int, list[int]] = {}
         self.finish: dict[int, Finish] = {}
@@ -65,6 +73,17 @@ def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
     bench.run()
     assert bench.widths == [8, 8, 4, 1]
     assert bench.drawn[1] == expected(range(20), 1, 2, VOCAB)
+
+
+def test_very_many_pages_that_become_full_at_once_are_published_over_several_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scheduler, "_PUBLISHED_AT_ONCE", 2 * PAGE_SIZE)
+    bench = Bench(budget=64, hasher=PrefixHasher(b"secret", "model", PAGE_SIZE))
+    bench.add(1, list(range(20)), max_tokens=8)
+    published = [len(bench.scheduler.cache.hashes) for _ in iter(bench.step, [])]
+    assert published[:4] == [2, 4, 5, 5]
+    assert published[-1] == 6
 
 
 def test_running_sequences_go_on_while_a_prompt_is_computed() -> None:

@@ -219,5 +219,5 @@ def test_a_published_page_costs_a_few_hundred_bytes(size: int) -> None:
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert held / num_pages < 320
+    assert held / num_pages < 250
     del blocks
