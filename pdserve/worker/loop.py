@@ -40,7 +40,7 @@ class WorkerLoop:
         self._outbox = outbox
         self._clock = clock
         self._num_steps = 0
-        self._has_worked = False  # since a beat said that nothing was left
+        self._has_worked = False  # since a heartbeat reported that nothing was left
         self._failed_steps = FailedSteps()
         self._began_s = clock.now_s()
         self._watchdog = LoopWatchdog(stalled_step_s, clock.now_s())
@@ -93,7 +93,7 @@ class WorkerLoop:
         return step
 
     def _take_step(self, plan: StepPlan, result: StepResult) -> None:
-        """Take in what a step brought, and tell of it with all its time, not only the engine's."""
+        """Take in what a step brought, and report it with all its time, not only the engine's."""
         began_s, self._began_s = self._began_s, self._clock.now_s()
         self._num_steps += 1
         self._has_worked = True

@@ -1,6 +1,6 @@
-"""What a router says to a worker's core, and what the core says back. Pure values.
+"""Messages between routers and a worker's core, and all that its core handles and decides. Pure values.
 
-A core is told which router a word came from: several may be attached, each with its own requests.
+Each message names its router: several may be attached, each with its own requests.
 """
 
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ class DrainAsked:
 class Ticked:
     """Time has passed: about half a second."""
 
-    silent_s: float = 0.0  # the longest this process has said nothing since the last tick
+    silent_s: float = 0.0  # the longest that this process has sent no heartbeat since the last tick
 
 
 @value

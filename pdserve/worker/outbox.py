@@ -28,7 +28,7 @@ class Outbox:
         self._watchdog = ThreadWatchdog(HUNG_MOVER_S, clock.now_s())
 
     def perform(self, commands: Sequence[Command], step: tuple[StepPlan, StepResult] | None) -> None:
-        """Carry out commands. With the step that they came of, every router hears what it cost."""
+        """Carry out commands. With the step that they came of, every router is sent what it cost."""
         reports: list[Report] = []
         for command in commands:
             match command:
@@ -51,7 +51,7 @@ class Outbox:
         self._reporter.beat(self._with_stalled(load), num_steps)
 
     def refresh(self, load: Callable[[], Load], num_steps: int, *, at_once: bool) -> None:
-        """Tell routers how full this worker is, if they have to hear it before the next beat."""
+        """Report to routers how full this worker is, if that cannot wait for the next heartbeat."""
         self._reporter.refresh(lambda: self._with_stalled(load()), num_steps, at_once=at_once)
 
     def refuse(self, refusal: Refusal) -> None:

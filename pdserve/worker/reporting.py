@@ -35,15 +35,15 @@ class Reporter:
         self._links = links
         self._clock = clock
         self._pairs: dict[str, link.AttachRequest] = {}
-        self._told: set[RouterRef] = set()  # all of what is announced
-        self._pages_leaked, self._drain_reason = 0, ""  # as last told
+        self._have_pairs: set[RouterRef] = set()  # routers that were sent all pairs
+        self._pages_leaked, self._drain_reason = 0, ""  # as last logged
         self.refused: Counter[Refusal] = Counter()  # by this process, since its start
         self._kv_feed = kv_feed
         self._on_draining = on_draining
-        self._beat_s = -inf  # when routers were last told the load
+        self._beat_s = -inf  # when the load was last reported
 
     def send(self, reports: Iterable[Report], step: tuple[StepPlan, StepResult] | None) -> None:
-        """Queue reports. With a step, every router hears of it: its cost is news to those it brought nothing."""
+        """Queue reports. With a step, every router is sent its cost, whatever it brought them."""
         now_s = self._clock.now_s()
         if step is not None:
             self._send_step(reports, step, now_s)
@@ -65,8 +65,8 @@ class Reporter:
                 self._links.send(report.router, wire.report(report, now_s))
         cost = wire.step_cost(*step)
         for router in self._links.attached:
-            told = wire.step_report(cost, tokens.get(router, ()), stages.get(router, ()), now_s)
-            self._links.send(router, told)
+            message = wire.step_report(cost, tokens.get(router, ()), stages.get(router, ()), now_s)
+            self._links.send(router, message)
 
     def beat(self, load: Load, num_steps: int) -> None:
         """Tell every router how full this worker is; and the operator, loudly, what should not be."""
@@ -88,7 +88,7 @@ class Reporter:
     def refresh(self, load: Callable[[], Load], num_steps: int, *, at_once: bool) -> None:
         """Tell routers how full this worker is, if several send it work: none knows of what the others send.
 
-        Unless `at_once`, only where they have not been told for LOAD_EVERY_S.
+        Unless `at_once`, only where nothing was reported for LOAD_EVERY_S.
         """
         is_due = at_once or self._clock.now_s() - self._beat_s >= LOAD_EVERY_S
         if is_due and len(self._links.attached) > 1:
@@ -106,9 +106,9 @@ class Reporter:
             self._links.broadcast(message)
 
     def _repeat(self) -> None:
-        """Tell routers that have attached since what was announced."""
+        """Send the pairs to routers that have attached since."""
         attached = self._links.attached
         for router in attached:
-            for message in self._pairs.values() if router not in self._told else ():
+            for message in self._pairs.values() if router not in self._have_pairs else ():
                 self._links.send(router, message)
-        self._told = set(attached)
+        self._have_pairs = set(attached)

@@ -149,7 +149,7 @@ async def assemble(
 
 
 class RouterListener:
-    """Takes what routers say. What is malformed is dropped."""
+    """Takes what routers send. What is malformed is dropped."""
 
     def __init__(self, listener: Listener, clock: Clock) -> None:
         self._listener = listener
@@ -180,12 +180,12 @@ class _Progress:
         self._links = links
         self._register = register
         self._loop = asyncio.get_running_loop()
-        self._told = 0.0
+        self._reported = 0.0
 
-    def tell(self, share: float) -> None:
+    def note(self, share: float) -> None:
         """Tell it in whole steps; from any thread."""
-        if share - self._told >= PROGRESS_STEP:
-            self._told = share
+        if share - self._reported >= PROGRESS_STEP:
+            self._reported = share
             self._loop.call_soon_threadsafe(self._report, share)
 
     def _report(self, share: float) -> None:
@@ -206,7 +206,7 @@ def _registration(config: WorkerConfig, incarnation: Incarnation) -> link.Regist
 
 
 def _load(config: WorkerConfig, identity: Identity, progress: _Progress) -> Engine:
-    return build_engine(config, open_model(config), identity.secret, progress.tell)
+    return build_engine(config, open_model(config), identity.secret, progress.note)
 
 
 def _describe(engine: Engine, device: str, register: link.Register) -> None:

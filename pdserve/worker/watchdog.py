@@ -1,6 +1,6 @@
-"""When a worker may say that it lives. Decides; does no I/O.
+"""When a worker may send heartbeats. Decides; does no I/O.
 
-Invariant: it says so only while its loop has turned within `stalled_s`, however long the process has been there, and
+Invariant: it sends them only while its loop has turned within `stalled_s`, however long the process has been there, and
 every thread that is watched has come round within its time.
 """
 
@@ -21,7 +21,7 @@ class LoopWatchdog:
         self._turned_s = now_s
 
     def beat(self, now_s: float) -> bool:
-        """Return whether to say that this worker lives, and note how long nothing was said before."""
+        """Return whether to send a heartbeat, and note how long none was sent before."""
         if now_s - self._turned_s > self._stalled_s:
             return False
         self._longest_s = max(self._longest_s, now_s - self._beaten_s)

@@ -1,6 +1,6 @@
 """Messages of link.proto as a worker's core knows them, and back.
 
-What a router says is checked here: ProtocolError names the field. Only durations are on the wire; they become
+What a router sends is checked here: ProtocolError names the field. Only durations are on the wire; they become
 readings of this process's clock on arrival.
 """
 
@@ -58,7 +58,7 @@ def event(
 
 @value
 class StepCost:
-    """What a step took and what it computed: news to every router, whatever it brought them."""
+    """What a step took and what it computed: of interest to every router, whatever it brought them."""
 
     elapsed_us: int
     prefill_tokens: int
@@ -98,8 +98,8 @@ def step_report(cost: StepCost, tokens: Seq[Tokens], stages: Seq[Progress], now_
         step.decode_sequences, step.decode_kv_tokens = cost.decode_sequences, cost.decode_kv_tokens
     if tokens:
         deltas = step.deltas
-        for word in tokens:
-            _write_delta(word, deltas.add())
+        for each in tokens:
+            _write_delta(each, deltas.add())
     if stages:
         progress = step.progress
         for stage in stages:
@@ -107,27 +107,27 @@ def step_report(cost: StepCost, tokens: Seq[Tokens], stages: Seq[Progress], now_
     return message
 
 
-def report(word: Report, now_s: float) -> link.AttachRequest:
+def report(reported: Report, now_s: float) -> link.AttachRequest:
     """Return the message for one report outside of a step."""
     message = link.AttachRequest()
-    match word:
+    match reported:
         case Progress():
-            _write_progress(word, now_s, message.progress)
+            _write_progress(reported, now_s, message.progress)
         case Failed(_, key, code, reason):
             failed = message.failed
             failed.request_id, failed.attempt = key.request_id, key.attempt
             failed.code, failed.detail = _FAILURE[code], reason
         case Tokens():
-            _write_delta(word, message.step.deltas.add())
+            _write_delta(reported, message.step.deltas.add())
     return message
 
 
 def heartbeat(load: Load, num_steps: int, refused: Mapping[Refusal, int], router: RouterRef) -> link.AttachRequest:
-    """Return the message that tells a router how full this worker is, and what it has refused."""
-    told = {name: getattr(load, name) for name in Load.__slots__ if name != "parts"}
+    """Return the message that reports to a router how full this worker is, and what it has refused."""
+    fields = {name: getattr(load, name) for name in Load.__slots__ if name != "parts"}
     counts = {refusal.value: count for refusal, count in refused.items()}
     others = _others(load.parts.others(router))
-    return link.AttachRequest(heartbeat=link.Heartbeat(num_steps=num_steps, refused=counts, others=others, **told))
+    return link.AttachRequest(heartbeat=link.Heartbeat(num_steps=num_steps, refused=counts, others=others, **fields))
 
 
 def _others(part: LoadPart) -> link.OthersLoad:
@@ -144,7 +144,7 @@ def _others(part: LoadPart) -> link.OthersLoad:
 
 
 def pair_measured(worker_id: str, measured: Measured) -> link.AttachRequest:
-    """Return the message that tells routers how fast pages reach a worker."""
+    """Return the message that reports to routers how fast pages reach a worker."""
     speed = measured.speed
     pair = link.PairMeasured(
         decode_worker_id=worker_id,
@@ -209,28 +209,28 @@ def _request_id(value: bytes) -> RequestId:
     return RequestId(value)
 
 
-def _write_progress(word: Progress, now_s: float, progress: link.Progress) -> None:
-    progress.request_id, progress.attempt = word.key.request_id, word.key.attempt
-    progress.stage = _STAGE[word.stage]
-    if now_s > word.at_s:
-        progress.age_us = round((now_s - word.at_s) * 1e6)
-    if word.cached_tokens:
-        progress.cached_tokens = word.cached_tokens
-    if word.pages_reused:
-        progress.pages_reused = word.pages_reused
-    if word.stage is Stage.LANDED:
-        progress.handoff_bytes, progress.handoff_us = word.handoff_bytes, round(word.handoff_s * 1e6)
+def _write_progress(reported: Progress, now_s: float, progress: link.Progress) -> None:
+    progress.request_id, progress.attempt = reported.key.request_id, reported.key.attempt
+    progress.stage = _STAGE[reported.stage]
+    if now_s > reported.at_s:
+        progress.age_us = round((now_s - reported.at_s) * 1e6)
+    if reported.cached_tokens:
+        progress.cached_tokens = reported.cached_tokens
+    if reported.pages_reused:
+        progress.pages_reused = reported.pages_reused
+    if reported.stage is Stage.LANDED:
+        progress.handoff_bytes, progress.handoff_us = reported.handoff_bytes, round(reported.handoff_s * 1e6)
 
 
-def _write_delta(word: Tokens, delta: link.TokenDelta) -> None:
-    key, token = word.key, word.token
+def _write_delta(reported: Tokens, delta: link.TokenDelta) -> None:
+    key, token = reported.key, reported.token
     delta.request_id, delta.attempt = key.request_id, key.attempt
-    delta.index, delta.position = word.index, word.position
+    delta.index, delta.position = reported.index, reported.position
     delta.token_ids.append(token.token_id)
     if token.logprobs is not None:
         delta.logprobs.append(_logprobs(token.logprobs))
-    if word.finish is not None:
-        delta.finish_reason = _FINISH[word.finish]
+    if reported.finish is not None:
+        delta.finish_reason = _FINISH[reported.finish]
 
 
 def _logprobs(logprobs: TokenLogprobs) -> inference.TokenLogprobs:

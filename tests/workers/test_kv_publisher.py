@@ -44,6 +44,7 @@ def stored(number: int) -> KvChanged:
 
 def config_of(endpoint: str, replay: str | None, buffer_steps: int = 100) -> WorkerConfig:
     return WorkerConfig(
+        role="prefill",
         model="m",
         worker_id="p0",
         routers=("127.0.0.1:1",),

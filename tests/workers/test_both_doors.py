@@ -1,0 +1,112 @@
+"""One worker through whose doors KV leaves and arrives at once; what becomes of both with a request, or a peer."""
+
+import pytest
+from default_rules import default_rules
+
+from faultsim.engine import FakeRunner
+from pdserve.engine.kvcache import KvCache
+from pdserve.engine.scheduler import Limits, Scheduler
+from pdserve.engine.sequence import Job
+from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
+from pdserve.kvtransfer import doors, receiver, sender
+from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, Peer
+from pdserve.reports import Failure
+from pdserve.sampling import SamplingParams
+from pdserve.worker.core import WorkerCore
+from pdserve.worker.messages import Cancelled, Command, DrainAsked, Event, Failed, Placed, RouterRef, Tokens
+
+PAGE_SIZE, NUM_PAGES, VOCAB = 4, 32, 100
+PEER = Peer(WorkerId("other"), Incarnation(3))
+PROMPT = tuple(range(10))  # three pages
+LEAVES, ARRIVES, STAYS = (HandoffKey(RequestId(bytes([number] * 16)), Attempt(0)) for number in (1, 2, 3))
+
+
+class Worker:
+    """A core with an engine, attached to a peer that is both a receiver and a sender."""
+
+    def __init__(self) -> None:
+        limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=40, eos_token_ids=frozenset())
+        self.cache = KvCache(NUM_PAGES, PAGE_SIZE, None)
+        self.runner = FakeRunner(NUM_PAGES, PAGE_SIZE, VOCAB)
+        self.core = WorkerCore(Scheduler(self.cache, limits), VOCAB, self.runner.page_bytes, b"key", default_rules())
+        self.handle(doors.SenderAttached(PEER))
+        self.handle(doors.ReceiverAttached(PEER))
+
+    def handle(self, event: Event) -> list[Command]:
+        return self.core.handle(event, 0.0)
+
+    def place(self, key: HandoffKey, **ends: object) -> list[Command]:
+        job = Job(key.request_id, key.attempt, PROMPT, len(PROMPT), SamplingParams(max_tokens=3), (0,))
+        return self.handle(Placed(RouterRef(1), job, 1e9, **ends))  # type: ignore[arg-type]
+
+    def place_all(self) -> Grant:
+        """Place a request of each kind; return what was granted for the one that is to arrive."""
+        commands = self.place(ARRIVES, source=PEER)
+        self.place(LEAVES, target=PEER, target_address="there")
+        self.place(STAYS)
+        (grant,) = [c.message.grant for c in commands if isinstance(c, doors.ToSender)]
+        return grant
+
+    def grant(self) -> list[Command]:
+        """Let the receiver grant room for what leaves."""
+        grant = Grant(0, tuple(map(PageId, range(3))), (Generation(1),) * 3, bytes(16), 4.0)
+        return self.handle(doors.ReceiverSaid(PEER, LEAVES, sender.Granted(grant)))
+
+    def step(self) -> list[Command]:
+        plan = self.core.plan(0.0)
+        assert plan is not None
+        return self.core.commit(plan, self.runner.run(plan), 0.0)
+
+
+@pytest.fixture
+def worker() -> Worker:
+    return Worker()
+
+
+def keys_of(kind: type[Tokens] | type[Failed], commands: list[Command]) -> list[HandoffKey]:
+    return [command.key for command in commands if isinstance(command, kind)]
+
+
+def test_prompts_leave_arrive_and_stay_in_one_batch(worker: Worker) -> None:
+    grant = worker.place_all()
+    worker.grant()
+    assert sorted(keys_of(Tokens, worker.step())) == [LEAVES, STAYS]
+    commit = Commit.of(grant, (0,) * len(grant.pages), Capsule(len(PROMPT), (7,), (0,)))
+    worker.handle(doors.SenderSaid(PEER, ARRIVES, receiver.Committed(commit)))
+    worker.handle(doors.DigestsChecked(ARRIVES, None))
+    assert sorted(keys_of(Tokens, worker.step())) == [ARRIVES, STAYS]
+    assert sorted(keys_of(Tokens, worker.step())) == [ARRIVES, STAYS]
+    worker.handle(doors.ReceiverSaid(PEER, LEAVES, sender.CopyStopped((1, 2, 3))))
+    worker.handle(doors.ReceiverSaid(PEER, LEAVES, sender.Taken()))
+    assert worker.core.idle
+    assert worker.cache.pool.num_free == NUM_PAGES
+
+
+def test_a_process_that_has_ended_closes_both_doors_to_it_and_is_forgotten_once(worker: Worker) -> None:
+    worker.place_all()
+    worker.grant()
+    worker.step()
+    commands = worker.handle(doors.PeerGone(PEER))
+    assert sorted(keys_of(Failed, commands)) == [LEAVES, ARRIVES]
+    assert {c.code for c in commands if isinstance(c, Failed)} == {Failure.PEER_LOST}
+    assert commands[-1] == doors.Forget(PEER)
+    assert commands.count(doors.Forget(PEER)) == 1
+    assert worker.core.load().pages_granted == 0
+    worker.handle(doors.ReceiverSaid(PEER, LEAVES, sender.CopyStopped(None, "its process ended")))
+    assert worker.core.load().pages_held == 3, "of the request that stays"
+
+
+def test_a_request_cancelled_in_mid_copy_is_over_at_once_and_its_pages_are_held_until_the_copy_stops(
+    worker: Worker,
+) -> None:
+    worker.place(LEAVES, target=PEER, target_address="there")
+    worker.grant()
+    assert any(isinstance(command, doors.Copy) for command in worker.step())
+    commands = worker.handle(Cancelled(LEAVES.request_id, LEAVES.attempt))
+    assert doors.CancelCopies(PEER, LEAVES) in commands
+    worker.handle(DrainAsked())
+    assert worker.core.load().pages_held == 3
+    assert not worker.core.drained
+    worker.handle(doors.ReceiverSaid(PEER, LEAVES, sender.CopyStopped(None, "cancelled")))
+    assert worker.cache.pool.num_free == NUM_PAGES
+    assert worker.core.drained
