@@ -138,7 +138,8 @@ def _sliding_window(fields: Fields, architecture: str) -> int | None:
     if architecture == "LlamaForCausalLM":
         return None
     if architecture == "MistralForCausalLM":
-        return _window_of_mistral(fields)
+        window = fields.optional_int("sliding_window") if fields.given("sliding_window") else MISTRAL_SLIDING_WINDOW
+        return None if window is None else fields.positive("sliding_window", window)
     if not fields.flag("use_sliding_window", default=False):
         return None
     kinds = set(fields.texts("layer_types"))
@@ -149,12 +150,6 @@ def _sliding_window(fields: Fields, architecture: str) -> int | None:
     if kinds != {"sliding_attention"}:
         raise fields.unsupported("layer_types", "the same kind of attention in every layer")
     return fields.positive("sliding_window", 4096)
-
-
-def _window_of_mistral(fields: Fields) -> int | None:
-    if fields.given("sliding_window"):
-        return fields.positive("sliding_window") if fields.has("sliding_window") else None
-    return MISTRAL_SLIDING_WINDOW
 
 
 def _layer_kinds(max_window_layers: int, num_layers: int) -> set[str]:

@@ -1,8 +1,11 @@
-"""Reading a Hugging Face config.json key by key, with complaints that name the key."""
+"""Read a Hugging Face config.json key by key; errors name the key."""
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 from pdserve.errors import ConfigError
+
+_Value = TypeVar("_Value")
 
 
 class Fields:
@@ -21,19 +24,12 @@ class Fields:
 
     def optional_int(self, key: str) -> int | None:
         value = self._values.get(key)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int):
+        if isinstance(value, bool) or not isinstance(value, int | None):
             raise self._wrong(key, "an integer")
         return value
 
     def integer(self, key: str, default: int | None = None) -> int:
-        value = self.optional_int(key)
-        if value is None:
-            value = default
-        if value is None:
-            raise self._missing(key)
-        return value
+        return self._or_default(key, self.optional_int(key), default)
 
     def positive(self, key: str, default: int | None = None) -> int:
         value = self.integer(key, default)
@@ -43,37 +39,24 @@ class Fields:
 
     def optional_number(self, key: str) -> float | None:
         value = self._values.get(key)
-        if value is None:
-            return None
-        if isinstance(value, bool) or not isinstance(value, int | float):
+        if isinstance(value, bool) or not isinstance(value, int | float | None):
             raise self._wrong(key, "a number")
-        return float(value)
+        return None if value is None else float(value)
 
     def number(self, key: str, default: float | None = None) -> float:
-        value = self.optional_number(key)
-        if value is None:
-            value = default
-        if value is None:
-            raise self._missing(key)
-        return value
+        return self._or_default(key, self.optional_number(key), default)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._values.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
+        if not isinstance(value, bool | None):
             raise self._wrong(key, "true or false")
-        return value
+        return default if value is None else value
 
     def text(self, key: str, default: str | None = None) -> str:
         value = self._values.get(key)
-        if value is None:
-            value = default
-        if value is None:
-            raise self._missing(key)
-        if not isinstance(value, str):
+        if not isinstance(value, str | None):
             raise self._wrong(key, "a string")
-        return value
+        return self._or_default(key, value, default)
 
     def texts(self, key: str) -> tuple[str, ...]:
         value = self._values.get(key)
@@ -104,8 +87,11 @@ class Fields:
     def unsupported(self, key: str, supported: str) -> ConfigError:
         return ConfigError(f"{self._within}{key}: {self._values.get(key)!r} is not supported ({supported})")
 
-    def _missing(self, key: str) -> ConfigError:
-        return ConfigError(f"{self._within}{key}: missing from the model's config")
+    def _or_default(self, key: str, value: _Value | None, default: _Value | None) -> _Value:
+        found = default if value is None else value
+        if found is None:
+            raise ConfigError(f"{self._within}{key}: missing from the model's config")
+        return found
 
     def _wrong(self, key: str, wanted: str) -> ConfigError:
         return ConfigError(f"{self._within}{key}: {self._values.get(key)!r} is not {wanted}")
