@@ -151,7 +151,7 @@ class Channel:
 class Channels:
     """Every attached peer. Used by the mover's thread alone; `num_stalled` by any."""
 
-    def __init__(self, backend: Backend, report: Callable[[Peer, Copy], None], clock: Clock) -> None:
+    def __init__(self, backend: Backend, report: Callable[[Copy], None], clock: Clock) -> None:
         self._backend = backend
         self._report = report
         self._clock = clock
@@ -192,7 +192,7 @@ class Channels:
         channel = self._channels.get(peer)
         if channel is None:
             copy.failure = f"{peer.worker_id} is not attached"
-            self._report(peer, copy)
+            self._report(copy)
             return
         num_pages = channel.description.num_pages
         if any(page >= num_pages for page in copy.dst):
@@ -224,7 +224,7 @@ class Channels:
         for copy in channel.copies:
             copy.in_doubt = False  # its pages have ended too
             copy.failure = copy.failure or f"the process of {peer.worker_id} has ended"
-            self._report(peer, copy)
+            self._report(copy)
 
     def move(self) -> bool:
         """Look at what is in flight, post what waits, report what is over; return whether anything has moved."""
@@ -236,7 +236,7 @@ class Channels:
             has_moved |= has_ended
             has_moved |= channel.post(now_s)
             for copy in channel.copies.pop_finished():
-                self._report(peer, copy)
+                self._report(copy)
             if channel.stalls.has_stalled(now_s):
                 num_bytes = channel.stalls.bytes_in_flight
                 logger.warning("%s: %d bytes in flight hardly move; nothing is given up", peer.worker_id, num_bytes)

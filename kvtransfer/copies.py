@@ -9,19 +9,35 @@ minutes away, and no worker is told when the next token is due.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NewType
 
-from pdserve.kvtransfer.sender import CopyStopped
 from pdserve.kvtransfer.session import HandoffKey, Pages
 
+CopyId = NewType("CopyId", int)
+
 OLDEST_EVERY = 4  # slices: a long hand-off gets this share of the bandwidth, however many short ones overtake it
+
+
+@dataclass(frozen=True, slots=True)
+class CopyStopped:
+    """A copy is over: landed (with a digest for each page), or failed (None). It reads no page any more."""
+
+    copy_id: CopyId
+    digests: tuple[int, ...] | None
+    reason: str = ""
+    in_doubt: bool = False  # failed, and bytes that were on their way may still be written into the peer's pages
+
+
+OnStopped = Callable[[CopyStopped], None]
 
 
 @dataclass(slots=True, eq=False)
 class Copy:
     """Pages of one hand-off to write into a peer's. It is posted slice by slice."""
 
+    copy_id: CopyId
     handoff: HandoffKey
     src: Pages
     dst: Pages
@@ -40,9 +56,9 @@ class Copy:
     def is_finished(self) -> bool:
         return self.num_in_flight == 0 and not self.num_waiting
 
-    def stopped(self) -> CopyStopped:
-        """Return what is reported when the copy is over."""
-        return CopyStopped(None if self.failure else self.digests, self.failure, self.in_doubt)
+    def report(self) -> CopyStopped:
+        """Return what the mover's owner is told when the copy is over."""
+        return CopyStopped(self.copy_id, None if self.failure else self.digests, self.failure, self.in_doubt)
 
 
 @dataclass(slots=True, eq=False)

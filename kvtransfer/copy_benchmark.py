@@ -20,9 +20,9 @@ from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer.backends.backend import Connection, Indices, Transfer
 from pdserve.kvtransfer.backends.nixl import NixlBackend
 from pdserve.kvtransfer.backends.ucx import Network
+from pdserve.kvtransfer.copies import CopyStopped
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Description, Region
-from pdserve.kvtransfer.sender import CopyStopped
 from pdserve.kvtransfer.session import HandoffKey, Peer
 
 WRITER, TARGET = (Peer(WorkerId(f"benchmark-{name}"), Incarnation(1)) for name in ("writer", "target"))
@@ -94,7 +94,7 @@ class _Writer:
         self._region = region = Region.of(np.ones((num_pages, page_bytes), np.uint8))
         self._stopped: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
         self._backend = _TimedBackend(WRITER, region, network)
-        self._mover = Mover(self._backend, lambda peer, key, stopped: self._stopped.put(stopped))
+        self._mover = Mover(self._backend, self._stopped.put)
         self._mover.attach(TARGET, description)
 
     def copy(self, num_pages: int) -> tuple[float, float]:
@@ -157,7 +157,7 @@ def _target(num_pages: int, page_bytes: int, network: Network) -> Iterator[bytes
 def _be_target(parent: Pipe, num_pages: int, page_bytes: int, network: Network) -> None:
     """Offer pages until the parent has gone."""
     region = Region.of(np.zeros((num_pages, page_bytes), np.uint8))
-    mover = Mover(NixlBackend(TARGET, region, network), lambda *_: None)
+    mover = Mover(NixlBackend(TARGET, region, network), lambda _: None)
     parent.send_bytes(mover.describe())
     with suppress(EOFError):
         parent.recv_bytes()

@@ -11,14 +11,14 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from itertools import count
 
 from pdserve.clock import Clock, MonotonicClock
 from pdserve.errors import InvariantError, ProtocolError
 from pdserve.kvtransfer.backends.backend import Backend
 from pdserve.kvtransfer.channels import Channels
-from pdserve.kvtransfer.copies import Copy
+from pdserve.kvtransfer.copies import Copy, CopyId, CopyStopped, OnStopped
 from pdserve.kvtransfer.region import Description
-from pdserve.kvtransfer.sender import CopyStopped
 from pdserve.kvtransfer.session import HandoffKey, Pages, Peer
 from pdserve.kvtransfer.speed import PairSpeed
 from pdserve.kvtransfer.tcp import until_read
@@ -29,7 +29,6 @@ MAX_OUTSTANDING = 16384  # copies
 MIN_WAIT_S, MAX_WAIT_S = 50e-6, 1e-3  # between two looks at what is in flight: no library signals that a write landed
 GROWTH, PROBE_GROWTH = 2.0, 1.125  # of that wait; a probe's timing is off by no more than the latter
 
-OnStopped = Callable[[Peer, HandoffKey, CopyStopped], None]
 Order = tuple[Callable[[], None], Future[None] | None]  # for the thread, and who waits until it is carried out
 
 
@@ -45,6 +44,7 @@ class Mover:
         self._backend = backend
         self._on_stopped = on_stopped
         self._channels = Channels(backend, self._report, clock or MonotonicClock())
+        self._ids = count()
         self._num_outstanding = 0
         self._orders: deque[Order] = deque()
         self._wake = threading.Condition()
@@ -86,17 +86,19 @@ class Mover:
         self._order(partial(self._channels.attach, peer, there), attached)
         attached.result()
 
-    def write(self, peer: Peer, handoff: HandoffKey, src: Pages, dst: Pages) -> None:
+    def write(self, peer: Peer, handoff: HandoffKey, src: Pages, dst: Pages) -> CopyId:
         """Start to copy own pages `src` into the peer's pages `dst`. Never blocks; CopyStopped follows."""
         if len(src) != len(dst):
             raise InvariantError(f"{len(src)} pages to copy into {len(dst)}")
+        copy = Copy(CopyId(next(self._ids)), handoff, src, dst)
         with self._wake:
             is_full = self._num_outstanding >= MAX_OUTSTANDING
             self._num_outstanding += not is_full
         if is_full:
-            self._on_stopped(peer, handoff, CopyStopped(None, f"{MAX_OUTSTANDING} copies are outstanding already"))
+            self._on_stopped(CopyStopped(copy.copy_id, None, f"{MAX_OUTSTANDING} copies are outstanding already"))
         else:
-            self._order(partial(self._channels.write, peer, Copy(handoff, src, dst)))
+            self._order(partial(self._channels.write, peer, copy))
+        return copy.copy_id
 
     def cancel(self, peer: Peer, handoff: HandoffKey) -> None:
         """Copy nothing more of a hand-off. Never blocks.
@@ -198,7 +200,7 @@ class Mover:
             if done is not None:
                 done.set_result(None)
 
-    def _report(self, peer: Peer, copy: Copy) -> None:
+    def _report(self, copy: Copy) -> None:
         with self._wake:
             self._num_outstanding -= 1
-        self._on_stopped(peer, copy.handoff, copy.stopped())
+        self._on_stopped(copy.report())

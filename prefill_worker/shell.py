@@ -3,7 +3,9 @@
 import asyncio
 from dataclasses import dataclass
 
+from pdserve.kvtransfer import sender
 from pdserve.kvtransfer.client import HandoffClient
+from pdserve.kvtransfer.copies import CopyId, CopyStopped
 from pdserve.kvtransfer.doors import (
     CancelCopies,
     Connect,
@@ -15,20 +17,30 @@ from pdserve.kvtransfer.doors import (
     Sink,
     ToReceiver,
 )
-from pdserve.kvtransfer.mover import Mover, OnStopped
-from pdserve.kvtransfer.sender import CopyStopped
+from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.prefill_worker.probes import Probes
 
 
-def report_copies(sink: Sink[OutgoingEvent]) -> OnStopped:
-    """Return what takes ends of copies from the mover's thread to the worker's loop."""
-    loop = asyncio.get_running_loop()
+class Copies:
+    """Which copy belongs to which hand-off."""
 
-    def report(peer: Peer, key: HandoffKey, stopped: CopyStopped) -> None:
-        loop.call_soon_threadsafe(sink.put, ReceiverSaid(peer, key, stopped))
+    def __init__(self, sink: Sink[OutgoingEvent]) -> None:
+        self._sink = sink
+        self._loop = asyncio.get_running_loop()
+        self._owner: dict[CopyId, tuple[Peer, HandoffKey]] = {}
 
-    return report
+    def started(self, copy_id: CopyId, peer: Peer, key: HandoffKey) -> None:
+        self._owner[copy_id] = (peer, key)
+
+    def stopped(self, stopped: CopyStopped) -> None:
+        """Report a copy's end; called in the mover's thread."""
+        self._loop.call_soon_threadsafe(self._report, stopped)
+
+    def _report(self, stopped: CopyStopped) -> None:
+        peer, key = self._owner.pop(stopped.copy_id)
+        event = sender.CopyStopped(stopped.digests, stopped.reason, stopped.in_doubt)
+        self._sink.put(ReceiverSaid(peer, key, event))
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +49,7 @@ class OutgoingShell:
 
     client: HandoffClient
     mover: Mover
+    copies: Copies
     probes: Probes
 
     def perform(self, command: OutgoingCommand) -> None:
@@ -44,7 +57,7 @@ class OutgoingShell:
             case Connect(peer, address):
                 self.client.connect(peer, address)
             case Copy(peer, key, src, dst):
-                self.mover.write(peer, key, src, dst)
+                self.copies.started(self.mover.write(peer, key, src, dst), peer, key)
             case CancelCopies(peer, key):
                 self.mover.cancel(peer, key)
             case ToReceiver(peer, key, message):

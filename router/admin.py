@@ -15,6 +15,7 @@ from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceServicer
 from pdserve.router.costs import Kind
 from pdserve.router.events import DrainAsked, LinkId, ProcessEnded, Role
+from pdserve.router.predict import Predictor
 from pdserve.router.shell import Shell, WorkerStream
 from pdserve.rpc import abort
 
@@ -85,7 +86,8 @@ class AdminEndpoint(AdminServiceServicer):
             ended=core.placements.ended,
             num_replaced=core.placements.num_replaced,
             refused={refusal.value: count for refusal, count in self._shell.refused.items()},
-            costs=[_costs(kind, costs) for kind, costs in core.forecast.costs.kinds()],
+            costs=[_costs(kind, costs, core.predictor) for kind, costs in core.predictor.costs.kinds()],
+            refused_because={cause.value: count for cause, count in core.placements.refused_because.items()},
         )
 
     def _worker(self, stream: WorkerStream, names: set[str], unroutable: Mapping[LinkId, str]) -> admin.WorkerStatus:
@@ -103,7 +105,8 @@ class AdminEndpoint(AdminServiceServicer):
         )
 
 
-def _costs(kind: Kind, costs: LearntCosts) -> admin.LearntCosts:
+def _costs(kind: Kind, costs: LearntCosts, predictor: Predictor) -> admin.LearntCosts:
+    neighbours = predictor.neighbours
     return admin.LearntCosts(
         role=link.ROLE_PREFILL if kind.role is Role.PREFILL else link.ROLE_DECODE,
         device=kind.device,
@@ -114,8 +117,8 @@ def _costs(kind: Kind, costs: LearntCosts) -> admin.LearntCosts:
         decode_step_s=costs.decode.step_s,
         decode_sequence_s=costs.decode.each_s,
         decode_kv_token_s=costs.decode.context_s,
-        prefill_slowdown=costs.prefill_slowdown(1.0),
-        decode_slowdown=costs.decode_slowdown(1.0),
+        prefill_slowdown=1.0 if neighbours is None else neighbours.learnt(kind.role, prefills=True).each,
+        decode_slowdown=1.0 if neighbours is None else neighbours.learnt(kind.role, prefills=False).each,
         num_prefill_steps=costs.num_prefill_steps,
         num_decode_steps=costs.num_decode_steps,
         prefill_error=costs.prefill_error,

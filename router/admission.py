@@ -11,13 +11,14 @@ from math import inf
 from pdserve.errors import Status
 from pdserve.ids import MAX_WORKER_TASKS, RequestId
 from pdserve.reports import Stage
+from pdserve.router.because import Because, Cause
 from pdserve.router.config import Limits
 from pdserve.router.events import Refused, RequestArrived, Role
 from pdserve.router.fairness import TokenCounters
 from pdserve.router.holding import HoldQueue
-from pdserve.router.placement import Held, Placed, Unserved
 from pdserve.router.placements import Placements
 from pdserve.router.request import Request
+from pdserve.router.routing import Held, Placed, Unserved
 from pdserve.values import value
 
 MAX_OVERTAKEN = 8
@@ -42,7 +43,7 @@ class _Wait:
     """Why a request is not placed, and when to look at it by itself."""
 
     lacks: _Lacks
-    reason: str
+    because: Because
     until_s: float
 
 
@@ -91,7 +92,7 @@ class Admission:
 
     def arrive(self, event: RequestArrived, now_s: float) -> None:
         """Place, hold or refuse a request."""
-        counter, hasher = self._counters.arrive(event.tenant), self._placements.forecast.prefixes.hasher
+        counter, hasher = self._counters.arrive(event.tenant), self._placements.predictor.prefixes.hasher
         request = Request(event, self._num_arrived, counter, hasher, now_s)
         self._num_arrived += 1
         if self.is_closed:
@@ -108,7 +109,8 @@ class Admission:
         crowded_out = self._held.crowd_out()
         if crowded_out is not None:
             text = f"{crowded_out.waits_for}; max_num_held: {self._limits.max_num_held} more wait"
-            self._placements.report_end(crowded_out, Refused(Status.RESOURCE_EXHAUSTED, text))
+            why = Refused(Status.RESOURCE_EXHAUSTED, text, because=crowded_out.waits_for)
+            self._placements.report_end(crowded_out, why)
 
     def end_held(self, request_id: RequestId, why: Refused) -> None:
         """End a request, if it waits."""
@@ -171,7 +173,7 @@ class Admission:
 
     def _note(self, request: Request, wait: _Wait, now_s: float) -> None:
         """Note why a request waits, and look at it in time to refuse it."""
-        request.waits_for = wait.reason
+        request.waits_for = wait.because
         due_s = request.first_token_due_s
         at_s = max(now_s + _LEAST_S, min(wait.until_s, due_s if due_s > now_s else inf))
         if at_s < request.look_at_s:
@@ -181,12 +183,12 @@ class Admission:
     def _try(self, request: Request, now_s: float, *, may_place: bool) -> _Wait | None:
         """Place a request or end it as the policy says, or return why it has to wait."""
         match self._placements.decide(request, request.running, now_s):
-            case Held(reason, until_s):
+            case Held(because, until_s):
                 again_s = max(now_s + _LEAST_S, min(until_s, now_s + _LOOK_AGAIN_S))
                 self._look_again_s = min(self._look_again_s, again_s)
-                return _Wait(_Lacks.ROOM, reason, until_s)
-            case Unserved(reason, until_s):
-                return _Wait(_Lacks.WORKERS, reason, until_s)
+                return _Wait(_Lacks.ROOM, because, until_s)
+            case Unserved(because, until_s):
+                return _Wait(_Lacks.WORKERS, because, until_s)
             case Refused() as why:
                 self._placements.report_end(request, why)
             case Placed() as placed:
@@ -194,9 +196,11 @@ class Admission:
                 until_s = late_s if late_s > now_s else inf
                 if self._is_full:
                     num_placed = len(self._placements.requests)
-                    return _Wait(_Lacks.SLOT, f"max_num_requests: {num_placed} requests are placed already", until_s)
+                    because = Because(Cause.SLOTS, f"max_num_requests: {num_placed} requests are placed already")
+                    return _Wait(_Lacks.SLOT, because, until_s)
                 if not may_place:
-                    return _Wait(_Lacks.TURN, f"{len(self._held)} requests wait before it", until_s)
+                    because = Because(Cause.TURN, f"{len(self._held)} requests wait before it")
+                    return _Wait(_Lacks.TURN, because, until_s)
                 self._admit(request, placed, now_s)
         return None
 

@@ -1,4 +1,4 @@
-"""How long the answers that a decode worker writes, or will write, probably keep it busy. Pure.
+"""How long answers get, and how long those that a decode worker writes or will write keep it busy. Pure.
 
 Invariant: an answer counts until it has ended. One that has not ended when it was due goes on for as long as answers
 have been overdue on average, whenever it is looked at: so many more are overdue, so many more will be there.
@@ -7,6 +7,54 @@ have been overdue on average, whenever it is looked at: so many more are overdue
 from bisect import bisect_left, bisect_right, insort
 from itertools import accumulate
 from math import exp, inf
+
+_MEMORY = 50  # answers in running means
+_START_TOKENS = 128.0  # of an answer, before one was seen
+_START_DECODING_S = 2.0
+
+
+class AnswerLengths:
+    """Learns how long answers get, and guesses how long the next one will be.
+
+    Two guesses compete: the mean of the answers so far, and the mean share of what requests allowed. Where clients ask
+    for what they need, the second is right; where they ask for more than they need, the first. Whichever was nearer
+    lately is believed.
+    """
+
+    def __init__(self) -> None:
+        self.mean_tokens = _START_TOKENS
+        self.decoding_s = _START_DECODING_S  # mean time from first to last token
+        self._share = 1.0
+        self._errors = [0.0, 0.0]  # means of |guess - tokens|: by the mean, by the share
+        self._overdue_tokens, self._num_reached = _START_TOKENS, 0
+
+    def observe(self, num_tokens: int, max_tokens: int, decoding_s: float) -> None:
+        """Take in an answer, and what its request allowed."""
+        excess = num_tokens - self.expected(max_tokens)
+        if excess >= 0:
+            self._num_reached += 1
+            self._overdue_tokens += (excess - self._overdue_tokens) / min(_MEMORY, self._num_reached)
+        for number, guess in enumerate(self._guesses(max_tokens)):
+            self._errors[number] += (abs(guess - num_tokens) - self._errors[number]) / _MEMORY
+        self.mean_tokens += (num_tokens - self.mean_tokens) / _MEMORY
+        self.decoding_s += (decoding_s - self.decoding_s) / _MEMORY
+        self._share += (num_tokens / max(1, max_tokens) - self._share) / _MEMORY
+
+    def expected(self, max_tokens: int) -> float:
+        """Return how many tokens an answer will probably have."""
+        by_mean, by_share = self._guesses(max_tokens)
+        return by_share if self._errors[1] < self._errors[0] else by_mean
+
+    @property
+    def overdue_tokens(self) -> float:
+        """Mean number of tokens still to come of an answer that has as many as were expected: the mean residual life.
+
+        At least the token that is being computed.
+        """
+        return max(1.0, self._overdue_tokens)
+
+    def _guesses(self, max_tokens: int) -> tuple[float, float]:
+        return min(self.mean_tokens, max_tokens), self._share * max_tokens
 
 
 class Answers:

@@ -39,12 +39,13 @@ from pdserve.router.events import (
     Warn,
     WorkerEvent,
 )
-from pdserve.router.forecast import Forecast
 from pdserve.router.membership import Membership
-from pdserve.router.placement import Policy, least_loaded
 from pdserve.router.placements import Placements
+from pdserve.router.policies import least_loaded
+from pdserve.router.predict import Predictor
 from pdserve.router.request import Request
 from pdserve.router.retry import Retry
+from pdserve.router.routing import Policy
 from pdserve.router.view import Workers, WorkerView
 
 _CANCELLED = Refused(Status.CANCELLED, "the client has gone")
@@ -54,12 +55,12 @@ class RouterCore:
     """All state of a router that decisions depend on."""
 
     def __init__(
-        self, model: str, limits: Limits, policy: Policy = least_loaded, forecast: Forecast | None = None
+        self, model: str, limits: Limits, policy: Policy = least_loaded, predictor: Predictor | None = None
     ) -> None:
-        """`forecast` is what the policy asks, if it asks one."""
+        """`predictor` is what the policy asks, if it asks one."""
         self.workers = Workers(model)
-        self.forecast = forecast or Forecast()
-        self.placements = Placements(self.workers, self.forecast, policy, limits)
+        self.predictor = predictor or Predictor()
+        self.placements = Placements(self.workers, self.predictor, policy, limits)
         self._delivery = Delivery(self.placements)
         self._admission = Admission(self.placements, limits)
         self._retry = Retry(self.placements, limits)
@@ -115,7 +116,7 @@ class RouterCore:
             case PairMeasured():
                 self._take_pair(worker, event)
             case KvChanged():
-                self.forecast.prefixes.apply(event)
+                self.predictor.prefixes.apply(event)
             case AttemptFailed():
                 self._retry.take_failure(worker, event, now_s)
             case LinkLost():
@@ -151,16 +152,16 @@ class RouterCore:
                 why = Refused(Status.INTERNAL, f"{worker.name} broke the protocol: {text}")
                 self._retry.fail(request, placement, why, {worker.link}, now_s)
         worker.stepped(event, now_s)
-        self.forecast.observe_step(worker, event.step, event.elapsed_s, now_s)
+        self.predictor.observe_step(worker, event.step, event.elapsed_s, now_s)
 
     def _take_load(self, worker: WorkerView, event: LoadReported, now_s: float) -> None:
         was_draining = worker.draining
-        self.forecast.note_others(worker, worker.report(event.load), now_s)
+        self.predictor.note_others(worker, worker.report(event.load), now_s)
         if worker.draining is not was_draining:
             self._membership.note_change(now_s)
 
     def _take_pair(self, worker: WorkerView, pair: PairMeasured) -> None:
-        self.forecast.links.begin((worker.name, pair.decode), pair.bytes_per_s)
+        self.predictor.links.begin((worker.name, pair.decode), pair.bytes_per_s)
         if pair.is_slow:
             rate = f"{pair.bytes_per_s / 1e6:.0f} MB/s, carried by {pair.carrier}"
             self.placements.emit(Warn(f"SLOW: pages of {worker.name} reach {pair.decode} at {rate}"))
@@ -199,7 +200,7 @@ class RouterCore:
         text = f"the deadline passed after {request.num_delivered} tokens"
         if not request.is_admitted:
             text = f"the deadline passed before the request was placed: {request.waits_for}"
-        self._end(request.request_id, Refused(Status.DEADLINE_EXCEEDED, text))
+        self._end(request.request_id, Refused(Status.DEADLINE_EXCEEDED, text, because=request.waits_for))
 
     def _tick(self, now_s: float) -> None:
         self._membership.drop_silent(now_s)

@@ -13,9 +13,6 @@ from pdserve.router.placements import Placements
 from pdserve.router.request import Placement, Request, Sequence
 from pdserve.router.view import WorkerView
 
-_NEAR_OBJECTIVE = 0.4  # of the time that is left
-_NEAR_TPOT = 0.6  # of the objective
-_ENOUGH_TOKENS = 8  # of an answer, for its mean time per token to tell anything
 _MAX_DELTAS_AHEAD = 64  # steps of a decode worker whose tokens overtake the first token
 LENGTH = 2  # FinishReason of a continuation that has all the tokens it may have
 Fault = tuple[Request, Placement, str]  # a placement whose worker broke the protocol
@@ -117,37 +114,21 @@ class Delivery:
         return True
 
     def _learn_ttft(self, request: Request, placement: Placement | None, now_s: float) -> None:
-        """Note how a prediction came out; for its margin only where that may decide, near the objective.
-
-        Prompts of a higher priority that came later could not be foreseen.
-        """
+        """Note how a prediction came out. Prompts of a higher priority that came later could not be foreseen."""
         if placement is None or placement.ttft_s is None or _was_overtaken(placement):
             return
-        bias = self._placements.forecast.ttft_bias[placement.is_local]
-        bias.observe(placement.ttft_s / placement.ttft_bias, now_s - placement.placed_s)
-        margin = self._placements.forecast.ttft_margins[placement.is_local]
-        near_s = _NEAR_OBJECTIVE * (request.first_token_due_s - placement.placed_s)
-        if request.slo_s[0] is not None and placement.ttft_s * max(1.0, margin.factor) >= near_s:
-            margin.observe(placement.ttft_s, now_s - placement.placed_s)
+        objective_s = None if request.slo_s[0] is None else request.first_token_due_s - placement.placed_s
+        observed_s = now_s - placement.placed_s
+        self._placements.predictor.observe_first_token(
+            placement.ttft_s, observed_s, objective_s, is_local=placement.is_local
+        )
 
     def _learn_answer(self, request: Request, sequence: Sequence) -> None:
-        """Note how an answer came out, with the margin of the way it went: one without a prefill worker is local.
-
-        As above, a prediction of the time per token counts where its margin may decide, or it missed the objective.
-        """
         placement, num_tokens = sequence.placement, len(sequence.token_ids)
-        decoding_s = sequence.last_s - sequence.first_s
-        self._placements.forecast.observe_answer(num_tokens, request.params.max_tokens, decoding_s)
-        if placement is None or not placement.tpot_s or num_tokens < _ENOUGH_TOKENS:
-            return
-        tpot_s, objective_s = decoding_s / (num_tokens - 1), request.slo_s[1]
-        bias = self._placements.forecast.tpot_bias[placement.is_local]
-        bias.observe(placement.tpot_s / placement.tpot_bias, tpot_s)
-        margin = self._placements.forecast.tpot_margins[placement.is_local]
-        if objective_s is not None:
-            near_s = _NEAR_TPOT * objective_s
-            if placement.tpot_s * max(1.0, margin.factor) >= near_s or tpot_s > objective_s:
-                margin.observe(placement.tpot_s, tpot_s)
+        predictor, decoding_s = self._placements.predictor, sequence.last_s - sequence.first_s
+        predictor.lengths.observe(num_tokens, request.params.max_tokens, decoding_s)
+        if placement is not None and placement.tpot_s is not None:
+            predictor.observe_answer(placement.tpot_s, decoding_s, num_tokens, request.slo_s[1])
 
     def release_prefill_when_done(self, request: Request, placement: Placement) -> None:
         """Let go of the prefill worker once decode has all it needs and every first token is here."""
@@ -183,7 +164,7 @@ class Delivery:
                 request.ledger.handoff_ms = event.handoff_s * 1e3
                 if placement.prefill is not None and placement.decode is not None:
                     pair = placement.prefill.name, placement.decode.name
-                    self._placements.forecast.links.observe(pair, event.handoff_bytes, event.handoff_s)
+                    self._placements.predictor.links.observe(pair, event.handoff_bytes, event.handoff_s)
             case Stage.COMMITTED | Stage.DECODE_JOINED:
                 placement.committed = True
                 self.release_prefill_when_done(request, placement)

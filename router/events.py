@@ -11,6 +11,7 @@ from pdserve.kvlayout import KvLayout
 from pdserve.load import ReportedLoad
 from pdserve.perfmodel.curve import IDLE, Step
 from pdserve.reports import Failure, Stage
+from pdserve.router.because import Because
 from pdserve.router.timeline import Ledger, Usage
 from pdserve.sampling import SamplingParams
 from pdserve.values import value
@@ -289,6 +290,7 @@ class Refused:
     message: str
     predicted_ttft_s: float | None = None  # set where an objective was the reason
     retry_after_s: float | None = None  # set where trying again may help
+    because: Because | None = None  # set where a want of workers, room or time was the reason
 
 
 @value

@@ -1,6 +1,7 @@
 """The public endpoint: InferenceService."""
 
 import asyncio
+import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from collections.abc import Sequence as Seq
@@ -21,6 +22,8 @@ from pdserve.router.shell import Shell
 from pdserve.router.validation import Terms, check_model, check_terms, fitted
 from pdserve.rpc import PUBLIC_MESSAGE_BYTES, abort
 from pdserve.text.stop import OutputText
+
+logger = logging.getLogger(__name__)
 
 GenerateContext: TypeAlias = "grpc.aio.ServicerContext[inference.GenerateRequest, inference.GenerateResponse]"
 
@@ -150,6 +153,9 @@ class InferenceEndpoint(InferenceServiceServicer):
             self._shell.leave(answer.request_id)
         if answer.refusal is not None:
             refusal = answer.refusal
+            if refusal.because is not None:
+                cause, text = refusal.because.cause, refusal.message
+                logger.info("request %s is refused (%s): %s", answer.request_id.hex(), cause, text)
             await abort(context, CODES[refusal.status], refusal.message, _hints(refusal))
 
     async def _write(self, answer: Answer, context: GenerateContext) -> None:
@@ -225,7 +231,9 @@ def _time_remaining_s(context: GenerateContext) -> float:
 def _hints(refused: Refused) -> tuple[tuple[str, str], ...]:
     """Return what a refused client may plan with, as trailing metadata."""
     known = (("predicted-ttft-ms", refused.predicted_ttft_s), ("retry-after-ms", refused.retry_after_s))
-    return tuple((name, f"{seconds * 1e3:.0f}") for name, seconds in known if seconds is not None)
+    hints = [(name, f"{seconds * 1e3:.0f}") for name, seconds in known if seconds is not None]
+    cause = () if refused.because is None else (("refused-because", refused.because.cause.value),)
+    return (*hints, *cause)
 
 
 class LimitSizes(grpc.aio.ServerInterceptor):

@@ -23,9 +23,9 @@ from pdserve.router.events import (
     SendProcessGone,
     Warn,
 )
-from pdserve.router.placement import peerless
 from pdserve.router.placements import Placements
 from pdserve.router.retry import Retry
+from pdserve.router.routing import peerless
 from pdserve.router.view import WorkerView
 
 _MAX_ENDED = 64  # processes, for workers that attach later
@@ -97,7 +97,7 @@ class Membership:
             self.drop(self._workers.known(link), str(error), now_s, error.refusal)
             return
         registered.last_heard_s = now_s
-        self._placements.forecast.prefixes.attach(link, registration.layout.page_size, registration.num_pages)
+        self._placements.predictor.prefixes.attach(link, registration.layout.page_size, registration.num_pages)
         self.silence_due_s = min(self.silence_due_s, now_s + self._limits.worker_silence_s)
         if worker is None:
             self._welcome(registered, now_s)

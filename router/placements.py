@@ -7,25 +7,27 @@ from math import inf
 from pdserve.errors import InvariantError, Status
 from pdserve.perfmodel.curve import attention_work
 from pdserve.reports import Stage
+from pdserve.router.because import Cause
 from pdserve.router.config import Limits
 from pdserve.router.events import CancelAttempt, Command, End, Finished, Place, Refused, Registration
-from pdserve.router.forecast import Forecast, Prompt
-from pdserve.router.placement import Decision, Placed, Policy, Unserved, decide
+from pdserve.router.predict import Predictor, Prompt
 from pdserve.router.request import Placement, Request
+from pdserve.router.routing import Decision, Placed, Policy, Unserved, decide
 from pdserve.router.view import Share, Workers, WorkerView
 
 
 class Placements:
     """Requests that have been placed and have not ended."""
 
-    def __init__(self, workers: Workers, forecast: Forecast, policy: Policy, limits: Limits) -> None:
+    def __init__(self, workers: Workers, predictor: Predictor, policy: Policy, limits: Limits) -> None:
         self.workers = workers
         self.workers_changed_s: float | None = None  # when one last came, went, loaded or began to drain
-        self.forecast = forecast
+        self.predictor = predictor
         self._policy = policy
         self._limits = limits
         self.requests: dict[bytes, Request] = {}  # by id, as it comes off the wire
         self.ended: Counter[str] = Counter()  # "OK" or a status name
+        self.refused_because: Counter[Cause] = Counter()
         self.num_placed = 0  # placements made, all requests
         self.num_replaced = 0
         self.num_ended = 0
@@ -83,16 +85,14 @@ class Placements:
             self.workers_changed_s = now_s  # the first request came before any worker
         until_s = min(self.workers_changed_s, request.wait_for_pair(now_s)) + self._limits.pool_grace_s
         if now_s < until_s:
-            return Unserved(decision.reason, until_s)
-        return Refused(Status.UNAVAILABLE, decision.reason)
+            return Unserved(decision.because, until_s)
+        return Refused(Status.UNAVAILABLE, decision.because.text, because=decision.because)
 
     def place(self, request: Request, indices: tuple[int, ...], placed: Placed, now_s: float) -> None:
         """Give these sequences to a pair of workers."""
         prefill, decode = placed.pair.prefill, placed.pair.decode
         placement = request.place(indices, prefill, decode)
         placement.placed_s, placement.ttft_s, placement.tpot_s = now_s, placed.ttft_s, placed.tpot_s
-        placement.ttft_bias = self.forecast.ttft_bias[placement.is_local].factor
-        placement.tpot_bias = self.forecast.tpot_bias[placement.is_local].factor
         request.ledger.decision = placed.told
         if placement.attempt == 0 and placed.ttft_s is not None and placed.tpot_s is not None:
             request.ledger.predicted_ttft_ms = (now_s - request.received_s + placed.ttft_s) * 1e3
@@ -105,7 +105,7 @@ class Placements:
             prefill.assign(placement.key, Share(0, fresh, work, priority=request.priority), now_s)
         if decode is not None:
             max_tokens = request.params.max_tokens - request.sequences[indices[0]].num_before
-            answer_steps = self.forecast.lengths.expected(max_tokens) - 1
+            answer_steps = self.predictor.lengths.expected(max_tokens) - 1
             share = Share(len(indices), 0, 0, num_tokens, True, answer_steps, priority=request.priority)
             if prefill is None:
                 share.prefill_tokens, share.prefill_work = fresh, work
@@ -114,7 +114,7 @@ class Placements:
         if prefill is None and decode is not None:
             cached_on = {decode.link: cached}
         prompt = Prompt(num_tokens, len(indices), cached_on)
-        self.forecast.note_placed(prefill, decode, request.hashes, prompt, now_s)
+        self.predictor.note_placed(prefill, decode, request.hashes, prompt, now_s)
         self.num_placed += 1
         self.num_replaced += placement.attempt > 0
         self.emit(Place(spec, _registration(prefill), _registration(decode)))
@@ -162,6 +162,8 @@ class Placements:
         request.has_ended = True
         self.ended["OK" if isinstance(outcome, Finished) else outcome.status.value] += 1
         self.num_ended += 1
+        if isinstance(outcome, Refused) and outcome.because is not None:
+            self.refused_because[outcome.because.cause] += 1
         self.emit(End(request.request_id, outcome))
 
     def finish(self, request: Request, now_s: float) -> None:

@@ -1,13 +1,107 @@
-"""The policies by name."""
+"""The policies by name, and all of them that predict nothing."""
 
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from math import lcm
 
-from pdserve.router.affinity import PrefixAffinity
-from pdserve.router.forecast import Forecast
+from pdserve.router.events import LinkId
 from pdserve.router.goodput import Goodput
-from pdserve.router.placement import Policy, least_loaded, round_robin
+from pdserve.router.predict import Predictor
+from pdserve.router.routing import Decision, Demand, Group, Pair, Placed, Policy
+from pdserve.router.view import WorkerView
 
-POLICIES: dict[str, Callable[[Forecast], Policy]] = {
+
+def least_loaded(groups: Seq[Group], demand: Demand) -> Decision:
+    """Take the fewest prompt tokens to wait for and the emptiest decode batch; then take turns.
+
+    The score is the share that is free: of the batch, or of the longest prompt's room in the queue if that is less.
+    """
+    del demand
+    best = min((_emptiest(group) for group in groups), key=_pair_load)
+    waiting = [] if best.prefill is None else [f"{best.prefill.name} has {_queue(best.prefill)} prompt tokens waiting"]
+    if best.decode is not None:
+        waiting.append(f"{best.decode.name} {best.decode.num_sequences} sequences")
+    queue = 0.0 if best.prefill is None else _queue_share(best.prefill)
+    batch = 0.0 if best.decode is None else _batch_share(best.decode)
+    return Placed(best, f"least loaded: {', '.join(waiting)}", score=max(0.0, 1 - max(queue, batch)))
+
+
+def _emptiest(group: Group) -> Pair:
+    prefill = min(group.prefills, key=lambda w: (_queue_share(w), w.num_placed, w.name), default=None)
+    decode = min(group.decodes, key=lambda w: (_batch_share(w), w.num_placed, w.name), default=None)
+    return Pair(prefill, decode)
+
+
+def _pair_load(pair: Pair) -> tuple[bool, float]:
+    batch = 0.0 if pair.decode is None else _batch_share(pair.decode)
+    return batch >= 1.0, batch + (0.0 if pair.prefill is None else _queue_share(pair.prefill))
+
+
+def _queue(worker: WorkerView) -> int:
+    return worker.pending_prefill_tokens
+
+
+def _queue_share(worker: WorkerView) -> float:
+    """Return the prompt tokens in front, in units of the longest prompt."""
+    return worker.pending_prefill_tokens / worker.registration.max_model_len
+
+
+def _batch_share(worker: WorkerView) -> float:
+    return worker.num_sequences / worker.registration.max_num_seqs
+
+
+def round_robin(groups: Seq[Group], demand: Demand) -> Decision:
+    """Take the workers of each pool in turn, in the order of their names; in time, every pair."""
+    turn = demand.turn
+    group = groups[turn % len(groups)]
+    turn //= len(groups)
+    round_length = lcm(max(1, len(group.prefills)), max(1, len(group.decodes)))
+    prefill, decode = _in_turn(group.prefills, turn), _in_turn(group.decodes, turn + turn // round_length)
+    return Placed(Pair(prefill, decode), f"turn {demand.turn}")
+
+
+def _in_turn(workers: Seq[WorkerView], turn: int) -> WorkerView | None:
+    return sorted(workers, key=lambda worker: worker.name)[turn % len(workers)] if workers else None
+
+
+class PrefixAffinity:
+    """Places a request where most of its prefix is, unless more waits there than that saves.
+
+    `predictor` is the router's; its prefix table is all this policy asks.
+    """
+
+    def __init__(self, predictor: Predictor) -> None:
+        self._prefixes = predictor.prefixes
+
+    def __call__(self, groups: Seq[Group], demand: Demand) -> Decision:
+        cached = self._prefixes.match(demand.hashes, demand.now_s)
+
+        def to_wait_for(worker: WorkerView) -> tuple[int, int, str]:
+            fresh = demand.num_tokens - cached.get(worker.link, 0)
+            return worker.pending_prefill_tokens + fresh, worker.num_placed, worker.name
+
+        def fullness(worker: WorkerView) -> tuple[float, int, str]:
+            return worker.num_sequences / worker.registration.max_num_seqs, worker.num_placed, worker.name
+
+        def computes(group: Group) -> tuple[int, int, str]:
+            return min(map(to_wait_for, group.prefills or group.decodes))
+
+        group = min(groups, key=computes)
+        if group.prefills:
+            prefill = min(group.prefills, key=to_wait_for)
+            return _affine(Pair(prefill, min(group.decodes, key=fullness, default=None)), prefill, cached, demand)
+        alone = min(group.decodes, key=lambda worker: (to_wait_for(worker)[0], fullness(worker)))
+        return _affine(Pair(None, alone), alone, cached, demand)
+
+
+def _affine(pair: Pair, worker: WorkerView, cached: dict[LinkId, int], demand: Demand) -> Placed:
+    """Return a placement whose prompt this worker computes. The score is the share of the prompt that it holds."""
+    num_held = min(cached.get(worker.link, 0), demand.num_tokens - 1)
+    reason = f"prefix affinity: {worker.name} holds about {num_held} of {demand.num_tokens} tokens"
+    return Placed(pair, reason, num_held, score=num_held / demand.num_tokens)
+
+
+POLICIES: dict[str, Callable[[Predictor], Policy]] = {
     "goodput": Goodput,
     "least_loaded": lambda _: least_loaded,
     "prefix_affinity": PrefixAffinity,

@@ -13,10 +13,11 @@ from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt, Incarnation, WorkerId
 from pdserve.prefix_hash import PrefixHasher
 from pdserve.reports import Stage
+from pdserve.router.because import Because
 from pdserve.router.events import LinkId, RequestArrived, SequenceSpec, TokenDelta
 from pdserve.router.fairness import Counter
-from pdserve.router.placement import Demand
 from pdserve.router.prefix_index import Hashes, block_hashes
+from pdserve.router.routing import Demand
 from pdserve.router.timeline import Ledger, Timeline, Usage
 from pdserve.router.view import PlacementKey, WorkerView
 from pdserve.token_ids import pack
@@ -47,8 +48,6 @@ class Placement:
     placed_s: float = 0.0
     ttft_s: float | None = None  # predicted, from then on
     tpot_s: float | None = None
-    ttft_bias: float = 1.0  # factors that are in them
-    tpot_bias: float = 1.0
     committed: bool = False  # the decode worker has all it needs
 
     @property
@@ -121,7 +120,7 @@ class Request:
         self.first_token_due_s = inf if event.ttft_slo_s is None else event.received_s + event.ttft_slo_s
         self.is_admitted = False
         self.counter = counter  # of its tenant
-        self.waits_for = ""  # while it is held
+        self.waits_for: Because | None = None  # while it is held
         self.num_overtaken = 0  # times that one behind it was placed before it
         self.look_at_s = inf  # while it is held: when its next alarm rings, but for its deadline's
         self.has_ended = False

@@ -13,9 +13,9 @@ from pdserve.errors import Status
 from pdserve.reports import Failure
 from pdserve.router.config import Limits
 from pdserve.router.events import AttemptFailed, LinkId, Refused, Warn
-from pdserve.router.placement import Held, Placed, Unserved
 from pdserve.router.placements import Placements
 from pdserve.router.request import Loss, Placement, Process, Request
+from pdserve.router.routing import Held, Placed, Unserved
 from pdserve.router.view import WorkerView
 
 _BLAMED_ON_PEER = (Failure.PEER_LOST, Failure.TRANSFER_FAILED, Failure.LEASE_LAPSED)
@@ -43,7 +43,7 @@ class Retry:
     def lose_worker(self, worker: WorkerView, reason: str, now_s: float) -> None:
         """Forget a worker and place again what it was doing."""
         self._placements.workers.remove(worker.link)
-        self._placements.forecast.forget(worker)
+        self._placements.predictor.forget(worker)
         num_lost = len(worker.shares)
         self._placements.emit(Warn(f"lost {worker.name} ({reason}) with {num_lost} placements"))
         process = worker.registration.worker_id, worker.registration.incarnation

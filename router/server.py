@@ -32,11 +32,12 @@ from pdserve.router.admin import AdminEndpoint
 from pdserve.router.config import RouterConfig
 from pdserve.router.core import RouterCore
 from pdserve.router.events import Role, ShutdownAsked, ShutdownDue
-from pdserve.router.forecast import Forecast
 from pdserve.router.inference import HARD_LIMIT_BYTES, InferenceEndpoint, LimitSizes
 from pdserve.router.kv_subscriber import KvSubscriber, PublishedBlocks, Source
 from pdserve.router.links import Follow, Links
+from pdserve.router.neighbours import Neighbours
 from pdserve.router.policies import POLICIES
+from pdserve.router.predict import Predictor
 from pdserve.router.prompts import Prompts, ServedModel
 from pdserve.router.shell import Shell, WorkerStream
 from pdserve.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, check_bind, listen, read_secret, server_options
@@ -95,8 +96,8 @@ async def run(
     """Serve a model until `stop` is set, then drain. `on_ready` gets the addresses, as does the ready file."""
     start = config.start_costs()
     hasher = PrefixHasher(read_secret(config.secret_file), model.name)
-    forecast = Forecast(dict.fromkeys(Role, start) if start else None, hasher)
-    core = RouterCore(model.name, config, POLICIES[config.policy](forecast), forecast)
+    predictor = Predictor(dict.fromkeys(Role, start) if start else None, hasher, Neighbours())
+    core = RouterCore(model.name, config, POLICIES[config.policy](predictor), predictor)
     shell = Shell(core, MonotonicClock())
     prompts = Prompts(model, config.max_num_tokenizing, config.tokenize_timeout_s)
     endpoint = InferenceEndpoint(shell, model, prompts, config)
@@ -153,7 +154,7 @@ def _follower(shell: Shell, secret: bytes) -> Follow:
     def follow(stream: WorkerStream) -> Coroutine[object, object, None]:
         worker, link_id = stream.registration, stream.link_id
         source = Source(worker.kv_events_endpoint, worker.kv_events_replay_endpoint)
-        blocks = PublishedBlocks(link_id, shell.core.forecast.prefixes.hasher)
+        blocks = PublishedBlocks(link_id, shell.core.predictor.prefixes.hasher)
         return KvSubscriber(source, secret, blocks, shell.post).follow()
 
     return follow

@@ -45,8 +45,9 @@ from pdserve.router.events import (
     Role,
     StepReported,
 )
-from pdserve.router.forecast import Forecast
+from pdserve.router.neighbours import Neighbours
 from pdserve.router.policies import POLICIES
+from pdserve.router.predict import Predictor
 from pdserve.rpc import PROTOCOL_VERSION
 from pdserve.sampling import SamplingParams
 from pdserve.token_ids import ALL_IDS
@@ -107,8 +108,9 @@ class SimCluster:
         )
         self._routers: dict[RouterRef, _Router] = {}
         for ref in map(RouterRef, range(shape.routers)):
-            forecast = Forecast(costs, self._hasher)
-            self._routers[ref] = _Router(ref, RouterCore(MODEL, limits, POLICIES[policy](forecast), forecast))
+            neighbours = None if self._machine is None else Neighbours()
+            predictor = Predictor(costs, self._hasher, neighbours)
+            self._routers[ref] = _Router(ref, RouterCore(MODEL, limits, POLICIES[policy](predictor), predictor))
         for index in range(shape.prefill):
             self._attach(f"p{index}", Role.PREFILL)
         for index in range(shape.decode):

@@ -86,7 +86,9 @@ def render(status: admin.ClusterStatus) -> Sheet:
     ended = ", ".join(f"{count} {name}" for name, count in sorted(status.ended.items())) or "none"
     pairs = [(worker.registration.worker_id, pair) for worker in status.workers for pair in worker.pairs]
     requests = f"requests: {status.num_active} active, {status.num_held} held; ended: {ended}"
-    lines = [_pair(*pair) for pair in sorted(pairs, key=lambda pair: pair[1].bytes_per_s)[:MAX_PAIRS]]
+    because = ", ".join(f"{count} {cause}" for cause, count in sorted(status.refused_because.items()))
+    lines = [f"refused because of: {because}"] if because else []
+    lines += [_pair(*pair) for pair in sorted(pairs, key=lambda pair: pair[1].bytes_per_s)[:MAX_PAIRS]]
     lines += [
         f"{registration.worker_id} publishes KV events on {registration.kv_events_endpoint}"
         for registration in (worker.registration for worker in status.workers)

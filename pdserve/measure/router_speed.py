@@ -21,8 +21,8 @@ from pdserve.router.events import (
     StageReached,
     StepReported,
 )
-from pdserve.router.forecast import Forecast
 from pdserve.router.policies import POLICIES
+from pdserve.router.predict import Predictor
 from pdserve.sampling import SamplingParams
 
 _LAYOUT = KvLayout("w", 32, 8, 128, 64, "bfloat16")
@@ -45,9 +45,9 @@ class RouterSpeed:
     """A core with workers that answer at once."""
 
     def __init__(self, policy: str, num_prefill: int, num_decode: int, prompt_tokens: int) -> None:
-        forecast = Forecast()
+        predictor = Predictor()
         limits = Limits(worker_silence_s=1e9, local_prefill=policy == "goodput")
-        self._core = RouterCore("m", limits, POLICIES[policy](forecast), forecast)
+        self._core = RouterCore("m", limits, POLICIES[policy](predictor), predictor)
         self._prompt_tokens = prompt_tokens
         self._now_s = 0.0
         for number in range(num_prefill + num_decode):

@@ -3,37 +3,87 @@
 Used by the router for each prediction, and by whoever plans capacity.
 """
 
-from math import ceil
+from math import ceil, inf
 
-from pdserve.perfmodel.batches import BatchFits
-from pdserve.perfmodel.crowding import Crowding
-from pdserve.perfmodel.curve import Curve, Step, StepCosts, attention_work
-from pdserve.perfmodel.fit import Fit
+from pdserve.perfmodel.curve import Curve, Step, StepCosts
+from pdserve.perfmodel.fit import ENOUGH_STEPS, Fit, Point
 
-ENOUGH_STEPS = 32  # observed before predictions are worth refusing requests for
-_ENOUGH_GOOD_STEPS = 8  # the same, where predictions have been right from the start
-_GOOD_ERROR = 0.2
+_FEW_STEPS = 8  # are enough where predictions have been right from the start: decode workers compute few prompts, and
+_GOOD_ERROR = 0.2  # without this rule 2 + 2 simulated workers attain 42 % at 40 requests/s a GPU in place of 76
 STALE_S = 10.0  # without a step, a model may be wrong about the present: nothing is refused on its word
-
-MAX_BEGUN = 1 << 16  # pairs that only a worker's word is known of
-
-_PROMPTS = (64, 512, 4096)
+_MAX_PAIRS = 1 << 16  # that only a worker's word is known of
+_LARGE_BYTES = 1 << 16  # smaller hand-offs tell of latency alone
+_START_TOKENS = (64, 4096)  # of a prompt, or of the KV of a sequence: where a start is believed
 
 # For a pool that nothing is known of: a mid-size model on one accelerator. Only the first seconds depend on it.
-UNKNOWN = StepCosts(Curve(0.01, 5e-5, 1e-9), ())
+_UNKNOWN = StepCosts(Curve(0.01, 5e-5, 1e-9), ())
 _UNKNOWN_DECODE = Curve(0.01, 1e-4, 1e-7)
+
+
+class BatchFits:
+    """What decode steps cost, with one fit for each doubling of the batch: 1, 2 and 3, 4 to 7, ...
+
+    A small batch waits for the weights to be read, a large one for arithmetic: no line is right for both. And what
+    large batches cost must not be forgotten over a quiet minute of small ones, since it is needed when the next crowd
+    comes.
+    """
+
+    def __init__(self, start: StepCosts) -> None:
+        self._start = start
+        self._fits: dict[int, Fit] = {}
+        self._nearest: dict[int, Fit] = {}  # of sizes of which no step was seen, as far as they were asked for
+        self.latest = self._begin(1)
+        self.num_observed = 0
+
+    def curve(self, sequences: int) -> Curve:
+        """Return what holds for a batch."""
+        band = sequences.bit_length()
+        fit = self._fits.get(band)
+        return self._first_curve(band) if fit is None else fit.curve
+
+    def observe(self, sequences: int, kv_tokens: float, seconds: float) -> None:
+        """Take in one step."""
+        band = sequences.bit_length()
+        fit = self._fits.get(band)
+        if fit is None:
+            fit = self._fits[band] = self._begin(band)
+            self._nearest.clear()
+        fit.observe(sequences, kv_tokens, seconds)
+        self.num_observed += 1
+        self.latest = fit
+
+    def seen(self) -> list[tuple[int, Fit]]:
+        """Return each size of which steps were seen, as its largest batch, with its fit."""
+        return [((1 << band) - 1, self._fits[band]) for band in sorted(self._fits)]
+
+    def _begin(self, band: int) -> Fit:
+        smallest = 1 << max(0, band - 1)
+        points: tuple[Point, ...] = tuple(
+            (float(size), float(size * kv)) for size in (smallest, 2 * smallest - 1) for kv in _START_TOKENS
+        )
+        return Fit(self._first_curve(band), points)
+
+    def _first_curve(self, band: int) -> Curve:
+        """Return what is believed of a size of which no step was seen: what the nearest has learnt, or the start."""
+        if self._fits:
+            nearest = self._nearest.get(band)
+            if nearest is None:
+                nearest = self._fits[min(self._fits, key=lambda seen: (abs(seen - band), seen))]
+                self._nearest[band] = nearest
+            if nearest.num_observed >= ENOUGH_STEPS or not self._start.decode:
+                return nearest.curve
+        return self._start.decode_curve(1 << max(0, band - 1)) if self._start.decode else _UNKNOWN_DECODE
 
 
 class LearntCosts:
     """Step times of workers that are alike."""
 
     def __init__(self, start: StepCosts | None = None) -> None:
-        first = (start or UNKNOWN).prefill
-        self._prefill = Fit(first, tuple((float(n), float(attention_work(n, 0))) for n in _PROMPTS))
-        self._decode = BatchFits(start, _UNKNOWN_DECODE)
-        self._prefill_crowding, self._decode_crowding = Crowding(), Crowding()
+        start = start or _UNKNOWN
+        self._prefill = Fit(start.prefill, tuple((float(n), float(n * n)) for n in _START_TOKENS))
+        self._decode = BatchFits(start)
         self._num_mixed = 0
-        self._observed_s = float("-inf")
+        self._observed_s = -inf
 
     @property
     def prefill(self) -> Curve:
@@ -65,46 +115,36 @@ class LearntCosts:
     def decode_error(self) -> float:
         return self._decode.latest.relative_error
 
-    def observe(self, step: Step, elapsed_s: float, now_s: float, crowd: float | None = None) -> None:
-        """Take in one step, during which so many neighbours computed; None: nobody knows.
-
-        Of a step that does both, the prefill's part is what decoding does not explain.
-        """
+    def observe(self, step: Step, elapsed_s: float, now_s: float) -> None:
+        """Take in one step. Of a step that does both, the prefill's part is what decoding does not explain."""
         self._observed_s = now_s
         if not step.prefill_tokens:
-            if crowd is not None:
-                predicted_s = self.decode_s(step.sequences, step.kv_tokens)
-                elapsed_s = _alone_s(self._decode_crowding, predicted_s, elapsed_s, crowd)
             self._decode.observe(step.sequences, step.kv_tokens, elapsed_s)
             return
         if step.sequences:
             self._num_mixed += 1
             decode = self._decode.curve(step.sequences)
             shared_s = decode.marginal_s(step.sequences, step.kv_tokens) + max(0.0, decode.step_s - self.prefill.step_s)
-            if shared_s > 0.5 * elapsed_s:
+            if shared_s > elapsed_s / 2:
                 return  # too little of it is the prefill's
             elapsed_s -= shared_s
-        if crowd is not None:
-            predicted_s = self._prefill.curve.seconds(step.prefill_tokens, step.prefill_work)
-            elapsed_s = _alone_s(self._prefill_crowding, predicted_s, elapsed_s, crowd)
         self._prefill.observe(step.prefill_tokens, step.prefill_work, elapsed_s)
 
     def knows_prefill(self, now_s: float) -> bool:
         """Return whether requests may be refused on these predictions."""
-        return now_s - self._observed_s < STALE_S and _is_enough(self.prefill_error, self.num_prefill_steps)
+        return now_s - self._observed_s < STALE_S and _is_enough(self.num_prefill_steps, self.prefill_error)
 
     def knows_decode(self, now_s: float) -> bool:
         """Return the same of decode steps. Those that also prefill tell of them too."""
-        num_steps = self._decode.num_observed + self._num_mixed
-        return now_s - self._observed_s < STALE_S and _is_enough(self.decode_error, num_steps)
+        return now_s - self._observed_s < STALE_S and _is_enough(
+            self.num_decode_steps + self._num_mixed, self.decode_error
+        )
 
-    def prefill_slowdown(self, crowd: float) -> float:
-        """Return the factor by which prompts take longer while neighbours compute."""
-        return self._prefill_crowding.expected(crowd)
-
-    def decode_slowdown(self, crowd: float) -> float:
-        """Return the same for decode steps."""
-        return self._decode_crowding.expected(crowd)
+    def seconds(self, step: Step) -> float:
+        """Return how long a step takes that does one of both."""
+        if step.prefill_tokens:
+            return self.prefill.seconds(step.prefill_tokens, step.prefill_work)
+        return self.decode_s(step.sequences, step.kv_tokens)
 
     def prefill_s(self, num_tokens: float, work: float, budget: int) -> float:
         """Return how long prompts take together, `budget` tokens to a step."""
@@ -125,16 +165,8 @@ class LearntCosts:
         return below_s + part * (above_s - below_s)
 
 
-def _alone_s(crowding: Crowding, predicted_s: float, elapsed_s: float, crowd: float) -> float:
-    """Return what a step would have taken alone; the slowdown learns from what it took beyond the prediction."""
-    if predicted_s > 0 and elapsed_s > 0:
-        crowding.observe(crowd, elapsed_s / predicted_s)
-    return elapsed_s / crowding.during(crowd)
-
-
-def _is_enough(error: float, num_steps: int) -> bool:
-    is_good = num_steps >= _ENOUGH_GOOD_STEPS and error < _GOOD_ERROR
-    return num_steps >= ENOUGH_STEPS or is_good
+def _is_enough(num_steps: int, error: float) -> bool:
+    return num_steps >= ENOUGH_STEPS or (num_steps >= _FEW_STEPS and error < _GOOD_ERROR)
 
 
 class LearntLinks:
@@ -147,12 +179,12 @@ class LearntLinks:
 
     def begin(self, pair: tuple[str, str], bytes_per_s: float) -> None:
         """Start from what the pair itself measured. What hand-offs have shown already counts for more."""
-        if len(self._measured) < MAX_BEGUN:
+        if len(self._measured) < _MAX_PAIRS:
             self._measured.setdefault(pair, bytes_per_s)
 
     def observe(self, pair: tuple[str, str], num_bytes: int, seconds: float) -> None:
-        """Take in one hand-off. Small ones tell of latency alone."""
-        if num_bytes < 1 << 16 or seconds <= 0:
+        """Take in one hand-off."""
+        if num_bytes < _LARGE_BYTES or seconds <= 0:
             return
         rate = num_bytes / seconds
         before = self._measured.get(pair)

@@ -8,7 +8,8 @@ from pdserve.errors import ConfigError
 from pdserve.ids import PageId
 from pdserve.kvtransfer.backends.backend import Backend
 from pdserve.kvtransfer.backends.ucx import Network
-from pdserve.kvtransfer.mover import Mover, OnStopped
+from pdserve.kvtransfer.copies import OnStopped
+from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Region, num_probe_rows
 from pdserve.kvtransfer.session import Pages, Peer
 from pdserve.worker.boot import KERNEL_DEVICES, Engine

@@ -26,7 +26,7 @@ from pdserve.kvtransfer.greeting import Party
 from pdserve.kvtransfer.server import HandoffServicer
 from pdserve.kvtransfer.session import DigestPolicy, Peer
 from pdserve.prefill_worker.probes import Probes
-from pdserve.prefill_worker.shell import OutgoingShell, report_copies
+from pdserve.prefill_worker.shell import Copies, OutgoingShell
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.rpc import PROTOCOL_VERSION, read_secret, split_address
 from pdserve.signals import drain_on_signals
@@ -125,9 +125,9 @@ async def assemble(
     config: WorkerConfig, engine: Engine, identity: Identity, listener: Listener, reporter: Reporter
 ) -> AsyncIterator[Worker]:
     """Set up the core and both doors, and take them down again."""
-    region = kv_region(engine)
+    copies, region = Copies(listener), kv_region(engine)
     host, advertised = config.handoff_host, split_address(config.handoff_advertise or "")[0]
-    mover = build_mover(config, identity.peer, region, report_copies(listener), identity.secret, (host, advertised))
+    mover = build_mover(config, identity.peer, region, copies.stopped, identity.secret, (host, advertised))
     listener.guard(mover)
     rules = Rules(MAX_WORKER_TASKS, DigestPolicy(config.digests), config.max_quarantined_share, config.lease_s)
     core = WorkerCore(engine.scheduler, engine.vocab_size, engine.layout.page_bytes, secrets.token_bytes(32), rules)
@@ -140,7 +140,7 @@ async def assemble(
         ):
             probes = Probes(mover, reporter.report_pair, tasks, config.slow_pair_bytes_per_s)
             client = HandoffClient(me, identity.secret, listener, tasks, reporter.refused)
-            outgoing = OutgoingShell(client, mover, probes)
+            outgoing = OutgoingShell(client, mover, copies, probes)
             incoming = IncomingShell(servicer, region, listener, tasks)
             yield Worker(core, Outbox(outgoing, incoming, reporter, MonotonicClock()), address)
             await outgoing.close()

@@ -233,6 +233,26 @@ class ClusterStatus(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class RefusedBecauseEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
@@ -242,6 +262,7 @@ class ClusterStatus(_message.Message):
     NUM_REPLACED_FIELD_NUMBER: _builtins.int
     COSTS_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    REFUSED_BECAUSE_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """Name of the router that answers."""
     model: _builtins.str
@@ -268,6 +289,10 @@ class ClusterStatus(_message.Message):
     def refused(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """What workers said that was refused, and workers that were, since start, by what was wrong ("incarnation", ..)."""
 
+    @_builtins.property
+    def refused_because(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Requests refused since start, by what bound them ("queue", "pages", "no_prefill", ..)."""
+
     def __init__(
         self,
         *,
@@ -280,10 +305,11 @@ class ClusterStatus(_message.Message):
         num_replaced: _builtins.int = ...,
         costs: _abc.Iterable[Global___LearntCosts] | None = ...,
         refused: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        refused_because: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "ended", b"ended", "model", b"model", "num_active", b"num_active", "num_held", b"num_held", "num_replaced", b"num_replaced", "refused", b"refused", "router_id", b"router_id", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "ended", b"ended", "model", b"model", "num_active", b"num_active", "num_held", b"num_held", "num_replaced", b"num_replaced", "refused", b"refused", "refused_because", b"refused_because", "router_id", b"router_id", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

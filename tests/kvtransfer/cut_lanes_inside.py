@@ -10,16 +10,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from copy_reports import CopyReports
 from network_namespace import DROP, RESET, cut, lane_ports, raise_loopback
 
 from pdserve.ids import Attempt, PageId, RequestId, WorkerId
 from pdserve.incarnation import new_incarnation
 from pdserve.kvtransfer.backends.nixl import NixlBackend
 from pdserve.kvtransfer.backends.ucx import Network
+from pdserve.kvtransfer.copies import CopyStopped
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import ByteRows, Region
-from pdserve.kvtransfer.sender import CopyStopped
 from pdserve.kvtransfer.session import HandoffKey, Peer
 
 HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
@@ -40,7 +39,7 @@ class Rig:
     landed: ByteRows
     mover: Mover
     peer: Peer
-    stopped: CopyReports
+    stopped: queue.SimpleQueue[CopyStopped]
 
     def num_landed(self) -> int:
         """Return how many bytes have arrived: what is written is nowhere zero."""
@@ -61,10 +60,10 @@ def rig(tmp_path: Path) -> Iterator[Rig]:
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     description = bytes.fromhex(process.stdout.readline())
-    stopped = CopyReports()
+    stopped: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
     ours = np.full((NUM_PAGES, PAGE_BYTES), 7, np.uint8)
     me, peer = (Peer(WorkerId(name), new_incarnation()) for name in ("writer", "target"))
-    mover = Mover(NixlBackend(me, Region.of(ours), Network(tcp_only=True)), stopped.take_in)
+    mover = Mover(NixlBackend(me, Region.of(ours), Network(tcp_only=True)), stopped.put)
     mover.attach(peer, description)
     rig = Rig(process, landed, mover, peer, stopped)
     mover.write(peer, HANDOFF, PAGES[:1], PAGES[:1])  # the lane stands

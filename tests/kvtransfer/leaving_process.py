@@ -7,9 +7,9 @@ import numpy as np
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer.backends.collective import CollectiveBackend
 from pdserve.kvtransfer.backends.pairing import Meeting
+from pdserve.kvtransfer.copies import CopyStopped
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Region
-from pdserve.kvtransfer.sender import CopyStopped
 from pdserve.kvtransfer.session import HandoffKey, Peer
 
 HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
@@ -17,11 +17,8 @@ HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
 WRITER, TARGET = (Peer(WorkerId(name), Incarnation(1)) for name in ("writer", "target"))
 STOPPED: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
 MOVERS = [
-    Mover(
-        CollectiveBackend(me, Region.of(np.full((2, 4096), 7, np.uint8)), Meeting(b"s" * 32)),
-        lambda peer, key, event: STOPPED.put(event),
-    )
-    for me in (WRITER, TARGET)
+    Mover(CollectiveBackend(WRITER, Region.of(np.ones((2, 4096), np.uint8)), Meeting(b"s" * 32)), STOPPED.put),
+    Mover(CollectiveBackend(TARGET, Region.of(np.zeros((2, 4096), np.uint8)), Meeting(b"s" * 32)), STOPPED.put),
 ]
 
 

@@ -23,10 +23,10 @@ def mover_of(kind: str, region: Region) -> Mover:
         from pdserve.kvtransfer.backends.collective import CollectiveBackend  # noqa: PLC0415
         from pdserve.kvtransfer.backends.pairing import Meeting  # noqa: PLC0415
 
-        return Mover(CollectiveBackend(me, region, Meeting(b"s" * 32), staged=kind == "staged"), lambda *_: None)
+        return Mover(CollectiveBackend(me, region, Meeting(b"s" * 32), staged=kind == "staged"), lambda _: None)
     from pdserve.kvtransfer.backends.nixl import NixlBackend  # noqa: PLC0415
 
-    return Mover(NixlBackend(me, region, Network(tcp_only=kind == "nixl-tcp")), lambda *_: None)
+    return Mover(NixlBackend(me, region, Network(tcp_only=kind == "nixl-tcp")), lambda _: None)
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """What is particular to the mover over torch.distributed: its receiver takes writes, and only those it should."""
 
 import gc
+import queue
 import resource
 import select
 import socket
@@ -15,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from copy_reports import CopyReports, ignore
 from half_slice import MEETING
 
 from pdserve.errors import ProtocolError
@@ -24,6 +24,7 @@ from pdserve.kvtransfer.backends import collective_receiver, pairing
 from pdserve.kvtransfer.backends.collective import CollectiveBackend
 from pdserve.kvtransfer.backends.pairing import REGION_BYTES, WRITER, Framed, Greeting, greet, meet
 from pdserve.kvtransfer.backends.staging import HostRows, Rows
+from pdserve.kvtransfer.copies import CopyStopped
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import ByteRows, Description, Region
 from pdserve.kvtransfer.session import HandoffKey, Peer
@@ -49,7 +50,7 @@ def view() -> ByteRows:
 
 @pytest.fixture(params=[False, True], ids=["in place", "staged"])
 def receiver(view: ByteRows, request: pytest.FixtureRequest) -> Iterator[Mover]:
-    mover = Mover(CollectiveBackend(TARGET, Region.of(view), MEETING, staged=request.param), ignore)
+    mover = Mover(CollectiveBackend(TARGET, Region.of(view), MEETING, staged=request.param), lambda _: None)
     yield mover
     mover.close()
 
@@ -73,8 +74,8 @@ def shown(greeting: Greeting, challenge: bytes, secret: bytes = MEETING.secret) 
 
 def assert_takes_writes(receiver: Mover, view: ByteRows) -> None:
     mine = np.random.default_rng(1).integers(0, 256, view.shape, np.uint8)
-    stopped = CopyReports()
-    writer = Mover(CollectiveBackend(WRITER_PEER, Region.of(mine), MEETING), stopped.take_in)
+    stopped: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
+    writer = Mover(CollectiveBackend(WRITER_PEER, Region.of(mine), MEETING), stopped.put)
     try:
         writer.attach(TARGET, receiver.describe())
         writer.write(TARGET, HANDOFF, EVERYTHING, EVERYTHING)
@@ -157,7 +158,7 @@ def test_a_writer_sends_nothing_to_a_receiver_that_does_not_prove_the_secret() -
         pretending = threading.Thread(target=pretend)
         pretending.start()
         metadata = bytes(REGION_BYTES) + f"127.0.0.1:{listener.getsockname()[1]}".encode()
-        writer = Mover(CollectiveBackend(WRITER_PEER, region, MEETING), ignore)
+        writer = Mover(CollectiveBackend(WRITER_PEER, region, MEETING), lambda _: None)
         with pytest.raises(ProtocolError, match="does not know the cluster's secret"):
             writer.attach(TARGET, region.description(metadata).encode())
         pretending.join(10)
@@ -261,7 +262,9 @@ def test_a_mover_that_is_closed_while_a_copy_of_it_is_in_flight_listens_no_more(
         assert may_go_on.wait(20)
 
     monkeypatch.setattr(HostRows, "write", wait)
-    writer = Mover(CollectiveBackend(WRITER_PEER, Region.of(np.ones((2, PAGE_BYTES), np.uint8)), MEETING), ignore)
+    writer = Mover(
+        CollectiveBackend(WRITER_PEER, Region.of(np.ones((2, PAGE_BYTES), np.uint8)), MEETING), lambda _: None
+    )
     writer.attach(TARGET, receiver.describe())
     writer.write(TARGET, HANDOFF, EVERYTHING[:1], EVERYTHING[:1])
     assert is_writing.wait(20)

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 import torch
-from copy_reports import ignore
 from half_slice import MEETING, greeted, half_slice
 
 from pdserve.ids import Incarnation, WorkerId
@@ -33,7 +32,7 @@ def view() -> ByteRows:
 
 @pytest.fixture
 def receiver(view: ByteRows) -> Iterator[Mover]:
-    mover = Mover(CollectiveBackend(TARGET, Region.of(view), MEETING, staged=True), ignore)
+    mover = Mover(CollectiveBackend(TARGET, Region.of(view), MEETING, staged=True), lambda _: None)
     yield mover
     mover.close()
 
@@ -64,7 +63,7 @@ def test_a_process_that_has_ended_is_let_in_no_more(receiver: Mover) -> None:
 
 
 def test_a_receiver_that_is_closed_puts_nothing_more_into_pages(view: ByteRows) -> None:
-    receiver = Mover(CollectiveBackend(TARGET, Region.of(view), MEETING, staged=True), ignore)
+    receiver = Mover(CollectiveBackend(TARGET, Region.of(view), MEETING, staged=True), lambda _: None)
     with half_slice(receiver.describe(), OTHER) as writer:
         receiver.close()
         assert not writer.send_rest()

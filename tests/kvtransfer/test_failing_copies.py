@@ -1,12 +1,14 @@
 """Copies that NIXL is made to fail: the same ones each time, and none after them suffers."""
 
+import queue
+
 import numpy as np
-from copy_reports import CopyReports, ignore
 
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.incarnation import new_incarnation
 from pdserve.kvtransfer.backends.nixl import NixlBackend
 from pdserve.kvtransfer.backends.ucx import Network
+from pdserve.kvtransfer.copies import CopyStopped
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.session import HandoffKey, Peer
@@ -19,11 +21,11 @@ NUM_COPIES = 320
 
 def failures(share: float, seed: str) -> list[bool]:
     """Return which of some copies, each written after the last has stopped, have failed."""
-    stopped = CopyReports()
+    stopped = queue.SimpleQueue[CopyStopped]()
     ours, theirs = np.ones((8, 4096), np.uint8), np.zeros((8, 4096), np.uint8)
-    receiver = Mover(NixlBackend(PEER, Region.of(theirs), Network()), ignore)
+    receiver = Mover(NixlBackend(PEER, Region.of(theirs), Network()), lambda _: None)
     me = Peer(WorkerId(seed), new_incarnation())
-    writer = Mover(NixlBackend(me, Region.of(ours), Network(), share), stopped.take_in)
+    writer = Mover(NixlBackend(me, Region.of(ours), Network(), share), stopped.put)
     try:
         writer.attach(PEER, receiver.describe())
         ends = []

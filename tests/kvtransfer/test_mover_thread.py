@@ -9,50 +9,47 @@ from scripted_backend import DESCRIPTION, FIRST, HANDOFF, OTHER, SECOND, Rig
 from pdserve.errors import InvariantError, ProtocolError
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvtransfer.channels import MAX_SLICES_IN_FLIGHT, MIN_SLICE_PAGES, SLICE_BYTES
+from pdserve.kvtransfer.copies import CopyStopped
 from pdserve.kvtransfer.mover import MAX_OUTSTANDING
-from pdserve.kvtransfer.sender import CopyStopped
 from pdserve.kvtransfer.session import Peer
 from pdserve.kvtransfer.speed import WINDOW_S
 
 
 def test_a_failed_copy_is_reported_only_after_its_other_slices_have_ended(rig: Rig) -> None:
-    rig.write(FIRST, 3)
+    copy_id = rig.write(FIRST, 3)
     rig.backend.until(lambda: len(rig.backend.posted) == 3)
     rig.backend.posted[0].end = "cut"
     rig.backend.posted[2].end = "landed"
     rig.backend.let_it_look()
     assert rig.stopped.empty()
     rig.backend.posted[1].end = "landed"
-    assert rig.next() == CopyStopped(None, "cut", in_doubt=True)
+    assert rig.next() == CopyStopped(copy_id, None, "cut", in_doubt=True)
 
 
 def test_a_later_copy_that_lands_first_is_reported_later(rig: Rig) -> None:
-    rig.write(FIRST, 2)
-    rig.write(FIRST, 1)
-    rig.backend.until(lambda: len(rig.backend.posted) == 3)
-    rig.backend.posted[2].end = "landed"
+    first, second = rig.write(FIRST, 1), rig.write(FIRST, 1)
+    rig.backend.until(lambda: len(rig.backend.posted) == 2)
+    rig.backend.posted[1].end = "landed"
     rig.backend.let_it_look()
     assert rig.stopped.empty()
-    for posted in rig.backend.posted:
-        posted.end = "landed"
-    assert [len(rig.next().digests or ()) for _ in range(2)] == [2 * MIN_SLICE_PAGES, MIN_SLICE_PAGES]
+    rig.backend.posted[0].end = "landed"
+    assert [rig.next().copy_id, rig.next().copy_id] == [first, second]
 
 
 def test_a_stuck_peer_holds_up_no_other_and_gets_few_slices_at_once(rig: Rig) -> None:
     rig.mover.attach(SECOND, DESCRIPTION)
     rig.write(FIRST, 20)
     rig.backend.until(lambda: len(rig.backend.posted) == MAX_SLICES_IN_FLIGHT)
-    rig.write(SECOND, 1)
+    copy_id = rig.write(SECOND, 1)
     rig.backend.until(lambda: len(rig.backend.posted) > MAX_SLICES_IN_FLIGHT)
     rig.backend.posted[-1].end = "landed"
-    assert rig.next_of()[0] == SECOND
+    assert rig.next().copy_id == copy_id
     rig.backend.let_it_look()
     assert len(rig.backend.posted) == MAX_SLICES_IN_FLIGHT + 1
 
 
 def test_of_a_cancelled_hand_off_nothing_more_is_posted_and_it_stops_when_what_was_posted_has_ended(rig: Rig) -> None:
-    rig.write(FIRST, 10)
-    rig.write(FIRST, 1)
+    ids = [rig.write(FIRST, 10), rig.write(FIRST, 1)]
     rig.backend.until(lambda: len(rig.backend.posted) == MAX_SLICES_IN_FLIGHT)
     rig.mover.cancel(FIRST, HANDOFF)
     for posted in rig.backend.posted[:-1]:
@@ -61,38 +58,38 @@ def test_of_a_cancelled_hand_off_nothing_more_is_posted_and_it_stops_when_what_w
     assert rig.stopped.empty()
     assert len(rig.backend.posted) == MAX_SLICES_IN_FLIGHT
     rig.backend.posted[-1].end = "landed"
-    assert [rig.next(), rig.next()] == [CopyStopped(None, "cancelled")] * 2
+    assert [rig.next(), rig.next()] == [CopyStopped(each, None, "cancelled") for each in ids]
     assert len(rig.backend.posted) == MAX_SLICES_IN_FLIGHT
 
 
 def test_a_posted_slice_of_a_cancelled_hand_off_that_is_lost_leaves_it_in_doubt(rig: Rig) -> None:
-    rig.write(FIRST, 10)
+    copy_id = rig.write(FIRST, 10)
     rig.backend.until(lambda: len(rig.backend.posted) == MAX_SLICES_IN_FLIGHT)
     rig.mover.cancel(FIRST, HANDOFF)
     rig.backend.posted[0].end = "cut"
     for posted in rig.backend.posted[1:]:
         posted.end = "landed"
-    assert rig.next() == CopyStopped(None, "cancelled", in_doubt=True)
+    assert rig.next() == CopyStopped(copy_id, None, "cancelled", in_doubt=True)
 
 
 def test_a_cancel_ends_no_other_hand_off_to_that_peer(rig: Rig) -> None:
-    rig.write(FIRST, 10)
+    cancelled = rig.write(FIRST, 10)
     rig.backend.until(lambda: len(rig.backend.posted) == MAX_SLICES_IN_FLIGHT)
-    rig.write(FIRST, 1, OTHER)
+    kept = rig.write(FIRST, 1, OTHER)
     rig.mover.cancel(FIRST, HANDOFF)
     rig.mover.cancel(SECOND, HANDOFF)
     for number in range(MAX_SLICES_IN_FLIGHT + 1):
         rig.backend.until(lambda at=number: len(rig.backend.posted) > at)  # type: ignore[misc]
         rig.backend.posted[number].end = "landed"
-    reports = {handoff: stopped.reason for _, handoff, stopped in (rig.next_of(), rig.next_of())}
-    assert reports == {HANDOFF: "cancelled", OTHER: ""}
+    reports = {rig.next().copy_id: None, rig.next().copy_id: None}
+    assert set(reports) == {cancelled, kept}
     assert len(rig.backend.posted) == MAX_SLICES_IN_FLIGHT + 1
 
 
 def test_a_short_hand_off_does_not_wait_for_the_rest_of_a_long_one(rig: Rig) -> None:
-    rig.write(FIRST, 30)
+    long = rig.write(FIRST, 30)
     rig.backend.until(lambda: len(rig.backend.posted) == MAX_SLICES_IN_FLIGHT)
-    rig.write(FIRST, 1, OTHER)
+    short = rig.write(FIRST, 1, OTHER)
     for posted in rig.backend.posted[:2]:
         posted.end = "landed"
     rig.backend.until(lambda: len(rig.backend.posted) == MAX_SLICES_IN_FLIGHT + 2)
@@ -100,24 +97,23 @@ def test_a_short_hand_off_does_not_wait_for_the_rest_of_a_long_one(rig: Rig) -> 
     assert rig.backend.posted[MAX_SLICES_IN_FLIGHT].src[0] == 0  # the short one's first page
     for posted in rig.backend.posted[2:]:
         posted.end = "landed"
-    _, handoff, stopped = rig.next_of()
-    assert (handoff, stopped.reason) == (OTHER, "")
+    stopped = rig.next()
+    assert (stopped.copy_id, stopped.reason) == (short, "")
+    assert long != short
 
 
 def test_a_forgotten_peers_copies_are_reported_at_once_and_their_slices_watched_to_their_end(rig: Rig) -> None:
-    rig.write(FIRST, 1)
-    rig.write(FIRST, 1)
+    ids = [rig.write(FIRST, 1), rig.write(FIRST, 1)]
     rig.backend.until(lambda: len(rig.backend.posted) == 2)
     rig.mover.forget(FIRST)
-    assert [rig.next(), rig.next()] == [CopyStopped(None, "the process of first has ended")] * 2
+    assert [rig.next(), rig.next()] == [CopyStopped(i, None, "the process of first has ended") for i in ids]
     for posted in rig.backend.posted:
         posted.end = "cancelled"
     rig.backend.until(lambda: rig.backend.gone == rig.backend.posted)
 
 
 def test_after_a_failure_nothing_is_posted_until_the_next_copy_opens_the_peer_anew(rig: Rig) -> None:
-    rig.write(FIRST, 10)
-    rig.write(FIRST, 1)
+    ids = [rig.write(FIRST, 10), rig.write(FIRST, 1)]
     rig.backend.until(lambda: len(rig.backend.posted) == MAX_SLICES_IN_FLIGHT)
     rig.backend.posted[0].end = "cut"
     rig.backend.let_it_look()
@@ -126,20 +122,22 @@ def test_after_a_failure_nothing_is_posted_until_the_next_copy_opens_the_peer_an
     for posted in rig.backend.posted[1:]:
         posted.end = "landed"
     # The second copy was never posted: nothing of it is under way.
-    assert [rig.next(), rig.next()] == [CopyStopped(None, "cut", in_doubt=True), CopyStopped(None, "cut")]
+    assert [rig.next(), rig.next()] == [CopyStopped(i, None, "cut", in_doubt=i == ids[0]) for i in ids]
     assert len(rig.backend.posted) == MAX_SLICES_IN_FLIGHT
-    rig.write(FIRST, 1)
+    mended = rig.write(FIRST, 1)
     rig.backend.until(lambda: len(rig.backend.posted) == MAX_SLICES_IN_FLIGHT + 1)
     assert rig.backend.posted[-1].connection == 2
     rig.backend.posted[-1].end = "landed"
-    assert rig.next().digests is not None
+    stopped = rig.next()
+    assert stopped.copy_id == mended
+    assert stopped.digests is not None
 
 
 def test_too_many_copies_at_once_are_refused(rig: Rig) -> None:
     for _ in range(MAX_OUTSTANDING):
         rig.write(FIRST, 1)
-    rig.write(FIRST, 1)
-    assert rig.next() == CopyStopped(None, "16384 copies are outstanding already")
+    refused = rig.write(FIRST, 1)
+    assert rig.next() == CopyStopped(refused, None, "16384 copies are outstanding already")
 
 
 def test_the_thread_comes_round_while_something_is_in_flight_and_then_rests(rig: Rig) -> None:
@@ -184,10 +182,12 @@ def test_a_thread_that_breaks_while_it_attaches_a_peer_keeps_nobody_waiting(rig:
 
 
 def test_a_slice_that_fails_without_a_word_fails_its_copy(rig: Rig) -> None:
-    rig.write(FIRST, 1)
+    copy_id = rig.write(FIRST, 1)
     rig.backend.until(lambda: len(rig.backend.posted) == 1)
     rig.backend.posted[0].end = ""
-    assert rig.next() == CopyStopped(None, "the library does not say why", in_doubt=True)
+    stopped = rig.next()
+    assert (stopped.copy_id, stopped.digests, stopped.in_doubt) == (copy_id, None, True)
+    assert stopped.reason == "the library does not say why"
 
 
 def test_closing_tells_the_backend_whether_anything_is_in_flight(rig: Rig) -> None:
@@ -207,7 +207,7 @@ def test_closing_closes_every_connection_when_nothing_is_in_flight(rig: Rig) -> 
 
 
 def test_a_transfer_that_does_not_move_is_told_of_and_not_ended(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
-    rig.write(FIRST, 1)
+    copy_id = rig.write(FIRST, 1)
     rig.backend.until(lambda: len(rig.backend.posted) == 1)
     rig.clock.advance(WINDOW_S)
     rig.backend.let_it_look()
@@ -215,5 +215,5 @@ def test_a_transfer_that_does_not_move_is_told_of_and_not_ended(rig: Rig, caplog
     assert f"first: {SLICE_BYTES} bytes in flight hardly move" in caplog.text
     assert rig.stopped.empty()
     rig.backend.posted[0].end = "landed"
-    assert rig.next().digests is not None
+    assert rig.next().copy_id == copy_id
     assert rig.mover.num_stalled == 0

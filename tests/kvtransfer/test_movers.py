@@ -1,17 +1,18 @@
 """One contract for every mover."""
 
 import os
+import queue
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from copy_reports import CopyReports, ignore
 from mover_settings import HANDOFF, NOBODY, NUM_PAGES, PAGE_BYTES, Setting, Target, pages
 
 from pdserve.errors import InvariantError, ProtocolError
 from pdserve.ids import Attempt
+from pdserve.kvtransfer.copies import CopyStopped
 from pdserve.kvtransfer.region import Description, Region
 from pdserve.kvtransfer.speed import ProbeError
 
@@ -41,9 +42,9 @@ def test_digests_find_the_page_that_differs(setting: Setting) -> None:
 def test_many_copies_at_once_arrive_and_are_reported_in_their_order(setting: Setting) -> None:
     writer, target = setting.attached()
     copies = [pages(*range(first, first + 1 + first % 5)) for first in range(0, 90, 5)] * 5
-    for copy in copies:
-        writer.mover.write(target.peer, HANDOFF, copy, copy)
+    ids = [writer.mover.write(target.peer, HANDOFF, copy, copy) for copy in copies]
     reports = [writer.next_stopped() for _ in copies]
+    assert [report.copy_id for report in reports] == ids
     taken = Region.of(writer.view).digests
     assert [report.digests for report in reports] == [taken(copy) for copy in copies]
     written = sorted({page for copy in copies for page in copy})
@@ -53,15 +54,17 @@ def test_many_copies_at_once_arrive_and_are_reported_in_their_order(setting: Set
 def test_a_cancelled_hand_off_stops_and_nothing_of_it_is_written_after_that(setting: Setting) -> None:
     writer, target = setting.attached()
     everything, one = pages(*range(NUM_PAGES)), pages(7)
-    for _ in range(20):
-        writer.mover.write(target.peer, HANDOFF, everything, everything)
+    ids = [writer.mover.write(target.peer, HANDOFF, everything, everything) for _ in range(20)]
     writer.mover.cancel(target.peer, HANDOFF)
-    stopped = [writer.next_stopped() for _ in range(20)]
+    stopped = [writer.next_stopped() for _ in ids]
+    assert [each.copy_id for each in stopped] == ids
     assert (stopped[-1].digests, stopped[-1].reason, stopped[-1].in_doubt) == (None, "cancelled", False)
     target.view[:] = 0
     other = HANDOFF._replace(attempt=Attempt(1))
-    writer.mover.write(target.peer, other, one, one)
-    assert writer.next_stopped().digests is not None
+    copy_id = writer.mover.write(target.peer, other, one, one)
+    landed = writer.next_stopped()
+    assert landed.copy_id == copy_id
+    assert landed.digests is not None
     assert set(target.view.any(axis=1).nonzero()[0]) == set(one)
 
 
@@ -204,7 +207,7 @@ def test_metadata_that_the_backend_cannot_use_is_refused(setting: Setting) -> No
 
 
 def test_a_closed_mover_takes_no_orders(loopback: Setting) -> None:
-    mover = loopback.mover(np.zeros((2, 8), np.uint8), ignore)
+    mover = loopback.mover(np.zeros((2, 8), np.uint8), lambda _: None)
     mover.close()
     with pytest.raises(InvariantError, match="closed"):
         mover.write(NOBODY, HANDOFF, pages(0), pages(0))
@@ -215,8 +218,8 @@ def test_a_closed_mover_leaves_no_thread_and_no_file_behind(setting: Setting) ->
     held = []
     for _ in range(6):
         view = np.ones((4, PAGE_BYTES), np.uint8)
-        stopped = CopyReports()
-        mover = setting.mover(view, stopped.take_in)
+        stopped: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
+        mover = setting.mover(view, stopped.put)
         mover.attach(target.peer, target.description)
         mover.write(target.peer, HANDOFF, pages(0), pages(1))
         assert stopped.get(timeout=20).digests is not None

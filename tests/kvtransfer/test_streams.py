@@ -1,9 +1,9 @@
 """Control streams between real ends over real sockets."""
 
 import asyncio
+import queue
 import socket
 
-from copy_reports import CopyReports
 from stream_ends import (
     COMMIT,
     DECODE,
@@ -18,6 +18,7 @@ from stream_ends import (
 
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer import receiver, sender
+from pdserve.kvtransfer.copies import CopyStopped
 from pdserve.kvtransfer.doors import (
     ReceiverAttached,
     ReceiverLost,
@@ -57,8 +58,8 @@ async def test_a_beat_reaches_every_attached_decode_worker_in_its_place_among_wo
 
 
 async def test_pages_can_be_written_as_soon_as_a_grant_arrives() -> None:
-    stopped = CopyReports()
-    async with decode_worker() as decode, prefill_worker(on_stopped=stopped.take_in) as prefill:
+    stopped: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
+    async with decode_worker() as decode, prefill_worker(on_stopped=stopped.put) as prefill:
         prefill.connect(decode)
         await decode.heard.next()
         decode.send(receiver.SendGrant(GRANT))

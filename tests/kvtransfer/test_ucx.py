@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from copy_reports import ignore
 
 from pdserve.errors import ConfigError
 from pdserve.ids import WorkerId
@@ -32,7 +31,7 @@ def listens_on(network: Network) -> set[str]:
     """Return the addresses on which a mover listens."""
     before = listeners()
     region = Region.of(np.zeros((4, 4096), np.uint8))
-    mover = Mover(NixlBackend(Peer(WorkerId("w"), new_incarnation()), region, network), ignore)
+    mover = Mover(NixlBackend(Peer(WorkerId("w"), new_incarnation()), region, network), lambda _: None)
     try:
         return {str(address) for address, _ in listeners() - before}
     finally:

@@ -8,9 +8,9 @@ import numpy as np
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer.backends.collective import CollectiveBackend
 from pdserve.kvtransfer.backends.pairing import Meeting
+from pdserve.kvtransfer.copies import CopyStopped
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Region
-from pdserve.kvtransfer.sender import CopyStopped
 from pdserve.kvtransfer.session import HandoffKey, Peer
 
 HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
@@ -22,7 +22,7 @@ def main() -> None:
     stopped: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
     me = Peer(WorkerId("writer"), Incarnation(1))
     region = Region.of(np.ones((num_pages, page_bytes), np.uint8))
-    mover = Mover(CollectiveBackend(me, region, Meeting(b"s" * 32)), lambda peer, key, event: stopped.put(event))
+    mover = Mover(CollectiveBackend(me, region, Meeting(b"s" * 32)), stopped.put)
     mover.attach(target, description)
     for number in range(1 << 20):
         mover.write(target, HANDOFF, pages, pages)

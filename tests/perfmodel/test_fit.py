@@ -212,3 +212,11 @@ def test_a_broken_profile_names_file_line_and_field(tmp_path: Path, old: str, ne
 def test_an_unmeasured_degree_names_those_that_are() -> None:
     with pytest.raises(ConfigError, match=r"tp: 3 .* \[1, 2, 4\]"):
         read_profile(PROFILE).configuration(3)
+
+
+def test_it_predicts_the_mean_with_its_hiccups() -> None:
+    rng, fit = random.Random(5), Fit(TRUTH, ((64.0, 64.0**2),))
+    for _ in range(4000):
+        tokens = rng.randrange(16, 4096)
+        fit.observe(tokens, tokens**2, TRUTH.seconds(tokens, tokens**2) * (4.0 if rng.random() < 0.1 else 1.0))
+    assert fit.curve.seconds(1000, 1000**2) == pytest.approx(1.3 * TRUTH.seconds(1000, 1000**2), rel=0.15)

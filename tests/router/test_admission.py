@@ -135,11 +135,11 @@ def test_a_request_is_refused_for_those_of_its_own_priority_that_come_first() ->
 def test_a_wait_behind_a_later_request_of_a_higher_priority_teaches_nothing(priority: int, is_learnt: bool) -> None:
     d, prefill, queue = with_a_queue()
     d.arrive(prompt=[9] * 1000, priority=priority)
-    before = d.forecast.ttft_bias[False].factor
+    before = d.predictor.ttft_median
     d.now_s += 5.0
     d.stage(prefill, queue[-1], Stage.PREFILL_DONE)
     d.tokens(prefill, queue[-1], 0, 9)
-    assert (d.forecast.ttft_bias[False].factor != before) is is_learnt
+    assert (d.predictor.ttft_median != before) is is_learnt
 
 
 # ---- who goes past whom
@@ -151,7 +151,7 @@ def full_of_large_ones(max_hold_s: float) -> tuple[Driver, RequestId]:
     d.attach("p0")
     d.attach("d0", num_pages=1000, max_num_seqs=64, max_model_len=4096)
     d.teach(prefill_token_s=1e-5, decode_step_s=0.01)
-    d.forecast.lengths.mean_tokens = 4.0
+    d.predictor.lengths.mean_tokens = 4.0
     large = [d.arrive(prompt=[number] * 3600, ttft_s=60.0) for number in range(5)]
     assert (d.core.num_active, d.core.num_held) == (4, 1)
     return d, large[-1]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.perfmodel.curve import Step
-from pdserve.router.answers import Answers
+from pdserve.router.answers import AnswerLengths, Answers
 from pdserve.router.events import StepReported
 
 Ends = st.lists(st.integers(0, 40), max_size=12)
@@ -76,8 +76,7 @@ def test_answers_longer_than_expected_still_slow_down_those_that_join() -> None:
     cluster = Cluster()
     for number in range(1000):
         max_tokens = 10 + 99 * (number % 11)
-        cluster.forecast.lengths.observe(max_tokens * (2 + number % 2 * 2) // 5, max_tokens)
-    assert cluster.forecast.lengths.follow_limits
+        cluster.predictor.lengths.observe(max_tokens * (2 + number % 2 * 2) // 5, max_tokens, 1.0)
     for _ in range(20):
         place = placed(cluster.arrive(100, max_tokens=20))
         first = Tokens(place.spec.request_id)
@@ -88,3 +87,25 @@ def test_answers_longer_than_expected_still_slow_down_those_that_join() -> None:
         cluster.post(StepReported(cluster.links["d0"], [], step, 0.04))
     place = placed(cluster.arrive(100, max_tokens=20))
     assert cluster.predicted_s(place)[1] > COSTS.seconds(Step(sequences=12)), "20 were there when it came"
+
+
+def test_answers_are_as_long_as_the_better_guess() -> None:
+    exact, generous = AnswerLengths(), AnswerLengths()
+    for number in range(500):
+        length = 10 + 90 * (number % 2)
+        exact.observe(length, length, 1.0)
+        generous.observe(30 + number % 5, 1000 * (1 + number % 7), 1.0)
+    assert exact.expected(77) == pytest.approx(77, rel=0.02)
+    assert generous.expected(5000) == pytest.approx(32, rel=0.05)
+    assert generous.expected(20) == 20
+
+
+def test_what_is_overdue_goes_on_for_as_long_as_answers_have_been_overdue() -> None:
+    lengths = AnswerLengths()
+    for number in range(500):  # half as expected, half twice as long
+        lengths.observe(50 + 100 * (number % 2), 1000, 1.0)
+    assert lengths.overdue_tokens == pytest.approx(50, rel=0.2)
+    exact = AnswerLengths()
+    for _ in range(500):
+        exact.observe(70, 70, 1.0)
+    assert exact.overdue_tokens == 1.0

@@ -8,7 +8,7 @@ from router_driver import LAYOUT, Driver
 from pdserve.errors import Status
 from pdserve.load import LoadPart, ReportedLoad
 from pdserve.router.config import Limits
-from pdserve.router.events import ClientGone, DrainAsked, LoadReported, Refused, SendDrain
+from pdserve.router.events import ClientGone, DrainAsked, LoadReported, SendDrain
 
 
 def test_a_request_goes_to_both_workers_at_once() -> None:
@@ -57,7 +57,9 @@ def test_without_a_pair_a_request_is_refused_with_the_reason(
         d.attach(name, **changes)
     assert not d.core.is_ready
     request = d.arrive()
-    assert d.refusal(request) == Refused(Status.UNAVAILABLE, message)
+    refusal = d.refusal(request)
+    assert (refusal.status, refusal.message) == (Status.UNAVAILABLE, message)
+    assert str(refusal.because) == message
     d.core.check_idle()
 
 

@@ -43,9 +43,9 @@ from pdserve.router.events import (
     StopStringFound,
     Tick,
 )
-from pdserve.router.forecast import Forecast
-from pdserve.router.placement import Decision, Demand, Group, Placed
 from pdserve.router.policies import POLICIES
+from pdserve.router.predict import Predictor
+from pdserve.router.routing import Decision, Demand, Group, Placed
 from pdserve.sampling import SamplingParams
 
 LIMITS = Limits(max_num_requests=4, max_num_held=2)
@@ -130,9 +130,9 @@ class World:
 
     def __init__(self, policy: str, *, local: bool) -> None:
         """With `local`, decode workers may compute prompts themselves."""
-        forecast = Forecast()
-        self._policy, self._compares = POLICIES[policy](forecast), policy != "round_robin"
-        self.core = RouterCore("m", LIMITS.model_copy(update={"local_prefill": local}), self._decide, forecast)
+        predictor = Predictor()
+        self._policy, self._compares = POLICIES[policy](predictor), policy != "round_robin"
+        self.core = RouterCore("m", LIMITS.model_copy(update={"local_prefill": local}), self._decide, predictor)
         self.now_s = 0.0
         self.workers: dict[LinkId, Worker] = {}
         self.clients: dict[RequestId, Client] = {}

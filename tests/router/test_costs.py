@@ -34,11 +34,11 @@ def test_a_slow_device_in_a_pool_has_a_curve_of_its_own() -> None:
     for _ in range(3):
         compute(cluster, fast, 1.0)
         compute(cluster, slow, 3.0)
-    forecast = cluster.forecast
-    assert abs(forecast.costs.of(fast).prefill_s(1000, 0, 1024) - 0.12) < 0.01
-    assert abs(forecast.costs.of(slow).prefill_s(1000, 0, 1024) - 0.36) < 0.03
+    predictor = cluster.predictor
+    assert abs(predictor.costs.of(fast).prefill_s(1000, 0, 1024) - 0.12) < 0.01
+    assert abs(predictor.costs.of(slow).prefill_s(1000, 0, 1024) - 0.36) < 0.03
     again = attach(cluster, "p3", "slow")
-    assert forecast.costs.of(again) is forecast.costs.of(slow)
+    assert predictor.costs.of(again) is predictor.costs.of(slow)
     cluster.post(LinkLost(cluster.links["p0"], "gone"))
     cluster.post(LinkLost(cluster.links["p2"], "gone"))
     cluster.post(LinkLost(cluster.links["p3"], "gone"))
@@ -53,15 +53,15 @@ def test_what_is_learnt_of_a_kind_outlives_its_workers_and_kinds_are_bounded() -
     cluster = Cluster(workers="p0 d0", knows=False)
     slow = attach(cluster, "p1", "slow")
     compute(cluster, slow, 3.0)
-    learnt = cluster.forecast.costs.of(slow)
+    learnt = cluster.predictor.costs.of(slow)
     cluster.post(LinkLost(slow.link, "gone"))
-    assert cluster.forecast.costs.of(attach(cluster, "p2", "slow")) is learnt
+    assert cluster.predictor.costs.of(attach(cluster, "p2", "slow")) is learnt
     for number in range(2 * MAX_KINDS):
         worker = attach(cluster, f"p{3 + number}", f"device {number}")
         compute(cluster, worker, 1.0)
         cluster.post(LinkLost(worker.link, "gone"))
-    assert len(cluster.forecast.costs.kinds()) <= MAX_KINDS + 1
-    assert cluster.forecast.costs.of(cluster.core.workers.known(cluster.links["p2"])) is learnt
+    assert len(cluster.predictor.costs.kinds()) <= MAX_KINDS + 1
+    assert cluster.predictor.costs.of(cluster.core.workers.known(cluster.links["p2"])) is learnt
 
 
 def test_what_a_better_worker_could_do_idle_is_not_called_impossible() -> None:

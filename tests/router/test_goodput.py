@@ -8,10 +8,11 @@ from goodput_cluster import Cluster, placed, refused, refused_in_the_end
 from pdserve.errors import Status
 from pdserve.ids import Attempt, WorkerId
 from pdserve.perfmodel.curve import Step
+from pdserve.router.because import Cause
 from pdserve.router.config import Limits
 from pdserve.router.events import LinkLost, PairMeasured, Place, StepReported, Tick, Warn
-from pdserve.router.forecast import Forecast
 from pdserve.router.policies import POLICIES
+from pdserve.router.predict import Predictor
 
 
 def test_a_request_goes_where_its_first_token_comes_soonest() -> None:
@@ -26,7 +27,7 @@ def test_a_request_goes_where_its_first_token_comes_soonest() -> None:
 @pytest.mark.parametrize(("factor", "is_placed"), [(1.0, True), (1.2, False)])
 def test_a_close_chance_is_left_in_a_crowd_by_what_predictions_missed_before(factor: float, is_placed: bool) -> None:
     cluster = Cluster(workers="p0 p1 d0")
-    cluster.forecast.ttft_margins[False].factor = factor
+    cluster.predictor.ttft_margin.factor = factor
     for _ in range(2):
         placed(cluster.arrive(50))
     commands = cluster.arrive(800, ttft_s=0.135)  # about 125 ms are predicted
@@ -35,19 +36,19 @@ def test_a_close_chance_is_left_in_a_crowd_by_what_predictions_missed_before(fac
 
 def test_a_close_chance_is_taken_where_nobody_waits() -> None:
     cluster = Cluster(workers="p0 p1 d0")
-    cluster.forecast.ttft_margins[False].factor = 1.2
-    placed(cluster.arrive(800, ttft_s=0.095))  # 100 ms are predicted
+    cluster.predictor.ttft_margin.factor = 1.2
+    placed(cluster.arrive(800, ttft_s=0.105))  # 100 ms are predicted
     assert "cannot be met here" in refused(cluster.arrive(800, ttft_s=0.01)).message
 
 
-def test_a_way_that_missed_its_time_per_token_is_taken_again_once_the_other_keeps_it() -> None:
-    margins = Forecast().tpot_margins
+def test_a_margin_that_predictions_missed_is_small_again_once_they_come_out() -> None:
+    margin = Predictor().tpot_margin
     for _ in range(50):
-        margins[False].observe(0.05, 0.1)
-    assert margins[True].factor > 1.5
-    for _ in range(1000):
-        margins[True].observe(0.05, 0.05)
-    assert margins[False].factor < 1.1
+        margin.observe(0.05, 0.1)
+    assert margin.factor > 1.5
+    for _ in range(100):
+        margin.observe(0.05, 0.05)
+    assert margin.factor < 1.1
 
 
 def test_a_queue_that_is_too_long_is_answered_with_the_time_and_when_to_try_again() -> None:
@@ -59,6 +60,20 @@ def test_a_queue_that_is_too_long_is_answered_with_the_time_and_when_to_try_agai
     assert answer.predicted_ttft_s == pytest.approx(9 * 0.12, rel=0.1)
     assert answer.retry_after_s == pytest.approx(9 * 0.12 - 0.25, rel=0.15)
     assert "try again in" in answer.message
+
+
+def test_a_refusal_names_what_binds_with_the_figures_and_is_counted_by_it() -> None:
+    cluster = Cluster()
+    for _ in range(8):
+        placed(cluster.arrive(1000))
+    why = refused(cluster.arrive(1000, ttft_s=0.25)).because
+    assert why is not None
+    assert (why.cause, why.objective_s) == (Cause.QUEUE, 0.25)
+    assert why.predicted_s == pytest.approx(9 * 0.12, rel=0.1)
+    why = refused(cluster.arrive(1000, ttft_s=0.05)).because
+    assert why is not None
+    assert why.cause is Cause.IDLE_CLUSTER
+    assert cluster.core.placements.refused_because == {Cause.QUEUE: 1, Cause.IDLE_CLUSTER: 1}
 
 
 def test_what_even_an_idle_cluster_cannot_do_is_refused_with_what_it_can() -> None:
@@ -87,7 +102,7 @@ def test_a_request_waits_for_a_decode_worker_for_a_moment_and_is_refused_then() 
     answer = refused_in_the_end(cluster, [])
     assert answer.status is Status.RESOURCE_EXHAUSTED
     assert answer.retry_after_s
-    assert "slo.tpot_ms: no decode worker keeps 45 ms a token now; try again in" in answer.message
+    assert "slo.tpot_ms: no decode worker keeps 45 ms a token now" in answer.message
     assert cluster.now_s <= 100.0 + Limits().max_hold_s + 0.002
     assert cluster.core.num_held == 0
 
@@ -109,7 +124,7 @@ def test_looking_at_a_held_request_always_moves_time_on() -> None:
 def test_a_decode_worker_computes_a_prompt_itself_where_the_queue_is_long() -> None:
     cluster = Cluster(local=True)
     for _ in range(20):
-        cluster.forecast.decoding_s = 20.0
+        cluster.predictor.decoding_s = 20.0
         cluster.arrive(4000, max_tokens=1)
     place = placed(cluster.arrive(200, ttft_s=0.3, tpot_s=0.1))
     assert place.prefill is None
@@ -122,7 +137,7 @@ def test_a_decode_worker_computes_a_prompt_itself_where_the_queue_is_long() -> N
 def test_prompts_leave_decode_workers_room_for_hand_offs(workers: str, share: float, is_placed: bool) -> None:
     def crowded() -> Cluster:
         cluster = Cluster(workers=workers, local=True)
-        cluster.forecast.decoding_s = 20.0
+        cluster.predictor.decoding_s = 20.0
         for _ in range(20):
             cluster.arrive(4000 if "p0" in workers else 10, max_tokens=1 if "p0" in workers else 100)
         return cluster
@@ -137,7 +152,7 @@ def test_prompts_leave_decode_workers_room_for_hand_offs(workers: str, share: fl
 
 def test_a_prompt_that_may_not_take_the_room_of_hand_offs_is_told_so() -> None:
     cluster = Cluster(workers="p0 d0", local=True)
-    cluster.forecast.decoding_s = 20.0
+    cluster.predictor.decoding_s = 20.0
     for _ in range(20):
         cluster.arrive(4000, max_tokens=1)
     answer = refused_in_the_end(cluster, cluster.arrive(200, ttft_s=1.0, tpot_s=0.024))
@@ -151,7 +166,7 @@ def test_a_request_without_room_for_its_pages_is_told_so() -> None:
     for _ in range(4):
         placed(cluster.arrive(3600, max_tokens=400))
     answer = refused_in_the_end(cluster, cluster.arrive(3600, ttft_s=60.0))
-    assert "no decode worker has room for 3600 tokens and their answer now; try again in" in answer.message
+    assert "no decode worker has room for 3600 tokens and their answer now: free pages are too few" in answer.message
 
 
 def test_decode_workers_alone_serve_when_they_may() -> None:
@@ -225,7 +240,7 @@ def test_a_pairs_own_measurement_is_what_hand_offs_are_predicted_from_and_a_slow
     pair = PairMeasured(cluster.links["p0"], WorkerId("d0"), 2e8, "tcp", is_slow=True)
     (complaint,) = cluster.post(pair)
     assert complaint == Warn("SLOW: pages of p0 reach d0 at 200 MB/s, carried by tcp")
-    assert cluster.forecast.links.bytes_per_s(("p0", "d0")) == 2e8
+    assert cluster.predictor.links.bytes_per_s(("p0", "d0")) == 2e8
     assert cluster.post(replace(pair, is_slow=False)) == []
 
 
@@ -249,14 +264,14 @@ def test_only_what_is_near_an_objective_teaches_the_margin(ttft_s: float | None,
     cluster.now_s += 0.5
     step = Step(1000, 1000**2)
     cluster.post(StepReported(cluster.links["p0"], [FirstToken(place.spec.request_id)], step, 0.5))
-    assert (cluster.forecast.ttft_margins[False].num_observed == 1) is learns
+    assert (cluster.predictor.ttft_margin.num_observed == 1) is learns
 
 
 def test_a_margin_that_is_too_wide_is_taught_by_all_that_it_decides() -> None:
     cluster = Cluster()
-    cluster.forecast.ttft_margins[False].factor = 3.0
+    cluster.predictor.ttft_margin.factor = 3.0
     place = placed(cluster.arrive(1000, ttft_s=0.7))  # 120 ms are predicted: with such a margin, near
     cluster.now_s += 0.12
     step = Step(1000, 1000**2)
     cluster.post(StepReported(cluster.links["p0"], [FirstToken(place.spec.request_id)], step, 0.12))
-    assert cluster.forecast.ttft_margins[False].factor < 3.0
+    assert cluster.predictor.ttft_margin.factor < 3.0

@@ -103,7 +103,7 @@ def test_arrivals_of_others_count_in_the_load_to_come() -> None:
     for number in range(100):
         cluster.now_s += 0.1
         report(cluster, "d0", ReportedLoad(1000, others=LoadPart(num_taken=50 + 2 * number)))
-    assert cluster.forecast.sequences_a_second(worker, cluster.now_s) == pytest.approx(20, rel=0.05)
+    assert cluster.predictor.sequences_a_second(worker, cluster.now_s) == pytest.approx(20, rel=0.05)
 
 
 @pytest.mark.parametrize(

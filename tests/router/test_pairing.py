@@ -6,7 +6,7 @@ from goodput_cluster import LAYOUT, Cluster, placed
 
 from pdserve.ids import WorkerId
 from pdserve.router.events import PairMeasured, Place
-from pdserve.router.forecast import Prompt
+from pdserve.router.predict import Prompt
 
 
 def measured(cluster: Cluster, prefill: str, decode: str, bytes_per_s: float) -> None:
@@ -48,7 +48,7 @@ def test_over_slow_ways_a_request_goes_where_leading_pages_are() -> None:
         measured(cluster, "p0", decode, 1e5)
     prefix = list(range(2048))
     home = placed(cluster.arrive(tokens=[*prefix, 1])).decode
-    for turn in range(6):
+    for turn in range(3):
         assert placed(cluster.arrive(tokens=[*prefix, 2 + turn])).decode == home
 
 
@@ -58,8 +58,8 @@ def test_a_slow_way_is_not_done_when_the_last_chunk_is() -> None:
     measured(cluster, "p0", "d0", 1e5)
     prompt = Prompt(3000, 1, {})
     token_bytes = LAYOUT.page_bytes / LAYOUT.page_size
-    whole_s, compute_s = 3000 * token_bytes / 1e5, 2000 * cluster.forecast.costs.of(prefill).prefill.each_s
-    (handoff_s,) = cluster.forecast.handoffs_s(prefill, [decode], prompt)
+    whole_s, compute_s = 3000 * token_bytes / 1e5, 2000 * cluster.predictor.costs.of(prefill).prefill.each_s
+    (handoff_s,) = cluster.predictor.handoffs_s(prefill, [decode], prompt)
     assert whole_s - compute_s < handoff_s <= whole_s
     held = Prompt(3000, 1, {decode.link: 2900})
-    assert cluster.forecast.handoffs_s(prefill, [decode], held) < [0.05 * whole_s]
+    assert cluster.predictor.handoffs_s(prefill, [decode], held) < [0.05 * whole_s]

@@ -26,9 +26,9 @@ from pdserve.router.events import (
     Tick,
 )
 from pdserve.router.fairness import TokenCounters
-from pdserve.router.forecast import Forecast
 from pdserve.router.holding import HoldQueue
 from pdserve.router.policies import POLICIES
+from pdserve.router.predict import Predictor
 from pdserve.router.prefix_index import UNKEYED
 from pdserve.router.request import Request
 from pdserve.sampling import SamplingParams
@@ -109,9 +109,9 @@ class Line:
     """A core that serves two requests at a time, and those who wait for it."""
 
     def __init__(self, policy: str) -> None:
-        forecast = Forecast()
+        predictor = Predictor()
         limits = Limits(max_num_requests=2, max_num_held=1000, worker_silence_s=1e9)
-        self.core = RouterCore("m", limits, POLICIES[policy](forecast), forecast)
+        self.core = RouterCore("m", limits, POLICIES[policy](predictor), predictor)
         self.now_s = 0.0
         self.waiting: dict[RequestId, RequestArrived] = {}
         self.running: list[RequestId] = []

@@ -19,8 +19,8 @@ from pdserve.router.events import (
     StepReported,
     Tick,
 )
-from pdserve.router.forecast import Forecast
 from pdserve.router.policies import POLICIES
+from pdserve.router.predict import Predictor
 from pdserve.sampling import SamplingParams
 
 COSTS = StepCosts(Curve(0.02, 1e-4, 0.0), (DecodePiece(None, Curve(0.02, 1e-3, 1e-7)),))
@@ -34,9 +34,9 @@ class Cluster:
         self, policy: str = "goodput", workers: str = "p0 d0", local: bool = False, knows: bool = True
     ) -> None:
         self.now_s = 100.0
-        self.forecast = Forecast(dict.fromkeys(Role, COSTS))
+        self.predictor = Predictor(dict.fromkeys(Role, COSTS))
         limits = Limits(local_prefill=local, pool_grace_s=0)
-        self.core = RouterCore("m", limits, POLICIES[policy](self.forecast), self.forecast)
+        self.core = RouterCore("m", limits, POLICIES[policy](self.predictor), self.predictor)
         self.links: dict[str, LinkId] = {}
         self.count = 0
         for name in workers.split():

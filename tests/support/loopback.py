@@ -3,7 +3,8 @@
 import secrets
 
 from pdserve.kvtransfer.backends.backend import Indices, PostError
-from pdserve.kvtransfer.mover import Mover, OnStopped
+from pdserve.kvtransfer.copies import OnStopped
+from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Description, Region
 from pdserve.kvtransfer.session import Peer
 

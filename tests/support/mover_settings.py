@@ -1,5 +1,6 @@
 """Movers of each kind, and targets to write into: for tests that all of them have to pass."""
 
+import queue
 import signal
 import subprocess
 import sys
@@ -9,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
-from copy_reports import CopyReports, ignore
 from loopback import loopback_mover
 
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
@@ -18,9 +18,9 @@ from pdserve.kvtransfer.backends.collective import CollectiveBackend
 from pdserve.kvtransfer.backends.nixl import NixlBackend
 from pdserve.kvtransfer.backends.pairing import Meeting
 from pdserve.kvtransfer.backends.ucx import Network
-from pdserve.kvtransfer.mover import Mover, OnStopped
+from pdserve.kvtransfer.copies import CopyStopped, OnStopped
+from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import ByteRows, Region
-from pdserve.kvtransfer.sender import CopyStopped
 from pdserve.kvtransfer.session import HandoffKey, Pages, Peer
 
 HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
@@ -51,14 +51,16 @@ class Target:
 class Writer:
     mover: Mover
     view: ByteRows
-    stopped: CopyReports = field(default_factory=CopyReports)
+    stopped: queue.SimpleQueue[CopyStopped] = field(default_factory=queue.SimpleQueue)
 
     def next_stopped(self, timeout_s: float = 20.0) -> CopyStopped:
         return self.stopped.get(timeout=timeout_s)
 
     def write(self, target: Target, src: Pages, dst: Pages) -> CopyStopped:
-        self.mover.write(target.peer, HANDOFF, src, dst)
-        return self.next_stopped()
+        copy_id = self.mover.write(target.peer, HANDOFF, src, dst)
+        stopped = self.next_stopped()
+        assert stopped.copy_id == copy_id
+        return stopped
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,8 @@ class Setting:
 
     def writer(self) -> Writer:
         view = np.random.default_rng(7).integers(0, 256, (NUM_PAGES, PAGE_BYTES), np.uint8)
-        stopped = CopyReports()
-        mover = self.mover(view, stopped.take_in)
+        stopped: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
+        mover = self.mover(view, stopped.put)
         self.stack.callback(mover.close)
         return Writer(mover, view, stopped)
 
@@ -93,7 +95,7 @@ class Setting:
         peer = Peer(WorkerId("target"), new_incarnation())
         if self.name == "loopback":
             view = np.zeros((NUM_PAGES, PAGE_BYTES), np.uint8)
-            mover = loopback_mover(Region.of(view), ignore)
+            mover = loopback_mover(Region.of(view), lambda _: None)
             self.stack.callback(mover.close)
             return Target(peer, mover.describe(), view)
         found = self.idle.pop() if self.idle else self._start_target()

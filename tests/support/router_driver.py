@@ -28,8 +28,8 @@ from pdserve.router.events import (
     StepReported,
     Tick,
 )
-from pdserve.router.forecast import Forecast
 from pdserve.router.policies import POLICIES
+from pdserve.router.predict import Predictor
 from pdserve.sampling import SamplingParams
 
 LAYOUT = KvLayout("w", 1, 1, 8, 16, "float32")
@@ -52,8 +52,8 @@ class Driver:
     """A core with a hand on everything it hears."""
 
     def __init__(self, limits: Limits | None = None, *, policy: str = "least_loaded") -> None:
-        self.forecast = Forecast()
-        self.core = RouterCore("m", limits or Limits(), POLICIES[policy](self.forecast), self.forecast)
+        self.predictor = Predictor()
+        self.core = RouterCore("m", limits or Limits(), POLICIES[policy](self.predictor), self.predictor)
         self.now_s = 100.0
         self.delivered: dict[tuple[RequestId, int], list[int]] = {}
         self.ends: dict[RequestId, Finished | Refused] = {}
@@ -84,7 +84,7 @@ class Driver:
         return self.attach("p0"), self.attach("d0")
 
     def teach(self, prefill_token_s: float, decode_step_s: float) -> None:
-        """Let the forecast see enough steps of every worker for a policy to refuse by it."""
+        """Let the predictor see enough steps of every worker for a policy to refuse by it."""
         for worker in tuple(self.core.workers):
             for tokens in range(1, ENOUGH_STEPS + 1):
                 prompt, answers = Step(tokens, tokens**2), Step(sequences=1, kv_tokens=tokens)

@@ -11,9 +11,9 @@ import numpy as np
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer.backends.backend import Indices, PostError
 from pdserve.kvtransfer.channels import MIN_SLICE_PAGES, SLICE_BYTES
+from pdserve.kvtransfer.copies import CopyStopped
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Description, Region
-from pdserve.kvtransfer.sender import CopyStopped
 from pdserve.kvtransfer.session import HandoffKey, Pages, Peer
 from pdserve.virtual_time import VirtualClock
 
@@ -115,20 +115,17 @@ class Rig:
     backend: ScriptedBackend
     clock: VirtualClock
     mover: Mover
-    stopped: queue.SimpleQueue[tuple[Peer, HandoffKey, CopyStopped]]
+    stopped: queue.SimpleQueue[CopyStopped]
 
-    def write(self, peer: Peer, num_slices: int, handoff: HandoffKey = HANDOFF) -> None:
+    def write(self, peer: Peer, num_slices: int, handoff: HandoffKey = HANDOFF) -> int:
         pages: Pages = tuple(PageId(n) for n in range(num_slices * MIN_SLICE_PAGES))
-        self.mover.write(peer, handoff, pages, pages)
+        return self.mover.write(peer, handoff, pages, pages)
 
     def rests(self) -> bool:
         """Return whether the thread soon has nothing to do: nobody is told when it begins to rest."""
         return any(self.mover.turn is None for _ in range(10_000_000))
 
     def next(self) -> CopyStopped:
-        return self.next_of()[2]
-
-    def next_of(self) -> tuple[Peer, HandoffKey, CopyStopped]:
         return self.stopped.get(timeout=20)
 
 
@@ -136,9 +133,8 @@ class Rig:
 def scripted_rig() -> Iterator[Rig]:
     rows = np.broadcast_to(np.uint8(0), (NUM_PAGES, PAGE_BYTES))  # of no memory: the backend moves nothing
     region = Region(rows, rows[:PROBE_PAGES], 0, 0, lambda pages: (0,) * len(pages))
-    backend, clock = ScriptedBackend(region), VirtualClock()
-    stopped: queue.SimpleQueue[tuple[Peer, HandoffKey, CopyStopped]] = queue.SimpleQueue()
-    mover = Mover(backend, lambda *report: stopped.put(report), clock)
+    backend, clock, stopped = ScriptedBackend(region), VirtualClock(), queue.SimpleQueue[CopyStopped]()
+    mover = Mover(backend, stopped.put, clock)
     mover.attach(FIRST, DESCRIPTION)
     yield Rig(backend, clock, mover, stopped)
     mover.close()

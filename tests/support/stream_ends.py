@@ -9,7 +9,6 @@ from typing import Generic, TypeVar
 
 import grpc
 import numpy as np
-from copy_reports import ignore
 from loopback import loopback_mover
 
 from pdserve.errors import Refusal
@@ -17,9 +16,9 @@ from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, Wor
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer import greeting, wire
 from pdserve.kvtransfer.client import ATTACH, HandoffClient
+from pdserve.kvtransfer.copies import OnStopped
 from pdserve.kvtransfer.doors import IncomingEvent, OutgoingEvent, ReceiverAttached, SenderAttached
 from pdserve.kvtransfer.greeting import Party
-from pdserve.kvtransfer.mover import OnStopped
 from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.server import HandoffServicer
 from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, Peer
@@ -85,7 +84,7 @@ class Prefill(End):
         self.client.send(DECODE, KEY, command)
 
 
-def party(peer: Peer, layout: KvLayout = LAYOUT, on_stopped: OnStopped = ignore) -> Party:
+def party(peer: Peer, layout: KvLayout = LAYOUT, on_stopped: OnStopped = lambda _: None) -> Party:
     region = Region.of(np.zeros((8, layout.page_bytes), np.uint8))
     return Party(peer, layout, loopback_mover(region, on_stopped))
 
@@ -114,7 +113,7 @@ async def prefill_worker(
     *,
     layout: KvLayout = LAYOUT,
     secret: bytes = SECRET,
-    on_stopped: OnStopped = ignore,
+    on_stopped: OnStopped = lambda _: None,
 ) -> AsyncIterator[Prefill]:
     me, heard = party(peer, layout, on_stopped), Heard[IncomingEvent | OutgoingEvent]()
     async with asyncio.TaskGroup() as tasks:

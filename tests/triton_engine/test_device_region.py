@@ -1,9 +1,10 @@
 """Pages whose digests a kernel takes where they lie are handed off like any others."""
 
+import queue
+
 import numpy as np
 import pytest
 import torch
-from copy_reports import CopyReports, ignore
 from loopback import loopback_mover
 
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
@@ -11,7 +12,8 @@ from pdserve.kvtransfer.backends.collective import CollectiveBackend
 from pdserve.kvtransfer.backends.nixl import NixlBackend
 from pdserve.kvtransfer.backends.pairing import Meeting
 from pdserve.kvtransfer.backends.ucx import Network
-from pdserve.kvtransfer.mover import Mover, OnStopped
+from pdserve.kvtransfer.copies import CopyStopped, OnStopped
+from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.worker.movers import device_region
@@ -45,9 +47,9 @@ def test_a_kernels_digests_are_the_hosts() -> None:
 def test_a_copy_between_tensors_carries_digests_that_agree_on_both_sides(kind: str) -> None:
     mine, theirs = some_pages(), torch.zeros((NUM_PAGES, PAGE_BYTES), dtype=torch.uint8)
     target = device_region(theirs)
-    stopped = CopyReports()
-    writer = mover_of(kind, "writer", device_region(mine), stopped.take_in)
-    receiver = mover_of(kind, "target", target, ignore)
+    stopped: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
+    writer = mover_of(kind, "writer", device_region(mine), stopped.put)
+    receiver = mover_of(kind, "target", target, lambda _: None)
     try:
         writer.attach(TARGET, receiver.describe())
         writer.write(TARGET, HANDOFF, SRC, DST)

@@ -21,9 +21,10 @@ from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Description, Region
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.prefill_worker.probes import Probes
-from pdserve.prefill_worker.shell import OutgoingShell
+from pdserve.prefill_worker.shell import Copies, OutgoingShell
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.virtual_time import VirtualClock
+from pdserve.worker.inbox import Inbox
 from pdserve.worker.link import FromRouter, Links
 from pdserve.worker.messages import Load, RouterLost
 from pdserve.worker.outbox import HUNG_MOVER_S, Outbox
@@ -81,14 +82,14 @@ async def test_a_movers_thread_that_hangs_ends_the_process_and_one_that_rests_do
 ) -> None:
     ended: list[int] = []
     monkeypatch.setattr("os._exit", ended.append)
-    clock = VirtualClock()
-    mover = Mover(backend, lambda *_: None)
+    clock, copies = VirtualClock(), Copies(Inbox())
+    mover = Mover(backend, copies.stopped)
     mover.attach(PEER, mover.describe())
     reporter = Reporter(Links((), SECRET, link.Register(), Heard[FromRouter | RouterLost](), not_dismissed), clock)
     party = Party(PEER, KvLayout("", 1, 1, 1, 1, "float32"), mover)
     async with asyncio.TaskGroup() as tasks:
         client = HandoffClient(party, SECRET, Heard[OutgoingEvent](), tasks, Counter())
-        outgoing = OutgoingShell(client, mover, Probes(mover, reporter.report_pair, tasks, 0))
+        outgoing = OutgoingShell(client, mover, copies, Probes(mover, reporter.report_pair, tasks, 0))
         outbox = Outbox(outgoing, cast("IncomingShell", None), reporter, clock)
 
         def beat() -> None:

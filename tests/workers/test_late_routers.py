@@ -17,8 +17,8 @@ from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.link_pb2_grpc import LinkServiceServicer, add_LinkServiceServicer_to_server
 from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
-from pdserve.router.forecast import Forecast
 from pdserve.router.links import Links as WorkerEndpoint
+from pdserve.router.predict import Predictor
 from pdserve.router.prefix_index import block_hashes
 from pdserve.router.shell import Shell
 from pdserve.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, server_options
@@ -78,7 +78,7 @@ class Router:
     """The workers' endpoint of a router."""
 
     def __init__(self, name: str) -> None:
-        self.shell = Shell(RouterCore("m", Limits(), forecast=Forecast(hasher=HASHER)), MonotonicClock())
+        self.shell = Shell(RouterCore("m", Limits(), predictor=Predictor(hasher=HASHER)), MonotonicClock())
         self.endpoint = WorkerEndpoint(self.shell, link.Welcome(router_id=name, wants_kv_events=True))
 
     async def until_known(self, token_ids: list[int]) -> None:
@@ -86,7 +86,7 @@ class Router:
         hashes, news = block_hashes(HASHER, token_ids, ""), asyncio.Event()
         self.shell.watchers.add(news)
         try:
-            while max(self.shell.core.forecast.prefixes.match(hashes, 1e9).values(), default=0) < len(token_ids):
+            while max(self.shell.core.predictor.prefixes.match(hashes, 1e9).values(), default=0) < len(token_ids):
                 await news.wait()
                 news.clear()
         finally:

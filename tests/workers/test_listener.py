@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from copy_reports import ignore
 from half_slice import MEETING, half_slice
 from loopback import loopback_mover
 
@@ -45,7 +44,7 @@ def unread() -> Iterator[socket.socket]:
 
 @pytest.fixture
 def mover() -> Iterator[Mover]:
-    mover = loopback_mover(Region.of(np.zeros((2, 8), np.uint8)), ignore)
+    mover = loopback_mover(Region.of(np.zeros((2, 8), np.uint8)), lambda _: None)
     yield mover
     mover.close()
 
@@ -75,7 +74,7 @@ def view() -> ByteRows:
 @pytest.fixture
 def staged(view: ByteRows) -> Iterator[Mover]:
     me = Peer(WorkerId("d0"), Incarnation(1))
-    mover = Mover(CollectiveBackend(me, Region.of(view), MEETING, staged=True), ignore)
+    mover = Mover(CollectiveBackend(me, Region.of(view), MEETING, staged=True), lambda _: None)
     yield mover
     mover.close()
 

@@ -9,7 +9,6 @@ from typing import cast
 
 import numpy as np
 import pytest
-from copy_reports import ignore
 from loopback import loopback_mover
 
 from pdserve.ids import Incarnation, WorkerId
@@ -57,7 +56,7 @@ class Scene:
 @asynccontextmanager
 async def scene(slow_bytes_per_s: int = 0) -> AsyncIterator[Scene]:
     pages = np.zeros((4, 4096), np.uint8)
-    mine, theirs = (loopback_mover(Region.of(view), ignore) for view in (np.ones_like(pages), pages))
+    mine, theirs = (loopback_mover(Region.of(view), lambda _: None) for view in (np.ones_like(pages), pages))
     mine.attach(DECODE, theirs.describe())
     wire = Wire()
     reporter = Reporter(cast("Links", wire), VirtualClock())

@@ -16,9 +16,10 @@ from pdserve.kvtransfer.greeting import Party
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.speed import WINDOW_S
 from pdserve.prefill_worker.probes import Probes
-from pdserve.prefill_worker.shell import OutgoingShell
+from pdserve.prefill_worker.shell import Copies, OutgoingShell
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.virtual_time import VirtualClock
+from pdserve.worker.inbox import Inbox
 from pdserve.worker.link import Links
 from pdserve.worker.messages import Load, RouterRef
 from pdserve.worker.outbox import Outbox
@@ -49,7 +50,7 @@ async def test_a_heartbeat_between_two_beats_tells_of_stalled_peers_too() -> Non
         party = Party(FIRST, KvLayout("", 1, 1, 1, 1, "float32"), mover)
         async with asyncio.TaskGroup() as tasks:
             client = HandoffClient(party, b"s" * 32, Heard[OutgoingEvent](), tasks, Counter())
-            outgoing = OutgoingShell(client, mover, Probes(mover, reporter.report_pair, tasks, 0))
+            outgoing = OutgoingShell(client, mover, Copies(Inbox()), Probes(mover, reporter.report_pair, tasks, 0))
             outbox = Outbox(outgoing, cast("IncomingShell", None), reporter, clock)
             outbox.beat(LOAD, 0)
             clock.advance(LOAD_EVERY_S)

@@ -1,10 +1,11 @@
-"""Which prefill and which decode worker serve a request. Pure functions of the view and the request."""
+"""Which workers could serve a request, and what a policy may decide about it. Pure."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from math import inf, lcm
+from math import inf
 
 from pdserve.kvtransfer.plan import refusal
+from pdserve.router.because import Because, Cause
 from pdserve.router.events import LinkId, Refused, Role
 from pdserve.router.prefix_index import Hashes
 from pdserve.router.view import Workers, WorkerView
@@ -68,7 +69,7 @@ class Placed:
 
 @value
 class Held:
-    reason: str
+    because: Because
     until_s: float = inf  # when waiting will no longer help
 
 
@@ -76,65 +77,12 @@ class Held:
 class Unserved:
     """No pair of workers could serve it; one may come."""
 
-    reason: str
+    because: Because
     until_s: float = inf  # when it has waited long enough for one
 
 
 Decision = Placed | Held | Unserved | Refused
 Policy = Callable[[Seq[Group], Demand], Decision]  # of at least one group with a worker
-
-
-def least_loaded(groups: Seq[Group], demand: Demand) -> Decision:
-    """Take the fewest prompt tokens to wait for and the emptiest decode batch; then take turns.
-
-    The score is the share that is free: of the batch, or of the longest prompt's room in the queue if that is less.
-    """
-    del demand
-    best = min((_emptiest(group) for group in groups), key=_pair_load)
-    waiting = [] if best.prefill is None else [f"{best.prefill.name} has {_queue(best.prefill)} prompt tokens waiting"]
-    if best.decode is not None:
-        waiting.append(f"{best.decode.name} {best.decode.num_sequences} sequences")
-    queue = 0.0 if best.prefill is None else _queue_share(best.prefill)
-    batch = 0.0 if best.decode is None else _batch_share(best.decode)
-    return Placed(best, f"least loaded: {', '.join(waiting)}", score=max(0.0, 1 - max(queue, batch)))
-
-
-def _emptiest(group: Group) -> Pair:
-    prefill = min(group.prefills, key=lambda w: (_queue_share(w), w.num_placed, w.name), default=None)
-    decode = min(group.decodes, key=lambda w: (_batch_share(w), w.num_placed, w.name), default=None)
-    return Pair(prefill, decode)
-
-
-def _pair_load(pair: Pair) -> tuple[bool, float]:
-    batch = 0.0 if pair.decode is None else _batch_share(pair.decode)
-    return batch >= 1.0, batch + (0.0 if pair.prefill is None else _queue_share(pair.prefill))
-
-
-def _queue(worker: WorkerView) -> int:
-    return worker.pending_prefill_tokens
-
-
-def _queue_share(worker: WorkerView) -> float:
-    """Return the prompt tokens in front, in units of the longest prompt."""
-    return worker.pending_prefill_tokens / worker.registration.max_model_len
-
-
-def _batch_share(worker: WorkerView) -> float:
-    return worker.num_sequences / worker.registration.max_num_seqs
-
-
-def round_robin(groups: Seq[Group], demand: Demand) -> Decision:
-    """Take the workers of each pool in turn, in the order of their names; in time, every pair."""
-    turn = demand.turn
-    group = groups[turn % len(groups)]
-    turn //= len(groups)
-    round_length = lcm(max(1, len(group.prefills)), max(1, len(group.decodes)))
-    prefill, decode = _in_turn(group.prefills, turn), _in_turn(group.decodes, turn + turn // round_length)
-    return Placed(Pair(prefill, decode), f"turn {demand.turn}")
-
-
-def _in_turn(workers: Seq[WorkerView], turn: int) -> WorkerView | None:
-    return sorted(workers, key=lambda worker: worker.name)[turn % len(workers)] if workers else None
 
 
 def decide(workers: Workers, demand: Demand, policy: Policy, *, local: bool = False) -> Decision:
@@ -144,16 +92,20 @@ def decide(workers: Workers, demand: Demand, policy: Policy, *, local: bool = Fa
     """
     prefills, decodes = workers.routable(Role.PREFILL), workers.routable(Role.DECODE)
     if not prefills and not (local and decodes):
-        return Unserved(f"no prefill worker is ready{_why_not(workers, Role.PREFILL)}")
+        return _unserved(Cause.NO_PREFILL, f"no prefill worker is ready{_why_not(workers, Role.PREFILL)}")
     if not decodes and demand.needs_decode:
-        return Unserved(f"no decode worker is ready{_why_not(workers, Role.DECODE)}")
+        return _unserved(Cause.NO_DECODE, f"no decode worker is ready{_why_not(workers, Role.DECODE)}")
     clean = _preferred(prefills, demand.avoid), _preferred(decodes, demand.avoid)
     if not demand.needs_decode:
         return policy([Group(clean[0], ()) if prefills else Group((), clean[1], local)], demand)
     groups = _groups(*clean, local) or _groups(prefills, decodes, local)
     if not groups:
-        return Unserved(f"no compatible pair: {difference(prefills[0], decodes[0])}")
+        return _unserved(Cause.NO_PAIR, f"no compatible pair: {difference(prefills[0], decodes[0])}")
     return policy(groups, demand)
+
+
+def _unserved(cause: Cause, text: str) -> Unserved:
+    return Unserved(Because(cause, text))
 
 
 def _groups(prefills: list[WorkerView], decodes: list[WorkerView], local: bool) -> list[Group]:
