@@ -21,7 +21,7 @@ from pdserve.kvtransfer.session import (
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Expected:
     """A hand-off that is to arrive."""
 

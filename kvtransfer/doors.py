@@ -232,6 +232,7 @@ OutgoingCommand = Connect | Copy | CancelCopies | Probe | ToReceiver
 IncomingCommand = ToSender | CheckDigests
 Command = OutgoingCommand | IncomingCommand | Forget
 Outcome = Granted | Sent | Unsent | Reserved | Landed | Admitted | NotAdmitted
+OUTCOMES = Granted, Sent, Unsent, Reserved, Landed, Admitted, NotAdmitted
 Result = Command | Outcome  # what a door answers an event with, in order
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from pdserve.decode_worker.granting import Expected, Granting
 from pdserve.decode_worker.incoming import Incoming
+from pdserve.engine.kvcache import Prefix
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Broken, Computed, Sampled, Sequence, Split, Started
 from pdserve.engine.step import StepPlan, StepResult
@@ -127,13 +128,14 @@ class WorkerCore:
             if task is None:
                 continue  # an outcome before this one has ended it
             match outcome:
-                case Sampled(sequence, index, position, token, finish):
-                    commands.append(Tokens(task.router, task.key, index, position, token, finish))
+                case Sampled():  # the most frequent by far
+                    index, token, finish = outcome.index, outcome.token, outcome.finish
+                    commands.append(Tokens(task.router, task.key, index, outcome.position, token, finish))
                     if task.target is not None:
                         handed_off[task.key] = task
                         task.first_tokens += ((index, token.token_id),) if finish is None else ()
-                    elif finish is not None and sequence.indices == (index,):
-                        self._replace(task, sequence, ())
+                    elif finish is not None and outcome.sequence.indices == (index,):
+                        self._replace(task, outcome.sequence, ())
                 case Started(sequence):
                     commands.append(_started(task, sequence, now_s - result.elapsed_s))
                 case Computed(sequence):
@@ -186,7 +188,8 @@ class WorkerCore:
         order = self._taken.add(placed.router, job, computes=source is None)
         task = self._tasks[key] = Task(placed.router, job, placed.deadline_s, order, source, target)
         if source is not None:
-            self.incoming.expect(Expected(key, source, job, order, task.prefix))
+            prefix = task.prefix = Prefix(job.token_ids, job.cache_salt)
+            self.incoming.expect(Expected(key, source, job, order, prefix))
             return []
         sequence = Sequence(job, job.indices, list(job.token_ids), order, stop_after_prompt=target is not None)
         task.sequences.append(sequence)
@@ -275,45 +278,36 @@ class WorkerCore:
         """Return the commands of a door, with what its outcomes are to routers in their place."""
         commands: list[Command] = []
         for result in results:
-            match result:
-                case doors.Granted(key):
-                    self._starting.granted(key)
-                case (
-                    doors.Sent(key)
-                    | doors.Unsent(key)
-                    | doors.Reserved(key)
-                    | doors.Landed(key)
-                    | doors.Admitted(key)
-                    | doors.NotAdmitted(key)
-                ):
-                    task = self._tasks.get(key)
-                    if task is not None:
-                        commands += self._conclude(task, result, now_s)
-                    elif isinstance(result, doors.Admitted):
-                        raise InvariantError("a hand-off outlived its task without being given up")
-                case _:
-                    commands.append(result)
+            if isinstance(result, doors.OUTCOMES):
+                commands += self._conclude(result, now_s)
+            else:
+                commands.append(result)
         return commands
 
-    def _conclude(self, task: Task, outcome: doors.Outcome, now_s: float) -> Iterator[Command]:
+    def _conclude(self, outcome: doors.Outcome, now_s: float) -> tuple[Command, ...]:
         """Let a task go on, or end, with what has become of its hand-off."""
-        router, key = task.router, task.key
+        key, task = outcome.key, self._tasks.get(outcome.key)
+        if task is None:  # it has been given up
+            if isinstance(outcome, doors.Admitted):
+                raise InvariantError("a hand-off outlived its task without being given up")
+            return ()
         match outcome:
+            case doors.Reserved():
+                return (Progress(task.router, key, Stage.GRANTED, now_s, pages_reused=outcome.num_reused),)
+            case doors.Granted():
+                self._starting.granted(key)
+                return ()
             case doors.Sent():
                 self._end(task)
-            case doors.Unsent(_, failure, reason) | doors.NotAdmitted(_, failure, reason):
-                self._end(task)
-                if failure is not None:
-                    yield Failed(router, key, failure, reason)
-            case doors.Reserved(_, num_reused):
-                yield Progress(router, key, Stage.GRANTED, now_s, pages_reused=num_reused)
+                return ()
             case doors.Landed(_, num_bytes, seconds):
-                yield Progress(router, key, Stage.LANDED, now_s, handoff_bytes=num_bytes, handoff_s=seconds)
+                return (Progress(task.router, key, Stage.LANDED, now_s, 0, num_bytes, seconds),)
             case doors.Admitted():
                 self._admit(task, outcome)
-                yield Progress(router, key, Stage.COMMITTED, now_s)
-            case doors.Granted():
-                pass
+                return (Progress(task.router, key, Stage.COMMITTED, now_s),)
+            case doors.Unsent(_, failure, reason) | doors.NotAdmitted(_, failure, reason):
+                self._end(task)
+                return () if failure is None else (Failed(task.router, key, failure, reason),)
 
     def _admit(self, task: Task, admitted: doors.Admitted) -> None:
         """Let the sequences that a hand-off has become join the batch."""

@@ -30,11 +30,10 @@ class Task:
     dropped: set[int] = field(default_factory=set)  # continuations cancelled one by one, of later attempts too
     first_tokens: tuple[tuple[int, int], ...] = ()  # (index, token) of continuations that go on at the target
     key: HandoffKey = field(init=False)
-    prefix: Prefix = field(init=False)  # of the prompt, if it is to arrive
+    prefix: Prefix | None = None  # of the prompt, if it is to arrive
 
     def __post_init__(self) -> None:
         self.key = HandoffKey(self.job.request_id, self.job.attempt)
-        self.prefix = Prefix(self.job.token_ids, self.job.cache_salt)
 
     @property
     def is_unstarted(self) -> bool:
@@ -71,6 +70,7 @@ def arrived(scheduler: Scheduler, task: Task, admitted: Admitted) -> list[Sequen
         pages=list(admitted.pages),
         num_published=admitted.num_reused,
     )
-    prompt.prefix.hashes += task.prefix.hashes
+    if task.prefix is not None:
+        prompt.prefix.hashes += task.prefix.hashes
     scheduler.publish(prompt)
     return scheduler.split(prompt, zip(capsule.indices, capsule.first_tokens, strict=True))
