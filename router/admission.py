@@ -33,7 +33,7 @@ class _Lacks(Enum):
     """What a request waits for."""
 
     WORKERS = auto()  # no pair of workers can serve it, whatever room they have
-    ROOM = auto()  # says the policy: others may take the room that it waits for
+    ROOM = auto()  # by the policy's judgement: others may take the room that it waits for
     SLOT = auto()  # as many requests are placed as may be
     TURN = auto()  # it could be placed, but others wait
 

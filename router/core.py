@@ -104,7 +104,7 @@ class RouterCore:
         worker = self.workers.get(event.link)
         if worker is None:
             return  # late news of a link that was dropped
-        if not isinstance(event, LinkLost):  # what the network says is no sign of life
+        if not isinstance(event, LinkLost):  # the end of a link is no sign of life
             worker.last_heard_s = now_s
         match event:
             case StepReported():

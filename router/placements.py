@@ -43,7 +43,7 @@ class Placements:
         commands, self._commands = self._commands, []
         return commands
 
-    # ---- alarms: each says that something about a request may be due, and whoever looks finds out what
+    # ---- alarms: something about a request may be due; `RouterCore` finds out what
 
     @property
     def next_alarm_s(self) -> float:
@@ -172,7 +172,7 @@ class Placements:
         self.end(request, Finished(request.usage(), request.complete_ledger()))
 
     def placement_of(self, worker: WorkerView, request_id: bytes, attempt: int) -> Placement | None:
-        """Return the placement that a worker speaks of, or None where it is over or was never this worker's."""
+        """Return the placement that a worker names, or None where it is over or was never this worker's."""
         request = self.requests.get(request_id)
         placement = None if request is None else request.placements.get(attempt)
         if placement is None or (worker is not placement.prefill and worker is not placement.decode):
@@ -181,8 +181,8 @@ class Placements:
 
     def _cancel(self, worker: WorkerView, request: Request, placement: Placement, indices: tuple[int, ...]) -> None:
         if self.workers.get(worker.link) is worker:
-            told = () if len(indices) == len(request.sequences) else indices
-            self.emit(CancelAttempt(worker.link, request.request_id, placement.attempt, told))
+            named = () if len(indices) == len(request.sequences) else indices
+            self.emit(CancelAttempt(worker.link, request.request_id, placement.attempt, named))
 
 
 def _registration(worker: WorkerView | None) -> Registration | None:

@@ -122,7 +122,7 @@ class Request:
         self.counter = counter  # of its tenant
         self.waits_for: Because | None = None  # while it is held
         self.num_overtaken = 0  # times that one behind it was placed before it
-        self.look_at_s = inf  # while it is held: when its next alarm rings, but for its deadline's
+        self.look_at_s = inf  # while it is held: when it is looked at next
         self.has_ended = False
         self.draw = int.from_bytes(event.request_id[:8], "little")  # as random as the id
         self.timeline = Timeline(event.received_s)

@@ -21,7 +21,7 @@ from pdserve.router.view import WorkerView
 _BLAMED_ON_PEER = (Failure.PEER_LOST, Failure.TRANSFER_FAILED, Failure.LEASE_LAPSED)
 _OURS = (Failure.DIGEST_MISMATCH, Failure.INVALID, Failure.INTERNAL)  # the rest is a want of workers
 _MAX_UNEXPLAINED = 2  # losses of workers; then a request is suspected of them
-_EXPLANATION_S = 5.0  # for a launcher to say what else ended them
+_EXPLANATION_S = 5.0  # for a launcher to report what else ended them
 _FIRST_DELAY_S = 0.05  # before a failed attempt is placed again; doubles with each
 _LONGEST_DELAY_S = 1.0
 

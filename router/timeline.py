@@ -10,7 +10,7 @@ from math import inf
 from pdserve.reports import Stage
 from pdserve.values import value
 
-STAGES = tuple(Stage.__members__.values())  # the order told for stages reached at the same moment
+STAGES = tuple(Stage.__members__.values())  # the order reported for stages reached at the same moment
 # What happens on workers is known a message's way late, so of two stages in one line the later bounds the earlier.
 _PREFILL = (Stage.PREFILL_QUEUED, Stage.PREFILL_STARTED, Stage.PREFILL_DONE, Stage.FIRST_TOKEN)
 _HANDOFF = (Stage.GRANTED, Stage.LANDED, Stage.COMMITTED, Stage.DECODE_JOINED)
@@ -27,7 +27,7 @@ class Usage:
 
 @dataclass(slots=True)
 class Ledger:
-    """What an answer tells of its request's way. It is written as the request goes, and complete at its end."""
+    """Where a request was computed and where its time went. Filled while the request runs; complete at its end."""
 
     steps: tuple[tuple[Stage, float], ...] = ()  # milliseconds after "received"
     prefill_worker: str = ""
