@@ -3,6 +3,7 @@
 import ast
 import re
 import subprocess
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -103,3 +104,10 @@ def test_links_between_pages_lead_somewhere() -> None:
     links = [(page, to) for page in tracked("*.md") for to in link.findall(page.read_text(encoding="utf-8"))]
     assert len(links) > 10
     assert [(page.name, to) for page, to in links if not (page.parent / to).exists()] == []
+
+
+def test_the_architecture_shows_the_layers_that_imports_are_held_to() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    (layers,) = (c["layers"] for c in settings["tool"]["importlinter"]["contracts"] if c["type"] == "layers")
+    page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    assert "\n".join(f"    {layer.replace('pdserve.', '')}" for layer in layers) in page
