@@ -89,12 +89,17 @@ class Goodput:
         workers = [outlook.worker for outlook in outlooks]
         steps = [outlook.handed_over(soonest_s) for outlook in outlooks]
         rests_s = [(step_s if lacks is None else step_s + _NO_ROOM_S) * num_later for step_s, lacks in steps]
-        ways_s = [self._predictor.handoffs_s(worker, workers, prompt) for worker in prefills]
-        totals_s = [
-            cost_s + min([way_s + rest_s for way_s, rest_s in zip(each_s, rests_s, strict=True)])
-            for cost_s, each_s in zip(costs_s, ways_s, strict=True)
-        ]
-        one = _sample([(total_s, worker) for total_s, worker in zip(totals_s, prefills, strict=True)], demand.draw)
+        least_s, nearest_s = min(rests_s), inf
+        ways_s: dict[int, list[float]] = {}  # by place of the prefill worker
+        scored: list[tuple[float, WorkerView]] = []
+        for place in sorted(range(len(prefills)), key=costs_s.__getitem__):
+            if costs_s[place] + least_s > nearest_s:
+                break  # the way from it would have to take less than no time
+            each_s = ways_s[place] = self._predictor.handoffs_s(prefills[place], workers, prompt)
+            total_s = costs_s[place] + min([way_s + rest_s for way_s, rest_s in zip(each_s, rests_s, strict=True)])
+            scored.append((total_s, prefills[place]))
+            nearest_s = min(nearest_s, total_s * (1 + _NEAR))
+        one = list(ways_s)[_sample(scored, demand.draw)]
         after_s = [way_s + rest_s for way_s, rest_s in zip(ways_s[one], rests_s, strict=True)]
         other = _sample(list(zip(after_s, workers, strict=True)), demand.draw // 4099)
         prediction = _joined(firsts[one], steps[other], ways_s[one][other], num_later)

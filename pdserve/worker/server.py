@@ -201,7 +201,7 @@ def _registration(config: WorkerConfig, incarnation: Incarnation) -> link.Regist
         protocol_version=PROTOCOL_VERSION,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        host=socket.gethostname(),
+        host="" if config.device == "cuda" else socket.gethostname(),  # of workers that share CPUs
     )
 
 
