@@ -44,7 +44,7 @@ def placement(token_ids: list[int]) -> link.AttachResponse:
 
 
 def test_a_worker_reads_the_tokens_that_a_router_sent() -> None:
-    placed = worker_wire.command(placement(IDS), RouterRef(1), 0.0)
+    placed = worker_wire.event(placement(IDS), RouterRef(1), 0.0)
     assert isinstance(placed, Placed)
     assert list(placed.job.token_ids) == IDS
 
@@ -58,7 +58,7 @@ def test_token_ids_that_are_cut_off_are_refused_by_name() -> None:
     message = placement(IDS)
     message.prefill.spec.token_ids = message.prefill.spec.token_ids[:-1]
     with pytest.raises(ProtocolError, match=r"spec\.token_ids: 15 bytes, a multiple of 4 is needed"):
-        worker_wire.command(message, RouterRef(1), 0.0)
+        worker_wire.event(message, RouterRef(1), 0.0)
 
 
 def test_the_largest_of_token_ids_is_found_and_of_none_it_is_0() -> None:
