@@ -90,7 +90,9 @@ class Shell:
             case Send(link_id, message):
                 self._send(link_id, message)
             case Close(link_id, reason, refusal):
-                self.streams.pop(link_id).close(reason, is_dismissal=command.is_dismissal)
+                stream = self.streams.pop(link_id, None)
+                if stream is not None:  # else it did not read just now, and is closed already
+                    stream.close(reason, is_dismissal=command.is_dismissal)
                 if refusal is not None:
                     self.refused[refusal] += 1
             case SetAlarm(at_s):

@@ -1,5 +1,6 @@
 """What reaches the core, in which order, and who receives what it says."""
 
+import asyncio
 from dataclasses import dataclass, field
 
 import pytest
@@ -26,6 +27,8 @@ from pdserve.router.events import (
     Warn,
 )
 from pdserve.router.events import Command as CoreCommand
+from pdserve.router.shell import Shell
+from pdserve.virtual_time import VirtualClock
 
 NAME = RequestId(bytes(16))
 STOPPED = StopStringFound(NAME, 0)
@@ -163,3 +166,16 @@ def test_orders_are_sent_as_messages() -> None:
     office = Office()
     office.core.script = {TICK: [SendDrain(office.link)]}
     assert office.handle(TICK) == [Send(office.link, link.AttachResponse(drain=link.Drain()))]
+
+
+async def test_a_worker_that_does_not_read_can_be_dropped_in_the_same_moment() -> None:
+    core = ScriptedCore()
+    shell = Shell(core, VirtualClock())  # type: ignore[arg-type]  # any core
+    stream = shell.open_stream(None)
+    stream.outbound = asyncio.Queue(1)
+    silent = DropLink(stream.link_id, "silent for 4.0 s")
+    core.script = {TICK: [SendDrain(stream.link_id), SendDrain(stream.link_id), silent]}
+    shell.post(TICK)
+    assert stream.closed == "it does not read: 4096 messages wait"
+    assert not shell.broken.done()
+    assert core.handled == [TICK], "its loss is known to the core"
