@@ -206,7 +206,7 @@ class Admission:
 
     def _admit(self, request: Request, placed: Placed, now_s: float) -> None:
         self._counters.charge(request.counter, request.num_tokens)
-        request.is_admitted = True
+        request.is_admitted, request.waits_for = True, None
         request.timeline.reach(Stage.ADMITTED, now_s)
         self._placements.admit(request)
         self._placements.place(request, request.running, placed, now_s)

@@ -198,7 +198,7 @@ class RouterCore:
 
     def _miss_deadline(self, request: Request) -> None:
         text = f"the deadline passed after {request.num_delivered} tokens"
-        if not request.is_admitted:
+        if request.waits_for is not None:
             text = f"the deadline passed before the request was placed: {request.waits_for}"
         self._end(request.request_id, Refused(Status.DEADLINE_EXCEEDED, text, because=request.waits_for))
 

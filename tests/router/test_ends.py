@@ -8,6 +8,18 @@ from pdserve.reports import Stage
 from pdserve.router.events import ClientGone, ClientTooSlow, LinkLost, Refused, ShutdownAsked
 
 
+def test_what_a_request_waited_for_is_not_why_it_ends_once_it_was_placed() -> None:
+    d = Driver()
+    prefill = d.attach("p0")
+    request = d.arrive(deadline_in_s=2.0)
+    assert d.core.num_held == 1
+    d.attach("d0")
+    d.tokens(prefill, request, 0, 10)
+    d.wait(2.0)
+    assert d.refusal(request) == Refused(Status.DEADLINE_EXCEEDED, "the deadline passed after 1 tokens")
+    assert not d.core.placements.refused_because
+
+
 def test_the_deadline_ends_a_request_on_both_workers() -> None:
     d = Driver()
     prefill, decode = d.pair()
