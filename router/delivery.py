@@ -120,7 +120,7 @@ class Delivery:
         objective_s = None if request.slo_s[0] is None else request.first_token_due_s - placement.placed_s
         observed_s = now_s - placement.placed_s
         self._placements.predictor.observe_first_token(
-            placement.ttft_s, observed_s, objective_s, is_local=placement.is_local
+            placement.ttft_s, observed_s, objective_s, median=None if placement.is_local else placement.ttft_median
         )
 
     def _learn_answer(self, request: Request, sequence: Sequence) -> None:

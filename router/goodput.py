@@ -62,8 +62,7 @@ class Goodput:
         chosen = min(good or range(len(options)), key=lambda place: options[place].cost_s)
         if good or demand.is_admitted or not self._may_refuse(options[chosen].pair, demand):
             return _placed(options[chosen], prompt, demand, max(0.0, spares[chosen]))
-        best = self._idle(some, prompt, demand)
-        return judge.put_off(options, best, self._room_s(options))
+        return self._hopeless(some, prompt, demand) or judge.put_off(options, self._room_s(options))
 
     # ---- options
 
@@ -125,18 +124,19 @@ class Goodput:
             return False
         return decode is None or not demand.needs_decode or costs.of(decode).knows_decode(now_s)
 
-    def _idle(self, groups: list[Group], prompt: Prompt, demand: Demand) -> Because | None:
-        """Return what even the best workers could not do if they did nothing else."""
+    def _hopeless(self, groups: list[Group], prompt: Prompt, demand: Demand) -> Refused | None:
+        """Return a refusal of what even the best workers could not do if they did nothing else."""
         predictor, num_tokens = self._predictor, prompt.num_tokens
         firsts = [w for group in groups for w in (*group.prefills, *(group.decodes if _is_local(group) else ()))]
         decodes = [w for group in groups for w in group.decodes] if demand.needs_decode else []
         ttft_s = min([predictor.idle_s(worker, prompt) for worker in firsts])
         tpot_s = min([predictor.costs.of(worker).decode_s(1, num_tokens) for worker in decodes], default=0.0)
+        why: Because | None = None
         if ttft_s > (demand.ttft_slo_s or inf):
-            return impossible("ttft", ttft_s, demand.ttft_slo_s or inf)
-        if tpot_s > (demand.tpot_slo_s or inf):
-            return impossible("tpot", tpot_s, demand.tpot_slo_s or inf)
-        return None
+            why = impossible("ttft", ttft_s, demand.ttft_slo_s or inf)
+        elif tpot_s > (demand.tpot_slo_s or inf):
+            why = impossible("tpot", tpot_s, demand.tpot_slo_s or inf)
+        return None if why is None else Refused(Status.RESOURCE_EXHAUSTED, why.text, ttft_s, because=why)
 
     def _room_s(self, options: list[_Option]) -> float:
         """Return when a sequence will probably have ended on one of the decode workers looked at."""
@@ -161,7 +161,9 @@ class _Judge:
         return self._demand.waited_s + option.prediction.ttft_s * self._wide_ttft
 
     def _each_s(self, option: _Option) -> float:
-        return option.prediction.tpot_s * self._wide_tpot
+        # On an empty worker the chance is taken: with a margin that refuses even there, nothing would be learnt.
+        wide = self._wide_tpot if option.num_sequences else min(1.0, self._wide_tpot)
+        return option.prediction.tpot_s * wide
 
     def spare(self, option: _Option) -> float:
         """Return the share of the tighter objective that is left; below 0: it is missed, or there is no room."""
@@ -172,10 +174,8 @@ class _Judge:
             spare = 1 - self._first_s(option) / self._ttft_slo_s
         return min(spare, 1 - self._each_s(option) / self._tpot_slo_s) if demand.needs_decode else spare
 
-    def put_off(self, options: list[_Option], idle: Because | None, room_s: float) -> Decision:
+    def put_off(self, options: list[_Option], room_s: float) -> Decision:
         """Let a request wait while that can still meet its objectives; refuse it else."""
-        if idle is not None:
-            return Refused(Status.RESOURCE_EXHAUSTED, idle.text, idle.predicted_s, because=idle)
         first_s = min([self._first_s(option) for option in options])
         if first_s > self._ttft_slo_s:
             soonest = min(options, key=self._first_s)

@@ -93,6 +93,7 @@ class Placements:
         prefill, decode = placed.pair.prefill, placed.pair.decode
         placement = request.place(indices, prefill, decode)
         placement.placed_s, placement.ttft_s, placement.tpot_s = now_s, placed.ttft_s, placed.tpot_s
+        placement.ttft_median = self.predictor.ttft_median
         request.ledger.decision = placed.told
         if placement.attempt == 0 and placed.ttft_s is not None and placed.tpot_s is not None:
             request.ledger.predicted_ttft_ms = (now_s - request.received_s + placed.ttft_s) * 1e3

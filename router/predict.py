@@ -142,14 +142,15 @@ class Predictor:
         costs.observe(step, elapsed_s, now_s)
 
     def observe_first_token(
-        self, predicted_s: float, observed_s: float, objective_s: float | None, *, is_local: bool
+        self, predicted_s: float, observed_s: float, objective_s: float | None, *, median: float | None
     ) -> None:
         """Learn from when a first token came, was predicted and asked for, since its placement.
 
-        `is_local`: a decode worker computed the prompt.
+        `median`: the factor `ttft_median` when this was predicted, None where a decode worker computed the prompt.
+        Without it the median would be moved on by all that was placed before its last moves, and swing.
         """
-        if not is_local:
-            step = _MEDIAN_STEP if observed_s > predicted_s else -_MEDIAN_STEP
+        if median is not None:
+            step = _MEDIAN_STEP if observed_s * median > predicted_s * self.ttft_median else -_MEDIAN_STEP
             self.ttft_median = min(_MOST_MEDIAN, max(1 / _MOST_MEDIAN, self.ttft_median * exp(step)))
         if objective_s is not None and predicted_s * max(1.0, self.ttft_margin.factor) >= _NEAR_OBJECTIVE * objective_s:
             self.ttft_margin.observe(predicted_s, observed_s)

@@ -48,6 +48,7 @@ class Placement:
     placed_s: float = 0.0
     ttft_s: float | None = None  # predicted, from then on
     tpot_s: float | None = None
+    ttft_median: float = 1.0  # the predictor's factor that is in it
     committed: bool = False  # the decode worker has all it needs
 
     @property

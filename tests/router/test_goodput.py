@@ -1,5 +1,6 @@
 """The goodput policy: predictions, admission, holding, and where a prompt is computed."""
 
+from collections import deque
 from dataclasses import dataclass, replace
 
 import pytest
@@ -51,6 +52,27 @@ def test_a_margin_that_predictions_missed_is_small_again_once_they_come_out() ->
     assert margin.factor < 1.1
 
 
+def test_one_stall_does_not_keep_an_idle_cluster_from_serving() -> None:
+    cluster = Cluster()
+    for _ in range(11):  # answers that took five times what was predicted
+        cluster.predictor.observe_answer(0.02, 19 * 0.1, 20, 0.045)
+    assert cluster.predictor.tpot_margin.factor == 3.0
+    placed(cluster.arrive(100, tpot_s=0.045))
+    assert cluster.arrive(100, tpot_s=0.045) == [], "beside another one the margin counts"
+
+
+def test_the_median_settles_however_many_first_tokens_are_still_to_come() -> None:
+    predictor = Predictor()
+    coming = deque([1.0] * 150)  # the medians at their placement
+    medians = []
+    for _ in range(2000):
+        before = coming.popleft()
+        predictor.observe_first_token(before * 1.0, 1.5, None, median=before)
+        coming.append(predictor.ttft_median)
+        medians.append(predictor.ttft_median)
+    assert medians[-1000:] == pytest.approx([1.5] * 1000, rel=0.02)
+
+
 def test_a_queue_that_is_too_long_is_answered_with_the_time_and_when_to_try_again() -> None:
     cluster = Cluster()
     for _ in range(8):
@@ -80,7 +102,9 @@ def test_what_even_an_idle_cluster_cannot_do_is_refused_with_what_it_can() -> No
     answer = refused(Cluster().arrive(1000, ttft_s=0.05))
     assert "slo.ttft_ms: 50 ms cannot be met here: an idle cluster would need 12" in answer.message
     assert answer.retry_after_s is None
-    assert "slo.tpot_ms" in refused(Cluster().arrive(1000, tpot_s=0.001)).message
+    slow = refused(Cluster().arrive(1000, tpot_s=0.001))
+    assert "slo.tpot_ms" in slow.message
+    assert slow.predicted_ttft_s == answer.predicted_ttft_s
 
 
 def test_nothing_is_refused_before_the_model_has_seen_enough_nor_when_it_is_stale() -> None:
