@@ -72,18 +72,20 @@ class Channel:
 
     def poll(self) -> bool:
         """Look at what is in flight; return whether any of it has ended."""
-        before, self._in_flight = self._in_flight, []
-        for each in before:
+        left: list[_InFlight] = []
+        for each in self._in_flight:
             try:
                 if each.transfer.has_landed():
                     self._ended(each, None)
                 else:
-                    self._in_flight.append(each)
+                    left.append(each)
             except PostError as error:
                 self._ended(each, error)
+        has_ended = len(left) != len(self._in_flight)
+        self._in_flight = left  # at the end: if a look raises anything else, what was not looked at stays in flight
         if self.probe is not None and self.probe.is_over and not self.is_probing:
             self.probe = None
-        return len(self._in_flight) != len(before)
+        return has_ended
 
     def post(self, now_s: float) -> bool:
         """Post the next slice that waits, if few enough are in flight; return whether there was one."""

@@ -59,6 +59,7 @@ class Listener:
         self._tasks = tasks
         self._settling: set[asyncio.Task[None]] = set()
         self._mover: Mover | None = None
+        self._is_closed = False
 
     def guard(self, mover: Mover) -> None:
         """Wait for what this mover may still write. Nobody may be granted a page before this."""
@@ -67,6 +68,8 @@ class Listener:
     def put(self, event: Event) -> None:
         """Take an event of which only so many can be outstanding."""
         if isinstance(event, PeerGone):
+            if self._is_closed:
+                return
             settling = self._tasks.create_task(self._settle(event), name=f"end of {event.peer.worker_id}")
             self._settling.add(settling)
             settling.add_done_callback(self._settling.discard)
@@ -81,7 +84,8 @@ class Listener:
             await self._inbox.offer(event)
 
     def close(self) -> None:
-        """Report no more ends of processes."""
+        """Report no end of a process from here on, whether it is known already or not."""
+        self._is_closed = True
         for settling in self._settling:
             settling.cancel()
 

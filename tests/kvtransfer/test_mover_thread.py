@@ -167,6 +167,17 @@ def test_a_broken_thread_reports_nothing_and_takes_no_orders(rig: Rig, caplog: p
     assert "ZeroDivisionError" in caplog.text
 
 
+def test_a_thread_that_breaks_at_a_look_leaves_all_that_is_in_flight_to_the_end_of_the_process(rig: Rig) -> None:
+    rig.write(FIRST, 2)
+    rig.backend.until(lambda: len(rig.backend.posted) == 2)
+    rig.backend.breaks_at_looks = True
+    num_looks = rig.backend.num_looks
+    rig.backend.until(lambda: rig.backend.num_looks > num_looks)
+    rig.mover.close()
+    assert rig.backend.closed_in_flight is True
+    assert rig.backend.num_closed == 0
+
+
 def test_a_thread_that_breaks_while_it_attaches_a_peer_keeps_nobody_waiting(rig: Rig) -> None:
     rig.backend.breaks = True
     answer: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()

@@ -62,6 +62,7 @@ class ScriptedBackend:
     num_looks: int = 0
     closed_in_flight: bool | None = None
     breaks: bool = False
+    breaks_at_looks: bool = False
     news: threading.Condition = field(default_factory=threading.Condition)
 
     name = "scripted"
@@ -86,6 +87,8 @@ class ScriptedBackend:
         with self.news:
             self.num_looks += 1
             self.news.notify_all()
+            if self.breaks_at_looks:
+                raise ZeroDivisionError
             if posted.end is None:
                 return False
             assert posted not in self.gone

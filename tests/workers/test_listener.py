@@ -119,3 +119,15 @@ async def test_a_worker_that_leaves_waits_for_no_end(unread: socket.socket, move
         await routers.offer(FromRouter(ROUTER, GONE))
         listener.close()
     assert inbox.drain() == []
+
+
+async def test_a_worker_that_leaves_waits_for_no_end_that_a_stream_reports_later(
+    unread: socket.socket, mover: Mover
+) -> None:
+    inbox = Inbox()
+    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+        listener = Listener(inbox, tasks)
+        listener.guard(mover)
+        listener.close()
+        listener.put(END)
+    assert inbox.drain() == []
