@@ -174,7 +174,7 @@ class Incoming:
                 del self._arrivals[key]
                 (pool.unquarantine if arrival.is_quarantined else pool.ungrant)(pages)
                 pool.release(arrival.reused)
-                yield NotAdmitted(key, None, "its sender gave it up")
+                yield NotAdmitted(key, None, "the hand-off is over")
             case receiver.Failed(failure, reason):
                 self.num_digest_mismatches += failure is Failure.DIGEST_MISMATCH
                 yield NotAdmitted(key, failure, reason)

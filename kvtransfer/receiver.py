@@ -7,7 +7,7 @@ granted, or the sender has committed or quiesced, or the sender's process has en
 import hmac
 from enum import Enum, auto
 
-from pdserve.errors import ProtocolError, Refusal
+from pdserve.errors import InvariantError, ProtocolError, Refusal
 from pdserve.kvtransfer.session import Capsule, Commit, Grant
 from pdserve.reports import Failure
 from pdserve.values import value
@@ -186,7 +186,9 @@ class Receiver:
             raise ProtocolError("capability: not that of the grant", Refusal.CAPABILITY)
 
     def _checked(self, mismatch: int | None) -> tuple[Command, ...]:
-        if mismatch is not None or self._capsule is None:
+        if self._capsule is None:
+            raise InvariantError("digests were compared without a commit")
+        if mismatch is not None:
             reason = f"digest of page {mismatch} differs from the commit's"
             return (Failed(Failure.DIGEST_MISMATCH, reason), *self._quarantine(reason))
         self.state = State.COMMITTED

@@ -155,7 +155,7 @@ class InferenceEndpoint(InferenceServiceServicer):
             refusal = answer.refusal
             if refusal.because is not None:
                 cause, text = refusal.because.cause, refusal.message
-                logger.info("request %s is refused (%s): %s", answer.request_id.hex(), cause, text)
+                logger.debug("request %s is refused (%s): %s", answer.request_id.hex(), cause, text)
             await abort(context, CODES[refusal.status], refusal.message, _hints(refusal))
 
     async def _write(self, answer: Answer, context: GenerateContext) -> None:
