@@ -23,7 +23,7 @@ BY_TEST = {
     ),
     "take_a_process_that_is_followed_for_ended": (
         "kvtransfer/test_roster.py",
-        "test_only_processes_without_a_stream_and_without_a_sign_of_life_are_taken_for_ended",
+        "test_an_attached_process_lives_whoever_follows_it_and_is_cut_off",
     ),
     "say_nothing_of_a_lost_link": (
         "router/test_desk.py",
