@@ -47,6 +47,13 @@ class Received:
 
 
 @value
+class Malformed:
+    """The process at the other end of a stream says something that is refused. It lives all the same."""
+
+    stream: StreamId
+
+
+@value
 class Ended:
     """A stream has ended."""
 
@@ -84,7 +91,7 @@ class Close:
     reason: str
 
 
-Event = Greeted | Alive | Received | Ended | Forgotten
+Event = Greeted | Alive | Received | Malformed | Ended | Forgotten
 Report = SenderAttached | SenderAlive | SenderSaid | SenderLost | PeerGone
 Command = Welcome | Refuse | Close | Report
 
@@ -126,6 +133,9 @@ class Roster:
             case Received(stream, key, message):
                 peer = self._receive(stream, now_s)
                 return () if peer is None else (SenderSaid(peer, key, message),)
+            case Malformed(stream):
+                self._receive(stream, now_s)
+                return ()
             case Ended(stream, reason):
                 peer = self._peers.pop(stream, None)
                 if peer is None:

@@ -135,12 +135,13 @@ class HandoffServicer(HandoffServiceServicer):
 
     async def _read(self, stream: _Stream, messages: AsyncIterator[Request]) -> None:
         async for message in messages:
+            event: roster.Event
             try:
                 event = _event(stream.stream_id, message)
             except ProtocolError as error:
                 self._refused[error.refusal] += 1
                 logger.warning("stream %d: refused: %s", stream.stream_id, error)
-                continue
+                event = roster.Malformed(stream.stream_id)
             for command in self._roster.handle(event, self._clock.now_s()):
                 if isinstance(command, SenderAlive | SenderSaid):
                     await self._sink.offer(command)

@@ -19,6 +19,7 @@ from pdserve.kvtransfer.roster import (
     Ended,
     Forgotten,
     Greeted,
+    Malformed,
     Received,
     Refuse,
     Roster,
@@ -82,6 +83,14 @@ def test_a_process_received_from_since_its_successor_started_lives() -> None:
     door = Door()
     door.greet(EARLY, now_s=0.0)
     door.roster.handle(Alive(StreamId(1)), 8.0)
+    door.roster.handle(Ended(StreamId(1), "reset"), 8.0)
+    assert PeerGone(EARLY) not in door.greet(LATE, now_s=9.0, age_s=2.0)
+
+
+def test_a_process_lives_of_which_something_malformed_was_received_since_its_successor_started() -> None:
+    door = Door()
+    door.greet(EARLY, now_s=0.0)
+    assert door.roster.handle(Malformed(StreamId(1)), 8.0) == ()
     door.roster.handle(Ended(StreamId(1), "reset"), 8.0)
     assert PeerGone(EARLY) not in door.greet(LATE, now_s=9.0, age_s=2.0)
 

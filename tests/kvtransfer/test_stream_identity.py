@@ -1,6 +1,8 @@
 """Whom the ends of a hand-off stream let in, and what a false or malformed word costs."""
 
+import asyncio
 from dataclasses import replace
+from time import monotonic
 
 import grpc
 import pytest
@@ -183,6 +185,26 @@ async def test_a_process_that_was_heard_after_its_successor_started_has_not_ende
         assert isinstance(await decode.heard.next(), SenderLost)
         later.connect(decode)  # which is as old as this process
         assert await decode.heard.next() == SenderAttached(LATER)
+
+
+async def test_a_process_of_which_something_malformed_was_heard_after_its_successor_started_has_not_ended() -> None:
+    async with decode_worker() as decode:
+        async with raw_stream(decode, lambda _: None) as call:
+            assert await decode.heard.next() == SenderAttached(PREFILL)
+            attached_s = monotonic()
+            await asyncio.sleep(1.0)
+            await call.write(handoff.HandoffServiceAttachRequest())
+            await call.done_writing()
+            assert isinstance(await decode.heard.next(), SenderLost)
+        assert decode.refused == {Refusal.MALFORMED: 1}
+
+        def follow(message: handoff.HandoffServiceAttachRequest) -> None:
+            """Have started soon after the first process attached."""
+            be_later(message)
+            message.hello.age_ms = round(1000 * (monotonic() - attached_s))
+
+        async with raw_stream(decode, follow):
+            assert await decode.heard.next() == SenderAttached(LATER)
 
 
 async def test_a_process_that_is_attached_has_not_ended_whoever_follows_it() -> None:
