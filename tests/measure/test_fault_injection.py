@@ -13,7 +13,7 @@ from pdserve.measure.faults import FaultInjector, FaultPlan
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 
-SLEEPER = (sys.executable, "-I", "-c", "import time; time.sleep(600)")
+SLEEPER = (sys.executable, "-I", "-c", "import signal; signal.pause()")
 
 
 def status(*names: str, ready: bool = True) -> admin.ClusterStatus:
