@@ -23,6 +23,8 @@ MIN_INTERVAL_S = 0.1
 
 WatchContext: TypeAlias = "grpc.aio.ServicerContext[admin.WatchStatusRequest, admin.WatchStatusResponse]"
 DrainContext: TypeAlias = "grpc.aio.ServicerContext[admin.DrainWorkerRequest, admin.DrainWorkerResponse]"
+RoleContext: TypeAlias = "grpc.aio.ServicerContext[admin.SetWorkerRoleRequest, admin.SetWorkerRoleResponse]"
+MoveContext: TypeAlias = "grpc.aio.ServicerContext[admin.MoveSequencesRequest, admin.MoveSequencesResponse]"
 
 
 class AdminEndpoint(AdminServiceServicer):
@@ -73,6 +75,18 @@ class AdminEndpoint(AdminServiceServicer):
             )
         self._shell.post(DrainAsked(worker.link))
         return admin.DrainWorkerResponse()
+
+    async def SetWorkerRole(  # noqa: N802
+        self, request: admin.SetWorkerRoleRequest, context: RoleContext
+    ) -> admin.SetWorkerRoleResponse:
+        del request
+        await abort(context, grpc.StatusCode.UNIMPLEMENTED, "roles are fixed")
+
+    async def MoveSequences(  # noqa: N802
+        self, request: admin.MoveSequencesRequest, context: MoveContext
+    ) -> admin.MoveSequencesResponse:
+        del request
+        await abort(context, grpc.StatusCode.UNIMPLEMENTED, "sequences stay where they are")
 
     def _status(self) -> admin.ClusterStatus:
         core = self._shell.core

@@ -229,7 +229,7 @@ class SequenceSpec:
 
 @value
 class Place:
-    """Send Prefill to one worker and Decode to the other, neither waiting for the other. One of them is there."""
+    """Give a job to the worker that computes the prompt and to the one that decodes. One of them is there."""
 
     spec: SequenceSpec
     prefill: Registration | None  # None: the decode worker computes the prompt itself

@@ -175,25 +175,28 @@ def messages(
 
 
 def _placement(place: Place) -> list[tuple[LinkId, link.AttachResponse]]:
-    """Return Prefill for one worker and, where there is one, Decode for the other."""
+    """Return a message for the worker that decodes and, where there is one, one for that which computes the prompt."""
     prefill, decode, spec = place.prefill, place.decode, _spec(place.spec)
     messages = []
     if decode is not None:
         message = link.AttachResponse()
-        message.decode.spec.CopyFrom(spec)
+        message.place.spec.CopyFrom(spec)
         if prefill is not None:
-            message.decode.prefill_worker_id = prefill.worker_id
-            message.decode.prefill_incarnation = prefill.incarnation
+            message.place.source.CopyFrom(_worker_ref(prefill))
         messages.append((decode.link, message))
     if prefill is not None:
         message = link.AttachResponse()
-        message.prefill.spec.CopyFrom(spec)
+        message.place.spec.CopyFrom(spec)
         if decode is not None:
-            message.prefill.decode_worker_id = decode.worker_id
-            message.prefill.decode_incarnation = decode.incarnation
-            message.prefill.handoff_address = decode.handoff_address
+            message.place.target.CopyFrom(_worker_ref(decode))
         messages.append((prefill.link, message))
     return messages
+
+
+def _worker_ref(worker: Registration) -> link.WorkerRef:
+    return link.WorkerRef(
+        worker_id=worker.worker_id, incarnation=worker.incarnation, handoff_address=worker.handoff_address
+    )
 
 
 def _spec(spec: SequenceSpec) -> link.SequenceSpec:

@@ -36,14 +36,8 @@ def event(
 ) -> Placed | Cancelled | DrainAsked | PeerGone | None:
     """Return what a router asks of the core; None for what concerns the shell alone."""
     match message.WhichOneof("message"):
-        case "prefill":
-            prefill = message.prefill
-            target = _peer(prefill.decode_worker_id, prefill.decode_incarnation)
-            return _placed(prefill.spec, router, now_s, target=target, target_address=prefill.handoff_address)
-        case "decode":
-            decode = message.decode
-            source = _peer(decode.prefill_worker_id, decode.prefill_incarnation)
-            return _placed(decode.spec, router, now_s, source=source)
+        case "place":
+            return _placed(message.place, router, now_s)
         case "cancel":
             cancel = message.cancel
             return Cancelled(_request_id(cancel.request_id), Attempt(cancel.attempt), tuple(cancel.indices))
@@ -177,14 +171,8 @@ def sampling_params(message: inference.SamplingParams) -> SamplingParams:
     )
 
 
-def _placed(
-    spec: link.SequenceSpec,
-    router: RouterRef,
-    now_s: float,
-    source: Peer | None = None,
-    target: Peer | None = None,
-    target_address: str = "",
-) -> Placed:
+def _placed(place: link.Place, router: RouterRef, now_s: float) -> Placed:
+    spec = place.spec
     params = sampling_params(spec.sampling)
     job = Job(
         request_id=_request_id(spec.request_id),
@@ -196,11 +184,13 @@ def _placed(
         cache_salt=spec.cache_salt,
         priority=spec.priority,
     )
-    return Placed(router, job, now_s + spec.deadline_ms / 1000, source, target, target_address)
+    source = _peer(place.source) if place.HasField("source") else None
+    target = _peer(place.target) if place.HasField("target") else None
+    return Placed(router, job, now_s + spec.deadline_ms / 1000, source, target, place.target.handoff_address)
 
 
-def _peer(worker_id: str, incarnation: int) -> Peer | None:
-    return Peer(WorkerId(worker_id), Incarnation(incarnation)) if worker_id else None
+def _peer(worker: link.WorkerRef) -> Peer:
+    return Peer(WorkerId(worker.worker_id), Incarnation(worker.incarnation))
 
 
 def _request_id(value: bytes) -> RequestId:

@@ -188,6 +188,106 @@ class DrainWorkerResponse(_message.Message):
 Global___DrainWorkerResponse: _TypeAlias = DrainWorkerResponse  # noqa: Y015
 
 @_typing.final
+class SetWorkerRoleRequest(_message.Message):
+    """A role for this worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Its name."""
+    role: _link_pb2.Role.ValueType
+    """The role."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        role: _link_pb2.Role.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetWorkerRoleRequest: _TypeAlias = SetWorkerRoleRequest  # noqa: Y015
+
+@_typing.final
+class SetWorkerRoleResponse(_message.Message):
+    """Sent once the worker has taken the role."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """Of the role."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetWorkerRoleResponse: _TypeAlias = SetWorkerRoleResponse  # noqa: Y015
+
+@_typing.final
+class MoveSequencesRequest(_message.Message):
+    """Move continuations off this worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    TARGET_WORKER_ID_FIELD_NUMBER: _builtins.int
+    MAX_SEQUENCES_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """Its name."""
+    target_worker_id: _builtins.str
+    """Where they go; empty: where the router finds the most room."""
+    max_sequences: _builtins.int
+    """How many at most; 0: all."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        target_worker_id: _builtins.str = ...,
+        max_sequences: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_sequences", b"max_sequences", "target_worker_id", b"target_worker_id", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveSequencesRequest: _TypeAlias = MoveSequencesRequest  # noqa: Y015
+
+@_typing.final
+class MoveSequencesResponse(_message.Message):
+    """Asked."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_SEQUENCES_FIELD_NUMBER: _builtins.int
+    num_sequences: _builtins.int
+    """How many are to move. Each may still fail, and then goes on where it is."""
+    def __init__(
+        self,
+        *,
+        num_sequences: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_sequences", b"num_sequences"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MoveSequencesResponse: _TypeAlias = MoveSequencesResponse  # noqa: Y015
+
+@_typing.final
 class ClusterStatus(_message.Message):
     """A cluster."""
 

@@ -55,6 +55,16 @@ class AdminServiceStub:
                 request_serializer=proto_dot_v1_dot_admin__pb2.DrainWorkerRequest.SerializeToString,
                 response_deserializer=proto_dot_v1_dot_admin__pb2.DrainWorkerResponse.FromString,
                 _registered_method=True)
+        self.SetWorkerRole = channel.unary_unary(
+                '/pdserve.v1.AdminService/SetWorkerRole',
+                request_serializer=proto_dot_v1_dot_admin__pb2.SetWorkerRoleRequest.SerializeToString,
+                response_deserializer=proto_dot_v1_dot_admin__pb2.SetWorkerRoleResponse.FromString,
+                _registered_method=True)
+        self.MoveSequences = channel.unary_unary(
+                '/pdserve.v1.AdminService/MoveSequences',
+                request_serializer=proto_dot_v1_dot_admin__pb2.MoveSequencesRequest.SerializeToString,
+                response_deserializer=proto_dot_v1_dot_admin__pb2.MoveSequencesResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer:
@@ -89,6 +99,20 @@ class AdminServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetWorkerRole(self, request, context):
+        """Gives a worker another role, while it serves.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MoveSequences(self, request, context):
+        """Moves running continuations of this router's requests from a worker to others.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -111,6 +135,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.DrainWorker,
                     request_deserializer=proto_dot_v1_dot_admin__pb2.DrainWorkerRequest.FromString,
                     response_serializer=proto_dot_v1_dot_admin__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'SetWorkerRole': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetWorkerRole,
+                    request_deserializer=proto_dot_v1_dot_admin__pb2.SetWorkerRoleRequest.FromString,
+                    response_serializer=proto_dot_v1_dot_admin__pb2.SetWorkerRoleResponse.SerializeToString,
+            ),
+            'MoveSequences': grpc.unary_unary_rpc_method_handler(
+                    servicer.MoveSequences,
+                    request_deserializer=proto_dot_v1_dot_admin__pb2.MoveSequencesRequest.FromString,
+                    response_serializer=proto_dot_v1_dot_admin__pb2.MoveSequencesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -222,6 +256,60 @@ class AdminService:
             '/pdserve.v1.AdminService/DrainWorker',
             proto_dot_v1_dot_admin__pb2.DrainWorkerRequest.SerializeToString,
             proto_dot_v1_dot_admin__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetWorkerRole(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.AdminService/SetWorkerRole',
+            proto_dot_v1_dot_admin__pb2.SetWorkerRoleRequest.SerializeToString,
+            proto_dot_v1_dot_admin__pb2.SetWorkerRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MoveSequences(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.AdminService/MoveSequences',
+            proto_dot_v1_dot_admin__pb2.MoveSequencesRequest.SerializeToString,
+            proto_dot_v1_dot_admin__pb2.MoveSequencesResponse.FromString,
             options,
             channel_credentials,
             insecure,

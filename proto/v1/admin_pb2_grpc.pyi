@@ -41,6 +41,10 @@ class AdminServiceStub:
     """A launcher says that a process has ended. Frees pages that wait for this proof."""
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]
     """Asks a worker to finish what it runs and exit."""
+    SetWorkerRole: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetWorkerRoleRequest, _admin_pb2.SetWorkerRoleResponse]
+    """Gives a worker another role, while it serves."""
+    MoveSequences: _grpc.UnaryUnaryMultiCallable[_admin_pb2.MoveSequencesRequest, _admin_pb2.MoveSequencesResponse]
+    """Moves running continuations of this router's requests from a worker to others."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -55,6 +59,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """A launcher says that a process has ended. Frees pages that wait for this proof."""
     DrainWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]  # type: ignore[assignment]
     """Asks a worker to finish what it runs and exit."""
+    SetWorkerRole: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetWorkerRoleRequest, _admin_pb2.SetWorkerRoleResponse]  # type: ignore[assignment]
+    """Gives a worker another role, while it serves."""
+    MoveSequences: _aio.UnaryUnaryMultiCallable[_admin_pb2.MoveSequencesRequest, _admin_pb2.MoveSequencesResponse]  # type: ignore[assignment]
+    """Moves running continuations of this router's requests from a worker to others."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """State of a cluster, as one router sees it."""
@@ -90,5 +98,21 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DrainWorkerResponse, _abc.Awaitable[_admin_pb2.DrainWorkerResponse]]:
         """Asks a worker to finish what it runs and exit."""
+
+    @_abc_1.abstractmethod
+    def SetWorkerRole(
+        self,
+        request: _admin_pb2.SetWorkerRoleRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.SetWorkerRoleResponse, _abc.Awaitable[_admin_pb2.SetWorkerRoleResponse]]:
+        """Gives a worker another role, while it serves."""
+
+    @_abc_1.abstractmethod
+    def MoveSequences(
+        self,
+        request: _admin_pb2.MoveSequencesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.MoveSequencesResponse, _abc.Awaitable[_admin_pb2.MoveSequencesResponse]]:
+        """Moves running continuations of this router's requests from a worker to others."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -32,6 +32,8 @@ class _RoleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Role.ValueType],
     """Turns prompts into KV pages and the first token."""
     ROLE_DECODE: _Role.ValueType  # 2
     """Turns granted pages into tokens."""
+    ROLE_MIXED: _Role.ValueType  # 3
+    """Both."""
 
 class Role(_Role, metaclass=_RoleEnumTypeWrapper):
     """What a worker does for the cluster."""
@@ -42,6 +44,8 @@ ROLE_PREFILL: Role.ValueType  # 1
 """Turns prompts into KV pages and the first token."""
 ROLE_DECODE: Role.ValueType  # 2
 """Turns granted pages into tokens."""
+ROLE_MIXED: Role.ValueType  # 3
+"""Both."""
 Global___Role: _TypeAlias = Role  # noqa: Y015
 
 class _Stage:
@@ -239,22 +243,24 @@ class AttachResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WELCOME_FIELD_NUMBER: _builtins.int
-    PREFILL_FIELD_NUMBER: _builtins.int
-    DECODE_FIELD_NUMBER: _builtins.int
+    PLACE_FIELD_NUMBER: _builtins.int
+    MOVE_FIELD_NUMBER: _builtins.int
     CANCEL_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
     PROCESS_GONE_FIELD_NUMBER: _builtins.int
+    SHARE_FIELD_NUMBER: _builtins.int
+    SET_ROLE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """Answer to the first Register."""
 
     @_builtins.property
-    def prefill(self) -> Global___Prefill:
-        """To a prefill worker: compute this prompt."""
+    def place(self) -> Global___Place:
+        """Compute a request, or a part of it."""
 
     @_builtins.property
-    def decode(self) -> Global___Decode:
-        """To a decode worker: expect this hand-off and continue it."""
+    def move(self) -> Global___Move:
+        """Hand a running continuation over to another worker."""
 
     @_builtins.property
     def cancel(self) -> Global___Cancel:
@@ -268,21 +274,31 @@ class AttachResponse(_message.Message):
     def process_gone(self) -> Global___ProcessGone:
         """Proof that a process is gone: no write of it can be outstanding any more."""
 
+    @_builtins.property
+    def share(self) -> Global___Share:
+        """Send cached pages to another worker."""
+
+    @_builtins.property
+    def set_role(self) -> Global___SetRole:
+        """Take another role."""
+
     def __init__(
         self,
         *,
         welcome: Global___Welcome | None = ...,
-        prefill: Global___Prefill | None = ...,
-        decode: Global___Decode | None = ...,
+        place: Global___Place | None = ...,
+        move: Global___Move | None = ...,
         cancel: Global___Cancel | None = ...,
         drain: Global___Drain | None = ...,
         process_gone: Global___ProcessGone | None = ...,
+        share: Global___Share | None = ...,
+        set_role: Global___SetRole | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "decode", b"decode", "drain", b"drain", "message", b"message", "prefill", b"prefill", "process_gone", b"process_gone", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "drain", b"drain", "message", b"message", "move", b"move", "place", b"place", "process_gone", b"process_gone", "set_role", b"set_role", "share", b"share", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "decode", b"decode", "drain", b"drain", "message", b"message", "prefill", b"prefill", "process_gone", b"process_gone", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel", "drain", b"drain", "message", b"message", "move", b"move", "place", b"place", "process_gone", b"process_gone", "set_role", b"set_role", "share", b"share", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "prefill", "decode", "cancel", "drain", "process_gone"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "place", "move", "cancel", "drain", "process_gone", "share", "set_role"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -312,6 +328,7 @@ class Register(_message.Message):
     KV_EVENTS_REPLAY_ENDPOINT_FIELD_NUMBER: _builtins.int
     AGE_MS_FIELD_NUMBER: _builtins.int
     DEVICE_FIELD_NUMBER: _builtins.int
+    ROLE_EPOCH_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name."""
     incarnation: _builtins.int
@@ -319,7 +336,7 @@ class Register(_message.Message):
     name, the later has the greater.
     """
     role: Global___Role.ValueType
-    """What it does."""
+    """What it does: from its start, or as the last SetRole that it has followed said."""
     protocol_version: _builtins.int
     """Version of the internal protocols; a router pairs only equal ones."""
     ready: _builtins.bool
@@ -352,6 +369,8 @@ class Register(_message.Message):
     """What it computes on, such as a GPU's or a CPU's model name: workers of one role, device and layout share what a
     router learns of step times.
     """
+    role_epoch: _builtins.int
+    """How often its role has changed since its start; of two reports, the one with the greater epoch is the later."""
     @_builtins.property
     def layout(self) -> Global___KvLayout:
         """Layout of its pages."""
@@ -377,10 +396,11 @@ class Register(_message.Message):
         kv_events_replay_endpoint: _builtins.str = ...,
         age_ms: _builtins.int = ...,
         device: _builtins.str = ...,
+        role_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "device", b"device", "handoff_address", b"handoff_address", "host", b"host", "incarnation", b"incarnation", "kv_events_endpoint", b"kv_events_endpoint", "kv_events_replay_endpoint", b"kv_events_replay_endpoint", "layout", b"layout", "load_progress", b"load_progress", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_pages", b"num_pages", "protocol_version", b"protocol_version", "ready", b"ready", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "device", b"device", "handoff_address", b"handoff_address", "host", b"host", "incarnation", b"incarnation", "kv_events_endpoint", b"kv_events_endpoint", "kv_events_replay_endpoint", b"kv_events_replay_endpoint", "layout", b"layout", "load_progress", b"load_progress", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_pages", b"num_pages", "protocol_version", b"protocol_version", "ready", b"ready", "role", b"role", "role_epoch", b"role_epoch", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -487,6 +507,8 @@ class Heartbeat(_message.Message):
     FAILED_STEPS_FIELD_NUMBER: _builtins.int
     OTHERS_FIELD_NUMBER: _builtins.int
     PAGES_WANTED_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    ROLE_EPOCH_FIELD_NUMBER: _builtins.int
     pages_free: _builtins.int
     """Pages on the free list, those that hold cached prefixes included."""
     pages_held: _builtins.int
@@ -525,6 +547,10 @@ class Heartbeat(_message.Message):
     """The last steps, in a row, in which every sequence failed; forgotten after 30 s without a step."""
     pages_wanted: _builtins.int
     """Pages that requests taken in wait for."""
+    role: Global___Role.ValueType
+    """What it does now."""
+    role_epoch: _builtins.int
+    """As in Register."""
     @_builtins.property
     def refused(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """What peers and routers said that was refused since start, by what was wrong with it ("capability", "layout", ..)."""
@@ -557,10 +583,12 @@ class Heartbeat(_message.Message):
         failed_steps: _builtins.int = ...,
         others: Global___OthersLoad | None = ...,
         pages_wanted: _builtins.int = ...,
+        role: Global___Role.ValueType = ...,
+        role_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["others", b"others"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_reason", b"drain_reason", "draining", b"draining", "failed_steps", b"failed_steps", "kv_tokens", b"kv_tokens", "num_digest_mismatches", b"num_digest_mismatches", "num_handoffs", b"num_handoffs", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_stalled_peers", b"num_stalled_peers", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "others", b"others", "pages_cached", b"pages_cached", "pages_free", b"pages_free", "pages_granted", b"pages_granted", "pages_held", b"pages_held", "pages_leaked", b"pages_leaked", "pages_quarantined", b"pages_quarantined", "pages_wanted", b"pages_wanted", "refused", b"refused", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain_reason", b"drain_reason", "draining", b"draining", "failed_steps", b"failed_steps", "kv_tokens", b"kv_tokens", "num_digest_mismatches", b"num_digest_mismatches", "num_handoffs", b"num_handoffs", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_stalled_peers", b"num_stalled_peers", "num_steps", b"num_steps", "num_waiting", b"num_waiting", "others", b"others", "pages_cached", b"pages_cached", "pages_free", b"pages_free", "pages_granted", b"pages_granted", "pages_held", b"pages_held", "pages_leaked", b"pages_leaked", "pages_quarantined", b"pages_quarantined", "pages_wanted", b"pages_wanted", "refused", b"refused", "role", b"role", "role_epoch", b"role_epoch", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -921,72 +949,230 @@ class SequenceSpec(_message.Message):
 Global___SequenceSpec: _TypeAlias = SequenceSpec  # noqa: Y015
 
 @_typing.final
-class Prefill(_message.Message):
-    """Compute a prompt and hand it off."""
+class WorkerRef(_message.Message):
+    """A worker's process."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SPEC_FIELD_NUMBER: _builtins.int
-    DECODE_WORKER_ID_FIELD_NUMBER: _builtins.int
-    DECODE_INCARNATION_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     HANDOFF_ADDRESS_FIELD_NUMBER: _builtins.int
-    decode_worker_id: _builtins.str
-    """Where the KV goes; empty when the first token ends the request (max_tokens 1)."""
-    decode_incarnation: _builtins.int
-    """Incarnation that was placed on."""
+    worker_id: _builtins.str
+    """Its name."""
+    incarnation: _builtins.int
+    """Its incarnation."""
     handoff_address: _builtins.str
-    """Address of its Handoff service."""
-    @_builtins.property
-    def spec(self) -> Global___SequenceSpec:
-        """The work."""
-
+    """Address of its Handoff service, to who is to dial it."""
     def __init__(
         self,
         *,
-        spec: Global___SequenceSpec | None = ...,
-        decode_worker_id: _builtins.str = ...,
-        decode_incarnation: _builtins.int = ...,
+        worker_id: _builtins.str = ...,
+        incarnation: _builtins.int = ...,
         handoff_address: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_incarnation", b"decode_incarnation", "decode_worker_id", b"decode_worker_id", "handoff_address", b"handoff_address", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_address", b"handoff_address", "incarnation", b"incarnation", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Prefill: _TypeAlias = Prefill  # noqa: Y015
+Global___WorkerRef: _TypeAlias = WorkerRef  # noqa: Y015
 
 @_typing.final
-class Decode(_message.Message):
-    """Expect a hand-off."""
+class Place(_message.Message):
+    """A job for one worker. With a target: compute the prompt and hand it off. With a source: expect a hand-off, and go on
+    with it. With neither: do all of it; also where the first token ends the request (max_tokens 1).
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SPEC_FIELD_NUMBER: _builtins.int
-    PREFILL_WORKER_ID_FIELD_NUMBER: _builtins.int
-    PREFILL_INCARNATION_FIELD_NUMBER: _builtins.int
-    prefill_worker_id: _builtins.str
-    """Who computes the prompt; empty: this worker does it itself."""
-    prefill_incarnation: _builtins.int
-    """Incarnation that was placed on."""
+    TARGET_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    EXTRA_TOKENS_FIELD_NUMBER: _builtins.int
+    FETCH_FIELD_NUMBER: _builtins.int
+    extra_tokens: _builtins.int
+    """With a source that decodes on meanwhile: how many tokens more than the work's there should be pages for."""
     @_builtins.property
     def spec(self) -> Global___SequenceSpec:
         """The work."""
+
+    @_builtins.property
+    def target(self) -> Global___WorkerRef:
+        """Where the KV goes."""
+
+    @_builtins.property
+    def source(self) -> Global___WorkerRef:
+        """Where the KV comes from."""
+
+    @_builtins.property
+    def fetch(self) -> Global___Fetch:
+        """Leading pages of the prompt that are fetched before it is computed."""
 
     def __init__(
         self,
         *,
         spec: Global___SequenceSpec | None = ...,
-        prefill_worker_id: _builtins.str = ...,
-        prefill_incarnation: _builtins.int = ...,
+        target: Global___WorkerRef | None = ...,
+        source: Global___WorkerRef | None = ...,
+        extra_tokens: _builtins.int = ...,
+        fetch: Global___Fetch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fetch", b"fetch", "source", b"source", "spec", b"spec", "target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill_incarnation", b"prefill_incarnation", "prefill_worker_id", b"prefill_worker_id", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["extra_tokens", b"extra_tokens", "fetch", b"fetch", "source", b"source", "spec", b"spec", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Decode: _TypeAlias = Decode  # noqa: Y015
+Global___Place: _TypeAlias = Place  # noqa: Y015
+
+@_typing.final
+class Fetch(_message.Message):
+    """Pages that another worker holds in its prefix cache."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOLDER_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    WITHIN_MS_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    """How many leading tokens of the prompt it probably has."""
+    within_ms: _builtins.int
+    """After so many milliseconds the prompt is computed without them."""
+    @_builtins.property
+    def holder(self) -> Global___WorkerRef:
+        """Who has them; it is sent Share."""
+
+    def __init__(
+        self,
+        *,
+        holder: Global___WorkerRef | None = ...,
+        num_tokens: _builtins.int = ...,
+        within_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holder", b"holder", "num_tokens", b"num_tokens", "within_ms", b"within_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Fetch: _TypeAlias = Fetch  # noqa: Y015
+
+@_typing.final
+class Move(_message.Message):
+    """Hand a running continuation over to another worker, as a new attempt. The present attempt goes on until its last page
+    is sent, and after a failure if the target surely does not go on.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    NEW_ATTEMPT_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.bytes
+    """Which request."""
+    attempt: _builtins.int
+    """The attempt that runs."""
+    index: _builtins.int
+    """Which of its continuations."""
+    new_attempt: _builtins.int
+    """The attempt that the target has been given."""
+    @_builtins.property
+    def target(self) -> Global___WorkerRef:
+        """Where it goes."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.bytes = ...,
+        attempt: _builtins.int = ...,
+        index: _builtins.int = ...,
+        new_attempt: _builtins.int = ...,
+        target: Global___WorkerRef | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "index", b"index", "new_attempt", b"new_attempt", "request_id", b"request_id", "target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Move: _TypeAlias = Move  # noqa: Y015
+
+@_typing.final
+class Share(_message.Message):
+    """Send the leading pages of a prompt that are in the prefix cache, under the name of an attempt that is placed on the
+    target. Nobody waits for it: what is not there, or does not come in time, is computed.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    WITHIN_MS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.bytes
+    """Which request."""
+    attempt: _builtins.int
+    """Which attempt."""
+    token_ids: _builtins.bytes
+    """The tokens whose pages are wanted: four bytes each, little end first."""
+    cache_salt: _builtins.str
+    """Salt of the prefix cache."""
+    within_ms: _builtins.int
+    """After so many milliseconds they are not wanted any more."""
+    @_builtins.property
+    def target(self) -> Global___WorkerRef:
+        """Where they go."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.bytes = ...,
+        attempt: _builtins.int = ...,
+        token_ids: _builtins.bytes = ...,
+        cache_salt: _builtins.str = ...,
+        target: Global___WorkerRef | None = ...,
+        within_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "request_id", b"request_id", "target", b"target", "token_ids", b"token_ids", "within_ms", b"within_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Share: _TypeAlias = Share  # noqa: Y015
+
+@_typing.final
+class SetRole(_message.Message):
+    """Take another role. Nothing is rebuilt, and what was taken in is served. Followed only if its epoch is greater than
+    that of the worker's role.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    role: Global___Role.ValueType
+    """The role."""
+    epoch: _builtins.int
+    """Its epoch."""
+    def __init__(
+        self,
+        *,
+        role: Global___Role.ValueType = ...,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "role", b"role"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRole: _TypeAlias = SetRole  # noqa: Y015
 
 @_typing.final
 class Cancel(_message.Message):

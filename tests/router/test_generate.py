@@ -67,7 +67,7 @@ async def test_workers_are_told_every_sampling_field(start_router: StartRouter) 
     assert (spec.sampling.max_tokens, spec.sampling.temperature, spec.sampling.logit_bias[3]) == (16, 0.5, 1.5)
     assert (spec.cache_salt, spec.priority) == ("acme", 2)
     assert 590_000 < spec.deadline_ms <= 600_000
-    assert (decode.decodes[0].prefill_worker_id, prefill.prefills[0].decode_worker_id) == ("p0", "d0")
+    assert (decode.decodes[0].source.worker_id, prefill.prefills[0].target.worker_id) == ("p0", "d0")
 
 
 async def test_two_requests_without_a_seed_get_different_ones(start_router: StartRouter) -> None:

@@ -51,12 +51,12 @@ def test_a_worker_reads_the_tokens_that_a_router_sent() -> None:
 
 def test_a_prompt_takes_four_bytes_a_token_on_the_wire() -> None:
     assert to_wire([1, 258]) == bytes([1, 0, 0, 0, 2, 1, 0, 0])
-    assert len(placement([150_000] * 1000).prefill.spec.token_ids) == 4000
+    assert len(placement([150_000] * 1000).place.spec.token_ids) == 4000
 
 
 def test_token_ids_that_are_cut_off_are_refused_by_name() -> None:
     message = placement(IDS)
-    message.prefill.spec.token_ids = message.prefill.spec.token_ids[:-1]
+    message.place.spec.token_ids = message.place.spec.token_ids[:-1]
     with pytest.raises(ProtocolError, match=r"spec\.token_ids: 15 bytes, a multiple of 4 is needed"):
         worker_wire.event(message, RouterRef(1), 0.0)
 

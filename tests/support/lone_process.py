@@ -87,14 +87,14 @@ class EndlessRouter(LinkServiceServicer):
         for request in requests:
             if request.HasField("register") and request.register.ready and not placed:
                 placed = True
-                yield link.AttachResponse(decode=endless_decode())
+                yield link.AttachResponse(place=endless_decode())
             if request.heartbeat.num_handoffs:
                 self.holds_request.set()
             if request.heartbeat.draining:
                 self.drains.set()
 
 
-def endless_decode() -> link.Decode:
+def endless_decode() -> link.Place:
     spec = link.SequenceSpec(
         request_id=new_request_id(),
         token_ids=to_wire([3, 4, 5]),
@@ -103,7 +103,7 @@ def endless_decode() -> link.Decode:
         indices=[0],
         deadline_ms=600_000,
     )
-    return link.Decode(spec=spec, prefill_worker_id="nobody", prefill_incarnation=1)
+    return link.Place(spec=spec, source=link.WorkerRef(worker_id="nobody", incarnation=1))
 
 
 @contextmanager

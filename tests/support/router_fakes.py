@@ -74,8 +74,8 @@ class FakeWorker:
         self.registration = registration
         self.name = registration.worker_id
         self.specs: dict[Key, link.SequenceSpec] = {}  # placements it works on
-        self.prefills: list[link.Prefill] = []
-        self.decodes: list[link.Decode] = []
+        self.prefills: list[link.Place] = []
+        self.decodes: list[link.Place] = []  # hand-offs that it is to expect
         self.cancels: list[link.Cancel] = []
         self.gone: list[link.ProcessGone] = []
         self.peers: dict[str, FakeWorker] = {}
@@ -151,13 +151,13 @@ class FakeWorker:
         match message.WhichOneof("message"):
             case "welcome":
                 self.is_welcome = True
-            case "prefill":
-                self.prefills.append(message.prefill)
-                self.specs[_key(message.prefill.spec)] = message.prefill.spec
-                self._start(self._prefill(message.prefill))
-            case "decode":
-                self.decodes.append(message.decode)
-                self.specs[_key(message.decode.spec)] = message.decode.spec
+            case "place":
+                self.specs[_key(message.place.spec)] = message.place.spec
+                if message.place.HasField("source"):
+                    self.decodes.append(message.place)
+                else:
+                    self.prefills.append(message.place)
+                    self._start(self._prefill(message.place))
             case "cancel":
                 self._cancel(message.cancel)
             case "process_gone":
@@ -171,7 +171,7 @@ class FakeWorker:
             for key in [k for k in self.specs if k[0] == cancel.request_id and k[1] <= cancel.attempt]:
                 del self.specs[key]
 
-    async def _prefill(self, prefill: link.Prefill) -> None:
+    async def _prefill(self, prefill: link.Place) -> None:
         if self.is_paused:
             return
         spec, key = prefill.spec, _key(prefill.spec)
@@ -182,7 +182,7 @@ class FakeWorker:
         is_last = position + 1 >= spec.sampling.max_tokens
         await self.step([self.delta(spec, index, position, is_last=is_last) for index in indices_of(spec)])
         self.specs.pop(key, None)
-        decode = self.peers.get(prefill.decode_worker_id)
+        decode = self.peers.get(prefill.target.worker_id)
         if not is_last and decode is not None:
             decode._start(decode._decode(key))
 
