@@ -11,6 +11,7 @@ class Stage(StrEnum):
     ADMITTED = "admitted"
     PLACED = "placed"
     PREFILL_QUEUED = "prefill_queued"
+    FETCHED = "fetched"
     PREFILL_STARTED = "prefill_started"
     PREFILL_DONE = "prefill_done"
     FIRST_TOKEN = "first_token"

@@ -155,6 +155,8 @@ class Delivery:
         match event.stage:
             case Stage.PREFILL_STARTED if placement.attempt == Attempt(0):
                 request.cached_tokens = min(event.cached_tokens, len(request.prompt_ids))
+            case Stage.FETCHED:
+                request.ledger.fetched_tokens = event.cached_tokens
             case Stage.PREFILL_DONE if worker is placement.prefill:
                 worker.prefilled(placement.key, now_s)
             case Stage.GRANTED:

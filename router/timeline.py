@@ -12,7 +12,7 @@ from pdserve.values import value
 
 STAGES = tuple(Stage.__members__.values())  # the order reported for stages reached at the same moment
 # What happens on workers is known a message's way late, so of two stages in one line the later bounds the earlier.
-_PREFILL = (Stage.PREFILL_QUEUED, Stage.PREFILL_STARTED, Stage.PREFILL_DONE, Stage.FIRST_TOKEN)
+_PREFILL = (Stage.PREFILL_QUEUED, Stage.FETCHED, Stage.PREFILL_STARTED, Stage.PREFILL_DONE, Stage.FIRST_TOKEN)
 _HANDOFF = (Stage.GRANTED, Stage.LANDED, Stage.COMMITTED, Stage.DECODE_JOINED)
 _FIRST_TOKEN = Stage.FIRST_TOKEN
 _BEFORE_FIRST_TOKEN = frozenset(STAGES[: STAGES.index(_FIRST_TOKEN)])
@@ -41,6 +41,9 @@ class Ledger:
     tpot_ms: float = 0.0
     predicted_ttft_ms: float | None = None  # None: the policy does not predict
     predicted_tpot_ms: float | None = None
+    fetched_tokens: int = 0
+    fetched_from: str = ""
+    num_moves: int = 0
 
 
 class Timeline:
@@ -67,8 +70,8 @@ class Timeline:
             reached_s[stage] = at_s
 
     def start_over(self) -> None:
-        """Forget the hand-off of an attempt that has failed."""
-        for stage in _HANDOFF:
+        """Forget the hand-off of an attempt that has failed, and its fetch, unless the first token followed it."""
+        for stage in _HANDOFF if _FIRST_TOKEN in self._reached_s else (*_HANDOFF, Stage.FETCHED):
             self._reached_s.pop(stage, None)
 
     def ms(self, stage: Stage) -> float:

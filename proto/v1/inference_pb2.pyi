@@ -570,6 +570,9 @@ class Ledger(_message.Message):
     TPOT_MS_FIELD_NUMBER: _builtins.int
     PREDICTED_TTFT_MS_FIELD_NUMBER: _builtins.int
     PREDICTED_TPOT_MS_FIELD_NUMBER: _builtins.int
+    FETCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    FETCHED_FROM_FIELD_NUMBER: _builtins.int
+    NUM_MOVES_FIELD_NUMBER: _builtins.int
     prefill_worker: _builtins.str
     """Name of the prefill worker (of the last attempt)."""
     decode_worker: _builtins.str
@@ -592,6 +595,12 @@ class Ledger(_message.Message):
     """What the router predicted for ttft_ms when it placed the request. Unset: its policy does not predict."""
     predicted_tpot_ms: _builtins.float
     """The same for tpot_ms."""
+    fetched_tokens: _builtins.int
+    """Prompt tokens whose KV was fetched from another worker's prefix cache."""
+    fetched_from: _builtins.str
+    """Name of the worker that was asked for them; empty: none was."""
+    num_moves: _builtins.int
+    """How often a continuation moved to another worker while it ran."""
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___LedgerStep]:
         """Stages reached, in time order. The first is "received" at 0."""
@@ -611,10 +620,13 @@ class Ledger(_message.Message):
         tpot_ms: _builtins.float = ...,
         predicted_ttft_ms: _builtins.float | None = ...,
         predicted_tpot_ms: _builtins.float | None = ...,
+        fetched_tokens: _builtins.int = ...,
+        fetched_from: _builtins.str = ...,
+        num_moves: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_predicted_tpot_ms", b"_predicted_tpot_ms", "_predicted_ttft_ms", b"_predicted_ttft_ms", "predicted_tpot_ms", b"predicted_tpot_ms", "predicted_ttft_ms", b"predicted_ttft_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_predicted_tpot_ms", b"_predicted_tpot_ms", "_predicted_ttft_ms", b"_predicted_ttft_ms", "attempts", b"attempts", "decision", b"decision", "decode_worker", b"decode_worker", "handoff_bytes", b"handoff_bytes", "handoff_ms", b"handoff_ms", "handoff_pages_reused", b"handoff_pages_reused", "predicted_tpot_ms", b"predicted_tpot_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "prefill_worker", b"prefill_worker", "steps", b"steps", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_predicted_tpot_ms", b"_predicted_tpot_ms", "_predicted_ttft_ms", b"_predicted_ttft_ms", "attempts", b"attempts", "decision", b"decision", "decode_worker", b"decode_worker", "fetched_from", b"fetched_from", "fetched_tokens", b"fetched_tokens", "handoff_bytes", b"handoff_bytes", "handoff_ms", b"handoff_ms", "handoff_pages_reused", b"handoff_pages_reused", "num_moves", b"num_moves", "predicted_tpot_ms", b"predicted_tpot_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "prefill_worker", b"prefill_worker", "steps", b"steps", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__predicted_tpot_ms: _TypeAlias = _typing.Literal["predicted_tpot_ms"]  # noqa: Y015
     _WhichOneofArgType__predicted_tpot_ms: _TypeAlias = _typing.Literal["_predicted_tpot_ms", b"_predicted_tpot_ms"]  # noqa: Y015
@@ -636,8 +648,8 @@ class LedgerStep(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     AT_MS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """received, tokenized, admitted, placed, prefill_queued, prefill_started, prefill_done, first_token, granted,
-    landed, committed, decode_joined, finished.
+    """received, tokenized, admitted, placed, prefill_queued, fetched, prefill_started, prefill_done, first_token,
+    granted, landed, committed, decode_joined, finished.
     """
     at_ms: _builtins.float
     """Milliseconds after "received"."""

@@ -70,6 +70,8 @@ class _StageEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Stage.ValueType
     """Digests checked."""
     STAGE_DECODE_JOINED: _Stage.ValueType  # 7
     """First decode step with it."""
+    STAGE_FETCHED: _Stage.ValueType  # 8
+    """Pages of the prompt that were to be fetched are here, or are waited for no longer."""
 
 class Stage(_Stage, metaclass=_StageEnumTypeWrapper):
     """Stages that happen on workers."""
@@ -90,6 +92,8 @@ STAGE_COMMITTED: Stage.ValueType  # 6
 """Digests checked."""
 STAGE_DECODE_JOINED: Stage.ValueType  # 7
 """First decode step with it."""
+STAGE_FETCHED: Stage.ValueType  # 8
+"""Pages of the prompt that were to be fetched are here, or are waited for no longer."""
 Global___Stage: _TypeAlias = Stage  # noqa: Y015
 
 class _FailureCode:
@@ -771,7 +775,7 @@ class Progress(_message.Message):
     age_us: _builtins.int
     """How long ago, when this message was written."""
     cached_tokens: _builtins.int
-    """With PREFILL_STARTED: prompt tokens found in the prefix cache."""
+    """With PREFILL_STARTED: prompt tokens found in the prefix cache. With FETCHED: prompt tokens that came; 0: none."""
     handoff_bytes: _builtins.int
     """With LANDED: bytes written."""
     handoff_us: _builtins.int
