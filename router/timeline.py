@@ -25,6 +25,18 @@ class Usage:
     cached_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A continuation that went on on another worker; fields as in LedgerMove."""
+
+    index: int
+    num_tokens: int
+    source: str
+    target: str
+    handoff_bytes: int
+    handoff_ms: float
+
+
 @dataclass(slots=True)
 class Ledger:
     """Where a request was computed and where its time went. Filled while the request runs; complete at its end."""
@@ -43,7 +55,7 @@ class Ledger:
     predicted_tpot_ms: float | None = None
     fetched_tokens: int = 0
     fetched_from: str = ""
-    num_moves: int = 0
+    moves: tuple[Moved, ...] = ()
 
 
 class Timeline:

@@ -3,6 +3,8 @@
 What a worker sends is checked here as far as a single message shows it; ProtocolError names the field.
 """
 
+from dataclasses import asdict
+
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
@@ -226,5 +228,6 @@ def usage_message(usage: Usage) -> inference.Usage:
 
 def ledger_message(ledger: Ledger) -> inference.Ledger:
     steps = [inference.LedgerStep(name=stage.value, at_ms=at_ms) for stage, at_ms in ledger.steps]
+    moves = [inference.LedgerMove(**asdict(moved)) for moved in ledger.moves]
     fields = {name: getattr(ledger, name) for name in _LEDGER}
-    return inference.Ledger(**{**fields, "steps": steps})
+    return inference.Ledger(**{**fields, "steps": steps, "moves": moves})

@@ -353,6 +353,26 @@ class ClusterStatus(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class MovesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     ROUTER_ID_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     WORKERS_FIELD_NUMBER: _builtins.int
@@ -363,6 +383,7 @@ class ClusterStatus(_message.Message):
     COSTS_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     REFUSED_BECAUSE_FIELD_NUMBER: _builtins.int
+    MOVES_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """Name of the router that answers."""
     model: _builtins.str
@@ -393,6 +414,10 @@ class ClusterStatus(_message.Message):
     def refused_because(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Requests refused since start, by what bound them ("queue", "pages", "no_prefill", ..)."""
 
+    @_builtins.property
+    def moves(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Moves of running continuations since start, by how they ended: "done", or what they failed of ("peer_lost", ..)."""
+
     def __init__(
         self,
         *,
@@ -406,10 +431,11 @@ class ClusterStatus(_message.Message):
         costs: _abc.Iterable[Global___LearntCosts] | None = ...,
         refused: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         refused_because: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        moves: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "ended", b"ended", "model", b"model", "num_active", b"num_active", "num_held", b"num_held", "num_replaced", b"num_replaced", "refused", b"refused", "refused_because", b"refused_because", "router_id", b"router_id", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "ended", b"ended", "model", b"model", "moves", b"moves", "num_active", b"num_active", "num_held", b"num_held", "num_replaced", b"num_replaced", "refused", b"refused", "refused_because", b"refused_because", "router_id", b"router_id", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

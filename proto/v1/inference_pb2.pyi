@@ -572,7 +572,7 @@ class Ledger(_message.Message):
     PREDICTED_TPOT_MS_FIELD_NUMBER: _builtins.int
     FETCHED_TOKENS_FIELD_NUMBER: _builtins.int
     FETCHED_FROM_FIELD_NUMBER: _builtins.int
-    NUM_MOVES_FIELD_NUMBER: _builtins.int
+    MOVES_FIELD_NUMBER: _builtins.int
     prefill_worker: _builtins.str
     """Name of the prefill worker (of the last attempt)."""
     decode_worker: _builtins.str
@@ -599,11 +599,13 @@ class Ledger(_message.Message):
     """Prompt tokens whose KV was fetched from another worker's prefix cache."""
     fetched_from: _builtins.str
     """Name of the worker that was asked for them; empty: none was."""
-    num_moves: _builtins.int
-    """How often a continuation moved to another worker while it ran."""
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___LedgerStep]:
         """Stages reached, in time order. The first is "received" at 0."""
+
+    @_builtins.property
+    def moves(self) -> _containers.RepeatedCompositeFieldContainer[Global___LedgerMove]:
+        """Moves of continuations to other workers while they decoded, in time order."""
 
     def __init__(
         self,
@@ -622,11 +624,11 @@ class Ledger(_message.Message):
         predicted_tpot_ms: _builtins.float | None = ...,
         fetched_tokens: _builtins.int = ...,
         fetched_from: _builtins.str = ...,
-        num_moves: _builtins.int = ...,
+        moves: _abc.Iterable[Global___LedgerMove] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_predicted_tpot_ms", b"_predicted_tpot_ms", "_predicted_ttft_ms", b"_predicted_ttft_ms", "predicted_tpot_ms", b"predicted_tpot_ms", "predicted_ttft_ms", b"predicted_ttft_ms"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_predicted_tpot_ms", b"_predicted_tpot_ms", "_predicted_ttft_ms", b"_predicted_ttft_ms", "attempts", b"attempts", "decision", b"decision", "decode_worker", b"decode_worker", "fetched_from", b"fetched_from", "fetched_tokens", b"fetched_tokens", "handoff_bytes", b"handoff_bytes", "handoff_ms", b"handoff_ms", "handoff_pages_reused", b"handoff_pages_reused", "num_moves", b"num_moves", "predicted_tpot_ms", b"predicted_tpot_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "prefill_worker", b"prefill_worker", "steps", b"steps", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_predicted_tpot_ms", b"_predicted_tpot_ms", "_predicted_ttft_ms", b"_predicted_ttft_ms", "attempts", b"attempts", "decision", b"decision", "decode_worker", b"decode_worker", "fetched_from", b"fetched_from", "fetched_tokens", b"fetched_tokens", "handoff_bytes", b"handoff_bytes", "handoff_ms", b"handoff_ms", "handoff_pages_reused", b"handoff_pages_reused", "moves", b"moves", "predicted_tpot_ms", b"predicted_tpot_ms", "predicted_ttft_ms", b"predicted_ttft_ms", "prefill_worker", b"prefill_worker", "steps", b"steps", "tpot_ms", b"tpot_ms", "ttft_ms", b"ttft_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__predicted_tpot_ms: _TypeAlias = _typing.Literal["predicted_tpot_ms"]  # noqa: Y015
     _WhichOneofArgType__predicted_tpot_ms: _TypeAlias = _typing.Literal["_predicted_tpot_ms", b"_predicted_tpot_ms"]  # noqa: Y015
@@ -638,6 +640,48 @@ class Ledger(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__predicted_ttft_ms) -> _WhichOneofReturnType__predicted_ttft_ms | None: ...
 
 Global___Ledger: _TypeAlias = Ledger  # noqa: Y015
+
+@_typing.final
+class LedgerMove(_message.Message):
+    """A continuation that went on on another worker."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    TARGET_FIELD_NUMBER: _builtins.int
+    HANDOFF_BYTES_FIELD_NUMBER: _builtins.int
+    HANDOFF_MS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Which continuation."""
+    num_tokens: _builtins.int
+    """Tokens of it that the router had when the other worker took charge."""
+    source: _builtins.str
+    """Name of the worker that it left."""
+    target: _builtins.str
+    """Name of the worker that went on with it."""
+    handoff_bytes: _builtins.int
+    """Bytes of KV sent for it."""
+    handoff_ms: _builtins.float
+    """From the moment its last page could be sent until that had landed, milliseconds."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+        source: _builtins.str = ...,
+        target: _builtins.str = ...,
+        handoff_bytes: _builtins.int = ...,
+        handoff_ms: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["handoff_bytes", b"handoff_bytes", "handoff_ms", b"handoff_ms", "index", b"index", "num_tokens", b"num_tokens", "source", b"source", "target", b"target"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LedgerMove: _TypeAlias = LedgerMove  # noqa: Y015
 
 @_typing.final
 class LedgerStep(_message.Message):
