@@ -9,6 +9,7 @@ from math import inf
 from pdserve.errors import InvariantError, Status
 from pdserve.ids import RequestId
 from pdserve.router.admission import SHUTTING_DOWN, Admission
+from pdserve.router.commands import Command, Refused, SendDrain, Warn
 from pdserve.router.config import Limits
 from pdserve.router.delivery import Delivery
 from pdserve.router.events import (
@@ -16,7 +17,6 @@ from pdserve.router.events import (
     ClientEvent,
     ClientGone,
     ClientTooSlow,
-    Command,
     DrainAsked,
     Event,
     KvChanged,
@@ -26,17 +26,14 @@ from pdserve.router.events import (
     OperatorEvent,
     PairMeasured,
     ProcessEnded,
-    Refused,
     Registration,
     RequestArrived,
-    SendDrain,
     ShutdownAsked,
     ShutdownDue,
     StageReached,
     StepReported,
     StopStringFound,
     Tick,
-    Warn,
     WorkerEvent,
 )
 from pdserve.router.membership import Membership

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt
 from pdserve.reports import Stage
-from pdserve.router.events import Deliver, StageReached, TokenDelta
+from pdserve.router.commands import Deliver
+from pdserve.router.events import StageReached, TokenDelta
 from pdserve.router.placements import Placements
 from pdserve.router.request import Placement, Request, Sequence
 from pdserve.router.view import WorkerView

@@ -12,22 +12,9 @@ from pdserve.errors import InvariantError, Refusal
 from pdserve.ids import RequestId
 from pdserve.proto.v1 import link_pb2
 from pdserve.router import wire
-from pdserve.router.events import (
-    ClientEvent,
-    ClientGone,
-    Deliver,
-    DropLink,
-    End,
-    Event,
-    Finished,
-    LinkId,
-    LinkLost,
-    Refused,
-    RequestArrived,
-    Tick,
-    Warn,
-)
-from pdserve.router.events import Command as CoreCommand
+from pdserve.router.commands import Command as CoreCommand
+from pdserve.router.commands import Deliver, DropLink, End, Finished, Refused, Warn
+from pdserve.router.events import ClientEvent, ClientGone, Event, LinkId, LinkLost, RequestArrived, Tick
 from pdserve.values import value
 
 

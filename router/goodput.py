@@ -12,7 +12,7 @@ from math import inf
 
 from pdserve.errors import Status
 from pdserve.router.because import Because, Cause, impossible, late, no_room, reserved, slow
-from pdserve.router.events import Refused
+from pdserve.router.commands import Refused
 from pdserve.router.outlook import Outlook
 from pdserve.router.predict import FirstToken, Prediction, Predictor, Prompt
 from pdserve.router.routing import Decision, Demand, Group, Held, Pair, Placed

@@ -15,8 +15,9 @@ from pdserve.ids import RequestId, new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceServicer
 from pdserve.router import wire
+from pdserve.router.commands import Deliver, Finished, Refused
 from pdserve.router.config import RouterConfig
-from pdserve.router.events import ClientTooSlow, Deliver, Finished, Refused, RequestArrived, StopStringFound
+from pdserve.router.events import ClientTooSlow, RequestArrived, StopStringFound
 from pdserve.router.prompts import Prompts, ServedModel
 from pdserve.router.shell import Shell
 from pdserve.router.validation import Terms, check_model, check_terms, fitted

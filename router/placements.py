@@ -8,8 +8,9 @@ from pdserve.errors import InvariantError, Status
 from pdserve.perfmodel.curve import attention_work
 from pdserve.reports import Stage
 from pdserve.router.because import Cause
+from pdserve.router.commands import CancelAttempt, Command, End, Finished, Place, Refused
 from pdserve.router.config import Limits
-from pdserve.router.events import CancelAttempt, Command, End, Finished, Place, Refused, Registration
+from pdserve.router.events import Registration
 from pdserve.router.predict import Predictor, Prompt
 from pdserve.router.request import Placement, Request
 from pdserve.router.routing import Decision, Placed, Policy, Unserved, decide

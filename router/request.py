@@ -14,7 +14,8 @@ from pdserve.ids import Attempt, Incarnation, WorkerId
 from pdserve.prefix_hash import PrefixHasher
 from pdserve.reports import Stage
 from pdserve.router.because import Because
-from pdserve.router.events import LinkId, RequestArrived, SequenceSpec, TokenDelta
+from pdserve.router.commands import SequenceSpec
+from pdserve.router.events import LinkId, RequestArrived, TokenDelta
 from pdserve.router.fairness import Counter
 from pdserve.router.prefix_index import Hashes, block_hashes
 from pdserve.router.routing import Demand

@@ -11,8 +11,9 @@ from collections.abc import Iterable
 
 from pdserve.errors import Status
 from pdserve.reports import Failure
+from pdserve.router.commands import Refused, Warn
 from pdserve.router.config import Limits
-from pdserve.router.events import AttemptFailed, LinkId, Refused, Warn
+from pdserve.router.events import AttemptFailed, LinkId
 from pdserve.router.placements import Placements
 from pdserve.router.request import Loss, Placement, Process, Request
 from pdserve.router.routing import Held, Placed, Unserved

@@ -6,7 +6,8 @@ from math import inf
 
 from pdserve.kvtransfer.plan import refusal
 from pdserve.router.because import Because, Cause
-from pdserve.router.events import LinkId, Refused, Role
+from pdserve.router.commands import Refused
+from pdserve.router.events import LinkId, Role
 from pdserve.router.prefix_index import Hashes
 from pdserve.router.view import Workers, WorkerView
 from pdserve.values import value

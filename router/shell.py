@@ -9,9 +9,10 @@ from pdserve.clock import Clock
 from pdserve.errors import Refusal
 from pdserve.ids import RequestId
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.router.commands import Warn
 from pdserve.router.core import RouterCore
 from pdserve.router.desk import Answer, Close, Command, Desk, Rang, Send, SetAlarm
-from pdserve.router.events import ClientGone, Event, LinkId, LinkLost, RequestArrived, Warn
+from pdserve.router.events import ClientGone, Event, LinkId, LinkLost, RequestArrived
 
 logger = logging.getLogger(__name__)
 

@@ -15,19 +15,15 @@ from pdserve.prefix_hash import HASH_BYTES, short_hashes
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.reports import Failure, Stage
+from pdserve.router.commands import CancelAttempt, Place, SendDrain, SendProcessGone, SequenceSpec
 from pdserve.router.events import (
     AttemptFailed,
-    CancelAttempt,
     KvChanged,
     LinkId,
     LoadReported,
     PairMeasured,
-    Place,
     Registration,
     Role,
-    SendDrain,
-    SendProcessGone,
-    SequenceSpec,
     StageReached,
     StepReported,
     WorkerEvent,

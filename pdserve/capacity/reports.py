@@ -6,7 +6,8 @@ from pdserve.kvtransfer import receiver, sender
 from pdserve.load import ReportedLoad
 from pdserve.measure.outcomes import OK, Outcome
 from pdserve.reports import Stage
-from pdserve.router.events import Finished, LinkId, LoadReported, Refused, StageReached
+from pdserve.router.commands import Finished, Refused
+from pdserve.router.events import LinkId, LoadReported, StageReached
 from pdserve.values import value
 from pdserve.worker import messages
 

@@ -7,8 +7,9 @@ from router_driver import LAYOUT, Driver
 
 from pdserve.errors import Status
 from pdserve.load import LoadPart, ReportedLoad
+from pdserve.router.commands import SendDrain
 from pdserve.router.config import Limits
-from pdserve.router.events import ClientGone, DrainAsked, LoadReported, SendDrain
+from pdserve.router.events import ClientGone, DrainAsked, LoadReported
 
 
 def test_a_request_goes_to_both_workers_at_once() -> None:

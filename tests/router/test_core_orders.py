@@ -15,28 +15,30 @@ from pdserve.load import ReportedLoad
 from pdserve.perfmodel.curve import Step
 from pdserve.perfmodel.model import ENOUGH_STEPS
 from pdserve.reports import Failure, Stage
-from pdserve.router.config import Limits
-from pdserve.router.core import RouterCore
-from pdserve.router.events import (
-    AttemptFailed,
+from pdserve.router.commands import (
     CancelAttempt,
-    ClientGone,
     Command,
     Deliver,
     DropLink,
     End,
-    Event,
     Finished,
+    Place,
+    Refused,
+    SequenceSpec,
+)
+from pdserve.router.config import Limits
+from pdserve.router.core import RouterCore
+from pdserve.router.events import (
+    AttemptFailed,
+    ClientGone,
+    Event,
     LinkId,
     LinkLost,
     LoadReported,
-    Place,
     ProcessEnded,
-    Refused,
     Registration,
     RequestArrived,
     Role,
-    SequenceSpec,
     ShutdownDue,
     StageReached,
     StepReported,

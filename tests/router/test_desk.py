@@ -8,25 +8,10 @@ import pytest
 from pdserve.errors import InvariantError, Refusal, Status
 from pdserve.ids import Attempt, RequestId
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.router.commands import CancelAttempt, Deliver, DropLink, End, Finished, Refused, SendDrain, Warn
+from pdserve.router.commands import Command as CoreCommand
 from pdserve.router.desk import Close, Command, Desk, Rang, Send, SetAlarm
-from pdserve.router.events import (
-    CancelAttempt,
-    ClientGone,
-    Deliver,
-    DrainAsked,
-    DropLink,
-    End,
-    Event,
-    Finished,
-    LinkId,
-    LinkLost,
-    Refused,
-    SendDrain,
-    StopStringFound,
-    Tick,
-    Warn,
-)
-from pdserve.router.events import Command as CoreCommand
+from pdserve.router.events import ClientGone, DrainAsked, Event, LinkId, LinkLost, StopStringFound, Tick
 from pdserve.router.shell import Shell
 from pdserve.virtual_time import VirtualClock
 

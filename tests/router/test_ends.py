@@ -5,7 +5,8 @@ from router_driver import LENGTH, Driver
 
 from pdserve.errors import Status
 from pdserve.reports import Stage
-from pdserve.router.events import ClientGone, ClientTooSlow, LinkLost, Refused, ShutdownAsked
+from pdserve.router.commands import Refused
+from pdserve.router.events import ClientGone, ClientTooSlow, LinkLost, ShutdownAsked
 
 
 def test_what_a_request_waited_for_is_not_why_it_ends_once_it_was_placed() -> None:

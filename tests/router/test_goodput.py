@@ -10,8 +10,9 @@ from pdserve.errors import Status
 from pdserve.ids import Attempt, WorkerId
 from pdserve.perfmodel.curve import Step
 from pdserve.router.because import Cause
+from pdserve.router.commands import Place, Warn
 from pdserve.router.config import Limits
-from pdserve.router.events import LinkLost, PairMeasured, Place, StepReported, Tick, Warn
+from pdserve.router.events import LinkLost, PairMeasured, StepReported, Tick
 from pdserve.router.policies import POLICIES
 from pdserve.router.predict import Predictor
 

@@ -9,15 +9,9 @@ from pdserve.errors import Refusal, Status
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.load import LoadPart, ReportedLoad
 from pdserve.reports import Failure, Stage
+from pdserve.router.commands import DropLink, Refused, SendProcessGone
 from pdserve.router.config import Limits
-from pdserve.router.events import (
-    DropLink,
-    LinkLost,
-    LoadReported,
-    ProcessEnded,
-    Refused,
-    SendProcessGone,
-)
+from pdserve.router.events import LinkLost, LoadReported, ProcessEnded
 
 
 def test_a_lost_worker_before_the_first_token_costs_only_time() -> None:

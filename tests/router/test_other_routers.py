@@ -13,7 +13,8 @@ from pdserve.measure.objectives import Objective
 from pdserve.measure.outcomes import Outcome
 from pdserve.perfmodel.curve import Step, attention_work
 from pdserve.perfmodel.profile import read_profile, shipped_profile
-from pdserve.router.events import LoadReported, Place, StepReported
+from pdserve.router.commands import Place
+from pdserve.router.events import LoadReported, StepReported
 
 PROFILE = read_profile(shipped_profile())
 

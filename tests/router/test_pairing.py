@@ -5,7 +5,8 @@ from collections import Counter
 from goodput_cluster import LAYOUT, Cluster, placed
 
 from pdserve.ids import WorkerId
-from pdserve.router.events import PairMeasured, Place
+from pdserve.router.commands import Place
+from pdserve.router.events import PairMeasured
 from pdserve.router.predict import Prompt
 
 

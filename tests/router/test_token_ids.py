@@ -12,7 +12,8 @@ from pdserve.kvlayout import KvLayout
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router import wire as router_wire
-from pdserve.router.events import LinkId, Place, Registration, Role, SequenceSpec
+from pdserve.router.commands import Place, SequenceSpec
+from pdserve.router.events import LinkId, Registration, Role
 from pdserve.router.prompts import SLICE_TOKENS, Prompts, ServedModel
 from pdserve.sampling import SamplingParams
 from pdserve.token_ids import from_wire, largest, pack, to_wire

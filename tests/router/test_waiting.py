@@ -5,19 +5,9 @@ from router_driver import LENGTH, Driver
 
 from pdserve.errors import Refusal, Status
 from pdserve.ids import Incarnation, WorkerId
+from pdserve.router.commands import DropLink, Finished, Refused, SendProcessGone
 from pdserve.router.config import Limits
-from pdserve.router.events import (
-    ClientGone,
-    DrainAsked,
-    DropLink,
-    Finished,
-    LinkId,
-    LinkLost,
-    ProcessEnded,
-    Refused,
-    RequestId,
-    SendProcessGone,
-)
+from pdserve.router.events import ClientGone, DrainAsked, LinkId, LinkLost, ProcessEnded, RequestId
 
 PATIENT = Limits(worker_silence_s=1e6)
 

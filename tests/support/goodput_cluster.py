@@ -5,20 +5,10 @@ import random
 from pdserve.ids import Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.perfmodel.curve import Curve, DecodePiece, Step, StepCosts
+from pdserve.router.commands import Command, End, Place, Refused
 from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
-from pdserve.router.events import (
-    Command,
-    End,
-    LinkId,
-    Place,
-    Refused,
-    Registration,
-    RequestArrived,
-    Role,
-    StepReported,
-    Tick,
-)
+from pdserve.router.events import LinkId, Registration, RequestArrived, Role, StepReported, Tick
 from pdserve.router.policies import POLICIES
 from pdserve.router.predict import Predictor
 from pdserve.sampling import SamplingParams

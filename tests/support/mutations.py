@@ -20,9 +20,9 @@ from pdserve.kvtransfer.doors import PeerGone
 from pdserve.kvtransfer.session import HandoffKey, Pages
 from pdserve.prefill_worker.early_grants import EarlyGrants
 from pdserve.prefill_worker.redialling import Redialling
+from pdserve.router.commands import SequenceSpec
 from pdserve.router.core import RouterCore
 from pdserve.router.delivery import Delivery
-from pdserve.router.events import SequenceSpec
 from pdserve.router.placements import Placements
 from pdserve.router.request import Placement, Request
 from pdserve.router.request import Sequence as RouterSequence

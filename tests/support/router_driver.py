@@ -8,19 +8,13 @@ from pdserve.kvlayout import KvLayout
 from pdserve.perfmodel.curve import Step
 from pdserve.perfmodel.model import ENOUGH_STEPS
 from pdserve.reports import Failure, Stage
+from pdserve.router.commands import CancelAttempt, Command, Deliver, End, Finished, Place, Refused
 from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
 from pdserve.router.events import (
     AttemptFailed,
-    CancelAttempt,
-    Command,
-    Deliver,
-    End,
     Event,
-    Finished,
     LinkId,
-    Place,
-    Refused,
     Registration,
     RequestArrived,
     Role,

@@ -9,7 +9,8 @@ from faultsim.world import ViolationError, World
 from pdserve.engine.sequence import SEED_MASK, SEED_STRIDE
 from pdserve.errors import Status
 from pdserve.ids import RequestId
-from pdserve.router.events import ClientEvent, ClientGone, Deliver, Finished, Refused, RequestArrived, StopStringFound
+from pdserve.router.commands import Deliver, Finished, Refused
+from pdserve.router.events import ClientEvent, ClientGone, RequestArrived, StopStringFound
 from pdserve.sampling import SamplingParams
 
 GRACE_S = 1.0  # an answer's end may come this long after its deadline

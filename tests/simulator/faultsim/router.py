@@ -15,22 +15,12 @@ from pdserve.errors import InvariantError
 from pdserve.ids import Incarnation
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router import wire
+from pdserve.router.commands import Command as CoreCommand
+from pdserve.router.commands import Deliver, Finished, Refused, Warn
 from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
 from pdserve.router.desk import Close, Command, Desk, Rang, Send, SetAlarm
-from pdserve.router.events import (
-    ClientEvent,
-    Deliver,
-    Event,
-    Finished,
-    LinkId,
-    LinkLost,
-    Refused,
-    RequestArrived,
-    StepReported,
-    Warn,
-)
-from pdserve.router.events import Command as CoreCommand
+from pdserve.router.events import ClientEvent, Event, LinkId, LinkLost, RequestArrived, StepReported
 
 
 class Client(Protocol):

@@ -1,0 +1,110 @@
+"""The commands that the router's core returns."""
+
+from collections.abc import Sequence as Seq
+
+from pdserve.errors import Refusal, Status
+from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
+from pdserve.router.because import Because
+from pdserve.router.events import LinkId, Registration
+from pdserve.router.timeline import Ledger, Usage
+from pdserve.sampling import SamplingParams
+from pdserve.values import value
+
+
+@value
+class SequenceSpec:
+    """What both workers of a placement must know of it."""
+
+    request_id: RequestId
+    attempt: Attempt
+    token_ids: Seq[int]  # the prompt, then what has been delivered already
+    num_prompt_tokens: int
+    params: SamplingParams
+    indices: tuple[int, ...]
+    cache_salt: str
+    remaining_s: float
+    priority: int
+
+
+@value
+class Place:
+    """Give a job to the worker that computes the prompt and to the one that decodes. One of them is there."""
+
+    spec: SequenceSpec
+    prefill: Registration | None  # None: the decode worker computes the prompt itself
+    decode: Registration | None  # None: the first token ends the request
+
+
+@value
+class CancelAttempt:
+    link: LinkId
+    request_id: RequestId
+    attempt: Attempt
+    indices: tuple[int, ...] = ()  # empty: all
+
+
+@value
+class SendDrain:
+    link: LinkId
+
+
+@value
+class SendProcessGone:
+    link: LinkId
+    worker_id: WorkerId
+    incarnation: Incarnation
+
+
+@value
+class DropLink:
+    """Close a worker's stream; the core has forgotten it already."""
+
+    link: LinkId
+    reason: str
+    refusal: Refusal | None = None  # what was wrong with it; INCARNATION: that process may not go on
+
+
+@value
+class Deliver:
+    """Hand tokens of one continuation to the client."""
+
+    request_id: RequestId
+    index: int
+    token_ids: Seq[int]
+    logprobs: Seq[object]
+    finish_reason: int  # 0: goes on
+
+
+@value
+class Finished:
+    usage: Usage
+    ledger: Ledger
+
+
+@value
+class Refused:
+    """An end without the answer."""
+
+    status: Status
+    message: str
+    predicted_ttft_s: float | None = None  # set where an objective was the reason
+    retry_after_s: float | None = None  # set where trying again may help
+    because: Because | None = None  # set where a want of workers, room or time was the reason
+
+
+@value
+class End:
+    """The one end of a request."""
+
+    request_id: RequestId
+    outcome: Finished | Refused
+
+
+@value
+class Warn:
+    """Tell the operator about a worker's mistake or loss."""
+
+    text: str
+
+
+Command = Place | CancelAttempt | SendDrain | SendProcessGone | DropLink | Deliver | End | Warn
