@@ -6,8 +6,9 @@ Full pages are found by content. The hashes of a sequence are computed as far as
 prompt that is not cached does not hold up a worker's loop.
 """
 
-from collections.abc import KeysView, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from pdserve.engine.pages import PagePool, Pages
 from pdserve.errors import ConfigError, InvariantError
@@ -69,9 +70,9 @@ class KvCache:
         return sum(map(self.pool.is_free, self._hash_of))
 
     @property
-    def hashes(self) -> KeysView[PrefixHash]:
-        """The hashes of all pages that can be found."""
-        return self._page_of.keys()
+    def pages(self) -> Mapping[PrefixHash, PageId]:
+        """The pages that can be found, by hash."""
+        return MappingProxyType(self._page_of)
 
     def num_pages(self, num_tokens: int) -> int:
         """Return how many pages hold `num_tokens` tokens."""

@@ -42,7 +42,7 @@ class KvFeed:
             self._queued.discard(router)
         for router in routers:
             if router not in self._unsent:
-                self._unsent[router] = dict.fromkeys(self._cache.hashes)
+                self._unsent[router] = dict.fromkeys(self._cache.pages)
             self._offer(router)
 
     def _take_changes(self) -> None:
@@ -69,7 +69,7 @@ class KvFeed:
         if unsent is None:
             return None
         self._queued.discard(router)
-        pages, cached = list(islice(unsent, self._max_pages)), self._cache.hashes
+        pages, cached = list(islice(unsent, self._max_pages)), self._cache.pages
         for page in pages:
             del unsent[page]
         self._offer(router)

@@ -81,7 +81,7 @@ def test_very_many_pages_that_become_full_at_once_are_published_over_several_ste
     monkeypatch.setattr(scheduler, "_PUBLISHED_AT_ONCE", 2 * PAGE_SIZE)
     bench = Bench(budget=64, hasher=PrefixHasher(b"secret", "model", PAGE_SIZE))
     bench.add(1, list(range(20)), max_tokens=8)
-    published = [len(bench.scheduler.cache.hashes) for _ in iter(bench.step, [])]
+    published = [len(bench.scheduler.cache.pages) for _ in iter(bench.step, [])]
     assert published[:4] == [2, 4, 5, 5]
     assert published[-1] == 6
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from faultsim.network import Network
 from faultsim.process import Process
+from faultsim.registration import Role
 from faultsim.router import RouterProcess
 from faultsim.scenario import Scenario
-from faultsim.worker import Role, WorkerProcess
+from faultsim.worker import WorkerProcess
 from faultsim.world import ViolationError, World
 from pdserve.ids import Incarnation
 from pdserve.kvtransfer.session import Peer

@@ -1,16 +1,19 @@
-"""One worker's pages as others see them: who may write where, and who may be read.
+"""One worker's pages as others see them: who may write where, who may be read, and what a prefix cache must hold.
 
 Writes are one-sided: the owner of the pages is not asked, so a write is judged when it lands. What it was granted is
 told by page and generation: no two grants ever name the same.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
-from faultsim.engine import FakeRunner
+from faultsim.engine import EMPTY, SIZE, FakeRunner, chain
 from faultsim.world import ViolationError
-from pdserve.engine.kvcache import KvCache
+from pdserve.engine.kvcache import KvCache, PagesStored
+from pdserve.engine.step import StepPlan
 from pdserve.ids import Generation, PageId
 from pdserve.kvtransfer.session import HandoffKey
+from pdserve.prefix_hash import PrefixHash
 
 
 class Stamp(NamedTuple):
@@ -28,6 +31,8 @@ class Memory:
         self._runner = runner
         self._cache = cache
         self.page_bytes = runner.page_bytes
+        self._due: dict[PrefixHash, bytes] = {}  # what a page of a prefix holds, whoever computed or sent it
+        cache.take_changes()  # from now on they are noted
 
     def stamp(self, page: PageId) -> Stamp:
         return Stamp(page, self._cache.pool.generation(page))
@@ -59,3 +64,29 @@ class Memory:
             owner = f"generation {pool.generation(page)}, {pool.holders(page)} holders, free: {pool.is_free(page)}"
             text = f"a write of attempt {key.attempt} may reach {stamp} of {self._name}, which is {owner}"
             raise ViolationError("I5", text, key.request_id)
+
+    def check_step(self, plan: StepPlan, announced: Iterable[PageId]) -> None:
+        """Raise ViolationError where a step writes a page that is announced for a copy: its content is final."""
+        size = self._cache.page_size
+        written = {page for chunk in plan.chunks for page in chunk.pages[chunk.start // size :]}
+        both = written.union(target for _, target in plan.copies).intersection(announced)
+        if both:
+            raise ViolationError("I3", f"{self._name} announced {sorted(both)}, and a step writes them")
+
+    def check_cache(self) -> None:
+        """Raise ViolationError where a page that can be reused does not hold what its tokens say."""
+        for change in self._cache.take_changes():
+            if isinstance(change, PagesStored):
+                self._expect(change)
+        for prefix_hash, page in self._cache.pages.items():
+            if self._runner.page(page) != self._due[prefix_hash]:
+                raise ViolationError("I3", f"page {page} of {self._name} does not hold the prefix that it is found by")
+
+    def _expect(self, stored: PagesStored) -> None:
+        """Compute what pages hold that can be reused from now on."""
+        hashes, tokens, size = stored.prefix.hashes, stored.prefix.token_ids, self._cache.page_size
+        for number in range(stored.run.stop):
+            if hashes[number] not in self._due:
+                before = self._due[hashes[number - 1]][-SIZE:] if number else b""
+                state = int.from_bytes(before, "little") if before else EMPTY
+                self._due[hashes[number]] = chain(state, tokens[number * size : (number + 1) * size])

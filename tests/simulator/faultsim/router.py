@@ -9,7 +9,8 @@ from typing import Protocol
 from faultsim.links import Dismissed
 from faultsim.network import End, Network
 from faultsim.process import Process
-from faultsim.worker import MODEL
+from faultsim.registration import MODEL
+from faultsim.witness import RouterWitness
 from faultsim.world import ViolationError
 from pdserve.errors import InvariantError
 from pdserve.ids import Incarnation
@@ -37,6 +38,7 @@ class RouterProcess(Process):
     def __init__(self, network: Network, name: str, incarnation: Incarnation, limits: Limits) -> None:
         super().__init__(network.world, name, incarnation)
         self.core = RouterCore(MODEL, limits)
+        self.witness = RouterWitness(name, self.core.placements.requests)
         self.desk: Desk[Client] = Desk(self)
         self.limits = limits
         self.streams: dict[LinkId, End] = {}
@@ -60,10 +62,12 @@ class RouterProcess(Process):
     def handle(self, event: Event, now_s: float) -> list[CoreCommand]:
         """Let the core handle an event, as the desk asks for it."""
         self.world.note(self.name, event)
+        stale = self.witness.sees(event)
         try:
             commands = self.core.handle(event, now_s)
         except Exception as error:
             raise ViolationError("I7", f"{self.name} broke on {event}: {error!r}") from error
+        self.witness.check(stale)
         if commands:
             self.world.note(self.name, commands)
         return commands

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from faultsim.clients import Wish
 from faultsim.mover import CopyFaults
-from faultsim.worker import Size
+from faultsim.registration import Size
 from pdserve.ids import RequestId
 from pdserve.sampling import SamplingParams
 

@@ -6,8 +6,8 @@ and writes memory at its end, so that whatever touches its pages before that is 
 
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
 from faultsim.doors import Doors, FindPeer
 from faultsim.engine import FakeRunner
@@ -16,20 +16,19 @@ from faultsim.memory import Memory
 from faultsim.mover import CopyFaults, Host
 from faultsim.network import End, Network
 from faultsim.process import Process
+from faultsim.registration import MODEL, Role, Size, registration
+from faultsim.witness import WorkerWitness
 from faultsim.world import ViolationError
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import InvariantError, ProtocolError
-from pdserve.ids import Incarnation, RequestId, WorkerId
+from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvlayout import KvLayout
-from pdserve.kvlayout_wire import layout_to_proto
 from pdserve.kvtransfer.doors import HEARTBEAT_S
 from pdserve.kvtransfer.greeting import Introduction
 from pdserve.kvtransfer.session import DigestPolicy, Peer
 from pdserve.prefix_hash import PrefixHasher
-from pdserve.proto.v1 import link_pb2 as link
-from pdserve.rpc import PROTOCOL_VERSION
 from pdserve.worker import wire
 from pdserve.worker.admission import Rules
 from pdserve.worker.audit import adds_up, leaked_pages
@@ -37,17 +36,7 @@ from pdserve.worker.core import WorkerCore
 from pdserve.worker.failing import FailedSteps
 from pdserve.worker.inbox import MAX_INBOX
 from pdserve.worker.link import FromRouter
-from pdserve.worker.messages import (
-    Cancelled,
-    Command,
-    Event,
-    Load,
-    Placed,
-    Report,
-    RouterLost,
-    Ticked,
-    Tokens,
-)
+from pdserve.worker.messages import Command, Event, Load, Placed, Report, RouterLost, Ticked, Tokens
 from pdserve.worker.reporting import Reporter
 
 if TYPE_CHECKING:
@@ -55,25 +44,6 @@ if TYPE_CHECKING:
 
 MAX_QUARANTINED_SHARE = 0.5
 CHECK_EVERY = 64  # turns of the loop between two looks at all pages
-MODEL = "chain-of-hashes"
-
-Role = Literal["prefill", "decode"]
-
-
-@dataclass(frozen=True, slots=True)
-class Size:
-    """How big a worker is, and how fast."""
-
-    num_pages: int
-    page_size: int = 4
-    max_num_seqs: int = 8
-    max_num_batched_tokens: int = 32
-    max_model_len: int = 96
-    vocab_size: int = 997
-    max_tasks: int = 256
-    step_s: float = 0.004
-    token_s: float = 0.0002
-    load_s: float = 0.3
 
 
 class WorkerProcess(Host):
@@ -100,16 +70,16 @@ class WorkerProcess(Host):
         self.core = WorkerCore(self.scheduler, size.vocab_size, self.runner.page_bytes, key, rules)
         self.copy_faults = CopyFaults()
         self.site: Callable[[str, Process], object] = lambda name, process: None  # see Doors
-        self.register = _registration(self.introduction, role, size)
+        self.register = registration(self.introduction, role, size)
         self.links = SimLinks(self, network, self.register, self._receive_from_router, self._be_dismissed)
         self.reporter = Reporter(cast("Links", self.links), self.world)
+        self.witness = WorkerWitness(name, self.world)
         self.break_next_step = False
         self.num_steps = 0
         self._failed_steps = FailedSteps()
         self.exited = False
         self.on_exit: Callable[[], object] = lambda: None
         self.on_dismissed: Callable[[], object] = lambda: None
-        self._cancelled: dict[RequestId, int] = {}  # attempts up to this one compute nothing more
         self._inbox: deque[Event] = deque()
         self._loaded = self._busy = self._stepping = False
         self._ticked_s = 0.0
@@ -156,6 +126,7 @@ class WorkerProcess(Host):
             raise ViolationError("I2", f"{self.name}: {error}") from error
         if leaked:
             raise ViolationError("I2", f"{self.name} has leaked pages {leaked}: they belong to nothing that goes on")
+        self.memory.check_cache()
         self.doors.check()
 
     def check_idle(self) -> None:
@@ -220,6 +191,7 @@ class WorkerProcess(Host):
     def handle(self, event: Event) -> None:
         """Let the core take in one event. An honest one is never refused."""
         self.world.note(self.name, event)
+        self.witness.sees(event)
         if isinstance(event, Placed):
             self.doors.note(event)
         try:
@@ -228,8 +200,6 @@ class WorkerProcess(Host):
             raise ViolationError("I7", f"{self.name} refused an honest {event}: {error}") from error
         except Exception as error:
             raise ViolationError("I7", f"{self.name} broke on {event}: {error!r}") from error
-        if isinstance(event, Cancelled) and not event.indices:
-            self._cancelled[event.request_id] = event.attempt
         if commands:
             self._perform(commands, None)
         if isinstance(event, Placed):
@@ -241,6 +211,7 @@ class WorkerProcess(Host):
         except Exception as error:
             raise ViolationError("I7", f"{self.name} broke while planning: {error!r}") from error
         if plan is not None:
+            self.witness.computes(self.scheduler.steps[-1].sequences)
             self._stepping = True
             elapsed_s = (self.size.step_s + self.size.token_s * plan.num_tokens) * (0.8 + 0.4 * self.world.rng.random())
             self.world.after(elapsed_s, self, self._step, plan)
@@ -266,6 +237,8 @@ class WorkerProcess(Host):
 
     def _run(self, plan: StepPlan) -> StepResult:
         """Compute a step; one that breaks does so for all of its sequences, or for some."""
+        announced = [page for claim in self.core.outgoing.claims() for page in claim.held]
+        self.memory.check_step(plan, announced)
         result = self.runner.run(plan)
         if not self.break_next_step:
             return result
@@ -280,7 +253,7 @@ class WorkerProcess(Host):
         reports: list[Report] = []
         for command in commands:
             if isinstance(command, Tokens):
-                self._check_wanted(command)
+                self.witness.reports(command)
                 reports.append(command)
             elif isinstance(command, Report):
                 reports.append(command)
@@ -290,17 +263,6 @@ class WorkerProcess(Host):
         if reports or step:
             self.world.note(self.name, reports)
             self.reporter.send(reports, step)
-
-    def _check_wanted(self, tokens: Tokens) -> None:
-        world, (request_id, attempt) = self.world, tokens.key
-        world.num_messages += 1
-        late_s = world.now - world.ended_s.get(request_id, world.now)
-        if late_s > world.stop_within_s:
-            text = f"{self.name} computes attempt {attempt} {late_s:.3f} s after the request's end"
-            raise ViolationError("I4", text, request_id)
-        if self._cancelled.get(request_id, -1) >= attempt:
-            text = f"{self.name} computes attempt {attempt}, which was cancelled"
-            raise ViolationError("I4", text, request_id)
 
     def _be_dismissed(self) -> None:
         self.world.note(self.name, "dismissed")
@@ -312,20 +274,3 @@ class WorkerProcess(Host):
         self.reporter.beat(self.core.load(), self.num_steps)
         self.links.finish()
         self.world.after(0.05, None, self.on_exit)
-
-
-def _registration(me: Introduction, role: Role, size: Size) -> link.Register:
-    peer = me.peer
-    return link.Register(
-        worker_id=peer.worker_id,
-        incarnation=peer.incarnation,
-        role=link.ROLE_PREFILL if role == "prefill" else link.ROLE_DECODE,
-        protocol_version=PROTOCOL_VERSION,
-        model=MODEL,
-        layout=layout_to_proto(me.layout),
-        num_pages=size.num_pages,
-        max_num_seqs=size.max_num_seqs,
-        max_num_batched_tokens=size.max_num_batched_tokens,
-        max_model_len=size.max_model_len,
-        handoff_address=peer.worker_id,
-    )

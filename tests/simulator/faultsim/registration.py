@@ -1,0 +1,47 @@
+"""Who a simulated worker says it is, and how big it is."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pdserve.kvlayout_wire import layout_to_proto
+from pdserve.kvtransfer.greeting import Introduction
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.rpc import PROTOCOL_VERSION
+
+MODEL = "chain-of-hashes"
+
+Role = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How big a worker is, and how fast."""
+
+    num_pages: int
+    page_size: int = 4
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 32
+    max_model_len: int = 96
+    vocab_size: int = 997
+    max_tasks: int = 256
+    step_s: float = 0.004
+    token_s: float = 0.0002
+    load_s: float = 0.3
+
+
+def registration(me: Introduction, role: Role, size: Size) -> link.Register:
+    """Return the first words of a worker that has yet to load."""
+    peer = me.peer
+    return link.Register(
+        worker_id=peer.worker_id,
+        incarnation=peer.incarnation,
+        role=link.ROLE_PREFILL if role == "prefill" else link.ROLE_DECODE,
+        protocol_version=PROTOCOL_VERSION,
+        model=MODEL,
+        layout=layout_to_proto(me.layout),
+        num_pages=size.num_pages,
+        max_num_seqs=size.max_num_seqs,
+        max_num_batched_tokens=size.max_num_batched_tokens,
+        max_model_len=size.max_model_len,
+        handoff_address=peer.worker_id,
+    )

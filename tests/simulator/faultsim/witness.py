@@ -1,0 +1,121 @@
+"""What tokens cannot show: whether a worker might still compute them, and a router still take them.
+
+The engine never rounds, so two workers that go on with one continuation draw the same tokens, and a client sees
+nothing. So each worker is watched: it computes nothing that was cancelled, and nothing of a continuation whose commit
+has left, unless the receiver has withdrawn it. What it reports of an attempt has no gap, and no position twice. And
+each router is watched: once an attempt has committed, no token of an earlier one is taken.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from faultsim.world import ViolationError, World
+from pdserve.engine.sequence import Sequence
+from pdserve.ids import Attempt, RequestId
+from pdserve.kvtransfer import sender
+from pdserve.kvtransfer.doors import ReceiverSaid
+from pdserve.kvtransfer.session import HandoffKey
+from pdserve.reports import Stage
+from pdserve.router import events as to_router
+from pdserve.router.events import StageReached, StepReported, TokenDelta
+from pdserve.router.request import Request
+from pdserve.worker.messages import Cancelled, Event, Placed, Tokens
+
+Continuation = tuple[RequestId, int]
+Stale = tuple[Request, TokenDelta, int]  # tokens of an attempt that is not in charge, and how many there were before
+
+
+class WorkerWitness:
+    """Remembers what one worker was asked to do, and what it has handed over."""
+
+    def __init__(self, name: str, world: World) -> None:
+        self._name = name
+        self._world = world
+        self._cancelled: dict[RequestId, Attempt] = {}  # attempts up to this one
+        self._left: dict[Continuation, Attempt] = {}  # the commit of this attempt has left
+        self._next: dict[tuple[HandoffKey, int], int] = {}  # the position of the token that is due
+
+    def sees(self, event: Event) -> None:
+        """Note what an event asks of the worker, or lets it do."""
+        match event:
+            case Placed(job=job, source=source):
+                first = len(job.token_ids) - job.num_prompt_tokens + (source is not None)
+                for index in job.indices:
+                    self._next[HandoffKey(*job.key), index] = first
+            case Cancelled(request_id, attempt, indices=()):
+                self._cancelled[request_id] = attempt
+            case ReceiverSaid(key=key, event=sender.Withdrawn()):
+                left = self._left.items()
+                self._left = {which: attempt for which, attempt in left if (which[0], attempt) != tuple(key)}
+            case _:
+                pass
+
+    def handed_over(self, key: HandoffKey, indices: Iterable[int]) -> None:
+        """Note that the commit of these continuations leaves."""
+        for index in indices:
+            self._left[key.request_id, index] = key.attempt
+
+    def computes(self, sequences: Iterable[Sequence]) -> None:
+        """Raise ViolationError where a step has a continuation that was handed over."""
+        for sequence in sequences if self._left else ():
+            request_id, attempt = sequence.job.key
+            for index in sequence.indices:
+                left = self._left.get((request_id, index))
+                if left is not None and attempt <= left:
+                    text = f"computes {index} of attempt {attempt}, though the commit of attempt {left} has left"
+                    raise ViolationError("I3", f"{self._name} {text}", request_id)
+
+    def reports(self, tokens: Tokens) -> None:
+        """Raise ViolationError where a token is not the next one, or nobody wants it any more."""
+        world, key = self._world, tokens.key
+        request_id, attempt = key
+        world.num_messages += 1
+        late_s = world.now - world.ended_s.get(request_id, world.now)
+        if late_s > world.stop_within_s:
+            text = f"{self._name} computes attempt {attempt} {late_s:.3f} s after the request's end"
+            raise ViolationError("I4", text, request_id)
+        if self._cancelled.get(request_id, -1) >= attempt:
+            text = f"{self._name} computes attempt {attempt}, which was cancelled"
+            raise ViolationError("I4", text, request_id)
+        due = self._next[key, tokens.index]
+        if tokens.position != due:
+            text = f"{self._name} reports token {tokens.position} of {tokens.index} of attempt {attempt}, due was {due}"
+            raise ViolationError("I3", text, request_id)
+        self._next[key, tokens.index] += 1
+
+
+class RouterWitness:
+    """Remembers which attempt of each continuation is in charge, by what workers have reported."""
+
+    def __init__(self, name: str, requests: Mapping[bytes, Request]) -> None:
+        self._name = name
+        self._requests = requests
+        self._committed: dict[Continuation, Attempt] = {}
+
+    def sees(self, event: to_router.Event) -> list[Stale]:
+        """Note what an event is about to do; return the continuations whose tokens it may not add to."""
+        match event:
+            case StageReached(request_id=request_id, attempt=attempt, stage=Stage.COMMITTED):
+                request = self._requests.get(request_id)
+                placement = None if request is None else request.placements.get(attempt)
+                for index in () if placement is None else placement.indices:
+                    which = RequestId(request_id), index
+                    self._committed[which] = max(attempt, self._committed.get(which, attempt))
+            case StepReported(deltas=deltas):
+                return list(self._stale(deltas)) if self._committed else []
+            case _:
+                pass
+        return []
+
+    def check(self, stale: Iterable[Stale]) -> None:
+        """Raise ViolationError where a continuation has grown that might not."""
+        for request, delta, num_tokens in stale:
+            if len(request.sequences[delta.index].token_ids) != num_tokens:
+                text = f"took tokens of {delta.index} from attempt {delta.attempt}, though a later one has committed"
+                raise ViolationError("I3", f"{self._name} {text}", request.request_id)
+
+    def _stale(self, deltas: Iterable[TokenDelta]) -> Iterator[Stale]:
+        for delta in deltas:
+            committed = self._committed.get((RequestId(delta.request_id), delta.index))
+            request = self._requests.get(delta.request_id)
+            if committed is not None and delta.attempt < committed and request is not None:
+                yield request, delta, len(request.sequences[delta.index].token_ids)
