@@ -13,8 +13,9 @@ from pdserve.perfmodel.model import LearntCosts
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceServicer
+from pdserve.roles import Role
 from pdserve.router.costs import Kind
-from pdserve.router.events import DrainAsked, LinkId, ProcessEnded, Role
+from pdserve.router.events import DrainAsked, LinkId, ProcessEnded
 from pdserve.router.predict import Predictor
 from pdserve.router.shell import Shell, WorkerStream
 from pdserve.rpc import abort

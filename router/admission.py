@@ -11,10 +11,11 @@ from math import inf
 from pdserve.errors import Status
 from pdserve.ids import MAX_WORKER_TASKS, RequestId
 from pdserve.reports import Stage
+from pdserve.roles import Role
 from pdserve.router.because import Because, Cause
 from pdserve.router.commands import Refused
 from pdserve.router.config import Limits
-from pdserve.router.events import RequestArrived, Role
+from pdserve.router.events import RequestArrived
 from pdserve.router.fairness import TokenCounters
 from pdserve.router.holding import HoldQueue
 from pdserve.router.placements import Placements

@@ -43,7 +43,8 @@ from pdserve.router.predict import Predictor
 from pdserve.router.request import Request
 from pdserve.router.retry import Retry
 from pdserve.router.routing import Policy
-from pdserve.router.view import Workers, WorkerView
+from pdserve.router.view import WorkerView
+from pdserve.router.workers import Workers
 
 _CANCELLED = Refused(Status.CANCELLED, "the client has gone")
 

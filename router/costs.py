@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pdserve.kvlayout import KvLayout
 from pdserve.perfmodel.curve import StepCosts
 from pdserve.perfmodel.model import LearntCosts
-from pdserve.router.events import LinkId, Registration, Role
+from pdserve.roles import Role
+from pdserve.router.events import LinkId, Registration
 from pdserve.router.view import WorkerView
 
 MAX_KINDS = 64  # remembered without a worker of theirs

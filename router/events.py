@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import NewType, Protocol
 
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
@@ -10,15 +9,11 @@ from pdserve.kvlayout import KvLayout
 from pdserve.load import ReportedLoad
 from pdserve.perfmodel.curve import IDLE, Step
 from pdserve.reports import Failure, Stage
+from pdserve.roles import Role
 from pdserve.sampling import SamplingParams
 from pdserve.values import value
 
 LinkId = NewType("LinkId", int)  # one stream of one worker; never used again after its end
-
-
-class Role(StrEnum):
-    PREFILL = "prefill"
-    DECODE = "decode"
 
 
 @dataclass(frozen=True, slots=True)

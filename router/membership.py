@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import Incarnation, WorkerId
+from pdserve.roles import Role
 from pdserve.router.admission import Admission
 from pdserve.router.commands import DropLink, SendProcessGone, Warn
 from pdserve.router.config import Limits
-from pdserve.router.events import LinkId, ProcessEnded, Registration, Role
+from pdserve.router.events import LinkId, ProcessEnded, Registration
 from pdserve.router.placements import Placements
 from pdserve.router.retry import Retry
 from pdserve.router.routing import peerless

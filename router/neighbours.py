@@ -10,7 +10,8 @@ on as it was seen. How long it stays busy or idle is learnt, so that what is see
 from dataclasses import dataclass, field
 from math import exp, log
 
-from pdserve.router.events import LinkId, Role
+from pdserve.roles import Role
+from pdserve.router.events import LinkId
 from pdserve.router.view import WorkerView
 
 _MOST = 16  # workers of a machine; of more, each step's cost would be a walk over all

@@ -14,7 +14,8 @@ from pdserve.router.events import Registration
 from pdserve.router.predict import Predictor, Prompt
 from pdserve.router.request import Placement, Request
 from pdserve.router.routing import Decision, Placed, Policy, Unserved, decide
-from pdserve.router.view import Share, Workers, WorkerView
+from pdserve.router.view import Share, WorkerView
+from pdserve.router.workers import Workers
 
 
 class Placements:

@@ -14,10 +14,11 @@ from pdserve.perfmodel.curve import Step, StepCosts
 from pdserve.perfmodel.margin import Margin
 from pdserve.perfmodel.model import LearntLinks
 from pdserve.prefix_hash import PrefixHasher
+from pdserve.roles import Role
 from pdserve.router.answers import AnswerLengths
 from pdserve.router.because import Cause
 from pdserve.router.costs import CostsByKind
-from pdserve.router.events import LinkId, Role
+from pdserve.router.events import LinkId
 from pdserve.router.neighbours import Neighbours
 from pdserve.router.prefix_index import UNKEYED, Hashes, PrefixIndex
 from pdserve.router.view import WorkerView

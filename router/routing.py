@@ -5,11 +5,13 @@ from collections.abc import Sequence as Seq
 from math import inf
 
 from pdserve.kvtransfer.plan import refusal
+from pdserve.roles import Role
 from pdserve.router.because import Because, Cause
 from pdserve.router.commands import Refused
-from pdserve.router.events import LinkId, Role
+from pdserve.router.events import LinkId
 from pdserve.router.prefix_index import Hashes
-from pdserve.router.view import Workers, WorkerView
+from pdserve.router.view import WorkerView
+from pdserve.router.workers import Workers
 from pdserve.values import value
 
 

@@ -28,10 +28,11 @@ from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
 from pdserve.proto.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from pdserve.proto.v1.link_pb2_grpc import add_LinkServiceServicer_to_server
+from pdserve.roles import Role
 from pdserve.router.admin import AdminEndpoint
 from pdserve.router.config import RouterConfig
 from pdserve.router.core import RouterCore
-from pdserve.router.events import Role, ShutdownAsked, ShutdownDue
+from pdserve.router.events import ShutdownAsked, ShutdownDue
 from pdserve.router.inference import HARD_LIMIT_BYTES, InferenceEndpoint, LimitSizes
 from pdserve.router.kv_subscriber import KvSubscriber, PublishedBlocks, Source
 from pdserve.router.links import Follow, Links

@@ -1,15 +1,13 @@
-"""What the router knows of its workers: what each last reported, plus what was sent to it since."""
+"""What the router knows of one worker: what it last reported, plus what was sent to it since."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
-from pdserve.errors import InvariantError, ProtocolError
+from pdserve.errors import InvariantError
 from pdserve.ids import Attempt, RequestId
-from pdserve.kvlayout import KvLayout
 from pdserve.load import LoadPart, ReportedLoad
 from pdserve.router.answers import Batch
-from pdserve.router.events import LinkId, Registration, Role, StepReported
+from pdserve.router.events import Registration, StepReported
 from pdserve.router.prompt_order import PromptOrder
 from pdserve.values import value
 
@@ -269,76 +267,3 @@ class WorkerView:
 
 def _within(value: int, high: int) -> int:
     return max(0, min(value, high))
-
-
-class Workers:
-    """All attached workers, by link. A name is attached once: its next stream takes the place of the last."""
-
-    def __init__(self, model: str) -> None:
-        self._model = model
-        self._by_link: dict[LinkId, WorkerView] = {}
-        self._kinds: dict[tuple[int, KvLayout], int] = {}
-        self._pools: dict[Role, list[WorkerView]] = {}  # that serve the model, until a worker registers or leaves
-
-    def __iter__(self) -> Iterator[WorkerView]:
-        return iter(self._by_link.values())
-
-    def get(self, link: LinkId) -> WorkerView | None:
-        return self._by_link.get(link)
-
-    def known(self, link: LinkId) -> WorkerView:
-        return self._by_link[link]
-
-    def named(self, worker_id: str) -> WorkerView | None:
-        return next((worker for worker in self if worker.name == worker_id), None)
-
-    def register(self, registration: Registration, now_s: float) -> WorkerView:
-        """Attach a worker, or take its news of itself; ProtocolError where it claims to be somebody else now."""
-        self._pools.clear()
-        worker = self._by_link.get(registration.link)
-        if worker is None:
-            worker = self._by_link[registration.link] = WorkerView(registration, now_s)
-            worker.kind = self._kind(registration)
-            return worker
-        before = worker.registration
-        for name in ("worker_id", "incarnation", "role"):
-            old, now = getattr(before, name), getattr(registration, name)
-            if old != now:
-                raise ProtocolError(f"{worker.name} registered again with {name} {now}, was {old}")
-        worker.registration = registration
-        worker.kind = self._kind(registration)
-        return worker
-
-    def _kind(self, told: Registration) -> int:
-        if len(self._kinds) > 2 * len(self._by_link) + 16:
-            present = {(w.registration.protocol_version, w.registration.layout): w.kind for w in self}
-            self._kinds = present
-        name = (told.protocol_version, told.layout)
-        return self._kinds.setdefault(name, max(self._kinds.values(), default=0) + 1)
-
-    def remove(self, link: LinkId) -> WorkerView | None:
-        self._pools.clear()
-        return self._by_link.pop(link, None)
-
-    def routable(self, role: Role) -> list[WorkerView]:
-        """Return the workers of a pool that may be given requests."""
-        pool = self._pools.get(role)
-        if pool is None:
-            ready = [worker for worker in self._by_link.values() if worker.role is role and worker.registration.ready]
-            pool = self._pools[role] = [worker for worker in ready if worker.registration.model == self._model]
-        return [worker for worker in pool if not worker.draining]
-
-    def unroutable(self, worker: WorkerView) -> str:
-        """Return why nothing is placed on a worker, whatever its peers are; empty when things are."""
-        if not worker.registration.ready:
-            return "it is loading"
-        if worker.draining:
-            return "it is draining"
-        if worker.registration.model != self._model:
-            return f"model: {worker.registration.model} != {self._model}"
-        return ""
-
-    def max_model_len(self) -> int | None:
-        """Return the longest sequence that every routable worker can hold; None while there is none."""
-        lengths = [worker.max_num_tokens for worker in self if not self.unroutable(worker)]
-        return min(lengths, default=None)

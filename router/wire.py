@@ -15,6 +15,7 @@ from pdserve.prefix_hash import HASH_BYTES, short_hashes
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.reports import Failure, Stage
+from pdserve.roles import Role
 from pdserve.router.commands import CancelAttempt, Place, SendDrain, SendProcessGone, SequenceSpec
 from pdserve.router.events import (
     AttemptFailed,
@@ -23,7 +24,6 @@ from pdserve.router.events import (
     LoadReported,
     PairMeasured,
     Registration,
-    Role,
     StageReached,
     StepReported,
     WorkerEvent,

@@ -30,11 +30,12 @@ from pdserve.measure.outcomes import Outcome
 from pdserve.measure.workload import Arrival, Workload
 from pdserve.perfmodel.profile import Profile
 from pdserve.prefix_hash import PrefixHasher
+from pdserve.roles import Role
 from pdserve.router import events as router_events
 from pdserve.router.commands import CancelAttempt, Command, Deliver, End, Place
 from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
-from pdserve.router.events import Event, LinkId, Registration, Role, StepReported
+from pdserve.router.events import Event, LinkId, Registration, StepReported
 from pdserve.router.neighbours import Neighbours
 from pdserve.router.policies import POLICIES
 from pdserve.router.predict import Predictor

@@ -9,10 +9,11 @@ from pdserve.kvlayout import KvLayout
 from pdserve.measure.tables import Column, Sheet
 from pdserve.perfmodel.curve import Step
 from pdserve.reports import Stage
+from pdserve.roles import Role
 from pdserve.router.commands import Command, Place
 from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
-from pdserve.router.events import LinkId, Registration, RequestArrived, Role, StageReached, StepReported
+from pdserve.router.events import LinkId, Registration, RequestArrived, StageReached, StepReported
 from pdserve.router.policies import POLICIES
 from pdserve.router.predict import Predictor
 from pdserve.sampling import SamplingParams

@@ -15,6 +15,7 @@ from pdserve.load import ReportedLoad
 from pdserve.perfmodel.curve import Step
 from pdserve.perfmodel.model import ENOUGH_STEPS
 from pdserve.reports import Failure, Stage
+from pdserve.roles import Role
 from pdserve.router.commands import (
     CancelAttempt,
     Command,
@@ -38,7 +39,6 @@ from pdserve.router.events import (
     ProcessEnded,
     Registration,
     RequestArrived,
-    Role,
     ShutdownDue,
     StageReached,
     StepReported,

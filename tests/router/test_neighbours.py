@@ -15,7 +15,8 @@ from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer.session import Peer
 from pdserve.perfmodel.curve import Curve, Step
 from pdserve.perfmodel.model import LearntCosts
-from pdserve.router.events import LinkId, LoadReported, Registration, Role
+from pdserve.roles import Role
+from pdserve.router.events import LinkId, LoadReported, Registration
 from pdserve.router.neighbours import Neighbours, Slowdown
 from pdserve.router.view import Share, WorkerView
 from pdserve.router.wire import worker_events

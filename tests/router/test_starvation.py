@@ -10,10 +10,11 @@ from router_driver import LAYOUT, LENGTH, PROMPT, Delta
 from pdserve.ids import Incarnation, RequestId, WorkerId
 from pdserve.perfmodel.curve import Step
 from pdserve.perfmodel.model import ENOUGH_STEPS
+from pdserve.roles import Role
 from pdserve.router.commands import End, Finished, Place, Refused
 from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
-from pdserve.router.events import Event, LinkId, Registration, RequestArrived, Role, StepReported, Tick
+from pdserve.router.events import Event, LinkId, Registration, RequestArrived, StepReported, Tick
 from pdserve.router.fairness import TokenCounters
 from pdserve.router.holding import HoldQueue
 from pdserve.router.policies import POLICIES

@@ -9,10 +9,11 @@ from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.roles import Role
 from pdserve.router.admin import AdminEndpoint
 from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
-from pdserve.router.events import Registration, Role
+from pdserve.router.events import Registration
 from pdserve.router.shell import Shell
 from pdserve.virtual_time import VirtualClock
 

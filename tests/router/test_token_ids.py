@@ -11,9 +11,10 @@ from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.roles import Role
 from pdserve.router import wire as router_wire
 from pdserve.router.commands import Place, SequenceSpec
-from pdserve.router.events import LinkId, Registration, Role
+from pdserve.router.events import LinkId, Registration
 from pdserve.router.prompts import SLICE_TOKENS, Prompts, ServedModel
 from pdserve.sampling import SamplingParams
 from pdserve.token_ids import from_wire, largest, pack, to_wire

@@ -8,7 +8,8 @@ from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.perfmodel.curve import Step, attention_work
-from pdserve.router.events import LinkId, Registration, Role, StepReported
+from pdserve.roles import Role
+from pdserve.router.events import LinkId, Registration, StepReported
 from pdserve.router.view import PlacementKey, Share, WorkerView
 from pdserve.router.wire import worker_events
 from pdserve.worker.wire import step_cost, step_report

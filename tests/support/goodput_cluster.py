@@ -5,10 +5,11 @@ import random
 from pdserve.ids import Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.perfmodel.curve import Curve, DecodePiece, Step, StepCosts
+from pdserve.roles import Role
 from pdserve.router.commands import Command, End, Place, Refused
 from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
-from pdserve.router.events import LinkId, Registration, RequestArrived, Role, StepReported, Tick
+from pdserve.router.events import LinkId, Registration, RequestArrived, StepReported, Tick
 from pdserve.router.policies import POLICIES
 from pdserve.router.predict import Predictor
 from pdserve.sampling import SamplingParams

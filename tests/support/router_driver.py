@@ -8,6 +8,7 @@ from pdserve.kvlayout import KvLayout
 from pdserve.perfmodel.curve import Step
 from pdserve.perfmodel.model import ENOUGH_STEPS
 from pdserve.reports import Failure, Stage
+from pdserve.roles import Role
 from pdserve.router.commands import CancelAttempt, Command, Deliver, End, Finished, Place, Refused
 from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
@@ -17,7 +18,6 @@ from pdserve.router.events import (
     LinkId,
     Registration,
     RequestArrived,
-    Role,
     StageReached,
     StepReported,
     Tick,
