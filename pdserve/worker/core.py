@@ -12,8 +12,7 @@ from pdserve.engine.kvcache import Prefix
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Broken, Computed, Sampled, Sequence, Split, Started
 from pdserve.engine.step import StepPlan, StepResult
-from pdserve.errors import InvariantError
-from pdserve.ids import Attempt, RequestId
+from pdserve.errors import InvariantError, ProtocolError, Refusal
 from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.doors import (
     Claim,
@@ -33,7 +32,7 @@ from pdserve.prefill_worker.starting import Starting
 from pdserve.reports import Failure, Stage
 from pdserve.worker.admission import Draining, Rules, refusal
 from pdserve.worker.audit import Auditor
-from pdserve.worker.load import Taken
+from pdserve.worker.load import Meter
 from pdserve.worker.messages import (
     Cancelled,
     Command,
@@ -41,13 +40,16 @@ from pdserve.worker.messages import (
     Event,
     Failed,
     Load,
+    MoveAsked,
     Placed,
     Progress,
+    RoleGiven,
     RouterLost,
+    ShareAsked,
     Ticked,
     Tokens,
 )
-from pdserve.worker.tasks import Task, arrived
+from pdserve.worker.tasks import Task, Tasks, arrived
 
 
 class WorkerCore:
@@ -60,14 +62,14 @@ class WorkerCore:
         self._scheduler = scheduler
         self._vocab_size = vocab_size
         self._max_tasks = rules.max_tasks
-        self._tasks: dict[tuple[RequestId, Attempt], Task] = {}  # by key
         self._starting = Starting(scheduler)
+        self._tasks = Tasks(scheduler, self._starting)
         self.outgoing = Outgoing(pool, page_bytes, rules.max_tasks)
         granting = Granting(scheduler, capability_key, rules.digests, rules.lease_s)
         self.incoming = Incoming(scheduler, granting, rules.lease_s, vocab_size)
         self._draining = Draining(rules.max_quarantined_share)
         self._auditor = Auditor(pool)
-        self._taken = Taken()
+        self._meter = Meter(scheduler, self._starting, self.outgoing, self.incoming)
 
     @property
     def idle(self) -> bool:
@@ -81,33 +83,13 @@ class WorkerCore:
     def claims(self) -> Iterator[Claim]:
         """Yield the pages of everything that goes on."""
         yield Claim(held=self._scheduler.leaving)
-        for task in self._tasks.values():
+        for task in self._tasks:
             yield from (Claim(held=sequence.pages) for sequence in task.sequences)
         yield from self.outgoing.claims()
         yield from self.incoming.claims()
 
     def load(self) -> Load:
-        scheduler, cache, num_stuck = self._scheduler, self._scheduler.cache, self.outgoing.num_stuck_pages
-        pool = cache.pool
-        return Load(
-            pages_free=pool.num_free,
-            pages_held=pool.num_held - num_stuck,
-            pages_granted=pool.num_granted,
-            pages_quarantined=pool.num_quarantined + num_stuck,
-            pages_cached=cache.num_cached,
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting + self._starting.num_waiting + self.incoming.num_ungranted,
-            waiting_tokens=scheduler.waiting_tokens + self._starting.waiting_tokens,
-            kv_tokens=scheduler.kv_tokens,
-            num_preemptions=scheduler.num_preemptions,
-            num_handoffs=self.outgoing.num_open + self.incoming.num_open,
-            num_digest_mismatches=self.incoming.num_digest_mismatches,
-            draining=self._draining.is_on,
-            pages_leaked=self._auditor.num_leaked,
-            drain_reason=self._draining.reason,
-            pages_wanted=scheduler.pages_wanted + self.incoming.pages_wanted,
-            parts=self._taken.parts((task.router, task.load_part) for task in self._tasks.values()),
-        )
+        return self._meter.read(self._tasks, self._draining, self._auditor.num_leaked)
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         """Take in one event; return what to do now, in order. ProtocolError is the peer's and changes nothing."""
@@ -135,17 +117,17 @@ class WorkerCore:
                         handed_off[task.key] = task
                         task.first_tokens += ((index, token.token_id),) if finish is None else ()
                     elif finish is not None and outcome.sequence.indices == (index,):
-                        self._replace(task, outcome.sequence, ())
+                        self._tasks.replace(task, outcome.sequence, ())
                 case Started(sequence):
                     commands.append(_started(task, sequence, now_s - result.elapsed_s))
                 case Computed(sequence):
                     commands += self._computed(task, sequence, now_s)
                 case Split(sequence, children):
-                    self._replace(task, sequence, children)
-                    self._drop_sequences(task)
+                    self._tasks.replace(task, sequence, children)
+                    self._tasks.drop_sequences(task)
                 case Broken(_, reason):
                     commands.append(Failed(task.router, task.key, Failure.INTERNAL, reason))
-                    commands += self._give_up([task.key], reason, now_s)
+                    commands += self._give_up([task], reason, now_s)
         for task in handed_off.values():
             commands += self._hand_off(task, now_s)
         return commands + self._use_room(now_s)
@@ -155,11 +137,13 @@ class WorkerCore:
             case Placed():
                 return self._place(event, now_s)
             case Cancelled():
-                return self._cancel(event, now_s)
+                return self._give_up(self._tasks.cancel(event), "cancelled", now_s)
             case RouterLost(router):
-                self._taken.forget(router)
-                orphans = [task.key for task in self._tasks.values() if task.router == router]
+                self._meter.taken.forget(router)
+                orphans = [task for task in self._tasks if task.router == router]
                 return self._give_up(orphans, "router lost", now_s)
+            case MoveAsked() | ShareAsked() | RoleGiven():
+                raise ProtocolError(f"{type(event).__name__} is not supported", Refusal.ORDER)
             case DrainAsked():
                 self._draining.ask()
                 return []
@@ -179,14 +163,15 @@ class WorkerCore:
         reason = refusal(self._scheduler, job, self._vocab_size)
         if reason is not None:
             return [Failed(placed.router, key, Failure.INVALID, reason)]
-        is_known = key in self._tasks or self.outgoing.is_open(key) or self.incoming.is_open(key)
+        is_known = self._tasks.get(key) is not None or self.outgoing.is_open(key) or self.incoming.is_open(key)
         if self._draining.is_on or len(self._tasks) >= self._max_tasks or is_known:
             why = "draining" if self._draining.is_on else f"{len(self._tasks)} of {self._max_tasks} requests"
             return [Failed(placed.router, key, Failure.OVERLOADED, why)]
         if target is not None and self.outgoing.is_closed(target, key):
             return [Failed(placed.router, key, Failure.PEER_LOST, "its grant was given back before it was placed")]
-        order = self._taken.add(placed.router, job, computes=source is None)
-        task = self._tasks[key] = Task(placed.router, job, placed.deadline_s, order, source, target)
+        order = self._meter.taken.add(placed.router, job, computes=source is None)
+        task = Task(placed.router, job, placed.deadline_s, order, source, target)
+        self._tasks.add(task)
         if source is not None:
             prefix = task.prefix = Prefix(job.token_ids, job.cache_salt)
             self.incoming.expect(Expected(key, source, job, order, prefix))
@@ -207,7 +192,7 @@ class WorkerCore:
     def _tick(self, silent_s: float, now_s: float) -> list[Command]:
         results = self.outgoing.tick(silent_s, now_s) + self.incoming.tick(silent_s, now_s)
         commands = self._take(results, now_s)
-        late = [task.key for task in self._tasks.values() if task.deadline_s < now_s]
+        late = [task for task in self._tasks if task.deadline_s < now_s]
         commands += self._give_up(late, "deadline", now_s)
         self._auditor.look(self.claims(), now_s, idle=self.idle)
         return commands + self._leave_if_too_much_is_quarantined(now_s)
@@ -217,24 +202,10 @@ class WorkerCore:
         pool = self._scheduler.cache.pool
         if not self._draining.look(pool.num_quarantined + self.outgoing.num_stuck_pages, pool.num_pages):
             return []
-        tasks = self._tasks.values()
-        refused = [task for task in tasks if task.is_unstarted or self.incoming.is_ungranted(task.key)]
+        refused = [task for task in self._tasks if task.is_unstarted or self.incoming.is_ungranted(task.key)]
         code, reason = Failure.OVERLOADED, self._draining.reason
         failed: list[Command] = [Failed(task.router, task.key, code, reason) for task in refused]
-        return failed + self._give_up([task.key for task in refused], reason, now_s)
-
-    def _cancel(self, cancelled: Cancelled, now_s: float) -> list[Command]:
-        unwanted: list[HandoffKey] = []
-        for task in list(self._tasks.values()):
-            key = task.key
-            if key.request_id != cancelled.request_id or key.attempt > cancelled.attempt:
-                continue
-            task.dropped.update(cancelled.indices or task.job.indices)
-            if task.dropped.issuperset(task.job.indices):
-                unwanted.append(key)
-            else:
-                self._drop_sequences(task)
-        return self._give_up(unwanted, "cancelled", now_s)
+        return failed + self._give_up(refused, reason, now_s)
 
     def _computed(self, task: Task, sequence: Sequence, now_s: float) -> list[Command]:
         """Send the pages of a prompt that have become final: full ones, and at the end the last one."""
@@ -250,7 +221,7 @@ class WorkerCore:
     def _hand_off(self, task: Task, now_s: float) -> list[Command]:
         """Leave a prompt whose first tokens are known to its target, if any continuation goes on."""
         if not task.first_tokens:
-            return self._give_up([task.key], "finished with its first token", now_s)
+            return self._give_up([task], "finished with its first token", now_s)
         (sequence,) = task.sequences
         task.sequences.clear()
         self._scheduler.remove(sequence)  # its pages are held by the door
@@ -258,21 +229,14 @@ class WorkerCore:
         capsule = Capsule(len(sequence.tokens), tokens, indices)
         return self._take(self.outgoing.finish(task.key, capsule, now_s), now_s)
 
-    def _give_up(self, keys: Iterable[HandoffKey], reason: str, now_s: float) -> list[Command]:
+    def _give_up(self, tasks: Iterable[Task], reason: str, now_s: float) -> list[Command]:
         """End tasks without a word to their routers."""
         commands: list[Command] = []
-        for key in keys:
-            self._end(self._tasks[key])
-            results = self.outgoing.give_up(key, reason, now_s) + self.incoming.give_up(key, reason)
+        for task in tasks:
+            self._tasks.end(task)
+            results = self.outgoing.give_up(task.key, reason, now_s) + self.incoming.give_up(task.key, reason)
             commands += self._take(results, now_s)
         return commands
-
-    def _end(self, task: Task) -> None:
-        """Drop a task and what it runs. A hand-off of it goes on until its pages are safe."""
-        del self._tasks[task.key]
-        self._starting.remove(task.key)
-        for sequence in task.sequences:
-            self._scheduler.remove(sequence)
 
     def _take(self, results: Iterable[doors.Result], now_s: float) -> list[Command]:
         """Return the commands of a door, with what its outcomes are to routers in their place."""
@@ -298,7 +262,7 @@ class WorkerCore:
                 self._starting.granted(key)
                 return ()
             case doors.Sent():
-                self._end(task)
+                self._tasks.end(task)
                 return ()
             case doors.Landed(_, num_bytes, seconds):
                 return (Progress(task.router, key, Stage.LANDED, now_s, 0, num_bytes, seconds),)
@@ -306,7 +270,7 @@ class WorkerCore:
                 self._admit(task, outcome)
                 return (Progress(task.router, key, Stage.COMMITTED, now_s),)
             case doors.Unsent(_, failure, reason) | doors.NotAdmitted(_, failure, reason):
-                self._end(task)
+                self._tasks.end(task)
                 return () if failure is None else (Failed(task.router, key, failure, reason),)
 
     def _admit(self, task: Task, admitted: doors.Admitted) -> None:
@@ -314,20 +278,7 @@ class WorkerCore:
         task.sequences += arrived(self._scheduler, task, admitted)
         for sequence in task.sequences:
             self._scheduler.join(sequence)
-        self._drop_sequences(task)
-
-    def _drop_sequences(self, task: Task) -> None:
-        """Stop continuations that are no longer wanted, once each runs by itself."""
-        for sequence in [s for s in task.sequences if task.dropped.issuperset(s.indices)]:
-            self._scheduler.remove(sequence)
-            self._replace(task, sequence, ())
-
-    def _replace(self, task: Task, sequence: Sequence, children: tuple[Sequence, ...]) -> None:
-        """Replace one of a task's sequences; end the task after its last."""
-        task.sequences.remove(sequence)
-        task.sequences += children
-        if not task.sequences:
-            self._end(task)
+        self._tasks.drop_sequences(task)
 
 
 def _started(task: Task, sequence: Sequence, at_s: float) -> Progress:

@@ -2,10 +2,16 @@
 
 from collections.abc import Iterable
 
+from pdserve.decode_worker.incoming import Incoming
+from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Job
 from pdserve.load import LoadPart
 from pdserve.perfmodel.curve import attention_work
-from pdserve.worker.messages import Parts, RouterRef
+from pdserve.prefill_worker.outgoing import Outgoing
+from pdserve.prefill_worker.starting import Starting
+from pdserve.worker.admission import Draining
+from pdserve.worker.messages import Load, Parts, RouterRef
+from pdserve.worker.tasks import Task
 
 
 class Taken:
@@ -43,3 +49,38 @@ class Taken:
                 known[4] += part.waiting_work
         parts = {router: LoadPart(*known, *self._by_router.get(router, (0, 0, 0))) for router, known in sums.items()}
         return Parts(LoadPart(*total, *self._total), parts)
+
+
+class Meter:
+    """Reads off how full a worker is."""
+
+    def __init__(self, scheduler: Scheduler, starting: Starting, outgoing: Outgoing, incoming: Incoming) -> None:
+        self.taken = Taken()
+        self._scheduler = scheduler
+        self._starting = starting
+        self._outgoing = outgoing
+        self._incoming = incoming
+
+    def read(self, tasks: Iterable[Task], draining: Draining, num_leaked: int) -> Load:
+        """Return the load with these tasks in hand; `num_leaked`: pages that belong to nothing that goes on."""
+        scheduler, cache, num_stuck = self._scheduler, self._scheduler.cache, self._outgoing.num_stuck_pages
+        pool = cache.pool
+        return Load(
+            pages_free=pool.num_free,
+            pages_held=pool.num_held - num_stuck,
+            pages_granted=pool.num_granted,
+            pages_quarantined=pool.num_quarantined + num_stuck,
+            pages_cached=cache.num_cached,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting + self._starting.num_waiting + self._incoming.num_ungranted,
+            waiting_tokens=scheduler.waiting_tokens + self._starting.waiting_tokens,
+            kv_tokens=scheduler.kv_tokens,
+            num_preemptions=scheduler.num_preemptions,
+            num_handoffs=self._outgoing.num_open + self._incoming.num_open,
+            num_digest_mismatches=self._incoming.num_digest_mismatches,
+            draining=draining.is_on,
+            pages_leaked=num_leaked,
+            drain_reason=draining.reason,
+            pages_wanted=scheduler.pages_wanted + self._incoming.pages_wanted,
+            parts=self.taken.parts((task.router, task.load_part) for task in tasks),
+        )

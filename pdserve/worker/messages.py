@@ -4,6 +4,7 @@ Each message names its router: several may be attached, each with its own reques
 """
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import NewType
 
@@ -15,14 +16,24 @@ from pdserve.kvtransfer.doors import IncomingEvent, OutgoingEvent
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.load import LoadPart
 from pdserve.reports import Failure, Stage
+from pdserve.roles import Role
 from pdserve.values import value
 
 RouterRef = NewType("RouterRef", int)  # one attached stream to a router
 
 
 @value
+class Fetch:
+    """Leading pages of a prompt that another worker has, and sends before the prompt is computed."""
+
+    holder: Peer
+    num_tokens: int  # that it probably has
+    deadline_s: float  # on this worker's clock; after it the prompt is computed without them
+
+
+@value
 class Placed:
-    """A job for this worker: its prompt comes from a source, or goes to a target, or all of it is computed here."""
+    """A job for this worker: its KV comes from a source, or goes to a target, or all of it is computed here."""
 
     router: RouterRef
     job: Job
@@ -30,6 +41,42 @@ class Placed:
     source: Peer | None = None
     target: Peer | None = None
     target_address: str = ""
+    extra_tokens: int = 0  # with a source: for how many tokens beyond the job's there are to be pages
+    fetch: Fetch | None = None
+
+
+@value
+class MoveAsked:
+    """Hand a running continuation over to another worker, which has been given it as a new attempt."""
+
+    router: RouterRef
+    key: HandoffKey  # of the attempt that runs here
+    index: int
+    new_attempt: Attempt
+    target: Peer
+    target_address: str
+    num_tokens: int = 0  # that the target's job names; 0: as many as the job here
+
+
+@value
+class ShareAsked:
+    """Send the cached pages of a prefix to another worker, where an attempt with this key is placed."""
+
+    router: RouterRef
+    key: HandoffKey
+    token_ids: Seq[int]
+    salt: str
+    target: Peer
+    target_address: str
+    deadline_s: float  # on this worker's clock
+
+
+@value
+class RoleGiven:
+    """Take this role, if the epoch is greater than that of the present one."""
+
+    role: Role
+    epoch: int
 
 
 @value
@@ -133,5 +180,6 @@ class Load:
     parts: Parts = field(default_factory=Parts)
 
 
-Event = Placed | Cancelled | RouterLost | DrainAsked | Ticked | OutgoingEvent | IncomingEvent
+RouterEvent = Placed | MoveAsked | ShareAsked | RoleGiven | Cancelled | DrainAsked
+Event = RouterEvent | RouterLost | Ticked | OutgoingEvent | IncomingEvent
 Command = Report | doors.Command

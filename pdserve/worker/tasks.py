@@ -1,15 +1,22 @@
-"""What a worker has in hand."""
+"""What a worker has in hand. Pure.
 
+Invariant: a task ends once: with its last sequence, or when it is given up. Nothing of it is computed from then on.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from pdserve.engine.kvcache import Prefix
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Job, Sequence
+from pdserve.ids import Attempt, RequestId
 from pdserve.kvtransfer.doors import Admitted
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.load import LoadPart
 from pdserve.perfmodel.curve import attention_work
-from pdserve.worker.messages import RouterRef
+from pdserve.prefill_worker.starting import Starting
+from pdserve.worker.messages import Cancelled, RouterRef
 
 
 @dataclass(slots=True, eq=False)
@@ -74,3 +81,58 @@ def arrived(scheduler: Scheduler, task: Task, admitted: Admitted) -> list[Sequen
         prompt.prefix.hashes += task.prefix.hashes
     scheduler.publish(prompt)
     return scheduler.split(prompt, zip(capsule.indices, capsule.first_tokens, strict=True))
+
+
+class Tasks:
+    """All tasks of a worker, by key."""
+
+    def __init__(self, scheduler: Scheduler, starting: Starting) -> None:
+        self._scheduler = scheduler
+        self._starting = starting
+        self._tasks: dict[tuple[RequestId, Attempt], Task] = {}
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __iter__(self) -> Iterator[Task]:
+        return iter(self._tasks.values())
+
+    def get(self, key: tuple[RequestId, Attempt]) -> Task | None:
+        return self._tasks.get(key)
+
+    def add(self, task: Task) -> None:
+        self._tasks[task.key] = task
+
+    def end(self, task: Task) -> None:
+        """Drop a task and what it runs. A hand-off of it goes on until its pages are safe."""
+        del self._tasks[task.key]
+        self._starting.remove(task.key)
+        for sequence in task.sequences:
+            self._scheduler.remove(sequence)
+
+    def cancel(self, cancelled: Cancelled) -> list[Task]:
+        """Stop continuations that are no longer wanted; return the tasks of which none is wanted."""
+        unwanted: list[Task] = []
+        for task in list(self._tasks.values()):
+            request_id, attempt = task.key
+            if request_id != cancelled.request_id or attempt > cancelled.attempt:
+                continue
+            task.dropped.update(cancelled.indices or task.job.indices)
+            if task.dropped.issuperset(task.job.indices):
+                unwanted.append(task)
+            else:
+                self.drop_sequences(task)
+        return unwanted
+
+    def drop_sequences(self, task: Task) -> None:
+        """Stop continuations that are no longer wanted, once each runs by itself."""
+        for sequence in [s for s in task.sequences if task.dropped.issuperset(s.indices)]:
+            self._scheduler.remove(sequence)
+            self.replace(task, sequence, ())
+
+    def replace(self, task: Task, sequence: Sequence, children: Seq[Sequence]) -> None:
+        """Replace one of a task's sequences; end the task after its last."""
+        task.sequences.remove(sequence)
+        task.sequences += children
+        if not task.sequences:
+            self.end(task)

@@ -12,32 +12,54 @@ from pdserve.engine.step import StepPlan, StepResult, TokenLogprobs
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvtransfer.doors import PeerGone
-from pdserve.kvtransfer.session import Peer
+from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.load import LoadPart
 from pdserve.perfmodel.curve import attention_work
 from pdserve.prefill_worker.probes import Measured
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.reports import Failure, Stage
+from pdserve.roles import Role
 from pdserve.sampling import SamplingParams
-from pdserve.token_ids import from_wire
+from pdserve.token_ids import TOKEN_ID_BYTES, from_wire
 from pdserve.values import value
-from pdserve.worker.messages import Cancelled, DrainAsked, Failed, Load, Placed, Progress, Report, RouterRef, Tokens
+from pdserve.worker.messages import (
+    Cancelled,
+    DrainAsked,
+    Failed,
+    Fetch,
+    Load,
+    MoveAsked,
+    Placed,
+    Progress,
+    Report,
+    RoleGiven,
+    RouterEvent,
+    RouterRef,
+    ShareAsked,
+    Tokens,
+)
 
 REQUEST_ID_BYTES = 16
+MAX_TOKEN_IDS = 1 << 22  # whose pages are asked for: above the context of any model
 
 _FINISH = {Finish.STOP: inference.FINISH_REASON_STOP, Finish.LENGTH: inference.FINISH_REASON_LENGTH}
 _STAGE = {Stage[name.removeprefix("STAGE_")]: number for name, number in link.Stage.items() if number}
+_ROLE = {link.Role.Value(f"ROLE_{role.name}"): role for role in Role}
 _FAILURE = {code: link.FailureCode.Value(f"FAILURE_CODE_{code.name}") for code in Failure}
 
 
-def event(
-    message: link.AttachResponse, router: RouterRef, now_s: float
-) -> Placed | Cancelled | DrainAsked | PeerGone | None:
+def event(message: link.AttachResponse, router: RouterRef, now_s: float) -> RouterEvent | PeerGone | None:
     """Return what a router asks of the core; None for what concerns the shell alone."""
     match message.WhichOneof("message"):
         case "place":
             return _placed(message.place, router, now_s)
+        case "move":
+            return _move(message.move, router)
+        case "share":
+            return _share(message.share, router, now_s)
+        case "set_role":
+            return _role_given(message.set_role)
         case "cancel":
             cancel = message.cancel
             return Cancelled(_request_id(cancel.request_id), Attempt(cancel.attempt), tuple(cancel.indices))
@@ -184,12 +206,60 @@ def _placed(place: link.Place, router: RouterRef, now_s: float) -> Placed:
         cache_salt=spec.cache_salt,
         priority=spec.priority,
     )
-    source = _peer(place.source) if place.HasField("source") else None
-    target = _peer(place.target) if place.HasField("target") else None
-    return Placed(router, job, now_s + spec.deadline_ms / 1000, source, target, place.target.handoff_address)
+    source = _peer(place.source, "source") if place.HasField("source") else None
+    target, address = _target(place.target) if place.HasField("target") else (None, "")
+    fetch = _fetch(place.fetch, now_s) if place.HasField("fetch") else None
+    return Placed(router, job, now_s + spec.deadline_ms / 1000, source, target, address, place.extra_tokens, fetch)
 
 
-def _peer(worker: link.WorkerRef) -> Peer:
+def _fetch(fetch: link.Fetch, now_s: float) -> Fetch:
+    if not fetch.num_tokens:
+        raise ProtocolError("fetch.num_tokens: 0")
+    return Fetch(_peer(fetch.holder, "fetch.holder"), fetch.num_tokens, now_s + fetch.within_ms / 1000)
+
+
+def _move(move: link.Move, router: RouterRef) -> MoveAsked:
+    target, address = _target(move.target)
+    if move.new_attempt <= move.attempt:
+        raise ProtocolError(f"new_attempt: {move.new_attempt} is not above attempt {move.attempt}")
+    key, new_attempt = _key(move.request_id, move.attempt), Attempt(move.new_attempt)
+    return MoveAsked(router, key, move.index, new_attempt, target, address, move.num_tokens)
+
+
+def _share(share: link.Share, router: RouterRef, now_s: float) -> ShareAsked:
+    target, address = _target(share.target)
+    if len(share.token_ids) > MAX_TOKEN_IDS * TOKEN_ID_BYTES:
+        raise ProtocolError(f"share.token_ids: {len(share.token_ids)} bytes, the limit is {MAX_TOKEN_IDS} tokens")
+    token_ids = from_wire(share.token_ids, "share.token_ids")
+    key, deadline_s = _key(share.request_id, share.attempt), now_s + share.within_ms / 1000
+    return ShareAsked(router, key, token_ids, share.cache_salt, target, address, deadline_s)
+
+
+def _role_given(given: link.SetRole) -> RoleGiven:
+    role = _ROLE.get(given.role)
+    if role is None:
+        raise ProtocolError(f"set_role.role: {given.role} is unknown")
+    if not given.epoch:
+        raise ProtocolError("set_role.epoch: 0 is that of a worker's start")
+    return RoleGiven(role, given.epoch)
+
+
+def _key(request_id: bytes, attempt: int) -> HandoffKey:
+    return HandoffKey(_request_id(request_id), Attempt(attempt))
+
+
+def _target(worker: link.WorkerRef) -> tuple[Peer, str]:
+    """Return a worker that is to be dialled, and its address."""
+    if not worker.handoff_address:
+        raise ProtocolError("target.handoff_address: empty")
+    return _peer(worker, "target"), worker.handoff_address
+
+
+def _peer(worker: link.WorkerRef, field: str) -> Peer:
+    if not worker.worker_id:
+        raise ProtocolError(f"{field}.worker_id: empty")
+    if not worker.incarnation:
+        raise ProtocolError(f"{field}.incarnation: 0")
     return Peer(WorkerId(worker.worker_id), Incarnation(worker.incarnation))
 
 

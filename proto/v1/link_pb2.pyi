@@ -1075,6 +1075,7 @@ class Move(_message.Message):
     INDEX_FIELD_NUMBER: _builtins.int
     NEW_ATTEMPT_FIELD_NUMBER: _builtins.int
     TARGET_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.bytes
     """Which request."""
     attempt: _builtins.int
@@ -1083,6 +1084,8 @@ class Move(_message.Message):
     """Which of its continuations."""
     new_attempt: _builtins.int
     """The attempt that the target has been given."""
+    num_tokens: _builtins.int
+    """How many tokens the target's work names: those that follow travel with the pages. 0: as many as the work here."""
     @_builtins.property
     def target(self) -> Global___WorkerRef:
         """Where it goes."""
@@ -1095,10 +1098,11 @@ class Move(_message.Message):
         index: _builtins.int = ...,
         new_attempt: _builtins.int = ...,
         target: Global___WorkerRef | None = ...,
+        num_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["target", b"target"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "index", b"index", "new_attempt", b"new_attempt", "request_id", b"request_id", "target", b"target"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "index", b"index", "new_attempt", b"new_attempt", "num_tokens", b"num_tokens", "request_id", b"request_id", "target", b"target"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

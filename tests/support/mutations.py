@@ -70,12 +70,13 @@ def commit_before_the_last_copy_has_landed() -> Iterator[object]:
 def forget_a_cancel_of_a_hand_off_under_way() -> Iterator[object]:
     """Ignore a cancel between prefill's end and the first decode step."""
 
-    def cancel(original: Original, self: WorkerCore, cancelled: Cancelled, now_s: float) -> list[object]:
-        if any(key.request_id == cancelled.request_id for key in self.incoming._arrivals):
+    def react(original: Original, self: WorkerCore, event: object, now_s: float) -> list[object]:
+        arrivals = self.incoming._arrivals
+        if isinstance(event, Cancelled) and any(key.request_id == event.request_id for key in arrivals):
             return []
-        return original(self, cancelled, now_s)
+        return original(self, event, now_s)
 
-    with wrap(WorkerCore, "_cancel", cancel) as patched:
+    with wrap(WorkerCore, "_react", react) as patched:
         yield patched
 
 

@@ -1,0 +1,98 @@
+"""What routers ask of a worker, as it is read from messages: each field that cannot be is named."""
+
+import pytest
+
+from pdserve.errors import ProtocolError
+from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
+from pdserve.kvtransfer.session import HandoffKey, Peer
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.roles import Role
+from pdserve.token_ids import to_wire
+from pdserve.worker import wire
+from pdserve.worker.messages import Fetch, MoveAsked, Placed, RoleGiven, RouterRef, ShareAsked
+
+ROUTER, ID = RouterRef(7), bytes(range(16))
+PEER = Peer(WorkerId("t"), Incarnation(5))
+TARGET = link.WorkerRef(worker_id="t", incarnation=5, handoff_address="host:1")
+MOVE = link.Move(request_id=ID, attempt=1, index=2, new_attempt=3, target=TARGET, num_tokens=9)
+SHARE = link.Share(request_id=ID, attempt=1, token_ids=to_wire([4, 5]), cache_salt="s", target=TARGET, within_ms=500)
+KEY = HandoffKey(RequestId(ID), Attempt(1))
+
+
+def place(**fields: object) -> link.Place:
+    sampling = inference.SamplingParams(max_tokens=1, n=1)
+    spec = link.SequenceSpec(request_id=ID, token_ids=to_wire([1]), num_prompt_tokens=1, sampling=sampling)
+    return link.Place(spec=spec, **fields)
+
+
+def read(**message: object) -> object:
+    return wire.event(link.AttachResponse(**message), ROUTER, 10.0)
+
+
+def test_a_move_names_what_runs_and_where_it_goes() -> None:
+    asked = MoveAsked(ROUTER, KEY, 2, Attempt(3), PEER, "host:1", num_tokens=9)
+    assert read(move=MOVE) == asked
+
+
+def test_a_share_has_a_deadline_on_the_workers_clock() -> None:
+    asked = read(share=SHARE)
+    assert isinstance(asked, ShareAsked)
+    assert (list(asked.token_ids), asked.deadline_s) == ([4, 5], 10.5)
+    assert (asked.router, asked.key, asked.salt, asked.target, asked.target_address) == (
+        ROUTER,
+        KEY,
+        "s",
+        PEER,
+        "host:1",
+    )
+
+
+def test_a_role_comes_with_its_epoch() -> None:
+    assert read(set_role=link.SetRole(role=link.ROLE_MIXED, epoch=3)) == RoleGiven(Role.MIXED, 3)
+
+
+def test_a_job_may_name_room_for_more_tokens_and_pages_to_fetch() -> None:
+    fetch = link.Fetch(holder=TARGET, num_tokens=64, within_ms=250)
+    placed = read(place=place(source=TARGET, extra_tokens=32, fetch=fetch))
+    assert isinstance(placed, Placed)
+    assert (placed.source, placed.extra_tokens, placed.fetch) == (PEER, 32, Fetch(PEER, 64, 10.25))
+
+
+def without(message: object, **fields: object) -> object:
+    """Return a copy of a message with other fields, "target__x" for those of its target."""
+    copy = type(message)()
+    copy.CopyFrom(message)
+    for name, value in fields.items():
+        *path, last = name.split("__")
+        part = copy
+        for each in path:
+            part = getattr(part, each)
+        setattr(part, last, value)
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        ({"move": without(MOVE, request_id=b"short")}, "request_id: 5 bytes"),
+        ({"move": without(MOVE, new_attempt=1)}, "new_attempt: 1 is not above attempt 1"),
+        ({"move": without(MOVE, target__incarnation=0)}, r"target\.incarnation: 0"),
+        ({"move": without(MOVE, target__worker_id="")}, r"target\.worker_id: empty"),
+        ({"move": without(MOVE, target__handoff_address="")}, r"target\.handoff_address: empty"),
+        ({"share": without(SHARE, request_id=b"")}, "request_id: 0 bytes"),
+        ({"share": without(SHARE, target__incarnation=0)}, r"target\.incarnation: 0"),
+        ({"share": without(SHARE, target__handoff_address="")}, r"target\.handoff_address: empty"),
+        ({"share": without(SHARE, token_ids=b"123")}, r"share\.token_ids: 3 bytes"),
+        ({"share": without(SHARE, token_ids=bytes(4 * (wire.MAX_TOKEN_IDS + 1)))}, r"share\.token_ids: .* limit is"),
+        ({"set_role": link.SetRole(epoch=1)}, r"set_role\.role: 0 is unknown"),
+        ({"set_role": link.SetRole(role=link.ROLE_DECODE)}, r"set_role\.epoch: 0"),
+        ({"place": place(source=without(TARGET, incarnation=0))}, r"source\.incarnation: 0"),
+        ({"place": place(target=without(TARGET, handoff_address=""))}, r"target\.handoff_address: empty"),
+        ({"place": place(fetch=link.Fetch(holder=TARGET))}, r"fetch\.num_tokens: 0"),
+        ({"place": place(fetch=link.Fetch(num_tokens=4))}, r"fetch\.holder\.worker_id: empty"),
+    ],
+)
+def test_a_field_that_cannot_be_is_named(message: dict[str, object], problem: str) -> None:
+    with pytest.raises(ProtocolError, match=problem):
+        read(**message)
