@@ -45,6 +45,10 @@ class AnswerLengths:
         by_mean, by_share = self._guesses(max_tokens)
         return by_share if self._errors[1] < self._errors[0] else by_mean
 
+    def left(self, num_tokens: int, max_tokens: int) -> float:
+        """Return how many tokens an answer that has so many will probably still gain."""
+        return min(max_tokens - num_tokens, max(self.expected(max_tokens) - num_tokens, self.overdue_tokens))
+
     @property
     def overdue_tokens(self) -> float:
         """Mean number of tokens still to come of an answer that has as many as were expected: the mean residual life.

@@ -36,6 +36,17 @@ class Place:
 
 
 @value
+class Move:
+    """Hand a running continuation over from one worker to another, as a new attempt."""
+
+    spec: SequenceSpec  # of the new attempt, with one index
+    attempt: Attempt  # the present one
+    source: Registration
+    target: Registration
+    extra_tokens: int  # that the target is to have room for besides: the source decodes on meanwhile
+
+
+@value
 class CancelAttempt:
     link: LinkId
     request_id: RequestId
@@ -107,4 +118,4 @@ class Warn:
     text: str
 
 
-Command = Place | CancelAttempt | SendDrain | SendProcessGone | DropLink | Deliver | End | Warn
+Command = Place | Move | CancelAttempt | SendDrain | SendProcessGone | DropLink | Deliver | End | Warn

@@ -216,5 +216,6 @@ class RouterCore:
         """Raise InvariantError unless nothing is left of any request."""
         if self.placements.requests or self.num_held:
             raise InvariantError(f"{self.num_active} requests are active and {self.num_held} held")
+        self.placements.shadows.check_idle()
         for worker in self.workers:
             worker.check_idle()

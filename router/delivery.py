@@ -12,6 +12,7 @@ from pdserve.router.commands import Deliver
 from pdserve.router.events import StageReached, TokenDelta
 from pdserve.router.placements import Placements
 from pdserve.router.request import Placement, Request, Sequence
+from pdserve.router.timeline import Moved
 from pdserve.router.view import WorkerView
 
 _MAX_DELTAS_AHEAD = 64  # steps of a decode worker whose tokens overtake the first token
@@ -48,7 +49,7 @@ class Delivery:
         index = delta.index
         if index not in placement.running:
             if index in placement.indices:
-                return  # late news of a continuation that has ended
+                return  # late news of a continuation that has ended or moved, or that is not here yet
             raise ProtocolError(f"sequence {index} is not part of this placement")
         sequence = request.sequences[index]
         from_decode = worker is placement.decode
@@ -152,6 +153,9 @@ class Delivery:
         if placement is None:
             return
         request = self._placements.requests[event.request_id]
+        if placement.source is not None:
+            self._stage_of_move(request, placement, event, now_s)
+            return
         request.timeline.reach(event.stage, now_s - event.age_s)
         match event.stage:
             case Stage.PREFILL_STARTED if placement.attempt == Attempt(0):
@@ -173,6 +177,24 @@ class Delivery:
                 self.release_prefill_when_done(request, placement)
             case _:
                 pass  # the time is all there is to it
+
+    def _stage_of_move(self, request: Request, placement: Placement, event: StageReached, now_s: float) -> None:
+        """Let a continuation that has moved be taken from there. The timeline keeps the hand-off of its prompt."""
+        source, worker = placement.source, placement.decode
+        if event.stage is Stage.LANDED:
+            placement.landed = event.handoff_bytes, event.handoff_s
+        if source is None or worker is None or event.stage is not Stage.COMMITTED or placement.committed:
+            return
+        sequence = request.sequences[placement.indices[0]]
+        if sequence.shadow is placement:
+            self._placements.take_charge(request, sequence)
+        placement.committed = True
+        worker.prefilled(placement.key, now_s)
+        num_bytes, handoff_s = placement.landed
+        moved = Moved(sequence.index, len(sequence.token_ids), source.name, worker.name, num_bytes, handoff_s * 1e3)
+        request.ledger.moves += (moved,)
+        self._placements.shadows.ended["done"] += 1
+        self._note_decode(request, placement)
 
 
 def _was_overtaken(placement: Placement) -> bool:

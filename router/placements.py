@@ -8,12 +8,13 @@ from pdserve.errors import InvariantError, Status
 from pdserve.perfmodel.curve import attention_work
 from pdserve.reports import Stage
 from pdserve.router.because import Cause
-from pdserve.router.commands import CancelAttempt, Command, End, Finished, Place, Refused
+from pdserve.router.commands import CancelAttempt, Command, End, Finished, Move, Place, Refused
 from pdserve.router.config import Limits
 from pdserve.router.events import Registration
 from pdserve.router.predict import Predictor, Prompt
-from pdserve.router.request import Placement, Request
+from pdserve.router.request import Placement, Request, Sequence
 from pdserve.router.routing import Decision, Placed, Policy, Unserved, decide
+from pdserve.router.shadows import Shadows
 from pdserve.router.view import Share, WorkerView
 from pdserve.router.workers import Workers
 
@@ -32,6 +33,7 @@ class Placements:
         self.refused_because: Counter[Cause] = Counter()
         self.num_placed = 0  # placements made, all requests
         self.num_replaced = 0
+        self.shadows = Shadows()
         self.num_ended = 0
         self._commands: list[Command] = []
         self._alarms: list[tuple[float, int, Request]] = []  # a heap
@@ -130,20 +132,56 @@ class Placements:
 
     def close(self, request: Request, placement: Placement, *, stop_workers: bool) -> None:
         """Take a placement off its workers; with `stop_workers`, stop what they still do for it."""
+        if request.is_shadow(placement):
+            request.sequences[placement.indices[0]].shadow = None
+            self.shadows.remove(placement)
+        for index in placement.running:
+            request.sequences[index].placement = None
         del request.placements[placement.attempt]
         for worker in placement.workers():
             worker.unassign(placement.key)
             if stop_workers:
                 self._cancel(worker, request, placement, placement.indices)
-        for index in placement.running:
-            request.sequences[index].placement = None
+
+    def move(self, request: Request, sequence: Sequence, target: WorkerView, extra_tokens: int, now_s: float) -> None:
+        """Let a continuation move to another worker. Where it runs now stays in charge until the other has its KV.
+
+        `extra_tokens`: what it will probably gain meanwhile.
+        """
+        present, shadow = sequence.placement, request.shadow(sequence, target)
+        if present is None or shadow.source is None:
+            raise InvariantError(f"{request}: sequence {sequence.index} does not decode")
+        shadow.placed_s = sequence.move_asked_s = now_s
+        spec = request.spec(shadow, now_s)
+        num_left = request.params.max_tokens - len(sequence.token_ids)
+        answer_steps = self.predictor.lengths.left(len(sequence.token_ids), request.params.max_tokens)
+        share = Share(1, 0, 0, len(spec.token_ids), True, answer_steps, priority=request.priority)
+        target.assign(shadow.key, share, now_s)
+        self.shadows.add(shadow)
+        source, extra_tokens = shadow.source.registration, min(extra_tokens, num_left)
+        self.emit(Move(spec, present.attempt, source, target.registration, extra_tokens))
+
+    def take_charge(self, request: Request, sequence: Sequence) -> None:
+        """Let a continuation's shadow take charge of it, and stop what its present placement still does for it."""
+        shadow, present = sequence.shadow, sequence.placement
+        if shadow is None or present is None:
+            raise InvariantError(f"{request}: sequence {sequence.index} does not move")
+        self.shadows.remove(shadow)
+        sequence.shadow, sequence.placement = None, shadow
+        shadow.running.add(sequence.index)
+        self._leave(request, present, sequence.index, stop_workers=True)
 
     def end_sequence(self, request: Request, index: int, *, stop_workers: bool) -> None:
         """End one continuation; the request goes on while another runs."""
         sequence = request.sequences[index]
+        if sequence.shadow is not None:
+            self.close(request, sequence.shadow, stop_workers=True)
         placement, sequence.ended, sequence.placement = sequence.placement, True, None
-        if placement is None:
-            return
+        if placement is not None:
+            self._leave(request, placement, index, stop_workers=stop_workers)
+
+    def _leave(self, request: Request, placement: Placement, index: int, *, stop_workers: bool) -> None:
+        """Note that a placement runs one continuation fewer; close it with its last one."""
         placement.running.discard(index)
         if placement.decode is not None:
             placement.decode.sequence_ended(placement.key)
@@ -184,7 +222,8 @@ class Placements:
 
     def _cancel(self, worker: WorkerView, request: Request, placement: Placement, indices: tuple[int, ...]) -> None:
         if self.workers.get(worker.link) is worker:
-            named = () if len(indices) == len(request.sequences) else indices
+            is_all = len(indices) == len(request.sequences) and placement.source is None
+            named = () if is_all else indices
             self.emit(CancelAttempt(worker.link, request.request_id, placement.attempt, named))
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from math import inf
 
-from pdserve.errors import ProtocolError
+from pdserve.errors import InvariantError, ProtocolError
 from pdserve.ids import Attempt, Incarnation, WorkerId
 from pdserve.prefix_hash import PrefixHasher
 from pdserve.reports import Stage
@@ -44,13 +44,15 @@ class Placement:
     indices: tuple[int, ...]
     prefill: WorkerView | None  # None once the decode worker goes on without it, or where there never was one
     decode: WorkerView | None  # None: the first token ends the request
-    running: set[int]  # indices that have not ended
+    running: set[int]  # indices that have not ended; none while it is a shadow
     is_local: bool = False  # the decode worker computes the prompt
     placed_s: float = 0.0
     ttft_s: float | None = None  # predicted, from then on
     tpot_s: float | None = None
     ttft_median: float = 1.0  # the predictor's factor that is in it
     committed: bool = False  # the decode worker has all it needs
+    source: WorkerView | None = None  # the worker that its one continuation moved from, or is to
+    landed: tuple[int, float] = (0, 0.0)  # bytes and seconds of that move
 
     @property
     def attempt(self) -> Attempt:
@@ -66,7 +68,9 @@ class Sequence:
 
     index: int
     token_ids: list[int] = field(default_factory=list)  # delivered to the client
-    placement: Placement | None = None
+    placement: Placement | None = None  # whose tokens are taken
+    shadow: Placement | None = None  # at the worker that it moves to; takes the place of `placement` there
+    move_asked_s: float = -inf  # when it was last asked to move
     num_before: int = 0  # tokens it had when it was placed
     num_tries: int = 0
     num_failed: int = 0  # tries that failed where they were computed
@@ -202,10 +206,8 @@ class Request:
     def place(self, indices: tuple[int, ...], prefill: WorkerView | None, decode: WorkerView | None) -> Placement:
         """Start the next attempt at these sequences."""
         self._no_pair_since_s = None
-        key = (self.request_id, Attempt(self._num_attempts))
-        self._num_attempts += 1
-        placement = Placement(key, indices, prefill, decode, set(indices), prefill is None)
-        self.placements[placement.attempt] = placement
+        placement = self._next_placement(indices, prefill, decode)
+        placement.running, placement.is_local = set(indices), prefill is None
         for index in indices:
             sequence = self.sequences[index]
             sequence.placement = placement
@@ -213,6 +215,28 @@ class Request:
             sequence.num_tries += 1
             sequence.ahead.clear()
         self.ledger.prefill_worker, self.ledger.decode_worker = ("" if prefill is None else prefill.name), ""
+        return placement
+
+    def shadow(self, sequence: Sequence, target: WorkerView) -> Placement:
+        """Start the next attempt at a sequence beside the present one, which stays in charge."""
+        present = sequence.placement
+        if present is None or sequence.shadow is not None:
+            raise InvariantError(f"{self}: sequence {sequence.index} does not run, or moves already")
+        shadow = self._next_placement((sequence.index,), None, target)
+        shadow.source = present.decode
+        sequence.shadow = shadow
+        return shadow
+
+    def is_shadow(self, placement: Placement) -> bool:
+        """Whether a placement is not in charge: the continuation that moves to it still runs elsewhere."""
+        return placement.source is not None and self.sequences[placement.indices[0]].shadow is placement
+
+    def _next_placement(
+        self, indices: tuple[int, ...], prefill: WorkerView | None, decode: WorkerView | None
+    ) -> Placement:
+        key = (self.request_id, Attempt(self._num_attempts))
+        self._num_attempts += 1
+        placement = self.placements[key[1]] = Placement(key, indices, prefill, decode, set())
         return placement
 
     def spec(self, placement: Placement, now_s: float) -> SequenceSpec:

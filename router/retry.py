@@ -53,7 +53,9 @@ class Retry:
                 continue  # its request has ended with another of its placements
             request = self._placements.requests[key[0]]
             _note_loss(request, process, now_s)
-            indices = self._give_up(request, request.placements[key[1]], {worker.link})
+            placement = request.placements[key[1]]
+            self._note_move(placement, Failure.PEER_LOST)
+            indices = self._give_up(request, placement, {worker.link})
             self._again(request, indices, f"{worker.name} was lost ({reason})", now_s)
 
     def take_failure(self, worker: WorkerView, event: AttemptFailed, now_s: float) -> None:
@@ -63,6 +65,11 @@ class Retry:
             return
         request = self._placements.requests[event.request_id]
         cause = f"{worker.name}: {event.failure.name}: {event.detail}"
+        self._note_move(placement, event.failure)
+        if request.is_shadow(placement):  # it was not admitted there, so it goes on where it is
+            self._placements.emit(Warn(f"{request} does not move: {cause}"))
+            self._placements.close(request, placement, stop_workers=False)
+            return
         if event.failure is Failure.INVALID:
             self._placements.emit(Warn(f"{request} cannot be served: {cause}"))
             self._placements.end(request, Refused(Status.INTERNAL, cause))
@@ -79,6 +86,8 @@ class Retry:
         """
         self._placements.emit(Warn(f"{request} attempt {placement.attempt} failed: {why.message}"))
         sequences = [request.sequences[index] for index in self._give_up(request, placement, avoid)]
+        if not sequences:
+            return
         for sequence in sequences:
             if why.status is Status.INTERNAL:
                 sequence.num_failed += 1
@@ -93,11 +102,26 @@ class Retry:
         delay_s = min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2 ** (num_failed + num_interrupted - 1))
         self._retry_later(request, [sequence.index for sequence in sequences], why.message, now_s + delay_s)
 
+    def _note_move(self, placement: Placement, failure: Failure) -> None:
+        """Count a move that has failed, if this is one that was not done."""
+        if placement.source is not None and not placement.committed:
+            self._placements.shadows.ended[failure.name.lower()] += 1
+
     def _give_up(self, request: Request, placement: Placement, avoid: Iterable[LinkId]) -> tuple[int, ...]:
+        """Close a placement; return which of its continuations have no other one.
+
+        A continuation that moves from it is waited for where it goes. One that moves to it is lost at both ends: nobody
+        knows which of them has it.
+        """
+        concerned = placement.indices if request.is_shadow(placement) else tuple(placement.running)
+        for sequence in [request.sequences[index] for index in concerned]:
+            if sequence.shadow is not None:
+                self._placements.take_charge(request, sequence)
         indices = tuple(sorted(placement.running))
-        self._placements.close(request, placement, stop_workers=True)
-        request.avoid |= frozenset(avoid)
-        request.timeline.start_over()
+        if indices:
+            self._placements.close(request, placement, stop_workers=True)
+            request.avoid |= frozenset(avoid)
+            request.timeline.start_over()
         return indices
 
     # ---- trying again

@@ -16,7 +16,7 @@ from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.reports import Failure, Stage
 from pdserve.roles import Role
-from pdserve.router.commands import CancelAttempt, Place, SendDrain, SendProcessGone, SequenceSpec
+from pdserve.router.commands import CancelAttempt, Move, Place, SendDrain, SendProcessGone, SequenceSpec
 from pdserve.router.events import (
     AttemptFailed,
     KvChanged,
@@ -156,12 +156,14 @@ def _registration(link_id: LinkId, register: link.Register) -> Registration:
 
 
 def messages(
-    command: Place | CancelAttempt | SendDrain | SendProcessGone,
+    command: Place | Move | CancelAttempt | SendDrain | SendProcessGone,
 ) -> list[tuple[LinkId, link.AttachResponse]]:
     """Return which worker is sent what for a command."""
     match command:
         case Place():
             return _placement(command)
+        case Move():
+            return _move(command)
         case CancelAttempt(link_id, request_id, attempt, indices):
             cancel = link.Cancel(request_id=request_id, attempt=attempt, indices=indices)
             return [(link_id, link.AttachResponse(cancel=cancel))]
@@ -189,6 +191,22 @@ def _placement(place: Place) -> list[tuple[LinkId, link.AttachResponse]]:
             message.place.target.CopyFrom(_worker_ref(decode))
         messages.append((prefill.link, message))
     return messages
+
+
+def _move(move: Move) -> list[tuple[LinkId, link.AttachResponse]]:
+    place = link.Place(spec=_spec(move.spec), source=_worker_ref(move.source), extra_tokens=move.extra_tokens)
+    (index,) = move.spec.indices
+    asked = link.Move(
+        request_id=move.spec.request_id,
+        attempt=move.attempt,
+        index=index,
+        new_attempt=move.spec.attempt,
+        target=_worker_ref(move.target),
+    )
+    return [
+        (move.target.link, link.AttachResponse(place=place)),
+        (move.source.link, link.AttachResponse(move=asked)),
+    ]
 
 
 def _worker_ref(worker: Registration) -> link.WorkerRef:
