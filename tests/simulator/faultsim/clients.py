@@ -85,7 +85,7 @@ class Answer:
         self._world.num_messages += 1
         wish, index = self.wish, command.index
         if not self._expected:
-            self._expected = [_whole_answer(wish, number, self._vocab_size) for number in range(wish.params.n)]
+            self._expected = [whole_answer(wish, number, self._vocab_size) for number in range(wish.params.n)]
         received, due, fresh = self._received[index], self._expected[index], command.token_ids
         start = len(received)
         received.extend(fresh)
@@ -141,7 +141,7 @@ class Answer:
         return ViolationError(invariant, f"request {self.wish.request_id!r}: {text}", self.wish.request_id)
 
 
-def _whole_answer(wish: Wish, index: int, vocab_size: int) -> list[int]:
+def whole_answer(wish: Wish, index: int, vocab_size: int) -> list[int]:
     """Return all tokens of a continuation, up to the first one that stops it."""
     params = wish.params
     seed = (params.seed + index * SEED_STRIDE) & SEED_MASK

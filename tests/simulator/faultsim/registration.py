@@ -9,6 +9,7 @@ from pdserve.proto.v1 import link_pb2 as link
 from pdserve.rpc import PROTOCOL_VERSION
 
 MODEL = "chain-of-hashes"
+VOCAB_SIZE = 997
 
 Role = Literal["prefill", "decode"]
 
@@ -22,7 +23,7 @@ class Size:
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 32
     max_model_len: int = 96
-    vocab_size: int = 997
+    vocab_size: int = VOCAB_SIZE
     max_tasks: int = 256
     step_s: float = 0.004
     token_s: float = 0.0002

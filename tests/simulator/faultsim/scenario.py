@@ -4,8 +4,9 @@ import random
 from dataclasses import dataclass
 
 from faultsim.clients import Wish
+from faultsim.conversations import converse
 from faultsim.mover import CopyFaults
-from faultsim.registration import Size
+from faultsim.registration import VOCAB_SIZE, Size
 from pdserve.ids import RequestId
 from pdserve.sampling import SamplingParams
 
@@ -81,7 +82,7 @@ def draw(seed: int, num_requests: int) -> Scenario:
         ),
         mean_delay_s=rng.choice((0.0003, 0.001) if faultless else (0.0003, 0.001, 0.004)),
         span_s=span_s,
-        wishes=tuple(_wishes(rng, num_requests, span_s, calm)),
+        wishes=converse(seed, _wishes(rng, num_requests, span_s, calm)),
         faults=faults,
         num_faults=rng.randrange(3, 14),
         num_zombies=NUM_ZOMBIES if has_zombies else 0,
@@ -127,10 +128,10 @@ def _wishes(rng: random.Random, num_requests: int, span_s: float, calm: bool) ->
 
 
 def _tokens(rng: random.Random, count: int) -> list[int]:
-    """Draw tokens of a vocabulary of 997: random bits, those that are over it again."""
+    """Draw tokens: random bits, those that are over the vocabulary again."""
     tokens: list[int] = []
     while len(tokens) < count:
         token = rng.getrandbits(10)
-        if token < 997:
+        if token < VOCAB_SIZE:
             tokens.append(token)
     return tokens
