@@ -18,7 +18,6 @@ from pdserve.kernels.checks import require, require_lens, require_page_table, re
 from pdserve.kernels.device import attention as device_attention
 from pdserve.kernels.staging import Staging, aligned, padded
 
-FP8 = torch.float8_e4m3fn
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PAGE_SIZES = (16, 32, 64, 128)
 MAX_HEAD_DIM = 256
@@ -26,8 +25,6 @@ MAX_GROUP = 128
 LOG2_E = math.log2(math.e)
 COMBINE_SPLITS = 16  # partial results the combine kernel holds at a time
 COMBINE_WARPS = 4
-MAX_QUERY_LEN = 16
-MAX_ROWS = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +37,8 @@ class AttentionSpec:
     page_size: int
     num_pages: int  # in the pool
     scale: float  # of q·k, usually head_dim ** -0.5
-    dtype: torch.dtype = torch.bfloat16
-    kv_dtype: torch.dtype = torch.bfloat16
+    dtype: torch.dtype = torch.bfloat16  # of queries, keys and values
     window: int | None = None  # positions a query sees, its own included
-    softcap: float | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError naming the first field the kernels do not serve."""
@@ -55,11 +50,8 @@ class AttentionSpec:
         require(self.page_size in PAGE_SIZES, f"page_size must be one of {PAGE_SIZES}, got {self.page_size}")
         require(self.num_pages >= 1, f"num_pages must be positive, got {self.num_pages}")
         require(self.dtype in QUERY_DTYPES, f"dtype must be one of {QUERY_DTYPES}, got {self.dtype}")
-        kv_fits = self.kv_dtype == self.dtype or (self.kv_dtype == FP8 and self.dtype != torch.float32)
-        require(kv_fits, f"kv_dtype must be {self.dtype} or (with 16-bit queries) {FP8}, got {self.kv_dtype}")
         require(math.isfinite(self.scale) and self.scale > 0, f"scale must be positive, got {self.scale}")
         require(self.window is None or self.window >= 1, f"window must be positive, got {self.window}")
-        require(self.softcap is None or self.softcap > 0, f"softcap must be positive, got {self.softcap}")
 
     @property
     def group(self) -> int:
@@ -71,64 +63,36 @@ class AttentionSpec:
         """head_dim rounded up to a power of two."""
         return 1 << (self.head_dim - 1).bit_length()
 
-    @property
-    def demand(self) -> tuning.Demand:
-        """What decides how the kernels are launched."""
-        return tuning.Demand(self.block_d, self.kv_dtype.itemsize, self.page_size, self.softcap is not None)
 
-
-@dataclass(frozen=True, slots=True)
-class Scales:
-    """What fp8 K and V were divided by: float32 [num_kv_heads] each."""
-
-    k: Tensor
-    v: Tensor
-
-
-def check_inputs(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, scales: Scales | None) -> None:
+def check_inputs(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise ValueError naming the argument whose shape, dtype or strides do not fit `spec`."""
     require_tensor("q", q, (None, spec.num_heads, spec.head_dim), (spec.dtype,))
     pool = (spec.num_pages, spec.num_kv_heads, spec.page_size, spec.head_dim)
     for name, pages in (("k", k), ("v", v)):
-        require_tensor(name, pages, pool, (spec.kv_dtype,))
+        require_tensor(name, pages, pool, (spec.dtype,))
         # 16-byte loads: each row must start on a multiple of 16 elements.
         aligned = all(stride % 16 == 0 for stride in pages.stride()[:-1])
         require(aligned, f"{name} must have strides in multiples of 16 elements, got {pages.stride()}")
         require(pages.device == q.device, f"{name} must be on {q.device}, got {pages.device}")
     require(k.stride() == v.stride(), f"v must have the strides of k, {k.stride()}, got {v.stride()}")
-    require((scales is not None) == (spec.kv_dtype == FP8), "scales must be given for fp8 pages, and only for those")
-    if scales is not None:
-        require_tensor("scales.k", scales.k, (spec.num_kv_heads,), (torch.float32,))
-        require_tensor("scales.v", scales.v, (spec.num_kv_heads,), (torch.float32,))
 
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
-    """The largest step a captured graph serves."""
+    """The largest step of single tokens that a captured graph serves."""
 
     max_seqs: int
-    max_query_len: int  # tokens per sequence: 1, or more to verify speculated ones
     max_kv_len: int
 
     def __post_init__(self) -> None:
         """Raise ValueError naming the first field out of range."""
-        width_fits = 1 <= self.max_query_len <= MAX_QUERY_LEN
-        require(width_fits, f"max_query_len must be 1 to {MAX_QUERY_LEN}, got {self.max_query_len}")
         require(self.max_seqs >= 1, f"max_seqs must be positive, got {self.max_seqs}")
-        length_fits = self.max_kv_len >= self.max_query_len
-        require(length_fits, f"max_kv_len must be at least max_query_len, got {self.max_kv_len}")
-
-    @property
-    def num_tokens(self) -> int:
-        return self.max_seqs * self.max_query_len
+        require(self.max_kv_len >= 1, f"max_kv_len must be positive, got {self.max_kv_len}")
 
     def check(self, query_lens: Ints, kv_lens: Ints) -> None:
         """Raise ValueError unless a step fits."""
         require(len(query_lens) <= self.max_seqs, f"query_lens: {len(query_lens)} sequences, {self.max_seqs} at most")
-        for name, lens, limit in (
-            ("query_lens", query_lens, self.max_query_len),
-            ("kv_lens", kv_lens, self.max_kv_len),
-        ):
+        for name, lens, limit in (("query_lens", query_lens, 1), ("kv_lens", kv_lens, self.max_kv_len)):
             require(int(lens.max()) <= limit, f"{name} must be at most {limit}, got {int(lens.max())}")
 
 
@@ -147,7 +111,7 @@ class _Plan:
 class PagedAttention:
     """Attention of one spec on one device.
 
-    Without a size, a step may have chunks of any lengths. With one, it has at most that many sequences of a few tokens
+    Without a size, a step may have chunks of any lengths. With one, it has at most that many sequences of one token
     each, and nothing moves between two steps: `run` may be captured once, and `plan` then changes what replays compute.
     """
 
@@ -164,8 +128,6 @@ class PagedAttention:
         self.spec, self.size = spec, size
         self.device = torch.device(device)
         chip = chip or tuning.device_of(str(self.device))
-        if spec.kv_dtype == FP8:
-            require(chip.capability >= (8, 9), f"kv_dtype {FP8} needs compute capability 8.9, got {chip.capability}")
         self.tile = tile or _tile(spec, chip, size)
         require(spec.group <= self.tile.block_m, f"num_heads: {spec.group} per K/V head do not fit a tile")
         # K and V tiles through tensor descriptors.
@@ -186,7 +148,7 @@ class PagedAttention:
         require_lens(query_lens, kv_lens)
         if self.size is not None:
             self.size.check(query_lens, kv_lens)
-        require_page_table(page_table, kv_lens, self.spec.page_size, self.spec.num_pages)
+        require_page_table(page_table, kv_lens, self.spec.page_size)
         work = split_work(query_lens, kv_lens, self._cutting)
         if self.size is None:
             items, combines, table = self._staging.send(work.items, work.combines, page_table)
@@ -195,26 +157,23 @@ class PagedAttention:
             parts = zip((work.items, work.combines, page_table), self._shapes, strict=True)
             self._staging.send(*[padded(part, shape) for part, shape in parts])
 
-    def run(
-        self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor | None = None, scales: Scales | None = None
-    ) -> Tensor:
-        """Attend. q: the planned tokens, one sequence after another; with a size, `size.num_tokens` rows.
+    def run(self, q: Tensor, k: Tensor, v: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """Attend. q: the planned tokens, one sequence after another; with a size, `size.max_seqs` rows.
 
         Rows past the planned tokens are neither read nor written. Returns `out`, or a fresh tensor like q.
         """
         spec, tile, plan = self.spec, self.tile, self._plan
         if plan is None:
             raise ValueError("plan must be called before run")
-        check_inputs(spec, q, k, v, scales)
+        check_inputs(spec, q, k, v)
         require(q.shape[0] >= plan.num_tokens, f"q must hold the {plan.num_tokens} planned tokens, got {q.shape[0]}")
         out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
         require_tensor("out", out, q.shape, (q.dtype,))
         grid = (len(plan.items), spec.num_kv_heads) if self.size is None else (spec.num_kv_heads, len(plan.items))
         device_attention.attend[grid](
             q, self._source(k), self._source(v), out, plan.partials, plan.lse, plan.items, plan.table,
-            scales.k if scales else plan.lse, scales.v if scales else plan.lse,
             *q.stride()[:2], *k.stride()[:3], *out.stride()[:2], plan.table.stride(0),
-            *self._score_factors(), spec.window or 0, spec.num_kv_heads,
+            spec.scale * LOG2_E, spec.window or 0, spec.num_kv_heads,
             **self._constants(), num_warps=tile.num_warps, num_stages=tile.num_stages, maxnreg=tile.max_registers,
         )  # fmt: skip
         if len(plan.combines) > 0:
@@ -229,11 +188,10 @@ class PagedAttention:
         """Plan an empty step in words that never move: entries that are zero are skipped by the kernels."""
         cutting, table = self._cutting, (size.max_seqs, -(-size.max_kv_len // self.spec.page_size))
         assert cutting.max_items is not None
-        max_blocks = size.max_seqs * -(-size.max_query_len // cutting.tokens_per_item)
-        self._shapes = (cutting.max_items, ITEM_FIELDS), (max_blocks, COMBINE_FIELDS), table
+        self._shapes = (cutting.max_items, ITEM_FIELDS), (size.max_seqs, COMBINE_FIELDS), table
         self._staging = Staging(self.device, sum(aligned(rows * columns) for rows, columns in self._shapes))
         items, combines, pages = self._staging.send(*[np.zeros(shape, dtype=np.int32) for shape in self._shapes])
-        self._plan = _Plan(items, combines, pages, *self._partials(cutting.max_items), size.num_tokens)
+        self._plan = _Plan(items, combines, pages, *self._partials(cutting.max_items), size.max_seqs)
 
     def _partials(self, count: int) -> tuple[Tensor, Tensor]:
         """Return room for partial results, and for the logarithms of their weights."""
@@ -254,17 +212,9 @@ class PagedAttention:
             # Neighbours in the grid share keys' pages where queries are few, else a K/V head.
             "HEADS_INNER": self.size is not None,
             "HAS_WINDOW": spec.window is not None,
-            "HAS_SOFTCAP": spec.softcap is not None,
-            "IS_FP8": spec.kv_dtype == FP8,
             "PRECISION": "ieee" if self.exact else "native",
             "USE_TMA": self.use_tma,
         }
-
-    def _score_factors(self) -> tuple[float, float]:
-        """Return what q·k is multiplied by, and the soft cap, both for exponents of two."""
-        if self.spec.softcap is None:
-            return self.spec.scale * LOG2_E, 1.0
-        return 2 * self.spec.scale / self.spec.softcap * LOG2_E, self.spec.softcap * LOG2_E
 
     def _source(self, pages: Tensor) -> Tensor | TensorDescriptor:
         """Return what the kernel reads K or V through."""
@@ -276,15 +226,14 @@ class PagedAttention:
 
 def _tile(spec: AttentionSpec, chip: tuning.Device, size: StepSize | None) -> tuning.Tile:
     if size is None:
-        return tuning.prefill_tile(chip, spec.demand)
-    rows = min(MAX_ROWS, max(16, 1 << (size.max_query_len * spec.group - 1).bit_length()))
-    return tuning.decode_tile(chip, spec.demand, rows)
+        return tuning.prefill_tile(chip, spec.block_d, spec.dtype.itemsize, spec.page_size)
+    rows = max(16, 1 << (spec.group - 1).bit_length())
+    return tuning.decode_tile(chip, spec.block_d, spec.dtype.itemsize, spec.page_size, rows)
 
 
 def _cutting(spec: AttentionSpec, chip: tuning.Device, tile: tuning.Tile, size: StepSize | None) -> Cutting:
     tokens_per_item, max_items = tile.block_m // spec.group, None
     slots = chip.num_sms * tile.items_per_sm
     if size is not None:
-        tokens_per_item = min(size.max_query_len, tokens_per_item)
-        max_items = size.max_seqs * -(-size.max_query_len // tokens_per_item) + 2 * -(-slots // spec.num_kv_heads)
+        tokens_per_item, max_items = 1, size.max_seqs + 2 * -(-slots // spec.num_kv_heads)
     return Cutting(tokens_per_item, tile.block_n, spec.num_kv_heads, slots, spec.window, max_items)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels import pageio, rows, sample
-from pdserve.kernels.attention import FP8, AttentionSpec, PagedAttention, Scales, StepSize
+from pdserve.kernels.attention import AttentionSpec, PagedAttention, StepSize
 from pdserve.kernels.tuning import Device
 
 CHIPS = {
@@ -28,7 +28,6 @@ class Case:
     name: str
     run: Callable[[Device], object]
     hot: bool = False  # a step's time goes here: no spills allowed
-    min_capability: int = 80
 
 
 def cases() -> list[Case]:
@@ -37,40 +36,27 @@ def cases() -> list[Case]:
 
 
 def attention_cases() -> list[Case]:
-    """List prefill and decode over head dims, page sizes, page dtypes and verify widths."""
-    fp8 = replace(LLAMA, kv_dtype=FP8)
-    found = []
-    for dim in (64, 80, 96, 128, 256):
-        spec = replace(LLAMA, head_dim=dim)
-        found.append(Case(f"prefill d{dim}", prefill_of(spec), hot=True))
-        found.append(Case(f"decode d{dim}", decode_of(spec, 1), hot=True))
-    found += [Case(f"decode d128 width {width}", decode_of(LLAMA, width), hot=True) for width in (4, 8, 16)]
+    """List prefill and decode over head dims, groups, page sizes and windows."""
     variants = {
+        **{f"d{dim}": replace(LLAMA, head_dim=dim) for dim in (64, 80, 96, 128, 256)},
         "d128 two heads a group": replace(LLAMA, num_heads=16),  # Qwen3 0.6B
         "d64 three heads a group": replace(LLAMA, num_heads=9, num_kv_heads=3, head_dim=64),  # SmolLM2 135M
         "d128 16-slot pages": replace(LLAMA, page_size=16),
         "d128 window": replace(LLAMA, window=4096),
-        "d128 window, soft cap": replace(LLAMA, window=4096, softcap=50.0),
-        "d128 window, soft cap, 16-slot pages": replace(LLAMA, page_size=16, window=4096, softcap=50.0),
     }
+    found = [Case("prefill d128 float32", prefill_of(replace(LLAMA, dtype=torch.float32)))]
     for name, spec in variants.items():
         found.append(Case(f"prefill {name}", prefill_of(spec), hot=True))
-        found.append(Case(f"decode {name}", decode_of(spec, 1), hot=True))
-    return [
-        *found,
-        Case("prefill d128 fp8", prefill_of(fp8), hot=True, min_capability=90),
-        Case("decode d128 fp8", decode_of(fp8, 1), hot=True, min_capability=90),
-        Case("prefill d128 float32", prefill_of(replace(LLAMA, dtype=torch.float32, kv_dtype=torch.float32))),
-    ]
+        found.append(Case(f"decode {name}", decode_of(spec), hot=True))
+    return found
 
 
 def page_cases() -> list[Case]:
     """List the kernels that write and move pages."""
     return [
-        Case("rope and write", lambda chip: _rope_write(torch.bfloat16, normed=False), hot=True),
-        Case("norm, rope and write", lambda chip: _rope_write(torch.bfloat16, normed=True), hot=True),
-        Case("norm, rope and write fp8", lambda chip: _rope_write(FP8, normed=True), min_capability=90),
-        Case("digest pages", lambda chip: _digest(), hot=True),
+        Case("rope and write", lambda chip: _rope_write(normed=False), hot=True),
+        Case("norm, rope and write", lambda chip: _rope_write(normed=True), hot=True),
+        Case("digest pages", lambda chip: pageio.page_digests(_kv(LLAMA), _ids(ROWS)), hot=True),
     ]
 
 
@@ -92,17 +78,17 @@ def prefill_of(spec: AttentionSpec) -> Callable[[Device], object]:
         attention = PagedAttention(spec, META, chip=chip)
         pages = 65536 // spec.page_size
         attention.plan(np.array([256]), np.array([65536]), np.zeros((1, pages), dtype=np.int32))
-        return attention.run(_queries(spec, 256), *_pool(spec), scales=_scales(spec))
+        return attention.run(_queries(spec, 256), *_pool(spec))
 
     return run
 
 
-def decode_of(spec: AttentionSpec, width: int) -> Callable[[Device], object]:
-    """Return a decode step with `width` queries per sequence."""
+def decode_of(spec: AttentionSpec) -> Callable[[Device], object]:
+    """Return a decode step."""
 
     def run(chip: Device) -> object:
-        attention = PagedAttention(spec, META, StepSize(32, width, 8192), chip=chip)
-        return attention.run(_queries(spec, 32 * width), *_pool(spec), scales=_scales(spec))
+        attention = PagedAttention(spec, META, StepSize(32, 8192), chip=chip)
+        return attention.run(_queries(spec, 32), *_pool(spec))
 
     return run
 
@@ -119,38 +105,21 @@ def _ids(count: int) -> Tensor:
     return _empty(count, dtype=torch.int32)
 
 
-def _angles() -> Tensor:
-    return _empty(4096, 128, dtype=torch.float32)
+def _kv(spec: AttentionSpec) -> Tensor:
+    return _empty(spec.num_pages, 32, 2, spec.num_kv_heads, spec.page_size, spec.head_dim, dtype=spec.dtype)
 
 
-def _pool(spec: AttentionSpec, layers: int = 32) -> tuple[Tensor, Tensor]:
-    shape = (spec.num_pages, layers, 2, spec.num_kv_heads, spec.page_size, spec.head_dim)
-    kv = _empty(*shape, dtype=spec.kv_dtype)
+def _pool(spec: AttentionSpec) -> tuple[Tensor, Tensor]:
+    kv = _kv(spec)
     return kv[:, 0, 0], kv[:, 0, 1]
 
 
-def _scales(spec: AttentionSpec) -> Scales | None:
-    if spec.kv_dtype != FP8:
-        return None
-    heads = spec.num_kv_heads
-    return Scales(_empty(heads, dtype=torch.float32), _empty(heads, dtype=torch.float32))
-
-
-def _rope_write(kv_dtype: torch.dtype, *, normed: bool) -> Tensor:
-    spec = replace(LLAMA, kv_dtype=kv_dtype)
+def _rope_write(*, normed: bool) -> Tensor:
     qkv = _empty(ROWS, 80, 128).split([64, 8, 8], dim=1)
     weight = _empty(128) if normed else None
-    rotation = pageio.Rotation(_angles(), q_norm=weight, k_norm=weight)
-    target = pageio.Target(*_pool(spec), _ids(ROWS), _scales(spec))
+    rotation = pageio.Rotation(_empty(4096, 128, dtype=torch.float32), q_norm=weight, k_norm=weight)
+    target = pageio.Target(*_pool(LLAMA), _ids(ROWS))
     return pageio.rope_write((qkv[0], qkv[1], qkv[2]), _ids(ROWS), rotation, target)
-
-
-def _whole_pool(dtype: torch.dtype, heads: int, page_size: int) -> Tensor:
-    return _empty(128, 32, 2, heads, page_size, 128, dtype=dtype)
-
-
-def _digest() -> Tensor:
-    return pageio.page_digests(_whole_pool(torch.bfloat16, 8, 64), _ids(ROWS))
 
 
 def _norm(width: int) -> Tensor:

@@ -1,16 +1,10 @@
 """Refuse arguments a kernel does not serve, before it is launched; every message names the argument."""
 
-import os
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 from torch import Tensor, dtype
 
-
-def debugging() -> bool:
-    """Return whether PDSERVE_KERNEL_DEBUG asks for the checks that cost time on the host."""
-    return os.environ.get("PDSERVE_KERNEL_DEBUG", "0") not in {"", "0"}
+from pdserve.kernels.attention_plan import Ints
 
 
 def require(condition: bool, message: str) -> None:
@@ -19,9 +13,7 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def require_tensor(
-    name: str, tensor: Tensor, shape: Sequence[int | None], dtypes: Sequence[dtype], *, dense_last: bool = True
-) -> None:
+def require_tensor(name: str, tensor: Tensor, shape: Sequence[int | None], dtypes: Sequence[dtype]) -> None:
     """Check a tensor's shape (None: any), dtype, and that its last axis is dense."""
     fits = tensor.ndim == len(shape) and all(
         want is None or want == got for want, got in zip(shape, tensor.shape, strict=True)
@@ -29,32 +21,21 @@ def require_tensor(
     want_shape = "[" + ", ".join("*" if size is None else str(size) for size in shape) + "]"
     require(fits, f"{name} must have shape {want_shape}, got {list(tensor.shape)}")
     require(tensor.dtype in dtypes, f"{name} must be one of {list(dtypes)}, got {tensor.dtype}")
-    if dense_last and tensor.shape[-1] > 1:
+    if tensor.shape[-1] > 1:
         require(tensor.stride(-1) == 1, f"{name} must have stride 1 in its last axis, got {tensor.stride()}")
 
 
-def require_lens(query_lens: npt.NDArray[np.integer], kv_lens: npt.NDArray[np.integer]) -> None:
+def require_lens(query_lens: Ints, kv_lens: Ints) -> None:
     """Check that every sequence has queries, and keys for at least those."""
-    require(
-        query_lens.ndim == 1 and len(query_lens) > 0, f"query_lens must be a non-empty vector, got {query_lens.shape}"
-    )
+    is_vector = query_lens.ndim == 1 and len(query_lens) > 0
+    require(is_vector, f"query_lens must be a non-empty vector, got {query_lens.shape}")
     require(kv_lens.shape == query_lens.shape, f"kv_lens must be as long as query_lens, got {kv_lens.shape}")
     require(bool((query_lens >= 1).all()), "query_lens must all be at least 1")
     require(bool((kv_lens >= query_lens).all()), "kv_lens must count the queries' own positions too")
 
 
-def require_page_table(
-    page_table: npt.NDArray[np.integer], kv_lens: npt.NDArray[np.integer], page_size: int, num_pages: int
-) -> None:
-    """Check that the table has a column for each page in use and, when debugging, that each id is in the pool."""
+def require_page_table(page_table: Ints, kv_lens: Ints, page_size: int) -> None:
+    """Check that the table has a column for each page in use; whoever plans a step answers for the pages."""
     columns = -(-int(kv_lens.max()) // page_size)
     fits = page_table.ndim == 2 and page_table.shape[0] == len(kv_lens) and page_table.shape[1] >= columns
     require(fits, f"page_table must be [{len(kv_lens)}, >= {columns}], got {list(page_table.shape)}")
-    if debugging():
-        used = np.arange(page_table.shape[1]) < -(-kv_lens[:, None] // page_size)
-        outside = used & ((page_table < 0) | (page_table >= num_pages))
-        if outside.any():
-            seq, column = np.argwhere(outside)[0]
-            raise ValueError(
-                f"page_table[{seq}, {column}] is {page_table[seq, column]}, outside the pool of {num_pages} pages"
-            )

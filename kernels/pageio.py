@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pdserve.kernels.attention import FP8, Scales
-from pdserve.kernels.checks import debugging, require, require_tensor
+from pdserve.kernels.checks import require, require_tensor
 from pdserve.kernels.device import pages as device_pages
 from pdserve.kernels.rows import DTYPES, power_of_two
 
@@ -36,7 +35,6 @@ class Target:
     k_pages: Tensor  # one layer's views [num_pages, num_kv_heads, page_size, head_dim]
     v_pages: Tensor
     slots: Tensor  # int32 or int64 [num_tokens]: page * page_size + slot; num_pages * page_size is nowhere (padding)
-    scales: Scales | None = None  # for fp8 pages
 
 
 def rope_write(
@@ -53,7 +51,6 @@ def rope_write(
     positions: int32 or int64 [num_tokens], rows of rotation.cos_sin. Raises ValueError naming the argument.
     """
     q, k, v = qkv
-    scales = target.scales
     num_slots = _check_rope_write(qkv, target)
     require_tensor("cos_sin", rotation.cos_sin, (None, q.shape[2]), (torch.float32,))
     require(rotation.cos_sin.is_contiguous(), f"cos_sin must be contiguous, got strides {rotation.cos_sin.stride()}")
@@ -69,12 +66,11 @@ def rope_write(
         q, k, v, out, target.k_pages, target.v_pages, rotation.cos_sin, positions, target.slots,
         unused if rotation.q_norm is None else rotation.q_norm,
         unused if rotation.k_norm is None else rotation.k_norm,
-        scales.k if scales else unused, scales.v if scales else unused,
         rotation.eps, num_heads, k.shape[1], num_slots,
         *q.stride()[:2], *k.stride()[:2], *v.stride()[:2], *out.stride()[:2],
         *target.k_pages.stride()[:3], *target.v_pages.stride()[:3],
         HEAD_DIM=head_dim, BLOCK_D=power_of_two(head_dim), BLOCK_HALF=power_of_two(head_dim // 2), HEADS=ROPE_HEADS,
-        PAGE_SIZE=target.k_pages.shape[2], HAS_NORM=rotation.q_norm is not None, IS_FP8=scales is not None,
+        PAGE_SIZE=target.k_pages.shape[2], HAS_NORM=rotation.q_norm is not None,
         num_warps=4,
     )  # fmt: skip
     return out
@@ -85,25 +81,19 @@ def _check_rope_write(qkv: tuple[Tensor, Tensor, Tensor], target: Target) -> int
     q, k, v = qkv
     require_tensor("q", q, (None, None, None), DTYPES)
     num_tokens, _, head_dim = q.shape
-    require_tensor("k_pages", target.k_pages, (None, None, None, head_dim), (*DTYPES, FP8))
+    require_tensor("k_pages", target.k_pages, (None, None, None, head_dim), DTYPES)
     num_pages, num_kv_heads, page_size = target.k_pages.shape[:3]
     require_tensor("v_pages", target.v_pages, target.k_pages.shape, (target.k_pages.dtype,))
     require_tensor("k", k, (num_tokens, num_kv_heads, head_dim), (q.dtype,))
     require_tensor("v", v, (num_tokens, num_kv_heads, head_dim), (q.dtype,))
-    is_fp8 = target.k_pages.dtype == FP8
-    require((target.scales is not None) == is_fp8, "scales must be given for fp8 pages, and only for those")
     require_tensor("slots", target.slots, (num_tokens,), ID_DTYPES)
-    num_slots = num_pages * page_size
-    if debugging() and num_tokens > 0:
-        low, high = int(target.slots.min()), int(target.slots.max())
-        require(low >= 0 and high <= num_slots, f"slots must be 0 to {num_slots}, got {low} to {high}")
-    return num_slots
+    return num_pages * page_size
 
 
 def page_digests(pool: Tensor, page_ids: Tensor) -> Tensor:
     """Fold pages to 64 bits each (`reference.page_digests` says how): int64 [len(page_ids)]."""
     words = _words("pool", pool)
-    require_ids("page_ids", page_ids, len(pool))
+    require_tensor("page_ids", page_ids, (None,), ID_DTYPES)
     out = torch.zeros(len(page_ids), dtype=torch.int64, device=pool.device)
     if len(page_ids) > 0:
         device_pages.digest_pages[len(page_ids), -(-words.shape[1] // (DIGEST_BLOCK * DIGEST_TURNS))](
@@ -111,14 +101,6 @@ def page_digests(pool: Tensor, page_ids: Tensor) -> Tensor:
             BLOCK=DIGEST_BLOCK, TURNS=DIGEST_TURNS, num_warps=4,
         )  # fmt: skip
     return out
-
-
-def require_ids(name: str, ids: Tensor, num_pages: int) -> None:
-    """Check a vector of page ids and, when debugging, that all are in the pool."""
-    require_tensor(name, ids, (None,), ID_DTYPES)
-    if debugging() and len(ids) > 0:
-        low, high = int(ids.min()), int(ids.max())
-        require(low >= 0 and high < num_pages, f"{name} must be in the pool of {num_pages} pages, got {low} to {high}")
 
 
 def _words(name: str, pool: Tensor) -> Tensor:

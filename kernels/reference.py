@@ -28,20 +28,16 @@ def read_pages(pages: Tensor, page_ids: Sequence[int], num_tokens: int) -> Tenso
     return chosen.transpose(0, 1).flatten(1, 2)[:, :num_tokens]
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None, softcap: float | None = None
-) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None) -> Tensor:
     """Attend causally with one sequence's last queries.
 
     q: [num_queries, num_heads, head_dim], the last positions of the sequence; k, v: [num_kv_heads, kv_len, head_dim].
     A query sees itself and what is before it, `window` positions in all where one is given.
-    `softcap` squashes scores to (-softcap, softcap) as in Gemma 2. Returns [num_queries, num_heads, head_dim].
+    Returns [num_queries, num_heads, head_dim].
     """
     group = q.shape[1] // k.shape[0]
     k, v = (x.repeat_interleave(group, dim=0).to(q.dtype) for x in (k, v))
     scores = torch.einsum("qhd,hkd->hqk", q, k) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
     kv_positions = torch.arange(k.shape[1], device=k.device)
     q_positions = kv_positions[-q.shape[0] :, None]
     hidden = kv_positions > q_positions

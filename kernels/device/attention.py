@@ -41,7 +41,7 @@ def _pages_at(table, start, last_page, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.cons
 def _load_tile(
     source, kv_head, page, start, kv_end, page_stride, slot_stride,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    USE_TMA: tl.constexpr, MASKED: tl.constexpr, IS_FP8: tl.constexpr,
+    USE_TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Load K or V of positions start..start+BLOCK_N as [BLOCK_N, BLOCK_D]; what lies past kv_end reads as zero.
 
@@ -67,8 +67,6 @@ def _load_tile(
             tile = tl.load(source + offsets)
         else:
             tile = tl.load(source + offsets, (channel < HEAD_DIM)[None, :], other=0.0)
-    if IS_FP8:
-        tile = tile.to(tl.float16)
     return tile
 
 
@@ -76,38 +74,31 @@ def _load_tile(
 def _attend_range(
     acc, total, peak, q, q_position, begin, end, kv_end, last_page,
     k_source, v_source, kv_head, table, page_stride, slot_stride,
-    score_scale, softcap, window,
+    score_scale, window,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IS_FP8: tl.constexpr, PRECISION: tl.constexpr,
-    USE_TMA: tl.constexpr, MASKED: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold keys begin..end into (acc, total, peak). Unless MASKED, every row sees all of them."""
     page = _pages_at(table, begin, last_page, PAGE_SIZE, BLOCK_N)
     for tile_start in tl.range(begin, end, BLOCK_N):
         start = tl.multiple_of(tile_start, BLOCK_N)
         k = _load_tile(k_source, kv_head, page, start, kv_end, page_stride, slot_stride,
-                       HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, USE_TMA, MASKED, IS_FP8)  # fmt: skip
+                       HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, USE_TMA, MASKED)  # fmt: skip
         v = _load_tile(v_source, kv_head, page, start, kv_end, page_stride, slot_stride,
-                       HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, USE_TMA, MASKED, IS_FP8)  # fmt: skip
+                       HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, USE_TMA, MASKED)  # fmt: skip
         # The next tile's page id is fetched one turn early: its address is needed before its data can be.
         page = _pages_at(table, start + BLOCK_N, last_page, PAGE_SIZE, BLOCK_N)
         scores = _multiply(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32), PRECISION)
-        if HAS_SOFTCAP:
-            # tanh(x) = 1 - 2 / (exp(2x) + 1), finite for every x; score_scale turns scores into 2x in units of log2.
-            scores = 1.0 - 2.0 / (tl.exp2(scores * score_scale) + 1.0)
-            unit = softcap
-        else:
-            unit = score_scale
         if MASKED:
             position = start + tl.arange(0, BLOCK_N)
             visible = (position[None, :] <= q_position[:, None]) & (position < kv_end)[None, :]
             if HAS_WINDOW:
                 visible = visible & (position[None, :] > q_position[:, None] - window)
             scores = tl.where(visible, scores, float("-inf"))
-        new_peak = tl.maximum(peak, tl.max(scores, 1) * unit)
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * score_scale)
         # A row may have seen no key yet: its peak is -inf, and -inf - -inf would be NaN.
         reference = tl.where(new_peak == float("-inf"), 0.0, new_peak) if MASKED else new_peak
-        weights = tl.exp2(scores * unit - reference[:, None])
+        weights = tl.exp2(scores * score_scale - reference[:, None])
         shrink = tl.exp2(peak - reference)
         total = total * shrink + tl.sum(weights, 1)
         acc = _multiply(weights.to(v.dtype), v, acc * shrink[:, None], PRECISION)
@@ -140,19 +131,17 @@ def _whole_tiles(
 
 @triton.jit(do_not_specialize=["table_stride"])  # it changes from step to step: never recompile for it
 def attend(
-    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, items_ptr, table_ptr, k_scale_ptr, v_scale_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, partial_ptr, lse_ptr, items_ptr, table_ptr,
     q_token_stride, q_head_stride, page_stride, head_stride, slot_stride,
     out_token_stride, out_head_stride, table_stride,
-    score_scale, softcap, window, num_kv_heads,
+    score_scale, window, num_kv_heads,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEADS_INNER: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IS_FP8: tl.constexpr, PRECISION: tl.constexpr,
-    USE_TMA: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, PRECISION: tl.constexpr, USE_TMA: tl.constexpr,
 ):  # fmt: skip
     """Compute one item for one K/V head; a split item leaves (normalized partial, log2 of its weight) to `combine`.
 
-    Row r of the tile is query r // GROUP and head r % GROUP of the group. score_scale and softcap include log2(e);
-    with a soft cap, score_scale is 2 / softcap as large.
+    Row r of the tile is query r // GROUP and head r % GROUP of the group. score_scale includes log2(e).
     """
     kv_head, item = tl.program_id(1 - HEADS_INNER), tl.program_id(HEADS_INNER)
     fields = items_ptr + item * ITEM_FIELDS
@@ -166,9 +155,6 @@ def attend(
 
     q = _load_queries(q_ptr + kv_head * GROUP * q_head_stride, q_start, q_count, q_token_stride, q_head_stride,
                       GROUP, HEAD_DIM, BLOCK_D, BLOCK_M)  # fmt: skip
-    if IS_FP8:
-        q = q.to(tl.float16)
-        score_scale = score_scale * tl.load(k_scale_ptr + kv_head)
     q_position = first + tl.minimum(tl.arange(0, BLOCK_M) // GROUP, q_count - 1)
     k_source, v_source = k_ptr, v_ptr
     if not USE_TMA:
@@ -179,19 +165,17 @@ def attend(
     if HAS_WINDOW:
         acc, total, peak = _attend_range(
             acc, total, peak, q, q_position, kv_begin, begin, kv_end, last_page, k_source, v_source, kv_head,
-            table, page_stride, slot_stride, score_scale, softcap, window,
-            HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, IS_FP8, PRECISION, USE_TMA, True,
+            table, page_stride, slot_stride, score_scale, window,
+            HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, HAS_WINDOW, PRECISION, USE_TMA, True,
         )  # fmt: skip
     acc, total, peak = _attend_range(
         acc, total, peak, q, q_position, begin, end, kv_end, last_page, k_source, v_source, kv_head, table,
-        page_stride, slot_stride, score_scale, softcap, window,
-        HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, IS_FP8, PRECISION, USE_TMA, False)  # fmt: skip
+        page_stride, slot_stride, score_scale, window,
+        HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, HAS_WINDOW, PRECISION, USE_TMA, False)  # fmt: skip
     acc, total, peak = _attend_range(
         acc, total, peak, q, q_position, end, kv_end, kv_end, last_page, k_source, v_source, kv_head, table,
-        page_stride, slot_stride, score_scale, softcap, window,
-        HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, HAS_WINDOW, HAS_SOFTCAP, IS_FP8, PRECISION, USE_TMA, True)  # fmt: skip
-    if IS_FP8:
-        acc = acc * tl.load(v_scale_ptr + kv_head)
+        page_stride, slot_stride, score_scale, window,
+        HEAD_DIM, BLOCK_D, PAGE_SIZE, BLOCK_N, HAS_WINDOW, PRECISION, USE_TMA, True)  # fmt: skip
     slot, num_splits = tl.load(fields + PARTIAL), tl.load(fields + NUM_SPLITS)
     if num_splits == 1:
         _store_whole(out_ptr + kv_head * GROUP * out_head_stride, q_start, q_count, out_token_stride, out_head_stride,

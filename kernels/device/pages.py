@@ -29,22 +29,14 @@ def _turned(
 
 
 @triton.jit
-def _saturated(values, IS_FP8: tl.constexpr):
-    """Clamp to what e4m3 holds, which has no infinity."""
-    if IS_FP8:
-        values = tl.minimum(tl.maximum(values, -448.0), 448.0)
-    return values
-
-
-@triton.jit
 def rope_write(
     q_ptr, k_ptr, v_ptr, out_ptr, k_pages_ptr, v_pages_ptr, cos_sin_ptr, positions_ptr, slots_ptr,
-    q_weight_ptr, k_weight_ptr, k_scale_ptr, v_scale_ptr, eps, num_heads, num_kv_heads, num_slots,
+    q_weight_ptr, k_weight_ptr, eps, num_heads, num_kv_heads, num_slots,
     q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride, v_head_stride,
     out_token_stride, out_head_stride, k_page_stride, k_page_head_stride, k_slot_stride,
     v_page_stride, v_page_head_stride, v_slot_stride,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_HALF: tl.constexpr, HEADS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, HAS_NORM: tl.constexpr, IS_FP8: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, HAS_NORM: tl.constexpr,
 ):  # fmt: skip
     """Finish one token's q, k and v: q to `out`, k and v to the token's slot. Grid: (tokens, q then kv head blocks)."""
     half: tl.constexpr = HEAD_DIM // 2
@@ -70,18 +62,13 @@ def rope_write(
             HEAD_DIM, BLOCK_HALF, HAS_NORM)  # fmt: skip
         whole = tl.arange(0, BLOCK_D)
         in_head = valid[:, None] & (whole < HEAD_DIM)[None, :]
-        v = tl.load(v_ptr + token * v_token_stride + (head * v_head_stride)[:, None] + whole[None, :], in_head,
-                    other=0.0).to(tl.float32)  # fmt: skip
-        if IS_FP8:
-            k_unit = 1.0 / tl.load(k_scale_ptr + head, valid, other=1.0)[:, None]
-            a, b = a * k_unit, b * k_unit
-            v = v / tl.load(v_scale_ptr + head, valid, other=1.0)[:, None]
+        v = tl.load(v_ptr + token * v_token_stride + (head * v_head_stride)[:, None] + whole[None, :], in_head)
         k_row = k_pages_ptr + page * k_page_stride + place * k_slot_stride + (head * k_page_head_stride)[:, None]
         k_row += channel[None, :]
-        tl.store(k_row, _saturated(a, IS_FP8).to(k_pages_ptr.dtype.element_ty), in_half)
-        tl.store(k_row + half, _saturated(b, IS_FP8).to(k_pages_ptr.dtype.element_ty), in_half)
+        tl.store(k_row, a.to(k_pages_ptr.dtype.element_ty), in_half)
+        tl.store(k_row + half, b.to(k_pages_ptr.dtype.element_ty), in_half)
         v_row = v_pages_ptr + page * v_page_stride + place * v_slot_stride + (head * v_page_head_stride)[:, None]
-        tl.store(v_row + whole[None, :], _saturated(v, IS_FP8).to(v_pages_ptr.dtype.element_ty), in_head)
+        tl.store(v_row + whole[None, :], v.to(v_pages_ptr.dtype.element_ty), in_head)
 
 
 @triton.jit

@@ -1,6 +1,6 @@
 """Check every kernel on this machine's GPU, then time it beside what torch offers.
 
-    python3 kernels/gpu/__main__.py [check] [bench] [tune] [--only TEXT] [--flex]
+    python3 kernels/gpu/__main__.py [check] [bench] [tune] [--only TEXT]
 
 Needs torch, triton, numpy and safetensors. Prints short tables; all figures go to $OUT/kernels.json where OUT is set.
 Started as a file, it also works in a copy of the tree that lost its links.
@@ -33,7 +33,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sections", nargs="*", help="check, bench, tune; by default check and bench")
     parser.add_argument("--only", default="", help="only cases whose name contains this")
-    parser.add_argument("--flex", action="store_true", help="time FlexAttention on every shape, not on two")
     arguments = parser.parse_args()
     _find_package()
     from pdserve.kernels.gpu import rows, timing  # noqa: PLC0415 - the package is only now importable
@@ -50,7 +49,7 @@ def main() -> int:
             continue
         module, _, function = place.partition(":")
         run = getattr(importlib.import_module(f"pdserve.{module}"), function)
-        found = run(rows.Choice(arguments.only, arguments.flex))
+        found = run(arguments.only)
         sys.stdout.write(rows.table(name, found))
         sys.stdout.flush()
         results[name] = [asdict(row) for row in found]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels import reference
-from pdserve.kernels.attention import FP8, AttentionSpec, Scales
+from pdserve.kernels.attention import AttentionSpec
 from pdserve.kernels.attention_plan import Int32s, Ints
 
 SPARE_PAGES = 3  # belong to no sequence
@@ -37,7 +37,6 @@ class Problem:
     page_table: Int32s
     q: Tensor
     kv: Tensor  # [num_pages, 2 layers, 2, num_kv_heads, page_size, head_dim]
-    scales: Scales | None
 
     @property
     def pages(self) -> tuple[Tensor, Tensor]:
@@ -50,10 +49,8 @@ class Problem:
         for row, (query_len, kv_len) in enumerate(zip(self.lens.query, self.lens.kv, strict=True)):
             ids = self.page_table[row, : -(-kv_len // spec.page_size)]
             k, v = (reference.read_pages(pages, ids.tolist(), kv_len).double() for pages in self.pages)
-            if self.scales is not None:
-                k, v = k * self.scales.k[:, None, None], v * self.scales.v[:, None, None]
             q = self.q[start : start + query_len].double()
-            answers.append(reference.attention(q, k, v, scale=spec.scale, window=spec.window, softcap=spec.softcap))
+            answers.append(reference.attention(q, k, v, scale=spec.scale, window=spec.window))
             start += query_len
         return torch.cat(answers)
 
@@ -92,8 +89,4 @@ def make(spec: AttentionSpec, lens: Lens, *, device: str = "cpu", seed: int = 0,
             reference.write_pages(pages, values, slots.to(device))
     q_shape = (sum(lens.query), spec.num_heads, spec.head_dim)
     q = torch.randn(q_shape, generator=random, device=device).to(spec.dtype)
-    scales = None
-    if spec.kv_dtype == FP8:
-        halves = torch.rand((2, spec.num_kv_heads), generator=random, device=device) / 2 + 0.5
-        scales = Scales(halves[0].contiguous(), halves[1].contiguous())
-    return Problem(spec, lens, table, q, kv.to(spec.kv_dtype), scales)
+    return Problem(spec, lens, table, q, kv.to(spec.dtype))

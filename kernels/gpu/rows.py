@@ -1,18 +1,6 @@
-"""The lines of a table, and which of them were asked for."""
+"""The lines of a table."""
 
 from dataclasses import dataclass, field
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """What the command line asked for."""
-
-    only: str = ""
-    flex: bool = False
-
-    def wants(self, name: str) -> bool:
-        """Return whether the case of that name is to run."""
-        return self.only in name
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 
 from pdserve.kernels.gpu.attention_bench import LLAMA, SMALL_HEADS, Shape, decode_call, prefill_call
-from pdserve.kernels.gpu.rows import Choice, Row
+from pdserve.kernels.gpu.rows import Row
 from pdserve.kernels.gpu.timing import time_us
 from pdserve.kernels.tuning import Tile
 
@@ -20,18 +20,15 @@ PREFILL_TILES = [
 ]
 
 
-def run(choice: Choice) -> list[Row]:
+def run(only: str) -> list[Row]:
     """Return the best tiles of each shape, fastest first."""
     rows = []
-    crowded = (("d128 16-slot pages", replace(LLAMA, page_size=16)), ("d128 soft cap", replace(LLAMA, softcap=50.0)))
-    for name, spec in (("d128", LLAMA), ("d64", SMALL_HEADS), *crowded):
-        if choice.wants(f"prefill {name}"):
-            call = partial(prefill_call, spec, Shape(1, 8192, 8192))
-            rows += _best(f"prefill {name}", PREFILL_TILES, call)
-    for width, block_m in ((1, 16), (2, 16), (4, 32), (8, 64), (16, 128)):
-        if choice.wants(f"decode width {width}"):
-            call = partial(decode_call, LLAMA, Shape(32, width, 8192))
-            rows += _best(f"decode width {width}", decode_tiles(block_m), call)
+    crowded = replace(LLAMA, page_size=16)
+    for name, spec in (("d128", LLAMA), ("d64", SMALL_HEADS), ("d128 16-slot pages", crowded)):
+        if only in f"prefill {name}":
+            rows += _best(f"prefill {name}", PREFILL_TILES, partial(prefill_call, spec, Shape(1, 8192, 8192)))
+    if only in "decode d128":
+        rows += _best("decode d128", decode_tiles(16), partial(decode_call, LLAMA, Shape(32, 1, 8192)))
     return rows
 
 

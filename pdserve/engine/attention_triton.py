@@ -53,7 +53,6 @@ class TritonAttention:
             num_pages=kv.shape[0],
             scale=config.head_dim**-0.5,
             dtype=kv.dtype,
-            kv_dtype=kv.dtype,
             window=config.sliding_window,
         )
         self._pages = [(kv[:, layer, 0], kv[:, layer, 1]) for layer in range(config.num_layers)]
@@ -103,7 +102,7 @@ class TritonAttention:
 
     def _decode(self, size: int) -> PagedAttention:
         if size not in self._decodes:
-            self._decodes[size] = PagedAttention(self._spec, self._device, StepSize(size, 1, self._max_kv_len))
+            self._decodes[size] = PagedAttention(self._spec, self._device, StepSize(size, self._max_kv_len))
         return self._decodes[size]
 
 

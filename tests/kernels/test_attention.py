@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from pdserve.kernels.attention import FP8, PagedAttention, StepSize
+from pdserve.kernels.attention import PagedAttention, StepSize
 from pdserve.kernels.gpu import problem
 from pdserve.kernels.gpu.problem import Lens, Problem
 from pdserve.kernels.tuning import Tile
@@ -25,20 +25,19 @@ def prefill_error(case: Problem, tile: Tile | None = SMALL) -> float:
     attention = PagedAttention(case.spec, "cpu", tile=tile)
     attention.plan(*case.lens.arrays, case.page_table)
     out = torch.full_like(case.q, torch.nan)
-    attention.run(case.q, *case.pages, out=out, scales=case.scales)
+    attention.run(case.q, *case.pages, out=out)
     return case.error(out)
 
 
 def decode_error(case: Problem, tile: Tile | None = None) -> float:
     query_lens, kv_lens = case.lens.arrays
-    widest = int(query_lens.max())
-    size = StepSize(len(kv_lens) + 1, widest, int(kv_lens.max()) + 9)
+    size = StepSize(len(kv_lens) + 1, int(kv_lens.max()) + 9)
     attention = PagedAttention(case.spec, "cpu", size, tile=tile)
     attention.plan(query_lens, kv_lens, case.page_table)
-    q = torch.full(((len(kv_lens) + 1) * widest, *case.q.shape[1:]), torch.nan, dtype=case.q.dtype)
+    q = torch.full((size.max_seqs, *case.q.shape[1:]), torch.nan, dtype=case.q.dtype)
     q[: len(case.q)] = case.q
     out = torch.full_like(q, torch.nan)
-    attention.run(q, *case.pages, out=out, scales=case.scales)
+    attention.run(q, *case.pages, out=out)
     assert out[len(case.q) :].isnan().all(), "rows of no sequence were written"
     return case.error(out)
 
@@ -70,36 +69,15 @@ def test_a_ragged_batch_of_decodes_is_right_at_every_page_edge(heads: tuple[int,
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_every_head_dim_is_right(head_dim: int, dtype: torch.dtype) -> None:
     lens = Lens((20, 1), (70, 33))
-    fields = {"dtype": dtype, "kv_dtype": dtype}
-    assert prefill_error(make((4, 2), head_dim, 32, lens, **fields)) <= TOLERANCE[dtype]
-    assert decode_error(make((4, 2), head_dim, 32, Lens((2, 1), (70, 33)), **fields)) <= TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("width", [2, 5, 16])
-@pytest.mark.parametrize("heads", [(8, 1), (9, 3)])
-def test_verifying_several_tokens_sees_what_each_of_them_may_see(heads: tuple[int, int], width: int) -> None:
-    lens = Lens((width, 1, width), (200, 64, width))
-    assert decode_error(make(heads, 64, 32, lens)) <= 7.5e-3
+    assert prefill_error(make((4, 2), head_dim, 32, lens, dtype=dtype)) <= TOLERANCE[dtype]
+    assert decode_error(make((4, 2), head_dim, 32, Lens((1, 1), (70, 33)), dtype=dtype)) <= TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("window", [1, 31, 32, 33, 70, 500])
 def test_a_window_hides_older_keys(window: int) -> None:
     lens = Lens((40, 3), (150, 90))
     assert prefill_error(make((4, 2), 64, 32, lens, window=window)) <= 7.5e-3
-    assert decode_error(make((4, 2), 64, 32, Lens((1, 3), (150, 90)), window=window)) <= 7.5e-3
-
-
-@pytest.mark.parametrize("softcap", [0.5, 30.0])
-def test_a_soft_cap_squashes_scores(softcap: float) -> None:
-    assert prefill_error(make((4, 2), 64, 32, Lens((40, 3), (150, 90)), softcap=softcap)) <= 7.5e-3
-    assert decode_error(make((4, 2), 64, 32, Lens((1, 3), (150, 90)), softcap=softcap)) <= 7.5e-3
-
-
-@pytest.mark.parametrize("page_size", [16, 64])
-def test_fp8_pages_are_scaled_back_per_head(page_size: int) -> None:
-    lens = Lens((9, 3), (100, 90))
-    assert prefill_error(make((6, 2), 64, page_size, lens, kv_dtype=FP8)) <= 7.5e-3
-    assert decode_error(make((6, 2), 64, page_size, lens, kv_dtype=FP8)) <= 7.5e-3
+    assert decode_error(make((4, 2), 64, 32, Lens((1, 1), (150, 90)), window=window)) <= 7.5e-3
 
 
 @pytest.mark.parametrize("kv_len", [2048, 3001])
@@ -110,19 +88,19 @@ def test_keys_split_over_items_combine_to_the_whole(kv_len: int) -> None:
     out = torch.full_like(case.q, torch.nan)
     attention.run(case.q, *case.pages, out=out)
     assert case.error(out) <= 7.5e-3
-    case = make((8, 1), 64, 64, Lens((1, 1), (kv_len, 70)), dtype=torch.float32, kv_dtype=torch.float32)
+    case = make((8, 1), 64, 64, Lens((1, 1), (kv_len, 70)), dtype=torch.float32)
     assert decode_error(case) <= 1e-5
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_the_shipping_tiles_are_right(head_dim: int) -> None:
     assert prefill_error(make((8, 1), head_dim, 64, Lens((37, 3), (300, 129))), tile=None) <= 7.5e-3
-    assert decode_error(make((8, 1), head_dim, 64, Lens((16, 3), (300, 129)))) <= 7.5e-3
+    assert decode_error(make((8, 1), head_dim, 64, Lens((1, 1), (300, 129)))) <= 7.5e-3
 
 
 def test_one_plan_serves_every_layer_and_the_next_plan_replaces_it() -> None:
     first, second = make((4, 2), 64, 16, Lens((1, 1), (40, 17))), make((4, 2), 64, 16, Lens((1, 1), (40, 17)))
-    attention = PagedAttention(first.spec, "cpu", StepSize(4, 1, 64))
+    attention = PagedAttention(first.spec, "cpu", StepSize(4, 64))
     q = torch.zeros((4, 4, 64), dtype=torch.bfloat16)
     q[:2] = first.q
     attention.plan(np.array([1] * 4), np.array([3] * 4), np.zeros((4, 1), dtype=np.int32))
@@ -136,11 +114,11 @@ def test_one_plan_serves_every_layer_and_the_next_plan_replaces_it() -> None:
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize("window", [None, 20])
 def test_infinities_left_in_unused_slots_do_not_show(unused: float, page_size: int, window: int | None) -> None:
-    lens = Lens((1, 5, 1), (3, page_size + 5, 150))
-    spec = problem.spec_of((4, 2), 64, page_size, lens, dtype=torch.float16, kv_dtype=torch.float16, window=window)
-    case = problem.make(spec, lens, unused=unused)
-    assert prefill_error(case) <= TOLERANCE[torch.float16]
-    assert decode_error(case) <= TOLERANCE[torch.float16]
+    kv = (3, page_size + 5, 150)
+    for query, error in (((1, 5, 1), prefill_error), ((1, 1, 1), decode_error)):
+        lens = Lens(query, kv)
+        spec = problem.spec_of((4, 2), 64, page_size, lens, dtype=torch.float16, window=window)
+        assert error(problem.make(spec, lens, unused=unused)) <= TOLERANCE[torch.float16]
 
 
 @pytest.mark.slow
@@ -153,4 +131,4 @@ def test_the_whole_grid_is_right(heads: tuple[int, int], head_dim: int, page_siz
     kv = tuple(edge_lens(page_size))
     prefill_case = make(heads, head_dim, page_size, Lens((1, page_size - 1, 5, 2, 17), kv), window=window)
     assert prefill_error(prefill_case) <= 7.5e-3
-    assert decode_error(make(heads, head_dim, page_size, Lens((1, 3, 2, 1, 4), kv), window=window)) <= 7.5e-3
+    assert decode_error(make(heads, head_dim, page_size, Lens((1,) * 5, kv), window=window)) <= 7.5e-3

@@ -1,6 +1,5 @@
 """What a kernel does not serve is refused before launch, by a ValueError that names the argument."""
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,15 +9,13 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels import pageio, rows, sample
-from pdserve.kernels.attention import FP8, AttentionSpec, PagedAttention, Scales, StepSize
+from pdserve.kernels.attention import AttentionSpec, PagedAttention, StepSize
 from pdserve.kernels.gpu import problem
 from pdserve.kernels.gpu.problem import Lens
-from pdserve.kernels.tuning import Device
 
 SPEC = AttentionSpec(4, 2, 64, 16, 8, 0.125)
 LENS = Lens((2, 1), (20, 5))
 TABLE = np.array([[0, 1], [2, 0]])
-AMPERE = Device((8, 0), 108, 166_912)
 
 
 @pytest.mark.parametrize(
@@ -34,9 +31,7 @@ AMPERE = Device((8, 0), 108, 166_912)
         ("scale", 0.0),
         ("scale", float("nan")),
         ("dtype", torch.float64),
-        ("kv_dtype", torch.float16),
         ("window", 0),
-        ("softcap", 0.0),
     ],
 )
 def test_a_spec_names_the_field_it_does_not_serve(field: str, value: object) -> None:
@@ -71,24 +66,15 @@ def test_attention_names_the_tensor_that_does_not_fit(name: str, spoil: Callable
         attention.run(*spoil(q, k, v))
 
 
-def test_attention_wants_scales_for_fp8_pages_and_only_for_those() -> None:
-    attention, q, k, v = planned()
-    ones = torch.ones(2)
-    with pytest.raises(ValueError, match="scales"):
-        attention.run(q, k, v, scales=Scales(ones, ones))
-    with pytest.raises(ValueError, match="kv_dtype"):
-        PagedAttention(replace(SPEC, kv_dtype=FP8), "cpu", chip=AMPERE)
-
-
 @pytest.mark.parametrize(
     ("name", "query_lens", "kv_lens", "table"),
     [
         ("query_lens", [], [], np.zeros((0, 1))),
         ("query_lens", [0, 1], [5, 5], TABLE),
         ("kv_lens", [2, 1], [1, 5], TABLE),
-        ("kv_lens", [2, 1], [5], TABLE),
-        ("page_table", [2, 1], [20, 5], TABLE[:1]),
-        ("page_table", [2, 1], [33, 5], TABLE),
+        ("kv_lens", [1, 1], [5], TABLE),
+        ("page_table", [1, 1], [20, 5], TABLE[:1]),
+        ("page_table", [1, 1], [33, 5], TABLE),
     ],
 )
 def test_a_plan_names_what_does_not_fit(
@@ -97,19 +83,19 @@ def test_a_plan_names_what_does_not_fit(
     with pytest.raises(ValueError, match=name):
         PagedAttention(SPEC, "cpu").plan(np.array(query_lens), np.array(kv_lens), table)
     with pytest.raises(ValueError, match=name):
-        PagedAttention(SPEC, "cpu", StepSize(4, 4, 64)).plan(np.array(query_lens), np.array(kv_lens), table)
+        PagedAttention(SPEC, "cpu", StepSize(4, 64)).plan(np.array(query_lens), np.array(kv_lens), table)
 
 
-@pytest.mark.parametrize("sizes", [(0, 1, 64), (4, 0, 64), (4, 17, 64), (4, 8, 7)])
-def test_a_decode_step_of_a_size_it_does_not_serve_is_refused(sizes: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize("sizes", [(0, 64), (4, 0)])
+def test_a_decode_step_of_a_size_it_does_not_serve_is_refused(sizes: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="max_"):
         StepSize(*sizes)
 
 
-@pytest.mark.parametrize(("query_lens", "kv_lens"), [([1] * 5, [5] * 5), ([3], [5]), ([1], [65])])
+@pytest.mark.parametrize(("query_lens", "kv_lens"), [([1] * 5, [5] * 5), ([2], [5]), ([1], [65])])
 def test_a_step_larger_than_the_captured_one_is_refused(query_lens: list[int], kv_lens: list[int]) -> None:
     with pytest.raises(ValueError, match=r"query_lens|kv_lens"):
-        PagedAttention(SPEC, "cpu", StepSize(4, 2, 64)).plan(
+        PagedAttention(SPEC, "cpu", StepSize(4, 64)).plan(
             np.array(query_lens), np.array(kv_lens), np.zeros((len(kv_lens), 5), dtype=np.int32)
         )
 
@@ -118,29 +104,6 @@ def test_a_prefill_that_was_not_planned_does_not_run() -> None:
     _, q, k, v = planned()
     with pytest.raises(ValueError, match="plan"):
         PagedAttention(SPEC, "cpu").run(q, k, v)
-
-
-@pytest.mark.parametrize("page_id", [-1, 8, 2**31 - 1])
-def test_page_ids_outside_the_pool_are_caught_when_debugging(monkeypatch: pytest.MonkeyPatch, page_id: int) -> None:
-    monkeypatch.setenv("PDSERVE_KERNEL_DEBUG", "1")
-    table = TABLE.copy()
-    table[1, 1] = page_id  # past the second sequence's only page: not an error
-    PagedAttention(SPEC, "cpu").plan(*LENS.arrays, table)
-    table[0, 1] = page_id
-    with pytest.raises(ValueError, match=re.escape(f"page_table[0, 1] is {page_id}")):
-        PagedAttention(SPEC, "cpu").plan(*LENS.arrays, table)
-    pool = torch.zeros((8, 1, 2, 2, 16, 64))
-    with pytest.raises(ValueError, match="page_ids"):
-        pageio.page_digests(pool, torch.tensor([0, page_id]))
-
-
-def test_slots_outside_the_pool_are_caught_when_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PDSERVE_KERNEL_DEBUG", "1")
-    kv = torch.zeros((2, 1, 2, 1, 16, 64))
-    qkv = (torch.zeros(1, 2, 64), torch.zeros(1, 1, 64), torch.zeros(1, 1, 64))
-    target = pageio.Target(kv[:, 0, 0], kv[:, 0, 1], torch.tensor([33]))
-    with pytest.raises(ValueError, match="slots"):
-        pageio.rope_write(qkv, torch.tensor([0]), pageio.Rotation(torch.zeros(4, 64)), target)
 
 
 def test_page_kernels_name_what_does_not_fit() -> None:

@@ -4,19 +4,14 @@ import pytest
 import torch
 
 from pdserve.kernels import pageio, reference
-from pdserve.kernels.attention import FP8, Scales
 from pdserve.kernels.pageio import Rotation, Target
 
 # The interpreter cuts off what the hardware rounds: allow a whole step of the format, not half of one.
-STEP = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7, FP8: 2.0**-3}
+STEP = {torch.float32: 1e-5, torch.bfloat16: 2.0**-7}
 
 
 def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
     step = STEP[got.dtype]
-    if got.dtype == FP8:
-        # It also loses the carry where rounding up reaches the next power of two.
-        carries = want.abs().double().frexp().mantissa > 15 / 16
-        got, want = got.float().masked_fill(carries, 0), want.masked_fill(carries, 0)
     torch.testing.assert_close(got.double(), want.double(), rtol=step, atol=1e-5 if step < 1e-4 else step / 64)
 
 
@@ -25,7 +20,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_new_keys_and_values_land_rotated_in_their_slots_and_nowhere_else(head_dim: int, dtype: torch.dtype) -> None:
     kv = torch.zeros((6, 2, 2, 3, 16, head_dim)).to(dtype)
     k_pages, v_pages = reference.layer_views(kv, 1)
@@ -35,8 +30,7 @@ def test_new_keys_and_values_land_rotated_in_their_slots_and_nowhere_else(head_d
     positions, slots = torch.tensor([3, 0, 9, 9, 49, 17, 2]), torch.tensor([0, 95, 17, 96, 50, 31, 16])
     weights = torch.rand(2, head_dim)
     rotation = Rotation(cos_sin, weights[0], weights[1], 1e-6)
-    scales = Scales(torch.tensor([1.0, 0.5, 2.0]), torch.tensor([0.7, 1.0, 1.5])) if dtype == FP8 else None
-    out = pageio.rope_write((q, k, v), positions, rotation, Target(k_pages, v_pages, slots, scales))
+    out = pageio.rope_write((q, k, v), positions, rotation, Target(k_pages, v_pages, slots))
 
     def finished(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         normed = reference.rms_norm(x.double(), weight.double(), 1e-6)
@@ -44,8 +38,6 @@ def test_new_keys_and_values_land_rotated_in_their_slots_and_nowhere_else(head_d
 
     assert_close(out, finished(q, weights[0]))
     want_k, want_v = finished(k, weights[1]), v.double()
-    if scales is not None:
-        want_k, want_v = want_k / scales.k[:, None], want_v / scales.v[:, None]
     want = torch.zeros((6, 2, 2, 3, 16, head_dim), dtype=torch.float64)
     stays = slots < 96  # the fourth token is padding
     for pages, rows in zip(reference.layer_views(want, 1), (want_k, want_v), strict=True):
