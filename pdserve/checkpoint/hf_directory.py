@@ -1,17 +1,22 @@
 """Open a model in a Hugging Face directory."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tokenizers
+from safetensors import SafetensorError, safe_open
 
-from pdserve.checkpoint.checkpoint import Checkpoint, GenerationDefaults, Weights, naming
+from pdserve.checkpoint.checkpoint import Checkpoint, GenerationDefaults, naming
 from pdserve.errors import ConfigError
 from pdserve.model.config import ModelConfig
 from pdserve.model.hf_fields import Fields
 from pdserve.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import torch
 
 SINGLE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -25,7 +30,6 @@ def open_directory(path: Path) -> Checkpoint:
     generation = _read_json(path / "generation_config.json")
     tokenizer_config = _read_json(path / "tokenizer_config.json")
     config = ModelConfig.from_hf(raw_config)
-    weight_files = _weight_files(path)
     special_tokens = _special_tokens(tokenizer_config)
     return Checkpoint(
         path=path,
@@ -36,8 +40,8 @@ def open_directory(path: Path) -> Checkpoint:
         eos_token_ids=_end_tokens(generation, tokenizer_config, config),
         special_tokens=special_tokens,
         chat_template=_chat_template(path, tokenizer_config),
-        weight_files=weight_files,
-        weights=partial(_read_weights, path),
+        weight_files=_weight_files(path),
+        weights=partial(read_weights, path),
         tokenizer=partial(_tokenizer, path, special_tokens),
     )
 
@@ -57,19 +61,38 @@ def _read_json(path: Path) -> dict[str, object]:
 
 def _weight_files(path: Path) -> tuple[Path, ...]:
     """Return the safetensors files there are; none for a directory of a config alone."""
-    weight_map = _read_json(path / INDEX).get("weight_map")
-    names = {str(name) for name in weight_map.values()} if isinstance(weight_map, Mapping) else {SINGLE_FILE}
-    files = [path / name for name in sorted(names) if (path / name).is_file()]
+    files = [file for file in _named_files(path) if file.is_file()]
     pickled = [file.name for pattern in PICKLED for file in sorted(path.glob(pattern))]
     if pickled and not files:
         raise ConfigError(f"holds weights only as {pickled[0]}; pickles run code: convert it to safetensors")
     return tuple(files)
 
 
-def _read_weights(path: Path) -> Weights:
-    from pdserve.model.safetensors_weights import iterate_safetensors  # noqa: PLC0415, imports torch
+def _named_files(path: Path) -> list[Path]:
+    """Return the files that the index names, or the one file where there is no index."""
+    if not (path / INDEX).is_file():
+        return [path / SINGLE_FILE]
+    weight_map = _read_json(path / INDEX).get("weight_map")
+    if not isinstance(weight_map, Mapping):
+        raise ConfigError(f"{INDEX}: not an index of safetensors files")
+    for name in weight_map.values():
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ConfigError(f"{INDEX}: {name!r} is not the name of a file beside it")
+    return [path / name for name in sorted(set(weight_map.values()))]
 
-    return iterate_safetensors(path)
+
+def read_weights(path: Path) -> "Iterator[tuple[str, torch.Tensor]]":
+    """Yield every tensor of the directory, one at a time; ConfigError names a file that is missing or broken."""
+    for file in _named_files(path):
+        if not file.is_file():
+            is_named = (path / INDEX).is_file()
+            raise ConfigError(f"{file}: missing" if is_named else f"{path}: holds neither {SINGLE_FILE} nor {INDEX}")
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118  safe_open is no mapping
+                    yield name, tensors.get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{file}: cannot be read as safetensors ({error})") from error
 
 
 def _end_tokens(

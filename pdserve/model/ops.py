@@ -30,18 +30,7 @@ class Packed:
     bias: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Grouped:
-    """A quantized matrix: (data - zeros) * scales, where `group` neighbouring inputs share a scale and a zero."""
-
-    data: Tensor  # integers [out_features, in_features]
-    scales: Tensor  # [out_features, in_features / group]
-    zeros: Tensor  # like scales
-    group: int
-    bias: Tensor | None = None
-
-
-Linear = Dense | Packed | Grouped
+Linear = Dense | Packed
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,6 @@ Invariant: what is given out is the text up to the first stop string, whatever t
 back is exactly the longest end of the text that could still become a stop string. Of several stop strings
 the one that ends first counts, and of those ending together the longest. A stop string that ends where the text may
 not end yet does not count.
-
-The search is Aho and Corasick's (1975): one table look-up per character, for any number of stop strings.
 """
 
 from collections.abc import Sequence
@@ -29,59 +27,23 @@ def check_stops(stops: Sequence[str]) -> None:
             raise invalid("stop", f"{num_bytes} bytes at position {position} are outside [1, {MAX_STOP_BYTES}]")
 
 
-@dataclass(frozen=True, slots=True)
-class _Automaton:
-    """State s stands for the longest end of the text that begins a stop string; 0 for none."""
-
-    children: tuple[dict[str, int], ...]
-    fallback: tuple[int, ...]  # the state of the next shorter such end
-    depth: tuple[int, ...]  # that end's length
-    match: tuple[str | None, ...]  # the longest stop string the text ends with here
-
-
 @lru_cache(maxsize=256)
-def _compile(stops: tuple[str, ...]) -> _Automaton:
-    children: list[dict[str, int]] = [{}]
-    depth = [0]
-    match: list[str | None] = [None]
-    for stop in stops:
-        state = 0
-        for char in stop:
-            if char not in children[state]:
-                children[state][char] = len(children)
-                children.append({})
-                depth.append(depth[state] + 1)
-                match.append(None)
-            state = children[state][char]
-        match[state] = stop
-    return _Automaton(tuple(children), _link(children, match), tuple(depth), tuple(match))
-
-
-def _link(children: Sequence[dict[str, int]], match: list[str | None]) -> tuple[int, ...]:
-    """Return each state's fallback, shortest states first, and let `match` see through them."""
-    fallback = [0] * len(children)
-    queue = list(children[0].values())
-    for state in queue:
-        for char, child in children[state].items():
-            other = fallback[state]
-            while other and char not in children[other]:
-                other = fallback[other]
-            fallback[child] = children[other].get(char, 0)
-            queue.append(child)
-        match[state] = match[state] or match[fallback[state]]
-    return tuple(fallback)
+def _beginnings(stops: tuple[str, ...]) -> frozenset[str]:
+    """Return every text that a stop string begins with and goes on from."""
+    return frozenset(stop[:length] for stop in stops for length in range(1, len(stop)))
 
 
 class StopMatcher:
     """One sequence's text on its way to the client."""
 
-    __slots__ = ("_automaton", "_held", "_state", "matched")
+    __slots__ = ("_beginnings", "_held", "_longest", "_stops", "matched")
 
     def __init__(self, stops: tuple[str, ...]) -> None:
-        """`stops` have passed check_stops; the searching of equal tuples is prepared once."""
-        self._automaton = _compile(stops) if stops else None
+        """`stops` have passed check_stops."""
+        self._stops = stops
+        self._beginnings = _beginnings(stops)
+        self._longest = max(map(len, stops), default=1) - 1  # that may be held back
         self._held = ""
-        self._state = 0
         self.matched: str | None = None  # the stop string that ended the text
 
     def push(self, text: str, *, may_end: bool = True) -> str:
@@ -89,15 +51,18 @@ class StopMatcher:
 
         may_end: whether a stop string that ends in this piece ends the text.
         """
-        if self._automaton is None:
+        if not self._stops:
             return text
         if self.matched is not None:
             return ""
-        end = self._advance(text, self._automaton, may_end)
-        known = self._held + text[:end]
-        keep = len(self.matched) if self.matched is not None else self._automaton.depth[self._state]
-        cut = len(known) - keep
-        self._held = "" if self.matched is not None else known[cut:]
+        known = self._held + text
+        if may_end and (found := self._first_stop(known)) is not None:
+            begin, self.matched = found
+            self._held = ""
+            return known[:begin]
+        lengths = range(min(self._longest, len(known)), 0, -1)
+        cut = len(known) - next((length for length in lengths if known[-length:] in self._beginnings), 0)
+        self._held = known[cut:]
         return known[:cut]
 
     def flush(self) -> str:
@@ -105,22 +70,11 @@ class StopMatcher:
         held, self._held = self._held, ""
         return held
 
-    def _advance(self, text: str, automaton: _Automaton, may_end: bool) -> int:
-        """Step over `text` until its end or a match; return how many characters that took."""
-        children, fallback, match = automaton.children, automaton.fallback, automaton.match
-        state = self._state
-        for index, char in enumerate(text):
-            while state and char not in children[state]:
-                state = fallback[state]
-            state = children[state].get(char, 0)
-            if match[state] is not None:
-                if may_end:
-                    self.matched = match[state]
-                    return index + 1
-                while state and not children[state]:
-                    state = fallback[state]  # nothing longer begins with it
-        self._state = state
-        return len(text)
+    def _first_stop(self, known: str) -> tuple[int, str] | None:
+        """Return where the first stop string that ends past the held text begins, and which one it is."""
+        starts = ((known.find(stop, max(0, len(self._held) + 1 - len(stop))), stop) for stop in self._stops)
+        found = [(start, stop) for start, stop in starts if start >= 0]
+        return min(found, key=lambda each: (each[0] + len(each[1]), each[0]), default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from greedy_runs import greedy_texts, spec
 from model_zoo import FAMILIES, VOCAB, first_disagreement, load_oracle, write_model
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from pdserve.checkpoint.hf_directory import read_weights
 from pdserve.engine.attention_torch import TorchAttention
 from pdserve.engine.batch import Batch, PoolShape
 from pdserve.engine.runner import Runner
@@ -18,7 +19,6 @@ from pdserve.engine.step import Chunk, StepPlan
 from pdserve.model.config import ModelConfig
 from pdserve.model.llama import Model
 from pdserve.model.loading import load_model
-from pdserve.model.safetensors_weights import iterate_safetensors
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +49,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     else:
         write_model(request.param, folder)
     config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
-    return Pair(load_oracle(folder), load_model(config, iterate_safetensors(folder), torch.float32))
+    return Pair(load_oracle(folder), load_model(config, read_weights(folder), torch.float32))
 
 
 def prompts_of(*lengths: int) -> list[list[int]]:

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pdserve.checkpoint.hf_directory import read_weights
 from pdserve.errors import ConfigError
 from pdserve.model.config import ModelConfig
 from pdserve.model.loading import dummy_weights, load_model
-from pdserve.model.safetensors_weights import iterate_safetensors
 
 CONFIG = ModelConfig.from_hf(
     {
@@ -91,7 +91,7 @@ def test_a_checkpoint_in_several_files_is_read_through_its_index(tmp_path: Path)
     weight_map = {name: "a.safetensors" if i < 5 else "b.safetensors" for i, name in enumerate(names)}
     index = str({"weight_map": weight_map}).replace("'", '"')
     (tmp_path / "model.safetensors.index.json").write_text(index)
-    read = dict(iterate_safetensors(tmp_path))
+    read = dict(read_weights(tmp_path))
     assert read.keys() == weights.keys()
     assert all(torch.equal(read[name], weights[name]) for name in names)
 
@@ -100,13 +100,13 @@ def test_a_checkpoint_in_several_files_is_read_through_its_index(tmp_path: Path)
 def test_an_index_naming_no_file_beside_it_is_refused(tmp_path: Path, name: object) -> None:
     index = str({"weight_map": {"x": name}}).replace("'", '"')
     (tmp_path / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(ConfigError, match="index"):
-        list(iterate_safetensors(tmp_path))
+    with pytest.raises(ConfigError, match=r"index|gone\.safetensors: missing"):
+        list(read_weights(tmp_path))
 
 
 def test_a_broken_file_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds neither"):
-        list(iterate_safetensors(tmp_path))
+        list(read_weights(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"\x00" * 64)
     with pytest.raises(ConfigError, match=r"model\.safetensors: cannot be read"):
-        list(iterate_safetensors(tmp_path))
+        list(read_weights(tmp_path))
