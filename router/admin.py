@@ -121,7 +121,6 @@ class AdminEndpoint(AdminServiceServicer):
 
 
 def _costs(kind: Kind, costs: LearntCosts, predictor: Predictor) -> admin.LearntCosts:
-    neighbours = predictor.neighbours
     return admin.LearntCosts(
         role=link.ROLE_PREFILL if kind.role is Role.PREFILL else link.ROLE_DECODE,
         device=kind.device,
@@ -132,8 +131,6 @@ def _costs(kind: Kind, costs: LearntCosts, predictor: Predictor) -> admin.Learnt
         decode_step_s=costs.decode.step_s,
         decode_sequence_s=costs.decode.each_s,
         decode_kv_token_s=costs.decode.context_s,
-        prefill_slowdown=1.0 if neighbours is None else neighbours.learnt(kind.role, prefills=True).each,
-        decode_slowdown=1.0 if neighbours is None else neighbours.learnt(kind.role, prefills=False).each,
         num_prefill_steps=costs.num_prefill_steps,
         num_decode_steps=costs.num_decode_steps,
         prefill_error=costs.prefill_error,

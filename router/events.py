@@ -33,7 +33,6 @@ class Registration:
     max_model_len: int
     handoff_address: str
     max_num_batched_tokens: int = 0  # in a step; 0: unknown
-    host: str = ""  # name of its machine; empty: unknown
     age_s: float = 0.0  # of its process, when it said this
     device: str = ""  # what it computes on; empty: unknown
 

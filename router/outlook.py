@@ -61,13 +61,12 @@ class Outlook:
         costs, worker, width = self._costs, self.worker, self._prompt.num_sequences
         batch = at_join + width
         alone_s = costs.decode_s(batch, batch * self._mean_kv)
-        slowdown = self._predictor.slowdown(worker, alone_s * self.num_later, prefills=False)
         ratio = self.num_later / self._answer_tokens
         share = (1 - exp(-ratio)) / ratio
-        arriving = self._predictor.sequences_a_second(worker, self._now_s) * self._answer_s(alone_s * slowdown)
+        arriving = self._predictor.sequences_a_second(worker, self._now_s) * self._answer_s(alone_s)
         steady = min(arriving, float(worker.registration.max_num_seqs))
         batch = staying + others * share + steady * (1 - share) + width
-        return costs.decode_s(batch, batch * self._mean_kv) * slowdown
+        return costs.decode_s(batch, batch * self._mean_kv)
 
     def _beside(self, delay_s: float) -> tuple[float, float, float]:
         """Return how many sequences there will be when it joins, and how many of them other routers' are.

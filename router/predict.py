@@ -19,7 +19,6 @@ from pdserve.router.answers import AnswerLengths
 from pdserve.router.because import Cause
 from pdserve.router.costs import CostsByKind
 from pdserve.router.events import LinkId
-from pdserve.router.neighbours import Neighbours
 from pdserve.router.prefix_index import UNKEYED, Hashes, PrefixIndex
 from pdserve.router.view import WorkerView
 from pdserve.values import value
@@ -118,12 +117,10 @@ class Predictor:
         self,
         start: dict[Role, StepCosts] | None = None,
         hasher: PrefixHasher = UNKEYED,
-        neighbours: Neighbours | None = None,
     ) -> None:
-        """`hasher` hashes prompts as the cluster's workers do. `neighbours` may be left out."""
+        """`hasher` hashes prompts as the cluster's workers do."""
         self.costs = CostsByKind(start or {})
         self.links = LearntLinks()
-        self.neighbours = neighbours
         self.prefixes = PrefixIndex(hasher)
         self.lengths = AnswerLengths()
         self.ttft_margin, self.tpot_margin = Margin(), Margin()
@@ -136,11 +133,7 @@ class Predictor:
     def observe_step(self, worker: WorkerView, step: Step, elapsed_s: float, now_s: float) -> None:
         if elapsed_s <= 0 or not (step.prefill_tokens or step.sequences):
             return
-        costs = self.costs.of(worker)
-        if self.neighbours is not None:
-            predicted_s, prefills = costs.seconds(step), step.prefill_tokens > 0
-            elapsed_s = self.neighbours.alone_s(worker, (predicted_s, elapsed_s), now_s, prefills=prefills)
-        costs.observe(step, elapsed_s, now_s)
+        self.costs.of(worker).observe(step, elapsed_s, now_s)
 
     def observe_first_token(
         self, predicted_s: float, observed_s: float, objective_s: float | None, *, median: float | None
@@ -169,7 +162,6 @@ class Predictor:
     ) -> None:
         """Note where a prompt's KV will be, and who will be busy with it."""
         workers = [worker for worker in (prefill, decode) if worker is not None]
-        self._look(workers, now_s)
         self.prefixes.note([worker.link for worker in workers], hashes, now_s)
         if prefill is not None:
             self._tokens.add(prefill, uncached(prompt, prefill.link)[0], now_s, _RATE_S)
@@ -180,33 +172,19 @@ class Predictor:
         """Note what other routers have sent to a worker since it last reported."""
         if not sent.num_taken:
             return
-        self._look([worker], now_s)
         if worker.role is Role.PREFILL:
             self._tokens.add(worker, sent.taken_tokens, now_s, _RATE_S)
         else:
             self._sequences.add(worker, sent.num_taken, now_s, self._life_s)
 
-    def _look(self, workers: Seq[WorkerView], now_s: float) -> None:
-        for worker in workers:
-            if self.neighbours is not None:
-                self.neighbours.look(worker, now_s)
-
     def forget(self, worker: WorkerView) -> None:
         self.prefixes.forget(worker.link)
         self.costs.forget(worker)
         self.links.forget(worker.name)
-        if self.neighbours is not None:
-            self.neighbours.forget(worker)
         for rates in (self._tokens, self._sequences):
             rates.forget(worker)
 
     # ---- predicting
-
-    def slowdown(self, worker: WorkerView, horizon_s: float, *, prefills: bool) -> float:
-        """Return by how much neighbours will slow a worker's steps down, from now on for so long."""
-        if self.neighbours is None:
-            return 1.0
-        return self.neighbours.slowdown(worker, horizon_s, prefills=prefills)
 
     def first_token(self, worker: WorkerView, prompt: Prompt, now_s: float) -> FirstToken:
         """Predict when the first token comes from a prefill worker, from now on."""
@@ -216,19 +194,17 @@ class Predictor:
         queued, queued_work = worker.waiting_before(prompt.priority)
         if not queued:
             alone_s = costs.prefill_s(fresh, work, budget)
-            alone_s *= self.slowdown(worker, alone_s, prefills=True)
             return FirstToken(self.ttft_median * alone_s, Cause.PREFILL)
         running_s = costs.prefill_s(running.prefill_tokens, running.prefill_work, budget)
         tokens = max(0, queued - running.prefill_tokens) + fresh
         later_s = costs.prefill_s(tokens, max(0, queued_work - running.prefill_work) + work, budget)
-        slowdown = self.slowdown(worker, running_s + later_s, prefills=True)
-        left_s = max(0.0, slowdown * running_s - (now_s - running.since_s))
-        last_s = slowdown * (costs.prefill.step_s + costs.prefill.each_s * (tokens % budget or budget))
-        total_s = left_s + slowdown * later_s
+        left_s = max(0.0, running_s - (now_s - running.since_s))
+        last_s = costs.prefill.step_s + costs.prefill.each_s * (tokens % budget or budget)
+        total_s = left_s + later_s
         # Later prompts that will probably share its last step prolong it.
         joining = max(0.0, total_s - last_s) * self._tokens.rate(worker, now_s, _RATE_S)
-        total_s += slowdown * costs.prefill.each_s * min(-tokens % budget, joining)
-        own_s = slowdown * costs.prefill.marginal_s(fresh, work)
+        total_s += costs.prefill.each_s * min(-tokens % budget, joining)
+        own_s = costs.prefill.marginal_s(fresh, work)
         return FirstToken(self.ttft_median * total_s, Cause.PREFILL if own_s > total_s / 2 else Cause.QUEUE)
 
     def idle_s(self, worker: WorkerView, prompt: Prompt) -> float:

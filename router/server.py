@@ -36,7 +36,6 @@ from pdserve.router.events import ShutdownAsked, ShutdownDue
 from pdserve.router.inference import HARD_LIMIT_BYTES, InferenceEndpoint, LimitSizes
 from pdserve.router.kv_subscriber import KvSubscriber, PublishedBlocks, Source
 from pdserve.router.links import Follow, Links
-from pdserve.router.neighbours import Neighbours
 from pdserve.router.policies import POLICIES
 from pdserve.router.predict import Predictor
 from pdserve.router.prompts import Prompts, ServedModel
@@ -97,7 +96,7 @@ async def run(
     """Serve a model until `stop` is set, then drain. `on_ready` gets the addresses, as does the ready file."""
     start = config.start_costs()
     hasher = PrefixHasher(read_secret(config.secret_file), model.name)
-    predictor = Predictor(dict.fromkeys(Role, start) if start else None, hasher, Neighbours())
+    predictor = Predictor(dict.fromkeys(Role, start) if start else None, hasher)
     core = RouterCore(model.name, config, POLICIES[config.policy](predictor), predictor)
     shell = Shell(core, MonotonicClock())
     prompts = Prompts(model, config.max_num_tokenizing, config.tokenize_timeout_s)

@@ -238,11 +238,6 @@ class WorkerView:
         return self._kv_tokens + self.others.placed_tokens
 
     @property
-    def is_busy(self) -> bool:
-        """Whether it probably computes now: sequences whose prompts are still to come do not count."""
-        return self.pending_prefill_tokens > 0 or self.num_sequences > self.num_arriving
-
-    @property
     def kv_capacity(self) -> int:
         """Tokens whose KV it can hold: pages in quarantine are no room."""
         num_pages = self.registration.num_pages - (self.load.pages_lost if self.load else 0)

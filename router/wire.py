@@ -149,7 +149,6 @@ def _registration(link_id: LinkId, register: link.Register) -> Registration:
         max_model_len=register.max_model_len,
         handoff_address=register.handoff_address,
         max_num_batched_tokens=register.max_num_batched_tokens,
-        host=register.host,
         age_s=register.age_ms / 1000,
         device=register.device,
     )

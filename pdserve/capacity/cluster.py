@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from math import isfinite
 
 from pdserve.capacity.leaping import END, LeapingScheduler
-from pdserve.capacity.machine import Machine
 from pdserve.capacity.reports import (
     LEDGER_ONLY,
     Delta,
@@ -36,7 +35,6 @@ from pdserve.router.commands import CancelAttempt, Command, Deliver, End, Place
 from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
 from pdserve.router.events import Event, LinkId, Registration, StepReported
-from pdserve.router.neighbours import Neighbours
 from pdserve.router.policies import POLICIES
 from pdserve.router.predict import Predictor
 from pdserve.rpc import PROTOCOL_VERSION
@@ -90,7 +88,6 @@ class SimCluster:
             Role.DECODE: profile.configuration(shape.decode_tp).costs(),
         }
         self._costs = costs
-        self._machine = Machine(self._clock) if any(each.shares_machine for each in costs.values()) else None
         limits = Limits(
             max_num_requests=MAX_TASKS,
             max_num_held=4096,
@@ -99,8 +96,7 @@ class SimCluster:
         )
         self._routers: dict[RouterRef, _Router] = {}
         for ref in map(RouterRef, range(shape.routers)):
-            neighbours = None if self._machine is None else Neighbours()
-            predictor = Predictor(costs, self._hasher, neighbours)
+            predictor = Predictor(costs, self._hasher)
             self._routers[ref] = _Router(ref, RouterCore(MODEL, limits, POLICIES[policy](predictor), predictor))
         for index in range(shape.prefill):
             self._attach(f"p{index}", Role.PREFILL)
@@ -232,7 +228,7 @@ class SimCluster:
         scheduler = LeapingScheduler(KvCache(num_pages, self._page_size, hasher), limits, self._lengths.__getitem__)
         core = WorkerCore(scheduler, VOCAB_SIZE, self._page_bytes, b"simulated", RULES)
         peer = Peer(WorkerId(name), Incarnation(link))
-        worker = SimWorker(self._clock, (peer, link), core, scheduler, self._costs[role], self._machine)
+        worker = SimWorker(self._clock, (peer, link), core, scheduler, self._costs[role])
         worker.perform = self._perform
         self._workers[link] = self._by_peer[peer] = worker
         # One head whose width makes a page as large as the profile says.
@@ -251,7 +247,6 @@ class SimCluster:
             max_model_len=max_model_len,
             handoff_address=name,
             max_num_batched_tokens=limits.max_num_batched_tokens,
-            host="simulated" if self._machine else "",
         )
         for router in self._routers.values():
             self._post(router, registration)

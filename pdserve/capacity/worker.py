@@ -1,16 +1,13 @@
 """A worker under virtual time: its own core, and a profile in place of an engine.
 
 As in `worker.loop`: handle what came, plan, run, commit; what comes while a step runs is handled at once. Steps that
-only decode, until a sequence ends or another comes, are done in one leap, unless workers share a machine and slow each
-other down.
+only decode, until a sequence ends or another comes, are done in one leap.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import sqrt
 
 from pdserve.capacity.leaping import LeapingScheduler
-from pdserve.capacity.machine import Machine
 from pdserve.capacity.reports import Reported
 from pdserve.engine.step import StepPlan
 from pdserve.kvtransfer.session import Peer
@@ -44,7 +41,6 @@ class SimWorker:
         core: WorkerCore,
         scheduler: LeapingScheduler,
         costs: StepCosts,
-        machine: Machine | None = None,
     ) -> None:
         self.peer, self.link = name
         self.core = core
@@ -57,7 +53,6 @@ class SimWorker:
         self.link_busy_until_s = 0.0  # by a copy
         self._clock = clock
         self._costs = costs
-        self._machine = machine  # that it shares with others; None: it has devices of its own
         self._inbox: list[Event] = []
         self._is_waiting = False  # for its turn
         self._is_stepping = False
@@ -94,7 +89,7 @@ class SimWorker:
 
     def _start(self) -> None:
         now_s = self._clock.now_s()
-        num_steps = self.scheduler.leap_length() if self._machine is None else 0
+        num_steps = self.scheduler.leap_length()
         if num_steps:
             self._leap = _Leap(self._costs, now_s, num_steps, *self.scheduler.batch())
             self.scheduler.begin_leap()
@@ -105,10 +100,7 @@ class SimWorker:
             self._is_stepping = True
             step = _step(plan)
             elapsed_s = self._costs.seconds(step)
-            if self._machine is None:
-                self._clock.at(now_s + elapsed_s, self._end_step, plan, step, elapsed_s)
-            else:
-                self._machine.begin(elapsed_s, self._costs.slowdown(step), partial(self._end_step, plan, step))
+            self._clock.at(now_s + elapsed_s, self._end_step, plan, step, elapsed_s)
 
     def _end_step(self, plan: StepPlan, step: Step, elapsed_s: float) -> None:
         self._is_stepping = False

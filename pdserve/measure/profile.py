@@ -93,8 +93,6 @@ def learnt_profile(status: admin.ClusterStatus, source: str) -> Profile:
                     token_context_s=prefill.prefill_work_s,
                 ),
                 decode=_decode(decode),
-                prefill_slowdown=prefill.prefill_slowdown,
-                decode_slowdown=decode.decode_slowdown,
             )
         ],
     )

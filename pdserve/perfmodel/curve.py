@@ -57,17 +57,6 @@ class StepCosts:
 
     prefill: Curve
     decode: tuple[DecodePiece, ...]  # by rising max_sequences; the last holds for the rest
-    prefill_slowdown: float = 1.0  # factor for each other worker of the machine that computes meanwhile
-    decode_slowdown: float = 1.0
-
-    @property
-    def shares_machine(self) -> bool:
-        """Whether workers slow each other down."""
-        return self.prefill_slowdown > 1 or self.decode_slowdown > 1
-
-    def slowdown(self, step: Step) -> float:
-        """Return the factor that holds for a step."""
-        return self.prefill_slowdown if step.prefill_tokens else self.decode_slowdown
 
     def decode_curve(self, sequences: int) -> Curve:
         """Return the curve that holds for a batch size."""

@@ -10,15 +10,6 @@ from pdserve.errors import ConfigError
 from pdserve.perfmodel.curve import Curve, DecodePiece, StepCosts
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Slowdown = Annotated[
-    float,
-    Field(
-        ge=1,
-        le=16,
-        allow_inf_nan=False,
-        description="Factor of a step's time for each other worker of the same machine that computes meanwhile.",
-    ),
-]
 
 
 class _Section(BaseModel):
@@ -55,12 +46,10 @@ class Configuration(_Section):
     kv_tokens: int = Field(ge=1, description="Tokens whose KV fits beside the weights.")
     prefill: PrefillFields
     decode: list[DecodeFields] = Field(min_length=1)
-    prefill_slowdown: Slowdown = 1.0
-    decode_slowdown: Slowdown = 1.0
 
     def costs(self) -> StepCosts:
         pieces = tuple(fields.piece() for fields in self.decode)
-        return StepCosts(self.prefill.curve(), pieces, self.prefill_slowdown, self.decode_slowdown)
+        return StepCosts(self.prefill.curve(), pieces)
 
 
 class LinkFields(_Section):

@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import secrets
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -201,7 +200,6 @@ def _registration(config: WorkerConfig, incarnation: Incarnation) -> link.Regist
         protocol_version=PROTOCOL_VERSION,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        host="" if config.device == "cuda" else socket.gethostname(),  # of workers that share CPUs
     )
 
 

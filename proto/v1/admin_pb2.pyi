@@ -457,8 +457,6 @@ class LearntCosts(_message.Message):
     DECODE_STEP_S_FIELD_NUMBER: _builtins.int
     DECODE_SEQUENCE_S_FIELD_NUMBER: _builtins.int
     DECODE_KV_TOKEN_S_FIELD_NUMBER: _builtins.int
-    PREFILL_SLOWDOWN_FIELD_NUMBER: _builtins.int
-    DECODE_SLOWDOWN_FIELD_NUMBER: _builtins.int
     NUM_PREFILL_STEPS_FIELD_NUMBER: _builtins.int
     NUM_DECODE_STEPS_FIELD_NUMBER: _builtins.int
     PREFILL_ERROR_FIELD_NUMBER: _builtins.int
@@ -480,10 +478,6 @@ class LearntCosts(_message.Message):
     """Of each sequence."""
     decode_kv_token_s: _builtins.float
     """Of each KV token read."""
-    prefill_slowdown: _builtins.float
-    """Factor of a prefill step for each other worker of the same machine that computes meanwhile."""
-    decode_slowdown: _builtins.float
-    """The same of a decode step."""
     num_prefill_steps: _builtins.int
     """Steps with prompts seen so far; with none, the figures are those the router started from."""
     num_decode_steps: _builtins.int
@@ -512,8 +506,6 @@ class LearntCosts(_message.Message):
         decode_step_s: _builtins.float = ...,
         decode_sequence_s: _builtins.float = ...,
         decode_kv_token_s: _builtins.float = ...,
-        prefill_slowdown: _builtins.float = ...,
-        decode_slowdown: _builtins.float = ...,
         num_prefill_steps: _builtins.int = ...,
         num_decode_steps: _builtins.int = ...,
         prefill_error: _builtins.float = ...,
@@ -524,7 +516,7 @@ class LearntCosts(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_batches", b"decode_batches", "decode_error", b"decode_error", "decode_kv_token_s", b"decode_kv_token_s", "decode_sequence_s", b"decode_sequence_s", "decode_slowdown", b"decode_slowdown", "decode_step_s", b"decode_step_s", "device", b"device", "layout", b"layout", "num_decode_steps", b"num_decode_steps", "num_prefill_steps", b"num_prefill_steps", "prefill_error", b"prefill_error", "prefill_slowdown", b"prefill_slowdown", "prefill_step_s", b"prefill_step_s", "prefill_token_s", b"prefill_token_s", "prefill_work_s", b"prefill_work_s", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_batches", b"decode_batches", "decode_error", b"decode_error", "decode_kv_token_s", b"decode_kv_token_s", "decode_sequence_s", b"decode_sequence_s", "decode_step_s", b"decode_step_s", "device", b"device", "layout", b"layout", "num_decode_steps", b"num_decode_steps", "num_prefill_steps", b"num_prefill_steps", "prefill_error", b"prefill_error", "prefill_step_s", b"prefill_step_s", "prefill_token_s", b"prefill_token_s", "prefill_work_s", b"prefill_work_s", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

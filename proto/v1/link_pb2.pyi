@@ -327,7 +327,6 @@ class Register(_message.Message):
     MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_MODEL_LEN_FIELD_NUMBER: _builtins.int
     HANDOFF_ADDRESS_FIELD_NUMBER: _builtins.int
-    HOST_FIELD_NUMBER: _builtins.int
     KV_EVENTS_ENDPOINT_FIELD_NUMBER: _builtins.int
     KV_EVENTS_REPLAY_ENDPOINT_FIELD_NUMBER: _builtins.int
     AGE_MS_FIELD_NUMBER: _builtins.int
@@ -359,8 +358,6 @@ class Register(_message.Message):
     """Longest sequence."""
     handoff_address: _builtins.str
     """Decode worker: host:port where prefill workers dial its Handoff service."""
-    host: _builtins.str
-    """Name of its machine: workers of one machine may slow each other down. Empty: unknown."""
     kv_events_endpoint: _builtins.str
     """Where it publishes KV events over ZMQ; empty: nowhere."""
     kv_events_replay_endpoint: _builtins.str
@@ -395,7 +392,6 @@ class Register(_message.Message):
         max_num_batched_tokens: _builtins.int = ...,
         max_model_len: _builtins.int = ...,
         handoff_address: _builtins.str = ...,
-        host: _builtins.str = ...,
         kv_events_endpoint: _builtins.str = ...,
         kv_events_replay_endpoint: _builtins.str = ...,
         age_ms: _builtins.int = ...,
@@ -404,7 +400,7 @@ class Register(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "device", b"device", "handoff_address", b"handoff_address", "host", b"host", "incarnation", b"incarnation", "kv_events_endpoint", b"kv_events_endpoint", "kv_events_replay_endpoint", b"kv_events_replay_endpoint", "layout", b"layout", "load_progress", b"load_progress", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_pages", b"num_pages", "protocol_version", b"protocol_version", "ready", b"ready", "role", b"role", "role_epoch", b"role_epoch", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_ms", b"age_ms", "device", b"device", "handoff_address", b"handoff_address", "incarnation", b"incarnation", "kv_events_endpoint", b"kv_events_endpoint", "kv_events_replay_endpoint", b"kv_events_replay_endpoint", "layout", b"layout", "load_progress", b"load_progress", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model", b"model", "num_pages", b"num_pages", "protocol_version", b"protocol_version", "ready", b"ready", "role", b"role", "role_epoch", b"role_epoch", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

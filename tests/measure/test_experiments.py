@@ -45,7 +45,6 @@ def status(num_steps: int) -> admin.ClusterStatus:
         prefill_step_s=0.02,
         prefill_token_s=0.0007,
         prefill_work_s=1e-7,
-        prefill_slowdown=1.4,
         num_prefill_steps=num_steps,
     )
     decode = admin.LearntCosts(
@@ -53,7 +52,6 @@ def status(num_steps: int) -> admin.ClusterStatus:
         decode_step_s=0.025,
         decode_sequence_s=0.002,
         decode_kv_token_s=1e-6,
-        decode_slowdown=1.6,
         num_decode_steps=num_steps,
     )
     workers = [worker(link.ROLE_PREFILL, 1000, 2048), worker(link.ROLE_DECODE, 800, 512)]
@@ -88,7 +86,6 @@ def test_a_learnt_profile_is_read_back_as_it_was_written(tmp_path: Path) -> None
     costs = read.configuration(1).costs()
     assert costs.prefill == Curve(0.02, 0.0007, 1e-7)
     assert costs.decode_curve(5) == Curve(0.025, 0.002, 1e-6)
-    assert (costs.prefill_slowdown, costs.decode_slowdown) == (1.4, 1.6)
     assert read.kv_bytes_per_token == 23_040
     assert read.configuration(1).kv_tokens == 800 * 16
 
