@@ -50,7 +50,7 @@ sim: $(INSTALLED)
 
 # Runs on a machine with a GPU, with its own torch and triton: nothing is installed.
 gpu:
-	python3 kernels/gpu/__main__.py
+	python3 tests/gpu/run_gpu.py
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

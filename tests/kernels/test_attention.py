@@ -6,13 +6,13 @@ Unused pages and slots hold NaN and so does the output beforehand: a masked key 
 import math
 import os
 
+import gpu_problem as problem
 import numpy as np
 import pytest
 import torch
+from gpu_problem import Lens, Problem
 
 from pdserve.kernels.attention import PagedAttention, StepSize
-from pdserve.kernels.gpu import problem
-from pdserve.kernels.gpu.problem import Lens, Problem
 from pdserve.kernels.tuning import Tile
 
 TOLERANCE = {torch.bfloat16: 7.5e-3, torch.float16: 1.5e-3, torch.float32: 1e-5}

@@ -3,15 +3,15 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+import gpu_problem as problem
 import numpy as np
 import pytest
 import torch
+from gpu_problem import Lens
 from torch import Tensor
 
 from pdserve.kernels import pageio, rows, sample
 from pdserve.kernels.attention import AttentionSpec, PagedAttention, StepSize
-from pdserve.kernels.gpu import problem
-from pdserve.kernels.gpu.problem import Lens
 
 SPEC = AttentionSpec(4, 2, 64, 16, 8, 0.125)
 LENS = Lens((2, 1), (20, 5))

@@ -8,15 +8,17 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
+SUPPORT = Path(__file__).parents[1] / "support"
 SHARED_BYTES = {80: 166_912, 90: 232_448, 100: 232_448}
 ROWS = "rope and write|digest|rms norm|silu|sample"
 CORE = f"d128$|d128 16-slot|window$|float32|{ROWS}"  # one of each kernel; the report has all
 PROGRAM = """
 import json, re, sys
-from pdserve.kernels import catalog, compiling
+import kernel_catalog as catalog, kernel_compiler as compiling
 capability, wanted = int(sys.argv[1]), re.compile(sys.argv[2])
 chip = catalog.CHIPS[capability]
 for case in catalog.cases():
@@ -44,6 +46,7 @@ class Made:
 
 def start(capability: int, wanted: str) -> subprocess.Popen[str]:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(SUPPORT)
     command = [sys.executable, "-c", PROGRAM, str(capability), wanted]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
 

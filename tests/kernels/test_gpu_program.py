@@ -14,13 +14,14 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in 
 
 
 def run_program(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(root / "kernels" / "gpu" / "__main__.py"), *arguments]
+    command = [sys.executable, str(root / "tests" / "gpu" / "run_gpu.py"), *arguments]
     return subprocess.run(command, cwd=root, env=ENVIRONMENT, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_tree_without_its_links_gets_them_back_and_without_a_gpu_nothing_runs(tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("kernels", "tests/gpu"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "pdserve").mkdir()
     shutil.copy(ROOT / "pdserve" / "__init__.py", tmp_path / "pdserve")
     done = run_program(tmp_path)

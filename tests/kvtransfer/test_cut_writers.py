@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 import torch
+from gpu_pages import num_wrong_rows
 from half_slice import MEETING, greeted, half_slice
 
 from pdserve.ids import Incarnation, WorkerId
@@ -14,7 +15,6 @@ from pdserve.kvtransfer.backends.collective import CollectiveBackend
 from pdserve.kvtransfer.backends.collective_receiver import Writer
 from pdserve.kvtransfer.backends.pairing import Framed
 from pdserve.kvtransfer.backends.staging import STAGE_BYTES, HostRows, Rows
-from pdserve.kvtransfer.gpu_check import num_wrong_rows
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import ByteRows, Region
 from pdserve.kvtransfer.session import Peer

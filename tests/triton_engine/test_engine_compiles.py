@@ -4,18 +4,20 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
+TESTS = Path(__file__).parents[1]
 SHARED_BYTES = 232_448  # most that one program may use on sm_90
 PROGRAM = """
 import json, random, torch
 from pdserve.engine.attention_triton import TritonAttention
 from pdserve.engine.batch import Batch, PoolShape
-from pdserve.engine.gpu import PAGE_SIZE, QWEN3_0_6B
+from gpu_engine import PAGE_SIZE, QWEN3_0_6B
 from pdserve.engine.graphs import graph_sizes
 from pdserve.engine.runner_cuda import step_inputs
 from pdserve.engine.sampler_triton import KernelSampler
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan
-from pdserve.kernels import compiling
+import kernel_compiler as compiling
 from pdserve.kernels.staging import Staging
 from pdserve.model.config import ModelConfig
 from pdserve.model.ops import Dense, QkNorm
@@ -62,6 +64,7 @@ for each in unique.values():
 
 def test_every_kernel_of_a_step_compiles_for_hopper_and_keeps_to_its_registers() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(str(TESTS / folder) for folder in ("support", "gpu"))
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu_engine import PROMPT_LENS, QWEN3_0_6B, Work, different_texts, drive, nano_vllm_work
 
-from pdserve.engine.gpu import PROMPT_LENS, QWEN3_0_6B, Work, different_texts, drive, nano_vllm_work
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.runner_cuda import WORKSPACE_BYTES, CudaRunner, StepLimits, pages_that_fit, step_bytes
 from pdserve.engine.scheduler import Limits, Scheduler
@@ -28,10 +28,11 @@ class Lacking:
         if name.partition(".")[0] in {WHAT_A_BARE_MACHINE_LACKS!r}:
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Lacking())
-sys.path.insert(0, sys.argv[1])
-import pdserve.engine.gpu as bench
-import pdserve.kvtransfer.gpu_check
-assert bench.__file__.startswith(sys.argv[1]), bench.__file__
+sys.path[:0] = sys.argv[1:]
+import run_gpu
+run_gpu._sections()
+import pdserve.engine.runner_cuda as engine
+assert engine.__file__.startswith(sys.argv[1]), engine.__file__
 """
 
 
@@ -51,7 +52,7 @@ def test_what_make_gpu_runs_needs_no_more_than_a_bare_machine_has(tmp_path: Path
         shutil.copytree(ROOT / name, package / name, ignore=skip)
     for name in ("__init__", "clock", "errors", "ids", "kvlayout", "sampling"):
         shutil.copy(ROOT / "pdserve" / f"{name}.py", package)
-    command = [sys.executable, "-P", "-c", BARE_IMPORT, str(tmp_path)]
+    command = [sys.executable, "-P", "-c", BARE_IMPORT, str(tmp_path), str(ROOT / "tests" / "gpu")]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -78,7 +79,7 @@ def test_the_comparison_of_engines_finds_none_different() -> None:
 @pytest.mark.gpu
 def test_the_engine_on_the_gpu_draws_the_tokens_of_the_cpus() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(ROOT / "kernels" / "gpu" / "__main__.py"), "check", "--only", "engine "]
+    command = [sys.executable, str(ROOT / "tests" / "gpu" / "run_gpu.py"), "check", "--only", "engine "]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 
 import torch
+from gpu_table import Row
 
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.runner import EngineRunner, Runner
@@ -21,7 +22,6 @@ from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job, Sampled, Sequence
 from pdserve.engine.step import StepPlan
 from pdserve.ids import Attempt, RequestId
-from pdserve.kernels.gpu.rows import Row
 from pdserve.model.config import ModelConfig
 from pdserve.model.llama import Model
 from pdserve.model.loading import dummy_weights, load_model

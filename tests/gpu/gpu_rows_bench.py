@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterator
 
 import torch
+from gpu_table import Row
+from gpu_timing import time_us
 from torch import Tensor
 
 from pdserve.kernels import pageio, rng, rows, sample
-from pdserve.kernels.gpu.rows import Row
-from pdserve.kernels.gpu.timing import time_us
 from pdserve.kernels.reference import layer_views
 
 TOKENS = 16384

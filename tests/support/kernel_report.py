@@ -1,6 +1,6 @@
 """Report what the compiler makes of every kernel for chips that need not be here.
 
-    python -m pdserve.kernels.compile_report [--capability 90 ...] [--write docs/measurements/kernels-compile-report.md]
+    python tests/support/kernel_report.py [--capability 90 ...] [--write docs/measurements/kernels-compile-report.md]
 
 Registers, spills and shared memory are facts about the machine code; no kernel is run.
 """
@@ -10,10 +10,10 @@ import os
 import sys
 from pathlib import Path
 
+import kernel_catalog as catalog
+import kernel_compiler as compiling
 import torch
 import triton
-
-from pdserve.kernels import catalog, compiling
 
 HEADER = """| case | kernel | registers | spilled bytes | shared KiB | warps | at a time | matrix unit |
 | --- | --- | ---: | ---: | ---: | ---: | ---: | --- |"""
@@ -25,7 +25,7 @@ LEGEND = (
 
 def main() -> int:
     """Print the report; returns 1 if a kernel does not fit its chip, or a hot one spills."""
-    parser = argparse.ArgumentParser(prog="pdserve.kernels.compile_report", description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--capability", type=int, nargs="*", default=list(catalog.CHIPS), choices=list(catalog.CHIPS))
     parser.add_argument("--only", default="", help="compile the cases whose name contains this")
     parser.add_argument("--write", type=Path, help="also write the report to this file")
@@ -45,7 +45,7 @@ def report(capabilities: list[int], only: str) -> tuple[str, bool]:
     lines = [
         "# Kernels: compile report",
         "",
-        f"Written by `python -m pdserve.kernels.compile_report` with torch {torch.__version__}, "
+        f"Written by `python tests/support/kernel_report.py` with torch {torch.__version__}, "
         f"Triton {triton.__version__}. Nothing here was run on a GPU.",
         "",
         LEGEND,

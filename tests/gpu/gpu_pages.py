@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 import torch
+from gpu_table import Row
 
-from pdserve.kernels.gpu.rows import Row
 from pdserve.kvtransfer.backends.staging import HostRows
 
 NUM_PAGES, PAGE_BYTES = 40, 1 << 20

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from gpu_table import Row
+from gpu_timing import time_us
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from pdserve.kernels.attention import AttentionSpec, PagedAttention, StepSize
-from pdserve.kernels.gpu.rows import Row
-from pdserve.kernels.gpu.timing import time_us
 from pdserve.kernels.reference import layer_views
 from pdserve.kernels.tuning import Tile
 

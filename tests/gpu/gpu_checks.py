@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Iterator
 
+import gpu_problem as problem
 import torch
+from gpu_problem import Lens
+from gpu_table import Row
 from torch import Tensor
 
 from pdserve.kernels import pageio, reference, reference_sampling, rng, rows, sample
 from pdserve.kernels.attention import PagedAttention, StepSize
-from pdserve.kernels.gpu import problem
-from pdserve.kernels.gpu.problem import Lens
-from pdserve.kernels.gpu.rows import Row
 
 HALF = 7.5e-3
 NEAR_TIES = 1.0  # rows of 100 that may differ: logarithms are not rounded alike everywhere

@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 
-from pdserve.kernels.gpu.attention_bench import LLAMA, SMALL_HEADS, Shape, decode_call, prefill_call
-from pdserve.kernels.gpu.rows import Row
-from pdserve.kernels.gpu.timing import time_us
+from gpu_attention_bench import LLAMA, SMALL_HEADS, Shape, decode_call, prefill_call
+from gpu_table import Row
+from gpu_timing import time_us
+
 from pdserve.kernels.tuning import Tile
 
 SHOWN = 4

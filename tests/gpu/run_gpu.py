@@ -1,0 +1,88 @@
+"""Check every kernel on this machine's GPU, then time it beside what torch offers.
+
+    python3 tests/gpu/run_gpu.py [check] [bench] [tune] [--only TEXT]
+
+Needs torch, triton, numpy and safetensors. Prints short tables; all figures go to $OUT/kernels.json where OUT is set.
+It also works in a copy of the tree that lost its links.
+"""
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gpu_table import Row
+
+
+def main() -> int:
+    """Run the sections asked for (check and bench by default); returns 1 if a check failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sections", nargs="*", help="check, bench, tune; by default check and bench")
+    parser.add_argument("--only", default="", help="only cases whose name contains this")
+    arguments = parser.parse_args()
+    _find_package()
+    import gpu_table  # noqa: PLC0415 - the package is only now importable
+    import gpu_timing  # noqa: PLC0415
+
+    if not gpu_timing.has_gpu():
+        sys.stderr.write("no CUDA device: nothing to do\n")
+        return 2
+    results: dict[str, object] = {"machine": gpu_timing.machine(), "clocks_before": gpu_timing.clocks()}
+    sys.stdout.write(json.dumps(results) + "\n")
+    failed = False
+    for name, group, run in _sections():
+        if group in (arguments.sections or ["check", "bench"]):
+            found = run(arguments.only)
+            sys.stdout.write(gpu_table.table(name, found))
+            sys.stdout.flush()
+            results[name] = [asdict(row) for row in found]
+            failed = failed or any(row.failed for row in found)
+    results["clocks_after"] = gpu_timing.clocks()
+    if "OUT" in os.environ:
+        Path(os.environ["OUT"], "kernels.json").write_text(json.dumps(results, indent=1))
+    sys.stdout.write("FAILED\n" if failed else "all well\n")
+    return int(failed)
+
+
+def _sections() -> "list[tuple[str, str, Callable[[str], list[Row]]]]":
+    """Return each section's name, the argument that asks for it, and what runs those of its cases that are wanted."""
+    import gpu_attention_bench  # noqa: PLC0415
+    import gpu_checks  # noqa: PLC0415
+    import gpu_engine  # noqa: PLC0415
+    import gpu_pages  # noqa: PLC0415
+    import gpu_rows_bench  # noqa: PLC0415
+    import gpu_tune  # noqa: PLC0415
+
+    return [
+        ("ceilings", "bench", gpu_rows_bench.ceilings),
+        ("checks against float64", "check", gpu_checks.run),
+        ("prefill attention", "bench", gpu_attention_bench.prefill),
+        ("decode attention", "bench", gpu_attention_bench.decode),
+        ("pages, rows and sampling", "bench", gpu_rows_bench.run),
+        ("tuning", "tune", gpu_tune.run),
+        ("engine against the CPU's", "check", gpu_engine.check),
+        ("pages through the host's memory", "check", gpu_pages.run),
+        ("engine, nano-vllm's workload", "bench", gpu_engine.bench),
+    ]
+
+
+def _find_package() -> None:
+    """Make `pdserve` importable from the tree this file is in, and put back those of its links that are gone."""
+    root = Path(__file__).resolve().parents[2]
+    for name in ("kernels", "kvtransfer"):
+        link = root / "pdserve" / name
+        if not link.exists():
+            link.unlink(missing_ok=True)
+            link.symlink_to(f"../{name}")
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
