@@ -181,8 +181,16 @@ class Incoming:
 
 
 def check_capsule(job: Job, capsule: Capsule, vocab_size: int) -> None:
-    """Raise ProtocolError unless a capsule is about this job."""
-    if capsule.num_tokens != len(job.token_ids):
-        raise ProtocolError(f"capsule: {capsule.num_tokens} tokens for {len(job.token_ids)}")
-    if not set(capsule.indices) <= set(job.indices) or max(capsule.first_tokens, default=0) >= vocab_size:
-        raise ProtocolError("capsule: not the continuations, or tokens, of this request")
+    """Raise ProtocolError unless a capsule is about this job, and its pages can hold what its tails say."""
+    tails = capsule.tails
+    if not tails:
+        raise ProtocolError("capsule: no continuation goes on")
+    if not {tail.index for tail in tails} <= set(job.indices):
+        raise ProtocolError("capsule: not the continuations of this request")
+    if any(token.token_id >= vocab_size for tail in tails for token in tail.tokens):
+        raise ProtocolError("capsule: a token is not of this model's vocabulary")
+    if any(tail.tokens[:-1] != tails[0].tokens[:-1] for tail in tails):
+        raise ProtocolError("capsule: continuations that share pages differ in more than their last token")
+    num_tokens = len(job.token_ids) + len(tails[0].tokens) - 1
+    if capsule.num_tokens != num_tokens:
+        raise ProtocolError(f"capsule: {capsule.num_tokens} tokens for {num_tokens}")

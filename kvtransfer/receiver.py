@@ -165,8 +165,6 @@ class Receiver:
         self._refuse_other_places(commit)
         if len(commit.digests) != len(self.grant.pages):
             raise ProtocolError(f"digests: {len(commit.digests)} for {len(self.grant.pages)} pages")
-        if len(commit.capsule.first_tokens) != len(commit.capsule.indices) or not commit.capsule.indices:
-            raise ProtocolError("capsule: first_tokens and indices do not match")
         self._capsule = commit.capsule
         if not self._checks_digests:
             return self._checked(None)

@@ -10,6 +10,7 @@ from struct import pack
 from typing import NamedTuple
 
 from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
+from pdserve.sampling import SampledToken
 from pdserve.values import value
 
 Pages = tuple[PageId, ...]
@@ -46,12 +47,22 @@ class Grant:
 
 
 @value
-class Capsule:
-    """State of a request at the border: what the decode worker needs besides the pages."""
+class Tail:
+    """The tokens of one continuation that follow those of its job. After a prompt it is the first token."""
 
-    num_tokens: int  # tokens whose KV is in the pages
-    first_tokens: tuple[int, ...]  # drawn by the prefill worker, parallel to indices
-    indices: tuple[int, ...]  # continuations that go on
+    index: int
+    tokens: tuple[SampledToken, ...]
+
+
+@value
+class Capsule:
+    """State of a request when its pages change hands: what the receiver needs besides the pages.
+
+    Without tails, the pages are of a prefix, and no sequence goes on with them.
+    """
+
+    num_tokens: int  # tokens whose KV is in the pages: with tails, all but each one's last token
+    tails: tuple[Tail, ...]  # one of each continuation that goes on
 
 
 @value

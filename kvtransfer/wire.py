@@ -9,15 +9,18 @@ from pdserve.kvlayout_wire import layout_from_proto, layout_to_proto
 from pdserve.kvtransfer import receiver, sender
 from pdserve.kvtransfer.greeting import Hello, HelloAck, Introduction
 from pdserve.kvtransfer.region import MAX_DESCRIPTION_BYTES
-from pdserve.kvtransfer.session import CAPABILITY_BYTES, MIN_LEASE_S, Capsule, Commit, Grant, HandoffKey, Peer
+from pdserve.kvtransfer.session import CAPABILITY_BYTES, MIN_LEASE_S, Capsule, Commit, Grant, HandoffKey, Peer, Tail
 from pdserve.proto.v1 import handoff_pb2 as handoff
 from pdserve.rpc import PROTOCOL_VERSION
+from pdserve.sampling import SampledToken
+from pdserve.sampling_wire import logprobs_from_proto, logprobs_to_proto
 
 REQUEST_ID_BYTES = 16
 MAX_WORKER_ID_CHARS = 253
 MAX_REASON_CHARS = 512
 MAX_PAGES = 1 << 20  # in one hand-off
 MAX_CONTINUATIONS = 64
+MAX_TAIL_TOKENS = 1 << 16  # of one continuation
 MAX_REPORTED = 1 << 48  # bytes, or microseconds, of a hand-off: what is above it is reported as this
 
 ToReceiver = receiver.Committed | receiver.SenderQuiesced
@@ -128,17 +131,12 @@ def from_sender(key: HandoffKey, command: FromSender) -> handoff.HandoffServiceA
     name = _id(key)
     match command:
         case sender.SendCommit(commit):
-            capsule = handoff.Capsule(
-                num_tokens=commit.capsule.num_tokens,
-                first_tokens=commit.capsule.first_tokens,
-                indices=commit.capsule.indices,
-            )
             return handoff.HandoffServiceAttachRequest(
                 commit=handoff.Commit(
                     handoff=name,
                     capability=commit.capability,
                     digests=commit.digests,
-                    capsule=capsule,
+                    capsule=_capsule_to_proto(commit.capsule),
                     handoff_bytes=commit.handoff_bytes,
                     handoff_us=round(commit.handoff_s * 1e6),
                     region=commit.region,
@@ -211,14 +209,35 @@ def _commit(message: handoff.Commit) -> Commit:
 
 
 def _capsule(message: handoff.Capsule) -> Capsule:
-    indices = tuple(message.indices)
+    num_tails = len(message.tails)
     if message.num_tokens == 0:
         raise ProtocolError("capsule.num_tokens: 0")
-    if not 1 <= len(indices) <= MAX_CONTINUATIONS or len(set(indices)) != len(indices):
-        raise ProtocolError(f"capsule.indices: {indices[:MAX_CONTINUATIONS]}")
-    if len(message.first_tokens) != len(indices):
-        raise ProtocolError(f"capsule.first_tokens: {len(message.first_tokens)} for {len(indices)} continuations")
-    return Capsule(message.num_tokens, tuple(message.first_tokens), indices)
+    if num_tails > MAX_CONTINUATIONS:
+        raise ProtocolError(f"capsule.tails: {num_tails} are over {MAX_CONTINUATIONS}")
+    if len({tail.index for tail in message.tails}) != num_tails:
+        raise ProtocolError("capsule.tails: two are of one continuation")
+    return Capsule(message.num_tokens, tuple(_tail(tail) for tail in message.tails))
+
+
+def _tail(message: handoff.Tail) -> Tail:
+    num_tokens, num_logprobs = len(message.token_ids), len(message.logprobs)
+    if not 1 <= num_tokens <= MAX_TAIL_TOKENS:
+        raise ProtocolError(f"capsule.tails.token_ids: {num_tokens} tokens, 1 to {MAX_TAIL_TOKENS} are allowed")
+    if not num_logprobs:
+        return Tail(message.index, tuple(SampledToken(token_id) for token_id in message.token_ids))
+    if num_logprobs != num_tokens:
+        raise ProtocolError(f"capsule.tails.logprobs: {num_logprobs} for {num_tokens} tokens")
+    logprobs = map(logprobs_from_proto, message.logprobs)
+    return Tail(message.index, tuple(map(SampledToken, message.token_ids, logprobs)))
+
+
+def _capsule_to_proto(capsule: Capsule) -> handoff.Capsule:
+    message = handoff.Capsule(num_tokens=capsule.num_tokens)
+    for tail in capsule.tails:
+        logprobs = [logprobs_to_proto(token.logprobs) for token in tail.tokens if token.logprobs is not None]
+        token_ids = [token.token_id for token in tail.tokens]
+        message.tails.add(index=tail.index, token_ids=token_ids, logprobs=logprobs)
+    return message
 
 
 def _capability(value: bytes) -> bytes:

@@ -1,6 +1,7 @@
-"""How a request wants its tokens chosen, with the limits every part of the system relies on."""
+"""How a request wants its tokens chosen, with the limits every part of the system relies on; and a token as sampled."""
 
 import math
+from dataclasses import dataclass
 
 from pdserve.errors import invalid
 from pdserve.values import value
@@ -66,6 +67,20 @@ class SamplingParams:
         _in_range("stop_token_ids entries", len(self.stop_token_ids), 0, MAX_STOP_TOKEN_IDS)
         for token in self.stop_token_ids:
             _in_range("stop_token_ids", token, 0, vocab_size - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities (natural, of the model's raw distribution) at one position."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]  # (token id, logprob), likeliest first
+
+
+@value
+class SampledToken:
+    token_id: int
+    logprobs: TokenLogprobs | None = None
 
 
 def _in_range(field: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:

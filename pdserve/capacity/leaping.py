@@ -6,9 +6,9 @@ from pdserve.engine.kvcache import KvCache
 from pdserve.engine.running import RunningStep
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Outcome, Sequence
-from pdserve.engine.step import Chunk, SampledToken, SampleSpec, StepPlan, StepResult
+from pdserve.engine.step import Chunk, SampleSpec, StepPlan, StepResult
 from pdserve.errors import InvariantError
-from pdserve.sampling import SamplingParams
+from pdserve.sampling import SampledToken, SamplingParams
 
 OTHER, END = 0, 1  # tokens: one that goes on, and the end of a sequence
 _GOES_ON, _ENDS = (SampledToken(OTHER),), (SampledToken(END),)

@@ -15,10 +15,11 @@ from torch import Tensor
 from pdserve.engine.attention_torch import TorchAttention
 from pdserve.engine.batch import Batch, PoolShape
 from pdserve.engine.sampler import Sampler
-from pdserve.engine.step import SampledToken, StepPlan, StepResult
+from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId
 from pdserve.model.llama import Model
+from pdserve.sampling import SampledToken
 
 
 class EngineRunner(Protocol):

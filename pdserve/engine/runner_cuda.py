@@ -22,12 +22,13 @@ from pdserve.engine.graphs import Replays, graph_sizes, size_for
 from pdserve.engine.runner import by_chunk, copy_pages, run, zeroed
 from pdserve.engine.sampler import with_logprobs
 from pdserve.engine.sampler_triton import KernelSampler
-from pdserve.engine.step import Chunk, SampledToken, StepPlan, StepResult
+from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId
 from pdserve.kernels.staging import Staging, aligned, padded
 from pdserve.model.config import ModelConfig
 from pdserve.model.llama import Model
+from pdserve.sampling import SampledToken
 
 _NOTHING = torch.empty(0, dtype=torch.int64)
 Ints32 = npt.NDArray[np.int32]

@@ -15,9 +15,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pdserve.engine.step import SampledToken, SampleSpec, TokenLogprobs
+from pdserve.engine.step import SampleSpec
 from pdserve.kernels import rng
-from pdserve.sampling import SamplingParams
+from pdserve.sampling import SampledToken, SamplingParams, TokenLogprobs
 
 Ints = npt.NDArray[np.int64]
 

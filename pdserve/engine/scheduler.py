@@ -19,9 +19,10 @@ from operator import attrgetter
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.running import RunningStep
 from pdserve.engine.sequence import Broken, Computed, Outcome, Sampled, Sequence, Split, Started
-from pdserve.engine.step import Chunk, SampledToken, StepPlan, StepResult
+from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId
+from pdserve.sampling import SampledToken
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from pdserve.engine.kvcache import Prefix
-from pdserve.engine.step import SampledToken, SampleSpec
+from pdserve.engine.step import SampleSpec
 from pdserve.ids import Attempt, PageId, RequestId
-from pdserve.sampling import SamplingParams
+from pdserve.sampling import SampledToken, SamplingParams
 from pdserve.values import value
 
 SEED_STRIDE = 0xD1342543DE82EF95  # odd, so that the sequences of a request get different seeds

@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from pdserve.ids import PageId
-from pdserve.sampling import SamplingParams
+from pdserve.sampling import SampledToken, SamplingParams
 from pdserve.values import value
 
 
@@ -51,20 +51,6 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum([len(chunk.token_ids) for chunk in self.chunks])
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log probabilities (natural, of the model's raw distribution) at one position."""
-
-    chosen: float
-    top: tuple[tuple[int, float], ...]  # (token id, logprob), likeliest first
-
-
-@value
-class SampledToken:
-    token_id: int
-    logprobs: TokenLogprobs | None = None
 
 
 @value

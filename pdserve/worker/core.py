@@ -26,7 +26,7 @@ from pdserve.kvtransfer.doors import (
     SenderLost,
     SenderSaid,
 )
-from pdserve.kvtransfer.session import Capsule, HandoffKey
+from pdserve.kvtransfer.session import Capsule, HandoffKey, Tail
 from pdserve.prefill_worker.outgoing import Outgoing
 from pdserve.prefill_worker.starting import Starting
 from pdserve.reports import Failure, Stage
@@ -49,7 +49,7 @@ from pdserve.worker.messages import (
     Ticked,
     Tokens,
 )
-from pdserve.worker.tasks import Task, Tasks, arrived
+from pdserve.worker.tasks import Task, Tasks, arrived, tail_tokens
 
 
 class WorkerCore:
@@ -115,7 +115,7 @@ class WorkerCore:
                     commands.append(Tokens(task.router, task.key, index, outcome.position, token, finish))
                     if task.target is not None:
                         handed_off[task.key] = task
-                        task.first_tokens += ((index, token.token_id),) if finish is None else ()
+                        task.tails += (Tail(index, (token,)),) if finish is None else ()
                     elif finish is not None and outcome.sequence.indices == (index,):
                         self._tasks.replace(task, outcome.sequence, ())
                 case Started(sequence):
@@ -220,13 +220,12 @@ class WorkerCore:
 
     def _hand_off(self, task: Task, now_s: float) -> list[Command]:
         """Leave a prompt whose first tokens are known to its target, if any continuation goes on."""
-        if not task.first_tokens:
+        if not task.tails:
             return self._give_up([task], "finished with its first token", now_s)
         (sequence,) = task.sequences
         task.sequences.clear()
         self._scheduler.remove(sequence)  # its pages are held by the door
-        indices, tokens = zip(*task.first_tokens, strict=True)
-        capsule = Capsule(len(sequence.tokens), tokens, indices)
+        capsule = Capsule(len(sequence.tokens), task.tails)
         return self._take(self.outgoing.finish(task.key, capsule, now_s), now_s)
 
     def _give_up(self, tasks: Iterable[Task], reason: str, now_s: float) -> list[Command]:
@@ -268,7 +267,8 @@ class WorkerCore:
                 return (Progress(task.router, key, Stage.LANDED, now_s, 0, num_bytes, seconds),)
             case doors.Admitted():
                 self._admit(task, outcome)
-                return (Progress(task.router, key, Stage.COMMITTED, now_s),)
+                committed = Progress(task.router, key, Stage.COMMITTED, now_s)
+                return (committed, *tail_tokens(task, outcome.capsule))
             case doors.Unsent(_, failure, reason) | doors.NotAdmitted(_, failure, reason):
                 self._tasks.end(task)
                 return () if failure is None else (Failed(task.router, key, failure, reason),)

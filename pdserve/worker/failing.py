@@ -12,8 +12,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pdserve.engine.step import Chunk, SampledToken, StepPlan, StepResult
+from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.errors import DeviceError, InvariantError
+from pdserve.sampling import SampledToken
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import NewType
 
 from pdserve.engine.sequence import Finish, Job
-from pdserve.engine.step import SampledToken
 from pdserve.ids import Attempt, RequestId
 from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.doors import IncomingEvent, OutgoingEvent
@@ -17,6 +16,7 @@ from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.load import LoadPart
 from pdserve.reports import Failure, Stage
 from pdserve.roles import Role
+from pdserve.sampling import SampledToken
 from pdserve.values import value
 
 RouterRef = NewType("RouterRef", int)  # one attached stream to a router

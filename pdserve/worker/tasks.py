@@ -12,11 +12,11 @@ from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Job, Sequence
 from pdserve.ids import Attempt, RequestId
 from pdserve.kvtransfer.doors import Admitted
-from pdserve.kvtransfer.session import HandoffKey, Peer
+from pdserve.kvtransfer.session import Capsule, HandoffKey, Peer, Tail
 from pdserve.load import LoadPart
 from pdserve.perfmodel.curve import attention_work
 from pdserve.prefill_worker.starting import Starting
-from pdserve.worker.messages import Cancelled, RouterRef
+from pdserve.worker.messages import Cancelled, RouterRef, Tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +35,7 @@ class Task:
     target: Peer | None
     sequences: list[Sequence] = field(default_factory=list)  # that the engine computes, or is to compute
     dropped: set[int] = field(default_factory=set)  # continuations cancelled one by one, of later attempts too
-    first_tokens: tuple[tuple[int, int], ...] = ()  # (index, token) of continuations that go on at the target
+    tails: tuple[Tail, ...] = ()  # first tokens of continuations that go on at the target
     key: HandoffKey = field(init=False)
     prefix: Prefix | None = None  # of the prompt, if it is to arrive
 
@@ -66,12 +66,13 @@ class Task:
 
 
 def arrived(scheduler: Scheduler, task: Task, admitted: Admitted) -> list[Sequence]:
-    """Return the sequences that a hand-off has become. They share the prompt's pages."""
+    """Return the sequences that a hand-off has become. They share its pages."""
     capsule, job = admitted.capsule, task.job
+    before = [token.token_id for token in capsule.tails[0].tokens[:-1]]
     prompt = Sequence(
         job=job,
-        indices=capsule.indices,
-        tokens=list(job.token_ids),
+        indices=tuple(tail.index for tail in capsule.tails),
+        tokens=[*job.token_ids, *before],
         order=task.order,
         computed=capsule.num_tokens,
         pages=list(admitted.pages),
@@ -80,7 +81,17 @@ def arrived(scheduler: Scheduler, task: Task, admitted: Admitted) -> list[Sequen
     if task.prefix is not None:
         prompt.prefix.hashes += task.prefix.hashes
     scheduler.publish(prompt)
-    return scheduler.split(prompt, zip(capsule.indices, capsule.first_tokens, strict=True))
+    return scheduler.split(prompt, [(tail.index, tail.tokens[-1].token_id) for tail in capsule.tails])
+
+
+def tail_tokens(task: Task, capsule: Capsule) -> list[Tokens]:
+    """Return the tokens that came with a hand-off, as reports."""
+    start = len(task.job.token_ids) - task.job.num_prompt_tokens
+    return [
+        Tokens(task.router, task.key, tail.index, position, token, None)
+        for tail in capsule.tails
+        for position, token in enumerate(tail.tokens, start)
+    ]
 
 
 class Tasks:

@@ -4,11 +4,11 @@ What a router sends is checked here: ProtocolError names the field. Only duratio
 readings of this process's clock on arrival.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 
 from pdserve.engine.sequence import Finish, Job
-from pdserve.engine.step import StepPlan, StepResult, TokenLogprobs
+from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvtransfer.doors import PeerGone
@@ -21,6 +21,7 @@ from pdserve.proto.v1 import link_pb2 as link
 from pdserve.reports import Failure, Stage
 from pdserve.roles import Role
 from pdserve.sampling import SamplingParams
+from pdserve.sampling_wire import logprobs_to_proto
 from pdserve.token_ids import TOKEN_ID_BYTES, from_wire
 from pdserve.values import value
 from pdserve.worker.messages import (
@@ -288,13 +289,6 @@ def _write_delta(reported: Tokens, delta: link.TokenDelta) -> None:
     delta.index, delta.position = reported.index, reported.position
     delta.token_ids.append(token.token_id)
     if token.logprobs is not None:
-        delta.logprobs.append(_logprobs(token.logprobs))
+        delta.logprobs.append(logprobs_to_proto(token.logprobs))
     if reported.finish is not None:
         delta.finish_reason = _FINISH[reported.finish]
-
-
-def _logprobs(logprobs: TokenLogprobs) -> inference.TokenLogprobs:
-    top: Iterator[inference.TokenLogprob] = (
-        inference.TokenLogprob(token_id=token_id, logprob=logprob) for token_id, logprob in logprobs.top
-    )
-    return inference.TokenLogprobs(chosen=logprobs.chosen, top=list(top))

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from pdserve.proto.v1 import inference_pb2 as _inference_pb2
 from pdserve.proto.v1 import link_pb2 as _link_pb2
 import builtins as _builtins
 import sys
@@ -352,37 +353,65 @@ Global___Commit: _TypeAlias = Commit  # noqa: Y015
 
 @_typing.final
 class Capsule(_message.Message):
-    """State of a request at the border between prefill and decode."""
+    """State of a request when its pages change hands."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
-    FIRST_TOKENS_FIELD_NUMBER: _builtins.int
-    INDICES_FIELD_NUMBER: _builtins.int
+    TAILS_FIELD_NUMBER: _builtins.int
     num_tokens: _builtins.int
-    """Tokens whose KV is in the pages."""
+    """Tokens whose KV is in the pages. With tails, all but the last token of each: that one is yet to be computed."""
     @_builtins.property
-    def first_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The token each continuation drew first, parallel to indices."""
-
-    @_builtins.property
-    def indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Which continuations go on; those that ended with their first token are missing."""
+    def tails(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tail]:
+        """One of each continuation that goes on. None: the pages are of a prefix, and no sequence goes on with them."""
 
     def __init__(
         self,
         *,
         num_tokens: _builtins.int = ...,
-        first_tokens: _abc.Iterable[_builtins.int] | None = ...,
-        indices: _abc.Iterable[_builtins.int] | None = ...,
+        tails: _abc.Iterable[Global___Tail] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_tokens", b"first_tokens", "indices", b"indices", "num_tokens", b"num_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_tokens", b"num_tokens", "tails", b"tails"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Capsule: _TypeAlias = Capsule  # noqa: Y015
+
+@_typing.final
+class Tail(_message.Message):
+    """The tokens of one continuation that follow those of its job."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Which continuation."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """At least one. After a prompt it is the first token."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_inference_pb2.TokenLogprobs]:
+        """Parallel to token_ids, if the request asked for them."""
+
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_inference_pb2.TokenLogprobs] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "logprobs", b"logprobs", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Tail: _TypeAlias = Tail  # noqa: Y015
 
 @_typing.final
 class Quiesced(_message.Message):

@@ -12,10 +12,10 @@ from faultsim.engine import FakeRunner, expected
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Broken, Job, Sampled, Sequence, Split
-from pdserve.engine.step import Chunk, SampledToken, StepPlan, StepResult
+from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.ids import Attempt, RequestId
-from pdserve.sampling import SamplingParams
+from pdserve.sampling import SampledToken, SamplingParams
 
 VOCAB = 101
 PAGE_SIZE = 4

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pdserve.engine.sampler import Sampler, adjust
-from pdserve.engine.step import SampledToken, SampleSpec
+from pdserve.engine.step import SampleSpec
 from pdserve.kernels import reference_sampling, rng
 from pdserve.kernels.reference_sampling import RowParams
-from pdserve.sampling import SamplingParams
+from pdserve.sampling import SampledToken, SamplingParams
 
 VOCAB = 400
 EOS = (3, 9)

@@ -5,13 +5,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
 
+from capsules import capsule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.ids import Generation, PageId
 from pdserve.kvtransfer import receiver as r
 from pdserve.kvtransfer import sender as s
-from pdserve.kvtransfer.session import Capsule, Grant, Pages
+from pdserve.kvtransfer.session import Grant, Pages
 
 SRC = tuple(PageId(n) for n in (5, 6, 7))
 DST = tuple(PageId(n) for n in (20, 21))
@@ -64,7 +65,7 @@ class World:
             self.note(s.PagesReady(SRC[self.num_ready - 1 : self.num_ready]))
         elif not self.done:
             self.done = True
-            self.note(s.PrefillDone(Capsule(40, (7,), (0,))))
+            self.note(s.PrefillDone(capsule(40, (0, 7))))
 
     def note(self, event: s.Event) -> None:
         if self.sender.state is not s.State.CLOSED:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import pytest
+from capsules import capsule
 
 from pdserve.errors import ProtocolError
 from pdserve.ids import Generation, PageId
@@ -29,10 +30,10 @@ from pdserve.kvtransfer.sender import (
     Taken,
     Withdrawn,
 )
-from pdserve.kvtransfer.session import Capsule, Commit, Grant, Pages
+from pdserve.kvtransfer.session import Commit, Grant, Pages
 from pdserve.reports import Failure
 
-CAPSULE = Capsule(40, (7,), (0,))
+CAPSULE = capsule(40, (0, 7))
 CAPABILITY = b"c" * 16
 
 

@@ -5,18 +5,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from capsules import capsule
 
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import Generation, PageId
 from pdserve.kvtransfer import receiver as r
 from pdserve.kvtransfer import sender as s
-from pdserve.kvtransfer.session import Capsule, Commit, Grant
+from pdserve.kvtransfer.session import Commit, Grant
 from pdserve.reports import Failure
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "handoff.md").read_text()
 
 GRANT = Grant(0, (PageId(8), PageId(9)), (Generation(1), Generation(4)), b"c" * 16, 4.0)
-CAPSULE = Capsule(40, (7,), (0,))
+CAPSULE = capsule(40, (0, 7))
 COMMIT = r.Committed(Commit.of(GRANT, (21, 22), CAPSULE))
 ATTACHED, GRANTED = r.SenderAttached(), s.Granted(GRANT)
 READY, DONE = s.PagesReady((PageId(3),)), s.PrefillDone(CAPSULE)

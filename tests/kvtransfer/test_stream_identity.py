@@ -26,6 +26,8 @@ from pdserve.kvtransfer import receiver, roster, sender, wire
 from pdserve.kvtransfer.doors import PeerGone, ReceiverLost, SenderAttached, SenderLost, SenderSaid
 from pdserve.kvtransfer.session import Peer
 from pdserve.proto.v1 import handoff_pb2 as handoff
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.sampling import MAX_LOGPROBS
 
 
 async def test_a_wrong_secret_is_refused() -> None:
@@ -89,6 +91,10 @@ async def test_a_false_hello_is_refused_and_the_field_named(change: Change, name
         assert decode.heard.queue.empty()
 
 
+LOGPROBS = inference.TokenLogprobs(chosen=-1)
+TOO_MANY = inference.TokenLogprobs(chosen=-1, top=[inference.TokenLogprob()] * (MAX_LOGPROBS + 1))
+
+
 def quiesced(request_id: bytes = KEY.request_id) -> handoff.HandoffServiceAttachRequest:
     name = handoff.HandoffId(request_id=request_id, attempt=KEY.attempt)
     return handoff.HandoffServiceAttachRequest(quiesced=handoff.Quiesced(handoff=name))
@@ -107,8 +113,12 @@ def commit(**changes: object) -> handoff.HandoffServiceAttachRequest:
         handoff.HandoffServiceAttachRequest(hello=handoff.Hello(worker_id="prefill-0")),
         quiesced(request_id=b"short"),
         commit(capability=b"c" * 17),
-        commit(capsule=handoff.Capsule(first_tokens=[1])),
-        commit(capsule=handoff.Capsule(indices=[0], first_tokens=[1])),
+        commit(capsule=handoff.Capsule(tails=[handoff.Tail(index=1)])),
+        commit(capsule=handoff.Capsule(tails=[handoff.Tail(index=0, token_ids=[1])])),
+        commit(capsule=handoff.Capsule(tails=[handoff.Tail(index=1, token_ids=[1, 2], logprobs=[LOGPROBS])])),
+        commit(capsule=handoff.Capsule(tails=[handoff.Tail(index=1, token_ids=[1], logprobs=[TOO_MANY])])),
+        commit(capsule=handoff.Capsule(tails=[handoff.Tail(index=1, token_ids=[1] * (wire.MAX_TAIL_TOKENS + 1))])),
+        commit(capsule=handoff.Capsule(tails=[handoff.Tail(index=i, token_ids=[1]) for i in range(3, 66)])),
         handoff.HandoffServiceAttachRequest(commit=handoff.Commit(handoff=quiesced().quiesced.handoff)),
     ],
 )

@@ -1,11 +1,12 @@
 """Messages of the control stream: what a peer may not say is named."""
 
 import pytest
+from capsules import capsule
 
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt, Generation, PageId, RequestId
 from pdserve.kvtransfer import receiver, sender, wire
-from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey
+from pdserve.kvtransfer.session import Commit, Grant, HandoffKey
 from pdserve.proto.v1 import handoff_pb2 as handoff
 from pdserve.reports import Stage
 from pdserve.worker.messages import Progress, RouterRef
@@ -67,7 +68,7 @@ def test_a_message_that_names_no_hand_off_is_refused(message: handoff.HandoffSer
 
 
 def test_whatever_a_commit_tells_for_the_ledger_can_be_told_to_routers() -> None:
-    commit = Commit.of(GRANT, (1, 2), Capsule(9, (1,), (0,)))
+    commit = Commit.of(GRANT, (1, 2), capsule(9, (0, 1)))
     message = wire.from_sender(KEY, sender.SendCommit(commit))
     message.commit.handoff_us = message.commit.handoff_bytes = 2**64 - 1
     _, event = wire.to_receiver(message)

@@ -122,7 +122,7 @@ def test_a_capsule_without_tokens_is_refused_and_changes_nothing() -> None:
     told = [command.message for command in commands if isinstance(command, doors.ToSender)]
     (grant,) = [message.grant for message in told if isinstance(message, receiver.SendGrant)]
     before = core.load()
-    empty = Commit.of(grant, (0,), Capsule(4, (), ()))
+    empty = Commit.of(grant, (0,), Capsule(4, ()))
     with pytest.raises(ProtocolError, match="capsule"):
         core.handle(doors.SenderSaid(P, key(wanted), receiver.Committed(empty)), 0.0)
     assert core.load() == before

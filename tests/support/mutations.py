@@ -241,12 +241,6 @@ def deliver_tokens_again_after_placing_again() -> Iterator[object]:
 
 
 @mutation
-def lose_tokens_that_overtook_the_first() -> Iterator[object]:
-    with wrap(RouterSequence, "is_ahead", lambda original, self, delta, limit: original(self, delta, 0)) as patched:
-        yield patched
-
-
-@mutation
 def place_again_without_what_was_delivered() -> Iterator[object]:
     """Draw delivered tokens anew, under positions after them."""
 

@@ -11,10 +11,9 @@ from pdserve.engine.runner import Runner, run
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job, Sampled
 from pdserve.engine.sequence import Sequence as EngineSequence
-from pdserve.engine.step import SampledToken
 from pdserve.ids import Attempt, RequestId
 from pdserve.model.loading import load_model
-from pdserve.sampling import SamplingParams
+from pdserve.sampling import SampledToken, SamplingParams
 
 NUM_PAGES = 256
 

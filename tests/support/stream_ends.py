@@ -21,10 +21,11 @@ from pdserve.kvtransfer.doors import IncomingEvent, OutgoingEvent, ReceiverAttac
 from pdserve.kvtransfer.greeting import Party
 from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.server import HandoffServicer
-from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, Peer
+from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, Peer, Tail
 from pdserve.proto.v1 import handoff_pb2 as handoff
 from pdserve.proto.v1.handoff_pb2_grpc import HandoffServiceStub, add_HandoffServiceServicer_to_server
 from pdserve.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, identify, server_options
+from pdserve.sampling import SampledToken, TokenLogprobs
 
 SECRET = b"s" * 32
 LAYOUT = KvLayout("w", 2, 2, 4, 4, "float32")
@@ -33,7 +34,11 @@ DECODE = Peer(WorkerId("decode-0"), Incarnation(2))
 LATER = Peer(PREFILL.worker_id, Incarnation(PREFILL.incarnation + 1))
 KEY = HandoffKey(RequestId(bytes(16)), Attempt(3))
 GRANT = Grant(1, (PageId(4), PageId(2)), (Generation(7), Generation(8)), b"c" * 16, 4.0)
-COMMIT = Commit.of(GRANT, (5, 2**64 - 1), Capsule(9, (11, 12), (0, 2)))
+TAILS = (
+    Tail(0, (SampledToken(11), SampledToken(13))),
+    Tail(2, (SampledToken(12, TokenLogprobs(-0.5, ((12, -0.5), (3, -1.25)))),)),
+)
+COMMIT = Commit.of(GRANT, (5, 2**64 - 1), Capsule(9, TAILS))
 
 
 ReportT = TypeVar("ReportT")

@@ -1,19 +1,20 @@
 """One worker through whose doors KV leaves and arrives at once; what becomes of both with a request, or a peer."""
 
 import pytest
+from capsules import capsule
 from default_rules import default_rules
 
-from faultsim.engine import FakeRunner
+from faultsim.engine import EMPTY, FakeRunner, chain, expected
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job
 from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer import doors, receiver, sender
-from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, Peer
-from pdserve.reports import Failure
-from pdserve.sampling import SamplingParams
+from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, Peer, Tail
+from pdserve.reports import Failure, Stage
+from pdserve.sampling import SampledToken, SamplingParams
 from pdserve.worker.core import WorkerCore
-from pdserve.worker.messages import Cancelled, Command, DrainAsked, Event, Failed, Placed, RouterRef, Tokens
+from pdserve.worker.messages import Cancelled, Command, DrainAsked, Event, Failed, Placed, Progress, RouterRef, Tokens
 
 PAGE_SIZE, NUM_PAGES, VOCAB = 4, 32, 100
 PEER = Peer(WorkerId("other"), Incarnation(3))
@@ -35,8 +36,8 @@ class Worker:
     def handle(self, event: Event) -> list[Command]:
         return self.core.handle(event, 0.0)
 
-    def place(self, key: HandoffKey, **ends: object) -> list[Command]:
-        job = Job(key.request_id, key.attempt, PROMPT, len(PROMPT), SamplingParams(max_tokens=3), (0,))
+    def place(self, key: HandoffKey, max_tokens: int = 3, **ends: object) -> list[Command]:
+        job = Job(key.request_id, key.attempt, PROMPT, len(PROMPT), SamplingParams(max_tokens=max_tokens), (0,))
         return self.handle(Placed(RouterRef(1), job, 1e9, **ends))  # type: ignore[arg-type]
 
     def place_all(self) -> Grant:
@@ -71,15 +72,37 @@ def test_prompts_leave_arrive_and_stay_in_one_batch(worker: Worker) -> None:
     grant = worker.place_all()
     worker.grant()
     assert sorted(keys_of(Tokens, worker.step())) == [LEAVES, STAYS]
-    commit = Commit.of(grant, (0,) * len(grant.pages), Capsule(len(PROMPT), (7,), (0,)))
+    commit = Commit.of(grant, (0,) * len(grant.pages), capsule(len(PROMPT), (0, 7)))
     worker.handle(doors.SenderSaid(PEER, ARRIVES, receiver.Committed(commit)))
-    worker.handle(doors.DigestsChecked(ARRIVES, None))
+    arrived = worker.handle(doors.DigestsChecked(ARRIVES, None))
+    assert keys_of(Tokens, arrived) == [ARRIVES], "with its first token, which the sender has reported too"
     assert sorted(keys_of(Tokens, worker.step())) == [ARRIVES, STAYS]
     assert sorted(keys_of(Tokens, worker.step())) == [ARRIVES, STAYS]
     worker.handle(doors.ReceiverSaid(PEER, LEAVES, sender.CopyStopped((1, 2, 3))))
     worker.handle(doors.ReceiverSaid(PEER, LEAVES, sender.Taken()))
     assert worker.core.idle
     assert worker.cache.pool.num_free == NUM_PAGES
+
+
+def test_a_sequence_goes_on_after_the_tail_that_came_with_its_pages(worker: Worker) -> None:
+    tokens = expected(PROMPT, 0, 6, VOCAB)
+    grant = worker.place(ARRIVES, source=PEER, max_tokens=6)[1].message.grant
+    written = chain(EMPTY, [*PROMPT, *tokens[:2]])
+    for number, page in enumerate(grant.pages):
+        part = written[number * worker.runner.page_bytes : (number + 1) * worker.runner.page_bytes]
+        worker.runner.page(page)[: len(part)] = part
+    tail = Tail(0, tuple(map(SampledToken, tokens[:3])))
+    commit = Commit.of(grant, (0,) * len(grant.pages), Capsule(len(PROMPT) + 2, (tail,)))
+    worker.handle(doors.SenderSaid(PEER, ARRIVES, receiver.Committed(commit)))
+    commands = worker.handle(doors.DigestsChecked(ARRIVES, None))
+    for _ in range(3):
+        commands += worker.step()
+    committed, *reports = [c for c in commands if isinstance(c, Tokens | Progress) and c.key == ARRIVES]
+    assert isinstance(committed, Progress)
+    assert committed.stage is Stage.COMMITTED
+    sampled = [(each.position, each.token.token_id) for each in reports if isinstance(each, Tokens)]
+    assert sampled == list(enumerate(tokens))
+    assert worker.core.idle
 
 
 def test_a_process_that_has_ended_closes_both_doors_to_it_and_is_forgotten_once(worker: Worker) -> None:

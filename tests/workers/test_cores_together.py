@@ -127,7 +127,8 @@ class Pair:
 
     def hear(self, tokens: Tokens) -> None:
         drawn = self.tokens.setdefault((tokens.key, tokens.index), {})
-        assert tokens.position not in drawn, "a position was reported twice"
+        known = drawn.get(tokens.position)  # both ends of a hand-off report a first token
+        assert known in (None, tokens.token.token_id), "a position was reported twice, and differs"
         drawn[tokens.position] = tokens.token.token_id
         if tokens.finish is not None:
             assert (tokens.key, tokens.index) not in self.finished

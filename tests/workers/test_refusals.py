@@ -4,24 +4,27 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from capsules import capsule
 from default_rules import default_rules
 
+from pdserve.decode_worker.incoming import check_capsule
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer import doors, receiver
-from pdserve.kvtransfer.session import Capsule, Commit, DigestPolicy, HandoffKey, Peer
-from pdserve.sampling import SamplingParams
+from pdserve.kvtransfer.session import Capsule, Commit, DigestPolicy, HandoffKey, Peer, Tail
+from pdserve.sampling import SampledToken, SamplingParams
 from pdserve.worker.admission import Rules
 from pdserve.worker.core import WorkerCore
 from pdserve.worker.messages import Command, Placed, Progress, RouterRef
 
 P = Peer(WorkerId("p0"), Incarnation(11))
 JOB = Job(RequestId(b"r" * 16), Attempt(0), (1, 2, 3, 4, 5), 5, SamplingParams(max_tokens=4, seed=1), (0,))
+VOCAB = 997
 KEY = HandoffKey(JOB.request_id, JOB.attempt)
-CAPSULE = Capsule(5, (7,), (0,))
+CAPSULE = capsule(5, (0, 7))
 
 
 class Worker:
@@ -30,7 +33,7 @@ class Worker:
     def __init__(self, rules: Rules | None = None) -> None:
         limits = Limits(max_num_seqs=8, max_num_batched_tokens=8, max_model_len=96, eos_token_ids=frozenset())
         self.scheduler = Scheduler(KvCache(16, 4, None), limits)
-        self.core = WorkerCore(self.scheduler, 997, 64, b"secret", rules or default_rules())
+        self.core = WorkerCore(self.scheduler, VOCAB, 64, b"secret", rules or default_rules())
         self.core.handle(doors.SenderAttached(P), 0.0)
         commands = self.core.handle(Placed(RouterRef(1), JOB, 1e9, P), 0.0)
         (self.grant,) = [c.message.grant for c in commands if isinstance(c, doors.ToSender)]
@@ -49,7 +52,7 @@ FORGED: dict[Refusal, Callable[[Commit], Commit]] = {
     Refusal.REGION: lambda good: replace(good, region=1),
     Refusal.PAGE: lambda good: replace(good, pages=(PageId(15), *good.pages[1:])),
     Refusal.GENERATION: lambda good: replace(good, generations=(Generation(0), *good.generations[1:])),
-    Refusal.MALFORMED: lambda good: replace(good, capsule=Capsule(6, (7,), (0,))),
+    Refusal.MALFORMED: lambda good: replace(good, capsule=capsule(6, (0, 7))),
 }
 
 
@@ -62,6 +65,30 @@ def test_a_forged_commit_is_refused_by_its_kind_and_changes_nothing(refusal: Ref
     assert refused.value.refusal is refusal
     assert worker.state() == before
     assert any(isinstance(command, doors.CheckDigests) for command in worker.say(receiver.Committed(worker.good)))
+
+
+def tail(index: int, *token_ids: int) -> Tail:
+    return Tail(index, tuple(map(SampledToken, token_ids)))
+
+
+@pytest.mark.parametrize(
+    ("capsule", "why"),
+    [
+        (Capsule(5, ()), "no continuation"),
+        (Capsule(5, (tail(1, 7),)), "not the continuations"),
+        (Capsule(5, (tail(0, VOCAB),)), "vocabulary"),
+        (Capsule(6, (tail(0, VOCAB, 7),)), "vocabulary"),
+        (Capsule(4, (tail(0, 7),)), "4 tokens for 5"),
+        (Capsule(5, (tail(0, 7, 8),)), "5 tokens for 6"),
+        (Capsule(6, (tail(0, 7, 8), tail(2, 8, 8))), "share pages"),
+        (Capsule(6, (tail(0, 7, 8), tail(2, 8))), "share pages"),
+    ],
+)
+def test_a_capsule_that_does_not_fit_the_job_is_refused(capsule: Capsule, why: str) -> None:
+    job = replace(JOB, indices=(0, 2))
+    check_capsule(job, Capsule(6, (tail(0, 7, 8), tail(2, 7, 9))), VOCAB)
+    with pytest.raises(ProtocolError, match=why):
+        check_capsule(job, capsule, VOCAB)
 
 
 @pytest.mark.parametrize("peer", [Peer(P.worker_id, Incarnation(10)), Peer(WorkerId("p1"), P.incarnation)])

@@ -126,7 +126,7 @@ class Doors:
     def _to_receiver(self, peer: Peer, key: HandoffKey, message: sender.SendCommit | sender.SendQuiesced) -> None:
         self._receivers.send(peer, key, message)
         if isinstance(message, sender.SendCommit):
-            self._owner.witness.handed_over(key, message.commit.capsule.indices)
+            self._owner.witness.handed_over(key, [tail.index for tail in message.commit.capsule.tails])
             self._site("committed", self._owner)
         else:
             self._grants.pop(key, None)

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from struct import Struct
 from zlib import crc32
 
-from pdserve.engine.step import Chunk, SampledToken, StepPlan, StepResult
+from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId
+from pdserve.sampling import SampledToken
 
 EMPTY = 0  # what stands before the first token
 SLOT = Struct("<I")

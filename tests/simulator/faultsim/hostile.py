@@ -9,12 +9,14 @@ from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer import receiver, sender
 from pdserve.kvtransfer.doors import DigestsChecked, ReceiverSaid, SenderSaid, ToReceiver
-from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, Peer
+from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, Peer, Tail
+from pdserve.sampling import SampledToken
 from pdserve.worker.messages import Cancelled
 
 NOBODY = Peer(WorkerId("p0"), Incarnation(1))  # an incarnation that ended long ago
 UNKNOWN = HandoffKey(RequestId(b"request-of-nobody"[:16]), Attempt(0))
-CAPSULE = Capsule(1, (1,), (0,))
+CAPSULE = Capsule(1, (Tail(0, (SampledToken(1),)),))
+STRANGER = Tail(1 << 20, (SampledToken(1),))  # of a continuation that nobody asked for
 LATE_NEWS = DigestsChecked(UNKNOWN, None)  # honest, and of nothing that goes on
 
 Forged = ReceiverSaid | SenderSaid | Cancelled
@@ -79,7 +81,7 @@ class Hostile:
             return SenderSaid(NOBODY, UNKNOWN, receiver.Committed(Commit(0, (), (), b"?" * 16, (), CAPSULE)))
         peer, key, grant, length = self._rng.choice(granted)
         digests = tuple(0 for _ in grant.pages)
-        good = Commit.of(grant, digests, Capsule(length, (1,), (0,)))
+        good = Commit.of(grant, digests, Capsule(length, CAPSULE.tails))
         older = tuple(Generation(generation - 1) for generation in grant.generations)
         past = Peer(peer.worker_id, Incarnation(peer.incarnation - 500))
         events: list[tuple[Peer, receiver.Event]] = [
@@ -88,9 +90,12 @@ class Hostile:
             (peer, receiver.Committed(replace(good, generations=older))),
             (peer, receiver.Committed(replace(good, pages=(*grant.pages[1:], PageId(10**6))))),
             (peer, receiver.Committed(replace(good, region=1))),
-            (peer, receiver.Committed(replace(good, capsule=Capsule(length, (1, 2), (0,))))),
-            (peer, receiver.Committed(replace(good, capsule=Capsule(length, (), ())))),
-            (peer, receiver.Committed(replace(good, capsule=Capsule(length + 1, (1,), (0,))))),
+            (
+                peer,
+                receiver.Committed(replace(good, capsule=Capsule(length, (*CAPSULE.tails, STRANGER)))),
+            ),
+            (peer, receiver.Committed(replace(good, capsule=Capsule(length, ())))),
+            (peer, receiver.Committed(replace(good, capsule=Capsule(length + 1, CAPSULE.tails)))),
             (past, receiver.Committed(good)),
             (past, receiver.SenderQuiesced()),
         ]

@@ -37,8 +37,8 @@ class WorkerWitness:
     def sees(self, event: Event) -> None:
         """Note what an event asks of the worker, or lets it do."""
         match event:
-            case Placed(job=job, source=source):
-                first = len(job.token_ids) - job.num_prompt_tokens + (source is not None)
+            case Placed(job=job):
+                first = len(job.token_ids) - job.num_prompt_tokens
                 for index in job.indices:
                     self._next[HandoffKey(*job.key), index] = first
             case Cancelled(request_id, attempt, indices=()):
