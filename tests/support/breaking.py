@@ -16,6 +16,8 @@ def mutation(make: Callable[[], Iterator[object]]) -> Callable[[], Iterator[obje
 
 
 def wrap(owner: object, name: str, around: Callable[..., Any]) -> AbstractContextManager[object]:
-    """Put `around(original, *args)` in the place of a method."""
+    """Put `around(original, *args)` in the place of a method. AttributeError unless the owner itself has it."""
+    if name not in vars(owner):
+        raise AttributeError(f"{owner} has no {name} of its own to break")
     original = getattr(owner, name)
     return patch.object(owner, name, lambda *args, **kwargs: around(original, *args, **kwargs))

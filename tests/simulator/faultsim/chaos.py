@@ -37,7 +37,7 @@ class Chaos:
             "crash_router": self._crash_router,
             "freeze_router": lambda: self._freeze(self._router(), 1.0),
             "reset_link": lambda: self._reset(self._router()),
-            "reset_handoff": lambda: self._reset(self._prefill()),
+            "reset_handoff": lambda: self._reset(self._worker()),
             "cut_one_way": lambda: self._cut(both=False),
             "blackhole": lambda: self._cut(both=True),
             "slow": self._slow,
@@ -127,11 +127,11 @@ class Chaos:
         self._world.after(duration_s, None, process.thaw)
 
     def _reset(self, process: Process | None) -> None:
-        """Break one of a process's streams: for a prefill worker, to a decode worker if it has one."""
+        """Break one of a process's streams: for a worker, to another worker if it has one."""
         if process is None or not process.ends:
             return
         ends = list(process.ends)
-        if isinstance(process, WorkerProcess) and process.role == "prefill":
+        if isinstance(process, WorkerProcess):
             ends = [end for end in ends if not isinstance(end.peer.owner, RouterProcess)] or ends
         self._network.reset(self._rng.choice(ends))
 
@@ -163,7 +163,7 @@ class Chaos:
         router, worker = self._router(), self._worker()
         if router is None or worker is None:
             return
-        link_id = router.link_of(worker.name, worker.incarnation)
+        link_id = router.link_of(worker.peer)
         if link_id is not None:
             self._world.after(0.0, router, router.post, DrainAsked(link_id))
 
@@ -174,11 +174,6 @@ class Chaos:
 
     def _worker(self) -> WorkerProcess | None:
         living = [process for process in self._cluster.workers.values() if process.alive]
-        return self._rng.choice(living) if living else None
-
-    def _prefill(self) -> WorkerProcess | None:
-        workers = self._cluster.workers.values()
-        living = [worker for worker in workers if worker.alive and worker.role == "prefill"]
         return self._rng.choice(living) if living else None
 
     def _router(self) -> RouterProcess | None:

@@ -53,8 +53,7 @@ class Hostile:
         """Forge a message; raise ViolationError unless it is refused, and changes nothing."""
         if not worker.alive or not worker.can_listen:
             return
-        if worker.role == "decode":
-            worker.handle(LATE_NEWS)  # brings the grants that a step made room for: they are no answer to ours
+        worker.handle(LATE_NEWS)  # brings the grants that a step made room for: they are no answer to ours
         forged = self._forge(worker)
         self._cluster.world.note("mallory", forged)
         before = _state(worker)
@@ -72,7 +71,9 @@ class Hostile:
     def _forge(self, worker: WorkerProcess) -> Forged:
         if self._rng.random() < 0.1:
             return Cancelled(UNKNOWN.request_id, Attempt(3))
-        return self._forge_as_sender(worker) if worker.role == "decode" else self._forge_as_receiver(worker)
+        doors = worker.doors
+        is_receiver = bool(doors.granted) and (not doors.placed or self._rng.random() < 0.5)
+        return self._forge_as_sender(worker) if is_receiver else self._forge_as_receiver(worker)
 
     def _forge_as_sender(self, worker: WorkerProcess) -> SenderSaid:
         """Speak as the sender of a hand-off with something wrong about it."""

@@ -14,6 +14,7 @@ from faultsim.witness import RouterWitness
 from faultsim.world import ViolationError
 from pdserve.errors import InvariantError
 from pdserve.ids import Incarnation
+from pdserve.kvtransfer.session import Peer
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router import wire
 from pdserve.router.commands import Command as CoreCommand
@@ -75,9 +76,10 @@ class RouterProcess(Process):
     def next_wakeup_s(self) -> float | None:
         return self.core.next_wakeup_s()
 
-    def link_of(self, worker_id: str, incarnation: Incarnation) -> LinkId | None:
-        worker = self.core.workers.named(worker_id)
-        if worker is None or worker.registration.incarnation != incarnation:
+    def link_of(self, peer: Peer) -> LinkId | None:
+        """Return this router's link to a worker's process, if it has one."""
+        worker = self.core.workers.named(peer.worker_id)
+        if worker is None or worker.registration.incarnation != peer.incarnation:
             return None
         return worker.link
 
