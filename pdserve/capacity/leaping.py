@@ -68,7 +68,7 @@ class LeapingScheduler(Scheduler):
         for sequence in running:
             job, length = sequence.job, len(sequence.tokens)
             num_output = length - job.num_prompt_tokens
-            if num_output <= 0 or length - sequence.computed != 1 or len(sequence.indices) != 1:
+            if num_output <= 0 or length - sequence.computed != 1 or len(sequence.indices) != 1 or sequence.is_held:
                 return 0
             left.append(length_of(job.request_id) - num_output)
         self._left, shortest = left, min(left)
@@ -102,7 +102,7 @@ class LeapingScheduler(Scheduler):
         """Return whether the leap under way may do that many steps: nothing has come, and there are pages for it."""
         step = self.steps[0]
         unchanged = not self.waiting and len(self.running) == len(step.sequences) and not step.dropped
-        return unchanged and self._has_pages(num_steps)
+        return unchanged and not any(s.is_held for s in step.sequences) and self._has_pages(num_steps)
 
     def leap(self, num_steps: int) -> StepPlan:
         """Do that many steps but the last one of sequences that are reported: return that one.

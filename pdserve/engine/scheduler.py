@@ -1,6 +1,6 @@
 """What a worker computes next: continuous batching, chunked prefill, preemption by recompute. Pure.
 
-Invariant: pages that a running step reads or writes are nobody else's until it is over. Sequences may be added,
+Invariant: pages that a running step reads or writes are nobody else's until it is over. Sequences may be added, held,
 stopped and removed while it runs: what it computes for one that has gone is dropped, and pages are given back after it.
 
 Scheduling may be asynchronous: the next step is planned while one runs, and a token not sampled yet is named by the
@@ -12,13 +12,13 @@ finds no page, the least urgent one gives up its pages and is computed anew late
 """
 
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.running import RunningStep
 from pdserve.engine.sequence import Broken, Computed, Outcome, Sampled, Sequence, Split, Started
+from pdserve.engine.splitting import split
 from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId
@@ -114,35 +114,21 @@ class Scheduler:
             self.cache.pool.release(tuple(sequence.pages))
         sequence.forget_pages()
 
-    def split(self, sequence: Sequence, first_tokens: Iterable[tuple[int, int]]) -> list[Sequence]:
-        """Return a sequence for each (index, first token) that shares the prompt's pages, and release the prompt's.
+    def hold(self, sequence: Sequence) -> bool:
+        """Plan a running sequence no more until it is resumed, and leave it its pages.
 
-        A shared page is copied before one of them writes into it.
+        True once no step has it: what steps under way bring it is taken.
         """
-        children: list[Sequence] = []
-        for index, token in first_tokens:
-            if children:  # the first takes over the prompt's hold
-                self.cache.pool.share(sequence.pages)
-            children.append(
-                Sequence(
-                    job=sequence.job,
-                    indices=(index,),
-                    tokens=[*sequence.tokens, token],
-                    order=sequence.order,
-                    computed=sequence.computed,
-                    pages=list(sequence.pages),
-                    num_published=sequence.num_published,
-                    num_cached_tokens=sequence.num_cached_tokens,
-                    has_run=sequence.has_run,
-                )
-            )
-        for child in children:
-            child.prefix.hashes += sequence.prefix.hashes
-        if children:
-            sequence.forget_pages()
-        else:
-            self.release(sequence)
-        return children
+        sequence.is_held = True
+        return not any(sequence in step.sequences for step in self.steps)
+
+    def resume(self, sequence: Sequence) -> None:
+        """Plan a held sequence again."""
+        sequence.is_held = False
+
+    def num_written(self, sequence: Sequence) -> int:
+        """Return how many tokens' KV a sequence that decodes will have once the steps under way are over."""
+        return sequence.computed + sum(sequence in step.sequences for step in self.steps)
 
     def plan(self) -> StepPlan | None:
         """Return the next step, or None if there is nothing to compute.
@@ -225,6 +211,8 @@ class Scheduler:
         decoding: list[Sequence] = []
         prompts: list[tuple[Sequence, int]] = []
         for sequence in sorted(self.running, key=_urgency):
+            if sequence.is_held:
+                continue
             missing = len(sequence.tokens) - sequence.computed
             before = step.before.get(sequence)
             if before is not None:
@@ -286,7 +274,8 @@ class Scheduler:
         if shared and pool.holders(sequence.pages[slot]) <= 1:
             return True
         while (pages := self.cache.take(1)) is None:
-            victim = max((s for s in self.running if s.pages and s not in step.sequences), key=_urgency)
+            candidates = (s for s in self.running if s.pages and not s.is_held and s not in step.sequences)
+            victim = max(candidates, key=_urgency)
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -318,7 +307,7 @@ class Scheduler:
         position, limits = len(sequence.tokens) - sequence.job.num_prompt_tokens, self.limits
         finish = sequence.finish_with(token.token_id, limits.eos_token_ids, limits.max_model_len)
         if finish is None:
-            sequence.tokens.append(token.token_id)
+            sequence.append(token)
         else:
             self.remove(sequence)
         return Sampled(sequence, sequence.indices[0], position, token, finish)
@@ -333,6 +322,10 @@ class Scheduler:
         self.running.remove(sequence)
         if sequence.stop_after_prompt:
             return [*sampled]  # its pages are held until the hand-off is over
-        children = self.split(sequence, [(one.index, one.token.token_id) for one in sampled if one.finish is None])
+        children = split(
+            self.cache.pool, sequence, [(one.index, (one.token,)) for one in sampled if one.finish is None]
+        )
+        if not children:
+            self.release(sequence)
         self.running += children
         return [*sampled, Split(sequence, tuple(children))]

@@ -7,7 +7,7 @@ from enum import Enum, auto
 from pdserve.engine.kvcache import Prefix
 from pdserve.engine.step import SampleSpec
 from pdserve.ids import Attempt, PageId, RequestId
-from pdserve.sampling import SampledToken, SamplingParams
+from pdserve.sampling import SampledToken, SamplingParams, TokenLogprobs
 from pdserve.values import value
 
 SEED_STRIDE = 0xD1342543DE82EF95  # odd, so that the sequences of a request get different seeds
@@ -55,6 +55,8 @@ class Sequence:
     num_published: int = 0
     num_cached_tokens: int = 0
     has_run: bool = False
+    is_held: bool = False  # no step is to have it
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the tokens after the job's, if they are asked for
     prefix: Prefix = field(init=False)  # of `tokens`
     ends_with_prompt: bool = field(init=False)  # its first tokens are its last: it splits, or is handed off
     urgency: tuple[int, int] = field(init=False)  # sorts first what is served first and preempted last
@@ -77,6 +79,19 @@ class Sequence:
     def num_missing(self) -> int:
         """Return how many tokens wait to be computed; 1 while decoding."""
         return len(self.tokens) - self.computed
+
+    def append(self, token: SampledToken) -> None:
+        """Go on with a token."""
+        self.tokens.append(token.token_id)
+        if token.logprobs is not None:
+            self.logprobs.append(token.logprobs)
+
+    def tail(self, start: int) -> tuple[SampledToken, ...]:
+        """Return the tokens from number `start` on, which is not among the job's."""
+        if not self.logprobs:
+            return tuple([SampledToken(token_id) for token_id in self.tokens[start:]])
+        logprobs = self.logprobs[start - len(self.job.token_ids) :]
+        return tuple(map(SampledToken, self.tokens[start:], logprobs))
 
     def forget_pages(self) -> None:
         """Hold no page, so no KV; someone else holds or releases them."""

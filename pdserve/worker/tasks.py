@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pdserve.engine.kvcache import Prefix
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Job, Sequence
+from pdserve.engine.splitting import split
 from pdserve.ids import Attempt, RequestId
 from pdserve.kvtransfer.doors import Admitted
 from pdserve.kvtransfer.session import Capsule, HandoffKey, Peer, Tail
@@ -68,20 +69,21 @@ class Task:
 def arrived(scheduler: Scheduler, task: Task, admitted: Admitted) -> list[Sequence]:
     """Return the sequences that a hand-off has become. They share its pages."""
     capsule, job = admitted.capsule, task.job
-    before = [token.token_id for token in capsule.tails[0].tokens[:-1]]
     prompt = Sequence(
         job=job,
         indices=tuple(tail.index for tail in capsule.tails),
-        tokens=[*job.token_ids, *before],
+        tokens=list(job.token_ids),
         order=task.order,
         computed=capsule.num_tokens,
         pages=list(admitted.pages),
         num_published=admitted.num_reused,
     )
+    for token in capsule.tails[0].tokens[:-1]:
+        prompt.append(token)
     if task.prefix is not None:
         prompt.prefix.hashes += task.prefix.hashes
     scheduler.publish(prompt)
-    return scheduler.split(prompt, [(tail.index, tail.tokens[-1].token_id) for tail in capsule.tails])
+    return split(scheduler.cache.pool, prompt, [(tail.index, tail.tokens[-1:]) for tail in capsule.tails])
 
 
 def tail_tokens(task: Task, capsule: Capsule) -> list[Tokens]:

@@ -15,7 +15,7 @@ from pdserve.engine.sequence import Broken, Job, Sampled, Sequence, Split
 from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.ids import Attempt, RequestId
-from pdserve.sampling import SampledToken, SamplingParams
+from pdserve.sampling import SampledToken, SamplingParams, TokenLogprobs
 
 VOCAB = 101
 PAGE_SIZE = 4
@@ -242,3 +242,93 @@ def test_a_step_ahead_preempts_nobody() -> None:
         assert {n: bench.drawn[n, 0] for n in range(3)} == {n: expected([n] * 6, n, 14, VOCAB) for n in range(3)}
         num_preemptions.append(bench.scheduler.num_preemptions)
     assert num_preemptions[1] == num_preemptions[0] > 0
+
+
+def test_a_held_sequence_is_settled_once_both_steps_that_have_it_are_over() -> None:
+    bench = Bench()
+    bench.add(1, [9, 8, 7], max_tokens=12)
+    (sequence,) = bench.alive[1]
+    assert (bench.turn(), bench.turn()) == (True, True)
+    settled = []
+    while bench.running:
+        settled.append(bench.scheduler.hold(sequence))
+        bench._commit()
+    assert settled == [False, False]
+    assert bench.scheduler.hold(sequence)
+    assert bench.drawn[1, 0] == expected([9, 8, 7], 1, 2, VOCAB)
+    assert sequence.computed == len(sequence.tokens) - 1 == bench.scheduler.num_written(sequence)
+    assert bench.scheduler.plan() is None
+    bench.scheduler.resume(sequence)
+    bench.run()
+    assert bench.drawn[1, 0] == expected([9, 8, 7], 1, 12, VOCAB)
+
+
+def test_a_held_sequence_keeps_its_pages_when_others_find_none() -> None:
+    bench = Bench(num_pages=7, budget=16)
+    for number in range(3):
+        bench.add(number, [number] * 6, max_tokens=14)
+    held = bench.alive[2][0]  # the first that would give its pages up
+    while not held.num_output_tokens:
+        bench.turn()
+    bench.scheduler.hold(held)
+    while bench.scheduler.num_preemptions == 0:
+        assert bench.turn()
+    assert held.pages
+    bench.scheduler.resume(held)
+    bench.run()
+    assert {n: bench.drawn[n, 0] for n in range(3)} == {n: expected([n] * 6, n, 14, VOCAB) for n in range(3)}
+
+
+def test_a_sequence_that_goes_on_writes_beside_a_page_that_somebody_else_holds() -> None:
+    bench = Bench()
+    bench.add(1, [9, 8, 7], max_tokens=12)
+    (sequence,) = bench.alive[1]
+    while sequence.num_output_tokens < 3:
+        bench.turn()
+    while not bench.scheduler.hold(sequence):
+        bench.turn()
+    pool, last = bench.scheduler.cache.pool, sequence.pages[-1]
+    assert sequence.computed % PAGE_SIZE, "its last page is not full"
+    pool.share([last])  # as a hand-off does
+    kept = bytes(bench.runner.page(last))
+    bench.scheduler.resume(sequence)
+    while bench.turn():
+        assert bytes(bench.runner.page(last)) == kept
+    pool.release((last,))
+    assert bench.drawn[1, 0] == expected([9, 8, 7], 1, 12, VOCAB)
+    assert pool.num_free == pool.num_pages
+
+
+@given(data=st.data(), num_pages=st.integers(7, 20), depth=st.integers(1, 2))
+def test_whoever_is_held_and_resumed_when_gets_the_same_tokens(data: st.DataObject, num_pages: int, depth: int) -> None:
+    bench = Bench(num_pages, depth=depth)
+    for number in range(3):
+        bench.add(number, [number] * (2 + number), max_tokens=12)
+    for number in data.draw(st.lists(st.integers(0, 5), max_size=60)):
+        for sequence in bench.alive.get(number, []):
+            if sequence.is_held:
+                bench.scheduler.resume(sequence)
+            elif sequence in bench.scheduler.running:
+                bench.scheduler.hold(sequence)
+        bench.turn()
+        for each in bench.scheduler.running:
+            if each.is_held and bench.scheduler.hold(each):
+                assert not {p for plan, _ in bench.running for c in plan.chunks for p in c.pages} & {each.pages[-1]}
+    for sequence in [s for sequences in bench.alive.values() for s in sequences if s.is_held]:
+        bench.scheduler.resume(sequence)
+    bench.run()
+    assert {n: bench.drawn[n, 0] for n in range(3)} == {n: expected([n] * (2 + n), n, 12, VOCAB) for n in range(3)}
+
+
+def test_a_tail_has_the_log_probabilities_that_were_asked_for() -> None:
+    params = SamplingParams(max_tokens=9, logprobs=1)
+    job = Job(RequestId(bytes(16)), Attempt(0), (1, 2, 3), 2, params, (0,))
+    sequence = Sequence(job, (0,), [1, 2, 3], order=0)
+    sampled = [SampledToken(token, TokenLogprobs(-float(token), ())) for token in (7, 8, 9)]
+    for token in sampled:
+        sequence.append(token)
+    assert sequence.tail(3) == tuple(sampled)
+    assert sequence.tail(5) == (sampled[2],)
+    plain = Sequence(job, (0,), [1, 2, 3], order=0)
+    plain.append(SampledToken(7))
+    assert plain.tail(3) == (SampledToken(7),)
