@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from pdserve import __version__
-from pdserve.cli import ask, bench, capacity, cluster, experiments, models, processes
+from pdserve.cli import ask, bench, capacity, cluster, experiments, models, moving, processes
 from pdserve.cli.results import only_cause
 from pdserve.errors import CommandError, ConfigError
 
@@ -60,6 +60,9 @@ bench_app.command("router")(bench.router)
 bench_app.command("handoff")(bench.handoff)
 bench_app.command("chaos")(bench.chaos)
 bench_app.command("cancel")(bench.cancel)
+bench_app.command("moves")(moving.moves)
+bench_app.command("drain")(moving.drain)
+bench_app.command("conversation")(moving.conversation)
 bench_app.command("accuracy")(experiments.accuracy)
 bench_app.command("overload")(experiments.overload)
 bench_app.command("simulator")(experiments.simulator)

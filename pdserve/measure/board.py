@@ -23,12 +23,16 @@ class StatusBoard:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    async def changed(self) -> None:
+        """Wait for the next status."""
+        await self._changed.wait()
+
     async def until(self, wanted: Condition, timeout_s: float) -> bool:
         """Wait for a status; return whether it came in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 while not wanted(self.last):
-                    await self._changed.wait()
+                    await self.changed()
         except TimeoutError:
             return False
         return True

@@ -44,12 +44,12 @@ class Tally:
 
     summary: Summary
     num_wrong: int
-    num_moved: int  # answered well after more than one attempt
+    num_retried: int  # answered well after more than one attempt
     most_attempts: int
     errors: dict[str, int]  # by status and detail
     wrong_examples: tuple[str, ...]
     gap_s: Percentiles | None  # of good answers: the longest time between two messages with tokens
-    moved_gap_s: Percentiles | None
+    retried_gap_s: Percentiles | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ async def run_chaos(trial: ChaosTrial, requests: Sequence[KnownRequest], console
             board.watchers.append(injector.see)
             injector.see(board.last)
         outcomes = await _attack(trial, live.client, injector, requests, console)
-        free_after_s, left_over = await _look(cluster, board)
+        free_after_s, left_over = await look(cluster, board)
         faults = () if injector is None else tuple(injector.faults)
         return Verdict(
             tally=tally(trial.name, outcomes),
@@ -111,9 +111,7 @@ async def _attack(
     with counted(console, trial.name, trial.num_requests) as advance:
 
         def on_end(outcome: Outcome) -> None:
-            right = requests[outcome.number % len(requests)].answer
-            outcome.wrong = difference(outcome.tokens, right, is_whole=outcome.status == OK)
-            outcome.tokens = {}
+            judge(outcome, requests)
             advance()
             if not outcome.is_good:
                 console.print(f"{outcome}", highlight=False, markup=False)
@@ -126,7 +124,14 @@ async def _attack(
     return outcomes
 
 
-async def _look(cluster: LocalCluster, board: StatusBoard) -> tuple[float | None, str]:
+def judge(outcome: Outcome, requests: Sequence[KnownRequest]) -> None:
+    """Compare an answer with the right one, and drop its tokens. Requests are sent in turn, over and over."""
+    right = requests[outcome.number % len(requests)].answer
+    outcome.wrong = difference(outcome.tokens, right, is_whole=outcome.status == OK)
+    outcome.tokens, outcome.times_s = {}, {}
+
+
+async def look(cluster: LocalCluster, board: StatusBoard) -> tuple[float | None, str]:
     """Return how long it took until all pages were free, and what is not as it was before the faults."""
     clock = MonotonicClock()
     ended_s = clock.now_s()
@@ -141,18 +146,18 @@ async def _look(cluster: LocalCluster, board: StatusBoard) -> tuple[float | None
 def tally(name: str, outcomes: Sequence[Outcome]) -> Tally:
     """Add up a run."""
     good = [outcome for outcome in outcomes if outcome.is_good]
-    moved = [outcome for outcome in good if outcome.attempts > 1]
+    retried = [outcome for outcome in good if outcome.attempts > 1]
     wrong = [outcome for outcome in outcomes if outcome.wrong]
     errors = Counter(f"{outcome.status}: {outcome.detail}" for outcome in outcomes if outcome.status != OK)
     return Tally(
         summary=summarize(name, outcomes, ANY),
         num_wrong=len(wrong),
-        num_moved=len(moved),
+        num_retried=len(retried),
         most_attempts=max((outcome.attempts for outcome in good), default=0),
         errors=dict(errors.most_common()),
         wrong_examples=tuple(f"request {outcome.number}: {outcome.wrong}" for outcome in wrong[:_MOST_EXAMPLES]),
         gap_s=percentiles(max(outcome.gaps_s, default=0.0) for outcome in good),
-        moved_gap_s=percentiles(max(outcome.gaps_s, default=0.0) for outcome in moved),
+        retried_gap_s=percentiles(max(outcome.gaps_s, default=0.0) for outcome in retried),
     )
 
 
@@ -166,7 +171,7 @@ _ROWS: dict[str, Callable[[Verdict], str]] = {
     "tokens/s": lambda v: f"{v.tally.summary.output_tokens_per_s:.0f}",
     "workers hit": lambda v: f"{len(v.faults)}",
     "ended, as the router counts": lambda v: f"{sum(v.ended.values())}",
-    "moved": lambda v: f"{v.tally.num_moved}",
+    "retried": lambda v: f"{v.tally.num_retried}",
     "most attempts": lambda v: f"{v.tally.most_attempts}",
     "placed again": lambda v: f"{v.num_replaced}",
     "all pages free after s": lambda v: v.left_over or ("-" if v.free_after_s is None else f"{v.free_after_s:.2f}"),
@@ -175,7 +180,7 @@ _TIMES: dict[str, Callable[[Verdict], Percentiles | None]] = {
     "noticed": lambda v: v.noticed_s,
     "TTFT": lambda v: v.tally.summary.ttft_s,
     "gap": lambda v: v.tally.gap_s,
-    "gap, moved": lambda v: v.tally.moved_gap_s,
+    "gap, retried": lambda v: v.tally.retried_gap_s,
 }
 
 

@@ -11,7 +11,7 @@ import grpc
 from pdserve import rpc
 from pdserve.clock import Clock
 from pdserve.measure.objectives import Objective
-from pdserve.measure.outcomes import OK, Outcome
+from pdserve.measure.outcomes import OK, Moved, Outcome
 from pdserve.measure.workload import Arrival
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
@@ -68,6 +68,7 @@ class Client:
                     outcome.take(num_tokens, self.clock.now_s() - began_s)
                 for delta in reply.deltas:
                     outcome.tokens.setdefault(delta.index, []).extend(delta.token_ids)
+                    outcome.times_s.setdefault(delta.index, []).extend([outcome.last_s] * len(delta.token_ids))
                 if reply.HasField("ledger"):
                     outcome.cached_tokens = reply.usage.cached_tokens
                     _take_ledger(outcome, reply.ledger)
@@ -82,6 +83,11 @@ def _take_ledger(outcome: Outcome, ledger: inference.Ledger) -> None:
     outcome.attempts = ledger.attempts
     outcome.prefill_worker = ledger.prefill_worker
     outcome.handoff_bytes, outcome.handoff_s = ledger.handoff_bytes, ledger.handoff_ms / 1e3
+    outcome.fetched_tokens = ledger.fetched_tokens
+    outcome.moves = tuple(
+        Moved(move.index, move.num_tokens, move.source, move.target, move.handoff_bytes, move.handoff_ms / 1e3)
+        for move in ledger.moves
+    )
     outcome.stages_s = {step.name: step.at_ms / 1e3 for step in ledger.steps}
     if ledger.HasField("predicted_ttft_ms"):
         outcome.predicted_ttft_s = ledger.predicted_ttft_ms / 1e3

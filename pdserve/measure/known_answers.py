@@ -28,6 +28,7 @@ class Lengths:
 
     prompt: int = 512
     answer: int = 48
+    are_answers_equal: bool = False  # whether each answer is one, and of exactly that length
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +84,10 @@ def _random_request(
     start = stem[: length // 2] if rng.random() < _SHARE_SHARED else []
     prompt = (*start, *(rng.randrange(vocab_size) for _ in range(length - len(start))))
     params = SamplingParams(
-        max_tokens=rng.randint(1, lengths.answer),
+        max_tokens=lengths.answer if lengths.are_answers_equal else rng.randint(1, lengths.answer),
         temperature=0.0 if rng.random() < _SHARE_GREEDY else 1.0,
         seed=rng.getrandbits(63),
-        n=2 if rng.random() < _SHARE_TWO else 1,
+        n=2 if rng.random() < _SHARE_TWO and not lengths.are_answers_equal else 1,
         ignore_eos=True,
     )
     return prompt, params

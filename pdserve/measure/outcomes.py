@@ -11,6 +11,18 @@ from pdserve.measure.objectives import Objective
 OK = "OK"
 
 
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A move of one continuation to another worker, as the ledger has it."""
+
+    index: int
+    num_tokens: int  # of it that were known when the other worker took charge
+    source: str
+    target: str
+    num_bytes: int
+    handoff_s: float  # of its last page
+
+
 @dataclass(slots=True)
 class Outcome:
     """One request. Times are seconds of its run; the cluster fills in the rest as it answers."""
@@ -29,6 +41,7 @@ class Outcome:
     ended_s: float = inf
     gaps_s: list[float] = field(default_factory=list)  # between messages that brought tokens
     tokens: dict[int, list[int]] = field(default_factory=dict)  # of a live cluster, by continuation
+    times_s: dict[int, list[float]] = field(default_factory=dict)  # when each of these tokens came
     predicted_ttft_s: float | None = None  # by the router, when it placed or refused the request
     predicted_tpot_s: float | None = None
     retry_after_s: float | None = None  # as a refusal said
@@ -37,6 +50,8 @@ class Outcome:
     prefill_worker: str = ""
     handoff_bytes: int = 0
     handoff_s: float = 0.0
+    fetched_tokens: int = 0  # of the prompt, fetched from another worker's prefix cache
+    moves: tuple[Moved, ...] = ()
     stages_s: Mapping[str, float] = field(default_factory=dict)  # of its timeline, after "received"
 
     @property

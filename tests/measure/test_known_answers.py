@@ -35,18 +35,18 @@ def outcome(number: int, ended_s: float, ttft_s: float, gap_s: float, attempts: 
     return made
 
 
-def test_a_run_counts_errors_wrong_tokens_and_moves_apart() -> None:
+def test_a_run_counts_errors_wrong_tokens_and_retries_apart() -> None:
     wrong = outcome(2, 3.0, 9.0, 0.1, 1)
     wrong.wrong = "token 0"
     failed = Outcome(0.0, 10, 5, number=3, status="UNAVAILABLE", detail="no worker", ended_s=4.0)
     total = tally("chaos", [outcome(0, 1.0, 0.1, 0.2, 1), outcome(1, 2.0, 0.3, 0.9, 3), wrong, failed])
-    assert (total.summary.num_requests, total.num_wrong, total.num_moved, total.most_attempts) == (4, 1, 1, 3)
+    assert (total.summary.num_requests, total.num_wrong, total.num_retried, total.most_attempts) == (4, 1, 1, 3)
     assert total.errors == {"UNAVAILABLE: no worker": 1}
     assert total.wrong_examples == ("request 2: token 0",)
     assert total.summary.goodput_per_s == 0.5
     assert total.gap_s is not None
-    assert total.moved_gap_s is not None
-    assert (total.gap_s.max, total.moved_gap_s.max) == (pytest.approx(0.9), pytest.approx(0.9))
+    assert total.retried_gap_s is not None
+    assert (total.gap_s.max, total.retried_gap_s.max) == (pytest.approx(0.9), pytest.approx(0.9))
 
 
 def test_equal_seeds_ask_the_same_and_within_the_lengths() -> None:

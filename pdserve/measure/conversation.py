@@ -1,0 +1,197 @@
+"""Conversations whose prompts grow turn by turn: time to first token with earlier answers fetched, cached, or computed.
+
+Three kinds of conversations go turn by turn beside each other, each with prompts and a tenant of its own. In one the
+prefill worker may fetch what the decode worker holds of earlier answers; in one it is made to compute them before the
+turn is sent, so that it holds the whole past; in one it has to compute them with the turn.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Literal
+
+from pdserve.errors import CommandError
+from pdserve.launch.plan import ClusterSpec
+from pdserve.measure.client import new_tenant, request_of
+from pdserve.measure.live import LiveCluster, Report, live_cluster
+from pdserve.measure.objectives import ANY
+from pdserve.measure.outcomes import Outcome
+from pdserve.measure.tables import Column, Sheet
+from pdserve.measure.workload import Arrival
+from pdserve.proto.v1 import admin_pb2 as admin
+
+Kind = Literal["fetched", "cached", "computed"]
+KINDS: tuple[Kind, ...] = ("fetched", "cached", "computed")
+WITHOUT_FETCHING = "least_loaded"  # a policy that predicts nothing, and fetches nothing
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationPlan:
+    """What is said, and how often."""
+
+    turns: int
+    prompt_tokens: int  # of the last turn
+    answer_tokens: int  # of each turn
+    repeats: int  # conversations of each kind
+    seed: int
+
+    @property
+    def said_tokens(self) -> int:
+        """Return how many tokens each turn adds beside the answer before it."""
+        return max(1, (self.prompt_tokens - (self.turns - 1) * self.answer_tokens) // self.turns)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of one conversation."""
+
+    kind: Kind
+    number: int  # from 1
+    prompt_tokens: int
+    computed_tokens: int  # of the prompt, on the prefill worker
+    fetched_tokens: int
+    ttft_s: float
+    fetch_s: float  # from its arrival at the prefill worker until the fetched pages were there
+    again_ttft_s: float  # of the same prompt sent once more
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationFindings:
+    """All turns, and how fast pages go from the decode to the prefill worker."""
+
+    turns: tuple[Turn, ...]
+    token_bytes: int  # of KV
+    bytes_per_s: float
+
+    def median_of(self, kind: Kind, number: int, value: Callable[[Turn], float]) -> float:
+        return median(value(turn) for turn in self.turns if turn.kind == kind and turn.number == number)
+
+    def transfer_s(self, number: int) -> float:
+        """Return what the fetched tokens of a turn take at the measured bandwidth."""
+        fetched = self.median_of("fetched", number, lambda turn: turn.fetched_tokens)
+        return fetched * self.token_bytes / self.bytes_per_s
+
+    def ratio(self, number: int) -> float:
+        """Return a turn's TTFT over what it would be with all earlier tokens cached, and the transfer."""
+        cached_s = self.median_of("cached", number, lambda turn: turn.ttft_s) + self.transfer_s(number)
+        return self.median_of("fetched", number, lambda turn: turn.ttft_s) / cached_s
+
+
+async def measure_conversations(spec: ClusterSpec, plan: ConversationPlan, report: Report) -> ConversationFindings:
+    """Start a cluster that fetches and one that does not, and hold conversations with both."""
+    without = replace(spec, name=f"{spec.name}-without", router_flags={"policy": WITHOUT_FETCHING}, router_port=0)
+    turns: list[Turn] = []
+    async with AsyncExitStack() as stack:
+        fetching = await stack.enter_async_context(live_cluster(spec, report))
+        computing = await stack.enter_async_context(live_cluster(without, report))
+        clusters: dict[Kind, LiveCluster] = {"fetched": fetching, "cached": computing, "computed": computing}
+        for repeat in range(-1, plan.repeats):  # the first one lets workers meet and the router learn
+            report(f"conversation {repeat + 1} of {plan.repeats}" if repeat >= 0 else "warming up")
+            talks = [_Talk(clusters[kind], kind, plan, repeat) for kind in KINDS]
+            for number in range(1, plan.turns + 1):
+                found = [await talk.turn(number) for talk in talks]
+                turns += found if repeat >= 0 else []
+        status = await fetching.status()
+    return ConversationFindings(tuple(turns), _token_bytes(status), _bandwidth(status))
+
+
+class _Talk:
+    """One conversation."""
+
+    def __init__(self, cluster: LiveCluster, kind: Kind, plan: ConversationPlan, repeat: int) -> None:
+        self._cluster = cluster
+        self._kind = kind
+        self._plan = plan
+        self._rng = random.Random(f"conversation {plan.seed} {kind} {repeat}")
+        self._tenant = new_tenant()
+        self._past: list[int] = []
+
+    async def turn(self, number: int) -> Turn:
+        if self._kind == "cached" and self._past:
+            await self._send(1)  # has the past computed where the next prompt will be
+        self._past += [self._rng.randrange(3, self._cluster.vocab_size) for _ in range(self._plan.said_tokens)]
+        outcome = await self._send(self._plan.answer_tokens)
+        again = await self._send(2)
+        stages = outcome.stages_s
+        turn = Turn(
+            kind=self._kind,
+            number=number,
+            prompt_tokens=len(self._past),
+            computed_tokens=len(self._past) - outcome.cached_tokens,
+            fetched_tokens=outcome.fetched_tokens,
+            ttft_s=outcome.ttft_s or 0.0,
+            fetch_s=stages["fetched"] - stages["prefill_queued"] if "fetched" in stages else 0.0,
+            again_ttft_s=again.ttft_s or 0.0,
+        )
+        self._past += outcome.tokens[0]
+        return turn
+
+    async def _send(self, num_tokens: int) -> Outcome:
+        arrival = Arrival(0.0, len(self._past), num_tokens)
+        outcome = await self._cluster.client.send(request_of(arrival, self._past, self._tenant, ANY))
+        if not outcome.is_good:
+            raise CommandError(f"a turn of {len(self._past)} tokens ended with {outcome.status}: {outcome.detail}")
+        return outcome
+
+
+def _token_bytes(status: admin.ClusterStatus) -> int:
+    layout = status.workers[0].registration.layout
+    return 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * _BYTES[layout.dtype]
+
+
+def _bandwidth(status: admin.ClusterStatus) -> float:
+    """Return how fast pages go back to the prefill worker, or to a decode worker where none ever did."""
+    pairs = [pair for worker in status.workers for pair in worker.pairs]
+    back = [pair for pair in pairs if pair.decode_worker_id.startswith("prefill")] or pairs
+    return max((float(pair.bytes_per_s) for pair in back), default=float("nan"))
+
+
+_COLUMNS = (
+    Column("turn"),
+    Column("prompt"),
+    Column("fetched", "tokens that the prefill worker fetched"),
+    Column("computed", "prompt tokens that it computed, with and without fetching"),
+    Column("TTFT ms", "with the past fetched, cached there, and computed with the turn"),
+    Column("transfer ms", "of the fetched tokens at the measured bandwidth"),
+    Column("ratio", "TTFT with the past fetched, over that with the past cached and the transfer"),
+    Column("fetch ms", "from the prompt's arrival until the fetched pages were there", rank=1),
+    Column("again ms", "TTFT of the same prompt sent once more", rank=2),
+)
+
+
+def conversation_table(found: ConversationFindings) -> Sheet:
+    """Return one row a turn; figures are medians over the conversations."""
+    rows = [_row(found, number) for number in sorted({turn.number for turn in found.turns})]
+    return Sheet("medians of conversations of each kind", _COLUMNS, rows, _notes(found))
+
+
+def _row(found: ConversationFindings, number: int) -> Sequence[str]:
+    ttfts = (f"{1e3 * found.median_of(kind, number, lambda turn: turn.ttft_s):.0f}" for kind in KINDS)
+    computed = (found.median_of(kind, number, lambda turn: turn.computed_tokens) for kind in ("fetched", "computed"))
+    return (
+        f"{number}",
+        f"{found.median_of('fetched', number, lambda turn: turn.prompt_tokens):.0f}",
+        f"{found.median_of('fetched', number, lambda turn: turn.fetched_tokens):.0f}",
+        " / ".join(f"{each:.0f}" for each in computed),
+        " / ".join(ttfts),
+        f"{1e3 * found.transfer_s(number):.1f}",
+        f"{found.ratio(number):.2f}",
+        f"{1e3 * found.median_of('fetched', number, lambda turn: turn.fetch_s):.1f}",
+        f"{1e3 * found.median_of('fetched', number, lambda turn: turn.again_ttft_s):.0f}",
+    )
+
+
+def _notes(found: ConversationFindings) -> list[str]:
+    with_, without = (
+        sum(turn.computed_tokens for turn in found.turns if turn.kind == kind) for kind in ("fetched", "computed")
+    )
+    later = [number for number in {turn.number for turn in found.turns} if number > 1]
+    worst = max((found.ratio(number) for number in later), default=float("nan"))
+    return [
+        f"prompt tokens computed: {with_:,} with fetching, {without:,} without ({1 - with_ / without:.0%} fewer)",
+        f"worst ratio from turn 2 on: {worst:.2f}",
+        f"{found.bytes_per_s / 1e6:.0f} MB/s, {found.token_bytes:,} bytes of KV a token",
+    ]

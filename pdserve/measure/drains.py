@@ -1,0 +1,149 @@
+"""How soon a decode worker with many running answers has left, next to what its answers' pages need to be moved."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pdserve.clock import MonotonicClock
+from pdserve.errors import CommandError
+from pdserve.ids import WorkerId
+from pdserve.launch.admin import AdminClient
+from pdserve.launch.local import Listener
+from pdserve.launch.plan import ClusterSpec
+from pdserve.measure.board import StatusBoard
+from pdserve.measure.chaos import judge, look
+from pdserve.measure.client import Client, new_tenant
+from pdserve.measure.known_answers import KnownRequest
+from pdserve.measure.live import Report, started
+from pdserve.measure.moves import MovedGap, moved_gaps
+from pdserve.measure.operations import drained
+from pdserve.measure.outcomes import Outcome
+from pdserve.measure.percentiles import Percentiles, percentiles
+from pdserve.measure.tables import Comparison
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.proto.v1 import link_pb2 as link
+
+LEAVING, STAYING = "decode-0", "decode-1"
+REQUEST_DEADLINE_S = 600.0
+REACHED_WITHIN_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class DrainFindings:
+    """What a drain took, and what it brought the clients."""
+
+    num_answers: int  # that ran when it began
+    kv_tokens: int  # of theirs
+    drain_s: float
+    idle_drain_s: float  # of the other worker, when nothing ran
+    moved_bytes: int
+    bytes_per_s: float  # measured between the two when they met
+    moves: dict[str, int]  # by how they ended
+    gap_s: Percentiles | None
+    over_allowed: Percentiles | None
+    failed: tuple[str, ...]  # answers that were not right, in words
+    left_over: str
+
+    @property
+    def transfer_s(self) -> float:
+        return self.moved_bytes / self.bytes_per_s
+
+
+async def measure_drain(
+    spec: ClusterSpec, requests: Sequence[KnownRequest], count: int, begun: float, report: Report
+) -> DrainFindings:
+    """Start two decode workers, run `count` answers on one, and drain it once this share of their tokens is there."""
+    board, clock, gaps, pairs = StatusBoard(), MonotonicClock(), list[MovedGap](), dict[str, float]()
+    board.watchers.append(lambda status: pairs.update(_bandwidth(status)))
+    async with (
+        started(spec, Listener(board.put, report)) as (cluster, live),
+        AdminClient(cluster.state.admin, cluster.state.secret_file) as operator,
+    ):
+        await operator.set_role(WorkerId(STAYING), link.ROLE_PREFILL)  # so that all answers begin on the other
+
+        def on_end(outcome: Outcome) -> None:
+            gaps.extend(moved_gaps(outcome))
+            judge(outcome, requests)
+
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(_send(live.client, requests, count, on_end))
+            report(f"{count} answers begin on {LEAVING}")
+            kv_tokens = await _until_begun(board, requests, count, begun)
+            await operator.set_role(WorkerId(STAYING), link.ROLE_DECODE)
+            await operator.move(WorkerId(LEAVING), WorkerId(STAYING), 1)  # the two have met, and know their bandwidth
+            if not await board.until(lambda status: status.moves["done"] > 0, REACHED_WITHIN_S):
+                raise CommandError(f"no answer moved from {LEAVING} to {STAYING}: {dict(board.last.moves)}")
+            report(f"draining {LEAVING}, with {kv_tokens} tokens of KV")
+            drain_s = await drained(cluster, operator, LEAVING, clock)
+            report(f"it has left after {drain_s:.2f} s")
+            outcomes = await running
+        _, left_over = await look(cluster, board)
+        idle_drain_s = await drained(cluster, operator, STAYING, clock)
+        return DrainFindings(
+            num_answers=count,
+            kv_tokens=kv_tokens,
+            drain_s=drain_s,
+            idle_drain_s=idle_drain_s,
+            moved_bytes=sum(move.num_bytes for outcome in outcomes for move in outcome.moves),
+            bytes_per_s=pairs.get(STAYING, float("nan")),
+            moves=dict(board.last.moves),
+            gap_s=percentiles(gap.gap_s for gap in gaps),
+            over_allowed=percentiles(gap.gap_s / gap.allowed_s for gap in gaps if gap.allowed_s),
+            failed=tuple(f"{o.status} {o.detail} {o.wrong}" for o in outcomes if not o.is_good),
+            left_over=left_over,
+        )
+
+
+async def _send(
+    client: Client, requests: Sequence[KnownRequest], count: int, on_end: Callable[[Outcome], None]
+) -> list[Outcome]:
+    """Send the requests in turn, all at once; no two share a cached prompt."""
+    messages = [requests[number % len(requests)].message(REQUEST_DEADLINE_S) for number in range(count)]
+    for message in messages:
+        message.tenant = new_tenant()
+    return await client.run([(0.0, message) for message in messages], on_end)
+
+
+async def _until_begun(board: StatusBoard, requests: Sequence[KnownRequest], count: int, begun: float) -> int:
+    """Wait until all answers run and have this share of their tokens; return how many tokens of KV they have."""
+    asked = [requests[number % len(requests)] for number in range(count)]
+    wanted = sum(len(each.prompt) + begun * each.params.max_tokens for each in asked)
+
+    def has_begun(status: admin.ClusterStatus) -> bool:
+        load = _load_of(status)
+        return load.num_running == count and load.kv_tokens >= wanted
+
+    if not await board.until(has_begun, REACHED_WITHIN_S):
+        load = _load_of(board.last)
+        raise CommandError(f"{LEAVING} runs {load.num_running} of {count} answers, with {load.kv_tokens} tokens")
+    return _load_of(board.last).kv_tokens
+
+
+def _load_of(status: admin.ClusterStatus) -> link.Heartbeat:
+    return next((each.load for each in status.workers if each.registration.worker_id == LEAVING), link.Heartbeat())
+
+
+def _bandwidth(status: admin.ClusterStatus) -> dict[str, float]:
+    """Return how fast the leaving worker reaches others, by their names."""
+    leaving = [each for each in status.workers if each.registration.worker_id == LEAVING]
+    return {pair.decode_worker_id: float(pair.bytes_per_s) for each in leaving for pair in each.pairs}
+
+
+def drain_table(found: DrainFindings) -> Comparison:
+    """Return one row a quantity."""
+    rows = {
+        "answers that run": f"{found.num_answers}",
+        "tokens of KV": f"{found.kv_tokens}",
+        "drain s": f"{found.drain_s:.2f}",
+        "moved MB": f"{found.moved_bytes / 1e6:.1f}",
+        "measured MB/s": f"{found.bytes_per_s / 1e6:.0f}",
+        "bytes over bandwidth s": f"{found.transfer_s:.2f}",
+        "beyond the bytes s": f"{found.drain_s - found.transfer_s:.2f}",
+        "drain of an idle worker s": f"{found.idle_drain_s:.2f}",
+        "moves": ", ".join(f"{number} {end}" for end, number in sorted(found.moves.items())),
+        "gap of a move, ms: p50 / p90 / p99": "-" if found.gap_s is None else found.gap_s.text(1e3, 1),
+        "gap over what is allowed": "-" if found.over_allowed is None else found.over_allowed.text(1, 2),
+        "wrong or failed answers": f"{len(found.failed)}",
+        "left over": found.left_over or "nothing",
+    }
+    return Comparison("", ["drain"], [(name, [cell]) for name, cell in rows.items()])

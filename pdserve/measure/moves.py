@@ -1,0 +1,201 @@
+"""A cluster under load while an operator flips roles, moves answers and drains workers, with every token checked."""
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import count, pairwise
+from statistics import median
+
+from pdserve.clock import MonotonicClock
+from pdserve.launch.admin import AdminClient
+from pdserve.launch.local import Listener
+from pdserve.launch.plan import ClusterSpec
+from pdserve.measure.board import StatusBoard
+from pdserve.measure.chaos import REQUEST_DEADLINE_S, Tally, judge, look, tally
+from pdserve.measure.client import Client, new_tenant
+from pdserve.measure.known_answers import KnownRequest
+from pdserve.measure.live import Report, started
+from pdserve.measure.operations import Operations, OperationsPlan, Record
+from pdserve.measure.outcomes import Outcome
+from pdserve.measure.percentiles import Percentiles, percentiles
+from pdserve.measure.saturation import saturate
+from pdserve.measure.tables import Comparison
+from pdserve.measure.workload import Arrival
+
+STEPS_ALLOWED = 3  # that a move may cost, beside the transfer of the last page
+_NEAR = 12  # gaps on each side of a move, of which the median is the step of that moment
+
+
+@dataclass(frozen=True, slots=True)
+class MovesTrial:
+    """How a cluster is loaded, and what an operator does meanwhile."""
+
+    spec: ClusterSpec
+    load: float  # share of the capacity
+    calibration_s: float
+    operations: OperationsPlan
+
+
+@dataclass(frozen=True, slots=True)
+class MovedGap:
+    """The longest time between two tokens of an answer where it moved."""
+
+    gap_s: float
+    step_s: float  # median time between its tokens before and after
+    handoff_s: float  # of its last page
+
+    @property
+    def allowed_s(self) -> float:
+        return STEPS_ALLOWED * self.step_s + self.handoff_s
+
+
+@dataclass(frozen=True, slots=True)
+class MovesVerdict:
+    """What came of a trial."""
+
+    capacity_per_s: float
+    rate_per_s: float
+    tally: Tally
+    moves: dict[str, int]  # by how they ended, as the router counts
+    record: Record
+    gap_s: Percentiles | None  # of moved answers
+    step_s: Percentiles | None  # beside these gaps
+    over_allowed: Percentiles | None  # gap over what is allowed
+    itl_s: Percentiles | None  # of all answers
+    free_after_s: float | None
+    left_over: str
+    num_ended: int  # requests, as the router counts
+    outcomes: tuple[Outcome, ...] = field(repr=False, default=())
+
+    @property
+    def is_clean(self) -> bool:
+        """Return whether all was done, every request answered rightly and ended once, and every page came back."""
+        num_good = sum(outcome.is_good for outcome in self.outcomes)
+        is_right = num_good == len(self.outcomes) == self.num_ended
+        return is_right and not self.left_over and self.record.is_complete
+
+
+async def run_moves(trial: MovesTrial, requests: Sequence[KnownRequest], report: Report) -> MovesVerdict:
+    """Start a cluster, find its capacity, load it, and operate it."""
+    board, clock, gaps = StatusBoard(), MonotonicClock(), list[MovedGap]()
+    async with started(trial.spec, Listener(board.put, report)) as (cluster, live):
+        report("calibrating: keeping the cluster full")
+        capacity = await saturate(live.client, *_as_arrivals(requests), trial.calibration_s)
+        await look(cluster, board)
+        before, rate = sum(board.last.ended.values()), trial.load * capacity
+        report(f"capacity {capacity:.2f} requests/s; operating under {rate:.2f} requests/s")
+
+        def on_end(outcome: Outcome) -> None:
+            gaps.extend(moved_gaps(outcome))
+            judge(outcome, requests)
+            if not outcome.is_good:
+                report(f"{outcome}")
+
+        async with AdminClient(cluster.state.admin, cluster.state.secret_file) as operator:
+            operations = Operations(cluster, board, operator, trial.operations, clock)
+            async with asyncio.TaskGroup() as tasks:
+                operating = tasks.create_task(operations.run())
+                outcomes = await _load(live.client, requests, rate, operating, on_end)
+        free_after_s, left_over = await look(cluster, board)
+        return MovesVerdict(
+            capacity_per_s=capacity,
+            rate_per_s=rate,
+            tally=tally("moves", outcomes),
+            moves=dict(board.last.moves),
+            record=operations.record,
+            gap_s=percentiles(gap.gap_s for gap in gaps),
+            step_s=percentiles(gap.step_s for gap in gaps),
+            over_allowed=percentiles(gap.gap_s / gap.allowed_s for gap in gaps if gap.allowed_s),
+            itl_s=percentiles(gap_s for outcome in outcomes for gap_s in outcome.gaps_s),
+            free_after_s=free_after_s,
+            left_over=left_over,
+            num_ended=sum(board.last.ended.values()) - before,
+            outcomes=tuple(outcomes),
+        )
+
+
+def _as_arrivals(requests: Sequence[KnownRequest]) -> tuple[list[Arrival], list[Sequence[int]]]:
+    arrivals = [Arrival(0.0, len(each.prompt), each.params.max_tokens) for each in requests]
+    return arrivals, [each.prompt for each in requests]
+
+
+async def _load(
+    client: Client,
+    requests: Sequence[KnownRequest],
+    rate: float,
+    operating: asyncio.Task[None],
+    on_end: Callable[[Outcome], None],
+) -> list[Outcome]:
+    """Send the requests in turn, at random moments, while the operator works. Rounds share no cached prompts."""
+    rng, tenant, began_s = random.Random("moves"), new_tenant(), client.clock.now_s()
+
+    async def send(number: int) -> Outcome:
+        message = requests[number % len(requests)].message(REQUEST_DEADLINE_S)
+        message.tenant = f"{tenant}-{number // len(requests)}"
+        outcome = await client.send(message, began_s)
+        outcome.number = number
+        on_end(outcome)
+        return outcome
+
+    sent: list[asyncio.Task[Outcome]] = []
+    async with asyncio.TaskGroup() as tasks:
+        for number in count():
+            await asyncio.wait((operating,), timeout=rng.expovariate(rate))
+            if operating.done():
+                break
+            sent.append(tasks.create_task(send(number)))
+    return [each.result() for each in sent]
+
+
+def moved_gaps(outcome: Outcome) -> list[MovedGap]:
+    """Return the gap of each move that an answer outlived."""
+    found = []
+    for move in outcome.moves:
+        gaps_s = [later - earlier for earlier, later in pairwise(outcome.times_s.get(move.index, ()))]
+        there = range(max(0, move.num_tokens - 1), min(len(gaps_s), move.num_tokens + 1))
+        begin, end = max(0, there.start - _NEAR), there.stop + _NEAR
+        near_s = [gap_s for place, gap_s in enumerate(gaps_s[begin:end], begin) if place not in there and gap_s]
+        if there and near_s:
+            found.append(MovedGap(max(gaps_s[place] for place in there), median(near_s), move.handoff_s))
+    return found
+
+
+def moves_table(verdict: MovesVerdict) -> Comparison:
+    """Return one row a quantity."""
+    record, total = verdict.record, verdict.tally
+    by_end = ", ".join(f"{number} {end}" for end, number in sorted(verdict.moves.items())) or "none"
+    rows = {
+        "capacity, requests/s": f"{verdict.capacity_per_s:.2f}",
+        "sent, requests/s": f"{verdict.rate_per_s:.2f}",
+        "requests": f"{total.summary.num_requests}",
+        "answered rightly": f"{sum(outcome.is_good for outcome in verdict.outcomes)}",
+        "client errors": f"{sum(total.errors.values())}",
+        "wrong tokens": f"{total.num_wrong}",
+        "ended, as the router counts": f"{verdict.num_ended}",
+        "retried": f"{total.num_retried}",
+        "moves": by_end,
+        "flips": f"{len(record.flips_s)}",
+        "drains": f"{len(record.drains_s)}",
+        "operator's calls refused": f"{len(record.refused)}",
+        "all pages free after s": verdict.left_over or f"{verdict.free_after_s or 0.0:.2f}",
+    }
+    times = {
+        "flip, ms": percentiles(record.flips_s),
+        "drain, ms": percentiles(record.drains_s),
+        "TTFT, ms": total.summary.ttft_s,
+        "gap of a move, ms": verdict.gap_s,
+        "step beside it, ms": verdict.step_s,
+        "ITL of all, ms": verdict.itl_s,
+    }
+    rows |= {f"{name}: p50 / p90 / p99": "-" if each is None else each.text(1e3, 1) for name, each in times.items()}
+    allowed = f"gap of a move over {STEPS_ALLOWED} steps and the last page: p50 / p90 / p99"
+    rows[allowed] = "-" if verdict.over_allowed is None else verdict.over_allowed.text(1, 2)
+    return Comparison("", ["moves"], [(name, [cell]) for name, cell in rows.items()])
+
+
+def moves_json(verdict: MovesVerdict) -> dict[str, object]:
+    """Return the verdict without each request's own outcome."""
+    fields = asdict(verdict)
+    del fields["outcomes"]
+    return fields

@@ -1,0 +1,85 @@
+"""What a move costs a client, and which roles an operator leaves a cluster with."""
+
+import pytest
+
+from pdserve.measure.conversation import ConversationFindings, ConversationPlan, Turn
+from pdserve.measure.moves import moved_gaps
+from pdserve.measure.operations import roles_of, serves
+from pdserve.measure.outcomes import Moved, Outcome
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.proto.v1 import link_pb2 as link
+
+PREFILL, DECODE, MIXED = link.ROLE_PREFILL, link.ROLE_DECODE, link.ROLE_MIXED
+
+
+def outcome(times_s: list[float], *moves: Moved) -> Outcome:
+    return Outcome(0.0, 10, len(times_s), times_s={0: times_s}, moves=moves)
+
+
+def moved(num_tokens: int, index: int = 0) -> Moved:
+    return Moved(index, num_tokens, "decode-0", "decode-1", 1000, 0.05)
+
+
+def test_the_gap_of_a_move_is_that_between_the_tokens_around_it_and_the_step_that_of_the_others() -> None:
+    (gap,) = moved_gaps(outcome([0.0, 0.1, 0.2, 0.7, 0.8, 0.9], moved(3)))
+    assert (gap.gap_s, gap.step_s) == (pytest.approx(0.5), pytest.approx(0.1))
+    assert gap.allowed_s == pytest.approx(0.35)
+
+
+def test_tokens_that_come_with_the_move_itself_count_as_before_it() -> None:
+    (gap,) = moved_gaps(outcome([0.0, 0.1, 0.2, 0.2, 0.6, 0.7, 0.8], moved(3)))
+    assert gap.gap_s == pytest.approx(0.4)
+
+
+@pytest.mark.parametrize("move", [moved(2, index=1), moved(6), moved(40)])
+def test_a_move_without_tokens_after_it_has_no_gap(move: Moved) -> None:
+    times_s = [0.0, 0.1, 0.2, 0.3, 0.4]
+    assert moved_gaps(outcome(times_s, move)) == []
+
+
+@pytest.mark.parametrize(
+    ("roles", "does"),
+    [
+        ((PREFILL, DECODE), True),
+        ((MIXED, DECODE), True),
+        ((MIXED, MIXED), True),
+        ((MIXED,), False),
+        ((PREFILL, PREFILL), False),
+        ((DECODE, DECODE), False),
+        ((), False),
+    ],
+)
+def test_a_cluster_keeps_who_computes_prompts_and_who_decodes(roles: tuple[int, ...], does: bool) -> None:
+    assert serves(dict(zip("abc", roles, strict=False))) is does
+
+
+def worker(name: str, role: int, *, ready: bool = True, draining: bool = False) -> admin.WorkerStatus:
+    registration = link.Register(worker_id=name, role=link.Role.ValueType(PREFILL), ready=ready)
+    return admin.WorkerStatus(
+        registration=registration, load=link.Heartbeat(role=link.Role.ValueType(role), draining=draining)
+    )
+
+
+def test_a_worker_has_the_role_that_it_reported_last_and_none_while_it_loads_or_drains() -> None:
+    workers = [
+        worker("a", DECODE),
+        worker("b", link.ROLE_UNSPECIFIED),
+        worker("c", DECODE, ready=False),
+        worker("d", DECODE, draining=True),
+    ]
+    assert roles_of(admin.ClusterStatus(workers=workers)) == {"a": DECODE, "b": PREFILL}
+
+
+def test_prompts_grow_to_the_length_of_the_last_turn() -> None:
+    plan = ConversationPlan(turns=8, prompt_tokens=4000, answer_tokens=250, repeats=1, seed=0)
+    assert plan.said_tokens * 8 + 250 * 7 == pytest.approx(4000, abs=8)
+
+
+def test_a_turn_is_compared_with_the_cached_past_and_the_transfer_of_what_was_fetched() -> None:
+    turns = (
+        Turn("fetched", 2, 500, 60, 200, 0.30, 0.1, 0.0),
+        Turn("cached", 2, 500, 60, 0, 0.20, 0.0, 0.0),
+    )
+    found = ConversationFindings(turns, token_bytes=1000, bytes_per_s=2e6)
+    assert found.transfer_s(2) == pytest.approx(0.1)
+    assert found.ratio(2) == pytest.approx(1.0)
