@@ -45,6 +45,27 @@ class AdminClient:
         async for reply in self._stub.WatchStatus(request, metadata=proof):
             yield reply.status
 
+    async def drain(self, worker_id: WorkerId) -> None:
+        """Ask a worker to finish what it runs, and to exit."""
+        proof = await self._identify("DrainWorker", CALL_TIMEOUT_S)
+        request = admin.DrainWorkerRequest(worker_id=worker_id)
+        await self._stub.DrainWorker(request, metadata=proof, timeout=CALL_TIMEOUT_S)
+
+    async def set_role(self, worker_id: WorkerId, role: "link.Role.ValueType") -> int:
+        """Give a worker a role; return its epoch once the worker has taken it."""
+        proof = await self._identify("SetWorkerRole", CALL_TIMEOUT_S)
+        request = admin.SetWorkerRoleRequest(worker_id=worker_id, role=role)
+        return (await self._stub.SetWorkerRole(request, metadata=proof, timeout=CALL_TIMEOUT_S)).epoch
+
+    async def move(self, worker_id: WorkerId, target: WorkerId | None = None, count: int = 0) -> int:
+        """Move running continuations off a worker, so many at most (0: all); return how many are to move.
+
+        With no target, each goes to where the router finds room.
+        """
+        proof = await self._identify("MoveSequences", CALL_TIMEOUT_S)
+        request = admin.MoveSequencesRequest(worker_id=worker_id, target_worker_id=target or "", max_sequences=count)
+        return (await self._stub.MoveSequences(request, metadata=proof, timeout=CALL_TIMEOUT_S)).num_sequences
+
     async def report_gone(
         self, worker_id: WorkerId, incarnation: Incarnation, timeout_s: float, *, from_outside: bool
     ) -> None:

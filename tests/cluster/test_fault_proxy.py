@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from fault_proxy import FaultProxy, Faults, fault_proxies
+from grpc_frames import PREFACE
 
 DATA = bytes(range(256)) * 40
 
@@ -88,3 +89,28 @@ def test_a_reset_is_seen_by_both_ends(proxy: FaultProxy, ends: Ends) -> None:
     for end in ends:
         with pytest.raises(ConnectionResetError):
             end.recv(1)
+
+
+def data_frame(*messages: bytes) -> bytes:
+    """Return gRPC messages as one HTTP/2 frame of a stream."""
+    payload = b"".join(b"\0" + len(message).to_bytes(4) + message for message in messages)
+    return len(payload).to_bytes(3) + b"\0\0" + (1).to_bytes(4) + payload
+
+
+def test_a_message_that_is_wanted_is_held_with_all_that_follows_and_nothing_before_it(
+    proxy: FaultProxy, ends: Ends
+) -> None:
+    before = PREFACE + data_frame(b"one", b"two") + data_frame(b"three")
+    after = data_frame(b"four") + data_frame(b"five")
+    ends[1].settimeout(0.3)
+    with proxy.holding("onward", lambda message: message == b"four") as gate:
+        whole = before + after
+        for piece in (whole[:30], whole[30:45], whole[45:]):
+            ends[0].sendall(piece)
+        gate.wait_until_caught()
+        assert receive(ends[1], len(before)) == before
+        with pytest.raises(TimeoutError):
+            ends[1].recv(1)
+        ends[1].sendall(DATA)
+        assert receive(ends[0], len(DATA)) == DATA  # the other way goes on
+    assert receive(ends[1], len(after)) == after

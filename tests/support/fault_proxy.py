@@ -1,17 +1,19 @@
 """A TCP proxy that makes a connection as bad as a test asks: slow, sliced, corrupted, cut off, reset.
 
 Runs in a thread of its own; every method may be called from any thread. Faults hold for all connections, both ways,
-from the moment they are set until others are.
+from the moment they are set until others are. A `Gate` holds back one message of a gRPC stream, and what follows it.
 """
 
 import asyncio
 import socket
 import struct
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+from grpc_frames import Messages
 
 CHUNK_BYTES = 65536
 MAX_CHUNKS_WAITING = 64  # in each direction of a connection; then the source waits
@@ -31,12 +33,39 @@ class Faults:
 
 HEALTHY = Faults()
 
+Direction = Literal["onward", "back"]  # from who dialled, or to them
+
+
+class Gate:
+    """Lets bytes of one direction pass until the first gRPC message that is wanted; that one and what follows wait."""
+
+    def __init__(self, direction: Direction, wanted: Callable[[bytes], bool]) -> None:
+        self.direction = direction
+        self.wanted = wanted
+        self.opened = asyncio.Event()
+        self._caught = threading.Event()
+
+    def catch(self) -> None:
+        self._caught.set()
+
+    def wait_until_caught(self, timeout_s: float = 20) -> None:
+        """Return once a message is held; its receiver has everything that was sent before it."""
+        assert self._caught.wait(timeout_s), "no such message came"
+
 
 class _Way:
     """One direction of one connection."""
 
-    def __init__(self, proxy: "FaultProxy", reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(
+        self,
+        proxy: "FaultProxy",
+        direction: Direction,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
         self._proxy = proxy
+        self._direction = direction
+        self._messages = Messages()
         self._reader = reader
         self._writer = writer
         self._chunks: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MAX_CHUNKS_WAITING)
@@ -64,14 +93,31 @@ class _Way:
             if not data:
                 self._writer.write_eof()
                 return
-            while data:
-                await self._proxy.passable.wait()
-                size, rate = self._proxy.faults.slice_bytes, self._proxy.faults.bytes_per_s
-                piece, data = data[:size], data[size:]
-                self._writer.write(self._spoilt(piece))
-                await self._writer.drain()
-                if rate:
-                    await asyncio.sleep(len(piece) / rate)
+            gate, num_free = self._proxy.gate, self._num_free(data)
+            await self._pass(data[:num_free])
+            if num_free < len(data) and gate is not None:
+                gate.catch()
+                await gate.opened.wait()
+                await self._pass(data[num_free:])
+
+    def _num_free(self, data: bytes) -> int:
+        """Return how many bytes come before the message that the gate wants; all of them without one."""
+        num_free, gate = 0, self._proxy.gate
+        for end, message in self._messages.take(data):
+            if gate is not None and gate.direction == self._direction and gate.wanted(message):
+                return num_free
+            num_free = end
+        return len(data)
+
+    async def _pass(self, data: bytes) -> None:
+        while data:
+            await self._proxy.passable.wait()
+            size, rate = self._proxy.faults.slice_bytes, self._proxy.faults.bytes_per_s
+            piece, data = data[:size], data[size:]
+            self._writer.write(self._spoilt(piece))
+            await self._writer.drain()
+            if rate:
+                await asyncio.sleep(len(piece) / rate)
 
     def _spoilt(self, piece: bytes) -> bytes:
         every, start = self._proxy.faults.corrupt_every, self._num_bytes
@@ -91,6 +137,7 @@ class FaultProxy:
         self._loop = loop
         self.target: tuple[str, int] | None = None
         self.faults = HEALTHY
+        self.gate: Gate | None = None
         self.passable = asyncio.Event()
         self.passable.set()
         self._writers: set[asyncio.StreamWriter] = set()
@@ -119,6 +166,16 @@ class FaultProxy:
         finally:
             self.set(HEALTHY)
 
+    @contextmanager
+    def holding(self, direction: Direction, wanted: Callable[[bytes], bool]) -> Iterator[Gate]:
+        """Hold back the first message that is wanted, for the length of the block."""
+        gate = Gate(direction, wanted)
+        self._call(self._set_gate(gate))
+        try:
+            yield gate
+        finally:
+            self._call(self._set_gate(None))
+
     def close(self) -> None:
         self._call(self._close())
 
@@ -132,6 +189,11 @@ class FaultProxy:
     async def _set(self, faults: Faults) -> None:
         self.faults = faults
         (self.passable.clear if faults.blackhole else self.passable.set)()
+
+    async def _set_gate(self, gate: Gate | None) -> None:
+        if self.gate is not None:
+            self.gate.opened.set()
+        self.gate = gate
 
     async def _reset(self) -> None:
         for writer in self._writers:
@@ -152,8 +214,8 @@ class FaultProxy:
             writers.append(onward_writer)
             self._writers.update(writers)
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(_Way(self, reader, onward_writer).run())
-                tasks.create_task(_Way(self, onward_reader, writer).run())
+                tasks.create_task(_Way(self, "onward", reader, onward_writer).run())
+                tasks.create_task(_Way(self, "back", onward_reader, writer).run())
         except* (OSError, asyncio.CancelledError):
             pass  # one side has gone, and so does the other
         finally:

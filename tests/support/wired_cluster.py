@@ -105,8 +105,10 @@ class Wiring:
 
 
 class WiredCluster(LiveCluster):
-    """A cluster whose links and hand-off streams are `proxies`: "link NAME" of each worker, "handoff NAME" of each
-    decode worker."""
+    """A cluster whose links and hand-off streams are `proxies`: "link NAME" and "handoff NAME" of each worker.
+
+    A hand-off stream goes through the proxy of the worker that is dialled, which receives pages by it.
+    """
 
     def __init__(self, wiring: Wiring, pools: Pools, proxies: Mapping[str, FaultProxy]) -> None:
         super().__init__(wiring.started["router"][0], wiring.folder)
@@ -149,18 +151,15 @@ def wired_cluster(
 ) -> Iterator[WiredCluster]:
     """Run a router and these workers for the length of the block; all must drain and end well."""
     workers = (*pools.prefills, *pools.decodes)
-    names = [*(f"link {name}" for name in workers), *(f"handoff {name}" for name in pools.decodes)]
+    names = [f"{stream} {name}" for stream in ("link", "handoff") for name in workers]
     with ExitStack() as stack:
         proxies = stack.enter_context(fault_proxies(*names))
         ports = free_port(HOST), free_port(HOST)
         wiring = Wiring(folder, model, worker_flags, write_secret(folder), *ports, router_flags or {})
         stack.callback(_kill, wiring)
         wiring.start_router()
-        for name in pools.decodes:
-            _start_decode(wiring, name, proxies)
-        for name in pools.prefills:
-            _link(wiring, name, proxies)
-            wiring.start_worker("prefill", name, proxies[f"link {name}"].address)
+        for name in workers:
+            _start_worker(wiring, "decode" if name in pools.decodes else "prefill", name, proxies)
         cluster = WiredCluster(wiring, pools, proxies)
         stack.callback(cluster.close)
         cluster.wait_for(all_ready(len(workers)), 90)
@@ -168,16 +167,10 @@ def wired_cluster(
         _drain(wiring)
 
 
-def _link(wiring: Wiring, name: str, proxies: Mapping[str, FaultProxy]) -> None:
-    proxies[f"link {name}"].target = (HOST, wiring.internal_port)
-
-
-def _start_decode(wiring: Wiring, name: str, proxies: Mapping[str, FaultProxy]) -> None:
-    _link(wiring, name, proxies)
-    port, proxy = free_port(HOST), proxies[f"handoff {name}"]
-    proxy.target = (HOST, port)
-    link = proxies[f"link {name}"].address
-    wiring.start_worker("decode", name, link, handoff_port=port, handoff_advertise=proxy.address)
+def _start_worker(wiring: Wiring, role: Role, name: str, proxies: Mapping[str, FaultProxy]) -> None:
+    link, handoff, port = proxies[f"link {name}"], proxies[f"handoff {name}"], free_port(HOST)
+    link.target, handoff.target = (HOST, wiring.internal_port), (HOST, port)
+    wiring.start_worker(role, name, link.address, handoff_port=port, handoff_advertise=handoff.address)
 
 
 def _drain(wiring: Wiring) -> None:
