@@ -10,6 +10,7 @@ class Cause(StrEnum):
 
     QUEUE = "queue"  # prompts that are computed before it
     PREFILL = "prefill"  # computing its own prompt
+    FETCH = "fetch"  # pages of its prompt that another worker holds
     HANDOFF = "handoff"  # moving its KV to the decode worker
     BATCH = "batch"  # the sequences that decode beside it
     PROMPTS = "prompts"  # that its decode worker computes
@@ -27,6 +28,7 @@ class Cause(StrEnum):
 _IN_WORDS = {
     Cause.QUEUE: "prompts before it",
     Cause.PREFILL: "computing its prompt",
+    Cause.FETCH: "fetching pages of its prompt",
     Cause.HANDOFF: "its hand-off",
     Cause.BATCH: "the sequences that decode there",
     Cause.PROMPTS: "the prompts that are computed there",

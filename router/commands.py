@@ -27,12 +27,22 @@ class SequenceSpec:
 
 
 @value
+class FetchAsked:
+    """Let a holder send leading pages of a prompt to the worker that computes it."""
+
+    holder: Registration
+    num_tokens: int  # that it probably holds
+    within_s: float  # then the prompt is computed without them
+
+
+@value
 class Place:
     """Give a job to the worker that computes the prompt and to the one that decodes. One of them is there."""
 
     spec: SequenceSpec
     prefill: Registration | None  # None: the decode worker computes the prompt itself
     decode: Registration | None  # None: the first token ends the request
+    fetch: FetchAsked | None = None
 
 
 @value

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt
+from pdserve.perfmodel.curve import attention_work
 from pdserve.reports import Stage
 from pdserve.router.commands import Deliver
 from pdserve.router.events import StageReached, TokenDelta
@@ -122,7 +123,7 @@ class Delivery:
         objective_s = None if request.slo_s[0] is None else request.first_token_due_s - placement.placed_s
         observed_s = now_s - placement.placed_s
         self._placements.predictor.observe_first_token(
-            placement.ttft_s, observed_s, objective_s, median=None if placement.is_local else placement.ttft_median
+            placement.ttft_s, observed_s, objective_s, median=placement.ttft_median if placement.computes_all else None
         )
 
     def _learn_answer(self, request: Request, sequence: Sequence) -> None:
@@ -161,7 +162,7 @@ class Delivery:
             case Stage.PREFILL_STARTED if placement.attempt == Attempt(0):
                 request.cached_tokens = min(event.cached_tokens, len(request.prompt_ids))
             case Stage.FETCHED:
-                request.ledger.fetched_tokens = event.cached_tokens
+                self._take_fetched(request, placement, event, now_s)
             case Stage.PREFILL_DONE if worker is placement.prefill:
                 worker.prefilled(placement.key, now_s)
             case Stage.GRANTED:
@@ -177,6 +178,18 @@ class Delivery:
                 self.release_prefill_when_done(request, placement)
             case _:
                 pass  # the time is all there is to it
+
+    def _take_fetched(self, request: Request, placement: Placement, event: StageReached, now_s: float) -> None:
+        """Note what a fetch has brought; what it has not is to be computed."""
+        fetch, worker = placement.fetch, placement.prefill
+        if fetch is None or worker is None or worker.link != event.link:
+            return
+        request.ledger.fetched_tokens = num_came = min(event.cached_tokens, fetch.num_sent)
+        elapsed_s = now_s - event.age_s - placement.placed_s
+        self._placements.predictor.observe_fetch(worker, fetch, num_came, elapsed_s, now_s)
+        num_missing = fetch.num_sent - num_came
+        work = attention_work(num_missing, fetch.num_tokens - num_missing)
+        worker.add_prefill(placement.key, num_missing, work)
 
     def _stage_of_move(self, request: Request, placement: Placement, event: StageReached, now_s: float) -> None:
         """Let a continuation that has moved be taken from there. The timeline keeps the hand-off of its prompt."""

@@ -13,8 +13,10 @@ from math import inf
 from pdserve.errors import Status
 from pdserve.router.because import Because, Cause, impossible, late, no_room, reserved, slow
 from pdserve.router.commands import Refused
+from pdserve.router.events import LinkId
 from pdserve.router.outlook import Outlook
 from pdserve.router.predict import FirstToken, Prediction, Predictor, Prompt
+from pdserve.router.prefix_index import Hashes
 from pdserve.router.routing import Decision, Demand, Group, Held, Pair, Placed
 from pdserve.router.view import WorkerView
 from pdserve.values import value
@@ -28,6 +30,7 @@ _LOCAL_SHARE = 0.8
 _MAX_LOOKED_AT = 8
 # Choices whose cost differs by less are as good as equal: requests that come together do not all go to one worker.
 _NEAR = 0.02
+_MAX_HOLDERS = 4  # of a prompt's leading pages, looked at for each prefill worker
 _NO_ROOM_S = 1.0  # a step: a decode worker without room is the last choice
 
 
@@ -39,6 +42,7 @@ class _Option:
     prediction: Prediction
     cost_s: float  # the request's own time, and the delay of others
     num_sequences: int  # on the decode worker
+    first: FirstToken | None = None  # of the prefill worker, where there is one
 
 
 class Goodput:
@@ -55,6 +59,8 @@ class Goodput:
         cached = self._predictor.prefixes.match(demand.hashes, demand.now_s)
         prompt = Prompt(demand.num_tokens, demand.num_sequences, cached, demand.priority, demand.max_tokens)
         some = [_some(group, prompt, demand.draw) for group in groups]
+        if cached:
+            prompt = replace(prompt, holders=self._holders(groups, some, cached, demand.hashes))
         options = [option for group in some for option in self._options(group, prompt, demand)]
         judge = _Judge(self._predictor, demand, _crowding(some))
         spares = [judge.spare(option) for option in options]
@@ -63,6 +69,20 @@ class Goodput:
         if good or demand.is_admitted or not self._may_refuse(options[chosen].pair, demand):
             return _placed(options[chosen], prompt, demand, max(0.0, spares[chosen]))
         return self._hopeless(some, prompt, demand) or judge.put_off(options, self._room_s(options))
+
+    def _holders(
+        self, groups: Seq[Group], some: Seq[Group], cached: dict[LinkId, int], hashes: Hashes
+    ) -> tuple[tuple[WorkerView, int], ...]:
+        """Return who holds most of a prompt for sure, if a prefill worker that is looked at holds less.
+
+        What was only routed to a worker does not count: it may not be there yet.
+        """
+        most = max(cached.values())
+        if all(cached.get(worker.link, 0) >= most for group in some for worker in group.prefills):
+            return ()
+        workers = [worker for group in groups for worker in (*group.prefills, *group.decodes) if worker.link in cached]
+        most_held = nlargest(_MAX_HOLDERS, workers, key=lambda worker: cached[worker.link])
+        return tuple([(worker, self._predictor.prefixes.reported(worker.link, hashes)) for worker in most_held])
 
     # ---- options
 
@@ -83,7 +103,7 @@ class Goodput:
             place = _sample([(cost_s, worker) for cost_s, worker in zip(costs_s, prefills, strict=True)], demand.draw)
             first = firsts[place]
             prediction = Prediction(first.ttft_s, 0.0, first.because)
-            return _Option(Pair(prefills[place], None), prediction, first.ttft_s, 0)
+            return _Option(Pair(prefills[place], None), prediction, first.ttft_s, 0, first)
         soonest_s, num_later = min(costs_s), outlooks[0].num_later
         workers = [outlook.worker for outlook in outlooks]
         steps = [outlook.handed_over(soonest_s) for outlook in outlooks]
@@ -94,7 +114,9 @@ class Goodput:
         for place in sorted(range(len(prefills)), key=costs_s.__getitem__):
             if costs_s[place] + least_s > nearest_s:
                 break  # the way from it would have to take less than no time
-            each_s = ways_s[place] = self._predictor.handoffs_s(prefills[place], workers, prompt)
+            each_s = ways_s[place] = self._predictor.handoffs_s(
+                prefills[place], workers, prompt, firsts[place].cached_tokens
+            )
             total_s = costs_s[place] + min([way_s + rest_s for way_s, rest_s in zip(each_s, rests_s, strict=True)])
             scored.append((total_s, prefills[place]))
             nearest_s = min(nearest_s, total_s * (1 + _NEAR))
@@ -103,7 +125,8 @@ class Goodput:
         other = _sample(list(zip(after_s, workers, strict=True)), demand.draw // 4099)
         prediction = _joined(firsts[one], steps[other], ways_s[one][other], num_later)
         cost_s = prediction.ttft_s + prediction.tpot_s * num_later
-        return _Option(Pair(prefills[one], workers[other]), prediction, cost_s, workers[other].num_sequences)
+        pair, num_sequences = Pair(prefills[one], workers[other]), workers[other].num_sequences
+        return _Option(pair, prediction, cost_s, num_sequences, firsts[one])
 
     def _local(self, outlook: Outlook, limit_s: float) -> _Option:
         """Return what a decode worker would bring that does it all, and may only while its steps are within a limit."""
@@ -129,7 +152,7 @@ class Goodput:
         predictor, num_tokens = self._predictor, prompt.num_tokens
         firsts = [w for group in groups for w in (*group.prefills, *(group.decodes if _is_local(group) else ()))]
         decodes = [w for group in groups for w in group.decodes] if demand.needs_decode else []
-        ttft_s = min([predictor.idle_s(worker, prompt) for worker in firsts])
+        ttft_s = min([predictor.idle_s(worker, prompt, demand.now_s) for worker in firsts])
         tpot_s = min([predictor.costs.of(worker).decode_s(1, num_tokens) for worker in decodes], default=0.0)
         why: Because | None = None
         if ttft_s > (demand.ttft_slo_s or inf):
@@ -212,15 +235,21 @@ def _joined(first: FirstToken, step: tuple[float, Cause | None], way_s: float, n
 
 def _placed(option: _Option, prompt: Prompt, demand: Demand, score: float) -> Placed:
     pair, prediction = option.pair, option.prediction
-    worker = pair.prefill or pair.decode
-    cached = 0 if worker is None else min(prompt.cached.get(worker.link, 0), prompt.num_tokens - 1)
+    fetch = None if option.first is None else option.first.fetch
+    if option.first is not None:
+        cached = option.first.cached_tokens
+    else:
+        cached = 0 if pair.decode is None else min(prompt.cached.get(pair.decode.link, 0), prompt.num_tokens - 1)
     first = f"first token in {prediction.ttft_s * 1e3:.0f} ms ({prediction.first})"
     later = "" if pair.decode is None else f", then {prediction.tpot_s * 1e3:.1f} ms a token on {pair.decode.name}"
     later += "" if pair.decode is None else f" ({prediction.later})"
     where = f"on {pair.decode.name} itself" if pair.prefill is None and pair.decode else "by hand-off"
     waited = f", after {demand.waited_s * 1e3:.0f} ms" if demand.waited_s > 0.001 else ""
     reason = f"goodput, {where}: {first}{later}, {cached} tokens cached{waited}"
-    return Placed(pair, reason, cached, prediction.ttft_s, prediction.tpot_s, score)
+    if fetch is not None:
+        reason += f"; {fetch.told(prompt.num_tokens)}"
+    taken = fetch if fetch is not None and fetch.is_taken else None
+    return Placed(pair, reason, cached, prediction.ttft_s, prediction.tpot_s, score, taken)
 
 
 def _keeps(prediction: Prediction, demand: Demand) -> bool:

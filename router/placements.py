@@ -8,9 +8,10 @@ from pdserve.errors import InvariantError, Status
 from pdserve.perfmodel.curve import attention_work
 from pdserve.reports import Stage
 from pdserve.router.because import Cause
-from pdserve.router.commands import CancelAttempt, Command, End, Finished, Move, Place, Refused
+from pdserve.router.commands import CancelAttempt, Command, End, FetchAsked, Finished, Move, Place, Refused
 from pdserve.router.config import Limits
 from pdserve.router.events import Registration
+from pdserve.router.fetching import Fetch
 from pdserve.router.predict import Predictor, Prompt
 from pdserve.router.request import Placement, Request, Sequence
 from pdserve.router.routing import Decision, Placed, Policy, Unserved, decide
@@ -98,7 +99,9 @@ class Placements:
         placement = request.place(indices, prefill, decode)
         placement.placed_s, placement.ttft_s, placement.tpot_s = now_s, placed.ttft_s, placed.tpot_s
         placement.ttft_median = self.predictor.ttft_median
+        placement.fetch = placed.fetch
         request.ledger.decision = placed.told
+        request.ledger.fetched_from = "" if placed.fetch is None else placed.fetch.holder.name
         if placement.attempt == 0 and placed.ttft_s is not None and placed.tpot_s is not None:
             request.ledger.predicted_ttft_ms = (now_s - request.received_s + placed.ttft_s) * 1e3
             request.ledger.predicted_tpot_ms = placed.tpot_s * 1e3
@@ -122,7 +125,7 @@ class Placements:
         self.predictor.note_placed(prefill, decode, request.hashes, prompt, now_s)
         self.num_placed += 1
         self.num_replaced += placement.attempt > 0
-        self.emit(Place(spec, _registration(prefill), _registration(decode)))
+        self.emit(Place(spec, _registration(prefill), _registration(decode), _asked(placed.fetch)))
 
     def release_prefill(self, placement: Placement) -> None:
         """Note that the decode worker goes on without the prefill worker."""
@@ -225,6 +228,10 @@ class Placements:
             is_all = len(indices) == len(request.sequences) and placement.source is None
             named = () if is_all else indices
             self.emit(CancelAttempt(worker.link, request.request_id, placement.attempt, named))
+
+
+def _asked(fetch: Fetch | None) -> FetchAsked | None:
+    return None if fetch is None else FetchAsked(fetch.holder.registration, fetch.num_tokens, fetch.within_s)
 
 
 def _registration(worker: WorkerView | None) -> Registration | None:

@@ -6,7 +6,7 @@ prefixes routed, and how predictions have come out.
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from math import exp
+from math import exp, inf
 
 from pdserve.kvlayout import KvLayout
 from pdserve.load import LoadPart
@@ -19,6 +19,7 @@ from pdserve.router.answers import AnswerLengths
 from pdserve.router.because import Cause
 from pdserve.router.costs import CostsByKind
 from pdserve.router.events import LinkId
+from pdserve.router.fetching import Fetch, Fetches, Offer, pays
 from pdserve.router.prefix_index import UNKEYED, Hashes, PrefixIndex
 from pdserve.router.view import WorkerView
 from pdserve.values import value
@@ -43,6 +44,7 @@ class Prompt:
     cached: dict[LinkId, int]  # leading tokens that workers probably hold
     priority: int = 0
     max_tokens: int = 1 << 30  # of each answer, still to come
+    holders: tuple[tuple[WorkerView, int], ...] = ()  # that may send so many leading tokens to workers of their kind
 
 
 @value
@@ -66,6 +68,8 @@ class FirstToken:
 
     ttft_s: float
     because: Cause
+    cached_tokens: int  # that it does not compute
+    fetch: Fetch | None = None  # the best that there is, taken or not
 
 
 @dataclass(slots=True)
@@ -121,6 +125,7 @@ class Predictor:
         """`hasher` hashes prompts as the cluster's workers do."""
         self.costs = CostsByKind(start or {})
         self.links = LearntLinks()
+        self.fetches = Fetches()
         self.prefixes = PrefixIndex(hasher)
         self.lengths = AnswerLengths()
         self.ttft_margin, self.tpot_margin = Margin(), Margin()
@@ -148,6 +153,12 @@ class Predictor:
             self.ttft_median = min(_MOST_MEDIAN, max(1 / _MOST_MEDIAN, self.ttft_median * exp(step)))
         if objective_s is not None and predicted_s * max(1.0, self.ttft_margin.factor) >= _NEAR_OBJECTIVE * objective_s:
             self.ttft_margin.observe(predicted_s, observed_s)
+
+    def observe_fetch(self, worker: WorkerView, fetch: Fetch, num_came: int, elapsed_s: float, now_s: float) -> None:
+        """Learn from a fetch that came or was given up so long after it was asked for."""
+        pair, token_bytes = (fetch.holder.name, worker.name), _bytes_per_token(worker.registration.layout)
+        link_s = self.links.transfer_s(pair, fetch.num_sent * token_bytes)
+        self.fetches.observe(pair, min(1.0, num_came / fetch.num_sent), elapsed_s - link_s, now_s)
 
     def observe_answer(self, predicted_s: float, decoding_s: float, num_tokens: int, objective_s: float | None) -> None:
         """Learn from an answer that has ended, and from the time per token that was predicted and asked for."""
@@ -181,20 +192,62 @@ class Predictor:
         self.prefixes.forget(worker.link)
         self.costs.forget(worker)
         self.links.forget(worker.name)
+        self.fetches.forget(worker.name)
         for rates in (self._tokens, self._sequences):
             rates.forget(worker)
 
     # ---- predicting
 
     def first_token(self, worker: WorkerView, prompt: Prompt, now_s: float) -> FirstToken:
-        """Predict when the first token comes from a prefill worker, from now on."""
-        fresh, work = uncached(prompt, worker.link)
+        """Predict when the first token comes from a prefill worker, from now on, by computing or fetching."""
+        cached = min(prompt.cached.get(worker.link, 0), prompt.num_tokens - 1)
+        computed = self._computed(worker, prompt, cached, now_s)
+        offer = self._best_offer(worker, prompt, now_s) if prompt.holders else None
+        if offer is None:
+            return computed
+        later = self._computed(worker, prompt, offer.num_tokens, now_s)
+        all_s, rest_s = (
+            self.ttft_median * self._alone_s(worker, prompt, each.cached_tokens) for each in (computed, later)
+        )
+        ttft_s = max(later.ttft_s, offer.transfer_s + rest_s)  # it is transferred while prompts before it are computed
+        compute_s, wait_s = all_s - rest_s, max(0.0, computed.ttft_s - all_s)
+        is_taken = pays(computed.ttft_s - ttft_s, compute_s, offer.share)
+        num_sent = offer.num_tokens - cached
+        fetch = Fetch(offer.holder, offer.num_tokens, num_sent, offer.transfer_s, compute_s, wait_s, is_taken)
+        if not is_taken:
+            return FirstToken(computed.ttft_s, computed.because, cached, fetch)
+        cause = Cause.FETCH if offer.transfer_s > ttft_s / 2 and ttft_s > later.ttft_s else later.because
+        return FirstToken(ttft_s, cause, offer.num_tokens, fetch)
+
+    def _best_offer(self, worker: WorkerView, prompt: Prompt, now_s: float) -> Offer | None:
+        """Return what to fetch for the greatest gain, if somebody holds more of a prompt than this worker."""
+        cached, token_bytes = prompt.cached.get(worker.link, 0), _bytes_per_token(worker.registration.layout)
+        curve, best, best_s = self.costs.of(worker).prefill, None, -inf
+        for holder, num_held in prompt.holders:
+            if num_held <= cached or holder.kind != worker.kind:
+                continue
+            pair = holder.name, worker.name
+            share, delay_s = self.fetches.expected(pair, now_s)
+            transfer_s = self.links.transfer_s(pair, (num_held - cached) * token_bytes) + delay_s
+            saved_s = share * curve.marginal_s(num_held - cached, num_held**2 - cached**2) - transfer_s
+            if saved_s > best_s:
+                best, best_s = Offer(holder, num_held, transfer_s, share), saved_s
+        return best
+
+    def _alone_s(self, worker: WorkerView, prompt: Prompt, cached: int) -> float:
+        """Predict how long a prompt takes by itself of which so many leading tokens need no computing."""
+        fresh, work = prompt.num_tokens - cached, prompt.num_tokens**2 - cached**2
+        return self.costs.of(worker).prefill_s(fresh, work, worker.step_tokens)
+
+    def _computed(self, worker: WorkerView, prompt: Prompt, cached: int, now_s: float) -> FirstToken:
+        """Predict the first token where so many leading tokens need no computing."""
+        fresh, work = prompt.num_tokens - cached, prompt.num_tokens**2 - cached**2
         costs = self.costs.of(worker)
         budget, running = worker.step_tokens, worker.running
         queued, queued_work = worker.waiting_before(prompt.priority)
         if not queued:
             alone_s = costs.prefill_s(fresh, work, budget)
-            return FirstToken(self.ttft_median * alone_s, Cause.PREFILL)
+            return FirstToken(self.ttft_median * alone_s, Cause.PREFILL, cached)
         running_s = costs.prefill_s(running.prefill_tokens, running.prefill_work, budget)
         tokens = max(0, queued - running.prefill_tokens) + fresh
         later_s = costs.prefill_s(tokens, max(0, queued_work - running.prefill_work) + work, budget)
@@ -205,19 +258,25 @@ class Predictor:
         joining = max(0.0, total_s - last_s) * self._tokens.rate(worker, now_s, _RATE_S)
         total_s += costs.prefill.each_s * min(-tokens % budget, joining)
         own_s = costs.prefill.marginal_s(fresh, work)
-        return FirstToken(self.ttft_median * total_s, Cause.PREFILL if own_s > total_s / 2 else Cause.QUEUE)
+        return FirstToken(self.ttft_median * total_s, Cause.PREFILL if own_s > total_s / 2 else Cause.QUEUE, cached)
 
-    def idle_s(self, worker: WorkerView, prompt: Prompt) -> float:
+    def idle_s(self, worker: WorkerView, prompt: Prompt, now_s: float) -> float:
         """Predict the time to first token of a worker that does nothing else."""
-        return self.costs.of(worker).prefill_s(*uncached(prompt, worker.link), worker.step_tokens)
+        alone_s = self._alone_s(worker, prompt, min(prompt.cached.get(worker.link, 0), prompt.num_tokens - 1))
+        offer = self._best_offer(worker, prompt, now_s) if prompt.holders else None
+        if offer is None:
+            return alone_s
+        return min(alone_s, offer.transfer_s + self._alone_s(worker, prompt, offer.num_tokens))
 
-    def handoffs_s(self, prefill: WorkerView, decodes: Seq[WorkerView], prompt: Prompt) -> list[float]:
+    def handoffs_s(
+        self, prefill: WorkerView, decodes: Seq[WorkerView], prompt: Prompt, cached_tokens: int
+    ) -> list[float]:
         """Predict what of a hand-off to each decode worker is left after the first token, on an idle link.
 
-        That is the last chunk at least, and all that a slow link has not carried while later chunks were computed.
-        Leading pages that the decode worker holds are not sent.
+        `cached_tokens` need no computing. What is left is the last chunk at least, and all that a slow link has not
+        carried while later chunks were computed. Leading pages that the decode worker holds are not sent.
         """
-        fresh, _ = uncached(prompt, prefill.link)
+        fresh = prompt.num_tokens - cached_tokens
         budget, token_bytes = prefill.step_tokens, _bytes_per_token(prefill.registration.layout)
         meanwhile_s = self.costs.of(prefill).prefill.each_s * (fresh - min(fresh, budget))
         last_bytes, all_bytes = (fresh % budget or budget) * token_bytes, prompt.num_tokens * token_bytes

@@ -108,6 +108,14 @@ class PrefixIndex:
                 found[link] = number * blocks * self.hasher.block_tokens
         return found
 
+    def reported(self, link: LinkId, hashes: Hashes) -> int:
+        """Return how many leading tokens of these blocks a worker has reported to hold."""
+        worker = self._workers.get(link)
+        if worker is None or not worker.reported:
+            return 0
+        pages = takewhile(worker.reported.__contains__, _pages(hashes, worker.page_blocks))
+        return len(list(pages)) * worker.page_blocks * self.hasher.block_tokens
+
     def forget(self, link: LinkId) -> None:
         """Drop a worker that has left."""
         self._workers.pop(link, None)

@@ -54,6 +54,16 @@ class PromptOrder:
             return []
         return [other for lower in self._levels if lower < priority for other in self._levels[lower].costs]
 
+    def grow(self, key: Key, cost: Cost) -> None:
+        """Note that a prompt costs so much more than it did when it was queued."""
+        priority = self._priorities.get(key)
+        if priority is not None:
+            level = self._levels[priority]
+            num_tokens, work = level.costs[key]
+            level.costs[key] = num_tokens + cost[0], work + cost[1]
+            level.num_tokens += cost[0]
+            level.work += cost[1]
+
     def remove(self, key: Key) -> None:
         """Forget a prompt that is computed or given up, if it is here."""
         if key in self._priorities:

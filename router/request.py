@@ -17,6 +17,7 @@ from pdserve.router.because import Because
 from pdserve.router.commands import SequenceSpec
 from pdserve.router.events import LinkId, RequestArrived, TokenDelta
 from pdserve.router.fairness import Counter
+from pdserve.router.fetching import Fetch
 from pdserve.router.prefix_index import Hashes, block_hashes
 from pdserve.router.routing import Demand
 from pdserve.router.timeline import Ledger, Timeline, Usage
@@ -50,9 +51,15 @@ class Placement:
     ttft_s: float | None = None  # predicted, from then on
     tpot_s: float | None = None
     ttft_median: float = 1.0  # the predictor's factor that is in it
+    fetch: Fetch | None = None  # before its prompt is computed
     committed: bool = False  # the decode worker has all it needs
     source: WorkerView | None = None  # the worker that its one continuation moved from, or is to
     landed: tuple[int, float] = (0, 0.0)  # bytes and seconds of that move
+
+    @property
+    def computes_all(self) -> bool:
+        """Whether its first token depends on nothing but what a prefill worker computes."""
+        return not self.is_local and self.fetch is None
 
     @property
     def attempt(self) -> Attempt:

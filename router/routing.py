@@ -9,6 +9,7 @@ from pdserve.roles import Role
 from pdserve.router.because import Because, Cause
 from pdserve.router.commands import Refused
 from pdserve.router.events import LinkId
+from pdserve.router.fetching import Fetch
 from pdserve.router.prefix_index import Hashes
 from pdserve.router.view import WorkerView
 from pdserve.router.workers import Workers
@@ -59,10 +60,11 @@ class Placed:
 
     pair: Pair
     reason: str  # in words
-    cached_tokens: int = 0  # that the worker which computes the prompt probably holds
+    cached_tokens: int = 0  # that the worker which computes the prompt probably holds, once they are fetched
     ttft_s: float | None = None  # predicted, from now on
     tpot_s: float | None = None
     score: float | None = None  # how good the policy finds it, 0 to 1; None: it does not compare
+    fetch: Fetch | None = None  # of cached tokens, before the prompt is computed
 
     @property
     def told(self) -> str:

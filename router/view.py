@@ -131,6 +131,17 @@ class WorkerView:
         self.prompts.remove(key)
         self._decode(share, -share.num_sequences)
 
+    def add_prefill(self, key: PlacementKey, num_tokens: int, work: int) -> None:
+        """Note that more of a placement's prompt is to be computed here than was expected, if any of it still is."""
+        share = self.shares[key]
+        if not share.prefill_tokens:
+            return
+        share.prefill_tokens += num_tokens
+        share.prefill_work += work
+        self._tokens += num_tokens
+        self._work += work
+        self.prompts.grow(key, (num_tokens, work))
+
     def prefilled(self, key: PlacementKey, now_s: float) -> None:
         """Note that a placement's prompt needs no more computing, here or elsewhere."""
         share = self.shares[key]

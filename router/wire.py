@@ -16,7 +16,7 @@ from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.reports import Failure, Stage
 from pdserve.roles import Role
-from pdserve.router.commands import CancelAttempt, Move, Place, SendDrain, SendProcessGone, SequenceSpec
+from pdserve.router.commands import CancelAttempt, FetchAsked, Move, Place, SendDrain, SendProcessGone, SequenceSpec
 from pdserve.router.events import (
     AttemptFailed,
     KvChanged,
@@ -189,7 +189,24 @@ def _placement(place: Place) -> list[tuple[LinkId, link.AttachResponse]]:
         if decode is not None:
             message.place.target.CopyFrom(_worker_ref(decode))
         messages.append((prefill.link, message))
+    if place.fetch is not None:
+        messages.append(_share(place, place.fetch, message.place))
     return messages
+
+
+def _share(place: Place, fetch: FetchAsked, job: link.Place) -> tuple[LinkId, link.AttachResponse]:
+    """Name the fetch in the job of the worker that computes the prompt; return the message for the holder."""
+    within_ms, target, spec = round(fetch.within_s * 1e3), place.prefill or place.decode, place.spec
+    job.fetch.CopyFrom(link.Fetch(holder=_worker_ref(fetch.holder), num_tokens=fetch.num_tokens, within_ms=within_ms))
+    share = link.Share(
+        request_id=spec.request_id,
+        attempt=spec.attempt,
+        token_ids=to_wire(spec.token_ids[: fetch.num_tokens]),
+        cache_salt=spec.cache_salt,
+        target=None if target is None else _worker_ref(target),
+        within_ms=within_ms,
+    )
+    return fetch.holder.link, link.AttachResponse(share=share)
 
 
 def _move(move: Move) -> list[tuple[LinkId, link.AttachResponse]]:

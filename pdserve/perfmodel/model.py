@@ -191,7 +191,13 @@ class LearntLinks:
         self._measured[pair] = rate if before is None else before + 0.1 * (rate - before)
 
     def bytes_per_s(self, pair: tuple[str, str]) -> float:
-        return self._measured.get(pair, self._start)
+        """Return the bandwidth from one worker to another: where only the way back is known, that of the way back."""
+        rate = self._measured.get(pair)
+        return self._measured.get((pair[1], pair[0]), self._start) if rate is None else rate
+
+    def transfer_s(self, pair: tuple[str, str], num_bytes: float) -> float:
+        """Return how long so many bytes take on an idle link."""
+        return self.latency_s + num_bytes / self.bytes_per_s(pair)
 
     def forget(self, worker: str) -> None:
         """Drop what concerns a worker that has left."""

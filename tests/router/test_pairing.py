@@ -60,7 +60,7 @@ def test_a_slow_way_is_not_done_when_the_last_chunk_is() -> None:
     prompt = Prompt(3000, 1, {})
     token_bytes = LAYOUT.page_bytes / LAYOUT.page_size
     whole_s, compute_s = 3000 * token_bytes / 1e5, 2000 * cluster.predictor.costs.of(prefill).prefill.each_s
-    (handoff_s,) = cluster.predictor.handoffs_s(prefill, [decode], prompt)
+    (handoff_s,) = cluster.predictor.handoffs_s(prefill, [decode], prompt, 0)
     assert whole_s - compute_s < handoff_s <= whole_s
     held = Prompt(3000, 1, {decode.link: 2900})
-    assert cluster.predictor.handoffs_s(prefill, [decode], held) < [0.05 * whole_s]
+    assert cluster.predictor.handoffs_s(prefill, [decode], held, 0) < [0.05 * whole_s]
