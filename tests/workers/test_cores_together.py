@@ -8,15 +8,17 @@ import pytest
 from default_rules import default_rules
 
 from faultsim.engine import FakeRunner, expected
-from pdserve.engine.kvcache import KvCache
+from pdserve.engine.kvcache import KvCache, Prefix
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import SEED_MASK, SEED_STRIDE, Job
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvtransfer import doors, receiver, sender
 from pdserve.kvtransfer.doors import PeerGone
 from pdserve.kvtransfer.session import HandoffKey, Peer
-from pdserve.prefix_hash import PrefixHasher
+from pdserve.prefix_hash import PrefixHasher, short_hashes
 from pdserve.reports import Failure
+from pdserve.router.events import KvChanged, LinkId
+from pdserve.router.prefix_index import PrefixIndex, block_hashes
 from pdserve.sampling import SamplingParams
 from pdserve.worker.core import WorkerCore
 from pdserve.worker.messages import Cancelled, Failed, Placed, RouterLost, RouterRef, Tokens
@@ -310,3 +312,25 @@ def test_a_shared_prompt_is_neither_computed_nor_sent_twice() -> None:
     pair.run()
     assert copied == 1
     assert pair.output(job(2, [*prompt, 1, 2]), 0) == wanted(job(2, [*prompt, 1, 2]), 0)
+
+
+def test_a_router_finds_prompt_and_answer_on_the_decode_worker_for_the_next_turn() -> None:
+    pair, link, now_s = Pair(random.Random(0)), LinkId(1), 0.0
+    first = job(1, list(range(1, 12)), max_tokens=20)
+    pair.place(first)
+    pair.run()
+    cache = pair.d_scheduler.cache
+    index = PrefixIndex(PrefixHasher(b"k" * 32, "model", block_tokens=PAGE_SIZE))
+    index.attach(link, PAGE_SIZE, 64)
+    index.apply(KvChanged(link, stored=short_hashes(b"".join(cache.pages))))
+    conversation = [*first.token_ids, *pair.output(first, 0)]
+    num_computed = len(conversation) - 1  # nobody asked for what follows the last token
+    num_held = num_computed // PAGE_SIZE * PAGE_SIZE
+    hashes = block_hashes(index.hasher, [*conversation, 5, 6, 7, 8, 9], "")
+    assert index.match(hashes, now_s) == {link: num_held}
+    assert index.reported(link, hashes) == num_held
+    second = job(2, [*conversation, 5, 6, 7, 8, 9])
+    reused = cache.reuse(Prefix(second.token_ids, ""), 100)
+    assert len(reused) * PAGE_SIZE == num_held  # what the router believes is what the worker has
+    cache.pool.release(reused)
+    assert_nothing_held(pair)
