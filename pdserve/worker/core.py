@@ -143,7 +143,7 @@ class WorkerCore:
                 orphans = [task for task in self._tasks if task.router == router]
                 return self._give_up(orphans, "router lost", now_s)
             case MoveAsked() | ShareAsked() | RoleGiven():
-                raise ProtocolError(f"{type(event).__name__} is not supported", Refusal.ORDER)
+                return _not_done(event)
             case DrainAsked():
                 self._draining.ask()
                 return []
@@ -285,3 +285,10 @@ def _started(task: Task, sequence: Sequence, at_s: float) -> Progress:
     if task.source is not None:
         return Progress(task.router, task.key, Stage.DECODE_JOINED, at_s)
     return Progress(task.router, task.key, Stage.PREFILL_STARTED, at_s, sequence.num_cached_tokens)
+
+
+def _not_done(event: MoveAsked | ShareAsked | RoleGiven) -> list[Command]:
+    """Refuse what a router would wait for. Nobody waits for a share: what is not sent is computed."""
+    if not isinstance(event, ShareAsked):
+        raise ProtocolError(f"{type(event).__name__} is not supported", Refusal.ORDER)
+    return []
