@@ -11,7 +11,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -19,10 +18,7 @@ from pdserve.engine.step import SampleSpec
 from pdserve.kernels import rng
 from pdserve.sampling import SampledToken, SamplingParams, TokenLogprobs
 
-Ints = npt.NDArray[np.int64]
-
 MIN_CANDIDATES = 256
-NO_INTS = np.empty(0, dtype=np.int64)
 NOTHING_KEPT = -math.inf
 
 
@@ -98,60 +94,28 @@ def _logprobs(logits: Tensor, specs: Seq[SampleSpec], token_ids: Seq[int], repor
 def adjust(logits: Tensor, specs: Seq[SampleSpec], eos_token_ids: Seq[int]) -> None:
     """Apply each row's penalties, logit bias and forbidden stops, in that order and in place.
 
-    logits: float32 [len(specs), vocab_size], contiguous.
+    logits: float32 [len(specs), vocab_size].
     """
-    params = [spec.params for spec in specs]
-    # Repetition: the logits of every token of prompt and output are divided if positive, else multiplied.
-    seen = [_seen(spec) if spec.params.repetition_penalty != 1.0 else NO_INTS for spec in specs]
-    if (cells := _cells(logits, seen)) is not None:
-        penalties = _per_cell(logits, seen, [p.repetition_penalty for p in params])
-        values = logits.view(-1)[cells]
-        logits.view(-1)[cells] = torch.where(values > 0, values / penalties, values * penalties)
-    # Frequency is subtracted for each occurrence in the output, presence once.
-    counted = [_counted(spec) for spec in specs]
-    written = [ids for ids, _ in counted]
-    if (cells := _cells(logits, written)) is not None:
-        counts = torch.from_numpy(np.concatenate([count for _, count in counted])).to(logits)
-        frequency = _per_cell(logits, written, [p.frequency_penalty for p in params])
-        logits.view(-1)[cells] -= counts * frequency + _per_cell(logits, written, [p.presence_penalty for p in params])
-    biases = [dict(p.logit_bias) for p in params]
-    if (cells := _cells(logits, [_array(list(bias)) for bias in biases])) is not None:
-        logits.view(-1)[cells] += torch.tensor([value for bias in biases for value in bias.values()]).to(logits)
-    # A model's files may name an end past its vocabulary, which is never sampled; its place is the next row's.
+    # A model's files may name an end past its vocabulary, which is never sampled.
     ends = [token_id for token_id in eos_token_ids if 0 <= token_id < logits.shape[1]]
-    stops = [np.unique(_array([*ends, *s.params.stop_token_ids])) if s.forbid_stops else NO_INTS for s in specs]
-    if (cells := _cells(logits, stops)) is not None:
-        logits.view(-1)[cells] = -math.inf
+    for row, spec in zip(logits, specs, strict=True):
+        params = spec.params
+        if params.repetition_penalty != 1.0:
+            seen = _array((*spec.prompt_ids, *spec.output_ids)).unique()
+            values = row[seen]
+            row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        if params.frequency_penalty or params.presence_penalty:
+            written, counts = _array(spec.output_ids).unique(return_counts=True)
+            row[written] -= counts * params.frequency_penalty + params.presence_penalty
+        if params.logit_bias:
+            bias = dict(params.logit_bias)
+            row[_array(list(bias))] += torch.tensor(list(bias.values()))
+        if spec.forbid_stops:
+            row[_array((*ends, *params.stop_token_ids))] = -math.inf
 
 
-def _array(token_ids: Seq[int]) -> Ints:
-    return np.fromiter(token_ids, dtype=np.int64, count=len(token_ids))
-
-
-def _seen(spec: SampleSpec) -> Ints:
-    return np.unique(np.concatenate((_array(spec.prompt_ids), _array(spec.output_ids))))
-
-
-def _counted(spec: SampleSpec) -> tuple[Ints, Ints]:
-    """Return the tokens of the output and how often each is there; none where no penalty asks for them."""
-    if not (spec.params.frequency_penalty or spec.params.presence_penalty):
-        return NO_INTS, NO_INTS
-    ids, counts = np.unique(_array(spec.output_ids), return_counts=True)
-    return ids, counts
-
-
-def _cells(logits: Tensor, tokens: Seq[Ints]) -> Tensor | None:
-    """Return where row i's tokens lie in the flattened logits, or None if no row names any."""
-    lengths = [len(ids) for ids in tokens]
-    if not any(lengths):
-        return None
-    rows = np.repeat(np.arange(len(tokens)) * logits.shape[1], lengths)
-    return torch.from_numpy(rows + np.concatenate(tokens)).to(logits.device)
-
-
-def _per_cell(logits: Tensor, tokens: Seq[Ints], values: Seq[float]) -> Tensor:
-    """Return row i's value once for each of its tokens."""
-    return torch.from_numpy(np.repeat(np.array(values), [len(ids) for ids in tokens])).to(logits)
+def _array(token_ids: Seq[int]) -> Tensor:
+    return torch.from_numpy(np.fromiter(token_ids, dtype=np.int64, count=len(token_ids)))
 
 
 # ---- temperature, filters and noise

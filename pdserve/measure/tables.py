@@ -115,23 +115,12 @@ class Comparison:
         if self.title:
             yield Text(self.title)
         left = max((cell_len(name) for name, _ in self.rows), default=0)
-        widths = [max(map(cell_len, (run, *(cells[i] for _, cells in self.rows)))) for i, run in enumerate(self.runs)]
-        begin = 0
-        while begin < len(self.runs):
-            end, used = begin + 1, left + _MARGIN + widths[begin]
-            while end < len(self.runs) and used + widths[end] + _MARGIN <= options.max_width:
-                used += widths[end] + _MARGIN
-                end += 1
-            yield self._table(begin, end)
-            begin = end
-
-    def _table(self, begin: int, end: int) -> Table:
-        table = Table("", box=None, pad_edge=False)
-        for run in self.runs[begin:end]:
-            table.add_column(Text(run), justify="right", overflow="fold")
-        for name, cells in self.rows:
-            table.add_row(Text(name), *map(Text, cells[begin:end]))
-        return table
+        widest = max(map(cell_len, (*self.runs, *(cell for _, cells in self.rows for cell in cells))), default=0)
+        count = max(1, (options.max_width - left) // (widest + _MARGIN))
+        for begin in range(0, len(self.runs), count):
+            shown = slice(begin, begin + count)
+            columns = (Column("", is_text=True), *map(Column, self.runs[shown]))
+            yield Sheet("", columns, [(name, *cells[shown]) for name, cells in self.rows])
 
 
 def output() -> Console:
