@@ -5,11 +5,10 @@ from pathlib import Path
 
 import grpc
 import typer
-from google.protobuf.json_format import MessageToDict, MessageToJson
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.live import Live
 
-from pdserve.cli.stream import failure
+from pdserve.cli.stream import failure, plain
 from pdserve.launch.admin import AdminClient
 from pdserve.measure.client import connect
 from pdserve.measure.tables import Column, Sheet, output
@@ -52,7 +51,7 @@ async def show_status(address: str, secret_file: Path, *, watch: bool, as_json: 
 async def _follow(client: AdminClient, *, as_json: bool) -> None:
     if as_json:
         async for status in client.watch():
-            typer.echo(_json(status, indent=None))
+            typer.echo(json.dumps(plain(status)))
         return
     with Live(auto_refresh=False) as live:
         async for status in client.watch():
@@ -61,15 +60,9 @@ async def _follow(client: AdminClient, *, as_json: bool) -> None:
 
 def _print(status: admin.ClusterStatus, *, as_json: bool) -> None:
     if as_json:
-        typer.echo(_json(status, indent=2))
+        typer.echo(json.dumps(plain(status), indent=2))
     else:
         output().print(render(status))
-
-
-def _json(status: admin.ClusterStatus, indent: int | None) -> str:
-    return MessageToJson(
-        status, preserving_proto_field_name=True, always_print_fields_with_no_presence=True, indent=indent
-    )
 
 
 def render(status: admin.ClusterStatus) -> Sheet:
@@ -130,11 +123,8 @@ async def show_public_status(endpoint: str, *, as_json: bool) -> None:
             raise failure(endpoint, error) from error
     serving = health.status == health_pb2.HealthCheckResponse.SERVING
     if as_json:
-        shown = [
-            MessageToDict(model, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-            for model in models
-        ]
-        typer.echo(json.dumps({"endpoint": endpoint, "serving": serving, "models": shown}, indent=2))
+        shown = {"endpoint": endpoint, "serving": serving, "models": [plain(model) for model in models]}
+        typer.echo(json.dumps(shown, indent=2))
         return
     typer.echo(f"{endpoint}: " + ("serving" if serving else "up, but no pair of workers can serve a request"))
     for model in models:

@@ -1,10 +1,11 @@
 """Make requests of text, send them to a router and pass on what it streams."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import grpc
 from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
 
 from pdserve.errors import CommandError
 from pdserve.measure.client import connect
@@ -18,57 +19,42 @@ FINISH_REASONS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Answer:
-    """All of an answer, each continuation by its index."""
+    """An answer as far as it has come, each continuation by its index."""
 
-    request_id: str
-    texts: tuple[str, ...]
-    token_ids: tuple[tuple[int, ...], ...]
-    finish_reasons: tuple[str, ...]
-    usage: inference.Usage
-    ledger: inference.Ledger
+    texts: list[str]
+    token_ids: list[list[int]]
+    finish_reasons: list[str]
+    request_id: str = ""
+    usage: inference.Usage = field(default_factory=inference.Usage)  # of the last reply, as is the ledger
+    ledger: inference.Ledger = field(default_factory=inference.Ledger)
 
-
-class _Collected:
-    """An answer on its way."""
-
-    def __init__(self, num_sequences: int) -> None:
-        self.texts = [""] * num_sequences
-        self.token_ids: list[list[int]] = [[] for _ in range(num_sequences)]
-        self.finish_reasons = ["none"] * num_sequences
-
-    def add(self, delta: inference.SequenceDelta) -> None:
-        self.texts[delta.index] += delta.text
-        self.token_ids[delta.index] += delta.token_ids
-        if delta.finish_reason:
-            self.finish_reasons[delta.index] = FINISH_REASONS[delta.finish_reason]
+    def take(self, reply: inference.GenerateResponse) -> None:
+        self.request_id, self.usage, self.ledger = reply.request_id, reply.usage, reply.ledger
+        for delta in reply.deltas:
+            self.texts[delta.index] += delta.text
+            self.token_ids[delta.index] += delta.token_ids
+            if delta.finish_reason:
+                self.finish_reasons[delta.index] = FINISH_REASONS[delta.finish_reason]
 
 
 async def ask(endpoint: str, request: inference.GenerateRequest, on_text: Callable[[int, str], None]) -> Answer:
     """Stream one request; `on_text` gets a continuation's index and what it gained. CommandError on any error."""
     num_sequences = request.sampling.n if request.sampling.HasField("n") else 1
-    collected = _Collected(num_sequences)
-    reply: inference.GenerateResponse | None = None
+    answer = Answer([""] * num_sequences, [[] for _ in range(num_sequences)], ["none"] * num_sequences)
     async with connect(endpoint) as channel:
         try:
             async for reply in InferenceServiceStub(channel).Generate(request):
+                answer.take(reply)
                 for delta in reply.deltas:
-                    collected.add(delta)
                     if delta.text:
                         on_text(delta.index, delta.text)
         except grpc.aio.AioRpcError as error:
             raise failure(endpoint, error) from error
-    if reply is None:
+    if not answer.request_id:
         raise CommandError(f"{endpoint}: the answer ended before it began")
-    return Answer(
-        request_id=reply.request_id,
-        texts=tuple(collected.texts),
-        token_ids=tuple(map(tuple, collected.token_ids)),
-        finish_reasons=tuple(collected.finish_reasons),
-        usage=reply.usage,
-        ledger=reply.ledger,
-    )
+    return answer
 
 
 def failure(endpoint: str, error: grpc.aio.AioRpcError) -> CommandError:
@@ -76,17 +62,21 @@ def failure(endpoint: str, error: grpc.aio.AioRpcError) -> CommandError:
     return CommandError(f"{endpoint}: {error.code().name}: {error.details()}")
 
 
+def plain(message: Message) -> dict[str, object]:
+    """Return a message as JSON has it; names are the proto's."""
+    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+
+
 def as_dict(answer: Answer) -> dict[str, object]:
-    """Return an answer as JSON has it; names are the proto's."""
-    ledger = MessageToDict(answer.ledger, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-    usage = MessageToDict(answer.usage, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+    """Return an answer as JSON has it."""
+    bytes_moved = {"handoff_bytes": answer.ledger.handoff_bytes}  # a number, not a string
     return {
         "request_id": answer.request_id,
         "texts": answer.texts,
         "token_ids": answer.token_ids,
         "finish_reasons": answer.finish_reasons,
-        "usage": usage,
-        "ledger": {**ledger, "handoff_bytes": answer.ledger.handoff_bytes},  # a number, not a string
+        "usage": plain(answer.usage),
+        "ledger": plain(answer.ledger) | bytes_moved,
     }
 
 

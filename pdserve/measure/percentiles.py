@@ -1,7 +1,9 @@
-"""Percentiles: the value below which a share of all values lies, interpolated linearly, as numpy does by default."""
+"""Percentiles: the value below which a share of all values lies, interpolated linearly."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+import numpy as np
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,15 +20,7 @@ class Percentiles:
         return " / ".join(f"{factor * value:.{digits}f}" for value in (self.p50, self.p90, self.p99))
 
 
-def percentile(ordered: Sequence[float], share: float) -> float:
-    """Return the value below which `share` of the ordered values lie."""
-    position = share * (len(ordered) - 1)
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
-
-
 def percentiles(values: Iterable[float]) -> Percentiles | None:
     """Return the usual percentiles; None of no values."""
-    ordered = sorted(values)
-    return Percentiles(*(percentile(ordered, share) for share in (0.5, 0.9, 0.99, 1.0))) if ordered else None
+    known = np.fromiter(values, dtype=np.float64)
+    return Percentiles(*np.percentile(known, (50, 90, 99, 100)).tolist()) if len(known) else None

@@ -7,7 +7,7 @@ from statistics import median
 
 from pdserve.measure.objectives import Objective
 from pdserve.measure.outcomes import OK, PARTS, Outcome, part_times
-from pdserve.measure.percentiles import Percentiles, percentile, percentiles
+from pdserve.measure.percentiles import Percentiles, percentiles
 from pdserve.measure.tables import Comparison
 
 
@@ -83,10 +83,8 @@ def summarize(name: str, outcomes: Sequence[Outcome], objective: Objective, dura
 def errors_of(pairs: Iterable[tuple[float | None, float | None]]) -> Errors | None:
     """Compare what was predicted with what was seen; None where nothing was predicted."""
     ratios = [predicted_s / seen_s for predicted_s, seen_s in pairs if predicted_s is not None and seen_s]
-    if not ratios:
-        return None
-    errors = sorted(abs(ratio - 1) for ratio in ratios)
-    return Errors(len(ratios), percentile(errors, 0.5), percentile(errors, 0.9), median(ratios))
+    errors = percentiles(abs(ratio - 1) for ratio in ratios)
+    return None if errors is None else Errors(len(ratios), errors.p50, errors.p90, median(ratios))
 
 
 def _measured(values: Iterable[float | None]) -> Percentiles | None:

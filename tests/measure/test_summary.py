@@ -1,17 +1,14 @@
-"""Every request that was sent is in the denominator of attainment; percentiles are those of numpy."""
+"""Every request that was sent is in the denominator of attainment; percentiles interpolate."""
 
 from dataclasses import replace
 from math import inf
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pdserve.errors import ConfigError
 from pdserve.measure.objectives import ANY, Objective, parse_objective
 from pdserve.measure.outcomes import PARTS, Outcome, part_times
-from pdserve.measure.percentiles import Percentiles, percentile, percentiles
+from pdserve.measure.percentiles import Percentiles, percentiles
 from pdserve.measure.summary import summarize
 
 
@@ -28,11 +25,6 @@ def predicted(ttft_s: float, tpot_s: float, told: tuple[float | None, float | No
     made = outcome(0.0, (ttft_s, ttft_s + tpot_s, ttft_s + 2 * tpot_s), status)
     made.predicted_ttft_s, made.predicted_tpot_s = told
     return made
-
-
-@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=50), st.floats(0, 1))
-def test_percentiles_are_those_of_numpy(values: list[float], share: float) -> None:
-    assert percentile(sorted(values), share) == pytest.approx(float(np.quantile(values, share)), rel=1e-9, abs=1e-9)
 
 
 def test_the_last_percentile_is_the_largest_value_and_none_are_of_nothing() -> None:
