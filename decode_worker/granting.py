@@ -1,11 +1,13 @@
 """Sets pages aside for hand-offs that are to arrive, and mints the grants that offer them. Does no I/O.
 
-Invariant: what a grant names is reserved for it alone, and each running sequence keeps a page to grow into.
+Invariant: what a grant names is reserved for it alone; each running sequence keeps a page to grow into, what waits for
+pages and is more urgent keeps its pages; and grants leave the room of `engine.room`.
 """
 
 from dataclasses import dataclass
 
 from pdserve.engine.kvcache import Prefix
+from pdserve.engine.room import Room
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Job
 from pdserve.kvtransfer import receiver
@@ -58,8 +60,9 @@ class Arrival:
 class Granting:
     """One process's grants: their capabilities are under a key that never leaves it."""
 
-    def __init__(self, scheduler: Scheduler, key: bytes, digests: DigestPolicy, lease_s: float) -> None:
+    def __init__(self, scheduler: Scheduler, room: Room, key: bytes, digests: DigestPolicy, lease_s: float) -> None:
         self._scheduler = scheduler
+        self._room = room
         self._key = key
         self._digests = digests
         self._lease_s = lease_s
@@ -68,20 +71,22 @@ class Granting:
         """Set pages aside for a hand-off, beside what runs and `num_coming` sequences; or None, and change nothing."""
         cache, scheduler, job = self._scheduler.cache, self._scheduler, expected.job
         width = len(job.indices)
-        busy = scheduler.num_running + num_coming
+        before = [sequence for sequence in scheduler.waiting if sequence.urgency < expected.urgency]
+        busy = scheduler.num_running + num_coming + sum([len(s.indices) for s in before if not s.stop_after_prompt])
         if busy and busy + width > scheduler.limits.max_num_seqs:
             return None
-        num_grown_into = busy + width if busy else 0
-        if cache.pool.num_free <= num_grown_into:
+        num_kept = sum([cache.num_pages(len(s.tokens)) for s in before]) + (busy + width if busy else 0)
+        if cache.pool.num_free <= num_kept:
             return None
         num_tokens = len(job.token_ids)
         reused = cache.reuse(expected.prefix, (num_tokens - 1) // cache.page_size)
         count = cache.num_pages(num_tokens) - len(reused)
-        room = cache.pool.num_free - num_grown_into
+        room = min(cache.pool.num_free - num_kept, self._room.for_grants - len(reused))
         pages = cache.grant(count) if count <= room else None
         if pages is None:
             cache.pool.release(reused)
             return None
+        self._room.num_pinned += len(reused)
         generations = cache.pool.generations(pages)
         capability = mint_capability(self._key, expected.key, KV_REGION, pages, generations)
         grant = Grant(len(reused), pages, generations, capability, self._lease_s)

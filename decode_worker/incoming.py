@@ -64,6 +64,11 @@ class Incoming:
         """Return how many pages hand-offs wait for."""
         return sum(self._cache.num_pages(len(expected.job.token_ids)) for expected in self._ungranted)
 
+    @property
+    def num_pinned(self) -> int:
+        """Return how many cached pages hand-offs hold that have pages set aside."""
+        return sum([len(arrival.reused) for arrival in self._arrivals.values()])
+
     def num_granted_to(self, peer: Peer) -> int:
         """Return how many grants of a sender are open: it may write into their pages."""
         return sum(a.peer == peer and a.receiver.state is receiver.State.GRANTED for a in self._arrivals.values())
@@ -85,7 +90,7 @@ class Incoming:
     def grant_waiting(self) -> list[Result]:
         """Reserve pages for hand-offs in their order, while there is room beside what runs."""
         results: list[Result] = []
-        while self._ungranted and self._scheduler.num_waiting == 0:
+        while self._ungranted:
             num_coming = sum([len(a.job.indices) for a in self._arrivals.values() if not a.is_quarantined])
             arrival = self._granting.reserve(self._ungranted[0], num_coming)
             if arrival is None:

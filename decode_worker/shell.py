@@ -20,11 +20,9 @@ EVERYWHERE = ("", "0.0.0.0", "::")  # hosts that nobody can dial
 
 
 def check_addresses(config: WorkerConfig) -> None:
-    """Raise ConfigError where senders could not be told where to find this worker, which is what routers place here."""
+    """Raise ConfigError where senders could not be told where to find this worker, whatever role it is given."""
     address = config.handoff_advertise
     if address is None and config.handoff_host in EVERYWHERE:
-        if config.role == "prefill":
-            return  # nobody is told to dial it
         raise ConfigError(f"handoff_advertise: is required where handoff_host is {config.handoff_host!r}")
     host, port = split_address(address or config.handoff_host)
     if not host or (port and not port.isdigit()):

@@ -14,13 +14,14 @@ from pydantic_core import ErrorDetails
 
 from pdserve.errors import ConfigError
 from pdserve.prefix_hash import BLOCK_TOKENS
+from pdserve.roles import Role
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Device = Literal["auto", "cpu", "cuda", "interpreter"]
 
 GPU_PAGE_SIZE = 64  # the kernels' tiles were chosen for it: all keys of a tile lie in one page
-STEP_TOKENS = {"prefill": 2048, "decode": 512}  # of a worker, by its role
+STEP_TOKENS = {Role.PREFILL: 2048, Role.DECODE: 512, Role.MIXED: 512}  # of a worker, by its role
 
 _Config = TypeVar("_Config", bound="ProcessConfig")
 
@@ -49,7 +50,7 @@ class WorkerConfig(ProcessConfig):
 
     kind = "worker"
 
-    role: Literal["prefill", "decode"] = Field(description="What routers place on this worker.")
+    role: Role = Field(description="What routers place on this worker, until it is given another role.")
     model: str = Field(description="A Hugging Face directory, a GGUF file, or a name from the catalog.")
     served_model_name: str | None = Field(
         None, min_length=1, description="Name of the model in requests; by default the model's own."
@@ -90,10 +91,11 @@ class WorkerConfig(ProcessConfig):
         description="Longest sequence, prompt and answer; by default the model's limit.",
     )
     max_num_seqs: int = Field(64, ge=1, description="Sequences in one step.")
-    max_num_batched_tokens: int = Field(
-        default_factory=lambda given: STEP_TOKENS[given["role"]],
+    max_num_batched_tokens: int | None = Field(
+        None,
         ge=1,
-        description="Tokens in one step; by default 2048 on a prefill worker, where nobody decodes beside it, or 512.",
+        description="Tokens in one step, in any role; by default 2048 while its role is prefill, where hardly anything "
+        "decodes beside it, or 512.",
     )
     dtype: Dtype = Field(
         "auto",
@@ -166,6 +168,12 @@ class WorkerConfig(ProcessConfig):
         0.0, ge=0.0, le=1.0, description="For testing alone: share of the copies between workers that are made to fail."
     )
 
+    @property
+    def step_tokens(self) -> dict[Role, int]:
+        """Tokens in one step, by role. One step has at least a token of each sequence."""
+        own = self.max_num_batched_tokens
+        return {role: own or max(count, self.max_num_seqs) for role, count in STEP_TOKENS.items()}
+
     @model_validator(mode="before")
     @classmethod
     def _choose_page_size(cls, given: Any) -> Any:  # noqa: ANN401 - whatever is to be validated
@@ -188,7 +196,7 @@ def load_config(cls: type[_Config], file: Path | None = None, flags: Mapping[str
 
 def _rank(error: ErrorDetails) -> int:
     """Put causes first: a misspelt key often makes another one missing."""
-    return {"extra_forbidden": 0, "missing": 2, "default_factory_not_called": 3}.get(error["type"], 1)
+    return {"extra_forbidden": 0, "missing": 2}.get(error["type"], 1)
 
 
 def _read_yaml(file: Path) -> dict[str, object]:

@@ -19,3 +19,13 @@ class Role(StrEnum):
     def decodes(self) -> bool:
         """Whether its workers are in the pool that hand-offs go to."""
         return self is not Role.PREFILL
+
+
+def lacks_pages(role: Role, num_pages: int, num_longest: int) -> str:
+    """Return why a worker cannot take a role with a pool of `num_pages`, or nothing.
+
+    `num_longest`: pages of the longest sequence. See `engine.room` for what prompts to hand off need.
+    """
+    if not role.prefills or num_pages >= 2 * num_longest:
+        return ""
+    return f"{num_pages} pages are less than two of the longest sequences need, {2 * num_longest}, as {role} workers do"

@@ -1,6 +1,6 @@
 """When prompts begin to be computed. Decides; does no I/O.
 
-Invariant: prompts that hold pages here before they are granted any leave enough for the longest prompt.
+Invariant: prompts that hold pages here before they are granted any leave the room of `engine.room`.
 
 A receiver may have set pages aside for a prompt that is still to be computed here. If prompts that wait for its
 grants held all pages, each would wait for the other for ever.
@@ -8,6 +8,7 @@ grants held all pages, each would wait for the other for ever.
 
 from dataclasses import dataclass
 
+from pdserve.engine.room import Room
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.kvtransfer.session import HandoffKey
@@ -23,11 +24,12 @@ class _Waiting:
 class Starting:
     """Prompts that the scheduler does not have yet, the most urgent first."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, room: Room) -> None:
         self._scheduler = scheduler
+        self._room = room
         self._waiting: list[_Waiting] = []
-        self._pages_ahead: dict[HandoffKey, int] = {}  # of prompts that have started, and are not granted any yet
-        self._may_start = False  # whether one of them may have room that had none when this was last tried
+        self._may_start = False  # whether one of them has come, gone or been granted pages since this was last tried
+        self._tried = 0  # the room when this was last tried
 
     @property
     def num_waiting(self) -> int:
@@ -37,9 +39,11 @@ class Starting:
     def waiting_tokens(self) -> int:
         return sum(len(each.sequence.tokens) for each in self._waiting)
 
-    def add(self, key: HandoffKey, sequence: Sequence, *, is_granted: bool) -> None:
-        """Let a prompt start when it may. `is_granted`: it has pages where it goes, or goes nowhere."""
-        self._waiting.append(_Waiting(key, sequence, is_granted))
+    def add(self, key: HandoffKey, sequence: Sequence, *, leaves: bool) -> None:
+        """Let a prompt start when it may. `leaves`: it goes to another worker, which has granted no pages yet."""
+        if leaves:
+            self._room.ahead[key] = 0
+        self._waiting.append(_Waiting(key, sequence, is_granted=not leaves))
         self._waiting.sort(key=lambda each: each.sequence.urgency)
         self._may_start = True
 
@@ -48,19 +52,22 @@ class Starting:
         for each in self._waiting:
             if each.key == key:
                 each.is_granted = True
-        self._settle(key)
+        if key in self._room.ahead:
+            self._room.ahead[key] = 0
+        self._may_start = True
 
     def remove(self, key: HandoffKey) -> None:
         """Note that a prompt holds no pages any more, and wants none."""
         self._waiting = [each for each in self._waiting if each.key != key]
-        self._settle(key)
+        self._room.ahead.pop(key, None)
+        self._may_start = True
 
-    def start(self) -> None:
-        """Give prompts to the scheduler: granted ones, and others only as far as the rest leaves them room."""
-        if not self._may_start:
+    def start(self, num_kept: int) -> None:
+        """Give prompts to the scheduler: granted ones, and others as far as they leave room and `num_kept` pages."""
+        cache, room = self._scheduler.cache, self._room.left - num_kept
+        if not self._may_start and room <= self._tried:
             return
-        cache, limits = self._scheduler.cache, self._scheduler.limits
-        room = cache.pool.num_pages - cache.num_pages(limits.max_model_len) - sum(self._pages_ahead.values())
+        self._tried = room
         waiting: list[_Waiting] = []
         for each in self._waiting:
             num_pages = 0 if each.is_granted else cache.num_pages(len(each.sequence.tokens))
@@ -69,11 +76,7 @@ class Starting:
                 room = 0  # the next ones do not overtake it
                 continue
             if num_pages:
-                self._pages_ahead[each.key] = num_pages
+                self._room.ahead[each.key] = num_pages
                 room -= num_pages
             self._scheduler.add(each.sequence)
         self._waiting, self._may_start = waiting, False
-
-    def _settle(self, key: HandoffKey) -> None:
-        self._pages_ahead.pop(key, None)
-        self._may_start = True

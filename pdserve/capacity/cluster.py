@@ -50,7 +50,6 @@ from pdserve.worker.reporting import LOAD_EVERY_S
 MODEL = "simulated"
 VOCAB_SIZE = ALL_IDS
 MAX_TASKS = 100_000
-RULES = Rules(MAX_TASKS, DigestPolicy.OFF, max_quarantined_share=1.0, lease_s=3600.0)  # nobody is lost or falls silent
 DEADLINE_S = 600.0
 
 
@@ -226,7 +225,9 @@ class SimCluster:
         )
         hasher = self._hasher if self._workload.block_tokens else None
         scheduler = LeapingScheduler(KvCache(num_pages, self._page_size, hasher), limits, self._lengths.__getitem__)
-        core = WorkerCore(scheduler, VOCAB_SIZE, self._page_bytes, b"simulated", RULES)
+        # Nobody is lost, or falls silent.
+        rules = Rules(MAX_TASKS, DigestPolicy.OFF, max_quarantined_share=1.0, lease_s=3600.0, role=role)
+        core = WorkerCore(scheduler, VOCAB_SIZE, self._page_bytes, b"simulated", rules)
         peer = Peer(WorkerId(name), Incarnation(link))
         worker = SimWorker(self._clock, (peer, link), core, scheduler, self._costs[role])
         worker.perform = self._perform

@@ -62,7 +62,7 @@ class LeapingScheduler(Scheduler):
     def leap_length(self) -> int:
         """Return how many steps can be done at once, the last of which may end sequences; 0 if none."""
         running, length_of = self.running, self._output_length
-        if self.waiting or not running or len(running) > self.limits.max_num_batched_tokens:
+        if self.waiting or not running or len(running) > self.step_tokens:
             return 0
         left = []
         for sequence in running:

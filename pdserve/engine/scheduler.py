@@ -47,6 +47,7 @@ class Scheduler:
     def __init__(self, cache: KvCache, limits: Limits) -> None:
         self.cache = cache
         self.limits = limits
+        self.step_tokens = limits.max_num_batched_tokens  # that a step computes at most; may change between steps
         self.num_preemptions = 0
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -143,7 +144,7 @@ class Scheduler:
         decoding, prompts = self._plannable(step)
         if self.steps and self._lacks_pages(step, decoding):
             return None
-        budget = self.limits.max_num_batched_tokens
+        budget = self.step_tokens
         for sequence in decoding:
             if budget > 0 and sequence.pages and self._make_room(step, sequence):
                 budget -= 1

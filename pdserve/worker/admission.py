@@ -1,10 +1,12 @@
 """What a worker takes: an operator's rules, jobs that it can never compute, and when it takes nothing more. Pure."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Job
 from pdserve.kvtransfer.session import DigestPolicy
+from pdserve.roles import Role
 from pdserve.sampling import MAX_SEQUENCES
 from pdserve.token_ids import ALL_IDS, largest
 
@@ -20,6 +22,8 @@ class Rules:
     digests: DigestPolicy
     max_quarantined_share: float  # of all pages; above it, only another process has enough of them
     lease_s: float  # a sender that says nothing for so long has lost its grants
+    role: Role  # at the start
+    step_tokens: Mapping[Role, int] = field(default_factory=dict)  # in each role; where none are named, the engine's
 
 
 def refusal(scheduler: Scheduler, job: Job, vocab_size: int) -> str | None:

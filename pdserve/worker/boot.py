@@ -19,6 +19,7 @@ from pdserve.kvlayout import KvLayout, PageDigest
 from pdserve.model.llama import Model
 from pdserve.model.loading import dummy_weights, load_model
 from pdserve.prefix_hash import PrefixHasher
+from pdserve.roles import Role, lacks_pages
 from pdserve.worker.machine import choose_dtype, read_cpu_info
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ def build_engine(
     """Load weights and set up pages and scheduler. Takes seconds to minutes: not for an event loop."""
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    if config.max_num_seqs > config.max_num_batched_tokens:
+    if config.max_num_seqs > max(config.step_tokens.values()):
         raise ConfigError(
             f"max_num_seqs: {config.max_num_seqs} is over max_num_batched_tokens {config.max_num_batched_tokens}"
         )
@@ -105,11 +106,15 @@ def page_digest(config: WorkerConfig) -> PageDigest:
 
 
 def _limits(config: WorkerConfig, checkpoint: Checkpoint, num_pages: int) -> Limits:
-    model_limit = checkpoint.config.max_position_embeddings
+    model_limit, page_size = checkpoint.config.max_position_embeddings, config.page_size
+    max_model_len = _max_model_len(config, model_limit, num_pages * page_size)
+    lacks = lacks_pages(config.role, num_pages, -(-max_model_len // page_size))
+    if config.role is Role.MIXED and lacks:
+        raise ConfigError(f"role: {lacks}: lower max_model_len, or raise num_pages")
     return Limits(
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_model_len=_max_model_len(config, model_limit, num_pages * config.page_size),
+        max_num_batched_tokens=max(config.step_tokens.values()),
+        max_model_len=max_model_len,
         eos_token_ids=frozenset(checkpoint.eos_token_ids),
     )
 
@@ -132,7 +137,7 @@ def _pages_beside(model: Model, config: WorkerConfig, layout: KvLayout) -> int:
     from pdserve.engine.runner_cuda import pages_that_fit, step_bytes  # noqa: PLC0415 - a CPU worker has no need of Triton
 
     free, total = torch.cuda.mem_get_info(model.embedding.device)
-    needed = step_bytes(model.config, config.max_num_batched_tokens, config.max_num_seqs, model.embedding.itemsize)
+    needed = step_bytes(model.config, max(config.step_tokens.values()), config.max_num_seqs, model.embedding.itemsize)
     in_use = total - free + needed
     num_pages = pages_that_fit(total, in_use, config.gpu_memory_utilization, layout.page_bytes)
     if num_pages == 0:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from pdserve.decode_worker.granting import Expected, Granting
 from pdserve.decode_worker.incoming import Incoming
 from pdserve.engine.kvcache import Prefix
+from pdserve.engine.room import Room
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Broken, Computed, Sampled, Sequence, Split, Started
 from pdserve.engine.step import StepPlan, StepResult
@@ -49,6 +50,7 @@ from pdserve.worker.messages import (
     Ticked,
     Tokens,
 )
+from pdserve.worker.roles import Roles
 from pdserve.worker.tasks import Task, Tasks, arrived, tail_tokens
 
 
@@ -62,10 +64,12 @@ class WorkerCore:
         self._scheduler = scheduler
         self._vocab_size = vocab_size
         self._max_tasks = rules.max_tasks
-        self._starting = Starting(scheduler)
+        self._room = Room(scheduler.cache, scheduler.limits.max_model_len)
+        self._roles = Roles(rules.role, scheduler, self._room, rules.step_tokens)
+        self._starting = Starting(scheduler, self._room)
         self._tasks = Tasks(scheduler, self._starting)
         self.outgoing = Outgoing(pool, page_bytes, rules.max_tasks)
-        granting = Granting(scheduler, capability_key, rules.digests, rules.lease_s)
+        granting = Granting(scheduler, self._room, capability_key, rules.digests, rules.lease_s)
         self.incoming = Incoming(scheduler, granting, rules.lease_s, vocab_size)
         self._draining = Draining(rules.max_quarantined_share)
         self._auditor = Auditor(pool)
@@ -89,7 +93,7 @@ class WorkerCore:
         yield from self.incoming.claims()
 
     def load(self) -> Load:
-        return self._meter.read(self._tasks, self._draining, self._auditor.num_leaked)
+        return self._meter.read(self._tasks, self._draining, self._roles, self._auditor.num_leaked)
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         """Take in one event; return what to do now, in order. ProtocolError is the peer's and changes nothing."""
@@ -132,7 +136,7 @@ class WorkerCore:
             commands += self._hand_off(task, now_s)
         return commands + self._use_room(now_s)
 
-    def _react(self, event: Event, now_s: float) -> list[Command]:
+    def _react(self, event: Event, now_s: float) -> list[Command]:  # noqa: C901 - one match
         match event:
             case Placed():
                 return self._place(event, now_s)
@@ -142,7 +146,10 @@ class WorkerCore:
                 self._meter.taken.forget(router)
                 orphans = [task for task in self._tasks if task.router == router]
                 return self._give_up(orphans, "router lost", now_s)
-            case MoveAsked() | ShareAsked() | RoleGiven():
+            case RoleGiven():
+                self._roles.give(event)
+                return []
+            case MoveAsked() | ShareAsked():
                 return _not_done(event)
             case DrainAsked():
                 self._draining.ask()
@@ -167,6 +174,8 @@ class WorkerCore:
         if self._draining.is_on or len(self._tasks) >= self._max_tasks or is_known:
             why = "draining" if self._draining.is_on else f"{len(self._tasks)} of {self._max_tasks} requests"
             return [Failed(placed.router, key, Failure.OVERLOADED, why)]
+        if why := self._roles.refusal(placed, self.incoming.pages_wanted):
+            return [Failed(placed.router, key, Failure.OVERLOADED, why)]
         if target is not None and self.outgoing.is_closed(target, key):
             return [Failed(placed.router, key, Failure.PEER_LOST, "its grant was given back before it was placed")]
         order = self._meter.taken.add(placed.router, job, computes=source is None)
@@ -178,16 +187,19 @@ class WorkerCore:
             return []
         sequence = Sequence(job, job.indices, list(job.token_ids), order, stop_after_prompt=target is not None)
         task.sequences.append(sequence)
-        self._starting.add(key, sequence, is_granted=target is None)
+        self._starting.add(key, sequence, leaves=target is not None)
         commands: list[Command] = [Progress(placed.router, key, Stage.PREFILL_QUEUED, now_s)]
         if target is not None:
             commands += self._take(self.outgoing.open(key, target, placed.target_address, now_s), now_s)
         return commands
 
     def _use_room(self, now_s: float) -> list[Command]:
-        """Let prompts start and set pages aside for hand-offs, as far as there is room."""
-        self._starting.start()
-        return self._take(self.incoming.grant_waiting(), now_s)
+        """Take a role that was given, let prompts start, and set pages aside for hand-offs, as far as there is room."""
+        self._room.num_pinned = self.incoming.num_pinned
+        taken = self._roles.settle()
+        if self._starting.num_waiting:
+            self._starting.start(self._roles.num_kept(self.incoming.pages_wanted))
+        return [*taken, *self._take(self.incoming.grant_waiting(), now_s)]
 
     def _tick(self, silent_s: float, now_s: float) -> list[Command]:
         results = self.outgoing.tick(silent_s, now_s) + self.incoming.tick(silent_s, now_s)
@@ -287,7 +299,7 @@ def _started(task: Task, sequence: Sequence, at_s: float) -> Progress:
     return Progress(task.router, task.key, Stage.PREFILL_STARTED, at_s, sequence.num_cached_tokens)
 
 
-def _not_done(event: MoveAsked | ShareAsked | RoleGiven) -> list[Command]:
+def _not_done(event: MoveAsked | ShareAsked) -> list[Command]:
     """Refuse what a router would wait for. Nobody waits for a share: what is not sent is computed."""
     if not isinstance(event, ShareAsked):
         raise ProtocolError(f"{type(event).__name__} is not supported", Refusal.ORDER)

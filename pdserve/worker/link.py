@@ -82,6 +82,12 @@ class Links:
         self._register = register
         self.broadcast(self._registration())
 
+    def take_role(self, role: "link.Role.ValueType", epoch: int, step_tokens: int) -> None:
+        """Say anew who this worker is, which has taken a role, to routers attached now and later."""
+        self._register.role, self._register.role_epoch = role, epoch
+        self._register.max_num_batched_tokens = step_tokens
+        self.update(self._register)
+
     def broadcast(self, message: link.AttachRequest) -> None:
         for router in self.attached:
             self.send(router, message)

@@ -11,6 +11,7 @@ from pdserve.prefill_worker.outgoing import Outgoing
 from pdserve.prefill_worker.starting import Starting
 from pdserve.worker.admission import Draining
 from pdserve.worker.messages import Load, Parts, RouterRef
+from pdserve.worker.roles import Roles
 from pdserve.worker.tasks import Task
 
 
@@ -61,7 +62,7 @@ class Meter:
         self._outgoing = outgoing
         self._incoming = incoming
 
-    def read(self, tasks: Iterable[Task], draining: Draining, num_leaked: int) -> Load:
+    def read(self, tasks: Iterable[Task], draining: Draining, roles: Roles, num_leaked: int) -> Load:
         """Return the load with these tasks in hand; `num_leaked`: pages that belong to nothing that goes on."""
         scheduler, cache, num_stuck = self._scheduler, self._scheduler.cache, self._outgoing.num_stuck_pages
         pool = cache.pool
@@ -79,6 +80,8 @@ class Meter:
             num_handoffs=self._outgoing.num_open + self._incoming.num_open,
             num_digest_mismatches=self._incoming.num_digest_mismatches,
             draining=draining.is_on,
+            role=roles.role,
+            role_epoch=roles.epoch,
             pages_leaked=num_leaked,
             drain_reason=draining.reason,
             pages_wanted=scheduler.pages_wanted + self._incoming.pages_wanted,

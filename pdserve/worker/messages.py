@@ -80,6 +80,15 @@ class RoleGiven:
 
 
 @value
+class RoleTaken:
+    """This worker has taken a role; all routers are to learn of it at once."""
+
+    role: Role
+    epoch: int
+    step_tokens: int  # that a step computes at most from now on
+
+
+@value
 class Cancelled:
     """Stop a request's attempts up to and including this one. Unknown ones are fine."""
 
@@ -172,6 +181,8 @@ class Load:
     num_handoffs: int
     num_digest_mismatches: int
     draining: bool
+    role: Role
+    role_epoch: int
     pages_leaked: int = 0  # belong to nothing that is going on
     drain_reason: str = ""  # if nobody asked for it
     num_stalled_peers: int = 0  # bytes are in flight to them and hardly move
@@ -182,4 +193,4 @@ class Load:
 
 RouterEvent = Placed | MoveAsked | ShareAsked | RoleGiven | Cancelled | DrainAsked
 Event = RouterEvent | RouterLost | Ticked | OutgoingEvent | IncomingEvent
-Command = Report | doors.Command
+Command = Report | RoleTaken | doors.Command

@@ -10,7 +10,7 @@ from pdserve.errors import Refusal
 from pdserve.kvtransfer.doors import CheckDigests, Forget, ToSender
 from pdserve.prefill_worker.shell import OutgoingShell
 from pdserve.worker.ending import end_hung
-from pdserve.worker.messages import Command, Failed, Load, Progress, Report, Tokens
+from pdserve.worker.messages import Command, Failed, Load, Progress, Report, RoleTaken, Tokens
 from pdserve.worker.reporting import Reporter
 from pdserve.worker.watchdog import ThreadWatchdog
 
@@ -34,6 +34,8 @@ class Outbox:
             match command:
                 case Tokens() | Progress() | Failed():
                     reports.append(command)
+                case RoleTaken():
+                    self._reporter.report_role(command)
                 case ToSender() | CheckDigests():
                     self._incoming.perform(command)
                 case Forget(peer):

@@ -13,7 +13,7 @@ from pdserve.proto.v1 import link_pb2 as link
 from pdserve.worker import wire
 from pdserve.worker.kv_feed import KvFeed
 from pdserve.worker.link import Links
-from pdserve.worker.messages import Load, Progress, Report, RouterRef, Tokens
+from pdserve.worker.messages import Load, Progress, Report, RoleTaken, RouterRef, Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -93,6 +93,11 @@ class Reporter:
         is_due = at_once or self._clock.now_s() - self._beat_s >= LOAD_EVERY_S
         if is_due and len(self._links.attached) > 1:
             self.beat(load(), num_steps)
+
+    def report_role(self, taken: RoleTaken) -> None:
+        """Tell every router of a role at once, before they place more here."""
+        logger.info("role: %s, epoch %d", taken.role, taken.epoch)
+        self._links.take_role(wire.ROLE_NUMBERS[taken.role], taken.epoch, taken.step_tokens)
 
     def refuse(self, refusal: Refusal) -> None:
         """Count what was refused."""

@@ -51,7 +51,6 @@ from pdserve.worker.threads import EngineThread
 logger = logging.getLogger(__name__)
 
 PROGRESS_STEP = 0.02  # share of the model between two reports of loading
-ROLES = {"prefill": link.ROLE_PREFILL, "decode": link.ROLE_DECODE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +127,14 @@ async def assemble(
     host, advertised = config.handoff_host, split_address(config.handoff_advertise or "")[0]
     mover = build_mover(config, identity.peer, region, copies.stopped, identity.secret, (host, advertised))
     listener.guard(mover)
-    rules = Rules(MAX_WORKER_TASKS, DigestPolicy(config.digests), config.max_quarantined_share, config.lease_s)
+    rules = Rules(
+        max_tasks=MAX_WORKER_TASKS,
+        digests=DigestPolicy(config.digests),
+        max_quarantined_share=config.max_quarantined_share,
+        lease_s=config.lease_s,
+        role=config.role,
+        step_tokens=config.step_tokens,
+    )
     core = WorkerCore(engine.scheduler, engine.vocab_size, engine.layout.page_bytes, secrets.token_bytes(32), rules)
     me = Party(identity.peer, engine.layout, mover)
     servicer = HandoffServicer(me, listener, reporter.refused)
@@ -196,10 +202,10 @@ def _registration(config: WorkerConfig, incarnation: Incarnation) -> link.Regist
     return link.Register(
         worker_id=config.worker_id,
         incarnation=incarnation,
-        role=ROLES[config.role],
+        role=wire.ROLE_NUMBERS[config.role],
         protocol_version=PROTOCOL_VERSION,
         max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_batched_tokens=config.step_tokens[config.role],
     )
 
 

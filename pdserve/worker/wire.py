@@ -46,7 +46,8 @@ MAX_TOKEN_IDS = 1 << 22  # whose pages are asked for: above the context of any m
 
 _FINISH = {Finish.STOP: inference.FINISH_REASON_STOP, Finish.LENGTH: inference.FINISH_REASON_LENGTH}
 _STAGE = {Stage[name.removeprefix("STAGE_")]: number for name, number in link.Stage.items() if number}
-_ROLE = {link.Role.Value(f"ROLE_{role.name}"): role for role in Role}
+ROLE_NUMBERS = {role: link.Role.Value(f"ROLE_{role.name}") for role in Role}
+_ROLE = {number: role for role, number in ROLE_NUMBERS.items()}
 _FAILURE = {code: link.FailureCode.Value(f"FAILURE_CODE_{code.name}") for code in Failure}
 
 
@@ -141,10 +142,12 @@ def report(reported: Report, now_s: float) -> link.AttachRequest:
 
 def heartbeat(load: Load, num_steps: int, refused: Mapping[Refusal, int], router: RouterRef) -> link.AttachRequest:
     """Return the message that reports to a router how full this worker is, and what it has refused."""
-    fields = {name: getattr(load, name) for name in Load.__slots__ if name != "parts"}
+    fields = {name: getattr(load, name) for name in Load.__slots__ if name not in ("parts", "role")}
     counts = {refusal.value: count for refusal, count in refused.items()}
     others = _others(load.parts.others(router))
-    return link.AttachRequest(heartbeat=link.Heartbeat(num_steps=num_steps, refused=counts, others=others, **fields))
+    role = ROLE_NUMBERS[load.role]
+    beat = link.Heartbeat(num_steps=num_steps, refused=counts, others=others, role=role, **fields)
+    return link.AttachRequest(heartbeat=beat)
 
 
 def _others(part: LoadPart) -> link.OthersLoad:

@@ -7,6 +7,7 @@ import pytest
 from pdserve.cli.processes import CONFIGS
 from pdserve.config import WorkerConfig, load_config
 from pdserve.errors import ConfigError
+from pdserve.roles import Role
 
 COMPLETE = "model: m\nrole: decode\nworker_id: w\nrouters: [127.0.0.1:50052]\nsecret_file: /run/secret\n"
 
@@ -73,11 +74,12 @@ def test_a_wrong_flag_is_named_as_a_flag(yaml_file: Path) -> None:
         load_config(WorkerConfig, yaml_file, {"max_num_seqs": 0})
 
 
-@pytest.mark.parametrize(("role", "num_tokens"), [("prefill", 2048), ("decode", 512)])
+@pytest.mark.parametrize(("role", "num_tokens"), [("prefill", 2048), ("decode", 512), ("mixed", 512)])
 def test_a_worker_of_each_role_has_its_own_default_of_tokens_in_a_step(role: str, num_tokens: int) -> None:
     given = {"model": "m", "worker_id": "w", "routers": ("host:1",), "secret_file": Path("secret"), "role": role}
-    assert load_config(WorkerConfig, None, given).max_num_batched_tokens == num_tokens
-    assert load_config(WorkerConfig, None, {**given, "max_num_batched_tokens": 7}).max_num_batched_tokens == 7
+    assert load_config(WorkerConfig, None, given).step_tokens[Role(role)] == num_tokens
+    bounded = load_config(WorkerConfig, None, {**given, "max_num_batched_tokens": 7})
+    assert set(bounded.step_tokens.values()) == {7}, "whatever role it is given"
 
 
 def test_a_missing_setting_is_named() -> None:

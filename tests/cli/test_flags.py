@@ -84,7 +84,7 @@ def test_a_default_that_differs_between_the_roles_of_workers_is_shown_for_each(
     pdserve: Callable[..., CompletedProcess[str]],
 ) -> None:
     shown = " ".join(pdserve("up", "--help").stdout.split())
-    assert "by default 2048 on a prefill worker, where nobody decodes beside it, or 512." in shown
+    assert "by default 2048 while its role is prefill, where hardly anything decodes beside it, or 512." in shown
     assert shown.count("Sequences in one step.") == 1
 
 

@@ -23,6 +23,7 @@ from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.prefill_worker.probes import Probes
 from pdserve.prefill_worker.shell import Copies, OutgoingShell
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.roles import Role
 from pdserve.virtual_time import VirtualClock
 from pdserve.worker.inbox import Inbox
 from pdserve.worker.link import FromRouter, Links
@@ -33,7 +34,7 @@ from pdserve.worker.reporting import Reporter
 SECRET = b"s" * 32
 KEY = HandoffKey(RequestId(bytes(16)), Attempt(0))
 PEER = Peer(WorkerId("decode-0"), Incarnation(2))
-LOAD = Load(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, draining=False)
+LOAD = Load(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, draining=False, role=Role.DECODE, role_epoch=0)
 LONG_ENOUGH = int(HUNG_MOVER_S / HEARTBEAT_S) + 2  # beats
 
 

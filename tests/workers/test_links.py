@@ -27,6 +27,7 @@ class Welcoming(LinkServiceServicer):
 
     def __init__(self) -> None:
         self.registered: asyncio.Queue[str] = asyncio.Queue()
+        self.roles: asyncio.Queue[tuple[int, int]] = asyncio.Queue()  # and epochs, of further registrations
 
     async def Attach(  # noqa: N802
         self, request_iterator: AsyncIterator[link.AttachRequest], context: grpc.aio.ServicerContext
@@ -35,8 +36,9 @@ class Welcoming(LinkServiceServicer):
         await context.write(link.AttachResponse(welcome=link.Welcome(router_id="r")))
         await context.write(link.AttachResponse(drain=link.Drain()))
         self.registered.put_nowait(first.register.worker_id)
-        async for _ in request_iterator:
-            pass
+        async for message in request_iterator:
+            if message.HasField("register"):
+                self.roles.put_nowait((message.register.role, message.register.role_epoch))
 
 
 @asynccontextmanager
@@ -69,6 +71,17 @@ async def test_a_router_that_does_not_read_is_dropped_and_dialled_again() -> Non
         assert isinstance(second, FromRouter)
         assert second.router != first.router
         assert [await router.registered.get() for _ in range(2)] == ["d0", "d0"]
+
+
+async def test_a_role_is_reported_at_once_and_to_routers_that_attach_later() -> None:
+    async with attached() as (router, links, heard):
+        first = await heard.next()
+        await router.roles.get()  # each worker says again who it is once it is welcomed
+        links.take_role(link.ROLE_DECODE, 3, 512)
+        assert await router.roles.get() == (link.ROLE_DECODE, 3)
+        for _ in range(MAX_QUEUED + 1):  # it is dropped
+            links.send(first.router, HEARTBEAT)
+        assert await router.roles.get() == (link.ROLE_DECODE, 3)
 
 
 async def test_a_worker_that_leaves_waits_for_no_router_that_is_not_there() -> None:

@@ -13,6 +13,7 @@ from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvtransfer.session import DigestPolicy, Peer
 from pdserve.load import LoadPart
 from pdserve.perfmodel.curve import attention_work
+from pdserve.roles import Role
 from pdserve.router.events import LinkId, LoadReported
 from pdserve.router.wire import worker_events
 from pdserve.sampling import SamplingParams
@@ -24,7 +25,7 @@ from pdserve.worker.messages import Cancelled, Command, Placed, RouterLost, Rout
 PAGE_SIZE, NUM_PAGES, VOCAB = 4, 64, 100
 OURS, THEIRS = RouterRef(1), RouterRef(2)
 PEER = Peer(WorkerId("other"), Incarnation(1))
-RULES = Rules(64, DigestPolicy.OFF, max_quarantined_share=1.0, lease_s=60.0)
+RULES = Rules(64, DigestPolicy.OFF, max_quarantined_share=1.0, lease_s=60.0, role=Role.DECODE)
 
 
 def scheduler() -> Scheduler:

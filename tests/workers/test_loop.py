@@ -11,6 +11,7 @@ from pdserve.engine.sequence import Job
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import Refusal
 from pdserve.ids import Attempt, RequestId
+from pdserve.roles import Role
 from pdserve.sampling import SamplingParams
 from pdserve.worker.audit import Claim
 from pdserve.worker.inbox import Inbox
@@ -18,7 +19,7 @@ from pdserve.worker.loop import WorkerLoop
 from pdserve.worker.messages import Load, Placed, RouterRef, Ticked
 
 EMPTY = StepResult((), 0.0)
-LOAD = Load(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, draining=False)
+LOAD = Load(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, draining=False, role=Role.DECODE, role_epoch=0)
 
 
 class Notes:

@@ -16,13 +16,14 @@ from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.session import Peer
 from pdserve.prefill_worker.probes import Probes
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.roles import Role
 from pdserve.virtual_time import VirtualClock
 from pdserve.worker.link import Links
 from pdserve.worker.messages import Load, RouterRef
 from pdserve.worker.reporting import Reporter
 
 DECODE = Peer(WorkerId("decode-0"), Incarnation(1))
-LOAD = Load(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, draining=False)
+LOAD = Load(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, draining=False, role=Role.DECODE, role_epoch=0)
 
 
 @dataclass

@@ -18,6 +18,7 @@ from pdserve.kvtransfer.speed import WINDOW_S
 from pdserve.prefill_worker.probes import Probes
 from pdserve.prefill_worker.shell import Copies, OutgoingShell
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.roles import Role
 from pdserve.virtual_time import VirtualClock
 from pdserve.worker.inbox import Inbox
 from pdserve.worker.link import Links
@@ -25,7 +26,7 @@ from pdserve.worker.messages import Load, RouterRef
 from pdserve.worker.outbox import Outbox
 from pdserve.worker.reporting import LOAD_EVERY_S, Reporter
 
-LOAD = Load(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, draining=False)
+LOAD = Load(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, draining=False, role=Role.DECODE, role_epoch=0)
 
 
 @dataclass

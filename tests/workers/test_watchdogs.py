@@ -10,6 +10,7 @@ from pdserve.clock import MonotonicClock
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import Refusal
 from pdserve.kvtransfer.doors import HEARTBEAT_S
+from pdserve.roles import Role
 from pdserve.worker.audit import Claim
 from pdserve.worker.inbox import Inbox
 from pdserve.worker.loop import WorkerLoop
@@ -17,7 +18,7 @@ from pdserve.worker.messages import DrainAsked, Load, Ticked
 from pdserve.worker.watchdog import LoopWatchdog, ThreadWatchdog
 
 PLAN = StepPlan((), ())
-NOTHING = Load(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, draining=False)
+NOTHING = Load(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, draining=False, role=Role.DECODE, role_epoch=0)
 Event = Ticked | DrainAsked
 
 

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from faultsim.network import Network
 from faultsim.process import Process
-from faultsim.registration import Role
 from faultsim.router import RouterProcess
 from faultsim.scenario import Scenario
 from faultsim.worker import WorkerProcess
 from faultsim.world import ViolationError, World
 from pdserve.ids import Incarnation
 from pdserve.kvtransfer.session import Peer
+from pdserve.roles import Role
 from pdserve.router.config import Limits
 from pdserve.router.events import ProcessEnded
 
@@ -97,7 +97,7 @@ class Cluster:
     def _new_worker(self, name: str, incarnation: Incarnation) -> WorkerProcess:
         is_decode, scenario = name.startswith("d"), self.scenario
         size = scenario.decode_size if is_decode else scenario.prefill_size
-        role: Role = "decode" if is_decode else "prefill"
+        role = Role.DECODE if is_decode else Role.PREFILL
         worker = WorkerProcess(self.network, name, incarnation, role, size, scenario.lease_s)
         worker.copy_faults = scenario.copy_faults
         worker.on_exit = lambda: self.end(worker)

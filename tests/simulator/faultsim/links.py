@@ -51,6 +51,12 @@ class SimLinks:
         """Say anew who this worker is."""
         self.broadcast(self._registration())
 
+    def take_role(self, role: "link.Role.ValueType", epoch: int, step_tokens: int) -> None:
+        """Say anew who this worker is, which has taken a role."""
+        self._register.role, self._register.role_epoch = role, epoch
+        self._register.max_num_batched_tokens = step_tokens
+        self.update()
+
     def dial(self, address: str) -> None:
         """Attach to a router, now and whenever the stream is lost."""
         self._handle(attaching.Due(address))

@@ -1,17 +1,16 @@
 """Who a simulated worker says it is, and how big it is."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 from pdserve.kvlayout_wire import layout_to_proto
 from pdserve.kvtransfer.greeting import Introduction
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.roles import Role
 from pdserve.rpc import PROTOCOL_VERSION
+from pdserve.worker.wire import ROLE_NUMBERS
 
 MODEL = "chain-of-hashes"
 VOCAB_SIZE = 997
-
-Role = Literal["prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ def registration(me: Introduction, role: Role, size: Size) -> link.Register:
     return link.Register(
         worker_id=peer.worker_id,
         incarnation=peer.incarnation,
-        role=link.ROLE_PREFILL if role == "prefill" else link.ROLE_DECODE,
+        role=ROLE_NUMBERS[role],
         protocol_version=PROTOCOL_VERSION,
         model=MODEL,
         layout=layout_to_proto(me.layout),

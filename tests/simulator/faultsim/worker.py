@@ -16,7 +16,7 @@ from faultsim.memory import Memory
 from faultsim.mover import CopyFaults, Host
 from faultsim.network import End, Network
 from faultsim.process import Process
-from faultsim.registration import MODEL, Role, Size, registration
+from faultsim.registration import MODEL, Size, registration
 from faultsim.witness import WorkerWitness
 from faultsim.world import ViolationError
 from pdserve.engine.kvcache import KvCache
@@ -29,6 +29,7 @@ from pdserve.kvtransfer.doors import HEARTBEAT_S
 from pdserve.kvtransfer.greeting import Introduction
 from pdserve.kvtransfer.session import DigestPolicy, Peer
 from pdserve.prefix_hash import PrefixHasher
+from pdserve.roles import Role
 from pdserve.worker import wire
 from pdserve.worker.admission import Rules
 from pdserve.worker.audit import adds_up, leaked_pages
@@ -36,7 +37,7 @@ from pdserve.worker.core import WorkerCore
 from pdserve.worker.failing import FailedSteps
 from pdserve.worker.inbox import MAX_INBOX
 from pdserve.worker.link import FromRouter
-from pdserve.worker.messages import Command, Event, Load, Placed, Report, RouterLost, Ticked, Tokens
+from pdserve.worker.messages import Command, Event, Load, Placed, Report, RoleTaken, RouterLost, Ticked, Tokens
 from pdserve.worker.reporting import Reporter
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class WorkerProcess(Host):
         layout = KvLayout("weights", 1, 1, 1, size.page_size, "float32")
         self.introduction = Introduction(self.peer, layout)
         key = self.world.rng.randbytes(16)
-        rules = Rules(size.max_tasks, DigestPolicy.ALWAYS, MAX_QUARANTINED_SHARE, lease_s)
+        rules = Rules(size.max_tasks, DigestPolicy.ALWAYS, MAX_QUARANTINED_SHARE, lease_s, role)
         self.core = WorkerCore(self.scheduler, size.vocab_size, self.runner.page_bytes, key, rules)
         self.copy_faults = CopyFaults()
         self.site: Callable[[str, Process], object] = lambda name, process: None  # see Doors
@@ -257,6 +258,10 @@ class WorkerProcess(Host):
                 reports.append(command)
             elif isinstance(command, Report):
                 reports.append(command)
+            elif isinstance(command, RoleTaken):
+                self.world.note(self.name, command)
+                self.role = command.role
+                self.reporter.report_role(command)
             else:
                 self.world.note(self.name, command)
                 self.doors.perform(command)
