@@ -8,6 +8,7 @@ from faultsim.network import Network
 from faultsim.process import Process
 from faultsim.router import RouterProcess
 from faultsim.scenario import Scenario
+from faultsim.sharing import Sharing
 from faultsim.worker import WorkerProcess
 from faultsim.world import ViolationError, World
 from pdserve.ids import Incarnation
@@ -26,6 +27,7 @@ class Cluster:
         self.world = world
         self.scenario = scenario
         self.network = Network(world, scenario.mean_delay_s)
+        self._policy = Sharing(scenario.seed)
         self.routers: dict[str, RouterProcess] = {}
         self.workers: dict[str, WorkerProcess] = {}
         self._by_peer: dict[Peer, WorkerProcess] = {}
@@ -45,7 +47,7 @@ class Cluster:
         self._num_started += 1
         incarnation = Incarnation(1000 + self._num_started)
         if name.startswith("r"):
-            self.routers[name] = RouterProcess(self.network, name, incarnation, Limits())
+            self.routers[name] = RouterProcess(self.network, name, incarnation, Limits(), self._policy)
             self.network.processes[name] = self.routers[name]
             for gone in self._gone:
                 self._report(name, gone)

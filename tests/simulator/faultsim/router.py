@@ -23,6 +23,7 @@ from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
 from pdserve.router.desk import Close, Command, Desk, Rang, Send, SetAlarm
 from pdserve.router.events import ClientEvent, Event, LinkId, LinkLost, RequestArrived, StepReported
+from pdserve.router.routing import Policy
 
 
 class Client(Protocol):
@@ -36,9 +37,9 @@ class Client(Protocol):
 class RouterProcess(Process):
     """One incarnation of a router: `router.shell.Shell` in virtual time."""
 
-    def __init__(self, network: Network, name: str, incarnation: Incarnation, limits: Limits) -> None:
+    def __init__(self, network: Network, name: str, incarnation: Incarnation, limits: Limits, policy: Policy) -> None:
         super().__init__(network.world, name, incarnation)
-        self.core = RouterCore(MODEL, limits)
+        self.core = RouterCore(MODEL, limits, policy)
         self.witness = RouterWitness(name, self.core.placements.requests)
         self.desk: Desk[Client] = Desk(self)
         self.limits = limits
