@@ -19,16 +19,7 @@ class LoadPart:
     taken_work: int = 0
 
     def minus(self, part: "LoadPart") -> "LoadPart":
-        return LoadPart(
-            self.num_running - part.num_running,
-            self.num_coming - part.num_coming,
-            self.placed_tokens - part.placed_tokens,
-            self.waiting_tokens - part.waiting_tokens,
-            self.waiting_work - part.waiting_work,
-            self.num_taken - part.num_taken,
-            self.taken_tokens - part.taken_tokens,
-            self.taken_work - part.taken_work,
-        )
+        return LoadPart(*(getattr(self, name) - getattr(part, name) for name in self.__slots__))
 
 
 @value

@@ -1,6 +1,6 @@
 """Flags that several commands share, each spelled and explained once; those that go together are a dataclass."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -71,17 +71,10 @@ class Sampling:
         """Return a request that lacks only its prompt."""
         from pdserve.proto.v1 import inference_pb2 as inference
 
-        params = inference.SamplingParams(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            seed=self.seed,
-            max_tokens=self.max_tokens,
-            n=n,
-            ignore_eos=ignore_eos,
-        )
-        return inference.GenerateRequest(sampling=params, stop=self.stop or [])
+        chosen = asdict(self)
+        stop = chosen.pop("stop") or []
+        params = inference.SamplingParams(**chosen, n=n, ignore_eos=ignore_eos)
+        return inference.GenerateRequest(sampling=params, stop=stop)
 
 
 @dataclass(frozen=True, slots=True)

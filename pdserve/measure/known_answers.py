@@ -19,6 +19,10 @@ from pdserve.sampling import SamplingParams
 Answer = Mapping[int, Sequence[int]]  # tokens by continuation
 
 _SHARE_GREEDY, _SHARE_SHARED, _SHARE_TWO = 0.5, 0.3, 0.1
+_GIVEN = (  # all that a model may have defaults of its own for
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
+    *("max_tokens", "seed", "n", "ignore_eos"),
+)
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -41,18 +45,7 @@ class KnownRequest:
 
     def message(self, deadline_s: float) -> inference.GenerateRequest:
         """Return it as a client sends it."""
-        params = self.params
-        sampling = inference.SamplingParams(
-            temperature=params.temperature,
-            top_k=params.top_k,  # given, like the rest, lest the model's own defaults apply
-            top_p=params.top_p,
-            min_p=params.min_p,
-            repetition_penalty=params.repetition_penalty,
-            max_tokens=params.max_tokens,
-            seed=params.seed,
-            n=params.n,
-            ignore_eos=params.ignore_eos,
-        )
+        sampling = inference.SamplingParams(**{name: getattr(self.params, name) for name in _GIVEN})
         return inference.GenerateRequest(
             token_ids=inference.TokenIds(ids=self.prompt), sampling=sampling, deadline_ms=round(deadline_s * 1e3)
         )

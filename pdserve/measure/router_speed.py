@@ -34,49 +34,48 @@ class _Token:
         self.finish_reason = finish_reason
 
 
-class RouterSpeed:
-    """A core with workers that answer at once."""
+def _core(policy: str, num_prefill: int, num_decode: int) -> RouterCore:
+    """Return a core with workers that answer at once."""
+    predictor = Predictor()
+    limits = Limits(worker_silence_s=1e9, local_prefill=policy == "goodput")
+    core = RouterCore("m", limits, POLICIES[policy](predictor), predictor)
+    for number in range(num_prefill + num_decode):
+        role = Role.PREFILL if number < num_prefill else Role.DECODE
+        name = WorkerId(f"{role.value}{number}")
+        link = LinkId(number + 1)
+        process = link, name, Incarnation(link), role
+        core.handle(Registration(*process, 1, True, "m", _LAYOUT, 10_000, 256, 100_000, name, 2048), 0.0)
+    return core
 
-    def __init__(self, policy: str, num_prefill: int, num_decode: int, prompt_tokens: int) -> None:
-        predictor = Predictor()
-        limits = Limits(worker_silence_s=1e9, local_prefill=policy == "goodput")
-        self._core = RouterCore("m", limits, POLICIES[policy](predictor), predictor)
-        self._prompt_tokens = prompt_tokens
-        self._now_s = 0.0
-        for number in range(num_prefill + num_decode):
-            role = Role.PREFILL if number < num_prefill else Role.DECODE
-            name = WorkerId(f"{role.value}{number}")
-            link = LinkId(number + 1)
-            process = link, name, Incarnation(link), role
-            self._core.handle(Registration(*process, 1, True, "m", _LAYOUT, 10_000, 256, 100_000, name, 2048), 0.0)
 
-    def measure(self, num_requests: int) -> tuple[float, float]:
-        """Return placements per second of one core's time, and seconds of the rest of a request's life."""
-        placing_s = living_s = 0.0
-        for number in range(num_requests):
-            self._now_s += 0.001
-            event = self._arrival(number)
-            start_s = process_time()
-            commands = self._core.handle(event, self._now_s)
-            placed_s = process_time()
-            for news in _life(commands):
-                self._core.handle(news, self._now_s)
-            placing_s += placed_s - start_s
-            living_s += process_time() - placed_s
-        self._core.check_idle()
-        return num_requests / placing_s, living_s / num_requests
+def _measure(core: RouterCore, num_requests: int, prompt_tokens: int) -> tuple[float, float]:
+    """Return placements per second of one core's time, and seconds of the rest of a request's life."""
+    placing_s = living_s = now_s = 0.0
+    for number in range(num_requests):
+        now_s += 0.001
+        event = _arrival(number, prompt_tokens, now_s)
+        start_s = process_time()
+        commands = core.handle(event, now_s)
+        placed_s = process_time()
+        for report in _life(commands):
+            core.handle(report, now_s)
+        placing_s += placed_s - start_s
+        living_s += process_time() - placed_s
+    core.check_idle()
+    return num_requests / placing_s, living_s / num_requests
 
-    def _arrival(self, number: int) -> RequestArrived:
-        bits = number * 0x9E3779B97F4A7C15 % 2**64
-        return RequestArrived(
-            request_id=RequestId(bits.to_bytes(8, "little") + number.to_bytes(8, "big")),
-            token_ids=[number] * self._prompt_tokens,
-            params=SamplingParams(max_tokens=_OUTPUT_TOKENS),
-            received_s=self._now_s,
-            deadline_s=self._now_s + 60,
-            ttft_slo_s=1.0,
-            tpot_slo_s=0.1,
-        )
+
+def _arrival(number: int, prompt_tokens: int, now_s: float) -> RequestArrived:
+    bits = number * 0x9E3779B97F4A7C15 % 2**64
+    return RequestArrived(
+        request_id=RequestId(bits.to_bytes(8, "little") + number.to_bytes(8, "big")),
+        token_ids=[number] * prompt_tokens,
+        params=SamplingParams(max_tokens=_OUTPUT_TOKENS),
+        received_s=now_s,
+        deadline_s=now_s + 60,
+        ttft_slo_s=1.0,
+        tpot_slo_s=0.1,
+    )
 
 
 def _life(commands: list[Command]) -> Iterator[StageReached | StepReported]:
@@ -108,8 +107,8 @@ class PolicySpeed:
 
 def measure_policies(num_prefill: int, num_decode: int, num_requests: int, prompt_tokens: int) -> list[PolicySpeed]:
     """Measure each policy."""
-    speeds = {policy: RouterSpeed(policy, num_prefill, num_decode, prompt_tokens) for policy in POLICIES}
-    return [PolicySpeed(policy, *speed.measure(num_requests)) for policy, speed in speeds.items()]
+    cores = {policy: _core(policy, num_prefill, num_decode) for policy in POLICIES}
+    return [PolicySpeed(policy, *_measure(core, num_requests, prompt_tokens)) for policy, core in cores.items()]
 
 
 def speed_table(found: Sequence[PolicySpeed], title: str) -> Sheet:

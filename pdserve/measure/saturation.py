@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from pdserve.errors import CommandError
 from pdserve.measure.client import Client, new_tenant, request_of
 from pdserve.measure.objectives import ANY
-from pdserve.measure.outcomes import OK, Outcome
+from pdserve.measure.outcomes import OK
 from pdserve.measure.workload import Arrival
+from pdserve.proto.v1 import inference_pb2 as inference
 
 FIRST_IN_FLIGHT, MOST_IN_FLIGHT = 24, 3072  # requests that run or wait at a time
 _GAIN = 1.1  # what twice as many in flight have to bring
@@ -44,12 +45,9 @@ class Ramp:
 class Clients:
     """Clients that each send a request when their last one has ended, in turn and over and over."""
 
-    def __init__(self, client: Client, arrivals: Sequence[Arrival], prompts: Sequence[Sequence[int]]) -> None:
+    def __init__(self, client: Client, requests: Iterator[inference.GenerateRequest]) -> None:
         self._client = client
-        self._arrivals = arrivals
-        self._prompts = prompts
-        self._tenant = new_tenant()
-        self._turns = _endless(len(arrivals))
+        self._requests = requests
         self._num_clients = 0
         self._is_over = False
         self.num_right = 0
@@ -74,11 +72,8 @@ class Clients:
 
     async def _keep_asking(self) -> None:
         while not self._is_over:
-            number, turn = next(self._turns)
-            arrival = self._arrivals[number]
-            request = request_of(arrival, self._prompts[number], f"{self._tenant}-{turn}", ANY)
-            outcome = await self._client.send(request)
-            if _is_right(outcome):
+            outcome = await self._client.send(next(self._requests))
+            if outcome.status == OK and outcome.num_tokens == outcome.output_tokens:
                 self.num_right += 1
                 continue
             self.others[outcome.status if outcome.status != OK else "an answer of a wrong length"] += 1
@@ -93,7 +88,7 @@ async def saturate(
     Before, each number of requests in flight is tried for half as long. Few requests would measure badly: lengths
     differ, and so does what each costs. NothingServedError if no answer is right.
     """
-    clients, ramp = Clients(client, arrivals, prompts), Ramp()
+    clients, ramp = Clients(client, _endless(arrivals, prompts)), Ramp()
     async with asyncio.TaskGroup() as tasks:
         clients.enlarge(tasks, ramp.num_in_flight)
         while ramp.grow(await clients.answers_per_s(_RAMP_SHARE * seconds)) and clients.num_right:
@@ -107,13 +102,9 @@ async def saturate(
     return found
 
 
-def _is_right(outcome: Outcome) -> bool:
-    return outcome.status == OK and outcome.num_tokens == outcome.output_tokens
-
-
-def _endless(count: int) -> Iterator[tuple[int, int]]:
-    """Yield 0 to count-1 again and again, with the number of the round."""
-    turn = 0
+def _endless(arrivals: Sequence[Arrival], prompts: Sequence[Sequence[int]]) -> Iterator[inference.GenerateRequest]:
+    """Yield the requests again and again, each time of another tenant: none finds its prompt cached."""
     while True:
-        yield from ((number, turn) for number in range(count))
-        turn += 1
+        tenant = new_tenant()
+        for arrival, prompt in zip(arrivals, prompts, strict=True):
+            yield request_of(arrival, prompt, tenant, ANY)

@@ -65,7 +65,6 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool  # RMS norm over each head of q and k, before rope
     sliding_window: int | None  # a token sees itself and the window - 1 before it
-    hidden_act: str
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     dtype: str | None  # of the checkpoint, where it says
@@ -77,6 +76,8 @@ class ModelConfig:
         architecture = _architecture(fields)
         if fields.has("quantization_config"):
             raise fields.unsupported("quantization_config", "only unquantized weights")
+        if fields.text("hidden_act", "silu") != "silu":
+            raise fields.unsupported("hidden_act", "silu")
         num_heads = fields.positive("num_attention_heads")
         num_kv_heads = fields.positive("num_key_value_heads", num_heads)
         if num_heads % num_kv_heads:
@@ -104,7 +105,6 @@ class ModelConfig:
             mlp_bias=fields.flag("mlp_bias", default=False),
             qk_norm=architecture == "Qwen3ForCausalLM",
             sliding_window=_sliding_window(fields, architecture),
-            hidden_act=_hidden_act(fields),
             eos_token_ids=fields.token_ids("eos_token_id"),
             bos_token_id=bos[0] if bos else None,
             dtype=fields.text("dtype", fields.text("torch_dtype", "")) or None,
@@ -116,13 +116,6 @@ def _architecture(fields: Fields) -> str:
     if len(names) != 1 or names[0] not in ARCHITECTURES:
         raise fields.unsupported("architectures", f"one of {', '.join(ARCHITECTURES)}")
     return names[0]
-
-
-def _hidden_act(fields: Fields) -> str:
-    act = fields.text("hidden_act", "silu")
-    if act != "silu":
-        raise fields.unsupported("hidden_act", "silu")
-    return act
 
 
 def _head_dim(fields: Fields, hidden_size: int, num_heads: int) -> int:
