@@ -124,7 +124,7 @@ class PagedAttention:
         chip: tuning.Device | None = None,
         tile: tuning.Tile | None = None,
     ) -> None:
-        """Choose the launch parameters. `chip` overrides what the device is, `tile` what the tuning table says."""
+        """Choose the launch parameters. `chip` overrides what the device is, `tile` the tuning table."""
         self.spec, self.size = spec, size
         self.device = torch.device(device)
         chip = chip or tuning.device_of(str(self.device))
@@ -185,7 +185,7 @@ class PagedAttention:
         return out
 
     def _set_up(self, size: StepSize) -> None:
-        """Plan an empty step in words that never move: entries that are zero are skipped by the kernels."""
+        """Plan an empty step in memory that never moves: the kernels skip entries that are zero."""
         cutting, table = self._cutting, (size.max_seqs, -(-size.max_kv_len // self.spec.page_size))
         assert cutting.max_items is not None
         self._shapes = (cutting.max_items, ITEM_FIELDS), (size.max_seqs, COMBINE_FIELDS), table

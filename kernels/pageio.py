@@ -91,7 +91,7 @@ def _check_rope_write(qkv: tuple[Tensor, Tensor, Tensor], target: Target) -> int
 
 
 def page_digests(pool: Tensor, page_ids: Tensor) -> Tensor:
-    """Fold pages to 64 bits each (`reference.page_digests` says how): int64 [len(page_ids)]."""
+    """Fold pages to 64 bits each (how: `reference.page_digests`): int64 [len(page_ids)]."""
     words = _words("pool", pool)
     require_tensor("page_ids", page_ids, (None,), ID_DTYPES)
     out = torch.zeros(len(page_ids), dtype=torch.int64, device=pool.device)

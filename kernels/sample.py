@@ -62,7 +62,7 @@ def sample(logits: Tensor, params: Params, *, penalties: Penalties | None = None
     """Sample one token per row. logits: [num_rows, vocab_size]. Returns int64 [num_rows].
 
     Order: repetition, frequency and presence penalty, bias, temperature, top-k, top-p, min-p, noise
-    (`reference_sampling.py` says exactly). Raises ValueError naming the argument that does not fit.
+    (exactly: `reference_sampling.py`). Raises ValueError naming the argument that does not fit.
     """
     require_tensor("logits", logits, (None, None), LOGIT_DTYPES)
     num_rows, vocab_size = logits.shape

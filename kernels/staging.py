@@ -12,7 +12,7 @@ class Staging:
     """Sends arrays to one device, integers as int32 and floats as float32."""
 
     def __init__(self, device: torch.device, num_words: int = 0) -> None:
-        """With `num_words`, every send goes to the same words, behind the work already launched.
+        """With `num_words`, every send goes to the same memory, behind the work already launched.
 
         Arrays of the same sizes then find the same addresses, as a captured graph needs. Without, each send gets memory
         of its own.

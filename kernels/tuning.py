@@ -79,7 +79,7 @@ def decode_tile(device: Device, block_d: int, kv_bytes: int, page_size: int, row
 
 @cache
 def device_of(name: str) -> Device:
-    """Return the facts of a torch device, `cuda:0` say; a CPU device means Triton's interpreter."""
+    """Return the facts of a torch device, `cuda:0` for example; a CPU device means Triton's interpreter."""
     if not name.startswith("cuda"):
         return INTERPRETER
     properties = torch.cuda.get_device_properties(torch.device(name))

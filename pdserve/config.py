@@ -27,11 +27,11 @@ _Config = TypeVar("_Config", bound="ProcessConfig")
 
 
 class ProcessConfig(BaseModel):
-    """What every process is told at its start. Never changes afterwards."""
+    """Settings of every process. They never change after its start."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
-    kind: ClassVar[str] = "process"  # whose setting it is, where the help of a flag has to say
+    kind: ClassVar[str] = "process"  # whose setting it is, where the help of a flag has to name it
 
     log_level: LogLevel = Field("info", description="Least severe records that are logged.")
     ready_file: Path | None = Field(
@@ -41,12 +41,12 @@ class ProcessConfig(BaseModel):
         25.0,
         ge=0.0,
         description="Seconds that running requests have to finish after SIGTERM or SIGINT; what is left is ended. "
-        "Kubernetes kills 30 s after SIGTERM unless told otherwise.",
+        "Kubernetes kills 30 s after SIGTERM by default.",
     )
 
 
 class WorkerConfig(ProcessConfig):
-    """What a worker is told."""
+    """Settings of a worker."""
 
     kind = "worker"
 
@@ -134,13 +134,13 @@ class WorkerConfig(ProcessConfig):
     )
     handoff_port: int = Field(0, ge=0, le=65535, description="Port for workers that send pages; 0 takes a free one.")
     handoff_advertise: str | None = Field(
-        None, description="host or host:port told to workers that send pages; by default what was bound."
+        None, description="host or host:port that workers which send pages connect to; by default what was bound."
     )
     lease_s: float = Field(
         4.0,
         ge=1.5,  # three beats of a worker
         le=3600.0,
-        description="Seconds after which a worker that sends pages here and says nothing loses what it was granted.",
+        description="Seconds after which a worker that sends pages here and is silent loses what it was granted.",
     )
     digests: Literal["always", "sampled", "off"] = Field(
         "always", description="Of which hand-offs page digests are checked; sampled: of one in sixteen."
@@ -149,7 +149,7 @@ class WorkerConfig(ProcessConfig):
         500_000_000, ge=0, description="Bandwidth to another worker below which the pair is called slow; 0: never."
     )
     handoff_rdma_devices: tuple[str, ...] = Field(
-        (), description="RDMA devices that carry pages too, in UCX's words, such as mlx5_0:1; repeatable."
+        (), description="RDMA devices that carry pages too, as UCX names them, such as mlx5_0:1; repeatable."
     )
     handoff_transport: Literal["auto", "tcp"] = Field(
         "auto",
@@ -184,7 +184,7 @@ class WorkerConfig(ProcessConfig):
 
 
 def load_config(cls: type[_Config], file: Path | None = None, flags: Mapping[str, object] | None = None) -> _Config:
-    """Return what `file` says with `flags` laid over it; ConfigError names the key and where it stands."""
+    """Return the settings of `file`, overridden by `flags`; ConfigError names the key and where it stands."""
     settings = _read_yaml(file) if file is not None else {}
     given = {name: value for name, value in (flags or {}).items() if value is not None}
     try:

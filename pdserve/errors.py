@@ -18,7 +18,7 @@ class CommandError(Exception):
 
 
 class Refusal(Enum):
-    """What was wrong with what a peer said. Refusals are counted by this."""
+    """What was wrong with a peer's message. Refusals are counted by this."""
 
     SECRET = "secret"
     VERSION = "version"
@@ -29,12 +29,12 @@ class Refusal(Enum):
     REGION = "region"
     PAGE = "page"
     GENERATION = "generation"
-    ORDER = "order"  # right words at the wrong time
+    ORDER = "order"  # a valid message at the wrong time
     MALFORMED = "malformed"
 
 
 class ProtocolError(Exception):
-    """A peer said something it may not say now. Drop that peer or request, keep serving."""
+    """A peer sent a message that it may not send now. Drop that peer or request, keep serving."""
 
     def __init__(self, message: str, refusal: Refusal = Refusal.MALFORMED) -> None:
         super().__init__(message)

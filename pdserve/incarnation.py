@@ -1,7 +1,7 @@
 """Mints identities of process starts, of which a later one is greater, by the clock of the machine.
 
-Two of one name are only ever compared: nobody reads a time out of them. `docs/handoff.md` says what a clock that is
-wrong can do.
+Identities of one name are only compared with each other: nobody reads a time out of them. `docs/handoff.md` describes
+what a wrong clock can do.
 """
 
 import secrets

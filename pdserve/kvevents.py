@@ -13,7 +13,7 @@ import msgspec
 from pdserve.errors import ProtocolError
 from pdserve.token_ids import ALL_IDS
 
-MEDIUM = "GPU"  # vLLM's word for where the engine computes, whatever that is
+MEDIUM = "GPU"  # vLLM's name for where the engine computes, whatever that is
 SEQUENCE_BYTES = 8
 END_OF_REPLAY = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
 _ARRAY_FIELDS = {

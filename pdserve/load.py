@@ -1,4 +1,4 @@
-"""A worker's load, as the worker counts it and routers hear it."""
+"""A worker's load, as the worker counts it and reports it to routers."""
 
 from dataclasses import field
 
@@ -19,7 +19,10 @@ class LoadPart:
     taken_work: int = 0
 
     def minus(self, part: "LoadPart") -> "LoadPart":
-        return LoadPart(*(getattr(self, name) - getattr(part, name) for name in self.__slots__))
+        return LoadPart(*(getattr(self, name) - getattr(part, name) for name in _PARTS))
+
+
+_PARTS = tuple(LoadPart.__annotations__)
 
 
 @value

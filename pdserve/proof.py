@@ -40,7 +40,7 @@ class Challenges:
     """Challenges that this process gives to callers, each good for one answer within `CHALLENGE_S`.
 
     Those that wait for an answer take no memory: a challenge carries its time, and a code under a key that nobody else
-    has says that it is one of ours.
+    has proves that it is one of ours.
     """
 
     def __init__(self, clock: Clock) -> None:

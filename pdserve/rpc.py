@@ -31,7 +31,7 @@ DISMISSED_STATUS = grpc.StatusCode.ABORTED  # of a worker's link: a router refus
 HELLO_METADATA_KEY = "pdserve-hello-bin"
 CHALLENGE_METADATA_KEY = "pdserve-challenge-bin"
 PROOF_METADATA_KEY = "pdserve-proof-bin"
-HELLO_METHOD = "/pdserve.v1.Identity/Hello"  # nobody serves it: to say hello is to be denied
+HELLO_METHOD = "/pdserve.v1.Identity/Hello"  # nobody serves it: a hello is always denied
 MIN_SECRET_BYTES = 32
 EXPOSED = 0o026  # modes of a secret that others could read, or anybody but its owner replace
 
@@ -210,7 +210,7 @@ class RequireSecret(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self, secret: bytes, on_denied: Callable[[], None] = lambda: None, clock: Clock | None = None) -> None:
-        """`on_denied` hears of each call but those that ask for a challenge."""
+        """`on_denied` is called for each denied call except those that ask for a challenge."""
         self._secret = secret
         self._on_denied = on_denied
         self._challenges = Challenges(clock or MonotonicClock())
@@ -222,10 +222,10 @@ class RequireSecret(grpc.aio.ServerInterceptor):
         ],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "grpc.RpcMethodHandler[_Request, _Response] | None":
-        told = handler_call_details.invocation_metadata
-        if self._is_proved(_value_of(PROOF_METADATA_KEY, told), handler_call_details.method):
+        metadata = handler_call_details.invocation_metadata
+        if self._is_proved(_value_of(PROOF_METADATA_KEY, metadata), handler_call_details.method):
             return await continuation(handler_call_details)
-        challenge = self._challenge(_value_of(HELLO_METADATA_KEY, told))
+        challenge = self._challenge(_value_of(HELLO_METADATA_KEY, metadata))
         if not challenge:
             self._on_denied()
         # Streaming on both sides: such a handler answers before it has read anything.

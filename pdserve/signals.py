@@ -46,8 +46,8 @@ def drain_on_signals(loop: "asyncio.AbstractEventLoop", drain: Callable[[], None
 
     requests = StopRequests()
 
-    def hear(number: int, frame: FrameType | None) -> None:
-        match requests.hear(time.monotonic()):
+    def receive(number: int, frame: FrameType | None) -> None:
+        match requests.receive(time.monotonic()):
             case Request.FIRST:
                 end_after(limit_s)
                 loop.call_soon_threadsafe(drain)
@@ -56,7 +56,7 @@ def drain_on_signals(loop: "asyncio.AbstractEventLoop", drain: Callable[[], None
             case Request.SAME:
                 pass
 
-    before = {number: signal.signal(number, hear) for number in STOP_SIGNALS}
+    before = {number: signal.signal(number, receive) for number in STOP_SIGNALS}
     try:
         yield
     finally:
@@ -84,7 +84,7 @@ class StopRequests:
         """Whether there was one."""
         return self._first_s is not None
 
-    def hear(self, now_s: float) -> Request:
+    def receive(self, now_s: float) -> Request:
         """Return what a signal at this moment is."""
         if self._first_s is None:
             self._first_s = now_s

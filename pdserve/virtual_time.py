@@ -1,4 +1,4 @@
-"""Time for simulators and tests: a clock that goes when it is told to, and what happens when."""
+"""Time for simulators and tests: a clock that is advanced by hand, and a queue of actions."""
 
 import gc
 from collections import deque

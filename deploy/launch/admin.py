@@ -69,7 +69,7 @@ class AdminClient:
     async def report_gone(
         self, worker_id: WorkerId, incarnation: Incarnation, timeout_s: float, *, from_outside: bool
     ) -> None:
-        """Tell the router that a worker's process is gone; waits for a router to tell, up to `timeout_s`.
+        """Report to the router that a worker's process is gone; waits for a router up to `timeout_s`.
 
         `from_outside`: a signal or a drain ended it, not what it computed.
         """

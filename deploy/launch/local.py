@@ -28,17 +28,17 @@ PUBLIC_PORT = 50051
 REPORT_TIMEOUT_S = 60.0
 RECONNECT_S = 0.2
 MAX_RESTARTS_BEFORE_READY = 3
-MAX_GONE = 64  # ended processes that a router is told of when it starts again
+MAX_GONE = 64  # ended processes that are reported to a router that starts again
 ROUTER_END_S, WORKERS_END_S = 2.5, 4.0  # after drain_timeout_s: when the router and when the workers are killed
 
 
 class LaunchError(CommandError):
-    """The cluster could not be brought up; says which process failed and where its log is."""
+    """The cluster could not be brought up; names the process that failed and its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """Whom a cluster tells what happens."""
+    """Callbacks for what happens in a cluster."""
 
     on_status: Callable[[admin.ClusterStatus], None]
     on_notice: Callable[[str], None]
@@ -58,7 +58,7 @@ class LocalCluster:
 
     @property
     def state(self) -> ClusterState:
-        """What other commands are told."""
+        """What other commands can read of the cluster."""
         processes = tuple(
             process.model_copy(update=self._published.get((process.name, process.incarnation), {}))
             for process in self._supervisor.processes
@@ -86,7 +86,7 @@ class LocalCluster:
                 helpers.add(report)
                 report.add_done_callback(helpers.discard)
             self._publish()
-            self._tell(exit_)
+            self._announce(exit_)
 
         async with client, asyncio.TaskGroup() as tasks:
             helpers.add(tasks.create_task(self._watch(client)))
@@ -97,25 +97,25 @@ class LocalCluster:
     def _publish(self) -> None:
         write_atomically(self._state_file, self.state.model_dump_json(indent=2) + "\n")
 
-    def _tell(self, exit_: ChildExit) -> None:
+    def _announce(self, exit_: ChildExit) -> None:
         if exit_.restart_in_s is None:
             return
         name, log = exit_.spec.name, self._supervisor.log_file(exit_.spec.name)
         num_restarts = next(p.num_restarts for p in self._supervisor.processes if p.name == name)
         if not self.ready.is_set() and num_restarts >= MAX_RESTARTS_BEFORE_READY:
-            words = self._supervisor.last_words(name)
-            raise LaunchError(f"{name} does not start (status {exit_.status}): {words} (log: {log})")
+            line = self._supervisor.last_words(name)
+            raise LaunchError(f"{name} does not start (status {exit_.status}): {line} (log: {log})")
         self._listener.on_notice(
             f"{name} ended with status {exit_.status}; starting again in {exit_.restart_in_s:g} s (log: {log})"
         )
 
     async def _watch(self, client: AdminClient) -> None:
         while True:
-            told = False  # a router that starts again knows nothing of the dead; workers it missed may wait for word
+            has_reported = False  # a router that starts again does not know which processes have ended
             try:
                 async for status in client.watch(wait_for_ready=True):
-                    if not told:
-                        told = True
+                    if not has_reported:
+                        has_reported = True
                         for gone in tuple(self._gone):
                             await _report_gone(client, gone)
                     self._listener.on_status(status)
@@ -127,7 +127,7 @@ class LocalCluster:
                         self._publish()
             except grpc.aio.AioRpcError as error:
                 if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                    raise LaunchError(f"the router does not tell its state: {error.details()}") from error
+                    raise LaunchError(f"the router does not report its state: {error.details()}") from error
             await asyncio.sleep(RECONNECT_S)  # the router is gone; its successor needs longer than this to listen
 
     def _is_complete(self, status: admin.ClusterStatus) -> bool:
@@ -147,7 +147,7 @@ async def _report_gone(client: AdminClient, exit_: ChildExit) -> None:
         name = WorkerId(exit_.spec.name)
         await client.report_gone(name, exit_.incarnation, REPORT_TIMEOUT_S, from_outside=exit_.from_outside)
     except grpc.aio.AioRpcError:
-        return  # no router to tell; the worker's next incarnation is the same proof
+        return  # no router is there; the worker's next incarnation is the same proof
 
 
 @asynccontextmanager

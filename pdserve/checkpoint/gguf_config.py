@@ -52,7 +52,7 @@ def architecture_of(file: GgufFile) -> str:
 
 
 def hf_config(file: GgufFile) -> dict[str, object]:
-    """Return the mapping `ModelConfig.from_hf` reads; ConfigError naming the key it has no words for."""
+    """Return the mapping `ModelConfig.from_hf` reads; ConfigError names a key that has no counterpart."""
     architecture = architecture_of(file)
     prefix = f"{architecture}."
     fields = Fields({k.removeprefix(prefix): v for k, v in file.metadata.items() if k.startswith(prefix)}, prefix)

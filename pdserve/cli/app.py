@@ -23,7 +23,7 @@ _OBJECTIVE = re.compile(r"\w+:[\w.+-]+")
 
 
 class DefaultLoad(TyperGroup):
-    """Runs `load` where the first word is no command: `bench --workload W` is `bench load --workload W`."""
+    """Runs `load` where the first argument is no command: `bench --workload W` is `bench load --workload W`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # noqa: ANN401 - click's, of a version typer chooses
         known = {*self.commands, *self.get_help_option_names(ctx)}

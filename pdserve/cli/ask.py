@@ -32,7 +32,7 @@ def generate(
     n: Annotated[int, typer.Option(help="How many continuations.")] = 1,
     as_json: AsJson = False,
 ) -> None:
-    """Continue a text; stream it as it is computed, then say where the time went."""
+    """Continue a text; stream it as it is computed, then print where the time went."""
     request = sampling.request(n=n, ignore_eos=ignore_eos)
     request.text = prompt
     answer = _run(endpoint, name, request, _quiet if as_json or n > 1 else _show)

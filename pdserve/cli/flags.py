@@ -1,7 +1,7 @@
 """Command-line flags made from the fields of a configuration, or of a dataclass that several commands share.
 
 `config_flags`: same names, same descriptions, same defaults as the configuration. A flag that is not given is None, so
-that it never hides what the YAML file says. `grouped_flags`: one flag for each field, annotated as typer wants it.
+that it never hides what the YAML file sets. `grouped_flags`: one flag for each field, annotated as typer wants it.
 """
 
 import inspect

@@ -80,7 +80,7 @@ def report(text: str) -> None:
 
 
 def run(measurement: Coroutine[object, object, Result]) -> Result:
-    """Run a measurement of a live cluster; CommandError for what its router says in place of an answer."""
+    """Run a measurement of a live cluster; CommandError for a gRPC error of its router."""
     import grpc
 
     try:
@@ -93,7 +93,7 @@ def run(measurement: Coroutine[object, object, Result]) -> Result:
 
 
 def only_cause(error: BaseException) -> BaseException:
-    """Return what groups of one each hold at last: what a command says while others of its tasks run comes in them."""
+    """Return the one error within groups of one: a command's error comes in a group while others of its tasks run."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error

@@ -74,10 +74,10 @@ class Stop:
         self._requests = StopRequests()
         self._killed_by: signal.Signals | None = None
         for number in STOP_SIGNALS:
-            asyncio.get_running_loop().add_signal_handler(number, self._hear, number)
+            asyncio.get_running_loop().add_signal_handler(number, self._receive, number)
 
-    def _hear(self, number: signal.Signals) -> None:
-        request = self._requests.hear(asyncio.get_running_loop().time())
+    def _receive(self, number: signal.Signals) -> None:
+        request = self._requests.receive(asyncio.get_running_loop().time())
         if request is Request.SECOND or not self._cluster.ready.is_set():
             self._killed_by = number
             self._cluster.kill()

@@ -1,7 +1,7 @@
 """A step as arrays: what the model and attention need to know of a plan, built without a loop over tokens.
 
 Chunks are put in order of their query length, then of their context, so that chunks attention can treat alike lie side
-by side; `order` says where each came from.
+by side; `order` has the place that each came from.
 """
 
 from collections.abc import Sequence as Seq

@@ -3,7 +3,7 @@
 A token depends on its row's logits, parameters, seed and token index, and on nothing else in the batch. Penalties,
 biases and forbidden stops change the logits first. Then come temperature, top-k, top-p, min-p, and the largest of logit
 plus Gumbel noise. A row without a feature is not touched for it: plain greedy rows are an argmax over the model's own
-logits. `kernels/reference_sampling.py` says what one row's token is.
+logits. `kernels/reference_sampling.py` defines one row's token.
 """
 
 import math

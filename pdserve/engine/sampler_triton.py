@@ -23,7 +23,7 @@ Words = npt.NDArray[np.int32] | npt.NDArray[np.float32]  # 4 bytes each
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What the kernel is told of a step's rows, on the device."""
+    """The kernel's parameters for a step's rows, on the device."""
 
     params: Params
     penalties: Penalties | None

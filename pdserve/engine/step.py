@@ -57,7 +57,7 @@ class StepPlan:
 class StepResult:
     """Tokens sampled, parallel to `StepPlan.chunks` and each chunk's `samples`.
 
-    `failed` says why, for the places in `StepPlan.chunks` that could not be computed; their tokens are empty.
+    `failed` has the reason for each place in `StepPlan.chunks` that could not be computed; its tokens are empty.
     """
 
     tokens: tuple[tuple[SampledToken, ...], ...]

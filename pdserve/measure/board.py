@@ -44,7 +44,7 @@ def all_free(status: admin.ClusterStatus) -> bool:
 
 
 def not_free(status: admin.ClusterStatus) -> str:
-    """Return what is going on, in words."""
+    """Return a description of what is going on."""
     held = [f"{status.num_active} active, {status.num_held} held"] if status.num_active or status.num_held else []
     for worker in status.workers:
         if worker.registration.ready and is_busy(worker):

@@ -60,7 +60,7 @@ class Verdict:
     faults: tuple[Fault, ...]
     noticed_s: Percentiles | None  # how long the router took to notice those that it could notice
     free_after_s: float | None  # of the last answer; None: not all pages within the time
-    left_over: str  # what was not free, or not ready again, in words
+    left_over: str  # describes what was not free, or not ready again
     num_replaced: int  # requests that the router placed again
     ended: dict[str, int]  # as the router counts
     outcomes: tuple[Outcome, ...] = field(repr=False, default=())
@@ -73,7 +73,7 @@ class Verdict:
 
 
 async def run_chaos(trial: ChaosTrial, requests: Sequence[KnownRequest], console: Console) -> Verdict:
-    """Start a cluster, load it, hurt it, and look what is left."""
+    """Start a cluster, load it, inject faults, and report what is left."""
     board = StatusBoard()
     listener = Listener(on_status=board.put, on_notice=lambda text: console.print(text, highlight=False))
     async with started(trial.spec, listener) as (cluster, live):

@@ -1,4 +1,4 @@
-"""Sends requests to a router, open loop: nothing waits for an answer unless a limit of concurrency says so."""
+"""Sends requests to a router, open loop: nothing waits for an answer unless there is a limit of concurrency."""
 
 import asyncio
 import secrets
@@ -96,7 +96,7 @@ def _take_ledger(outcome: Outcome, ledger: inference.Ledger) -> None:
 
 
 def _take_hints(outcome: Outcome, error: grpc.aio.AioRpcError) -> None:
-    """Take what a refusal says of times in its trailing metadata."""
+    """Take the times in a refusal's trailing metadata."""
     hints = {key: float(value) / 1e3 for key, value in error.trailing_metadata() if key.endswith("-ms")}
     outcome.predicted_ttft_s = hints.get("predicted-ttft-ms")
     outcome.predicted_tpot_s = hints.get("predicted-tpot-ms")

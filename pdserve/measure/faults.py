@@ -40,7 +40,7 @@ class FaultInjector:
         self._state = state
         self._plan = plan
         self._clock = clock
-        self._rng = random.Random(f"havoc {plan.seed}")
+        self._rng = random.Random(f"faults {plan.seed}")
         self._attached: set[tuple[str, int]] = set()
         self._ready: set[str] = set()
 

@@ -81,7 +81,7 @@ _FORMATS: dict[str, tuple[Callable[[str], _Places], _Row]] = {
 
 
 def parse_workload(text: str, num_requests: int, seed: int) -> Workload:
-    """Return the workload that is written so; `num_requests` says how many of random lengths it has."""
+    """Return the workload of a `--workload`. Of random lengths, there are `num_requests`."""
     lengths, _, spread = text.partition("~")
     try:
         numbers, deviation = [float(part) for part in lengths.split("x")], float(spread or SPREAD)

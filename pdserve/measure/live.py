@@ -17,7 +17,7 @@ from pdserve.measure.summary import Summary
 from pdserve.measure.workload import Arrival, Workload, random_prompts
 from pdserve.proto.v1 import admin_pb2 as admin
 
-Report = Callable[[str], None]  # says what is going on, to a person who waits
+Report = Callable[[str], None]  # prints progress for a person who waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ async def started(spec: ClusterSpec, listener: Listener) -> AsyncIterator[tuple[
 
 @asynccontextmanager
 async def live_cluster(spec: ClusterSpec, report: Report) -> AsyncIterator[LiveCluster]:
-    """Run a cluster for the length of the block, and say so."""
+    """Run a cluster for the length of the block, and report its start."""
     report(f"starting {spec.num_prefill} prefill and {spec.num_decode} decode workers of {spec.served_model_name}")
     async with started(spec, Listener(on_status=lambda _: None, on_notice=report)) as (_, live):
         yield live

@@ -44,7 +44,7 @@ class Outcome:
     times_s: dict[int, list[float]] = field(default_factory=dict)  # when each of these tokens came
     predicted_ttft_s: float | None = None  # by the router, when it placed or refused the request
     predicted_tpot_s: float | None = None
-    retry_after_s: float | None = None  # as a refusal said
+    retry_after_s: float | None = None  # as a refusal proposed
     attempts: int = 0
     cached_tokens: int = 0  # of the prompt, found in the prefill worker's prefix cache
     prefill_worker: str = ""

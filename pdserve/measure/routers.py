@@ -1,7 +1,7 @@
 """Several routers over one set of workers: how right each one's predictions are, and what a late one knows is cached.
 
 Two prefill workers hold different prompts before a late router starts. A router that does not know which of them holds
-a prompt finds it by chance only, so the share that it finds over several prompts tells whether it knows.
+a prompt finds it by chance only, so the share that it finds over several prompts shows whether it knows.
 """
 
 import asyncio

@@ -18,12 +18,12 @@ FIRST_IN_FLIGHT, MOST_IN_FLIGHT = 24, 3072  # requests that run or wait at a tim
 _GAIN = 1.1  # what twice as many in flight have to bring
 _FILLING = 1 / 4  # of the time: batches fill up
 _RAMP_SHARE = 1 / 2  # of the time of the measurement: a step before it
-_PAUSE_S = 0.1  # after a failure, unless the router says another time
+_PAUSE_S = 0.1  # after a failure, unless the router names another time
 _MOST_PAUSE_S = 1.0
 
 
 class NothingServedError(CommandError):
-    """Not one request was answered right; says what came instead."""
+    """Not one request was answered right; names what came instead."""
 
 
 class Ramp:

@@ -42,14 +42,14 @@ class Summary:
     ttft_error: Errors | None  # of the router's predictions, for requests that ended well
     tpot_error: Errors | None
     refusal_s: Percentiles | None  # from sending to the refusal
-    retry_after: float | None  # share of the refusals that said when to try again
+    retry_after: float | None  # share of the refusals with a time to try again
     handoff_s: Percentiles | None
     handoff_bytes: int
     parts_s: dict[str, Percentiles]  # of the timelines of requests that ended well
 
 
 def summarize(name: str, outcomes: Sequence[Outcome], objective: Objective, duration_s: float | None = None) -> Summary:
-    """Add up one run; it lasted from the first send to the last end, unless it is said how long."""
+    """Add up one run; it lasted from the first send to the last end unless `duration_s` is given."""
     seconds = duration_s or max(o.ended_s for o in outcomes) - min(o.sent_s for o in outcomes)
     good = [outcome for outcome in outcomes if outcome.is_good]
     refused = [outcome for outcome in outcomes if outcome.is_refused]

@@ -39,7 +39,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """Rows under columns, and what is said below them."""
+    """Rows under columns, and notes below them."""
 
     title: str
     columns: Sequence[Column]
@@ -124,7 +124,7 @@ class Comparison:
 
 
 def output() -> Console:
-    """Return standard output; where it is no terminal, and nobody says how wide it is, lines may have any length."""
+    """Return standard output; where it is no terminal, and no width is set, lines may have any length."""
     console = Console(highlight=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = _UNBOUNDED

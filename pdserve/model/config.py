@@ -67,7 +67,7 @@ class ModelConfig:
     sliding_window: int | None  # a token sees itself and the window - 1 before it
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
-    dtype: str | None  # of the checkpoint, where it says
+    dtype: str | None  # of the checkpoint, where it is named
 
     @classmethod
     def from_hf(cls, config: Mapping[str, object]) -> "ModelConfig":

@@ -1,7 +1,7 @@
 """The Llama family, Mistral, Qwen2 and Qwen3 among it: the tensors of a checkpoint, and one forward pass.
 
 A family is a file like this one. `Model.shapes` names what a checkpoint holds, `Model.build` puts it together, and
-`Model.forward` reads like the figure in the paper. `loading.FAMILIES` says which file serves which architecture.
+`Model.forward` reads like the figure in the paper. `loading.FAMILIES` maps architectures to files.
 """
 
 from dataclasses import dataclass

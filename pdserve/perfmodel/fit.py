@@ -15,7 +15,7 @@ ENOUGH_STEPS = 32  # seen, after which a curve is believed
 _FORGETTING = 0.99  # weight of a step, for each one after it
 _SOLVE_EVERY = 64  # steps, once enough were seen: solving takes longer than all else that a step brings
 _OUTLIER = 5.0  # times its prediction a step counts at most
-_PULL = 1e-4  # weight of the present curve, for coefficients that the steps seen lately do not tell apart
+_PULL = 1e-4  # weight of the present curve, for coefficients that the steps seen lately do not separate
 
 Point = tuple[float, float]  # each, context
 _Row = tuple[float, float, float, float]  # 1, each, context and seconds of a step, by its weight

@@ -10,9 +10,9 @@ from pdserve.perfmodel.fit import ENOUGH_STEPS, Fit, Point
 
 _FEW_STEPS = 8  # are enough where predictions have been right from the start: decode workers compute few prompts, and
 _GOOD_ERROR = 0.2  # without this rule 2 + 2 simulated workers attain 42 % at 40 requests/s a GPU in place of 76
-STALE_S = 10.0  # without a step, a model may be wrong about the present: nothing is refused on its word
-_MAX_PAIRS = 1 << 16  # that only a worker's word is known of
-_LARGE_BYTES = 1 << 16  # smaller hand-offs tell of latency alone
+STALE_S = 10.0  # without a step, a model may be wrong about the present: nothing is refused because of it
+_MAX_PAIRS = 1 << 16  # that only a worker's own measurement is known of
+_LARGE_BYTES = 1 << 16  # smaller hand-offs show latency alone
 _START_TOKENS = (64, 4096)  # of a prompt, or of the KV of a sequence: where a start is believed
 
 # For a pool that nothing is known of: a mid-size model on one accelerator. Only the first seconds depend on it.
@@ -135,7 +135,7 @@ class LearntCosts:
         return now_s - self._observed_s < STALE_S and _is_enough(self.num_prefill_steps, self.prefill_error)
 
     def knows_decode(self, now_s: float) -> bool:
-        """Return the same of decode steps. Those that also prefill tell of them too."""
+        """Return the same of decode steps. Those that also prefill count too."""
         return now_s - self._observed_s < STALE_S and _is_enough(
             self.num_decode_steps + self._num_mixed, self.decode_error
         )

@@ -1,4 +1,4 @@
-"""Profile files: measured step costs of a model on a device. What is wrong in one is told with file, line and field."""
+"""Profile files: measured step costs of a model on a device. Errors name file, line and field."""
 
 from pathlib import Path
 from typing import Annotated

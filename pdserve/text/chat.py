@@ -100,7 +100,7 @@ def _check_sizes(messages: Sequence[ChatMessage]) -> None:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks, for training, what the assistant said; here it adds nothing to its body."""
+    """`{% generation %}` marks the assistant's messages for training; here it adds nothing to its body."""
 
     tags = {"generation"}  # noqa: RUF012, jinja2 reads a class attribute
 

@@ -92,8 +92,8 @@ def test_process_1_of_a_container_heeds_a_signal_while_its_model_loads(
 
 def test_a_signal_that_comes_twice_is_one_request() -> None:
     requests = StopRequests()
-    heard = [requests.hear(now_s) for now_s in (7.0, 7.0 + 0.9 * SAME_REQUEST_S, 7.0 + SAME_REQUEST_S)]
-    assert heard == [Request.FIRST, Request.SAME, Request.SECOND]
+    received = [requests.receive(now_s) for now_s in (7.0, 7.0 + 0.9 * SAME_REQUEST_S, 7.0 + SAME_REQUEST_S)]
+    assert received == [Request.FIRST, Request.SAME, Request.SECOND]
 
 
 def test_a_router_drains_at_the_first_signal_and_ends_at_the_second(model: Path, tmp_path: Path) -> None:
