@@ -31,7 +31,13 @@ class Expected:
     peer: Peer
     job: Job
     order: int  # of arrival at this worker
-    prefix: Prefix  # of the prompt
+    prefix: Prefix  # of the job's tokens
+    extra_tokens: int = 0  # for how many more there are to be pages: it is decoded while it is copied
+
+    @property
+    def num_tokens(self) -> int:
+        """Return for how many tokens there are to be pages."""
+        return len(self.job.token_ids) + self.extra_tokens
 
     @property
     def urgency(self) -> tuple[int, int]:
@@ -78,9 +84,8 @@ class Granting:
         num_kept = sum([cache.num_pages(len(s.tokens)) for s in before]) + (busy + width if busy else 0)
         if cache.pool.num_free <= num_kept:
             return None
-        num_tokens = len(job.token_ids)
-        reused = cache.reuse(expected.prefix, (num_tokens - 1) // cache.page_size)
-        count = cache.num_pages(num_tokens) - len(reused)
+        reused = cache.reuse(expected.prefix, (len(job.token_ids) - 1) // cache.page_size)
+        count = cache.num_pages(expected.num_tokens) - len(reused)
         room = min(cache.pool.num_free - num_kept, self._room.for_grants - len(reused))
         pages = cache.grant(count) if count <= room else None
         if pages is None:

@@ -62,7 +62,7 @@ class Incoming:
     @property
     def pages_wanted(self) -> int:
         """Return how many pages hand-offs wait for."""
-        return sum(self._cache.num_pages(len(expected.job.token_ids)) for expected in self._ungranted)
+        return sum(self._cache.num_pages(expected.num_tokens) for expected in self._ungranted)
 
     @property
     def num_pinned(self) -> int:

@@ -183,11 +183,12 @@ class Sent:
 
 @value
 class Unsent:
-    """A hand-off that was to leave has failed."""
+    """A hand-off that was to leave has failed. `may_resume`: the receiver surely never goes on with its sequence."""
 
     key: HandoffKey
     failure: Failure
     reason: str
+    may_resume: bool
 
 
 @value

@@ -111,10 +111,14 @@ class ReleasePages:
 
 @value
 class Failed:
-    """Report to the router that this attempt is over without its answer."""
+    """The hand-off is over, and the receiver has not taken it.
+
+    `may_resume`: the receiver surely never goes on with the sequence. It has not been sent a commit, or has withdrawn.
+    """
 
     failure: Failure
     reason: str
+    may_resume: bool = True
 
 
 Event = PagesReady | PrefillDone | Granted | CopyStopped | Taken | Withdrawn | GaveUp | PeerLost | FellSilent
@@ -147,6 +151,16 @@ class Sender:
         """Return how many pages were, or are being, copied."""
         return 0 if self._grant is None else self._sent - self._grant.first_page
 
+    @property
+    def num_granted(self) -> int:
+        """Return how many of the leading pages the receiver has room for; 0 before it has granted any."""
+        return 0 if self._grant is None else self._grant.first_page + len(self._grant.pages)
+
+    @property
+    def is_abreast(self) -> bool:
+        """Whether every page that is announced has landed."""
+        return self.state is State.SENDING and not self._copying and self._sent >= len(self._ready)
+
     def handle(self, event: Event) -> tuple[Command, ...]:  # noqa: C901 - one match
         """Advance by one event; return what to do now, in order. ProtocolError changes nothing."""
         match self.state, event:
@@ -168,7 +182,8 @@ class Sender:
                 (State.COMPUTING | State.OFFERED | State.SENDING | State.LANDED),
                 (Withdrawn(reason) | GaveUp(reason) | PeerLost(reason)),
             ):
-                failed = (Failed(Failure.PEER_LOST, reason),) if isinstance(event, PeerLost | Withdrawn) else ()
+                may_resume = self.state is not State.LANDED or isinstance(event, Withdrawn)
+                failed = () if isinstance(event, GaveUp) else (Failed(Failure.PEER_LOST, reason, may_resume),)
                 return failed + self._give_up(reason)
             case State.SENDING, FellSilent(silent_s) if self._grant is not None and silent_s >= self._grant.lease_s:
                 reason = f"silent for {silent_s:.1f} s under a lease of {self._grant.lease_s:g} s"

@@ -83,6 +83,19 @@ class Outgoing:
     def is_open(self, key: HandoffKey) -> bool:
         return key in self._handoffs
 
+    def num_granted(self, key: HandoffKey) -> int:
+        """Return how many leading pages of an open hand-off there is room for; 0 before any are granted."""
+        return self._handoffs[key].sender.num_granted
+
+    def is_abreast(self, key: HandoffKey) -> bool:
+        """Whether pages are granted to an open hand-off, and all that are announced have landed."""
+        return self._handoffs[key].sender.is_abreast
+
+    def has_committed(self, key: HandoffKey) -> bool:
+        """Whether the receiver may have taken a hand-off over."""
+        handoff = self._handoffs.get(key)
+        return handoff is not None and handoff.sender.state is State.LANDED
+
     def is_closed(self, peer: Peer, key: HandoffKey) -> bool:
         """Return whether a hand-off is over, before or after it was placed."""
         return self._early.is_closed(peer, key)
@@ -177,8 +190,8 @@ class Outgoing:
                 yield ToReceiver(peer, key, sender.SendCommit(measured))
             case sender.SendQuiesced():
                 yield ToReceiver(peer, key, command)
-            case sender.Failed(failure, reason):
-                yield Unsent(key, failure, reason)
+            case sender.Failed(failure, reason, may_resume):
+                yield Unsent(key, failure, reason, may_resume)
             case sender.ReleasePages():
                 del self._handoffs[key]
                 self._pool.release(tuple(handoff.held))

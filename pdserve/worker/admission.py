@@ -26,11 +26,16 @@ class Rules:
     step_tokens: Mapping[Role, int] = field(default_factory=dict)  # in each role; where none are named, the engine's
 
 
+def longest(scheduler: Scheduler, job: Job) -> int:
+    """Return how many tokens a continuation of a job has at most."""
+    return min(job.num_prompt_tokens + job.params.max_tokens, scheduler.limits.max_model_len)
+
+
 def refusal(scheduler: Scheduler, job: Job, vocab_size: int) -> str | None:
     """Return why this worker can never compute a job, or None. Guards against routers, not clients."""
     limits, num_tokens = scheduler.limits, len(job.token_ids)
-    last = job.num_prompt_tokens + job.params.max_tokens
-    needed = scheduler.cache.num_pages(min(last, limits.max_model_len))
+    last = longest(scheduler, job)
+    needed = scheduler.cache.num_pages(last)
     if not 0 < job.num_prompt_tokens <= num_tokens:
         return f"num_prompt_tokens: {job.num_prompt_tokens} of {num_tokens} tokens"
     if num_tokens >= limits.max_model_len:

@@ -5,6 +5,7 @@ failure, or was cancelled. A task ends with its request; the door that its hand-
 """
 
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Seq
 
 from pdserve.decode_worker.granting import Expected, Granting
 from pdserve.decode_worker.incoming import Incoming
@@ -13,7 +14,7 @@ from pdserve.engine.room import Room
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Broken, Computed, Sampled, Sequence, Split, Started
 from pdserve.engine.step import StepPlan, StepResult
-from pdserve.errors import InvariantError, ProtocolError, Refusal
+from pdserve.errors import InvariantError
 from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.doors import (
     Claim,
@@ -31,7 +32,7 @@ from pdserve.kvtransfer.session import Capsule, HandoffKey, Tail
 from pdserve.prefill_worker.outgoing import Outgoing
 from pdserve.prefill_worker.starting import Starting
 from pdserve.reports import Failure, Stage
-from pdserve.worker.admission import Draining, Rules, refusal
+from pdserve.worker.admission import Draining, Rules, longest, refusal
 from pdserve.worker.audit import Auditor
 from pdserve.worker.load import Meter
 from pdserve.worker.messages import (
@@ -50,6 +51,7 @@ from pdserve.worker.messages import (
     Ticked,
     Tokens,
 )
+from pdserve.worker.moves import Moves
 from pdserve.worker.roles import Roles
 from pdserve.worker.tasks import Task, Tasks, arrived, tail_tokens
 
@@ -71,6 +73,7 @@ class WorkerCore:
         self.outgoing = Outgoing(pool, page_bytes, rules.max_tasks)
         granting = Granting(scheduler, self._room, capability_key, rules.digests, rules.lease_s)
         self.incoming = Incoming(scheduler, granting, rules.lease_s, vocab_size)
+        self._moves = Moves(scheduler, self.outgoing, self._tasks)
         self._draining = Draining(rules.max_quarantined_share)
         self._auditor = Auditor(pool)
         self._meter = Meter(scheduler, self._starting, self.outgoing, self.incoming)
@@ -149,8 +152,10 @@ class WorkerCore:
             case RoleGiven():
                 self._roles.give(event)
                 return []
-            case MoveAsked() | ShareAsked():
-                return _not_done(event)
+            case MoveAsked():
+                return self._take(self._moves.ask(event, now_s), now_s)
+            case ShareAsked():
+                return []  # nobody waits for a share: what is not sent is computed
             case DrainAsked():
                 self._draining.ask()
                 return []
@@ -183,7 +188,8 @@ class WorkerCore:
         self._tasks.add(task)
         if source is not None:
             prefix = task.prefix = Prefix(job.token_ids, job.cache_salt)
-            self.incoming.expect(Expected(key, source, job, order, prefix))
+            extra_tokens = min(placed.extra_tokens, longest(self._scheduler, job) - len(job.token_ids))
+            self.incoming.expect(Expected(key, source, job, order, prefix, extra_tokens))
             return []
         sequence = Sequence(job, job.indices, list(job.token_ids), order, stop_after_prompt=target is not None)
         task.sequences.append(sequence)
@@ -194,12 +200,13 @@ class WorkerCore:
         return commands
 
     def _use_room(self, now_s: float) -> list[Command]:
-        """Take a role that was given, let prompts start, and set pages aside for hand-offs, as far as there is room."""
+        """Let moves go on, take a role, let prompts start and grant hand-offs pages, as far as there is room."""
+        moved = self._take(self._moves.go_on(now_s), now_s)
         self._room.num_pinned = self.incoming.num_pinned
         taken = self._roles.settle()
         if self._starting.num_waiting:
             self._starting.start(self._roles.num_kept(self.incoming.pages_wanted))
-        return [*taken, *self._take(self.incoming.grant_waiting(), now_s)]
+        return [*moved, *taken, *self._take(self.incoming.grant_waiting(), now_s)]
 
     def _tick(self, silent_s: float, now_s: float) -> list[Command]:
         results = self.outgoing.tick(silent_s, now_s) + self.incoming.tick(silent_s, now_s)
@@ -259,8 +266,10 @@ class WorkerCore:
                 commands.append(result)
         return commands
 
-    def _conclude(self, outcome: doors.Outcome, now_s: float) -> tuple[Command, ...]:
+    def _conclude(self, outcome: doors.Outcome, now_s: float) -> Seq[Command]:
         """Let a task go on, or end, with what has become of its hand-off."""
+        if outcome.key in self._moves:
+            return self._moves.conclude(outcome)
         key, task = outcome.key, self._tasks.get(outcome.key)
         if task is None:  # it has been given up
             if isinstance(outcome, doors.Admitted):
@@ -297,10 +306,3 @@ def _started(task: Task, sequence: Sequence, at_s: float) -> Progress:
     if task.source is not None:
         return Progress(task.router, task.key, Stage.DECODE_JOINED, at_s)
     return Progress(task.router, task.key, Stage.PREFILL_STARTED, at_s, sequence.num_cached_tokens)
-
-
-def _not_done(event: MoveAsked | ShareAsked) -> list[Command]:
-    """Refuse what a router would wait for. Nobody waits for a share: what is not sent is computed."""
-    if not isinstance(event, ShareAsked):
-        raise ProtocolError(f"{type(event).__name__} is not supported", Refusal.ORDER)
-    return []

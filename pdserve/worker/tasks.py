@@ -48,6 +48,11 @@ class Task:
         """Whether it waits here for its first pages."""
         return bool(self.sequences) and not any(sequence.pages or sequence.has_run for sequence in self.sequences)
 
+    def decoding(self, index: int) -> Sequence | None:
+        """Return what decodes this continuation by itself, if anything does."""
+        found = [s for s in self.sequences if s.indices == (index,) and s.pages and s.num_missing == 1]
+        return found[0] if found and found[0].num_output_tokens else None
+
     @property
     def load_part(self) -> LoadPart:
         """What it asks of the worker."""
@@ -112,6 +117,10 @@ class Tasks:
 
     def get(self, key: tuple[RequestId, Attempt]) -> Task | None:
         return self._tasks.get(key)
+
+    def runs(self, task: Task, sequence: Sequence) -> bool:
+        """Whether a task has not ended, and this is still one of its sequences."""
+        return self._tasks.get(task.key) is task and sequence in task.sequences
 
     def add(self, task: Task) -> None:
         self._tasks[task.key] = task

@@ -1,0 +1,134 @@
+"""Running continuations on their way to other workers. Decides; does no I/O.
+
+Invariant: a continuation is decoded here only while its commit has not left, or after the receiver has withdrawn. A
+page is announced once no step will write to it any more.
+
+Full pages are announced while the continuation decodes on (pre-copy, as in Llumnix, Sun et al. 2024). It is cut when
+all of them have landed: it is held, and its last page follows with the commit.
+"""
+
+from dataclasses import dataclass
+
+from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.sequence import Sequence
+from pdserve.errors import InvariantError, ProtocolError, Refusal
+from pdserve.kvtransfer import doors
+from pdserve.kvtransfer.doors import Result
+from pdserve.kvtransfer.session import Capsule, HandoffKey, Tail
+from pdserve.prefill_worker.outgoing import Outgoing
+from pdserve.worker.messages import Failed, MoveAsked
+from pdserve.worker.tasks import Task, Tasks
+
+_PLANNED_AHEAD = 2  # tokens that steps may add to a continuation before its move is looked at again
+
+
+@dataclass(slots=True, eq=False)
+class _Move:
+    key: HandoffKey  # of the attempt that goes on with it
+    task: Task
+    sequence: Sequence
+    num_tokens: int  # that the target's job names
+    is_cut: bool = False  # nothing more of it is planned
+    is_finished: bool = False  # all of its pages are announced, and its capsule is with the door
+
+
+class Moves:
+    """All continuations that are to leave. Each has one hand-off at a time."""
+
+    def __init__(self, scheduler: Scheduler, outgoing: Outgoing, tasks: Tasks) -> None:
+        self._scheduler = scheduler
+        self._outgoing = outgoing
+        self._tasks = tasks
+        self._moves: dict[HandoffKey, _Move] = {}
+
+    def __contains__(self, key: HandoffKey) -> bool:
+        return key in self._moves
+
+    def ask(self, asked: MoveAsked, now_s: float) -> list[Result]:
+        """Begin to hand a continuation over. The receiver is sent that it ends at once where there is none to move."""
+        key = HandoffKey(asked.key.request_id, asked.new_attempt)
+        if self._outgoing.is_open(key) or self._tasks.get(key) is not None:
+            raise ProtocolError(f"new_attempt: {asked.new_attempt} is known here", Refusal.ORDER)
+        if self._outgoing.is_closed(asked.target, key):
+            return []  # its grant came, and was given back, before this
+        results = self._outgoing.open(key, asked.target, asked.target_address, now_s)
+        task = self._tasks.get(asked.key)
+        sequence = None if task is None else task.decoding(asked.index)
+        if task is None or sequence is None:
+            return results + self._outgoing.give_up(key, "nothing runs here that could move", now_s)
+        num_tokens = asked.num_tokens or len(task.job.token_ids)
+        if not len(task.job.token_ids) <= num_tokens <= len(sequence.tokens):
+            return results + self._outgoing.give_up(key, f"{num_tokens} tokens are not what runs here", now_s)
+        for move in [move for move in self._moves.values() if move.sequence is sequence]:
+            if self._outgoing.has_committed(move.key):
+                return results + self._outgoing.give_up(key, "it has left already", now_s)
+            results += self._stop(move, "it moves elsewhere", now_s)
+        self._moves[key] = _Move(key, task, sequence, num_tokens)
+        return results
+
+    def go_on(self, now_s: float) -> list[Result]:
+        """Announce pages that have become final, and cut what has come far enough."""
+        return [result for move in list(self._moves.values()) for result in self._go_on(move, now_s)]
+
+    def conclude(self, outcome: doors.Outcome) -> list[Failed]:
+        """Let a continuation leave, or go on here, with what has become of its hand-off."""
+        if isinstance(outcome, doors.Granted):
+            return []  # it goes on in its turn
+        move = self._moves.pop(outcome.key)
+        task, sequence = move.task, move.sequence
+        if not self._tasks.runs(task, sequence):
+            return []
+        match outcome:
+            case doors.Sent():
+                self._scheduler.remove(sequence)
+                self._tasks.replace(task, sequence, ())
+            case doors.Unsent(_, _, _, may_resume=True):
+                self._scheduler.resume(sequence)
+            case doors.Unsent(_, failure, reason):
+                self._tasks.end(task)  # routers place all that an attempt runs again
+                return [Failed(task.router, task.key, failure, reason)]
+            case _:
+                raise InvariantError(f"{type(outcome).__name__} of a hand-off that leaves")
+        return []
+
+    def _go_on(self, move: _Move, now_s: float) -> list[Result]:
+        sequence = move.sequence
+        if not self._tasks.runs(move.task, sequence):
+            return self._stop(move, "its continuation has ended", now_s)
+        if not sequence.pages:
+            return self._stop(move, "its continuation was preempted", now_s)
+        if move.is_finished:
+            return []
+        num_full = sequence.computed // self._scheduler.cache.page_size
+        results = self._outgoing.announce(move.key, sequence.pages[:num_full], now_s)
+        if self._outgoing.is_open(move.key) and (move.is_cut or self._is_due(move)):
+            move.is_cut = True
+            if self._scheduler.hold(sequence):
+                results += self._finish(move, now_s)
+        return results
+
+    def _is_due(self, move: _Move) -> bool:
+        """Whether a continuation is to be cut: little is left to copy, or there is no room for more tokens."""
+        sequence, num_granted = move.sequence, self._outgoing.num_granted(move.key)
+        if not num_granted or sequence.num_missing > 1 or len(sequence.tokens) <= move.num_tokens:
+            return False
+        room = num_granted * self._scheduler.cache.page_size
+        is_full = self._scheduler.num_written(sequence) + _PLANNED_AHEAD > room
+        return is_full or self._outgoing.is_abreast(move.key)
+
+    def _finish(self, move: _Move, now_s: float) -> list[Result]:
+        """Announce all pages of a continuation that no step has, with the tokens that its target does not know."""
+        key, sequence = move.key, move.sequence
+        move.is_finished = True
+        num_pages = self._scheduler.cache.num_pages(sequence.computed)
+        results = self._outgoing.announce(key, sequence.pages[:num_pages], now_s)
+        if self._outgoing.is_open(key):
+            tail = Tail(sequence.indices[0], sequence.tail(move.num_tokens))
+            results += self._outgoing.finish(key, Capsule(sequence.computed, (tail,)), now_s)
+        return results
+
+    def _stop(self, move: _Move, reason: str, now_s: float) -> list[Result]:
+        """End a hand-off whose continuation has ended, or stays."""
+        del self._moves[move.key]
+        self._scheduler.resume(move.sequence)
+        return self._outgoing.give_up(move.key, reason, now_s)
