@@ -59,7 +59,7 @@ class Goodput:
         cached = self._predictor.prefixes.match(demand.hashes, demand.now_s)
         prompt = Prompt(demand.num_tokens, demand.num_sequences, cached, demand.priority, demand.max_tokens)
         some = [_some(group, prompt, demand.draw) for group in groups]
-        if cached:
+        if cached and self._predictor.may_fetch:
             prompt = replace(prompt, holders=self._holders(groups, some, cached, demand.hashes))
         options = [option for group in some for option in self._options(group, prompt, demand)]
         judge = _Judge(self._predictor, demand, _crowding(some))

@@ -121,8 +121,11 @@ class Predictor:
         self,
         start: dict[Role, StepCosts] | None = None,
         hasher: PrefixHasher = UNKEYED,
+        *,
+        may_fetch: bool = True,
     ) -> None:
-        """`hasher` hashes prompts as the cluster's workers do."""
+        """`hasher` hashes prompts as the cluster's workers do. `may_fetch`: whether fetches are among the ways."""
+        self.may_fetch = may_fetch
         self.costs = CostsByKind(start or {})
         self.links = LearntLinks()
         self.fetches = Fetches()

@@ -10,6 +10,7 @@ from pdserve.capacity.reports import (
     Delta,
     close,
     delta,
+    kv_changed,
     load_report,
     stage,
     to_receiver,
@@ -23,7 +24,7 @@ from pdserve.engine.sequence import Job
 from pdserve.ids import Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer import doors, sender
-from pdserve.kvtransfer.session import DigestPolicy, Peer
+from pdserve.kvtransfer.session import DigestPolicy, HandoffKey, Peer
 from pdserve.measure.objectives import Objective
 from pdserve.measure.outcomes import Outcome
 from pdserve.measure.workload import Arrival, Workload
@@ -31,7 +32,7 @@ from pdserve.perfmodel.profile import Profile
 from pdserve.prefix_hash import PrefixHasher
 from pdserve.roles import Role
 from pdserve.router import events as router_events
-from pdserve.router.commands import CancelAttempt, Command, Deliver, End, Place
+from pdserve.router.commands import CancelAttempt, Command, Deliver, End, FetchAsked, Place, SequenceSpec
 from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
 from pdserve.router.events import Event, LinkId, Registration, StepReported
@@ -65,7 +66,17 @@ class _Router:
 class SimCluster:
     """Carries what the cores say to each other."""
 
-    def __init__(self, profile: Profile, shape: Shape, policy: str, workload: Workload, objective: Objective) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        shape: Shape,
+        policy: str,
+        workload: Workload,
+        objective: Objective,
+        *,
+        may_fetch: bool = True,
+    ) -> None:
+        """`may_fetch`: whether workers fetch cached pages from each other."""
         self._clock = VirtualClock()
         self._profile = profile
         self._shape = shape
@@ -95,7 +106,7 @@ class SimCluster:
         )
         self._routers: dict[RouterRef, _Router] = {}
         for ref in map(RouterRef, range(shape.routers)):
-            predictor = Predictor(costs, self._hasher)
+            predictor = Predictor(costs, self._hasher, may_fetch=may_fetch)
             self._routers[ref] = _Router(ref, RouterCore(MODEL, limits, POLICIES[policy](predictor), predictor))
         for index in range(shape.prefill):
             self._attach(f"p{index}", Role.PREFILL)
@@ -205,9 +216,19 @@ class SimCluster:
         if prefill is not None:
             peer = None if decode is None else decode.peer
             prefill.reported[spec.request_id, spec.attempt] = 0
-            prefill.offer(messages.Placed(router.ref, job, deadline_s, target=peer, target_address="simulated"))
+            fetch = None if place.fetch is None else self._share(router, spec, place.fetch, prefill.peer)
+            placed = messages.Placed(router.ref, job, deadline_s, target=peer, target_address="simulated", fetch=fetch)
+            prefill.offer(placed)
         for worker in filter(None, (decode, prefill)) if len(self._routers) > 1 else ():
             self._clock.soon(self._report_load, worker)
+
+    def _share(self, router: _Router, spec: SequenceSpec, fetch: FetchAsked, target: Peer) -> messages.Fetch:
+        """Let the holder of a prompt's leading pages send them; return what their receiver is asked."""
+        holder, deadline_s = self._workers[fetch.holder.link], self._clock.now_s() + fetch.within_s
+        key, token_ids = HandoffKey(spec.request_id, spec.attempt), spec.token_ids[: fetch.num_tokens]
+        asked = (key, token_ids, spec.cache_salt, target, "simulated", deadline_s)
+        holder.offer(messages.ShareAsked(router.ref, *asked))
+        return messages.Fetch(holder.peer, fetch.num_tokens, deadline_s)
 
     # ---- workers
 
@@ -231,6 +252,7 @@ class SimCluster:
         peer = Peer(WorkerId(name), Incarnation(link))
         worker = SimWorker(self._clock, (peer, link), core, scheduler, self._costs[role])
         worker.perform = self._perform
+        scheduler.cache.take_changes()  # from now on they are noted
         self._workers[link] = self._by_peer[peer] = worker
         # One head whose width makes a page as large as the profile says.
         layout = KvLayout("simulated", 1, 1, self._profile.kv_bytes_per_token // 4, self._page_size, "bfloat16")
@@ -267,12 +289,19 @@ class SimCluster:
                     self._post(self._routers[ref], failed)
                 case _:
                     self._carry(worker, command)
+        self._report_cache(worker)
         if steps is None:
             return
         for ref, router in self._routers.items():
             self._post(router, StepReported(worker.link, deltas[ref], steps.each, steps.each_s, steps.count))
         if len(self._routers) > 1 and self._clock.now_s() - worker.reported_s >= LOAD_EVERY_S:
             self._report_load(worker)
+
+    def _report_cache(self, worker: SimWorker) -> None:
+        changed = kv_changed(worker.link, worker.scheduler.cache)
+        if changed is not None:
+            for router in self._routers.values():
+                self._post(router, changed)
 
     def _report_load(self, worker: SimWorker) -> None:
         """Report to every router how full a worker is, as `worker.reporting` does where there are several."""
@@ -300,9 +329,9 @@ class SimCluster:
     def _copy(self, worker: SimWorker, copy: doors.Copy) -> None:
         """Move pages: one copy at a time leaves a worker, and one at a time comes in."""
         target, link = self._by_peer[copy.peer], self._profile.link
-        start_s = max(self._clock.now_s(), worker.link_busy_until_s, target.link_busy_until_s)
+        start_s = max(self._clock.now_s(), worker.sends_until_s, target.receives_until_s)
         end_s = start_s + len(copy.src) * self._page_bytes / link.bytes_per_s
-        worker.link_busy_until_s = target.link_busy_until_s = end_s
+        worker.sends_until_s = target.receives_until_s = end_s
         stopped = doors.ReceiverSaid(copy.peer, copy.key, sender.CopyStopped((0,) * len(copy.src)))
         self._clock.at(end_s + link.latency_s, worker.offer, stopped)
 

@@ -1,13 +1,15 @@
 """What workers report, as routers and other workers receive it, and what routers answer, as clients do."""
 
 from pdserve.capacity.leaping import OTHER
+from pdserve.engine.kvcache import KvCache
 from pdserve.ids import Attempt, RequestId
 from pdserve.kvtransfer import receiver, sender
 from pdserve.load import ReportedLoad
 from pdserve.measure.outcomes import OK, Outcome
+from pdserve.prefix_hash import short_hashes
 from pdserve.reports import Stage
 from pdserve.router.commands import Finished, Refused
-from pdserve.router.events import LinkId, LoadReported, StageReached
+from pdserve.router.events import KvChanged, LinkId, LoadReported, StageReached
 from pdserve.values import value
 from pdserve.worker import messages
 
@@ -68,6 +70,16 @@ def load_report(link: LinkId, load: messages.Load, router: messages.RouterRef) -
     others = load.parts.others(router)
     report = ReportedLoad(load.pages_free, load.pages_wanted, pages_lost, load.draining, others=others)
     return LoadReported(link, report)
+
+
+def kv_changed(link: LinkId, cache: KvCache) -> KvChanged | None:
+    """Return what has changed in a prefix cache since the last time, as `worker.kv_feed` reports it; None: nothing."""
+    touched = dict.fromkeys(page for change in cache.take_changes() for page in change.hashes)
+    if not touched:
+        return None
+    held = cache.pages
+    stored = short_hashes(b"".join([page for page in touched if page in held]))
+    return KvChanged(link, stored, short_hashes(b"".join([page for page in touched if page not in held])))
 
 
 def stage(link: LinkId, progress: messages.Progress, now_s: float) -> StageReached:

@@ -50,7 +50,7 @@ class SimWorker:
         self.perform: Perform = _nothing
         self.reported: Reported = {}
         self.reported_s = 0.0  # when it last reported its load
-        self.link_busy_until_s = 0.0  # by a copy
+        self.sends_until_s = self.receives_until_s = 0.0  # copies, one at a time
         self._clock = clock
         self._costs = costs
         self._inbox: list[Event] = []
