@@ -5,27 +5,11 @@ Sampling's meaning is in `reference_sampling.py`.
 """
 
 import math
-from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pdserve.kernels.rng import GOLDEN
-
-
-def layer_views(kv: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    """Return one layer's K and V as strided views [num_pages, num_kv_heads, page_size, head_dim].
-
-    kv: [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim], a page being one contiguous run.
-    """
-    return kv[:, layer, 0], kv[:, layer, 1]
-
-
-def read_pages(pages: Tensor, page_ids: Sequence[int], num_tokens: int) -> Tensor:
-    """Collect a sequence's K or V: [num_pages, heads, page_size, head_dim] -> [heads, num_tokens, head_dim]."""
-    chosen = pages[torch.as_tensor(np.asarray(page_ids), dtype=torch.long)]
-    return chosen.transpose(0, 1).flatten(1, 2)[:, :num_tokens]
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int | None = None) -> Tensor:
@@ -65,12 +49,6 @@ def rope(x: Tensor, cos_sin: Tensor) -> Tensor:
     cos, sin = (part[:, None] for part in cos_sin.chunk(2, dim=-1))
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-
-
-def write_pages(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
-    """Put rows [num_tokens, heads, head_dim] into `pages` in place; slots: [num_tokens] page * page_size + slot."""
-    page_size = pages.shape[2]
-    pages[slots // page_size, :, slots % page_size] = rows.to(pages.dtype)
 
 
 def page_digests(pages: Tensor) -> Tensor:

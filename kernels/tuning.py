@@ -24,10 +24,9 @@ class Device:
 
     capability: tuple[int, int]
     num_sms: int
-    shared_bytes: int  # most that one program may use
 
 
-INTERPRETER = Device((9, 0), 4, 232_448)  # stands in for a chip when kernels run on the CPU
+INTERPRETER = Device((9, 0), 4)  # stands in for a chip when kernels run on the CPU
 
 # Chosen from the compiler's reports, with 64-slot pages: no spills, wgmma not serialized, and on Hopper two items
 # per multiprocessor, so that one's softmax runs beside the other's matrix products.
@@ -83,8 +82,7 @@ def device_of(name: str) -> Device:
     if not name.startswith("cuda"):
         return INTERPRETER
     properties = torch.cuda.get_device_properties(torch.device(name))
-    shared = getattr(properties, "shared_memory_per_block_optin", 101_376)
-    return Device((properties.major, properties.minor), properties.multi_processor_count, shared)
+    return Device((properties.major, properties.minor), properties.multi_processor_count)
 
 
 def _family(device: Device) -> int:

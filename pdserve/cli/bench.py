@@ -54,7 +54,7 @@ def load(
     """Send workloads of random prompts, greedy and to full length, and measure what a client sees."""
     from pdserve.errors import ConfigError
     from pdserve.launch.folder import read_state
-    from pdserve.measure.load import measure_load
+    from pdserve.measure.live import measure_load
     from pdserve.measure.summary import summary_tables
 
     rate = None if request_rate is None else checked_rate(request_rate)

@@ -4,6 +4,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+from rich.console import Console
+
 from pdserve.clock import MonotonicClock
 from pdserve.launch.admin import AdminClient
 from pdserve.launch.folder import ClusterState
@@ -13,7 +15,8 @@ from pdserve.measure.client import Client, connect, requests_of
 from pdserve.measure.objectives import ANY, Objective
 from pdserve.measure.outcomes import Outcome
 from pdserve.measure.saturation import saturate
-from pdserve.measure.summary import Summary
+from pdserve.measure.summary import Summary, summarize
+from pdserve.measure.tables import counted
 from pdserve.measure.workload import Arrival, Workload, random_prompts
 from pdserve.proto.v1 import admin_pb2 as admin
 
@@ -115,3 +118,20 @@ async def connected(state: ClusterState) -> AsyncIterator[LiveCluster]:
     async with connect(state.endpoint) as channel:
         client = Client(channel, MonotonicClock())
         yield LiveCluster(state, client, await client.vocab_size())
+
+
+async def measure_load(
+    endpoint: str, workloads: Sequence[Workload], objective: Objective, seed: int, max_concurrency: int | None
+) -> list[Summary]:
+    """Return what each workload's clients saw."""
+    summaries = []
+    async with connect(endpoint) as channel:
+        client = Client(channel, MonotonicClock())
+        vocab_size = await client.vocab_size()
+        for each in workloads:
+            prompts = random_prompts(each.arrivals, vocab_size, seed)
+            requests = requests_of(each.arrivals, prompts, objective)
+            with counted(Console(stderr=True), each.name, len(requests)) as advance:
+                outcomes = await client.run(requests, lambda _: advance(), max_concurrency)
+            summaries.append(summarize(each.name, outcomes, objective))
+    return summaries

@@ -87,9 +87,9 @@ async def measure_routers(spec: ClusterSpec, routers: Routers, trial: Trial, rep
         clusters, late = [first], list[LateRouter]()
         for number, port in enumerate(ports[1:], start=1):
             report(f"caching {routers.num_prefixes} prompts before router-{number} starts")
-            cached = await _fill_caches(first, routers, trial.seed + 1000 * number)
+            tenant, prompts = await _fill_caches(first, routers, trial.seed + 1000 * number)
             started = await stack.enter_async_context(late_router(attached, first.state, f"router-{number}", port))
-            late.append(await _ask_prefixes(started, cached, f"router-{number}"))
+            late.append(await _ask_prefixes(started, tenant, prompts, f"router-{number}"))
             report(f"router-{number} found {late[-1].found} of {late[-1].asked} prompts")
             clusters.append(started.cluster)
         capacity = await _calibrate(clusters, trial, report)
@@ -163,16 +163,8 @@ async def _attended(state: ClusterState, name: str, num_workers: int, clock: Mon
 # ---- what is cached
 
 
-@dataclass(frozen=True, slots=True)
-class _Cached:
-    """Prompts of one tenant that workers hold."""
-
-    tenant: str
-    prompts: list[list[int]]
-
-
-async def _fill_caches(cluster: LiveCluster, routers: Routers, seed: int) -> _Cached:
-    """Have prompts computed until each prefill worker holds as many as any other; return those."""
+async def _fill_caches(cluster: LiveCluster, routers: Routers, seed: int) -> tuple[str, list[list[int]]]:
+    """Have prompts of a tenant computed until each prefill worker holds as many as any other; return both."""
     shape = Arrival(0.0, routers.prefix_tokens, _ANSWER_TOKENS)
     tenant, each = new_tenant(), routers.num_prefixes // 2
     held: dict[str, list[list[int]]] = {p.name: [] for p in cluster.state.processes if p.role == "prefill"}
@@ -183,24 +175,24 @@ async def _fill_caches(cluster: LiveCluster, routers: Routers, seed: int) -> _Ca
             if outcome.prefill_worker in held:
                 held[outcome.prefill_worker].append(prompt)
         if all(len(own) >= each for own in held.values()):
-            return _Cached(tenant, [prompt for own in held.values() for prompt in own[:each]])
+            return tenant, [prompt for own in held.values() for prompt in own[:each]]
     counts = {name: len(own) for name, own in held.items()}
     raise ConfigError(f"prefixes: {each} prompts are wanted on each prefill worker, computed were {counts}")
 
 
-async def _ask_prefixes(late: _Late, cached: _Cached, name: str) -> LateRouter:
+async def _ask_prefixes(late: _Late, tenant: str, prompts: list[list[int]], name: str) -> LateRouter:
     """Ask a late router for each prompt; count those that went where they are held."""
     client, found, missed_until_s, now_s = late.cluster.client, 0, 0.0, 0.0
-    for prompt in cached.prompts:
+    for prompt in prompts:
         longer = [*prompt, *prompt[:8]]
-        request = request_of(Arrival(0.0, len(longer), _ANSWER_TOKENS), longer, cached.tenant, ANY)
+        request = request_of(Arrival(0.0, len(longer), _ANSWER_TOKENS), longer, tenant, ANY)
         outcome = await client.send(request, late.listened_at_s)
         now_s = client.clock.now_s() - late.listened_at_s
         if 2 * outcome.cached_tokens > len(prompt):
             found += 1
         else:
             missed_until_s = outcome.sent_s
-    return LateRouter(name, late.listening_s, late.complete_s, found, len(cached.prompts), missed_until_s, now_s)
+    return LateRouter(name, late.listening_s, late.complete_s, found, len(prompts), missed_until_s, now_s)
 
 
 # ---- predictions

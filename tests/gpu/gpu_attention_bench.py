@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gpu_problem import layer_views
 from gpu_table import Row
 from gpu_timing import time_us
 from torch import Tensor
@@ -19,7 +20,6 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from pdserve.kernels.attention import AttentionSpec, PagedAttention, StepSize
-from pdserve.kernels.reference import layer_views
 from pdserve.kernels.tuning import Tile
 
 LAYERS = 4  # pages of several layers, as an engine has: strides matter

@@ -115,11 +115,11 @@ def _pages() -> Iterator[Check]:
         cos_sin, weight = torch.rand((400, 128), device=DEVICE), torch.rand((2, 128), device=DEVICE)
         positions, slots = (torch.randperm(400, device=DEVICE)[:333] for _ in range(2))
         rotation = pageio.Rotation(cos_sin, q_norm=weight[0], k_norm=weight[1])
-        pageio.rope_write((q, k, v), positions, rotation, pageio.Target(*reference.layer_views(got, 1), slots))
+        pageio.rope_write((q, k, v), positions, rotation, pageio.Target(*problem.layer_views(got, 1), slots))
         normed = reference.rms_norm(k.double(), weight[1].double(), 1e-6)
         turned = reference.rope(normed, cos_sin[positions].double())
-        for pages, values in zip(reference.layer_views(want, 1), (turned.float(), v.float()), strict=True):
-            reference.write_pages(pages, values, slots)
+        for pages, values in zip(problem.layer_views(want, 1), (turned.float(), v.float()), strict=True):
+            problem.write_pages(pages, values, slots)
         return _gap(got.float(), want.float())
 
     def digests() -> float:

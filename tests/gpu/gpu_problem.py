@@ -1,6 +1,7 @@
 """Random attention problems with their float64 answers, for tests and for checks on a GPU."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,14 +42,14 @@ class Problem:
     @property
     def pages(self) -> tuple[Tensor, Tensor]:
         """The K and V views under test: the second layer's."""
-        return reference.layer_views(self.kv, 1)
+        return layer_views(self.kv, 1)
 
     def expected(self) -> Tensor:
         """Compute the answer in float64: [num_tokens, num_heads, head_dim]."""
         spec, start, answers = self.spec, 0, []
         for row, (query_len, kv_len) in enumerate(zip(self.lens.query, self.lens.kv, strict=True)):
             ids = self.page_table[row, : -(-kv_len // spec.page_size)]
-            k, v = (reference.read_pages(pages, ids.tolist(), kv_len).double() for pages in self.pages)
+            k, v = (read_pages(pages, ids.tolist(), kv_len).double() for pages in self.pages)
             q = self.q[start : start + query_len].double()
             answers.append(reference.attention(q, k, v, scale=spec.scale, window=spec.window))
             start += query_len
@@ -85,8 +86,28 @@ def make(spec: AttentionSpec, lens: Lens, *, device: str = "cpu", seed: int = 0,
         slots = torch.as_tensor((ids[:, None] * spec.page_size + np.arange(spec.page_size)).reshape(-1)[:length])
         rows = torch.randn((length, 2, spec.num_kv_heads, spec.head_dim), generator=random, device=device)
         rows[:, 1] = rows[:, 1].mul(0.3).clamp(-0.75, 0.75)
-        for pages, values in zip(reference.layer_views(kv, 1), rows.unbind(1), strict=True):
-            reference.write_pages(pages, values, slots.to(device))
+        for pages, values in zip(layer_views(kv, 1), rows.unbind(1), strict=True):
+            write_pages(pages, values, slots.to(device))
     q_shape = (sum(lens.query), spec.num_heads, spec.head_dim)
     q = torch.randn(q_shape, generator=random, device=device).to(spec.dtype)
     return Problem(spec, lens, table, q, kv.to(spec.dtype))
+
+
+def layer_views(kv: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+    """Return one layer's K and V as strided views [num_pages, num_kv_heads, page_size, head_dim].
+
+    kv: [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim], a page being one contiguous run.
+    """
+    return kv[:, layer, 0], kv[:, layer, 1]
+
+
+def read_pages(pages: Tensor, page_ids: Sequence[int], num_tokens: int) -> Tensor:
+    """Collect a sequence's K or V: [num_pages, heads, page_size, head_dim] -> [heads, num_tokens, head_dim]."""
+    chosen = pages[torch.as_tensor(np.asarray(page_ids), dtype=torch.long)]
+    return chosen.transpose(0, 1).flatten(1, 2)[:, :num_tokens]
+
+
+def write_pages(pages: Tensor, rows: Tensor, slots: Tensor) -> None:
+    """Put rows [num_tokens, heads, head_dim] into `pages` in place; slots: [num_tokens] page * page_size + slot."""
+    page_size = pages.shape[2]
+    pages[slots // page_size, :, slots % page_size] = rows.to(pages.dtype)

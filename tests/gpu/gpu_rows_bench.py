@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator
 
 import torch
+from gpu_problem import layer_views
 from gpu_table import Row
 from gpu_timing import time_us
 from torch import Tensor
 
 from pdserve.kernels import pageio, rng, rows, sample
-from pdserve.kernels.reference import layer_views
 
 TOKENS = 16384
 HEADS, KV_HEADS, DIM = 32, 8, 128

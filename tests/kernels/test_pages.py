@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from gpu_problem import layer_views, write_pages
 
 from pdserve.kernels import pageio, reference
 from pdserve.kernels.pageio import Rotation, Target
@@ -23,7 +24,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_new_keys_and_values_land_rotated_in_their_slots_and_nowhere_else(head_dim: int, dtype: torch.dtype) -> None:
     kv = torch.zeros((6, 2, 2, 3, 16, head_dim)).to(dtype)
-    k_pages, v_pages = reference.layer_views(kv, 1)
+    k_pages, v_pages = layer_views(kv, 1)
     q, k, v = normal(7, 15, head_dim).split([9, 3, 3], dim=1)
     angles = torch.linspace(0, 3, 50)[:, None] * torch.rand(head_dim // 2)
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
@@ -40,8 +41,8 @@ def test_new_keys_and_values_land_rotated_in_their_slots_and_nowhere_else(head_d
     want_k, want_v = finished(k, weights[1]), v.double()
     want = torch.zeros((6, 2, 2, 3, 16, head_dim), dtype=torch.float64)
     stays = slots < 96  # the fourth token is padding
-    for pages, rows in zip(reference.layer_views(want, 1), (want_k, want_v), strict=True):
-        reference.write_pages(pages, rows[stays], slots[stays])
+    for pages, rows in zip(layer_views(want, 1), (want_k, want_v), strict=True):
+        write_pages(pages, rows[stays], slots[stays])
     assert_close(kv, want)
 
 
@@ -51,7 +52,7 @@ def test_rope_without_norm_may_run_in_place() -> None:
     cos_sin = torch.cat((torch.full((5, 32), 0.6), torch.full((5, 32), 0.8)), dim=1)
     positions = torch.arange(4)
     want = reference.rope(q.clone(), cos_sin[positions])
-    target = Target(*reference.layer_views(kv, 0), torch.arange(4))
+    target = Target(*layer_views(kv, 0), torch.arange(4))
     out = pageio.rope_write((q, k, v), positions, Rotation(cos_sin), target, out=q)
     assert out is q
     assert_close(q, want)

@@ -12,10 +12,11 @@ from pdserve.kernels.attention import AttentionSpec, PagedAttention, StepSize
 from pdserve.kernels.tuning import Device
 
 CHIPS = {
-    80: Device((8, 0), 108, 166_912),  # A100
-    90: Device((9, 0), 132, 232_448),  # H200
-    100: Device((10, 0), 148, 232_448),  # B200
+    80: Device((8, 0), 108),  # A100
+    90: Device((9, 0), 132),  # H200
+    100: Device((10, 0), 148),  # B200
 }
+SHARED_BYTES = {80: 166_912, 90: 232_448, 100: 232_448}  # most that one program may use
 META = torch.device("meta")
 LLAMA = AttentionSpec(64, 8, 128, 64, 4096, 128**-0.5)  # Llama 3.1 70B's attention
 ROWS = 64
