@@ -13,17 +13,15 @@ from pdserve.capacity.reports import (
     kv_changed,
     load_report,
     stage,
-    to_receiver,
-    to_sender,
 )
 from pdserve.capacity.shape import Run, Shape
+from pdserve.capacity.wires import Wires
 from pdserve.capacity.worker import SimWorker, Steps
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits as EngineLimits
 from pdserve.engine.sequence import Job
 from pdserve.ids import Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
-from pdserve.kvtransfer import doors, sender
 from pdserve.kvtransfer.session import DigestPolicy, HandoffKey, Peer
 from pdserve.measure.objectives import Objective
 from pdserve.measure.outcomes import Outcome
@@ -91,8 +89,7 @@ class SimCluster:
         self._outcomes: dict[bytes, Outcome] = {}
         self._lengths: dict[bytes, int] = {}
         self._workers: dict[LinkId, SimWorker] = {}
-        self._by_peer: dict[Peer, SimWorker] = {}
-        self._connected: set[tuple[Peer, Peer]] = set()
+        self._wires = Wires(self._clock, profile.link, self._page_bytes)
         costs = {
             Role.PREFILL: profile.configuration(shape.prefill_tp).costs(),
             Role.DECODE: profile.configuration(shape.decode_tp).costs(),
@@ -253,7 +250,8 @@ class SimCluster:
         worker = SimWorker(self._clock, (peer, link), core, scheduler, self._costs[role])
         worker.perform = self._perform
         scheduler.cache.take_changes()  # from now on they are noted
-        self._workers[link] = self._by_peer[peer] = worker
+        self._workers[link] = worker
+        self._wires.add(worker)
         # One head whose width makes a page as large as the profile says.
         layout = KvLayout("simulated", 1, 1, self._profile.kv_bytes_per_token // 4, self._page_size, "bfloat16")
         registration = Registration(
@@ -288,7 +286,7 @@ class SimCluster:
                     failed = router_events.AttemptFailed(worker.link, key.request_id, key.attempt, code, reason)
                     self._post(self._routers[ref], failed)
                 case _:
-                    self._carry(worker, command)
+                    self._wires.carry(worker, command)
         self._report_cache(worker)
         if steps is None:
             return
@@ -309,31 +307,6 @@ class SimCluster:
         load = worker.core.load()
         for ref, router in self._routers.items():
             self._post(router, load_report(worker.link, load, ref))
-
-    def _carry(self, worker: SimWorker, command: object) -> None:
-        """Bring a worker's message to the other worker."""
-        match command:
-            case doors.Connect(peer):
-                if (worker.peer, peer) not in self._connected:
-                    self._connected.add((worker.peer, peer))
-                    self._by_peer[peer].offer(doors.SenderAttached(worker.peer))
-            case doors.Copy():
-                self._copy(worker, command)
-            case doors.ToReceiver(peer, key, message):
-                self._by_peer[peer].offer(doors.SenderSaid(worker.peer, key, to_receiver(message)))
-            case doors.ToSender(peer, key, message):
-                self._by_peer[peer].offer(doors.ReceiverSaid(worker.peer, key, to_sender(message)))
-            case _:
-                pass
-
-    def _copy(self, worker: SimWorker, copy: doors.Copy) -> None:
-        """Move pages: one copy at a time leaves a worker, and one at a time comes in."""
-        target, link = self._by_peer[copy.peer], self._profile.link
-        start_s = max(self._clock.now_s(), worker.sends_until_s, target.receives_until_s)
-        end_s = start_s + len(copy.src) * self._page_bytes / link.bytes_per_s
-        worker.sends_until_s = target.receives_until_s = end_s
-        stopped = doors.ReceiverSaid(copy.peer, copy.key, sender.CopyStopped((0,) * len(copy.src)))
-        self._clock.at(end_s + link.latency_s, worker.offer, stopped)
 
 
 def simulate(profile: Profile, shape: Shape, policy: str, workload: Workload, objective: Objective) -> Run:

@@ -1,0 +1,46 @@
+"""What workers send each other under virtual time: messages at once, pages as fast as links carry them."""
+
+from pdserve.capacity.reports import to_receiver, to_sender
+from pdserve.capacity.worker import SimWorker
+from pdserve.kvtransfer import doors, sender
+from pdserve.kvtransfer.session import Peer
+from pdserve.perfmodel.profile import LinkFields
+from pdserve.virtual_time import VirtualClock
+
+
+class Wires:
+    """The links between all workers. Each worker sends one copy at a time, and receives one."""
+
+    def __init__(self, clock: VirtualClock, link: LinkFields, page_bytes: int) -> None:
+        self._clock = clock
+        self._link = link
+        self._page_bytes = page_bytes
+        self._workers: dict[Peer, SimWorker] = {}
+        self._connected: set[tuple[Peer, Peer]] = set()
+
+    def add(self, worker: SimWorker) -> None:
+        self._workers[worker.peer] = worker
+
+    def carry(self, worker: SimWorker, command: object) -> None:
+        """Carry out what a worker's doors ask for."""
+        match command:
+            case doors.Connect(peer):
+                if (worker.peer, peer) not in self._connected:
+                    self._connected.add((worker.peer, peer))
+                    self._workers[peer].offer(doors.SenderAttached(worker.peer))
+            case doors.Copy():
+                self._copy(worker, command)
+            case doors.ToReceiver(peer, key, message):
+                self._workers[peer].offer(doors.SenderSaid(worker.peer, key, to_receiver(message)))
+            case doors.ToSender(peer, key, message):
+                self._workers[peer].offer(doors.ReceiverSaid(worker.peer, key, to_sender(message)))
+            case _:
+                pass
+
+    def _copy(self, worker: SimWorker, copy: doors.Copy) -> None:
+        target, link = self._workers[copy.peer], self._link
+        start_s = max(self._clock.now_s(), worker.sends_until_s, target.receives_until_s)
+        end_s = start_s + len(copy.src) * self._page_bytes / link.bytes_per_s
+        worker.sends_until_s = target.receives_until_s = end_s
+        stopped = doors.ReceiverSaid(copy.peer, copy.key, sender.CopyStopped((0,) * len(copy.src)))
+        self._clock.at(end_s + link.latency_s, worker.offer, stopped)
