@@ -84,16 +84,13 @@ def router(
 
 
 def handoff(
-    page_bytes: Annotated[int, typer.Option(min=8, help="Bytes of a page.")] = 368640,
-    pages: Annotated[list[int] | None, typer.Option(min=1, help="Pages of a copy; repeatable.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Copies of each; medians are shown.")] = 20,
     tcp: Annotated[bool, typer.Option("--tcp", help="Let UCX use TCP alone.")] = False,
     json_file: JsonFile = None,
 ) -> None:
     """Write pages from one process into another with NIXL, and show what each page costs."""
     from pdserve.measure.handoff import handoff_table, measure_handoff
 
-    found = measure_handoff(page_bytes, pages or [1, 16, 64, 256], repeats, tcp=tcp)
+    found = measure_handoff(tcp=tcp)
     show(json_file, {"runs": found}, handoff_table(found, tcp=tcp))
 
 
@@ -116,7 +113,6 @@ def chaos(
     decode: Decode = 2,
     dtype: Dtype = "float32",
     mover: Annotated[str | None, typer.Option(help="The workers' --mover.", show_default=False)] = None,
-    pool_grace_s: Annotated[float | None, typer.Option(help="The router's --pool-grace-s.", show_default=False)] = None,
     num_threads: Threads = None,
     seed: Seed = 0,
     json_file: JsonFile = None,
@@ -141,7 +137,6 @@ def chaos(
         num_decode=decode,
         name=f"chaos-{seed}",
         worker_flags={"dtype": dtype, "mover": mover, "num_threads": num_threads},
-        router_flags={"pool_grace_s": pool_grace_s},
     )
     faulty = replace(spec, worker_flags={**spec.worker_flags, "test_fail_copies": fail_copies or None})
     faults = FaultPlan(kill_every, freeze_for, seed) if kill_every else None

@@ -85,14 +85,13 @@ def routers(
     loads: Loads = _FOUR_WORKERS,
     sizes: Sizes = _SIZES,
     num_routers: Annotated[int, typer.Option("--routers", min=2, help="Routers over the same workers.")] = 4,
-    rounds: Annotated[int, typer.Option(min=1, help="Of a run with one router and a run with all.")] = 2,
     json_file: JsonFile = None,
 ) -> None:
     """Compare one router's predictions with those of several, and see whether late ones know what is cached."""
-    from pdserve.measure.routers import Routers, measure_routers, routers_tables
+    from pdserve.measure.routers import measure_routers, routers_tables
 
     trial = loads.trial(sizes, (0.6,))
-    found = run(measure_routers(loads.spec(policy="goodput"), Routers(num_routers, rounds), trial, report))
+    found = run(measure_routers(loads.spec(policy="goodput"), num_routers, trial, report))
     show(json_file, {**asdict(found.findings), "late": found.late}, *routers_tables(found))
 
 

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from pdserve.kvtransfer.copy_benchmark import Cost, measure
 from pdserve.measure.tables import Column, Sheet
 
-_TINY_BYTES = 64  # a page of next to nothing: what is left is the price of a page
+_PAGE_BYTES = (64, 368_640)  # next to nothing, which leaves the price of a page, and a page of SmolLM2-135M
+_NUM_PAGES = (1, 16, 64, 256)
+_REPEATS = 20
 _COLUMNS = (
     Column("page bytes"),
     Column("pages", "written in one copy"),
@@ -18,9 +20,9 @@ _COLUMNS = (
 )
 
 
-def measure_handoff(page_bytes: int, counts: Sequence[int], repeats: int, *, tcp: bool) -> list[Cost]:
-    """Measure pages of next to nothing, and pages of a size."""
-    return [cost for size in (_TINY_BYTES, page_bytes) for cost in measure(size, counts, repeats, tcp=tcp)]
+def measure_handoff(*, tcp: bool) -> list[Cost]:
+    """Measure pages of next to nothing, and pages of a model."""
+    return [cost for page_bytes in _PAGE_BYTES for cost in measure(page_bytes, _NUM_PAGES, _REPEATS, tcp=tcp)]
 
 
 def handoff_table(found: Sequence[Cost], *, tcp: bool) -> Sheet:

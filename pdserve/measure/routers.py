@@ -33,17 +33,9 @@ _HOST = "127.0.0.1"
 _READY_TIMEOUT_S = 60.0
 _LATE_LOAD = 0.6  # of the capacity, while routers learn
 _ANSWER_TOKENS = 2
+_NUM_PREFIXES, _PREFIX_TOKENS = 8, 256  # that each late router is asked for
+_ROUNDS = 2  # of one run with one router and one with all, by turns
 _MOST_FILLS = 10  # bursts of prompts, until every prefill worker holds its share
-
-
-@dataclass(frozen=True, slots=True)
-class Routers:
-    """How many routers there are, and what is done with them beside the trial's loads."""
-
-    count: int = 4
-    rounds: int = 2  # of one run with one router and one with all, by turns
-    num_prefixes: int = 8  # that each late router is asked for
-    prefix_tokens: int = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +67,9 @@ class _Late:
     listened_at_s: float
 
 
-async def measure_routers(spec: ClusterSpec, routers: Routers, trial: Trial, report: Report) -> RouterFindings:
+async def measure_routers(spec: ClusterSpec, num_routers: int, trial: Trial, report: Report) -> RouterFindings:
     """Start a cluster and further routers one by one; compare what each knows and predicts."""
-    ports = [free_port(_HOST) for _ in range(routers.count)]
+    ports = [free_port(_HOST) for _ in range(num_routers)]
     attached = replace(
         spec,
         worker_flags={**spec.worker_flags, "routers": tuple(f"{_HOST}:{port}" for port in ports)},
@@ -86,14 +78,14 @@ async def measure_routers(spec: ClusterSpec, routers: Routers, trial: Trial, rep
     async with live_cluster(attached, report) as first, AsyncExitStack() as stack:
         clusters, late = [first], list[LateRouter]()
         for number, port in enumerate(ports[1:], start=1):
-            report(f"caching {routers.num_prefixes} prompts before router-{number} starts")
-            tenant, prompts = await _fill_caches(first, routers, trial.seed + 1000 * number)
+            report(f"caching {_NUM_PREFIXES} prompts before router-{number} starts")
+            tenant, prompts = await _fill_caches(first, trial.seed + 1000 * number)
             started = await stack.enter_async_context(late_router(attached, first.state, f"router-{number}", port))
             late.append(await _ask_prefixes(started, tenant, prompts, f"router-{number}"))
             report(f"router-{number} found {late[-1].found} of {late[-1].asked} prompts")
             clusters.append(started.cluster)
         capacity = await _calibrate(clusters, trial, report)
-        runs = await _compare(clusters, routers.rounds, trial, capacity, report)
+        runs = await _compare(clusters, trial, capacity, report)
     return RouterFindings(tuple(late), Findings(trial.workload.name, capacity, ANY, tuple(runs)))
 
 
@@ -163,13 +155,13 @@ async def _attended(state: ClusterState, name: str, num_workers: int, clock: Mon
 # ---- what is cached
 
 
-async def _fill_caches(cluster: LiveCluster, routers: Routers, seed: int) -> tuple[str, list[list[int]]]:
+async def _fill_caches(cluster: LiveCluster, seed: int) -> tuple[str, list[list[int]]]:
     """Have prompts of a tenant computed until each prefill worker holds as many as any other; return both."""
-    shape = Arrival(0.0, routers.prefix_tokens, _ANSWER_TOKENS)
-    tenant, each = new_tenant(), routers.num_prefixes // 2
+    shape = Arrival(0.0, _PREFIX_TOKENS, _ANSWER_TOKENS)
+    tenant, each = new_tenant(), _NUM_PREFIXES // 2
     held: dict[str, list[list[int]]] = {p.name: [] for p in cluster.state.processes if p.role == "prefill"}
     for turn in range(_MOST_FILLS):
-        prompts = random_prompts([shape] * routers.num_prefixes, cluster.vocab_size, seed + turn)
+        prompts = random_prompts([shape] * _NUM_PREFIXES, cluster.vocab_size, seed + turn)
         requests = [(0.0, request_of(shape, prompt, tenant, ANY)) for prompt in prompts]
         for prompt, outcome in zip(prompts, await cluster.client.run(requests), strict=True):
             if outcome.prefill_worker in held:
@@ -207,16 +199,14 @@ async def _calibrate(clusters: Sequence[LiveCluster], trial: Trial, report: Repo
     return capacity
 
 
-async def _compare(
-    clusters: Sequence[LiveCluster], rounds: int, trial: Trial, capacity: float, report: Report
-) -> list[LoadRun]:
+async def _compare(clusters: Sequence[LiveCluster], trial: Trial, capacity: float, report: Report) -> list[LoadRun]:
     """Send each load through one router and through all, by turns; return how far off predictions were."""
     runs = list[LoadRun]()
     for load in trial.loads:
         alone, spread = list[Outcome](), [list[Outcome]() for _ in clusters]
-        for turn in range(rounds):
+        for turn in range(_ROUNDS):
             seed = trial.seed + 100 * turn + round(1000 * load)
-            report(f"round {turn + 1} of {rounds} at {load:.0%} of the capacity: one router, then all")
+            report(f"round {turn + 1} of {_ROUNDS} at {load:.0%} of the capacity: one router, then all")
             arrivals = trial.workload.during(trial.seconds, load * capacity, seed)
             alone += (await _spread(clusters[:1], arrivals, seed))[0]
             arrivals = trial.workload.during(trial.seconds, load * capacity, seed + 1)
@@ -224,7 +214,7 @@ async def _compare(
                 outcomes.extend(share)
         named = {"one router": alone, f"{len(clusters)} routers": [each for own in spread for each in own]}
         named.update({f"router {place}": outcomes for place, outcomes in enumerate(spread)})
-        seconds = rounds * trial.seconds
+        seconds = _ROUNDS * trial.seconds
         runs += [LoadRun(load, summarize(f"{load:.0%}, {name}", own, ANY, seconds)) for name, own in named.items()]
     return runs
 
