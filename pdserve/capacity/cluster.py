@@ -10,16 +10,17 @@ from pdserve.capacity.reports import (
     Delta,
     close,
     delta,
+    job_of,
     kv_changed,
     load_report,
+    news,
     stage,
 )
-from pdserve.capacity.shape import Run, Shape
+from pdserve.capacity.shape import USUAL, Run, Shape, Ways
 from pdserve.capacity.wires import Wires
 from pdserve.capacity.worker import SimWorker, Steps
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits as EngineLimits
-from pdserve.engine.sequence import Job
 from pdserve.ids import Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer.session import DigestPolicy, HandoffKey, Peer
@@ -30,7 +31,7 @@ from pdserve.perfmodel.profile import Profile
 from pdserve.prefix_hash import PrefixHasher
 from pdserve.roles import Role
 from pdserve.router import events as router_events
-from pdserve.router.commands import CancelAttempt, Command, Deliver, End, FetchAsked, Place, SequenceSpec
+from pdserve.router.commands import CancelAttempt, Command, Deliver, End, FetchAsked, Move, Place, SequenceSpec
 from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
 from pdserve.router.events import Event, LinkId, Registration, StepReported
@@ -71,10 +72,8 @@ class SimCluster:
         policy: str,
         workload: Workload,
         objective: Objective,
-        *,
-        may_fetch: bool = True,
+        ways: Ways = USUAL,
     ) -> None:
-        """`may_fetch`: whether workers fetch cached pages from each other."""
         self._clock = VirtualClock()
         self._profile = profile
         self._shape = shape
@@ -84,6 +83,7 @@ class SimCluster:
         self._longest = max(each.prompt_tokens + workload.max_tokens(each) for each in workload.arrivals) + 1
         self._hasher = PrefixHasher(b"simulated", MODEL, self._page_size)
         self._page_bytes = self._page_size * profile.kv_bytes_per_token
+        self._moves = ways.moves
         self._coming: Iterator[Arrival] = iter(())
         self._num_awaited = 0
         self._outcomes: dict[bytes, Outcome] = {}
@@ -103,7 +103,7 @@ class SimCluster:
         )
         self._routers: dict[RouterRef, _Router] = {}
         for ref in map(RouterRef, range(shape.routers)):
-            predictor = Predictor(costs, self._hasher, may_fetch=may_fetch)
+            predictor = Predictor(costs, self._hasher, may_fetch=ways.fetches)
             self._routers[ref] = _Router(ref, RouterCore(MODEL, limits, POLICIES[policy](predictor), predictor))
         for index in range(shape.prefill):
             self._attach(f"p{index}", Role.PREFILL)
@@ -162,7 +162,10 @@ class SimCluster:
             ttft_slo_s=self._objective.ttft_s if isfinite(self._objective.ttft_s) else None,
             tpot_slo_s=self._objective.tpot_s if isfinite(self._objective.tpot_s) else None,
         )
-        self._post(self._routers[RouterRef(number % len(self._routers))], event)
+        self._post(self._routers[self._router_of(request_id)], event)
+
+    def _router_of(self, request_id: bytes) -> RouterRef:
+        return RouterRef(int.from_bytes(request_id[8:], "big") % len(self._routers))
 
     def _post(self, router: _Router, event: Event) -> None:
         for command in router.core.handle(event, self._clock.now_s()):
@@ -185,6 +188,8 @@ class SimCluster:
                 self._outcomes[request_id].take(len(token_ids), self._clock.now_s())
             case End(request_id, end):
                 close(self._outcomes[request_id], end, self._clock.now_s())
+            case Move():
+                self._move(router, command)
             case CancelAttempt(link, request_id, attempt, indices):
                 self._workers[link].offer(messages.Cancelled(request_id, attempt, indices))
             case _:
@@ -193,16 +198,7 @@ class SimCluster:
     def _place(self, router: _Router, place: Place) -> None:
         spec = place.spec
         self._outcomes[spec.request_id].placed_s = self._clock.now_s()
-        job = Job(
-            spec.request_id,
-            spec.attempt,
-            tuple(spec.token_ids),
-            spec.num_prompt_tokens,
-            spec.params,
-            spec.indices,
-            spec.cache_salt,
-            spec.priority,
-        )
+        job = job_of(spec)
         prefill = None if place.prefill is None else self._workers[place.prefill.link]
         decode = None if place.decode is None else self._workers[place.decode.link]
         deadline_s = self._clock.now_s() + spec.remaining_s
@@ -218,6 +214,17 @@ class SimCluster:
             prefill.offer(placed)
         for worker in filter(None, (decode, prefill)) if len(self._routers) > 1 else ():
             self._clock.soon(self._report_load, worker)
+
+    def _move(self, router: _Router, move: Move) -> None:
+        source, target, spec = self._workers[move.source.link], self._workers[move.target.link], move.spec
+        present = HandoffKey(spec.request_id, move.attempt)
+        target.reported[spec.request_id, spec.attempt] = num_known = len(spec.token_ids) - spec.num_prompt_tokens
+        deadline_s = self._clock.now_s() + spec.remaining_s
+        job = job_of(spec)
+        target.offer(messages.Placed(router.ref, job, deadline_s, source.peer, extra_tokens=move.extra_tokens))
+        (index,), num_tokens = spec.indices, spec.num_prompt_tokens + num_known
+        asked = (present, index, spec.attempt, target.peer, "simulated", num_tokens)
+        source.offer(messages.MoveAsked(router.ref, *asked))
 
     def _share(self, router: _Router, spec: SequenceSpec, fetch: FetchAsked, target: Peer) -> messages.Fetch:
         """Let the holder of a prompt's leading pages send them; return what their receiver is asked."""
@@ -248,7 +255,7 @@ class SimCluster:
         core = WorkerCore(scheduler, VOCAB_SIZE, self._page_bytes, b"simulated", rules)
         peer = Peer(WorkerId(name), Incarnation(link))
         worker = SimWorker(self._clock, (peer, link), core, scheduler, self._costs[role])
-        worker.perform = self._perform
+        worker.perform, worker.leaps = self._perform, not self._moves
         scheduler.cache.take_changes()  # from now on they are noted
         self._workers[link] = worker
         self._wires.add(worker)
@@ -292,8 +299,12 @@ class SimCluster:
             return
         for ref, router in self._routers.items():
             self._post(router, StepReported(worker.link, deltas[ref], steps.each, steps.each_s, steps.count))
-        if len(self._routers) > 1 and self._clock.now_s() - worker.reported_s >= LOAD_EVERY_S:
+        if self._reports and self._clock.now_s() - worker.reported_s >= LOAD_EVERY_S:
             self._report_load(worker)
+
+    @property
+    def _reports(self) -> bool:
+        return self._moves or len(self._routers) > 1
 
     def _report_cache(self, worker: SimWorker) -> None:
         changed = kv_changed(worker.link, worker.scheduler.cache)
@@ -304,11 +315,17 @@ class SimCluster:
     def _report_load(self, worker: SimWorker) -> None:
         """Report to every router how full a worker is, as `worker.reporting` does where there are several."""
         worker.reported_s = self._clock.now_s()
+        known = news(worker.reported, worker.scheduler.running) if self._moves else ()
+        for ref, router in self._routers.items() if known else ():
+            ours = [each for each in known if self._router_of(each.request_id) == ref]
+            self._post(router, StepReported(worker.link, ours))
         load = worker.core.load()
         for ref, router in self._routers.items():
             self._post(router, load_report(worker.link, load, ref))
 
 
-def simulate(profile: Profile, shape: Shape, policy: str, workload: Workload, objective: Objective) -> Run:
+def simulate(
+    profile: Profile, shape: Shape, policy: str, workload: Workload, objective: Objective, ways: Ways = USUAL
+) -> Run:
     """Serve a workload on a cluster of this shape; return what its clients saw."""
-    return SimCluster(profile, shape, policy, workload, objective).run()
+    return SimCluster(profile, shape, policy, workload, objective, ways).run()

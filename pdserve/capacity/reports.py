@@ -1,14 +1,17 @@
 """What workers report, as routers and other workers receive it, and what routers answer, as clients do."""
 
+from collections.abc import Iterable
+
 from pdserve.capacity.leaping import OTHER
 from pdserve.engine.kvcache import KvCache
+from pdserve.engine.sequence import Job, Sequence
 from pdserve.ids import Attempt, RequestId
 from pdserve.kvtransfer import receiver, sender
 from pdserve.load import ReportedLoad
 from pdserve.measure.outcomes import OK, Outcome
 from pdserve.prefix_hash import short_hashes
 from pdserve.reports import Stage
-from pdserve.router.commands import Finished, Refused
+from pdserve.router.commands import Finished, Refused, SequenceSpec
 from pdserve.router.events import KvChanged, LinkId, LoadReported, StageReached
 from pdserve.values import value
 from pdserve.worker import messages
@@ -43,6 +46,33 @@ def delta(reported: Reported, tokens: messages.Tokens) -> Delta:
         del reported[key]
     reason = 0 if tokens.finish is None else 1
     return Delta(key[0], key[1], tokens.index, known, (OTHER,) * count, (), reason)
+
+
+def news(reported: Reported, running: Iterable[Sequence]) -> list[Delta]:
+    """Return what sequences that decode have gained since it was last reported."""
+    deltas = []
+    for sequence in running:
+        job, key = sequence.job, (sequence.job.request_id, sequence.job.attempt)
+        known = reported.get(key)
+        count = 0 if known is None else len(sequence.tokens) - job.num_prompt_tokens - known
+        if known is not None and count > 0 and len(sequence.indices) == 1:
+            reported[key] = known + count
+            deltas.append(Delta(*key, sequence.indices[0], known, (OTHER,) * count, (), 0))
+    return deltas
+
+
+def job_of(spec: SequenceSpec) -> Job:
+    """Return a router's work as a worker's."""
+    return Job(
+        spec.request_id,
+        spec.attempt,
+        tuple(spec.token_ids),
+        spec.num_prompt_tokens,
+        spec.params,
+        spec.indices,
+        spec.cache_salt,
+        spec.priority,
+    )
 
 
 def to_receiver(message: sender.SendCommit | sender.SendQuiesced) -> receiver.Event:

@@ -31,6 +31,17 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
+class Ways:
+    """What a cluster does beside computing prompts and handing them off. Measurements leave some of it out."""
+
+    fetches: bool = True  # cached pages, from other workers
+    moves: bool = False  # answers, off workers that run out of pages: steps are then done one by one
+
+
+USUAL = Ways()
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """What came of a simulation, or of a part of it."""
 

@@ -48,6 +48,7 @@ class SimWorker:
         self.busy_s = 0.0
         self.num_steps = 0
         self.perform: Perform = _nothing
+        self.leaps = True  # else each step is done by itself
         self.reported: Reported = {}
         self.reported_s = 0.0  # when it last reported its load
         self.sends_until_s = self.receives_until_s = 0.0  # copies, one at a time
@@ -89,7 +90,7 @@ class SimWorker:
 
     def _start(self) -> None:
         now_s = self._clock.now_s()
-        num_steps = self.scheduler.leap_length()
+        num_steps = self.scheduler.leap_length() if self.leaps else 0
         if num_steps:
             self._leap = _Leap(self._costs, now_s, num_steps, *self.scheduler.batch())
             self.scheduler.begin_leap()
