@@ -2,6 +2,7 @@
 
 from dataclasses import field
 
+from pdserve.roles import Role
 from pdserve.values import value
 
 
@@ -35,3 +36,5 @@ class ReportedLoad:
     draining: bool = False
     failed_steps: int = 0  # the last ones, in a row
     others: LoadPart = field(default_factory=LoadPart)  # what other routers have sent
+    role: Role | None = None  # what it does now; None: unknown
+    role_epoch: int = 0

@@ -10,15 +10,9 @@ class Role(StrEnum):
     DECODE = "decode"  # decodes prompts that arrive
     MIXED = "mixed"  # both
 
-    @property
-    def prefills(self) -> bool:
-        """Whether its workers are in the pool that computes prompts to hand off."""
-        return self is not Role.DECODE
-
-    @property
-    def decodes(self) -> bool:
-        """Whether its workers are in the pool that hand-offs go to."""
-        return self is not Role.PREFILL
+    def is_in(self, pool: "Role") -> bool:
+        """Whether its workers compute prompts to hand off (the pool PREFILL), or take hand-offs (DECODE)."""
+        return self is pool or self is Role.MIXED
 
 
 def lacks_pages(role: Role, num_pages: int, num_longest: int) -> str:
@@ -26,6 +20,6 @@ def lacks_pages(role: Role, num_pages: int, num_longest: int) -> str:
 
     `num_longest`: pages of the longest sequence. See `engine.room` for what prompts to hand off need.
     """
-    if not role.prefills or num_pages >= 2 * num_longest:
+    if not role.is_in(Role.PREFILL) or num_pages >= 2 * num_longest:
         return ""
     return f"{num_pages} pages are less than two of the longest sequences need, {2 * num_longest}, as {role} workers do"

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import grpc
 
@@ -15,12 +15,18 @@ from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceServicer
 from pdserve.roles import Role
 from pdserve.router.costs import Kind
-from pdserve.router.events import DrainAsked, LinkId, ProcessEnded
+from pdserve.router.events import DrainAsked, LinkId, ProcessEnded, RoleAsked
 from pdserve.router.predict import Predictor
+from pdserve.router.roles import refusal
 from pdserve.router.shell import Shell, WorkerStream
-from pdserve.rpc import abort
+from pdserve.router.view import WorkerView
+from pdserve.router.wire import ROLES
+from pdserve.rpc import PROTOCOL_VERSION, abort
 
 MIN_INTERVAL_S = 0.1
+_Request = TypeVar("_Request")
+_Response = TypeVar("_Response")
+ROLE_TIMEOUT_S = 5.0  # a decode worker may have to wait for what it has granted
 
 WatchContext: TypeAlias = "grpc.aio.ServicerContext[admin.WatchStatusRequest, admin.WatchStatusResponse]"
 DrainContext: TypeAlias = "grpc.aio.ServicerContext[admin.DrainWorkerRequest, admin.DrainWorkerResponse]"
@@ -69,25 +75,53 @@ class AdminEndpoint(AdminServiceServicer):
     async def DrainWorker(  # noqa: N802
         self, request: admin.DrainWorkerRequest, context: DrainContext
     ) -> admin.DrainWorkerResponse:
-        worker = self._shell.core.workers.named(request.worker_id)
-        if worker is None:
-            await abort(
-                context, grpc.StatusCode.NOT_FOUND, f"worker_id: {echo(request.worker_id, repr)} is not attached"
-            )
-        self._shell.post(DrainAsked(worker.link))
+        self._shell.post(DrainAsked((await self._named(request.worker_id, context)).link))
         return admin.DrainWorkerResponse()
 
     async def SetWorkerRole(  # noqa: N802
         self, request: admin.SetWorkerRoleRequest, context: RoleContext
     ) -> admin.SetWorkerRoleResponse:
-        del request
-        await abort(context, grpc.StatusCode.UNIMPLEMENTED, "roles are fixed")
+        worker, role = await self._named(request.worker_id, context), ROLES.get(request.role)
+        if role is None:
+            await abort(context, grpc.StatusCode.INVALID_ARGUMENT, f"role: {request.role} is unknown")
+        if worker.role is role:
+            return admin.SetWorkerRoleResponse(epoch=worker.registration.role_epoch)
+        why, version = "", worker.registration.protocol_version
+        if version != PROTOCOL_VERSION:
+            why = f"{worker.name} speaks protocol version {version}, and roles need {PROTOCOL_VERSION}"
+        why = why or refusal(self._shell.core.workers, worker, role, force=request.force)
+        if why:
+            await abort(context, grpc.StatusCode.FAILED_PRECONDITION, why)
+        epoch = worker.registration.role_epoch + 1
+        self._shell.post(RoleAsked(worker.link, role, epoch))
+        try:
+            async with asyncio.timeout(ROLE_TIMEOUT_S):
+                await self._shell.until(lambda: worker.registration.role_epoch >= epoch or self._has_left(worker))
+        except TimeoutError:
+            text = f"{worker.name} has not become a {role} worker within {ROLE_TIMEOUT_S:g} s; it may yet"
+            await abort(context, grpc.StatusCode.DEADLINE_EXCEEDED, text)
+        told = worker.registration
+        if told.role_epoch < epoch:
+            await abort(context, grpc.StatusCode.UNAVAILABLE, f"{worker.name} is no longer attached")
+        if told.role is not role:
+            text = f"{worker.name} was given another role at the same time: {told.role}, epoch {told.role_epoch}"
+            await abort(context, grpc.StatusCode.ABORTED, text)
+        return admin.SetWorkerRoleResponse(epoch=told.role_epoch)
 
     async def MoveSequences(  # noqa: N802
         self, request: admin.MoveSequencesRequest, context: MoveContext
     ) -> admin.MoveSequencesResponse:
         del request
         await abort(context, grpc.StatusCode.UNIMPLEMENTED, "sequences stay where they are")
+
+    async def _named(self, worker_id: str, context: "grpc.aio.ServicerContext[_Request, _Response]") -> WorkerView:
+        worker = self._shell.core.workers.named(worker_id)
+        if worker is None:
+            await abort(context, grpc.StatusCode.NOT_FOUND, f"worker_id: {echo(worker_id, repr)} is not attached")
+        return worker
+
+    def _has_left(self, worker: WorkerView) -> bool:
+        return self._shell.core.workers.get(worker.link) is not worker
 
     def _status(self) -> admin.ClusterStatus:
         core = self._shell.core

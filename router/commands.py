@@ -4,6 +4,7 @@ from collections.abc import Sequence as Seq
 
 from pdserve.errors import Refusal, Status
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
+from pdserve.roles import Role
 from pdserve.router.because import Because
 from pdserve.router.events import LinkId, Registration
 from pdserve.router.timeline import Ledger, Usage
@@ -70,6 +71,15 @@ class SendDrain:
 
 
 @value
+class SendRole:
+    """Let a worker take a role, unless it has one of the same epoch, or of a greater one."""
+
+    link: LinkId
+    role: Role
+    epoch: int
+
+
+@value
 class SendProcessGone:
     link: LinkId
     worker_id: WorkerId
@@ -128,4 +138,4 @@ class Warn:
     text: str
 
 
-Command = Place | Move | CancelAttempt | SendDrain | SendProcessGone | DropLink | Deliver | End | Warn
+Command = Place | Move | CancelAttempt | SendDrain | SendRole | SendProcessGone | DropLink | Deliver | End | Warn

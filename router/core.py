@@ -9,7 +9,7 @@ from math import inf
 from pdserve.errors import InvariantError, Status
 from pdserve.ids import RequestId
 from pdserve.router.admission import SHUTTING_DOWN, Admission
-from pdserve.router.commands import Command, Refused, SendDrain, Warn
+from pdserve.router.commands import Command, Refused, SendDrain, SendRole, Warn
 from pdserve.router.config import Limits
 from pdserve.router.delivery import Delivery
 from pdserve.router.events import (
@@ -28,6 +28,7 @@ from pdserve.router.events import (
     ProcessEnded,
     Registration,
     RequestArrived,
+    RoleAsked,
     ShutdownAsked,
     ShutdownDue,
     StageReached,
@@ -120,7 +121,7 @@ class RouterCore:
             case LinkLost():
                 self._membership.lose(worker, event.reason, now_s)
 
-    def _handle_other(self, event: ClientEvent | OperatorEvent, now_s: float) -> None:
+    def _handle_other(self, event: ClientEvent | OperatorEvent, now_s: float) -> None:  # noqa: C901 - one match
         match event:
             case RequestArrived():
                 self._admission.arrive(event, now_s)
@@ -137,6 +138,8 @@ class RouterCore:
                 self._membership.note_ended(event, now_s)
             case DrainAsked(link):
                 self._drain(link, now_s)
+            case RoleAsked(link, role, epoch):
+                self._ask_for_role(SendRole(link, role, epoch))
             case ShutdownAsked():
                 self._admission.is_closed = True
             case ShutdownDue():
@@ -155,7 +158,8 @@ class RouterCore:
     def _take_load(self, worker: WorkerView, event: LoadReported, now_s: float) -> None:
         was_draining = worker.draining
         self.predictor.note_others(worker, worker.report(event.load), now_s)
-        if worker.draining is not was_draining:
+        has_changed = self.workers.take_role(worker, event.load.role, event.load.role_epoch)
+        if has_changed or worker.draining is not was_draining:
             self._membership.note_change(now_s)
 
     def _take_pair(self, worker: WorkerView, pair: PairMeasured) -> None:
@@ -170,6 +174,10 @@ class RouterCore:
             worker.draining = True
             self.placements.emit(SendDrain(link))
             self._membership.note_change(now_s)
+
+    def _ask_for_role(self, asked: SendRole) -> None:
+        if self.workers.get(asked.link) is not None:
+            self.placements.emit(asked)
 
     # ---- ends
 

@@ -35,6 +35,7 @@ class Registration:
     max_num_batched_tokens: int = 0  # in a step; 0: unknown
     age_s: float = 0.0  # of its process, when it said this
     device: str = ""  # what it computes on; empty: unknown
+    role_epoch: int = 0  # how often its role has changed
 
 
 @value
@@ -179,6 +180,15 @@ class DrainAsked:
 
 
 @value
+class RoleAsked:
+    """An operator wants a worker to take a role."""
+
+    link: LinkId
+    role: Role
+    epoch: int  # greater than that of its present role
+
+
+@value
 class ShutdownAsked:
     """Take no further requests."""
 
@@ -199,5 +209,5 @@ ClientEvent = RequestArrived | ClientGone | ClientTooSlow | StopStringFound
 WorkerEvent = (  # the most frequent first: that is how isinstance looks for them
     StepReported | StageReached | LoadReported | AttemptFailed | KvChanged | PairMeasured | Registration | LinkLost
 )
-OperatorEvent = ProcessEnded | DrainAsked | ShutdownAsked | ShutdownDue | Tick
+OperatorEvent = ProcessEnded | DrainAsked | RoleAsked | ShutdownAsked | ShutdownDue | Tick
 Event = ClientEvent | WorkerEvent | OperatorEvent

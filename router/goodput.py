@@ -11,6 +11,7 @@ from heapq import nlargest
 from math import inf
 
 from pdserve.errors import Status
+from pdserve.roles import Role
 from pdserve.router.because import Because, Cause, impossible, late, no_room, reserved, slow
 from pdserve.router.commands import Refused
 from pdserve.router.events import LinkId
@@ -89,22 +90,32 @@ class Goodput:
     def _options(self, group: Group, prompt: Prompt, demand: Demand) -> Iterator[_Option]:
         """Yield the best hand-off of a group, and the best decode worker to do it all."""
         outlooks = [Outlook(self._predictor, worker, prompt, demand.now_s) for worker in group.decodes]
-        if group.prefills:
-            yield self._handoff(group.prefills, outlooks, prompt, demand)
-        if group.local and (demand.needs_decode or not group.prefills):
-            limit_s = _LOCAL_SHARE * (demand.tpot_slo_s or inf) if group.prefills else inf
-            ways = [self._local(outlook, limit_s) for outlook in outlooks]
+        # A worker hands nothing over to itself.
+        prefills = [worker for worker in group.prefills if list(group.decodes) != [worker]]
+        if prefills:
+            yield self._handoff(prefills, outlooks, prompt, demand)
+        alone = [outlook for outlook in outlooks if group.local or outlook.worker.role is Role.MIXED]
+        if alone and (demand.needs_decode or not prefills):
+            reserves = any(worker.role is Role.PREFILL for worker in prefills)
+            limit_s = _LOCAL_SHARE * (demand.tpot_slo_s or inf) if reserves else inf
+            ways = [self._local(outlook, limit_s) for outlook in alone]
             yield min(ways, key=lambda way: (not _keeps(way.prediction, demand), way.cost_s))
 
     def _handoff(self, prefills: Seq[WorkerView], outlooks: Seq[Outlook], prompt: Prompt, demand: Demand) -> _Option:
         firsts = [self._predictor.first_token(worker, prompt, demand.now_s) for worker in prefills]
-        costs_s = [first.ttft_s for first in firsts]
+        mixed = {outlook.worker.link: outlook for outlook in outlooks if outlook.worker.role is Role.MIXED}
+        harms_s = [0.0] * len(prefills)
+        for place, worker in enumerate(prefills):
+            if worker.link in mixed:  # it computes the prompt beside what it decodes
+                beside, harms_s[place] = mixed[worker.link].with_prompt()
+                firsts[place] = replace(firsts[place], ttft_s=max(firsts[place].ttft_s, beside.ttft_s))
+        costs_s = [first.ttft_s + harm_s for first, harm_s in zip(firsts, harms_s, strict=True)]
         if not demand.needs_decode or not outlooks:
             place = _sample([(cost_s, worker) for cost_s, worker in zip(costs_s, prefills, strict=True)], demand.draw)
             first = firsts[place]
             prediction = Prediction(first.ttft_s, 0.0, first.because)
             return _Option(Pair(prefills[place], None), prediction, first.ttft_s, 0, first)
-        soonest_s, num_later = min(costs_s), outlooks[0].num_later
+        soonest_s, num_later = min([first.ttft_s for first in firsts]), outlooks[0].num_later
         workers = [outlook.worker for outlook in outlooks]
         steps = [outlook.handed_over(soonest_s) for outlook in outlooks]
         rests_s = [(step_s if lacks is None else step_s + _NO_ROOM_S) * num_later for step_s, lacks in steps]
@@ -124,7 +135,7 @@ class Goodput:
         after_s = [way_s + rest_s for way_s, rest_s in zip(ways_s[one], rests_s, strict=True)]
         other = _sample(list(zip(after_s, workers, strict=True)), demand.draw // 4099)
         prediction = _joined(firsts[one], steps[other], ways_s[one][other], num_later)
-        cost_s = prediction.ttft_s + prediction.tpot_s * num_later
+        cost_s = prediction.ttft_s + prediction.tpot_s * num_later + harms_s[one]
         pair, num_sequences = Pair(prefills[one], workers[other]), workers[other].num_sequences
         return _Option(pair, prediction, cost_s, num_sequences, firsts[one])
 

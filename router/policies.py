@@ -7,7 +7,7 @@ from math import lcm
 from pdserve.router.events import LinkId
 from pdserve.router.goodput import Goodput
 from pdserve.router.predict import Predictor
-from pdserve.router.routing import Decision, Demand, Group, Pair, Placed, Policy
+from pdserve.router.routing import Decision, Demand, Group, Pair, Placed, Policy, paired
 from pdserve.router.view import WorkerView
 
 
@@ -29,7 +29,7 @@ def least_loaded(groups: Seq[Group], demand: Demand) -> Decision:
 def _emptiest(group: Group) -> Pair:
     prefill = min(group.prefills, key=lambda w: (_queue_share(w), w.num_placed, w.name), default=None)
     decode = min(group.decodes, key=lambda w: (_batch_share(w), w.num_placed, w.name), default=None)
-    return Pair(prefill, decode)
+    return paired(prefill, decode)
 
 
 def _pair_load(pair: Pair) -> tuple[bool, float]:
@@ -57,7 +57,7 @@ def round_robin(groups: Seq[Group], demand: Demand) -> Decision:
     turn //= len(groups)
     round_length = lcm(max(1, len(group.prefills)), max(1, len(group.decodes)))
     prefill, decode = _in_turn(group.prefills, turn), _in_turn(group.decodes, turn + turn // round_length)
-    return Placed(Pair(prefill, decode), f"turn {demand.turn}")
+    return Placed(paired(prefill, decode), f"turn {demand.turn}")
 
 
 def _in_turn(workers: Seq[WorkerView], turn: int) -> WorkerView | None:
@@ -89,7 +89,7 @@ class PrefixAffinity:
         group = min(groups, key=computes)
         if group.prefills:
             prefill = min(group.prefills, key=to_wait_for)
-            return _affine(Pair(prefill, min(group.decodes, key=fullness, default=None)), prefill, cached, demand)
+            return _affine(paired(prefill, min(group.decodes, key=fullness, default=None)), prefill, cached, demand)
         alone = min(group.decodes, key=lambda worker: (to_wait_for(worker)[0], fullness(worker)))
         return _affine(Pair(None, alone), alone, cached, demand)
 

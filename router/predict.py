@@ -186,9 +186,9 @@ class Predictor:
         """Note what other routers have sent to a worker since it last reported."""
         if not sent.num_taken:
             return
-        if worker.role is Role.PREFILL:
+        if worker.role.is_in(Role.PREFILL):
             self._tokens.add(worker, sent.taken_tokens, now_s, _RATE_S)
-        else:
+        if worker.role.is_in(Role.DECODE):
             self._sequences.add(worker, sent.num_taken, now_s, self._life_s)
 
     def forget(self, worker: WorkerView) -> None:
@@ -277,7 +277,8 @@ class Predictor:
         """Predict what of a hand-off to each decode worker is left after the first token, on an idle link.
 
         `cached_tokens` need no computing. What is left is the last chunk at least, and all that a slow link has not
-        carried while later chunks were computed. Leading pages that the decode worker holds are not sent.
+        carried while later chunks were computed. Leading pages that the decode worker holds are not sent. Infinite to
+        the prefill worker itself.
         """
         fresh = prompt.num_tokens - cached_tokens
         budget, token_bytes = prefill.step_tokens, _bytes_per_token(prefill.registration.layout)
@@ -285,6 +286,9 @@ class Predictor:
         last_bytes, all_bytes = (fresh % budget or budget) * token_bytes, prompt.num_tokens * token_bytes
         links, cached, name, left_s = self.links, prompt.cached, prefill.name, []
         for worker in decodes:
+            if worker is prefill:
+                left_s.append(inf)
+                continue
             num_bytes = all_bytes - cached.get(worker.link, 0) * token_bytes if cached else all_bytes
             rate = links.bytes_per_s((name, worker.name))
             left_s.append(links.latency_s + max(num_bytes / rate - meanwhile_s, min(num_bytes, last_bytes) / rate))

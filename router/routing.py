@@ -39,7 +39,10 @@ class Demand:
 
 @value
 class Group:
-    """Workers that can hand KV over to each other. `local`: the decode workers may compute prompts themselves."""
+    """Workers that can hand KV over to each other; mixed workers are in both pools.
+
+    `local`: the decode workers may compute prompts themselves, as mixed ones do.
+    """
 
     prefills: Seq[WorkerView]
     decodes: Seq[WorkerView]  # none: the first token ends the request
@@ -52,6 +55,11 @@ class Pair:
 
     prefill: WorkerView | None
     decode: WorkerView | None
+
+
+def paired(prefill: WorkerView | None, decode: WorkerView | None) -> Pair:
+    """Return the pair of two workers. A mixed worker that is both serves the request alone, without a hand-off."""
+    return Pair(None if prefill is decode else prefill, decode)
 
 
 @value
@@ -135,7 +143,9 @@ def difference(prefill: WorkerView, decode: WorkerView) -> str | None:
 
 
 def peerless(workers: Workers, worker: WorkerView) -> str:
-    """Return why a routable worker has no routable peer; empty when it has one."""
+    """Return why a routable worker has no routable peer; empty when it has one, or needs none."""
+    if worker.role is Role.MIXED:
+        return ""
     other_role = Role.DECODE if worker.role is Role.PREFILL else Role.PREFILL
     peers = workers.routable(other_role)
     if not peers:
@@ -155,5 +165,5 @@ def _preferred(workers: list[WorkerView], avoid: frozenset[LinkId]) -> list[Work
 
 
 def _why_not(workers: Workers, role: Role) -> str:
-    reasons = [f"{w.name}: {workers.unroutable(w)}" for w in workers if w.role is role]
+    reasons = [f"{w.name}: {workers.unroutable(w)}" for w in workers if w.role.is_in(role)]
     return f" ({'; '.join(reasons)})" if reasons else ""

@@ -164,9 +164,9 @@ async def _report_health(shell: Shell, servicer: health.aio.HealthServicer) -> N
     """Keep the service's health: SERVING while some pair of workers could serve a request."""
     while True:
         await servicer.set(INFERENCE_SERVICE, HealthCheckResponse.NOT_SERVING)
-        await _until(shell, lambda: shell.core.is_ready)
+        await shell.until(lambda: shell.core.is_ready)
         await servicer.set(INFERENCE_SERVICE, HealthCheckResponse.SERVING)
-        await _until(shell, lambda: not shell.core.is_ready)
+        await shell.until(lambda: not shell.core.is_ready)
 
 
 async def _raise_when_broken(shell: Shell) -> None:
@@ -179,19 +179,7 @@ async def _drain(shell: Shell, timeout_s: float) -> None:
     logger.info("draining %d requests", shell.core.num_active + shell.core.num_held)
     try:
         async with asyncio.timeout(timeout_s):
-            await _until(shell, lambda: not shell.core.num_active and not shell.core.num_held)
+            await shell.until(lambda: not shell.core.num_active and not shell.core.num_held)
     except TimeoutError:
         logger.warning("%d requests did not finish within %g s", shell.core.num_active, timeout_s)
     shell.post(ShutdownDue())
-
-
-async def _until(shell: Shell, holds: Callable[[], bool]) -> None:
-    """Return as soon as something holds that depends on the core."""
-    news = asyncio.Event()
-    shell.watchers.add(news)
-    try:
-        while not holds():
-            await news.wait()
-            news.clear()
-    finally:
-        shell.watchers.discard(news)

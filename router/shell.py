@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from pdserve.clock import Clock
 from pdserve.errors import Refusal
@@ -74,6 +74,17 @@ class Shell:
         """Note that a worker's stream is over, whoever ended it."""
         self.streams.pop(stream.link_id, None)
         self.post(LinkLost(stream.link_id, stream.closed or "its stream ended"))
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Return as soon as something holds that depends on the core."""
+        news = asyncio.Event()
+        self.watchers.add(news)
+        try:
+            while not holds():
+                await news.wait()
+                news.clear()
+        finally:
+            self.watchers.discard(news)
 
     def _carry_out(self, commands: Iterable[Command]) -> None:
         try:

@@ -6,6 +6,7 @@ from math import inf
 from pdserve.errors import InvariantError
 from pdserve.ids import Attempt, RequestId
 from pdserve.load import LoadPart, ReportedLoad
+from pdserve.roles import Role
 from pdserve.router.answers import Batch
 from pdserve.router.events import Registration, StepReported
 from pdserve.router.prompt_order import PromptOrder
@@ -52,8 +53,7 @@ class WorkerView:
     def __init__(self, registration: Registration, now_s: float) -> None:
         self.link = registration.link
         self.registration = registration
-        self.name: str = registration.worker_id  # who registers again under another name or role is dropped
-        self.role = registration.role
+        self.name: str = registration.worker_id  # who registers again under another name is dropped
         self.load: ReportedLoad | None = None  # as last reported
         self.draining = False
         self.is_failing = False  # its last steps brought nothing: it looks idle, and fails what it is given
@@ -73,6 +73,11 @@ class WorkerView:
 
     def __repr__(self) -> str:
         return f"WorkerView({self.name})"
+
+    @property
+    def role(self) -> Role:
+        """What it does, as last reported."""
+        return self.registration.role
 
     @property
     def max_num_tokens(self) -> int:

@@ -16,7 +16,16 @@ from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.reports import Failure, Stage
 from pdserve.roles import Role
-from pdserve.router.commands import CancelAttempt, FetchAsked, Move, Place, SendDrain, SendProcessGone, SequenceSpec
+from pdserve.router.commands import (
+    CancelAttempt,
+    FetchAsked,
+    Move,
+    Place,
+    SendDrain,
+    SendProcessGone,
+    SendRole,
+    SequenceSpec,
+)
 from pdserve.router.events import (
     AttemptFailed,
     KvChanged,
@@ -36,7 +45,8 @@ MAX_WORKER_ID_BYTES = 128
 MAX_DEVICE_BYTES = 128
 _UNKNOWN_LAYOUT = KvLayout("", 0, 0, 0, 0, "")  # of a worker that loads: nothing is placed on it
 
-_ROLES = {link.ROLE_PREFILL: Role.PREFILL, link.ROLE_DECODE: Role.DECODE}
+ROLES = {link.Role.Value(f"ROLE_{role.name}"): role for role in Role}
+_ROLE_NUMBERS = {role: number for number, role in ROLES.items()}
 _STAGES = {number: Stage[name.removeprefix("STAGE_")] for name, number in link.Stage.items() if number}
 # Values that are written and read field by field have the fields of their messages.
 _OTHERS, _SAMPLING, _USAGE, _LEDGER = (
@@ -82,7 +92,16 @@ def _worker_event(link_id: LinkId, message: link.AttachRequest, kind: str | None
 def _load(beat: link.Heartbeat) -> ReportedLoad:
     others = LoadPart(**{name: getattr(beat.others, name) for name in _OTHERS})
     pages_lost = beat.pages_quarantined + beat.pages_leaked
-    return ReportedLoad(beat.pages_free, beat.pages_wanted, pages_lost, beat.draining, beat.failed_steps, others)
+    return ReportedLoad(
+        pages_free=beat.pages_free,
+        pages_wanted=beat.pages_wanted,
+        pages_lost=pages_lost,
+        draining=beat.draining,
+        failed_steps=beat.failed_steps,
+        others=others,
+        role=ROLES.get(beat.role),
+        role_epoch=beat.role_epoch,
+    )
 
 
 def _stage(link_id: LinkId, progress: link.Progress) -> StageReached:
@@ -124,7 +143,7 @@ def _failed(link_id: LinkId, failed: link.Failed) -> AttemptFailed:
 
 
 def _registration(link_id: LinkId, register: link.Register) -> Registration:
-    role = _ROLES.get(register.role)
+    role = ROLES.get(register.role)
     if role is None:
         raise ProtocolError(f"register.role: {register.role} is unknown")
     if not 0 < len(register.worker_id.encode()) <= MAX_WORKER_ID_BYTES:
@@ -151,11 +170,12 @@ def _registration(link_id: LinkId, register: link.Register) -> Registration:
         max_num_batched_tokens=register.max_num_batched_tokens,
         age_s=register.age_ms / 1000,
         device=register.device,
+        role_epoch=register.role_epoch,
     )
 
 
 def messages(
-    command: Place | Move | CancelAttempt | SendDrain | SendProcessGone,
+    command: Place | Move | CancelAttempt | SendDrain | SendRole | SendProcessGone,
 ) -> list[tuple[LinkId, link.AttachResponse]]:
     """Return which worker is sent what for a command."""
     match command:
@@ -168,6 +188,8 @@ def messages(
             return [(link_id, link.AttachResponse(cancel=cancel))]
         case SendDrain(link_id):
             return [(link_id, link.AttachResponse(drain=link.Drain()))]
+        case SendRole(link_id, role, epoch):
+            return [(link_id, link.AttachResponse(set_role=link.SetRole(role=_ROLE_NUMBERS[role], epoch=epoch)))]
         case SendProcessGone(link_id, worker_id, incarnation):
             gone = link.ProcessGone(worker_id=worker_id, incarnation=incarnation)
             return [(link_id, link.AttachResponse(process_gone=gone))]

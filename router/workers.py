@@ -1,6 +1,7 @@
 """The attached workers, the pools that they form, and why nothing is placed on one."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from pdserve.errors import ProtocolError
 from pdserve.kvlayout import KvLayout
@@ -39,13 +40,22 @@ class Workers:
             worker.kind = self._kind(registration)
             return worker
         before = worker.registration
-        for name in ("worker_id", "incarnation", "role"):
+        for name in ("worker_id", "incarnation", *(() if registration.role_epoch > before.role_epoch else ("role",))):
             old, now = getattr(before, name), getattr(registration, name)
             if old != now:
                 raise ProtocolError(f"{worker.name} registered again with {name} {now}, was {old}")
         worker.registration = registration
         worker.kind = self._kind(registration)
         return worker
+
+    def take_role(self, worker: WorkerView, role: Role | None, epoch: int) -> bool:
+        """Take a role that a worker reports with its load; return whether it is another one than it was."""
+        before = worker.registration
+        if role is None or epoch <= before.role_epoch:
+            return False
+        self._pools.clear()
+        worker.registration = replace(before, role=role, role_epoch=epoch)
+        return role is not before.role
 
     def _kind(self, told: Registration) -> int:
         if len(self._kinds) > 2 * len(self._by_link) + 16:
@@ -59,10 +69,10 @@ class Workers:
         return self._by_link.pop(link, None)
 
     def routable(self, role: Role) -> list[WorkerView]:
-        """Return the workers of a pool that may be given requests."""
+        """Return the workers of a pool, PREFILL or DECODE, that may be given requests."""
         pool = self._pools.get(role)
         if pool is None:
-            ready = [worker for worker in self._by_link.values() if worker.role is role and worker.registration.ready]
+            ready = [w for w in self._by_link.values() if w.role.is_in(role) and w.registration.ready]
             pool = self._pools[role] = [worker for worker in ready if worker.registration.model == self._model]
         return [worker for worker in pool if not worker.draining]
 

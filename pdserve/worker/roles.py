@@ -43,12 +43,13 @@ class Roles:
         if why := lacks_pages(given.role, self._scheduler.cache.pool.num_pages, self._room.longest):
             raise ProtocolError(f"set_role.role: {why}", Refusal.ORDER)
         self._given = given
-        self._room.is_kept_by_role = self._room.is_kept_by_role or given.role.prefills  # grants leave it from now on
+        if given.role.is_in(Role.PREFILL):
+            self._room.is_kept_by_role = True  # grants leave it from now on
 
     def settle(self) -> list[RoleTaken]:
         """Take the role that was given, once it can be taken; return what is to be reported then."""
         given = self._given
-        if given is None or (given.role.prefills and self._room.left < 0):
+        if given is None or (given.role.is_in(Role.PREFILL) and self._room.left < 0):
             return []
         self._given = None
         self.role, self.epoch = given.role, given.epoch
@@ -66,6 +67,6 @@ class Roles:
         return ""
 
     def _take(self, role: Role) -> None:
-        self._room.is_kept_by_role = role.prefills
+        self._room.is_kept_by_role = role.is_in(Role.PREFILL)
         limit = self._scheduler.limits.max_num_batched_tokens
         self._scheduler.step_tokens = self._step_tokens.get(role, limit)

@@ -195,19 +195,23 @@ class SetWorkerRoleRequest(_message.Message):
 
     WORKER_ID_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Its name."""
     role: _link_pb2.Role.ValueType
     """The role."""
+    force: _builtins.bool
+    """Whether to do so even if it leaves no worker that computes prompts, or none that decodes."""
     def __init__(
         self,
         *,
         worker_id: _builtins.str = ...,
         role: _link_pb2.Role.ValueType = ...,
+        force: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["force", b"force", "role", b"role", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

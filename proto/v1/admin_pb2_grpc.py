@@ -100,7 +100,9 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SetWorkerRole(self, request, context):
-        """Gives a worker another role, while it serves.
+        """Gives a worker another role, while it serves. NOT_FOUND: no such worker is attached. INVALID_ARGUMENT: no such
+        role. FAILED_PRECONDITION: the worker cannot take it, or nobody would be left to do what it does. ABORTED: another
+        role was given at the same time, which the message names. DEADLINE_EXCEEDED: it has not taken the role within 5 s.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

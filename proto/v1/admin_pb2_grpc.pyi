@@ -42,7 +42,10 @@ class AdminServiceStub:
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]
     """Asks a worker to finish what it runs and exit."""
     SetWorkerRole: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetWorkerRoleRequest, _admin_pb2.SetWorkerRoleResponse]
-    """Gives a worker another role, while it serves."""
+    """Gives a worker another role, while it serves. NOT_FOUND: no such worker is attached. INVALID_ARGUMENT: no such
+    role. FAILED_PRECONDITION: the worker cannot take it, or nobody would be left to do what it does. ABORTED: another
+    role was given at the same time, which the message names. DEADLINE_EXCEEDED: it has not taken the role within 5 s.
+    """
     MoveSequences: _grpc.UnaryUnaryMultiCallable[_admin_pb2.MoveSequencesRequest, _admin_pb2.MoveSequencesResponse]
     """Moves running continuations of this router's requests from a worker to others."""
 
@@ -60,7 +63,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     DrainWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]  # type: ignore[assignment]
     """Asks a worker to finish what it runs and exit."""
     SetWorkerRole: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetWorkerRoleRequest, _admin_pb2.SetWorkerRoleResponse]  # type: ignore[assignment]
-    """Gives a worker another role, while it serves."""
+    """Gives a worker another role, while it serves. NOT_FOUND: no such worker is attached. INVALID_ARGUMENT: no such
+    role. FAILED_PRECONDITION: the worker cannot take it, or nobody would be left to do what it does. ABORTED: another
+    role was given at the same time, which the message names. DEADLINE_EXCEEDED: it has not taken the role within 5 s.
+    """
     MoveSequences: _aio.UnaryUnaryMultiCallable[_admin_pb2.MoveSequencesRequest, _admin_pb2.MoveSequencesResponse]  # type: ignore[assignment]
     """Moves running continuations of this router's requests from a worker to others."""
 
@@ -105,7 +111,10 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.SetWorkerRoleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.SetWorkerRoleResponse, _abc.Awaitable[_admin_pb2.SetWorkerRoleResponse]]:
-        """Gives a worker another role, while it serves."""
+        """Gives a worker another role, while it serves. NOT_FOUND: no such worker is attached. INVALID_ARGUMENT: no such
+        role. FAILED_PRECONDITION: the worker cannot take it, or nobody would be left to do what it does. ABORTED: another
+        role was given at the same time, which the message names. DEADLINE_EXCEEDED: it has not taken the role within 5 s.
+        """
 
     @_abc_1.abstractmethod
     def MoveSequences(

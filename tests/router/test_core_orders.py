@@ -77,15 +77,18 @@ class Worker:
     """A worker of which every message may be late, but none overtakes another of its own."""
 
     link: LinkId
-    role: Role
     registration: Registration
+    role_epoch: int = 0
     specs: dict[Key, SequenceSpec] = field(default_factory=dict)
+    leaving: set[Key] = field(default_factory=set)  # of these, decoded elsewhere
     next_position: dict[tuple[Key, int], int] = field(default_factory=dict)
     outbox: deque[Event] = field(default_factory=deque)
 
-    def take(self, spec: SequenceSpec, *, after_prefill: bool) -> None:
+    def take(self, spec: SequenceSpec, *, after_prefill: bool, leaves: bool = False) -> None:
         key = (spec.request_id, spec.attempt)
         self.specs[key] = spec
+        if leaves:
+            self.leaving.add(key)
         num_delivered = len(spec.token_ids) - spec.num_prompt_tokens
         for index in spec.indices:
             self.next_position[key, index] = num_delivered + after_prefill
@@ -114,7 +117,7 @@ class Worker:
         if deltas:
             self.outbox.append(StepReported(self.link, deltas))
         positions = [self.next_position.get((key, index), spec.params.max_tokens) for index in spec.indices]
-        if self.role is Role.PREFILL or min(positions) == spec.params.max_tokens:
+        if key in self.leaving or min(positions) == spec.params.max_tokens:
             del self.specs[key]
 
 
@@ -157,7 +160,7 @@ class World:
             case Place(spec, prefill, decode):
                 self._check_spec(spec)
                 if prefill is not None:
-                    self.workers[prefill.link].take(spec, after_prefill=False)
+                    self.workers[prefill.link].take(spec, after_prefill=False, leaves=decode is not None)
                 if decode is not None:
                     self.workers[decode.link].take(spec, after_prefill=prefill is not None)
             case CancelAttempt():
@@ -201,7 +204,7 @@ class World:
         registration = Registration(
             link, WorkerId(worker_id), Incarnation(self._num_links), role, 1, True, "m", LAYOUT, 100, 8, 1000, "a"
         )
-        self.workers[link] = Worker(link, role, registration)
+        self.workers[link] = Worker(link, registration)
         self.post(registration)
         step = Step(3, 9) if role is Role.PREFILL else Step(sequences=1, kv_tokens=4)
         for _ in range(ENOUGH_STEPS):  # so that a policy may refuse for an objective's sake
@@ -225,7 +228,7 @@ class World:
 
 
 OFTEN = ["hear"] * 8 + ["compute"] * 8 + ["arrive"] * 3 + ["attach"] * 2
-SELDOM = ["fail", "die", "gone", "lie", "stage", "beat", "leave", "stop", "wait"]
+SELDOM = ["fail", "die", "gone", "lie", "stage", "flip", "beat", "leave", "stop", "wait"]
 ACTIONS = st.sampled_from(OFTEN + SELDOM)
 CLUSTERS = [("p0", "d0"), ("p0", "d0", "d1"), ("p0", "p1", "d0", "d1")]
 ALONE = [("d0",), ("d0", "d1")]  # where decode workers may compute prompts
@@ -298,7 +301,11 @@ def _act_of_worker(world: World, worker: Worker, action: str, data: st.DataObjec
     key = data.draw(st.sampled_from(sorted(worker.specs)))
     match action:
         case "compute":
-            worker.compute(key, 1 if worker.role is Role.PREFILL else data.draw(st.integers(1, 6)))
+            worker.compute(key, 1 if key in worker.leaving else data.draw(st.integers(1, 6)))
+        case "flip":
+            worker.role_epoch += 1
+            role = data.draw(st.sampled_from(Role))
+            worker.outbox.append(LoadReported(worker.link, ReportedLoad(100, role=role, role_epoch=worker.role_epoch)))
         case "beat":
             world.post(LoadReported(worker.link, ReportedLoad(100)))
         case "die":

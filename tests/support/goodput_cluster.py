@@ -40,7 +40,7 @@ class Cluster:
 
     def attach(self, name: str) -> None:
         link = self.links[name] = LinkId(len(self.links) + 1)
-        role = Role.PREFILL if name[0] == "p" else Role.DECODE
+        role = {"p": Role.PREFILL, "m": Role.MIXED}.get(name[0], Role.DECODE)
         registration = Registration(
             link, WorkerId(name), Incarnation(link), role, 1, True, "m", LAYOUT, 1000, 32, 4096, name, 1024
         )
@@ -58,9 +58,9 @@ class Cluster:
             for i in range(64):
                 prefill = Step(100 + i, (100 + i) ** 2)
                 decode = Step(sequences=1 + i % 8, kv_tokens=100 * i)
-                for step in [decode] if name[0] == "d" else [prefill]:
+                for step in [prefill] if name[0] == "p" else [decode]:
                     self.post(StepReported(link, [], step, COSTS.seconds(step)))
-                if name[0] == "d":
+                if name[0] != "p":
                     self.post(StepReported(link, [], prefill, COSTS.seconds(prefill)))
 
     def arrive(

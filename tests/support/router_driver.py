@@ -68,11 +68,15 @@ class Driver:
 
     def attach(self, name: str, *, incarnation: int = 1, **changes: object) -> LinkId:
         self._num_links += 1
-        role = Role.PREFILL if name.startswith("p") else Role.DECODE
+        role = {"p": Role.PREFILL, "m": Role.MIXED}.get(name[0], Role.DECODE)
         process = LinkId(self._num_links), WorkerId(name), Incarnation(incarnation), role
         told = Registration(*process, 1, True, "m", LAYOUT, 100, 8, 1000, f"{name}:1")
         self.post(replace(told, **changes))  # type: ignore[arg-type]
         return LinkId(self._num_links)
+
+    def attach_again(self, link: LinkId, **changes: object) -> None:
+        """Let a worker register again."""
+        self.post(replace(self.core.workers.known(link).registration, **changes))  # type: ignore[arg-type]
 
     def pair(self) -> tuple[LinkId, LinkId]:
         return self.attach("p0"), self.attach("d0")

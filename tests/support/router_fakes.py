@@ -78,6 +78,7 @@ class FakeWorker:
         self.decodes: list[link.Place] = []  # hand-offs that it is to expect
         self.cancels: list[link.Cancel] = []
         self.gone: list[link.ProcessGone] = []
+        self.roles: list[link.SetRole] = []  # that it was to take
         self.peers: dict[str, FakeWorker] = {}
         self.is_paused = False  # takes commands, computes nothing
         self.max_step = 10_000  # tokens after which it pauses, per placement
@@ -160,6 +161,8 @@ class FakeWorker:
                     self._start(self._prefill(message.place))
             case "cancel":
                 self._cancel(message.cancel)
+            case "set_role":
+                self.roles.append(message.set_role)
             case "process_gone":
                 self.gone.append(message.process_gone)
             case "drain":
