@@ -51,10 +51,13 @@ class AdminClient:
         request = admin.DrainWorkerRequest(worker_id=worker_id)
         await self._stub.DrainWorker(request, metadata=proof, timeout=CALL_TIMEOUT_S)
 
-    async def set_role(self, worker_id: WorkerId, role: "link.Role.ValueType") -> int:
-        """Give a worker a role; return its epoch once the worker has taken it."""
+    async def set_role(self, worker_id: WorkerId, role: "link.Role.ValueType", *, force: bool = False) -> int:
+        """Give a worker a role; return its epoch once the worker has taken it.
+
+        Unless with `force`, never to the last worker that computes prompts, or that decodes, if it would not go on.
+        """
         proof = await self._identify("SetWorkerRole", CALL_TIMEOUT_S)
-        request = admin.SetWorkerRoleRequest(worker_id=worker_id, role=role)
+        request = admin.SetWorkerRoleRequest(worker_id=worker_id, role=role, force=force)
         return (await self._stub.SetWorkerRole(request, metadata=proof, timeout=CALL_TIMEOUT_S)).epoch
 
     async def move(self, worker_id: WorkerId, target: WorkerId | None = None, count: int = 0) -> int:

@@ -68,7 +68,7 @@ class LocalCluster:
     async def stop(self, drain_timeout_s: float) -> None:
         """Let running requests finish, then end every process: the router first, which knows of them."""
         router = Stage(("router",), drain_timeout_s + ROUTER_END_S)
-        await self._supervisor.stop((router, Stage(("prefill", "decode"), drain_timeout_s + WORKERS_END_S)))
+        await self._supervisor.stop((router, Stage(("prefill", "decode", "mixed"), drain_timeout_s + WORKERS_END_S)))
 
     def kill(self) -> None:
         """End every process now."""
@@ -185,7 +185,7 @@ async def running(
 def _threads_each(spec: ClusterSpec) -> int | None:
     if "OMP_NUM_THREADS" in os.environ:
         return None
-    return threads_each(spec.num_prefill + spec.num_decode, len(os.sched_getaffinity(0)))
+    return threads_each(spec.num_workers, len(os.sched_getaffinity(0)))
 
 
 def _state(spec: ClusterSpec, wiring: Wiring) -> ClusterState:

@@ -11,7 +11,7 @@ from pdserve.errors import ConfigError
 from pdserve.ids import Incarnation
 
 Flags = Mapping[str, object]
-Role = Literal["router", "prefill", "decode"]
+Role = Literal["router", "prefill", "decode", "mixed"]
 PUBLISHED = ("kv_events_endpoint", "kv_events_replay_endpoint")
 ANY_PORT = ("*", "0")
 MAX_PORT = 65535
@@ -31,6 +31,7 @@ class ClusterSpec:
     internal_port: int | None = None  # of the router, for workers; None: any that is free
     worker_flags: Flags = field(default_factory=dict)  # by field name, for all workers
     router_flags: Flags = field(default_factory=dict)
+    num_mixed: int = 0
 
     @property
     def drain_timeout_s(self) -> float:
@@ -42,8 +43,14 @@ class ClusterSpec:
         for key in self.worker_flags.keys() - WorkerConfig.model_fields.keys():
             raise ConfigError(f"--{key.replace('_', '-')}: no worker has such a setting")
         for key, count in (("prefill", self.num_prefill), ("decode", self.num_decode)):
-            if count < 1:
-                raise ConfigError(f"--{key}: {count} is refused: at least one worker is needed")
+            if count < 0 or (count == 0 and self.num_mixed < 1):
+                raise ConfigError(f"--{key}: {count} is refused: at least one worker is needed, or a mixed one")
+        if self.num_mixed < 0:
+            raise ConfigError(f"--mixed: {self.num_mixed} is refused: none is 0")
+
+    @property
+    def num_workers(self) -> int:
+        return self.num_prefill + self.num_decode + self.num_mixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +97,8 @@ def plan(spec: ClusterSpec, wiring: Wiring) -> tuple[ChildSpec, ...]:
     chosen = {key: value for key, value in spec.worker_flags.items() if value is not None}
     routers = (f"127.0.0.1:{wiring.internal_port}",)
     worker = {**shared, "routers": routers, "num_threads": wiring.num_threads, **chosen}
-    names: list[tuple[Role, str]] = [("prefill", f"prefill-{i}") for i in range(spec.num_prefill)]
-    names += [("decode", f"decode-{i}") for i in range(spec.num_decode)]
+    counts: dict[Role, int] = {"prefill": spec.num_prefill, "decode": spec.num_decode, "mixed": spec.num_mixed}
+    names = [(role, f"{role}-{i}") for role, count in counts.items() for i in range(count)]
     published = publishing([name for _, name in names], chosen)
     return (
         _child("router", "router", "router", router),

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from pdserve import __version__
-from pdserve.cli import ask, bench, capacity, cluster, experiments, models, moving, processes
+from pdserve.cli import ask, bench, capacity, cluster, experiments, models, moving, operating, processes
 from pdserve.cli.results import only_cause
 from pdserve.errors import CommandError, ConfigError
 
@@ -43,6 +43,8 @@ bench_app = typer.Typer(cls=DefaultLoad, help="Measure a cluster, or a part of o
 
 app.command("up")(cluster.up)
 app.command("status")(cluster.status)
+app.command("role")(operating.role)
+app.command("drain")(operating.drain)
 app.command("demo")(cluster.demo)
 app.command("generate")(ask.generate)
 app.command("chat")(ask.chat)
@@ -52,6 +54,7 @@ app.command("plan")(capacity.plan)
 app.command("router")(processes.router)
 app.command("prefill-worker")(processes.prefill_worker)
 app.command("decode-worker")(processes.decode_worker)
+app.command("mixed-worker")(processes.mixed_worker)
 config_app.command("schema")(processes.schema)
 models_app.command("list")(models.list_models)
 models_app.command("fetch")(models.fetch_model)

@@ -7,7 +7,18 @@ from typing import Annotated
 import typer
 
 from pdserve.cli.flags import config_flags
-from pdserve.cli.options import DEFAULT_MODEL, AsJson, ClusterName, Decode, Endpoint, Model, Prefill
+from pdserve.cli.options import (
+    DEFAULT_MODEL,
+    AdminAddress,
+    AsJson,
+    ClusterName,
+    Decode,
+    Endpoint,
+    Mixed,
+    Model,
+    Prefill,
+    SecretFile,
+)
 from pdserve.config import WorkerConfig
 from pdserve.router.config import RouterConfig
 
@@ -24,6 +35,7 @@ def up(
     model: Model = DEFAULT_MODEL,
     prefill: Prefill = 1,
     decode: Decode = 1,
+    mixed: Mixed = 0,
     name: ClusterName = "default",
     host: Annotated[str, typer.Option(help="Where the public endpoint listens.")] = "127.0.0.1",
     router_port: Annotated[
@@ -36,6 +48,8 @@ def up(
     **flags: object,
 ) -> None:
     """Start a router and workers on this machine and keep them running. Ctrl-C drains, a second one kills.
+
+    A worker that ends, drained or not, is started again, with the role that it has here.
 
     Each flag goes to every process that has it. Of an endpoint for KV events each worker takes one of its
     own: the first one's port is as given, each further worker's is one higher; of a path, it ends in the worker's name.
@@ -56,6 +70,7 @@ def up(
         served_model_name=str(served),
         num_prefill=prefill,
         num_decode=decode,
+        num_mixed=mixed,
         name=name,
         host=host,
         router_port=router_port,
@@ -69,10 +84,8 @@ def status(
     name: ClusterName = "default",
     watch: Annotated[bool, typer.Option("--watch", help="Follow the changes until Ctrl-C.")] = False,
     as_json: AsJson = False,
-    admin: Annotated[
-        str | None, typer.Option(help="host:port of a router's internal port.", show_default=False)
-    ] = None,
-    secret_file: Annotated[Path | None, typer.Option(help="The cluster's shared secret.", show_default=False)] = None,
+    admin: AdminAddress = None,
+    secret_file: SecretFile = None,
     endpoint: Endpoint = None,
 ) -> None:
     """Show the workers, their pages and what they are doing.
@@ -80,9 +93,8 @@ def status(
     With --endpoint, what a router shows everybody: whether it serves, and its models. Its workers are shown to those
     who know the cluster's secret: --admin and --secret-file.
     """
-    from pdserve.cli.status import show_status
+    from pdserve.cli.status import admin_of, show_status
     from pdserve.errors import ConfigError
-    from pdserve.launch.folder import read_state
 
     if endpoint is not None:
         from pdserve.cli.status import show_public_status
@@ -91,12 +103,8 @@ def status(
             raise ConfigError("--endpoint: goes with neither --watch nor --admin nor --secret-file")
         asyncio.run(show_public_status(endpoint, as_json=as_json))
         return
-    if admin is None or secret_file is None:
-        if admin is not None or secret_file is not None:
-            raise ConfigError("--admin and --secret-file must be given together")
-        state = read_state(name)
-        admin, secret_file = state.admin, state.secret_file
-    asyncio.run(show_status(admin, secret_file, watch=watch, as_json=as_json))
+    address, secret = admin_of(name, admin, secret_file)
+    asyncio.run(show_status(address, secret, watch=watch, as_json=as_json))
 
 
 def demo(

@@ -34,10 +34,17 @@ Endpoint = Annotated[
         "--endpoint", help="host:port of a router; by default the cluster that runs here.", show_default=False
     ),
 ]
+AdminAddress = Annotated[
+    str | None, typer.Option("--admin", help="host:port of a router's internal port.", show_default=False)
+]
+SecretFile = Annotated[
+    Path | None, typer.Option("--secret-file", help="The cluster's shared secret.", show_default=False)
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Model = Annotated[str, typer.Argument(help="A path, or a name from the catalog.")]
 Prefill = Annotated[int, typer.Option("--prefill", help="Prefill workers.")]
 Decode = Annotated[int, typer.Option("--decode", help="Decode workers.")]
+Mixed = Annotated[int, typer.Option("--mixed", help="Workers that compute prompts and decode.")]
 Threads = Annotated[
     int | None, typer.Option("--num-threads", min=1, help="CPU threads of each worker's engine.", show_default=False)
 ]

@@ -1,4 +1,4 @@
-"""Commands that become one process of a cluster: router, prefill worker, decode worker."""
+"""Commands that become one process of a cluster: router, prefill worker, decode worker, mixed worker."""
 
 import json
 import os
@@ -27,12 +27,14 @@ class Process(StrEnum):
     ROUTER = "router"
     PREFILL_WORKER = "prefill-worker"
     DECODE_WORKER = "decode-worker"
+    MIXED_WORKER = "mixed-worker"
 
 
 CONFIGS: dict[Process, type[ProcessConfig]] = {
     Process.ROUTER: RouterConfig,
     Process.PREFILL_WORKER: WorkerConfig,
     Process.DECODE_WORKER: WorkerConfig,
+    Process.MIXED_WORKER: WorkerConfig,
 }
 
 
@@ -55,6 +57,12 @@ def prefill_worker(config: ConfigFile = None, **flags: object) -> None:
 def decode_worker(config: ConfigFile = None, **flags: object) -> None:
     """Run a decode worker: KV pages become tokens."""
     _worker(config, {**flags, "role": "decode"})
+
+
+@config_flags(WorkerConfig, without=("role",))
+def mixed_worker(config: ConfigFile = None, **flags: object) -> None:
+    """Run a worker that does both: it computes prompts, for itself and for others, and decodes."""
+    _worker(config, {**flags, "role": "mixed"})
 
 
 def _worker(file: Path | None, flags: Mapping[str, object]) -> None:

@@ -140,17 +140,15 @@ async def serve_until_signal(spec: ClusterSpec, terminal: Terminal, ready: Ready
 def ready_line(cluster: LocalCluster, status: admin.ClusterStatus) -> str:
     """Return where a cluster is reached and what it consists of, in one line."""
     state = cluster.state
-    pools = " + ".join(
-        _pool(name, [w.registration for w in status.workers if w.registration.role == role])
-        for name, role in (("prefill", link.ROLE_PREFILL), ("decode", link.ROLE_DECODE))
-    )
+    names = (("prefill", link.ROLE_PREFILL), ("decode", link.ROLE_DECODE), ("mixed", link.ROLE_MIXED))
+    workers = [(name, [w.registration for w in status.workers if w.registration.role == role]) for name, role in names]
+    pools = " + ".join(_pool(name, pool) for name, pool in workers if pool)
     return f"ready: {state.model} at {state.endpoint} (gRPC) | {pools}"
 
 
 def _pool(name: str, workers: list[link.Register]) -> str:
     num_pages = sum(worker.num_pages for worker in workers)
-    page_size = workers[0].layout.page_size if workers else 0
-    return f"{len(workers)} {name}, {num_pages} pages of {page_size} tokens"
+    return f"{len(workers)} {name}, {num_pages} pages of {workers[0].layout.page_size} tokens"
 
 
 async def run_demo(spec: ClusterSpec, terminal: Terminal, question: str, expect: str) -> None:

@@ -9,7 +9,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.live import Live
 
 from pdserve.cli.stream import failure, plain
+from pdserve.errors import ConfigError
 from pdserve.launch.admin import AdminClient
+from pdserve.launch.folder import read_state
 from pdserve.measure.client import connect
 from pdserve.measure.tables import Column, Sheet, output
 from pdserve.proto.v1 import admin_pb2 as admin
@@ -19,7 +21,7 @@ from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 
 SERVICE = inference.DESCRIPTOR.services_by_name["InferenceService"].full_name
 CALL_TIMEOUT_S = 10.0
-ROLES = {link.ROLE_PREFILL: "prefill", link.ROLE_DECODE: "decode"}
+ROLES = {link.ROLE_PREFILL: "prefill", link.ROLE_DECODE: "decode", link.ROLE_MIXED: "mixed"}
 MAX_PAIRS = 8  # shown: the slowest
 COLUMNS = (
     Column("worker", is_text=True),
@@ -34,6 +36,19 @@ COLUMNS = (
     Column("waiting", "sequences", rank=1, short="wait"),
     Column("requests", "of this router", rank=5, short="reqs"),
 )
+
+
+def admin_of(name: str, admin: str | None, secret_file: Path | None) -> tuple[str, Path]:
+    """Return the address of a router's internal port, and the secret's file: as given, or of a cluster of this machine.
+
+    ConfigError where one of them is given alone, or no such cluster runs.
+    """
+    if admin is not None and secret_file is not None:
+        return admin, secret_file
+    if admin is not None or secret_file is not None:
+        raise ConfigError("--admin and --secret-file must be given together")
+    state = read_state(name)
+    return state.admin, state.secret_file
 
 
 async def show_status(address: str, secret_file: Path, *, watch: bool, as_json: bool) -> None:
@@ -75,6 +90,8 @@ def render(status: admin.ClusterStatus) -> Sheet:
             *(load.num_running, load.num_waiting, worker.num_assigned),
         )
         role = ROLES.get(worker.registration.role, "?")
+        if worker.registration.role_epoch:
+            role += f" (epoch {worker.registration.role_epoch})"
         rows.append((worker.registration.worker_id, role, _state(worker), *map(str, numbers)))
     ended = ", ".join(f"{count} {name}" for name, count in sorted(status.ended.items())) or "none"
     pairs = [(worker.registration.worker_id, pair) for worker in status.workers for pair in worker.pairs]

@@ -69,6 +69,13 @@ def test_a_pool_without_workers_is_refused(prefill: int, decode: int, flag: str)
         ClusterSpec(model="m", served_model_name="m", num_prefill=prefill, num_decode=decode)
 
 
+def test_mixed_workers_need_no_others_beside_them() -> None:
+    spec = ClusterSpec(model="m", served_model_name="m", num_prefill=0, num_decode=0, num_mixed=2)
+    children = plan(spec, WIRING)
+    assert [child.name for child in children] == ["router", "mixed-0", "mixed-1"]
+    assert [read_back(child).role for child in children[1:]] == ["mixed", "mixed"]  # type: ignore[attr-defined]
+
+
 def test_a_flag_goes_to_every_worker_and_one_that_no_worker_has_is_refused() -> None:
     spec = ClusterSpec(model="m", served_model_name="m", worker_flags={"lease_s": 2.5, "digests": "off"})
     for child in plan(spec, WIRING)[1:]:

@@ -54,6 +54,13 @@ def test_the_state_says_what_keeps_a_worker_from_serving() -> None:
     assert states == ["loading 50%", "draining", "unroutable: page_size: 16 != 32", "its last 3 steps failed"]
 
 
+def test_a_role_that_has_changed_is_shown_with_its_epoch() -> None:
+    registration = link.Register(worker_id="a", role=link.ROLE_MIXED, role_epoch=3, ready=True)
+    assert row(shown(admin.ClusterStatus(workers=[admin.WorkerStatus(registration=registration)])), "a")[1] == (
+        "mixed (epoch 3)"
+    )
+
+
 def test_requests_are_counted_by_how_they_ended() -> None:
     status = admin.ClusterStatus(num_active=1, num_held=2, ended={"UNAVAILABLE": 3, "OK": 4}, num_replaced=5)
     assert "requests: 1 active, 2 held; ended: 4 OK, 3 UNAVAILABLE; placed again: 5" in shown(status)

@@ -1,0 +1,111 @@
+"""Commands that change a cluster while it serves: roles of workers, and drains."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pdserve.cli.options import AdminAddress, ClusterName, SecretFile
+from pdserve.roles import Role
+
+if TYPE_CHECKING:
+    from pdserve.launch.admin import AdminClient
+    from pdserve.proto.v1 import admin_pb2 as admin
+
+WorkerName = Annotated[str, typer.Argument(metavar="WORKER", help="Name of the worker.")]
+
+
+def role(
+    worker: WorkerName,
+    wanted: Annotated[Role, typer.Argument(metavar="prefill|decode|mixed", help="What routers shall place on it.")],
+    force: Annotated[
+        bool, typer.Option("--force", help="Even if it leaves no worker that computes prompts, or none that decodes.")
+    ] = False,
+    name: ClusterName = "default",
+    admin: AdminAddress = None,
+    secret_file: SecretFile = None,
+) -> None:
+    """Give a worker another role while it serves. Nothing is loaded again; what it was given before, it serves.
+
+    One router is asked; all of them follow what the worker reports. A worker that is started again has the role that
+    it was configured with.
+    """
+    _operate(_take_role(worker, wanted, force=force), name, admin, secret_file)
+
+
+def drain(
+    worker: WorkerName,
+    name: ClusterName = "default",
+    admin: AdminAddress = None,
+    secret_file: SecretFile = None,
+) -> None:
+    """Let a worker finish what it has and end; show what is left until it is gone. Ctrl-C leaves it draining.
+
+    `pdserve up` starts it again a second later: with nothing cached, and with the role that it was configured with.
+    """
+    _operate(_drain(worker), name, admin, secret_file)
+
+
+def _operate(
+    work: "Callable[[AdminClient], Awaitable[None]]", name: str, admin: str | None, secret_file: Path | None
+) -> None:
+    import grpc
+
+    from pdserve.cli.status import admin_of
+    from pdserve.cli.stream import failure
+    from pdserve.launch.admin import AdminClient
+
+    address, secret = admin_of(name, admin, secret_file)
+
+    async def run() -> None:
+        async with AdminClient(address, secret) as client:
+            try:
+                await work(client)
+            except grpc.aio.AioRpcError as error:
+                raise failure(address, error) from error
+
+    asyncio.run(run())
+
+
+def _take_role(worker: str, wanted: Role, *, force: bool) -> "Callable[[AdminClient], Awaitable[None]]":
+    from pdserve.ids import WorkerId
+    from pdserve.proto.v1 import link_pb2 as link
+
+    async def work(client: "AdminClient") -> None:
+        number = link.Role.Value(f"ROLE_{wanted.name}")
+        epoch = await client.set_role(WorkerId(worker), number, force=force)
+        typer.echo(f"{worker} is a {wanted} worker (epoch {epoch})")
+
+    return work
+
+
+def _drain(worker: str) -> "Callable[[AdminClient], Awaitable[None]]":
+    from pdserve.ids import WorkerId
+
+    async def work(client: "AdminClient") -> None:
+        before = _process(await client.status(), worker)
+        await client.drain(WorkerId(worker))
+        shown = ""
+        async for status in client.watch():
+            present = _process(status, worker)
+            if present is None or before is None or present.registration.incarnation != before.registration.incarnation:
+                typer.echo(f"{worker} is gone")
+                return
+            left = _left(present)
+            if left != shown:
+                typer.echo(f"{worker}: {left}")
+            shown = left
+
+    return work
+
+
+def _process(status: "admin.ClusterStatus", worker: str) -> "admin.WorkerStatus | None":
+    return next((each for each in status.workers if each.registration.worker_id == worker), None)
+
+
+def _left(worker: "admin.WorkerStatus") -> str:
+    """Return what a worker that drains has yet to do, in words."""
+    load = worker.load
+    return f"{load.num_running} sequences run, {load.num_waiting} wait, {load.num_handoffs} hand-offs are open"
