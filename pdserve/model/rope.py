@@ -30,18 +30,19 @@ class Rope:
 
     def table(self, num_positions: int) -> Tensor:
         """Return each position's cosines, then its sines: float32 [num_positions, head_dim]."""
-        positions = torch.arange(num_positions, device=self._frequencies.device)
-        turns = positions.float()[:, None] * self._frequencies
-        return torch.cat((turns.cos(), turns.sin()), -1).mul_(self._cos_scale)
+        return torch.cat(self._turns(torch.arange(num_positions, device=self._frequencies.device)), -1)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> Angles:
         """Return the angles of `positions`: int64 [num_tokens]."""
-        turns = positions.float()[:, None] * self._frequencies
-        cos, sin = turns.cos() * self._cos_scale, turns.sin() * self._cos_scale
+        cos, sin = self._turns(positions)
         return Angles(
             cos=torch.cat((cos, cos), -1).to(dtype)[:, None, :],
             sin=torch.cat((-sin, sin), -1).to(dtype)[:, None, :],
         )
+
+    def _turns(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        turns = positions.float()[:, None] * self._frequencies
+        return turns.cos() * self._cos_scale, turns.sin() * self._cos_scale
 
 
 def rotate_(heads: Tensor, angles: Angles) -> None:
