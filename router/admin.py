@@ -15,9 +15,10 @@ from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceServicer
 from pdserve.roles import Role
 from pdserve.router.costs import Kind
-from pdserve.router.events import DrainAsked, LinkId, ProcessEnded, RoleAsked
+from pdserve.router.events import DrainAsked, LinkId, MovesAsked, ProcessEnded, RoleAsked
 from pdserve.router.predict import Predictor
 from pdserve.router.roles import refusal
+from pdserve.router.routing import difference
 from pdserve.router.shell import Shell, WorkerStream
 from pdserve.router.view import WorkerView
 from pdserve.router.wire import ROLES
@@ -75,13 +76,14 @@ class AdminEndpoint(AdminServiceServicer):
     async def DrainWorker(  # noqa: N802
         self, request: admin.DrainWorkerRequest, context: DrainContext
     ) -> admin.DrainWorkerResponse:
-        self._shell.post(DrainAsked((await self._named(request.worker_id, context)).link))
+        worker = await self._attached(request.worker_id, "worker_id", context)
+        self._shell.post(DrainAsked(worker.link))
         return admin.DrainWorkerResponse()
 
     async def SetWorkerRole(  # noqa: N802
         self, request: admin.SetWorkerRoleRequest, context: RoleContext
     ) -> admin.SetWorkerRoleResponse:
-        worker, role = await self._named(request.worker_id, context), ROLES.get(request.role)
+        worker, role = await self._attached(request.worker_id, "worker_id", context), ROLES.get(request.role)
         if role is None:
             await abort(context, grpc.StatusCode.INVALID_ARGUMENT, f"role: {request.role} is unknown")
         if worker.role is role:
@@ -111,13 +113,25 @@ class AdminEndpoint(AdminServiceServicer):
     async def MoveSequences(  # noqa: N802
         self, request: admin.MoveSequencesRequest, context: MoveContext
     ) -> admin.MoveSequencesResponse:
-        del request
-        await abort(context, grpc.StatusCode.UNIMPLEMENTED, "sequences stay where they are")
+        core, target = self._shell.core, None
+        source = await self._attached(request.worker_id, "worker_id", context)
+        if request.target_worker_id:
+            target = await self._attached(request.target_worker_id, "target_worker_id", context)
+            why = _unfit(source, target)
+            if why:
+                await abort(context, grpc.StatusCode.FAILED_PRECONDITION, f"target_worker_id: {why}")
+        num_movable = core.moving.num_movable(source)
+        num_sequences = min(num_movable, request.max_sequences or num_movable)
+        self._shell.post(MovesAsked(source.link, None if target is None else target.link, request.max_sequences))
+        return admin.MoveSequencesResponse(num_sequences=num_sequences)
 
-    async def _named(self, worker_id: str, context: "grpc.aio.ServicerContext[_Request, _Response]") -> WorkerView:
+    async def _attached(
+        self, worker_id: str, field: str, context: "grpc.aio.ServicerContext[_Request, _Response]"
+    ) -> WorkerView:
+        """Return a worker by its name; end the call where none of that name is attached."""
         worker = self._shell.core.workers.named(worker_id)
         if worker is None:
-            await abort(context, grpc.StatusCode.NOT_FOUND, f"worker_id: {echo(worker_id, repr)} is not attached")
+            await abort(context, grpc.StatusCode.NOT_FOUND, f"{field}: {echo(worker_id, repr)} is not attached")
         return worker
 
     def _has_left(self, worker: WorkerView) -> bool:
@@ -133,6 +147,7 @@ class AdminEndpoint(AdminServiceServicer):
             num_active=core.num_active,
             num_held=core.num_held,
             ended=core.placements.ended,
+            moves=core.placements.shadows.ended,
             num_replaced=core.placements.num_replaced,
             refused={refusal.value: count for refusal, count in self._shell.refused.items()},
             costs=[_costs(kind, costs, core.predictor) for kind, costs in core.predictor.costs.kinds()],
@@ -152,6 +167,17 @@ class AdminEndpoint(AdminServiceServicer):
             unroutable=unroutable[worker.link],
             pairs=[pair for name, pair in stream.pairs.items() if name in names],
         )
+
+
+def _unfit(source: WorkerView, target: WorkerView) -> str:
+    """Return why continuations of one worker cannot move to another; empty when they can."""
+    if target is source:
+        return f"{source.name} has them already"
+    if not target.role.is_in(Role.DECODE):
+        return f"{target.name} is a prefill worker"
+    if target.kind != source.kind:
+        return f"{target.name} does not fit {source.name}: {difference(source, target)}"
+    return ""
 
 
 def _costs(kind: Kind, costs: LearntCosts, predictor: Predictor) -> admin.LearntCosts:

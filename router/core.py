@@ -23,6 +23,7 @@ from pdserve.router.events import (
     LinkId,
     LinkLost,
     LoadReported,
+    MovesAsked,
     OperatorEvent,
     PairMeasured,
     ProcessEnded,
@@ -38,6 +39,7 @@ from pdserve.router.events import (
     WorkerEvent,
 )
 from pdserve.router.membership import Membership
+from pdserve.router.moving import Moving
 from pdserve.router.placements import Placements
 from pdserve.router.policies import least_loaded
 from pdserve.router.predict import Predictor
@@ -62,6 +64,7 @@ class RouterCore:
         self.placements = Placements(self.workers, self.predictor, policy, limits)
         self._delivery = Delivery(self.placements)
         self._admission = Admission(self.placements, limits)
+        self.moving = Moving(self.placements)
         self._retry = Retry(self.placements, limits)
         self._membership = Membership(self.placements, self._retry, self._admission, limits)
 
@@ -93,6 +96,8 @@ class RouterCore:
             self._handle_worker(event, now_s)
         else:
             self._handle_other(event, now_s)
+        if self.placements.shadows.sources:
+            self.moving.look_again(now_s)
         self._admission.place_more(now_s)
         return self.placements.take_commands()
 
@@ -140,6 +145,8 @@ class RouterCore:
                 self._drain(link, now_s)
             case RoleAsked(link, role, epoch):
                 self._ask_for_role(SendRole(link, role, epoch))
+            case MovesAsked():
+                self.moving.ask(event, now_s)
             case ShutdownAsked():
                 self._admission.is_closed = True
             case ShutdownDue():
@@ -161,6 +168,7 @@ class RouterCore:
         has_changed = self.workers.take_role(worker, event.load.role, event.load.role_epoch)
         if has_changed or worker.draining is not was_draining:
             self._membership.note_change(now_s)
+        self.moving.look(worker, now_s)
 
     def _take_pair(self, worker: WorkerView, pair: PairMeasured) -> None:
         self.predictor.links.begin((worker.name, pair.decode), pair.bytes_per_s)
@@ -174,6 +182,7 @@ class RouterCore:
             worker.draining = True
             self.placements.emit(SendDrain(link))
             self._membership.note_change(now_s)
+            self.moving.look(worker, now_s)
 
     def _ask_for_role(self, asked: SendRole) -> None:
         if self.workers.get(asked.link) is not None:

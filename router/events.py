@@ -189,6 +189,15 @@ class RoleAsked:
 
 
 @value
+class MovesAsked:
+    """An operator wants running continuations to leave a worker."""
+
+    link: LinkId
+    target: LinkId | None = None  # None: where there is most room
+    max_sequences: int = 0  # 0: all
+
+
+@value
 class ShutdownAsked:
     """Take no further requests."""
 
@@ -209,5 +218,5 @@ ClientEvent = RequestArrived | ClientGone | ClientTooSlow | StopStringFound
 WorkerEvent = (  # the most frequent first: that is how isinstance looks for them
     StepReported | StageReached | LoadReported | AttemptFailed | KvChanged | PairMeasured | Registration | LinkLost
 )
-OperatorEvent = ProcessEnded | DrainAsked | RoleAsked | ShutdownAsked | ShutdownDue | Tick
+OperatorEvent = ProcessEnded | DrainAsked | RoleAsked | MovesAsked | ShutdownAsked | ShutdownDue | Tick
 Event = ClientEvent | WorkerEvent | OperatorEvent

@@ -240,6 +240,7 @@ def _move(move: Move) -> list[tuple[LinkId, link.AttachResponse]]:
         index=index,
         new_attempt=move.spec.attempt,
         target=_worker_ref(move.target),
+        num_tokens=len(move.spec.token_ids),
     )
     return [
         (move.target.link, link.AttachResponse(place=place)),

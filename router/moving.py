@@ -1,0 +1,238 @@
+"""Which running continuations move, where to and when. Pure.
+
+A worker that drains, or whose role is prefill, hands all that it decodes over; one that is about to preempt hands some
+over; and an operator may ask for more. What would probably end before it had moved stays where it is.
+
+Invariant: at most MAX_LEAVING continuations are on their way from one worker, and at most MAX_COMING to one.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum, auto
+from math import ceil
+
+from pdserve.ids import RequestId
+from pdserve.roles import Role
+from pdserve.router.commands import Warn
+from pdserve.router.events import LinkId, MovesAsked
+from pdserve.router.outlook import Outlook
+from pdserve.router.placements import Placements
+from pdserve.router.predict import Prompt
+from pdserve.router.request import Request, Sequence
+from pdserve.router.view import WorkerView
+from pdserve.values import value
+
+MAX_LEAVING = 4
+MAX_COMING = 8
+_FEW = 2  # that are on their way from a worker for want of pages
+_AGAIN_S = 1.0  # between two moves of a continuation
+_SETTLE_S = 10.0  # the same, where it moves for want of pages: what moved does not move back
+_HANDOVER_STEPS = 3  # that a move takes beside its bytes
+_LEAST_EXTRA_PAGES = 2
+_PAGES_AHEAD = 2  # for each sequence: a worker with fewer free pages is about to preempt
+_ROOM_AHEAD = 4  # a worker with fewer, after a move, does not count as one that has room
+
+
+class Why(Enum):
+    """What continuations move for."""
+
+    ROLE = auto()
+    DRAIN = auto()
+    ASKED = auto()
+    PAGES = auto()
+
+
+_IN_WORDS = {
+    Why.DRAIN: "it drains",
+    Why.ROLE: "it is a prefill worker",
+    Why.ASKED: "an operator asked for it",
+    Why.PAGES: "it is about to run out of pages",
+}
+
+
+@value
+class _Candidate:
+    """A continuation that may move."""
+
+    request: Request
+    sequence: Sequence
+    num_left: float  # tokens that it will probably gain
+
+    @property
+    def name(self) -> tuple[RequestId, int]:
+        return self.request.request_id, self.sequence.index
+
+    @property
+    def num_tokens(self) -> int:
+        return self.request.num_tokens + len(self.sequence.token_ids)
+
+
+@dataclass(slots=True)
+class _Order:
+    """What an operator asked to move from a worker, and has not moved yet."""
+
+    names: set[tuple[RequestId, int]]
+    target: LinkId | None  # None: any
+
+
+class Moving:
+    """Finds continuations that are to move, and workers with room for them."""
+
+    def __init__(self, placements: Placements) -> None:
+        self._placements = placements
+        self._predictor = placements.predictor
+        self._workers = placements.workers
+        self._shadows = placements.shadows
+        self._orders: dict[LinkId, _Order] = {}  # by source
+
+    def ask(self, event: MovesAsked, now_s: float) -> None:
+        """Let an operator's choice move. A later order for the same worker takes the place of an earlier one."""
+        source = self._workers.get(event.link)
+        if source is None:
+            return
+        chosen = self._candidates(source)[: event.max_sequences or None]
+        self._orders[event.link] = _Order({candidate.name for candidate in chosen}, event.target)
+        self.look(source, now_s)
+
+    def num_movable(self, source: WorkerView) -> int:
+        """Return how many of this router's continuations decode on a worker and are not on their way from it."""
+        return len(self._candidates(source))
+
+    def look_again(self, now_s: float) -> None:
+        """Look at the workers from which moves have ended: others may follow."""
+        links, self._shadows.sources = self._shadows.sources, set()
+        for link in links:
+            source = self._workers.get(link)
+            if source is not None:
+                self.look(source, now_s)
+
+    def look(self, source: WorkerView, now_s: float) -> None:
+        """Start the moves from a worker that have a reason, a place to go and a turn."""
+        why = self._why(source)
+        num_free = (_FEW if why is Why.PAGES else MAX_LEAVING) - self._shadows.num_leaving(source)
+        if why is None or num_free <= 0:
+            return
+        order = self._orders.get(source.link) if why is Why.ASKED else None
+        targets = self._targets(source, None if order is None else order.target)
+        began: list[str] = []
+        for candidate in self._in_turn(source, why, order, now_s) if targets else ():
+            target = self._begin(source, candidate, targets, why, now_s)
+            if target is not None:
+                began.append(target.name)
+            if len(began) == num_free:
+                break
+        if began:
+            there = ", ".join(sorted(set(began)))
+            text = f"{len(began)} continuations move from {source.name} to {there}: {_IN_WORDS[why]}"
+            self._placements.emit(Warn(text))
+
+    # ---- why
+
+    def _why(self, source: WorkerView) -> Why | None:
+        """Return why continuations of a worker are to move now, if they are."""
+        if not source.shares:
+            self._orders.pop(source.link, None)
+            return None
+        if source.draining:
+            return Why.DRAIN
+        if not source.role.is_in(Role.DECODE):
+            return Why.ROLE
+        if source.link in self._orders:
+            return Why.ASKED
+        return Why.PAGES if _pages_left(source, _PAGES_AHEAD) < 0 else None
+
+    # ---- which
+
+    def _candidates(self, source: WorkerView) -> list[_Candidate]:
+        """Return what decodes on a worker and is not on its way already, that with the most tokens to come first."""
+        found = [
+            _Candidate(request, sequence, self._num_left(request, sequence))
+            for request, sequence in self._decoding(source)
+            if sequence.shadow is None
+        ]
+        return sorted(found, key=lambda candidate: (-candidate.num_left, candidate.name))
+
+    def _decoding(self, source: WorkerView) -> Iterator[tuple[Request, Sequence]]:
+        for request_id, attempt in source.shares:
+            request = self._placements.requests[request_id]
+            placement = request.placements[attempt]
+            if placement.decode is source and placement.committed and placement.prefill is None:
+                for index in placement.running:
+                    yield request, request.sequences[index]
+
+    def _num_left(self, request: Request, sequence: Sequence) -> float:
+        return self._predictor.lengths.left(len(sequence.token_ids), request.params.max_tokens)
+
+    def _in_turn(self, source: WorkerView, why: Why, order: _Order | None, now_s: float) -> list[_Candidate]:
+        """Return the candidates that may move now for this reason, in the order in which they are to."""
+        candidates = self._candidates(source)
+        if order is not None:
+            candidates = [candidate for candidate in candidates if candidate.name in order.names]
+            order.names &= {candidate.name for candidate in candidates}  # the others ended, or moved
+            if not candidates:
+                del self._orders[source.link]
+        pause_s = _SETTLE_S if why is Why.PAGES else _AGAIN_S
+        rested = [candidate for candidate in candidates if now_s - candidate.sequence.move_asked_s >= pause_s]
+        if why is Why.PAGES:  # first that which would take most pages
+            rested.sort(key=lambda candidate: -(candidate.num_tokens + candidate.num_left))
+        return rested
+
+    # ---- where to
+
+    def _targets(self, source: WorkerView, wanted: LinkId | None) -> list[WorkerView]:
+        """Return the workers that continuations of a worker may move to."""
+        return [
+            worker
+            for worker in self._workers.routable(Role.DECODE)
+            if worker is not source and worker.kind == source.kind and not worker.is_failing
+            if wanted is None or worker.link == wanted
+        ]
+
+    def _begin(
+        self, source: WorkerView, candidate: _Candidate, targets: list[WorkerView], why: Why, now_s: float
+    ) -> WorkerView | None:
+        """Start a continuation's move to where it will decode fastest; return that worker, or None where it stays."""
+        page_size, step_s = source.registration.layout.page_size, self._step_s(source)
+        num_pages = ceil(candidate.num_tokens / page_size)
+        speeds = [
+            (speed_s, target.name, target)
+            for target in targets
+            if why is not Why.PAGES or _pages_left(target, _ROOM_AHEAD) >= num_pages
+            if (speed_s := self._speed_s(candidate, target, now_s)) is not None
+        ]
+        if not speeds:
+            return None
+        target = min(speeds)[2]
+        copy_s = self._copy_s(source, target, candidate)
+        if candidate.num_left * step_s < copy_s + _HANDOVER_STEPS * step_s:
+            return None
+        extra_tokens = max(_LEAST_EXTRA_PAGES * page_size, ceil(2 * copy_s / step_s))
+        self._placements.move(candidate.request, candidate.sequence, target, extra_tokens, now_s)
+        return target
+
+    def _speed_s(self, candidate: _Candidate, target: WorkerView, now_s: float) -> float | None:
+        """Return how long a step would be for a continuation on a worker; None where there is no room for it."""
+        request, num_tokens = candidate.request, candidate.num_tokens
+        max_tokens = request.params.max_tokens - len(candidate.sequence.token_ids)
+        if self._shadows.num_coming(target) >= MAX_COMING or num_tokens + max_tokens > target.max_num_tokens:
+            return None
+        prompt = Prompt(num_tokens, 1, {}, request.priority, max_tokens)
+        step_s, lacks = Outlook(self._predictor, target, prompt, now_s).handed_over(0.0)
+        return step_s if lacks is None else None
+
+    def _step_s(self, source: WorkerView) -> float:
+        """Return how long a decode step of a worker takes."""
+        num_running = max(1, source.num_sequences - source.num_arriving)
+        return max(1e-6, self._predictor.costs.of(source).decode_s(num_running, source.kv_tokens))
+
+    def _copy_s(self, source: WorkerView, target: WorkerView, candidate: _Candidate) -> float:
+        """Return how long a continuation's pages probably take, beside those that are on their way from there."""
+        layout, links = source.registration.layout, self._predictor.links
+        num_bytes = candidate.num_tokens * layout.page_bytes / layout.page_size
+        beside = self._shadows.num_leaving(source) + 1
+        return links.latency_s + beside * num_bytes / links.bytes_per_s((source.name, target.name))
+
+
+def _pages_left(worker: WorkerView, ahead: int) -> float:
+    """Return how many pages are free beyond so many for each sequence that decodes."""
+    return worker.num_free_pages - ahead * (worker.num_sequences - worker.num_arriving)

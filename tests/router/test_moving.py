@@ -1,0 +1,408 @@
+"""Running continuations that move from one worker to another, as the router sees it: each token is taken once."""
+
+import pytest
+from router_driver import LAYOUT, LENGTH, PROMPT, STOP, Driver
+
+from pdserve.ids import RequestId
+from pdserve.load import LoadPart, ReportedLoad
+from pdserve.reports import Failure, Stage
+from pdserve.router.commands import CancelAttempt, Move, Refused
+from pdserve.router.config import Limits
+from pdserve.router.events import ClientGone, DrainAsked, LinkId, LinkLost, LoadReported, MovesAsked, StopStringFound
+from pdserve.router.moving import MAX_LEAVING
+
+LONG = 400  # tokens of answers that are worth a move
+
+
+class Moves(Driver):
+    """A prefill worker, a decode worker on which answers run, and another one with room."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        super().__init__(limits)
+        self.p, self.s = self.pair()
+        self.t = LinkId(0)
+
+    def run_on_s(self, *, n: int = 1, max_tokens: int = LONG) -> RequestId:
+        """Return a request that decodes on S: it has its first two tokens of each continuation."""
+        request = self.arrive(n=n, max_tokens=max_tokens)
+        attempt = self.placed().spec.attempt
+        for index in range(n):
+            self.tokens(self.p, request, 0, 10 * index, index=index, attempt=attempt)
+        self.stage(self.s, request, Stage.COMMITTED, attempt=attempt)
+        for index in range(n):
+            self.tokens(self.s, request, 1, 10 * index + 1, index=index, attempt=attempt)
+        return request
+
+    def attach_t(self, **changes: object) -> LinkId:
+        self.t = self.attach("d1", **changes)
+        return self.t
+
+    def moves(self) -> list[Move]:
+        return [command for command in self.last if isinstance(command, Move)]
+
+    def ask(self, max_sequences: int = 0) -> list[Move]:
+        self.post(MovesAsked(self.s, self.t, max_sequences))
+        return self.moves()
+
+    def moving(self, **params: int) -> RequestId:
+        """Return a request whose only continuation is on its way from S to T, as attempt 1."""
+        request = self.run_on_s(**params)
+        self.attach_t()
+        (move,) = self.ask()
+        assert (move.spec.attempt, move.attempt) == (1, 0)
+        return request
+
+    def moved(self) -> RequestId:
+        """Return a request whose only continuation has moved to T."""
+        request = self.moving()
+        self.stage(self.t, request, Stage.COMMITTED, attempt=1)
+        return request
+
+    def assert_idle(self, request: RequestId) -> None:
+        assert request in self.ends
+        self.core.check_idle()
+
+
+def test_a_move_names_what_the_target_is_given_and_asks_the_source() -> None:
+    d = Moves()
+    request = d.run_on_s(max_tokens=100)
+    d.attach_t()
+    (move,) = d.ask()
+    assert (move.source.link, move.target.link) == (d.s, d.t)
+    assert (tuple(move.spec.token_ids), move.spec.num_prompt_tokens) == ((*PROMPT, 0, 1), len(PROMPT))
+    assert (move.spec.request_id, move.spec.indices) == (request, (0,))
+    assert move.extra_tokens >= 2 * LAYOUT.page_size
+    assert len(d.core.workers.known(d.t).shares) == 1
+
+
+def test_no_room_is_asked_for_more_tokens_than_an_answer_may_have() -> None:
+    d = Moves()
+    d.run_on_s(max_tokens=12)
+    d.attach_t()
+    (move,) = d.ask()
+    assert move.extra_tokens == 10
+
+
+def test_the_source_stays_in_charge_until_the_target_has_committed() -> None:
+    d = Moves()
+    request = d.moving()
+    d.tokens(d.s, request, 2, 2, 3)
+    d.tokens(d.t, request, 2, 2, 3, 4, attempt=1)
+    assert d.delivered[request, 0] == [0, 1, 2, 3]
+    d.stage(d.t, request, Stage.COMMITTED, attempt=1)
+    assert d.cancels() == [CancelAttempt(d.s, request, 0)]
+    d.tokens(d.t, request, 2, 2, 3, 4, attempt=1)
+    d.tokens(d.s, request, 4, 4, 5)
+    d.tokens(d.t, request, 5, 5, attempt=1, end=STOP)
+    assert d.delivered[request, 0] == [0, 1, 2, 3, 4, 5]
+    ledger = d.answer(request).ledger
+    assert (ledger.attempts, ledger.decode_worker) == (1, "d1")
+
+
+def test_a_move_is_in_the_ledger_and_is_counted() -> None:
+    d = Moves()
+    request = d.moving()
+    d.stage(d.t, request, Stage.LANDED, attempt=1, handoff_bytes=4096, handoff_s=0.002)
+    d.stage(d.t, request, Stage.COMMITTED, attempt=1)
+    d.tokens(d.t, request, 2, 2, attempt=1, end=STOP)
+    (moved,) = d.answer(request).ledger.moves
+    assert (moved.index, moved.num_tokens, moved.source, moved.target) == (0, 2, "d0", "d1")
+    assert (moved.handoff_bytes, moved.handoff_ms) == (4096, 2.0)
+    assert d.core.placements.shadows.ended == {"done": 1}
+
+
+def test_the_timeline_keeps_the_hand_off_of_the_prompt() -> None:
+    d = Moves()
+    request = d.run_on_s()
+    d.wait(3.0)
+    d.post(LoadReported(d.s, ReportedLoad(100)))
+    d.attach_t()
+    d.ask()
+    d.stage(d.t, request, Stage.COMMITTED, attempt=1)
+    d.tokens(d.t, request, 2, 2, attempt=1, end=STOP)
+    assert dict(d.answer(request).ledger.steps)[Stage.COMMITTED] == 0.0
+
+
+def test_shares_are_moved_once() -> None:
+    d = Moves()
+    d.moved()
+    source, target = d.core.workers.known(d.s), d.core.workers.known(d.t)
+    assert (source.num_sequences, target.num_sequences) == (0, 1)
+    assert target.num_arriving == 0
+    source.check_idle()
+
+
+@pytest.mark.parametrize("failure", list(Failure))
+def test_a_move_that_fails_costs_nothing(failure: Failure) -> None:
+    d = Moves()
+    request = d.moving()
+    d.fail(d.t, request, failure, attempt=1)
+    assert (d.cancels(), d.placements()) == ([], [])
+    d.core.workers.known(d.t).check_idle()
+    d.tokens(d.s, request, 2, 2, end=STOP)
+    assert d.delivered[request, 0] == [0, 1, 2]
+    ledger = d.answer(request).ledger
+    assert (ledger.attempts, ledger.moves) == (1, ())
+    assert d.core.placements.shadows.ended == {failure.name.lower(): 1}
+
+
+@pytest.mark.parametrize("loss", ["lost", "failed"])
+def test_where_the_source_fails_the_target_is_waited_for(loss: str) -> None:
+    d = Moves()
+    request = d.moving()
+    if loss == "lost":
+        d.post(LinkLost(d.s, "its stream ended"))
+    else:
+        d.fail(d.s, request, Failure.PEER_LOST)
+    assert d.placements() == []
+    d.stage(d.t, request, Stage.COMMITTED, attempt=1)
+    d.tokens(d.t, request, 2, 2, 3, attempt=1, end=STOP)
+    assert d.delivered[request, 0] == [0, 1, 2, 3]
+    assert d.answer(request).ledger.attempts == 1
+
+
+@pytest.mark.parametrize("loss", ["lost", "failed"])
+def test_where_both_ends_fail_it_is_placed_again(loss: str) -> None:
+    d = Moves()
+    request = d.moving()
+    d.attach("d2")
+    d.fail(d.s, request, Failure.PEER_LOST)
+    if loss == "lost":
+        d.post(LinkLost(d.t, "its stream ended"))
+    else:
+        d.fail(d.t, request, Failure.PEER_LOST, attempt=1)
+        d.wait(0.05)
+    place = d.placed()
+    assert (place.spec.attempt, tuple(place.spec.token_ids)) == (2, (*PROMPT, 0, 1))
+    decode = place.decode
+    assert decode is not None
+    d.tokens(d.p, request, 2, 2, attempt=2)
+    d.stage(decode.link, request, Stage.COMMITTED, attempt=2)
+    d.tokens(decode.link, request, 3, 3, attempt=2, end=STOP)
+    assert d.delivered[request, 0] == [0, 1, 2, 3]
+    assert d.answer(request).ledger.attempts == 2
+
+
+def test_a_lost_target_may_have_it_so_it_is_placed_again_and_stopped_at_the_source() -> None:
+    d = Moves()
+    request = d.moving()
+    d.post(LinkLost(d.t, "its stream ended"))
+    assert d.cancels() == [CancelAttempt(d.s, request, 0)]
+    place = d.placed()
+    d.tokens(d.s, request, 2, 2, 3, 4)
+    d.tokens(d.p, request, 2, 2, attempt=2)
+    d.stage(d.s, request, Stage.COMMITTED, attempt=2)
+    d.tokens(d.s, request, 3, 3, attempt=2, end=STOP)
+    assert place.spec.attempt == 2
+    assert d.delivered[request, 0] == [0, 1, 2, 3]
+    d.answer(request)
+
+
+def test_after_it_has_moved_a_lost_target_is_an_ordinary_loss() -> None:
+    d = Moves()
+    request = d.moved()
+    d.tokens(d.t, request, 2, 2, attempt=1)
+    d.post(LinkLost(d.t, "its stream ended"))
+    assert tuple(d.placed().spec.token_ids) == (*PROMPT, 0, 1, 2)
+    d.tokens(d.p, request, 3, 3, attempt=2)
+    d.stage(d.s, request, Stage.COMMITTED, attempt=2)
+    d.tokens(d.s, request, 4, 4, attempt=2, end=STOP)
+    assert d.delivered[request, 0] == [0, 1, 2, 3, 4]
+    d.answer(request)
+
+
+def test_after_it_has_moved_nothing_is_lost_with_the_source() -> None:
+    d = Moves()
+    request = d.moved()
+    d.post(LinkLost(d.s, "its stream ended"))
+    assert d.placements() == []
+    d.tokens(d.t, request, 2, 2, attempt=1, end=STOP)
+    d.answer(request)
+
+
+@pytest.mark.parametrize("end", ["stop", "client", "deadline", "source"])
+def test_what_ends_while_it_moves_ends_at_both(end: str) -> None:
+    d = Moves(Limits(worker_silence_s=1e6))
+    request = d.moving()
+    match end:
+        case "stop":
+            d.post(StopStringFound(request, 0))
+        case "client":
+            d.post(ClientGone(request))
+        case "deadline":
+            d.wait(60.0)
+        case "source":
+            d.tokens(d.s, request, 2, 2, end=STOP)
+    stopped = {(cancel.link, cancel.attempt, cancel.indices) for cancel in d.cancels()}
+    assert stopped == {(d.t, 1, (0,))} | ({(d.s, 0, ())} if end != "source" else set())
+    d.assert_idle(request)
+    d.stage(d.t, request, Stage.COMMITTED, attempt=1)
+    d.tokens(d.t, request, 2, 2, attempt=1)
+    d.core.check_idle()
+
+
+def test_continuations_of_one_request_move_one_by_one() -> None:
+    d = Moves()
+    request = d.run_on_s(n=3)
+    d.attach_t()
+    moves = d.ask(max_sequences=2)
+    assert [(move.spec.indices, move.spec.attempt) for move in moves] == [((0,), 1), ((1,), 2)]
+    d.stage(d.t, request, Stage.COMMITTED, attempt=2)
+    assert d.cancels() == [CancelAttempt(d.s, request, 0, (1,))]
+    d.tokens(d.t, request, 2, 12, attempt=2, index=1, end=STOP)
+    d.fail(d.t, request, Failure.OVERLOADED, attempt=1)
+    d.tokens(d.s, request, 2, 2, index=0, end=STOP)
+    d.tokens(d.s, request, 2, 22, index=2, end=STOP)
+    assert d.delivered == {(request, 0): [0, 1, 2], (request, 1): [10, 11, 12], (request, 2): [20, 21, 22]}
+    d.answer(request)
+
+
+def test_where_the_source_fails_only_what_does_not_move_is_placed_again() -> None:
+    d = Moves()
+    request = d.run_on_s(n=2)
+    d.attach_t()
+    d.ask(max_sequences=1)
+    d.post(LinkLost(d.s, "its stream ended"))
+    assert [place.spec.indices for place in d.placements()] == [(1,)]
+    d.stage(d.t, request, Stage.COMMITTED, attempt=1)
+    d.tokens(d.t, request, 2, 2, attempt=1, end=STOP)
+    d.post(ClientGone(request))
+    d.assert_idle(request)
+
+
+def test_prompts_that_are_not_handed_off_yet_do_not_move() -> None:
+    d = Moves()
+    request = d.arrive(max_tokens=LONG)
+    d.attach_t()
+    assert d.ask() == []
+    d.tokens(d.p, request, 0, 0)
+    assert d.ask() == []
+    d.stage(d.s, request, Stage.COMMITTED)
+    assert len(d.ask()) == 1
+
+
+def test_what_is_about_to_end_stays() -> None:
+    d = Moves()
+    d.run_on_s(max_tokens=4)
+    d.attach_t()
+    assert d.ask() == []
+
+
+# ---- draining
+
+
+def test_all_that_decodes_on_a_draining_worker_moves_a_few_at_a_time_longest_first() -> None:
+    d = Moves()
+    requests = [d.run_on_s(max_tokens=20 + 15 * number) for number in range(6)]
+    d.attach_t(max_num_seqs=16)
+    d.post(DrainAsked(d.s))
+    first = d.moves()
+    assert [move.spec.request_id for move in first] == requests[:1:-1]
+    assert len(first) == MAX_LEAVING
+    for request, follower in zip(requests[:3:-1], requests[1::-1], strict=True):
+        d.stage(d.t, request, Stage.COMMITTED, attempt=1)
+        assert [move.spec.request_id for move in d.moves()] == [follower]
+    for request in requests:
+        d.stage(d.t, request, Stage.COMMITTED, attempt=1)
+    assert not d.core.workers.known(d.s).shares
+    for request in requests:
+        d.tokens(d.t, request, 2, 2, attempt=1, end=LENGTH)
+    d.core.check_idle()
+
+
+def test_a_worker_that_reports_that_it_drains_is_emptied() -> None:
+    d = Moves()
+    d.run_on_s()
+    d.attach_t()
+    d.post(LoadReported(d.s, ReportedLoad(100, draining=True)))
+    assert len(d.moves()) == 1
+
+
+def test_what_finds_no_room_waits_for_loads_to_be_reported() -> None:
+    d = Moves()
+    d.run_on_s()
+    d.attach_t()
+    d.post(LoadReported(d.t, ReportedLoad(0, others=LoadPart(num_running=1))))
+    d.post(DrainAsked(d.s))
+    assert d.moves() == []
+    d.post(LoadReported(d.t, ReportedLoad(90, others=LoadPart(num_running=1))))
+    d.post(LoadReported(d.s, ReportedLoad(100, draining=True)))
+    assert len(d.moves()) == 1
+
+
+def test_a_move_that_failed_is_tried_again_after_a_while() -> None:
+    d = Moves()
+    request = d.run_on_s()
+    d.attach_t()
+    d.post(DrainAsked(d.s))
+    d.fail(d.t, request, Failure.OVERLOADED, attempt=1)
+    assert d.moves() == []
+    d.post(LoadReported(d.s, ReportedLoad(100, draining=True)))
+    assert d.moves() == []
+    d.wait(1.0)
+    d.post(LoadReported(d.s, ReportedLoad(100, draining=True)))
+    (move,) = d.moves()
+    assert move.spec.attempt == 2
+
+
+def test_nothing_moves_to_a_worker_that_drains() -> None:
+    d = Moves()
+    d.run_on_s()
+    d.attach_t()
+    d.post(DrainAsked(d.t))
+    d.post(DrainAsked(d.s))
+    assert d.moves() == []
+
+
+# ---- for want of pages
+
+
+def short_of_pages(d: Moves, *, target_pages: int) -> list[Move]:
+    for _ in range(4):
+        d.run_on_s()
+    d.attach_t()
+    d.post(LoadReported(d.t, ReportedLoad(target_pages)))
+    d.post(LoadReported(d.s, ReportedLoad(7)))
+    return d.moves()
+
+
+def test_a_worker_that_is_about_to_preempt_hands_a_few_over() -> None:
+    assert len(short_of_pages(Moves(), target_pages=90)) == 2
+
+
+def test_a_worker_with_pages_keeps_what_it_has() -> None:
+    d = Moves()
+    for _ in range(4):
+        d.run_on_s()
+    d.attach_t()
+    d.post(LoadReported(d.s, ReportedLoad(8)))
+    assert d.moves() == []
+
+
+def test_what_moved_for_want_of_pages_does_not_move_back() -> None:
+    d = Moves()
+    moves = short_of_pages(d, target_pages=90)
+    for move in moves:
+        d.stage(d.t, move.spec.request_id, Stage.COMMITTED, attempt=1)
+    d.post(LoadReported(d.s, ReportedLoad(90)))
+    d.post(LoadReported(d.t, ReportedLoad(1)))
+    assert d.moves() == []
+    d.wait(3.0)
+    d.post(LoadReported(d.t, ReportedLoad(1)))
+    assert d.moves() == []
+
+
+def test_nothing_moves_for_want_of_pages_to_a_worker_that_has_few_itself() -> None:
+    assert short_of_pages(Moves(), target_pages=0) == []
+
+
+def test_requests_are_not_refused_for_their_moves() -> None:
+    d = Moves(Limits(max_attempts=1, max_interruptions=1, worker_silence_s=1e6))
+    request = d.moving()
+    for attempt in range(1, 6):
+        d.fail(d.t, request, Failure.OVERLOADED, attempt=attempt)
+        d.wait(1.0)
+        assert not isinstance(d.ends.get(request), Refused)
+        d.ask()
+    d.tokens(d.s, request, 2, 2, end=STOP)
+    d.answer(request)
