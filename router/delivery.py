@@ -16,7 +16,6 @@ from pdserve.router.request import Placement, Request, Sequence
 from pdserve.router.timeline import Moved
 from pdserve.router.view import WorkerView
 
-_MAX_DELTAS_AHEAD = 64  # steps of a decode worker whose tokens overtake the first token
 LENGTH = 2  # FinishReason of a continuation that has all the tokens it may have
 Fault = tuple[Request, Placement, str]  # a placement whose worker broke the protocol
 
@@ -53,15 +52,9 @@ class Delivery:
                 return  # late news of a continuation that has ended or moved, or that is not here yet
             raise ProtocolError(f"sequence {index} is not part of this placement")
         sequence = request.sequences[index]
-        from_decode = worker is placement.decode
-        if delta.position != len(sequence.token_ids):
-            if from_decode and placement.prefill and sequence.is_ahead(delta, _MAX_DELTAS_AHEAD):
-                sequence.ahead.append(delta)
-                return
-            num_known = sequence.num_known(delta)
-        else:
-            num_known = 0
-        placement.committed = placement.committed or from_decode
+        num_known = 0 if delta.position == len(sequence.token_ids) else sequence.num_known(delta)
+        if worker is placement.decode:
+            placement.committed = True
         if self._accept(request, sequence, delta, num_known, now_s):
             return
         if placement.prefill is None:
@@ -71,20 +64,7 @@ class Delivery:
         placement.prefill.prefilled(placement.key, now_s)
         if placement.decode is not None:
             placement.decode.prefilled(placement.key, now_s)
-        self._take_ahead(request, placement, sequence, now_s)
-        if placement.running:
-            self.release_prefill_when_done(request, placement)
-
-    def _take_ahead(self, request: Request, placement: Placement, sequence: Sequence, now_s: float) -> None:
-        """Take the decode worker's tokens that came before the first one."""
-        ahead, sequence.ahead = sequence.ahead, []
-        for delta in ahead:
-            if delta.position != len(sequence.token_ids):
-                sequence.ahead.append(delta)  # what came was not what these follow
-                continue
-            placement.committed = True
-            if self._accept(request, sequence, delta, 0, now_s):
-                return
+        self.release_prefill_when_done(request, placement)
 
     def _accept(self, request: Request, sequence: Sequence, delta: TokenDelta, num_known: int, now_s: float) -> bool:
         """Hand on what is news in a delta; return whether the continuation has ended by it."""

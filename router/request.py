@@ -85,23 +85,8 @@ class Sequence:
     retry_s: float = inf  # when it is placed again, while it is not
     failure: str = ""  # of its last try, in words
     ended: bool = False
-    ahead: list[TokenDelta] = field(default_factory=list)  # from decode, before the first token from prefill
     first_s: float = 0.0
     last_s: float = 0.0
-
-    def is_ahead(self, delta: TokenDelta, max_deltas: int) -> bool:
-        """Return whether decode's tokens have overtaken prefill's first, which comes on another stream.
-
-        Raises ProtocolError where there would be a gap even then.
-        """
-        if len(self.token_ids) != self.num_before or delta.position <= self.num_before:
-            return False
-        expected = self.num_before + 1 + sum(len(early.token_ids) for early in self.ahead)
-        if delta.position != expected:
-            raise ProtocolError(f"sequence {self.index}: token {delta.position} came, {expected} was due")
-        if len(self.ahead) == max_deltas:
-            raise ProtocolError(f"sequence {self.index}: {max_deltas} steps decoded without a first token")
-        return True
 
     def num_known(self, delta: TokenDelta) -> int:
         """Return how many of the delta's tokens are here already; ProtocolError for a gap."""
@@ -220,7 +205,6 @@ class Request:
             sequence.placement = placement
             sequence.num_before = len(sequence.token_ids)
             sequence.num_tries += 1
-            sequence.ahead.clear()
         self.ledger.prefill_worker, self.ledger.decode_worker = ("" if prefill is None else prefill.name), ""
         return placement
 

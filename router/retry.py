@@ -54,6 +54,8 @@ class Retry:
             request = self._placements.requests[key[0]]
             _note_loss(request, process, now_s)
             placement = request.placements[key[1]]
+            if self._goes_on(placement, worker):
+                continue
             self._note_move(placement, Failure.PEER_LOST)
             indices = self._give_up(request, placement, {worker.link})
             self._again(request, indices, f"{worker.name} was lost ({reason})", now_s)
@@ -65,6 +67,8 @@ class Retry:
             return
         request = self._placements.requests[event.request_id]
         cause = f"{worker.name}: {event.failure.name}: {event.detail}"
+        if self._goes_on(placement, worker):
+            return
         self._note_move(placement, event.failure)
         if request.is_shadow(placement):  # it was not admitted there, so it goes on where it is
             self._placements.emit(Warn(f"{request} does not move: {cause}"))
@@ -101,6 +105,13 @@ class Retry:
             return
         delay_s = min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2 ** (num_failed + num_interrupted - 1))
         self._retry_later(request, [sequence.index for sequence in sequences], why.message, now_s + delay_s)
+
+    def _goes_on(self, placement: Placement, lost: WorkerView) -> bool:
+        """Let a decode worker that has all it needs go on without its prefill worker, if that is what was lost."""
+        goes_on = placement.committed and lost is placement.prefill
+        if goes_on:
+            self._placements.release_prefill(placement)
+        return goes_on
 
     def _note_move(self, placement: Placement, failure: Failure) -> None:
         """Count a move that has failed, if this is one that was not done."""

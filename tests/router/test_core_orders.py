@@ -84,14 +84,14 @@ class Worker:
     next_position: dict[tuple[Key, int], int] = field(default_factory=dict)
     outbox: deque[Event] = field(default_factory=deque)
 
-    def take(self, spec: SequenceSpec, *, after_prefill: bool, leaves: bool = False) -> None:
+    def take(self, spec: SequenceSpec, *, leaves: bool = False) -> None:
         key = (spec.request_id, spec.attempt)
         self.specs[key] = spec
         if leaves:
             self.leaving.add(key)
         num_delivered = len(spec.token_ids) - spec.num_prompt_tokens
         for index in spec.indices:
-            self.next_position[key, index] = num_delivered + after_prefill
+            self.next_position[key, index] = num_delivered
 
     def cancel(self, command: CancelAttempt) -> None:
         for key in [k for k in self.specs if k[0] == command.request_id and k[1] <= command.attempt]:
@@ -160,9 +160,9 @@ class World:
             case Place(spec, prefill, decode):
                 self._check_spec(spec)
                 if prefill is not None:
-                    self.workers[prefill.link].take(spec, after_prefill=False, leaves=decode is not None)
+                    self.workers[prefill.link].take(spec, leaves=decode is not None)
                 if decode is not None:
-                    self.workers[decode.link].take(spec, after_prefill=prefill is not None)
+                    self.workers[decode.link].take(spec)
             case CancelAttempt():
                 self.workers[command.link].cancel(command)
             case DropLink(link):
@@ -197,6 +197,10 @@ class World:
         assert steps[0] == (Stage.RECEIVED, 0.0)
         assert at_ms == sorted(at_ms)
         assert dict(steps)[Stage.FIRST_TOKEN] == outcome.ledger.ttft_ms
+
+    def is_to_come(self, key: Key) -> bool:
+        """Whether a prompt is yet to be computed elsewhere before it is decoded."""
+        return any(key in worker.specs and key in worker.leaving for worker in self.workers.values())
 
     def attach(self, role: Role, worker_id: str) -> None:
         self._num_links += 1
@@ -293,13 +297,17 @@ def _act_of_client(world: World, action: str, data: st.DataObject) -> None:
         world.post(ClientGone(request_id) if action == "leave" else StopStringFound(request_id, 0))
 
 
-def _act_of_worker(world: World, worker: Worker, action: str, data: st.DataObject) -> None:
+def _act_of_worker(  # noqa: C901 - one match
+    world: World, worker: Worker, action: str, data: st.DataObject
+) -> None:
     told = worker.registration
     if action == "hear":
         world.post(worker.outbox.popleft())
         return
     key = data.draw(st.sampled_from(sorted(worker.specs)))
     match action:
+        case "compute" if key not in worker.leaving and world.is_to_come(key):
+            pass
         case "compute":
             worker.compute(key, 1 if key in worker.leaving else data.draw(st.integers(1, 6)))
         case "flip":

@@ -73,6 +73,22 @@ def test_decode_goes_on_without_its_prefill_worker() -> None:
     d.answer(request)
 
 
+@pytest.mark.parametrize("loss", ["lost", "failed"])
+def test_decode_goes_on_without_a_first_token_of_its_prefill_worker(loss: str) -> None:
+    d = Driver()
+    prefill, decode = d.pair()
+    request = d.arrive()
+    d.stage(decode, request, Stage.COMMITTED)
+    if loss == "lost":
+        d.post(LinkLost(prefill, "its stream ended"))
+    else:
+        d.fail(prefill, request, Failure.PEER_LOST)
+    assert (d.cancels(), d.placements()) == ([], [])
+    d.tokens(decode, request, 0, 10, 11, 12, 13, end=LENGTH)
+    assert d.delivered[request, 0] == [10, 11, 12, 13]
+    assert d.answer(request).ledger.attempts == 1
+
+
 def test_a_prefill_worker_lost_before_the_commit_is_replaced() -> None:
     d = Driver()
     prefill, decode = d.pair()

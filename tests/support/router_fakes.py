@@ -77,11 +77,12 @@ class FakeWorker:
         self.prefills: list[link.Place] = []
         self.decodes: list[link.Place] = []  # hand-offs that it is to expect
         self.cancels: list[link.Cancel] = []
+        self.moves: list[link.Move] = []
         self.gone: list[link.ProcessGone] = []
         self.roles: list[link.SetRole] = []  # that it was to take
         self.peers: dict[str, FakeWorker] = {}
         self.is_paused = False  # takes commands, computes nothing
-        self.max_step = 10_000  # tokens after which it pauses, per placement
+        self.max_step = 10_000  # tokens after the first at which it pauses, per placement
         self.is_welcome = False
         self.is_asked_to_drain = False
         self._heartbeat: asyncio.Task[None] | None = None
@@ -159,6 +160,9 @@ class FakeWorker:
                 else:
                     self.prefills.append(message.place)
                     self._start(self._prefill(message.place))
+            case "move":
+                self.moves.append(message.move)
+                self._move(message.move)
             case "cancel":
                 self._cancel(message.cancel)
             case "set_role":
@@ -173,6 +177,12 @@ class FakeWorker:
         if not cancel.indices:
             for key in [k for k in self.specs if k[0] == cancel.request_id and k[1] <= cancel.attempt]:
                 del self.specs[key]
+
+    def _move(self, move: link.Move) -> None:
+        """Let the target go on with a placement of one continuation."""
+        target = self.peers[move.target.worker_id]
+        if self.specs.pop((move.request_id, move.attempt), None) is not None:
+            target._start(target._decode((move.request_id, move.new_attempt)))
 
     async def _prefill(self, prefill: link.Place) -> None:
         if self.is_paused:
@@ -197,13 +207,14 @@ class FakeWorker:
         await self.progress(key, link.STAGE_LANDED, handoff_bytes=4096, handoff_us=1500)
         await self.progress(key, link.STAGE_COMMITTED)
         await self.progress(key, link.STAGE_DECODE_JOINED)
-        first = len(token_ids_of(spec)) - spec.num_prompt_tokens + 1
-        for position in range(first, min(spec.sampling.max_tokens, first + self.max_step)):
+        first = len(token_ids_of(spec)) - spec.num_prompt_tokens
+        last = min(spec.sampling.max_tokens, first + 1 + self.max_step)
+        for position in range(first, last):
             if key not in self.specs:
                 return
             is_last = position + 1 == spec.sampling.max_tokens
             await self.step([self.delta(spec, index, position, is_last=is_last) for index in indices_of(spec)])
-        if first + self.max_step >= spec.sampling.max_tokens:
+        if last == spec.sampling.max_tokens:
             self.specs.pop(key, None)
 
     async def step(self, deltas: Sequence[link.TokenDelta]) -> None:
