@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from faultsim.cluster import Cluster
 from faultsim.hostile import Hostile
+from faultsim.operators import Operators
 from faultsim.process import Process
 from faultsim.router import RouterProcess
 from faultsim.scenario import Scenario
@@ -31,6 +32,7 @@ class Chaos:
         self._broken: list[tuple[Process, Process]] = []
         self._hostile = Hostile(cluster)
         self._zombies = Zombies(cluster, scenario, self._crash_router)
+        self._operators = Operators(cluster, scenario)
         self._timed: dict[str, Callable[[], object]] = {
             "crash_worker": self._crash_worker,
             "freeze_worker": lambda: self._freeze(self._worker(), 8.0),
@@ -60,6 +62,7 @@ class Chaos:
         """Let nothing more go wrong, and heal what is broken."""
         self._stopped = True
         self._zombies.stop()
+        self._operators.stop()
         for process in self._frozen:
             process.thaw()
         for source, target in self._broken:

@@ -1,5 +1,6 @@
 """A simulated cluster: its processes, who finds whom, and the launcher that starts them again."""
 
+import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,10 +14,11 @@ from faultsim.worker import WorkerProcess
 from faultsim.world import ViolationError, World
 from pdserve.ids import Incarnation
 from pdserve.kvtransfer.session import Peer
-from pdserve.roles import Role
+from pdserve.roles import Role, lacks_pages
 from pdserve.router.config import Limits
 from pdserve.router.events import ProcessEnded
 
+MIXED = 0.25  # share of workers that start again as mixed ones
 MAX_GONE = 64  # ended processes that a launcher tells a router when it starts again
 
 
@@ -28,6 +30,7 @@ class Cluster:
         self.scenario = scenario
         self.network = Network(world, scenario.mean_delay_s)
         self._policy = Sharing(scenario.seed)
+        self._rng = random.Random(f"roles {scenario.seed}")
         self.routers: dict[str, RouterProcess] = {}
         self.workers: dict[str, WorkerProcess] = {}
         self._by_peer: dict[Peer, WorkerProcess] = {}
@@ -96,10 +99,25 @@ class Cluster:
         )
         return [process for process in known if process.alive]
 
+    def check_roles(self) -> None:
+        """Raise ViolationError unless routers know the role of each worker that is attached to them."""
+        workers = [worker for worker in self.workers.values() if worker.alive]
+        for router in [router for router in self.routers.values() if router.alive]:
+            for worker in workers:
+                view = router.core.workers.named(worker.peer.worker_id)
+                known = None if view is None else view.registration
+                if known is None or known.incarnation != worker.incarnation:
+                    continue
+                if (known.role, known.role_epoch) != (worker.role, worker.witness.role_epoch):
+                    text = f"{router} takes {worker} for a {known.role} worker of epoch {known.role_epoch}"
+                    raise ViolationError("I7", f"{text}, which has become {worker.role} since")
+
     def _new_worker(self, name: str, incarnation: Incarnation) -> WorkerProcess:
         is_decode, scenario = name.startswith("d"), self.scenario
         size = scenario.decode_size if is_decode else scenario.prefill_size
         role = Role.DECODE if is_decode else Role.PREFILL
+        if name in self.workers and not lacks_pages(Role.MIXED, size.num_pages, size.max_num_pages):
+            role = Role.MIXED if self._rng.random() < MIXED else role  # it has started before
         worker = WorkerProcess(self.network, name, incarnation, role, size, scenario.lease_s)
         worker.copy_faults = scenario.copy_faults
         worker.on_exit = lambda: self.end(worker)

@@ -28,6 +28,11 @@ class Size:
     token_s: float = 0.0002
     load_s: float = 0.3
 
+    @property
+    def max_num_pages(self) -> int:
+        """Return how many pages the longest sequence has."""
+        return -(-self.max_model_len // self.page_size)
+
 
 def registration(me: Introduction, role: Role, size: Size) -> link.Register:
     """Return the first words of a worker that has yet to load."""

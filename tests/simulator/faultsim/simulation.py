@@ -61,8 +61,7 @@ class Simulation:
             request_id = waiting.wish.request_id
             raise ViolationError("I4", f"{request_id!r} has no end {SETTLE_S} s after the last fault", request_id)
         self._look_until(world.now + LEASE_S + FREE_S, self._at_rest)
-        for process in self.cluster.processes():
-            process.check_idle()
+        self._check_rest()
         if scenario.is_calm:
             self._check_calm()
 
@@ -75,6 +74,12 @@ class Simulation:
             failed = next(answer for answer in self.answers if answer.outcome != "OK")
             text = f"without any fault, {failed.wish.request_id!r} ended as {failed.outcome}"
             raise ViolationError("I4", text, failed.wish.request_id)
+
+    def _check_rest(self) -> None:
+        """Raise ViolationError unless nothing is left of any request, and routers know the roles of all workers."""
+        for process in self.cluster.processes():
+            process.check_idle()
+        self.cluster.check_roles()
 
     def _look_until(self, until_s: float, done: Callable[[], bool]) -> None:
         world = self.world
@@ -102,8 +107,7 @@ class Simulation:
 
     def _at_rest(self) -> bool:
         try:
-            for process in self.cluster.processes():
-                process.check_idle()
+            self._check_rest()
         except ViolationError:
             return False
         return True

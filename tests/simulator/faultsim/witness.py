@@ -18,7 +18,7 @@ from pdserve.reports import Stage
 from pdserve.router import events as to_router
 from pdserve.router.events import StageReached, StepReported, TokenDelta
 from pdserve.router.request import Request
-from pdserve.worker.messages import Cancelled, Event, Placed, Tokens
+from pdserve.worker.messages import Cancelled, Event, Placed, RoleTaken, Tokens
 
 Continuation = tuple[RequestId, int]
 Stale = tuple[Request, TokenDelta, int]  # tokens of an attempt that is not in charge, and how many there were before
@@ -30,6 +30,7 @@ class WorkerWitness:
     def __init__(self, name: str, world: World) -> None:
         self._name = name
         self._world = world
+        self.role_epoch = 0
         self._cancelled: dict[RequestId, Attempt] = {}  # attempts up to this one
         self._left: dict[Continuation, Attempt] = {}  # the commit of this attempt has left
         self._next: dict[tuple[HandoffKey, int], int] = {}  # the position of the token that is due
@@ -63,6 +64,13 @@ class WorkerWitness:
                 if left is not None and attempt <= left:
                     text = f"computes {index} of attempt {attempt}, though the commit of attempt {left} has left"
                     raise ViolationError("I3", f"{self._name} {text}", request_id)
+
+    def takes(self, taken: RoleTaken) -> None:
+        """Raise ViolationError where a role is not later than the one before."""
+        if taken.epoch <= self.role_epoch:
+            text = f"{self._name} took {taken.role} of epoch {taken.epoch} after one of epoch {self.role_epoch}"
+            raise ViolationError("I7", text)
+        self.role_epoch = taken.epoch
 
     def reports(self, tokens: Tokens) -> None:
         """Raise ViolationError where a token is not the next one, or nobody wants it any more."""

@@ -260,6 +260,7 @@ class WorkerProcess(Host):
                 reports.append(command)
             elif isinstance(command, RoleTaken):
                 self.world.note(self.name, command)
+                self.witness.takes(command)
                 self.role = command.role
                 self.reporter.report_role(command)
             else:

@@ -1,0 +1,75 @@
+"""What operators ask of a cluster that serves: other roles."""
+
+import random
+from collections.abc import Callable
+
+from faultsim.cluster import Cluster
+from faultsim.router import RouterProcess
+from faultsim.scenario import Scenario
+from pdserve.ids import WorkerId
+from pdserve.roles import Role
+from pdserve.router.events import RoleAsked
+from pdserve.router.roles import refusal
+from pdserve.router.view import WorkerView
+
+FLIP_SEEDS = 0.5  # share of seeds in which roles change; none of the calm ones
+RESTORE_S = 1.0  # after all faults
+FORCED = 0.2  # share of changes that may leave no worker for prompts, or to decode
+BOTH_ASK = 0.3  # share of changes for which two routers ask at once, each for its own
+
+
+class Operators:
+    """Asks at random moments. It has a source of chance of its own, so that it changes no other fault of a seed."""
+
+    def __init__(self, cluster: Cluster, scenario: Scenario) -> None:
+        self._cluster = cluster
+        self._world = cluster.world
+        self._rng = random.Random(f"operators {scenario.seed}")
+        self._span_s = scenario.span_s
+        self._stopped = False
+        if self._rng.random() < FLIP_SEEDS and not scenario.is_calm:
+            self._plan(self._flip, self._rng.randrange(2, 20))
+
+    def stop(self) -> None:
+        """Ask for nothing more, but for the roles that workers began with: somebody has to serve."""
+        self._stopped = True
+        self._world.after(RESTORE_S, None, self._restore)
+
+    def _plan(self, ask: Callable[[], object], times: int) -> None:
+        for _ in range(times):
+            self._world.at(self._rng.uniform(0.8, 0.8 + self._span_s), None, self._act, ask)
+
+    def _act(self, ask: Callable[[], object]) -> None:
+        if not self._stopped:
+            ask()
+
+    def _flip(self) -> None:
+        """Ask for another role of a worker, perhaps two routers at once for different ones."""
+        routers = self._routers()
+        names = [worker.name for router in routers[:1] for worker in router.core.workers]
+        if not names:
+            return
+        name, force = self._rng.choice(names), self._rng.random() < FORCED
+        for router in routers if self._rng.random() < BOTH_ASK else routers[:1]:
+            worker, role = router.core.workers.named(WorkerId(name)), self._rng.choice(tuple(Role))
+            if worker is None or refusal(router.core.workers, worker, Role.MIXED, force=True):
+                continue  # it is too small to have each of the roles
+            if not refusal(router.core.workers, worker, role, force=force):
+                self._ask(router, worker, role)
+
+    def _restore(self) -> None:
+        for router in self._routers():
+            for worker in router.core.workers:
+                role = Role.DECODE if worker.name.startswith("d") else Role.PREFILL
+                if not worker.role.is_in(role):
+                    self._ask(router, worker, role)
+
+    def _ask(self, router: RouterProcess, worker: WorkerView, role: Role) -> None:
+        self._world.note("operator", f"{worker.name} is to be {role}")
+        asked = RoleAsked(worker.link, role, worker.registration.role_epoch + 1)
+        self._world.after(0.0, router, router.post, asked)
+
+    def _routers(self) -> list[RouterProcess]:
+        """Return the living routers in any order."""
+        living = [router for router in self._cluster.routers.values() if router.alive]
+        return self._rng.sample(living, len(living))
