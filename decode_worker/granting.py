@@ -51,6 +51,7 @@ class Arrival:
     key: HandoffKey
     peer: Peer
     job: Job
+    prefix: Prefix
     receiver: receiver.Receiver
     reused: Pages  # leading pages held since then
     is_quarantined: bool = False
@@ -95,5 +96,5 @@ class Granting:
         generations = cache.pool.generations(pages)
         capability = mint_capability(self._key, expected.key, KV_REGION, pages, generations)
         grant = Grant(len(reused), pages, generations, capability, self._lease_s)
-        half = receiver.Receiver(grant, checks_digests=self._digests.checks(expected.key))
-        return Arrival(expected.key, expected.peer, job, half, reused)
+        half = receiver.Receiver(grant, cache.page_size, checks_digests=self._digests.checks(expected.key))
+        return Arrival(expected.key, expected.peer, job, expected.prefix, half, reused)

@@ -166,23 +166,31 @@ class Incoming:
         match command:
             case receiver.SendGrant() | receiver.SendTaken() | receiver.SendWithdrawn():
                 yield ToSender(arrival.peer, key, command)
-            case receiver.CheckDigests(digests):
-                yield CheckDigests(key, pages, digests)
-            case receiver.Admit(capsule):
+            case receiver.CheckDigests(first, digests):
+                yield CheckDigests(key, pages[first : first + len(digests)], digests)
+            case receiver.Admit(capsule, num_pages):
                 del self._arrivals[key]
-                pool.adopt(pages)
-                yield Admitted(key, (*arrival.reused, *pages), len(arrival.reused), capsule)
+                pool.adopt(pages[:num_pages])
+                pool.ungrant(pages[num_pages:])
+                yield Admitted(key, (*arrival.reused, *pages[:num_pages]), len(arrival.reused), capsule)
             case receiver.QuarantinePages():
                 arrival.is_quarantined = True
                 pool.quarantine(pages)
-            case receiver.FreePages():
-                del self._arrivals[key]
-                (pool.unquarantine if arrival.is_quarantined else pool.ungrant)(pages)
-                pool.release(arrival.reused)
-                yield NotAdmitted(key, None, "the hand-off is over")
+            case receiver.FreePages(num_checked):
+                self._free(arrival, num_checked)
             case receiver.Failed(failure, reason):
                 self.num_digest_mismatches += failure is Failure.DIGEST_MISMATCH
                 yield NotAdmitted(key, failure, reason)
+
+    def _free(self, arrival: Arrival, num_checked: int) -> None:
+        """Give back the pages of a hand-off that has failed. The full ones that were checked can be found."""
+        del self._arrivals[arrival.key]
+        cache, pages, num_reused = self._cache, arrival.receiver.grant.pages, len(arrival.reused)
+        (cache.pool.unquarantine if arrival.is_quarantined else cache.pool.ungrant)(pages)
+        num_full = len(arrival.job.token_ids) // cache.page_size
+        kept = range(num_reused, min(num_reused + num_checked, num_full))
+        cache.publish(arrival.prefix, (*arrival.reused, *pages), kept)
+        cache.pool.release(arrival.reused)
 
 
 def check_capsule(job: Job, capsule: Capsule, vocab_size: int) -> None:

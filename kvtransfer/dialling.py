@@ -12,14 +12,14 @@ from pdserve.errors import ProtocolError, Refusal
 from pdserve.kvtransfer import sender
 from pdserve.kvtransfer.doors import ReceiverAttached, ReceiverLost, ReceiverSaid
 from pdserve.kvtransfer.greeting import HelloAck, Introduction, check_ack
-from pdserve.kvtransfer.session import HandoffKey, Peer
+from pdserve.kvtransfer.session import HandoffKey, PagesLanded, Peer
 from pdserve.values import value
 
 CONNECT_TIMEOUT_S = 2.0
 MAX_QUEUED = 4096  # messages for one stream that is not attached yet
 
 DialId = NewType("DialId", int)
-Outgoing = sender.SendCommit | sender.SendQuiesced
+Outgoing = PagesLanded | sender.SendCommit | sender.SendQuiesced
 
 
 @value

@@ -9,7 +9,7 @@ from typing import Protocol, TypeVar
 
 from pdserve.ids import PageId
 from pdserve.kvtransfer import receiver, sender
-from pdserve.kvtransfer.session import Capsule, HandoffKey, Pages, Peer
+from pdserve.kvtransfer.session import Capsule, HandoffKey, Pages, PagesLanded, Peer
 from pdserve.reports import Failure
 from pdserve.values import value
 
@@ -138,7 +138,7 @@ class Probe:
 class ToReceiver:
     peer: Peer
     key: HandoffKey
-    message: sender.SendCommit | sender.SendQuiesced
+    message: PagesLanded | sender.SendCommit | sender.SendQuiesced
 
 
 @value
@@ -223,7 +223,7 @@ class NotAdmitted:
     """A hand-off that was to arrive has failed."""
 
     key: HandoffKey
-    failure: Failure | None  # None: its sender has told the router why
+    failure: Failure
     reason: str
 
 

@@ -7,8 +7,8 @@ granted, or the sender has committed or quiesced, or the sender's process has en
 import hmac
 from enum import Enum, auto
 
-from pdserve.errors import InvariantError, ProtocolError, Refusal
-from pdserve.kvtransfer.session import Capsule, Commit, Grant
+from pdserve.errors import ProtocolError, Refusal
+from pdserve.kvtransfer.session import Capsule, Commit, Grant, PagesLanded
 from pdserve.reports import Failure
 from pdserve.values import value
 
@@ -16,7 +16,7 @@ from pdserve.values import value
 class State(Enum):
     RESERVED = auto()  # pages are set aside; the sender does not know them yet
     GRANTED = auto()  # the sender may write
-    LANDING = auto()  # the sender has committed; digests are being checked
+    LANDING = auto()  # the sender has committed; the last digests are being checked
     COMMITTED = auto()  # the pages are a sequence's
     QUARANTINED = auto()  # given up, but the sender may still write
     FREE = auto()  # given up, and the pages are back in the pool
@@ -34,7 +34,7 @@ class Committed:
 
 @value
 class DigestsChecked:
-    mismatch: int | None  # position of the first page whose digest differs
+    mismatch: int | None  # position of the first page whose digest differs, of those under check
 
 
 @value
@@ -46,7 +46,9 @@ class GaveUp:
 
 @value
 class SenderQuiesced:
-    """The sender says that no copy of it is or will be under way. It has reported to the router why."""
+    """The sender says that no copy of it is or will be under way."""
+
+    reason: str
 
 
 @value
@@ -75,14 +77,18 @@ class SendGrant:
 
 @value
 class CheckDigests:
+    """Compare the grant's pages from position `first` on. One check is under way at a time."""
+
+    first: int
     digests: tuple[int, ...]
 
 
 @value
 class Admit:
-    """The pages are the sequence's, which joins the batch."""
+    """The first `num_pages` of the grant's pages are the worker's; nothing was written to the others."""
 
     capsule: Capsule
+    num_pages: int
 
 
 @value
@@ -102,7 +108,9 @@ class QuarantinePages:
 
 @value
 class FreePages:
-    pass
+    """Give the grant's pages back. The first `num_checked` are written whole, and nothing will write to them again."""
+
+    num_checked: int
 
 
 @value
@@ -113,17 +121,31 @@ class Failed:
     reason: str
 
 
-Event = SenderAttached | Committed | DigestsChecked | GaveUp | SenderQuiesced | SenderLost | LeaseLapsed | SenderGone
+Event = (
+    SenderAttached
+    | PagesLanded
+    | Committed
+    | DigestsChecked
+    | GaveUp
+    | SenderQuiesced
+    | SenderLost
+    | LeaseLapsed
+    | SenderGone
+)
 Command = SendGrant | CheckDigests | Admit | SendTaken | SendWithdrawn | QuarantinePages | FreePages | Failed
 
 
 class Receiver:
-    """One hand-off into the pages of `grant`, which the caller has reserved."""
+    """One hand-off into the pages of `grant`, which the caller has reserved. A page holds `page_size` tokens."""
 
-    def __init__(self, grant: Grant, *, checks_digests: bool = True) -> None:
+    def __init__(self, grant: Grant, page_size: int, *, checks_digests: bool = True) -> None:
         self.state = State.RESERVED
         self.grant = grant
+        self._page_size = page_size
         self._checks_digests = checks_digests
+        self._digests: tuple[int, ...] = ()  # of the pages that have landed, the grant's leading ones
+        self._num_checking = 0  # of these, after those that are checked
+        self._num_checked = 0
         self._capsule: Capsule | None = None
 
     def handle(self, event: Event) -> tuple[Command, ...]:  # noqa: C901, PLR0912 - one match
@@ -132,9 +154,11 @@ class Receiver:
             case State.RESERVED, SenderAttached():
                 self.state = State.GRANTED
                 return (SendGrant(self.grant),)
+            case State.GRANTED, PagesLanded(digests):
+                return self._landed(digests)
             case State.GRANTED, Committed(commit):
-                return self._landed(commit)
-            case State.LANDING, DigestsChecked(mismatch):
+                return self._committed(commit)
+            case ((State.GRANTED | State.LANDING | State.QUARANTINED), DigestsChecked(mismatch)):
                 return self._checked(mismatch)
             case State.RESERVED, (GaveUp(reason) | SenderLost(reason) | LeaseLapsed(reason)):
                 return (*_failures(event), SendWithdrawn(reason), *self._free())
@@ -142,11 +166,9 @@ class Receiver:
                 return (*_failures(event), *self._free())
             case State.GRANTED, (GaveUp(reason) | SenderLost(reason) | LeaseLapsed(reason)):
                 return (*_failures(event), *self._quarantine(reason))
-            case State.GRANTED, SenderGone():
+            case State.GRANTED, (SenderQuiesced() | SenderGone()):
                 return (*_failures(event), *self._free())
-            case ((State.GRANTED | State.QUARANTINED), SenderQuiesced()):
-                return self._free()
-            case State.QUARANTINED, SenderGone():
+            case State.QUARANTINED, (SenderQuiesced() | SenderGone()):
                 return self._free()
             case State.QUARANTINED, SenderAttached():
                 return (SendWithdrawn("given up while the stream was down"),)
@@ -156,20 +178,35 @@ class Receiver:
                 return ()  # late news of a hand-off that is over, or that no longer needs its sender
             case _, (DigestsChecked() | GaveUp()):
                 return ()  # late news of a hand-off that is over
-            case ((State.QUARANTINED | State.FREE), Committed()):
+            case ((State.QUARANTINED | State.FREE), (PagesLanded() | Committed())):
                 return ()  # crossed our giving up; the sender's answer to that is the proof we wait for
             case _:
                 raise ProtocolError(f"{type(event).__name__} while {self.state.name}", Refusal.ORDER)
 
-    def _landed(self, commit: Commit) -> tuple[Command, ...]:
+    def _landed(self, digests: tuple[int, ...]) -> tuple[Command, ...]:
+        num_landed = len(self._digests) + len(digests)
+        if num_landed > len(self.grant.pages):
+            raise ProtocolError(f"digests: {num_landed} for {len(self.grant.pages)} pages")
+        self._digests += digests
+        return self._check_next()
+
+    def _check_next(self) -> tuple[Command, ...]:
+        """Have the pages checked that have landed since the last check."""
+        due = self._digests[self._num_checked :]
+        if self._num_checking or not due or not self._checks_digests:
+            return ()
+        self._num_checking = len(due)
+        return (CheckDigests(self._num_checked, due),)
+
+    def _committed(self, commit: Commit) -> tuple[Command, ...]:
         self._refuse_other_places(commit)
-        if len(commit.digests) != len(self.grant.pages):
-            raise ProtocolError(f"digests: {len(commit.digests)} for {len(self.grant.pages)} pages")
+        num_tokens, num_landed = commit.capsule.num_tokens, len(self._digests)
+        num_pages = max(0, -(-num_tokens // self._page_size) - self.grant.first_page)
+        if num_pages != num_landed:
+            raise ProtocolError(f"capsule: {num_tokens} tokens need {num_pages} pages, {num_landed} have landed")
         self._capsule = commit.capsule
-        if not self._checks_digests:
-            return self._checked(None)
         self.state = State.LANDING
-        return (CheckDigests(commit.digests),)
+        return self._admit_if_checked(commit.capsule)
 
     def _refuse_other_places(self, commit: Commit) -> None:
         """Raise ProtocolError unless a commit is for exactly what was granted, and can prove it."""
@@ -184,13 +221,24 @@ class Receiver:
             raise ProtocolError("capability: not that of the grant", Refusal.CAPABILITY)
 
     def _checked(self, mismatch: int | None) -> tuple[Command, ...]:
-        if self._capsule is None:
-            raise InvariantError("digests were compared without a commit")
+        num_checking, self._num_checking = self._num_checking, 0
+        self._num_checked += num_checking if mismatch is None else mismatch
         if mismatch is not None:
-            reason = f"digest of page {mismatch} differs from the commit's"
+            self._digests = self._digests[: self._num_checked]  # what follows cannot be used
+            if self.state is State.QUARANTINED:
+                return ()
+            reason = f"digest of page {self._num_checked} differs from the sender's"
             return (Failed(Failure.DIGEST_MISMATCH, reason), *self._quarantine(reason))
+        if self.state is State.LANDING and self._capsule is not None:
+            return self._check_next() or self._admit_if_checked(self._capsule)
+        return self._check_next()
+
+    def _admit_if_checked(self, capsule: Capsule) -> tuple[Command, ...]:
+        num_pages = len(self._digests)
+        if self._checks_digests and self._num_checked < num_pages:
+            return ()
         self.state = State.COMMITTED
-        return (Admit(self._capsule), SendTaken())
+        return (Admit(capsule, num_pages), SendTaken())
 
     def _quarantine(self, reason: str) -> tuple[Command, ...]:
         self.state = State.QUARANTINED
@@ -198,7 +246,7 @@ class Receiver:
 
     def _free(self) -> tuple[Command, ...]:
         self.state = State.FREE
-        return (FreePages(),)
+        return (FreePages(self._num_checked),)
 
 
 def _failures(event: Event) -> tuple[Failed, ...]:
@@ -210,5 +258,7 @@ def _failures(event: Event) -> tuple[Failed, ...]:
             return (Failed(Failure.LEASE_LAPSED, reason),)
         case SenderGone():
             return (Failed(Failure.PEER_LOST, "the sender's process ended"),)
+        case SenderQuiesced(reason):
+            return (Failed(Failure.PEER_LOST, f"the sender gave it up: {reason}"),)
         case _:
             return ()

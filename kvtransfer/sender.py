@@ -7,7 +7,7 @@ it has quiesced only when no copy is or will be under way, and none has ended in
 from enum import Enum, auto
 
 from pdserve.errors import ProtocolError, Refusal
-from pdserve.kvtransfer.session import KV_REGION, Capsule, Commit, Grant, Pages
+from pdserve.kvtransfer.session import KV_REGION, Capsule, Commit, Grant, Pages, PagesLanded
 from pdserve.reports import Failure
 from pdserve.values import value
 
@@ -122,7 +122,7 @@ class Failed:
 
 
 Event = PagesReady | PrefillDone | Granted | CopyStopped | Taken | Withdrawn | GaveUp | PeerLost | FellSilent
-Command = StartCopy | CancelCopies | SendCommit | SendQuiesced | ReleasePages | Failed
+Command = StartCopy | CancelCopies | PagesLanded | SendCommit | SendQuiesced | ReleasePages | Failed
 
 
 def check(grant: Grant) -> None:
@@ -142,7 +142,6 @@ class Sender:
         self._sent = 0  # pages handed to a copy, or skipped because the receiver holds them
         self._copying = 0
         self._in_doubt = False
-        self._digests: tuple[int, ...] = ()
         self._grant: Grant | None = None
         self._capsule: Capsule | None = None
 
@@ -208,7 +207,7 @@ class Sender:
         return self._progress()
 
     def _progress(self) -> tuple[Command, ...]:
-        """Copy the final pages; commit when all granted pages have landed."""
+        """Copy the final pages; commit when all of them have landed."""
         grant = self._grant
         if self.state is not State.SENDING or grant is None:
             return ()
@@ -224,11 +223,8 @@ class Sender:
             return (StartCopy(src, dst),)
         if self._copying or self._capsule is None:
             return ()
-        if len(self._digests) != len(grant.pages):
-            reason = f"{len(grant.pages)} pages granted, {len(self._digests)} to send"
-            return (Failed(Failure.TRANSFER_FAILED, reason), *self._give_up(reason))
         self.state = State.LANDED
-        return (SendCommit(Commit.of(grant, self._digests, self._capsule)),)
+        return (SendCommit(Commit.of(grant, self._capsule)),)
 
     def _copy_stopped(self, stopped: CopyStopped) -> tuple[Command, ...]:
         if self._copying == 0:
@@ -239,8 +235,7 @@ class Sender:
             return self._quiesce(stopped.reason) if self._copying == 0 else ()
         if stopped.digests is None:
             return (Failed(Failure.TRANSFER_FAILED, stopped.reason), *self._give_up(stopped.reason))
-        self._digests += stopped.digests
-        return self._progress()
+        return (PagesLanded(stopped.digests), *self._progress())
 
     def _give_up(self, reason: str) -> tuple[Command, ...]:
         if self._copying == 0:

@@ -66,30 +66,36 @@ class Capsule:
 
 
 @value
-class Commit:
-    """Every write has landed. `digests` are of the granted pages, in the grant's order.
+class PagesLanded:
+    """The next pages of a grant, in its order, have been written."""
 
-    It names what was written to as the grant did, so that a commit for anything else is seen for what it is.
+    digests: tuple[int, ...]  # one for each page
+
+
+@value
+class Commit:
+    """Every write has landed. The grant's leading pages have the capsule's tokens; the rest was not written.
+
+    It names what was granted as the grant did, so that a commit for anything else is seen for what it is.
     """
 
     region: int
     pages: Pages
     generations: tuple[Generation, ...]
     capability: bytes
-    digests: tuple[int, ...]
     capsule: Capsule
     handoff_bytes: int = 0  # written; this and the next are for the request's ledger only
     handoff_s: float = 0.0  # from the first moment it could be sent until it had landed
 
     @classmethod
-    def of(cls, grant: Grant, digests: tuple[int, ...], capsule: Capsule) -> "Commit":
-        """Return the commit of all that was granted."""
-        return cls(grant.region, grant.pages, grant.generations, grant.capability, digests, capsule)
+    def of(cls, grant: Grant, capsule: Capsule) -> "Commit":
+        """Return the commit of a grant."""
+        return cls(grant.region, grant.pages, grant.generations, grant.capability, capsule)
 
     def measured(self, handoff_bytes: int, handoff_s: float) -> "Commit":
         """Return this commit with what its hand-off took."""
         places = self.region, self.pages, self.generations, self.capability
-        return Commit(*places, self.digests, self.capsule, handoff_bytes, handoff_s)
+        return Commit(*places, self.capsule, handoff_bytes, handoff_s)
 
 
 class DigestPolicy(Enum):

@@ -9,7 +9,17 @@ from pdserve.kvlayout_wire import layout_from_proto, layout_to_proto
 from pdserve.kvtransfer import receiver, sender
 from pdserve.kvtransfer.greeting import Hello, HelloAck, Introduction
 from pdserve.kvtransfer.region import MAX_DESCRIPTION_BYTES
-from pdserve.kvtransfer.session import CAPABILITY_BYTES, MIN_LEASE_S, Capsule, Commit, Grant, HandoffKey, Peer, Tail
+from pdserve.kvtransfer.session import (
+    CAPABILITY_BYTES,
+    MIN_LEASE_S,
+    Capsule,
+    Commit,
+    Grant,
+    HandoffKey,
+    PagesLanded,
+    Peer,
+    Tail,
+)
 from pdserve.proto.v1 import handoff_pb2 as handoff
 from pdserve.rpc import PROTOCOL_VERSION
 from pdserve.sampling import SampledToken
@@ -23,10 +33,10 @@ MAX_CONTINUATIONS = 64
 MAX_TAIL_TOKENS = 1 << 16  # of one continuation
 MAX_REPORTED = 1 << 48  # bytes, or microseconds, of a hand-off: what is above it is reported as this
 
-ToReceiver = receiver.Committed | receiver.SenderQuiesced
+ToReceiver = PagesLanded | receiver.Committed | receiver.SenderQuiesced
 FromReceiver = receiver.SendGrant | receiver.SendTaken | receiver.SendWithdrawn
 ToSender = sender.Granted | sender.Taken | sender.Withdrawn
-FromSender = sender.SendCommit | sender.SendQuiesced
+FromSender = PagesLanded | sender.SendCommit | sender.SendQuiesced
 
 
 def hello_to_proto(hello: Hello) -> handoff.HandoffServiceAttachRequest:
@@ -85,7 +95,9 @@ def to_receiver(message: handoff.HandoffServiceAttachRequest) -> tuple[HandoffKe
         case "commit":
             return _key(message.commit.handoff), receiver.Committed(_commit(message.commit))
         case "quiesced":
-            return _key(message.quiesced.handoff), receiver.SenderQuiesced()
+            return _key(message.quiesced.handoff), receiver.SenderQuiesced(message.quiesced.reason[:MAX_REASON_CHARS])
+        case "landed":
+            return _key(message.landed.handoff), PagesLanded(_digests(message.landed))
         case other:
             raise ProtocolError(f"message: {other} in an attached stream")
 
@@ -130,12 +142,14 @@ def from_sender(key: HandoffKey, command: FromSender) -> handoff.HandoffServiceA
     """Return the message for a receiver."""
     name = _id(key)
     match command:
+        case PagesLanded(digests):
+            landed = handoff.Landed(handoff=name, digests=digests)
+            return handoff.HandoffServiceAttachRequest(landed=landed)
         case sender.SendCommit(commit):
             return handoff.HandoffServiceAttachRequest(
                 commit=handoff.Commit(
                     handoff=name,
                     capability=commit.capability,
-                    digests=commit.digests,
                     capsule=_capsule_to_proto(commit.capsule),
                     handoff_bytes=commit.handoff_bytes,
                     handoff_us=round(commit.handoff_s * 1e6),
@@ -190,18 +204,23 @@ def _grant(message: handoff.Grant) -> Grant:
     )
 
 
+def _digests(message: handoff.Landed) -> tuple[int, ...]:
+    if not 1 <= len(message.digests) <= MAX_PAGES:
+        raise ProtocolError(f"digests: {len(message.digests)} pages have landed, 1 to {MAX_PAGES} are allowed")
+    return tuple(message.digests)
+
+
 def _commit(message: handoff.Commit) -> Commit:
-    if len(message.digests) > MAX_PAGES:
-        raise ProtocolError(f"digests: {len(message.digests)} are over {MAX_PAGES}")
-    if len(message.pages) != len(message.digests) or len(message.generations) != len(message.digests):
-        pages = f"{len(message.pages)} in {len(message.generations)} generations"
-        raise ProtocolError(f"pages: {pages} for {len(message.digests)} digests")
+    num_pages = len(message.pages)
+    if not 1 <= num_pages <= MAX_PAGES:
+        raise ProtocolError(f"pages: {num_pages} named, 1 to {MAX_PAGES} are allowed")
+    if len(message.generations) != num_pages:
+        raise ProtocolError(f"generations: {len(message.generations)} for {num_pages} pages")
     return Commit(
         message.region,
         tuple(PageId(page) for page in message.pages),
         tuple(Generation(generation) for generation in message.generations),
         _capability(message.capability),
-        tuple(message.digests),
         _capsule(message.capsule),
         min(message.handoff_bytes, MAX_REPORTED),
         min(message.handoff_us, MAX_REPORTED) / 1e6,

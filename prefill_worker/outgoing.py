@@ -28,7 +28,7 @@ from pdserve.kvtransfer.doors import (
     Unsent,
 )
 from pdserve.kvtransfer.sender import Sender, State
-from pdserve.kvtransfer.session import MIN_LEASE_S, Capsule, HandoffKey, Peer
+from pdserve.kvtransfer.session import MIN_LEASE_S, Capsule, HandoffKey, PagesLanded, Peer
 from pdserve.prefill_worker.early_grants import EarlyGrants
 from pdserve.prefill_worker.redialling import Redialling
 
@@ -188,7 +188,7 @@ class Outgoing:
                 handoff_bytes = handoff.sender.num_pages_sent * self._page_bytes
                 measured = commit.measured(handoff_bytes, now_s - handoff.sendable_s)
                 yield ToReceiver(peer, key, sender.SendCommit(measured))
-            case sender.SendQuiesced():
+            case PagesLanded() | sender.SendQuiesced():
                 yield ToReceiver(peer, key, command)
             case sender.Failed(failure, reason, may_resume):
                 yield Unsent(key, failure, reason, may_resume)

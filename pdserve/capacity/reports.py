@@ -7,6 +7,7 @@ from pdserve.engine.kvcache import KvCache
 from pdserve.engine.sequence import Job, Sequence
 from pdserve.ids import Attempt, RequestId
 from pdserve.kvtransfer import receiver, sender
+from pdserve.kvtransfer.session import PagesLanded
 from pdserve.load import ReportedLoad
 from pdserve.measure.outcomes import OK, Outcome
 from pdserve.prefix_hash import short_hashes
@@ -75,13 +76,15 @@ def job_of(spec: SequenceSpec) -> Job:
     )
 
 
-def to_receiver(message: sender.SendCommit | sender.SendQuiesced) -> receiver.Event:
+def to_receiver(message: PagesLanded | sender.SendCommit | sender.SendQuiesced) -> receiver.Event:
     """Return a prefill worker's message of a hand-off as the decode worker's event."""
     match message:
         case sender.SendCommit(commit):
             return receiver.Committed(commit)
-        case sender.SendQuiesced():
-            return receiver.SenderQuiesced()
+        case sender.SendQuiesced(reason):
+            return receiver.SenderQuiesced(reason)
+        case PagesLanded():
+            return message
 
 
 def to_sender(message: receiver.SendGrant | receiver.SendTaken | receiver.SendWithdrawn) -> sender.Event:

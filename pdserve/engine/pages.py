@@ -117,9 +117,9 @@ class PagePool:
             holders[page] = 1
 
     def ungrant(self, pages: Pages) -> None:
-        """Free granted pages that no write can reach."""
+        """Free granted pages that no write can reach; the last ones first, as in `release`."""
         self._leave(self._granted, pages, "granted")
-        self._free.update((page, None) for page in pages)
+        self._free.update((page, None) for page in reversed(pages))
 
     def quarantine(self, pages: Pages) -> None:
         """Set granted pages apart that a write may still reach."""
@@ -127,9 +127,9 @@ class PagePool:
         self._quarantined.update(pages)
 
     def unquarantine(self, pages: Pages) -> None:
-        """Free quarantined pages: it is proven that no write can reach them."""
+        """Free quarantined pages, the last ones first: it is proven that no write can reach them."""
         self._leave(self._quarantined, pages, "quarantined")
-        self._free.update((page, None) for page in pages)
+        self._free.update((page, None) for page in reversed(pages))
 
     def check(self) -> None:
         """Raise InvariantError unless free, held, granted and quarantined pages partition the pool."""

@@ -290,9 +290,9 @@ class WorkerCore:
                 self._admit(task, outcome)
                 committed = Progress(task.router, key, Stage.COMMITTED, now_s)
                 return (committed, *tail_tokens(task, outcome.capsule))
-            case doors.Unsent(_, failure, reason) | doors.NotAdmitted(_, failure, reason):
+            case doors.Unsent(_, failure, reason, _) | doors.NotAdmitted(_, failure, reason):
                 self._tasks.end(task)
-                return () if failure is None else (Failed(task.router, key, failure, reason),)
+                return (Failed(task.router, key, failure, reason),)
 
     def _admit(self, task: Task, admitted: doors.Admitted) -> None:
         """Let the sequences that a hand-off has become join the batch."""

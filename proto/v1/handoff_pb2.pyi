@@ -30,13 +30,14 @@ class HandoffServiceAttachRequest(_message.Message):
     COMMIT_FIELD_NUMBER: _builtins.int
     QUIESCED_FIELD_NUMBER: _builtins.int
     ALIVE_FIELD_NUMBER: _builtins.int
+    LANDED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello:
         """First message."""
 
     @_builtins.property
     def commit(self) -> Global___Commit:
-        """The last write has landed; here is what to check and how to go on."""
+        """Every write has landed; here is how to go on."""
 
     @_builtins.property
     def quiesced(self) -> Global___Quiesced:
@@ -46,6 +47,10 @@ class HandoffServiceAttachRequest(_message.Message):
     def alive(self) -> Global___Alive:
         """The sender's engine loop goes on: every lease of this stream begins anew."""
 
+    @_builtins.property
+    def landed(self) -> Global___Landed:
+        """A copy has landed; here is what to check."""
+
     def __init__(
         self,
         *,
@@ -53,12 +58,13 @@ class HandoffServiceAttachRequest(_message.Message):
         commit: Global___Commit | None = ...,
         quiesced: Global___Quiesced | None = ...,
         alive: Global___Alive | None = ...,
+        landed: Global___Landed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "commit", b"commit", "hello", b"hello", "message", b"message", "quiesced", b"quiesced"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "commit", b"commit", "hello", b"hello", "landed", b"landed", "message", b"message", "quiesced", b"quiesced"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "commit", b"commit", "hello", b"hello", "message", b"message", "quiesced", b"quiesced"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alive", b"alive", "commit", b"commit", "hello", b"hello", "landed", b"landed", "message", b"message", "quiesced", b"quiesced"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "commit", "quiesced", "alive"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "commit", "quiesced", "alive", "landed"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -288,6 +294,36 @@ class Alive(_message.Message):
 Global___Alive: _TypeAlias = Alive  # noqa: Y015
 
 @_typing.final
+class Landed(_message.Message):
+    """The next pages of the grant, in its order, have landed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDOFF_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def handoff(self) -> Global___HandoffId:
+        """Which hand-off."""
+
+    @_builtins.property
+    def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """64-bit digest (XXH3) of each."""
+
+    def __init__(
+        self,
+        *,
+        handoff: Global___HandoffId | None = ...,
+        digests: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["handoff", b"handoff"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "handoff", b"handoff"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Landed: _TypeAlias = Landed  # noqa: Y015
+
+@_typing.final
 class Commit(_message.Message):
     """Everything has landed."""
 
@@ -295,7 +331,6 @@ class Commit(_message.Message):
 
     HANDOFF_FIELD_NUMBER: _builtins.int
     CAPABILITY_FIELD_NUMBER: _builtins.int
-    DIGESTS_FIELD_NUMBER: _builtins.int
     CAPSULE_FIELD_NUMBER: _builtins.int
     HANDOFF_BYTES_FIELD_NUMBER: _builtins.int
     HANDOFF_US_FIELD_NUMBER: _builtins.int
@@ -315,16 +350,12 @@ class Commit(_message.Message):
         """Which hand-off."""
 
     @_builtins.property
-    def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """64-bit digest (XXH3) of each page that was sent, in the grant's order."""
-
-    @_builtins.property
     def capsule(self) -> Global___Capsule:
         """What the decode worker goes on with."""
 
     @_builtins.property
     def pages(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The grant's pages, in its order."""
+        """The grant's pages, in its order: all of them, though the capsule's tokens may need fewer."""
 
     @_builtins.property
     def generations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -335,7 +366,6 @@ class Commit(_message.Message):
         *,
         handoff: Global___HandoffId | None = ...,
         capability: _builtins.bytes = ...,
-        digests: _abc.Iterable[_builtins.int] | None = ...,
         capsule: Global___Capsule | None = ...,
         handoff_bytes: _builtins.int = ...,
         handoff_us: _builtins.int = ...,
@@ -345,7 +375,7 @@ class Commit(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["capsule", b"capsule", "handoff", b"handoff"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "capsule", b"capsule", "digests", b"digests", "generations", b"generations", "handoff", b"handoff", "handoff_bytes", b"handoff_bytes", "handoff_us", b"handoff_us", "pages", b"pages", "region", b"region"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capability", b"capability", "capsule", b"capsule", "generations", b"generations", "handoff", b"handoff", "handoff_bytes", b"handoff_bytes", "handoff_us", b"handoff_us", "pages", b"pages", "region", b"region"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

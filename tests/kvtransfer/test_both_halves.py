@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pdserve.ids import Generation, PageId
 from pdserve.kvtransfer import receiver as r
 from pdserve.kvtransfer import sender as s
-from pdserve.kvtransfer.session import Grant, Pages
+from pdserve.kvtransfer.session import Grant, Pages, PagesLanded
 
 SRC = tuple(PageId(n) for n in (5, 6, 7))
 DST = tuple(PageId(n) for n in (20, 21))
@@ -28,14 +28,14 @@ class World:
     """Everything around one hand-off. Messages are lost only with the whole stream, as in gRPC."""
 
     sender: s.Sender = field(default_factory=s.Sender)
-    receiver: r.Receiver = field(default_factory=lambda: r.Receiver(GRANT))
-    up: deque[s.SendCommit | s.SendQuiesced] = field(default_factory=deque)
+    receiver: r.Receiver = field(default_factory=lambda: r.Receiver(GRANT, 16))
+    up: deque[PagesLanded | s.SendCommit | s.SendQuiesced] = field(default_factory=deque)
     down: deque[r.SendGrant | r.SendTaken | r.SendWithdrawn] = field(default_factory=deque)
     attached: bool = False
     alive: bool = True  # the sender's process
     copies: deque[tuple[Pages, Pages]] = field(default_factory=deque)
     memory: dict[PageId, int] = field(default_factory=dict)
-    checking: tuple[int, ...] | None = None
+    checking: r.CheckDigests | None = None
     num_ready: int = 0
     done: bool = False
     num_released: int = 0
@@ -51,7 +51,7 @@ class World:
                 case s.StartCopy(src, dst):
                     assert not self.ends, "a copy into pages that were given away"
                     self.copies.append((src, dst))
-                case s.SendCommit() | s.SendQuiesced() if self.attached:
+                case PagesLanded() | s.SendCommit() | s.SendQuiesced() if self.attached:
                     self.up.append(command)
                 case s.ReleasePages():
                     assert not self.copies
@@ -108,13 +108,15 @@ class World:
             match command:
                 case r.SendGrant() | r.SendTaken() | r.SendWithdrawn() if self.attached:
                     self.down.append(command)
-                case r.CheckDigests(digests):
-                    self.checking = digests
+                case r.CheckDigests():
+                    self.checking = command
                 case r.Admit():
                     assert self.memory == {DST[0]: content(SRC[1]), DST[1]: content(SRC[2])}
                     self.ends.append("sequence")
-                case r.FreePages():
+                case r.FreePages(num_checked):
                     assert not self.copies
+                    for page, source in zip(DST[:num_checked], SRC[1:], strict=False):
+                        assert self.memory[page] in (content(source), -2), "a page that is not whole counts as checked"
                     self.ends.append("free")
                 case _:
                     pass
@@ -122,8 +124,9 @@ class World:
 
     def check(self) -> None:
         if self.checking is not None:
-            landed = tuple(self.memory.get(page, 0) for page in DST)
-            pairs = zip(landed, self.checking, strict=True)
+            first, digests = self.checking.first, self.checking.digests
+            landed = tuple(self.memory.get(page, 0) for page in DST[first : first + len(digests)])
+            pairs = zip(landed, digests, strict=True)
             self.checking = None
             self.to_receiver(r.DigestsChecked(next((i for i, (a, b) in enumerate(pairs) if a != b), None)))
 
@@ -160,10 +163,12 @@ class World:
     def deliver_up(self) -> None:
         if self.up:
             match self.up.popleft():
+                case PagesLanded() as landed:
+                    self.to_receiver(landed)
                 case s.SendCommit(commit):
                     self.to_receiver(r.Committed(commit))
-                case s.SendQuiesced():
-                    self.to_receiver(r.SenderQuiesced())
+                case s.SendQuiesced(reason):
+                    self.to_receiver(r.SenderQuiesced(reason))
 
     def deliver_down(self) -> None:
         if not self.down:

@@ -31,38 +31,98 @@ from pdserve.kvtransfer.receiver import (
     SendWithdrawn,
     State,
 )
-from pdserve.kvtransfer.session import Commit, Grant
+from pdserve.kvtransfer.session import Commit, Grant, PagesLanded
 from pdserve.reports import Failure
 
+PAGE_SIZE = 16
 GRANT = Grant(1, (PageId(8), PageId(9)), (Generation(1), Generation(4)), b"c" * 16, 4.0)
-COMMIT = Commit.of(GRANT, (21, 22), capsule(40, (0, 7), (2, 8)))
+LANDED = PagesLanded((21, 22))
+COMMIT = Commit.of(GRANT, capsule(40, (0, 7), (2, 8)))
+SHORTER = Commit.of(GRANT, capsule(32, (0, 7)))
 
 
 def fed(*events: Event) -> tuple[Receiver, list[Command]]:
     """Return a receiver that has seen these events, and all that it answered."""
-    receiver = Receiver(GRANT)
+    receiver = Receiver(GRANT, PAGE_SIZE)
     return receiver, [command for event in events for command in receiver.handle(event)]
 
 
 def test_pages_are_a_sequences_after_grant_commit_and_digests() -> None:
     receiver, commands = fed(SenderAttached())
     assert commands == [SendGrant(GRANT)]
-    assert receiver.handle(Committed(COMMIT)) == (CheckDigests((21, 22)),)
-    assert receiver.handle(DigestsChecked(None)) == (Admit(COMMIT.capsule), SendTaken())
+    assert receiver.handle(PagesLanded((21,))) == (CheckDigests(0, (21,)),)
+    assert receiver.handle(PagesLanded((22,))) == ()
+    assert receiver.handle(Committed(COMMIT)) == ()
+    assert receiver.handle(DigestsChecked(None)) == (CheckDigests(1, (22,)),)
+    assert receiver.handle(DigestsChecked(None)) == (Admit(COMMIT.capsule, 2), SendTaken())
+
+
+def test_what_was_checked_before_the_commit_is_not_checked_again() -> None:
+    receiver, _ = fed(SenderAttached(), LANDED, DigestsChecked(None))
+    assert receiver.handle(Committed(COMMIT)) == (Admit(COMMIT.capsule, 2), SendTaken())
+
+
+def test_a_commit_may_need_fewer_pages_than_were_granted() -> None:
+    receiver, _ = fed(SenderAttached(), PagesLanded((21,)), DigestsChecked(None))
+    assert receiver.handle(Committed(SHORTER)) == (Admit(SHORTER.capsule, 1), SendTaken())
+    receiver, _ = fed(SenderAttached())
+    nothing = Commit.of(GRANT, capsule(7))
+    assert receiver.handle(Committed(nothing)) == (Admit(nothing.capsule, 0), SendTaken())
 
 
 def test_a_grant_that_is_given_up_is_quarantined_until_the_sender_has_quiesced() -> None:
     receiver, _ = fed(SenderAttached())
     assert receiver.handle(GaveUp("cancelled")) == (SendWithdrawn("cancelled"), QuarantinePages())
     assert receiver.handle(Committed(COMMIT)) == ()
-    assert receiver.handle(SenderQuiesced()) == (FreePages(),)
+    assert receiver.handle(SenderQuiesced("q")) == (FreePages(0),)
+
+
+def test_a_hand_off_that_its_sender_gives_up_has_failed() -> None:
+    receiver, _ = fed(SenderAttached())
+    failed = Failed(Failure.PEER_LOST, "the sender gave it up: no copy")
+    assert receiver.handle(SenderQuiesced("no copy")) == (failed, FreePages(0))
+
+
+CHECKED = (PagesLanded((21,)), DigestsChecked(None))
+
+
+@pytest.mark.parametrize(
+    ("events", "num_checked"),
+    [
+        ((PagesLanded((21,)), SenderQuiesced("q")), 0),
+        ((*CHECKED, SenderQuiesced("q")), 1),
+        ((*CHECKED, SenderGone()), 1),
+        ((*CHECKED, PagesLanded((22,)), SenderGone()), 1),
+        ((LANDED, DigestsChecked(None), SenderGone()), 2),
+        ((LANDED, DigestsChecked(1), SenderQuiesced("q")), 1),
+        ((*CHECKED, PagesLanded((22,)), DigestsChecked(0), SenderQuiesced("q")), 1),
+        ((LANDED, SenderLost("cut"), DigestsChecked(None), SenderGone()), 2),
+        ((LANDED, SenderLost("cut"), DigestsChecked(1), SenderGone()), 1),
+        ((PagesLanded((21,)), PagesLanded((22,)), GaveUp("g"), DigestsChecked(None), SenderQuiesced("q")), 1),
+        ((*CHECKED, GaveUp("g"), PagesLanded((22,)), SenderQuiesced("q")), 1),
+        ((LANDED, Committed(COMMIT), GaveUp("g")), 0),
+        ((*CHECKED, PagesLanded((22,)), Committed(COMMIT), GaveUp("g")), 1),
+    ],
+)
+def test_of_a_failed_hand_off_it_is_known_how_many_leading_pages_are_whole(
+    events: tuple[Event, ...], num_checked: int
+) -> None:
+    _, commands = fed(SenderAttached(), *events)
+    assert commands[-1] == FreePages(num_checked)
+
+
+def test_a_check_under_way_when_a_hand_off_is_given_up_is_followed_by_those_that_wait() -> None:
+    receiver, _ = fed(SenderAttached(), PagesLanded((21,)), PagesLanded((22,)), GaveUp("g"))
+    assert receiver.handle(DigestsChecked(None)) == (CheckDigests(1, (22,)),)
+    assert receiver.handle(DigestsChecked(None)) == ()
+    assert receiver.handle(SenderGone()) == (FreePages(2),)
 
 
 def test_a_lost_stream_proves_nothing() -> None:
     receiver, commands = fed(SenderAttached(), SenderLost("cut"))
     assert commands[1:] == [Failed(Failure.PEER_LOST, "cut"), SendWithdrawn("cut"), QuarantinePages()]
     assert receiver.handle(SenderAttached()) == (SendWithdrawn("given up while the stream was down"),)
-    assert receiver.handle(SenderGone()) == (FreePages(),)
+    assert receiver.handle(SenderGone()) == (FreePages(0),)
 
 
 def test_a_lapsed_lease_fails_the_attempt_and_quarantines_the_pages_until_proof() -> None:
@@ -70,39 +130,45 @@ def test_a_lapsed_lease_fails_the_attempt_and_quarantines_the_pages_until_proof(
     assert commands[1:] == [Failed(Failure.LEASE_LAPSED, "silent"), SendWithdrawn("silent"), QuarantinePages()]
     assert receiver.handle(LeaseLapsed("still silent")) == ()
     assert receiver.handle(SenderAttached()) == (SendWithdrawn("given up while the stream was down"),)
-    assert receiver.handle(SenderQuiesced()) == (FreePages(),)
+    assert receiver.handle(SenderQuiesced("q")) == (FreePages(0),)
 
 
 def test_what_has_been_committed_needs_no_lease() -> None:
-    receiver, _ = fed(SenderAttached(), Committed(COMMIT), LeaseLapsed("silent"))
-    assert receiver.handle(DigestsChecked(None)) == (Admit(COMMIT.capsule), SendTaken())
+    receiver, _ = fed(SenderAttached(), LANDED, Committed(COMMIT), LeaseLapsed("silent"))
+    assert receiver.handle(DigestsChecked(None)) == (Admit(COMMIT.capsule, 2), SendTaken())
 
 
 def test_a_wrong_digest_fails_the_attempt_and_quarantines_the_pages() -> None:
-    _, commands = fed(SenderAttached(), Committed(COMMIT), DigestsChecked(1))
-    assert commands[2:4] == [
-        Failed(Failure.DIGEST_MISMATCH, "digest of page 1 differs from the commit's"),
-        SendWithdrawn("digest of page 1 differs from the commit's"),
-    ]
-    assert commands[4:] == [QuarantinePages()]
+    reason = "digest of page 1 differs from the sender's"
+    wrong = [Failed(Failure.DIGEST_MISMATCH, reason), SendWithdrawn(reason), QuarantinePages()]
+    for before in ((LANDED,), (LANDED, Committed(COMMIT))):
+        _, commands = fed(SenderAttached(), *before, DigestsChecked(1))
+        assert commands[2:] == wrong
+    _, commands = fed(SenderAttached(), *CHECKED, PagesLanded((22,)), DigestsChecked(0))
+    assert commands[3:] == wrong
 
 
 def test_pages_that_were_never_offered_are_free_at_once() -> None:
-    for event in (GaveUp("g"), SenderLost("l"), LeaseLapsed("s"), SenderQuiesced(), SenderGone()):
+    for event in (GaveUp("g"), SenderLost("l"), LeaseLapsed("s"), SenderQuiesced("q"), SenderGone()):
         _, commands = fed(event)
-        assert commands[-1] == FreePages()
+        assert commands[-1] == FreePages(0)
 
 
 @pytest.mark.parametrize(
     ("before", "event"),
     [
         ((), Committed(COMMIT)),
-        ((SenderAttached(), Committed(COMMIT)), Committed(COMMIT)),
-        ((SenderAttached(),), Committed(replace(COMMIT, capability=b"x" * 16))),
-        ((SenderAttached(),), Committed(replace(COMMIT, region=1))),
-        ((SenderAttached(),), Committed(replace(COMMIT, pages=(PageId(8), PageId(7))))),
-        ((SenderAttached(),), Committed(replace(COMMIT, generations=(Generation(1), Generation(3))))),
-        ((SenderAttached(),), Committed(replace(COMMIT, digests=(21,)))),
+        ((), LANDED),
+        ((SenderAttached(), LANDED, Committed(COMMIT)), Committed(COMMIT)),
+        ((SenderAttached(), LANDED, Committed(COMMIT)), LANDED),
+        ((SenderAttached(), LANDED), PagesLanded((23,))),
+        ((SenderAttached(),), Committed(COMMIT)),
+        ((SenderAttached(), PagesLanded((21,))), Committed(COMMIT)),
+        ((SenderAttached(), LANDED), Committed(SHORTER)),
+        ((SenderAttached(), LANDED), Committed(replace(COMMIT, capability=b"x" * 16))),
+        ((SenderAttached(), LANDED), Committed(replace(COMMIT, region=1))),
+        ((SenderAttached(), LANDED), Committed(replace(COMMIT, pages=(PageId(8), PageId(7))))),
+        ((SenderAttached(), LANDED), Committed(replace(COMMIT, generations=(Generation(1), Generation(3))))),
     ],
 )
 def test_what_cannot_be_said_now_changes_nothing(before: Iterable[Event], event: Event) -> None:
@@ -123,15 +189,16 @@ def test_what_cannot_be_said_now_changes_nothing(before: Iterable[Event], event:
     ],
 )
 def test_a_commit_for_anything_but_the_grant_is_refused_by_its_kind(commit: Commit, refusal: Refusal) -> None:
-    receiver, _ = fed(SenderAttached())
+    receiver, _ = fed(SenderAttached(), LANDED)
     with pytest.raises(ProtocolError) as refused:
         receiver.handle(Committed(commit))
     assert refused.value.refusal is refusal
-    assert receiver.handle(Committed(COMMIT)) == (CheckDigests((21, 22)),)
+    assert receiver.handle(Committed(COMMIT)) == ()
+    assert receiver.state is State.LANDING
 
 
 def test_a_capability_is_good_for_one_commit() -> None:
-    receiver, _ = fed(SenderAttached(), Committed(COMMIT))
+    receiver, _ = fed(SenderAttached(), LANDED, Committed(COMMIT))
     for event in (Committed(COMMIT), DigestsChecked(None), Committed(COMMIT)):
         if isinstance(event, DigestsChecked):
             receiver.handle(event)
@@ -142,20 +209,29 @@ def test_a_capability_is_good_for_one_commit() -> None:
 
 
 def test_without_digest_checks_a_commit_is_taken_at_its_word() -> None:
-    receiver = Receiver(GRANT, checks_digests=False)
+    receiver = Receiver(GRANT, PAGE_SIZE, checks_digests=False)
     receiver.handle(SenderAttached())
-    assert receiver.handle(Committed(COMMIT)) == (Admit(COMMIT.capsule), SendTaken())
+    assert receiver.handle(LANDED) == ()
+    assert receiver.handle(Committed(COMMIT)) == (Admit(COMMIT.capsule, 2), SendTaken())
     assert receiver.state is State.COMMITTED
+
+
+def test_pages_that_were_not_checked_are_not_known_to_be_whole() -> None:
+    receiver = Receiver(GRANT, PAGE_SIZE, checks_digests=False)
+    assert [receiver.handle(event) for event in (SenderAttached(), LANDED, SenderGone())][-1][-1] == FreePages(0)
 
 
 EVENTS: tuple[Event, ...] = (
     SenderAttached(),
+    PagesLanded((21,)),
+    PagesLanded((22,)),
     Committed(COMMIT),
+    Committed(SHORTER),
     Committed(replace(COMMIT, capability=b"x" * 16)),
     DigestsChecked(None),
     DigestsChecked(0),
     GaveUp("g"),
-    SenderQuiesced(),
+    SenderQuiesced("q"),
     SenderLost("l"),
     LeaseLapsed("s"),
     SenderGone(),
@@ -166,9 +242,11 @@ EVENTS: tuple[Event, ...] = (
 class Seen:
     """What the world around a receiver knows. `proven`: no write to the pages can be outstanding."""
 
-    receiver: Receiver = field(default_factory=lambda: Receiver(GRANT))
+    receiver: Receiver = field(default_factory=lambda: Receiver(GRANT, PAGE_SIZE))
     proven: bool = True
-    checking: bool = False
+    num_landed: int = 0
+    num_checked: int = 0
+    num_checking: int = 0
     num_ends: int = 0  # of the pages: freed, or a sequence's
     num_failed: int = 0
 
@@ -184,6 +262,10 @@ class Seen:
             return
         if isinstance(event, Committed | SenderQuiesced | SenderGone):
             self.proven = True
+        if isinstance(event, DigestsChecked):
+            self.num_checked += self.num_checking if event.mismatch is None else event.mismatch
+            self.num_checking = 0
+        self.num_landed += isinstance(event, PagesLanded)
         for command in commands:
             self.see(command, event)
 
@@ -191,16 +273,17 @@ class Seen:
         match command:
             case SendGrant():
                 self.proven = False
-            case CheckDigests():
-                assert event == Committed(COMMIT)
-                self.checking = True
-            case Admit(capsule):
-                assert event == DigestsChecked(None)
-                assert self.checking
-                assert capsule == COMMIT.capsule
+            case CheckDigests(first, digests):
+                assert self.num_checking == 0
+                assert first == self.num_checked
+                self.num_checking = len(digests)
+            case Admit(capsule, num_pages):
+                assert capsule in (COMMIT.capsule, SHORTER.capsule)
+                assert num_pages == self.num_checked == self.num_landed
                 self.num_ends += 1
-            case FreePages():
+            case FreePages(num_checked):
                 assert self.proven
+                assert num_checked <= self.num_checked
                 self.num_ends += 1
             case QuarantinePages():
                 assert self.num_ends == 0
@@ -223,7 +306,7 @@ def explore(seen: Seen, depth: int) -> int:
         return 1
     tried = 0
     for event in EVENTS:
-        if isinstance(event, DigestsChecked) and not seen.checking:
+        if isinstance(event, DigestsChecked) and not seen.num_checking:
             continue  # a check that was not asked for is never reported
         after = seen.fork()
         after.feed(event)
@@ -233,3 +316,10 @@ def explore(seen: Seen, depth: int) -> int:
 
 def test_no_order_of_events_gives_pages_away_twice_or_without_proof() -> None:
     assert explore(Seen(), 5) > 10_000
+
+
+def test_no_order_of_events_after_a_commit_gives_pages_away_twice_or_without_proof() -> None:
+    seen = Seen()
+    for event in (SenderAttached(), PagesLanded((21,)), PagesLanded((22,)), Committed(COMMIT)):
+        seen.feed(event)
+    assert explore(seen, 4) > 1_000

@@ -57,8 +57,8 @@ def test_messages_of_an_attached_process_are_reported_in_its_name() -> None:
     door = Door()
     assert door.greet(EARLY) == (Welcome(StreamId(1)), SenderAttached(EARLY))
     assert door.roster.handle(Alive(StreamId(1)), 1.0) == (SenderAlive(EARLY),)
-    message = Received(StreamId(1), KEY, SenderQuiesced())
-    assert door.roster.handle(message, 1.0) == (SenderSaid(EARLY, KEY, SenderQuiesced()),)
+    message = Received(StreamId(1), KEY, SenderQuiesced("q"))
+    assert door.roster.handle(message, 1.0) == (SenderSaid(EARLY, KEY, SenderQuiesced("q")),)
     assert door.roster.handle(Ended(StreamId(1), "reset"), 2.0) == (SenderLost(EARLY, "reset"),)
     assert door.roster.handle(message, 3.0) == ()
 

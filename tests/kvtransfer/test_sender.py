@@ -30,7 +30,7 @@ from pdserve.kvtransfer.sender import (
     Taken,
     Withdrawn,
 )
-from pdserve.kvtransfer.session import Commit, Grant, Pages
+from pdserve.kvtransfer.session import Commit, Grant, Pages, PagesLanded
 from pdserve.reports import Failure
 
 CAPSULE = capsule(40, (0, 7))
@@ -56,9 +56,10 @@ def test_pages_are_copied_as_they_become_final_and_committed_when_all_have_lande
     sender, commands = fed(PagesReady(pages(3)), granted)
     assert commands == [StartCopy(pages(3), pages(10))]
     assert sender.handle(PagesReady(pages(5, 4))) == (StartCopy(pages(5, 4), pages(11, 12)),)
-    assert sender.handle(CopyStopped((1,))) == ()
+    assert sender.handle(CopyStopped((1,))) == (PagesLanded((1,)),)
     assert sender.handle(PrefillDone(CAPSULE)) == ()
-    assert sender.handle(CopyStopped((2, 3))) == (SendCommit(Commit.of(granted.grant, (1, 2, 3), CAPSULE)),)
+    commit = SendCommit(Commit.of(granted.grant, CAPSULE))
+    assert sender.handle(CopyStopped((2, 3))) == (PagesLanded((2, 3)), commit)
     assert sender.handle(Taken()) == (ReleasePages(),)
 
 
@@ -73,13 +74,50 @@ def test_a_late_grant_finds_everything_ready() -> None:
     assert commands == [StartCopy(pages(3, 4), pages(8, 9))]
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_a_grant_of_another_size_than_the_prompt_fails_the_transfer(size: int) -> None:
-    sender, commands = fed(PagesReady(pages(3, 4)), PrefillDone(CAPSULE), grant(0, *range(10, 10 + size)))
-    if size == 3:
-        commands += sender.handle(CopyStopped((1, 2)))
+def test_a_grant_of_fewer_pages_than_there_are_to_send_fails_the_transfer() -> None:
+    sender, commands = fed(PagesReady(pages(3, 4)), PrefillDone(CAPSULE), grant(0, 10))
     assert [c.failure for c in commands if isinstance(c, Failed)] == [Failure.TRANSFER_FAILED]
     assert sender.state is State.CLOSED
+
+
+@pytest.mark.parametrize(
+    ("first_page", "src", "dst"), [(0, (3, 4), (10, 11)), (1, (4,), (10,)), (2, (), ()), (9, (), ())]
+)
+def test_of_a_grant_of_more_pages_than_there_are_to_send_the_rest_is_left_alone(
+    first_page: int, src: tuple[int, ...], dst: tuple[int, ...]
+) -> None:
+    granted = grant(first_page, 10, 11, 12)
+    sender, commands = fed(PagesReady(pages(3, 4)), PrefillDone(CAPSULE), granted)
+    if src:
+        assert commands == [StartCopy(pages(*src), pages(*dst))]
+        commands = [*sender.handle(CopyStopped((1,) * len(src)))]
+    assert commands[-1] == SendCommit(Commit.of(granted.grant, CAPSULE))
+    assert sender.num_pages_sent == len(src)
+
+
+COMMITTED = (PagesReady(pages(3)), PrefillDone(CAPSULE), grant(0, 8), CopyStopped((1,)))
+
+
+@pytest.mark.parametrize(
+    ("before", "event", "may_resume"),
+    [
+        ((), PeerLost("cut"), True),
+        (COMMITTED[:2], PeerLost("cut"), True),
+        (COMMITTED[:3], PeerLost("cut"), True),
+        (COMMITTED[:3], CopyStopped(None, "error"), True),
+        (COMMITTED[:3], CopyStopped(None, "error", in_doubt=True), True),
+        (COMMITTED[:3], FellSilent(9.0), True),
+        (COMMITTED[:3], Withdrawn("no room"), True),
+        (COMMITTED, Withdrawn("a digest differs"), True),
+        (COMMITTED, PeerLost("cut"), False),
+    ],
+)
+def test_a_sequence_may_be_resumed_unless_its_receiver_may_go_on_with_it(
+    before: Iterable[Event], event: Event, may_resume: bool
+) -> None:
+    sender, _ = fed(*before)
+    (failed,) = [command for command in sender.handle(event) if isinstance(command, Failed)]
+    assert failed.may_resume is may_resume
 
 
 def test_giving_up_mid_copy_waits_for_every_copy_to_stop() -> None:
@@ -199,12 +237,14 @@ class Seen:
                 assert not self.committed
                 assert self.num_released == 0
                 self.num_copying += 1
-            case SendCommit(commit):
+            case SendCommit():
                 assert self.num_copying == 0
                 assert not self.committed
                 assert not self.quiesced
-                assert commit.digests
                 self.committed = True
+            case PagesLanded():
+                assert not self.committed
+                assert not self.quiesced
             case SendQuiesced():
                 assert self.num_copying == 0
                 assert not self.in_doubt
@@ -213,9 +253,10 @@ class Seen:
                 assert self.num_copying == 0
                 self.num_released += 1
                 assert self.num_released == 1
-            case Failed():
+            case Failed(_, _, may_resume):
                 self.num_failed += 1
                 assert self.num_failed == 1
+                assert may_resume or self.committed
 
     def wind_up(self) -> None:
         """However it stands, giving up and the end of its copies close it."""

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,34 +12,37 @@ from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import Generation, PageId
 from pdserve.kvtransfer import receiver as r
 from pdserve.kvtransfer import sender as s
-from pdserve.kvtransfer.session import Commit, Grant
+from pdserve.kvtransfer.session import Commit, Grant, PagesLanded
 from pdserve.reports import Failure
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "handoff.md").read_text()
 
 GRANT = Grant(0, (PageId(8), PageId(9)), (Generation(1), Generation(4)), b"c" * 16, 4.0)
 CAPSULE = capsule(40, (0, 7))
-COMMIT = r.Committed(Commit.of(GRANT, (21, 22), CAPSULE))
+COMMIT = r.Committed(Commit.of(GRANT, CAPSULE))
+WRITTEN = PagesLanded((21,))
 ATTACHED, GRANTED = r.SenderAttached(), s.Granted(GRANT)
 READY, DONE = s.PagesReady((PageId(3),)), s.PrefillDone(CAPSULE)
 LANDED, FAILED, DOUBTED = s.CopyStopped((5,)), s.CopyStopped(None, "error"), s.CopyStopped(None, "error", True)
 
 RECEIVER_STATES: dict[str, Sequence[r.Event]] = {
     "RESERVED": (),
-    "GRANTED": (ATTACHED,),
-    "LANDING": (ATTACHED, COMMIT),
-    "COMMITTED": (ATTACHED, COMMIT, r.DigestsChecked(None)),
-    "QUARANTINED": (ATTACHED, r.GaveUp("cancelled")),
+    "GRANTED": (ATTACHED, WRITTEN),
+    "LANDING": (ATTACHED, WRITTEN, COMMIT),
+    "COMMITTED": (ATTACHED, WRITTEN, COMMIT, r.DigestsChecked(None)),
+    "QUARANTINED": (ATTACHED, WRITTEN, r.GaveUp("cancelled")),
     "FREE": (r.GaveUp("cancelled"),),
 }
 RECEIVER_EVENTS: dict[str, r.Event] = {
     "the sender's stream stands, or its lease begins anew": ATTACHED,
+    "`Landed`": WRITTEN,
+    "`Landed`, of more pages than were granted": PagesLanded((21, 22, 23)),
     "`Commit`, right": COMMIT,
-    "`Commit`, for anything but the grant": r.Committed(Commit.of(GRANT, (21,), CAPSULE)),
+    "`Commit`, for anything but the grant": r.Committed(replace(COMMIT.commit, region=1)),
     "digests agree": r.DigestsChecked(None),
     "a digest differs": r.DigestsChecked(0),
     "the request has ended here": r.GaveUp("cancelled"),
-    "`Quiesced`": r.SenderQuiesced(),
+    "`Quiesced`": r.SenderQuiesced("no copy"),
     "the stream has ended": r.SenderLost("cut"),
     "the lease has lapsed": r.LeaseLapsed("silent"),
     "the sender's process has ended": r.SenderGone(),
@@ -91,7 +95,7 @@ def receiver_table() -> list[list[str]]:
     for name, event in RECEIVER_EVENTS.items():
         row = [name]
         for state, path in RECEIVER_STATES.items():
-            half = reached(r.Receiver(GRANT), path)
+            half = reached(r.Receiver(GRANT, 64), path)
             assert half.state.name == state
             row.append(cell(half, event))
         rows.append(row)

@@ -120,6 +120,8 @@ def commit(**changes: object) -> handoff.HandoffServiceAttachRequest:
         commit(capsule=handoff.Capsule(tails=[handoff.Tail(index=1, token_ids=[1] * (wire.MAX_TAIL_TOKENS + 1))])),
         commit(capsule=handoff.Capsule(tails=[handoff.Tail(index=i, token_ids=[1]) for i in range(3, 66)])),
         handoff.HandoffServiceAttachRequest(commit=handoff.Commit(handoff=quiesced().quiesced.handoff)),
+        handoff.HandoffServiceAttachRequest(landed=handoff.Landed(handoff=quiesced().quiesced.handoff)),
+        handoff.HandoffServiceAttachRequest(landed=handoff.Landed(digests=[1])),
     ],
 )
 async def test_a_malformed_message_is_refused_and_the_stream_goes_on(
@@ -129,7 +131,7 @@ async def test_a_malformed_message_is_refused_and_the_stream_goes_on(
         await call.write(message)
         await call.write(quiesced())
         assert await decode.heard.next() == SenderAttached(PREFILL)
-        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, receiver.SenderQuiesced())
+        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, receiver.SenderQuiesced(""))
         assert decode.refused == {Refusal.MALFORMED: 1}
 
 

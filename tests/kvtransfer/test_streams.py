@@ -9,6 +9,7 @@ from stream_ends import (
     DECODE,
     GRANT,
     KEY,
+    LANDED,
     PREFILL,
     decode_worker,
     pair,
@@ -37,10 +38,12 @@ async def test_a_hand_off_is_spoken_of_in_order_and_unchanged() -> None:
     async with pair() as (prefill, decode):
         decode.send(receiver.SendGrant(GRANT))
         assert await prefill.heard.next() == ReceiverSaid(DECODE, KEY, sender.Granted(GRANT))
+        prefill.send(LANDED)
         prefill.send(sender.SendCommit(COMMIT))
         prefill.send(sender.SendQuiesced("late"))
+        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, LANDED)
         assert await decode.heard.next() == SenderSaid(PREFILL, KEY, receiver.Committed(COMMIT))
-        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, receiver.SenderQuiesced())
+        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, receiver.SenderQuiesced("late"))
         decode.send(receiver.SendTaken())
         decode.send(receiver.SendWithdrawn("over"))
         assert await prefill.heard.next() == ReceiverSaid(DECODE, KEY, sender.Taken())
@@ -54,7 +57,7 @@ async def test_a_beat_reaches_every_attached_decode_worker_in_its_place_among_wo
         prefill.send(sender.SendQuiesced("late"))
         assert await decode.heard.next() == SenderSaid(PREFILL, KEY, receiver.Committed(COMMIT))
         assert await decode.heard.next() == SenderAlive(PREFILL)
-        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, receiver.SenderQuiesced())
+        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, receiver.SenderQuiesced("late"))
 
 
 async def test_pages_can_be_written_as_soon_as_a_grant_arrives() -> None:
@@ -74,14 +77,14 @@ async def test_what_is_said_before_the_stream_stands_arrives_after_the_greeting(
         prefill.connect(decode)
         prefill.send(sender.SendQuiesced("cancelled"))
         assert await decode.heard.next() == SenderAttached(PREFILL)
-        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, receiver.SenderQuiesced())
+        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, receiver.SenderQuiesced("cancelled"))
 
 
 async def test_a_second_need_uses_the_stream_that_stands() -> None:
     async with pair() as (prefill, decode):
         prefill.connect(decode)
         prefill.send(sender.SendQuiesced(""))
-        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, receiver.SenderQuiesced())
+        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, receiver.SenderQuiesced(""))
         assert decode.servicer.attached == (PREFILL,)
 
 
@@ -91,7 +94,7 @@ async def test_closing_says_what_is_queued_and_ends_the_stream() -> None:
             prefill.connect(decode)
             await decode.heard.next()
             prefill.send(sender.SendQuiesced("draining"))
-        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, receiver.SenderQuiesced())
+        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, receiver.SenderQuiesced("draining"))
         assert await decode.heard.next() == SenderLost(PREFILL, "it ended its stream")
         assert decode.servicer.attached == ()
 

@@ -32,6 +32,10 @@ BY_TEST = {
         "router/test_desk.py",
         "test_a_link_is_lost_once_and_nothing_is_sent_to_it_afterwards",
     ),
+    "keep_pages_before_they_are_checked": (
+        "workers/test_kept_pages.py",
+        "test_pages_under_check_when_a_hand_off_ends_are_not_kept",
+    ),
     "let_processes_attach_in_any_order": (
         "kvtransfer/test_roster.py",
         "test_an_earlier_process_is_refused_after_a_later_one",

@@ -14,6 +14,7 @@ from pdserve.kvtransfer.doors import PeerGone
 from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, Peer
 from pdserve.prefill_worker.early_grants import EARLY_GRANT_S
 from pdserve.reports import Failure
+from pdserve.roles import Role
 from pdserve.sampling import SamplingParams
 from pdserve.worker.core import WorkerCore
 from pdserve.worker.messages import Cancelled, Command, Event, Failed, Placed, RouterRef, Ticked
@@ -21,6 +22,8 @@ from pdserve.worker.messages import Cancelled, Command, Event, Failed, Placed, R
 PAGE_SIZE = 4
 VOCAB = 997
 P, D = Peer(WorkerId("p0"), Incarnation(11)), Peer(WorkerId("d0"), Incarnation(22))
+
+RULES = default_rules(max_tasks=64, role=Role.PREFILL)
 
 
 def job(number: int, num_tokens: int, n: int = 1) -> Job:
@@ -42,7 +45,7 @@ class Prefill:
     """A prefill worker's core with an engine under it."""
 
     def __init__(self, num_pages: int = 32, max_model_len: int = 32) -> None:
-        self.core = WorkerCore(scheduler(num_pages, max_model_len), VOCAB, 16, b"secret", default_rules(max_tasks=64))
+        self.core = WorkerCore(scheduler(num_pages, max_model_len), VOCAB, 16, b"secret", RULES)
         self.runner = FakeRunner(num_pages, PAGE_SIZE, VOCAB)
 
     def handle(self, event: Event, now_s: float = 0.0) -> list[Command]:
@@ -122,7 +125,7 @@ def test_a_capsule_without_tokens_is_refused_and_changes_nothing() -> None:
     told = [command.message for command in commands if isinstance(command, doors.ToSender)]
     (grant,) = [message.grant for message in told if isinstance(message, receiver.SendGrant)]
     before = core.load()
-    empty = Commit.of(grant, (0,), Capsule(4, ()))
+    empty = Commit.of(grant, Capsule(4, ()))
     with pytest.raises(ProtocolError, match="capsule"):
         core.handle(doors.SenderSaid(P, key(wanted), receiver.Committed(empty)), 0.0)
     assert core.load() == before

@@ -17,7 +17,7 @@ from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.kvtransfer import sender
 from pdserve.kvtransfer.doors import PeerGone
-from pdserve.kvtransfer.session import HandoffKey, Pages
+from pdserve.kvtransfer.session import HandoffKey, Pages, PagesLanded
 from pdserve.prefill_worker.early_grants import EarlyGrants
 from pdserve.prefill_worker.redialling import Redialling
 from pdserve.router.commands import SequenceSpec
@@ -49,17 +49,22 @@ def release_the_source_while_copying() -> Iterator[object]:
 
 @mutation
 def commit_before_the_last_copy_has_landed() -> Iterator[object]:
+    num_landed: dict[int, int] = {}
+
+    def stopped(original: Original, self: sender.Sender, copy: sender.CopyStopped) -> tuple[sender.Command, ...]:
+        num_landed[id(self)] = num_landed.get(id(self), 0) + len(copy.digests or ())
+        return original(self, copy)
+
     def progress(original: Original, self: sender.Sender) -> tuple[sender.Command, ...]:
         commands = original(self)
         grant = self._grant
         if self.state is sender.State.SENDING and grant and self._capsule and self._copying and not commands:
-            missing = len(grant.pages) - len(self._digests)
             self.state = sender.State.LANDED
-            digests = (*self._digests, *([0] * missing))
-            return (sender.SendCommit(sender.Commit.of(grant, digests, self._capsule)),)
+            missing = PagesLanded((0,) * (self.num_pages_sent - num_landed.get(id(self), 0)))
+            return (missing, sender.SendCommit(sender.Commit.of(grant, self._capsule)))
         return commands
 
-    with wrap(sender.Sender, "_progress", progress) as patched:
+    with wrap(sender.Sender, "_progress", progress) as patched, wrap(sender.Sender, "_copy_stopped", stopped):
         yield patched
 
 

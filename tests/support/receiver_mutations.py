@@ -1,15 +1,14 @@
 """Bugs on purpose in the receiver's half of a hand-off."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from unittest.mock import patch
 
 from breaking import Original, mutation, wrap
 
+from pdserve.decode_worker.granting import Arrival
 from pdserve.decode_worker.incoming import Incoming
 from pdserve.kvtransfer import receiver
 from pdserve.kvtransfer.lease import Leases
-from pdserve.kvtransfer.session import Commit
 
 
 @mutation
@@ -43,7 +42,7 @@ def free_quarantined_pages_after_a_time() -> Iterator[object]:
         results = original(self, silent_s, now_s)
         for arrival in [a for a in self._arrivals.values() if a.is_quarantined]:
             if now_s - since.setdefault(id(arrival.receiver), now_s) > 1.0:
-                results += self._advance(arrival, receiver.SenderQuiesced())
+                results += self._advance(arrival, receiver.SenderQuiesced("q"))
         return results
 
     with wrap(Incoming, "tick", tick) as patched:
@@ -75,9 +74,8 @@ def accept_any_capability() -> Iterator[object]:
 
 @mutation
 def accept_any_number_of_digests() -> Iterator[object]:
-    def landed(original: Original, self: receiver.Receiver, commit: Commit) -> tuple[receiver.Command, ...]:
-        digests = (commit.digests * 99)[: len(self.grant.pages)]
-        return original(self, replace(commit, digests=digests))
+    def landed(original: Original, self: receiver.Receiver, digests: tuple[int, ...]) -> tuple[receiver.Command, ...]:
+        return original(self, digests[: len(self.grant.pages) - len(self._digests)])
 
     with wrap(receiver.Receiver, "_landed", landed) as patched:
         yield patched
@@ -109,4 +107,26 @@ def take_a_commit_after_giving_up() -> Iterator[object]:
         return original(self, event)
 
     with wrap(receiver.Receiver, "handle", handle) as patched:
+        yield patched
+
+
+@mutation
+def keep_pages_that_have_not_landed() -> Iterator[object]:
+    """Let all pages of a hand-off that has failed be found."""
+
+    def free(original: Original, self: Incoming, arrival: Arrival, num_checked: int) -> None:
+        original(self, arrival, len(arrival.receiver.grant.pages))
+
+    with wrap(Incoming, "_free", free) as patched:
+        yield patched
+
+
+@mutation
+def keep_pages_before_they_are_checked() -> Iterator[object]:
+    """Let the pages of a hand-off that has failed be found as soon as its sender reports them."""
+
+    def free(original: Original, self: Incoming, arrival: Arrival, num_checked: int) -> None:
+        original(self, arrival, max(num_checked, len(arrival.receiver._digests) + arrival.receiver._num_checking))
+
+    with wrap(Incoming, "_free", free) as patched:
         yield patched

@@ -21,7 +21,7 @@ from pdserve.kvtransfer.doors import IncomingEvent, OutgoingEvent, ReceiverAttac
 from pdserve.kvtransfer.greeting import Party
 from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.server import HandoffServicer
-from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, Peer, Tail
+from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, PagesLanded, Peer, Tail
 from pdserve.proto.v1 import handoff_pb2 as handoff
 from pdserve.proto.v1.handoff_pb2_grpc import HandoffServiceStub, add_HandoffServiceServicer_to_server
 from pdserve.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, identify, server_options
@@ -38,7 +38,8 @@ TAILS = (
     Tail(0, (SampledToken(11), SampledToken(13))),
     Tail(2, (SampledToken(12, TokenLogprobs(-0.5, ((12, -0.5), (3, -1.25)))),)),
 )
-COMMIT = Commit.of(GRANT, (5, 2**64 - 1), Capsule(9, TAILS))
+COMMIT = Commit.of(GRANT, Capsule(9, TAILS))
+LANDED = PagesLanded((5, 2**64 - 1))
 
 
 ReportT = TypeVar("ReportT")

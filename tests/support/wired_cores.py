@@ -13,7 +13,7 @@ from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvtransfer import doors, receiver, sender
-from pdserve.kvtransfer.session import HandoffKey, Peer
+from pdserve.kvtransfer.session import HandoffKey, PagesLanded, Peer
 from pdserve.sampling import SamplingParams
 from pdserve.worker.core import WorkerCore
 from pdserve.worker.messages import Event, Failed, Placed, RoleTaken, RouterRef, Tokens
@@ -150,8 +150,10 @@ def _from_sender(message: Any) -> receiver.Event:  # noqa: ANN401 - what it send
     match message:
         case sender.SendCommit(commit):
             return receiver.Committed(commit)
-        case sender.SendQuiesced():
-            return receiver.SenderQuiesced()
+        case sender.SendQuiesced(reason):
+            return receiver.SenderQuiesced(reason)
+        case PagesLanded():
+            return message
     raise AssertionError(message)
 
 

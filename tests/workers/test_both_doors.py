@@ -10,7 +10,7 @@ from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job
 from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer import doors, receiver, sender
-from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, Peer, Tail
+from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, PagesLanded, Peer, Tail
 from pdserve.reports import Failure, Stage
 from pdserve.sampling import SampledToken, SamplingParams
 from pdserve.worker.core import WorkerCore
@@ -72,7 +72,8 @@ def test_prompts_leave_arrive_and_stay_in_one_batch(worker: Worker) -> None:
     grant = worker.place_all()
     worker.grant()
     assert sorted(keys_of(Tokens, worker.step())) == [LEAVES, STAYS]
-    commit = Commit.of(grant, (0,) * len(grant.pages), capsule(len(PROMPT), (0, 7)))
+    commit = Commit.of(grant, capsule(len(PROMPT), (0, 7)))
+    worker.handle(doors.SenderSaid(PEER, ARRIVES, PagesLanded((0,) * len(grant.pages))))
     worker.handle(doors.SenderSaid(PEER, ARRIVES, receiver.Committed(commit)))
     arrived = worker.handle(doors.DigestsChecked(ARRIVES, None))
     assert keys_of(Tokens, arrived) == [ARRIVES], "with its first token, which the sender has reported too"
@@ -92,7 +93,8 @@ def test_a_sequence_goes_on_after_the_tail_that_came_with_its_pages(worker: Work
         part = written[number * worker.runner.page_bytes : (number + 1) * worker.runner.page_bytes]
         worker.runner.page(page)[: len(part)] = part
     tail = Tail(0, tuple(map(SampledToken, tokens[:3])))
-    commit = Commit.of(grant, (0,) * len(grant.pages), Capsule(len(PROMPT) + 2, (tail,)))
+    commit = Commit.of(grant, Capsule(len(PROMPT) + 2, (tail,)))
+    worker.handle(doors.SenderSaid(PEER, ARRIVES, PagesLanded((0,) * len(grant.pages))))
     worker.handle(doors.SenderSaid(PEER, ARRIVES, receiver.Committed(commit)))
     commands = worker.handle(doors.DigestsChecked(ARRIVES, None))
     for _ in range(3):

@@ -14,7 +14,7 @@ from pdserve.engine.sequence import SEED_MASK, SEED_STRIDE, Job
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvtransfer import doors, receiver, sender
 from pdserve.kvtransfer.doors import PeerGone
-from pdserve.kvtransfer.session import HandoffKey, Peer
+from pdserve.kvtransfer.session import HandoffKey, PagesLanded, Peer
 from pdserve.prefix_hash import PrefixHasher, short_hashes
 from pdserve.reports import Failure
 from pdserve.router.events import KvChanged, LinkId
@@ -114,8 +114,9 @@ class Pair:
             match command:
                 case Tokens():
                     self.hear(command)
-                case Failed():
-                    self.failed.append(command)
+                case Failed(_, key):
+                    if not any(key == finished for finished, _ in self.finished):  # else its first token was its last
+                        self.failed.append(command)
                 case doors.Connect():
                     if not self.attached:
                         self.attached = True
@@ -141,8 +142,10 @@ class Pair:
         match command.message:
             case sender.SendCommit(commit):
                 self.streams["p->d"].append(doors.SenderSaid(P, key, receiver.Committed(commit)))
-            case sender.SendQuiesced():
-                self.streams["p->d"].append(doors.SenderSaid(P, key, receiver.SenderQuiesced()))
+            case sender.SendQuiesced(reason):
+                self.streams["p->d"].append(doors.SenderSaid(P, key, receiver.SenderQuiesced(reason)))
+            case PagesLanded():
+                self.streams["p->d"].append(doors.SenderSaid(P, key, command.message))
             case receiver.SendGrant(grant):
                 self.streams["d->p"].append(doors.ReceiverSaid(D, key, sender.Granted(grant)))
             case receiver.SendTaken():

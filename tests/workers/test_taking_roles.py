@@ -66,7 +66,7 @@ def test_without_either_part_of_the_rule_they_wait_for_each_other_for_ever(
 ) -> None:
     plant(monkeypatch)
     num_stuck = 0
-    for seed in range(30):
+    for seed in range(100):
         rng = random.Random(seed)
         cores = mixed_cores()
         jobs = crowd(cores, rng)

@@ -28,7 +28,7 @@ from pdserve.kvtransfer.doors import (
     ToReceiver,
     ToSender,
 )
-from pdserve.kvtransfer.session import Grant, HandoffKey, Peer
+from pdserve.kvtransfer.session import Grant, HandoffKey, PagesLanded, Peer
 from pdserve.worker.messages import Placed
 
 if TYPE_CHECKING:
@@ -123,12 +123,14 @@ class Doors:
                 pass
         self._owner.offer(report)
 
-    def _to_receiver(self, peer: Peer, key: HandoffKey, message: sender.SendCommit | sender.SendQuiesced) -> None:
+    def _to_receiver(
+        self, peer: Peer, key: HandoffKey, message: PagesLanded | sender.SendCommit | sender.SendQuiesced
+    ) -> None:
         self._receivers.send(peer, key, message)
         if isinstance(message, sender.SendCommit):
             self._owner.witness.handed_over(key, [tail.index for tail in message.commit.capsule.tails])
             self._site("committed", self._owner)
-        else:
+        elif isinstance(message, sender.SendQuiesced):
             self._grants.pop(key, None)
 
     def _to_sender(

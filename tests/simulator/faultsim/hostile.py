@@ -9,7 +9,7 @@ from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer import receiver, sender
 from pdserve.kvtransfer.doors import DigestsChecked, ReceiverSaid, SenderSaid, ToReceiver
-from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, Peer, Tail
+from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, PagesLanded, Peer, Tail
 from pdserve.sampling import SampledToken
 from pdserve.worker.messages import Cancelled
 
@@ -79,15 +79,14 @@ class Hostile:
         """Speak as the sender of a hand-off with something wrong about it."""
         granted = list(worker.doors.granted)
         if not granted or self._rng.random() < 0.2:
-            return SenderSaid(NOBODY, UNKNOWN, receiver.Committed(Commit(0, (), (), b"?" * 16, (), CAPSULE)))
+            return SenderSaid(NOBODY, UNKNOWN, receiver.Committed(Commit(0, (), (), b"?" * 16, CAPSULE)))
         peer, key, grant, length = self._rng.choice(granted)
-        digests = tuple(0 for _ in grant.pages)
-        good = Commit.of(grant, digests, Capsule(length, CAPSULE.tails))
+        good = Commit.of(grant, Capsule(length, CAPSULE.tails))
         older = tuple(Generation(generation - 1) for generation in grant.generations)
         past = Peer(peer.worker_id, Incarnation(peer.incarnation - 500))
         events: list[tuple[Peer, receiver.Event]] = [
             (peer, receiver.Committed(replace(good, capability=b"?" * 16))),
-            (peer, receiver.Committed(replace(good, digests=(*digests, 0)))),
+            (peer, PagesLanded((0,) * (len(grant.pages) + 1))),
             (peer, receiver.Committed(replace(good, generations=older))),
             (peer, receiver.Committed(replace(good, pages=(*grant.pages[1:], PageId(10**6))))),
             (peer, receiver.Committed(replace(good, region=1))),
@@ -98,7 +97,7 @@ class Hostile:
             (peer, receiver.Committed(replace(good, capsule=Capsule(length, ())))),
             (peer, receiver.Committed(replace(good, capsule=Capsule(length + 1, CAPSULE.tails)))),
             (past, receiver.Committed(good)),
-            (past, receiver.SenderQuiesced()),
+            (past, receiver.SenderQuiesced("q")),
         ]
         who, event = self._rng.choice(events)
         return SenderSaid(who, key, event)

@@ -1,0 +1,155 @@
+"""A hand-off that fails leaves what has landed whole in the prefix cache, and nothing else."""
+
+from collections.abc import Callable
+
+import pytest
+from capsules import capsule
+from default_rules import default_rules
+
+from pdserve.engine.kvcache import KvCache
+from pdserve.engine.scheduler import Limits, Scheduler
+from pdserve.engine.sequence import Job
+from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
+from pdserve.kvtransfer import doors, receiver
+from pdserve.kvtransfer.session import Commit, DigestPolicy, Grant, HandoffKey, PagesLanded, Peer
+from pdserve.prefix_hash import PrefixHasher
+from pdserve.sampling import SamplingParams
+from pdserve.worker.core import WorkerCore
+from pdserve.worker.messages import Cancelled, Command, Placed, RouterRef
+
+PAGE_SIZE, NUM_PAGES, VOCAB = 4, 16, 100
+P = Peer(WorkerId("p"), Incarnation(3))
+PROMPT = tuple(range(18))  # four full pages, and one that is not
+REQUEST = RequestId(b"r" * 16)
+
+
+class Worker:
+    """A decode worker's core, attached to a sender."""
+
+    def __init__(self, digests: DigestPolicy = DigestPolicy.ALWAYS) -> None:
+        limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=40, eos_token_ids=frozenset())
+        self.cache = KvCache(NUM_PAGES, PAGE_SIZE, PrefixHasher(b"secret", "model", PAGE_SIZE))
+        self.core = WorkerCore(Scheduler(self.cache, limits), VOCAB, 64, b"key", default_rules(digests=digests))
+        self.core.handle(doors.SenderAttached(P), 0.0)
+        self.attempt = -1
+
+    @property
+    def key(self) -> HandoffKey:
+        return HandoffKey(REQUEST, Attempt(self.attempt))
+
+    def place(self) -> Grant:
+        """Place the next attempt; return its grant."""
+        self.attempt += 1
+        job = Job(REQUEST, self.key.attempt, PROMPT, len(PROMPT), SamplingParams(max_tokens=3), (0,))
+        commands = self.core.handle(Placed(RouterRef(1), job, 1e9, P), 0.0)
+        (grant,) = [command.message.grant for command in commands if isinstance(command, doors.ToSender)]
+        return grant
+
+    def say(self, event: receiver.Event) -> list[Command]:
+        return self.core.handle(doors.SenderSaid(P, self.key, event), 0.0)
+
+    def land(self, num_pages: int) -> None:
+        self.say(PagesLanded((7,) * num_pages))
+
+    def checked(self, mismatch: int | None = None) -> None:
+        self.core.handle(doors.DigestsChecked(self.key, mismatch), 0.0)
+
+    def quiesce(self) -> None:
+        self.say(receiver.SenderQuiesced("failed"))
+
+    def lose(self) -> None:
+        self.core.handle(doors.SenderLost(P, "cut"), 0.0)
+
+    def gone(self) -> None:
+        self.core.handle(doors.PeerGone(P), 0.0)
+        self.core.handle(doors.SenderAttached(P), 0.0)
+
+    def cancel(self) -> None:
+        self.core.handle(Cancelled(REQUEST, self.key.attempt), 0.0)
+
+    def commit(self, grant: Grant) -> None:
+        self.say(receiver.Committed(Commit.of(grant, capsule(len(PROMPT), (0, 7)))))
+
+
+def num_kept(worker: Worker) -> int:
+    """Return how many leading pages the next attempt need not send, after all pages came back."""
+    assert worker.cache.pool.num_free == NUM_PAGES
+    worker.cache.check()
+    return worker.place().first_page
+
+
+Story = Callable[[Worker, Grant], object]
+
+
+@pytest.mark.parametrize(
+    ("story", "kept"),
+    [
+        (lambda w, _: (w.land(2), w.checked(), w.quiesce()), 2),
+        (lambda w, _: (w.land(2), w.checked(), w.land(2), w.quiesce()), 2),
+        (lambda w, _: (w.land(2), w.checked(), w.land(2), w.checked(), w.quiesce()), 4),
+        (lambda w, _: (w.land(5), w.checked(), w.quiesce()), 4),  # the last one is not full
+        (lambda w, _: (w.land(4), w.checked(2), w.quiesce()), 2),
+        (lambda w, _: (w.land(2), w.checked(), w.land(2), w.checked(0), w.quiesce()), 2),
+        (lambda w, _: (w.land(3), w.checked(), w.lose(), w.gone()), 3),
+        (lambda w, _: (w.land(3), w.lose(), w.checked(), w.gone()), 3),
+        (lambda w, _: (w.land(3), w.lose(), w.checked(1), w.gone()), 1),
+        (lambda w, _: (w.land(3), w.lose(), w.gone(), w.checked()), 0),  # too late: nobody holds them
+        (lambda w, _: (w.land(3), w.checked(), w.cancel(), w.land(1), w.quiesce()), 3),
+        (lambda w, g: (w.land(5), w.checked(), w.commit(g), w.cancel()), 4),
+        (lambda w, g: (w.land(4), w.checked(), w.land(1), w.commit(g), w.cancel()), 4),
+        (lambda w, g: (w.land(5), w.commit(g), w.cancel()), 0),
+    ],
+)
+def test_the_leading_full_pages_whose_digests_agreed_are_found_by_the_next_attempt(story: Story, kept: int) -> None:
+    worker = Worker()
+    story(worker, worker.place())
+    assert num_kept(worker) == kept
+
+
+def test_pages_under_check_when_a_hand_off_ends_are_not_kept() -> None:
+    worker = Worker()
+    worker.place()
+    worker.land(2)
+    worker.quiesce()
+    assert num_kept(worker) == 0
+
+
+def test_nothing_is_found_of_pages_that_a_sender_may_still_write() -> None:
+    worker = Worker()
+    worker.place()
+    worker.land(3)
+    worker.checked()
+    worker.lose()
+    assert worker.cache.pool.num_quarantined == 5
+    assert worker.cache.num_cached == 0
+    worker.cache.check()
+
+
+def test_without_checks_nothing_is_kept_of_a_hand_off_that_fails() -> None:
+    worker = Worker(DigestPolicy.OFF)
+    worker.place()
+    worker.land(5)
+    worker.quiesce()
+    assert num_kept(worker) == 0
+
+
+def test_each_attempt_adds_to_what_those_before_it_have_left() -> None:
+    worker = Worker()
+    for first_page in range(4):
+        assert worker.place().first_page == first_page
+        worker.land(1)
+        worker.checked()
+        worker.quiesce()
+    grant = worker.place()
+    assert (grant.first_page, len(grant.pages)) == (4, 1)
+
+
+def test_a_page_that_was_kept_is_given_out_last() -> None:
+    worker = Worker()
+    worker.place()
+    worker.land(4)
+    worker.checked()
+    worker.quiesce()
+    taken = worker.cache.take(NUM_PAGES - 1)
+    assert taken is not None
+    assert worker.cache.num_cached == 1, "of the pages that were kept, the first is the last to be overwritten"
