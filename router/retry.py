@@ -52,7 +52,8 @@ class Retry:
             if key not in worker.shares:
                 continue  # its request has ended with another of its placements
             request = self._placements.requests[key[0]]
-            _note_loss(request, process, now_s)
+            if not worker.draining:  # that one was to end
+                _note_loss(request, process, now_s)
             placement = request.placements[key[1]]
             if self._goes_on(placement, worker):
                 continue

@@ -354,6 +354,21 @@ def test_nothing_moves_to_a_worker_that_drains() -> None:
     assert d.moves() == []
 
 
+def test_what_a_drained_worker_leaves_behind_is_placed_again_and_is_not_suspected_of_its_end() -> None:
+    d = Moves()
+    request = d.run_on_s()
+    for name in ("d1", "d2", "d3"):
+        attempt, decode = d.core.placements.requests[request].sequences[0].placement.attempt, d.s
+        d.post(DrainAsked(decode))
+        d.s = d.attach(name)
+        d.post(LinkLost(decode, "its stream ended"))
+        place = d.placed()
+        assert (place.decode.link, place.spec.attempt) == (d.s, attempt + 1)
+    d.stage(d.s, request, Stage.COMMITTED, attempt=3)
+    d.tokens(d.s, request, 2, 2, attempt=3, end=STOP)
+    d.answer(request)
+
+
 # ---- for want of pages
 
 
