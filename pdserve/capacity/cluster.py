@@ -1,6 +1,6 @@
 """A cluster under virtual time: cores of routers, workers, and the links between them. One router needs no reports."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
 
@@ -109,6 +109,10 @@ class SimCluster:
             self._attach(f"p{index}", Role.PREFILL)
         for index in range(shape.decode):
             self._attach(f"d{index}", Role.DECODE)
+
+    @property
+    def workers(self) -> Iterable[SimWorker]:
+        return self._workers.values()
 
     def run(self) -> Run:
         """Serve the whole workload, each request to its end."""
