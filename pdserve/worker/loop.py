@@ -13,7 +13,7 @@ from pdserve.worker.core import WorkerCore
 from pdserve.worker.ending import end_broken, end_hung
 from pdserve.worker.failing import FailedSteps
 from pdserve.worker.inbox import Inbox
-from pdserve.worker.messages import Event, Load, Placed, Ticked
+from pdserve.worker.messages import DrainAsked, Event, Load, Placed, Ticked
 from pdserve.worker.outbox import Outbox
 from pdserve.worker.watchdog import LoopWatchdog
 
@@ -121,6 +121,8 @@ class WorkerLoop:
         events = self._inbox.drain()
         for event in events:
             self._handle(event)
+        if any(isinstance(event, DrainAsked) for event in events):
+            self._beat()  # its answers are to move while it still decodes them
         if any(isinstance(event, Placed) for event in events):
             self._outbox.refresh(self._load, self._num_steps, at_once=True)
 

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -16,7 +17,7 @@ from pdserve.sampling import SamplingParams
 from pdserve.worker.audit import Claim
 from pdserve.worker.inbox import Inbox
 from pdserve.worker.loop import WorkerLoop
-from pdserve.worker.messages import Load, Placed, RouterRef, Ticked
+from pdserve.worker.messages import DrainAsked, Load, Placed, RouterRef, Ticked
 
 EMPTY = StepResult((), 0.0)
 LOAD = Load(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, draining=False, role=Role.DECODE, role_epoch=0)
@@ -104,6 +105,42 @@ async def test_what_comes_while_a_step_runs_is_answered_before_the_step_is_over(
     inbox.wake()
     await loop
     assert sorted(core.heard[1:]) == ["commit", "more"]
+
+
+class Drains(Notes):
+    """A core that drains when it is asked to, and has much to finish."""
+
+    draining = False
+
+    def load(self) -> Load:
+        return replace(LOAD, draining=self.draining)
+
+    def handle(self, event: DrainAsked | Ticked, now_s: float) -> list[str]:
+        if isinstance(event, Ticked):
+            return []
+        self.draining = True
+        return ["drain"]
+
+
+class Beating(Carried):
+    """Notes which heartbeats say that the worker drains."""
+
+    def beat(self, load: Load, num_steps: int) -> None:
+        if load.draining:
+            self.commands.put_nowait("reported")
+
+
+async def test_routers_learn_of_a_drain_at_once_while_a_step_runs() -> None:
+    core, engine, inbox, carried = Drains(), HeldUp(), Inbox(), Beating()
+    loop = asyncio.create_task(WorkerLoop(core, engine.start, inbox, carried, MonotonicClock(), 60.0).run())
+    await asyncio.to_thread(engine.started.wait)
+    inbox.put(DrainAsked())
+    assert await carried.commands.get() == "drain"
+    assert carried.commands.get_nowait() == "reported", "not with the next heartbeat"
+    engine.go_on.set()
+    core.drained = True
+    inbox.wake()
+    await loop
 
 
 class Broken(Notes):

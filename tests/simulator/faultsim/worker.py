@@ -37,7 +37,18 @@ from pdserve.worker.core import WorkerCore
 from pdserve.worker.failing import FailedSteps
 from pdserve.worker.inbox import MAX_INBOX
 from pdserve.worker.link import FromRouter
-from pdserve.worker.messages import Command, Event, Load, Placed, Report, RoleTaken, RouterLost, Ticked, Tokens
+from pdserve.worker.messages import (
+    Command,
+    DrainAsked,
+    Event,
+    Load,
+    Placed,
+    Report,
+    RoleTaken,
+    RouterLost,
+    Ticked,
+    Tokens,
+)
 from pdserve.worker.reporting import Reporter
 
 if TYPE_CHECKING:
@@ -203,6 +214,8 @@ class WorkerProcess(Host):
             raise ViolationError("I7", f"{self.name} broke on {event}: {error!r}") from error
         if commands:
             self._perform(commands, None)
+        if isinstance(event, DrainAsked):
+            self.beat()
         if isinstance(event, Placed):
             self._refresh(at_once=True)
 

@@ -1,0 +1,547 @@
+"""A running continuation moves: its client gets every token once, whatever goes wrong, and every page comes back."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from two_workers import PAGE_SIZE, ROUTER, Workers, alone, new_job
+
+from pdserve.engine.sequence import Job
+from pdserve.errors import ProtocolError
+from pdserve.ids import Attempt
+from pdserve.kvtransfer import doors, sender
+from pdserve.kvtransfer.session import HandoffKey
+from pdserve.reports import Failure, Stage
+from pdserve.worker.messages import Cancelled, DrainAsked, Failed, MoveAsked, Progress, RouterLost, Ticked, Tokens
+
+PROMPT = [5, 6, 7, 8, 9, 10]
+
+
+def running(job: Job, num_tokens: int = 6, depth: int = 1, **num_pages: int) -> Workers:
+    """Return workers, the first of which has sampled so many tokens of each continuation."""
+    workers = Workers(depth=depth, num_pages={"s": 64, "t": 64, **num_pages})
+    workers.start(job)
+    while len(workers.output(job, job.indices[-1])) < num_tokens:
+        workers.steps_of("s", 1)
+    return workers
+
+
+def until(workers: Workers, is_so: Callable[[], bool], source: str = "s") -> None:
+    """Let things happen one by one, with a step now and then, until something is so."""
+    for _ in range(400):
+        for name in list(workers.streams):
+            if is_so():
+                return
+            workers.deliver(*name)
+        workers.step(source)
+    raise AssertionError("it never is")
+
+
+def until_committed(workers: Workers) -> None:
+    """Let a move go on until its commit has left and nobody has read it."""
+    until(workers, lambda: bool(workers.committed))
+
+
+def failures(workers: Workers, worker: str) -> list[tuple[int, Failure]]:
+    return [
+        (each.key.attempt, each.code) for who, each in workers.reports if isinstance(each, Failed) and who == worker
+    ]
+
+
+def positions(workers: Workers, worker: str) -> list[int]:
+    return [each.position for who, each in workers.reports if isinstance(each, Tokens) and who == worker]
+
+
+def finish(workers: Workers, job: Job) -> None:
+    """Let all that is left happen: the answer is that of one engine, and nothing is held."""
+    workers.run()
+    wanted = alone(job)
+    for index in job.indices:
+        assert workers.output(job, index) == wanted[index]
+    workers.assert_nothing_held()
+
+
+# ---- a move that succeeds
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_tokens", range(3, 12))
+def test_an_answer_moves_while_it_is_decoded(num_tokens: int, depth: int) -> None:
+    job = new_job(1, PROMPT, max_tokens=40)
+    workers = running(job, num_tokens, depth)
+    workers.move(job)
+    workers.steps_of("s", 12)
+    answer = workers.answers[job.request_id, 0]
+    assert (answer.attempt, answer.worker) == (1, "t")
+    assert workers.nodes["s"].core.idle
+    finish(workers, job)
+    assert failures(workers, "s") == failures(workers, "t") == []
+
+
+def test_it_decodes_on_until_all_full_pages_have_landed() -> None:
+    job = new_job(1, PROMPT, max_tokens=40)
+    workers = running(job)
+    workers.move(job)
+    for name in ("router", "hand-offs", "answers", "router"):
+        for source, target in (("router", "s"), ("router", "t"), ("s", "t"), ("t", "s")):
+            workers.deliver(name, source, target)
+    assert workers.streams["copies", "s", "t"]
+    before = len(workers.output(job))
+    for _ in range(3):
+        workers.step("s")
+    assert len(workers.output(job)) == before + 3, "a copy under way stops nobody"
+    workers.deliver("copies", "s", "t")
+    workers.deliver("copies", "s", "t")
+    assert workers.nodes["s"].core.plan(0.0) is None, "it is held for its last page"
+    finish(workers, job)
+
+
+def test_it_leaves_without_a_report_once_it_is_taken() -> None:
+    job = new_job(1, PROMPT, max_tokens=40)
+    workers = running(job)
+    workers.move(job)
+    until(workers, lambda: workers.answers[job.request_id, 0].worker == "t")
+    workers.streams["router", "router", "s"].clear()  # its router's cancel is late
+    num_reports = len([who for who, _ in workers.reports if who == "s"])
+    workers.deliver_all()
+    assert workers.nodes["s"].core.idle
+    assert workers.nodes["s"].scheduler.cache.pool.num_free == 64
+    assert len([who for who, _ in workers.reports if who == "s"]) == num_reports
+    finish(workers, job)
+
+
+def test_where_it_arrives_its_tokens_follow_the_stage_and_those_of_before_are_not_computed_again() -> None:
+    job = new_job(1, PROMPT, max_tokens=40)
+    workers = running(job)
+    delivered = len(workers.output(job))
+    workers.move(job)
+    workers.steps_of("s", 12)
+    reports = [report for who, report in workers.reports if who == "t"]
+    stages = [report.stage for report in reports if isinstance(report, Progress)]
+    assert stages[:3] == [Stage.GRANTED, Stage.LANDED, Stage.COMMITTED]
+    committed = next(place for place, each in enumerate(reports) if getattr(each, "stage", None) is Stage.COMMITTED)
+    assert all(isinstance(each, Progress) for each in reports[:committed])
+    assert positions(workers, "t")[0] == delivered
+    workers.step("t")
+    first = workers.nodes["t"].scheduler.running[0]
+    assert first.computed == len(first.tokens) - 1
+    assert positions(workers, "t") == list(range(delivered, len(workers.output(job))))
+    finish(workers, job)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"presence_penalty": 0.5},
+        {"min_tokens": 20},
+        {"logprobs": 1},
+        {"logprobs": 2, "frequency_penalty": 0.1, "min_tokens": 9},
+        {"repetition_penalty": 1.2},
+        {"temperature": 0.7},
+    ],
+)
+def test_the_next_token_is_that_of_an_answer_that_stays(params: dict[str, float]) -> None:
+    job = new_job(1, PROMPT, max_tokens=30, **params)
+    workers = running(job, depth=2)
+    workers.move(job)
+    workers.steps_of("s", 10)
+    workers.steps_of("t", 3)
+    workers.move(job, target="s")  # and back: it has what came with it, too
+    workers.steps_of("t", 10)
+    assert workers.answers[job.request_id, 0].attempt == 2
+    finish(workers, job)
+
+
+def test_a_stop_token_ends_it_where_it_has_moved() -> None:
+    stop = alone(new_job(1, PROMPT, max_tokens=40))[0][20].token_id
+    job = new_job(1, PROMPT, max_tokens=40, stop_token_ids=(stop,))
+    workers = running(job)
+    workers.move(job)
+    finish(workers, job)
+    assert workers.answers[job.request_id, 0].worker == "t"
+
+
+def test_continuations_that_share_their_prompts_pages_move_one_by_one() -> None:
+    job = new_job(1, PROMPT, max_tokens=30, n=2)
+    workers = running(job, 3, depth=2)
+    workers.move(job, 1)
+    workers.steps_of("s", 10)
+    assert [workers.answers[job.request_id, index].worker for index in (0, 1)] == ["s", "t"]
+    workers.move(job, 0)
+    workers.steps_of("s", 10)
+    assert [workers.answers[job.request_id, index].worker for index in (0, 1)] == ["t", "t"]
+    assert workers.nodes["s"].core.idle
+    finish(workers, job)
+
+
+def test_the_second_continuation_finds_the_prompt_where_the_first_one_has_gone() -> None:
+    job = new_job(1, list(range(32)), max_tokens=30, n=2)
+    workers = running(job, 3)
+    workers.move(job, 1)
+    workers.steps_of("s", 10)
+    key = workers.move(job, 0)
+    workers.steps_of("s", 10)
+    reused = [each.pages_reused for _, each in workers.reports if isinstance(each, Progress) and each.key == key]
+    assert max(reused) == 8
+    finish(workers, job)
+
+
+def test_an_answer_is_cut_before_it_outgrows_what_is_granted() -> None:
+    job = new_job(1, PROMPT, max_tokens=60)
+    workers = running(job, 5, depth=2)
+    workers.move(job, extra_tokens=4)
+    for _ in range(4):
+        for name in list(workers.streams):
+            if name[0] != "copies":
+                workers.deliver(*name)
+    for _ in range(20):  # the copy takes long
+        workers.plan("s")
+        workers.plan("s")
+        if workers.nodes["s"].steps:
+            workers.commit("s")
+    assert len(workers.output(job)) < 20
+    workers.steps_of("s", 3)
+    assert workers.answers[job.request_id, 0].worker == "t"
+    finish(workers, job)
+
+
+# ---- a move that fails before its commit
+
+
+def goes_on(workers: Workers, job: Job) -> None:
+    """The answer stays where it is, without a gap, and its client notices nothing."""
+    workers.deliver_all()
+    answer = workers.answers[job.request_id, 0]
+    before = len(answer.tokens)
+    workers.step("s")
+    assert len(answer.tokens) == before + 1
+    assert (answer.attempt, answer.worker, answer.is_lost) == (0, "s", False)
+    assert failures(workers, "s") == []
+    finish(workers, job)
+
+
+def test_a_target_that_refuses_changes_nothing() -> None:
+    job = new_job(1, PROMPT, max_tokens=30)
+    workers = running(job)
+    workers.handle("t", DrainAsked())
+    workers.move(job)
+    workers.steps_of("s", 3)
+    assert failures(workers, "t") == [(1, Failure.OVERLOADED)]
+    goes_on(workers, job)
+
+
+def test_a_target_without_room_changes_nothing() -> None:
+    job = new_job(1, PROMPT, max_tokens=30)
+    workers = running(job, t=9)
+    workers.start(new_job(2, PROMPT, max_tokens=29), "t")
+    workers.steps_of("t", 22)
+    workers.move(job)
+    workers.steps_of("s", 30)
+    assert workers.answers[job.request_id, 0].is_finished
+    assert positions(workers, "s") == list(range(30))
+    workers.run()
+    workers.assert_nothing_held()
+
+
+def test_a_copy_that_fails_leaves_it_where_it_is() -> None:
+    job = new_job(1, PROMPT, max_tokens=40)
+    workers = running(job)
+    key = workers.move(job)
+    until(workers, lambda: bool(workers.streams.get(("copies", "s", "t"))))
+    workers.streams["copies", "s", "t"].clear()
+    peer = workers.nodes["t"].peer
+    workers.handle("s", doors.ReceiverSaid(peer, key, sender.CopyStopped(None, "reset")))
+    workers.deliver_all()
+    assert failures(workers, "t") == [(1, Failure.PEER_LOST)]
+    goes_on(workers, job)
+
+
+def test_a_last_page_that_fails_to_be_copied_is_written_beside() -> None:
+    job = new_job(1, PROMPT, max_tokens=40)
+    workers = running(job, 7)
+    key = workers.move(job)
+    (sequence,) = workers.nodes["s"].scheduler.running
+    until(workers, lambda: sequence.is_held and bool(workers.streams["copies", "s", "t"]))
+    last = sequence.pages[-1]
+    assert sequence.computed % PAGE_SIZE
+    stuck = workers.streams["copies", "s", "t"].popleft()  # to be stopped later: it may read on
+    workers.handle("s", doors.ReceiverSaid(stuck.peer, key, sender.Withdrawn("out of time")))
+    content = workers.nodes["s"].runner.read(last)
+    for _ in range(3):
+        workers.step("s")
+    assert workers.nodes["s"].runner.read(last) == content
+    assert sequence.pages[(sequence.computed - 1) // PAGE_SIZE] != last or sequence.computed % PAGE_SIZE == 0
+    workers.handle("s", doors.ReceiverSaid(stuck.peer, key, sender.CopyStopped(None, "cancelled")))
+    workers.answers[job.request_id, 0].shadow = None
+    workers.queue("t", Cancelled(job.request_id, key.attempt, (0,)))
+    goes_on(workers, job)
+
+
+def test_a_page_whose_digest_differs_leaves_it_where_it_is() -> None:
+    job = new_job(1, PROMPT, max_tokens=40)
+    workers = running(job)
+    workers.digest_of = lambda content: hash(content) + 1
+    workers.move(job)
+    workers.steps_of("s", 6)
+    assert failures(workers, "t") == [(1, Failure.DIGEST_MISMATCH)]
+    goes_on(workers, job)
+
+
+@pytest.mark.parametrize("lost", [doors.ReceiverLost, doors.PeerGone])
+def test_a_target_that_is_lost_before_the_commit_leaves_it_where_it_is(lost: type) -> None:
+    job = new_job(1, PROMPT, max_tokens=40)
+    workers = running(job)
+    workers.move(job)
+    until(workers, lambda: bool(workers.streams.get(("copies", "s", "t"))))
+    if lost is doors.ReceiverLost:
+        workers.lose_stream("s", "t")
+    else:
+        workers.handle("s", doors.PeerGone(workers.nodes["t"].peer))
+        workers.handle("t", doors.PeerGone(workers.nodes["s"].peer))
+    workers.deliver_all()
+    answer = workers.answers[job.request_id, 0]
+    workers.step("s")
+    assert failures(workers, "s") == []
+    assert failures(workers, "t") == [(1, Failure.PEER_LOST)]
+    while not answer.is_finished:
+        workers.steps_of("s", 1)
+    assert answer.tokens == alone(job)[0]
+    workers.handle("t", doors.PeerGone(workers.nodes["s"].peer))
+    workers.assert_nothing_held()
+
+
+def test_a_continuation_that_finishes_first_ends_its_move() -> None:
+    job = new_job(1, PROMPT, max_tokens=8)
+    workers = running(job)
+    workers.move(job)
+    for _ in range(3):
+        for name in list(workers.streams):
+            if name[0] != "copies":
+                workers.deliver(*name)
+    while not workers.answers[job.request_id, 0].is_finished:
+        workers.step("s")
+    workers.deliver_all()
+    assert {attempt for attempt, _ in failures(workers, "t")} <= {1}
+    assert failures(workers, "s") == []
+    finish(workers, job)
+
+
+@pytest.mark.parametrize("end", ["cancel", "router lost", "deadline"])
+@pytest.mark.parametrize("moment", ["asked", "copying", "held", "committed"])
+def test_a_request_that_ends_frees_everything_at_both_ends(end: str, moment: str) -> None:
+    job = new_job(1, PROMPT, max_tokens=40)
+    workers = running(job)
+    workers.move(job)
+    if moment == "copying":
+        until(workers, lambda: bool(workers.streams.get(("copies", "s", "t"))))
+    elif moment == "held":
+        until(workers, lambda: workers.nodes["s"].scheduler.running[0].is_held)
+    elif moment == "committed":
+        until_committed(workers)
+    for name in ("s", "t"):
+        if end == "cancel":
+            workers.queue(name, Cancelled(job.request_id, Attempt(1)))
+        elif end == "router lost":
+            workers.queue(name, RouterLost(ROUTER))
+    if end == "deadline":
+        workers.now_s = 2e9
+        for name in ("s", "t"):
+            workers.queue(name, Ticked())
+    workers.deliver_all()
+    workers.run()
+    assert not workers.nodes["s"].scheduler.running
+    workers.assert_nothing_held()
+
+
+def test_a_cancelled_continuation_ends_its_move_and_its_sibling_goes_on() -> None:
+    job = new_job(1, PROMPT, max_tokens=20, n=2)
+    workers = running(job, 3)
+    workers.move(job, 1)
+    until(workers, lambda: bool(workers.streams.get(("copies", "s", "t"))))
+    workers.handle("s", Cancelled(job.request_id, Attempt(1), (1,)))
+    workers.handle("t", Cancelled(job.request_id, Attempt(1), (1,)))
+    del workers.answers[job.request_id, 1]
+    workers.run()
+    assert workers.output(job, 0) == alone(job)[0]
+    workers.assert_nothing_held()
+
+
+def test_a_preempted_continuation_stays_and_its_move_ends() -> None:
+    job, other = new_job(2, PROMPT, max_tokens=30), new_job(1, PROMPT[:5], max_tokens=30)
+    workers = Workers(num_pages={"s": 13, "t": 64})
+    workers.start(other)
+    workers.start(job)
+    while len(workers.output(job)) < 3:
+        workers.steps_of("s", 1)
+    workers.move(job)
+    workers.deliver("router", "router", "s")  # and nothing more: no grant comes
+    while not workers.nodes["s"].scheduler.num_preemptions:
+        workers.step("s")
+    workers.step("s")
+    assert workers.nodes["s"].core.outgoing.num_open == 0
+    assert failures(workers, "s") == []
+    workers.run()
+    assert workers.output(job) == alone(job)[0]
+    workers.assert_nothing_held()
+
+
+def test_what_does_not_run_is_not_moved_and_the_target_learns_of_it() -> None:
+    job = new_job(1, PROMPT, max_tokens=4)
+    workers = running(job, 4)
+    assert workers.answers[job.request_id, 0].is_finished
+    workers.move(job)
+    workers.run()
+    assert failures(workers, "t") == [(1, Failure.PEER_LOST)]
+    workers.assert_nothing_held()
+
+
+def test_a_move_asked_for_again_takes_the_place_of_the_one_before() -> None:
+    job = new_job(1, PROMPT, max_tokens=40)
+    workers = Workers(num_pages={"s": 64, "t": 64, "u": 64})
+    workers.start(job)
+    workers.steps_of("s", 6)
+    workers.move(job, target="t")
+    until(workers, lambda: bool(workers.streams.get(("copies", "s", "t"))))
+    workers.queue("t", Cancelled(job.request_id, Attempt(1), (0,)))
+    workers.move(job, target="u")
+    workers.steps_of("s", 10)
+    assert workers.answers[job.request_id, 0].worker == "u"
+    finish(workers, job)
+
+
+def test_an_attempt_that_is_known_is_refused() -> None:
+    job = new_job(1, PROMPT, max_tokens=40)
+    workers = running(job)
+    workers.move(job)
+    workers.deliver_all()
+    peer = workers.nodes["t"].peer
+    again = MoveAsked(ROUTER, HandoffKey(job.request_id, job.attempt), 0, Attempt(1), peer, "address")
+    with pytest.raises(ProtocolError):
+        workers.nodes["s"].core.handle(again, 0.0)
+
+
+# ---- a move that fails after its commit
+
+
+def test_a_receiver_that_withdraws_never_admits_and_the_continuation_goes_on() -> None:
+    job = new_job(1, PROMPT, max_tokens=40)
+    workers = running(job)
+    key = workers.move(job)
+    until_committed(workers)
+    workers.handle("t", Cancelled(job.request_id, key.attempt, (0,)))
+    workers.answers[job.request_id, 0].shadow = None
+    workers.committed.clear()  # it is withdrawn
+    goes_on(workers, job)
+    assert positions(workers, "t") == []
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_a_stream_lost_after_the_commit_ends_the_attempt_here(is_read: bool) -> None:
+    job = new_job(1, PROMPT, max_tokens=40)
+    workers = running(job)
+    workers.move(job)
+    until_committed(workers)
+    if is_read:
+        while workers.deliver("hand-offs", "s", "t") or workers.deliver("digests", "t", "t"):
+            pass
+    workers.lose_stream("s", "t")
+    assert workers.deliver("answers", "t", "s")
+    assert failures(workers, "s") == [(0, Failure.PEER_LOST)]
+    assert not workers.nodes["s"].scheduler.running
+    workers.committed.clear()  # the client decides from here on
+    while workers.deliver("hand-offs", "s", "t") or workers.deliver("digests", "t", "t"):
+        pass
+    if not is_read:
+        workers.handle("t", doors.PeerGone(workers.nodes["s"].peer))
+    finish(workers, job)
+    assert (workers.answers[job.request_id, 0].worker == "t") is is_read
+
+
+def test_a_target_that_ends_after_the_commit_ends_the_attempt_here() -> None:
+    job = new_job(1, PROMPT, max_tokens=40, n=2)
+    workers = running(job, 4)
+    workers.move(job, 1)
+    until_committed(workers)
+    workers.handle("s", doors.PeerGone(workers.nodes["t"].peer))
+    assert failures(workers, "s") == [(0, Failure.PEER_LOST)]
+    assert workers.nodes["s"].core.idle
+    assert workers.nodes["s"].scheduler.cache.pool.num_free == 64
+
+
+def test_a_source_that_is_lost_before_the_commit_ends_the_shadow() -> None:
+    job = new_job(1, PROMPT, max_tokens=40)
+    workers = running(job)
+    workers.move(job)
+    until(workers, lambda: bool(workers.streams.get(("copies", "s", "t"))))
+    workers.handle("t", doors.PeerGone(workers.nodes["s"].peer))
+    assert failures(workers, "t") == [(1, Failure.PEER_LOST)]
+    assert workers.nodes["t"].scheduler.cache.pool.num_free == 64
+
+
+# ---- drain
+
+
+def test_a_worker_that_drains_ends_when_its_answers_have_left() -> None:
+    jobs = [new_job(number, PROMPT, max_tokens=40) for number in range(4)]
+    workers = Workers(depth=2)
+    for job in jobs:
+        workers.start(job)
+    workers.steps_of("s", 6)
+    workers.handle("s", DrainAsked())
+    assert not workers.nodes["s"].core.drained
+    for job in jobs:
+        workers.move(job)
+    workers.steps_of("s", 12)
+    assert workers.nodes["s"].core.drained
+    workers.run()
+    for job in jobs:
+        assert workers.output(job) == alone(job)[0]
+    workers.assert_nothing_held()
+
+
+# ---- all orders
+
+
+@settings(deadline=None, max_examples=150)
+@given(data=st.data(), seed=st.integers(0, 10**9), depth=st.integers(1, 2))
+def test_whatever_happens_when_every_token_comes_once_and_every_page_comes_back(
+    data: st.DataObject, seed: int, depth: int
+) -> None:
+    rng = random.Random(seed)
+    workers = Workers(rng, {"s": 24, "t": 24}, depth)
+    prompts = [[rng.randrange(900) for _ in range(rng.randrange(1, 14))] for _ in range(3)]
+    jobs = [new_job(number, prompt, max_tokens=24, n=rng.choice([1, 1, 2])) for number, prompt in enumerate(prompts)]
+    for job in jobs:
+        workers.start(job, rng.choice("st"))
+    for choice in data.draw(st.lists(st.integers(0, 40), max_size=80)):
+        disturb(workers, choice)
+        for _ in range(choice % 7):
+            workers.anything()
+    workers.run()
+    workers.attach_again()
+    workers.run()
+    for (request_id, index), answer in workers.answers.items():
+        assert answer.tokens == alone(answer.job)[index], (request_id, index)
+    workers.assert_nothing_held()
+
+
+def disturb(workers: Workers, choice: int) -> None:
+    """Move a continuation, cancel one that moves, break a copy, or lose the stream that one moves on; or nothing."""
+    present = [(name, a) for name, a in workers.answers.items() if not a.is_finished and not a.is_lost and a.tokens]
+    movable = [(name, answer) for name, answer in present if answer.shadow is None]
+    moving = [(name, answer.worker, answer.shadow) for name, answer in present if answer.shadow is not None]
+    if choice < 8 and movable:
+        (_, index), answer = movable[choice % len(movable)]
+        workers.move(answer.job, index, "t" if answer.worker == "s" else "s", (0, 2, 9, 20)[choice % 4])
+    elif choice == 8 and moving:
+        (request_id, index), source, (attempt, target) = moving[0]
+        for worker in (source, target):
+            workers.queue(worker, Cancelled(request_id, attempt, (index,)))
+        del workers.answers[request_id, index]
+    elif choice == 9 and moving:
+        _, source, (_, target) = moving[0]
+        workers.lose_stream(source, target)
+    elif choice == 10:
+        workers.breaks_next_copy = True
