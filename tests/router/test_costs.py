@@ -5,9 +5,11 @@ from dataclasses import replace
 from goodput_cluster import Cluster, placed
 
 from pdserve.ids import Incarnation, WorkerId
+from pdserve.load import ReportedLoad
 from pdserve.perfmodel.curve import Step
+from pdserve.roles import Role
 from pdserve.router.costs import MAX_KINDS
-from pdserve.router.events import LinkId, LinkLost, StepReported
+from pdserve.router.events import LinkId, LinkLost, LoadReported, StepReported
 from pdserve.router.view import WorkerView
 
 
@@ -71,3 +73,12 @@ def test_what_a_better_worker_could_do_idle_is_not_called_impossible() -> None:
     for _ in range(8):
         placed(cluster.arrive(1000))
     assert "cannot be met here" not in str(cluster.arrive(1000, ttft_s=0.2))
+
+
+def test_a_worker_that_takes_a_role_costs_what_others_of_it_do_and_a_mixed_one_what_decode_workers_do() -> None:
+    cluster = Cluster(workers="p0 d0 d1 m0")
+    p0, d0, d1, m0 = (cluster.core.workers.known(link) for link in cluster.links.values())
+    costs = cluster.predictor.costs
+    assert costs.of(m0) is costs.of(d0) is not costs.of(p0)
+    cluster.post(LoadReported(d1.link, ReportedLoad(1000, role=Role.PREFILL, role_epoch=1)))
+    assert costs.of(d1) is costs.of(p0)
