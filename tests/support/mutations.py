@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import membership_mutations
+import move_mutations
 import receiver_mutations
 import stream_mutations
 from breaking import MUTATIONS, Original, mutation, wrap
@@ -33,6 +34,7 @@ from pdserve.worker.messages import Cancelled
 __all__ = [
     "MUTATIONS",
     "membership_mutations",
+    "move_mutations",
     "receiver_mutations",
     "stream_mutations",
 ]  # the latter have put their own among them

@@ -1,4 +1,4 @@
-"""What operators ask of a cluster that serves: other roles."""
+"""What operators ask of a cluster that serves: other roles, and moves of running continuations."""
 
 import random
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from faultsim.router import RouterProcess
 from faultsim.scenario import Scenario
 from pdserve.ids import WorkerId
 from pdserve.roles import Role
-from pdserve.router.events import RoleAsked
+from pdserve.router.events import MovesAsked, RoleAsked
 from pdserve.router.roles import refusal
 from pdserve.router.view import WorkerView
 
@@ -16,6 +16,7 @@ FLIP_SEEDS = 0.5  # share of seeds in which roles change; none of the calm ones
 RESTORE_S = 1.0  # after all faults
 FORCED = 0.2  # share of changes that may leave no worker for prompts, or to decode
 BOTH_ASK = 0.3  # share of changes for which two routers ask at once, each for its own
+MOVE_SEEDS = 0.8  # share of seeds in which continuations move on request
 
 
 class Operators:
@@ -27,6 +28,8 @@ class Operators:
         self._rng = random.Random(f"operators {scenario.seed}")
         self._span_s = scenario.span_s
         self._stopped = False
+        if self._rng.random() < MOVE_SEEDS:
+            self._plan(self._move, self._rng.randrange(20, 400))
         if self._rng.random() < FLIP_SEEDS and not scenario.is_calm:
             self._plan(self._flip, self._rng.randrange(2, 20))
 
@@ -42,6 +45,19 @@ class Operators:
     def _act(self, ask: Callable[[], object]) -> None:
         if not self._stopped:
             ask()
+
+    def _move(self) -> None:
+        """Ask for some of what decodes on a worker to move, anywhere or to another worker."""
+        router = next(iter(self._routers()), None)
+        workers = [] if router is None else list(router.core.workers)
+        sources = [worker for worker in workers if router is not None and router.core.moving.num_movable(worker)]
+        if router is None or not sources:
+            return
+        source, target, count = self._rng.choice(sources), self._rng.choice(workers), self._rng.choice((0, 1, 1, 4))
+        has_target = target is not source and self._rng.random() < 0.5
+        self._world.note("operator", f"{count or 'all'} of {source.name} to {target.name if has_target else 'any'}")
+        asked = MovesAsked(source.link, target.link if has_target else None, count)
+        self._world.after(0.0, router, router.post, asked)
 
     def _flip(self) -> None:
         """Ask for another role of a worker, perhaps two routers at once for different ones."""

@@ -44,7 +44,7 @@ class Zombies:
             return
         workers = list(self._cluster.workers.values())
         writers = [worker for worker in workers if worker.role == "prefill"]
-        successor = self._rng.choice(writers if self._rng.random() < 0.7 else workers)
+        successor = self._rng.choice(writers if writers and self._rng.random() < 0.7 else workers)
         match self._rng.choice(KINDS):
             case "routers start again":
                 for _ in self._cluster.routers:
