@@ -13,6 +13,7 @@ from pdserve.router.commands import Deliver
 from pdserve.router.events import StageReached, TokenDelta
 from pdserve.router.placements import Placements
 from pdserve.router.request import Placement, Request, Sequence
+from pdserve.router.shadows import DONE
 from pdserve.router.timeline import Moved
 from pdserve.router.view import WorkerView
 
@@ -186,7 +187,7 @@ class Delivery:
         num_bytes, handoff_s = placement.landed
         moved = Moved(sequence.index, len(sequence.token_ids), source.name, worker.name, num_bytes, handoff_s * 1e3)
         request.ledger.moves += (moved,)
-        self._placements.shadows.ended["done"] += 1
+        self._placements.shadows.note_end(placement, DONE, now_s)
         self._note_decode(request, placement)
 
 

@@ -27,7 +27,6 @@ MAX_COMING = 8
 _FEW = 2  # that are on their way from a worker for want of pages
 _AGAIN_S = 1.0  # between two moves of a continuation
 _SETTLE_S = 10.0  # the same, where it moves for want of pages: what moved does not move back
-_HANDOVER_STEPS = 3  # that a move takes beside its bytes
 _LEAST_EXTRA_PAGES = 2
 _PAGES_AHEAD = 2  # for each sequence: a worker with fewer free pages is about to preempt
 _ROOM_AHEAD = 4  # a worker with fewer, after a move, does not count as one that has room
@@ -203,10 +202,10 @@ class Moving:
         if not speeds:
             return None
         target = min(speeds)[2]
-        copy_s = self._copy_s(source, target, candidate)
-        if candidate.num_left * step_s < copy_s + _HANDOVER_STEPS * step_s:
+        move_s = self._shadows.takes_s + self._copy_s(source, target, candidate)
+        if candidate.num_left * step_s < move_s:
             return None
-        extra_tokens = max(_LEAST_EXTRA_PAGES * page_size, ceil(2 * copy_s / step_s))
+        extra_tokens = max(_LEAST_EXTRA_PAGES * page_size, ceil(2 * move_s / step_s))
         self._placements.move(candidate.request, candidate.sequence, target, extra_tokens, now_s)
         return target
 

@@ -57,7 +57,7 @@ class Retry:
             placement = request.placements[key[1]]
             if self._goes_on(placement, worker):
                 continue
-            self._note_move(placement, Failure.PEER_LOST)
+            self._note_move(placement, Failure.PEER_LOST, now_s)
             indices = self._give_up(request, placement, {worker.link})
             self._again(request, indices, f"{worker.name} was lost ({reason})", now_s)
 
@@ -70,7 +70,7 @@ class Retry:
         cause = f"{worker.name}: {event.failure.name}: {event.detail}"
         if self._goes_on(placement, worker):
             return
-        self._note_move(placement, event.failure)
+        self._note_move(placement, event.failure, now_s)
         if request.is_shadow(placement):  # it was not admitted there, so it goes on where it is
             self._placements.emit(Warn(f"{request} does not move: {cause}"))
             self._placements.close(request, placement, stop_workers=False)
@@ -114,10 +114,10 @@ class Retry:
             self._placements.release_prefill(placement)
         return goes_on
 
-    def _note_move(self, placement: Placement, failure: Failure) -> None:
+    def _note_move(self, placement: Placement, failure: Failure, now_s: float) -> None:
         """Count a move that has failed, if this is one that was not done."""
         if placement.source is not None and not placement.committed:
-            self._placements.shadows.ended[failure.name.lower()] += 1
+            self._placements.shadows.note_end(placement, failure.name.lower(), now_s)
 
     def _give_up(self, request: Request, placement: Placement, avoid: Iterable[LinkId]) -> tuple[int, ...]:
         """Close a placement; return which of its continuations have no other one.

@@ -10,6 +10,10 @@ from pdserve.router.events import LinkId
 from pdserve.router.request import Placement
 from pdserve.router.view import PlacementKey, WorkerView
 
+DONE = "done"
+_START_S = 0.1  # that a move takes beside its bytes, before one was seen
+_MEMORY = 8  # moves in the running mean
+
 
 class Shadows:
     """The placements that are not in charge."""
@@ -19,6 +23,7 @@ class Shadows:
         self._leaving: Counter[LinkId] = Counter()
         self._coming: Counter[LinkId] = Counter()
         self.ended: Counter[str] = Counter()  # moves since start: "done", or what they failed of
+        self.takes_s = _START_S  # mean time of a move lately
         self.sources: set[LinkId] = set()  # of moves that are over, until somebody has looked for further ones
 
     def __len__(self) -> int:
@@ -46,6 +51,13 @@ class Shadows:
             if not counts[link]:
                 del counts[link]
         self.sources.add(source)
+
+    def note_end(self, shadow: Placement, how: str, now_s: float) -> None:
+        """Note how a move ended: "done", or what it failed of. How long a failed one would have taken nobody knows."""
+        self.ended[how] += 1
+        elapsed_s = now_s - shadow.placed_s
+        if how == DONE or elapsed_s > self.takes_s:
+            self.takes_s += (elapsed_s - self.takes_s) / _MEMORY
 
     def check_idle(self) -> None:
         """Raise InvariantError unless nothing is on its way."""

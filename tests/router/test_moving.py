@@ -77,10 +77,24 @@ def test_a_move_names_what_the_target_is_given_and_asks_the_source() -> None:
 
 def test_no_room_is_asked_for_more_tokens_than_an_answer_may_have() -> None:
     d = Moves()
-    d.run_on_s(max_tokens=12)
+    d.run_on_s(max_tokens=22)
     d.attach_t()
     (move,) = d.ask()
-    assert move.extra_tokens == 10
+    assert move.extra_tokens == 20
+
+
+def test_room_is_asked_for_what_comes_while_moves_take_as_long_as_they_did_lately() -> None:
+    d = Moves(Limits(worker_silence_s=1e6))
+    d.attach_t()
+    extra_tokens = []
+    for _ in range(3):
+        request = d.run_on_s()
+        (move,) = d.ask()
+        extra_tokens.append(move.extra_tokens)
+        d.wait(2.0)
+        d.stage(d.t, request, Stage.COMMITTED, attempt=1)
+    assert extra_tokens == sorted(set(extra_tokens))
+    assert extra_tokens[-1] > 2 * LAYOUT.page_size
 
 
 def test_the_source_stays_in_charge_until_the_target_has_committed() -> None:
