@@ -60,7 +60,7 @@ class Roles:
         """Return why a job of another role finds no room, or nothing. `num_awaited`: pages that hand-offs wait for."""
         if placed.target is not None and self.role is Role.DECODE and self._room.left < 0:
             return "it decodes, and has no room for prompts to hand off"
-        num_pages = self._scheduler.cache.num_pages(len(placed.job.token_ids))
+        num_pages = self._scheduler.cache.num_pages(len(placed.job.token_ids) + placed.extra_tokens)
         room = self._room.left + self._room.num_granted - num_awaited  # what is granted lands
         if placed.source is not None and self.role is Role.PREFILL and num_pages > room:
             return "it computes prompts, and has no room for those of others"

@@ -235,3 +235,16 @@ def test_a_directory_keeps_its_whole_name_and_a_file_loses_gguf_alone(
     assert names == ["Qwen2.5-0.5B-Instruct", "Qwen2.5-0.5B-Q4", "Qwen2.5-0.5B"]
     assert model_name(".") == tmp_path.name
     assert model_name("smollm2-135m-instruct") == "smollm2-135m-instruct"  # the catalog's
+
+
+@pytest.mark.parametrize("words", [("role", "decode-0", "mixed"), ("drain", "decode-0")])
+def test_a_worker_of_a_cluster_that_does_not_run_is_asked_for_nothing(words: tuple[str, ...], pdserve: Command) -> None:
+    done = pdserve(*words, "--name", "nowhere")
+    assert done.returncode == 2
+    assert done.stderr == "pdserve: no cluster named 'nowhere' runs here: start one with `pdserve up`\n"
+
+
+def test_a_role_that_there_is_not_is_refused(pdserve: Command) -> None:
+    done = pdserve("role", "decode-0", "both")
+    assert done.returncode == 2
+    assert "'both' is not one of" in " ".join(done.stderr.split())
