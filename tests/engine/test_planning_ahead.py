@@ -5,7 +5,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from faultsim.engine import FakeRunner, expected
@@ -204,6 +204,7 @@ JOBS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(jobs=JOBS, num_pages=st.integers(7, 20), budget=st.integers(4, 12))
 def test_whatever_ends_when_tokens_are_those_of_steps_one_by_one(
     jobs: list[tuple], num_pages: int, budget: int
@@ -299,6 +300,7 @@ def test_a_sequence_that_goes_on_writes_beside_a_page_that_somebody_else_holds()
     assert pool.num_free == pool.num_pages
 
 
+@settings(deadline=None)
 @given(data=st.data(), num_pages=st.integers(7, 20), depth=st.integers(1, 2))
 def test_whoever_is_held_and_resumed_when_gets_the_same_tokens(data: st.DataObject, num_pages: int, depth: int) -> None:
     bench = Bench(num_pages, depth=depth)
