@@ -91,16 +91,25 @@ class Incoming:
         """Reserve pages for hand-offs in their order, while there is room beside what runs."""
         results: list[Result] = []
         while self._ungranted:
-            num_coming = sum([len(a.job.indices) for a in self._arrivals.values() if not a.is_quarantined])
-            arrival = self._granting.reserve(self._ungranted[0], num_coming)
-            if arrival is None:
+            granted = self._grant(self._ungranted[0])
+            if not granted:
                 break
             self._ungranted.pop(0)
-            self._arrivals[arrival.key] = arrival
-            results.append(Reserved(arrival.key, len(arrival.reused)))
-            if self._leases.holds(arrival.peer):
-                results += self._advance(arrival, receiver.SenderAttached())
+            results += granted
         return results
+
+    def expect_now(self, expected: Expected) -> list[Result]:
+        """Set pages aside for a hand-off, unless others wait for pages or there is no room: then return nothing."""
+        return [] if self._ungranted else self._grant(expected)
+
+    def _grant(self, expected: Expected) -> list[Result]:
+        num_coming = sum([len(a.job.indices) for a in self._arrivals.values() if not a.is_quarantined])
+        arrival = self._granting.reserve(expected, num_coming)
+        if arrival is None:
+            return []
+        self._arrivals[arrival.key] = arrival
+        offered = self._advance(arrival, receiver.SenderAttached()) if self._leases.holds(arrival.peer) else []
+        return [Reserved(arrival.key, len(arrival.reused)), *offered]
 
     def give_up(self, key: HandoffKey, reason: str) -> list[Result]:
         """End a hand-off, if there is one: its request has ended here. Its pages are free once they are safe."""
@@ -150,7 +159,10 @@ class Incoming:
         if not isinstance(said, receiver.Committed):
             return self._advance(arrival, said)
         commit = said.commit
-        check_capsule(arrival.job, commit.capsule, self._vocab_size)
+        if arrival.job.indices:
+            check_capsule(arrival.job, commit.capsule, self._vocab_size)
+        else:
+            check_prefix(arrival.job, commit.capsule, self._cache.page_size)
         return [Landed(key, commit.handoff_bytes, commit.handoff_s), *self._advance(arrival, said)]
 
     def _advance_all(self, peer: Peer, event: receiver.Event) -> list[Result]:
@@ -191,6 +203,14 @@ class Incoming:
         kept = range(num_reused, min(num_reused + num_checked, num_full))
         cache.publish(arrival.prefix, (*arrival.reused, *pages), kept)
         cache.pool.release(arrival.reused)
+
+
+def check_prefix(job: Job, capsule: Capsule, page_size: int) -> None:
+    """Raise ProtocolError unless a capsule is about full pages of a prefix that is expected."""
+    if capsule.tails:
+        raise ProtocolError("capsule: tails for a prefix that is fetched")
+    if capsule.num_tokens % page_size or capsule.num_tokens > len(job.token_ids):
+        raise ProtocolError(f"capsule: {capsule.num_tokens} tokens of a prefix of {len(job.token_ids)}")
 
 
 def check_capsule(job: Job, capsule: Capsule, vocab_size: int) -> None:

@@ -34,11 +34,13 @@ from pdserve.prefill_worker.starting import Starting
 from pdserve.reports import Failure, Stage
 from pdserve.worker.admission import Draining, Rules, longest, refusal
 from pdserve.worker.audit import Auditor
+from pdserve.worker.fetches import Fetches
 from pdserve.worker.load import Meter
 from pdserve.worker.messages import (
     Cancelled,
     Command,
     DrainAsked,
+    Due,
     Event,
     Failed,
     Load,
@@ -74,6 +76,7 @@ class WorkerCore:
         granting = Granting(scheduler, self._room, capability_key, rules.digests, rules.lease_s)
         self.incoming = Incoming(scheduler, granting, rules.lease_s, vocab_size)
         self._moves = Moves(scheduler, self.outgoing, self._tasks)
+        self._fetches = Fetches(scheduler, self._tasks, self._starting, self.outgoing, self.incoming)
         self._draining = Draining(rules.max_quarantined_share)
         self._auditor = Auditor(pool)
         self._meter = Meter(scheduler, self._starting, self.outgoing, self.incoming)
@@ -87,11 +90,17 @@ class WorkerCore:
         """Whether nothing is left to wait for. Peers that may be frozen give no page back before this process ends."""
         return self._draining.is_on and not self._tasks and self.outgoing.is_stuck
 
+    @property
+    def due_s(self) -> float:
+        """When this is to handle `Due`, if nothing else comes before."""
+        return self._fetches.due_s
+
     def claims(self) -> Iterator[Claim]:
         """Yield the pages of everything that goes on."""
         yield Claim(held=self._scheduler.leaving)
         for task in self._tasks:
             yield from (Claim(held=sequence.pages) for sequence in task.sequences)
+        yield from self._fetches.claims()
         yield from self.outgoing.claims()
         yield from self.incoming.claims()
 
@@ -155,7 +164,9 @@ class WorkerCore:
             case MoveAsked():
                 return self._take(self._moves.ask(event, now_s), now_s)
             case ShareAsked():
-                return []  # nobody waits for a share: what is not sent is computed
+                return self._take(self._fetches.share(event, now_s), now_s)
+            case Due():
+                return []  # it lets what is due go on, as every event does
             case DrainAsked():
                 self._draining.ask()
                 return []
@@ -175,7 +186,8 @@ class WorkerCore:
         reason = refusal(self._scheduler, job, self._vocab_size)
         if reason is not None:
             return [Failed(placed.router, key, Failure.INVALID, reason)]
-        is_known = self._tasks.get(key) is not None or self.outgoing.is_open(key) or self.incoming.is_open(key)
+        is_open = (source is None and self.outgoing.is_open(key)) or (source is not None and self.incoming.is_open(key))
+        is_known = self._tasks.get(key) is not None or is_open  # its name may be that of a fetch, the other way
         if self._draining.is_on or len(self._tasks) >= self._max_tasks or is_known:
             why = "draining" if self._draining.is_on else f"{len(self._tasks)} of {self._max_tasks} requests"
             return [Failed(placed.router, key, Failure.OVERLOADED, why)]
@@ -193,15 +205,14 @@ class WorkerCore:
             return []
         sequence = Sequence(job, job.indices, list(job.token_ids), order, stop_after_prompt=target is not None)
         task.sequences.append(sequence)
-        self._starting.add(key, sequence, leaves=target is not None)
-        commands: list[Command] = [Progress(placed.router, key, Stage.PREFILL_QUEUED, now_s)]
+        results = self._fetches.start(task, sequence, placed.fetch, now_s)
         if target is not None:
-            commands += self._take(self.outgoing.open(key, target, placed.target_address, now_s), now_s)
-        return commands
+            results += self.outgoing.open(key, target, placed.target_address, now_s)
+        return [Progress(placed.router, key, Stage.PREFILL_QUEUED, now_s), *self._take(results, now_s)]
 
     def _use_room(self, now_s: float) -> list[Command]:
         """Let moves go on, take a role, let prompts start and grant hand-offs pages, as far as there is room."""
-        moved = self._take(self._moves.go_on(now_s), now_s)
+        moved = self._take(self._moves.go_on(now_s) + self._fetches.go_on(now_s), now_s)
         self._room.num_pinned = self.incoming.num_pinned
         taken = self._roles.settle()
         if self._starting.num_waiting:
@@ -266,8 +277,10 @@ class WorkerCore:
                 commands.append(result)
         return commands
 
-    def _conclude(self, outcome: doors.Outcome, now_s: float) -> Seq[Command]:
+    def _conclude(self, outcome: doors.Outcome, now_s: float) -> Seq[Command]:  # noqa: C901 - one match
         """Let a task go on, or end, with what has become of its hand-off."""
+        if self._fetches.concerns(outcome):
+            return self._take(self._fetches.conclude(outcome, now_s), now_s)
         if outcome.key in self._moves:
             return self._moves.conclude(outcome)
         key, task = outcome.key, self._tasks.get(outcome.key)

@@ -2,6 +2,8 @@
 
 import asyncio
 from collections import deque
+from contextlib import suppress
+from math import inf
 
 from pdserve.kvtransfer.doors import PeerGone
 from pdserve.kvtransfer.mover import Mover
@@ -38,9 +40,11 @@ class Inbox:
         self._has_room.set()
         return events
 
-    async def wait(self) -> None:
-        """Return when there is an event, or when woken."""
-        await self._has_news.wait()
+    async def wait(self, timeout_s: float = inf) -> None:
+        """Return when there is an event, when woken, or after a time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(None if timeout_s == inf else timeout_s):
+                await self._has_news.wait()
 
     def wake(self) -> None:
         """Let whoever waits look around, though there may be no event."""

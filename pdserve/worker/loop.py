@@ -13,7 +13,7 @@ from pdserve.worker.core import WorkerCore
 from pdserve.worker.ending import end_broken, end_hung
 from pdserve.worker.failing import FailedSteps
 from pdserve.worker.inbox import Inbox
-from pdserve.worker.messages import DrainAsked, Event, Load, Placed, Ticked
+from pdserve.worker.messages import DrainAsked, Due, Event, Load, Placed, Ticked
 from pdserve.worker.outbox import Outbox
 from pdserve.worker.watchdog import LoopWatchdog
 
@@ -71,7 +71,7 @@ class WorkerLoop:
             plan = self._core.plan(self._clock.now_s())
             if plan is None:
                 self._rest()
-                await self._inbox.wait()
+                await self._wait()
                 self._began_s = self._clock.now_s()
                 continue
             step = await self._run_step(plan)
@@ -88,9 +88,13 @@ class WorkerLoop:
         step = self._start_step(plan)
         step.add_done_callback(lambda _: self._inbox.wake())
         while not step.done():
-            await self._inbox.wait()
+            await self._wait()
             self._take_in()
         return step
+
+    async def _wait(self) -> None:
+        """Wait for an event, or for the next time at which the core has something to do."""
+        await self._inbox.wait(max(0.0, self._core.due_s - self._clock.now_s()))
 
     def _take_step(self, plan: StepPlan, result: StepResult) -> None:
         """Take in what a step brought, and report it with all its time, not only the engine's."""
@@ -119,6 +123,8 @@ class WorkerLoop:
 
     def _take_in(self) -> None:
         events = self._inbox.drain()
+        if self._core.due_s <= self._clock.now_s():
+            events.append(Due())
         for event in events:
             self._handle(event)
         if any(isinstance(event, DrainAsked) for event in events):

@@ -115,6 +115,11 @@ class Ticked:
 
 
 @value
+class Due:
+    """The time has come that the core has named as the next at which it has something to do."""
+
+
+@value
 class Tokens:
     """A sequence gained a token. `position` counts those generated before it, from the request's start."""
 
@@ -192,5 +197,5 @@ class Load:
 
 
 RouterEvent = Placed | MoveAsked | ShareAsked | RoleGiven | Cancelled | DrainAsked
-Event = RouterEvent | RouterLost | Ticked | OutgoingEvent | IncomingEvent
+Event = RouterEvent | RouterLost | Ticked | Due | OutgoingEvent | IncomingEvent
 Command = Report | RoleTaken | doors.Command

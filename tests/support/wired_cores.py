@@ -14,6 +14,7 @@ from pdserve.engine.sequence import Job
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvtransfer import doors, receiver, sender
 from pdserve.kvtransfer.session import HandoffKey, PagesLanded, Peer
+from pdserve.prefix_hash import PrefixHasher
 from pdserve.sampling import SamplingParams
 from pdserve.worker.core import WorkerCore
 from pdserve.worker.messages import Event, Failed, Placed, RoleTaken, RouterRef, Tokens
@@ -40,7 +41,7 @@ class CoreWorker:
     def __init__(self, name: str, num_pages: int, max_num_seqs: int = 8, **rules: object) -> None:
         limits = Limits(max_num_seqs, 64, MAX_MODEL_LEN, frozenset())
         self.peer = Peer(WorkerId(name), Incarnation(1))
-        self.scheduler = Scheduler(KvCache(num_pages, PAGE_SIZE, None), limits)
+        self.scheduler = Scheduler(KvCache(num_pages, PAGE_SIZE, PrefixHasher(b"secret", "model", PAGE_SIZE)), limits)
         self.runner = FakeRunner(num_pages, PAGE_SIZE, VOCAB)
         self.core = WorkerCore(self.scheduler, VOCAB, self.runner.page_bytes, b"secret", default_rules(**rules))
         self.dialled: set[Peer] = set()

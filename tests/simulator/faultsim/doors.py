@@ -66,6 +66,8 @@ class Doors:
             self.placed.append((placed.target, key))
         if placed.source is not None:
             self._num_tokens[key] = len(placed.job.token_ids)
+        elif placed.fetch is not None:
+            self._num_tokens[key] = placed.fetch.num_tokens
 
     def beat(self) -> None:
         self._receivers.beat()

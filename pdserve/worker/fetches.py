@@ -1,0 +1,162 @@
+"""Pages of prompts that other workers hold: sent to who computes a prompt, and fetched by it. Decides; does no I/O.
+
+Invariant: a prompt starts once, whatever becomes of its fetch, and no later than its fetch is due. Every page that a
+fetch holds is given back when its prompt has started, when the task has ended, or when the fetch is due.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import inf
+
+from pdserve.decode_worker.granting import Expected
+from pdserve.decode_worker.incoming import Incoming
+from pdserve.engine.kvcache import Prefix
+from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.sequence import Sequence
+from pdserve.kvtransfer import doors
+from pdserve.kvtransfer.doors import Claim, Result
+from pdserve.kvtransfer.session import Capsule, HandoffKey, Pages
+from pdserve.prefill_worker.outgoing import Outgoing
+from pdserve.prefill_worker.starting import Starting
+from pdserve.worker.messages import Fetch, ShareAsked
+from pdserve.worker.tasks import Task, Tasks
+
+MAX_SHARES = 256  # under way at once; prompts for which more are asked for are computed
+
+
+@dataclass(slots=True, eq=False)
+class _Fetch:
+    task: Task
+    sequence: Sequence
+    prefix: Prefix
+    due_s: float
+    pages: Pages = ()  # that have arrived, and those that were here: held
+    has_started: bool = False  # the prompt waits for its turn, or has had it
+
+
+@dataclass(slots=True, eq=False)
+class _Share:
+    deadline_s: float
+    pages: Pages  # held until the receiver has granted others for them
+
+
+class Fetches:
+    """The fetches of prompts that are computed here, and what is shared with prompts that are computed elsewhere."""
+
+    def __init__(
+        self, scheduler: Scheduler, tasks: Tasks, starting: Starting, outgoing: Outgoing, incoming: Incoming
+    ) -> None:
+        self._scheduler = scheduler
+        self._tasks = tasks
+        self._starting = starting
+        self._outgoing = outgoing
+        self._incoming = incoming
+        self._fetches: dict[HandoffKey, _Fetch] = {}
+        self._shares: dict[HandoffKey, _Share] = {}
+
+    @property
+    def due_s(self) -> float:
+        """When `go_on` has something to do, whatever else happens."""
+        return min((each.due_s for each in self._fetches.values()), default=inf)
+
+    def claims(self) -> Iterator[Claim]:
+        yield from (Claim(held=fetch.pages) for fetch in self._fetches.values())
+        yield from (Claim(held=share.pages) for share in self._shares.values())
+
+    def concerns(self, outcome: doors.Outcome) -> bool:
+        """Whether an outcome is of a share, or of a fetch. A hand-off of the same name may go the other way."""
+        if isinstance(outcome, doors.Granted | doors.Sent | doors.Unsent):
+            return outcome.key in self._shares
+        return outcome.key in self._fetches
+
+    # ---- the worker that has the pages
+
+    def share(self, asked: ShareAsked, now_s: float) -> list[Result]:
+        """Send the full pages of a prefix that are cached here. With none, the receiver is sent that it ends."""
+        key, outgoing, cache = asked.key, self._outgoing, self._scheduler.cache
+        is_known = outgoing.is_open(key) or outgoing.is_closed(asked.target, key)
+        if is_known or asked.deadline_s <= now_s or len(self._shares) >= MAX_SHARES:
+            return []
+        results = outgoing.open(key, asked.target, asked.target_address, now_s)
+        pages = cache.reuse(Prefix(asked.token_ids, asked.salt), len(asked.token_ids) // cache.page_size)
+        self._shares[key] = _Share(asked.deadline_s, pages)
+        return results if pages else results + outgoing.give_up(key, "nothing of it is cached here", now_s)
+
+    def _send(self, key: HandoffKey, now_s: float) -> list[Result]:
+        """Send as many of the pages as there is room for."""
+        outgoing, cache, share = self._outgoing, self._scheduler.cache, self._shares[key]
+        pages, share.pages = share.pages, ()
+        wanted = pages[: outgoing.num_granted(key)] if outgoing.is_open(key) else ()
+        results: list[Result] = []
+        if wanted:
+            results += outgoing.announce(key, wanted, now_s)
+            results += outgoing.finish(key, Capsule(len(wanted) * cache.page_size, ()), now_s)
+        cache.pool.release(pages)  # the door holds those that it sends
+        return results
+
+    # ---- the worker that computes the prompt
+
+    def start(self, task: Task, sequence: Sequence, fetch: Fetch | None, now_s: float) -> list[Result]:
+        """Let a prompt start: at once, or once the pages that it fetches have come."""
+        results = [] if fetch is None else self._fetch(task, sequence, fetch, now_s)
+        if task.key not in self._fetches:
+            self._start(task, sequence)
+        return results
+
+    def conclude(self, outcome: doors.Outcome, now_s: float) -> list[Result]:
+        """Take what has arrived into the prefix cache, and let the prompt start; or start without it."""
+        fetch = self._fetches.get(outcome.key)
+        match outcome:
+            case doors.Granted():
+                return self._send(outcome.key, now_s)
+            case doors.Sent() | doors.Unsent():
+                self._scheduler.cache.pool.release(self._shares.pop(outcome.key).pages)
+            case doors.Admitted(_, pages, num_reused) if fetch is not None:
+                self._scheduler.cache.publish(fetch.prefix, pages, range(num_reused, len(pages)))
+                fetch.pages, fetch.has_started = pages, True
+                self._start(fetch.task, fetch.sequence)
+            case doors.NotAdmitted() if fetch is not None:
+                del self._fetches[outcome.key]
+                self._start(fetch.task, fetch.sequence)
+            case _:
+                pass  # on its way
+        return []
+
+    def go_on(self, now_s: float) -> list[Result]:
+        """Give back what is needed no longer, and start prompts whose pages are late."""
+        results: list[Result] = []
+        for key, fetch in list(self._fetches.items()):
+            is_over = not self._tasks.runs(fetch.task, fetch.sequence) or bool(fetch.sequence.pages)
+            if is_over or fetch.due_s <= now_s:
+                del self._fetches[key]
+                self._scheduler.cache.pool.release(fetch.pages)
+                if not is_over and not fetch.has_started:
+                    results += self._incoming.give_up(key, "it is late")
+                    self._start(fetch.task, fetch.sequence)
+        for key, share in list(self._shares.items()):
+            if share.deadline_s <= now_s:
+                results += self._outgoing.give_up(key, "it is late", now_s)
+            if share.deadline_s <= now_s or not self._outgoing.is_open(key):
+                self._scheduler.cache.pool.release(self._shares.pop(key).pages)
+        return results
+
+    def _fetch(self, task: Task, sequence: Sequence, fetch: Fetch, now_s: float) -> list[Result]:
+        """Set pages aside for what is to come, if there is room now, and more comes than is here."""
+        cache, job, key = self._scheduler.cache, task.job, task.key
+        num_pages = min(fetch.num_tokens, len(job.token_ids) - 1) // cache.page_size
+        here = cache.reuse(sequence.prefix, num_pages)
+        cache.pool.release(here)
+        if len(here) == num_pages or fetch.deadline_s <= now_s or self._incoming.is_open(key):
+            return []
+        # One token is left out again by `extra_tokens`, so that the last full page may be one that is here.
+        wanted = replace(job, token_ids=job.token_ids[: num_pages * cache.page_size + 1], indices=())
+        expected = Expected(key, fetch.holder, wanted, task.order, sequence.prefix, extra_tokens=-1)
+        results = self._incoming.expect_now(expected)
+        if results:
+            self._fetches[key] = _Fetch(task, sequence, sequence.prefix, fetch.deadline_s)
+        return results
+
+    def _start(self, task: Task, sequence: Sequence) -> None:
+        is_granted = self._outgoing.is_open(task.key) and self._outgoing.num_granted(task.key) > 0
+        leaves = task.target is not None and not is_granted
+        self._starting.add(task.key, sequence, leaves=leaves)
