@@ -165,10 +165,11 @@ class Delivery:
         fetch, worker = placement.fetch, placement.prefill
         if fetch is None or worker is None or worker.link != event.link:
             return
-        request.ledger.fetched_tokens = num_came = min(event.cached_tokens, fetch.num_sent)
+        request.ledger.fetched_tokens = min(event.cached_tokens, fetch.num_tokens)
+        num_here = event.cached_tokens + event.pages_reused * worker.registration.layout.page_size
+        num_missing = min(fetch.num_sent, max(0, fetch.num_tokens - num_here))
         elapsed_s = now_s - event.age_s - placement.placed_s
-        self._placements.predictor.observe_fetch(worker, fetch, num_came, elapsed_s, now_s)
-        num_missing = fetch.num_sent - num_came
+        self._placements.predictor.observe_fetch(worker, fetch, fetch.num_sent - num_missing, elapsed_s, now_s)
         work = attention_work(num_missing, fetch.num_tokens - num_missing)
         worker.add_prefill(placement.key, num_missing, work)
 

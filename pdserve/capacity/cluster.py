@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from math import isfinite
 
 from pdserve.capacity.leaping import END, LeapingScheduler
@@ -34,7 +35,7 @@ from pdserve.router import events as router_events
 from pdserve.router.commands import CancelAttempt, Command, Deliver, End, FetchAsked, Move, Place, SequenceSpec
 from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
-from pdserve.router.events import Event, LinkId, Registration, StepReported
+from pdserve.router.events import Event, LinkId, PairMeasured, Registration, StepReported
 from pdserve.router.policies import POLICIES
 from pdserve.router.predict import Predictor
 from pdserve.rpc import PROTOCOL_VERSION
@@ -109,6 +110,7 @@ class SimCluster:
             self._attach(f"p{index}", Role.PREFILL)
         for index in range(shape.decode):
             self._attach(f"d{index}", Role.DECODE)
+        self._measure_pairs()
 
     @property
     def workers(self) -> Iterable[SimWorker]:
@@ -282,6 +284,15 @@ class SimCluster:
         )
         for router in self._routers.values():
             self._post(router, registration)
+
+    def _measure_pairs(self) -> None:
+        """Report how fast links are, as workers do when they meet."""
+        for source, target in permutations(self._workers.values(), 2):
+            measured = PairMeasured(
+                source.link, target.peer.worker_id, self._profile.link.bytes_per_s, "simulated", is_slow=False
+            )
+            for router in self._routers.values():
+                self._post(router, measured)
 
     def _perform(self, worker: SimWorker, commands: Sequence[object], steps: Steps | None) -> None:
         deltas: dict[RouterRef, list[Delta]] = {ref: [] for ref in self._routers}

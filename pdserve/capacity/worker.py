@@ -5,7 +5,7 @@ only decode, until a sequence ends or another comes, are done in one leap.
 """
 
 from collections.abc import Callable, Sequence
-from math import sqrt
+from math import inf, sqrt
 
 from pdserve.capacity.leaping import LeapingScheduler
 from pdserve.capacity.reports import Reported
@@ -16,7 +16,7 @@ from pdserve.router.events import LinkId
 from pdserve.values import value
 from pdserve.virtual_time import VirtualClock
 from pdserve.worker.core import WorkerCore
-from pdserve.worker.messages import Event
+from pdserve.worker.messages import Due, Event
 
 
 @value
@@ -57,6 +57,7 @@ class SimWorker:
         self._inbox: list[Event] = []
         self._is_waiting = False  # for its turn
         self._is_stepping = False
+        self._due_s = inf  # when the core is woken
         self._leap: _Leap | None = None
         self._num_turns = 0  # of leaps, an end that was moved has an older one
 
@@ -73,6 +74,10 @@ class SimWorker:
             self._take_in()
         if not self._is_stepping and self._leap is None:
             self._start()
+        if self.core.due_s != self._due_s:
+            self._due_s = self.core.due_s
+            if self._due_s < inf:
+                self._clock.at(max(self._due_s, self._clock.now_s()), self.offer, Due())
 
     def _take_in(self) -> None:
         now_s, leap = self._clock.now_s(), self._leap

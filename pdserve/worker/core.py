@@ -217,7 +217,8 @@ class WorkerCore:
         taken = self._roles.settle()
         if self._starting.num_waiting:
             self._starting.start(self._roles.num_kept(self.incoming.pages_wanted))
-        return [*moved, *taken, *self._take(self.incoming.grant_waiting(), now_s)]
+        over = self._fetches.take_reports()
+        return [*moved, *over, *taken, *self._take(self.incoming.grant_waiting(), now_s)]
 
     def _tick(self, silent_s: float, now_s: float) -> list[Command]:
         results = self.outgoing.tick(silent_s, now_s) + self.incoming.tick(silent_s, now_s)

@@ -18,7 +18,8 @@ from pdserve.kvtransfer.doors import Claim, Result
 from pdserve.kvtransfer.session import Capsule, HandoffKey, Pages
 from pdserve.prefill_worker.outgoing import Outgoing
 from pdserve.prefill_worker.starting import Starting
-from pdserve.worker.messages import Fetch, ShareAsked
+from pdserve.reports import Stage
+from pdserve.worker.messages import Fetch, Progress, ShareAsked
 from pdserve.worker.tasks import Task, Tasks
 
 MAX_SHARES = 256  # under way at once; prompts for which more are asked for are computed
@@ -53,11 +54,17 @@ class Fetches:
         self._incoming = incoming
         self._fetches: dict[HandoffKey, _Fetch] = {}
         self._shares: dict[HandoffKey, _Share] = {}
+        self._reports: list[Progress] = []
 
     @property
     def due_s(self) -> float:
         """When `go_on` has something to do, whatever else happens."""
         return min((each.due_s for each in self._fetches.values()), default=inf)
+
+    def take_reports(self) -> list[Progress]:
+        """Take out what routers are to know: which fetches are over, and what they have brought."""
+        reports, self._reports = self._reports, []
+        return reports
 
     def claims(self) -> Iterator[Claim]:
         yield from (Claim(held=fetch.pages) for fetch in self._fetches.values())
@@ -113,10 +120,12 @@ class Fetches:
                 self._scheduler.cache.pool.release(self._shares.pop(outcome.key).pages)
             case doors.Admitted(_, pages, num_reused) if fetch is not None:
                 self._scheduler.cache.publish(fetch.prefix, pages, range(num_reused, len(pages)))
+                self._report(fetch.task, now_s, len(pages) - num_reused, num_reused)
                 fetch.pages, fetch.has_started = pages, True
                 self._start(fetch.task, fetch.sequence)
             case doors.NotAdmitted() if fetch is not None:
                 del self._fetches[outcome.key]
+                self._report(fetch.task, now_s)
                 self._start(fetch.task, fetch.sequence)
             case _:
                 pass  # on its way
@@ -132,6 +141,7 @@ class Fetches:
                 self._scheduler.cache.pool.release(fetch.pages)
                 if not is_over and not fetch.has_started:
                     results += self._incoming.give_up(key, "it is late")
+                    self._report(fetch.task, now_s)
                     self._start(fetch.task, fetch.sequence)
         for key, share in list(self._shares.items()):
             if share.deadline_s <= now_s:
@@ -154,7 +164,15 @@ class Fetches:
         results = self._incoming.expect_now(expected)
         if results:
             self._fetches[key] = _Fetch(task, sequence, sequence.prefix, fetch.deadline_s)
+        else:
+            self._report(task, now_s)
         return results
+
+    def _report(self, task: Task, now_s: float, num_came: int = 0, num_reused: int = 0) -> None:
+        num_tokens = num_came * self._scheduler.cache.page_size
+        self._reports.append(
+            Progress(task.router, task.key, Stage.FETCHED, now_s, cached_tokens=num_tokens, pages_reused=num_reused)
+        )
 
     def _start(self, task: Task, sequence: Sequence) -> None:
         is_granted = self._outgoing.is_open(task.key) and self._outgoing.num_granted(task.key) > 0

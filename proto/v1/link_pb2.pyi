@@ -777,7 +777,7 @@ class Progress(_message.Message):
     handoff_us: _builtins.int
     """With LANDED: from the first moment it could be sent until it had landed, microseconds (as the sender says)."""
     pages_reused: _builtins.int
-    """With GRANTED: leading pages the decode worker already held."""
+    """With GRANTED and FETCHED: leading pages that the worker already held."""
     def __init__(
         self,
         *,
