@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -25,6 +26,8 @@ LOAD = Load(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, draining=False, role=Role.DECODE
 
 class Notes:
     """A core with one step to plan; it drains when told to."""
+
+    due_s = inf
 
     def __init__(self) -> None:
         self.heard: list[str] = []

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from math import inf
 
 import pytest
 
@@ -24,6 +25,8 @@ Event = Ticked | DrainAsked
 
 class OneStep:
     """A core with one step to compute, drained when asked."""
+
+    due_s = inf
 
     def __init__(self) -> None:
         self.drained = False
