@@ -38,8 +38,8 @@ def refusal(scheduler: Scheduler, job: Job, vocab_size: int) -> str | None:
     needed = scheduler.cache.num_pages(last)
     if not 0 < job.num_prompt_tokens <= num_tokens:
         return f"num_prompt_tokens: {job.num_prompt_tokens} of {num_tokens} tokens"
-    if num_tokens >= limits.max_model_len:
-        return f"token_ids: {num_tokens} leave no room under max_model_len {limits.max_model_len}"
+    if num_tokens >= last:
+        return f"token_ids: {num_tokens} leave no room for another: {last} are the most, with the answer"
     if needed > scheduler.cache.pool.num_pages:
         return f"token_ids: {last} tokens need {needed} pages of {scheduler.cache.pool.num_pages}"
     if vocab_size < ALL_IDS and (token_id := largest(job.token_ids)) >= vocab_size:

@@ -13,9 +13,10 @@ from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvtransfer import doors, receiver
 from pdserve.kvtransfer.session import Commit, DigestPolicy, Grant, HandoffKey, PagesLanded, Peer
 from pdserve.prefix_hash import PrefixHasher
+from pdserve.reports import Failure
 from pdserve.sampling import SamplingParams
 from pdserve.worker.core import WorkerCore
-from pdserve.worker.messages import Cancelled, Command, Placed, RouterRef
+from pdserve.worker.messages import Cancelled, Command, Failed, Placed, RouterRef
 
 PAGE_SIZE, NUM_PAGES, VOCAB = 4, 16, 100
 P = Peer(WorkerId("p"), Incarnation(3))
@@ -39,11 +40,14 @@ class Worker:
 
     def place(self) -> Grant:
         """Place the next attempt; return its grant."""
-        self.attempt += 1
-        job = Job(REQUEST, self.key.attempt, PROMPT, len(PROMPT), SamplingParams(max_tokens=3), (0,))
+        job = self.next_job(len(PROMPT))
         commands = self.core.handle(Placed(RouterRef(1), job, 1e9, P), 0.0)
         (grant,) = [command.message.grant for command in commands if isinstance(command, doors.ToSender)]
         return grant
+
+    def next_job(self, num_prompt_tokens: int) -> Job:
+        self.attempt += 1
+        return Job(REQUEST, self.key.attempt, PROMPT, num_prompt_tokens, SamplingParams(max_tokens=3), (0,))
 
     def say(self, event: receiver.Event) -> list[Command]:
         return self.core.handle(doors.SenderSaid(P, self.key, event), 0.0)
@@ -153,3 +157,16 @@ def test_a_page_that_was_kept_is_given_out_last() -> None:
     taken = worker.cache.take(NUM_PAGES - 1)
     assert taken is not None
     assert worker.cache.num_cached == 1, "of the pages that were kept, the first is the last to be overwritten"
+
+
+def test_a_job_with_more_tokens_than_its_answer_may_have_is_refused() -> None:
+    worker = Worker()
+    worker.place()
+    worker.land(4)
+    worker.checked()
+    worker.quiesce()
+    free = worker.cache.pool.num_free
+    (failed,) = worker.core.handle(Placed(RouterRef(1), worker.next_job(2), 1e9, P), 0.0)
+    assert isinstance(failed, Failed)
+    assert failed.code is Failure.INVALID
+    assert worker.cache.pool.num_free == free
