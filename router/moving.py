@@ -1,7 +1,7 @@
 """Which running continuations move, where to and when. Pure.
 
 A worker that drains, or whose role is prefill, hands all that it decodes over; one that is about to preempt hands some
-over; and an operator may ask for more. What would probably end before it had moved stays where it is.
+over; and an operator may ask for more. What is sure to end before it had moved stays where it is.
 
 Invariant: at most MAX_LEAVING continuations are on their way from one worker, and at most MAX_COMING to one.
 """
@@ -60,6 +60,11 @@ class _Candidate:
     @property
     def name(self) -> tuple[RequestId, int]:
         return self.request.request_id, self.sequence.index
+
+    @property
+    def most_left(self) -> int:
+        """Return how many tokens it may gain: a worker to be emptied does not wait for answers longer than expected."""
+        return self.request.params.max_tokens - len(self.sequence.token_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -203,7 +208,8 @@ class Moving:
             return None
         target = min(speeds)[2]
         move_s = self._shadows.takes_s + self._copy_s(source, target, candidate)
-        if candidate.num_left * step_s < move_s:
+        num_left = candidate.num_left if why is Why.PAGES else candidate.most_left
+        if num_left * step_s < move_s:
             return None
         extra_tokens = max(_LEAST_EXTRA_PAGES * page_size, ceil(2 * move_s / step_s))
         self._placements.move(candidate.request, candidate.sequence, target, extra_tokens, now_s)
