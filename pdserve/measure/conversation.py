@@ -6,7 +6,7 @@ turn is sent, so that it holds the whole past; in one it has to compute them wit
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from statistics import median
@@ -25,6 +25,7 @@ from pdserve.proto.v1 import admin_pb2 as admin
 Kind = Literal["fetched", "cached", "computed"]
 KINDS: tuple[Kind, ...] = ("fetched", "cached", "computed")
 WITHOUT_FETCHING = "least_loaded"  # a policy that predicts nothing, and fetches nothing
+_WARM_UPS, _WARM_TURNS, _WARM_ANSWER = 3, 3, 64
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
@@ -88,24 +89,34 @@ async def measure_conversations(spec: ClusterSpec, plan: ConversationPlan, repor
         fetching = await stack.enter_async_context(live_cluster(spec, report))
         computing = await stack.enter_async_context(live_cluster(without, report))
         clusters: dict[Kind, LiveCluster] = {"fetched": fetching, "cached": computing, "computed": computing}
-        for repeat in range(-1, plan.repeats):  # the first one lets workers meet and the router learn
-            report(f"conversation {repeat + 1} of {plan.repeats}" if repeat >= 0 else "warming up")
+        await _warm_up(clusters, plan, report)
+        for repeat in range(plan.repeats):
+            report(f"conversation {repeat + 1} of {plan.repeats}")
             talks = [_Talk(clusters[kind], kind, plan, repeat) for kind in KINDS]
             for number in range(1, plan.turns + 1):
-                found = [await talk.turn(number) for talk in talks]
-                turns += found if repeat >= 0 else []
+                turns += [await talk.turn(number) for talk in talks]
         status = await fetching.status()
     return ConversationFindings(tuple(turns), _token_bytes(status), _bandwidth(status))
+
+
+async def _warm_up(clusters: Mapping[Kind, LiveCluster], plan: ConversationPlan, report: Report) -> None:
+    """Let workers meet in both directions, and routers learn what steps and transfers cost."""
+    report("warming up")
+    for repeat in range(_WARM_UPS):
+        for kind in KINDS:
+            talk = _Talk(clusters[kind], kind, replace(plan, answer_tokens=_WARM_ANSWER), f"warm-up {repeat}")
+            for number in range(1, _WARM_TURNS + 1):
+                await talk.turn(number)
 
 
 class _Talk:
     """One conversation."""
 
-    def __init__(self, cluster: LiveCluster, kind: Kind, plan: ConversationPlan, repeat: int) -> None:
+    def __init__(self, cluster: LiveCluster, kind: Kind, plan: ConversationPlan, name: object) -> None:
         self._cluster = cluster
         self._kind = kind
         self._plan = plan
-        self._rng = random.Random(f"conversation {plan.seed} {kind} {repeat}")
+        self._rng = random.Random(f"conversation {plan.seed} {kind} {name}")
         self._tenant = new_tenant()
         self._past: list[int] = []
 

@@ -37,13 +37,20 @@ Direction = Literal["onward", "back"]  # from who dialled, or to them
 
 
 class Gate:
-    """Lets bytes of one direction pass until the first gRPC message that is wanted; that one and what follows wait."""
+    """Holds the first gRPC message of one direction that is wanted, and what follows it on its connection.
+
+    Other connections go on.
+    """
 
     def __init__(self, direction: Direction, wanted: Callable[[bytes], bool]) -> None:
         self.direction = direction
         self.wanted = wanted
         self.opened = asyncio.Event()
         self._caught = threading.Event()
+
+    def stops(self, direction: Direction, message: bytes) -> bool:
+        """Return whether a message is the one that is held."""
+        return direction == self.direction and not self._caught.is_set() and self.wanted(message)
 
     def catch(self) -> None:
         self._caught.set()
@@ -104,7 +111,7 @@ class _Way:
         """Return how many bytes come before the message that the gate wants; all of them without one."""
         num_free, gate = 0, self._proxy.gate
         for end, message in self._messages.take(data):
-            if gate is not None and gate.direction == self._direction and gate.wanted(message):
+            if gate is not None and gate.stops(self._direction, message):
                 return num_free
             num_free = end
         return len(data)

@@ -29,10 +29,11 @@ TURNS: Flags = {"policy": "least_loaded"}  # idle workers take turns: every pair
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """Names of the workers."""
+    """Names of the workers, and internal addresses of routers that the test starts itself."""
 
     prefills: tuple[str, ...]
     decodes: tuple[str, ...]
+    more_routers: tuple[str, ...] = ()
 
 
 @dataclass
@@ -46,6 +47,7 @@ class Wiring:
     public_port: int
     internal_port: int
     router_flags: Flags = field(default_factory=dict)
+    more_routers: tuple[str, ...] = ()
     code: str | None = None  # what processes started from now on run, instead of pdserve as it is
     started: dict[str, tuple[subprocess.Popen[bytes], ProcessState]] = field(default_factory=dict)
     _flags: dict[str, Flags] = field(default_factory=dict)  # of each process, but for its incarnation
@@ -69,13 +71,18 @@ class Wiring:
         self._write_state()
         return process
 
-    def start_router(self) -> subprocess.Popen[bytes]:
-        ports = {"port": self.public_port, "internal_port": self.internal_port}
-        return self.start("router", "router", {"served_model_name": "wired", **TURNS, **ports, **self.router_flags})
+    def start_router(
+        self, name: str = "router", public_port: int | None = None, internal_port: int | None = None
+    ) -> subprocess.Popen[bytes]:
+        """Start a router; by default the cluster's own."""
+        ports = {"port": public_port or self.public_port, "internal_port": internal_port or self.internal_port}
+        own = {"router_id": name, "served_model_name": "wired", **TURNS, **ports}
+        return self.start("router", name, {**own, **self.router_flags})
 
     def start_worker(self, role: Role, name: str, router: str, **flags: object) -> subprocess.Popen[bytes]:
-        own = {"worker_id": name, "incarnation": new_incarnation(), "routers": (router,), "num_threads": 1}
-        return self.start(role, name, {**own, "served_model_name": "wired", **self.worker_flags, **flags})
+        own = {"worker_id": name, "incarnation": new_incarnation(), "routers": (router, *self.more_routers)}
+        own |= {"served_model_name": "wired", "num_threads": 1}
+        return self.start(role, name, {**own, **self.worker_flags, **flags})
 
     def start_again(self, name: str) -> subprocess.Popen[bytes]:
         """Start the next incarnation of a process that has ended."""
@@ -147,19 +154,30 @@ class WiredCluster(LiveCluster):
 
 @contextmanager
 def wired_cluster(
-    folder: Path, model: Path, pools: Pools, worker_flags: Flags, router_flags: Flags | None = None
+    folder: Path,
+    model: Path,
+    pools: Pools,
+    worker_flags: Flags,
+    router_flags: Flags | None = None,
+    own_flags: Mapping[str, Flags] | None = None,
 ) -> Iterator[WiredCluster]:
-    """Run a router and these workers for the length of the block; all must drain and end well."""
+    """Run a router and these workers for the length of the block; all must drain and end well.
+
+    `own_flags`: of single workers, by name.
+    """
     workers = (*pools.prefills, *pools.decodes)
     names = [f"{stream} {name}" for stream in ("link", "handoff") for name in workers]
     with ExitStack() as stack:
         proxies = stack.enter_context(fault_proxies(*names))
         ports = free_port(HOST), free_port(HOST)
-        wiring = Wiring(folder, model, worker_flags, write_secret(folder), *ports, router_flags or {})
+        wiring = Wiring(
+            folder, model, worker_flags, write_secret(folder), *ports, router_flags or {}, pools.more_routers
+        )
         stack.callback(_kill, wiring)
         wiring.start_router()
         for name in workers:
-            _start_worker(wiring, "decode" if name in pools.decodes else "prefill", name, proxies)
+            role: Role = "decode" if name in pools.decodes else "prefill"
+            _start_worker(wiring, role, name, proxies, (own_flags or {}).get(name, {}))
         cluster = WiredCluster(wiring, pools, proxies)
         stack.callback(cluster.close)
         cluster.wait_for(all_ready(len(workers)), 90)
@@ -167,10 +185,10 @@ def wired_cluster(
         _drain(wiring)
 
 
-def _start_worker(wiring: Wiring, role: Role, name: str, proxies: Mapping[str, FaultProxy]) -> None:
+def _start_worker(wiring: Wiring, role: Role, name: str, proxies: Mapping[str, FaultProxy], own: Flags) -> None:
     link, handoff, port = proxies[f"link {name}"], proxies[f"handoff {name}"], free_port(HOST)
     link.target, handoff.target = (HOST, wiring.internal_port), (HOST, port)
-    wiring.start_worker(role, name, link.address, handoff_port=port, handoff_advertise=handoff.address)
+    wiring.start_worker(role, name, link.address, handoff_port=port, handoff_advertise=handoff.address, **own)
 
 
 def _drain(wiring: Wiring) -> None:

@@ -1,0 +1,124 @@
+"""Answers that move between running workers: no token is lost, doubled or changed, whatever fails at any stage."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import moving
+import pytest
+from live_cluster import Answer, all_ready, is_idle
+from model_zoo import first_disagreement
+from moving import MOVED_WITHIN_S, POOLS, STAGES, WORKER_FLAGS, Running, is_message, long_answer, num_moved
+from transformers import PreTrainedModel
+from wired_cluster import WiredCluster, wired_cluster
+
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.proto.v1 import inference_pb2 as inference
+
+MODEL_SHAPE = moving.MODEL_SHAPE
+NUM_WORKERS = 3
+LONGEST = 2200  # tokens of an answer
+
+
+@pytest.fixture(scope="module")
+def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WiredCluster]:
+    with wired_cluster(tmp_path_factory.mktemp("cluster"), model, POOLS, WORKER_FLAGS) as cluster:
+        yield cluster
+
+
+def is_well(status: admin.ClusterStatus) -> bool:
+    return all_ready(NUM_WORKERS)(status) and is_idle(status)
+
+
+@pytest.fixture
+def cluster(shared: WiredCluster) -> Iterator[WiredCluster]:
+    shared.wait_for(is_well, 60)
+    shared.introduce()
+    moving.introduce(shared)
+    shared.wait_for(is_well, 10)
+    yield shared
+    status = shared.wait_for(is_well, 60)
+    assert [worker.load.pages_leaked for worker in status.workers] == [0] * NUM_WORKERS
+
+
+def assert_right(oracle: PreTrainedModel, asked: list[int], answer: Answer, count: int) -> None:
+    assert len(answer.tokens[0]) == count
+    assert first_disagreement(oracle, asked, answer.tokens[0]) is None
+
+
+SAMPLINGS = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 1.0, "top_k": 50, "seed": 11},
+    "penalized": {"temperature": 0.8, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "seed": 12},
+    "with log probabilities": {"temperature": 0.7, "logprobs": 3, "seed": 13},
+    "two of a prompt": {"temperature": 1.0, "n": 2, "seed": 14},
+}
+
+
+@pytest.mark.parametrize("name", SAMPLINGS)
+def test_a_moved_answer_is_the_one_that_was_not_moved(cluster: WiredCluster, name: str) -> None:
+    sampling = inference.SamplingParams(max_tokens=500, ignore_eos=True, **SAMPLINGS[name])
+    ids = inference.TokenIds(ids=moving.prompt(150, name))
+    request = inference.GenerateRequest(token_ids=ids, sampling=sampling)
+    unmoved = cluster.generate(request)
+    running = Running.of(cluster, request)
+    count = SAMPLINGS[name].get("n", 1)
+    assert running.move() == count
+    cluster.wait_for(lambda status: num_moved(status) == num_moved(running.before) + count, MOVED_WITHIN_S)
+    moved = running.end()
+    assert moved.tokens == unmoved.tokens
+    assert moved.finish == unmoved.finish
+    for index, entries in unmoved.logprobs.items():
+        for one, other in zip(moved.logprobs[index], entries, strict=True):
+            assert one.chosen == pytest.approx(other.chosen, abs=1e-4)
+            assert [top.token_id for top in one.top] == [top.token_id for top in other.top]
+    assert moved.ledger.attempts == 1
+    assert moved.ledger.decode_worker == running.target
+    assert {(each.source, each.target) for each in moved.ledger.moves} == {(running.source, running.target)}
+    assert {each.index for each in moved.ledger.moves} == set(range(count))
+
+
+def test_an_answer_that_moves_there_and_back_and_there_again_stays_whole(
+    cluster: WiredCluster, oracle: PreTrainedModel
+) -> None:
+    asked, request = long_answer("there and back")
+    running = Running.of(cluster, request)
+    places = [running.source, running.target]
+    for number in range(5):
+        assert moving.move(cluster, places[number % 2], places[(number + 1) % 2]) == 1
+        cluster.wait_for(lambda status, n=number: num_moved(status) > num_moved(running.before) + n, MOVED_WITHIN_S)
+    answer = running.end()
+    assert_right(oracle, asked, answer, 1200)
+    assert [each.source for each in answer.ledger.moves] == [places[number % 2] for number in range(5)]
+    assert running.num_replaced() == 0
+
+
+def kill(cluster: WiredCluster, running: Running, victim: str) -> None:
+    """Kill a worker, and with it what is under way on the hand-off stream; say so as a launcher does."""
+    cluster.kill(victim)
+    running.proxy.reset()
+    cluster.report_gone(victim)
+
+
+# A worker lost in a stage of a move, and how often the request is placed again then. A target that is lost takes with
+# it whether it goes on, so the router places again; a source is not missed once the target has the commit.
+LOSSES = [
+    *((stage, "source", int(stage != "after the commit")) for stage in STAGES),
+    *((stage, "target", 1) for stage in STAGES),
+]
+
+
+@pytest.mark.parametrize(("stage", "who", "num_replaced"), LOSSES)
+def test_a_worker_killed_in_any_stage_of_a_move_costs_no_token(
+    cluster: WiredCluster, oracle: PreTrainedModel, stage: str, who: str, num_replaced: int
+) -> None:
+    asked, request = long_answer(f"killed {who} {stage}")
+    running = Running.of(cluster, request)
+    victim = running.source if who == "source" else running.target
+    direction, kind = STAGES[stage]
+    with running.proxy.holding(direction, is_message(direction, kind)) as gate:
+        running.move()
+        gate.wait_until_caught()
+        kill(cluster, running, victim)
+    cluster.wiring.start_again(victim)
+    assert_right(oracle, asked, running.end(), 1200)
+    assert running.num_replaced() == num_replaced

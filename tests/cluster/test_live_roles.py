@@ -1,0 +1,157 @@
+"""Workers whose roles change while they serve: at once, without a lost token, and every router agrees."""
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import moving
+import pytest
+from live_cluster import LiveCluster, all_ready, greedy, is_idle
+from model_zoo import first_disagreement
+from proofs import operators_proof
+from transformers import PreTrainedModel
+from wired_cluster import HOST, Pools, WiredCluster, wired_cluster
+
+from pdserve.launch.folder import free_port
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.proto.v1.admin_pb2_grpc import AdminServiceStub
+from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
+
+PREFILLS, DECODES = ("prefill-0", "prefill-1"), ("decode-0", "decode-1")
+WORKERS = (*PREFILLS, *DECODES)
+PREFILL, DECODE, MIXED = link.ROLE_PREFILL, link.ROLE_DECODE, link.ROLE_MIXED
+EFFECTIVE_WITHIN_S = 1.0
+MODEL_SHAPE = moving.MODEL_SHAPE
+FLAGS = {"dtype": "float32", "max_num_batched_tokens": 128}
+
+
+@pytest.fixture(scope="module")
+def ports() -> tuple[int, int]:
+    """Return the public and the internal port of a second router."""
+    return free_port(HOST), free_port(HOST)
+
+
+@pytest.fixture(scope="module")
+def shared(model: Path, tmp_path_factory: pytest.TempPathFactory, ports: tuple[int, int]) -> Iterator[WiredCluster]:
+    pools = Pools(PREFILLS, DECODES, more_routers=(f"{HOST}:{ports[1]}",))
+    with wired_cluster(tmp_path_factory.mktemp("cluster"), model, pools, FLAGS) as cluster:
+        cluster.wiring.start_router("router-1", *ports)
+        yield cluster
+
+
+@pytest.fixture
+def cluster(shared: WiredCluster) -> Iterator[WiredCluster]:
+    yield shared
+    for roles in ({PREFILL: MIXED, DECODE: MIXED}, {PREFILL: PREFILL, DECODE: DECODE}):  # no pool is ever empty
+        for name in WORKERS:
+            set_role(shared, name, roles[PREFILL if name in PREFILLS else DECODE])
+    shared.wait_for(lambda status: all_ready(len(WORKERS))(status) and is_idle(status), 20)
+
+
+class SecondRouter:
+    """The other router, as its operator and its clients see it."""
+
+    def __init__(self, cluster: LiveCluster, ports: tuple[int, int]) -> None:
+        self._secret_file = cluster.state.secret_file
+        self._channel = grpc.insecure_channel(f"{HOST}:{ports[1]}")
+        self._admin = AdminServiceStub(self._channel)
+        self._public = grpc.insecure_channel(f"{HOST}:{ports[0]}")
+        self.inference = InferenceServiceStub(self._public)
+
+    def until(self, wanted: object, timeout_s: float) -> admin.ClusterStatus:
+        """Return the first status that is as wanted."""
+        assert callable(wanted)
+        proof = operators_proof(self._channel, self._secret_file, "WatchStatus", timeout_s)
+        updates = self._admin.WatchStatus(admin.WatchStatusRequest(), metadata=proof, timeout=timeout_s)
+        return next(update.status for update in updates if wanted(update.status))
+
+
+@pytest.fixture(scope="module")
+def second(shared: WiredCluster, ports: tuple[int, int]) -> SecondRouter:
+    second = SecondRouter(shared, ports)
+    second.until(all_ready(len(WORKERS)), 60)
+    return second
+
+
+def set_role(cluster: LiveCluster, name: str, role: int) -> int:
+    """Give a worker a role; return its epoch."""
+    request = admin.SetWorkerRoleRequest(worker_id=name, role=link.Role.ValueType(role))
+    return cluster.admin.SetWorkerRole(request, metadata=cluster.proof("SetWorkerRole", 10), timeout=10).epoch
+
+
+def role_of(status: admin.ClusterStatus, name: str) -> tuple[int, int]:
+    """Return the role that a worker last reported, and its epoch."""
+    (load,) = (worker.load for worker in status.workers if worker.registration.worker_id == name)
+    return load.role, load.role_epoch
+
+
+def ask(stub: InferenceServiceStub, length: int, seed: object, num_tokens: int = 20) -> inference.Ledger:
+    replies = list(stub.Generate(greedy(moving.prompt(length, seed), num_tokens), timeout=60))
+    return replies[-1].ledger
+
+
+def test_a_role_is_taken_within_a_second_and_two_routers_agree(cluster: WiredCluster, second: SecondRouter) -> None:
+    for name, role in (("prefill-0", DECODE), ("prefill-0", MIXED), ("decode-1", PREFILL)):
+        began_s = time.monotonic()
+        epoch = set_role(cluster, name, role)
+        assert time.monotonic() - began_s < EFFECTIVE_WITHIN_S
+        for router in (cluster.wait_for, second.until):
+            router(lambda status, n=name, r=role, e=epoch: role_of(status, n) == (r, e), EFFECTIVE_WITHIN_S)
+
+
+def test_what_is_placed_follows_the_roles_on_both_routers(cluster: WiredCluster, second: SecondRouter) -> None:
+    set_role(cluster, "decode-1", PREFILL)
+    epoch = set_role(cluster, "prefill-0", DECODE)
+    set_role(cluster, "prefill-1", DECODE)
+    set_role(cluster, "decode-0", PREFILL)
+    second.until(lambda status: role_of(status, "prefill-0") == (DECODE, epoch), 5)
+    second.until(lambda status: role_of(status, "decode-0")[0] == PREFILL, 5)
+    for number in range(4):
+        for stub in (cluster.inference, second.inference):
+            ledger = ask(stub, 60, f"follows {number}")
+            assert ledger.prefill_worker in DECODES
+            assert ledger.decode_worker in PREFILLS
+            assert ledger.attempts == 1
+
+
+def test_a_role_that_cannot_be_is_refused_and_the_last_one_stays(cluster: WiredCluster) -> None:
+    epoch = set_role(cluster, "decode-1", MIXED)
+    assert set_role(cluster, "decode-1", MIXED) >= epoch
+    set_role(cluster, "decode-0", PREFILL)
+    with pytest.raises(grpc.RpcError) as error:
+        set_role(cluster, "decode-1", PREFILL)  # nobody else decodes
+    assert error.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    with pytest.raises(grpc.RpcError) as error:
+        set_role(cluster, "nobody", DECODE)
+    assert error.value.code() is grpc.StatusCode.NOT_FOUND
+    with pytest.raises(grpc.RpcError) as error:
+        set_role(cluster, "decode-1", link.ROLE_UNSPECIFIED)
+    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert role_of(cluster.status(), "decode-1")[0] == MIXED
+
+
+def test_roles_flip_under_load_and_no_answer_notices(cluster: WiredCluster, oracle: PreTrainedModel) -> None:
+    asked = [moving.prompt(30 + 20 * number, f"load {number}") for number in range(16)]
+    flips = [
+        ("decode-0", MIXED),
+        ("prefill-0", MIXED),
+        ("decode-1", PREFILL),
+        ("prefill-1", DECODE),
+        ("decode-0", PREFILL),
+        ("prefill-0", DECODE),
+        ("decode-1", MIXED),
+        ("prefill-1", MIXED),
+    ]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        pending = [pool.submit(cluster.generate, greedy(each, 300)) for each in asked]
+        for name, role in flips:
+            set_role(cluster, name, role)
+        answers = [each.result() for each in pending]
+    for each, answer in zip(asked, answers, strict=True):
+        assert len(answer.tokens[0]) == 300
+        assert first_disagreement(oracle, each, answer.tokens[0]) is None
+        assert answer.ledger.attempts == 1
