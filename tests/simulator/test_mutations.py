@@ -36,6 +36,10 @@ BY_TEST = {
         "workers/test_kept_pages.py",
         "test_pages_under_check_when_a_hand_off_ends_are_not_kept",
     ),
+    "keep_no_room_for_the_longest_prompt": (
+        "workers/test_taking_roles.py",
+        "test_a_decode_worker_computes_prompts_to_hand_off_once_the_room_for_them_is_free",
+    ),
     "let_processes_attach_in_any_order": (
         "kvtransfer/test_roster.py",
         "test_an_earlier_process_is_refused_after_a_later_one",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from breaking import Original, mutation, wrap
 
@@ -46,8 +47,9 @@ def announce_a_page_that_a_step_still_writes() -> Iterator[object]:
 def leave_a_token_out_of_a_tail() -> Iterator[object]:
     """Hand a continuation over without the first token that its target does not know."""
 
-    def finish(original: Original, self: Moves, move: object, now_s: float) -> list[Result]:
-        return original(self, replace(move, num_tokens=move.num_tokens + 1), now_s)  # type: ignore[attr-defined, type-var]
+    def finish(original: Original, self: Moves, move: Any, now_s: float) -> list[Result]:  # noqa: ANN401 - private
+        move.num_tokens += 1
+        return original(self, move, now_s)
 
     with wrap(Moves, "_finish", finish) as patched:
         yield patched
@@ -57,9 +59,9 @@ def leave_a_token_out_of_a_tail() -> Iterator[object]:
 def give_the_pages_up_when_the_commit_leaves() -> Iterator[object]:
     """Let go of a continuation at its cut, and not when its target has it."""
 
-    def finish(original: Original, self: Moves, move: object, now_s: float) -> list[Result]:
+    def finish(original: Original, self: Moves, move: Any, now_s: float) -> list[Result]:  # noqa: ANN401 - private
         results: list[Result] = original(self, move, now_s)
-        self._scheduler.release(move.sequence)  # type: ignore[attr-defined]
+        self._scheduler.release(move.sequence)
         return results
 
     with wrap(Moves, "_finish", finish) as patched:

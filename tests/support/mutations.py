@@ -7,6 +7,7 @@ from dataclasses import replace
 import membership_mutations
 import move_mutations
 import receiver_mutations
+import role_mutations
 import stream_mutations
 from breaking import MUTATIONS, Original, mutation, wrap
 
@@ -36,6 +37,7 @@ __all__ = [
     "membership_mutations",
     "move_mutations",
     "receiver_mutations",
+    "role_mutations",
     "stream_mutations",
 ]  # the latter have put their own among them
 
