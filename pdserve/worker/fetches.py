@@ -139,8 +139,9 @@ class Fetches:
             if is_over or fetch.due_s <= now_s:
                 del self._fetches[key]
                 self._scheduler.cache.pool.release(fetch.pages)
+                if not fetch.has_started:
+                    results += self._incoming.give_up(key, "its prompt has ended" if is_over else "it is late")
                 if not is_over and not fetch.has_started:
-                    results += self._incoming.give_up(key, "it is late")
                     self._report(fetch.task, now_s)
                     self._start(fetch.task, fetch.sequence)
         for key, share in list(self._shares.items()):
