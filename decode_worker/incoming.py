@@ -163,7 +163,10 @@ class Incoming:
             check_capsule(arrival.job, commit.capsule, self._vocab_size)
         else:
             check_prefix(arrival.job, commit.capsule, self._cache.page_size)
-        return [Landed(key, commit.handoff_bytes, commit.handoff_s), *self._advance(arrival, said)]
+        results = self._advance(arrival, said)
+        if arrival.receiver.state not in (receiver.State.LANDING, receiver.State.COMMITTED):
+            return results  # it crossed our giving up
+        return [Landed(key, commit.handoff_bytes, commit.handoff_s), *results]
 
     def _advance_all(self, peer: Peer, event: receiver.Event) -> list[Result]:
         concerned = [arrival for arrival in self._arrivals.values() if arrival.peer == peer]

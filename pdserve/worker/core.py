@@ -282,7 +282,7 @@ class WorkerCore:
         """Let a task go on, or end, with what has become of its hand-off."""
         if self._fetches.concerns(outcome):
             return self._take(self._fetches.conclude(outcome, now_s), now_s)
-        if outcome.key in self._moves:
+        if self._moves.concerns(outcome):
             return self._moves.conclude(outcome)
         key, task = outcome.key, self._tasks.get(outcome.key)
         if task is None:  # it has been given up

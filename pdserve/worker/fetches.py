@@ -120,13 +120,11 @@ class Fetches:
                 self._scheduler.cache.pool.release(self._shares.pop(outcome.key).pages)
             case doors.Admitted(_, pages, num_reused) if fetch is not None:
                 self._scheduler.cache.publish(fetch.prefix, pages, range(num_reused, len(pages)))
-                self._report(fetch.task, now_s, len(pages) - num_reused, num_reused)
                 fetch.pages, fetch.has_started = pages, True
-                self._start(fetch.task, fetch.sequence)
+                self._end(fetch, now_s, len(pages) - num_reused, num_reused)
             case doors.NotAdmitted() if fetch is not None:
                 del self._fetches[outcome.key]
-                self._report(fetch.task, now_s)
-                self._start(fetch.task, fetch.sequence)
+                self._end(fetch, now_s)
             case _:
                 pass  # on its way
         return []
@@ -141,9 +139,7 @@ class Fetches:
                 self._scheduler.cache.pool.release(fetch.pages)
                 if not fetch.has_started:
                     results += self._incoming.give_up(key, "its prompt has ended" if is_over else "it is late")
-                if not is_over and not fetch.has_started:
-                    self._report(fetch.task, now_s)
-                    self._start(fetch.task, fetch.sequence)
+                    self._end(fetch, now_s)
         for key, share in list(self._shares.items()):
             if share.deadline_s <= now_s:
                 results += self._outgoing.give_up(key, "it is late", now_s)
@@ -168,6 +164,12 @@ class Fetches:
         else:
             self._report(task, now_s)
         return results
+
+    def _end(self, fetch: _Fetch, now_s: float, num_came: int = 0, num_reused: int = 0) -> None:
+        """Report what a fetch has brought, and let its prompt start, unless the task has ended before."""
+        if self._tasks.runs(fetch.task, fetch.sequence):
+            self._report(fetch.task, now_s, num_came, num_reused)
+            self._start(fetch.task, fetch.sequence)
 
     def _report(self, task: Task, now_s: float, num_came: int = 0, num_reused: int = 0) -> None:
         num_tokens = num_came * self._scheduler.cache.page_size

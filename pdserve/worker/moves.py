@@ -41,8 +41,9 @@ class Moves:
         self._tasks = tasks
         self._moves: dict[HandoffKey, _Move] = {}
 
-    def __contains__(self, key: HandoffKey) -> bool:
-        return key in self._moves
+    def concerns(self, outcome: doors.Outcome) -> bool:
+        """Whether an outcome is of a move. What arrives may have the same name."""
+        return isinstance(outcome, doors.Granted | doors.Sent | doors.Unsent) and outcome.key in self._moves
 
     def ask(self, asked: MoveAsked, now_s: float) -> list[Result]:
         """Begin to hand a continuation over. The receiver is sent that it ends at once where there is none to move."""

@@ -2,11 +2,12 @@
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from two_workers import PAGE_SIZE, ROUTER, Workers, alone, new_job
+from two_workers import FAR_S, PAGE_SIZE, ROUTER, Workers, alone, new_job
 
 from pdserve.engine.sequence import Job
 from pdserve.errors import ProtocolError
@@ -14,7 +15,17 @@ from pdserve.ids import Attempt
 from pdserve.kvtransfer import doors, sender
 from pdserve.kvtransfer.session import HandoffKey
 from pdserve.reports import Failure, Stage
-from pdserve.worker.messages import Cancelled, DrainAsked, Failed, MoveAsked, Progress, RouterLost, Ticked, Tokens
+from pdserve.worker.messages import (
+    Cancelled,
+    DrainAsked,
+    Failed,
+    MoveAsked,
+    Placed,
+    Progress,
+    RouterLost,
+    Ticked,
+    Tokens,
+)
 
 PROMPT = [5, 6, 7, 8, 9, 10]
 
@@ -396,6 +407,20 @@ def test_what_does_not_run_is_not_moved_and_the_target_learns_of_it() -> None:
     workers.run()
     assert failures(workers, "t") == [(1, Failure.PEER_LOST)]
     workers.assert_nothing_held()
+
+
+def test_what_arrives_under_the_name_of_a_move_is_not_taken_for_it() -> None:
+    job = new_job(1, PROMPT, max_tokens=30)
+    workers = running(job)
+    key = workers.move(job)
+    workers.deliver("router", "router", "s")
+    arriving = replace(job, attempt=key.attempt)
+    workers.handle("s", Placed(ROUTER, arriving, FAR_S, source=workers.nodes["t"].peer))
+    assert [each.stage for who, each in workers.reports if who == "s" and isinstance(each, Progress)][-1:] == [
+        Stage.GRANTED
+    ]
+    assert workers.nodes["s"].core.outgoing.is_open(key), "the move goes on"
+    workers.handle("s", Cancelled(job.request_id, key.attempt))
 
 
 def test_a_move_asked_for_again_takes_the_place_of_the_one_before() -> None:

@@ -8,7 +8,7 @@ from wired_cores import PAGE_SIZE, ROUTER, CoreWorker, WiredCores, job, wanted
 
 from pdserve.engine.sequence import Job
 from pdserve.kvtransfer import doors, receiver
-from pdserve.kvtransfer.session import HandoffKey
+from pdserve.kvtransfer.session import Capsule, Commit, HandoffKey, PagesLanded
 from pdserve.worker.messages import (
     Cancelled,
     Command,
@@ -206,3 +206,38 @@ def test_a_share_of_a_stream_that_is_lost_gives_its_pages_back() -> None:
     reported = holder.core.handle(doors.ReceiverLost(cores.workers["p"].peer, "cut"), 1.0)
     assert not any(isinstance(command, Failed) for command in reported)
     assert holder.scheduler.cache.pool.num_held == 0
+
+
+def committed(computing: Computing, offered: list[Command]) -> list[Command]:
+    """Let all that was granted to the holder land; return what the worker does when it reads the commit."""
+    (grant,) = [c.message.grant for c in offered if isinstance(c, doors.ToSender) and c.peer == computing.holder]
+    key, num_pages = HandoffKey(*computing.each.key), len(grant.pages)
+    computing.handle(doors.SenderSaid(computing.holder, key, PagesLanded((7,) * num_pages)))
+    computing.handle(doors.DigestsChecked(key, None))
+    commit = Commit.of(grant, Capsule((grant.first_page + num_pages) * PAGE_SIZE, ()))
+    return computing.handle(doors.SenderSaid(computing.holder, key, receiver.Committed(commit)))
+
+
+def test_a_fetch_ends_with_its_prompt_when_that_can_go_nowhere() -> None:
+    computing = Computing()
+    offered = computing.handle(placed(computing.cores, computing.each, "t"))
+    computing.handle(doors.ReceiverLost(computing.cores.workers["t"].peer, "cut"))
+    committed(computing, offered)
+    assert not computing.starts()
+    computing.handle(doors.PeerGone(computing.holder))
+    computing.assert_nothing_held()
+
+
+def test_a_prompt_that_lost_its_target_and_its_holder_in_one_process_does_not_start() -> None:
+    computing = Computing()
+    computing.handle(placed(computing.cores, computing.each, "d"))
+    computing.handle(doors.PeerGone(computing.holder))
+    assert not computing.starts()
+    computing.assert_nothing_held()
+
+
+def test_a_commit_that_crosses_the_end_of_a_late_fetch_reports_nothing_of_the_prompt() -> None:
+    computing = Computing()
+    offered = computing.place()
+    computing.handle(Due(), DUE_S)
+    assert not any(isinstance(command, Progress) for command in committed(computing, offered))
