@@ -259,6 +259,6 @@ def _failures(event: Event) -> tuple[Failed, ...]:
         case SenderGone():
             return (Failed(Failure.PEER_LOST, "the sender's process ended"),)
         case SenderQuiesced(reason):
-            return (Failed(Failure.PEER_LOST, f"the sender gave it up: {reason}"),)
+            return (Failed(Failure.SENDER_GAVE_UP, reason),)
         case _:
             return ()

@@ -32,3 +32,4 @@ class Failure(Enum):
     INVALID = auto()
     INTERNAL = auto()
     LEASE_LAPSED = auto()
+    SENDER_GAVE_UP = auto()  # and reports the reason itself, if there is one to report

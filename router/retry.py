@@ -19,7 +19,7 @@ from pdserve.router.request import Loss, Placement, Process, Request
 from pdserve.router.routing import Held, Placed, Unserved
 from pdserve.router.view import WorkerView
 
-_BLAMED_ON_PEER = (Failure.PEER_LOST, Failure.TRANSFER_FAILED, Failure.LEASE_LAPSED)
+_BLAMED_ON_PEER = (Failure.PEER_LOST, Failure.TRANSFER_FAILED, Failure.LEASE_LAPSED, Failure.SENDER_GAVE_UP)
 _OURS = (Failure.DIGEST_MISMATCH, Failure.INVALID, Failure.INTERNAL)  # the rest is a want of workers
 _MAX_UNEXPLAINED = 2  # losses of workers; then a request is suspected of them
 _EXPLANATION_S = 5.0  # for a launcher to report what else ended them
@@ -70,6 +70,8 @@ class Retry:
         cause = f"{worker.name}: {event.failure.name}: {event.detail}"
         if self._goes_on(placement, worker):
             return
+        if event.failure is Failure.SENDER_GAVE_UP and worker is placement.decode and placement.prefill is not None:
+            return  # the prompt's worker is there: its own report of what has ended is on its way
         self._note_move(placement, event.failure, now_s)
         if request.is_shadow(placement):  # it was not admitted there, so it goes on where it is
             self._placements.emit(Warn(f"{request} does not move: {cause}"))

@@ -118,6 +118,8 @@ class _FailureCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FailureCo
     """Something broke inside the worker."""
     FAILURE_CODE_LEASE_LAPSED: _FailureCode.ValueType  # 7
     """The prefill worker said nothing for as long as its lease was."""
+    FAILURE_CODE_SENDER_GAVE_UP: _FailureCode.ValueType  # 8
+    """The sender of the hand-off has ended it: its request has ended there, or it has reported why."""
 
 class FailureCode(_FailureCode, metaclass=_FailureCodeEnumTypeWrapper):
     """Why an attempt ended without its answer."""
@@ -138,6 +140,8 @@ FAILURE_CODE_INTERNAL: FailureCode.ValueType  # 6
 """Something broke inside the worker."""
 FAILURE_CODE_LEASE_LAPSED: FailureCode.ValueType  # 7
 """The prefill worker said nothing for as long as its lease was."""
+FAILURE_CODE_SENDER_GAVE_UP: FailureCode.ValueType  # 8
+"""The sender of the hand-off has ended it: its request has ended there, or it has reported why."""
 Global___FailureCode: _TypeAlias = FailureCode  # noqa: Y015
 
 @_typing.final

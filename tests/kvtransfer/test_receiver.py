@@ -79,7 +79,7 @@ def test_a_grant_that_is_given_up_is_quarantined_until_the_sender_has_quiesced()
 
 def test_a_hand_off_that_its_sender_gives_up_has_failed() -> None:
     receiver, _ = fed(SenderAttached())
-    failed = Failed(Failure.PEER_LOST, "the sender gave it up: no copy")
+    failed = Failed(Failure.SENDER_GAVE_UP, "no copy")
     assert receiver.handle(SenderQuiesced("no copy")) == (failed, FreePages(0))
 
 

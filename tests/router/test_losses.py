@@ -47,6 +47,28 @@ def test_a_lost_decode_worker_in_mid_answer_loses_and_doubles_nothing() -> None:
     d.answer(request)
 
 
+def test_a_hand_off_that_its_sender_ends_is_no_failure_while_the_sender_is_there() -> None:
+    d = Driver()
+    prefill, decode = d.pair()
+    request = d.arrive()
+    d.fail(decode, request, Failure.SENDER_GAVE_UP)  # overtakes the first token, which is the last one
+    assert not d.placements()
+    d.run(1.0)
+    d.tokens(prefill, request, 0, 10, end=STOP)
+    assert d.answer(request).ledger.attempts == 1
+
+
+def test_a_hand_off_whose_sender_gave_it_up_and_is_lost_is_placed_again() -> None:
+    d = Driver()
+    prefill, decode = d.pair()
+    request = d.arrive()
+    d.attach("p1")
+    d.fail(decode, request, Failure.SENDER_GAVE_UP)
+    d.post(LinkLost(prefill, "its stream ended"))
+    assert d.placed().spec.attempt == 1
+    assert request not in d.ends
+
+
 def test_continuations_with_tokens_are_placed_again_one_by_one() -> None:
     d = Driver()
     prefill, first = d.pair()

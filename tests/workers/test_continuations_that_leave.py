@@ -265,7 +265,7 @@ def test_a_copy_that_fails_leaves_it_where_it_is() -> None:
     peer = workers.nodes["t"].peer
     workers.handle("s", doors.ReceiverSaid(peer, key, sender.CopyStopped(None, "reset")))
     workers.deliver_all()
-    assert failures(workers, "t") == [(1, Failure.PEER_LOST)]
+    assert failures(workers, "t") == [(1, Failure.SENDER_GAVE_UP)]
     goes_on(workers, job)
 
 
@@ -405,7 +405,7 @@ def test_what_does_not_run_is_not_moved_and_the_target_learns_of_it() -> None:
     workers.output(job).pop()  # a router that has its last token would not ask
     workers.move(job)
     workers.run()
-    assert failures(workers, "t") == [(1, Failure.PEER_LOST)]
+    assert failures(workers, "t") == [(1, Failure.SENDER_GAVE_UP)]
     workers.assert_nothing_held()
 
 
