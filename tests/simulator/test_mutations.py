@@ -36,6 +36,10 @@ BY_TEST = {
         "workers/test_kept_pages.py",
         "test_pages_under_check_when_a_hand_off_ends_are_not_kept",
     ),
+    "resume_a_continuation_whose_commit_has_left": (
+        "workers/test_continuations_that_leave.py",
+        "test_a_target_that_ends_after_the_commit_ends_the_attempt_here",
+    ),
     "keep_no_room_for_the_longest_prompt": (
         "workers/test_taking_roles.py",
         "test_a_decode_worker_computes_prompts_to_hand_off_once_the_room_for_them_is_free",
