@@ -437,6 +437,33 @@ def test_a_move_asked_for_again_takes_the_place_of_the_one_before() -> None:
     finish(workers, job)
 
 
+def ask_again(workers: Workers, job: Job) -> None:
+    """Ask for one more move, to a worker that was not given the work."""
+    asked = MoveAsked(ROUTER, HandoffKey(*job.key), 0, Attempt(9), workers.nodes["u"].peer, "address")
+    workers.handle("s", asked)
+
+
+def test_a_continuation_that_was_held_for_a_move_goes_on_when_it_is_to_move_elsewhere() -> None:
+    job = new_job(1, PROMPT, max_tokens=40)
+    workers = running(job, u=64)
+    workers.move(job)
+    until(workers, lambda: workers.nodes["s"].scheduler.running[0].is_held)
+    assert not workers.committed
+    ask_again(workers, job)
+    finish(workers, job)
+
+
+def test_a_continuation_whose_commit_has_left_moves_nowhere_else() -> None:
+    job = new_job(1, PROMPT, max_tokens=40)
+    workers = running(job, u=64)
+    workers.move(job)
+    until_committed(workers)
+    ask_again(workers, job)
+    assert workers.nodes["s"].core.plan(0.0) is None, "it goes on where it has been committed to"
+    finish(workers, job)
+    assert workers.answers[job.request_id, 0].worker == "t"
+
+
 def test_an_attempt_that_is_known_is_refused() -> None:
     job = new_job(1, PROMPT, max_tokens=40)
     workers = running(job)
