@@ -1,13 +1,14 @@
 """Answers that move between running workers: no token is lost, doubled or changed, whatever fails at any stage."""
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import moving
 import pytest
-from live_cluster import Answer, all_ready, is_idle
+from live_cluster import Answer, all_ready, greedy, is_idle
 from model_zoo import first_disagreement
-from moving import MOVED_WITHIN_S, POOLS, STAGES, WORKER_FLAGS, Running, is_message, long_answer, num_moved
+from moving import MOVED_WITHIN_S, POOLS, STAGES, WORKER_FLAGS, Running, is_message, long_answer, num_moved, num_tried
 from transformers import PreTrainedModel
 from wired_cluster import WiredCluster, wired_cluster
 
@@ -122,3 +123,64 @@ def test_a_worker_killed_in_any_stage_of_a_move_costs_no_token(
     cluster.wiring.start_again(victim)
     assert_right(oracle, asked, running.end(), 1200)
     assert running.num_replaced() == num_replaced
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stream_cut_in_any_stage_of_a_move_costs_no_token(
+    cluster: WiredCluster, oracle: PreTrainedModel, stage: str
+) -> None:
+    asked, request = long_answer(f"cut {stage}")
+    running = Running.of(cluster, request)
+    direction, kind = STAGES[stage]
+    with running.proxy.holding(direction, is_message(direction, kind)) as gate:
+        running.move()
+        gate.wait_until_caught()
+        running.proxy.reset()
+    assert_right(oracle, asked, running.end(), 1200)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_request_cancelled_in_any_stage_of_a_move_leaves_nothing_behind(cluster: WiredCluster, stage: str) -> None:
+    _, request = long_answer(f"cancelled {stage}")
+    running = Running.of(cluster, request)
+    direction, kind = STAGES[stage]
+    with running.proxy.holding(direction, is_message(direction, kind)) as gate:
+        running.move()
+        gate.wait_until_caught()
+        running.call.cancel()
+    cluster.wait_for(is_well, 10)
+
+
+def test_copies_that_fail_leave_an_answer_where_it_is(model: Path, oracle: PreTrainedModel, tmp_path: Path) -> None:
+    failing = {name: {"test_fail_copies": 1.0} for name in POOLS.decodes}
+    with wired_cluster(tmp_path, model, POOLS, WORKER_FLAGS, own_flags=failing) as cluster:
+        asked, request = long_answer("fails")
+        running = Running.of(cluster, request)
+        assert running.move() == 1
+        cluster.wait_for(lambda status: num_tried(status) > num_tried(running.before), MOVED_WITHIN_S)
+        answer = running.end()
+        assert_right(oracle, asked, answer, 1200)
+        assert num_moved(cluster.status()) == 0
+        assert answer.ledger.attempts == 1
+        assert answer.ledger.decode_worker == running.source
+        cluster.wait_for(is_well, 10)
+
+
+def test_a_drained_worker_leaves_its_answers_running_elsewhere_and_exits(
+    cluster: WiredCluster, oracle: PreTrainedModel
+) -> None:
+    asked = [moving.prompt(100, f"drained {number}") for number in range(4)]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        others = [pool.submit(cluster.generate, greedy(each, LONGEST)) for each in asked[1:]]
+        running = Running.of(cluster, greedy(asked[0], LONGEST))
+        process, _ = cluster.wiring.started[running.source]
+        drain = admin.DrainWorkerRequest(worker_id=running.source)
+        cluster.admin.DrainWorker(drain, metadata=cluster.proof("DrainWorker", 10), timeout=10)
+        assert process.wait(MOVED_WITHIN_S) == 0
+        assert cluster.status().num_active == len(asked), "it waited for its answers"
+        answers = [running.end(), *(other.result() for other in others)]
+    for each, answer in zip(asked, answers, strict=True):
+        assert_right(oracle, each, answer, LONGEST)
+        assert answer.ledger.attempts == 1
+    assert num_moved(cluster.status()) > num_moved(running.before)
+    cluster.wiring.start_again(running.source)
