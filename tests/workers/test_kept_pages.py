@@ -27,8 +27,10 @@ REQUEST = RequestId(b"r" * 16)
 class Worker:
     """A decode worker's core, attached to a sender."""
 
-    def __init__(self, digests: DigestPolicy = DigestPolicy.ALWAYS) -> None:
-        limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=40, eos_token_ids=frozenset())
+    def __init__(self, digests: DigestPolicy = DigestPolicy.ALWAYS, max_num_seqs: int = 8) -> None:
+        limits = Limits(
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=64, max_model_len=40, eos_token_ids=frozenset()
+        )
         self.cache = KvCache(NUM_PAGES, PAGE_SIZE, PrefixHasher(b"secret", "model", PAGE_SIZE))
         self.core = WorkerCore(Scheduler(self.cache, limits), VOCAB, 64, b"key", default_rules(digests=digests))
         self.core.handle(doors.SenderAttached(P), 0.0)
@@ -144,6 +146,7 @@ def test_each_attempt_adds_to_what_those_before_it_have_left() -> None:
         worker.land(1)
         worker.checked()
         worker.quiesce()
+        assert worker.cache.pool.num_free == NUM_PAGES
     grant = worker.place()
     assert (grant.first_page, len(grant.pages)) == (4, 1)
 
@@ -170,3 +173,21 @@ def test_a_job_with_more_tokens_than_its_answer_may_have_is_refused() -> None:
     assert isinstance(failed, Failed)
     assert failed.code is Failure.INVALID
     assert worker.cache.pool.num_free == free
+
+
+def test_a_sender_whose_stream_is_lost_is_sent_its_grant_when_it_attaches_again() -> None:
+    worker = Worker()
+    worker.lose()
+    placed = Placed(RouterRef(1), worker.next_job(len(PROMPT)), 1e9, P)
+    assert not any(isinstance(command, doors.ToSender) for command in worker.core.handle(placed, 0.0))
+    (offered,) = worker.core.handle(doors.SenderAttached(P), 0.0)
+    assert isinstance(offered, doors.ToSender)
+    assert isinstance(offered.message, receiver.SendGrant)
+
+
+def test_a_hand_off_in_quarantine_keeps_no_place_in_the_batch() -> None:
+    worker = Worker(max_num_seqs=1)
+    worker.place()
+    worker.cancel()
+    assert worker.cache.pool.num_quarantined
+    assert worker.place().pages
