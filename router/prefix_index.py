@@ -103,6 +103,8 @@ class PrefixIndex:
             pages = pages_of.get(blocks)
             if pages is None:
                 pages = pages_of[blocks] = _pages(hashes, blocks)
+            if not pages or (pages[0] not in worker.reported and pages[0] not in worker.routed):
+                continue  # so it is with most workers
             number = worker.num_leading(pages, now_s)
             if number:
                 found[link] = number * blocks * self.hasher.block_tokens
