@@ -94,6 +94,7 @@ class Moving:
         source = self._workers.get(event.link)
         if source is None:
             return
+        self._orders = {link: order for link, order in self._orders.items() if self._workers.get(link) is not None}
         chosen = self._candidates(source)[: event.max_sequences or None]
         self._orders[event.link] = _Order({candidate.name for candidate in chosen}, event.target)
         self.look(source, now_s)
@@ -112,10 +113,15 @@ class Moving:
 
     def look(self, source: WorkerView, now_s: float) -> None:
         """Start the moves from a worker that have a reason, a place to go and a turn."""
-        why = self._why(source)
+        for why in self._reasons(source):
+            if self._start(source, why, now_s):
+                return
+
+    def _start(self, source: WorkerView, why: Why, now_s: float) -> bool:
+        """Start as many moves for one reason as may be; return whether there are any."""
         num_free = (_FEW if why is Why.PAGES else MAX_LEAVING) - self._shadows.num_leaving(source)
-        if why is None or num_free <= 0:
-            return
+        if num_free <= 0:
+            return False
         order = self._orders.get(source.link) if why is Why.ASKED else None
         targets = self._targets(source, None if order is None else order.target)
         began: list[str] = []
@@ -129,21 +135,23 @@ class Moving:
             there = ", ".join(sorted(set(began)))
             text = f"{len(began)} continuations move from {source.name} to {there}: {_IN_WORDS[why]}"
             self._placements.emit(Warn(text))
+        return bool(began)
 
     # ---- why
 
-    def _why(self, source: WorkerView) -> Why | None:
-        """Return why continuations of a worker are to move now, if they are."""
+    def _reasons(self, source: WorkerView) -> Iterator[Why]:
+        """Yield why continuations of a worker are to move now. What no move can be made for gives way to the next."""
         if not source.shares:
             self._orders.pop(source.link, None)
-            return None
-        if source.draining:
-            return Why.DRAIN
-        if not source.role.is_in(Role.DECODE):
-            return Why.ROLE
-        if source.link in self._orders:
-            return Why.ASKED
-        return Why.PAGES if _pages_left(source, _PAGES_AHEAD) < 0 else None
+        elif source.draining:
+            yield Why.DRAIN
+        elif not source.role.is_in(Role.DECODE):
+            yield Why.ROLE
+        else:
+            if source.link in self._orders:
+                yield Why.ASKED
+            if _pages_left(source, _PAGES_AHEAD) < 0:
+                yield Why.PAGES
 
     # ---- which
 
@@ -207,7 +215,7 @@ class Moving:
         if not speeds:
             return None
         target = min(speeds)[2]
-        move_s = self._shadows.takes_s + self._copy_s(source, target, candidate)
+        move_s = self._shadows.takes_s(now_s) + self._copy_s(source, target, candidate)
         num_left = candidate.num_left if why is Why.PAGES else candidate.most_left
         if num_left * step_s < move_s:
             return None

@@ -55,6 +55,7 @@ class Placement:
     committed: bool = False  # the decode worker has all it needs
     source: WorkerView | None = None  # the worker that its one continuation moved from, or is to
     landed: tuple[int, float] = (0, 0.0)  # bytes and seconds of that move
+    commit_due_s: float = inf  # when it is given up, if it took charge of what it has yet to receive
 
     @property
     def computes_all(self) -> bool:

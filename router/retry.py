@@ -25,6 +25,7 @@ _MAX_UNEXPLAINED = 2  # losses of workers; then a request is suspected of them
 _EXPLANATION_S = 5.0  # for a launcher to report what else ended them
 _FIRST_DELAY_S = 0.05  # before a failed attempt is placed again; doubles with each
 _LONGEST_DELAY_S = 1.0
+_IN_DOUBT_S = 10.0  # for the target of a move to report what it has, once the source is lost
 
 
 class Retry:
@@ -58,7 +59,7 @@ class Retry:
             if self._goes_on(placement, worker):
                 continue
             self._note_move(placement, Failure.PEER_LOST, now_s)
-            indices = self._give_up(request, placement, {worker.link})
+            indices = self._give_up(request, placement, {worker.link}, now_s)
             self._again(request, indices, f"{worker.name} was lost ({reason})", now_s)
 
     def take_failure(self, worker: WorkerView, event: AttemptFailed, now_s: float) -> None:
@@ -92,7 +93,7 @@ class Retry:
         INTERNAL counts among the failures of the request's own computing, any other status among interruptions.
         """
         self._placements.emit(Warn(f"{request} attempt {placement.attempt} failed: {why.message}"))
-        sequences = [request.sequences[index] for index in self._give_up(request, placement, avoid)]
+        sequences = [request.sequences[index] for index in self._give_up(request, placement, avoid, now_s)]
         if not sequences:
             return
         for sequence in sequences:
@@ -121,7 +122,9 @@ class Retry:
         if placement.source is not None and not placement.committed:
             self._placements.shadows.note_end(placement, failure.name.lower(), now_s)
 
-    def _give_up(self, request: Request, placement: Placement, avoid: Iterable[LinkId]) -> tuple[int, ...]:
+    def _give_up(
+        self, request: Request, placement: Placement, avoid: Iterable[LinkId], now_s: float
+    ) -> tuple[int, ...]:
         """Close a placement; return which of its continuations have no other one.
 
         A continuation that moves from it is waited for where it goes. One that moves to it is lost at both ends: nobody
@@ -130,6 +133,8 @@ class Retry:
         concerned = placement.indices if request.is_shadow(placement) else tuple(placement.running)
         for sequence in [request.sequences[index] for index in concerned]:
             if sequence.shadow is not None:
+                sequence.shadow.commit_due_s = now_s + _IN_DOUBT_S
+                self._placements.set_alarm(now_s + _IN_DOUBT_S, request)
                 self._placements.take_charge(request, sequence)
         indices = tuple(sorted(placement.running))
         if indices:
@@ -159,9 +164,24 @@ class Retry:
 
     def retry(self, request: Request, now_s: float) -> None:
         """Place continuations again that are due, and have neither ended nor been placed meanwhile."""
+        self._give_up_doubtful(request, now_s)
+        if request.has_ended:
+            return
         due = [s for s in request.sequences if not s.ended and s.placement is None and s.retry_s <= now_s]
         if due:
             self._again(request, tuple(sequence.index for sequence in due), due[0].failure, now_s)
+
+    def _give_up_doubtful(self, request: Request, now_s: float) -> None:
+        """Give up what took charge of a continuation and does not report what it has of it."""
+        for placement in tuple(request.placements.values()):
+            worker = placement.decode
+            if worker is None or placement.committed or now_s < placement.commit_due_s:
+                continue
+            self._note_move(placement, Failure.PEER_LOST, now_s)
+            text = f"{worker.name} has not received what moved to it {_IN_DOUBT_S:g} s after its source was lost"
+            self.fail(request, placement, Refused(Status.UNAVAILABLE, text), {worker.link}, now_s)
+            if request.has_ended:
+                return
 
     def _retry_later(self, request: Request, indices: Iterable[int], failure: str, at_s: float) -> None:
         for index in indices:

@@ -4,6 +4,7 @@ Invariant: a placement counts from the moment at which its worker is asked until
 """
 
 from collections import Counter
+from math import exp
 
 from pdserve.errors import InvariantError
 from pdserve.router.events import LinkId
@@ -13,6 +14,7 @@ from pdserve.router.view import PlacementKey, WorkerView
 DONE = "done"
 _START_S = 0.1  # that a move takes beside its bytes, before one was seen
 _MEMORY = 8  # moves in the running mean
+_LIFE_S = 60.0  # in which it is forgotten: moves that were slow are tried again
 
 
 class Shadows:
@@ -23,7 +25,7 @@ class Shadows:
         self._leaving: Counter[LinkId] = Counter()
         self._coming: Counter[LinkId] = Counter()
         self.ended: Counter[str] = Counter()  # moves since start: "done", or what they failed of
-        self.takes_s = _START_S  # mean time of a move lately
+        self._takes_s, self._noted_s = _START_S, 0.0  # mean time of a move lately, and when the last one ended
         self.sources: set[LinkId] = set()  # of moves that are over, until somebody has looked for further ones
 
     def __len__(self) -> int:
@@ -52,12 +54,17 @@ class Shadows:
                 del counts[link]
         self.sources.add(source)
 
+    def takes_s(self, now_s: float) -> float:
+        """Return how long a move probably takes, beside its bytes."""
+        return _START_S + (self._takes_s - _START_S) * exp(min(0.0, self._noted_s - now_s) / _LIFE_S)
+
     def note_end(self, shadow: Placement, how: str, now_s: float) -> None:
         """Note how a move ended: "done", or what it failed of. How long a failed one would have taken nobody knows."""
         self.ended[how] += 1
         elapsed_s = now_s - shadow.placed_s
-        if how == DONE or elapsed_s > self.takes_s:
-            self.takes_s += (elapsed_s - self.takes_s) / _MEMORY
+        takes_s = self.takes_s(now_s)
+        if how == DONE or elapsed_s > takes_s:
+            self._takes_s, self._noted_s = takes_s + (elapsed_s - takes_s) / _MEMORY, now_s
 
     def check_idle(self) -> None:
         """Raise InvariantError unless nothing is on its way."""

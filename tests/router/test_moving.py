@@ -435,3 +435,84 @@ def test_requests_are_not_refused_for_their_moves() -> None:
         d.ask()
     d.tokens(d.s, request, 2, 2, end=STOP)
     d.answer(request)
+
+
+# ---- what an operator asked for and cannot be done
+
+
+def is_short_of_pages(d: Moves) -> list[Move]:
+    d.post(LoadReported(d.s, ReportedLoad(0)))
+    return d.moves()
+
+
+def test_an_order_whose_target_has_left_is_dropped() -> None:
+    d = Moves()
+    d.run_on_s()
+    d.attach_t()
+    d.post(LoadReported(d.t, ReportedLoad(0, others=LoadPart(num_running=1))))
+    assert d.ask() == []
+    d.post(LinkLost(d.t, "its stream ended"))
+    d.attach_t()
+    d.post(LoadReported(d.t, ReportedLoad(90)))
+    assert len(is_short_of_pages(d)) == 1
+
+
+def test_an_order_whose_target_has_no_room_keeps_nothing_from_moving_elsewhere_for_want_of_pages() -> None:
+    d = Moves()
+    d.run_on_s()
+    d.attach_t()
+    d.post(LoadReported(d.t, ReportedLoad(0, others=LoadPart(num_running=1))))
+    assert d.ask() == []
+    other = d.attach("d2")
+    d.post(LoadReported(other, ReportedLoad(90)))
+    (move,) = is_short_of_pages(d)
+    assert move.target.link == other
+
+
+# ---- how long moves take
+
+
+def test_moves_that_failed_slowly_are_forgotten_after_a_while() -> None:
+    d = Moves(Limits(worker_silence_s=1e6))
+
+    def num_moves() -> int:
+        request = d.run_on_s(max_tokens=100)
+        d.attach_t()
+        moves = d.ask()
+        if moves:
+            d.wait(59.0)
+            d.fail(d.t, request, Failure.PEER_LOST, attempt=1)
+        d.post(LinkLost(d.t, "its stream ended"))
+        d.post(ClientGone(request))
+        return len(moves)
+
+    assert num_moves() == 1
+    assert num_moves() == 0, "it would have ended before"
+    d.wait(600.0)
+    assert num_moves() == 1
+
+
+# ---- nobody knows what has become of it
+
+
+def test_a_target_that_never_reports_after_the_source_was_lost_is_given_up() -> None:
+    d = Moves(Limits(worker_silence_s=1e6))
+    request = d.moving()
+    d.attach("d2")
+    d.post(LinkLost(d.s, "its stream ended"))
+    d.run(9.0)
+    assert len(d.core.workers.known(d.t).shares) == 1, "it may still come"
+    d.run(2.0)
+    d.core.workers.known(d.t).check_idle()
+    d.tokens(d.p, request, 2, 2, attempt=2)
+    assert d.delivered[request, 0] == [0, 1, 2]
+
+
+def test_a_target_that_has_reported_is_not_given_up() -> None:
+    d = Moves(Limits(worker_silence_s=1e6))
+    request = d.moving()
+    d.post(LinkLost(d.s, "its stream ended"))
+    d.stage(d.t, request, Stage.COMMITTED, attempt=1)
+    d.run(30.0)
+    d.tokens(d.t, request, 2, 2, attempt=1, end=STOP)
+    assert d.answer(request).ledger.attempts == 1
