@@ -86,7 +86,7 @@ class AdminEndpoint(AdminServiceServicer):
         worker, role = await self._attached(request.worker_id, "worker_id", context), ROLES.get(request.role)
         if role is None:
             await abort(context, grpc.StatusCode.INVALID_ARGUMENT, f"role: {request.role} is unknown")
-        if worker.role is role:
+        if worker.coming_role is worker.role is role:
             return admin.SetWorkerRoleResponse(epoch=worker.registration.role_epoch)
         why, version = "", worker.registration.protocol_version
         if version != PROTOCOL_VERSION:
@@ -94,7 +94,7 @@ class AdminEndpoint(AdminServiceServicer):
         why = why or refusal(self._shell.core.workers, worker, role, force=request.force)
         if why:
             await abort(context, grpc.StatusCode.FAILED_PRECONDITION, why)
-        epoch = worker.registration.role_epoch + 1
+        epoch = max(worker.registration.role_epoch, worker.asked[1]) + 1
         self._shell.post(RoleAsked(worker.link, role, epoch))
         try:
             async with asyncio.timeout(ROLE_TIMEOUT_S):
@@ -118,6 +118,8 @@ class AdminEndpoint(AdminServiceServicer):
         if request.target_worker_id:
             target = await self._attached(request.target_worker_id, "target_worker_id", context)
             why = _unfit(source, target)
+            if not why and (lack := core.workers.unroutable(target)):
+                why = f"{target.name} takes nothing: {lack}"
             if why:
                 await abort(context, grpc.StatusCode.FAILED_PRECONDITION, f"target_worker_id: {why}")
         num_movable = core.moving.num_movable(source)

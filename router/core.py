@@ -185,7 +185,9 @@ class RouterCore:
             self.moving.look(worker, now_s)
 
     def _ask_for_role(self, asked: SendRole) -> None:
-        if self.workers.get(asked.link) is not None:
+        worker = self.workers.get(asked.link)
+        if worker is not None:
+            worker.asked = asked.role, asked.epoch
             self.placements.emit(asked)
 
     # ---- ends

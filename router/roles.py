@@ -19,6 +19,7 @@ def refusal(workers: Workers, worker: WorkerView, role: Role, *, force: bool) ->
         return f"{worker.name}: {why}: lower max_model_len, or raise num_pages"
     for pool, work in _WORK.items():
         leaves = worker.role.is_in(pool) and not role.is_in(pool)
-        if leaves and not force and workers.routable(pool) == [worker]:
+        staying = [other for other in workers.routable(pool) if other is worker or other.coming_role.is_in(pool)]
+        if leaves and not force and staying == [worker]:
             return f"{worker.name} is the only worker that {work}: make it mixed, or force this"
     return ""

@@ -55,6 +55,10 @@ class WorkerView:
         self.registration = registration
         self.name: str = registration.worker_id  # who registers again under another name is dropped
         self.load: ReportedLoad | None = None  # as last reported
+        self.asked = (
+            registration.role,
+            registration.role_epoch,
+        )  # the role that it was last asked to take, of this epoch
         self.draining = False
         self.is_failing = False  # its last steps brought nothing: it looks idle, and fails what it is given
         self.last_heard_s = now_s
@@ -78,6 +82,12 @@ class WorkerView:
     def role(self) -> Role:
         """What it does, as last reported."""
         return self.registration.role
+
+    @property
+    def coming_role(self) -> Role:
+        """What it will do once it has taken the role that it was asked to take, if it has yet to."""
+        role, epoch = self.asked
+        return role if epoch > self.registration.role_epoch else self.role
 
     @property
     def max_num_tokens(self) -> int:

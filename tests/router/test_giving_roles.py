@@ -202,6 +202,36 @@ async def test_a_worker_that_does_not_take_the_role_in_time_is_named(
     assert text == "d0 has not become a mixed worker within 0.2 s; it may yet"
 
 
+async def test_a_role_that_a_worker_has_yet_to_take_can_be_taken_back(
+    start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "ROLE_TIMEOUT_S", 0.2)
+    router = await start_router()
+    _, decode = await router.pair()
+    await refused(router, "d0", link.ROLE_MIXED)
+    monkeypatch.setattr(endpoint, "ROLE_TIMEOUT_S", 5.0)
+    call = asyncio.create_task(ask(router, "d0", link.ROLE_DECODE))
+    await decode.until(lambda: len(decode.roles) == 2)
+    assert [(each.role, each.epoch) for each in decode.roles] == [(link.ROLE_MIXED, 1), (link.ROLE_DECODE, 2)]
+    await take(decode, link.ROLE_DECODE, 2)
+    assert await call == 2
+
+
+async def test_of_two_workers_that_are_to_leave_a_pool_at_once_the_last_is_refused(start_router: StartRouter) -> None:
+    router = await start_router()
+    _, first = await router.pair()
+    await router.worker(link.ROLE_DECODE, "d1")
+    call = asyncio.create_task(ask(router, "d0", link.ROLE_PREFILL))
+    await first.until(lambda: bool(first.roles))
+    code, text = await refused(router, "d1", link.ROLE_PREFILL)
+    assert (code, text) == (
+        grpc.StatusCode.FAILED_PRECONDITION,
+        "d1 is the only worker that decodes: make it mixed, or force this",
+    )
+    await take(first, link.ROLE_PREFILL, 1)
+    assert await call == 1
+
+
 async def test_a_worker_that_leaves_meanwhile_ends_the_call(start_router: StartRouter) -> None:
     router = await start_router()
     _, decode = await router.pair()

@@ -48,11 +48,15 @@ async def test_what_cannot_move_is_refused_by_the_name_of_the_field(start_router
     await router.pair()
     other = layout_to_proto(KvLayout("w", 1, 1, 8, 32, "float32"))
     await router.worker(link.ROLE_DECODE, "d2", layout=other)
+    leaving = await router.worker(link.ROLE_DECODE, "d3")
+    await leaving.say(heartbeat=link.Heartbeat(draining=True))
+    await router.until_status(lambda status: any(worker.unroutable == "it is draining" for worker in status.workers))
     for names, code, text in [
         (("nobody",), grpc.StatusCode.NOT_FOUND, "worker_id: 'nobody' is not attached"),
         (("d0", "nobody"), grpc.StatusCode.NOT_FOUND, "target_worker_id: 'nobody' is not attached"),
         (("d0", "d0"), grpc.StatusCode.FAILED_PRECONDITION, "target_worker_id: d0 has them already"),
         (("d0", "p0"), grpc.StatusCode.FAILED_PRECONDITION, "target_worker_id: p0 is a prefill worker"),
+        (("d0", "d3"), grpc.StatusCode.FAILED_PRECONDITION, "target_worker_id: d3 takes nothing: it is draining"),
         (("d0", "d2"), grpc.StatusCode.FAILED_PRECONDITION, "target_worker_id: d2 does not fit d0: "),
     ]:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
