@@ -25,7 +25,7 @@ _MAX_UNEXPLAINED = 2  # losses of workers; then a request is suspected of them
 _EXPLANATION_S = 5.0  # for a launcher to report what else ended them
 _FIRST_DELAY_S = 0.05  # before a failed attempt is placed again; doubles with each
 _LONGEST_DELAY_S = 1.0
-_IN_DOUBT_S = 10.0  # for the target of a move to report what it has, once the source is lost
+_IN_DOUBT_S = 2.0  # for the target of a move to report what it has, once the source is lost
 
 
 class Retry:

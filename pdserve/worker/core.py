@@ -201,8 +201,15 @@ class WorkerCore:
         if source is not None:
             prefix = task.prefix = Prefix(job.token_ids, job.cache_salt)
             extra_tokens = min(placed.extra_tokens, longest(self._scheduler, job) - len(job.token_ids))
-            self.incoming.expect(Expected(key, source, job, order, prefix, extra_tokens))
-            return []
+            expected = Expected(key, source, job, order, prefix, extra_tokens)
+            if not placed.extra_tokens:
+                self.incoming.expect(expected)
+                return []
+            results = self.incoming.expect_now(expected)  # it is decoded elsewhere meanwhile: nobody waits for room
+            if results:
+                return self._take(results, now_s)
+            self._tasks.end(task)
+            return [Failed(placed.router, key, Failure.OVERLOADED, "no room for a continuation that moves")]
         sequence = Sequence(job, job.indices, list(job.token_ids), order, stop_after_prompt=target is not None)
         task.sequences.append(sequence)
         results = self._fetches.start(task, sequence, placed.fetch, now_s)

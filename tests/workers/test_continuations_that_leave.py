@@ -249,6 +249,8 @@ def test_a_target_without_room_changes_nothing() -> None:
     workers.start(new_job(2, PROMPT, max_tokens=29), "t")
     workers.steps_of("t", 22)
     workers.move(job)
+    workers.deliver_all()
+    assert failures(workers, "t") == [(1, Failure.OVERLOADED)], "it does not wait for room"
     workers.steps_of("s", 30)
     assert workers.answers[job.request_id, 0].is_finished
     assert positions(workers, "s") == list(range(30))
