@@ -125,6 +125,22 @@ def test_a_worker_killed_in_any_stage_of_a_move_costs_no_token(
     assert running.num_replaced() == num_replaced
 
 
+@pytest.mark.parametrize(("stage", "who", "num_replaced"), LOSSES)
+def test_a_worker_frozen_in_any_stage_of_a_move_costs_no_token(
+    cluster: WiredCluster, oracle: PreTrainedModel, stage: str, who: str, num_replaced: int
+) -> None:
+    asked, request = long_answer(f"frozen {who} {stage}")
+    running = Running.of(cluster, request)
+    victim = running.source if who == "source" else running.target
+    direction, kind = STAGES[stage]
+    with running.proxy.holding(direction, is_message(direction, kind)) as gate:
+        running.move()
+        gate.wait_until_caught()
+        with cluster.frozen(victim):
+            assert_right(oracle, asked, running.end(), 1200)
+    assert running.num_replaced() <= num_replaced  # none where the answer ended before the silence was noticed
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stream_cut_in_any_stage_of_a_move_costs_no_token(
     cluster: WiredCluster, oracle: PreTrainedModel, stage: str
