@@ -40,6 +40,10 @@ BY_TEST = {
         "workers/test_continuations_that_leave.py",
         "test_a_target_that_ends_after_the_commit_ends_the_attempt_here",
     ),
+    "release_fetched_pages_before_the_prompt_has_started": (
+        "workers/test_fetches.py",
+        "test_what_was_fetched_is_held_until_the_prompt_has_started",
+    ),
     "keep_no_room_for_the_longest_prompt": (
         "workers/test_taking_roles.py",
         "test_a_decode_worker_computes_prompts_to_hand_off_once_the_room_for_them_is_free",

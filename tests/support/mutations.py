@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 
+import fetch_mutations
 import membership_mutations
 import move_mutations
 import receiver_mutations
@@ -34,6 +35,7 @@ from pdserve.worker.messages import Cancelled
 
 __all__ = [
     "MUTATIONS",
+    "fetch_mutations",
     "membership_mutations",
     "move_mutations",
     "receiver_mutations",

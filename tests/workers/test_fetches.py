@@ -107,6 +107,21 @@ def test_a_prompt_is_computed_from_where_the_fetched_pages_end_and_gives_the_sam
     cores.assert_nothing_held()
 
 
+def test_what_was_fetched_is_held_until_the_prompt_has_started() -> None:
+    cores, each = cluster(), next_turn()
+    cores.send("d", share(cores, each))
+    cores.send("p", placed(cores, each))
+    while ready := [name for name, stream in cores.streams.items() if stream]:
+        cores.deliver(ready[0])  # everything arrives, and no step begins
+    cache = cores.workers["p"].scheduler.cache
+    others = cache.take(cache.pool.num_free)
+    assert others is not None
+    cache.pool.release(others)
+    plan = cores.workers["p"].core.plan(0.0)
+    assert plan is not None
+    assert [chunk.start for chunk in plan.chunks] == [5 * PAGE_SIZE]
+
+
 def test_a_holder_that_has_nothing_says_so_and_the_prompt_starts() -> None:
     cores, each = cluster(), job(9, 30)
     cores.send("d", share(cores, each))
