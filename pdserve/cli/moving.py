@@ -94,7 +94,7 @@ def conversation(
     from pdserve.launch.plan import ClusterSpec
     from pdserve.measure.conversation import ConversationPlan, conversation_table, measure_conversations
 
-    flags = {"dtype": dtype, "num_threads": 2}
+    flags = {"dtype": dtype, "num_threads": 1}
     spec = ClusterSpec(str(fetched(model)), "conversation", name=f"conversation-{seed}", worker_flags=flags)
     found = run(measure_conversations(spec, ConversationPlan(turns, input_len, output_len, repeats, seed), report))
     show(json_file, found, conversation_table(found))

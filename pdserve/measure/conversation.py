@@ -1,8 +1,8 @@
 """Conversations whose prompts grow turn by turn: time to first token with earlier answers fetched, cached, or computed.
 
 Three kinds of conversations go turn by turn beside each other, each with prompts and a tenant of its own. In one the
-prefill worker may fetch what the decode worker holds of earlier answers; in one it is made to compute them before the
-turn is sent, so that it holds the whole past; in one it has to compute them with the turn.
+prefill worker may fetch what the decode worker holds of earlier answers. In one it is made to hold the past before the
+turn is sent. In one, on a cluster that fetches nothing, it has to compute the answers with the turn.
 """
 
 import random
@@ -13,7 +13,7 @@ from statistics import median
 from typing import Literal
 
 from pdserve.errors import CommandError
-from pdserve.launch.plan import ClusterSpec
+from pdserve.launch.plan import ClusterSpec, Flags
 from pdserve.measure.client import new_tenant, request_of
 from pdserve.measure.live import LiveCluster, Report, live_cluster
 from pdserve.measure.objectives import ANY
@@ -24,7 +24,7 @@ from pdserve.proto.v1 import admin_pb2 as admin
 
 Kind = Literal["fetched", "cached", "computed"]
 KINDS: tuple[Kind, ...] = ("fetched", "cached", "computed")
-WITHOUT_FETCHING = "least_loaded"  # a policy that predicts nothing, and fetches nothing
+WITHOUT_FETCHING: Flags = {"kv_events": "off"}  # a router that does not know who holds answers
 _WARM_UPS, _WARM_TURNS, _WARM_ANSWER = 3, 3, 64
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -83,12 +83,12 @@ class ConversationFindings:
 
 async def measure_conversations(spec: ClusterSpec, plan: ConversationPlan, report: Report) -> ConversationFindings:
     """Start a cluster that fetches and one that does not, and hold conversations with both."""
-    without = replace(spec, name=f"{spec.name}-without", router_flags={"policy": WITHOUT_FETCHING}, router_port=0)
+    without = replace(spec, name=f"{spec.name}-without", router_flags=WITHOUT_FETCHING, router_port=0)
     turns: list[Turn] = []
     async with AsyncExitStack() as stack:
         fetching = await stack.enter_async_context(live_cluster(spec, report))
         computing = await stack.enter_async_context(live_cluster(without, report))
-        clusters: dict[Kind, LiveCluster] = {"fetched": fetching, "cached": computing, "computed": computing}
+        clusters: dict[Kind, LiveCluster] = {"fetched": fetching, "cached": fetching, "computed": computing}
         await _warm_up(clusters, plan, report)
         for repeat in range(plan.repeats):
             report(f"conversation {repeat + 1} of {plan.repeats}")
@@ -122,7 +122,7 @@ class _Talk:
 
     async def turn(self, number: int) -> Turn:
         if self._kind == "cached" and self._past:
-            await self._send(1)  # has the past computed where the next prompt will be
+            await self._send(1)  # has the past cached where the next prompt will be
         self._past += [self._rng.randrange(3, self._cluster.vocab_size) for _ in range(self._plan.said_tokens)]
         outcome = await self._send(self._plan.answer_tokens)
         again = await self._send(2)
