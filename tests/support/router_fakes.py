@@ -85,7 +85,7 @@ class FakeWorker:
         self.max_step = 10_000  # tokens after the first at which it pauses, per placement
         self.is_welcome = False
         self.is_asked_to_drain = False
-        self._heartbeat: asyncio.Task[None] | None = None
+        self._beats = True
         self.logprobs_per_token = 0
         self.news = asyncio.Condition()
         self._writing = asyncio.Lock()
@@ -96,14 +96,13 @@ class FakeWorker:
         self.listen()
         await self.say(register=self.registration)
         await self.until(lambda: self.is_welcome)
-        self._heartbeat = self._start(self._beat())
+        self._start(self._beat())
 
     def listen(self) -> None:
         self._start(self._read())
 
     def stop_heartbeat(self) -> None:
-        if self._heartbeat is not None:
-            self._heartbeat.cancel()
+        self._beats = False  # to cancel a write would end the stream
 
     async def say(self, **message: object) -> None:
         async with self._writing:
@@ -145,7 +144,7 @@ class FakeWorker:
                 self.news.notify_all()
 
     async def _beat(self) -> None:
-        while True:
+        while self._beats:
             await self.say(heartbeat=link.Heartbeat(pages_free=self.registration.num_pages))
             await asyncio.sleep(HEARTBEAT_S)
 
