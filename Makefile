@@ -14,7 +14,7 @@ DECODE ?= 1
 # make sim: how many seeds.
 SEEDS ?= 200
 
-.PHONY: demo serve unit test check sim gpu clean
+.PHONY: demo serve unit test test-long check sim gpu clean
 
 demo: $(SERVING)
 	$(BIN)/pdserve demo
@@ -33,7 +33,11 @@ INTERPRETED := tests/kernels tests/triton_engine
 test: $(INSTALLED)
 	$(BIN)/pytest -q -n 2 --dist loadfile $(INTERPRETED)
 	$(BIN)/pytest -q -n 2 --dist loadfile $(addprefix --ignore=,$(INTERPRETED) tests/cluster)
-	$(BIN)/pytest -q tests/cluster
+	$(BIN)/pytest -q -m "not long" tests/cluster
+
+# Workers frozen, and streams cut, in every stage of a move. The fault simulator tries the same in every test run.
+test-long: $(INSTALLED)
+	$(BIN)/pytest -q -m long tests/cluster
 
 check: $(INSTALLED)
 	$(BIN)/ruff check

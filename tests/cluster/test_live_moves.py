@@ -125,6 +125,7 @@ def test_a_worker_killed_in_any_stage_of_a_move_costs_no_token(
     assert running.num_replaced() == num_replaced
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("stage", "who", "num_replaced"), LOSSES)
 def test_a_worker_frozen_in_any_stage_of_a_move_costs_no_token(
     cluster: WiredCluster, oracle: PreTrainedModel, stage: str, who: str, num_replaced: int
@@ -141,6 +142,7 @@ def test_a_worker_frozen_in_any_stage_of_a_move_costs_no_token(
     assert running.num_replaced() <= num_replaced  # none where the answer ended before the silence was noticed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stream_cut_in_any_stage_of_a_move_costs_no_token(
     cluster: WiredCluster, oracle: PreTrainedModel, stage: str
