@@ -67,7 +67,7 @@ class RouterConfig(Limits, ProcessConfig):
     internal_port: int = Field(50052, ge=0, le=65535, description="Port for workers; 0 takes a free one.")
     secret_file: Path = Field(description="The cluster's shared secret; its owner and group alone may read it.")
     router_id: str = Field("router", min_length=1, max_length=128, description="Name of this router.")
-    policy: PolicyName = Field("goodput", description="How a pair of workers is chosen for a request.")
+    placement: PolicyName = Field("goodput", description="How a pair of workers is chosen for a request.")
     kv_events: KvEvents = Field(
         "link",
         description="How the router hears which prefixes workers hold: on their links, where they publish, or not.",

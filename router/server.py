@@ -97,7 +97,7 @@ async def run(
     start = config.start_costs()
     hasher = PrefixHasher(read_secret(config.secret_file), model.name)
     predictor = Predictor(dict.fromkeys(Role, start) if start else None, hasher)
-    core = RouterCore(model.name, config, POLICIES[config.policy](predictor), predictor)
+    core = RouterCore(model.name, config, POLICIES[config.placement](predictor), predictor)
     shell = Shell(core, MonotonicClock())
     prompts = Prompts(model, config.max_num_tokenizing, config.tokenize_timeout_s)
     endpoint = InferenceEndpoint(shell, model, prompts, config)

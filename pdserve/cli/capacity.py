@@ -32,7 +32,7 @@ def sim(
     decode_tp: Annotated[int, typer.Option(min=1, help="Devices of a decode worker.")] = 1,
     prefill_chunk: Annotated[int, typer.Option(min=1, help="Tokens of a prefill worker's step.")] = 2048,
     decode_chunk: Annotated[int, typer.Option(min=1, help="Tokens of a step that mixes prompts and decoding.")] = 512,
-    policy: Annotated[list[str] | None, typer.Option(help="Of the router; repeatable.")] = None,
+    placement: Annotated[list[str] | None, typer.Option(help="How requests are placed; repeatable.")] = None,
     request_rate: Annotated[
         list[float] | None,
         typer.Option(
@@ -52,10 +52,10 @@ def sim(
     from pdserve.errors import CommandError, ConfigError
     from pdserve.router.policies import POLICIES
 
-    rates, names = [checked_rate(each) for each in request_rate or ()], policy or ["goodput"]
+    rates, names = [checked_rate(each) for each in request_rate or ()], placement or ["goodput"]
     for name in names:
         if name not in POLICIES:
-            raise ConfigError(f"--policy: {name!r} is none of {', '.join(POLICIES)}")
+            raise ConfigError(f"--placement: {name!r} is none of {', '.join(POLICIES)}")
     question = _question(workload, goodput, profile, sizes, poisson=poisson)
     shape = Shape(prefill, decode, prefill_tp, decode_tp, prefill_chunk, decode_chunk)
     title = f"{question.profile.model}, {question.workload.name}, {question.objective}"

@@ -29,7 +29,7 @@ def accuracy(
     from pdserve.perfmodel.profile import shipped_profile
 
     trial = loads.trial(sizes, (0.3, 0.6, 0.9))
-    spec = loads.spec(policy="goodput", profile=profile or shipped_profile())
+    spec = loads.spec(placement="goodput", profile=profile or shipped_profile())
     found = run(measure_accuracy(spec, trial, report))
     show(json_file, accuracy_json(found), error_table(found.findings))
 
@@ -38,7 +38,7 @@ def accuracy(
 def overload(
     loads: Loads = _SHORT_LOADS,
     sizes: Sizes = _SIZES,
-    policy: Annotated[list[str] | None, typer.Option(help="Of the router; repeatable.")] = None,
+    placement: Annotated[list[str] | None, typer.Option(help="How requests are placed; repeatable.")] = None,
     goodput: Goodput = "",
     json_file: JsonFile = None,
 ) -> None:
@@ -49,8 +49,8 @@ def overload(
     from pdserve.measure.overload import measure_overload, overload_table
 
     trial = loads.trial(sizes, (0.5, 0.75, 1.0, 1.5, 2.0), goodput)
-    policies = policy or ["goodput", "round_robin"]
-    found = run(measure_overload(lambda name: loads.spec(policy=name), policies, trial, report))
+    policies = placement or ["goodput", "round_robin"]
+    found = run(measure_overload(lambda name: loads.spec(placement=name), policies, trial, report))
     show(json_file, found, overload_table(found))
 
 
@@ -58,7 +58,7 @@ def overload(
 def simulator(
     loads: Loads = _LOADS,
     sizes: Sizes = _SIZES,
-    policy: Annotated[str, typer.Option(help="Of the router.")] = "goodput",
+    placement: Annotated[str, typer.Option(help="How requests are placed.")] = "goodput",
     goodput: Goodput = "",
     json_file: JsonFile = None,
     profile: Annotated[
@@ -74,7 +74,7 @@ def simulator(
     from pdserve.perfmodel.profile import write_profile
 
     trial = loads.trial(sizes, (0.3, 0.6, 0.9, 1.2), goodput)
-    found, learnt = run(measure_simulator(loads.spec(policy=policy), policy, trial, report))
+    found, learnt = run(measure_simulator(loads.spec(placement=placement), placement, trial, report))
     show(json_file, found, replay_table(found))
     if profile is not None:
         write_profile(profile, learnt)
@@ -91,7 +91,7 @@ def routers(
     from pdserve.measure.routers import measure_routers, routers_tables
 
     trial = loads.trial(sizes, (0.6,))
-    found = run(measure_routers(loads.spec(policy="goodput"), num_routers, trial, report))
+    found = run(measure_routers(loads.spec(placement="goodput"), num_routers, trial, report))
     show(json_file, {**asdict(found.findings), "late": found.late}, *routers_tables(found))
 
 

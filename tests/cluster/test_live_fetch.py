@@ -16,7 +16,7 @@ from pdserve.proto.v1 import admin_pb2 as admin
 POOLS = Pools(("prefill-0",), ("decode-0",))
 PAGE_SIZE = 16
 FLAGS = {"dtype": "float32", "page_size": PAGE_SIZE}
-PREDICTS = {"policy": "goodput"}
+PREDICTS = {"placement": "goodput"}
 FIRST, ANSWER, SAID = 200, 400, 30  # tokens: of the first prompt, of its answer, and of what is said then
 MODEL_SHAPE = {"hidden_size": 512, "intermediate_size": 1280, "num_hidden_layers": 8, "num_attention_heads": 8}
 

@@ -186,5 +186,5 @@ def test_listening_elsewhere_needs_identity(address: str) -> None:
 def test_unknown_keys_and_bad_values_are_refused() -> None:
     with pytest.raises(ConfigError, match="max_num_request"):
         load_config(RouterConfig, None, {"model": "m", "secret_file": "s", "max_num_request": 3})
-    with pytest.raises(ConfigError, match="policy"):
-        load_config(RouterConfig, None, {"model": "m", "secret_file": "s", "policy": "best"})
+    with pytest.raises(ConfigError, match="placement"):
+        load_config(RouterConfig, None, {"model": "m", "secret_file": "s", "placement": "best"})

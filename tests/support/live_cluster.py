@@ -24,7 +24,7 @@ from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 from pdserve.rpc import Metadata
 
 START_TIMEOUT_S = 90
-TAKE_TURNS = ("--policy", "least_loaded")
+TAKE_TURNS = ("--placement", "least_loaded")
 ANY_PORT = ("--router-port", "0")  # what else runs on this machine may want the usual one
 STOP_TIMEOUT_S = 30
 

@@ -24,7 +24,7 @@ from pdserve.proto.v1 import link_pb2 as link
 
 HOST = "127.0.0.1"
 MAX_ROUNDS = 30
-TURNS: Flags = {"policy": "least_loaded"}  # idle workers take turns: every pair meets
+TURNS: Flags = {"placement": "least_loaded"}  # idle workers take turns: every pair meets
 
 
 @dataclass(frozen=True, slots=True)
