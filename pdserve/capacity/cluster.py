@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from itertools import permutations
 from math import isfinite
 
-from pdserve.capacity.leaping import END, LeapingScheduler
+from pdserve.capacity.building import MAX_TASKS, MODEL, Builder
+from pdserve.capacity.leaping import END
 from pdserve.capacity.reports import (
     LEDGER_ONLY,
     Delta,
@@ -20,37 +21,26 @@ from pdserve.capacity.reports import (
 from pdserve.capacity.shape import USUAL, Run, Shape, Ways
 from pdserve.capacity.wires import Wires
 from pdserve.capacity.worker import SimWorker, Steps
-from pdserve.engine.kvcache import KvCache
-from pdserve.engine.scheduler import Limits as EngineLimits
-from pdserve.ids import Incarnation, RequestId, WorkerId
-from pdserve.kvlayout import KvLayout
-from pdserve.kvtransfer.session import DigestPolicy, HandoffKey, Peer
+from pdserve.ids import RequestId
+from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.measure.objectives import Objective
 from pdserve.measure.outcomes import Outcome
 from pdserve.measure.workload import Arrival, Workload
 from pdserve.perfmodel.profile import Profile
-from pdserve.prefix_hash import PrefixHasher
 from pdserve.roles import Role
 from pdserve.router import events as router_events
 from pdserve.router.commands import CancelAttempt, Command, Deliver, End, FetchAsked, Move, Place, SequenceSpec
 from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
-from pdserve.router.events import Event, LinkId, PairMeasured, Registration, StepReported
+from pdserve.router.events import Event, LinkId, PairMeasured, StepReported
 from pdserve.router.policies import POLICIES
 from pdserve.router.predict import Predictor
-from pdserve.rpc import PROTOCOL_VERSION
 from pdserve.sampling import SamplingParams
-from pdserve.token_ids import ALL_IDS
 from pdserve.virtual_time import VirtualClock, garbage_left
 from pdserve.worker import messages
-from pdserve.worker.admission import Rules
-from pdserve.worker.core import WorkerCore
 from pdserve.worker.messages import RouterRef
 from pdserve.worker.reporting import LOAD_EVERY_S
 
-MODEL = "simulated"
-VOCAB_SIZE = ALL_IDS
-MAX_TASKS = 100_000
 DEADLINE_S = 600.0
 
 
@@ -77,25 +67,16 @@ class SimCluster:
     ) -> None:
         self._clock = VirtualClock()
         self._profile = profile
-        self._shape = shape
         self._workload = workload
         self._objective = objective
-        self._page_size = min(workload.block_tokens, 64) if workload.block_tokens else 64
-        self._longest = max(each.prompt_tokens + workload.max_tokens(each) for each in workload.arrivals) + 1
-        self._hasher = PrefixHasher(b"simulated", MODEL, self._page_size)
-        self._page_bytes = self._page_size * profile.kv_bytes_per_token
+        self._builder = builder = Builder(profile, shape, workload)
         self._moves = ways.moves
         self._coming: Iterator[Arrival] = iter(())
         self._num_awaited = 0
         self._outcomes: dict[bytes, Outcome] = {}
         self._lengths: dict[bytes, int] = {}
         self._workers: dict[LinkId, SimWorker] = {}
-        self._wires = Wires(self._clock, profile.link, self._page_bytes)
-        costs = {
-            Role.PREFILL: profile.configuration(shape.prefill_tp).costs(),
-            Role.DECODE: profile.configuration(shape.decode_tp).costs(),
-        }
-        self._costs = costs
+        self._wires = Wires(self._clock, profile.link, builder.page_bytes)
         limits = Limits(
             max_num_requests=MAX_TASKS,
             max_num_held=4096,
@@ -104,7 +85,7 @@ class SimCluster:
         )
         self._routers: dict[RouterRef, _Router] = {}
         for ref in map(RouterRef, range(shape.routers)):
-            predictor = Predictor(costs, self._hasher, may_fetch=ways.fetches)
+            predictor = Predictor(builder.costs, builder.hasher, may_fetch=ways.fetches)
             self._routers[ref] = _Router(ref, RouterCore(MODEL, limits, POLICIES[policy](predictor), predictor))
         for index in range(shape.prefill):
             self._attach(f"p{index}", Role.PREFILL)
@@ -243,45 +224,11 @@ class SimCluster:
     # ---- workers
 
     def _attach(self, name: str, role: Role) -> None:
-        shape, is_prefill = self._shape, role is Role.PREFILL
-        configuration = self._profile.configuration(shape.prefill_tp if is_prefill else shape.decode_tp)
-        num_pages = int(configuration.kv_tokens * shape.kv_share) // self._page_size
         link = LinkId(len(self._workers) + 1)
-        max_model_len = min(self._longest, num_pages * self._page_size)
-        limits = EngineLimits(
-            max_num_seqs=shape.max_num_seqs,
-            max_num_batched_tokens=shape.prefill_chunk if is_prefill else max(shape.decode_chunk, shape.max_num_seqs),
-            max_model_len=max_model_len,
-            eos_token_ids=frozenset(),
-        )
-        hasher = self._hasher if self._workload.block_tokens else None
-        scheduler = LeapingScheduler(KvCache(num_pages, self._page_size, hasher), limits, self._lengths.__getitem__)
-        # Nobody is lost, or falls silent.
-        rules = Rules(MAX_TASKS, DigestPolicy.OFF, max_quarantined_share=1.0, lease_s=3600.0, role=role)
-        core = WorkerCore(scheduler, VOCAB_SIZE, self._page_bytes, b"simulated", rules)
-        peer = Peer(WorkerId(name), Incarnation(link))
-        worker = SimWorker(self._clock, (peer, link), core, scheduler, self._costs[role])
+        worker, registration = self._builder.build(self._clock, name, link, role, self._lengths.__getitem__)
         worker.perform, worker.leaps = self._perform, not self._moves
-        scheduler.cache.take_changes()  # from now on they are noted
         self._workers[link] = worker
         self._wires.add(worker)
-        # One head whose width makes a page as large as the profile says.
-        layout = KvLayout("simulated", 1, 1, self._profile.kv_bytes_per_token // 4, self._page_size, "bfloat16")
-        registration = Registration(
-            link=link,
-            worker_id=peer.worker_id,
-            incarnation=peer.incarnation,
-            role=role,
-            protocol_version=PROTOCOL_VERSION,
-            ready=True,
-            model=MODEL,
-            layout=layout,
-            num_pages=num_pages,
-            max_num_seqs=shape.max_num_seqs,
-            max_model_len=max_model_len,
-            handoff_address=name,
-            max_num_batched_tokens=limits.max_num_batched_tokens,
-        )
         for router in self._routers.values():
             self._post(router, registration)
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from pdserve.measure.outcomes import Outcome
+from pdserve.roles import Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +20,10 @@ class Shape:
     local_prefill: bool = True  # whether a policy may let decode workers compute prompts
     kv_share: float = 1.0  # of the KV pages that fit, which a worker gets
     routers: int = 1  # that place requests, in turn, each on its own
+
+    def tp_of(self, role: Role) -> int:
+        """Return the devices of a worker of a role."""
+        return self.prefill_tp if role is Role.PREFILL else self.decode_tp
 
     @property
     def num_gpus(self) -> int:
