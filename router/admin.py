@@ -6,6 +6,7 @@ from typing import TypeAlias, TypeVar
 
 import grpc
 
+from pdserve.demand_wire import demand_to_proto
 from pdserve.errors import echo
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvlayout_wire import layout_to_proto
@@ -154,6 +155,7 @@ class AdminEndpoint(AdminServiceServicer):
             refused={refusal.value: count for refusal, count in self._shell.refused.items()},
             costs=[_costs(kind, costs, core.predictor) for kind, costs in core.predictor.costs.kinds()],
             refused_because={cause.value: count for cause, count in core.placements.refused_because.items()},
+            demand=demand_to_proto(core.placements.demand.counted()),
         )
 
     def _worker(self, stream: WorkerStream, names: set[str], unroutable: Mapping[LinkId, str]) -> admin.WorkerStatus:

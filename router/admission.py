@@ -97,6 +97,7 @@ class Admission:
         counter, hasher = self._counters.arrive(event.tenant), self._placements.predictor.prefixes.hasher
         request = Request(event, self._num_arrived, counter, hasher, now_s)
         self._num_arrived += 1
+        self._placements.demand.arrive(request)
         if self.is_closed:
             self._placements.report_end(request, SHUTTING_DOWN)
             return
@@ -211,4 +212,5 @@ class Admission:
         request.is_admitted, request.waits_for = True, None
         request.timeline.reach(Stage.ADMITTED, now_s)
         self._placements.admit(request)
+        self._placements.demand.place(request, placed.cached_tokens)
         self._placements.place(request, request.running, placed, now_s)

@@ -10,6 +10,7 @@ from pdserve.reports import Stage
 from pdserve.router.because import Cause
 from pdserve.router.commands import CancelAttempt, Command, End, FetchAsked, Finished, Move, Place, Refused
 from pdserve.router.config import Limits
+from pdserve.router.demand import DemandCounts
 from pdserve.router.events import Registration
 from pdserve.router.fetching import Fetch
 from pdserve.router.predict import Predictor, Prompt
@@ -32,6 +33,7 @@ class Placements:
         self.requests: dict[bytes, Request] = {}  # by id, as it comes off the wire
         self.ended: Counter[str] = Counter()  # "OK" or a status name
         self.refused_because: Counter[Cause] = Counter()
+        self.demand = DemandCounts()
         self.num_placed = 0  # placements made, all requests
         self.num_replaced = 0
         self.shadows = Shadows()
@@ -206,6 +208,7 @@ class Placements:
         request.has_ended = True
         self.ended["OK" if isinstance(outcome, Finished) else outcome.status.value] += 1
         self.num_ended += 1
+        self.demand.end(request, outcome)
         if isinstance(outcome, Refused) and outcome.because is not None:
             self.refused_because[outcome.because.cause] += 1
         self.emit(End(request.request_id, outcome))

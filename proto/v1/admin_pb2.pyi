@@ -388,6 +388,7 @@ class ClusterStatus(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     REFUSED_BECAUSE_FIELD_NUMBER: _builtins.int
     MOVES_FIELD_NUMBER: _builtins.int
+    DEMAND_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """Name of the router that answers."""
     model: _builtins.str
@@ -422,6 +423,10 @@ class ClusterStatus(_message.Message):
     def moves(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Moves of running continuations since start, by how they ended: "done", or what they failed of ("peer_lost", ..)."""
 
+    @_builtins.property
+    def demand(self) -> Global___Demand:
+        """What clients have asked this router for since start."""
+
     def __init__(
         self,
         *,
@@ -436,14 +441,79 @@ class ClusterStatus(_message.Message):
         refused: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         refused_because: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         moves: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        demand: Global___Demand | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["demand", b"demand"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "ended", b"ended", "model", b"model", "moves", b"moves", "num_active", b"num_active", "num_held", b"num_held", "num_replaced", b"num_replaced", "refused", b"refused", "refused_because", b"refused_because", "router_id", b"router_id", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "demand", b"demand", "ended", b"ended", "model", b"model", "moves", b"moves", "num_active", b"num_active", "num_held", b"num_held", "num_replaced", b"num_replaced", "refused", b"refused", "refused_because", b"refused_because", "router_id", b"router_id", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ClusterStatus: _TypeAlias = ClusterStatus  # noqa: Y015
+
+@_typing.final
+class Demand(_message.Message):
+    """What clients have asked for, counted by size. Band k of a length holds those above 2^((k - 1) / 2) tokens, up to
+    2^(k / 2); there are 48, of which the last has no upper bound.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPTS_FIELD_NUMBER: _builtins.int
+    ANSWERS_FIELD_NUMBER: _builtins.int
+    NUM_JUDGED_FIELD_NUMBER: _builtins.int
+    NUM_WITHIN_TTFT_FIELD_NUMBER: _builtins.int
+    NUM_WITHIN_TPOT_FIELD_NUMBER: _builtins.int
+    NUM_WITHIN_BOTH_FIELD_NUMBER: _builtins.int
+    num_requests: _builtins.int
+    """Requests that arrived, refused ones included."""
+    prompt_tokens: _builtins.int
+    """Tokens of their prompts."""
+    cached_tokens: _builtins.int
+    """Prompt tokens of requests that were placed which need not be computed there."""
+    answer_tokens: _builtins.int
+    """Tokens of answers, counted when their request ends."""
+    num_judged: _builtins.int
+    """Requests that had objectives and have ended, refused ones included; not those whose client left."""
+    num_within_ttft: _builtins.int
+    """Of these, those whose first token came in time."""
+    num_within_tpot: _builtins.int
+    """Those whose tokens after the first came fast enough."""
+    num_within_both: _builtins.int
+    """Those that met both."""
+    @_builtins.property
+    def prompts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Requests by the band of prompt tokens to compute, counted when they are first placed, or when they end unplaced."""
+
+    @_builtins.property
+    def answers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Answers that ended by themselves, by the band of their tokens."""
+
+    def __init__(
+        self,
+        *,
+        num_requests: _builtins.int = ...,
+        prompt_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        answer_tokens: _builtins.int = ...,
+        prompts: _abc.Iterable[_builtins.int] | None = ...,
+        answers: _abc.Iterable[_builtins.int] | None = ...,
+        num_judged: _builtins.int = ...,
+        num_within_ttft: _builtins.int = ...,
+        num_within_tpot: _builtins.int = ...,
+        num_within_both: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_tokens", b"answer_tokens", "answers", b"answers", "cached_tokens", b"cached_tokens", "num_judged", b"num_judged", "num_requests", b"num_requests", "num_within_both", b"num_within_both", "num_within_tpot", b"num_within_tpot", "num_within_ttft", b"num_within_ttft", "prompt_tokens", b"prompt_tokens", "prompts", b"prompts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Demand: _TypeAlias = Demand  # noqa: Y015
 
 @_typing.final
 class LearntCosts(_message.Message):
