@@ -1,7 +1,7 @@
 """A cluster under virtual time: cores of routers, workers, and the links between them. One router needs no reports."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from math import isfinite
 
@@ -22,6 +22,7 @@ from pdserve.capacity.shape import USUAL, Run, Shape, Ways
 from pdserve.capacity.wires import Wires
 from pdserve.capacity.worker import SimWorker, Steps
 from pdserve.ids import RequestId
+from pdserve.kvtransfer.doors import PeerGone
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.measure.objectives import Objective
 from pdserve.measure.outcomes import Outcome
@@ -29,7 +30,19 @@ from pdserve.measure.workload import Arrival, Workload
 from pdserve.perfmodel.profile import Profile
 from pdserve.roles import Role
 from pdserve.router import events as router_events
-from pdserve.router.commands import CancelAttempt, Command, Deliver, End, FetchAsked, Move, Place, SequenceSpec
+from pdserve.router.commands import (
+    CancelAttempt,
+    Command,
+    Deliver,
+    End,
+    FetchAsked,
+    Move,
+    Place,
+    SendDrain,
+    SendProcessGone,
+    SendRole,
+    SequenceSpec,
+)
 from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
 from pdserve.router.events import Event, LinkId, PairMeasured, StepReported
@@ -72,7 +85,7 @@ class SimCluster:
         self._builder = builder = Builder(profile, shape, workload)
         self._moves = ways.moves
         self._coming: Iterator[Arrival] = iter(())
-        self._num_awaited = 0
+        self._num_awaited = self._num_attached = 0
         self._outcomes: dict[bytes, Outcome] = {}
         self._lengths: dict[bytes, int] = {}
         self._workers: dict[LinkId, SimWorker] = {}
@@ -91,7 +104,8 @@ class SimCluster:
             self._attach(f"p{index}", Role.PREFILL)
         for index in range(shape.decode):
             self._attach(f"d{index}", Role.DECODE)
-        self._measure_pairs()
+        for source, target in permutations(self._workers.values(), 2):
+            self._measure_pair(source, target)
 
     @property
     def workers(self) -> Iterable[SimWorker]:
@@ -178,9 +192,21 @@ class SimCluster:
             case Move():
                 self._move(router, command)
             case CancelAttempt(link, request_id, attempt, indices):
-                self._workers[link].offer(messages.Cancelled(request_id, attempt, indices))
+                self._offer(link, messages.Cancelled(request_id, attempt, indices))
+            case SendDrain(link):
+                self._offer(link, messages.DrainAsked())
+            case SendRole(link, role, epoch):
+                self._offer(link, messages.RoleGiven(role, epoch))
+            case SendProcessGone(link, worker_id, incarnation):
+                self._offer(link, PeerGone(Peer(worker_id, incarnation)))
             case _:
                 pass
+
+    def _offer(self, link: LinkId, message: messages.Event) -> None:
+        """Send a worker something, unless it has left."""
+        worker = self._workers.get(link)
+        if worker is not None:
+            worker.offer(message)
 
     def _place(self, router: _Router, place: Place) -> None:
         spec = place.spec
@@ -223,23 +249,34 @@ class SimCluster:
 
     # ---- workers
 
-    def _attach(self, name: str, role: Role) -> None:
-        link = LinkId(len(self._workers) + 1)
+    def _attach(self, name: str, role: Role) -> SimWorker:
+        self._num_attached += 1
+        link = LinkId(self._num_attached)
         worker, registration = self._builder.build(self._clock, name, link, role, self._lengths.__getitem__)
-        worker.perform, worker.leaps = self._perform, not self._moves
+        worker.perform = self._perform
+        if self._moves:
+            worker.step_singly()
         self._workers[link] = worker
         self._wires.add(worker)
         for router in self._routers.values():
             self._post(router, registration)
+        return worker
 
-    def _measure_pairs(self) -> None:
-        """Report how fast links are, as workers do when they meet."""
-        for source, target in permutations(self._workers.values(), 2):
-            measured = PairMeasured(
-                source.link, target.peer.worker_id, self._profile.link.bytes_per_s, "simulated", is_slow=False
+    def _measure_pair(self, source: SimWorker, target: SimWorker) -> None:
+        """Report how fast a link is, as workers do when they meet."""
+        bytes_per_s = self._profile.link.bytes_per_s
+        for router in self._routers.values():
+            measured = PairMeasured(source.link, target.peer.worker_id, bytes_per_s, "simulated", is_slow=False)
+            self._post(router, measured)
+
+    def _take_role(self, worker: SimWorker, taken: messages.RoleTaken) -> None:
+        """Register a worker again, as it does once it has another role."""
+        for router in self._routers.values():
+            before = router.core.workers.known(worker.link).registration
+            registration = replace(
+                before, role=taken.role, role_epoch=taken.epoch, max_num_batched_tokens=taken.step_tokens
             )
-            for router in self._routers.values():
-                self._post(router, measured)
+            self._post(router, registration)
 
     def _perform(self, worker: SimWorker, commands: Sequence[object], steps: Steps | None) -> None:
         deltas: dict[RouterRef, list[Delta]] = {ref: [] for ref in self._routers}
@@ -251,6 +288,8 @@ class SimCluster:
                     self._post(self._routers[command.router], stage(worker.link, command, self._clock.now_s()))
                 case messages.Progress():
                     pass
+                case messages.RoleTaken():
+                    self._take_role(worker, command)
                 case messages.Failed(ref, key, code, reason):
                     failed = router_events.AttemptFailed(worker.link, key.request_id, key.attempt, code, reason)
                     self._post(self._routers[ref], failed)
@@ -261,12 +300,9 @@ class SimCluster:
             return
         for ref, router in self._routers.items():
             self._post(router, StepReported(worker.link, deltas[ref], steps.each, steps.each_s, steps.count))
-        if self._reports and self._clock.now_s() - worker.reported_s >= LOAD_EVERY_S:
+        reports = worker.reports or len(self._routers) > 1
+        if reports and self._clock.now_s() - worker.reported_s >= LOAD_EVERY_S:
             self._report_load(worker)
-
-    @property
-    def _reports(self) -> bool:
-        return self._moves or len(self._routers) > 1
 
     def _report_cache(self, worker: SimWorker) -> None:
         changed = kv_changed(worker.link, worker.scheduler.cache)
@@ -277,7 +313,7 @@ class SimCluster:
     def _report_load(self, worker: SimWorker) -> None:
         """Report to every router how full a worker is, as `worker.reporting` does where there are several."""
         worker.reported_s = self._clock.now_s()
-        known = news(worker.reported, worker.scheduler.running) if self._moves else ()
+        known = news(worker.reported, worker.scheduler.running) if worker.reports else ()
         for ref, router in self._routers.items() if known else ():
             ours = [each for each in known if self._router_of(each.request_id) == ref]
             self._post(router, StepReported(worker.link, ours))

@@ -6,6 +6,7 @@ from pdserve.kvtransfer import doors, sender
 from pdserve.kvtransfer.session import Peer
 from pdserve.perfmodel.profile import LinkFields
 from pdserve.virtual_time import VirtualClock
+from pdserve.worker.messages import Event
 
 
 class Wires:
@@ -21,24 +22,36 @@ class Wires:
     def add(self, worker: SimWorker) -> None:
         self._workers[worker.peer] = worker
 
+    def remove(self, worker: SimWorker) -> None:
+        del self._workers[worker.peer]
+
     def carry(self, worker: SimWorker, command: object) -> None:
         """Carry out what a worker's doors ask for."""
         match command:
             case doors.Connect(peer):
                 if (worker.peer, peer) not in self._connected:
                     self._connected.add((worker.peer, peer))
-                    self._workers[peer].offer(doors.SenderAttached(worker.peer))
+                    self._offer(peer, doors.SenderAttached(worker.peer))
             case doors.Copy():
                 self._copy(worker, command)
             case doors.ToReceiver(peer, key, message):
-                self._workers[peer].offer(doors.SenderSaid(worker.peer, key, to_receiver(message)))
+                self._offer(peer, doors.SenderSaid(worker.peer, key, to_receiver(message)))
             case doors.ToSender(peer, key, message):
-                self._workers[peer].offer(doors.ReceiverSaid(worker.peer, key, to_sender(message)))
+                self._offer(peer, doors.ReceiverSaid(worker.peer, key, to_sender(message)))
+            case doors.Forget(peer):
+                self._connected -= {(worker.peer, peer), (peer, worker.peer)}
             case _:
                 pass
 
+    def _offer(self, peer: Peer, event: Event) -> None:
+        """Send a worker something, unless it has left: its end is reported by its routers."""
+        if peer in self._workers:
+            self._workers[peer].offer(event)
+
     def _copy(self, worker: SimWorker, copy: doors.Copy) -> None:
-        target, link = self._workers[copy.peer], self._link
+        target, link = self._workers.get(copy.peer), self._link
+        if target is None:
+            return
         start_s = max(self._clock.now_s(), worker.sends_until_s, target.receives_until_s)
         end_s = start_s + len(copy.src) * self._page_bytes / link.bytes_per_s
         worker.sends_until_s = target.receives_until_s = end_s

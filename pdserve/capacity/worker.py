@@ -49,11 +49,13 @@ class SimWorker:
         self.num_steps = 0
         self.perform: Perform = _nothing
         self.leaps = True  # else each step is done by itself
+        self.reports = False  # what its answers have gained, and how full it is, to every router
+        self.on_drained: Callable[[SimWorker], None] | None = None  # called once, when it drains and nothing is left
         self.reported: Reported = {}
         self.reported_s = 0.0  # when it last reported its load
         self.sends_until_s = self.receives_until_s = 0.0  # copies, one at a time
         self._clock = clock
-        self._costs = costs
+        self._costs = self._usual_costs = costs
         self._inbox: list[Event] = []
         self._is_waiting = False  # for its turn
         self._is_stepping = False
@@ -68,6 +70,23 @@ class SimWorker:
             self._is_waiting = True
             self._clock.soon(self._turn)
 
+    def step_singly(self) -> None:
+        """Do one step at a time from the next one on, and report to routers as workers do."""
+        self.leaps, self.reports = False, True
+        self._cut()
+
+    def slow_down(self, factor: float) -> None:
+        """Let steps from the next one on take so many times as long as the profile says."""
+        self._costs = self._usual_costs.scaled(factor)
+        self._cut()
+
+    def _cut(self) -> None:
+        """End the leap under way with the step that runs."""
+        leap = self._leap
+        if leap is not None:
+            leap.num_steps = leap.num_begun(self._clock.now_s())
+            self._arrange(leap)
+
     def _turn(self) -> None:
         self._is_waiting = False
         if self._inbox:
@@ -78,6 +97,9 @@ class SimWorker:
             self._due_s = self.core.due_s
             if self._due_s < inf:
                 self._clock.at(max(self._due_s, self._clock.now_s()), self.offer, Due())
+        if self.on_drained is not None and self.core.drained:
+            leave, self.on_drained, self.perform = self.on_drained, None, _nothing
+            leave(self)
 
     def _take_in(self) -> None:
         now_s, leap = self._clock.now_s(), self._leap
@@ -90,8 +112,7 @@ class SimWorker:
             if commands:
                 self.perform(self, commands, None)
         if leap is not None and not self.scheduler.can_go_on(leap.num_steps):
-            leap.num_steps = leap.num_begun(now_s)
-            self._arrange(leap)
+            self._cut()
 
     def _start(self) -> None:
         now_s = self._clock.now_s()

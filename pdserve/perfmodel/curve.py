@@ -20,6 +20,10 @@ class Curve:
     def seconds(self, each: float, context: float) -> float:
         return self.step_s + self.each_s * each + self.context_s * context
 
+    def scaled(self, factor: float) -> "Curve":
+        """Return the curve of steps that take so many times as long."""
+        return Curve(factor * self.step_s, factor * self.each_s, factor * self.context_s)
+
     def marginal_s(self, each: float, context: float) -> float:
         """Return what it adds to a step that happens anyway."""
         return self.each_s * each + self.context_s * context
@@ -64,6 +68,11 @@ class StepCosts:
             if piece.max_sequences is not None and sequences <= piece.max_sequences:
                 return piece.curve
         return self.decode[-1].curve
+
+    def scaled(self, factor: float) -> "StepCosts":
+        """Return the costs of steps that take so many times as long."""
+        pieces = tuple(DecodePiece(piece.max_sequences, piece.curve.scaled(factor)) for piece in self.decode)
+        return StepCosts(self.prefill.scaled(factor), pieces)
 
     def seconds(self, step: Step) -> float:
         """Return how long a step takes."""
