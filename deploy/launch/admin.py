@@ -2,35 +2,21 @@
 
 from collections.abc import AsyncIterator
 from pathlib import Path
-from types import TracebackType
-from typing import Self
-
-import grpc
 
 from pdserve import rpc
 from pdserve.ids import Incarnation, WorkerId
+from pdserve.launch.calls import CALL_TIMEOUT_S, SecretClient
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceStub
 
-CALL_TIMEOUT_S = 10.0
 
-
-class AdminClient:
-    """One operator's connection to one router. Calls raise grpc.aio.AioRpcError."""
+class AdminClient(SecretClient):
+    """One operator's connection to one router."""
 
     def __init__(self, address: str, secret_file: Path) -> None:
-        self._secret = rpc.read_secret(secret_file)
-        self._channel = grpc.aio.insecure_channel(address, options=rpc.channel_options(rpc.INTERNAL_MESSAGE_BYTES))
-        self._stub = AdminServiceStub(self._channel)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self._channel.close()
+        super().__init__(address, secret_file)
+        self._stub = AdminServiceStub(self.channel)
 
     async def status(self) -> admin.ClusterStatus:
         """Return the cluster as the router sees it now."""
@@ -87,6 +73,4 @@ class AdminClient:
     async def _identify(
         self, method: str, timeout_s: float | None = None, *, wait_for_ready: bool = False
     ) -> rpc.Metadata:
-        """Return the metadata of one call, to be made at once: another router, started meanwhile, would refuse it."""
-        method = f"/pdserve.v1.AdminService/{method}"
-        return await rpc.identify(self._channel, self._secret, method, timeout_s, wait_for_ready=wait_for_ready)
+        return await self.identify(f"AdminService/{method}", timeout_s, wait_for_ready=wait_for_ready)

@@ -26,6 +26,7 @@ class ProcessState(BaseModel):
     pid: int | None  # None between its death and its next start
     incarnation: int
     num_restarts: int
+    leaving: bool = False  # whether it was asked to end for good
     kv_events_endpoint: str = ""  # where a worker that is attached publishes KV events, if it does
     kv_events_replay_endpoint: str = ""
 
@@ -43,6 +44,7 @@ class ClusterState(BaseModel):
     model: str
     ready: bool
     processes: tuple[ProcessState, ...]
+    launcher: str = ""  # host:port at which workers are started and stopped; empty: nowhere
 
     def pid_of(self, name: str) -> int | None:
         """Return the process id of the process called `name`, or None while it is not running."""

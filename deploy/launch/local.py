@@ -1,4 +1,4 @@
-"""One cluster on this machine: a router and its workers as supervised processes.
+"""One cluster on this machine: a router and its workers as supervised processes, and an autoscaler where one is wanted.
 
 A worker's end is reported to the router at once. The report is the proof that nothing of that process can write
 into another worker's pages any more, which frees the pages that wait for it.
@@ -18,8 +18,9 @@ from pdserve.errors import CommandError, ConfigError, first_of
 from pdserve.files import write_atomically
 from pdserve.ids import WorkerId
 from pdserve.launch.admin import AdminClient
-from pdserve.launch.folder import ClusterState, claimed_folder, claimed_port, free_port, write_secret
-from pdserve.launch.plan import PUBLISHED, ClusterSpec, Wiring, plan, threads_each
+from pdserve.launch.folder import ClusterState, ProcessState, claimed_folder, claimed_port, free_port, write_secret
+from pdserve.launch.plan import PUBLISHED, WORKER_ROLES, ClusterSpec, Wiring, WorkerPlans, plan, threads_each
+from pdserve.launch.service import WORKERS_END_S, LauncherEndpoint, serving
 from pdserve.launch.supervisor import Backoff, ChildExit, Stage, Supervisor
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.rpc import join_address
@@ -29,7 +30,7 @@ REPORT_TIMEOUT_S = 60.0
 RECONNECT_S = 0.2
 MAX_RESTARTS_BEFORE_READY = 3
 MAX_GONE = 64  # ended processes that are reported to a router that starts again
-ROUTER_END_S, WORKERS_END_S = 2.5, 4.0  # after drain_timeout_s: when the router and when the workers are killed
+ROUTER_END_S = 2.5  # after drain_timeout_s: when the router is killed
 
 
 class LaunchError(CommandError):
@@ -55,6 +56,8 @@ class LocalCluster:
         self.ready = asyncio.Event()
         self._gone: deque[ChildExit] = deque(maxlen=MAX_GONE)
         self._published: dict[tuple[str, int], dict[str, str]] = {}  # by worker and incarnation: its own endpoints
+        self._serving: set[tuple[str, int]] = set()  # workers and incarnations that the router reports as ready
+        self.launcher = ""  # host:port at which workers are started and stopped
 
     @property
     def state(self) -> ClusterState:
@@ -63,12 +66,17 @@ class LocalCluster:
             process.model_copy(update=self._published.get((process.name, process.incarnation), {}))
             for process in self._supervisor.processes
         )
-        return self._state.model_copy(update={"processes": processes, "ready": self.ready.is_set()})
+        found = {"processes": processes, "ready": self.ready.is_set(), "launcher": self.launcher}
+        return self._state.model_copy(update=found)
+
+    def serves(self, worker: ProcessState) -> bool:
+        """Whether this process of a worker is ready, as the router last reported it."""
+        return (worker.name, worker.incarnation) in self._serving
 
     async def stop(self, drain_timeout_s: float) -> None:
         """Let running requests finish, then end every process: the router first, which knows of them."""
-        router = Stage(("router",), drain_timeout_s + ROUTER_END_S)
-        await self._supervisor.stop((router, Stage(("prefill", "decode", "mixed"), drain_timeout_s + WORKERS_END_S)))
+        first = Stage(("autoscaler", "router"), drain_timeout_s + ROUTER_END_S)
+        await self._supervisor.stop((first, Stage(WORKER_ROLES, drain_timeout_s + WORKERS_END_S)))
 
     def kill(self) -> None:
         """End every process now."""
@@ -80,7 +88,7 @@ class LocalCluster:
         helpers: set[asyncio.Task[None]] = set()
 
         def on_exit(exit_: ChildExit) -> None:
-            if exit_.spec.role != "router" and exit_.restart_in_s is not None:
+            if exit_.spec.is_worker and not self._supervisor.is_stopping:
                 self._gone.append(exit_)
                 report = tasks.create_task(_report_gone(client, exit_))
                 helpers.add(report)
@@ -98,9 +106,11 @@ class LocalCluster:
         write_atomically(self._state_file, self.state.model_dump_json(indent=2) + "\n")
 
     def _announce(self, exit_: ChildExit) -> None:
-        if exit_.restart_in_s is None:
-            return
         name, log = exit_.spec.name, self._supervisor.log_file(exit_.spec.name)
+        if exit_.restart_in_s is None:
+            if not self._supervisor.is_stopping:
+                self._listener.on_notice(f"{name} has ended with status {exit_.status} (log: {log})")
+            return
         num_restarts = next(p.num_restarts for p in self._supervisor.processes if p.name == name)
         if not self.ready.is_set() and num_restarts >= MAX_RESTARTS_BEFORE_READY:
             line = self._supervisor.last_words(name)
@@ -120,7 +130,9 @@ class LocalCluster:
                             await _report_gone(client, gone)
                     self._listener.on_status(status)
                     before, self._published = self._published, _published(status)
-                    if not self.ready.is_set() and self._is_complete(status):
+                    ready = (each.registration for each in status.workers if each.registration.ready)
+                    self._serving = {(worker.worker_id, worker.incarnation) for worker in ready}
+                    if not self.ready.is_set() and self._is_complete():
                         self.ready.set()
                         self._publish()
                     elif self._published != before:
@@ -130,10 +142,8 @@ class LocalCluster:
                     raise LaunchError(f"the router does not report its state: {error.details()}") from error
             await asyncio.sleep(RECONNECT_S)  # the router is gone; its successor needs longer than this to listen
 
-    def _is_complete(self, status: admin.ClusterStatus) -> bool:
-        ready = {(w.registration.worker_id, w.registration.incarnation) for w in status.workers if w.registration.ready}
-        workers = [process for process in self._supervisor.processes if process.role != "router"]
-        return all((worker.name, worker.incarnation) in ready for worker in workers)
+    def _is_complete(self) -> bool:
+        return all(map(self.serves, (each for each in self._supervisor.processes if each.role in WORKER_ROLES)))
 
 
 def _published(status: admin.ClusterStatus) -> dict[tuple[str, int], dict[str, str]]:
@@ -166,12 +176,13 @@ async def running(
             secret_file=write_secret(folder),
             num_threads=_threads_each(spec),
         )
-        supervisor = Supervisor(
-            plan(spec, wiring), folder / "logs", MonotonicClock(), environment=dict(os.environ), backoff=backoff
-        )
+        workers = WorkerPlans(spec, wiring)
+        children, environment = plan(spec, wiring, workers), dict(os.environ)
+        supervisor = Supervisor(children, folder / "logs", MonotonicClock(), environment=environment, backoff=backoff)
         cluster = LocalCluster(_state(spec, wiring), supervisor, listener)
+        endpoint = LauncherEndpoint(supervisor, workers, spec, cluster.serves)
         try:
-            async with asyncio.TaskGroup() as tasks:
+            async with serving(endpoint, wiring.secret_file) as cluster.launcher, asyncio.TaskGroup() as tasks:
                 tasks.create_task(cluster.supervise())
                 yield cluster
                 await cluster.stop(spec.drain_timeout_s)
@@ -185,7 +196,7 @@ async def running(
 def _threads_each(spec: ClusterSpec) -> int | None:
     if "OMP_NUM_THREADS" in os.environ:
         return None
-    return threads_each(spec.num_workers, len(os.sched_getaffinity(0)))
+    return threads_each(spec.most_workers, len(os.sched_getaffinity(0)))
 
 
 def _state(spec: ClusterSpec, wiring: Wiring) -> ClusterState:

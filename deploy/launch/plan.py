@@ -1,20 +1,27 @@
 """Which processes a local cluster consists of, and how each is called."""
 
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from pdserve.config import WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.ids import Incarnation
 
 Flags = Mapping[str, object]
-Role = Literal["router", "prefill", "decode", "mixed"]
+Role = Literal["router", "autoscaler", "prefill", "decode", "mixed"]
+WorkerRole = Literal["prefill", "decode", "mixed"]
+WORKER_ROLES: tuple[WorkerRole, ...] = get_args(WorkerRole)
+WORKER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}")  # a log file is called so
 PUBLISHED = ("kv_events_endpoint", "kv_events_replay_endpoint")
 ANY_PORT = ("*", "0")
 MAX_PORT = 65535
+# -P: the working folder is not searched for modules; ours has some with other packages' names.
+PDSERVE = (sys.executable, "-P", "-m", "pdserve")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +39,8 @@ class ClusterSpec:
     worker_flags: Flags = field(default_factory=dict)  # by field name, for all workers
     router_flags: Flags = field(default_factory=dict)
     num_mixed: int = 0
+    max_workers: int | None = None  # that there may be at once; None: as many as it begins with
+    autoscaling: Path | None = None  # the policy file that an autoscaler follows
 
     @property
     def drain_timeout_s(self) -> float:
@@ -42,15 +51,23 @@ class ClusterSpec:
     def __post_init__(self) -> None:
         for key in self.worker_flags.keys() - WorkerConfig.model_fields.keys():
             raise ConfigError(f"--{key.replace('_', '-')}: no worker has such a setting")
-        for key, count in (("prefill", self.num_prefill), ("decode", self.num_decode)):
-            if count < 0 or (count == 0 and self.num_mixed < 1):
-                raise ConfigError(f"--{key}: {count} is refused: at least one worker is needed, or a mixed one")
+        for key, number in (("prefill", self.num_prefill), ("decode", self.num_decode)):
+            if number < 0 or (number == 0 and self.num_mixed < 1):
+                raise ConfigError(f"--{key}: {number} is refused: at least one worker is needed, or a mixed one")
         if self.num_mixed < 0:
             raise ConfigError(f"--mixed: {self.num_mixed} is refused: none is 0")
+        if self.max_workers is not None and self.max_workers < self.num_workers:
+            raise ConfigError(f"--max-workers: {self.max_workers} is refused: {self.num_workers} are started")
 
     @property
     def num_workers(self) -> int:
+        """Return how many workers it begins with."""
         return self.num_prefill + self.num_decode + self.num_mixed
+
+    @property
+    def most_workers(self) -> int:
+        """Return how many workers there may be at once."""
+        return self.num_workers if self.max_workers is None else self.max_workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,22 +88,60 @@ class ChildSpec:
     role: Role
     command: tuple[str, ...]
 
+    @property
+    def is_worker(self) -> bool:
+        return self.role in WORKER_ROLES
+
     def command_for(self, incarnation: Incarnation) -> tuple[str, ...]:
         """Return the command line of one start."""
-        if self.role == "router":
+        if not self.is_worker:
             return self.command
         return (*self.command, *flag_arguments({"incarnation": incarnation}))
 
 
-def plan(spec: ClusterSpec, wiring: Wiring) -> tuple[ChildSpec, ...]:
-    """Return the processes of a cluster, the router first."""
-    shared = {
-        "model": spec.model,
-        "served_model_name": spec.served_model_name,
-        "secret_file": wiring.secret_file,
-    }
+class WorkerPlans:
+    """Which command starts a worker: as all the others, but for its name, its role and where it publishes KV events.
+
+    As in vLLM, which counts its data-parallel ranks so, each worker's port for KV events is one further than the last
+    one's; a port is free again when its worker is gone. A path gets the worker's name; where any free port is asked
+    for, all may ask.
+    """
+
+    def __init__(self, spec: ClusterSpec, wiring: Wiring) -> None:
+        routers = (f"127.0.0.1:{wiring.internal_port}",)
+        chosen = {key: value for key, value in spec.worker_flags.items() if value is not None}
+        self._flags = {**_shared(spec, wiring), "routers": routers, "num_threads": wiring.num_threads, **chosen}
+        self._given = {key: str(chosen[key]) for key in PUBLISHED if key in chosen}
+        self._endpoints: dict[str, dict[str, str]] = {}  # by worker
+        self._places: dict[str, int] = {}  # by worker: how much further its ports are
+
+    def add(self, name: str, role: WorkerRole) -> ChildSpec:
+        """Return a worker to start; ConfigError where its endpoints would be another worker's."""
+        place = next(number for number in count() if number not in self._places.values())
+        own = {key: _own_endpoint(key, endpoint, place, name) for key, endpoint in self._given.items()}
+        users = {
+            port: _user(worker, key)
+            for worker, endpoints in self._endpoints.items()
+            for key, endpoint in endpoints.items()
+            if (port := _port(endpoint)) not in ANY_PORT
+        }
+        for key, endpoint in own.items():
+            user, port = _user(name, key), _port(endpoint)
+            if port not in ANY_PORT and users.setdefault(port, user) != user:
+                raise ConfigError(f"{user}: {endpoint} is {users[port]} too; each worker needs its own")
+        self._endpoints[name], self._places[name] = own, place
+        return _child(name, role, f"{role}-worker", {**self._flags, **own, "worker_id": name})
+
+    def keep(self, names: Collection[str]) -> None:
+        """Forget all workers but these: the others are gone."""
+        self._endpoints = {name: own for name, own in self._endpoints.items() if name in names}
+        self._places = {name: place for name, place in self._places.items() if name in names}
+
+
+def plan(spec: ClusterSpec, wiring: Wiring, workers: WorkerPlans) -> tuple[ChildSpec, ...]:
+    """Return the processes with which a cluster begins, the router first."""
     router = {
-        **shared,
+        **_shared(spec, wiring),
         "host": spec.host,
         "port": wiring.public_port,
         "internal_host": "127.0.0.1",
@@ -94,46 +149,39 @@ def plan(spec: ClusterSpec, wiring: Wiring) -> tuple[ChildSpec, ...]:
         "drain_timeout_s": spec.drain_timeout_s,
         **spec.router_flags,
     }
-    chosen = {key: value for key, value in spec.worker_flags.items() if value is not None}
-    routers = (f"127.0.0.1:{wiring.internal_port}",)
-    worker = {**shared, "routers": routers, "num_threads": wiring.num_threads, **chosen}
-    counts: dict[Role, int] = {"prefill": spec.num_prefill, "decode": spec.num_decode, "mixed": spec.num_mixed}
-    names = [(role, f"{role}-{i}") for role, count in counts.items() for i in range(count)]
-    published = publishing([name for _, name in names], chosen)
-    return (
-        _child("router", "router", "router", router),
-        *(_worker(role, name, {**worker, **published[name]}) for role, name in names),
-    )
+    counts = dict(zip(WORKER_ROLES, (spec.num_prefill, spec.num_decode, spec.num_mixed), strict=True))
+    children = [workers.add(f"{role}-{i}", role) for role, number in counts.items() for i in range(number)]
+    if spec.autoscaling is not None:
+        command = (*PDSERVE, "autoscale", "run", str(spec.autoscaling), *flag_arguments({"name": spec.name}))
+        children.append(ChildSpec("autoscaler", "autoscaler", command))
+    return (_child("router", "router", "router", router), *children)
 
 
-def publishing(workers: Sequence[str], flags: Flags) -> dict[str, Flags]:
-    """Return where each worker publishes KV events: in place of the given endpoints, endpoints of its own.
-
-    As in vLLM, which counts its data-parallel ranks so, each worker's port is one further than the last one's. A path
-    gets the worker's name; where any free port is asked for, all may ask. ConfigError where two would meet.
-    """
-    given = {key: str(flags[key]) for key in PUBLISHED if key in flags}
-    found: dict[str, Flags] = {}
-    users: dict[str, str] = {}
-    for index, name in enumerate(workers):
-        found[name] = {key: _own_endpoint(key, endpoint, index, name) for key, endpoint in given.items()}
-        for key, endpoint in found[name].items():
-            port = str(endpoint).rpartition(":")[2]
-            user = f"{name}'s --{key.replace('_', '-')}"
-            if port not in ANY_PORT and users.setdefault(port, user) != user:
-                raise ConfigError(f"{user}: {endpoint} is {users[port]} too; each worker needs its own")
-    return found
+def _shared(spec: ClusterSpec, wiring: Wiring) -> Flags:
+    return {
+        "model": spec.model,
+        "served_model_name": spec.served_model_name,
+        "secret_file": wiring.secret_file,
+    }
 
 
-def _own_endpoint(key: str, endpoint: str, index: int, worker: str) -> str:
+def _user(worker: str, key: str) -> str:
+    return f"{worker}'s --{key.replace('_', '-')}"
+
+
+def _port(endpoint: str) -> str:
+    return endpoint.rpartition(":")[2]
+
+
+def _own_endpoint(key: str, endpoint: str, place: int, worker: str) -> str:
     if not endpoint.startswith("tcp://"):
         return f"{endpoint}.{worker}"
     host, _, port = endpoint.rpartition(":")
     if port in ANY_PORT:
         return endpoint
-    if not port.isdecimal() or int(port) + index > MAX_PORT:
+    if not port.isdecimal() or int(port) + place > MAX_PORT:
         raise ConfigError(f"--{key.replace('_', '-')}: {endpoint} leaves {worker} no port")
-    return f"{host}:{int(port) + index}"
+    return f"{host}:{int(port) + place}"
 
 
 def threads_each(num_workers: int, num_cores: int) -> int | None:
@@ -145,13 +193,8 @@ def threads_each(num_workers: int, num_cores: int) -> int | None:
     return None if num_workers <= 2 else max(1, 2 * num_cores // num_workers)
 
 
-def _worker(role: Role, name: str, flags: Flags) -> ChildSpec:
-    return _child(name, role, f"{role}-worker", {**flags, "worker_id": name})
-
-
 def _child(name: str, role: Role, command: str, flags: Flags) -> ChildSpec:
-    # -P: the working folder is not searched for modules; ours has some with other packages' names.
-    return ChildSpec(name, role, (sys.executable, "-P", "-m", "pdserve", command, *flag_arguments(flags)))
+    return ChildSpec(name, role, (*PDSERVE, command, *flag_arguments(flags)))
 
 
 def flag_arguments(flags: Flags) -> tuple[str, ...]:

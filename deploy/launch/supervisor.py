@@ -1,6 +1,7 @@
 """Keep child processes running: start them, start them again when they die, stop them in order.
 
-Every exit is announced the moment the process has been reaped, before anything else is done about it.
+Children may be added and retired while others run. Every exit is announced the moment the process has been reaped,
+before anything else is done about it.
 """
 
 import asyncio
@@ -9,11 +10,12 @@ import signal
 import sys
 from asyncio.subprocess import DEVNULL, STDOUT, Process
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from pdserve.clock import Clock
-from pdserve.errors import ConfigError
+from pdserve.errors import CommandError, ConfigError
 from pdserve.ids import Incarnation
 from pdserve.incarnation import new_incarnation
 from pdserve.launch.folder import ProcessState
@@ -67,9 +69,12 @@ class Stage:
 @dataclass(slots=True)
 class _Child:
     spec: ChildSpec
+    is_late: bool = False  # added while others ran: if it refuses its configuration, it alone ends
     process: Process | None = None
     incarnation: Incarnation = NEVER_STARTED
     num_restarts: int = 0
+    has_been_asked: bool = False  # to end: a second SIGTERM would end it without a drain
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)  # it is not started again
     ended: asyncio.Event = field(default_factory=asyncio.Event)  # for good
 
     def state(self) -> ProcessState:
@@ -79,11 +84,22 @@ class _Child:
             pid=self.process.pid if self.process is not None else None,
             incarnation=self.incarnation,
             num_restarts=self.num_restarts,
+            leaving=self.leaving.is_set(),
         )
+
+    def ask_to_end(self) -> None:
+        self.leaving.set()
+        if not self.has_been_asked and self.process is not None:
+            self.has_been_asked = True
+            self.signal(signal.SIGTERM)
+
+    def signal(self, number: signal.Signals) -> None:
+        if self.process is not None and self.process.returncode is None:
+            self.process.send_signal(number)
 
 
 class Supervisor:
-    """Owns the child processes of one cluster: `run` keeps them until `stop` or `kill` ends them."""
+    """Owns a cluster's child processes: `run` keeps each until it is retired, all until `stop` or `kill` ends them."""
 
     def __init__(
         self,
@@ -94,17 +110,24 @@ class Supervisor:
         environment: Mapping[str, str] | None = None,
         backoff: Backoff | None = None,
     ) -> None:
-        self._children = [_Child(spec) for spec in children]
+        self._children = {spec.name: _Child(spec) for spec in children}
         self._log_dir = log_dir
         self._clock = clock
         self._environment = environment
         self._backoff = backoff or Backoff()
         self._stopping = asyncio.Event()
+        self._begin: Callable[[_Child], object] | None = None  # keeps a child running, while `run` does
+        self._ending: set[asyncio.Task[None]] = set()
 
     @property
     def processes(self) -> tuple[ProcessState, ...]:
-        """What runs now."""
-        return tuple(child.state() for child in self._children)
+        """What runs now, and what will run again."""
+        return tuple(child.state() for child in self._children.values())
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether all children are to end."""
+        return self._stopping.is_set()
 
     def log_file(self, name: str) -> Path:
         """Return where the output of the process `name` goes."""
@@ -115,60 +138,93 @@ class Supervisor:
         lines = self.log_file(name).read_text(encoding="utf-8", errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "it printed nothing")
 
-    async def run(self, on_exit: Callable[[ChildExit], None], on_start: Callable[[], None]) -> None:
+    async def run(self, on_exit: Callable[[ChildExit], None], on_change: Callable[[], None]) -> None:
         """Keep all children running until stopped; what `on_exit` raises ends them all.
+
+        `on_change` is called when a process has been started, and when a retired one is no longer listed.
 
         Raises an ExceptionGroup, with ConfigError in it when a child refuses its configuration at its first start.
         Whatever ends this call, no child is left running.
         """
         try:
             async with asyncio.TaskGroup() as keepers:
-                for child in self._children:
-                    keepers.create_task(self._keep(child, on_exit, on_start))
+
+                def begin(child: _Child) -> None:
+                    keepers.create_task(self._keep(child, on_exit, on_change))
+
+                for child in self._children.values():
+                    begin(child)
+                self._begin = begin
+                await self._stopping.wait()
         finally:
+            self._begin = None
             self.kill()
+
+    def add(self, spec: ChildSpec) -> None:
+        """Keep one more child running; CommandError where its name is taken, or nothing runs."""
+        if spec.name in self._children:
+            raise CommandError(f"{spec.name} is here already")
+        if self._begin is None or self.is_stopping:
+            raise CommandError(f"{spec.name} is not started: the cluster is stopping")
+        child = self._children[spec.name] = _Child(spec, is_late=True)
+        self._begin(child)
+
+    def retire(self, name: str, within_s: float) -> None:
+        """Ask a child to end for good; kill it if it still runs after this many seconds. KeyError: there is none."""
+        child = self._children[name]
+        if not child.leaving.is_set():
+            child.ask_to_end()
+            task = asyncio.create_task(_end([child], asyncio.get_running_loop().time() + within_s))
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
 
     async def stop(self, stages: Sequence[Stage]) -> None:
         """Ask the children to end, stage after stage; kill what does not in its time."""
-        self._stopping.set()
+        self._halt()
         began_s = asyncio.get_running_loop().time()
         for stage in stages:
-            leaving = [child for child in self._children if child.spec.role in stage.roles]
-            _signal(leaving, signal.SIGTERM)
-            try:
-                async with asyncio.timeout_at(began_s + stage.within_s):
-                    for child in leaving:
-                        await child.ended.wait()
-            except TimeoutError:
-                _signal(leaving, signal.SIGKILL)
+            leaving = [child for child in self._children.values() if child.spec.role in stage.roles]
+            for child in leaving:
+                child.ask_to_end()
+            await _end(leaving, began_s + stage.within_s)
 
     def kill(self) -> None:
         """End all children at once."""
-        self._stopping.set()
-        _signal(self._children, signal.SIGKILL)
+        self._halt()
+        for child in self._children.values():
+            child.signal(signal.SIGKILL)
 
-    async def _keep(self, child: _Child, on_exit: Callable[[ChildExit], None], on_start: Callable[[], None]) -> None:
+    def _halt(self) -> None:
+        """Let no child begin from now on."""
+        self._stopping.set()
+        for child in self._children.values():
+            child.leaving.set()
+
+    async def _keep(self, child: _Child, on_exit: Callable[[ChildExit], None], on_change: Callable[[], None]) -> None:
+        name = child.spec.name
         delay_s: float | None = None
         try:
-            while not self._stopping.is_set():
+            while not child.leaving.is_set():
                 started_s = self._clock.now_s()
                 process = await self._start(child)
-                on_start()
+                on_change()
                 status = await _until_ended(child, process)
                 previous_s = None if status in FROM_OUTSIDE else delay_s  # what it did itself may happen again
                 delay_s = self._backoff.next_delay_s(previous_s, self._clock.now_s() - started_s)
-                refused = status == CONFIG_EXIT_STATUS and child.num_restarts == 0
-                again = not self._stopping.is_set() and not refused
+                refused = status == CONFIG_EXIT_STATUS and child.num_restarts == 0 and not child.leaving.is_set()
+                again = not (refused or child.leaving.is_set())
                 on_exit(ChildExit(child.spec, child.incarnation, status, delay_s if again else None))
+                if refused and not child.is_late:
+                    raise ConfigError(f"{name} refuses its configuration: {self.last_words(name)}")
                 if not again:
                     break
-                await self._pause(delay_s)
+                await _pause(child, delay_s)
                 child.num_restarts += 1
+            if not self.is_stopping:
+                del self._children[name]
+                on_change()
         finally:
             child.ended.set()
-        if not self._stopping.is_set():
-            name = child.spec.name
-            raise ConfigError(f"{name} refuses its configuration: {self.last_words(name)}")
 
     async def _start(self, child: _Child) -> Process:
         child.incarnation = new_incarnation()
@@ -183,16 +239,9 @@ class Supervisor:
                 env=self._environment,
                 start_new_session=True,  # Ctrl-C in the terminal is for the supervisor alone
             )
-        if self._stopping.is_set():  # whoever stopped the others did not see this one yet
-            child.process.terminate()
+        if child.leaving.is_set():  # whoever asked it to end did not see this process yet
+            child.ask_to_end()
         return child.process
-
-    async def _pause(self, seconds: float) -> None:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._stopping.wait()
-        except TimeoutError:
-            return
 
 
 async def _until_ended(child: _Child, process: Process) -> int:
@@ -206,7 +255,18 @@ async def _until_ended(child: _Child, process: Process) -> int:
         child.process = None
 
 
-def _signal(children: Sequence[_Child], number: signal.Signals) -> None:
-    for child in children:
-        if child.process is not None and child.process.returncode is None:
-            child.process.send_signal(number)
+async def _pause(child: _Child, seconds: float) -> None:
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await child.leaving.wait()
+
+
+async def _end(children: Sequence[_Child], at_s: float) -> None:
+    """Wait until these have ended, and kill at a moment of the loop's clock those that have not."""
+    try:
+        async with asyncio.timeout_at(at_s):
+            for child in children:
+                await child.ended.wait()
+    except TimeoutError:
+        for child in children:
+            child.signal(signal.SIGKILL)

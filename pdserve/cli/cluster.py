@@ -36,6 +36,10 @@ def up(
     prefill: Prefill = 1,
     decode: Decode = 1,
     mixed: Mixed = 0,
+    max_workers: Annotated[
+        int | None,
+        typer.Option(help="Workers that there may be at once; by default those it begins with.", show_default=False),
+    ] = None,
     name: ClusterName = "default",
     host: Annotated[str, typer.Option(help="Where the public endpoint listens.")] = "127.0.0.1",
     router_port: Annotated[
@@ -71,6 +75,7 @@ def up(
         num_prefill=prefill,
         num_decode=decode,
         num_mixed=mixed,
+        max_workers=max_workers,
         name=name,
         host=host,
         router_port=router_port,

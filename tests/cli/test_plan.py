@@ -11,11 +11,15 @@ from pdserve.cli.processes import CONFIGS, Process
 from pdserve.config import ProcessConfig, WorkerConfig, load_config
 from pdserve.errors import ConfigError
 from pdserve.ids import Incarnation
-from pdserve.launch.plan import ChildSpec, ClusterSpec, Wiring, flag_arguments, plan, threads_each
+from pdserve.launch.plan import ChildSpec, ClusterSpec, Wiring, WorkerPlans, flag_arguments, plan, threads_each
 from pdserve.router.config import RouterConfig
 
 WIRING = Wiring(public_port=50051, internal_port=50052, secret_file=Path("/run/a secret"))
 MODEL = '/models/it\'s; a "model" $(x)'
+
+
+def children_of(spec: ClusterSpec) -> tuple[ChildSpec, ...]:
+    return plan(spec, WIRING, WorkerPlans(spec, WIRING))
 
 
 def read_back(child: ChildSpec) -> ProcessConfig:
@@ -46,7 +50,7 @@ def test_the_processes_of_a_cluster_agree_and_have_names_of_their_own() -> None:
         worker_flags={"page_size": 32, "dtype": "float32", "max_model_len": None},
         router_flags={"max_num_held": 7, "host": "0.0.0.0"},
     )
-    router, *workers = (read_back(child) for child in plan(spec, WIRING))
+    router, *workers = (read_back(child) for child in children_of(spec))
     assert isinstance(router, RouterConfig)
     assert (router.host, router.port, router.internal_port) == ("0.0.0.0", 50051, 50052)
     assert router.max_num_held == 7
@@ -71,14 +75,14 @@ def test_a_pool_without_workers_is_refused(prefill: int, decode: int, flag: str)
 
 def test_mixed_workers_need_no_others_beside_them() -> None:
     spec = ClusterSpec(model="m", served_model_name="m", num_prefill=0, num_decode=0, num_mixed=2)
-    children = plan(spec, WIRING)
+    children = children_of(spec)
     assert [child.name for child in children] == ["router", "mixed-0", "mixed-1"]
     assert [read_back(child).role for child in children[1:]] == ["mixed", "mixed"]  # type: ignore[attr-defined]
 
 
 def test_a_flag_goes_to_every_worker_and_one_that_no_worker_has_is_refused() -> None:
     spec = ClusterSpec(model="m", served_model_name="m", worker_flags={"lease_s": 2.5, "digests": "off"})
-    for child in plan(spec, WIRING)[1:]:
+    for child in children_of(spec)[1:]:
         read = read_back(child)
         assert isinstance(read, WorkerConfig)
         assert (read.lease_s, read.digests) == (2.5, "off")
@@ -90,7 +94,7 @@ def endpoints(event: str, replay: str | None = None) -> list[tuple[str | None, s
     """Return where each of three workers publishes and replays."""
     flags = {"kv_events_endpoint": event, "kv_events_replay_endpoint": replay}
     spec = ClusterSpec(model="m", served_model_name="m", num_prefill=2, worker_flags=flags)
-    _, *workers = (read_back(child) for child in plan(spec, WIRING))
+    _, *workers = (read_back(child) for child in children_of(spec))
     assert all(isinstance(worker, WorkerConfig) for worker in workers)
     return [(w.kv_events_endpoint, w.kv_events_replay_endpoint) for w in workers if isinstance(w, WorkerConfig)]
 
@@ -130,3 +134,21 @@ def test_two_workers_use_every_core_and_more_of_them_share_the_cores() -> None:
     assert threads_each(num_workers=4, num_cores=8) == 4
     assert threads_each(num_workers=4, num_cores=2) == 1
     assert threads_each(num_workers=64, num_cores=2) == 1
+
+
+def test_a_worker_that_comes_later_publishes_where_none_that_runs_does() -> None:
+    flags = {"kv_events_endpoint": "tcp://*:5557"}
+    spec = ClusterSpec(model="m", served_model_name="m", worker_flags=flags, max_workers=3)
+    plans = WorkerPlans(spec, WIRING)
+    plan(spec, WIRING, plans)
+    read = [read_back(plans.add("decode-1", "decode"))]
+    plans.keep({"decode-0", "decode-1"})
+    read += [read_back(plans.add(f"prefill-{number}", "prefill")) for number in (1, 2)]
+    assert [each.kv_events_endpoint for each in read if isinstance(each, WorkerConfig)] == [
+        *("tcp://*:5559", "tcp://*:5557", "tcp://*:5560")
+    ]
+
+
+def test_fewer_workers_than_it_begins_with_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--max-workers: 2 is refused: 3 are started"):
+        ClusterSpec(model="m", served_model_name="m", num_decode=2, max_workers=2)

@@ -4,18 +4,17 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psutil
 import pytest
+from supervised_children import Record, supervised
 
 from pdserve.clock import MonotonicClock
-from pdserve.errors import ConfigError
+from pdserve.errors import CommandError, ConfigError
 from pdserve.launch.folder import ProcessState
 from pdserve.launch.plan import ChildSpec, Role
-from pdserve.launch.supervisor import Backoff, ChildExit, Stage, Supervisor
+from pdserve.launch.supervisor import Backoff, Stage, Supervisor
 
 pytestmark = pytest.mark.slow
 
@@ -38,45 +37,6 @@ def telling_child(folder: Path, name: str, role: Role, *, first: str = "") -> Ch
 async def told(folder: Path, name: str) -> str:
     """Return what the child wrote, once it has."""
     return await asyncio.to_thread((folder / f"{name}.pipe").read_text)
-
-
-class Record:
-    """What a supervisor announced, and a way to wait for it."""
-
-    def __init__(self) -> None:
-        self.exits: list[ChildExit] = []
-        self.num_starts = 0
-        self._changed = asyncio.Condition()
-
-    def on_exit(self, exit_: ChildExit) -> None:
-        self.exits.append(exit_)
-        self._wake()
-
-    def on_start(self) -> None:
-        self.num_starts += 1
-        self._wake()
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20), self._changed:
-            await self._changed.wait_for(condition)
-
-    def _wake(self) -> None:
-        self._waking = asyncio.get_running_loop().create_task(self._notify())
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
-
-@asynccontextmanager
-async def supervised(supervisor: Supervisor, record: Record) -> AsyncIterator[None]:
-    async with asyncio.TaskGroup() as tasks:
-        run = tasks.create_task(supervisor.run(record.on_exit, record.on_start))
-        try:
-            yield
-        finally:
-            supervisor.kill()
-            await run
 
 
 def pids(processes: tuple[ProcessState, ...]) -> list[int]:
@@ -218,3 +178,83 @@ def test_a_minute_of_health_forgives_what_was_before() -> None:
     backoff = Backoff(first_s=1.0, longest_s=30.0, healthy_s=60.0)
     assert backoff.next_delay_s(16.0, ran_s=59.9) == 30.0
     assert backoff.next_delay_s(16.0, ran_s=60.0) == 1.0
+
+
+async def test_a_child_added_while_others_run_is_kept_until_it_is_retired(tmp_path: Path) -> None:
+    supervisor = Supervisor([child("decode-0", SLEEP)], tmp_path, MonotonicClock(), backoff=AT_ONCE)
+    record = Record()
+    async with supervised(supervisor, record):
+        await record.until(lambda: record.num_starts == 1)
+        supervisor.add(child("decode-1", SLEEP))
+        await record.until(lambda: record.num_starts == 2)
+        (added,) = (process for process in supervisor.processes if process.name == "decode-1")
+        assert added.pid is not None
+        psutil.Process(added.pid).kill()
+        await record.until(lambda: record.num_starts == 3)
+        supervisor.retire("decode-1", 20.0)
+        assert [process.leaving for process in supervisor.processes] == [False, True]
+        await record.until(lambda: len(supervisor.processes) == 1)
+        killed, left = record.exits
+        assert killed.restart_in_s is not None
+        assert (left.spec.name, left.status, left.restart_in_s) == ("decode-1", -signal.SIGTERM, None)
+        supervisor.add(child("decode-1", SLEEP))  # its name is free again
+        await record.until(lambda: record.num_starts == 5)
+        (again,) = (process for process in supervisor.processes if process.name == "decode-1")
+        assert again.incarnation > left.incarnation > added.incarnation
+
+
+async def test_a_retired_child_that_does_not_end_is_killed_after_its_limit(tmp_path: Path) -> None:
+    children = [child("decode-0", SLEEP), telling_child(tmp_path, "decode-1", "decode", first=IGNORE_TERM)]
+    supervisor = Supervisor(children, tmp_path, MonotonicClock(), backoff=AT_ONCE)
+    record = Record()
+    async with supervised(supervisor, record):
+        await told(tmp_path, "decode-1")
+        supervisor.retire("decode-1", 0.05)
+        await record.until(lambda: len(record.exits) == 1)
+        (exit_,) = record.exits
+        assert (exit_.spec.name, exit_.status, exit_.restart_in_s) == ("decode-1", -signal.SIGKILL, None)
+
+
+async def test_a_child_retired_while_it_waits_for_its_next_start_is_not_started(tmp_path: Path) -> None:
+    backoff = Backoff(first_s=1000.0, longest_s=1000.0)
+    supervisor = Supervisor(
+        [child("decode-0", SLEEP), child("decode-1", "")], tmp_path, MonotonicClock(), backoff=backoff
+    )
+    record = Record()
+    async with supervised(supervisor, record):
+        await record.until(lambda: len(record.exits) == 1)
+        supervisor.retire("decode-1", 20.0)
+        await record.until(lambda: len(supervisor.processes) == 1)
+        assert [exit_.restart_in_s for exit_ in record.exits] == [1000.0]
+
+
+async def test_an_added_child_that_refuses_its_configuration_ends_alone(tmp_path: Path) -> None:
+    supervisor = Supervisor([child("decode-0", SLEEP)], tmp_path, MonotonicClock(), backoff=AT_ONCE)
+    record = Record()
+    async with supervised(supervisor, record):
+        await record.until(lambda: record.num_starts == 1)
+        supervisor.add(child("decode-1", "raise SystemExit(2)"))
+        await record.until(lambda: len(record.exits) == 1 and len(supervisor.processes) == 1)
+        assert record.exits[0].restart_in_s is None
+        assert [process.name for process in supervisor.processes] == ["decode-0"]
+        assert pids(supervisor.processes) != []
+
+
+async def test_a_child_that_drains_is_not_asked_again_when_all_stop(tmp_path: Path) -> None:
+    counting = "import signal; signal.signal(15, lambda *_: print('asked', flush=True))"
+    again = "while True: signal.pause()"
+    spec = telling_child(tmp_path, "decode-0", "decode", first=counting)
+    children = [child("decode-0", spec.command[-1].replace(SLEEP, again))]
+    supervisor = Supervisor(children, tmp_path, MonotonicClock(), backoff=AT_ONCE)
+    record = Record()
+    async with supervised(supervisor, record):
+        await told(tmp_path, "decode-0")
+        supervisor.retire("decode-0", 20.0)
+        await supervisor.stop((Stage(("decode",), 0.5),))
+        await record.until(lambda: len(record.exits) == 1)
+    assert supervisor.log_file("decode-0").read_text() == "asked\n"
+
+
+def test_nothing_is_added_once_all_stop(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match="stopping"):
+        Supervisor([], tmp_path, MonotonicClock()).add(child("decode-0", SLEEP))

@@ -1,0 +1,110 @@
+"""LauncherService: the workers of a local cluster, which come and go while it serves."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeAlias
+
+import grpc
+
+from pdserve.errors import ConfigError, echo
+from pdserve.launch.folder import ProcessState
+from pdserve.launch.plan import WORKER_NAME, WORKER_ROLES, ClusterSpec, WorkerPlans, WorkerRole
+from pdserve.launch.supervisor import Supervisor
+from pdserve.proto.v1 import launcher_pb2 as launcher
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.proto.v1.launcher_pb2_grpc import LauncherServiceServicer, add_LauncherServiceServicer_to_server
+from pdserve.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, abort, listen, read_secret, server_options
+
+WORKERS_END_S = 4.0  # after its drain_timeout_s, in which it ends by itself: when a worker is killed
+ROLES: dict[int, WorkerRole] = {
+    link.ROLE_PREFILL: "prefill",
+    link.ROLE_DECODE: "decode",
+    link.ROLE_MIXED: "mixed",
+}
+OTHERS = ("router", "autoscaler")  # names of other processes
+
+StartContext: TypeAlias = "grpc.aio.ServicerContext[launcher.StartWorkerRequest, launcher.StartWorkerResponse]"
+StopContext: TypeAlias = "grpc.aio.ServicerContext[launcher.StopWorkerRequest, launcher.StopWorkerResponse]"
+
+
+class LauncherEndpoint(LauncherServiceServicer):
+    """Starts and stops workers among the children of a supervisor."""
+
+    def __init__(
+        self, supervisor: Supervisor, plans: WorkerPlans, spec: ClusterSpec, is_ready: Callable[[ProcessState], bool]
+    ) -> None:
+        """`is_ready`: whether a worker's process serves, as far as routers have reported it."""
+        self._supervisor = supervisor
+        self._plans = plans
+        self._max_workers = spec.most_workers
+        self._end_within_s = spec.drain_timeout_s + WORKERS_END_S
+        self._is_ready = is_ready
+
+    async def ListWorkers(  # noqa: N802
+        self, request: launcher.ListWorkersRequest, context: object
+    ) -> launcher.ListWorkersResponse:
+        del request, context
+        workers = [self._shown(process) for process in self._workers().values()]
+        return launcher.ListWorkersResponse(workers=workers, max_workers=self._max_workers)
+
+    async def StartWorker(  # noqa: N802
+        self, request: launcher.StartWorkerRequest, context: StartContext
+    ) -> launcher.StartWorkerResponse:
+        name, role = request.worker_id, ROLES.get(request.role)
+        if not WORKER_NAME.fullmatch(name) or name in OTHERS:
+            text = f"worker_id: {echo(name, repr)} cannot name a worker"
+            await abort(context, grpc.StatusCode.INVALID_ARGUMENT, text)
+        if role is None:
+            await abort(context, grpc.StatusCode.INVALID_ARGUMENT, f"role: {request.role} is unknown")
+        if self._supervisor.is_stopping:
+            await abort(context, grpc.StatusCode.UNAVAILABLE, "the cluster is stopping")
+        workers = self._workers()
+        if name not in workers:
+            if len(workers) >= self._max_workers:
+                leaving = sum(process.leaving for process in workers.values())
+                text = f"--max-workers: {len(workers)} are there, of which {leaving} drain; {self._max_workers} may be"
+                await abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, text)
+            self._plans.keep(workers)
+            try:
+                self._supervisor.add(self._plans.add(name, role))
+            except ConfigError as error:
+                await abort(context, grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        elif workers[name].leaving:
+            await abort(context, grpc.StatusCode.FAILED_PRECONDITION, f"worker_id: {name} is still draining")
+        return launcher.StartWorkerResponse()
+
+    async def StopWorker(  # noqa: N802
+        self, request: launcher.StopWorkerRequest, context: StopContext
+    ) -> launcher.StopWorkerResponse:
+        name = request.worker_id
+        if name not in self._workers():
+            await abort(context, grpc.StatusCode.NOT_FOUND, f"worker_id: {echo(name, repr)} is not here")
+        self._supervisor.retire(name, self._end_within_s)
+        return launcher.StopWorkerResponse()
+
+    def _workers(self) -> dict[str, ProcessState]:
+        return {process.name: process for process in self._supervisor.processes if process.role in WORKER_ROLES}
+
+    def _shown(self, process: ProcessState) -> launcher.LaunchedWorker:
+        state = launcher.WORKER_STATE_READY if self._is_ready(process) else launcher.WORKER_STATE_STARTING
+        return launcher.LaunchedWorker(
+            worker_id=process.name,
+            role=link.Role.ValueType(next(number for number, role in ROLES.items() if role == process.role)),
+            state=launcher.WORKER_STATE_DRAINING if process.leaving else state,
+            incarnation=process.incarnation,
+        )
+
+
+@asynccontextmanager
+async def serving(endpoint: LauncherEndpoint, secret_file: Path) -> AsyncIterator[str]:
+    """Serve on loopback for the length of the block; yield the address, host:port."""
+    identity = RequireSecret(read_secret(secret_file))
+    server = grpc.aio.server(interceptors=(identity,), options=server_options(INTERNAL_MESSAGE_BYTES))
+    add_LauncherServiceServicer_to_server(endpoint, server)
+    address = listen(server, "127.0.0.1", 0, "launcher")
+    await server.start()
+    try:
+        yield address
+    finally:
+        await server.stop(None)

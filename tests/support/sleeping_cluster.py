@@ -1,0 +1,65 @@
+"""A real launcher whose workers only sleep: what the launcher's clients do to it shows, and nothing is loaded."""
+
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from supervised_children import Record, supervised
+
+from pdserve.clock import MonotonicClock
+from pdserve.launch import plan as plan_module
+from pdserve.launch.folder import ProcessState, write_secret
+from pdserve.launch.launcher import LauncherClient
+from pdserve.launch.plan import ClusterSpec, Wiring, WorkerPlans, plan
+from pdserve.launch.service import LauncherEndpoint, serving
+from pdserve.launch.supervisor import Supervisor
+
+SLEEPER = (sys.executable, "-I", "-c", "import signal; signal.pause()")
+STUBBORN = (sys.executable, "-I", "-c", "import signal; signal.signal(15, signal.SIG_IGN); print(1); signal.pause()")
+
+
+def let_workers_run(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have processes started from now on run a command in place of pdserve."""
+    monkeypatch.setattr(plan_module, "PDSERVE", command)
+
+
+@dataclass
+class SleepingCluster:
+    """A launcher, and what it announced."""
+
+    address: str
+    secret_file: Path
+    client: LauncherClient
+    supervisor: Supervisor
+    record: Record
+    ready: set[str] = field(default_factory=set)  # workers that are as good as ready
+
+    async def states(self) -> dict[str, int]:
+        """Return the workers' states by their names."""
+        return {worker.worker_id: worker.state for worker in await self.client.list_workers()}
+
+
+@asynccontextmanager
+async def sleeping_cluster(
+    folder: Path, max_workers: int, drain_timeout_s: float = 20.0
+) -> AsyncIterator[SleepingCluster]:
+    """Run a router, prefill-0 and decode-0 for the length of the block."""
+    spec = ClusterSpec("m", "m", max_workers=max_workers, worker_flags={"drain_timeout_s": drain_timeout_s})
+    wiring = Wiring(public_port=1, internal_port=2, secret_file=write_secret(folder))
+    plans, ready, record = WorkerPlans(spec, wiring), set[str](), Record()
+    supervisor = Supervisor(plan(spec, wiring, plans), folder, MonotonicClock())
+
+    def is_ready(process: ProcessState) -> bool:
+        return process.name in ready
+
+    endpoint = LauncherEndpoint(supervisor, plans, spec, is_ready)
+    async with (
+        serving(endpoint, wiring.secret_file) as address,
+        supervised(supervisor, record),
+        LauncherClient(address, wiring.secret_file) as client,
+    ):
+        await record.until(lambda: record.num_starts == 3)
+        yield SleepingCluster(address, wiring.secret_file, client, supervisor, record, ready)
