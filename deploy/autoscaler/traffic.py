@@ -1,0 +1,108 @@
+"""Turns counts of requests into a stream: how many come in a second, and how long they are. Pure."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import exp, sqrt
+
+from pdserve.demand import NUM_BANDS, Demand, middle_of
+from pdserve.values import value
+
+Lengths = tuple[tuple[float, float], ...]  # tokens, and the share of requests that have so many; rising
+
+_MIDDLES = tuple(middle_of(band) for band in range(NUM_BANDS))
+_SURE = 1.645  # of the normal distribution: a rate is above its lower bound with 95 %
+
+
+@value
+class Traffic:
+    """Requests of one kind of mixture."""
+
+    prompt_rate: float  # prompts a second, for the prefill pool
+    answer_rate: float  # sequences a second, for the decode pool
+    prompts: Lengths  # tokens to compute
+    answers: Lengths
+    cached_tokens: float = 0.0  # of a prompt, on average, that nobody computes
+
+    def times(self, prompts: float, answers: float) -> "Traffic":
+        """Return the same mixture at other rates."""
+        return replace(self, prompt_rate=self.prompt_rate * prompts, answer_rate=self.answer_rate * answers)
+
+    @property
+    def text(self) -> str:
+        return (
+            f"{self.prompt_rate:.2f} prompts/s of {mean(self.prompts):.0f} tokens, "
+            f"{self.answer_rate:.2f} answers/s of {mean(self.answers):.0f}"
+        )
+
+
+def mean(lengths: Lengths) -> float:
+    """Return the mean number of tokens; 0 without any."""
+    return sum(tokens * share for tokens, share in lengths)
+
+
+class Fading:
+    """Counts of which older ones weigh less: those of `seconds` ago a third."""
+
+    def __init__(self, seconds: float) -> None:
+        self._fades_s = seconds
+        self._elapsed_s = 0.0  # faded as the counts are
+        self._requests = self._prompt_tokens = self._cached_tokens = 0.0
+        self._prompts, self._answers = [0.0] * NUM_BANDS, [0.0] * NUM_BANDS
+
+    def add(self, demand: Demand, seconds: float) -> None:
+        """Take in what came in some seconds."""
+        kept = exp(-seconds / self._fades_s)
+        self._elapsed_s = self._elapsed_s * kept + seconds
+        self._requests = self._requests * kept + demand.num_requests
+        self._prompt_tokens = self._prompt_tokens * kept + demand.prompt_tokens
+        self._cached_tokens = self._cached_tokens * kept + demand.cached_tokens
+        self._prompts = [before * kept + count for before, count in zip(self._prompts, demand.prompts, strict=True)]
+        self._answers = [before * kept + count for before, count in zip(self._answers, demand.answers, strict=True)]
+
+    @property
+    def num_requests(self) -> float:
+        return self._requests
+
+    @property
+    def seconds(self) -> float:
+        return self._elapsed_s
+
+    @property
+    def rate(self) -> float:
+        """Requests a second."""
+        return self._requests / self._elapsed_s if self._elapsed_s else 0.0
+
+    @property
+    def computed_tokens(self) -> float:
+        """Prompt tokens to compute."""
+        return sum(count * tokens for count, tokens in zip(self._prompts, _MIDDLES, strict=True))
+
+    def traffic(self) -> Traffic | None:
+        """Return the stream; None before a request and an answer were counted."""
+        prompts, answers = _lengths(self._prompts), _lengths(self._answers)
+        if not prompts or not answers:
+            return None
+        cached = self._cached_tokens / max(1.0, self._requests)
+        return Traffic(self.rate, self.rate, prompts, answers, cached)
+
+    def sure_rates(self, mixture: Traffic) -> tuple[float, float]:
+        """Return the least prompts and sequences a second that these counts are evidence of, at another's lengths.
+
+        Sizes of requests scatter too, so that fewer long ones are weaker evidence than many short ones.
+        """
+        if not self._requests or not self._elapsed_s:
+            return 0.0, 0.0
+        squares = sum(count * tokens**2 for count, tokens in zip(self._prompts, _MIDDLES, strict=True))
+        tokens = max(0.0, self.computed_tokens - _SURE * sqrt(squares))
+        requests = max(0.0, self._requests - _SURE * sqrt(self._requests))
+        each = mean(mixture.prompts)
+        return tokens / each / self._elapsed_s if each else 0.0, requests / self._elapsed_s
+
+
+def _lengths(counts: Sequence[float]) -> Lengths:
+    total = sum(counts)
+    if total <= 0:
+        return ()
+    return tuple(
+        (tokens, count / total) for tokens, count in zip(_MIDDLES, counts, strict=True) if count > 1e-6 * total
+    )

@@ -1,0 +1,105 @@
+"""Predicted attainment of a pool rises with its replicas, falls with demand, and agrees with exact results."""
+
+from math import exp, factorial
+
+import pytest
+
+from pdserve.autoscaler.decisions import Binds
+from pdserve.autoscaler.decode_batch import DecodePool
+from pdserve.autoscaler.observation import Capacity
+from pdserve.autoscaler.prefill_queue import PrefillPool, erlang_c
+from pdserve.autoscaler.traffic import Traffic
+from pdserve.perfmodel.curve import Curve, DecodePiece, StepCosts
+
+FLAT = Curve(0.02, 0.0, 0.0)  # steps take as long whatever they hold
+COSTS = StepCosts(Curve(0.0, 1e-4, 0.0), (DecodePiece(None, FLAT),))
+
+
+def traffic(rate: float, prompt: float = 1000.0, answer: float = 101.0) -> Traffic:
+    return Traffic(rate, rate, ((prompt, 1.0),), ((answer, 1.0),))
+
+
+def test_waits_of_one_server_are_those_of_the_textbook() -> None:
+    assert erlang_c(1, 0.7) == pytest.approx(0.7)
+    offered = 2.4
+    unweighted = offered**3 / factorial(3) / (1 - offered / 3)
+    assert erlang_c(3, 0.8) == pytest.approx(
+        unweighted / (sum(offered**k / factorial(k) for k in range(3)) + unweighted)
+    )
+
+
+def test_lost_prompts_of_one_server_are_those_of_the_exact_formula() -> None:
+    # M/M/1 whose customers leave when they would wait for longer than a limit. The lengths are finely cut.
+    cut = tuple((10 * (k + 0.5), exp(-k / 100) * (1 - exp(-1 / 100))) for k in range(1500))
+    limit_s, rate = 3.0, 9.0  # prompts take 0.1 s on average, at most 1.5 s
+    pool = PrefillPool(Traffic(rate, rate, cut, ((2.0, 1.0),)), Curve(0.0, 1e-4, 0.0), 1000, limit_s + 0.1)
+    late = 0.9 * exp(-limit_s * (10 - rate))
+    assert 1 - pool.attainment(1) == pytest.approx(0.1 * late / (1 - 0.9 * late), rel=0.5)
+    assert pool.load(1) == pytest.approx(0.9, rel=0.01)
+
+
+@pytest.mark.parametrize("rate", [1.0, 8.0, 9.99, 10.0, 10.01, 15.0, 100.0])
+def test_a_prefill_pool_computes_what_it_can_and_loses_the_rest(rate: float) -> None:
+    attained = PrefillPool(traffic(rate), COSTS.prefill, 1000, 0.5).attainment(1)  # ten prompts a second
+    assert 0.0 <= attained <= min(1.0, 10 / rate) + 1e-6
+    assert attained > 0.7 * min(1.0, 10 / rate)
+
+
+def test_more_prefill_workers_never_serve_less() -> None:
+    pool = PrefillPool(traffic(30.0), Curve(0.02, 1e-4, 1e-9), 2048, 0.5)
+    attained = [pool.attainment(count) for count in range(1, 12)]
+    assert attained == sorted(attained)
+    assert attained[-1] > 0.99
+
+
+def test_prompts_that_no_worker_computes_in_time_count_for_no_size() -> None:
+    mixed = Traffic(1.0, 1.0, ((1000.0, 0.9), (100_000.0, 0.1)), ((2.0, 1.0),))
+    pool = PrefillPool(mixed, COSTS.prefill, 2048, 1.0)
+    assert pool.best == pytest.approx(0.9)
+    assert pool.attainment(8) > 0.999
+
+
+def test_short_prompts_that_wait_share_a_step() -> None:
+    curve = Curve(0.1, 1e-5, 0.0)  # 100 ms a step, and hardly more for its tokens
+    shared = PrefillPool(traffic(30.0, prompt=100.0), curve, 2048, 1.0)
+    alone = PrefillPool(traffic(30.0, prompt=100.0), curve, 100, 1.0)
+    assert shared.attainment(1) > 0.95
+    assert alone.attainment(1) < 0.5
+
+
+def test_sequences_of_a_constant_step_are_lost_as_erlang_says() -> None:
+    offered, room = 8.0, 10  # sequences
+    pool = DecodePool(traffic(offered / 2.0), COSTS, Capacity(10**9, room, 2048), 0.03)  # 100 later tokens in 2 s
+    terms = [offered**k / factorial(k) for k in range(room + 1)]
+    assert pool.attainment(1) == pytest.approx(1 - terms[-1] / sum(terms), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "curve", "binds"),
+    [
+        (Capacity(10**9, 64, 2048), FLAT, Binds.BATCH),
+        (Capacity(20_000, 64, 2048), FLAT, Binds.PAGES),
+        (Capacity(10**9, 64, 2048), Curve(0.02, 1e-3, 0.0), Binds.STEP_TIME),
+    ],
+)
+def test_a_decode_pool_names_what_it_lacks_first(capacity: Capacity, curve: Curve, binds: Binds) -> None:
+    pool = DecodePool(traffic(1.0), StepCosts(COSTS.prefill, (DecodePiece(None, curve),)), capacity, 0.03)
+    assert pool.binds is binds
+
+
+def test_more_decode_workers_never_serve_less() -> None:
+    costs = StepCosts(
+        COSTS.prefill, (DecodePiece(95, Curve(0.02, 4e-5, 6e-7)), DecodePiece(None, Curve(0.007, 2e-4, 6e-7)))
+    )
+    pool = DecodePool(traffic(60.0), costs, Capacity(66_000, 256, 2048), 0.05)
+    attained = [pool.attainment(count) for count in range(1, 12)]
+    assert attained == sorted(attained)
+    assert attained[0] < 0.6
+    assert attained[-1] > 0.99
+
+
+def test_answers_too_short_for_their_first_wait_are_not_held_against_the_pool() -> None:
+    two = Traffic(1.0, 1.0, ((100.0, 1.0),), ((2.0, 0.5), (200.0, 0.5)))
+    pool = DecodePool(two, COSTS, Capacity(10**9, 64, 2048), 0.025)  # 20 ms and half a step: 30 for a second token
+    assert pool.best == pytest.approx(0.5)
+    assert pool.attainment(4) > 0.999
