@@ -18,8 +18,8 @@ class Role(StrEnum):
 def lacks_pages(role: Role, num_pages: int, num_longest: int) -> str:
     """Return why a worker cannot take a role with a pool of `num_pages`, or nothing.
 
-    `num_longest`: pages of the longest sequence. See `engine.room` for what prompts to hand off need.
+    `num_longest`: pages of the longest sequence. See `engine.room` for why a mixed worker needs two.
     """
-    if not role.is_in(Role.PREFILL) or num_pages >= 2 * num_longest:
+    if role is not Role.MIXED or num_pages >= 2 * num_longest:
         return ""
     return f"{num_pages} pages are less than two of the longest sequences need, {2 * num_longest}, as {role} workers do"

@@ -29,7 +29,7 @@ class Starting:
         self._room = room
         self._waiting: list[_Waiting] = []
         self._may_start = False  # whether one of them has come, gone or been granted pages since this was last tried
-        self._tried = 0  # the room when this was last tried
+        self._tried = 0  # the room that was left when this was last tried
 
     @property
     def num_waiting(self) -> int:
@@ -67,7 +67,6 @@ class Starting:
         cache, room = self._scheduler.cache, self._room.left - num_kept
         if not self._may_start and room <= self._tried:
             return
-        self._tried = room
         waiting: list[_Waiting] = []
         for each in self._waiting:
             num_pages = 0 if each.is_granted else cache.num_pages(len(each.sequence.tokens))
@@ -80,3 +79,4 @@ class Starting:
                 room -= num_pages
             self._scheduler.add(each.sequence)
         self._waiting, self._may_start = waiting, False
+        self._tried = self._room.left - num_kept

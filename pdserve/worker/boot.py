@@ -19,7 +19,7 @@ from pdserve.kvlayout import KvLayout, PageDigest
 from pdserve.model.llama import Model
 from pdserve.model.loading import dummy_weights, load_model
 from pdserve.prefix_hash import PrefixHasher
-from pdserve.roles import Role, lacks_pages
+from pdserve.roles import lacks_pages
 from pdserve.worker.machine import choose_dtype, read_cpu_info
 
 logger = logging.getLogger(__name__)
@@ -108,8 +108,7 @@ def page_digest(config: WorkerConfig) -> PageDigest:
 def _limits(config: WorkerConfig, checkpoint: Checkpoint, num_pages: int) -> Limits:
     model_limit, page_size = checkpoint.config.max_position_embeddings, config.page_size
     max_model_len = _max_model_len(config, model_limit, num_pages * page_size)
-    lacks = lacks_pages(config.role, num_pages, -(-max_model_len // page_size))
-    if config.role is Role.MIXED and lacks:
+    if lacks := lacks_pages(config.role, num_pages, -(-max_model_len // page_size)):
         raise ConfigError(f"role: {lacks}: lower max_model_len, or raise num_pages")
     return Limits(
         max_num_seqs=config.max_num_seqs,

@@ -16,7 +16,7 @@ from pdserve.kvtransfer import doors
 from pdserve.reports import Failure, Stage
 from pdserve.roles import Role
 from pdserve.worker.boot import build_engine, open_model
-from pdserve.worker.messages import Failed, Placed, Progress, RoleGiven, RoleTaken
+from pdserve.worker.messages import Cancelled, Failed, Placed, Progress, RoleGiven, RoleTaken
 from pdserve.worker.roles import Roles
 
 LONGEST = MAX_MODEL_LEN // PAGE_SIZE
@@ -65,14 +65,14 @@ def test_without_either_part_of_the_rule_they_wait_for_each_other_for_ever(
     plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    num_stuck = 0
-    for seed in range(100):
-        rng = random.Random(seed)
-        cores = mixed_cores()
-        jobs = crowd(cores, rng)
-        cores.run(rng)
-        num_stuck += any(each.key not in cores.finished for each in jobs)
-    assert num_stuck
+    assert any(gets_stuck(random.Random(seed)) for seed in range(100))
+
+
+def gets_stuck(rng: random.Random) -> bool:
+    cores = mixed_cores()
+    jobs = crowd(cores, rng)
+    cores.run(rng)
+    return any(each.key not in cores.finished for each in jobs)
 
 
 # ---- which role a worker has
@@ -100,12 +100,29 @@ def test_a_role_sets_how_many_tokens_a_step_computes() -> None:
     assert plan.num_tokens == STEPS[Role.DECODE]
 
 
-@pytest.mark.parametrize("role", [Role.PREFILL, Role.MIXED])
-def test_a_pool_too_small_for_two_of_the_longest_takes_no_role_that_hands_off(role: Role) -> None:
+def test_a_pool_too_small_for_two_of_the_longest_does_not_become_mixed() -> None:
     worker = CoreWorker("w", 2 * LONGEST - 1, role=Role.DECODE)
-    with pytest.raises(ProtocolError, match=f"19 pages are less than two of the longest sequences need, 20, as {role}"):
-        worker.core.handle(RoleGiven(role, 1), 0.0)
+    with pytest.raises(ProtocolError, match="19 pages are less than two of the longest sequences need, 20, as mixed"):
+        worker.core.handle(RoleGiven(Role.MIXED, 1), 0.0)
     assert worker.core.load().role is Role.DECODE
+
+
+def test_such_a_pool_computes_prompts_as_it_may_from_the_start() -> None:
+    worker = CoreWorker("w", 2 * LONGEST - 1, role=Role.DECODE)
+    worker.core.handle(RoleGiven(Role.PREFILL, 1), 0.0)
+    assert worker.core.load().role is Role.PREFILL
+
+
+def test_a_mixed_worker_that_becomes_a_prefill_worker_starts_what_waited_for_the_room_to_grant() -> None:
+    worker = CoreWorker("w", 3 * LONGEST + 2, role=Role.MIXED)
+    other = CoreWorker("o", NUM_PAGES).peer
+    jobs = [job(number, num_tokens, max_tokens=2) for number, num_tokens in enumerate((38, 38, 20))]
+    for each in jobs:
+        worker.core.handle(Placed(ROUTER, each, 1e9, target=other, target_address="o"), 0.0)
+    worker.core.handle(Cancelled(jobs[0].request_id, jobs[0].attempt), 0.0)
+    assert worker.scheduler.num_waiting == 1, "beside the second, the third would take the room to grant the longest"
+    worker.core.handle(RoleGiven(Role.PREFILL, 1), 0.0)
+    assert worker.scheduler.num_waiting == 2
 
 
 @pytest.mark.parametrize("role", list(Role))
