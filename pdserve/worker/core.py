@@ -79,6 +79,7 @@ class WorkerCore:
         self._fetches = Fetches(scheduler, self._tasks, self._starting, self.outgoing, self.incoming)
         self._draining = Draining(rules.max_quarantined_share)
         self._auditor = Auditor(pool)
+        self._num_placed = 0  # numbers tasks in the order in which they arrived
         self._meter = Meter(scheduler, self._starting, self.outgoing, self.incoming)
 
     @property
@@ -195,27 +196,30 @@ class WorkerCore:
             return [Failed(placed.router, key, Failure.OVERLOADED, why)]
         if target is not None and self.outgoing.is_closed(target, key):
             return [Failed(placed.router, key, Failure.PEER_LOST, "its grant was given back before it was placed")]
-        order = self._meter.taken.add(placed.router, job, computes=source is None)
-        task = Task(placed.router, job, placed.deadline_s, order, source, target)
-        self._tasks.add(task)
+        self._num_placed += 1
+        task = Task(placed.router, job, placed.deadline_s, self._num_placed, source, target)
         if source is not None:
             prefix = task.prefix = Prefix(job.token_ids, job.cache_salt)
             extra_tokens = min(placed.extra_tokens, longest(self._scheduler, job) - len(job.token_ids))
-            expected = Expected(key, source, job, order, prefix, extra_tokens)
+            expected = Expected(key, source, job, task.order, prefix, extra_tokens)
+            reserved: list[doors.Result] = []
             if not placed.extra_tokens:
                 self.incoming.expect(expected)
-                return []
-            results = self.incoming.expect_now(expected)  # it is decoded elsewhere meanwhile: nobody waits for room
-            if results:
-                return self._take(results, now_s)
-            self._tasks.end(task)
-            return [Failed(placed.router, key, Failure.OVERLOADED, "no room for a continuation that moves")]
-        sequence = Sequence(job, job.indices, list(job.token_ids), order, stop_after_prompt=target is not None)
+            elif not (reserved := self.incoming.expect_now(expected)):  # it is decoded elsewhere: nobody waits for room
+                return [Failed(placed.router, key, Failure.OVERLOADED, "no room for a continuation that moves")]
+            self._add(task)
+            return self._take(reserved, now_s)
+        self._add(task)
+        sequence = Sequence(job, job.indices, list(job.token_ids), task.order, stop_after_prompt=target is not None)
         task.sequences.append(sequence)
         results = self._fetches.start(task, sequence, placed.fetch, now_s)
         if target is not None:
             results += self.outgoing.open(key, target, placed.target_address, now_s)
         return [Progress(placed.router, key, Stage.PREFILL_QUEUED, now_s), *self._take(results, now_s)]
+
+    def _add(self, task: Task) -> None:
+        self._tasks.add(task)
+        self._meter.taken.add(task.router, task.job, computes=task.source is None)
 
     def _use_room(self, now_s: float) -> list[Command]:
         """Let moves go on, take a role, let prompts start and grant hand-offs pages, as far as there is room."""
@@ -224,8 +228,7 @@ class WorkerCore:
         taken = self._roles.settle()
         if self._starting.num_waiting:
             self._starting.start(self._roles.num_kept(self.incoming.pages_wanted))
-        over = self._fetches.take_reports()
-        return [*moved, *over, *taken, *self._take(self.incoming.grant_waiting(), now_s)]
+        return [*moved, *taken, *self._take(self.incoming.grant_waiting(), now_s)]
 
     def _tick(self, silent_s: float, now_s: float) -> list[Command]:
         results = self.outgoing.tick(silent_s, now_s) + self.incoming.tick(silent_s, now_s)
@@ -275,8 +278,8 @@ class WorkerCore:
             commands += self._take(results, now_s)
         return commands
 
-    def _take(self, results: Iterable[doors.Result], now_s: float) -> list[Command]:
-        """Return the commands of a door, with what its outcomes are to routers in their place."""
+    def _take(self, results: Iterable[doors.Result | Progress], now_s: float) -> list[Command]:
+        """Return commands and reports, with what its outcomes are to routers in their place."""
         commands: list[Command] = []
         for result in results:
             if isinstance(result, doors.OUTCOMES):

@@ -22,6 +22,8 @@ from pdserve.reports import Stage
 from pdserve.worker.messages import Fetch, Progress, ShareAsked
 from pdserve.worker.tasks import Task, Tasks
 
+Reported = Result | Progress
+
 MAX_SHARES = 256  # under way at once; prompts for which more are asked for are computed
 
 
@@ -54,17 +56,11 @@ class Fetches:
         self._incoming = incoming
         self._fetches: dict[HandoffKey, _Fetch] = {}
         self._shares: dict[HandoffKey, _Share] = {}
-        self._reports: list[Progress] = []
 
     @property
     def due_s(self) -> float:
         """When `go_on` has something to do, whatever else happens."""
         return min((each.due_s for each in self._fetches.values()), default=inf)
-
-    def take_reports(self) -> list[Progress]:
-        """Take out what routers are to know: which fetches are over, and what they have brought."""
-        reports, self._reports = self._reports, []
-        return reports
 
     def claims(self) -> Iterator[Claim]:
         yield from (Claim(held=fetch.pages) for fetch in self._fetches.values())
@@ -103,35 +99,35 @@ class Fetches:
 
     # ---- the worker that computes the prompt
 
-    def start(self, task: Task, sequence: Sequence, fetch: Fetch | None, now_s: float) -> list[Result]:
+    def start(self, task: Task, sequence: Sequence, fetch: Fetch | None, now_s: float) -> list[Reported]:
         """Let a prompt start: at once, or once the pages that it fetches have come."""
-        results = [] if fetch is None else self._fetch(task, sequence, fetch, now_s)
+        results: list[Reported] = [] if fetch is None else self._fetch(task, sequence, fetch, now_s)
         if task.key not in self._fetches:
             self._start(task, sequence)
         return results
 
-    def conclude(self, outcome: doors.Outcome, now_s: float) -> list[Result]:
+    def conclude(self, outcome: doors.Outcome, now_s: float) -> list[Reported]:
         """Take what has arrived into the prefix cache, and let the prompt start; or start without it."""
         fetch = self._fetches.get(outcome.key)
         match outcome:
             case doors.Granted():
-                return self._send(outcome.key, now_s)
+                return [*self._send(outcome.key, now_s)]
             case doors.Sent() | doors.Unsent():
                 self._scheduler.cache.pool.release(self._shares.pop(outcome.key).pages)
             case doors.Admitted(_, pages, num_reused) if fetch is not None:
                 self._scheduler.cache.publish(fetch.prefix, pages, range(num_reused, len(pages)))
                 fetch.pages, fetch.has_started = pages, True
-                self._end(fetch, now_s, len(pages) - num_reused, num_reused)
+                return self._end(fetch, now_s, len(pages) - num_reused, num_reused)
             case doors.NotAdmitted() if fetch is not None:
                 del self._fetches[outcome.key]
-                self._end(fetch, now_s)
+                return self._end(fetch, now_s)
             case _:
                 pass  # on its way
         return []
 
-    def go_on(self, now_s: float) -> list[Result]:
+    def go_on(self, now_s: float) -> list[Reported]:
         """Give back what is needed no longer, and start prompts whose pages are late."""
-        results: list[Result] = []
+        results: list[Reported] = []
         for key, fetch in list(self._fetches.items()):
             is_over = not self._tasks.runs(fetch.task, fetch.sequence) or bool(fetch.sequence.pages)
             if is_over or fetch.due_s <= now_s:
@@ -139,7 +135,7 @@ class Fetches:
                 self._scheduler.cache.pool.release(fetch.pages)
                 if not fetch.has_started:
                     results += self._incoming.give_up(key, "its prompt has ended" if is_over else "it is late")
-                    self._end(fetch, now_s)
+                    results += self._end(fetch, now_s)
         for key, share in list(self._shares.items()):
             if share.deadline_s <= now_s:
                 results += self._outgoing.give_up(key, "it is late", now_s)
@@ -147,35 +143,34 @@ class Fetches:
                 self._scheduler.cache.pool.release(self._shares.pop(key).pages)
         return results
 
-    def _fetch(self, task: Task, sequence: Sequence, fetch: Fetch, now_s: float) -> list[Result]:
-        """Set pages aside for what is to come, if there is room now, and more comes than is here."""
+    def _fetch(self, task: Task, sequence: Sequence, fetch: Fetch, now_s: float) -> list[Reported]:
+        """Set pages aside for what is to come, if there is room now, and more comes than is here; else report that."""
         cache, job, key = self._scheduler.cache, task.job, task.key
         num_pages = min(fetch.num_tokens, len(job.token_ids) - 1) // cache.page_size
         here = cache.reuse(sequence.prefix, num_pages)
         cache.pool.release(here)
+        nothing = self._report(task, now_s, 0, len(here))
         if len(here) == num_pages or fetch.deadline_s <= now_s or self._incoming.is_open(key):
-            return []
+            return [nothing]
         # One token is left out again by `extra_tokens`, so that the last full page may be one that is here.
         wanted = replace(job, token_ids=job.token_ids[: num_pages * cache.page_size + 1], indices=())
         expected = Expected(key, fetch.holder, wanted, task.order, sequence.prefix, extra_tokens=-1)
         results = self._incoming.expect_now(expected)
-        if results:
-            self._fetches[key] = _Fetch(task, sequence, sequence.prefix, fetch.deadline_s)
-        else:
-            self._report(task, now_s)
-        return results
+        if not results:
+            return [nothing]
+        self._fetches[key] = _Fetch(task, sequence, sequence.prefix, fetch.deadline_s)
+        return [*results]
 
-    def _end(self, fetch: _Fetch, now_s: float, num_came: int = 0, num_reused: int = 0) -> None:
+    def _end(self, fetch: _Fetch, now_s: float, num_came: int = 0, num_reused: int = 0) -> list[Reported]:
         """Report what a fetch has brought, and let its prompt start, unless the task has ended before."""
-        if self._tasks.runs(fetch.task, fetch.sequence):
-            self._report(fetch.task, now_s, num_came, num_reused)
-            self._start(fetch.task, fetch.sequence)
+        if not self._tasks.runs(fetch.task, fetch.sequence):
+            return []
+        self._start(fetch.task, fetch.sequence)
+        return [self._report(fetch.task, now_s, num_came, num_reused)]
 
-    def _report(self, task: Task, now_s: float, num_came: int = 0, num_reused: int = 0) -> None:
+    def _report(self, task: Task, now_s: float, num_came: int, num_reused: int) -> Progress:
         num_tokens = num_came * self._scheduler.cache.page_size
-        self._reports.append(
-            Progress(task.router, task.key, Stage.FETCHED, now_s, cached_tokens=num_tokens, pages_reused=num_reused)
-        )
+        return Progress(task.router, task.key, Stage.FETCHED, now_s, cached_tokens=num_tokens, pages_reused=num_reused)
 
     def _start(self, task: Task, sequence: Sequence) -> None:
         is_granted = self._outgoing.is_open(task.key) and self._outgoing.num_granted(task.key) > 0

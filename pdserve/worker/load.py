@@ -19,20 +19,17 @@ class Taken:
     """Counts what routers have sent since this process started."""
 
     def __init__(self) -> None:
-        self._num_placements = 0
         self._total = [0, 0, 0]  # continuations, tokens and work of prompts
         self._by_router: dict[RouterRef, list[int]] = {}
 
-    def add(self, router: RouterRef, job: Job, *, computes: bool) -> int:
-        """Count a placement and return its number. `computes`: its prompt is computed here."""
+    def add(self, router: RouterRef, job: Job, *, computes: bool) -> None:
+        """Count a placement. `computes`: its prompt is computed here."""
         num_tokens = len(job.token_ids) if computes else 0
         work = attention_work(num_tokens, 0)
         for sums in (self._total, self._by_router.setdefault(router, [0, 0, 0])):
             sums[0] += len(job.indices)
             sums[1] += num_tokens
             sums[2] += work
-        self._num_placements += 1
-        return self._num_placements
 
     def forget(self, router: RouterRef) -> None:
         """Keep what a router that is gone has sent in the total alone, which never falls."""

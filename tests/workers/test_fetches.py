@@ -9,6 +9,7 @@ from wired_cores import PAGE_SIZE, ROUTER, CoreWorker, WiredCores, job, wanted
 from pdserve.engine.sequence import Job
 from pdserve.kvtransfer import doors, receiver
 from pdserve.kvtransfer.session import Capsule, Commit, HandoffKey, PagesLanded
+from pdserve.reports import Stage
 from pdserve.worker.messages import (
     Cancelled,
     Command,
@@ -83,6 +84,12 @@ class Computing:
         assert pool.num_free == pool.num_pages
 
 
+def fetched(commands: list[Command]) -> list[tuple[int, int]]:
+    """Return how many tokens fetches have brought, and how many pages were here."""
+    reports = [c for c in commands if isinstance(c, Progress) and c.stage is Stage.FETCHED]
+    return [(each.cached_tokens, each.pages_reused) for each in reports]
+
+
 @pytest.mark.parametrize("target", ["", "t", "d"])
 @pytest.mark.parametrize("seed", range(8))
 def test_a_prompt_is_computed_from_where_the_fetched_pages_end_and_gives_the_same_tokens(
@@ -147,6 +154,23 @@ def test_a_fetch_finds_room_at_once_or_is_none() -> None:
     commands = computing.place()
     assert not any(isinstance(command, doors.ToSender) for command in commands)
     assert computing.core.due_s > 1e9
+    assert fetched(commands) == [(0, 0)]
+
+
+def test_a_fetch_that_is_late_when_it_arrives_is_reported_with_what_is_here() -> None:
+    computing = Computing()
+    computing.handle(Placed(ROUTER, TURN, 1e9))
+    assert computing.starts()
+    assert fetched(computing.handle(placed(computing.cores, computing.each), DUE_S)) == [(0, 5)]
+    assert computing.starts()
+
+
+def test_a_fetch_whose_name_is_still_that_of_a_former_one_is_reported_as_none() -> None:
+    computing = Computing()
+    computing.place()
+    computing.handle(Cancelled(*computing.each.key))
+    assert fetched(computing.place()) == [(0, 0)]
+    assert computing.starts()
 
 
 def test_a_prompt_waits_for_its_fetch_until_that_is_due_and_no_longer() -> None:

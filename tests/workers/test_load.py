@@ -20,7 +20,7 @@ from pdserve.sampling import SamplingParams
 from pdserve.worker import wire
 from pdserve.worker.admission import Rules
 from pdserve.worker.core import WorkerCore
-from pdserve.worker.messages import Cancelled, Command, Placed, RouterLost, RouterRef
+from pdserve.worker.messages import Cancelled, Command, Failed, Placed, RouterLost, RouterRef
 
 PAGE_SIZE, NUM_PAGES, VOCAB = 4, 64, 100
 OURS, THEIRS = RouterRef(1), RouterRef(2)
@@ -75,6 +75,16 @@ def test_what_was_taken_in_never_falls_though_its_router_is_gone() -> None:
     core.handle(Placed(THEIRS, job(1, 10), 1e9, None), 0.0)
     core.handle(RouterLost(THEIRS), 0.0)
     assert core.load().parts.others(OURS) == LoadPart(num_taken=1, taken_tokens=10, taken_work=100)
+
+
+def test_a_continuation_that_is_refused_for_want_of_room_was_not_taken_in() -> None:
+    core = WorkerCore(scheduler(), VOCAB, 64, bytes(16), RULES)
+    for number in range(5):
+        core.handle(Placed(THEIRS, job(number, 50), 1e9, PEER), 0.0)
+    before = core.load().parts.others(OURS)
+    (failed,) = core.handle(Placed(THEIRS, job(9, 40), 1e9, PEER, extra_tokens=9), 0.0)
+    assert isinstance(failed, Failed)
+    assert core.load().parts.others(OURS) == before
 
 
 def test_hand_offs_without_room_say_how_many_pages_they_want() -> None:
