@@ -4,7 +4,6 @@ A default is written in one place: the field that has it.
 """
 
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -15,6 +14,7 @@ from pydantic_core import ErrorDetails
 from pdserve.errors import ConfigError
 from pdserve.prefix_hash import BLOCK_TOKENS
 from pdserve.roles import Role
+from pdserve.yaml_models import did_you_mean
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
@@ -219,8 +219,7 @@ def _explain(error: ErrorDetails, known: Iterable[str], file: Path | None, flags
     shown = f"--{key.replace('_', '-')}" if from_flag else f"{file}: {key}"
     match error["type"]:
         case "extra_forbidden":
-            close = get_close_matches(key, known, n=1)
-            return f"{shown}: unknown key" + (f", did you mean {close[0]}?" if close else "")
+            return f"{shown}: unknown key{did_you_mean(key, known)}"
         case "missing":
             return f"{shown}: is required"
         case _:

@@ -4,10 +4,11 @@ from pathlib import Path
 from typing import Annotated
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from pdserve.errors import ConfigError
 from pdserve.perfmodel.curve import Curve, DecodePiece, StepCosts
+from pdserve.yaml_models import read_model
 
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -90,29 +91,4 @@ def shipped_profile() -> Path:
 
 def read_profile(path: Path) -> Profile:
     """Read a profile, YAML or JSON; ConfigError names the file, the line and the field that is wrong."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-        return Profile.model_validate(yaml.safe_load(text))
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"])) or "the file"
-        raise ConfigError(f"{path}, line {_line(node, first['loc'])}: {field}: {first['msg']}") from error
-
-
-def _line(node: yaml.Node | None, place: tuple[int | str, ...]) -> int:
-    """Return the line of a value, or of the nearest thing around it that is there."""
-    line = 1
-    for step in ("", *place):
-        if isinstance(node, yaml.MappingNode) and step != "":
-            node = next((value for key, value in node.value if key.value == step), None)
-        elif isinstance(node, yaml.SequenceNode) and isinstance(step, int):
-            node = node.value[step] if step < len(node.value) else None
-        if node is None:
-            break
-        line = node.start_mark.line + 1
-    return line
+    return read_model(Profile, path)

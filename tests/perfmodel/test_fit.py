@@ -192,9 +192,9 @@ def test_the_shipped_profile_is_distserves() -> None:
     ("old", "new", "told"),
     [
         ("kv_tokens: 66144", "kv_tokens: many", "line 13: configurations.0.kv_tokens"),
-        ("kv_bytes_per_token: 819200", "", "kv_bytes_per_token: Field required"),
+        ("kv_bytes_per_token: 819200", "", "kv_bytes_per_token: is required"),
         ("token_s: 0.0001019120", "token_s: -1", "configurations.0.prefill.token_s"),
-        ("link:", "links:", "link"),
+        ("link:", "links:", "links: unknown key, did you mean link?"),
         ("tp: 1", "tp: [", "line"),
     ],
 )

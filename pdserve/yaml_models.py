@@ -1,0 +1,156 @@
+"""Models read from YAML or JSON files. Whatever is wrong is named with file, line, field and limit."""
+
+import re
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from pdserve.errors import ConfigError, echo
+
+Model = TypeVar("Model", bound=BaseModel)
+Place = tuple[int | str, ...]
+
+_TAG = "tag:yaml.org,2002:"
+
+
+class FieldError(ValueError):
+    """A validator's error about a field below the model that the validator belongs to."""
+
+    def __init__(self, place: Place, problem: str) -> None:
+        super().__init__(f"{_dotted(place)}: {problem}")
+        self.place = place
+        self.problem = problem
+
+
+def read_model(cls: type[Model], path: Path) -> Model:
+    """Read a model by its fields' aliases; ConfigError names the file, and line, field and limit of each fault."""
+    node, content = _parse(path)
+    try:
+        return cls.model_validate(content, by_alias=True, by_name=False)
+    except ValidationError as error:
+        faults = sorted(error.errors(include_url=False), key=_rank)
+        raise ConfigError(f"{path}, {'; '.join(_explain(cls, node, fault) for fault in faults)}") from error
+
+
+def did_you_mean(key: str, known: Iterable[str]) -> str:
+    """Return a question that names the nearest known key, or nothing."""
+    close = get_close_matches(key, known, n=1)
+    return f", did you mean {close[0]}?" if close else ""
+
+
+class _Loader(yaml.SafeLoader):
+    """Reads numbers as YAML 1.2 does: 12:30 is a text, 1e-3 a number. Refuses a key that is there twice."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML copies it where a subclass adds to it
+        first: [(tag, pattern) for tag, pattern in kept if tag.removeprefix(_TAG) not in {"int", "float", "timestamp"}]
+        for first, kept in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(None, None, f"{key.value}: is there twice", key.start_mark)
+                seen.add(key.value)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(f"{_TAG}int", re.compile(r"^[-+]?(0|[1-9]\d*)$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(
+    f"{_TAG}float",
+    re.compile(r"^([-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))$"),
+    list("-+.0123456789"),
+)
+
+
+def _parse(path: Path) -> tuple[yaml.Node | None, object]:
+    try:
+        loader = _Loader(path.read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+        return node, None if node is None else loader.construct_document(node)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{path}, line {line}: {error.problem or error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: is nested too deeply") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def _rank(fault: ErrorDetails) -> int:
+    """Put causes first: a misspelt key often makes another one missing."""
+    return {"extra_forbidden": 0, "missing": 2}.get(fault["type"], 1)
+
+
+def _explain(cls: type[BaseModel], node: yaml.Node | None, fault: ErrorDetails) -> str:
+    place, context = fault["loc"], fault.get("ctx", {})
+    if isinstance(context.get("error"), FieldError):
+        place += context["error"].place
+    if fault["type"].startswith("union_tag"):
+        place += (context["discriminator"].strip("'"),)
+    line, place = _find(node, place)
+    return f"line {line}: {_dotted(place) or 'the file'}: {_problem(cls, fault)}"
+
+
+def _problem(cls: type[BaseModel], fault: ErrorDetails) -> str:
+    context, given, message = fault.get("ctx", {}), fault["input"], fault["msg"].removeprefix("Value error, ")
+    match fault["type"]:
+        case "extra_forbidden":
+            return f"unknown key{did_you_mean(str(fault['loc'][-1]), _known(cls, fault['loc'][:-1]))}"
+        case "missing" | "union_tag_not_found":
+            return "is required"
+        case "model_type":
+            return "must hold keys and values"
+        case "union_tag_invalid":
+            return f"{context['tag']!r} is refused: must be one of {context['expected_tags']}"
+        case _:
+            if isinstance(context.get("error"), FieldError):
+                return str(context["error"].problem)
+            return (
+                message
+                if isinstance(given, Collection) and not isinstance(given, str)
+                else f"{echo(repr(given))} is refused: {message}"
+            )
+
+
+def _dotted(place: Place) -> str:
+    return ".".join(map(str, place))
+
+
+def _find(node: yaml.Node | None, place: Place) -> tuple[int, Place]:
+    """Return the line of a field, or of the nearest thing around it that is there, and the keys that lead there."""
+    line, found = node.start_mark.line + 1 if node else 1, []
+    for index, step in enumerate(place):
+        if isinstance(node, yaml.MappingNode):
+            pair = next((pair for pair in node.value if pair[0].value == step), None)
+            if pair is None and index < len(place) - 1:
+                continue  # no key: which member of a union it is
+            line, node = (pair[0].start_mark.line + 1, pair[1]) if pair else (line, None)
+        elif isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):
+            node = node.value[step]
+            line = node.start_mark.line + 1
+        if step != "[key]":
+            found.append(step)
+    return line, tuple(found)
+
+
+def _known(cls: type[BaseModel], place: Place) -> Iterable[str]:
+    """Return the keys that a part of a model has."""
+    schema = cls.model_json_schema(by_alias=True)
+    here: dict[str, Any] = schema
+    for step in place:
+        members = here.get("discriminator", {}).get("mapping", {})
+        here = here.get("items", {}) if isinstance(step, int) else here.get("properties", members).get(step, {})
+        if isinstance(here, str):
+            here = {"$ref": here}
+        if "$ref" in here:
+            here = schema["$defs"][here["$ref"].removeprefix("#/$defs/")]
+    return tuple(here.get("properties", ()))
