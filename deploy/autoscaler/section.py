@@ -13,7 +13,7 @@ _PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
 _PATTERN = r"^(\d+(\.\d+)?(ms|s|m|h|d))+$"
 
 
-def _key(name: str) -> str:
+def key_of(name: str) -> str:
     """Return a field's key in a file. Attributes name their unit; durations in files carry it in their value."""
     return to_camel(name.removesuffix("_s"))
 
@@ -22,7 +22,7 @@ class Section(BaseModel):
     """A part of a policy. Files have its fields in camelCase, durations without their unit `_s`."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", alias_generator=_key, validate_by_name=True, validate_by_alias=True
+        frozen=True, extra="forbid", alias_generator=key_of, validate_by_name=True, validate_by_alias=True
     )
 
 
@@ -33,6 +33,17 @@ def seconds(given: Any) -> Any:  # noqa: ANN401 - whatever a file holds
     if not re.fullmatch(_PATTERN, given):
         raise ValueError("a duration is a number of seconds, or a text such as 500ms, 90s, 2m, 1h or 1h30m")
     return sum(float(number) * _UNIT_S[unit] for number, unit in _PART.findall(given))
+
+
+def in_units(duration_s: float | None) -> str | None:
+    """Return a duration as a file would have it, such as 1h30m."""
+    if not duration_s:
+        return None if duration_s is None else "0s"
+    parts, rest_ms = [], round(duration_s * 1000)
+    for unit, unit_s in sorted(_UNIT_S.items(), key=lambda each: -each[1]):
+        count, rest_ms = divmod(rest_ms, round(unit_s * 1000))
+        parts += [f"{count}{unit}"] if count else []
+    return "".join(parts) or "0s"
 
 
 class _Duration:

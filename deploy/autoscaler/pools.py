@@ -1,0 +1,145 @@
+"""What a policy says of one pool: its limits at each hour, and how it changes within them."""
+
+from typing import Annotated, Literal, Self
+from zoneinfo import ZoneInfo, available_timezones
+
+from pydantic import Field, field_validator, model_validator
+
+from pdserve.autoscaler.behavior import Behavior
+from pdserve.autoscaler.section import DURATION, Section
+from pdserve.roles import Role
+from pdserve.yaml_models import FieldError, did_you_mean
+
+MAX_REPLICAS = 4096  # of a pool
+
+Day = Literal["Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun"]
+DAYS: tuple[Day, ...] = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
+Metric = Literal["queue_tokens", "kv_usage", "running_sequences", "held_requests"]
+
+Replicas = Annotated[int, Field(ge=1, le=MAX_REPLICAS, strict=True)]
+Devices = Annotated[int, Field(ge=1, le=65_536, strict=True)]
+
+
+class Signal(Section):
+    """A load per replica that a pool should not exceed."""
+
+    metric: Metric = Field(
+        description="queue_tokens: prompt tokens that wait at a replica. kv_usage: share of its KV tokens in use. "
+        "running_sequences: sequences that it runs. held_requests: requests that wait in routers, for each replica."
+    )
+    target: float = Field(
+        gt=0, le=1e12, allow_inf_nan=False, description="Mean over the pool's replicas above which the pool grows."
+    )
+
+    @model_validator(mode="after")
+    def _be_possible(self) -> Self:
+        if self.metric == "kv_usage" and self.target > 1:
+            raise FieldError(("target",), f"{self.target:g} is above 1, the greatest kv_usage")
+        return self
+
+
+class Schedule(Section):
+    """Limits that hold at certain hours, in place of the pool's own."""
+
+    days_of_week: tuple[Day, ...] = Field(
+        default=DAYS, min_length=1, description="Days on which it starts; by default all."
+    )
+    start: str = Field(pattern=r"^([01]\d|2[0-3]):[0-5]\d$", description="Time of day at which it starts, HH:MM.")
+    end: str = Field(
+        pattern=r"^([01]\d|2[0-3]):[0-5]\d$|^24:00$",
+        description="Time of day at which it ends, HH:MM up to 24:00; of the day after if it is before the start.",
+    )
+    time_zone: str = Field(
+        default="UTC", description="Time zone of both, from the IANA database, such as Europe/Zurich."
+    )
+    min_replicas: Replicas | None = Field(default=None, description="In place of the pool's minReplicas.")
+    max_replicas: Replicas | None = Field(default=None, description="In place of the pool's maxReplicas.")
+
+    @field_validator("time_zone")
+    @classmethod
+    def _be_known(cls, name: str) -> str:
+        try:
+            ZoneInfo(name)
+        except (KeyError, ValueError, OSError) as error:
+            raise ValueError(f"is no time zone{did_you_mean(name, available_timezones())}") from error
+        return name
+
+    @model_validator(mode="after")
+    def _do_something(self) -> Self:
+        if self.min_replicas is None and self.max_replicas is None:
+            raise ValueError("sets neither minReplicas nor maxReplicas")
+        if self.start == self.end:
+            raise FieldError(("end",), f"{self.end} is the start as well; the whole day is 00:00 to 24:00")
+        return self
+
+
+class Fallback(Section):
+    """What a pool does without fresh metrics. It never shrinks then."""
+
+    failure_threshold: int = Field(
+        default=3,
+        ge=1,
+        le=10_000,
+        description="Reactions in a row without fresh metrics after which the fallback counts.",
+    )
+    replicas: Replicas | None = Field(
+        default=None, description="Size that the pool then grows to if it is smaller; by default it stays as it is."
+    )
+
+
+class Pool(Section):
+    """One pool: all workers of a role."""
+
+    min_replicas: Replicas = Field(default=1, description="Replicas that the pool has at least.")
+    max_replicas: Replicas = Field(description="Replicas that the pool has at most.")
+    startup_s: Annotated[float, Field(ge=0, le=86_400, strict=True), DURATION] = Field(
+        default=60.0,
+        description="First guess of the time from an order to a replica that serves; what is measured replaces it.",
+    )
+    drain_timeout_s: Annotated[float, Field(gt=0, le=86_400, strict=True), DURATION] = Field(
+        default=120.0, description="Time after which a drain that has not ended is reported as late."
+    )
+    devices_per_replica: Devices = Field(default=1, description="Devices that one replica holds.")
+    cost_per_replica_hour: float = Field(
+        default=0.0, ge=0, le=1e9, allow_inf_nan=False, description="What a replica costs for an hour, in any currency."
+    )
+    signals: tuple[Signal, ...] = Field(
+        default=(),
+        max_length=16,
+        description="Loads that the pool should not exceed, whatever is predicted; none by default.",
+    )
+    behavior: Behavior = Field(default=Behavior(), description="How fast the pool may grow and shrink.")
+    schedules: tuple[Schedule, ...] = Field(
+        default=(),
+        max_length=16,
+        description="Limits that hold at certain hours in place of minReplicas and maxReplicas.",
+    )
+    fallback: Fallback = Field(default=Fallback(), description="What the pool does without fresh metrics.")
+
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        least, most, fallback = self.min_replicas, self.max_replicas, self.fallback.replicas
+        if least > most:
+            raise FieldError(("minReplicas",), f"{least} is above maxReplicas, {most}")
+        if fallback is not None and not least <= fallback <= most:
+            raise FieldError(
+                ("fallback", "replicas"), f"{fallback} is not between minReplicas, {least}, and maxReplicas, {most}"
+            )
+        metrics = [each.metric for each in self.signals]
+        for index, metric in enumerate(metrics):
+            if metric in metrics[:index]:
+                raise FieldError(("signals", index, "metric"), f"{metric} is there twice")
+        return self
+
+
+class Pools(Section):
+    """Both pools."""
+
+    prefill: Pool = Field(description="Workers that compute prompts.")
+    decode: Pool = Field(description="Workers that decode.")
+
+    def of(self, role: Role) -> Pool:
+        """Return the pool of a role that is not mixed."""
+        if role is Role.MIXED:
+            raise ValueError("mixed workers have no pool of their own")
+        return self.prefill if role is Role.PREFILL else self.decode
