@@ -1,8 +1,12 @@
 """A simulated cluster whose workers come, drain, change roles and slow down while it serves."""
 
+from collections.abc import Callable, Iterable
+
+from pdserve.capacity.building import Builder
 from pdserve.capacity.cluster import SimCluster
 from pdserve.capacity.worker import SimWorker
 from pdserve.errors import CommandError
+from pdserve.measure.outcomes import Outcome
 from pdserve.roles import Role
 from pdserve.router import events as router_events
 from pdserve.router.core import RouterCore
@@ -14,6 +18,15 @@ class ElasticCluster(SimCluster):
     """Does what operators and launchers do to a cluster. It has one router."""
 
     slowness = 1.0  # times that steps take as long as the profile says
+    on_left: Callable[[str], None] | None = None  # called with the name of each worker that has drained
+
+    @property
+    def builder(self) -> Builder:
+        return self._builder
+
+    @property
+    def outcomes(self) -> Iterable[Outcome]:
+        return self._outcomes.values()
 
     @property
     def clock(self) -> VirtualClock:
@@ -24,7 +37,7 @@ class ElasticCluster(SimCluster):
         return next(iter(self._routers.values())).core
 
     def join(self, name: str, role: Role) -> None:
-        """Let a worker attach that can serve at once. Its name was never used before."""
+        """Let a worker attach that can serve at once. No other one has its name."""
         others = list(self._workers.values())
         worker = self._attach(name, role)
         worker.slow_down(self.slowness)
@@ -71,3 +84,5 @@ class ElasticCluster(SimCluster):
         for router in self._routers.values():
             self._post(router, router_events.LinkLost(worker.link, "drained"))
             self._post(router, router_events.ProcessEnded(*worker.peer, from_outside=True))
+        if self.on_left is not None:
+            self.on_left(worker.peer.worker_id)

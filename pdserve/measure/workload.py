@@ -9,6 +9,7 @@ from math import inf, isfinite
 from pdserve.errors import ConfigError
 
 SPREAD = 0.8  # of random lengths
+_AGAIN_WITHIN_S = 10.0  # of a request that is repeated: short beside the minutes in which a trace rises and falls
 _OWN_TOKENS = 2**31  # from here on, a token for each request's own part; below, one for each shared block
 
 
@@ -57,6 +58,33 @@ class Workload:
 
     def first(self, count: int) -> "Workload":
         return replace(self, arrivals=self.arrivals[:count])
+
+    def between(self, from_s: float, until_s: float) -> "Workload":
+        """Return the requests of a stretch of time, seconds from the first one; ConfigError where there are under 2."""
+        start_s = self.arrivals[0].at_s
+        kept = tuple(
+            replace(each, at_s=each.at_s - start_s - from_s)
+            for each in self.arrivals
+            if from_s <= each.at_s - start_s < until_s
+        )
+        if len(kept) < 2:
+            raise ConfigError(f"{self.name}: {len(kept)} requests between {from_s:g} and {until_s:g} s")
+        return replace(self, arrivals=kept)
+
+    def multiplied(self, factor: float, seed: int) -> "Workload":
+        """Let so many times as many requests come in the same time: each of them again, up to some seconds later.
+
+        A request that comes again shares its blocks with those that come again as often.
+        """
+        rng, arrivals = random.Random(seed), list[Arrival]()
+        num_names = 1 + max((name for each in self.arrivals for name in each.blocks), default=0)
+        for each in self.arrivals:
+            for turn in range(int(factor + rng.random())):
+                names = tuple(name + turn * num_names for name in each.blocks)
+                later_s = rng.uniform(0, _AGAIN_WITHIN_S) if turn else 0.0
+                arrivals.append(replace(each, at_s=each.at_s + later_s, blocks=names))
+        arrivals.sort(key=lambda each: each.at_s)
+        return replace(self, name=f"{self.name} x {factor:g}", arrivals=tuple(arrivals))
 
     def at_rate(self, rate: float) -> "Workload":
         """Stretch time, so that the same requests come at another average rate."""

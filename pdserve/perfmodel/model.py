@@ -5,7 +5,7 @@ Used by the router for each prediction, and by whoever plans capacity.
 
 from math import ceil, inf
 
-from pdserve.perfmodel.curve import Curve, Step, StepCosts
+from pdserve.perfmodel.curve import Curve, DecodePiece, Step, StepCosts
 from pdserve.perfmodel.fit import ENOUGH_STEPS, Fit, Point
 
 _FEW_STEPS = 8  # are enough where predictions have been right from the start: decode workers compute few prompts, and
@@ -114,6 +114,12 @@ class LearntCosts:
     @property
     def decode_error(self) -> float:
         return self._decode.latest.relative_error
+
+    def step_costs(self, largest_batch: int) -> StepCosts:
+        """Return all that is known, for batches up to a size and beyond."""
+        ends = [(1 << band) - 1 for band in range(1, largest_batch.bit_length() + 1)]
+        pieces = [DecodePiece(end, self._decode.curve(end)) for end in ends]
+        return StepCosts(self.prefill, (*pieces[:-1], DecodePiece(None, pieces[-1].curve)))
 
     def observe(self, step: Step, elapsed_s: float, now_s: float) -> None:
         """Take in one step. Of a step that does both, the prefill's part is what decoding does not explain."""

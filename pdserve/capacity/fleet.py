@@ -1,0 +1,145 @@
+"""The replicas of a simulated cluster: an actuator whose workers take their start-up time, and what they cost.
+
+A replica is paid for from the order to start it until its worker has left.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pdserve.autoscaler.actuator import ActuatorError
+from pdserve.autoscaler.decisions import Action, Add, Drain, Flip
+from pdserve.autoscaler.observation import Replica, State
+from pdserve.capacity.elastic import ElasticCluster
+from pdserve.errors import CommandError
+from pdserve.roles import Role
+from pdserve.values import value
+
+POOLS = Role.PREFILL, Role.DECODE
+
+
+@value
+class Sizes:
+    """Replicas of each pool from a moment on."""
+
+    at_s: float
+    counts: Mapping[State, Mapping[Role, int]]
+
+    def count(self, role: Role, *states: State) -> int:
+        """Return how many replicas of a pool are in one of these states; without any named, all."""
+        return sum(self.counts[state][role] for state in states or State)
+
+
+@dataclass(slots=True)
+class _Member:
+    """A replica, as its launcher knows it."""
+
+    name: str
+    role: Role
+    state: State
+    since_s: float
+
+
+class Fleet:
+    """Starts, drains and flips the workers of a cluster, and notes how many there were when."""
+
+    def __init__(self, cluster: ElasticCluster, startup_s: Mapping[Role, float]) -> None:
+        """Take charge of the workers that the cluster begins with."""
+        self._cluster = cluster
+        self._clock = cluster.clock
+        self._startup_s = startup_s
+        self._members: dict[str, _Member] = {}
+        self.history: list[Sizes] = []
+        for view in cluster.router.workers:
+            self._members[view.name] = _Member(view.name, view.role, State.READY, 0.0)
+        cluster.on_left = self._left
+        self._note()
+
+    def carry_out(self, action: Action) -> None:
+        """Carry out an order; ActuatorError where that is not possible. A repeated order changes nothing."""
+        match action:
+            case Add(name, role):
+                self._add(name, role)
+            case Drain(name):
+                self._drain(name)
+            case Flip(name, role):
+                self._flip(name, role)
+
+    def replicas(self) -> tuple[Replica, ...]:
+        """Return all replicas, with the load that the router knows of."""
+        self._take_roles()
+        return tuple(map(self._replica, self._members.values()))
+
+    def _add(self, name: str, role: Role) -> None:
+        if name in self._members:
+            return
+        self._members[name] = _Member(name, role, State.STARTING, self._clock.now_s())
+        self._clock.at(self._clock.now_s() + self._startup_s[role], self._started, name)
+        self._note()
+
+    def _started(self, name: str) -> None:
+        member = self._members.get(name)
+        if member is None:
+            return  # it was given up meanwhile
+        self._cluster.join(name, member.role)
+        self._enter(member, State.READY)
+
+    def _drain(self, name: str) -> None:
+        member = self._members.get(name)
+        if member is None or member.state is State.DRAINING:
+            return
+        if member.state is State.STARTING:
+            self._left(name)
+            return
+        self._enter(member, State.DRAINING)
+        self._cluster.drain(name)
+
+    def _flip(self, name: str, role: Role) -> None:
+        member = self._members.get(name)
+        if member is None or member.state is not State.READY:
+            raise ActuatorError(f"{name} does not serve")
+        if member.role is role:
+            return
+        try:
+            self._cluster.flip(name, role)
+        except CommandError as error:
+            raise ActuatorError(str(error)) from error
+
+    def _left(self, name: str) -> None:
+        del self._members[name]
+        self._note()
+
+    def _enter(self, member: _Member, state: State) -> None:
+        member.state, member.since_s = state, self._clock.now_s()
+        self._note()
+
+    def _take_roles(self) -> None:
+        """Note the roles that workers have taken."""
+        for view in self._cluster.router.workers:
+            member = self._members[view.name]
+            if member.role is not view.role:
+                member.role = view.role
+                self._note()
+
+    def _replica(self, member: _Member) -> Replica:
+        view = self._cluster.router.workers.named(member.name)
+        known = member.name, member.role, member.state, member.since_s
+        if view is None:
+            return Replica(*known)
+        return Replica(*known, view.num_sequences, view.pending_prefill_tokens, view.kv_tokens)
+
+    def _note(self) -> None:
+        """Note how many replicas there are from now on."""
+        counts = {state: dict.fromkeys(POOLS, 0) for state in State}
+        for member in self._members.values():
+            counts[member.state][member.role] += 1
+        self.history.append(Sizes(self._clock.now_s(), counts))
+
+
+def replica_seconds(history: Sequence[Sizes], until_s: float) -> Mapping[Role, float]:
+    """Return for how long replicas of each pool were paid up to a moment."""
+    paid_s = dict.fromkeys(POOLS, 0.0)
+    ends_s = [*(each.at_s for each in history[1:]), until_s]
+    for sizes, end_s in zip(history, ends_s, strict=True):
+        for role in POOLS:
+            paid_s[role] += max(0.0, min(end_s, until_s) - sizes.at_s) * sizes.count(role)
+    return paid_s
