@@ -69,6 +69,11 @@ class Incoming:
         """Return how many cached pages hand-offs hold that have pages set aside."""
         return sum([len(arrival.reused) for arrival in self._arrivals.values()])
 
+    @property
+    def states(self) -> list[receiver.State]:
+        """Return where each of them is."""
+        return [arrival.receiver.state for arrival in self._arrivals.values()]
+
     def num_granted_to(self, peer: Peer) -> int:
         """Return how many grants of a sender are open: it may write into their pages."""
         return sum(a.peer == peer and a.receiver.state is receiver.State.GRANTED for a in self._arrivals.values())

@@ -43,6 +43,11 @@ class ProcessConfig(BaseModel):
         description="Seconds that running requests have to finish after SIGTERM or SIGINT; what is left is ended. "
         "Kubernetes kills 30 s after SIGTERM by default.",
     )
+    metrics: bool = Field(True, description="Show metrics over HTTP, at /metrics.")
+    metrics_host: str = Field(
+        "127.0.0.1", description="Host on which metrics are shown. Whoever reaches it may read them."
+    )
+    metrics_port: int = Field(0, ge=0, le=65535, description="Port for metrics; 0 takes a free one.")
 
 
 class WorkerConfig(ProcessConfig):

@@ -68,6 +68,11 @@ class Outgoing:
         return len(self._handoffs)
 
     @property
+    def states(self) -> list[State]:
+        """Return where each of them is."""
+        return [handoff.sender.state for handoff in self._handoffs.values()]
+
+    @property
     def is_stuck(self) -> bool:
         """Whether only hand-offs are open whose copies do not stop; they end with this process."""
         return all(handoff.is_stuck for handoff in self._handoffs.values())

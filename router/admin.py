@@ -39,10 +39,11 @@ MoveContext: TypeAlias = "grpc.aio.ServicerContext[admin.MoveSequencesRequest, a
 class AdminEndpoint(AdminServiceServicer):
     """Shows the state of the cluster, drains workers for operators, and takes launchers' proofs of processes' ends."""
 
-    def __init__(self, shell: Shell, router_id: str, model: str) -> None:
+    def __init__(self, shell: Shell, router_id: str, model: str, metrics_address: str = "") -> None:
         self._shell = shell
         self._router_id = router_id
         self._model = model
+        self._metrics_address = metrics_address
 
     async def GetStatus(  # noqa: N802
         self, request: admin.GetStatusRequest, context: object
@@ -156,6 +157,7 @@ class AdminEndpoint(AdminServiceServicer):
             costs=[_costs(kind, costs, core.predictor) for kind, costs in core.predictor.costs.kinds()],
             refused_because={cause.value: count for cause, count in core.placements.refused_because.items()},
             demand=demand_to_proto(core.placements.demand.counted()),
+            metrics_address=self._metrics_address,
         )
 
     def _worker(self, stream: WorkerStream, names: set[str], unroutable: Mapping[LinkId, str]) -> admin.WorkerStatus:

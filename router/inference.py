@@ -18,6 +18,7 @@ from pdserve.router import wire
 from pdserve.router.commands import Deliver, Finished, Refused
 from pdserve.router.config import RouterConfig
 from pdserve.router.events import ClientTooSlow, RequestArrived, StopStringFound
+from pdserve.router.metrics import Outcomes
 from pdserve.router.prompts import Prompts, ServedModel
 from pdserve.router.shell import Shell
 from pdserve.router.validation import Terms, check_model, check_terms, fitted
@@ -45,22 +46,23 @@ class Answer:
     waits is bounded: an answer that holds more than its limit when more comes says so, and takes no more.
     """
 
-    def __init__(self, request_id: RequestId, outputs: Seq[OutputText], max_unsent_bytes: int) -> None:
+    def __init__(self, request_id: RequestId, terms: Terms, outputs: Seq[OutputText], max_unsent_bytes: int) -> None:
         self.request_id = request_id
+        self.terms = terms
         self._hex_id = request_id.hex()
         self._outputs: list[OutputText | None] = list(outputs)  # None: the continuation has ended
         self._max_unsent_bytes = max_unsent_bytes
         self._unsent: dict[int, inference.SequenceDelta] = {}  # by continuation
         self._unsent_bytes = 0
         self._news = asyncio.Event()
-        self._outcome: Finished | Refused | None = None
+        self.outcome: Finished | Refused | None = None  # how the request ended
         self.writer: asyncio.Task[object] | None = None  # interrupted where its client is too slow
         self.was_cut_off = False
 
     @property
     def refusal(self) -> Refused | None:
         """How the request ended, if without its answer."""
-        return self._outcome if isinstance(self._outcome, Refused) else None
+        return self.outcome if isinstance(self.outcome, Refused) else None
 
     def deliver(self, command: Deliver) -> StopStringFound | ClientTooSlow | None:
         """Add tokens; return what the core has to know about it."""
@@ -106,7 +108,7 @@ class Answer:
 
     def end(self, outcome: Finished | Refused) -> None:
         """Note the request's end. A client that reads too slowly does not get to read what waits."""
-        self._outcome = outcome
+        self.outcome = outcome
         if self.was_cut_off:
             self._unsent.clear()
             if self.writer is not None:
@@ -118,7 +120,7 @@ class Answer:
         while True:
             await self._news.wait()
             self._news.clear()
-            outcome = self._outcome
+            outcome = self.outcome
             reply = inference.GenerateResponse(request_id=self._hex_id, deltas=self._unsent.values())
             self._unsent.clear()
             self._unsent_bytes = 0
@@ -135,23 +137,27 @@ class InferenceEndpoint(InferenceServiceServicer):
     """Checks and tokenizes requests, hands them to the core, and writes the answers."""
 
     def __init__(self, shell: Shell, model: ServedModel, prompts: Prompts, config: RouterConfig) -> None:
-        self._shell = shell
-        self._model = model
+        self.outcomes = Outcomes(model.name)
+        self.shell = shell
+        self.model = model
         self._prompts = prompts
         self._config = config
 
     async def Generate(  # type: ignore[override]  # replies are written to the context  # noqa: N802
         self, request: inference.GenerateRequest, context: GenerateContext
     ) -> None:
-        received_s = self._shell.clock.now_s()
+        received_s = self.shell.clock.now_s()
         try:
             answer = await self._admit(request, context, received_s)
         except RequestError as error:
+            self.outcomes.reject(error.status)
             await abort(context, CODES[error.status], error.message)
         try:
             await self._write(answer, context)
         finally:
-            self._shell.leave(answer.request_id)
+            self.shell.leave(answer.request_id)
+            if answer.outcome is not None:
+                self.outcomes.end(answer.terms, answer.outcome)
         if answer.refusal is not None:
             refusal = answer.refusal
             if refusal.because is not None:
@@ -177,8 +183,8 @@ class InferenceEndpoint(InferenceServiceServicer):
             answer.writer = None
 
     async def _admit(self, request: inference.GenerateRequest, context: GenerateContext, received_s: float) -> Answer:
-        check_model(request, self._model.name)
-        model, seed = self._model, secrets.randbits(64)
+        check_model(request, self.model.name)
+        model, seed = self.model, secrets.randbits(64)
         terms = check_terms(request, model.vocab_size, seed, self._config.max_deadline_ms, model.defaults)
         deadline_s = received_s + min(terms.deadline_s, _time_remaining_s(context))
         token_ids = await self._prompts.token_ids(request, self._max_model_len(), deadline_s - received_s)
@@ -195,19 +201,19 @@ class InferenceEndpoint(InferenceServiceServicer):
             ttft_slo_s=terms.ttft_slo_s,
             tpot_slo_s=terms.tpot_slo_s,
         )
-        self._shell.admit(event, answer)
+        self.shell.admit(event, answer)
         return answer
 
     def _answer(self, request_id: RequestId, terms: Terms) -> Answer:
         outputs = [
-            OutputText(self._model.tokenizer.detokenizer(at_start=False), terms.stops, terms.params.min_tokens)
+            OutputText(self.model.tokenizer.detokenizer(at_start=False), terms.stops, terms.params.min_tokens)
             for _ in range(terms.params.n)
         ]
-        return Answer(request_id, outputs, self._config.max_unsent_bytes)
+        return Answer(request_id, terms, outputs, self._config.max_unsent_bytes)
 
     def _max_model_len(self) -> int:
-        of_workers = self._shell.core.workers.max_model_len()
-        known = (self._model.max_model_len, self._config.max_model_len, of_workers)
+        of_workers = self.shell.core.workers.max_model_len()
+        known = (self.model.max_model_len, self._config.max_model_len, of_workers)
         return min(length for length in known if length is not None)
 
     async def ListModels(  # noqa: N802
@@ -215,10 +221,10 @@ class InferenceEndpoint(InferenceServiceServicer):
     ) -> inference.ListModelsResponse:
         del request, context
         model = inference.Model(
-            name=self._model.name,
+            name=self.model.name,
             max_model_len=self._max_model_len(),
-            vocab_size=self._model.vocab_size,
-            has_chat_template=self._model.chat is not None,
+            vocab_size=self.model.vocab_size,
+            has_chat_template=self.model.chat is not None,
         )
         return inference.ListModelsResponse(models=[model])
 

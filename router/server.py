@@ -10,6 +10,7 @@ import json
 import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
@@ -22,6 +23,7 @@ from pdserve.checkpoint.open import open_checkpoint
 from pdserve.clock import MonotonicClock
 from pdserve.files import ReadyFile
 from pdserve.incarnation import new_incarnation
+from pdserve.metrics_server import showing
 from pdserve.prefix_hash import PrefixHasher
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
@@ -36,6 +38,7 @@ from pdserve.router.events import ShutdownAsked, ShutdownDue
 from pdserve.router.inference import HARD_LIMIT_BYTES, InferenceEndpoint, LimitSizes
 from pdserve.router.kv_subscriber import KvSubscriber, PublishedBlocks, Source
 from pdserve.router.links import Follow, Links
+from pdserve.router.metrics import router_samples
 from pdserve.router.policies import POLICIES
 from pdserve.router.predict import Predictor
 from pdserve.router.prompts import Prompts, ServedModel
@@ -55,6 +58,7 @@ class Addresses:
 
     public: str
     internal: str
+    metrics: str  # empty: nowhere
 
 
 async def serve(config: RouterConfig) -> None:
@@ -101,13 +105,30 @@ async def run(
     shell = Shell(core, MonotonicClock())
     prompts = Prompts(model, config.max_num_tokenizing, config.tokenize_timeout_s)
     endpoint = InferenceEndpoint(shell, model, prompts, config)
+    try:
+        async with showing(config, partial(router_samples, shell, endpoint.outcomes, model.name)) as metrics:
+            await _listen(config, endpoint, metrics, stop, on_ready)
+    finally:
+        prompts.close()
+
+
+async def _listen(
+    config: RouterConfig,
+    endpoint: InferenceEndpoint,
+    metrics: str,
+    stop: asyncio.Event,
+    on_ready: Callable[[Addresses], None],
+) -> None:
+    shell, model = endpoint.shell, endpoint.model.name
     servicer = health.aio.HealthServicer()
     await servicer.set("", HealthCheckResponse.SERVING)
-    public, internal = _public_server(endpoint, servicer), _internal_server(config, shell, model.name)
+    admin = AdminEndpoint(shell, config.router_id, model, metrics)
+    public, internal = _public_server(endpoint, servicer), _internal_server(config, shell, admin)
     check_bind(config.host, has_identity=False)
     addresses = Addresses(
         public=listen(public, config.host, config.port, "port"),
         internal=listen(internal, config.internal_host, config.internal_port, "internal_port"),
+        metrics=metrics,
     )
     await internal.start()
     await public.start()
@@ -118,14 +139,13 @@ async def run(
             with ReadyFile(config.ready_file) as ready:
                 ready.write(json.dumps(asdict(addresses)))
                 on_ready(addresses)
-                logger.info("serving %s on %s, workers on %s", model.name, addresses.public, addresses.internal)
+                logger.info("serving %s on %s, workers on %s", model, addresses.public, addresses.internal)
                 await stop.wait()
             await servicer.enter_graceful_shutdown()
             await _drain(shell, config.drain_timeout_s)
             watching.cancel()
             guarding.cancel()
     finally:
-        prompts.close()
         await asyncio.gather(public.stop(LAST_WORDS_S), internal.stop(LAST_WORDS_S))
 
 
@@ -138,7 +158,7 @@ def _public_server(endpoint: InferenceEndpoint, servicer: health.aio.HealthServi
     return server
 
 
-def _internal_server(config: RouterConfig, shell: Shell, model: str) -> grpc.aio.Server:
+def _internal_server(config: RouterConfig, shell: Shell, admin: AdminEndpoint) -> grpc.aio.Server:
     secret = read_secret(config.secret_file)
     server = grpc.aio.server(interceptors=[RequireSecret(secret)], options=server_options(INTERNAL_MESSAGE_BYTES))
     welcome = link.Welcome(
@@ -146,7 +166,7 @@ def _internal_server(config: RouterConfig, shell: Shell, model: str) -> grpc.aio
     )
     follow = _follower(shell, secret) if config.kv_events == "zmq" else None
     add_LinkServiceServicer_to_server(Links(shell, welcome, follow), server)
-    add_AdminServiceServicer_to_server(AdminEndpoint(shell, config.router_id, model), server)
+    add_AdminServiceServicer_to_server(admin, server)
     return server
 
 

@@ -26,7 +26,7 @@ from pdserve.router.config import RouterConfig
 PER_PROCESS = ("role", "model", "worker_id", "router_id", "incarnation", "routers", "secret_file", "ready_file")
 ADDRESSES = (
     *("handoff_host", "handoff_port", "handoff_advertise"),
-    *("host", "port", "internal_host", "internal_port"),
+    *("host", "port", "internal_host", "internal_port", "metrics_port"),
 )
 
 

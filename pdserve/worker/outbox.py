@@ -50,15 +50,16 @@ class Outbox:
         if not self._watchdog.look(self._outgoing.mover.turn, self._clock.now_s()):
             end_hung("the mover's thread")
         self._outgoing.client.beat()
-        self._reporter.beat(self._with_stalled(load), num_steps)
+        self._reporter.beat(self.with_stalled(load), num_steps)
 
     def refresh(self, load: Callable[[], Load], num_steps: int, *, at_once: bool) -> None:
         """Report to routers how full this worker is, if that cannot wait for the next heartbeat."""
-        self._reporter.refresh(lambda: self._with_stalled(load()), num_steps, at_once=at_once)
+        self._reporter.refresh(lambda: self.with_stalled(load()), num_steps, at_once=at_once)
 
     def refuse(self, refusal: Refusal) -> None:
         """Count what was refused."""
         self._reporter.refuse(refusal)
 
-    def _with_stalled(self, load: Load) -> Load:
+    def with_stalled(self, load: Load) -> Load:
+        """Return a load with what the mover knows of its peers."""
         return replace(load, num_stalled_peers=self._outgoing.mover.num_stalled)

@@ -14,6 +14,7 @@ from pdserve.worker import wire
 from pdserve.worker.kv_feed import KvFeed
 from pdserve.worker.link import Links
 from pdserve.worker.messages import Load, Progress, Report, RoleTaken, RouterRef, Tokens
+from pdserve.worker.metrics import Steps
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class Reporter:
         self._have_pairs: set[RouterRef] = set()  # routers that were sent all pairs
         self._pages_leaked, self._drain_reason = 0, ""  # as last logged
         self.refused: Counter[Refusal] = Counter()  # by this process, since its start
+        self.steps = Steps()
         self._kv_feed = kv_feed
         self._on_draining = on_draining
         self._beat_s = -inf  # when the load was last reported
@@ -64,6 +66,7 @@ class Reporter:
             else:
                 self._links.send(report.router, wire.report(report, now_s))
         cost = wire.step_cost(*step)
+        self.steps.note(cost)
         for router in self._links.attached:
             message = wire.step_report(cost, tokens.get(router, ()), stages.get(router, ()), now_s)
             self._links.send(router, message)

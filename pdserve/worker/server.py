@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +24,8 @@ from pdserve.kvtransfer.client import HandoffClient
 from pdserve.kvtransfer.greeting import Party
 from pdserve.kvtransfer.server import HandoffServicer
 from pdserve.kvtransfer.session import DigestPolicy, Peer
+from pdserve.metrics import Sample
+from pdserve.metrics_server import showing
 from pdserve.prefill_worker.probes import Probes
 from pdserve.prefill_worker.shell import Copies, OutgoingShell
 from pdserve.proto.v1 import link_pb2 as link
@@ -43,6 +45,7 @@ from pdserve.worker.link import FromRouter, Links
 from pdserve.worker.loop import WorkerLoop
 from pdserve.worker.machine import device_name
 from pdserve.worker.messages import DrainAsked, RouterLost
+from pdserve.worker.metrics import handoff_samples, load_samples, refusal_samples
 from pdserve.worker.movers import build_mover, check_network, kv_region
 from pdserve.worker.outbox import Outbox
 from pdserve.worker.reporting import Reporter
@@ -67,7 +70,16 @@ class Worker:
 
     core: WorkerCore
     outbox: Outbox
+    reporter: Reporter
     handoff_address: str
+
+    def samples(self, engine: Engine) -> Iterator[Sample]:
+        """Yield all metrics that this worker shows."""
+        model = engine.model_name
+        yield from self.reporter.steps.samples(model)
+        yield from load_samples(self.outbox.with_stalled(self.core.load()), engine.scheduler.cache, model)
+        yield from handoff_samples(self.core)
+        yield from refusal_samples(self.reporter.refused)
 
 
 async def serve(config: WorkerConfig) -> None:
@@ -102,13 +114,15 @@ async def serve(config: WorkerConfig) -> None:
             async with (
                 publishing(config, identity.secret, register) as publisher,
                 assemble(config, engine, identity, listener, reporter(publisher)) as worker,
+                showing(config, partial(worker.samples, engine)) as register.metrics_address,
             ):
                 register.ready = True
                 register.load_progress = 1.0
                 register.handoff_address = worker.handoff_address
                 worker.outbox.beat(worker.core.load(), 0)  # before anybody counts on its pages
                 links.update(register)
-                ready.write(json.dumps({"handoff": worker.handoff_address, "pid": os.getpid()}))
+                addresses = {"handoff": worker.handoff_address, "metrics": register.metrics_address}
+                ready.write(json.dumps({**addresses, "pid": os.getpid()}))
                 logger.info("ready: %s, %d pages", engine.model_name, engine.scheduler.cache.pool.num_pages)
                 loop = WorkerLoop(worker.core, start_step, inbox, worker.outbox, clock, config.stalled_step_s)
                 await loop.run()
@@ -147,7 +161,7 @@ async def assemble(
             client = HandoffClient(me, identity.secret, listener, tasks, reporter.refused)
             outgoing = OutgoingShell(client, mover, copies, probes)
             incoming = IncomingShell(servicer, region, listener, tasks)
-            yield Worker(core, Outbox(outgoing, incoming, reporter, MonotonicClock()), address)
+            yield Worker(core, Outbox(outgoing, incoming, reporter, MonotonicClock()), reporter, address)
             await outgoing.close()
     finally:
         await asyncio.to_thread(mover.close)

@@ -389,6 +389,7 @@ class ClusterStatus(_message.Message):
     REFUSED_BECAUSE_FIELD_NUMBER: _builtins.int
     MOVES_FIELD_NUMBER: _builtins.int
     DEMAND_FIELD_NUMBER: _builtins.int
+    METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """Name of the router that answers."""
     model: _builtins.str
@@ -399,6 +400,8 @@ class ClusterStatus(_message.Message):
     """Requests held back by the router."""
     num_replaced: _builtins.int
     """Requests placed again since start."""
+    metrics_address: _builtins.str
+    """host:port where this router shows its metrics over HTTP; empty: nowhere."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]:
         """Workers attached now."""
@@ -442,10 +445,11 @@ class ClusterStatus(_message.Message):
         refused_because: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         moves: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         demand: Global___Demand | None = ...,
+        metrics_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["demand", b"demand"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "demand", b"demand", "ended", b"ended", "model", b"model", "moves", b"moves", "num_active", b"num_active", "num_held", b"num_held", "num_replaced", b"num_replaced", "refused", b"refused", "refused_because", b"refused_because", "router_id", b"router_id", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "demand", b"demand", "ended", b"ended", "metrics_address", b"metrics_address", "model", b"model", "moves", b"moves", "num_active", b"num_active", "num_held", b"num_held", "num_replaced", b"num_replaced", "refused", b"refused", "refused_because", b"refused_because", "router_id", b"router_id", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,258 @@
+"""All metrics that processes show: names, kinds, labels, meanings. docs/metrics.md has the table.
+
+Nothing is decided by a metric, and no decision counts one: shells count what passes by, and read the rest off the cores
+when somebody asks. Label values are members of enumerations and the name of the one model.
+
+Names that begin with `vllm:` are vLLM's, with its buckets, so that its dashboards, and gateways that choose among its
+servers, read them here too.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from enum import StrEnum
+from itertools import accumulate, groupby
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.utils import floatToGoString
+
+from pdserve.values import value
+
+
+class Kind(StrEnum):
+    GAUGE = "gauge"
+    COUNTER = "counter"
+    HISTOGRAM = "histogram"
+
+
+@value
+class Metric:
+    """One name. Values of all its labels name a series."""
+
+    name: str
+    kind: Kind
+    meaning: str
+    labels: tuple[str, ...] = ()
+    bounds: tuple[float, ...] = ()  # of a histogram's buckets, the infinite one left out
+
+
+def _gauge(name: str, meaning: str, *labels: str) -> Metric:
+    return Metric(name, Kind.GAUGE, meaning, labels)
+
+
+def _counter(name: str, meaning: str, *labels: str) -> Metric:
+    return Metric(name, Kind.COUNTER, meaning, labels)
+
+
+def _histogram(name: str, meaning: str, bounds: Seq[float], *labels: str) -> Metric:
+    return Metric(name, Kind.HISTOGRAM, meaning, labels, tuple(bounds))
+
+
+_LATENCY_S = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+_FIRST_TOKEN_S = (
+    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+)
+_TOKEN_S = (
+    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0),
+    *(20.0, 40.0, 80.0),
+)
+_TOKENS = tuple(float(mantissa * 10**power) for power in range(6) for mantissa in (1, 2, 5))
+_STEP_TOKENS = (1.0, *(2.0**power for power in range(3, 15)))
+_HANDOFF_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_RATIO = (0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 8.0)
+
+_MODEL = "model_name"
+_CLASS = "priority_class"
+
+# ---- what a gateway chooses by: of a router, its own requests and the pages of its fullest pool; else of the worker
+WAITING = _gauge("vllm:num_requests_waiting", "Requests of which nothing is computed yet.", _MODEL)
+RUNNING = _gauge("vllm:num_requests_running", "Requests that are being computed.", _MODEL)
+KV_USAGE = _gauge("vllm:kv_cache_usage_perc", "Share of the KV pages in use, 0 to 1.", _MODEL)
+
+# ---- routers: requests that got their answers, each counted at its end
+TTFT = _histogram(
+    "vllm:time_to_first_token_seconds", "From a request's arrival to its first token.", _FIRST_TOKEN_S, _MODEL
+)
+TPOT = _histogram(
+    "vllm:request_time_per_output_token_seconds",
+    "Mean time between a request's tokens after the first.",
+    _TOKEN_S,
+    _MODEL,
+)
+E2E = _histogram("vllm:e2e_request_latency_seconds", "From a request's arrival to its end.", _LATENCY_S, _MODEL)
+QUEUE = _histogram(
+    "vllm:request_queue_time_seconds", "From a request's arrival to the start of its prompt.", _LATENCY_S, _MODEL
+)
+PREFILL = _histogram(
+    "vllm:request_prefill_time_seconds", "From the start of a prompt to the first token.", _LATENCY_S, _MODEL
+)
+DECODE = _histogram("vllm:request_decode_time_seconds", "From the first token to the last.", _LATENCY_S, _MODEL)
+INFERENCE = _histogram(
+    "vllm:request_inference_time_seconds", "From the start of a prompt to the last token.", _LATENCY_S, _MODEL
+)
+PROMPT_TOKENS = _histogram("vllm:request_prompt_tokens", "Tokens of a request's prompt.", _TOKENS, _MODEL)
+ANSWER_TOKENS = _histogram("vllm:request_generation_tokens", "Tokens of a request's answers.", _TOKENS, _MODEL)
+CACHE_QUERIES = _counter("vllm:prefix_cache_queries_total", "Prompt tokens that were looked for in a cache.", _MODEL)
+CACHE_HITS = _counter("vllm:prefix_cache_hits_total", "Of these, those that were there.", _MODEL)
+HANDOFF_S = _histogram(
+    "pdserve_handoff_seconds", "Of a prompt's hand-off, from when it could be sent until it landed.", _HANDOFF_S
+)
+HANDOFF_BYTES = _counter("pdserve_handoff_bytes_total", "Bytes of prompts' KV that were handed over.")
+OUTCOME_RATIO = _histogram(
+    "pdserve_observed_to_predicted_ratio",
+    "What came of a prediction that placed a request, as a multiple of it.",
+    _RATIO,
+    "objective",
+)
+
+# ---- routers: demand and what becomes of it
+ARRIVED = _counter("pdserve_requests_arrived_total", "Valid requests.")
+ENDED = _counter("pdserve_requests_ended_total", "Valid requests by how they ended: OK, or a gRPC status.", "status")
+INVALID = _counter("pdserve_requests_invalid_total", "Requests that were not valid, by gRPC status.", "status")
+REFUSED = _counter("pdserve_requests_refused_total", "Valid requests refused, by what bound them.", "cause")
+ACTIVE = _gauge("pdserve_requests_active", "Requests that are placed.")
+HELD = _gauge("pdserve_requests_held", "Requests that wait in the router for a place.")
+GOODPUT = _counter("pdserve_goodput_requests_total", "Requests that met all their objectives.", _CLASS)
+JUDGED = _counter(
+    "pdserve_slo_requests_total",
+    "Ended requests that had the objective, refused ones included, by whether they met it.",
+    "objective",
+    _CLASS,
+    "verdict",
+)
+ATTAINMENT = _gauge(
+    "pdserve_slo_attainment_ratio",
+    "Share that met the objective of the last 1000 ended requests of a class that had it.",
+    "objective",
+    _CLASS,
+)
+REPLACED = _counter("pdserve_placements_again_total", "Placements of requests that had been placed before.")
+MOVES = _counter("pdserve_moves_total", "Moves of running answers: done, or what they failed of.", "outcome")
+WORKERS = _gauge("pdserve_workers", "Attached workers.", "role", "state")
+REFUSED_MESSAGES = _counter(
+    "pdserve_messages_refused_total", "Messages of peers that broke the protocol, by what was wrong.", "refusal"
+)
+
+# ---- workers
+ITL = _histogram(
+    "vllm:inter_token_latency_seconds",
+    "From one token of a running sequence to its next, as steps take it.",
+    _TOKEN_S,
+    _MODEL,
+)
+STEP_TOKENS = _histogram("vllm:iteration_tokens_total", "Tokens that a step computes.", _STEP_TOKENS, _MODEL)
+COMPUTED_TOKENS = _counter("vllm:prompt_tokens_total", "Prompt tokens computed; cached ones are not.", _MODEL)
+DECODED_TOKENS = _counter("vllm:generation_tokens_total", "Tokens decoded.", _MODEL)
+PREEMPTIONS = _counter("vllm:num_preemptions_total", "Sequences that gave up their pages to others.", _MODEL)
+CACHE_CONFIG = _gauge(
+    "vllm:cache_config_info", "Size of a page and number of pages; 1.", "block_size", "num_gpu_blocks"
+)
+ROLE = _gauge("pdserve_worker_role", "What a worker does; 1.", "role")
+DRAINING = _gauge("pdserve_worker_draining", "Whether a worker takes nothing more, 0 or 1.")
+PAGES = _gauge(
+    "pdserve_kv_pages",
+    "Pages by state: free ones are cached or empty, others held, granted to a hand-off, or in quarantine.",
+    "state",
+)
+LEAKED = _gauge("pdserve_kv_pages_leaked", "Held pages that belong to nothing that goes on: a defect.")
+HANDOFFS = _gauge("pdserve_handoffs", "Hand-offs that are open, by direction and state.", "direction", "state")
+WAITING_TOKENS = _gauge("pdserve_prompt_tokens_waiting", "Prompt tokens that wait to be computed.")
+KV_TOKENS = _gauge("pdserve_kv_tokens", "Tokens whose KV running sequences hold.")
+DIGEST_MISMATCHES = _counter("pdserve_digest_mismatches_total", "Hand-offs of which a page's digest was wrong.")
+STALLED_PEERS = _gauge("pdserve_stalled_peers", "Workers that pages are sent to and that do not take them.")
+
+# ---- the autoscaler
+DESIRED = _gauge("pdserve_desired_replicas", "Replicas that a pool should have, for HPA or KEDA to follow.", "pool")
+REPLICAS = _gauge("pdserve_replicas", "Replicas that a pool has.", "pool", "state")
+DECISIONS = _counter(
+    "pdserve_scaling_decisions_total", "Decisions about a pool, by what was done and why.", "pool", "action", "reason"
+)
+
+_SHARED = (WAITING, RUNNING, KV_USAGE, REFUSED_MESSAGES)
+SHOWN: Mapping[str, tuple[Metric, ...]] = {
+    "router": (
+        *(TTFT, TPOT, E2E, QUEUE, PREFILL, DECODE, INFERENCE, PROMPT_TOKENS, ANSWER_TOKENS, CACHE_QUERIES, CACHE_HITS),
+        *(HANDOFF_S, HANDOFF_BYTES, OUTCOME_RATIO, ARRIVED, ENDED, INVALID, REFUSED, ACTIVE, HELD, GOODPUT, JUDGED),
+        *(ATTAINMENT, REPLACED, MOVES, WORKERS, *_SHARED),
+    ),
+    "worker": (
+        *(ITL, STEP_TOKENS, COMPUTED_TOKENS, DECODED_TOKENS, PREEMPTIONS, CACHE_CONFIG, ROLE, DRAINING, PAGES),
+        *(LEAKED, HANDOFFS, WAITING_TOKENS, KV_TOKENS, DIGEST_MISMATCHES, STALLED_PEERS, *_SHARED),
+    ),
+    "autoscaler": (DESIRED, REPLICAS, DECISIONS),
+}
+"""What each kind of process shows."""
+
+
+class Distribution:
+    """Values counted by the buckets of a metric."""
+
+    def __init__(self, metric: Metric) -> None:
+        self._bounds = metric.bounds
+        self._counts = [0] * (len(metric.bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, amount: float, count: int = 1) -> None:
+        """Take in a value, so many times."""
+        self._counts[bisect_left(self._bounds, amount)] += count
+        self._sum += amount * count
+
+    @property
+    def total(self) -> float:
+        return self._sum
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Return how many values are at most each bound, which is written as Prometheus wants it."""
+        names = [*map(floatToGoString, self._bounds), "+Inf"]
+        return list(zip(names, map(float, accumulate(self._counts)), strict=True))
+
+
+@value
+class Sample:
+    """One series as it is now."""
+
+    metric: Metric
+    amount: float | Distribution
+    labels: tuple[str, ...] = ()
+
+
+def families(samples: Iterable[Sample]) -> Iterator[Family]:
+    """Yield what is to be written of samples; those of one metric must follow each other."""
+    for metric, group in groupby(samples, key=_metric_of):
+        match metric.kind:
+            case Kind.GAUGE:
+                gauge = GaugeMetricFamily(metric.name, metric.meaning, labels=metric.labels)
+                for sample in group:
+                    gauge.add_metric(sample.labels, _number(sample))
+                yield gauge
+            case Kind.COUNTER:
+                counter = CounterMetricFamily(metric.name, metric.meaning, labels=metric.labels)
+                for sample in group:
+                    counter.add_metric(sample.labels, _number(sample))
+                yield counter
+            case Kind.HISTOGRAM:
+                histogram = HistogramMetricFamily(metric.name, metric.meaning, labels=metric.labels)
+                for sample in group:
+                    histogram.add_metric(sample.labels, *_distribution(sample))
+                yield histogram
+
+
+def _metric_of(sample: Sample) -> Metric:
+    return sample.metric
+
+
+def _number(sample: Sample) -> float:
+    if isinstance(sample.amount, Distribution):
+        raise TypeError(f"{sample.metric.name}: a distribution is no {sample.metric.kind}")
+    return sample.amount
+
+
+def _distribution(sample: Sample) -> tuple[list[tuple[str, float]], float]:
+    if not isinstance(sample.amount, Distribution):
+        raise TypeError(f"{sample.metric.name}: a number is no histogram")
+    return sample.amount.buckets(), sample.amount.total

@@ -1,0 +1,104 @@
+"""Shows a process's metrics over HTTP: GET /metrics, in Prometheus' text format.
+
+Whoever reaches the port may read them: names of the model and of workers, counts and times, nothing that clients sent.
+Answers are made on the process's event loop, so that they show one moment; the text is written in a thread.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.registry import Collector
+
+from pdserve.config import ProcessConfig
+from pdserve.errors import ConfigError
+from pdserve.metrics import Sample, families
+from pdserve.rpc import join_address
+
+logger = logging.getLogger(__name__)
+
+REQUEST_TIMEOUT_S = 5.0  # for all of a request and its answer
+MAX_REQUEST_BYTES = 16_384
+MAX_CONNECTIONS = 16
+_MISSING = b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+Collect = Callable[[], Iterable[Sample]]
+
+
+@asynccontextmanager
+async def showing(config: ProcessConfig, collect: Collect) -> AsyncIterator[str]:
+    """Show what `collect` returns for the length of the block, unless that is turned off.
+
+    Yields host:port, empty where nothing is shown. ConfigError where the port cannot be had.
+    """
+    if not config.metrics:
+        yield ""
+        return
+    scrapes, host = _Scrapes(collect), config.metrics_host
+    try:
+        server = await asyncio.start_server(scrapes.answer, host, config.metrics_port, limit=MAX_REQUEST_BYTES)
+    except OSError as error:
+        where = join_address(host, config.metrics_port)
+        raise ConfigError(f"metrics_port: cannot listen on {where}: {error.strerror or error}") from error
+    try:
+        address = join_address(host, server.sockets[0].getsockname()[1])
+        logger.info("metrics on http://%s/metrics", address)
+        yield address
+    finally:
+        server.close()
+        await scrapes.close()
+
+
+class _Scrapes:
+    """Answers one request on each connection, to so many at once."""
+
+    def __init__(self, collect: Collect) -> None:
+        self._collect = collect
+        self._open: dict[asyncio.Task[object], asyncio.StreamWriter] = {}
+
+    async def close(self) -> None:
+        """End all connections."""
+        for writer in self._open.values():
+            writer.transport.abort()
+        if self._open:
+            await asyncio.wait(self._open)
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._open[task] = writer
+        try:
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                if len(self._open) <= MAX_CONNECTIONS:
+                    request = await reader.readuntil(b"\r\n\r\n")
+                    writer.write(await self._reply(request.decode("latin-1")))
+                    await writer.drain()
+        except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError):
+            pass  # it has left, or sends what no scraper sends
+        finally:
+            del self._open[task]
+            writer.close()
+
+    async def _reply(self, request: str) -> bytes:
+        if not request.startswith("GET /metrics "):
+            return _MISSING
+        registry = CollectorRegistry()
+        registry.register(_Moment(list(families(self._collect()))))
+        ProcessCollector(registry=registry)
+        body = await asyncio.to_thread(generate_latest, registry)
+        head = f"HTTP/1.1 200 OK\r\nContent-Type: {CONTENT_TYPE_PLAIN_0_0_4}\r\nContent-Length: {len(body)}\r\n"
+        return head.encode() + b"Connection: close\r\n\r\n" + body
+
+
+class _Moment(Collector):
+    """What was collected at one moment."""
+
+    def __init__(self, collected: Iterable[Family]) -> None:
+        self._collected = collected
+
+    def collect(self) -> Iterable[Family]:
+        return self._collected

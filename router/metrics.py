@@ -1,0 +1,164 @@
+"""What a router shows of itself as metrics: the ends of requests, counted as they pass by, and its state as it is."""
+
+from collections import Counter, deque
+from collections.abc import Iterator
+
+from pdserve import metrics
+from pdserve.errors import Refusal, Status
+from pdserve.metrics import Distribution, Metric, Sample
+from pdserve.reports import Failure, Stage
+from pdserve.roles import Role
+from pdserve.router.because import Cause
+from pdserve.router.commands import Finished, Refused
+from pdserve.router.core import RouterCore
+from pdserve.router.demand import judge
+from pdserve.router.shadows import DONE
+from pdserve.router.shell import Shell
+from pdserve.router.timeline import Ledger
+from pdserve.router.validation import Terms
+from pdserve.router.view import WorkerView
+
+_LATELY = 1000  # ended requests of a class that the attainment is taken of
+_OBJECTIVES = ("ttft", "tpot")
+_CLASSES = ("high", "normal", "low")  # of priorities over, at and under 0
+_OK = "OK"
+_PARTS = (  # of a request's life, from one stage to another
+    (metrics.TTFT, Stage.RECEIVED, Stage.FIRST_TOKEN),
+    (metrics.E2E, Stage.RECEIVED, Stage.FINISHED),
+    (metrics.QUEUE, Stage.RECEIVED, Stage.PREFILL_STARTED),
+    (metrics.PREFILL, Stage.PREFILL_STARTED, Stage.FIRST_TOKEN),
+    (metrics.DECODE, Stage.FIRST_TOKEN, Stage.FINISHED),
+    (metrics.INFERENCE, Stage.PREFILL_STARTED, Stage.FINISHED),
+)
+
+
+class Outcomes:
+    """Counts how requests ended."""
+
+    def __init__(self, model: str) -> None:
+        self._model = model
+        self._parts = [(Distribution(metric), start, end) for metric, start, end in _PARTS]
+        self._tpot = Distribution(metrics.TPOT)
+        self._prompts, self._answers = Distribution(metrics.PROMPT_TOKENS), Distribution(metrics.ANSWER_TOKENS)
+        self._handoffs = Distribution(metrics.HANDOFF_S)
+        self._ratios = {name: Distribution(metrics.OUTCOME_RATIO) for name in _OBJECTIVES}
+        self._prompt_tokens = self._cached_tokens = self._handoff_bytes = 0
+        self._invalid = Counter[Status]()
+        self._goodput = Counter[str]()
+        self._judged = Counter[tuple[str, str, bool]]()
+        self._lately = {(name, each): deque[bool](maxlen=_LATELY) for name in _OBJECTIVES for each in _CLASSES}
+
+    def reject(self, status: Status) -> None:
+        """Count a request that is not valid."""
+        self._invalid[status] += 1
+
+    def end(self, terms: Terms, outcome: Finished | Refused) -> None:
+        """Count a valid request."""
+        if isinstance(outcome, Finished):
+            self._take_ledger(outcome.ledger)
+            self._prompt_tokens += outcome.usage.prompt_tokens
+            self._cached_tokens += outcome.usage.cached_tokens
+            self._prompts.observe(outcome.usage.prompt_tokens)
+            self._answers.observe(outcome.usage.completion_tokens)
+        slo_s = terms.ttft_slo_s, terms.tpot_slo_s
+        verdict = judge(slo_s, outcome)
+        if verdict is None:
+            return
+        name = _CLASSES[0 if terms.priority > 0 else 1 if terms.priority == 0 else 2]
+        self._goodput[name] += verdict.ttft and verdict.tpot
+        for objective, asked_s, is_met in zip(_OBJECTIVES, slo_s, (verdict.ttft, verdict.tpot), strict=True):
+            if asked_s is not None:
+                self._judged[objective, name, is_met] += 1
+                self._lately[objective, name].append(is_met)
+
+    def _take_ledger(self, ledger: Ledger) -> None:
+        reached_ms = dict(ledger.steps)
+        for seen, start, end in self._parts:
+            if start in reached_ms and end in reached_ms:
+                seen.observe((reached_ms[end] - reached_ms[start]) / 1e3)
+        if ledger.tpot_ms:
+            self._tpot.observe(ledger.tpot_ms / 1e3)
+        if ledger.handoff_bytes:
+            self._handoff_bytes += ledger.handoff_bytes
+            self._handoffs.observe(ledger.handoff_ms / 1e3)
+        came = (ledger.predicted_ttft_ms, ledger.ttft_ms), (ledger.predicted_tpot_ms, ledger.tpot_ms)
+        for objective, (predicted_ms, observed_ms) in zip(_OBJECTIVES, came, strict=True):
+            if ledger.attempts == 1 and predicted_ms and observed_ms:
+                self._ratios[objective].observe(observed_ms / predicted_ms)
+
+    def samples(self) -> Iterator[Sample]:
+        model = (self._model,)
+        yield from (Sample(metric, seen[0], model) for (metric, *_), seen in zip(_PARTS, self._parts, strict=True))
+        yield Sample(metrics.TPOT, self._tpot, model)
+        yield Sample(metrics.PROMPT_TOKENS, self._prompts, model)
+        yield Sample(metrics.ANSWER_TOKENS, self._answers, model)
+        yield Sample(metrics.CACHE_QUERIES, self._prompt_tokens, model)
+        yield Sample(metrics.CACHE_HITS, self._cached_tokens, model)
+        yield Sample(metrics.HANDOFF_S, self._handoffs)
+        yield Sample(metrics.HANDOFF_BYTES, self._handoff_bytes)
+        yield from (Sample(metrics.OUTCOME_RATIO, ratio, (name,)) for name, ratio in self._ratios.items())
+        yield from (Sample(metrics.INVALID, self._invalid[each], (each.value,)) for each in Status)
+        yield from (Sample(metrics.GOODPUT, self._goodput[each], (each,)) for each in _CLASSES)
+        for objective, name in self._lately:
+            for verdict, is_met in (("met", True), ("missed", False)):
+                yield Sample(metrics.JUDGED, self._judged[objective, name, is_met], (objective, name, verdict))
+        for key, lately in self._lately.items():
+            if lately:
+                yield Sample(metrics.ATTAINMENT, sum(lately) / len(lately), key)
+
+
+def router_samples(shell: Shell, outcomes: Outcomes, model: str) -> Iterator[Sample]:
+    """Yield all that a router shows."""
+    yield from outcomes.samples()
+    core, label = shell.core, (model,)
+    yield from _requests(core)
+    num_waiting = core.num_held + sum(
+        not request.num_delivered and not request.timeline.ms(Stage.PREFILL_STARTED)
+        for request in core.placements.requests.values()
+    )
+    yield Sample(metrics.WAITING, num_waiting, label)
+    yield Sample(metrics.RUNNING, core.num_active + core.num_held - num_waiting, label)
+    yield Sample(metrics.KV_USAGE, max(_usage(core, Role.PREFILL), _usage(core, Role.DECODE)), label)
+    yield from _workers(core)
+    yield from (Sample(metrics.REFUSED_MESSAGES, shell.refused[each], (each.value,)) for each in Refusal)
+
+
+def _requests(core: RouterCore) -> Iterator[Sample]:
+    placements = core.placements
+    yield Sample(metrics.ARRIVED, placements.demand.counted().num_requests)
+    yield from _all(metrics.ENDED, (_OK, *(status.value for status in Status)), placements.ended)
+    yield from (Sample(metrics.REFUSED, placements.refused_because[cause], (cause.value,)) for cause in Cause)
+    yield Sample(metrics.ACTIVE, core.num_active)
+    yield Sample(metrics.HELD, core.num_held)
+    yield Sample(metrics.REPLACED, placements.num_replaced)
+    failures = [failure.name.lower() for failure in Failure]
+    yield from _all(metrics.MOVES, (DONE, *failures), placements.shadows.ended)
+
+
+def _all(metric: Metric, names: tuple[str, ...], counts: Counter[str]) -> Iterator[Sample]:
+    """Yield a count for each name, also where it is 0: a series that begins with its first event hides that event."""
+    return (Sample(metric, counts[name], (name,)) for name in names)
+
+
+def _usage(core: RouterCore, pool: Role) -> float:
+    """Return which share of a pool's pages is in use."""
+    known = [(worker.registration.num_pages, worker.load) for worker in core.workers if worker.role.is_in(pool)]
+    num_pages = sum(count for count, load in known if load is not None)
+    num_free = sum(load.pages_free for _, load in known if load is not None)
+    return 1 - num_free / num_pages if num_pages else 0.0
+
+
+def _workers(core: RouterCore) -> Iterator[Sample]:
+    unroutable = core.unroutable()
+    counts = Counter((worker.role, _state(worker, unroutable[worker.link])) for worker in core.workers)
+    states = ("loading", "ready", "draining", "unusable")
+    for role in Role:
+        yield from (Sample(metrics.WORKERS, counts[role, state], (role.value, state)) for state in states)
+
+
+def _state(worker: WorkerView, why_not: str) -> str:
+    if not worker.registration.ready:
+        return "loading"
+    if worker.draining:
+        return "draining"
+    return "unusable" if why_not else "ready"

@@ -1,0 +1,119 @@
+"""The names of metrics, what counts them, and the HTTP door behind which they are."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from two_workers import Workers
+
+from pdserve import metrics
+from pdserve.config import ProcessConfig
+from pdserve.errors import ConfigError
+from pdserve.metrics import SHOWN, Distribution, Kind, Metric, Sample, families
+from pdserve.metrics_server import MAX_CONNECTIONS, showing
+from pdserve.worker.metrics import Steps, handoff_samples, load_samples, refusal_samples
+from pdserve.worker.wire import StepCost
+
+DOCS = Path(__file__).parents[1] / "docs" / "metrics.md"
+ALL = {metric.name: metric for shown in SHOWN.values() for metric in shown}
+
+
+def row(metric: Metric) -> str:
+    """Return a metric's row in the documentation."""
+    labels = ", ".join(f"`{label}`" for label in metric.labels)
+    shown_by = ", ".join(process for process, shown in SHOWN.items() if metric in shown)
+    return f"| `{metric.name}` | {metric.kind} | {labels} | {shown_by} | {metric.meaning} |"
+
+
+def test_the_documentation_has_each_metric_and_no_other() -> None:
+    rows = [line for line in DOCS.read_text().splitlines() if line.startswith(("| `vllm:", "| `pdserve_"))]
+    assert sorted(rows) == sorted(map(row, ALL.values()))
+
+
+@given(st.lists(st.tuples(st.floats(0, 100), st.integers(1, 9))))
+def test_each_bucket_counts_the_values_that_are_at_most_its_bound(seen: list[tuple[float, int]]) -> None:
+    distribution = Distribution(metrics.ITL)
+    for amount, count in seen:
+        distribution.observe(amount, count)
+    for bound, count in distribution.buckets():
+        assert count == sum(times for amount, times in seen if amount <= float(bound.replace("+Inf", "inf")))
+    assert distribution.total == pytest.approx(sum(amount * count for amount, count in seen))
+
+
+@pytest.mark.parametrize(("metric", "amount"), [(metrics.HELD, Distribution(metrics.ITL)), (metrics.ITL, 1.0)])
+def test_a_number_is_no_histogram(metric: Metric, amount: float | Distribution) -> None:
+    with pytest.raises(TypeError, match=metric.name):
+        list(families([Sample(metric, amount)]))
+
+
+def test_a_worker_shows_its_metrics_and_no_others() -> None:
+    node = Workers().nodes["s"]
+    steps = Steps()
+    steps.note(StepCost(20_000, 100, 3, 500, 10_000, 30))
+    steps.note(StepCost(10_000, 0, 4, 500, 0, 40))
+    samples = [
+        *steps.samples("m"),
+        *load_samples(node.core.load(), node.scheduler.cache, "m"),
+        *handoff_samples(node.core),
+        *refusal_samples({}),
+    ]
+    assert {sample.metric for sample in samples} == set(SHOWN["worker"])
+    assert all(len(sample.labels) == len(sample.metric.labels) for sample in samples)
+    numbers = {sample.metric: sample.amount for sample in samples if sample.metric.kind is not Kind.HISTOGRAM}
+    assert (numbers[metrics.COMPUTED_TOKENS], numbers[metrics.DECODED_TOKENS]) == (100, 7)
+    (gaps,) = [sample.amount for sample in samples if sample.metric is metrics.ITL]
+    assert isinstance(gaps, Distribution)
+    assert (gaps.buckets()[0], gaps.buckets()[1]) == (("0.01", 4.0), ("0.025", 7.0))
+
+
+def one() -> Iterator[Sample]:
+    yield Sample(metrics.HELD, 1)
+
+
+async def ask(address: str, request: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection(*address.split(":"))
+    writer.write(request)
+    try:
+        return await reader.read()
+    except ConnectionResetError:
+        return b""  # it was not read
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize("request_", [b"GET / HTTP/1.1\r\n\r\n", b"POST /metrics HTTP/1.1\r\n\r\n", b"\r\n\r\n"])
+async def test_only_metrics_are_there_to_get(request_: bytes) -> None:
+    async with showing(ProcessConfig(), one) as address:
+        assert (await ask(address, request_)).startswith(b"HTTP/1.1 404 ")
+
+
+async def test_what_is_no_request_ends_the_connection() -> None:
+    async with showing(ProcessConfig(), one) as address:
+        assert await ask(address, b"x" * 100_000) == b""
+
+
+async def test_connections_that_ask_nothing_are_bounded_and_keep_nobody_out_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("pdserve.metrics_server.REQUEST_TIMEOUT_S", 0.2)
+    get = b"GET /metrics HTTP/1.1\r\n\r\n"
+    async with showing(ProcessConfig(), one) as address:
+        silent = [await asyncio.open_connection(*address.split(":")) for _ in range(MAX_CONNECTIONS)]
+        assert await ask(address, get) == b""
+        assert [await reader.read() for reader, _ in silent] == [b""] * MAX_CONNECTIONS
+        assert b"pdserve_requests_held 1.0" in await ask(address, get)
+        for _, writer in silent:
+            writer.close()
+
+
+async def test_a_port_that_is_taken_is_refused_by_name_and_metrics_can_be_turned_off() -> None:
+    async with showing(ProcessConfig(), one) as address:
+        port = int(address.rpartition(":")[2])
+        with pytest.raises(ConfigError, match=f"metrics_port: cannot listen on 127.0.0.1:{port}"):
+            async with showing(ProcessConfig(metrics_port=port), one):
+                pass
+    async with showing(ProcessConfig(metrics=False), one) as address:
+        assert address == ""
