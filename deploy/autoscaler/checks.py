@@ -8,12 +8,12 @@ from pdserve.autoscaler.schedules import bounds_of, changes_of, holds
 from pdserve.yaml_models import FieldError
 
 if TYPE_CHECKING:
-    from pdserve.autoscaler.schema import Budget, Forecaster, Interval
+    from pdserve.autoscaler.schema import Budget, Forecaster, Interval, RoleSwitch
 
 MAX_SEASON_INTERVALS = 20_160  # two weeks of minutes
 
 
-def check_budget(budget: "Budget", pools: "Pools") -> None:
+def check_budget(budget: "Budget", pools: Pools) -> None:
     """Refuse a budget that the pools cannot keep, at any hour of the week."""
     both = (pools.prefill, pools.decode)
     most = sum(pool.devices_per_replica * _greatest(pool) for pool in both)
@@ -60,6 +60,16 @@ def check_schedules(name: str, pool: Pool) -> None:
 
 
 _KEYS = {"min_replicas": "minReplicas", "max_replicas": "maxReplicas"}
+
+
+def check_role_switch(switch: "RoleSwitch", pools: Pools) -> None:
+    """Refuse role switches between pools whose replicas hold different numbers of devices."""
+    sizes = pools.prefill.devices_per_replica, pools.decode.devices_per_replica
+    if switch.enabled and sizes[0] != sizes[1]:
+        raise FieldError(
+            ("roleSwitch", "enabled"),
+            f"must be false where devicesPerReplica of the pools differ, {sizes[0]} and {sizes[1]}",
+        )
 
 
 def check_forecaster(forecaster: "Forecaster", interval: "Interval") -> None:

@@ -1,11 +1,13 @@
 """The policy file: what a capacity owner wants of each pool. `loading.load` reads one."""
 
+import json
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
+from pydantic.json_schema import GenerateJsonSchema
 
 from pdserve.autoscaler.actuators import Actuator, ProcessActuator
-from pdserve.autoscaler.checks import check_budget, check_forecaster, check_schedules
+from pdserve.autoscaler.checks import check_budget, check_forecaster, check_role_switch, check_schedules
 from pdserve.autoscaler.pools import Devices, Pools
 from pdserve.autoscaler.section import DURATION, Section
 
@@ -87,7 +89,8 @@ class RoleSwitch(Section):
 
     enabled: bool = Field(
         default=True,
-        description="Whether a worker may change its role where that is faster, or where the budget is spent.",
+        description="Whether a worker may change its role where that is faster, or where the budget is spent. "
+        "Both pools then have the same devicesPerReplica.",
     )
     min_dwell_s: Annotated[float, Field(ge=0, le=86_400, strict=True), DURATION] = Field(
         default=60.0, description="Time for which a worker keeps a role before it may change again."
@@ -118,5 +121,19 @@ class Policy(Section):
         check_schedules("prefill", self.pools.prefill)
         check_schedules("decode", self.pools.decode)
         check_budget(self.budget, self.pools)
+        check_role_switch(self.role_switch, self.pools)
         check_forecaster(self.forecaster, self.interval)
         return self
+
+
+def json_schema() -> str:
+    """Return the JSON Schema of policy files, as it is kept beside the examples."""
+    described = Policy.model_json_schema(schema_generator=_Untitled)
+    return json.dumps({"$schema": _Untitled.schema_dialect, **described}, indent=2) + "\n"
+
+
+class _Untitled(GenerateJsonSchema):
+    """Leaves out titles, which only repeat the keys."""
+
+    def field_title_should_be_set(self, schema: object) -> bool:
+        return False

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from pdserve import __version__
-from pdserve.cli import ask, bench, capacity, cluster, experiments, models, moving, operating, processes
+from pdserve.cli import ask, autoscale, bench, capacity, cluster, experiments, models, moving, operating, processes
 from pdserve.cli.results import only_cause
 from pdserve.errors import CommandError, ConfigError
 
@@ -39,6 +39,7 @@ app = typer.Typer(
 )
 config_app = typer.Typer(help="Configuration of the processes.", no_args_is_help=True)
 models_app = typer.Typer(help="Models known by name.", no_args_is_help=True)
+autoscale_app = typer.Typer(help="Keep each pool at the size that a policy asks for.", no_args_is_help=True)
 bench_app = typer.Typer(cls=DefaultLoad, help="Measure a cluster, or a part of one. Without a command: load.")
 
 app.command("up")(cluster.up)
@@ -56,6 +57,9 @@ app.command("prefill-worker")(processes.prefill_worker)
 app.command("decode-worker")(processes.decode_worker)
 app.command("mixed-worker")(processes.mixed_worker)
 config_app.command("schema")(processes.schema)
+autoscale_app.command("validate")(autoscale.validate)
+autoscale_app.command("explain")(autoscale.explain)
+autoscale_app.command("schema")(autoscale.schema)
 models_app.command("list")(models.list_models)
 models_app.command("fetch")(models.fetch_model)
 bench_app.command("load")(bench.load)
@@ -70,6 +74,7 @@ bench_app.command("accuracy")(experiments.accuracy)
 bench_app.command("overload")(experiments.overload)
 bench_app.command("simulator")(experiments.simulator)
 bench_app.command("routers")(experiments.routers)
+app.add_typer(autoscale_app, name="autoscale")
 app.add_typer(bench_app, name="bench")
 app.add_typer(config_app, name="config")
 app.add_typer(models_app, name="models")

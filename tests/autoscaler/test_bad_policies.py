@@ -35,6 +35,7 @@ pools:
     devicesPerReplica: 2
     signals: [{metric: kv_usage, target: 0.8}]
 actuator: {kind: ray}
+roleSwitch: {enabled: false}
 """
 
 FAULTS = [
@@ -118,6 +119,11 @@ FAULTS = [
     ("kind: ray", "kind: ray, namespaces: x", "line 19: actuator.namespaces: unknown key, did you mean namespace?"),
     ("kind: ray", "kind: kubernetes, decode: {name: d}", "line 19: actuator.prefill: is required"),
     ("v1alpha1", "v1", "line 1: apiVersion: 'pdserve/v1' is refused: Input should be 'pdserve/v1alpha1'"),
+    (
+        "enabled: false",
+        "enabled: true",
+        "line 20: roleSwitch.enabled: must be false where devicesPerReplica of the pools",
+    ),
     ("ttftMs: 500, ", "", "line 3: objectives.ttftMs: is required"),
 ]
 
