@@ -38,7 +38,10 @@ class Demand:
 
     def since(self, before: "Demand") -> "Demand":
         """Return what came after an earlier count; all of it where a router has started again between the two."""
-        return self if before.num_requests > self.num_requests else self._combined(before, -1)
+        gone = self._combined(before, -1)
+        counts = [getattr(gone, name) for name in _PARTS]
+        least = min(min(count) if isinstance(count, tuple) else count for count in counts)
+        return self if least < 0 else gone
 
     def _combined(self, other: "Demand", sign: int) -> "Demand":
         parts: dict[str, Any] = {}

@@ -25,3 +25,6 @@ def test_counts_are_taken_apart_by_time_and_put_together_by_router() -> None:
 
 def test_a_router_that_started_again_has_seen_all_that_it_counts() -> None:
     assert Demand(num_requests=2).since(Demand(num_requests=3)) == Demand(num_requests=2)
+    answers = (0, 1, *(0,) * (NUM_BANDS - 2))
+    busier = Demand(num_requests=9, answers=answers)
+    assert busier.since(Demand(num_requests=3, answers=(1, *answers[1:]))) == busier

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from sleeping_cluster import SLEEPER, STUBBORN, let_workers_run, sleeping_cluster
+from sleeping_cluster import SLEEPER, deaf_workers, let_workers_run, sleeping_cluster
 
 from pdserve.launch.folder import write_secret
 from pdserve.launch.launcher import LauncherClient
@@ -38,14 +38,12 @@ async def test_workers_come_and_go_while_the_others_stay(tmp_path: Path) -> None
         assert await stage.states() == {"prefill-0": READY, "decode-0": READY}
 
 
-async def test_an_order_repeated_starts_nothing_twice_and_stops_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_order_repeated_starts_nothing_twice_and_stops_once(tmp_path: Path) -> None:
     async with sleeping_cluster(tmp_path, 3) as stage:
-        let_workers_run(STUBBORN, monkeypatch)
-        for _ in range(3):
-            await stage.client.start_worker("decode-1", link.ROLE_DECODE)
-        await stage.record.until(lambda: stage.record.num_starts == 4)
+        with deaf_workers():
+            for _ in range(3):
+                await stage.client.start_worker("decode-1", link.ROLE_DECODE)
+            await stage.record.until(lambda: stage.record.num_starts == 4)
         (process,) = (each for each in stage.supervisor.processes if each.name == "decode-1")
         await stage.client.stop_worker("decode-1")
         await stage.client.stop_worker("decode-1")

@@ -1,8 +1,9 @@
 """A real launcher whose workers only sleep: what the launcher's clients do to it shows, and nothing is loaded."""
 
+import signal
 import sys
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,15 +16,24 @@ from pdserve.launch.folder import ProcessState, write_secret
 from pdserve.launch.launcher import LauncherClient
 from pdserve.launch.plan import ClusterSpec, Wiring, WorkerPlans, plan
 from pdserve.launch.service import LauncherEndpoint, serving
-from pdserve.launch.supervisor import Supervisor
+from pdserve.launch.supervisor import Backoff, Supervisor
 
 SLEEPER = (sys.executable, "-I", "-c", "import signal; signal.pause()")
-STUBBORN = (sys.executable, "-I", "-c", "import signal; signal.signal(15, signal.SIG_IGN); print(1); signal.pause()")
 
 
 def let_workers_run(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Have processes started from now on run a command in place of pdserve."""
     monkeypatch.setattr(plan_module, "PDSERVE", command)
+
+
+@contextmanager
+def deaf_workers() -> Iterator[None]:
+    """Have processes that are started in the block end by SIGKILL alone: SIGTERM is blocked from their beginning."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @dataclass
@@ -37,20 +47,23 @@ class SleepingCluster:
     record: Record
     ready: set[str] = field(default_factory=set)  # workers that are as good as ready
 
+    def pid_of(self, name: str) -> int | None:
+        """Return a process's id; None while it does not run."""
+        return next((each.pid for each in self.supervisor.processes if each.name == name), None)
+
     async def states(self) -> dict[str, int]:
         """Return the workers' states by their names."""
         return {worker.worker_id: worker.state for worker in await self.client.list_workers()}
 
 
 @asynccontextmanager
-async def sleeping_cluster(
-    folder: Path, max_workers: int, drain_timeout_s: float = 20.0
-) -> AsyncIterator[SleepingCluster]:
+async def sleeping_cluster(folder: Path, max_workers: int) -> AsyncIterator[SleepingCluster]:
     """Run a router, prefill-0 and decode-0 for the length of the block."""
-    spec = ClusterSpec("m", "m", max_workers=max_workers, worker_flags={"drain_timeout_s": drain_timeout_s})
+    spec = ClusterSpec("m", "m", max_workers=max_workers)
     wiring = Wiring(public_port=1, internal_port=2, secret_file=write_secret(folder))
     plans, ready, record = WorkerPlans(spec, wiring), set[str](), Record()
-    supervisor = Supervisor(plan(spec, wiring, plans), folder, MonotonicClock())
+    backoff = Backoff(first_s=0.05)
+    supervisor = Supervisor(plan(spec, wiring, plans), folder, MonotonicClock(), backoff=backoff)
 
     def is_ready(process: ProcessState) -> bool:
         return process.name in ready

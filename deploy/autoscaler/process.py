@@ -1,0 +1,82 @@
+"""The actuator of one machine: the launcher of `pdserve up` starts and ends workers, a router gives them roles."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Self
+
+import grpc
+
+from pdserve.autoscaler.actuator import ActuatorError, Held
+from pdserve.autoscaler.observation import State
+from pdserve.autoscaler.status import ROLES
+from pdserve.ids import WorkerId
+from pdserve.launch.admin import AdminClient
+from pdserve.launch.folder import ClusterState
+from pdserve.launch.launcher import LauncherClient
+from pdserve.proto.v1 import launcher_pb2 as launcher
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.roles import Role
+
+STATES = {
+    launcher.WORKER_STATE_STARTING: State.STARTING,
+    launcher.WORKER_STATE_READY: State.READY,
+    launcher.WORKER_STATE_DRAINING: State.DRAINING,
+}
+
+
+class LocalActuator:
+    """Replicas are processes of this machine."""
+
+    def __init__(self, launcher_: LauncherClient, router: AdminClient, timeout_s: float) -> None:
+        """`timeout_s`: in which an order is to be taken on."""
+        self._launcher = launcher_
+        self._router = router
+        self._timeout_s = timeout_s
+
+    @classmethod
+    @asynccontextmanager
+    async def of(cls, state: ClusterState, timeout_s: float) -> AsyncIterator[Self]:
+        """Be connected with a cluster of this machine for the length of the block."""
+        async with (
+            LauncherClient(state.launcher, state.secret_file) as launcher_,
+            AdminClient(state.admin, state.secret_file) as router,
+        ):
+            yield cls(launcher_, router, timeout_s)
+
+    async def observe(self) -> Sequence[Held]:
+        """Return all workers of the launcher, with the roles that they were started with."""
+        async with self._order("list the workers"):
+            workers = await self._launcher.list_workers()
+        return [Held(each.worker_id, ROLES[each.role], STATES[each.state]) for each in workers]
+
+    async def add(self, name: str, role: Role) -> None:
+        """Start a worker, unless there is one of this name."""
+        async with self._order(f"add {name}"):
+            await self._launcher.start_worker(name, _number(role))
+
+    async def drain(self, name: str) -> None:
+        """Let a worker drain and end for good."""
+        async with self._order(f"drain {name}", also_done=grpc.StatusCode.NOT_FOUND):
+            await self._launcher.stop_worker(name)
+
+    async def flip(self, name: str, role: Role) -> None:
+        """Give a worker another role while it serves."""
+        async with self._order(f"flip {name} to {role}"):
+            await self._router.set_role(WorkerId(name), _number(role))
+
+    @asynccontextmanager
+    async def _order(self, what: str, also_done: grpc.StatusCode | None = None) -> AsyncIterator[None]:
+        """Bound the time of a call, and name it where it fails. `also_done`: the answer if nothing is left to do."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                yield
+        except TimeoutError as error:
+            raise ActuatorError(f"{what}: no answer within {self._timeout_s:g} s") from error
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not also_done:
+                raise ActuatorError(f"{what}: {error.code().name}: {error.details()}") from error
+
+
+def _number(role: Role) -> "link.Role.ValueType":
+    return link.Role.Value(f"ROLE_{role.name}")

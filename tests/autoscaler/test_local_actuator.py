@@ -1,0 +1,106 @@
+"""The launcher of a machine as an actuator, with workers that only sleep."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import grpc
+import pytest
+from actuator_suite import ActuatorSuite
+from fault_proxy import FaultProxy, Faults, fault_proxies
+from sleeping_cluster import SLEEPER, SleepingCluster, deaf_workers, let_workers_run, sleeping_cluster
+
+from pdserve import rpc
+from pdserve.autoscaler.process import LocalActuator
+from pdserve.autoscaler.status import ROLES
+from pdserve.launch.admin import AdminClient
+from pdserve.launch.launcher import LauncherClient
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.proto.v1.admin_pb2_grpc import AdminServiceServicer, add_AdminServiceServicer_to_server
+from pdserve.roles import Role
+
+pytestmark = pytest.mark.slow
+
+
+class RoleGiver(AdminServiceServicer):
+    """The part of a router that gives roles, to two workers."""
+
+    def __init__(self) -> None:
+        self.roles: dict[str, Role] = {}
+
+    async def SetWorkerRole(  # noqa: N802
+        self, request: admin.SetWorkerRoleRequest, context: "grpc.aio.ServicerContext"
+    ) -> admin.SetWorkerRoleResponse:
+        if request.worker_id not in ("prefill-0", "decode-0"):
+            await context.abort(grpc.StatusCode.NOT_FOUND, "not attached")
+        self.roles[request.worker_id] = ROLES[request.role]
+        return admin.SetWorkerRoleResponse(epoch=1)
+
+
+class LocalStage:
+    def __init__(self, cluster: SleepingCluster, router: RoleGiver, paths: dict[str, FaultProxy]) -> None:
+        self._cluster = cluster
+        self._router = router
+        self._paths = paths
+        self._launcher = LauncherClient(paths["launcher"].address, cluster.secret_file)
+        self._operator = AdminClient(paths["router"].address, cluster.secret_file)
+        self._stack = ExitStack()
+        self.actuator = self._actuator(timeout_s=20.0)
+
+    def _actuator(self, timeout_s: float) -> LocalActuator:
+        return LocalActuator(self._launcher, self._operator, timeout_s)
+
+    @property
+    def roles(self) -> dict[str, Role]:
+        return self._router.roles
+
+    async def make_ready(self, name: str) -> None:
+        await self._cluster.record.until(lambda: self._cluster.pid_of(name) is not None)
+        self._cluster.ready.add(name)
+
+    async def kill(self, name: str) -> None:
+        pid, record = self._cluster.pid_of(name), self._cluster.record
+        assert pid is not None
+        os.kill(pid, 9)
+        await record.until(lambda: any(exit_.spec.name == name for exit_ in record.exits))
+        self._cluster.ready.discard(name)
+
+    async def until_gone(self, name: str) -> None:
+        processes = self._cluster.supervisor
+        await self._cluster.record.until(lambda: all(process.name != name for process in processes.processes))
+
+    def let_drains_last(self) -> None:
+        self._stack.enter_context(deaf_workers())
+
+    async def fall_silent(self) -> None:
+        for path in self._paths.values():
+            await asyncio.to_thread(path.set, Faults(blackhole=True))
+        self.actuator = self._actuator(timeout_s=0.1)
+
+    async def close(self) -> None:
+        self._stack.close()
+        await self._launcher.channel.close()
+        await self._operator.channel.close()
+
+
+class TestLocalActuator(ActuatorSuite):
+    @pytest.fixture
+    async def stage(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LocalStage]:
+        let_workers_run(SLEEPER, monkeypatch)
+        router = RoleGiver()
+        with fault_proxies("launcher", "router") as paths:
+            async with sleeping_cluster(tmp_path, max_workers=3) as cluster:
+                cluster.ready |= {"prefill-0", "decode-0"}
+                server = grpc.aio.server(interceptors=[rpc.RequireSecret(rpc.read_secret(cluster.secret_file))])
+                add_AdminServiceServicer_to_server(router, server)
+                addresses = {"launcher": cluster.address, "router": rpc.listen(server, "127.0.0.1", 0, "router")}
+                for name, address in addresses.items():
+                    host, port = rpc.split_address(address)
+                    paths[name].target = host, int(port)
+                await server.start()
+                stage = LocalStage(cluster, router, paths)
+                yield stage
+                await stage.close()
+                await server.stop(None)

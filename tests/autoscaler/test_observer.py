@@ -1,0 +1,91 @@
+"""Counters become differences, a router that is silent makes all of it stale, and a state keeps its beginning."""
+
+from pdserve.autoscaler.actuator import Held
+from pdserve.autoscaler.observation import Capacity, Observation, State
+from pdserve.autoscaler.status import Observer
+from pdserve.demand import Demand
+from pdserve.demand_wire import demand_to_proto
+from pdserve.perfmodel.curve import Curve
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.roles import Role
+
+PREFILL, DECODE = link.ROLE_PREFILL, link.ROLE_DECODE
+HELD = (Held("p", Role.PREFILL, State.READY), Held("d", Role.DECODE, State.STARTING))
+
+
+def router(name: str, num_requests: int, refused: int = 0, **fields: object) -> admin.ClusterStatus:
+    demand = demand_to_proto(Demand(num_requests=num_requests, prompt_tokens=10 * num_requests))
+    causes = {"queue": refused} if refused else {}
+    return admin.ClusterStatus(router_id=name, demand=demand, refused_because=causes, **fields)  # type: ignore[arg-type]
+
+
+def worker(name: str, role: "link.Role.ValueType", load: link.Heartbeat | None = None) -> admin.WorkerStatus:
+    layout = link.KvLayout(page_size=16)
+    sizes = {"num_pages": 100, "max_num_seqs": 8, "max_num_batched_tokens": 512}
+    return admin.WorkerStatus(
+        registration=link.Register(worker_id=name, role=role, ready=True, layout=layout, **sizes), load=load
+    )
+
+
+def seen(observer: Observer, at_s: float, *statuses: admin.ClusterStatus, silent: bool = False) -> Observation:
+    return observer.observe(at_s, 1e9 + at_s, HELD, None if silent else statuses)
+
+
+def test_demand_is_what_came_since_the_last_observation_at_all_routers() -> None:
+    observer = Observer()
+    first = seen(observer, 5.0, router("a", 100, 7), router("b", 50))
+    assert (first.demand, first.seconds, first.refused) == (Demand(), 0.0, {})
+    second = seen(observer, 7.0, router("a", 110, 9), router("b", 51))
+    assert second.demand == Demand(num_requests=11, prompt_tokens=110)
+    assert (second.seconds, second.refused) == (2.0, {"queue": 2})
+
+
+def test_a_router_that_started_again_has_seen_all_it_counts_and_one_that_is_found_nothing() -> None:
+    observer = Observer()
+    seen(observer, 0.0, router("a", 100, 7))
+    after = seen(observer, 1.0, router("a", 3, 1), router("b", 1000, 5))
+    assert after.demand == Demand(num_requests=3, prompt_tokens=30)
+    assert after.refused == {"queue": 1}
+
+
+def test_a_silent_router_makes_the_observation_stale_and_what_it_counted_comes_later() -> None:
+    observer = Observer()
+    seen(observer, 0.0, router("a", 100))
+    stale = seen(observer, 1.0, silent=True)
+    assert stale.demand is None
+    assert [(each.name, each.role, each.state) for each in stale.replicas] == [
+        ("p", Role.PREFILL, State.READY),
+        ("d", Role.DECODE, State.STARTING),
+    ]
+    fresh = seen(observer, 4.0, router("a", 140))
+    assert fresh.demand == Demand(num_requests=40, prompt_tokens=400)
+    assert fresh.seconds == 4.0
+
+
+def test_a_replica_is_what_its_router_reports_and_its_state_keeps_its_beginning() -> None:
+    observer = Observer()
+    assert [each.since_s for each in seen(observer, 1.0, router("a", 0)).replicas] == [1.0, 1.0]
+    load = link.Heartbeat(num_running=3, num_waiting=2, waiting_tokens=70, kv_tokens=900)
+    flipped = router("a", 0, workers=[worker("p", DECODE, load), worker("d", DECODE), worker("stranger", DECODE)])
+    prefill, decode = seen(observer, 2.0, flipped).replicas
+    assert (prefill.role, prefill.state, prefill.since_s) == (Role.DECODE, State.READY, 1.0)
+    assert (prefill.num_sequences, prefill.waiting_tokens, prefill.kv_tokens) == (5, 70, 900)
+    assert (decode.state, decode.since_s) == (State.READY, 2.0)
+    draining = router("a", 0, workers=[worker("d", DECODE, link.Heartbeat(draining=True))])
+    assert [each.state for each in seen(observer, 3.0, draining).replicas] == [State.READY, State.DRAINING]
+
+
+def test_costs_and_capacities_are_those_of_each_role() -> None:
+    costs = [
+        admin.LearntCosts(role=PREFILL, prefill_step_s=1.0, decode_step_s=9.0, num_prefill_steps=50),
+        admin.LearntCosts(role=DECODE, prefill_step_s=8.0, decode_step_s=2.0, num_decode_steps=50),
+    ]
+    found = seen(Observer(), 0.0, router("a", 0, costs=costs, workers=[worker("d", DECODE)]))
+    for role in (Role.PREFILL, Role.DECODE):  # neither has done what the other does
+        assert found.costs[role].prefill.step_s == 1.0
+        assert found.costs[role].decode_curve(1) == Curve(2.0, 0.0, 0.0)
+    assert found.capacities == {Role.DECODE: Capacity(1600, 8, 512)}
+    costs[1].num_prefill_steps = 50
+    assert seen(Observer(), 0.0, router("a", 0, costs=costs)).costs[Role.DECODE].prefill.step_s == 8.0
+    assert seen(Observer(), 0.0, router("a", 0)).costs == {}
