@@ -7,6 +7,7 @@ from pydantic import Field
 from pdserve.autoscaler.section import DURATION, Section
 
 Window = Annotated[float, Field(ge=0, le=3600, strict=True), DURATION]
+Tolerance = Annotated[float, Field(ge=0.0, lt=1.0, strict=True)]
 
 
 class RateLimit(Section):
@@ -15,46 +16,46 @@ class RateLimit(Section):
     type: Literal["Pods", "Percent"] = Field(
         description="Pods: `value` counts replicas. Percent: it is a share of the pool at the period's start."
     )
-    value: int = Field(ge=1, le=10_000, description="Replicas, or percent, that the pool may change by in a period.")
+    value: int = Field(
+        ge=1, le=10_000, strict=True, description="Replicas, or percent, that the pool may change by in a period."
+    )
     period_seconds: Annotated[float, Field(gt=0, le=1800, strict=True), DURATION] = Field(
         description="Length of the period."
     )
 
 
+RateLimits = Annotated[tuple[RateLimit, ...], Field(min_length=1, max_length=16)]
+
+
 class ScalingRules(Section):
     """Limits of one direction."""
 
-    stabilization_window_seconds: Window = Field(
-        default=0.0,
-        description="Time over which wanted sizes are looked at together: a pool grows only to the least of them.",
-    )
+    stabilization_window_seconds: Window
     select_policy: Literal["Max", "Min", "Disabled"] = Field(
         default="Max",
         description="Which of the policies counts: the one that allows the greatest change, or the least. Disabled: no "
         "change in this direction.",
     )
-    policies: tuple[RateLimit, ...] = Field(
-        default=(), min_length=1, max_length=16, description="Limits on the change in a period."
-    )
-    tolerance: float = Field(
-        default=0.1,
-        ge=0.0,
-        lt=1.0,
-        description="Share by which demand may differ from what a pool is sized for before the pool changes.",
-    )
+    policies: RateLimits
+    tolerance: Tolerance
 
 
 class ScaleUp(ScalingRules):
     """Limits of growth."""
 
-    policies: tuple[RateLimit, ...] = Field(
+    stabilization_window_seconds: Window = Field(
+        default=0.0,
+        description="Time over which wanted sizes are looked at together: a pool grows only to the least of them.",
+    )
+    policies: RateLimits = Field(
         default=(
             RateLimit(type="Pods", value=4, period_seconds=15.0),
             RateLimit(type="Percent", value=100, period_seconds=15.0),
         ),
-        min_length=1,
-        max_length=16,
         description="Limits on the growth in a period.",
+    )
+    tolerance: Tolerance = Field(
+        default=0.1, description="Share by which demand may exceed what the pool is sized for before the pool grows."
     )
 
 
@@ -65,16 +66,12 @@ class ScaleDown(ScalingRules):
         default=300.0,
         description="Time over which wanted sizes are looked at together: a pool shrinks only to the greatest of them.",
     )
-    policies: tuple[RateLimit, ...] = Field(
+    policies: RateLimits = Field(
         default=(RateLimit(type="Percent", value=100, period_seconds=15.0),),
-        min_length=1,
-        max_length=16,
         description="Limits on the shrinking in a period.",
     )
-    tolerance: float = Field(
+    tolerance: Tolerance = Field(
         default=0.1,
-        ge=0.0,
-        lt=1.0,
         description="Margin: a pool shrinks only if what is left would meet the objectives with this much more demand.",
     )
 

@@ -1,5 +1,6 @@
 """Nonsense policies are refused by file, line, field and limit before anything starts; changes are named."""
 
+import re
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -15,6 +16,7 @@ from pdserve.autoscaler.schedules import holds
 from pdserve.autoscaler.schema import Policy
 from pdserve.errors import ConfigError
 
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "scale.md"
 GOOD = """\
 apiVersion: pdserve/v1alpha1
 kind: AutoscalingPolicy
@@ -145,6 +147,18 @@ def test_nonsense_is_refused_by_name(write: Callable[[str], Path], old: str, new
         load(write(GOOD.replace(old, new)))
     assert message in str(caught.value)
     assert str(caught.value).startswith(f"{write(GOOD)}, line ")
+
+
+def test_the_page_shows_messages_that_there_are(write: Callable[[str], Path]) -> None:
+    found = set()
+    for old, new, _ in FAULTS:
+        path = write(GOOD.replace(old, new))
+        with pytest.raises(ConfigError) as caught:
+            load(path)
+        found.add(str(caught.value).replace(str(path), "policy.yaml").partition("; ")[0])
+    shown = re.findall(r"^    (policy\.yaml, line .*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(shown) > 3
+    assert set(shown) <= found
 
 
 def test_every_fault_is_named_at_once(write: Callable[[str], Path]) -> None:

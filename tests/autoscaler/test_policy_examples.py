@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from policy_table import rows
 from typer.testing import CliRunner
 
 from pdserve.autoscaler.explain import sentences
@@ -104,3 +105,8 @@ def test_a_policy_is_explained_in_plain_sentences(
 @pytest.mark.parametrize("path", POLICIES, ids=lambda path: path.stem)
 def test_the_command_prints_what_the_policy_does(path: Path) -> None:
     assert run("explain", path).splitlines() == list(sentences(load(path)))
+
+
+def test_the_page_explains_every_field() -> None:
+    page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8")
+    assert "\n".join(rows()) in page, "replace the table by what tests/support/policy_table.py prints"
