@@ -43,7 +43,8 @@ class Binds(StrEnum):
     MIN = "minReplicas"
     MAX = "maxReplicas"
     BUDGET = "budget"
-    FALLBACK = "fallback"  # no fresh figures
+    STALE = "stale figures"  # nothing is known, so nothing changes
+    FALLBACK = "fallback"  # nothing is known, for long
     NOTHING = "nothing"  # the pool could be smaller
 
 

@@ -22,8 +22,10 @@ from pdserve.values import value
 Kind = Literal["last", "holt-winters", "kalman"]
 _Array = np.ndarray[tuple[int], np.dtype[np.float64]]
 
-_KEPT = 0.98  # weight of an error, for each one after it
-_SPREAD = 0.3  # of the first value: what its error is taken to be while nothing else is known
+_KEPT = 0.95  # weight of an error, for each one after it
+_OUTLIER = 3.0  # standard deviations that an error counts at most: a jump is not the noise of what follows it
+_LEAST_SPREAD = 0.03  # of the level: errors below it are no measure of what an outlier is
+_SPREAD = 0.15  # of the first value: what its error is taken to be while nothing else is known
 
 
 @value
@@ -82,17 +84,24 @@ class _Likeliest:
 
     def __init__(self, size: int) -> None:
         self._squares, self._logs, self._weight = np.zeros(size), np.zeros(size), 0.0
+        self._num_observed = 0
 
-    def observe(self, errors: _Array, variances: _Array) -> None:
+    def observe(self, errors: _Array, variances: _Array, level: float) -> None:
         """Take in errors of one step, and their variances up to a factor that is the same for all steps."""
-        self._squares = self._squares * _KEPT + errors**2 / variances
+        least = (_LEAST_SPREAD * level) ** 2
+        squares = errors**2 / variances
+        if self._weight > 1:
+            squares = np.minimum(squares, _OUTLIER**2 * np.maximum(self._squares / self._weight, least))
+        self._squares = self._squares * _KEPT + squares
+        self._num_observed += 1
         self._logs = self._logs * _KEPT + np.log(variances)
         self._weight = self._weight * _KEPT + 1
 
     def best(self, level: float) -> tuple[int, float]:
         """Return its place, and the factor; a guess from the level while few errors are known."""
         guess = (_SPREAD * level) ** 2
-        factors = (self._squares + guess) / (self._weight + 1)
+        prior = _KEPT**self._num_observed
+        factors = (self._squares + prior * guess) / (self._weight + prior)
         place = int(np.argmin(self._weight * np.log(factors + 1e-12) + self._logs))
         return place, float(factors[place])
 
@@ -120,7 +129,7 @@ class Kalman:
         variance = p_level + 1
         error = rate - level
         if self._num_observed:
-            self._likeliest.observe(error, variance)
+            self._likeliest.observe(error, variance, rate)
         self._num_observed += 1
         to_level, to_slope = p_level / variance, p_both / variance
         self._level, self._slope = level + to_level * error, self._slope + to_slope * error
@@ -155,7 +164,7 @@ class HoltWinters:
         place = self._num_observed % max(1, self._length)
         error = rate - (self._level + self._slope + self._season[place])
         if self._num_observed:
-            self._likeliest.observe(error, np.ones(len(error)))
+            self._likeliest.observe(error, np.ones(len(error)), rate)
         self._level = self._level + self._slope + self._alpha * error
         self._slope = self._slope + self._alpha * self._beta * error
         self._num_observed += 1

@@ -1,45 +1,292 @@
 """Decides how many replicas each pool has, and what each replica's role is. Pure.
 
-Without fresh figures a pool keeps its size, or grows to its fallback.
+Invariant: no order leads out of a pool's limits or beyond the budget, no pool has two orders in flight, and without
+fresh figures no pool shrinks.
+
+A mixed worker counts in both pools, as it serves both; it is drained as a last resort, and never changes its role.
 """
 
-from pdserve.autoscaler.decisions import Action, Add, Binds, Decision
-from pdserve.autoscaler.observation import Observation, State
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdserve.autoscaler.decisions import Action, Add, Binds, Decision, Drain, Flip
+from pdserve.autoscaler.observation import Observation, Replica, State
+from pdserve.autoscaler.orders import Orders, Outcome, Result
+from pdserve.autoscaler.pacing import Pacing
+from pdserve.autoscaler.planning import Plan, Planner
 from pdserve.autoscaler.schedules import bounds
 from pdserve.autoscaler.schema import Policy
+from pdserve.autoscaler.sizing import POOLS, Bounds
+from pdserve.autoscaler.startup import Lives
+from pdserve.autoscaler.supply import Supply
 from pdserve.roles import Role
 
-POOLS = (Role.PREFILL, Role.DECODE)
+_LATE = 2.0  # times its start-up: when what was ordered counts as late
+_LEAST_LATE_S = 30.0
+_FAR_TOO_MANY = 1.5  # times the wanted size: then a pool does not wait for one drain before the next
+
+
+@dataclass(slots=True)
+class _Goal:
+    """What a pool is to become, and why it may not."""
+
+    size: int
+    target: int
+    binds: Binds
+    refused: list[str]
+    is_forced: bool = False  # by its limits: windows and rates do not count
+    action: Action | None = None
+    is_given: bool = False  # an order, this time: its own, or a flip to the other pool
 
 
 class Autoscaler:
     """Turns observations into orders, one in flight for each pool.
 
     A shell gives it every observation, carries out the actions of its decisions that are not advisory, and reports for
-    each of them that it was ordered, or that it failed. What was ordered counts as done once it is observed.
+    each of them that it was ordered, or that it failed. What was ordered counts as done once it is observed. After a
+    restart everything is learnt from observations again.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, warm_up: Sequence[tuple[float, float]] = ()) -> None:
+        """`warm_up`: earlier forecast intervals, each with its prompt tokens to compute and answer tokens a second."""
         self._policy = policy
+        self._advisory = policy.mode == "advisory" or policy.actuator.kind == "publish"
+        self._planner = Planner(policy, warm_up)
+        self._orders = Orders()
+        self._lives = Lives({pool: policy.pools.of(pool).startup_s for pool in POOLS})
+        self._pacing: dict[Role, Pacing] = {}
+        self._outcomes: list[Outcome] = []
+        self._num_stale = 0
+        self._stale_s: float | None = None
 
     def decide(self, observation: Observation) -> tuple[Decision, ...]:
         """Return a decision for each pool."""
-        names = {replica.name for replica in observation.replicas}
-        decisions = []
+        at_s = observation.at_s
+        if not self._pacing:
+            self._pacing = {pool: Pacing(self._policy.pools.of(pool).behavior, at_s) for pool in POOLS}
+        self._lives.observe(observation.replicas, at_s)
+        self._settle(observation)
+        supply = Supply(self._policy, observation, self._orders.unseen)
+        limits = {pool: self._limits(pool, observation.unix_s) for pool in POOLS}
+        plan = self._plan(observation, supply, limits)
+        if isinstance(plan, Plan):
+            for pool in POOLS:
+                self._pacing[pool].want(plan.wanted[pool], at_s)
+        goals = {pool: self._goal(pool, supply, limits[pool], plan, at_s) for pool in POOLS}
+        for pool in sorted(POOLS, key=lambda pool: self._urgency(pool, goals[pool], plan)):
+            if goals[pool].target > goals[pool].size and not goals[pool].is_given:
+                self._grow(pool, goals, supply, limits, at_s)
         for pool in POOLS:
-            here = [r for r in observation.replicas if r.role.is_in(pool) and r.state is not State.DRAINING]
-            least, _ = bounds(self._policy, pool, observation.unix_s)
-            action = Add(free_name(pool, names), pool) if len(here) < least else None
-            decisions.append(Decision(pool, action, len(here), least, Binds.MIN, f"{len(here)} replicas", ""))
-        return tuple(decisions)
+            if goals[pool].target < goals[pool].size and not goals[pool].is_given:
+                self._shrink(pool, goals[pool], supply, at_s)
+        return tuple(self._decision(pool, goals[pool], supply, plan, at_s) for pool in POOLS)
 
     def ordered(self, action: Action, at_s: float) -> None:
         """Take note that the actuator has taken an action on."""
+        self._orders.confirm(action, at_s)
 
     def failed(self, action: Action, reason: str, at_s: float) -> None:
         """Take note that an action was not carried out, or that nobody knows whether it was."""
+        self._orders.fail(action, reason, at_s)
+        self._note_outcomes()
+
+    def take_outcomes(self) -> tuple[Outcome, ...]:
+        """Return how orders have ended since the last call."""
+        outcomes, self._outcomes = tuple(self._outcomes), []
+        return outcomes
+
+    def startup_s(self, pool: Role) -> float:
+        """Return how long a replica of a pool takes from the order until it serves."""
+        return self._lives.startup_s(pool)
+
+    # ---- what is there
+
+    def _late_s(self, pool: Role) -> float:
+        return max(_LEAST_LATE_S, _LATE * self._lives.startup_s(pool))
+
+    def _settle(self, observation: Observation) -> None:
+        replicas = {replica.name: replica for replica in observation.replicas}
+        self._orders.settle(replicas, {pool: self._late_s(pool) for pool in POOLS}, observation.at_s)
+        self._note_outcomes()
+
+    def _note_outcomes(self) -> None:
+        outcomes = self._orders.take_outcomes()
+        self._outcomes += outcomes
+        for outcome in outcomes:
+            if outcome.result is Result.DONE:
+                continue
+            if isinstance(outcome.action, Add):
+                self._lives.forget(outcome.action.name)
+            for pool in outcome.pools:
+                self._pacing[pool].unchanged(_change(outcome.action, pool))
+
+    def _limits(self, pool: Role, unix_s: float) -> Bounds:
+        least, most = bounds(self._policy, pool, unix_s)
+        return Bounds(least, most, self._policy.pools.of(pool).devices_per_replica)
+
+    # ---- what is wanted
+
+    def _plan(self, seen: Observation, supply: Supply, limits: dict[Role, Bounds]) -> Plan | str:
+        if seen.demand is None:
+            if self._stale_s is None or seen.at_s - self._stale_s >= self._policy.interval.react_s * 0.999:
+                self._num_stale, self._stale_s = self._num_stale + 1, seen.at_s
+            return f"no router has reported, {self._num_stale} times in a row"
+        self._num_stale, self._stale_s = 0, None
+        startup_s = {pool: self._lives.startup_s(pool) for pool in POOLS}
+        self._planner.observe(seen.demand, seen, startup_s)
+        return self._planner.plan(seen, supply.sizes, limits, startup_s)
+
+    def _goal(self, pool: Role, supply: Supply, limits: Bounds, plan: Plan | str, at_s: float) -> _Goal:
+        size = supply.sizes[pool]
+        notes = supply.late(pool, self._late_s(pool), self._policy.pools.of(pool).drain_timeout_s)
+        if size < limits.least:
+            return _Goal(size, limits.least, Binds.MIN, notes, is_forced=True)
+        if isinstance(plan, str):
+            fallback = self._policy.pools.of(pool).fallback
+            if self._num_stale >= fallback.failure_threshold and fallback.replicas is not None:
+                return _Goal(
+                    size, max(size, min(limits.most, fallback.replicas)), Binds.FALLBACK, notes, is_forced=True
+                )
+            return _Goal(size, size, Binds.STALE if self._num_stale else Binds.NOTHING, notes)
+        if size > limits.most:
+            return _Goal(size, limits.most, Binds.MAX, notes, is_forced=True)
+        pacing = self._pacing[pool]
+        grown, kept_from = pacing.grown(size, at_s)
+        if grown == size and not kept_from:
+            shrunk, kept_from = pacing.shrunk(size, at_s)
+            target = max(limits.least, shrunk)
+        else:
+            target = min(limits.most, grown)
+        return _Goal(size, target, plan.binds[pool], [*notes, kept_from] if kept_from else notes)
+
+    @staticmethod
+    def _urgency(pool: Role, goal: _Goal, plan: Plan | str) -> tuple[bool, float]:
+        """Return a sort key: first what is below its least size, then what serves the fewest in time."""
+        return not goal.is_forced, 0.0 if isinstance(plan, str) else plan.sizer.attainment(pool, goal.size)
+
+    # ---- orders
+
+    def _grow(
+        self, pool: Role, goals: dict[Role, _Goal], supply: Supply, limits: dict[Role, Bounds], at_s: float
+    ) -> None:
+        goal, devices = goals[pool], limits[pool].devices
+        why = self._orders.blocked(pool, at_s)
+        if why:
+            goal.refused.append(why)
+            return
+        owed = self._orders.owed(pool)
+        flip = None if isinstance(owed, Add) else self._flip(pool, goals, supply, limits, at_s)
+        if flip is not None:
+            self._order(pool, flip, goals, at_s)
+            return
+        used = supply.devices(besides=owed)
+        if used + devices > self._policy.budget.max_devices:
+            goal.refused.append(f"{used} of {self._policy.budget.max_devices} devices are held")
+            return
+        add = owed if isinstance(owed, Add) and owed.name not in supply.names else Add(supply.free_name(pool), pool)
+        supply.expect(add)
+        self._order(pool, add, goals, at_s)
+
+    def _flip(
+        self, pool: Role, goals: dict[Role, _Goal], supply: Supply, limits: dict[Role, Bounds], at_s: float
+    ) -> Flip | None:
+        """Return a replica's change of roles that leaves the other pool what it needs, if there is one."""
+        giver = _other(pool)
+        switch, other, goal = self._policy.role_switch, goals[giver], goals[pool]
+        if not switch.enabled or self._num_stale or limits[pool].devices != limits[giver].devices:
+            return None
+        needed = max(
+            limits[giver].least, self._pacing[giver].needed(at_s), other.target if other.target > other.size else 0
+        )
+        serving = [replica for replica in supply.of(giver) if replica.state is State.READY]
+        if other.is_given or other.target > other.size or min(other.size, len(serving)) <= needed:
+            return None
+        why = self._orders.blocked(giver, at_s)
+        owed = self._orders.owed(giver)
+        if why or not (owed is None or isinstance(owed, Flip)):
+            goal.refused.append(f"no flip from {giver}: {why or 'an earlier order may still be carried out'}")
+            return None
+        able = [r for r in serving if r.role is giver and self._lives.in_role_s(r.name, at_s) >= switch.min_dwell_s]
+        if not able:
+            goal.refused.append(f"no flip from {giver}: none has kept its role for {switch.min_dwell_s:.0f} s")
+            return None
+        if isinstance(owed, Flip) and owed.role is pool and any(r.name == owed.name for r in able):
+            return owed
+        return Flip(min(able, key=_cost_of_drain).name, pool)
+
+    def _shrink(self, pool: Role, goal: _Goal, supply: Supply, at_s: float) -> None:
+        why = self._orders.blocked(pool, at_s)
+        if not why and supply.num_draining(pool) and goal.size <= _FAR_TOO_MANY * goal.target:
+            why = "another replica drains"
+        here = supply.of(pool)
+        owed = self._orders.owed(pool)
+        candidates = [replica for replica in here if replica.role is pool] or here
+        if sum(r.state is State.READY for r in here) <= goal.target and not goal.is_forced:
+            candidates = [replica for replica in candidates if replica.state is State.STARTING]
+        if isinstance(owed, Drain):
+            candidates = [replica for replica in here if replica.name == owed.name] or candidates
+        if why or not candidates:
+            goal.refused.append(why or "replicas that start would have to serve first")
+            return
+        drain = Drain(min(candidates, key=_cost_of_drain).name)
+        self._order(pool, drain, {pool: goal}, at_s)
+
+    def _order(self, pool: Role, action: Action, goals: dict[Role, _Goal], at_s: float) -> None:
+        """Give an order; one that is not to be carried out changes nothing."""
+        match action:
+            case Add(_, role):
+                pools = [role]
+            case Flip(_, role):
+                pools = [role, _other(role)]
+            case Drain():
+                pools = [pool]
+        goals[pool].action = action
+        for each in pools:
+            goals[each].is_given = True
+        if self._advisory:
+            return
+        self._orders.begin(pools, action, at_s)
+        held_s = self._policy.role_switch.min_dwell_s
+        if isinstance(action, Add):
+            self._lives.asked(action.name, at_s)
+            held_s += self._lives.startup_s(pool)
+        for each in pools:
+            by = _change(action, each)
+            self._pacing[each].changed(by, goals[each].size + by, held_s, at_s)
+
+    # ---- reports
+
+    def _decision(self, pool: Role, goal: _Goal, supply: Supply, plan: Plan | str, at_s: float) -> Decision:
+        seen, predicted = (plan, "") if isinstance(plan, str) else (plan.seen, plan.predicted)
+        in_flight = self._orders.in_flight(pool)
+        if in_flight is not None and in_flight != goal.action and goal.target == goal.size:
+            goal.refused.append(self._orders.blocked(pool, at_s))
+        return Decision(
+            pool=pool,
+            action=goal.action,
+            num_replicas=goal.size,
+            desired=goal.target,
+            binds=goal.binds,
+            seen=seen,
+            predicted=predicted,
+            refused="; ".join(goal.refused),
+            advisory=self._advisory,
+        )
 
 
-def free_name(pool: Role, names: set[str]) -> str:
-    """Return the name of a pool with the lowest number that nobody has."""
-    return next(name for number in range(len(names) + 1) if (name := f"{pool}-{number}") not in names)
+def _other(pool: Role) -> Role:
+    return Role.DECODE if pool is Role.PREFILL else Role.PREFILL
+
+
+def _change(action: Action, pool: Role) -> int:
+    """Return what an order of a pool's changes its size by."""
+    gains = isinstance(action, Add) or (isinstance(action, Flip) and action.role is pool)
+    return 1 if gains else -1
+
+
+def _cost_of_drain(replica: Replica) -> tuple[bool, int, int, int, str]:
+    """Return a sort key: one that has not started, then the least to finish or to move, then the latest."""
+    number = replica.name.rpartition("-")[2]
+    latest = -int(number) if number.isascii() and number.isdigit() else 0
+    left = replica.waiting_tokens + replica.kv_tokens
+    return replica.state is not State.STARTING, left, replica.num_sequences, latest, replica.name

@@ -40,6 +40,7 @@ class PrefillPool:
         self.best = sum(prompt.share for prompt in self._timely)  # attainment of a pool without end
         self._ttft_s, self._step_s = ttft_s, curve.step_s
         self._rate = traffic.prompt_rate * self.best
+        self._tokens = step_tokens * sum(p.share * p.steps for p in self._timely) / self.best if self._timely else 0.0
         fill = sum(prompt.share * min(1.0, prompt.steps) for prompt in self._timely)
         self._most_sharing = max(1.0, self.best / fill) if fill else 1.0
 
@@ -62,6 +63,12 @@ class PrefillPool:
     def load(self, num_replicas: int) -> float:
         """Return the share of the pool's time that the prompts take when steps are shared by as many as can be."""
         return self._rate * self._service(self._most_sharing)[0] / max(1, num_replicas)
+
+    def seconds(self, num_tokens: float, num_prompts: float) -> float:
+        """Return how long one replica takes for tokens and prompts of this mixture that wait."""
+        if not self._timely:
+            return 0.0
+        return self._service(self._most_sharing)[0] * (num_tokens / self._tokens + num_prompts)
 
     def _service(self, sharing: float) -> tuple[float, float]:
         """Return the mean of a prompt's time on a worker, and the square of its coefficient of variation."""

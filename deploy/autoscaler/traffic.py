@@ -51,13 +51,17 @@ class Fading:
 
     def add(self, demand: Demand, seconds: float) -> None:
         """Take in what came in some seconds."""
-        kept = exp(-seconds / self._fades_s)
+        kept = self.kept(seconds)
         self._elapsed_s = self._elapsed_s * kept + seconds
         self._requests = self._requests * kept + demand.num_requests
         self._prompt_tokens = self._prompt_tokens * kept + demand.prompt_tokens
         self._cached_tokens = self._cached_tokens * kept + demand.cached_tokens
         self._prompts = [before * kept + count for before, count in zip(self._prompts, demand.prompts, strict=True)]
         self._answers = [before * kept + count for before, count in zip(self._answers, demand.answers, strict=True)]
+
+    def kept(self, seconds: float) -> float:
+        """Return what of a count is left after some seconds."""
+        return exp(-seconds / self._fades_s)
 
     @property
     def num_requests(self) -> float:

@@ -1,0 +1,146 @@
+"""Keeps the orders that have no outcome yet, and those whose outcome nobody knows. Pure.
+
+Invariant: a pool has at most one order in flight, and every order ends in one outcome: it is observed, it failed, it is
+late, or its replica is gone.
+
+An order that failed or is late may have been carried out all the same. It stays owed for a while: what it would hold
+counts, and its pool is given the same order again rather than another one, so that nothing is done twice.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pdserve.autoscaler.decisions import Action, Add, Drain, Flip
+from pdserve.autoscaler.observation import Replica, State
+from pdserve.roles import Role
+from pdserve.values import value
+
+_FIRST_BACKOFF_S, _MAX_BACKOFF_S = 5.0, 300.0
+
+
+class Result(StrEnum):
+    """How an order ended."""
+
+    DONE = "done"
+    FAILED = "failed"
+    LATE = "late"  # nothing of it is to be seen yet
+    GONE = "gone"  # its replica is
+
+
+@value
+class Outcome:
+    """The end of an order."""
+
+    action: Action
+    result: Result
+    at_s: float
+    pools: tuple[Role, ...]  # whose order it was
+    reason: str = ""
+
+
+@dataclass(slots=True)
+class _Order:
+    action: Action
+    at_s: float
+
+
+class Orders:
+    """Orders of both pools."""
+
+    def __init__(self) -> None:
+        self._in_flight: dict[Role, _Order] = {}  # a flip under both pools
+        self._owed: dict[Role, _Order] = {}
+        self._failures: dict[Role, int] = {}  # in a row
+        self._again_s: dict[Role, float] = {}
+        self._reasons: dict[Role, str] = {}
+        self._outcomes: list[Outcome] = []
+
+    def begin(self, pools: Iterable[Role], action: Action, at_s: float) -> None:
+        """Take note of an order that these pools are given; none of them has one in flight."""
+        order = _Order(action, at_s)
+        for pool in pools:
+            self._in_flight[pool] = order
+            self._owed.pop(pool, None)
+
+    def confirm(self, action: Action, at_s: float) -> None:
+        """Take note that an order was taken on: from then on it takes its time."""
+        for order in self._in_flight.values():
+            if order.action == action:
+                order.at_s = at_s
+
+    def fail(self, action: Action, reason: str, at_s: float) -> None:
+        """End an order that was not carried out, or of which nobody knows whether it was."""
+        if any(order.action == action for order in self._in_flight.values()):
+            self._end(action, Result.FAILED, at_s, reason)
+
+    def settle(self, replicas: Mapping[str, Replica], late_s: Mapping[Role, float], at_s: float) -> None:
+        """Compare what was ordered with what is there."""
+        for pool, order in list(self._in_flight.items()):
+            if self._in_flight.get(pool) is not order:
+                continue  # a flip, that has just ended
+            result = _seen(order.action, replicas)
+            if result is None and at_s - order.at_s > late_s[pool]:
+                result = Result.LATE
+            if result is not None:
+                reason = f"not seen within {late_s[pool]:.0f} s" if result is Result.LATE else ""
+                self._end(order.action, result, at_s, reason)
+        for pool, order in list(self._owed.items()):
+            if _seen(order.action, replicas) is not None or at_s - order.at_s > 2 * late_s[pool]:
+                del self._owed[pool]
+
+    def _end(self, action: Action, result: Result, at_s: float, reason: str) -> None:
+        pools = tuple(pool for pool, order in self._in_flight.items() if order.action == action)
+        self._outcomes.append(Outcome(action, result, at_s, pools, reason))
+        for pool in pools:
+            del self._in_flight[pool]
+            if result in {Result.DONE, Result.GONE}:
+                self._failures.pop(pool, None)
+                continue
+            failures = self._failures[pool] = self._failures.get(pool, 0) + 1
+            backoff_s = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** min(failures - 1, 10))
+            self._again_s[pool], self._reasons[pool] = at_s + backoff_s, reason
+            self._owed[pool] = _Order(action, at_s)
+
+    def in_flight(self, pool: Role) -> Action | None:
+        order = self._in_flight.get(pool)
+        return None if order is None else order.action
+
+    def owed(self, pool: Role) -> Action | None:
+        """Return the order to give again before any other, if the pool still is to change in its direction."""
+        order = self._owed.get(pool)
+        return None if order is None else order.action
+
+    def blocked(self, pool: Role, at_s: float) -> str:
+        """Return why a pool can be given no order, or nothing."""
+        order = self._in_flight.get(pool)
+        if order is not None:
+            return f"{order.action} is in flight since {at_s - order.at_s:.0f} s"
+        wait_s = self._again_s.get(pool, at_s) - at_s
+        if pool in self._failures and wait_s > 0:
+            return f"the last order failed ({self._reasons[pool]}); again in {wait_s:.0f} s"
+        return ""
+
+    def unseen(self, replicas: Mapping[str, Replica]) -> list[Add]:
+        """Return replicas that were ordered, or may have been, and are not seen yet."""
+        orders = (*self._in_flight.values(), *self._owed.values())
+        return [o.action for o in orders if isinstance(o.action, Add) and o.action.name not in replicas]
+
+    def take_outcomes(self) -> tuple[Outcome, ...]:
+        """Return the outcomes since the last call."""
+        outcomes, self._outcomes = tuple(self._outcomes), []
+        return outcomes
+
+
+def _seen(action: Action, replicas: Mapping[str, Replica]) -> Result | None:
+    """Return how an order ended, as far as can be seen."""
+    replica = replicas.get(action.name)
+    match action:
+        case Add():
+            return None if replica is None else Result.DONE
+        case Drain():
+            return Result.DONE if replica is None or replica.state is State.DRAINING else None
+        case Flip(_, role):
+            if replica is None or replica.state is State.DRAINING:
+                return Result.GONE
+            return Result.DONE if replica.role is role else None

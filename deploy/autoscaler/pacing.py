@@ -1,0 +1,126 @@
+"""Holds a pool's changes to what its policy allows: windows, rates, dwell. Pure.
+
+The rules are those of the HorizontalPodAutoscaler, autoscaling/v2: a pool grows to the least size that was wanted in
+the window of scaleUp, shrinks to the greatest in that of scaleDown, and in each period by no more than its policies
+allow. Beside these, a change is undone only after a while: what was added stays until it has started and dwelled, and
+what was drained stays away for as long as a replica dwells.
+"""
+
+from collections import deque
+from math import ceil
+
+from pdserve.autoscaler.behavior import Behavior, ScalingRules
+from pdserve.values import value
+
+_MOST_CHANGES = 4096  # remembered
+
+
+@value
+class Wanted:
+    """What a loop finds of a pool's size."""
+
+    grow_below: int  # the pool grows if it is smaller than this, to `size`
+    size: int
+    shrink_above: int  # the pool shrinks if it is larger than this, to it
+
+
+class Pacing:
+    """One pool's past."""
+
+    def __init__(self, behavior: Behavior, begun_s: float) -> None:
+        self._behavior = behavior
+        self._begun_s = begun_s  # nothing is known of what was wanted before
+        self._wanted: deque[tuple[float, Wanted]] = deque()
+        self._changes: deque[tuple[float, int]] = deque(maxlen=_MOST_CHANGES)  # replicas added, or taken away
+        self._floors: list[tuple[float, int]] = []  # until when the pool is not to be smaller
+        self._ceilings: list[tuple[float, int]] = []  # until when not larger
+
+    def want(self, wanted: Wanted, at_s: float) -> None:
+        """Take in what a loop wants."""
+        longest_s = max(rules.stabilization_window_seconds for rules in (self._up, self._down))
+        while self._wanted and self._wanted[0][0] < at_s - longest_s:
+            self._wanted.popleft()
+        self._wanted.append((at_s, wanted))
+
+    def changed(self, by: int, size: int, held_s: float, at_s: float) -> None:
+        """Take note that a pool was given an order that makes it `size`, which is not undone for some seconds."""
+        self._changes.append((at_s, by))
+        limits = self._floors if by > 0 else self._ceilings
+        limits[:] = [(until_s, limit) for until_s, limit in limits if until_s > at_s]
+        limits.append((at_s + held_s, size))
+
+    def unchanged(self, by: int) -> None:
+        """Take note that the last order of this direction did not come to pass."""
+        limits = self._floors if by > 0 else self._ceilings
+        if limits:
+            limits.pop()
+        for place in range(len(self._changes) - 1, -1, -1):
+            if self._changes[place][1] == by:
+                del self._changes[place]
+                break
+
+    def grown(self, size: int, at_s: float) -> tuple[int, str]:
+        """Return the size that a pool may grow to, its own if none is wanted, and what keeps it from more."""
+        wanted = self._within(self._up, at_s)
+        if not wanted or size >= min(each.grow_below for each in wanted):
+            return size, ""
+        target = min(each.size for each in wanted)
+        ceiling = min((limit for until_s, limit in self._ceilings if until_s > at_s), default=target)
+        allowed = self._allowed(self._up, size, 1, at_s)
+        most = max(size, min(target, ceiling, allowed))
+        if most >= target:
+            return most, ""
+        if ceiling <= allowed:
+            return most, f"a replica was taken away a moment ago, no more than {ceiling} until it has dwelled"
+        return most, f"scaleUp allows {allowed} in this period"
+
+    def needed(self, at_s: float) -> int:
+        """Return how many replicas a pool needs at this moment, with its margin, and those that it has to keep."""
+        floor = max((limit for until_s, limit in self._floors if until_s > at_s), default=0)
+        return max(floor, self._wanted[-1][1].shrink_above) if self._wanted else _MOST_CHANGES
+
+    def shrunk(self, size: int, at_s: float) -> tuple[int, str]:
+        """Return the size that a pool may shrink to, its own if it is not to, and what keeps it from less."""
+        wanted = self._within(self._down, at_s)
+        if not wanted or size <= wanted[-1].shrink_above:
+            return size, ""
+        target = max(each.shrink_above for each in wanted)
+        window_s = self._down.stabilization_window_seconds
+        if at_s - self._begun_s < window_s:
+            return size, f"demand has been watched for {at_s - self._begun_s:.0f} s of {window_s:.0f}"
+        if target >= size:
+            return size, f"{target} were wanted within the last {window_s:.0f} s"
+        floor = max((limit for until_s, limit in self._floors if until_s > at_s), default=target)
+        allowed = self._allowed(self._down, size, -1, at_s)
+        least = min(size, max(target, floor, allowed))
+        if least < size:
+            return least, ""
+        if floor >= allowed:
+            return size, f"a replica was added lately, no less than {floor} until it has started and dwelled"
+        return size, f"scaleDown allows {allowed} in this period"
+
+    @property
+    def _up(self) -> ScalingRules:
+        return self._behavior.scale_up
+
+    @property
+    def _down(self) -> ScalingRules:
+        return self._behavior.scale_down
+
+    def _within(self, rules: ScalingRules, at_s: float) -> list[Wanted]:
+        window_s = rules.stabilization_window_seconds
+        latest = [wanted for then_s, wanted in self._wanted if then_s > at_s - window_s]
+        return latest or [wanted for _, wanted in list(self._wanted)[-1:]]
+
+    def _allowed(self, rules: ScalingRules, size: int, sign: int, at_s: float) -> int:
+        """Return the size at which the policies of a direction stop a pool."""
+        if rules.select_policy == "Disabled":
+            return size
+        reaches = []
+        for limit in rules.policies:
+            done = sum(by for then_s, by in self._changes if then_s > at_s - limit.period_seconds and by * sign > 0)
+            start = size - done
+            step = limit.value if limit.type == "Pods" else ceil(start * limit.value / 100)
+            reaches.append(start + sign * step)
+        furthest = (rules.select_policy == "Max") == (sign > 0)
+        return max(0, max(reaches) if furthest else min(reaches))

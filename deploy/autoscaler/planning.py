@@ -1,0 +1,189 @@
+"""Finds what sizes demand asks of both pools: as it is forecast, and as it is now. Pure.
+
+The slow loop forecasts, for each pool, the tokens that come in a second: to compute, and to decode. The fast loop takes
+what certainly comes at this moment, where that is more, and what waits. Pools are sized for both together, so that a
+budget that is too small is split once.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from pdserve.autoscaler import urgent
+from pdserve.autoscaler.decisions import Binds
+from pdserve.autoscaler.forecast import Forecaster, new_forecaster
+from pdserve.autoscaler.observation import Observation
+from pdserve.autoscaler.pacing import Wanted
+from pdserve.autoscaler.schema import Policy
+from pdserve.autoscaler.sizing import POOLS, Bounds, Sized, Sizer
+from pdserve.autoscaler.traffic import Fading, Traffic, mean
+from pdserve.demand import Demand
+from pdserve.roles import Role
+from pdserve.values import value
+
+_LEAST_MIXTURE_S, _LEAST_PRESENT_S = 60.0, 15.0  # over which lengths, and the present rate, are counted at least
+_WORTH = 0.01  # of all requests: what another split of a spent budget has to serve more
+
+
+@value
+class Plan:
+    """What both pools should be."""
+
+    wanted: Mapping[Role, Wanted]
+    binds: Mapping[Role, Binds]
+    sizer: Sizer  # for what was predicted
+    seen: str
+    predicted: str
+
+
+class Planner:
+    """Both loops."""
+
+    def __init__(self, policy: Policy, warm_up: Sequence[tuple[float, float]]) -> None:
+        """`warm_up`: earlier intervals, each with its prompt tokens to compute and its answer tokens a second."""
+        self._policy, self._interval_s = policy, policy.interval.forecast_s
+        self._mixture = Fading(max(_LEAST_MIXTURE_S, 2 * policy.interval.forecast_s))
+        self._present = Fading(max(_LEAST_PRESENT_S, 3 * policy.interval.react_s))
+        season = round((policy.forecaster.season_s or 0.0) / self._interval_s)
+        self._forecasters = {
+            pool: new_forecaster(policy.forecaster.kind, policy.forecaster.quantile, season) for pool in POOLS
+        }
+        for tokens in warm_up:
+            self._take_in(*tokens)
+        self._is_warm = bool(warm_up)
+        self._interval = Fading(1e9)  # counts alone
+        self._refused = dict.fromkeys(POOLS, 0.0)  # of late, by the pool that lacked something
+        self._serving = dict.fromkeys(POOLS, 0.0)  # replicas, for each request of late
+        self._tokens = dict.fromkeys(POOLS, (0.0, 0.0))  # a second, forecast: the mean and the quantile
+
+    def _take_in(self, computed: float, answered: float) -> None:
+        self._forecasters[Role.PREFILL].observe(computed)
+        self._forecasters[Role.DECODE].observe(answered)
+
+    def observe(self, demand: Demand, seen: Observation, startup_s: Mapping[Role, float]) -> None:
+        """Take in what came since the last observation; forecast anew at the end of each interval."""
+        for counts in (self._mixture, self._present, self._interval):
+            counts.add(demand, seen.seconds)
+        kept = self._present.kept(seen.seconds)
+        for pool in POOLS:
+            lost = sum(seen.refused.get(cause, 0) for cause in urgent.CAUSES[pool])
+            self._refused[pool] = self._refused[pool] * kept + lost
+            serving = len(urgent.ready(seen.replicas, pool)) * demand.num_requests
+            self._serving[pool] = self._serving[pool] * kept + serving
+        mixture = self._mixture.traffic()
+        if self._interval.seconds < self._interval_s * 0.999 or mixture is None:
+            return
+        self._take_in(
+            self._interval.computed_tokens / self._interval.seconds, self._interval.rate * mean(mixture.answers)
+        )
+        self._is_warm, self._interval = True, Fading(1e9)
+        for pool in POOLS:
+            self._tokens[pool] = self._forecast(self._forecasters[pool], startup_s[pool])
+
+    def _forecast(self, forecaster: Forecaster, startup_s: float) -> tuple[float, float]:
+        """Return the greatest rate up to the horizon: what is ordered at its end has to be there before."""
+        horizon_s = self._policy.forecaster.horizon_s or startup_s + self._interval_s
+        nearest, furthest = forecaster.forecast(1.0), forecaster.forecast(max(1.0, horizon_s / self._interval_s))
+        return max(nearest.mean, furthest.mean), max(nearest.upper, furthest.upper)
+
+    def plan(
+        self,
+        seen: Observation,
+        sizes: Mapping[Role, int],
+        bounds: Mapping[Role, Bounds],
+        startup_s: Mapping[Role, float],
+    ) -> Plan | str:
+        """Return what sizes are wanted, or why nobody can say."""
+        mixture = self._mixture.traffic()
+        if mixture is None:
+            return "no request has ended yet"
+        lacking = [pool for pool in POOLS if pool not in seen.costs or pool not in seen.capacities]
+        if lacking:
+            return f"nothing is known of steps of {' and '.join(lacking)} workers"
+        behaviors = {pool: self._policy.pools.of(pool).behavior for pool in POOLS}
+        ups = {pool: 1 / (1 + behaviors[pool].scale_up.tolerance) for pool in POOLS}
+        downs = {pool: 1 + behaviors[pool].scale_down.tolerance for pool in POOLS}
+        at_least, expected, at_most = (
+            self._sizer(mixture, seen, margins) for margins in (ups, dict.fromkeys(POOLS, 1.0), downs)
+        )
+        budget = self._policy.budget
+        best = self._settled(expected[0], expected[0].fewest(bounds, budget), sizes, bounds)
+        lower, upper = at_least[0].fewest(bounds, budget), at_most[0].fewest(bounds, budget)
+        wanted, binds = {}, dict(best.binds)
+        for pool in POOLS:
+            size = best.replicas[pool]
+            is_split = Binds.BUDGET in best.binds.values()
+            low, high = (size, size) if is_split else (lower.replicas[pool], upper.replicas[pool])
+            pressing = 0 if is_split else self._pressing(pool, seen, expected[0], startup_s[pool])
+            kept = max(high, size, pressing, self._signalled(pool, seen, downs[pool]))
+            if pressing > size:
+                binds[pool] = Binds.WAITING
+            size = min(max(size, pressing), bounds[pool].most)
+            if not self._is_warm:
+                kept = max(kept, sizes[pool])  # nothing is known of what is to come
+            wanted[pool] = Wanted(min(size, max(low, pressing)), size, min(kept, bounds[pool].most))
+        return Plan(wanted, binds, expected[0], self._seen_text(seen), _predicted_text(expected[1], best))
+
+    def _sizer(self, mixture: Traffic, seen: Observation, margins: Mapping[Role, float]) -> tuple[Sizer, Traffic]:
+        """Return a sizer for what is forecast, times a margin, or for what surely comes now if that is more."""
+        prompts, answers = self._present.sure_rates(mixture)
+        forecast = {
+            Role.PREFILL: self._tokens[Role.PREFILL][1] / max(1.0, mean(mixture.prompts)),
+            Role.DECODE: self._tokens[Role.DECODE][1] / max(1.0, mean(mixture.answers)),
+        }
+        traffic = replace(
+            mixture,
+            prompt_rate=max(forecast[Role.PREFILL] * margins[Role.PREFILL], prompts),
+            answer_rate=max(forecast[Role.DECODE] * margins[Role.DECODE], answers),
+        )
+        return Sizer(traffic, self._policy.objectives, seen.costs, seen.capacities), traffic
+
+    @staticmethod
+    def _settled(sizer: Sizer, best: Sized, sizes: Mapping[Role, int], bounds: Mapping[Role, Bounds]) -> Sized:
+        """Return the split of a spent budget that there is, unless another one serves clearly more."""
+        if Binds.BUDGET not in best.binds.values():
+            return best
+        free = sum(bounds[pool].devices * (best.replicas[pool] - sizes[pool]) for pool in POOLS)
+        is_allowed = all(bounds[pool].least <= sizes[pool] <= bounds[pool].most for pool in POOLS)
+        if free != 0 or not is_allowed or sizer.joint(sizes) < best.attainment - _WORTH:
+            return best
+        attainments = {pool: sizer.attainment(pool, sizes[pool]) for pool in POOLS}
+        return Sized(dict(sizes), attainments, best.binds, best.is_met)
+
+    def _pressing(self, pool: Role, seen: Observation, sizer: Sizer, startup_s: float) -> int:
+        """Return the size that what waits, runs, was lost and is signalled asks for at this moment."""
+        objectives = self._policy.objectives
+        replicas = urgent.ready(seen.replicas, pool)
+        if pool is Role.PREFILL:
+            waiting = sum(replica.waiting_tokens for replica in replicas)
+            backlog_s = sizer.prefill.seconds(waiting, seen.num_held)
+            waits = urgent.for_backlog(backlog_s, sizer.prefill.load(1), startup_s, objectives.ttft_s)
+        else:
+            waits = urgent.for_batches(replicas, sizer.decode.most, seen.capacities[pool])
+        num_requests = self._present.num_requests
+        serving = self._serving[pool] / max(1.0, num_requests)
+        lost = urgent.for_losses(self._refused[pool], num_requests, serving, objectives.attainment)
+        return max(waits, lost, self._signalled(pool, seen, 1 / (1 + self._up_tolerance(pool))))
+
+    def _up_tolerance(self, pool: Role) -> float:
+        return self._policy.pools.of(pool).behavior.scale_up.tolerance
+
+    def _signalled(self, pool: Role, seen: Observation, margin: float) -> int:
+        signals = self._policy.pools.of(pool).signals
+        return urgent.for_signals(signals, urgent.ready(seen.replicas, pool), seen, pool, margin) if signals else 0
+
+    def _seen_text(self, seen: Observation) -> str:
+        present = self._present.traffic()
+        parts = [present.text if present is not None else f"{self._present.rate:.2f} requests/s"]
+        waiting = sum(replica.waiting_tokens for replica in seen.replicas)
+        running = sum(replica.num_sequences for replica in seen.replicas)
+        parts.append(f"{waiting} prompt tokens wait, {running} sequences run, {seen.num_held} requests are held")
+        refused = sum(seen.refused.values())
+        return ", ".join([*parts, f"{refused} were refused"] if refused else parts)
+
+
+def _predicted_text(traffic: Traffic, sized: Sized) -> str:
+    prefill, decode = (sized.replicas[pool] for pool in POOLS)
+    return (
+        f"{traffic.text} at most; {prefill} prefill + {decode} decode serve {sized.attainment:.1%} in time "
+        f"({sized.attainments[Role.PREFILL]:.1%}, {sized.attainments[Role.DECODE]:.1%})"
+    )

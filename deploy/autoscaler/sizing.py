@@ -1,0 +1,157 @@
+"""Finds the fewest replicas of both pools that serve a stream of requests in time. Pure.
+
+A request needs both pools, and what is lost in one hardly depends on the other: attainment is the product of both.
+Requests that no size of a pool could serve in time count for none.
+"""
+
+from collections.abc import Mapping
+from math import sqrt
+
+from pdserve.autoscaler.decisions import Binds
+from pdserve.autoscaler.decode_batch import DecodePool
+from pdserve.autoscaler.observation import Capacity
+from pdserve.autoscaler.prefill_queue import PrefillPool
+from pdserve.autoscaler.schema import Budget, Objectives
+from pdserve.autoscaler.traffic import Traffic
+from pdserve.perfmodel.curve import StepCosts
+from pdserve.roles import Role
+from pdserve.values import value
+
+POOLS = (Role.PREFILL, Role.DECODE)
+_MAX_SPLITS = 64  # of a budget that are compared
+
+
+@value
+class Bounds:
+    """How many replicas a pool may have, and what each takes."""
+
+    least: int
+    most: int
+    devices: int = 1
+
+
+@value
+class Sized:
+    """Sizes of both pools, and what is predicted for them."""
+
+    replicas: Mapping[Role, int]
+    attainments: Mapping[Role, float]
+    binds: Mapping[Role, Binds]
+    is_met: bool  # whether the objective is
+
+    @property
+    def attainment(self) -> float:
+        """Share of requests within both objectives."""
+        return self.attainments[Role.PREFILL] * self.attainments[Role.DECODE]
+
+
+class Sizer:
+    """Both pools under one stream of requests."""
+
+    def __init__(
+        self,
+        traffic: Traffic,
+        objectives: Objectives,
+        costs: Mapping[Role, StepCosts],
+        capacities: Mapping[Role, Capacity],
+    ) -> None:
+        step_tokens = capacities[Role.PREFILL].step_tokens
+        self.prefill = PrefillPool(traffic, costs[Role.PREFILL].prefill, step_tokens, objectives.ttft_s)
+        self.decode = DecodePool(traffic, costs[Role.DECODE], capacities[Role.DECODE], objectives.tpot_s)
+        self._goal = objectives.attainment
+        self._known: dict[tuple[Role, int], float] = {}
+
+    def attainment(self, pool: Role, num_replicas: int) -> float:
+        """Return the share of requests that a pool of this size serves in time."""
+        known = self._known.get((pool, num_replicas))
+        if known is None:
+            of = self.prefill if pool is Role.PREFILL else self.decode
+            known = self._known[pool, num_replicas] = of.attainment(num_replicas)
+        return known
+
+    def joint(self, sizes: Mapping[Role, int]) -> float:
+        """Return the share that both pools serve in time."""
+        return self.attainment(Role.PREFILL, sizes[Role.PREFILL]) * self.attainment(Role.DECODE, sizes[Role.DECODE])
+
+    def fewest(self, bounds: Mapping[Role, Bounds], budget: Budget) -> Sized:
+        """Return the sizes that meet the objective with the fewest devices.
+
+        Where the limits do not allow that, pools are as large as they may be; where the budget does not, it is split so
+        that the most requests are served.
+        """
+        prefill, decode = bounds[Role.PREFILL], bounds[Role.DECODE]
+        found: tuple[int, int] | None = None
+        least_decode = self._least(Role.DECODE, self._goal, decode)
+        first = self._least(Role.PREFILL, self._goal, prefill) or prefill.most
+        for size in range(first, prefill.most + 1):
+            rest = self._least(Role.DECODE, self._goal / max(1e-9, self.attainment(Role.PREFILL, size)), decode)
+            if rest is None:
+                if least_decode is None or self.attainment(Role.PREFILL, size) > 1 - 1e-4:
+                    break
+                continue
+            if found is None or _devices(bounds, size, rest) < _devices(bounds, *found):
+                found = size, rest
+            if rest == least_decode:
+                break
+        sizes = self._filled(found or self._beyond(bounds), bounds, budget.min_devices)
+        if _devices(bounds, *sizes) > budget.max_devices:
+            return self._sized(self._split(bounds, budget.max_devices), bounds, Binds.BUDGET)
+        return self._sized(sizes, bounds, Binds.MAX)
+
+    def _least(self, pool: Role, goal: float, bounds: Bounds) -> int | None:
+        """Return the least size of a pool that attains a share."""
+        if goal > 1 or self.attainment(pool, bounds.most) < goal:
+            return None
+        low, high = bounds.least, bounds.most  # `high` attains it
+        while low < high:
+            middle = (low + high) // 2
+            if self.attainment(pool, middle) >= goal:
+                high = middle
+            else:
+                low = middle + 1
+        return high
+
+    def _beyond(self, bounds: Mapping[Role, Bounds]) -> tuple[int, int]:
+        """Return sizes for more than the limits allow: what each pool would need with an equal share of the losses."""
+        goal = sqrt(self._goal)
+        prefill, decode = (self._least(pool, goal, bounds[pool]) or bounds[pool].most for pool in POOLS)
+        return prefill, decode
+
+    def _filled(self, sizes: tuple[int, int], bounds: Mapping[Role, Bounds], min_devices: int) -> tuple[int, int]:
+        """Return sizes with as many replicas more as hold the least number of devices, where most is lost."""
+        filled = {Role.PREFILL: sizes[0], Role.DECODE: sizes[1]}
+        while _devices(bounds, *filled.values()) < min_devices:
+            room = [pool for pool, size in filled.items() if size < bounds[pool].most]
+            if not room:
+                break
+            filled[min(room, key=lambda pool: self.attainment(pool, filled[pool]))] += 1
+        return filled[Role.PREFILL], filled[Role.DECODE]
+
+    def _split(self, bounds: Mapping[Role, Bounds], max_devices: int) -> tuple[int, int]:
+        prefill, decode = bounds[Role.PREFILL], bounds[Role.DECODE]
+        most = min(prefill.most, (max_devices - decode.least * decode.devices) // prefill.devices)
+        sizes = range(prefill.least, max(prefill.least, most) + 1, max(1, (most - prefill.least) // _MAX_SPLITS))
+
+        def served(size: int) -> float:
+            return self.joint({Role.PREFILL: size, Role.DECODE: _rest(size)})
+
+        def _rest(size: int) -> int:
+            return max(decode.least, min(decode.most, (max_devices - size * prefill.devices) // decode.devices))
+
+        best = max(sizes, key=served)
+        return best, _rest(best)
+
+    def _sized(self, sizes: tuple[int, int], bounds: Mapping[Role, Bounds], limit: Binds) -> Sized:
+        replicas = dict(zip((Role.PREFILL, Role.DECODE), sizes, strict=True))
+        is_met = self.joint(replicas) >= self._goal
+        natural = {Role.PREFILL: Binds.PREFILL_QUEUE, Role.DECODE: self.decode.binds}
+        binds = {}
+        for pool, size in replicas.items():
+            could_shrink = size == bounds[pool].least and (size == 1 or self.attainment(pool, size - 1) >= self._goal)
+            is_full = not is_met and (limit is Binds.BUDGET or size == bounds[pool].most)
+            binds[pool] = Binds.MIN if could_shrink else limit if is_full else natural[pool]
+        return Sized(replicas, {pool: self.attainment(pool, size) for pool, size in replicas.items()}, binds, is_met)
+
+
+def _devices(bounds: Mapping[Role, Bounds], prefill: int, decode: int) -> int:
+    return prefill * bounds[Role.PREFILL].devices + decode * bounds[Role.DECODE].devices

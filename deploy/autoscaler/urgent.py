@@ -1,0 +1,76 @@
+"""Finds how many replicas the present queue takes, whatever is forecast. Pure.
+
+Each function returns a size of its pool: 0 where nothing presses.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import ceil, sqrt
+
+from pdserve.autoscaler.observation import Capacity, Observation, Replica, State
+from pdserve.autoscaler.pools import Signal
+from pdserve.roles import Role
+from pdserve.router.because import Cause
+
+_SURE = 1.645  # of the normal distribution: 95 %
+_FEW = 8  # requests lost, which say little
+_USABLE = 0.95  # of a worker's KV tokens
+CAUSES: Mapping[Role, frozenset[str]] = {
+    Role.PREFILL: frozenset({Cause.QUEUE, Cause.PREFILL, Cause.NO_PREFILL, Cause.RESERVED}),
+    Role.DECODE: frozenset({Cause.BATCH, Cause.PROMPTS, Cause.PAGES, Cause.ROWS, Cause.NO_DECODE}),
+}
+
+
+def ready(replicas: Sequence[Replica], pool: Role) -> list[Replica]:
+    """Return the replicas that serve a pool."""
+    return [replica for replica in replicas if replica.role.is_in(pool) and replica.state is State.READY]
+
+
+def for_backlog(backlog_s: float, offered: float, startup_s: float, ttft_s: float) -> int:
+    """Return how many prefill replicas keep the queue within the objective until another could have started.
+
+    `backlog_s`: what one replica would compute of what waits; `offered`: what comes in a second, likewise.
+    """
+    if backlog_s <= 0:
+        return 0
+    return ceil((backlog_s + offered * startup_s) / (startup_s + ttft_s))
+
+
+def for_batches(replicas: Sequence[Replica], most: int, capacity: Capacity) -> int:
+    """Return how many decode replicas the sequences that run take, at `most` on each."""
+    sequences = sum(replica.num_sequences for replica in replicas)
+    kv_tokens = sum(replica.kv_tokens for replica in replicas)
+    return max(ceil(sequences / max(1, most)), ceil(kv_tokens / (_USABLE * capacity.kv_tokens)))
+
+
+def for_losses(num_lost: float, num_requests: float, num_serving: float, attainment: float) -> int:
+    """Return how many replicas would have lost no request, if that many served what was not lost.
+
+    What scatter alone explains, and what the objective allows, counts for nothing.
+    """
+    if num_lost < _FEW or num_requests <= 0:
+        return 0
+    share = min(1.0, num_lost / num_requests)
+    sure = share - _SURE * sqrt(share * (1 - share) / num_requests)
+    if sure <= 1 - attainment:
+        return 0
+    return ceil(num_serving / max(0.5, 1 - sure))  # twice as many at once, at most
+
+
+def for_signals(
+    signals: Sequence[Signal], replicas: Sequence[Replica], seen: Observation, pool: Role, margin: float
+) -> int:
+    """Return how many replicas keep every signal at its target, by so much of a margin."""
+    capacity = seen.capacities.get(pool)
+    wanted = 0
+    for signal in signals:
+        match signal.metric:
+            case "queue_tokens":
+                total = float(sum(replica.waiting_tokens for replica in replicas))
+            case "kv_usage":
+                total = sum(replica.kv_tokens for replica in replicas) / capacity.kv_tokens if capacity else 0.0
+            case "running_sequences":
+                total = float(sum(replica.num_sequences for replica in replicas))
+            case "held_requests":
+                total = float(seen.num_held)
+        wanted = max(wanted, ceil(total * margin / signal.target - 1e-9))
+    return wanted

@@ -1,0 +1,206 @@
+"""The autoscaler follows demand, one order at a time, within its limits, and says why."""
+
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+
+import pytest
+from scaled_world import World, policy
+
+from pdserve.autoscaler.decisions import Add, Binds, Drain, Flip
+from pdserve.autoscaler.observation import Observation, Replica, State
+from pdserve.autoscaler.orders import Result
+from pdserve.autoscaler.policy import Autoscaler
+from pdserve.roles import Role
+
+
+def test_each_pool_follows_its_own_demand() -> None:
+    world = World(policy(role_switch={"enabled": False})).start(1, 1)
+    world.rate = 6.0
+    world.go_on(200)
+    before = world.sizes
+    world.prompt = 4000  # four times the work for prefill, the same for decode
+    world.go_on(200)
+    assert world.sizes[0] > before[0] + 1
+    assert world.sizes[1] == before[1]
+    world.prompt, world.answer = 1000, 1601
+    world.go_on(400)
+    assert world.sizes[1] > before[1] + 2
+    assert world.sizes[0] <= before[0] + 1
+
+
+def test_a_pool_shrinks_again_one_by_one_and_only_after_its_window() -> None:
+    world = World(policy()).start(1, 1)
+    world.rate = 40.0
+    world.go_on(200)
+    large = world.sizes
+    assert min(large) >= 4
+    world.rate, quiet_s = 2.0, world.at_s
+    world.go_on(400)
+    assert world.sizes == (1, 1)
+    drains = [at_s for at_s, action in world.orders if isinstance(action, Drain)]
+    assert min(drains) >= quiet_s + 60
+    assert all(not isinstance(action, Add) for at_s, action in world.orders if at_s > quiet_s + 60)
+
+
+def test_constant_demand_with_noise_moves_nothing() -> None:
+    world = World(policy(), noise=Random(3)).start(1, 1)
+    world.rate = 25.0
+    world.go_on(600)
+    settled = len(world.orders)
+    world.go_on(1800)
+    assert len(world.orders) - settled <= 2
+
+
+def test_a_dead_replica_below_the_least_size_is_replaced_at_once() -> None:
+    world = World(policy(prefill={"min_replicas": 3})).start(3, 1).go_on(60)
+    del world.replicas["prefill-1"]
+    decision = world.look(1)[0]
+    assert decision.action == Add("prefill-1", Role.PREFILL)
+    assert decision.binds is Binds.MIN
+
+
+def test_an_empty_answer_ends_nothing() -> None:
+    world = World(policy()).start(3, 3).go_on(60)
+    world.replicas.clear()
+    for fresh in (True, False):
+        actions = [decision.action for decision in world.look(5, fresh=fresh)]
+        assert all(action is None or isinstance(action, Add) for action in actions)
+
+
+def test_stale_figures_hold_then_fall_back_and_never_shrink() -> None:
+    world = World(policy(prefill={"fallback": {"failure_threshold": 3, "replicas": 4}})).start(2, 6)
+    world.go_on(30)
+    for count in range(1, 20):
+        world.advance(5)
+        prefill, decode = world.look(5, fresh=False)
+        assert decode.action is None
+        assert decode.binds is Binds.STALE
+        if count < 3:
+            assert prefill.action is None
+        for action in filter(None, (prefill.action, decode.action)):
+            assert isinstance(action, Add)
+            world.carry_out(action)
+    assert world.sizes == (4, 6)
+
+
+def test_a_spent_budget_is_split_by_a_change_of_roles() -> None:
+    world = World(policy(budget={"max_devices": 6}), answer=1601).start(1, 1)
+    world.rate = 2.0
+    world.go_on(300)
+    before = world.sizes
+    assert before[1] > before[0]
+    world.answer, world.prompt, world.rate = 21, 4000, 10.0
+    world.go_on(300)
+    assert any(isinstance(action, Flip) for _, action in world.orders)
+    assert world.size(Role.PREFILL) > before[0]
+    assert sum(world.sizes) <= 6
+
+
+def test_without_role_switch_nobody_changes_roles() -> None:
+    world = World(policy(budget={"max_devices": 6}, role_switch={"enabled": False}), answer=1601).start(1, 1)
+    world.rate = 2.0
+    world.go_on(300)
+    world.answer, world.prompt, world.rate = 21, 4000, 10.0
+    world.go_on(300)
+    assert not any(isinstance(action, Flip) for _, action in world.orders)
+    assert world.size(Role.PREFILL) > 1
+
+
+def test_an_order_that_is_never_seen_is_given_again_by_the_same_name_and_not_doubled() -> None:
+    world = World(policy(), rate=30.0).start(1, 1)
+    asked = []
+    for _ in range(100):
+        world.advance(5)
+        for decision in world.look(5):
+            if decision.pool is Role.PREFILL and decision.action is not None:
+                asked.append((world.at_s, decision.action))
+                world.scaler.ordered(decision.action, world.at_s)
+    assert {action for _, action in asked} == {Add("prefill-1", Role.PREFILL)}
+    assert len(asked) >= 3
+    gaps = [later - earlier for (earlier, _), (later, _) in pairwise(asked)]
+    assert min(gaps) > 60
+    results = [o.result for o in world.scaler.take_outcomes() if o.action == asked[0][1]]
+    assert set(results) == {Result.LATE}
+
+
+def test_a_failed_order_waits_longer_each_time_and_says_why() -> None:
+    world = World(policy(), rate=30.0).start(1, 8)
+    failed_s = []
+    for _ in range(40):
+        world.advance(5)
+        prefill = world.look(5)[0]
+        if prefill.action is not None:
+            failed_s.append(world.at_s)
+            world.scaler.failed(prefill.action, "no node", world.at_s)
+        elif failed_s:
+            assert "no node" in prefill.text
+    gaps = [later - earlier for earlier, later in pairwise(failed_s)]
+    assert gaps == sorted(gaps)
+    assert gaps[-1] >= 4 * gaps[0]
+
+
+def test_advice_is_given_and_not_taken_for_done() -> None:
+    world = World(policy(mode="advisory"), rate=30.0).start(1, 1).go_on(200)
+    assert world.orders == []
+    assert world.decisions[0].advisory
+    assert world.decisions[0].desired > 1
+    assert "advisory" in world.decisions[0].text
+
+
+def test_a_restarted_autoscaler_goes_on_from_what_it_sees() -> None:
+    world = World(policy(), rate=30.0).start(1, 1)
+    while not any(isinstance(action, Add) for _, action in world.orders):
+        world.go_on(5)
+    world.scaler = Autoscaler(world.policy)  # in the middle of starting a replica
+    world.go_on(300)
+    added = [action.name for _, action in world.orders if isinstance(action, Add)]
+    assert len(added) == len(set(added))
+    assert not any(isinstance(action, Drain) for at_s, action in world.orders if at_s < 60)
+
+
+def test_start_up_is_learnt() -> None:
+    world = World(policy(), startup_s=80.0, rate=30.0).start(1, 1).go_on(200)
+    assert world.scaler.startup_s(Role.PREFILL) == pytest.approx(80, abs=6)
+
+
+def test_a_signal_above_its_target_makes_its_pool_grow() -> None:
+    signals = [{"metric": "running_sequences", "target": 4}]
+    world = World(policy(decode={"signals": signals}), rate=1.0).start(1, 2).go_on(30)
+    world.replicas["decode-0"] = replace(world.replicas["decode-0"], num_sequences=12)
+    world.advance(5)
+    decision = world.look(5)[1]
+    assert decision.action == Add("decode-2", Role.DECODE)
+    assert decision.binds is Binds.WAITING
+
+
+def test_refusals_make_the_pool_grow_whose_lack_they_name() -> None:
+    world = World(policy(), rate=10.0).start(2, 3).go_on(200)
+    sizes = world.sizes
+    world.refused = {"batch": 25, "idle_cluster": 30}
+    world.go_on(20)
+    assert world.sizes[0] == sizes[0]
+    assert world.sizes[1] > sizes[1]
+
+
+def test_the_replica_with_the_least_to_finish_is_drained() -> None:
+    world = World(policy(), rate=2.0).start(1, 1).go_on(100)
+    for number, sequences in ((1, 5), (2, 2), (3, 9)):
+        name = f"decode-{number}"
+        world.replicas[name] = Replica(name, Role.DECODE, State.READY, world.at_s, sequences, 0, sequences * 1000)
+    world.replicas["decode-0"] = replace(world.replicas["decode-0"], num_sequences=8, kv_tokens=8000)
+    world.go_on(40)
+    assert next(action for _, action in world.orders) == Drain("decode-2")
+
+
+def test_a_pool_above_its_schedule_shrinks_and_below_it_grows() -> None:
+    night = {"start": "00:00", "end": "06:00", "min_replicas": 4, "max_replicas": 5}
+    world = World(policy(prefill={"schedules": [night]}), rate=1.0).start(1, 1).go_on(60)
+    assert world.size(Role.PREFILL) == 4
+
+
+def test_nothing_is_ordered_without_figures_but_what_the_limits_ask() -> None:
+    replicas = (Replica("decode-0", Role.DECODE, State.READY, 0.0),)
+    prefill, decode = Autoscaler(policy()).decide(Observation(0.0, 0.0, replicas, None))
+    assert prefill.action == Add("prefill-0", Role.PREFILL)
+    assert decode.action is None
