@@ -1,4 +1,7 @@
-"""A cluster under virtual time: cores of routers, workers, and the links between them. One router needs no reports."""
+"""A cluster under virtual time: cores of routers, workers, and the links between them.
+
+Workers report how full they are where several routers need that, and where answers may move.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +31,7 @@ from pdserve.measure.objectives import Objective
 from pdserve.measure.outcomes import Outcome
 from pdserve.measure.workload import Arrival, Workload
 from pdserve.perfmodel.profile import Profile
+from pdserve.reports import Failure
 from pdserve.roles import Role
 from pdserve.router import events as router_events
 from pdserve.router.commands import (
@@ -110,6 +114,10 @@ class SimCluster:
     @property
     def workers(self) -> Iterable[SimWorker]:
         return self._workers.values()
+
+    @property
+    def routers(self) -> list[RouterCore]:
+        return [router.core for router in self._routers.values()]
 
     def run(self) -> Run:
         """Serve the whole workload, each request to its end."""
@@ -230,6 +238,11 @@ class SimCluster:
 
     def _move(self, router: _Router, move: Move) -> None:
         source, target, spec = self._workers[move.source.link], self._workers[move.target.link], move.spec
+        if not source.reports:  # nobody knows what its answers have gained
+            refused = (Failure.OVERLOADED, "moves are left out")
+            failed = router_events.AttemptFailed(target.link, spec.request_id, spec.attempt, *refused)
+            self._clock.soon(self._post, router, failed)
+            return
         present = HandoffKey(spec.request_id, move.attempt)
         target.reported[spec.request_id, spec.attempt] = num_known = len(spec.token_ids) - spec.num_prompt_tokens
         deadline_s = self._clock.now_s() + spec.remaining_s
@@ -296,7 +309,14 @@ class SimCluster:
                 case _:
                     self._wires.carry(worker, command)
         self._report_cache(worker)
+        self._report_step(worker, deltas, steps)
+
+    def _report_step(self, worker: SimWorker, deltas: dict[RouterRef, list[Delta]], steps: Steps | None) -> None:
+        """Report tokens, and the steps that they came of; without steps they came with a move."""
         if steps is None:
+            for ref, tail in deltas.items():
+                if any(each.token_ids for each in tail):
+                    self._post(self._routers[ref], StepReported(worker.link, tail))
             return
         for ref, router in self._routers.items():
             self._post(router, StepReported(worker.link, deltas[ref], steps.each, steps.each_s, steps.count))
@@ -311,7 +331,7 @@ class SimCluster:
                 self._post(router, changed)
 
     def _report_load(self, worker: SimWorker) -> None:
-        """Report to every router how full a worker is, as `worker.reporting` does where there are several."""
+        """Report to every router how full a worker is, and what its answers have gained, if it does steps singly."""
         worker.reported_s = self._clock.now_s()
         known = news(worker.reported, worker.scheduler.running) if worker.reports else ()
         for ref, router in self._routers.items() if known else ():

@@ -19,8 +19,9 @@ def cluster(prefill: int, decode: int) -> ElasticCluster:
 
 
 def served(simulated: ElasticCluster) -> Run:
-    """Serve the workload; every answer has to be whole."""
+    """Serve the workload; every answer has to be whole, and none is placed twice: it moves, or ends where it is."""
     run = simulated.run()
+    assert simulated.router.placements.num_replaced == 0
     assert [each.num_tokens for each in run.outcomes] == [each.output_tokens for each in WORKLOAD.arrivals]
     return run
 
