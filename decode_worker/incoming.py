@@ -158,7 +158,7 @@ class Incoming:
     def _take(self, peer: Peer, key: HandoffKey, said: receiver.Event) -> list[Result]:
         arrival = self._arrivals.get(key)
         if arrival is None:
-            return []  # late news of a hand-off that is over
+            return self._forgo(peer, key, said) if isinstance(said, receiver.SenderQuiesced) else []
         if arrival.peer != peer:
             raise ProtocolError(f"{peer} speaks for a hand-off of {arrival.peer}", Refusal.INCARNATION)
         if not isinstance(said, receiver.Committed):
@@ -172,6 +172,13 @@ class Incoming:
         if arrival.receiver.state not in (receiver.State.LANDING, receiver.State.COMMITTED):
             return results  # it crossed our giving up
         return [Landed(key, commit.handoff_bytes, commit.handoff_s), *results]
+
+    def _forgo(self, peer: Peer, key: HandoffKey, said: receiver.SenderQuiesced) -> list[Result]:
+        """Set no pages aside for a hand-off that its sender gives up; late news if it is over."""
+        if not any(expected.key == key and expected.peer == peer for expected in self._ungranted):
+            return []
+        self._ungranted = [expected for expected in self._ungranted if expected.key != key]
+        return [NotAdmitted(key, Failure.SENDER_GAVE_UP, said.reason)]
 
     def _advance_all(self, peer: Peer, event: receiver.Event) -> list[Result]:
         concerned = [arrival for arrival in self._arrivals.values() if arrival.peer == peer]

@@ -71,7 +71,7 @@ class GaveUp:
 
 @value
 class PeerLost:
-    """The stream to the receiver has ended."""
+    """The stream to the receiver has ended, or the receiver does not answer."""
 
     reason: str
 

@@ -33,6 +33,7 @@ from pdserve.prefill_worker.early_grants import EarlyGrants
 from pdserve.prefill_worker.redialling import Redialling
 
 STUCK_S = 10.0  # until copies that do not stop count as those to a frozen peer; a peer is lost after 4 s
+ANSWER_S = 10.0  # for the answer to a commit, which a receiver may have refused
 
 
 @dataclass(slots=True, eq=False)
@@ -45,6 +46,7 @@ class _Handoff:
     held: list[PageId] = field(default_factory=list)  # the prompt's pages that are announced, in order
     sendable_s: float = 0.0  # when the last page was final, or its room known
     draining_s: float = 0.0  # given up, and waiting for its copies to stop
+    landed_s: float = 0.0  # committed, and waiting for the answer
 
     @property
     def is_stuck(self) -> bool:
@@ -156,9 +158,13 @@ class Outgoing:
         awake_s = min(now_s - self._ticked_s, 2 * HEARTBEAT_S)  # more than that is this process's own silence
         self._ticked_s = now_s
         results = self._fell_silent(silent_s, now_s) if silent_s > MIN_LEASE_S else []
-        for handoff in self._handoffs.values():
+        for handoff in list(self._handoffs.values()):
             if handoff.sender.state is State.DRAINING:
                 handoff.draining_s += awake_s
+            elif handoff.sender.state is State.LANDED:
+                handoff.landed_s += awake_s
+                if handoff.landed_s >= ANSWER_S:
+                    results += self._advance(handoff, sender.PeerLost(f"no answer within {ANSWER_S:g} s"), now_s)
         return results + self._early.expire(now_s) + self._redialling.dial(now_s)
 
     def _fell_silent(self, silent_s: float, now_s: float) -> list[Result]:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 from default_rules import default_rules
 
 from faultsim.engine import FakeRunner
@@ -10,9 +11,12 @@ from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job
 from pdserve.errors import Refusal
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
-from pdserve.kvtransfer.session import DigestPolicy, Peer
+from pdserve.kvtransfer.doors import SenderSaid
+from pdserve.kvtransfer.receiver import SenderQuiesced
+from pdserve.kvtransfer.session import DigestPolicy, HandoffKey, Peer
 from pdserve.load import LoadPart
 from pdserve.perfmodel.curve import attention_work
+from pdserve.reports import Failure
 from pdserve.roles import Role
 from pdserve.router.events import LinkId, LoadReported
 from pdserve.router.wire import worker_events
@@ -96,6 +100,21 @@ def test_hand_offs_without_room_say_how_many_pages_they_want() -> None:
     num_ungranted = load.num_waiting
     assert num_ungranted > 0
     assert load.pages_wanted == num_ungranted * 15
+
+
+@pytest.mark.parametrize(
+    "peer", [PEER, PEER._replace(incarnation=Incarnation(2))], ids=["its sender", "another process"]
+)
+def test_a_hand_off_that_its_sender_gives_up_waits_for_pages_no_longer(peer: Peer) -> None:
+    core = WorkerCore(scheduler(), VOCAB, 64, bytes(16), RULES)
+    jobs = [job(number, 60) for number in range(6)]
+    for each in jobs:
+        core.handle(Placed(OURS, each, 1e9, PEER), 0.0)
+    wanted, key = core.load().pages_wanted, HandoffKey(*jobs[-1].key)
+    commands = core.handle(SenderSaid(peer, key, SenderQuiesced("its prompt was cancelled")), 0.0)
+    failed = [Failed(OURS, key, Failure.SENDER_GAVE_UP, "its prompt was cancelled")] if peer == PEER else []
+    assert commands == failed
+    assert core.load().pages_wanted == wanted - 15 * len(failed)
 
 
 def test_continuations_of_a_later_attempt_that_are_cancelled_are_not_taken_off_an_earlier_one() -> None:

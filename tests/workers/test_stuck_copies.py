@@ -11,7 +11,7 @@ from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer import sender
 from pdserve.kvtransfer.doors import HEARTBEAT_S, CancelCopies, ReceiverLost, ReceiverSaid, ToReceiver
 from pdserve.kvtransfer.session import Grant, HandoffKey, Peer
-from pdserve.prefill_worker.outgoing import STUCK_S
+from pdserve.prefill_worker.outgoing import ANSWER_S, STUCK_S
 from pdserve.reports import Failure
 from pdserve.sampling import SamplingParams
 from pdserve.worker.admission import NUM_LOOKS
@@ -59,6 +59,11 @@ class Worker:
             self.now_s += HEARTBEAT_S
             commands += self.core.handle(Ticked(HEARTBEAT_S), self.now_s)
         return commands
+
+    def commit(self, number: int) -> None:
+        """Send a prompt, and its commit."""
+        self.send(number, 4)
+        self.hear(number, sender.CopyStopped((7,) * 4))
 
 
 def key_of(number: int) -> HandoffKey:
@@ -121,3 +126,21 @@ def test_time_in_which_the_worker_itself_was_frozen_makes_no_copy_stuck(worker: 
     worker.now_s += 60.0
     worker.core.handle(Ticked(60.0), worker.now_s)
     assert not worker.core.load().draining
+
+
+def test_a_commit_that_is_never_answered_ends_its_attempt_here(worker: Worker) -> None:
+    worker.commit(1)
+    assert not any(isinstance(command, Failed) for command in worker.pass_time(ANSWER_S - 2 * HEARTBEAT_S))
+    commands = worker.pass_time(2 * HEARTBEAT_S)
+    (failed,) = [command for command in commands if isinstance(command, Failed)]
+    assert (failed.key, failed.code) == (key_of(1), Failure.PEER_LOST)
+    (quiesced,) = [command.message for command in commands if isinstance(command, ToReceiver)]
+    assert isinstance(quiesced, sender.SendQuiesced)
+    assert worker.core.idle
+
+
+def test_a_commit_that_is_answered_late_was_taken(worker: Worker) -> None:
+    worker.commit(1)
+    worker.pass_time(ANSWER_S - 2 * HEARTBEAT_S)
+    assert worker.hear(1, sender.Taken()) == []
+    assert worker.core.idle
