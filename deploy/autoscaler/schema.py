@@ -80,7 +80,8 @@ class Forecaster(Section):
     )
     warmup_trace: str | None = Field(
         default=None,
-        description="A trace of requests to learn from before the first forecast, as `pdserve sim` takes them.",
+        description="A trace of requests, as `pdserve sim` takes them, to learn from before the first forecast. It "
+        "counts as what came up to the start.",
     )
 
 

@@ -13,9 +13,10 @@ def validate(
 ) -> None:
     """Check policies: what is wrong is named with file, line, field and limit."""
     from pdserve.autoscaler.loading import load
+    from pdserve.measure.warm_up import warm_up
 
     for path in policies:
-        load(path)
+        warm_up(load(path))  # so that its trace is read too
         typer.echo(f"{path}: valid")
 
 

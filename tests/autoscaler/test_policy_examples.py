@@ -10,6 +10,7 @@ from pdserve.autoscaler.explain import sentences
 from pdserve.autoscaler.loading import load
 from pdserve.autoscaler.schema import Policy, json_schema
 from pdserve.cli.app import app
+from pdserve.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 POLICIES = sorted((ROOT / "deploy" / "policies").glob("*.yaml"))
@@ -24,6 +25,16 @@ def run(*words: object) -> str:
 def test_there_is_a_policy_for_each_actuator() -> None:
     assert {load(path).actuator.kind for path in POLICIES} == {"process", "ray", "kubernetes", "publish"}
     assert run("validate", *POLICIES) == "".join(f"{path}: valid\n" for path in POLICIES)
+
+
+def test_a_policy_whose_trace_cannot_be_read_is_not_valid(tmp_path: Path) -> None:
+    text = (ROOT / "deploy" / "policies" / "local.yaml").read_text(encoding="utf-8")
+    path = tmp_path / "policy.yaml"
+    path.write_text(text.replace("{kind: kalman}", "{kind: kalman, warmupTrace: none.csv}"))
+    with pytest.raises(ConfigError, match=r"none.csv: No such file"):
+        run("validate", path)
+    path.write_text(text.replace("{kind: kalman}", "{kind: kalman, warmupTrace: azure-code}"))
+    run("validate", path)
 
 
 def test_the_schema_kept_beside_them_is_current() -> None:

@@ -1,0 +1,51 @@
+"""What an autoscaler learns before its first forecast: the demand of a trace, by forecast intervals."""
+
+from collections.abc import Sequence
+
+from pdserve.autoscaler.schema import Policy
+from pdserve.errors import ConfigError
+from pdserve.measure.grammar import read_trace, trace_path
+from pdserve.measure.workload import Arrival, Workload
+
+MAX_INTERVALS = 50_000  # the last ones of a longer trace
+
+
+def warm_up(policy: Policy) -> tuple[tuple[float, float], ...]:
+    """Return the intervals of a policy's `warmupTrace`, oldest first, as if the last one ended just before the start.
+
+    Each has the prompt tokens to compute and the answer tokens of the requests that came in it, a second. Of a trace
+    that names shared blocks, each block is computed once. ConfigError where the trace cannot be read, or is too short.
+    """
+    name, every_s = policy.forecaster.warmup_trace, policy.interval.forecast_s
+    if name is None:
+        return ()
+    trace = read_trace(trace_path(name))
+    arrivals, end_s = trace.arrivals, trace.arrivals[-1].at_s
+    span_s = end_s - arrivals[0].at_s
+    if span_s < every_s:
+        raise ConfigError(
+            f"forecaster.warmupTrace: {name} is {span_s:g} s long, less than interval.forecast, {every_s:g} s"
+        )
+    tokens = [[0.0, 0.0] for _ in range(min(MAX_INTERVALS, int(span_s / every_s)))]
+    for each, computed in zip(arrivals, _computed(trace), strict=True):
+        age = int((end_s - each.at_s) / every_s)
+        if age < len(tokens):
+            tokens[age][0] += computed / every_s
+            tokens[age][1] += each.output_tokens / every_s
+    return tuple((computed, answered) for computed, answered in reversed(tokens))
+
+
+def _computed(trace: Workload) -> Sequence[int]:
+    """Return the prompt tokens of each request that no earlier one has computed."""
+    seen: set[int] = set()
+    return [_uncached(each, trace.block_tokens, seen) for each in trace.arrivals]
+
+
+def _uncached(arrival: Arrival, block_tokens: int, seen: set[int]) -> int:
+    cached = 0
+    for block in arrival.blocks:
+        if block not in seen:
+            break
+        cached += block_tokens
+    seen.update(arrival.blocks)
+    return max(1, arrival.prompt_tokens - cached)
