@@ -1,7 +1,6 @@
 """The autoscaler's core under virtual time, and beside it other ways to size the same pools for the same requests."""
 
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 from pdserve.autoscaler.policy import Autoscaler
 from pdserve.autoscaler.schema import Policy
@@ -10,14 +9,24 @@ from pdserve.capacity.fleet import POOLS
 from pdserve.capacity.ordering import Limits
 from pdserve.capacity.scaling import Scaled, Scaling, Scene
 from pdserve.capacity.static_pools import StaticPools
+from pdserve.errors import ConfigError
 from pdserve.roles import Role
 
-Rival = Literal["static", "hpa", "planner"]
+RIVALS = "static", "hpa", "planner"
+
 Tried = Callable[[str], None]
 
 
-def simulate(scene: Scene, policy: Policy, rivals: Sequence[Rival], on_tried: Tried) -> list[Scaled]:
-    """Return the run of the autoscaler's core first, then those of its rivals."""
+def checked(rivals: Sequence[str]) -> Sequence[str]:
+    """Return these names; ConfigError where one is not of RIVALS."""
+    for name in rivals:
+        if name not in RIVALS:
+            raise ConfigError(f"--versus: {name!r} is none of {', '.join(RIVALS)}")
+    return rivals
+
+
+def simulate_all(scene: Scene, policy: Policy, rivals: Sequence[str], on_tried: Tried) -> list[Scaled]:
+    """Return the run of the autoscaler's core first, then those of its rivals, which are of RIVALS."""
     on_tried("policy")
     runs = [Scaling(scene, Autoscaler(policy), policy.interval.react_s).run("policy")]
     for rival in rivals:
@@ -26,7 +35,7 @@ def simulate(scene: Scene, policy: Policy, rivals: Sequence[Rival], on_tried: Tr
     return runs
 
 
-def _rival(rival: Rival, scene: Scene, policy: Policy, attained: float, on_tried: Tried) -> list[Scaled]:
+def _rival(rival: str, scene: Scene, policy: Policy, attained: float, on_tried: Tried) -> list[Scaled]:
     limits = {role: Limits(policy.pools.of(role).min_replicas, policy.pools.of(role).max_replicas) for role in POOLS}
     max_devices = policy.budget.max_devices
     match rival:
@@ -38,6 +47,6 @@ def _rival(rival: Rival, scene: Scene, policy: Policy, attained: float, on_tried
         case "hpa":
             scaler = thresholds.QueueAndKvUsage(limits, max_devices)
             return [Scaling(scene, scaler, thresholds.PERIOD_S).run("HPA, queue and KV usage")]
-        case "planner":
+        case _:
             rules = planner_rules.PlannerRules(limits, max_devices, scene.objective)
             return [Scaling(scene, rules, planner_rules.PERIOD_S).run("planner rules")]

@@ -13,7 +13,19 @@ import typer
 from typer.core import TyperGroup
 
 from pdserve import __version__
-from pdserve.cli import ask, autoscale, bench, capacity, cluster, experiments, models, moving, operating, processes
+from pdserve.cli import (
+    ask,
+    autoscale,
+    bench,
+    capacity,
+    cluster,
+    experiments,
+    models,
+    moving,
+    operating,
+    processes,
+    simulating,
+)
 from pdserve.cli.results import only_cause
 from pdserve.errors import CommandError, ConfigError
 
@@ -60,6 +72,7 @@ config_app.command("schema")(processes.schema)
 autoscale_app.command("validate")(autoscale.validate)
 autoscale_app.command("explain")(autoscale.explain)
 autoscale_app.command("schema")(autoscale.schema)
+autoscale_app.command("simulate")(simulating.simulate)
 models_app.command("list")(models.list_models)
 models_app.command("fetch")(models.fetch_model)
 bench_app.command("load")(bench.load)

@@ -157,3 +157,22 @@ def test_random_requests_come_in_another_order_and_with_other_gaps_each_time_rou
     assert [each.prompt_tokens for each in first] != [each.prompt_tokens for each in second]
     assert sorted(each.prompt_tokens for each in first) == sorted(each.prompt_tokens for each in second)
     assert second[0].at_s > first[-1].at_s
+
+
+def test_a_stretch_of_a_workload_begins_at_0() -> None:
+    workload = Workload("some", tuple(Arrival(100.0 + second, 10, 2) for second in range(10)))
+    assert [each.at_s for each in workload.between(3.0, 6.0).arrivals] == [0.0, 1.0, 2.0]
+    with pytest.raises(ConfigError, match="1 requests between 3 and 4 s"):
+        workload.between(3.0, 4.0)
+
+
+def test_a_multiplied_workload_repeats_requests_within_seconds_and_each_turn_has_blocks_of_its_own() -> None:
+    workload = Workload("some", tuple(Arrival(60.0 * minute, minute + 1, 2, (0, minute)) for minute in range(200)), 16)
+    more = workload.multiplied(2.5, 1).arrivals
+    assert 470 < len(more) < 530
+    assert [each.at_s for each in more] == sorted(each.at_s for each in more)
+    for each in more:
+        assert 0 <= each.at_s - 60.0 * (each.prompt_tokens - 1) <= 10.0
+    assert {each.blocks[0] for each in more} == {0, 200, 400}
+    assert workload.multiplied(1, 1).arrivals == workload.arrivals
+    assert 70 < len(workload.multiplied(0.5, 1).arrivals) < 130

@@ -1,0 +1,61 @@
+"""`pdserve autoscale simulate`: what it prints and writes, and which flags it refuses."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from pdserve.cli.simulating import slow_stretch, stretch
+from pdserve.errors import ConfigError
+
+Command = Callable[..., CompletedProcess[str]]
+
+POLICY = """
+apiVersion: pdserve/v1alpha1
+kind: AutoscalingPolicy
+objectives: {ttftMs: 1000, tpotMs: 100}
+budget: {maxDevices: 6}
+interval: {forecast: 10s}
+pools:
+  prefill: {maxReplicas: 3, costPerReplicaHour: 2}
+  decode: {maxReplicas: 3, costPerReplicaHour: 3}
+"""
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """Return a folder with a policy, and a trace of a minute."""
+    (tmp_path / "policy.yaml").write_text(POLICY, encoding="utf-8")
+    requests = [{"start_time": i / 4, "prompt_len": 900, "output_len": 40} for i in range(240)]
+    (tmp_path / "trace.json").write_text(json.dumps(requests), encoding="utf-8")
+    return tmp_path
+
+
+def test_a_simulated_policy_stands_beside_its_rivals(pdserve: Command, files: Path) -> None:
+    paths = str(files / "policy.yaml"), "--trace", str(files / "trace.json"), "--log", str(files / "log.txt")
+    flags = "--startup", "5s", "--rate-scale", "4", "--slow", "1.5@20-30", "--decode", "2"
+    rivals = "--versus", "hpa", "--versus", "planner"
+    ended = pdserve("autoscale", "simulate", *paths, *flags, *rivals, "--json", "-")
+    assert (ended.returncode, ended.stderr.splitlines()) == (0, ["policy", "hpa", "planner"])
+    runs = json.loads(ended.stdout)["runs"]
+    assert [run["name"] for run in runs] == ["policy", "HPA, queue and KV usage", "planner rules"]
+    for run in runs:
+        assert run["num_requests"] == 960
+        assert 3 * 60 <= run["device_hours"] * 3600 <= 6 * 60
+        assert run["cost"] >= 2 * run["device_hours"]
+        assert run["sizes"][0]["ready decode"] == 2
+    assert (files / "log.txt").read_text().splitlines() == runs[0]["decisions"]
+
+
+@pytest.mark.parametrize("text", ["", "1.5", "x@0-9", "0@0-9", "nan@0-9", "1.5@9-3", "1.5@a-b"])
+def test_a_slow_stretch_that_cannot_be_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--slow"):
+        slow_stretch(text)
+
+
+@pytest.mark.parametrize("text", ["", "5", "5-5", "-1-5", "a-b"])
+def test_a_stretch_that_cannot_be_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--window"):
+        stretch("--window", text)
