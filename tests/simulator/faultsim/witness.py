@@ -43,7 +43,7 @@ class WorkerWitness:
                 for index in job.indices:
                     self._next[HandoffKey(*job.key), index] = first
             case Cancelled(request_id, attempt, indices=()):
-                self._cancelled[request_id] = attempt
+                self._cancelled[request_id] = max(attempt, self._cancelled.get(request_id, attempt))
             case ReceiverSaid(key=key, event=sender.Withdrawn()):
                 left = self._left.items()
                 self._left = {which: attempt for which, attempt in left if (which[0], attempt) != tuple(key)}
