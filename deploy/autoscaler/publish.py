@@ -1,0 +1,126 @@
+"""The actuator that starts and ends nothing: HPA or KEDA follow the sizes that it publishes.
+
+Invariant: a published size changes by one for each order, however often that is repeated. A pool that was ordered
+nothing yet has the size of the most workers that were seen at once: a router that starts again sees few at first.
+
+Whoever follows the sizes chooses names, and which workers end. So replicas are compared with orders by number: a
+replica that was ordered is starting under the order's name until its pool has grown, and one that was to leave is
+draining until its pool has shrunk, whichever worker came or went.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import grpc
+
+from pdserve.autoscaler.actuator import ActuatorError, Held
+from pdserve.autoscaler.observation import State
+from pdserve.autoscaler.status import ROLES
+from pdserve.launch.admin import AdminClient
+from pdserve.roles import Role
+
+
+class PublishActuator:
+    """Replicas are what is attached to a router."""
+
+    def __init__(self, router: AdminClient) -> None:
+        self._router = router
+        self._sizes = Counter[Role]()
+        self._ordered: set[Role] = set()  # pools whose size is what was ordered
+        self._present: dict[str, Held] = {}  # as last reported
+        self._coming: dict[str, Role] = {}  # replicas that are to attach, the oldest first
+        self._leaving: dict[str, Role] = {}  # replicas of which so many are to leave, the oldest first
+        self._shown: set[str] = set()  # of both, those that were observed
+
+    @property
+    def sizes(self) -> Mapping[Role, int]:
+        """Replicas that each pool should have; a pool of which nothing was seen is missing."""
+        return dict(self._sizes)
+
+    async def observe(self) -> Sequence[Held]:
+        """Return the workers that are attached, and those that are to come."""
+        await self._look()
+        self._shown = {*self._coming, *self._leaving}
+        present = [
+            Held(held.name, held.role, State.DRAINING) if held.name in self._leaving else held
+            for held in self._present.values()
+        ]
+        return [*present, *(Held(name, role, State.STARTING) for name, role in self._coming.items())]
+
+    async def _look(self) -> None:
+        """Compare what is attached with what was ordered."""
+        try:
+            status = await self._router.status()
+        except grpc.aio.AioRpcError as error:
+            raise ActuatorError(f"list the workers: {error.code().name}: {error.details()}") from error
+        found = {}
+        for worker in status.workers:
+            name, role = worker.registration.worker_id, ROLES.get(worker.registration.role)
+            if role is not None:
+                ready = State.READY if worker.registration.ready else State.STARTING
+                found[name] = Held(name, role, State.DRAINING if worker.load.draining else ready)
+        self._compare(found)
+
+    async def add(self, name: str, role: Role) -> None:
+        """Let a pool be one greater, unless this replica is there or to come."""
+        await self._look()
+        if name in self._leaving:
+            raise ActuatorError(f"add {name}: it is to leave")
+        if name not in self._present and name not in self._coming:
+            self._come(name, role)
+
+    async def drain(self, name: str) -> None:
+        """Let a pool be one smaller, unless this replica is to leave already."""
+        await self._look()
+        role = self._coming.pop(name, None)
+        if role is not None:
+            self._resize(role, -1)
+        elif name in self._present:
+            self._leave(self._present[name])
+
+    async def flip(self, name: str, role: Role) -> None:
+        """Let one pool be smaller and the other greater by one. The worker itself keeps its role."""
+        await self._look()
+        held = self._present.get(name)
+        if held is None:
+            raise ActuatorError(f"flip {name}: no such replica is attached")
+        if held.role is not role and name not in self._leaving:
+            self._leave(held)
+            self._come(f"{name}-as-{role}", role)
+
+    def _come(self, name: str, role: Role) -> None:
+        self._coming[name] = role
+        self._resize(role, 1)
+
+    def _leave(self, held: Held) -> None:
+        if held.name not in self._leaving and held.state is not State.DRAINING:
+            self._leaving[held.name] = held.role
+            self._resize(held.role, -1)
+
+    def _resize(self, role: Role, change: int) -> None:
+        self._sizes[role] = max(0, self._sizes[role] + change)
+        self._ordered.add(role)
+
+    def _compare(self, found: Mapping[str, Held]) -> None:
+        """Take in who is attached; forget orders that have been followed, and expect back who left without one."""
+        staying = Counter(held.role for held in found.values() if held.state is not State.DRAINING)
+        gone = [held for name, held in self._present.items() if name not in found and name not in self._leaving]
+        self._present = dict(found)
+        self._coming = {name: role for name, role in self._coming.items() if name not in found}
+        self._leaving = {name: role for name, role in self._leaving.items() if name in found}
+        for role in Role:
+            if role not in self._ordered and staying[role]:
+                self._sizes[role] = max(self._sizes[role], staying[role])
+            missing = self._sizes[role] - staying[role]
+            self._trim(self._coming, role, missing)
+            self._trim(self._leaving, role, -missing)
+            missing -= Counter(self._coming.values())[role]
+            lost = [held.name for held in gone if held.role is role and held.state is not State.DRAINING]
+            self._coming |= dict.fromkeys(lost[: max(0, missing)], role)
+
+    def _trim(self, orders: dict[str, Role], role: Role, num_open: int) -> None:
+        """Forget orders of a pool beyond those that are open, but none that nobody has observed yet."""
+        of_pool = [name for name, each in orders.items() if each is role]
+        for name in of_pool[: max(0, len(of_pool) - max(0, num_open))]:
+            if name in self._shown:
+                del orders[name]
