@@ -97,6 +97,7 @@ INFERENCE = _histogram(
 )
 PROMPT_TOKENS = _histogram("vllm:request_prompt_tokens", "Tokens of a request's prompt.", _TOKENS, _MODEL)
 ANSWER_TOKENS = _histogram("vllm:request_generation_tokens", "Tokens of a request's answers.", _TOKENS, _MODEL)
+FINISHED = _counter("vllm:request_success_total", "Answers, by why they ended.", _MODEL, "finished_reason")
 CACHE_QUERIES = _counter("vllm:prefix_cache_queries_total", "Prompt tokens that were looked for in a cache.", _MODEL)
 CACHE_HITS = _counter("vllm:prefix_cache_hits_total", "Of these, those that were there.", _MODEL)
 HANDOFF_S = _histogram(
@@ -176,9 +177,9 @@ DECISIONS = _counter(
 _SHARED = (WAITING, RUNNING, KV_USAGE, REFUSED_MESSAGES)
 SHOWN: Mapping[str, tuple[Metric, ...]] = {
     "router": (
-        *(TTFT, TPOT, E2E, QUEUE, PREFILL, DECODE, INFERENCE, PROMPT_TOKENS, ANSWER_TOKENS, CACHE_QUERIES, CACHE_HITS),
-        *(HANDOFF_S, HANDOFF_BYTES, OUTCOME_RATIO, ARRIVED, ENDED, INVALID, REFUSED, ACTIVE, HELD, GOODPUT, JUDGED),
-        *(ATTAINMENT, REPLACED, MOVES, WORKERS, *_SHARED),
+        *(TTFT, TPOT, E2E, QUEUE, PREFILL, DECODE, INFERENCE, PROMPT_TOKENS, ANSWER_TOKENS, FINISHED),
+        *(CACHE_QUERIES, CACHE_HITS, HANDOFF_S, HANDOFF_BYTES, OUTCOME_RATIO, ARRIVED, ENDED, INVALID, REFUSED),
+        *(ACTIVE, HELD, GOODPUT, JUDGED, ATTAINMENT, REPLACED, MOVES, WORKERS, *_SHARED),
     ),
     "worker": (
         *(ITL, STEP_TOKENS, COMPUTED_TOKENS, DECODED_TOKENS, PREEMPTIONS, CACHE_CONFIG, ROLE, DRAINING, PAGES),

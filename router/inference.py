@@ -58,6 +58,7 @@ class Answer:
         self.outcome: Finished | Refused | None = None  # how the request ended
         self.writer: asyncio.Task[object] | None = None  # interrupted where its client is too slow
         self.was_cut_off = False
+        self.finish_reasons: list[int] = []  # of the continuations that have ended
 
     @property
     def refusal(self) -> Refused | None:
@@ -89,6 +90,7 @@ class Answer:
         if finish_reason:
             delta.finish_reason = inference.FinishReason.ValueType(finish_reason)
             self._outputs[index] = None
+            self.finish_reasons.append(finish_reason)
         self._news.set()
         return StopStringFound(self.request_id, index) if stop is not None else None
 
@@ -157,7 +159,7 @@ class InferenceEndpoint(InferenceServiceServicer):
         finally:
             self.shell.leave(answer.request_id)
             if answer.outcome is not None:
-                self.outcomes.end(answer.terms, answer.outcome)
+                self.outcomes.end(answer.terms, answer.outcome, answer.finish_reasons)
         if answer.refusal is not None:
             refusal = answer.refusal
             if refusal.because is not None:

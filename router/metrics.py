@@ -1,11 +1,12 @@
 """What a router shows of itself as metrics: the ends of requests, counted as they pass by, and its state as it is."""
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from pdserve import metrics
 from pdserve.errors import Refusal, Status
 from pdserve.metrics import Distribution, Metric, Sample
+from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.reports import Failure, Stage
 from pdserve.roles import Role
 from pdserve.router.because import Cause
@@ -22,6 +23,7 @@ _LATELY = 1000  # ended requests of a class that the attainment is taken of
 _OBJECTIVES = ("ttft", "tpot")
 _CLASSES = ("high", "normal", "low")  # of priorities over, at and under 0
 _OK = "OK"
+_FINISH_REASONS = {"stop": inference.FINISH_REASON_STOP, "length": inference.FINISH_REASON_LENGTH}
 _PARTS = (  # of a request's life, from one stage to another
     (metrics.TTFT, Stage.RECEIVED, Stage.FIRST_TOKEN),
     (metrics.E2E, Stage.RECEIVED, Stage.FINISHED),
@@ -43,6 +45,7 @@ class Outcomes:
         self._handoffs = Distribution(metrics.HANDOFF_S)
         self._ratios = {name: Distribution(metrics.OUTCOME_RATIO) for name in _OBJECTIVES}
         self._prompt_tokens = self._cached_tokens = self._handoff_bytes = 0
+        self._finished = Counter[int]()
         self._invalid = Counter[Status]()
         self._goodput = Counter[str]()
         self._judged = Counter[tuple[str, str, bool]]()
@@ -52,9 +55,10 @@ class Outcomes:
         """Count a request that is not valid."""
         self._invalid[status] += 1
 
-    def end(self, terms: Terms, outcome: Finished | Refused) -> None:
-        """Count a valid request."""
+    def end(self, terms: Terms, outcome: Finished | Refused, finish_reasons: Iterable[int]) -> None:
+        """Count a valid request, and why each of its continuations finished."""
         if isinstance(outcome, Finished):
+            self._finished.update(finish_reasons)
             self._take_ledger(outcome.ledger)
             self._prompt_tokens += outcome.usage.prompt_tokens
             self._cached_tokens += outcome.usage.cached_tokens
@@ -89,6 +93,8 @@ class Outcomes:
     def samples(self) -> Iterator[Sample]:
         model = (self._model,)
         yield from (Sample(metric, seen[0], model) for (metric, *_), seen in zip(_PARTS, self._parts, strict=True))
+        for name, reason in _FINISH_REASONS.items():
+            yield Sample(metrics.FINISHED, self._finished[reason], (self._model, name))
         yield Sample(metrics.TPOT, self._tpot, model)
         yield Sample(metrics.PROMPT_TOKENS, self._prompts, model)
         yield Sample(metrics.ANSWER_TOKENS, self._answers, model)

@@ -32,6 +32,7 @@ async def test_answered_refused_and_invalid_requests_are_counted(start_router: S
     model = {"model_name": "tiny"}
     assert found.value("vllm:time_to_first_token_seconds_count", **model) == 3
     assert found.value("vllm:request_generation_tokens_sum", **model) == 18
+    assert found.value("vllm:request_success_total", finished_reason="length", **model) == 3
     assert found.value("vllm:request_prompt_tokens_bucket", le="5.0", **model) == 3
     assert found.value("vllm:num_requests_waiting", **model) == 1
     assert found.value("vllm:num_requests_running", **model) == 0
