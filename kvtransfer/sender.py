@@ -13,9 +13,9 @@ from pdserve.values import value
 
 
 class State(Enum):
-    COMPUTING = auto()  # the prompt is unfinished, and no pages are granted yet
-    OFFERED = auto()  # the prompt is finished, and no pages are granted yet
-    SENDING = auto()  # pages are granted; the prompt's are copied as they become final
+    COMPUTING = auto()  # not all pages are final, and none are granted yet
+    OFFERED = auto()  # all pages are final, and none are granted yet
+    SENDING = auto()  # pages are granted; those that are final are copied
     LANDED = auto()  # everything is copied and committed; the receiver has yet to take it
     DRAINING = auto()  # given up, but copies may still be under way
     CLOSED = auto()  # the source pages are released
@@ -24,7 +24,7 @@ class State(Enum):
 
 @value
 class PagesReady:
-    """The next pages of the prompt are final, in order."""
+    """The next pages are final, in order."""
 
     pages: Pages
 
@@ -111,7 +111,7 @@ class ReleasePages:
 
 @value
 class Failed:
-    """The hand-off is over, and the receiver has not taken it.
+    """The hand-off is over, and the receiver is not known to have taken it.
 
     `may_resume`: the receiver surely never goes on with the sequence. It has not been sent a commit, or has withdrawn.
     """

@@ -43,7 +43,7 @@ class _Handoff:
     key: HandoffKey
     peer: Peer
     sender: Sender = field(default_factory=Sender)
-    held: list[PageId] = field(default_factory=list)  # the prompt's pages that are announced, in order
+    held: list[PageId] = field(default_factory=list)  # the pages that are announced, in order
     sendable_s: float = 0.0  # when the last page was final, or its room known
     draining_s: float = 0.0  # given up, and waiting for its copies to stop
     landed_s: float = 0.0  # committed, and waiting for the answer
@@ -115,7 +115,7 @@ class Outgoing:
         return [connect, *(self._advance(handoff, early.event, now_s) if early else ())]
 
     def announce(self, key: HandoffKey, pages: Sequence[PageId], now_s: float) -> list[Result]:
-        """Send the pages of a prompt that are final, all from its first one on. They are held until they are sent."""
+        """Send the pages that are final, all from the first one on. They are held until they are sent."""
         handoff = self._handoffs[key]
         ready = tuple(pages[len(handoff.held) :])
         self._pool.share(ready)

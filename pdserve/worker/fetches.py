@@ -60,7 +60,8 @@ class Fetches:
     @property
     def due_s(self) -> float:
         """When `go_on` has something to do, whatever else happens."""
-        return min((each.due_s for each in self._fetches.values()), default=inf)
+        due_s = [*(each.due_s for each in self._fetches.values()), *(each.deadline_s for each in self._shares.values())]
+        return min(due_s, default=inf)
 
     def claims(self) -> Iterator[Claim]:
         yield from (Claim(held=fetch.pages) for fetch in self._fetches.values())
@@ -77,10 +78,11 @@ class Fetches:
     def share(self, asked: ShareAsked, now_s: float) -> list[Result]:
         """Send the full pages of a prefix that are cached here. With none, the receiver is sent that it ends."""
         key, outgoing, cache = asked.key, self._outgoing, self._scheduler.cache
-        is_known = outgoing.is_open(key) or outgoing.is_closed(asked.target, key)
-        if is_known or asked.deadline_s <= now_s or len(self._shares) >= MAX_SHARES:
+        if outgoing.is_open(key) or outgoing.is_closed(asked.target, key):
             return []
         results = outgoing.open(key, asked.target, asked.target_address, now_s)
+        if asked.deadline_s <= now_s or len(self._shares) >= MAX_SHARES:
+            return results + outgoing.give_up(key, "it is late, or one of too many", now_s)
         pages = cache.reuse(Prefix(asked.token_ids, asked.salt), len(asked.token_ids) // cache.page_size)
         self._shares[key] = _Share(asked.deadline_s, pages)
         return results if pages else results + outgoing.give_up(key, "nothing of it is cached here", now_s)

@@ -211,6 +211,10 @@ def _placed(place: link.Place, router: RouterRef, now_s: float) -> Placed:
         priority=spec.priority,
     )
     source = _peer(place.source, "source") if place.HasField("source") else None
+    if place.HasField("fetch") and source is not None:
+        raise ProtocolError("fetch: the prompt comes from a source")
+    if place.extra_tokens and source is None:
+        raise ProtocolError(f"extra_tokens: {place.extra_tokens}, and no source")
     target, address = _target(place.target) if place.HasField("target") else (None, "")
     fetch = _fetch(place.fetch, now_s) if place.HasField("fetch") else None
     return Placed(router, job, now_s + spec.deadline_ms / 1000, source, target, address, place.extra_tokens, fetch)

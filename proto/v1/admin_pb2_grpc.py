@@ -109,7 +109,8 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def MoveSequences(self, request, context):
-        """Moves running continuations of this router's requests from a worker to others.
+        """Moves running continuations of this router's requests from a worker to others. NOT_FOUND: no such worker is
+        attached. FAILED_PRECONDITION: nothing can move to the target that is named.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -47,7 +47,9 @@ class AdminServiceStub:
     role was given at the same time, which the message names. DEADLINE_EXCEEDED: it has not taken the role within 5 s.
     """
     MoveSequences: _grpc.UnaryUnaryMultiCallable[_admin_pb2.MoveSequencesRequest, _admin_pb2.MoveSequencesResponse]
-    """Moves running continuations of this router's requests from a worker to others."""
+    """Moves running continuations of this router's requests from a worker to others. NOT_FOUND: no such worker is
+    attached. FAILED_PRECONDITION: nothing can move to the target that is named.
+    """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -68,7 +70,9 @@ class AdminServiceAsyncStub(AdminServiceStub):
     role was given at the same time, which the message names. DEADLINE_EXCEEDED: it has not taken the role within 5 s.
     """
     MoveSequences: _aio.UnaryUnaryMultiCallable[_admin_pb2.MoveSequencesRequest, _admin_pb2.MoveSequencesResponse]  # type: ignore[assignment]
-    """Moves running continuations of this router's requests from a worker to others."""
+    """Moves running continuations of this router's requests from a worker to others. NOT_FOUND: no such worker is
+    attached. FAILED_PRECONDITION: nothing can move to the target that is named.
+    """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """State of a cluster, as one router sees it."""
@@ -122,6 +126,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.MoveSequencesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.MoveSequencesResponse, _abc.Awaitable[_admin_pb2.MoveSequencesResponse]]:
-        """Moves running continuations of this router's requests from a worker to others."""
+        """Moves running continuations of this router's requests from a worker to others. NOT_FOUND: no such worker is
+        attached. FAILED_PRECONDITION: nothing can move to the target that is named.
+        """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

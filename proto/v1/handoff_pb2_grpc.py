@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class HandoffServiceStub:
-    """Served by the decode worker on its internal port. The prefill worker dials when the router first pairs them.
+    """Served by each worker on its internal port. Who is to send pages dials when a router first pairs the two.
     """
 
     def __init__(self, channel):
@@ -43,11 +43,11 @@ class HandoffServiceStub:
 
 
 class HandoffServiceServicer:
-    """Served by the decode worker on its internal port. The prefill worker dials when the router first pairs them.
+    """Served by each worker on its internal port. Who is to send pages dials when a router first pairs the two.
     """
 
     def Attach(self, request_iterator, context):
-        """The first message from the prefill worker is Hello, the first from the decode worker is HelloAck.
+        """The first message from the sender is Hello, the first from the receiver is HelloAck.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -70,7 +70,7 @@ def add_HandoffServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class HandoffService:
-    """Served by the decode worker on its internal port. The prefill worker dials when the router first pairs them.
+    """Served by each worker on its internal port. Who is to send pages dials when a router first pairs the two.
     """
 
     @staticmethod

@@ -109,7 +109,7 @@ class _FailureCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FailureCo
     FAILURE_CODE_TRANSFER_FAILED: _FailureCode.ValueType  # 2
     """The transfer failed."""
     FAILURE_CODE_DIGEST_MISMATCH: _FailureCode.ValueType  # 3
-    """A page's digest was not that of the commit."""
+    """A page's digest was not the one of Landed."""
     FAILURE_CODE_OVERLOADED: _FailureCode.ValueType  # 4
     """The worker's queue is full, or it is draining."""
     FAILURE_CODE_INVALID: _FailureCode.ValueType  # 5
@@ -117,7 +117,7 @@ class _FailureCodeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FailureCo
     FAILURE_CODE_INTERNAL: _FailureCode.ValueType  # 6
     """Something broke inside the worker."""
     FAILURE_CODE_LEASE_LAPSED: _FailureCode.ValueType  # 7
-    """The prefill worker said nothing for as long as its lease was."""
+    """The sender of the hand-off said nothing for as long as its lease was."""
     FAILURE_CODE_SENDER_GAVE_UP: _FailureCode.ValueType  # 8
     """The sender of the hand-off has ended it: its request has ended there, or it has reported why."""
 
@@ -131,7 +131,7 @@ FAILURE_CODE_PEER_LOST: FailureCode.ValueType  # 1
 FAILURE_CODE_TRANSFER_FAILED: FailureCode.ValueType  # 2
 """The transfer failed."""
 FAILURE_CODE_DIGEST_MISMATCH: FailureCode.ValueType  # 3
-"""A page's digest was not that of the commit."""
+"""A page's digest was not the one of Landed."""
 FAILURE_CODE_OVERLOADED: FailureCode.ValueType  # 4
 """The worker's queue is full, or it is draining."""
 FAILURE_CODE_INVALID: FailureCode.ValueType  # 5
@@ -139,7 +139,7 @@ FAILURE_CODE_INVALID: FailureCode.ValueType  # 5
 FAILURE_CODE_INTERNAL: FailureCode.ValueType  # 6
 """Something broke inside the worker."""
 FAILURE_CODE_LEASE_LAPSED: FailureCode.ValueType  # 7
-"""The prefill worker said nothing for as long as its lease was."""
+"""The sender of the hand-off said nothing for as long as its lease was."""
 FAILURE_CODE_SENDER_GAVE_UP: FailureCode.ValueType  # 8
 """The sender of the hand-off has ended it: its request has ended there, or it has reported why."""
 Global___FailureCode: _TypeAlias = FailureCode  # noqa: Y015
@@ -159,7 +159,7 @@ class AttachRequest(_message.Message):
     KV_EVENTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def register(self) -> Global___Register:
-        """First message of the stream; again when loading has finished."""
+        """First message of the stream; again when loading has finished, and at each role taken."""
 
     @_builtins.property
     def heartbeat(self) -> Global___Heartbeat:
@@ -179,7 +179,7 @@ class AttachRequest(_message.Message):
 
     @_builtins.property
     def pair(self) -> Global___PairMeasured:
-        """Prefill worker: how fast it reaches a decode worker."""
+        """How fast its pages reach another worker."""
 
     @_builtins.property
     def kv_events(self) -> Global___KvEvents:
@@ -208,7 +208,7 @@ Global___AttachRequest: _TypeAlias = AttachRequest  # noqa: Y015
 
 @_typing.final
 class PairMeasured(_message.Message):
-    """How fast a prefill worker's pages reach a decode worker, measured when the two first met."""
+    """How fast a worker's pages reach another one, measured when the two first met."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -218,7 +218,7 @@ class PairMeasured(_message.Message):
     CARRIER_FIELD_NUMBER: _builtins.int
     IS_SLOW_FIELD_NUMBER: _builtins.int
     decode_worker_id: _builtins.str
-    """The decode worker's name."""
+    """The other worker's name."""
     bytes_per_s: _builtins.int
     """Bandwidth while nothing else was copied."""
     page_us: _builtins.int
@@ -362,7 +362,7 @@ class Register(_message.Message):
     max_model_len: _builtins.int
     """Longest sequence."""
     handoff_address: _builtins.str
-    """Decode worker: host:port where prefill workers dial its Handoff service."""
+    """host:port where other workers dial its Handoff service."""
     kv_events_endpoint: _builtins.str
     """Where it publishes KV events over ZMQ; empty: nowhere."""
     kv_events_replay_endpoint: _builtins.str

@@ -10,6 +10,7 @@ from pdserve.engine.sequence import Job
 from pdserve.kvtransfer import doors, receiver
 from pdserve.kvtransfer.session import Capsule, Commit, HandoffKey, PagesLanded
 from pdserve.reports import Stage
+from pdserve.worker import fetches
 from pdserve.worker.messages import (
     Cancelled,
     Command,
@@ -232,10 +233,25 @@ def test_a_share_that_is_late_gives_its_pages_back() -> None:
     holder = cores.workers["d"]
     holder.core.handle(share(cores, each), 0.0)
     assert holder.scheduler.cache.pool.num_held == 5
+    assert holder.core.due_s == DUE_S
     assert sorted(page for claim in holder.core.claims() for page in claim.held)
     holder.core.handle(Due(), DUE_S)
     assert holder.core.idle
     assert holder.scheduler.cache.pool.num_held == 0
+
+
+@pytest.mark.parametrize("why", ["late", "one too many"])
+def test_a_prompt_whose_share_is_not_even_begun_does_not_wait_until_it_is_due(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if why == "one too many":
+        monkeypatch.setattr(fetches, "MAX_SHARES", 0)
+    cores, each = cluster(), next_turn()
+    cores.send("d", share(cores, each, deadline_s=0.0 if why == "late" else DUE_S))
+    cores.send("p", placed(cores, each))
+    cores.run(random.Random(0))
+    assert cores.output(each) == wanted(each)
+    cores.assert_nothing_held()
 
 
 def test_a_share_of_a_stream_that_is_lost_gives_its_pages_back() -> None:

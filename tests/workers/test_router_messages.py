@@ -18,6 +18,7 @@ TARGET = link.WorkerRef(worker_id="t", incarnation=5, handoff_address="host:1")
 MOVE = link.Move(request_id=ID, attempt=1, index=2, new_attempt=3, target=TARGET, num_tokens=9)
 SHARE = link.Share(request_id=ID, attempt=1, token_ids=to_wire([4, 5]), cache_salt="s", target=TARGET, within_ms=500)
 KEY = HandoffKey(RequestId(ID), Attempt(1))
+FETCH = link.Fetch(holder=TARGET, num_tokens=64, within_ms=250)
 
 
 def place(**fields: object) -> link.Place:
@@ -53,10 +54,11 @@ def test_a_role_comes_with_its_epoch() -> None:
 
 
 def test_a_job_may_name_room_for_more_tokens_and_pages_to_fetch() -> None:
-    fetch = link.Fetch(holder=TARGET, num_tokens=64, within_ms=250)
-    placed = read(place=place(source=TARGET, extra_tokens=32, fetch=fetch))
-    assert isinstance(placed, Placed)
-    assert (placed.source, placed.extra_tokens, placed.fetch) == (PEER, 32, Fetch(PEER, 64, 10.25))
+    fetching, moving = read(place=place(fetch=FETCH)), read(place=place(source=TARGET, extra_tokens=32))
+    assert isinstance(fetching, Placed)
+    assert isinstance(moving, Placed)
+    assert fetching.fetch == Fetch(PEER, 64, 10.25)
+    assert (moving.source, moving.extra_tokens) == (PEER, 32)
 
 
 def without(message: object, **fields: object) -> object:
@@ -77,6 +79,7 @@ def without(message: object, **fields: object) -> object:
     [
         ({"move": without(MOVE, request_id=b"short")}, "request_id: 5 bytes"),
         ({"move": without(MOVE, new_attempt=1)}, "new_attempt: 1 is not above attempt 1"),
+        ({"move": without(MOVE, num_tokens=0)}, r"move\.num_tokens: 0"),
         ({"move": without(MOVE, target__incarnation=0)}, r"target\.incarnation: 0"),
         ({"move": without(MOVE, target__worker_id="")}, r"target\.worker_id: empty"),
         ({"move": without(MOVE, target__handoff_address="")}, r"target\.handoff_address: empty"),
@@ -90,6 +93,8 @@ def without(message: object, **fields: object) -> object:
         ({"place": place(source=without(TARGET, incarnation=0))}, r"source\.incarnation: 0"),
         ({"place": place(target=without(TARGET, handoff_address=""))}, r"target\.handoff_address: empty"),
         ({"place": place(fetch=link.Fetch(holder=TARGET))}, r"fetch\.num_tokens: 0"),
+        ({"place": place(fetch=FETCH, source=TARGET)}, "fetch: the prompt comes from a source"),
+        ({"place": place(extra_tokens=1)}, "extra_tokens: 1, and no source"),
         ({"place": place(fetch=link.Fetch(num_tokens=4))}, r"fetch\.holder\.worker_id: empty"),
     ],
 )
