@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given, settings
@@ -276,3 +277,40 @@ def test_schedules_are_refused_if_there_is_an_hour_at_which_they_contradict_each
             of_prefill(given_schedules)
     else:
         of_prefill(given_schedules)
+
+
+NASTY = st.sampled_from(
+    [
+        "",
+        "{",
+        "[",
+        "&a",
+        "*a",
+        "<<: ",
+        "- ",
+        "? ",
+        "!!python/none",
+        "!!binary ",
+        "null",
+        "1e999",
+        "-1",
+        ".nan",
+        "\x00",
+        "#",
+        "::",
+    ]
+) | st.text(max_size=3)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(0, len(GOOD)), st.integers(0, 12), NASTY)
+def test_whatever_a_file_holds_is_a_policy_or_refused(at: int, length: int, nasty: str) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "policy.yaml"
+        path.write_text(GOOD[:at] + nasty + GOOD[at + length :], encoding="utf-8")
+        refused = ""
+        try:
+            load(path)
+        except ConfigError as error:
+            refused = str(error)
+        assert refused.startswith(str(path)) or not refused

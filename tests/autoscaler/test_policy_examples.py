@@ -44,6 +44,12 @@ def test_the_schema_kept_beside_them_is_current() -> None:
 
 
 @pytest.mark.parametrize("path", POLICIES, ids=lambda path: path.stem)
+def test_a_policy_that_is_written_out_is_the_same(path: Path) -> None:
+    policy = load(path)
+    assert Policy.model_validate(policy.model_dump(by_alias=True, mode="json"), by_name=False) == policy
+
+
+@pytest.mark.parametrize("path", POLICIES, ids=lambda path: path.stem)
 def test_editors_find_the_schema(path: Path) -> None:
     assert path.read_text(encoding="utf-8").startswith("# yaml-language-server: $schema=schema.json\n")
 
