@@ -50,7 +50,7 @@ class Autoscaler:
     def __init__(self, policy: Policy, warm_up: Sequence[tuple[float, float]] = ()) -> None:
         """`warm_up`: earlier forecast intervals, each with its prompt tokens to compute and answer tokens a second."""
         self._policy = policy
-        self._advisory = policy.mode == "advisory" or policy.actuator.kind == "publish"
+        self._advisory = policy.mode == "advisory"
         self._planner = Planner(policy, warm_up)
         self._orders = Orders()
         self._lives = Lives({pool: policy.pools.of(pool).startup_s for pool in POOLS})

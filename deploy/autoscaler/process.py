@@ -1,18 +1,22 @@
 """The actuator of one machine: the launcher of `pdserve up` starts and ends workers, a router gives them roles."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Self
+from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 
 from pdserve.autoscaler.actuator import ActuatorError, Held
+from pdserve.autoscaler.loading import load
 from pdserve.autoscaler.observation import State
+from pdserve.autoscaler.schedules import bounds
 from pdserve.autoscaler.status import ROLES
+from pdserve.errors import ConfigError
 from pdserve.ids import WorkerId
 from pdserve.launch.admin import AdminClient
-from pdserve.launch.folder import ClusterState
 from pdserve.launch.launcher import LauncherClient
 from pdserve.proto.v1 import launcher_pb2 as launcher
 from pdserve.proto.v1 import link_pb2 as link
@@ -25,6 +29,28 @@ STATES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class PoolSizes:
+    """Workers with which a cluster begins, and how many there may be at once."""
+
+    prefill: int
+    decode: int
+    max_workers: int | None
+
+
+def sizes_at_start(policy_file: Path) -> PoolSizes:
+    """Return how few workers a policy lets a cluster of this machine begin with, and how many it lets be.
+
+    ConfigError where the policy is not valid, or is for another actuator.
+    """
+    policy = load(policy_file)
+    if policy.actuator.kind != "process":
+        raise ConfigError(f"{policy_file}: actuator.kind: {policy.actuator.kind} starts no processes of this machine")
+    (prefill, _), (decode, _) = (bounds(policy, role, time.time()) for role in (Role.PREFILL, Role.DECODE))
+    fewest_devices = min(policy.pools.prefill.devices_per_replica, policy.pools.decode.devices_per_replica)
+    return PoolSizes(prefill, decode, policy.budget.max_devices // fewest_devices)
+
+
 class LocalActuator:
     """Replicas are processes of this machine."""
 
@@ -33,16 +59,6 @@ class LocalActuator:
         self._launcher = launcher_
         self._router = router
         self._timeout_s = timeout_s
-
-    @classmethod
-    @asynccontextmanager
-    async def of(cls, state: ClusterState, timeout_s: float) -> AsyncIterator[Self]:
-        """Be connected with a cluster of this machine for the length of the block."""
-        async with (
-            LauncherClient(state.launcher, state.secret_file) as launcher_,
-            AdminClient(state.admin, state.secret_file) as router,
-        ):
-            yield cls(launcher_, router, timeout_s)
 
     async def observe(self) -> Sequence[Held]:
         """Return all workers of the launcher, with the roles that they were started with."""

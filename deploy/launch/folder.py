@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pdserve.errors import ConfigError
 from pdserve.launch.plan import Role
 
+RECORD_FILE = "autoscaler.json"  # what the cluster's autoscaler decided lately
+
 
 class ProcessState(BaseModel):
     """One process of a cluster, as its supervisor sees it."""
@@ -115,7 +117,7 @@ def claimed_folder(name: str) -> Iterator[Path]:
 
 
 def _forget(folder: Path) -> None:
-    for name in ("state.json", "secret"):
+    for name in ("state.json", "secret", RECORD_FILE):
         (folder / name).unlink(missing_ok=True)
 
 

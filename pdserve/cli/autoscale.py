@@ -1,9 +1,16 @@
-"""Commands about the policy of the autoscaler. They need no cluster."""
+"""Commands about the autoscaler: its policy, for which no cluster is needed, and its process."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from pdserve.cli.flags import config_flags
+from pdserve.cli.options import AsJson, ClusterName, SecretFile
+from pdserve.config import ProcessConfig
+
+if TYPE_CHECKING:
+    from pdserve.autoscaler.server import Target
 
 PolicyFile = Annotated[Path, typer.Argument(metavar="POLICY", help="The policy, YAML or JSON.", show_default=False)]
 
@@ -34,3 +41,63 @@ def schema() -> None:
     from pdserve.autoscaler.schema import json_schema
 
     typer.echo(json_schema(), nl=False)
+
+
+@config_flags(ProcessConfig, without=("ready_file", "drain_timeout_s"))
+def run(
+    policy: PolicyFile,
+    name: ClusterName = "default",
+    admin: Annotated[
+        list[str] | None,
+        typer.Option("--admin", help="host:port of a router's internal port; repeatable.", show_default=False),
+    ] = None,
+    secret_file: SecretFile = None,
+    **flags: object,
+) -> None:
+    """Keep each pool of a cluster at the size that a policy asks for.
+
+    The file is read again whenever it changes. A changed policy is followed as a whole, or refused as a whole.
+    """
+    import asyncio
+
+    from pdserve.autoscaler.server import serve
+    from pdserve.config import load_config
+    from pdserve.measure.warm_up import warm_up
+    from pdserve.signals import end_on_signals
+    from pdserve.telemetry import configure_logging
+
+    settings = load_config(ProcessConfig, None, flags)
+    end_on_signals()
+    configure_logging("autoscaler", settings.log_level)
+    asyncio.run(serve(policy, _target(name, admin, secret_file), settings, warm_up))
+
+
+def status(name: ClusterName = "default", as_json: AsJson = False) -> None:
+    """Show what the autoscaler of a cluster of this machine decided lately, and why."""
+    from datetime import UTC, datetime
+
+    from pdserve.autoscaler.journal import read_record
+    from pdserve.launch.folder import RECORD_FILE, read_state
+
+    record = read_record(read_state(name).secret_file.with_name(RECORD_FILE))
+    if as_json:
+        typer.echo(record.model_dump_json(indent=2))
+        return
+    for entry in record.entries:
+        typer.echo(f"{datetime.fromtimestamp(entry.unix_s, UTC):%H:%M:%S} {entry.text}")
+    at = f"{datetime.fromtimestamp(record.unix_s, UTC):%H:%M:%S}"
+    for pool in record.pools:
+        typer.echo(f"at {at}: {pool.text}")
+
+
+def _target(name: str, admin: list[str] | None, secret_file: Path | None) -> "Target":
+    from pdserve.autoscaler.server import Target
+    from pdserve.errors import ConfigError
+    from pdserve.launch.folder import RECORD_FILE, read_state
+
+    if admin and secret_file is not None:
+        return Target(tuple(admin), secret_file)
+    if admin or secret_file is not None:
+        raise ConfigError("--admin and --secret-file must be given together")
+    state = read_state(name)
+    return Target((state.admin,), state.secret_file, state.launcher, state.secret_file.with_name(RECORD_FILE))

@@ -2,7 +2,7 @@
 
 import asyncio
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -12,15 +12,16 @@ from pdserve.cli.options import (
     AdminAddress,
     AsJson,
     ClusterName,
-    Decode,
     Endpoint,
     Mixed,
     Model,
-    Prefill,
     SecretFile,
 )
 from pdserve.config import WorkerConfig
 from pdserve.router.config import RouterConfig
+
+if TYPE_CHECKING:
+    from pdserve.autoscaler.process import PoolSizes
 
 # What the launcher decides for each process, or what `up` itself has a flag for.
 PER_PROCESS = ("role", "model", "worker_id", "router_id", "incarnation", "routers", "secret_file", "ready_file")
@@ -29,17 +30,36 @@ ADDRESSES = (
     *("host", "port", "internal_host", "internal_port", "metrics_port"),
 )
 
+FewestPrefill = Annotated[
+    int | None,
+    typer.Option("--prefill", help="Prefill workers; by default 1, or the policy's least.", show_default=False),
+]
+FewestDecode = Annotated[
+    int | None,
+    typer.Option("--decode", help="Decode workers; by default 1, or the policy's least.", show_default=False),
+]
+Policy = Annotated[
+    Path | None,
+    typer.Option("--policy", help="Autoscaling policy to follow, see `pdserve autoscale run`.", show_default=False),
+]
+MaxWorkers = Annotated[
+    int | None,
+    typer.Option(
+        "--max-workers",
+        help="Workers that there may be at once; by default those it begins with, or the policy's budget.",
+        show_default=False,
+    ),
+]
+
 
 @config_flags(WorkerConfig, RouterConfig, without=(*PER_PROCESS, *ADDRESSES))
 def up(
     model: Model = DEFAULT_MODEL,
-    prefill: Prefill = 1,
-    decode: Decode = 1,
+    prefill: FewestPrefill = None,
+    decode: FewestDecode = None,
     mixed: Mixed = 0,
-    max_workers: Annotated[
-        int | None,
-        typer.Option(help="Workers that there may be at once; by default those it begins with.", show_default=False),
-    ] = None,
+    policy: Policy = None,
+    max_workers: MaxWorkers = None,
     name: ClusterName = "default",
     host: Annotated[str, typer.Option(help="Where the public endpoint listens.")] = "127.0.0.1",
     router_port: Annotated[
@@ -55,6 +75,8 @@ def up(
 
     A worker that ends, drained or not, is started again, with the role that it has here.
 
+    With --policy, an autoscaler starts and ends workers, and changes their roles, as the policy says.
+
     Each flag goes to every process that has it. Of an endpoint for KV events each worker takes one of its
     own: the first one's port is as given, each further worker's is one higher; of a path, it ends in the worker's name.
     """
@@ -69,13 +91,15 @@ def up(
     served = flags.pop("served_model_name", None) or model_name(model)
     worker_fields = WorkerConfig.model_fields.keys()
     given = {key: value for key, value in flags.items() if value is not None}
+    sizes = _sizes(policy, prefill, decode)
     spec = ClusterSpec(
         model=str(path),
         served_model_name=str(served),
-        num_prefill=prefill,
-        num_decode=decode,
+        num_prefill=sizes.prefill,
+        num_decode=sizes.decode,
         num_mixed=mixed,
-        max_workers=max_workers,
+        max_workers=max_workers or sizes.max_workers,
+        autoscaling=None if policy is None else policy.absolute(),
         name=name,
         host=host,
         router_port=router_port,
@@ -83,6 +107,16 @@ def up(
         router_flags={key: value for key, value in given.items() if key in RouterConfig.model_fields},
     )
     asyncio.run(serve_until_signal(spec, Terminal(), ready))
+
+
+def _sizes(policy: Path | None, prefill: int | None, decode: int | None) -> "PoolSizes":
+    """Return with how many workers a cluster begins, and how many there may be."""
+    from pdserve.autoscaler.process import PoolSizes, sizes_at_start
+
+    least = PoolSizes(1, 1, None) if policy is None else sizes_at_start(policy)
+    return PoolSizes(
+        least.prefill if prefill is None else prefill, least.decode if decode is None else decode, least.max_workers
+    )
 
 
 def status(

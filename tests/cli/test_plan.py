@@ -152,3 +152,13 @@ def test_a_worker_that_comes_later_publishes_where_none_that_runs_does() -> None
 def test_fewer_workers_than_it_begins_with_are_refused() -> None:
     with pytest.raises(ConfigError, match="--max-workers: 2 is refused: 3 are started"):
         ClusterSpec(model="m", served_model_name="m", num_decode=2, max_workers=2)
+
+
+def test_an_autoscaler_is_one_more_process_and_no_worker() -> None:
+    policy = Path("/policies/a policy.yaml")
+    spec = ClusterSpec(model="m", served_model_name="m", name="mine", autoscaling=policy)
+    *_, autoscaler = children_of(spec)
+    assert autoscaler.command_for(Incarnation(7))[3:] == (
+        *("pdserve", "autoscale", "run", str(policy)),
+        *("--name", "mine"),
+    )

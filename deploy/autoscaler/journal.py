@@ -1,0 +1,99 @@
+"""What an autoscaler decided lately and why, in a small file that other commands read."""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from pdserve.autoscaler.decisions import Decision
+from pdserve.errors import ConfigError
+from pdserve.files import write_atomically
+from pdserve.roles import Role
+
+MAX_ENTRIES = 256  # that are kept
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class PoolNow(_Part):
+    """The last decision about a pool."""
+
+    pool: Role
+    num_replicas: int
+    desired: int
+    binds: str
+    text: str
+
+
+class Entry(_Part):
+    """Something that happened."""
+
+    unix_s: float
+    text: str
+
+
+class Record(_Part):
+    """What other commands read."""
+
+    policy: Path
+    metrics_address: str  # host:port where it shows its metrics, empty: nowhere
+    unix_s: float  # of the last decisions
+    pools: tuple[PoolNow, ...]
+    entries: tuple[Entry, ...]  # the latest one last
+
+
+class Journal:
+    """Keeps the last decisions that differ from those before them, and what else is worth a line."""
+
+    def __init__(self, path: Path | None, policy: Path) -> None:
+        """`path`: where it is written; None: nowhere."""
+        self._path = path
+        self._policy = policy
+        self._entries: deque[Entry] = deque(maxlen=MAX_ENTRIES)
+        self.metrics_address = ""
+        self._before: dict[Role, tuple[object, ...]] = {}
+
+    def news(self, decisions: Sequence[Decision]) -> list[str]:
+        """Return those decisions, in words, that are more than what was decided last time with other figures."""
+        found = []
+        for decision in decisions:
+            short = (decision.action, decision.num_replicas, decision.desired, decision.binds, bool(decision.refused))
+            if self._before.get(decision.pool) != short:
+                found.append(decision.text)
+            self._before[decision.pool] = short
+        return found
+
+    def note(self, text: str) -> None:
+        """Keep a line."""
+        self._entries.append(Entry(unix_s=time.time(), text=text))
+
+    def write(self, decisions: Sequence[Decision]) -> None:
+        """Write what was decided now and lately."""
+        if self._path is None:
+            return
+        pools = tuple(
+            PoolNow(pool=d.pool, num_replicas=d.num_replicas, desired=d.desired, binds=d.binds, text=d.text)
+            for d in decisions
+        )
+        record = Record(
+            policy=self._policy,
+            metrics_address=self.metrics_address,
+            unix_s=time.time(),
+            pools=pools,
+            entries=tuple(self._entries),
+        )
+        write_atomically(self._path, record.model_dump_json(indent=2) + "\n")
+
+
+def read_record(path: Path) -> Record:
+    """Return what an autoscaler wrote; ConfigError where none runs, or one of another version."""
+    try:
+        return Record.model_validate_json(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("no autoscaler runs for this cluster: start one with `pdserve autoscale run`") from error
+    except ValidationError as error:
+        raise ConfigError(f"{path} was written by another version of pdserve") from error

@@ -1,0 +1,179 @@
+"""Observe, decide, act, again and again: one cluster's autoscaler between its actuator, its routers and its policy."""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from pdserve.autoscaler.actuator import Actuator, ActuatorError, Held
+from pdserve.autoscaler.decisions import Action, Add, Decision, Drain, Flip
+from pdserve.autoscaler.journal import Journal
+from pdserve.autoscaler.loading import load, reload
+from pdserve.autoscaler.observation import Observation
+from pdserve.autoscaler.orders import Result
+from pdserve.autoscaler.policy import Autoscaler
+from pdserve.autoscaler.schema import Policy
+from pdserve.autoscaler.status import Observer
+from pdserve.clock import Clock
+from pdserve.errors import ConfigError, ProtocolError
+from pdserve.proto.v1 import admin_pb2 as admin
+
+logger = logging.getLogger(__name__)
+
+STATUS_TIMEOUT_S = 5.0  # of a router; one that needs longer counts as silent
+
+WarmUp = Callable[[Policy], Sequence[tuple[float, float]]]  # earlier demand, as `Autoscaler` takes it
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """What is scaled."""
+
+    actuator: Actuator
+    routers: Sequence[Callable[[], Awaitable[admin.ClusterStatus]]]  # each one's report
+
+
+class PolicyFile:
+    """A policy file, and what it held when it was last read."""
+
+    def __init__(self, path: Path) -> None:
+        """ConfigError names what is wrong with the policy."""
+        self.path = path
+        self.policy = load(path)
+        self._text = _text_of(path)
+
+    def changed(self) -> tuple[str, ...]:
+        """Take over what the file holds as a whole, and return what that changes; empty where it is as it was.
+
+        ConfigError, once for each content, where it is not valid: the policy stays.
+        """
+        text = _text_of(self.path)
+        if text == self._text:
+            return ()
+        self._text = text
+        self.policy, changes = reload(self.path, self.policy)
+        return changes
+
+
+def _text_of(path: Path) -> bytes | None:
+    """Return what a file holds; None where it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None
+
+
+class Loop:
+    """One autoscaler."""
+
+    def __init__(self, file: PolicyFile, cluster: Cluster, journal: Journal, warm_up: WarmUp, clock: Clock) -> None:
+        self._file = file
+        self._cluster = cluster
+        self._journal = journal
+        self._warm_up = warm_up
+        self._clock = clock
+        self._observer = Observer()
+        self._core = Autoscaler(file.policy, warm_up(file.policy))
+        self._warning = ""
+        self.decisions: tuple[Decision, ...] = ()  # the last ones
+        self.observation: Observation | None = None  # the last one
+        self.num_decided = Counter[tuple[str, ...]]()  # by pool, verb and what binds
+
+    async def run(self) -> None:
+        """Go on until cancelled."""
+        while True:
+            began_s = self._clock.now_s()
+            await self.step()
+            await asyncio.sleep(began_s + self._file.policy.interval.react_s - self._clock.now_s())
+
+    async def step(self) -> None:
+        """Observe, decide and act once. Nothing is decided without an answer of the actuator."""
+        self._follow_policy()
+        try:
+            held = await self._cluster.actuator.observe()
+        except ActuatorError as error:
+            self._warn(f"nothing is decided: {error}")
+        else:
+            await self._decide(held)
+        self._journal.write(self.decisions)
+
+    async def _decide(self, held: Sequence[Held]) -> None:
+        self.observation = self._observe(held, await self._statuses())
+        self.decisions = self._core.decide(self.observation)
+        self.num_decided.update((each.pool, each.verb, each.binds) for each in self.decisions)
+        for text in self._journal.news(self.decisions):
+            self._note(text)
+        async with asyncio.TaskGroup() as tasks:
+            for decision in self.decisions:
+                if decision.action is not None and not decision.advisory:
+                    tasks.create_task(self._order(decision.action))
+        for outcome in self._core.take_outcomes():
+            if outcome.result is not Result.DONE:
+                self._note(f"{outcome.action}: {outcome.result}: {outcome.reason}", logging.WARNING)
+
+    def _follow_policy(self) -> None:
+        """Follow another policy, as a restarted autoscaler would: what was learnt of demand is learnt again."""
+        try:
+            changes = self._file.changed()
+        except ConfigError as error:
+            self._note(f"the policy stays as it was: {error}", logging.ERROR)
+            return
+        if changes:
+            self._core = Autoscaler(self._file.policy, self._warm_up(self._file.policy))
+            self._note(f"another policy is followed: {'; '.join(changes)}")
+
+    async def _statuses(self) -> list[admin.ClusterStatus] | None:
+        """Return what all routers report; None where one of them does not answer in time."""
+        try:
+            async with asyncio.timeout(STATUS_TIMEOUT_S):
+                return [await report() for report in self._cluster.routers]
+        except (TimeoutError, grpc.aio.AioRpcError) as error:
+            self._warn(f"a router does not report: {_in_words(error)}")
+            return None
+
+    def _observe(self, held: Sequence[Held], statuses: list[admin.ClusterStatus] | None) -> Observation:
+        at_s, unix_s = self._clock.now_s(), time.time()
+        try:
+            found = self._observer.observe(at_s, unix_s, held, statuses)
+        except ProtocolError as error:
+            self._warn(f"a router counts otherwise: {error}")
+            return self._observer.observe(at_s, unix_s, held, None)
+        if statuses is not None:
+            self._warning = ""
+        return found
+
+    async def _order(self, action: Action) -> None:
+        actuator = self._cluster.actuator
+        try:
+            match action:
+                case Add(name, role):
+                    await actuator.add(name, role)
+                case Drain(name):
+                    await actuator.drain(name)
+                case Flip(name, role):
+                    await actuator.flip(name, role)
+        except ActuatorError as error:
+            self._core.failed(action, str(error), self._clock.now_s())
+        else:
+            self._core.ordered(action, self._clock.now_s())
+
+    def _warn(self, text: str) -> None:
+        """Note a lasting trouble once."""
+        if text != self._warning:
+            self._warning = text
+            self._note(text, logging.WARNING)
+
+    def _note(self, text: str, level: int = logging.INFO) -> None:
+        logger.log(level, "%s", text)
+        self._journal.note(text)
+
+
+def _in_words(error: TimeoutError | grpc.aio.AioRpcError) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no answer within {STATUS_TIMEOUT_S:g} s"
+    return f"{error.code().name}: {error.details()}"

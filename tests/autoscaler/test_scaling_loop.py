@@ -1,0 +1,210 @@
+"""What is ordered is ordered once, whatever becomes of the answer; a policy is followed whole or not at all."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import grpc
+import pytest
+
+from pdserve.autoscaler.actuator import ActuatorError, Held
+from pdserve.autoscaler.journal import Journal, read_record
+from pdserve.autoscaler.loop import Cluster, Loop, PolicyFile
+from pdserve.autoscaler.observation import State
+from pdserve.demand import Demand
+from pdserve.demand_wire import demand_to_proto
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.roles import Role
+
+POLICY = """
+apiVersion: pdserve/v1alpha1
+kind: AutoscalingPolicy
+objectives: {ttftMs: 1000, tpotMs: 100}
+budget: {maxDevices: 6}
+interval: {forecast: 10s, react: 1s}
+pools:
+  prefill: {minReplicas: 1, maxReplicas: 3, startup: 5s}
+  decode: {minReplicas: DECODES, maxReplicas: 3, startup: 5s}
+"""
+
+
+@dataclass
+class Platform:
+    """Starts and ends replicas at once, if it does what it is asked to."""
+
+    replicas: dict[str, Held] = field(
+        default_factory=lambda: {
+            "prefill-0": Held("prefill-0", Role.PREFILL, State.READY),
+            "decode-0": Held("decode-0", Role.DECODE, State.READY),
+        }
+    )
+    orders: list[str] = field(default_factory=list)
+    refuses: bool = False
+    loses_answers: bool = False
+    is_silent: bool = False
+
+    async def observe(self) -> Sequence[Held]:
+        if self.is_silent:
+            raise ActuatorError("nobody answers")
+        return list(self.replicas.values())
+
+    async def add(self, name: str, role: Role) -> None:
+        self._take(f"add {name}")
+        self.replicas.setdefault(name, Held(name, role, State.STARTING))
+        self._answer()
+
+    async def drain(self, name: str) -> None:
+        self._take(f"drain {name}")
+        self.replicas[name] = replace(self.replicas[name], state=State.DRAINING)
+        self._answer()
+
+    async def flip(self, name: str, role: Role) -> None:
+        self._take(f"flip {name}")
+        self.replicas[name] = replace(self.replicas[name], role=role)
+        self._answer()
+
+    def _take(self, order: str) -> None:
+        self.orders.append(order)
+        if self.refuses:
+            raise ActuatorError(f"{order}: no room")
+
+    def _answer(self) -> None:
+        if self.loses_answers:
+            raise ActuatorError("the answer was lost")
+
+    def make_ready(self, name: str) -> None:
+        self.replicas[name] = replace(self.replicas[name], state=State.READY)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.s = 100.0
+
+    def now_s(self) -> float:
+        return self.s
+
+
+class Scene:
+    def __init__(self, folder: Path, num_decodes: int = 1) -> None:
+        self.clock = Clock()
+        self.platform = Platform()
+        self.file = folder / "policy.yaml"
+        self.record_file = folder / "autoscaler.json"
+        self.is_router_silent = False
+        self.write(num_decodes)
+        self.start()
+
+    def start(self) -> None:
+        """Begin with an autoscaler that remembers nothing."""
+        cluster, journal = Cluster(self.platform, [self.report]), Journal(self.record_file, self.file)
+        self.loop = Loop(PolicyFile(self.file), cluster, journal, lambda _: (), self.clock)
+
+    def write(self, num_decodes: int | str) -> None:
+        self.file.write_text(POLICY.replace("DECODES", str(num_decodes)))
+
+    async def report(self) -> admin.ClusterStatus:
+        if self.is_router_silent:
+            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "gone")
+        return admin.ClusterStatus(router_id="router", demand=demand_to_proto(Demand()))
+
+    async def go_on(self, seconds: int) -> None:
+        """Go on for some seconds, a step for each."""
+        for _ in range(seconds):
+            await self.loop.step()
+            self.clock.s += 1.0
+
+    def texts(self) -> list[str]:
+        return [entry.text for entry in read_record(self.record_file).entries]
+
+
+async def test_a_pool_below_its_least_gets_one_replica_and_no_second_while_that_starts(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, num_decodes=2)
+    await scene.go_on(8)
+    assert scene.platform.orders == ["add decode-1"]
+    scene.platform.make_ready("decode-1")
+    await scene.go_on(8)
+    assert scene.platform.orders == ["add decode-1"]
+    record = read_record(scene.record_file)
+    assert [(each.pool, each.num_replicas, each.desired) for each in record.pools] == [
+        ("prefill", 1, 1),
+        ("decode", 2, 2),
+    ]
+    assert any(text.startswith("decode: add decode-1; 1 of 2 replicas") for text in scene.texts())
+
+
+async def test_a_refused_order_is_reported_and_given_again_later_by_the_same_name(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, num_decodes=2)
+    scene.platform.refuses = True
+    await scene.go_on(3)
+    assert scene.platform.orders == ["add decode-1"]
+    assert any("failed" in text and "add decode-1: no room" in text for text in scene.texts())
+    scene.platform.refuses = False
+    await scene.go_on(30)
+    assert scene.platform.orders == ["add decode-1"] * 2
+
+
+async def test_an_order_whose_answer_is_lost_is_not_doubled(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, num_decodes=2)
+    scene.platform.loses_answers = True
+    await scene.go_on(30)
+    assert set(scene.platform.replicas) == {"prefill-0", "decode-0", "decode-1"}
+    assert set(scene.platform.orders) == {"add decode-1"}
+
+
+@pytest.mark.parametrize("was_taken", [True, False])
+async def test_an_autoscaler_that_starts_again_in_mid_action_doubles_nothing(tmp_path: Path, was_taken: bool) -> None:
+    scene = Scene(tmp_path, num_decodes=3)
+    scene.platform.refuses = not was_taken
+    await scene.go_on(1)
+    scene.platform.refuses = False
+    for _ in range(5):
+        scene.start()
+        await scene.go_on(20)
+        for name in list(scene.platform.replicas):
+            scene.platform.make_ready(name)
+    assert set(scene.platform.replicas) == {"prefill-0", "decode-0", "decode-1", "decode-2"}
+    assert len(scene.platform.orders) == 2 + (not was_taken)
+
+
+async def test_nothing_is_decided_without_an_answer_of_the_actuator(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, num_decodes=2)
+    scene.platform.is_silent = True
+    await scene.go_on(20)
+    assert scene.platform.orders == []
+    assert scene.texts() == ["nothing is decided: nobody answers"]
+
+
+async def test_nothing_is_drained_while_a_router_is_silent(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    for number in (1, 2):
+        scene.platform.replicas[f"decode-{number}"] = Held(f"decode-{number}", Role.DECODE, State.READY)
+    scene.is_router_silent = True
+    await scene.go_on(700)
+    assert scene.platform.orders == []
+    assert scene.texts().count("a router does not report: UNAVAILABLE: gone") == 1
+
+
+async def test_a_changed_policy_is_followed_and_says_what_it_changes(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    await scene.go_on(5)
+    assert scene.platform.orders == []
+    scene.write(2)
+    await scene.go_on(5)
+    assert scene.platform.orders == ["add decode-1"]
+    assert "another policy is followed: pools.decode.minReplicas is 2, was 1" in scene.texts()
+
+
+@pytest.mark.parametrize("broken", ["9", "two", "{"])
+async def test_a_broken_policy_changes_nothing_and_is_reported_once(tmp_path: Path, broken: str) -> None:
+    scene = Scene(tmp_path, num_decodes=2)
+    scene.write(broken)
+    await scene.go_on(10)
+    assert scene.platform.orders == ["add decode-1"]
+    (text,) = (text for text in scene.texts() if "the policy stays as it was" in text)
+    assert "policy.yaml" in text
+    scene.file.unlink()
+    await scene.go_on(1)
+    scene.write(3)
+    scene.platform.make_ready("decode-1")
+    await scene.go_on(10)
+    assert scene.platform.orders == ["add decode-1", "add decode-2"]
