@@ -119,8 +119,7 @@ def router_samples(shell: Shell, outcomes: Outcomes, model: str) -> Iterator[Sam
     core, label = shell.core, (model,)
     yield from _requests(core)
     num_waiting = core.num_held + sum(
-        not request.num_delivered and not request.timeline.ms(Stage.PREFILL_STARTED)
-        for request in core.placements.requests.values()
+        not request.timeline.ms(Stage.PREFILL_STARTED) for request in core.placements.requests.values()
     )
     yield Sample(metrics.WAITING, num_waiting, label)
     yield Sample(metrics.RUNNING, core.num_active + core.num_held - num_waiting, label)

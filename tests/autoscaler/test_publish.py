@@ -89,7 +89,8 @@ async def platform_of(*decodes: str) -> Platform:
 
 async def test_a_replica_that_comes_under_another_name_is_the_one_that_was_ordered() -> None:
     platform = await platform_of()
-    await platform.actuator.add("decode-x", Role.DECODE)
+    for _ in range(2):
+        await platform.actuator.add("decode-x", Role.DECODE)
     assert (await held(platform))["decode-x"].state is State.STARTING
     platform.attach("pod-7f9c", Role.DECODE)
     assert set(await held(platform)) == {"prefill-0", "decode-0", "pod-7f9c"}
@@ -125,6 +126,8 @@ async def test_a_router_that_starts_again_shrinks_no_pool() -> None:
     workers, platform.workers = platform.workers, {}
     states = {name: replica.state for name, replica in (await held(platform)).items()}
     assert states == dict.fromkeys(workers, State.STARTING)
+    platform.workers = {"decode-0": workers["decode-0"]}
+    assert len(await held(platform)) == 4
     assert platform.actuator.sizes == {Role.PREFILL: 1, Role.DECODE: 3}
     platform.workers = workers
     assert all(replica.state is State.READY for replica in (await held(platform)).values())
