@@ -3,7 +3,8 @@
 The rules are those of the HorizontalPodAutoscaler, autoscaling/v2: a pool grows to the least size that was wanted in
 the window of scaleUp, shrinks to the greatest in that of scaleDown, and in each period by no more than its policies
 allow. Beside these, a change is undone only after a while: what was added stays until it has started and dwelled, and
-what was drained stays away for as long as a replica dwells.
+what was drained stays away for as long as a replica dwells. A pool that had to take a drain back within its window
+waits twice as long before the next one, so that noise about a limit between two sizes does not move it back and forth.
 """
 
 from collections import deque
@@ -12,6 +13,7 @@ from math import ceil
 from pdserve.autoscaler.behavior import Behavior, ScalingRules
 from pdserve.values import value
 
+_MOST_PATIENCE = 8  # times the window of scaleDown
 _MOST_CHANGES = 4096  # remembered
 
 
@@ -34,16 +36,29 @@ class Pacing:
         self._changes: deque[tuple[float, int]] = deque(maxlen=_MOST_CHANGES)  # replicas added, or taken away
         self._floors: list[tuple[float, int]] = []  # until when the pool is not to be smaller
         self._ceilings: list[tuple[float, int]] = []  # until when not larger
+        self._drained_s: float | None = None  # when the last replica was taken away, if none was added since
+        self._patience = 1
 
     def want(self, wanted: Wanted, at_s: float) -> None:
         """Take in what a loop wants."""
-        longest_s = max(rules.stabilization_window_seconds for rules in (self._up, self._down))
+        longest_s = max(self._up.stabilization_window_seconds, _MOST_PATIENCE * self._down.stabilization_window_seconds)
         while self._wanted and self._wanted[0][0] < at_s - longest_s:
             self._wanted.popleft()
         self._wanted.append((at_s, wanted))
 
+    def _learn_patience(self, by: int, held_s: float, at_s: float) -> None:
+        """Wait longer after a drain that was taken back at once, and less after one that was not."""
+        soon_s = self._patience * self._down.stabilization_window_seconds + held_s
+        is_soon = self._drained_s is not None and at_s - self._drained_s <= soon_s
+        if by > 0 and is_soon:
+            self._patience = min(_MOST_PATIENCE, 2 * self._patience)
+        elif by < 0 and self._drained_s is not None and not is_soon:
+            self._patience = max(1, self._patience // 2)
+        self._drained_s = at_s if by < 0 else None
+
     def changed(self, by: int, size: int, held_s: float, at_s: float) -> None:
         """Take note that a pool was given an order that makes it `size`, which is not undone for some seconds."""
+        self._learn_patience(by, held_s, at_s)
         self._changes.append((at_s, by))
         limits = self._floors if by > 0 else self._ceilings
         limits[:] = [(until_s, limit) for until_s, limit in limits if until_s > at_s]
@@ -61,7 +76,7 @@ class Pacing:
 
     def grown(self, size: int, at_s: float) -> tuple[int, str]:
         """Return the size that a pool may grow to, its own if none is wanted, and what keeps it from more."""
-        wanted = self._within(self._up, at_s)
+        wanted = self._within(self._up.stabilization_window_seconds, at_s)
         if not wanted or size >= min(each.grow_below for each in wanted):
             return size, ""
         target = min(each.size for each in wanted)
@@ -81,11 +96,11 @@ class Pacing:
 
     def shrunk(self, size: int, at_s: float) -> tuple[int, str]:
         """Return the size that a pool may shrink to, its own if it is not to, and what keeps it from less."""
-        wanted = self._within(self._down, at_s)
+        window_s = self._patience * self._down.stabilization_window_seconds
+        wanted = self._within(window_s, at_s)
         if not wanted or size <= wanted[-1].shrink_above:
             return size, ""
         target = max(each.shrink_above for each in wanted)
-        window_s = self._down.stabilization_window_seconds
         if at_s - self._begun_s < window_s:
             return size, f"demand has been watched for {at_s - self._begun_s:.0f} s of {window_s:.0f}"
         if target >= size:
@@ -107,8 +122,7 @@ class Pacing:
     def _down(self) -> ScalingRules:
         return self._behavior.scale_down
 
-    def _within(self, rules: ScalingRules, at_s: float) -> list[Wanted]:
-        window_s = rules.stabilization_window_seconds
+    def _within(self, window_s: float, at_s: float) -> list[Wanted]:
         latest = [wanted for then_s, wanted in self._wanted if then_s > at_s - window_s]
         return latest or [wanted for _, wanted in list(self._wanted)[-1:]]
 

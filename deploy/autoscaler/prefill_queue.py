@@ -62,7 +62,7 @@ class PrefillPool:
 
     def load(self, num_replicas: int) -> float:
         """Return the share of the pool's time that the prompts take when steps are shared by as many as can be."""
-        return self._rate * self._service(self._most_sharing)[0] / max(1, num_replicas)
+        return self._rate * self.seconds(0, 1) / max(1, num_replicas)
 
     def seconds(self, num_tokens: float, num_prompts: float) -> float:
         """Return how long one replica takes for tokens and prompts of this mixture that wait."""

@@ -2,6 +2,10 @@
 
 A request needs both pools, and what is lost in one hardly depends on the other: attainment is the product of both.
 Requests that no size of a pool could serve in time count for none.
+
+Beside the capacity simulator (OPT-13B on A100; 2 + 2, 1 + 3 and 3 + 1 workers, four loads each), predicted attainment
+is off by 2 points at most where 95 % are attained or more. Beyond, it is up to 11 points too low: the router finds room
+that an average does not have.
 """
 
 from collections.abc import Mapping
