@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -194,6 +195,13 @@ def test_a_commit_for_anything_but_the_grant_is_refused_by_its_kind(commit: Comm
         receiver.handle(Committed(commit))
     assert refused.value.refusal is refusal
     assert receiver.handle(Committed(COMMIT)) == ()
+    assert receiver.state is State.LANDING
+
+
+def test_a_forged_commit_changes_nothing() -> None:
+    receiver, _ = fed(SenderAttached(), LANDED)
+    with suppress(ProtocolError):
+        receiver.handle(Committed(replace(COMMIT, capability=b"x" * 16)))
     assert receiver.state is State.LANDING
 
 
