@@ -10,6 +10,7 @@ from pdserve.capacity.ordering import Limits
 from pdserve.capacity.scaling import Scaled, Scaling, Scene
 from pdserve.capacity.static_pools import StaticPools
 from pdserve.errors import ConfigError
+from pdserve.measure.warm_up import warm_up
 from pdserve.roles import Role
 
 RIVALS = "static", "hpa", "planner"
@@ -28,7 +29,7 @@ def checked(rivals: Sequence[str]) -> Sequence[str]:
 def simulate_all(scene: Scene, policy: Policy, rivals: Sequence[str], on_tried: Tried) -> list[Scaled]:
     """Return the run of the autoscaler's core first, then those of its rivals, which are of RIVALS."""
     on_tried("policy")
-    runs = [Scaling(scene, Autoscaler(policy), policy.interval.react_s).run("policy")]
+    runs = [Scaling(scene, Autoscaler(policy, warm_up(policy)), policy.interval.react_s).run("policy")]
     for rival in rivals:
         on_tried(rival)
         runs += _rival(rival, scene, policy, runs[0].attainment(scene.objective), on_tried)

@@ -49,6 +49,14 @@ def test_a_simulated_policy_stands_beside_its_rivals(pdserve: Command, files: Pa
     assert (files / "log.txt").read_text().splitlines() == runs[0]["decisions"]
 
 
+def test_the_trace_that_a_policy_is_warmed_up_with_is_read(pdserve: Command, files: Path) -> None:
+    policy = files / "policy.yaml"
+    policy.write_text(f"{POLICY}forecaster: {{kind: last, warmupTrace: none.csv}}\n", encoding="utf-8")
+    ended = pdserve("autoscale", "simulate", str(policy), "--trace", str(files / "trace.json"))
+    assert ended.returncode == 2
+    assert "none.csv: No such file" in ended.stderr
+
+
 @pytest.mark.parametrize("text", ["", "1.5", "x@0-9", "0@0-9", "nan@0-9", "1.5@9-3", "1.5@a-b"])
 def test_a_slow_stretch_that_cannot_be_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--slow"):
