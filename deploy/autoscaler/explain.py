@@ -31,6 +31,8 @@ def sentences(policy: Policy) -> Iterator[str]:
         yield f"The {name} pool:"
         yield from (f"  {sentence}" for sentence in _pool(pool, interval.react_s))
     yield _switching(policy.role_switch)
+    dwell = in_units(policy.role_switch.min_dwell_s)
+    yield f"A pool does not undo a change for {dwell}; a replica that was added is kept for so long after its start-up."
     yield _acting(policy.actuator, advisory=policy.mode == "advisory")
 
 

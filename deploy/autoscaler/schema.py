@@ -94,7 +94,9 @@ class RoleSwitch(Section):
         "Both pools then have the same devicesPerReplica.",
     )
     min_dwell_s: Annotated[float, Field(ge=0, le=86_400, strict=True), DURATION] = Field(
-        default=60.0, description="Time for which a worker keeps a role before it may change again."
+        default=60.0,
+        description="Time for which a worker keeps a role before it may change again. A pool does not undo a change "
+        "for as long either; a replica that was added is kept for so long after its start-up.",
     )
 
 

@@ -103,6 +103,7 @@ NIGHT = {"daysOfWeek": ["Fri"], "start": "22:00", "end": "06:00", "minReplicas":
         ({"fallback": {"replicas": 2}}, {}, "and after 15s grows to 2 if it is smaller."),
         ({"costPerReplicaHour": 2.5}, {}, "It costs 2.5 to 10 an hour, 2.5 a replica."),
         ({}, {"roleSwitch": {"minDwell": "5m"}}, "5m after its last change at the earliest."),
+        ({}, {"roleSwitch": {"minDwell": "5m"}}, "does not undo a change for 5m;"),
         ({}, {"roleSwitch": {"enabled": False}}, "Workers keep their roles."),
         ({}, {"mode": "advisory"}, "Nothing is carried out (mode: advisory)"),
         (
