@@ -1,5 +1,6 @@
 """The actuator that publishes sizes, and a platform that follows them in its own way."""
 
+from pathlib import Path
 from typing import cast
 
 import grpc
@@ -7,13 +8,20 @@ import pytest
 from actuator_suite import ActuatorSuite, Stage, held, state_of
 
 from pdserve.autoscaler.actuator import ActuatorError, Held
+from pdserve.autoscaler.journal import Journal
+from pdserve.autoscaler.loop import Cluster, Loop, PolicyFile
 from pdserve.autoscaler.observation import State
 from pdserve.autoscaler.publish import PublishActuator
+from pdserve.autoscaler.server import samples
 from pdserve.autoscaler.status import ROLES
+from pdserve.demand import Demand
+from pdserve.demand_wire import demand_to_proto
 from pdserve.launch.admin import AdminClient
+from pdserve.metrics import DECISIONS, DESIRED, SHOWN
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.roles import Role
+from pdserve.virtual_time import VirtualClock
 
 NUMBERS = {role: number for number, role in ROLES.items()}
 
@@ -32,7 +40,8 @@ class Platform:
     async def status(self) -> admin.ClusterStatus:
         if self.is_silent:
             raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "gone")
-        return admin.ClusterStatus(workers=self.workers.values())
+        demand = demand_to_proto(Demand())
+        return admin.ClusterStatus(router_id="router", workers=self.workers.values(), demand=demand)
 
     def attach(self, name: str, role: Role) -> None:
         registration = link.Register(worker_id=name, role=NUMBERS[role], ready=True)
@@ -139,3 +148,37 @@ async def test_a_replica_that_is_still_to_come_is_given_up_at_once() -> None:
     await platform.actuator.drain("decode-1")
     assert platform.actuator.sizes[Role.DECODE] == 1
     assert set(await held(platform)) == {"prefill-0", "decode-0"}
+
+
+POLICY = """
+apiVersion: pdserve/v1alpha1
+kind: AutoscalingPolicy
+objectives: {ttftMs: 1000, tpotMs: 100}
+budget: {maxDevices: 6}
+interval: {forecast: 10s, react: 1s}
+actuator: {kind: publish}
+pools:
+  prefill: {minReplicas: 1, maxReplicas: 3, startup: 5s}
+  decode: {minReplicas: 3, maxReplicas: 3, startup: 5s}
+"""
+
+
+async def test_who_follows_the_metric_gives_a_pool_its_least_size_and_no_more(tmp_path: Path) -> None:
+    file, platform, clock = tmp_path / "policy.yaml", Platform(), VirtualClock()
+    file.write_text(POLICY)
+    cluster = Cluster(platform.actuator, [platform.status])
+    loop = Loop(PolicyFile(file), cluster, Journal(None, file), lambda _: (), clock)
+    seen = []
+    for _ in range(30):
+        await loop.step()
+        clock.advance(1.0)
+        shown = list(samples(loop, platform.actuator))
+        seen.append(next(each.amount for each in shown if each.metric is DESIRED and each.labels == ("decode",)))
+        for number in range(len(platform.workers) - 1, int(seen[-1])):  # a stateful set, which starts one at once
+            platform.attach(f"pod-{number}", Role.DECODE)
+    assert seen == sorted(seen)
+    assert (seen[0], seen[-1]) == (2, 3)
+    assert len(platform.workers) == 4
+    assert {each.metric for each in shown} == set(SHOWN["autoscaler"])
+    orders = {each.labels[:2]: each.amount for each in shown if each.metric is DECISIONS if each.labels[1] != "hold"}
+    assert orders == {("decode", "add"): 2}
