@@ -4,7 +4,7 @@ What a peer says is checked here: ProtocolError names the field.
 """
 
 from pdserve.errors import ProtocolError, Refusal
-from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
+from pdserve.ids import PROTOCOL_VERSION, Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvlayout_wire import layout_from_proto, layout_to_proto
 from pdserve.kvtransfer import receiver, sender
 from pdserve.kvtransfer.greeting import Hello, HelloAck, Introduction
@@ -21,7 +21,6 @@ from pdserve.kvtransfer.session import (
     Tail,
 )
 from pdserve.proto.v1 import handoff_pb2 as handoff
-from pdserve.rpc import PROTOCOL_VERSION
 from pdserve.sampling import SampledToken
 from pdserve.sampling_wire import logprobs_from_proto, logprobs_to_proto
 

@@ -22,8 +22,6 @@ from pdserve.clock import Clock, MonotonicClock
 from pdserve.errors import ConfigError
 from pdserve.proof import CHALLENGE_BYTES, NONCE_BYTES, Challenges, is_proof, new_nonce, proof_of
 
-PROTOCOL_VERSION = 1  # of Link and Handoff; processes with different ones are never paired
-
 PUBLIC_MESSAGE_BYTES = 4 * 1024 * 1024
 INTERNAL_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_STATUS_BYTES = 2000  # of a status message: on the wire up to thrice that, of 8 kB that clients take of headers

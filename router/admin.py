@@ -23,7 +23,7 @@ from pdserve.router.routing import difference
 from pdserve.router.shell import Shell, WorkerStream
 from pdserve.router.view import WorkerView
 from pdserve.router.wire import ROLES
-from pdserve.rpc import PROTOCOL_VERSION, abort
+from pdserve.rpc import abort
 
 MIN_INTERVAL_S = 0.1
 _Request = TypeVar("_Request")
@@ -90,11 +90,7 @@ class AdminEndpoint(AdminServiceServicer):
             await abort(context, grpc.StatusCode.INVALID_ARGUMENT, f"role: {request.role} is unknown")
         if worker.coming_role is worker.role is role:
             return admin.SetWorkerRoleResponse(epoch=worker.registration.role_epoch)
-        why, version = "", worker.registration.protocol_version
-        if version != PROTOCOL_VERSION:
-            why = f"{worker.name} speaks protocol version {version}, and roles need {PROTOCOL_VERSION}"
-        why = why or refusal(self._shell.core.workers, worker, role, force=request.force)
-        if why:
+        if why := refusal(self._shell.core.workers, worker, role, force=request.force):
             await abort(context, grpc.StatusCode.FAILED_PRECONDITION, why)
         epoch = max(worker.registration.role_epoch, worker.asked[1]) + 1
         self._shell.post(RoleAsked(worker.link, role, epoch))
@@ -119,10 +115,7 @@ class AdminEndpoint(AdminServiceServicer):
         source = await self._attached(request.worker_id, "worker_id", context)
         if request.target_worker_id:
             target = await self._attached(request.target_worker_id, "target_worker_id", context)
-            why = _unfit(source, target)
-            if not why and (lack := core.workers.unroutable(target)):
-                why = f"{target.name} takes nothing: {lack}"
-            if why:
+            if why := _unfit(source, target) or core.workers.refusal(target):
                 await abort(context, grpc.StatusCode.FAILED_PRECONDITION, f"target_worker_id: {why}")
         num_movable = core.moving.num_movable(source)
         num_sequences = min(num_movable, request.max_sequences or num_movable)

@@ -9,11 +9,9 @@ _WORK = {Role.PREFILL: "computes prompts", Role.DECODE: "decodes"}
 
 def refusal(workers: Workers, worker: WorkerView, role: Role, *, force: bool) -> str:
     """Return why a worker cannot take a role, or nothing. With `force` others need not do what it no longer does."""
+    if why := workers.refusal(worker):
+        return why
     known = worker.registration
-    if not known.ready:
-        return f"{worker.name} is loading"
-    if worker.draining:
-        return f"{worker.name} is draining"
     longest = -(-known.max_model_len // known.layout.page_size)
     if why := lacks_pages(role, known.num_pages, longest):
         return f"{worker.name}: {why}: lower max_model_len, or raise num_pages"

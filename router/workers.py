@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from pdserve.errors import ProtocolError
+from pdserve.ids import PROTOCOL_VERSION
 from pdserve.kvlayout import KvLayout
 from pdserve.roles import Role
 from pdserve.router.events import LinkId, Registration
@@ -72,8 +73,8 @@ class Workers:
         """Return the workers of a pool, PREFILL or DECODE, that may be given requests."""
         pool = self._pools.get(role)
         if pool is None:
-            ready = [w for w in self._by_link.values() if w.role.is_in(role) and w.registration.ready]
-            pool = self._pools[role] = [worker for worker in ready if worker.registration.model == self._model]
+            ready = [w for w in self if w.role.is_in(role) and w.registration.ready]
+            pool = self._pools[role] = [worker for worker in ready if not self._strangeness(worker)]
         return [worker for worker in pool if not worker.draining]
 
     def unroutable(self, worker: WorkerView) -> str:
@@ -82,9 +83,19 @@ class Workers:
             return "it is loading"
         if worker.draining:
             return "it is draining"
-        if worker.registration.model != self._model:
-            return f"model: {worker.registration.model} != {self._model}"
-        return ""
+        return self._strangeness(worker)
+
+    def refusal(self, worker: WorkerView) -> str:
+        """Return, for an operator, why a worker takes no orders; empty when it does."""
+        why = self.unroutable(worker)
+        return f"{worker.name} takes nothing: {why}" if why else ""
+
+    def _strangeness(self, worker: WorkerView) -> str:
+        """Return what will never let this router and a worker work together; empty when nothing does."""
+        known = worker.registration
+        if known.protocol_version != PROTOCOL_VERSION:
+            return f"protocol_version: {known.protocol_version} != {PROTOCOL_VERSION}"
+        return "" if known.model == self._model else f"model: {known.model} != {self._model}"
 
     def max_model_len(self) -> int | None:
         """Return the longest sequence that every routable worker can hold; None while there is none."""

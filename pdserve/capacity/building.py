@@ -7,7 +7,7 @@ from pdserve.capacity.shape import Shape
 from pdserve.capacity.worker import SimWorker
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits as EngineLimits
-from pdserve.ids import Incarnation, WorkerId
+from pdserve.ids import PROTOCOL_VERSION, Incarnation, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer.session import DigestPolicy, Peer
 from pdserve.measure.workload import Workload
@@ -15,7 +15,6 @@ from pdserve.perfmodel.profile import Profile
 from pdserve.prefix_hash import PrefixHasher
 from pdserve.roles import Role
 from pdserve.router.events import LinkId, Registration
-from pdserve.rpc import PROTOCOL_VERSION
 from pdserve.token_ids import ALL_IDS
 from pdserve.virtual_time import VirtualClock
 from pdserve.worker.admission import Rules

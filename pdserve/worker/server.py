@@ -17,7 +17,7 @@ from pdserve.engine.runner import run
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.files import ReadyFile
-from pdserve.ids import MAX_WORKER_TASKS, Incarnation, WorkerId
+from pdserve.ids import MAX_WORKER_TASKS, PROTOCOL_VERSION, Incarnation, WorkerId
 from pdserve.incarnation import new_incarnation
 from pdserve.kvlayout_wire import layout_to_proto
 from pdserve.kvtransfer.client import HandoffClient
@@ -29,7 +29,7 @@ from pdserve.metrics_server import showing
 from pdserve.prefill_worker.probes import Probes
 from pdserve.prefill_worker.shell import Copies, OutgoingShell
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.rpc import PROTOCOL_VERSION, read_secret, split_address
+from pdserve.rpc import read_secret, split_address
 from pdserve.signals import drain_on_signals
 from pdserve.telemetry import configure_logging
 from pdserve.worker import wire

@@ -12,12 +12,12 @@ from model_zoo import first_disagreement
 from transformers import PreTrainedModel
 from wired_cluster import HOST, Pools, WiredCluster, wired_cluster
 
+from pdserve.ids import PROTOCOL_VERSION
 from pdserve.proto.v1 import admin_pb2 as admin
-from pdserve.rpc import PROTOCOL_VERSION
 
 OTHER_VERSION = PROTOCOL_VERSION + 1
 OF_ANOTHER_VERSION = (
-    f"from pdserve import rpc; rpc.PROTOCOL_VERSION = {OTHER_VERSION}; from pdserve.cli.app import main; main()"
+    f"from pdserve import ids; ids.PROTOCOL_VERSION = {OTHER_VERSION}; from pdserve.cli.app import main; main()"
 )
 
 
@@ -30,9 +30,9 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[W
         yield cluster
 
 
-def start(cluster: WiredCluster, name: str, **flags: object) -> subprocess.Popen[bytes]:
-    """Start a decode worker that has no place in the cluster."""
-    return cluster.wiring.start_worker("decode", name, f"{HOST}:{cluster.wiring.internal_port}", **flags)
+def start(cluster: WiredCluster, name: str, role: str = "decode", **flags: object) -> subprocess.Popen[bytes]:
+    """Start a worker that has no place in the cluster."""
+    return cluster.wiring.start_worker(role, name, f"{HOST}:{cluster.wiring.internal_port}", **flags)
 
 
 def unroutable(status: admin.ClusterStatus, name: str) -> str:
@@ -76,9 +76,9 @@ def test_a_worker_of_another_protocol_is_shown_and_not_used_even_where_there_is_
     cluster: WiredCluster, oracle: PreTrainedModel
 ) -> None:
     cluster.wiring.code = OF_ANOTHER_VERSION
-    start(cluster, "other-version")
+    start(cluster, "other-version", "mixed", num_pages=1024)
     cluster.wiring.code = None
-    difference = f"protocol_version: {PROTOCOL_VERSION} != {OTHER_VERSION}"
+    difference = f"protocol_version: {OTHER_VERSION} != {PROTOCOL_VERSION}"
     cluster.wait_for(lambda status: difference in unroutable(status, "other-version"), 90)
     assert_serves(cluster, oracle)
     cluster.kill("decode-0")

@@ -21,7 +21,7 @@ from stream_ends import (
 )
 
 from pdserve.errors import Refusal
-from pdserve.ids import Incarnation, WorkerId
+from pdserve.ids import PROTOCOL_VERSION, Incarnation, WorkerId
 from pdserve.kvtransfer import receiver, roster, sender, wire
 from pdserve.kvtransfer.doors import PeerGone, ReceiverLost, SenderAttached, SenderLost, SenderSaid
 from pdserve.kvtransfer.session import Peer
@@ -68,7 +68,7 @@ async def test_another_worker_at_the_address_is_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (lambda m: setattr(m.hello, "protocol_version", 9), "protocol_version: 9 there, 1 here"),
+        (lambda m: setattr(m.hello, "protocol_version", 9), f"protocol_version: 9 there, {PROTOCOL_VERSION} here"),
         (lambda m: setattr(m.hello, "worker_id", ""), "worker_id"),
         (lambda m: setattr(m.hello, "worker_id", "w" * 254), "worker_id"),
         (lambda m: setattr(m.hello, "incarnation", 0), "incarnation"),

@@ -6,7 +6,9 @@ import pytest
 from router_driver import LAYOUT, Driver
 
 from pdserve.errors import Status
+from pdserve.ids import PROTOCOL_VERSION
 from pdserve.load import LoadPart, ReportedLoad
+from pdserve.roles import Role
 from pdserve.router.commands import SendDrain
 from pdserve.router.config import Limits
 from pdserve.router.events import ClientGone, DrainAsked, LoadReported
@@ -47,7 +49,14 @@ def test_a_single_token_needs_no_decode_worker() -> None:
             {"p0": {}, "d0": {"layout": replace(LAYOUT, page_size=32)}},
             "no compatible pair: page_size: 16 != 32, and movers write whole pages alone",
         ),
-        ({"p0": {}, "d0": {"protocol_version": 2}}, "no compatible pair: protocol_version: 1 != 2"),
+        (
+            {"p0": {}, "d0": {"protocol_version": 99}},
+            f"no decode worker is ready (d0: protocol_version: 99 != {PROTOCOL_VERSION})",
+        ),
+        (
+            {"m0": {"role": Role.MIXED, "protocol_version": 99}},
+            f"no prefill worker is ready (m0: protocol_version: 99 != {PROTOCOL_VERSION})",
+        ),
     ],
 )
 def test_without_a_pair_a_request_is_refused_with_the_reason(

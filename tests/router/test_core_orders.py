@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
+from pdserve.ids import PROTOCOL_VERSION, Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.load import ReportedLoad
 from pdserve.perfmodel.curve import Step
@@ -206,7 +206,18 @@ class World:
         self._num_links += 1
         link = LinkId(self._num_links)
         registration = Registration(
-            link, WorkerId(worker_id), Incarnation(self._num_links), role, 1, True, "m", LAYOUT, 100, 8, 1000, "a"
+            link,
+            WorkerId(worker_id),
+            Incarnation(self._num_links),
+            role,
+            PROTOCOL_VERSION,
+            True,
+            "m",
+            LAYOUT,
+            100,
+            8,
+            1000,
+            "a",
         )
         self.workers[link] = Worker(link, registration)
         self.post(registration)

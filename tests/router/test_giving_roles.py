@@ -9,6 +9,7 @@ from goodput_cluster import Cluster, placed
 from router_driver import Driver
 from router_fakes import FakeWorker, RouterUnderTest
 
+from pdserve.ids import PROTOCOL_VERSION
 from pdserve.load import ReportedLoad
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
@@ -174,10 +175,10 @@ async def test_what_cannot_be_is_refused_and_nobody_is_asked(start_router: Start
     assert await refused(router, "d0", link.ROLE_UNSPECIFIED) == (invalid, "role: 0 is unknown")
     code, text = await refused(router, "small", link.ROLE_MIXED)
     assert (code, "200 pages are less than two of the longest sequences need, 256" in text) == (precondition, True)
-    assert await refused(router, "loading", link.ROLE_MIXED) == (precondition, "loading is loading")
+    assert await refused(router, "loading", link.ROLE_MIXED) == (precondition, "loading takes nothing: it is loading")
     assert await refused(router, "old", link.ROLE_MIXED) == (
         precondition,
-        "old speaks protocol version 7, and roles need 1",
+        f"old takes nothing: protocol_version: 7 != {PROTOCOL_VERSION}",
     )
     assert await refused(router, "p0", link.ROLE_DECODE) == (
         precondition,

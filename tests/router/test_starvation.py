@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_driver import LAYOUT, LENGTH, PROMPT, Delta
 
-from pdserve.ids import Incarnation, RequestId, WorkerId
+from pdserve.ids import PROTOCOL_VERSION, Incarnation, RequestId, WorkerId
 from pdserve.perfmodel.curve import Step
 from pdserve.perfmodel.model import ENOUGH_STEPS
 from pdserve.roles import Role
@@ -108,7 +108,7 @@ class Line:
         self.ends: dict[RequestId, Finished | Refused] = {}
         for link, role in ((P, Role.PREFILL), (D, Role.DECODE)):
             process = link, WorkerId(role.value), Incarnation(link), role
-            self.post(Registration(*process, 1, True, "m", LAYOUT, 100, 8, 1000, "a"))
+            self.post(Registration(*process, PROTOCOL_VERSION, True, "m", LAYOUT, 100, 8, 1000, "a"))
             for _ in range(ENOUGH_STEPS):  # so that a policy may refuse for an objective's sake
                 self.post(StepReported(link, [], Step(3, 9) if link == P else Step(0, 0, 1, 4), STEP_S))
 

@@ -5,7 +5,7 @@ from types import FrameType
 
 import pytest
 
-from pdserve.ids import Incarnation, WorkerId
+from pdserve.ids import PROTOCOL_VERSION, Incarnation, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
@@ -26,7 +26,9 @@ def cluster_of(num_pairs: int) -> AdminEndpoint:
     for role, letter in ((Role.PREFILL, "p"), (Role.DECODE, "d")):
         for number in range(num_pairs):
             stream, name = shell.open_stream(None), WorkerId(f"{letter}{number}")
-            told = Registration(stream.link_id, name, Incarnation(1), role, 1, True, "m", LAYOUT, 100, 8, 1024, name)
+            told = Registration(
+                stream.link_id, name, Incarnation(1), role, PROTOCOL_VERSION, True, "m", LAYOUT, 100, 8, 1024, name
+            )
             shell.post(told)
             if role is Role.PREFILL:
                 stream.pairs = {f"d{i}": link.PairMeasured(decode_worker_id=f"d{i}") for i in range(num_pairs)}

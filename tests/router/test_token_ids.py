@@ -7,7 +7,7 @@ from router_fakes import TOKENIZER
 
 from pdserve.checkpoint.checkpoint import NO_DEFAULTS
 from pdserve.errors import ProtocolError
-from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
+from pdserve.ids import PROTOCOL_VERSION, Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
@@ -39,7 +39,7 @@ def placement(token_ids: list[int]) -> link.AttachResponse:
     )
     layout = KvLayout("w", 1, 1, 8, 16, "float32")
     worker = Registration(
-        LinkId(1), WorkerId("p0"), Incarnation(1), Role.PREFILL, 1, True, "m", layout, 100, 8, 1000, ""
+        LinkId(1), WorkerId("p0"), Incarnation(1), Role.PREFILL, PROTOCOL_VERSION, True, "m", layout, 100, 8, 1000, ""
     )
     ((_, message),) = router_wire.messages(Place(spec, worker, None))
     return message

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.engine.step import Chunk, StepPlan, StepResult
-from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
+from pdserve.ids import PROTOCOL_VERSION, Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.perfmodel.curve import Step, attention_work
 from pdserve.roles import Role
@@ -20,7 +20,7 @@ BUDGET = 512
 def worker() -> WorkerView:
     layout = KvLayout("w", 1, 1, 8, 16, "float32")
     process = LinkId(1), WorkerId("p"), Incarnation(1), Role.PREFILL
-    return WorkerView(Registration(*process, 1, True, "m", layout, 1000, 32, 10_000, "", BUDGET), 0.0)
+    return WorkerView(Registration(*process, PROTOCOL_VERSION, True, "m", layout, 1000, 32, 10_000, "", BUDGET), 0.0)
 
 
 def key(number: int) -> PlacementKey:

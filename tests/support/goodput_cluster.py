@@ -2,7 +2,7 @@
 
 import random
 
-from pdserve.ids import Incarnation, RequestId, WorkerId
+from pdserve.ids import PROTOCOL_VERSION, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.perfmodel.curve import Curve, DecodePiece, Step, StepCosts
 from pdserve.roles import Role
@@ -42,7 +42,19 @@ class Cluster:
         link = self.links[name] = LinkId(len(self.links) + 1)
         role = {"p": Role.PREFILL, "m": Role.MIXED}.get(name[0], Role.DECODE)
         registration = Registration(
-            link, WorkerId(name), Incarnation(link), role, 1, True, "m", LAYOUT, 1000, 32, 4096, name, 1024
+            link,
+            WorkerId(name),
+            Incarnation(link),
+            role,
+            PROTOCOL_VERSION,
+            True,
+            "m",
+            LAYOUT,
+            1000,
+            32,
+            4096,
+            name,
+            1024,
         )
         self.post(registration)
 

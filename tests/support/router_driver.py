@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
+from pdserve.ids import PROTOCOL_VERSION, Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.perfmodel.curve import Step
 from pdserve.perfmodel.model import ENOUGH_STEPS
@@ -70,7 +70,7 @@ class Driver:
         self._num_links += 1
         role = {"p": Role.PREFILL, "m": Role.MIXED}.get(name[0], Role.DECODE)
         process = LinkId(self._num_links), WorkerId(name), Incarnation(incarnation), role
-        told = Registration(*process, 1, True, "m", LAYOUT, 100, 8, 1000, f"{name}:1")
+        told = Registration(*process, PROTOCOL_VERSION, True, "m", LAYOUT, 100, 8, 1000, f"{name}:1")
         self.post(replace(told, **changes))  # type: ignore[arg-type]
         return LinkId(self._num_links)
 

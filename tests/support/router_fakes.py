@@ -16,6 +16,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from pdserve.checkpoint.checkpoint import NO_DEFAULTS, GenerationDefaults
+from pdserve.ids import PROTOCOL_VERSION
 from pdserve.incarnation import new_incarnation
 from pdserve.kvlayout import KvLayout
 from pdserve.kvlayout_wire import layout_to_proto
@@ -276,7 +277,7 @@ class RouterUnderTest:
             "worker_id": name,
             "incarnation": new_incarnation(),
             "role": role,
-            "protocol_version": 1,
+            "protocol_version": PROTOCOL_VERSION,
             "ready": True,
             "model": MODEL,
             "layout": layout_to_proto(LAYOUT),

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
+from pdserve.ids import PROTOCOL_VERSION
 from pdserve.kvlayout_wire import layout_to_proto
 from pdserve.kvtransfer.greeting import Introduction
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.roles import Role
-from pdserve.rpc import PROTOCOL_VERSION
 from pdserve.worker.wire import ROLE_NUMBERS
 
 MODEL = "chain-of-hashes"
