@@ -68,9 +68,11 @@ def mixed_worker(config: ConfigFile = None, **flags: object) -> None:
 def _worker(file: Path | None, flags: Mapping[str, object]) -> None:
     settings = _settings(WorkerConfig, file, flags)
     with thread_defaults(os.environ, settings.num_threads):
+        from pdserve.worker.ending import end_drained
         from pdserve.worker.server import serve
 
     _run(settings.worker_id, serve, settings)
+    end_drained()
 
 
 def _settings(cls: type[_Config], file: Path | None, flags: Mapping[str, object]) -> _Config:

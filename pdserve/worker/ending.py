@@ -1,7 +1,7 @@
-"""How a worker ends that must write into nobody's pages any more.
+"""How a worker ends at once: one that must write into nobody's pages any more, and one that has drained.
 
-At once, without cleaning up: a thread that hangs cannot be ended, copies cannot be recalled, and only the end of the
-process stops them.
+Without cleaning up: a thread that hangs cannot be ended, copies cannot be recalled, and only the end of the process
+stops them. One that has drained has closed all that it had open, and taking torch down would last a second.
 """
 
 import logging
@@ -30,3 +30,9 @@ def end_dismissed(why: str) -> None:
     """End this process because it may not go on."""
     logger.critical("%s: this process ends", why)
     os._exit(DISMISSED_EXIT_STATUS)
+
+
+def end_drained() -> None:
+    """End this process, which has nothing open any more."""
+    logging.shutdown()
+    os._exit(0)
