@@ -10,6 +10,7 @@ from pdserve.cli.options import AsJson, ClusterName, SecretFile
 from pdserve.config import ProcessConfig
 
 if TYPE_CHECKING:
+    from pdserve.autoscaler.journal import Record
     from pdserve.autoscaler.server import Target
 
 PolicyFile = Annotated[Path, typer.Argument(metavar="POLICY", help="The policy, YAML or JSON.", show_default=False)]
@@ -27,13 +28,23 @@ def validate(
         typer.echo(f"{path}: valid")
 
 
-def explain(policy: PolicyFile) -> None:
+def explain(
+    policy: PolicyFile,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="Also what the autoscaler of this cluster decided last, and why.", show_default=False),
+    ] = None,
+) -> None:
     """Say in plain sentences what a policy does, and when."""
     from pdserve.autoscaler.explain import sentences
     from pdserve.autoscaler.loading import load
 
     for sentence in sentences(load(policy)):
         typer.echo(sentence)
+    if cluster is not None:
+        record = _record(cluster)
+        typer.echo(f"The autoscaler of {cluster} follows {record.policy}.")
+        _show_now(record)
 
 
 def schema() -> None:
@@ -74,20 +85,31 @@ def run(
 
 def status(name: ClusterName = "default", as_json: AsJson = False) -> None:
     """Show what the autoscaler of a cluster of this machine decided lately, and why."""
-    from datetime import UTC, datetime
-
-    from pdserve.autoscaler.journal import read_record
-    from pdserve.launch.folder import RECORD_FILE, read_state
-
-    record = read_record(read_state(name).secret_file.with_name(RECORD_FILE))
+    record = _record(name)
     if as_json:
         typer.echo(record.model_dump_json(indent=2))
         return
     for entry in record.entries:
-        typer.echo(f"{datetime.fromtimestamp(entry.unix_s, UTC):%H:%M:%S} {entry.text}")
-    at = f"{datetime.fromtimestamp(record.unix_s, UTC):%H:%M:%S}"
+        typer.echo(f"{_clock(entry.unix_s)} {entry.text}")
+    _show_now(record)
+
+
+def _record(name: str) -> "Record":
+    from pdserve.autoscaler.journal import read_record
+    from pdserve.launch.folder import RECORD_FILE, read_state
+
+    return read_record(read_state(name).secret_file.with_name(RECORD_FILE))
+
+
+def _show_now(record: "Record") -> None:
     for pool in record.pools:
-        typer.echo(f"at {at}: {pool.text}")
+        typer.echo(f"at {_clock(record.unix_s)}: {pool.text}")
+
+
+def _clock(unix_s: float) -> str:
+    from datetime import UTC, datetime
+
+    return f"{datetime.fromtimestamp(unix_s, UTC):%H:%M:%S}"
 
 
 def _target(name: str, admin: list[str] | None, secret_file: Path | None) -> "Target":

@@ -72,7 +72,7 @@ def read(tmp_path: Path, text: str) -> Drawing:
         (GOOD, "", "line 1: the file: must hold keys and values"),
         (GOOD, "- 1", "line 1: the file: must hold keys and values"),
         (GOOD, "? [a, b]\n: 1", "line 1: "),
-        (GOOD, "[" * 5000, "is nested too deeply"),
+        (GOOD, "[" * 1500, "is nested too deeply"),
         (GOOD, "at: &a\n  b: *a", "line 1: title: is required"),
     ],
 )
