@@ -32,12 +32,12 @@ unit: $(INSTALLED)
 INTERPRETED := tests/kernels tests/triton_engine
 test: $(INSTALLED)
 	$(BIN)/pytest -q -n 2 --dist loadfile $(INTERPRETED)
-	$(BIN)/pytest -q -n 2 --dist loadfile $(addprefix --ignore=,$(INTERPRETED) tests/cluster)
+	$(BIN)/pytest -q -n 2 --dist loadfile -m "not long" $(addprefix --ignore=,$(INTERPRETED) tests/cluster)
 	$(BIN)/pytest -q -m "not long" tests/cluster
 
-# Workers frozen, and streams cut, in every stage of a move. The fault simulator tries the same in every test run.
+# More moments of killing, freezing and cutting on live clusters, and more models and traces, than each run needs.
 test-long: $(INSTALLED)
-	$(BIN)/pytest -q -m long tests/cluster
+	$(BIN)/pytest -q -m long --ignore=tests/kernels --ignore=tests/triton_engine
 
 check: $(INSTALLED)
 	$(BIN)/ruff check

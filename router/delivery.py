@@ -136,7 +136,7 @@ class Delivery:
             return
         request = self._placements.requests[event.request_id]
         if placement.source is not None:
-            self._stage_of_move(request, placement, event, now_s)
+            self._stage_of_move(request, placement, worker, event, now_s)
             return
         request.timeline.reach(event.stage, now_s - event.age_s)
         match event.stage:
@@ -173,12 +173,16 @@ class Delivery:
         work = attention_work(num_missing, fetch.num_tokens - num_missing)
         worker.add_prefill(placement.key, num_missing, work)
 
-    def _stage_of_move(self, request: Request, placement: Placement, event: StageReached, now_s: float) -> None:
+    def _stage_of_move(
+        self, request: Request, placement: Placement, worker: WorkerView, event: StageReached, now_s: float
+    ) -> None:
         """Let a continuation that has moved be taken from there. The timeline keeps the hand-off of its prompt."""
-        source, worker = placement.source, placement.decode
+        source = placement.source
+        if source is None or worker is source:
+            return
         if event.stage is Stage.LANDED:
             placement.landed = event.handoff_bytes, event.handoff_s
-        if source is None or worker is None or event.stage is not Stage.COMMITTED or placement.committed:
+        if event.stage is not Stage.COMMITTED or placement.committed:
             return
         sequence = request.sequences[placement.indices[0]]
         if sequence.shadow is placement:

@@ -9,7 +9,7 @@ Invariant: at most MAX_LEAVING continuations are on their way from one worker, a
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, auto
-from math import ceil
+from math import ceil, inf
 
 from pdserve.ids import RequestId
 from pdserve.roles import Role
@@ -26,6 +26,7 @@ MAX_LEAVING = 4
 MAX_COMING = 8
 _FEW = 2  # that are on their way from a worker for want of pages
 _AGAIN_S = 1.0  # between two moves of a continuation
+_REFUSED_S = 5.0  # between two moves of a continuation to a worker to which it could not move
 _SETTLE_S = 10.0  # the same, where it moves for want of pages: what moved does not move back
 _LEAST_EXTRA_PAGES = 2
 _PAGES_AHEAD = 2  # for each sequence: a worker with fewer free pages is about to preempt
@@ -209,6 +210,7 @@ class Moving:
         speeds = [
             (speed_s, target.name, target)
             for target in targets
+            if now_s - candidate.sequence.refused_s.get(target.link, -inf) >= _REFUSED_S
             if why is not Why.PAGES or _pages_left(target, _ROOM_AHEAD) >= num_pages
             if (speed_s := self._speed_s(candidate, target, now_s)) is not None
         ]

@@ -219,10 +219,13 @@ class Placements:
         self.end(request, Finished(request.usage(), request.complete_ledger()))
 
     def placement_of(self, worker: WorkerView, request_id: bytes, attempt: int) -> Placement | None:
-        """Return the placement that a worker names, or None where it is over or was never this worker's."""
+        """Return the placement that a worker names, or None where it is over or was never this worker's.
+
+        One that a continuation moves to is also of the worker that it moves from.
+        """
         request = self.requests.get(request_id)
         placement = None if request is None else request.placements.get(attempt)
-        if placement is None or (worker is not placement.prefill and worker is not placement.decode):
+        if placement is None or all(worker is not each for each in (*placement.workers(), placement.source)):
             return None
         return placement
 

@@ -79,6 +79,7 @@ class Sequence:
     placement: Placement | None = None  # whose tokens are taken
     shadow: Placement | None = None  # at the worker that it moves to; takes the place of `placement` there
     move_asked_s: float = -inf  # when it was last asked to move
+    refused_s: dict[LinkId, float] = field(default_factory=dict)  # when it last could not move there
     num_before: int = 0  # tokens it had when it was placed
     num_tries: int = 0
     num_failed: int = 0  # tries that failed where they were computed

@@ -74,9 +74,11 @@ class Retry:
         if event.failure is Failure.SENDER_GAVE_UP and worker is placement.decode and placement.prefill is not None:
             return  # the prompt's worker is there: its own report of what has ended is on its way
         self._note_move(placement, event.failure, now_s)
-        if request.is_shadow(placement):  # it was not admitted there, so it goes on where it is
+        if request.is_shadow(placement):  # it is not, and never will be, admitted there: it goes on where it is
             self._placements.emit(Warn(f"{request} does not move: {cause}"))
-            self._placements.close(request, placement, stop_workers=False)
+            if event.failure is not Failure.SENDER_GAVE_UP and placement.decode is not None:
+                request.sequences[placement.indices[0]].refused_s[placement.decode.link] = now_s
+            self._placements.close(request, placement, stop_workers=worker is placement.source)
             return
         if event.failure is Failure.INVALID:
             self._placements.emit(Warn(f"{request} cannot be served: {cause}"))
@@ -111,8 +113,8 @@ class Retry:
         self._retry_later(request, [sequence.index for sequence in sequences], why.message, now_s + delay_s)
 
     def _goes_on(self, placement: Placement, lost: WorkerView) -> bool:
-        """Let a decode worker that has all it needs go on without its prefill worker, if that is what was lost."""
-        goes_on = placement.committed and lost is placement.prefill
+        """Let a decode worker that has all it needs go on without the worker that it came from, if that was lost."""
+        goes_on = placement.committed and (lost is placement.prefill or lost is placement.source)
         if goes_on:
             self._placements.release_prefill(placement)
         return goes_on

@@ -31,6 +31,7 @@ class ProcessState(BaseModel):
     leaving: bool = False  # whether it was asked to end for good
     kv_events_endpoint: str = ""  # where a worker that is attached publishes KV events, if it does
     kv_events_replay_endpoint: str = ""
+    metrics_address: str = ""  # host:port where it shows its metrics, once the router is there or it is attached
 
 
 class ClusterState(BaseModel):
@@ -117,7 +118,7 @@ def claimed_folder(name: str) -> Iterator[Path]:
 
 
 def _forget(folder: Path) -> None:
-    for name in ("state.json", "secret", RECORD_FILE):
+    for name in ("state.json", "metrics.json", "secret", RECORD_FILE):
         (folder / name).unlink(missing_ok=True)
 
 

@@ -5,6 +5,7 @@ into another worker's pages any more, which frees the pages that wait for it.
 """
 
 import asyncio
+import json
 import os
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -55,7 +56,7 @@ class LocalCluster:
         self._listener = listener
         self.ready = asyncio.Event()
         self._gone: deque[ChildExit] = deque(maxlen=MAX_GONE)
-        self._published: dict[tuple[str, int], dict[str, str]] = {}  # by worker and incarnation: its own endpoints
+        self._published: dict[tuple[str, int], dict[str, str]] = {}  # by process and incarnation: its own endpoints
         self._serving: set[tuple[str, int]] = set()  # workers and incarnations that the router reports as ready
         self.launcher = ""  # host:port at which workers are started and stopped
 
@@ -104,7 +105,9 @@ class LocalCluster:
                 helper.cancel()
 
     def _publish(self) -> None:
-        write_atomically(self._state_file, self.state.model_dump_json(indent=2) + "\n")
+        state = self.state
+        write_atomically(self._state_file, state.model_dump_json(indent=2) + "\n")
+        write_atomically(self._state_file.with_name("metrics.json"), json.dumps(_targets(state), indent=2) + "\n")
 
     def _announce(self, exit_: ChildExit) -> None:
         name, log = exit_.spec.name, self._supervisor.log_file(exit_.spec.name)
@@ -130,7 +133,7 @@ class LocalCluster:
                         for gone in tuple(self._gone):
                             await _report_gone(client, gone)
                     self._listener.on_status(status)
-                    before, self._published = self._published, _published(status)
+                    before, self._published = self._published, self._endpoints(status)
                     ready = (each.registration for each in status.workers if each.registration.ready)
                     self._serving = {(worker.worker_id, worker.incarnation) for worker in ready}
                     if not self.ready.is_set() and self._is_complete():
@@ -146,11 +149,18 @@ class LocalCluster:
     def _is_complete(self) -> bool:
         return all(map(self.serves, (each for each in self._supervisor.processes if each.role in WORKER_ROLES)))
 
+    def _endpoints(self, status: admin.ClusterStatus) -> dict[tuple[str, int], dict[str, str]]:
+        """Return where processes publish KV events and metrics: free ports that they took are known to them alone."""
+        keys, workers = (*PUBLISHED, "metrics_address"), [worker.registration for worker in status.workers]
+        found = {(w.worker_id, w.incarnation): {key: getattr(w, key) for key in keys} for w in workers}
+        routers = [process for process in self._supervisor.processes if process.role == "router"]
+        return found | {(each.name, each.incarnation): {keys[-1]: status.metrics_address} for each in routers}
 
-def _published(status: admin.ClusterStatus) -> dict[tuple[str, int], dict[str, str]]:
-    """Return where workers publish KV events: free ports that they took are known to them alone."""
-    workers = [worker.registration for worker in status.workers]
-    return {(w.worker_id, w.incarnation): {key: getattr(w, key) for key in PUBLISHED} for w in workers}
+
+def _targets(state: ClusterState) -> list[dict[str, object]]:
+    """Return where the processes of a cluster show their metrics, as Prometheus reads it from a file."""
+    shown = [process for process in state.processes if process.metrics_address]
+    return [{"targets": [each.metrics_address], "labels": {"process": each.name}} for each in shown]
 
 
 async def _report_gone(client: AdminClient, exit_: ChildExit) -> None:

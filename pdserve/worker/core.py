@@ -47,6 +47,7 @@ from pdserve.worker.messages import (
     MoveAsked,
     Placed,
     Progress,
+    Reported,
     RoleGiven,
     RouterLost,
     ShareAsked,
@@ -278,7 +279,7 @@ class WorkerCore:
             commands += self._take(results, now_s)
         return commands
 
-    def _take(self, results: Iterable[doors.Result | Progress], now_s: float) -> list[Command]:
+    def _take(self, results: Iterable[Reported], now_s: float) -> list[Command]:
         """Return commands and reports, with what its outcomes are to routers in their place."""
         commands: list[Command] = []
         for result in results:

@@ -19,10 +19,8 @@ from pdserve.kvtransfer.session import Capsule, HandoffKey, Pages
 from pdserve.prefill_worker.outgoing import Outgoing
 from pdserve.prefill_worker.starting import Starting
 from pdserve.reports import Stage
-from pdserve.worker.messages import Fetch, Progress, ShareAsked
+from pdserve.worker.messages import Fetch, Progress, Reported, ShareAsked
 from pdserve.worker.tasks import Task, Tasks
-
-Reported = Result | Progress
 
 MAX_SHARES = 256  # under way at once; prompts for which more are asked for are computed
 

@@ -55,7 +55,7 @@ class MoveAsked:
     new_attempt: Attempt
     target: Peer
     target_address: str
-    num_tokens: int = 0  # that the target's job names; 0: as many as the job here
+    num_tokens: int  # that the target's job names: those that follow travel with the pages
 
 
 @value
@@ -196,6 +196,7 @@ class Load:
     parts: Parts = field(default_factory=Parts)
 
 
+Reported = doors.Result | Report  # what happens to a hand-off, and what routers are to know of it
 RouterEvent = Placed | MoveAsked | ShareAsked | RoleGiven | Cancelled | DrainAsked
 Event = RouterEvent | RouterLost | Ticked | Due | OutgoingEvent | IncomingEvent
 Command = Report | RoleTaken | doors.Command

@@ -1,7 +1,8 @@
 """Running continuations on their way to other workers. Decides; does no I/O.
 
 Invariant: a continuation is decoded here only while its commit has not left, or after the receiver has withdrawn. A
-page is announced once no step will write to it any more.
+page is announced once no step will write to it any more. A router that waits for a move is reported its failure, unless
+its continuation has ended here: the target may never learn of it, and would keep its pages set aside.
 
 Full pages are announced while the continuation decodes on (pre-copy, as in Llumnix, Sun et al. 2024). It is cut when
 all of them have landed: it is held, and its last page follows with the commit.
@@ -16,7 +17,8 @@ from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.doors import Result
 from pdserve.kvtransfer.session import Capsule, HandoffKey, Tail
 from pdserve.prefill_worker.outgoing import Outgoing
-from pdserve.worker.messages import Failed, MoveAsked
+from pdserve.reports import Failure
+from pdserve.worker.messages import Failed, MoveAsked, Reported, RouterRef
 from pdserve.worker.tasks import Task, Tasks
 
 _PLANNED_AHEAD = 2  # tokens that steps may add to a continuation before its move is looked at again
@@ -45,29 +47,32 @@ class Moves:
         """Whether an outcome is of a move. What arrives may have the same name."""
         return isinstance(outcome, doors.Granted | doors.Sent | doors.Unsent) and outcome.key in self._moves
 
-    def ask(self, asked: MoveAsked, now_s: float) -> list[Result]:
+    def ask(self, asked: MoveAsked, now_s: float) -> list[Reported]:
         """Begin to hand a continuation over. The receiver is sent that it ends at once where there is none to move."""
         key = HandoffKey(asked.key.request_id, asked.new_attempt)
         if self._outgoing.is_open(key) or self._tasks.get(key) is not None:
             raise ProtocolError(f"new_attempt: {asked.new_attempt} is known here", Refusal.ORDER)
         if self._outgoing.is_closed(asked.target, key):
-            return []  # its grant came, and was given back, before this
-        results = self._outgoing.open(key, asked.target, asked.target_address, now_s)
+            return [_failed(asked.router, key, "its grant was given back before it was asked for")]
+        results: list[Reported] = [*self._outgoing.open(key, asked.target, asked.target_address, now_s)]
         task = self._tasks.get(asked.key)
         sequence = None if task is None else task.decoding(asked.index)
+        num_tokens, why = asked.num_tokens, ""
         if task is None or sequence is None:
-            return results + self._outgoing.give_up(key, "nothing runs here that could move", now_s)
-        num_tokens = asked.num_tokens or len(task.job.token_ids)
+            return results + self._refuse(asked.router, key, "nothing runs here that could move", now_s)
+        present = [move for move in self._moves.values() if move.sequence is sequence]
         if not len(task.job.token_ids) <= num_tokens <= len(sequence.tokens):
-            return results + self._outgoing.give_up(key, f"{num_tokens} tokens are not what runs here", now_s)
-        for move in [move for move in self._moves.values() if move.sequence is sequence]:
-            if self._outgoing.has_committed(move.key):
-                return results + self._outgoing.give_up(key, "it has left already", now_s)
+            why = f"{num_tokens} tokens are not what runs here"
+        elif any(self._outgoing.has_committed(move.key) for move in present):
+            why = "it has left already"
+        if why:
+            return results + self._refuse(asked.router, key, why, now_s)
+        for move in present:
             results += self._stop(move, "it moves elsewhere", now_s)
         self._moves[key] = _Move(key, task, sequence, num_tokens)
         return results
 
-    def go_on(self, now_s: float) -> list[Result]:
+    def go_on(self, now_s: float) -> list[Reported]:
         """Announce pages that have become final, and cut what has come far enough."""
         return [result for move in list(self._moves.values()) for result in self._go_on(move, now_s)]
 
@@ -83,8 +88,9 @@ class Moves:
             case doors.Sent():
                 self._scheduler.remove(sequence)
                 self._tasks.replace(task, sequence, ())
-            case doors.Unsent(_, _, _, may_resume=True):
+            case doors.Unsent(_, failure, reason, may_resume=True):
                 self._scheduler.resume(sequence)
+                return [Failed(task.router, move.key, failure, reason)]
             case doors.Unsent(_, failure, reason):
                 self._tasks.end(task)  # routers place all that an attempt runs again
                 return [Failed(task.router, task.key, failure, reason)]
@@ -92,16 +98,16 @@ class Moves:
                 raise InvariantError(f"{type(outcome).__name__} of a hand-off that leaves")
         return []
 
-    def _go_on(self, move: _Move, now_s: float) -> list[Result]:
+    def _go_on(self, move: _Move, now_s: float) -> list[Reported]:
         sequence = move.sequence
         if not self._tasks.runs(move.task, sequence):
-            return self._stop(move, "its continuation has ended", now_s)
+            return [*self._end(move, "its continuation has ended", now_s)]
         if not sequence.pages:
             return self._stop(move, "its continuation was preempted", now_s)
         if move.is_finished:
             return []
         num_full = sequence.computed // self._scheduler.cache.page_size
-        results = self._outgoing.announce(move.key, sequence.pages[:num_full], now_s)
+        results: list[Reported] = [*self._outgoing.announce(move.key, sequence.pages[:num_full], now_s)]
         if self._outgoing.is_open(move.key) and (move.is_cut or self._is_due(move)):
             move.is_cut = True
             if self._scheduler.hold(sequence):
@@ -128,8 +134,18 @@ class Moves:
             results += self._outgoing.finish(key, Capsule(sequence.computed, (tail,)), now_s)
         return results
 
-    def _stop(self, move: _Move, reason: str, now_s: float) -> list[Result]:
-        """End a hand-off whose continuation has ended, or stays."""
+    def _stop(self, move: _Move, reason: str, now_s: float) -> list[Reported]:
+        """End a hand-off whose continuation stays: its commit has not left."""
+        return [*self._end(move, reason, now_s), _failed(move.task.router, move.key, reason)]
+
+    def _end(self, move: _Move, reason: str, now_s: float) -> list[Result]:
         del self._moves[move.key]
         self._scheduler.resume(move.sequence)
         return self._outgoing.give_up(move.key, reason, now_s)
+
+    def _refuse(self, router: RouterRef, key: HandoffKey, reason: str, now_s: float) -> list[Reported]:
+        return [*self._outgoing.give_up(key, reason, now_s), _failed(router, key, reason)]
+
+
+def _failed(router: RouterRef, key: HandoffKey, reason: str) -> Failed:
+    return Failed(router, key, Failure.SENDER_GAVE_UP, reason)

@@ -230,6 +230,8 @@ def _move(move: link.Move, router: RouterRef) -> MoveAsked:
     target, address = _target(move.target)
     if move.new_attempt <= move.attempt:
         raise ProtocolError(f"new_attempt: {move.new_attempt} is not above attempt {move.attempt}")
+    if not move.num_tokens:
+        raise ProtocolError("move.num_tokens: 0")
     key, new_attempt = _key(move.request_id, move.attempt), Attempt(move.new_attempt)
     return MoveAsked(router, key, move.index, new_attempt, target, address, move.num_tokens)
 

@@ -1089,7 +1089,7 @@ class Move(_message.Message):
     new_attempt: _builtins.int
     """The attempt that the target has been given."""
     num_tokens: _builtins.int
-    """How many tokens the target's work names: those that follow travel with the pages. 0: as many as the work here."""
+    """How many tokens the target's work names: those that follow travel with the pages; at least 1."""
     @_builtins.property
     def target(self) -> Global___WorkerRef:
         """Where it goes."""

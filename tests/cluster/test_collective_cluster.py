@@ -14,7 +14,7 @@ SMALL = ("--max-num-seqs", "4", "--max-num-batched-tokens", "64", "--max-model-l
     ("flags", "num_prompts", "num_tokens"),
     [
         pytest.param((), 8, 16, id="in place"),
-        pytest.param(("--device", "interpreter", *SMALL), 3, 4, id="staged, as pages of a GPU"),
+        pytest.param(("--device", "interpreter", *SMALL), 3, 4, id="staged, as pages of a GPU", marks=pytest.mark.long),
     ],
 )
 def test_answers_do_not_depend_on_what_carries_the_pages(

@@ -1,20 +1,33 @@
-"""Every socket of a running cluster listens on an address that its configuration names."""
+"""What a running cluster shows to others: sockets on the addresses of its configuration alone, and its metrics."""
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
-from live_cluster import greedy, live_cluster
-from model_zoo import write_model
+import pytest
+from live_cluster import LiveCluster, greedy, is_idle, live_cluster
+from scraping import Scraped, scrape
 
 FLAGS = ("--dtype", "float32", "--num-pages", "100", "--prefill", "2", "--decode", "2")
+NUM_REQUESTS, NUM_TOKENS = 8, 5
 
 
-def test_every_process_of_a_local_cluster_listens_on_the_loopback_alone(tmp_path: Path) -> None:
-    with live_cluster(tmp_path, write_model("llama3", tmp_path / "llama3"), *FLAGS) as cluster:
-        cluster.generate_all([greedy([seed, *range(5, 60)], 5) for seed in range(3, 11)])
-        parent = psutil.Process(cluster.process.pid)
-        listening = {each.pid: listens_on(each) for each in (parent, *parent.children(recursive=True))}
-    assert sum(map(bool, listening.values())) == 5  # a router and four workers
+@pytest.fixture(scope="module")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    with live_cluster(tmp_path_factory.mktemp("cluster"), model, *FLAGS) as cluster:
+        asked = [greedy([seed, *range(5, 60)], NUM_TOKENS) for seed in range(3, 3 + NUM_REQUESTS)]
+        for request in asked:
+            request.slo.ttft_ms = 1e6
+        cluster.generate_all(asked)
+        cluster.wait_for(is_idle, 20)
+        yield cluster
+
+
+def test_every_process_of_a_local_cluster_listens_on_the_loopback_alone(cluster: LiveCluster) -> None:
+    parent = psutil.Process(cluster.process.pid)
+    listening = {each.pid: listens_on(each) for each in (parent, *parent.children(recursive=True))}
+    assert sum(map(bool, listening.values())) == 6  # the launcher, a router and four workers
     assert set().union(*listening.values()) == {"127.0.0.1"}
 
 
@@ -22,3 +35,34 @@ def listens_on(process: psutil.Process) -> set[str]:
     """Return the addresses on which a process listens; gRPC's are IPv6 sockets, even of IPv4 addresses."""
     found = process.net_connections("tcp")
     return {each.laddr.ip.removeprefix("::ffff:") for each in found if each.status == psutil.CONN_LISTEN}
+
+
+def test_every_process_shows_metrics_that_agree_on_what_was_served(cluster: LiveCluster) -> None:
+    state = cluster.state
+    targets = json.loads(state.secret_file.with_name("metrics.json").read_text())
+    addresses = {each["labels"]["process"]: each["targets"][0] for each in targets}
+    assert addresses == {process.name: process.metrics_address for process in state.processes}
+    found = {name: scrape(address) for name, address in addresses.items()}
+    router, workers = found.pop("router"), tuple(found.values())
+    router.assert_complete("router")
+    assert len(workers) == 4
+    for worker in workers:
+        worker.assert_complete("worker")
+        assert_rests(worker)
+    model = {"model_name": state.model}
+    assert router.value("vllm:request_generation_tokens_sum", **model) == NUM_REQUESTS * NUM_TOKENS
+    assert router.value("vllm:time_to_first_token_seconds_count", **model) == NUM_REQUESTS
+    assert router.value("pdserve_requests_ended_total", status="OK") == NUM_REQUESTS
+    assert router.value("pdserve_goodput_requests_total", priority_class="normal") == NUM_REQUESTS
+    assert router.value("pdserve_handoff_seconds_count") == NUM_REQUESTS
+    decoded = sum(worker.total("vllm:generation_tokens_total") for worker in workers)
+    assert decoded == NUM_REQUESTS * (NUM_TOKENS - 1)  # the first comes of the prompt
+    assert decoded == sum(worker.total("vllm:inter_token_latency_seconds_count") for worker in workers)
+
+
+def assert_rests(worker: Scraped) -> None:
+    """Fail unless a worker has no page in use, and the states of its pages add up."""
+    assert worker.total("vllm:kv_cache_usage_perc") == 0
+    assert worker.total("pdserve_kv_pages") == 100
+    assert worker.value("pdserve_kv_pages", state="held") == 0
+    assert worker.total("pdserve_handoffs") == 0

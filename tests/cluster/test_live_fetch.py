@@ -4,10 +4,10 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
+import moving
 import pytest
 from live_cluster import Answer, all_ready, greedy, is_idle
 from model_zoo import VOCAB, first_disagreement
-from moving import is_message
 from transformers import PreTrainedModel
 from wired_cluster import Pools, WiredCluster, wired_cluster
 
@@ -18,7 +18,7 @@ PAGE_SIZE = 16
 FLAGS = {"dtype": "float32", "page_size": PAGE_SIZE}
 PREDICTS = {"placement": "goodput"}
 FIRST, ANSWER, SAID = 200, 400, 30  # tokens: of the first prompt, of its answer, and of what is said then
-MODEL_SHAPE = {"hidden_size": 512, "intermediate_size": 1280, "num_hidden_layers": 8, "num_attention_heads": 8}
+MODEL_SHAPE = moving.MODEL_SHAPE
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_a_holder_killed_in_the_middle_costs_a_computation_and_no_error(
     cluster: WiredCluster, oracle: PreTrainedModel
 ) -> None:
     asked = first_turn(cluster, "killed")
-    with cluster.proxies["handoff prefill-0"].holding("onward", is_message("onward", "commit")) as gate:
+    with cluster.proxies["handoff prefill-0"].holding("onward", moving.is_message("onward", "commit")) as gate:
         call = cluster.start(greedy(asked, 20))
         gate.wait_until_caught()
         cluster.kill("decode-0")
@@ -88,9 +88,10 @@ def test_a_holder_killed_in_the_middle_costs_a_computation_and_no_error(
     cluster.wait_for(is_well, 60)
 
 
+@pytest.mark.long
 def test_a_fetch_that_does_not_come_in_time_is_not_waited_for(cluster: WiredCluster, oracle: PreTrainedModel) -> None:
     asked = first_turn(cluster, "late")
-    with cluster.proxies["handoff prefill-0"].holding("onward", is_message("onward", "commit")) as gate:
+    with cluster.proxies["handoff prefill-0"].holding("onward", moving.is_message("onward", "commit")) as gate:
         call = cluster.start(greedy(asked, 20))
         gate.wait_until_caught()
         answer = Answer().read(call)

@@ -14,6 +14,7 @@ from pdserve.proto.v1 import admin_pb2 as admin
 
 POOLS = Pools(("prefill-0", "prefill-1"), ("decode-0", "decode-1"))
 GIVEN_UP_WITHIN_S = 15
+ALWAYS = ("during",)
 MODEL_SHAPE = FAT_KV
 
 
@@ -36,7 +37,7 @@ def is_well(status: admin.ClusterStatus) -> bool:
     return all_ready(4)(status) and is_idle(status)
 
 
-@pytest.fixture(params=list(MOMENTS))
+@pytest.fixture(params=[pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in MOMENTS])
 def moment(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -160,6 +160,61 @@ def test_a_move_that_fails_costs_nothing(failure: Failure) -> None:
     assert d.core.placements.shadows.ended == {failure.name.lower(): 1}
 
 
+@pytest.mark.parametrize("failure", [Failure.TRANSFER_FAILED, Failure.PEER_LOST, Failure.SENDER_GAVE_UP])
+def test_a_move_that_its_source_reports_failed_is_cancelled_at_its_target(failure: Failure) -> None:
+    d = Moves()
+    request = d.moving()
+    d.fail(d.s, request, failure, attempt=1)
+    assert (d.cancels(), d.placements()) == ([CancelAttempt(d.t, request, 1, (0,))], [])
+    assert d.core.placements.shadows.num_leaving(d.core.workers.known(d.s)) == 0
+    d.core.workers.known(d.t).check_idle()
+    d.fail(d.t, request, Failure.SENDER_GAVE_UP, attempt=1)
+    assert (d.cancels(), d.placements()) == ([], []), "late news"
+    d.tokens(d.s, request, 2, 2, end=STOP)
+    assert d.delivered[request, 0] == [0, 1, 2]
+    d.answer(request)
+
+
+def test_where_it_has_moved_to_decides_what_becomes_of_it_and_no_longer_its_source() -> None:
+    d = Moves()
+    request = d.moved()
+    d.stage(d.s, request, Stage.FINISHED, attempt=1)
+    d.fail(d.s, request, Failure.PEER_LOST, attempt=1)
+    assert (d.cancels(), d.placements()) == ([], [])
+    d.tokens(d.t, request, 2, 2, attempt=1, end=STOP)
+    assert d.delivered[request, 0] == [0, 1, 2]
+
+
+def test_no_commit_is_taken_from_the_source_of_a_move() -> None:
+    d = Moves()
+    request = d.moving()
+    d.stage(d.s, request, Stage.COMMITTED, attempt=1)
+    d.tokens(d.s, request, 2, 2, end=STOP)
+    assert d.delivered[request, 0] == [0, 1, 2]
+    assert d.core.placements.shadows.ended == {}
+
+
+@pytest.mark.parametrize("failure", [Failure.OVERLOADED, Failure.PEER_LOST])
+def test_a_target_that_could_not_take_it_is_not_asked_again_for_some_seconds_and_others_are(failure: Failure) -> None:
+    d = Moves(Limits(worker_silence_s=1e6))
+    request = d.run_on_s()
+    d.attach_t()
+    d.post(DrainAsked(d.s))
+    d.fail(d.t, request, failure, attempt=1)
+    d.wait(1.5)
+    d.post(LoadReported(d.s, ReportedLoad(100, draining=True)))
+    assert d.moves() == []
+    other = d.attach("d2")
+    d.post(LoadReported(d.s, ReportedLoad(100, draining=True)))
+    (move,) = d.moves()
+    assert move.target.link == other
+    d.fail(other, request, failure, attempt=2)
+    d.wait(4.0)
+    d.post(LoadReported(d.s, ReportedLoad(100, draining=True)))
+    (move,) = d.moves()
+    assert move.target.link == d.t
+
+
 @pytest.mark.parametrize("loss", ["lost", "failed"])
 def test_where_the_source_fails_the_target_is_waited_for(loss: str) -> None:
     d = Moves()
@@ -349,7 +404,7 @@ def test_a_move_that_failed_is_tried_again_after_a_while() -> None:
     request = d.run_on_s()
     d.attach_t()
     d.post(DrainAsked(d.s))
-    d.fail(d.t, request, Failure.OVERLOADED, attempt=1)
+    d.fail(d.t, request, Failure.SENDER_GAVE_UP, attempt=1)
     assert d.moves() == []
     d.post(LoadReported(d.s, ReportedLoad(100, draining=True)))
     assert d.moves() == []

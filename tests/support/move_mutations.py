@@ -9,7 +9,7 @@ from breaking import Original, mutation, wrap
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.kvtransfer import receiver
-from pdserve.kvtransfer.doors import Result, Unsent
+from pdserve.kvtransfer.doors import Outcome, Result, Unsent
 from pdserve.router.commands import CancelAttempt
 from pdserve.router.placements import Placements
 from pdserve.router.request import Placement, Request
@@ -26,6 +26,17 @@ def resume_a_continuation_whose_commit_has_left() -> Iterator[object]:
 
     def conclude(original: Original, self: Moves, outcome: Result) -> list[Failed]:
         return original(self, replace(outcome, may_resume=True) if isinstance(outcome, Unsent) else outcome)
+
+    with wrap(Moves, "conclude", conclude) as patched:
+        yield patched
+
+
+@mutation
+def let_a_move_fail_in_silence() -> Iterator[object]:
+    """Go on with a continuation, and leave it to its target to report that it does not come."""
+
+    def conclude(original: Original, self: Moves, outcome: Outcome) -> list[Failed]:
+        return [failed for failed in original(self, outcome) if failed.key != outcome.key]
 
     with wrap(Moves, "conclude", conclude) as patched:
         yield patched

@@ -20,6 +20,7 @@ MODEL_SHAPE = {"hidden_size": 512, "intermediate_size": 1280, "num_hidden_layers
 NUM_BEFORE = 40  # tokens that an answer has when it moves
 MOVED_WITHIN_S = 20
 MAX_ROUNDS = 8
+LONG = 700  # tokens of an answer that outlives what a test does
 
 # Stages of a move, each with the message that is held back while it lasts: the way it goes, seen from who sends pages.
 STAGES: dict[str, tuple[Direction, str]] = {
@@ -65,7 +66,7 @@ def introduce(cluster: WiredCluster) -> None:
             before = cluster.status()
             if move(cluster, *pair):
                 cluster.wait_for(lambda status, b=before: num_tried(status) > num_tried(b), MOVED_WITHIN_S)
-        running.end()
+        running.call.cancel()
     raise AssertionError("some workers never meet")
 
 
@@ -114,7 +115,7 @@ class Running:
         return self.cluster.status().num_replaced - self.before.num_replaced
 
 
-def long_answer(seed: object, num_tokens: int = 1200) -> tuple[list[int], inference.GenerateRequest]:
-    """Return a prompt of some pages and a greedy request for an answer that outlives what a test does."""
+def long_answer(seed: object, num_tokens: int = LONG) -> tuple[list[int], inference.GenerateRequest]:
+    """Return a prompt of some pages and a greedy request for a long answer."""
     asked = prompt(150, seed)
     return asked, greedy(asked, num_tokens)

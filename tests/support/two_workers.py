@@ -154,6 +154,7 @@ class Workers:
         self.streams: dict[tuple[str, str, str], deque[object]] = {}
         self.attached: set[tuple[str, str]] = set()  # from a sender to a receiver
         self.lost: set[tuple[str, str]] = set()
+        self.is_cut = False  # no stream can be had that does not stand
         self.now_s = 0.0
         self.attempts: Counter[RequestId] = Counter()  # the greatest of each
         self.answers: dict[tuple[RequestId, int], Answer] = {}
@@ -329,10 +330,7 @@ class Workers:
                 case Tokens() | Progress() | Failed():
                     self._report(worker, command)
                 case doors.Connect(peer):
-                    if (worker, peer.worker_id) not in self.attached:
-                        self.attached.add((worker, peer.worker_id))
-                        me = self.nodes[worker].peer
-                        self._stream("hand-offs", worker, peer.worker_id).append(doors.SenderAttached(me))
+                    self._connect(worker, peer)
                 case doors.Copy(peer):
                     self._stream("copies", worker, peer.worker_id).append(command)
                 case doors.CheckDigests():
@@ -343,6 +341,15 @@ class Workers:
                     if (peer.worker_id, worker) in self.attached:
                         said = doors.ReceiverSaid(self.nodes[worker].peer, key, _to_sender(message))
                         self._stream("answers", worker, peer.worker_id).append(said)
+
+    def _connect(self, worker: str, peer: Peer) -> None:
+        if self.is_cut:
+            lost = doors.ReceiverLost(peer, "no answer")
+            self._stream("answers", peer.worker_id, worker).append(lost)
+        elif (worker, peer.worker_id) not in self.attached:
+            self.attached.add((worker, peer.worker_id))
+            attached = doors.SenderAttached(self.nodes[worker].peer)
+            self._stream("hand-offs", worker, peer.worker_id).append(attached)
 
     def _send(self, source: str, target: str, key: HandoffKey, message: object) -> None:
         if isinstance(message, sender.SendCommit):
@@ -360,12 +367,15 @@ class Workers:
                 self._take(worker, report, self.answers[request_id, report.index])
             return
         for (known, index), answer in self.answers.items():
-            is_shadow = known == request_id and answer.shadow == (attempt, worker)
+            is_shadow = known == request_id and answer.shadow is not None and answer.shadow[0] == attempt
             if isinstance(report, Progress):
                 if is_shadow and report.stage is Stage.COMMITTED:
                     self._take_charge(answer, request_id, index)
             elif is_shadow:
+                _, target = answer.shadow or (attempt, worker)
                 answer.shadow = None
+                if worker != target:
+                    self.queue(target, Cancelled(request_id, attempt, (index,)))
             elif known == request_id and answer.attempt == attempt and not answer.is_finished:
                 answer.is_lost = True
 

@@ -84,11 +84,11 @@ class Wiring:
         own |= {"served_model_name": "wired", "num_threads": 1}
         return self.start(role, name, {**own, **self.worker_flags, **flags})
 
-    def start_again(self, name: str) -> subprocess.Popen[bytes]:
-        """Start the next incarnation of a process that has ended."""
+    def start_again(self, name: str, **flags: object) -> subprocess.Popen[bytes]:
+        """Start the next incarnation of a process that has ended. `flags`: what is other than the last time."""
         role = self.started[name][1].role
         fresh = {} if role == "router" else {"incarnation": new_incarnation()}
-        return self.start(role, name, {**self._flags[name], **fresh})
+        return self.start(role, name, {**self._flags[name], **fresh, **flags})
 
     def state(self) -> ClusterState:
         return ClusterState(

@@ -228,8 +228,8 @@ def goes_on(workers: Workers, job: Job) -> None:
     before = len(answer.tokens)
     workers.step("s")
     assert len(answer.tokens) == before + 1
-    assert (answer.attempt, answer.worker, answer.is_lost) == (0, "s", False)
-    assert failures(workers, "s") == []
+    assert (answer.attempt, answer.worker, answer.is_lost, answer.shadow) == (0, "s", False, None)
+    assert all(attempt != 0 for attempt, _ in failures(workers, "s"))
     finish(workers, job)
 
 
@@ -258,16 +258,33 @@ def test_a_target_without_room_changes_nothing() -> None:
     workers.assert_nothing_held()
 
 
-def test_a_copy_that_fails_leaves_it_where_it_is() -> None:
+@pytest.mark.parametrize("in_doubt", [False, True])
+def test_a_copy_that_fails_leaves_it_where_it_is(in_doubt: bool) -> None:
     job = new_job(1, PROMPT, max_tokens=40)
     workers = running(job)
     key = workers.move(job)
     until(workers, lambda: bool(workers.streams.get(("copies", "s", "t"))))
     workers.streams["copies", "s", "t"].clear()
     peer = workers.nodes["t"].peer
-    workers.handle("s", doors.ReceiverSaid(peer, key, sender.CopyStopped(None, "reset")))
+    workers.handle("s", doors.ReceiverSaid(peer, key, sender.CopyStopped(None, "reset", in_doubt)))
+    assert failures(workers, "s") == [(1, Failure.TRANSFER_FAILED)]
     workers.deliver_all()
-    assert failures(workers, "t") == [(1, Failure.SENDER_GAVE_UP)]
+    pool = workers.nodes["t"].scheduler.cache.pool
+    assert bool(pool.num_quarantined) is in_doubt
+    assert pool.num_granted == 0
+    if in_doubt:
+        workers.handle("t", doors.PeerGone(workers.nodes["s"].peer))
+    goes_on(workers, job)
+
+
+def test_a_stream_that_cannot_be_had_leaves_it_where_it_is_and_sets_nothing_aside_for_it() -> None:
+    job = new_job(1, PROMPT, max_tokens=40)
+    workers = running(job)
+    workers.is_cut = True
+    workers.move(job)
+    workers.deliver_all()
+    assert failures(workers, "s") == [(1, Failure.PEER_LOST)]
+    assert workers.nodes["t"].core.idle
     goes_on(workers, job)
 
 
@@ -316,8 +333,7 @@ def test_a_target_that_is_lost_before_the_commit_leaves_it_where_it_is(lost: typ
     workers.deliver_all()
     answer = workers.answers[job.request_id, 0]
     workers.step("s")
-    assert failures(workers, "s") == []
-    assert failures(workers, "t") == [(1, Failure.PEER_LOST)]
+    assert failures(workers, "s") == [(1, Failure.PEER_LOST)]
     while not answer.is_finished:
         workers.steps_of("s", 1)
     assert answer.tokens == alone(job)[0]
@@ -394,20 +410,20 @@ def test_a_preempted_continuation_stays_and_its_move_ends() -> None:
         workers.step("s")
     workers.step("s")
     assert workers.nodes["s"].core.outgoing.num_open == 0
-    assert failures(workers, "s") == []
+    assert failures(workers, "s") == [(1, Failure.SENDER_GAVE_UP)]
     workers.run()
     assert workers.output(job) == alone(job)[0]
     workers.assert_nothing_held()
 
 
-def test_what_does_not_run_is_not_moved_and_the_target_learns_of_it() -> None:
+def test_what_does_not_run_is_not_moved_and_its_router_learns_of_it() -> None:
     job = new_job(1, PROMPT, max_tokens=4)
     workers = running(job, 4)
     assert workers.answers[job.request_id, 0].is_finished
     workers.output(job).pop()  # a router that has its last token would not ask
     workers.move(job)
     workers.run()
-    assert failures(workers, "t") == [(1, Failure.SENDER_GAVE_UP)]
+    assert failures(workers, "s") == [(1, Failure.SENDER_GAVE_UP)]
     workers.assert_nothing_held()
 
 
@@ -441,7 +457,7 @@ def test_a_move_asked_for_again_takes_the_place_of_the_one_before() -> None:
 
 def ask_again(workers: Workers, job: Job) -> None:
     """Ask for one more move, to a worker that was not given the work."""
-    asked = MoveAsked(ROUTER, HandoffKey(*job.key), 0, Attempt(9), workers.nodes["u"].peer, "address")
+    asked = MoveAsked(ROUTER, HandoffKey(*job.key), 0, Attempt(9), workers.nodes["u"].peer, "address", 9)
     workers.handle("s", asked)
 
 
@@ -472,7 +488,7 @@ def test_an_attempt_that_is_known_is_refused() -> None:
     workers.move(job)
     workers.deliver_all()
     peer = workers.nodes["t"].peer
-    again = MoveAsked(ROUTER, HandoffKey(job.request_id, job.attempt), 0, Attempt(1), peer, "address")
+    again = MoveAsked(ROUTER, HandoffKey(job.request_id, job.attempt), 0, Attempt(1), peer, "address", 9)
     with pytest.raises(ProtocolError):
         workers.nodes["s"].core.handle(again, 0.0)
 

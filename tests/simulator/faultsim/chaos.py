@@ -54,6 +54,8 @@ class Chaos:
             for _ in range(times):
                 self._world.at(self._rng.uniform(0.2, 1.0 + scenario.span_s), None, self._strike, kind)
         self._site_faults = [kind for kind in SITE_FAULTS if kind in scenario.faults]
+        if scenario.no_route is not None:
+            self._network.undialled.add(scenario.no_route)
         cluster.on_start = self._equip
         for worker in cluster.workers.values():
             self._equip(worker)
@@ -61,6 +63,7 @@ class Chaos:
     def stop(self) -> None:
         """Let nothing more go wrong, and heal what is broken."""
         self._stopped = True
+        self._network.undialled.clear()
         self._zombies.stop()
         self._operators.stop()
         for process in self._frozen:

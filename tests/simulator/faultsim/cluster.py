@@ -86,6 +86,12 @@ class Cluster:
         if process in (self.routers.get(process.name), self.workers.get(process.name)):
             self.world.after(delay_s + rng.uniform(0.1, 0.8), None, self.start, process.name)
 
+    def end_doubtful(self) -> None:
+        """End the processes of which a copy may have bytes under way for ever: what they were granted comes back."""
+        for process in self.processes():
+            if isinstance(process, WorkerProcess) and process.doors.mover.num_in_doubt:
+                self.end(process)
+
     def find_peer(self, peer: Peer) -> WorkerProcess | None:
         """Return the process of one incarnation, dead or alive."""
         return self._by_peer.get(peer)

@@ -2,9 +2,10 @@
 
 What NIXL does, as measured: a writer's end stops its writes for good and may leave a page half written; a frozen
 writer's outstanding writes go on when it thaws, whatever anybody released meanwhile; a lost receiver is an error soon,
-or never until the writer is told to forget it.
+or never until the writer is told to forget it; after an error, what was on its way may still land.
 """
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
@@ -20,6 +21,7 @@ from pdserve.kvtransfer.session import Grant, HandoffKey, Peer
 DISCONNECT_S = 0.03  # until a write into a dead process is an error
 STALLED_S = 18.0  # until a write along a cut path is an error
 RETRY_S = 0.25
+LATE_S = 1.0  # until all has landed that was on its way when a copy failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class CopyFaults:
 
     failed: float = 0.0  # share of copies that break off half way
     corrupted: float = 0.0  # share of pages that land with a wrong bit and are reported well
+    in_doubt: float = 0.0  # share of these whose page lands nevertheless, late
     stuck: float = 0.0  # share of copies into dead processes that never err
     page_s: float = 0.0002
 
@@ -74,6 +77,8 @@ class Mover:
         self._network = network
         self._find = find
         self._report = report
+        self._doubt = random.Random(f"doubt {owner!r} {owner.world.seed}")  # changes no other fault of a seed
+        self.num_in_doubt = 0
         self._ids = count()
         self._ops: dict[CopyId, Op] = {}  # outstanding
         self._copies: dict[Peer, CopyQueue] = {}
@@ -123,7 +128,8 @@ class Mover:
             op = self._ops.pop(copy.copy_id)
             op.over = True
             digests = None if copy.failure else tuple(op.digests)
-            self._report(doors.ReceiverSaid(peer, op.key, sender.CopyStopped(digests, copy.failure)))
+            stopped = sender.CopyStopped(digests, copy.failure, copy.in_doubt)
+            self._report(doors.ReceiverSaid(peer, op.key, stopped))
         if self._copies.get(peer) is not copies or peer in self._posted:
             return  # a report has led here, and on
         following = copies.next()
@@ -155,11 +161,23 @@ class Mover:
             else:
                 self._world.after(RETRY_S, self._owner, self._slice, op)
         elif chance < self.faults.failed / len(op.src):
-            half = self._memory.read(op.src[len(op.digests)], op.key)[: self._memory.page_bytes // 2]
-            target.memory.write(op.dst[len(op.digests)], op.key, half)
-            self._stop(op, "the transfer failed")
+            self._fail(op, target)
         else:
             self._write(op, target.memory)
+
+    def _fail(self, op: Op, target: Host) -> None:
+        """Break a copy off in the middle of a page. In doubt, the target reads all of it late, while both live."""
+        content, dst = self._memory.read(op.src[len(op.digests)], op.key), op.dst[len(op.digests)]
+        target.memory.write(dst, op.key, content[: self._memory.page_bytes // 2])
+        if self._doubt.random() < self.faults.in_doubt:
+            op.copy.in_doubt = True
+            self.num_in_doubt += 1
+            self._world.after(self._doubt.random() * LATE_S, target, self._land_late, target, dst, op.key, content)
+        self._stop(op, "the transfer failed")
+
+    def _land_late(self, target: Host, dst: Stamp, key: HandoffKey, content: bytes) -> None:
+        if self._owner.alive:
+            target.memory.write(dst, key, content)
 
     def _write(self, op: Op, target: Memory) -> None:
         place = len(op.digests)

@@ -89,6 +89,7 @@ class Network:
         self.world = world
         self._mean_delay_s = mean_delay_s
         self.cuts: dict[tuple[str, str], int] = {}  # direction -> which cut
+        self.undialled: set[tuple[str, str]] = set()  # who can open no stream to whom
         self._slow: dict[tuple[str, str], float] = {}
         self._num_cuts = 0
         self.ends: dict[End, None] = {}  # of all streams, not closed
@@ -123,6 +124,8 @@ class Network:
         target = self.processes.get(address)
         if target is None or not target.alive:
             failed("connection refused")
+        elif (source.name, address) in self.undialled:
+            failed("no route")
         elif target.frozen or self.is_cut(source, target) or self.is_cut(target, source):
             self.world.after(CONNECT_TIMEOUT_S, source, failed, "no answer in time")
         else:

@@ -12,6 +12,7 @@ from pdserve.sampling import SamplingParams
 
 PERIOD = 8  # of so many seeds, the first is calm, the fifth has impatient clients but no faults, the last has zombies
 NUM_ZOMBIES = 8
+NO_ROUTE_SEEDS = 0.4  # share of the seeds with faults
 
 FAULTS = (
     "crash_worker",
@@ -49,6 +50,7 @@ class Scenario:
     num_faults: int
     num_zombies: int
     copy_faults: CopyFaults
+    no_route: tuple[str, str] | None  # a worker that can open no stream to another, until all faults have healed
     lease_s: float
     site_chance: float  # of a fault at a moment chosen to hurt
 
@@ -68,14 +70,15 @@ def draw(seed: int, num_requests: int) -> Scenario:
     copy_faults = CopyFaults(
         failed=1 / 16 if "failed_copies" in faults else 0.0,
         corrupted=1 / 100 if "corrupted_pages" in faults else 0.0,
+        in_doubt=0.3 if "failed_copies" in faults and seed % 2 else 0.0,
         stuck=0.5 if "stuck_copies" in faults else 0.0,
         page_s=page_s,
     )
     return Scenario(
         seed=seed,
         num_routers=rng.choice((1, 2, 2)),
-        num_prefill=rng.choice((1, 2, 2, 3)),
-        num_decode=rng.choice((1, 2, 2, 3)),
+        num_prefill=(num_prefill := rng.choice((1, 2, 2, 3))),
+        num_decode=(num_decode := rng.choice((1, 2, 2, 3))),
         prefill_size=Size(rng.choice((32, 64, 128)), max_model_len=max_model_len, step_s=step_s),
         decode_size=Size(
             rng.choice((32, 64, 128)), max_num_seqs=rng.choice((8, 16)), max_model_len=max_model_len, step_s=step_s
@@ -87,10 +90,21 @@ def draw(seed: int, num_requests: int) -> Scenario:
         num_faults=rng.randrange(3, 14),
         num_zombies=NUM_ZOMBIES if has_zombies else 0,
         copy_faults=copy_faults,
+        no_route=None if faultless else _no_route(seed, num_prefill, num_decode),
         lease_s=rng.choice((1.0, 1.0, 2.0)),
         is_calm=calm,
         site_chance=rng.choice((0.0, 0.002, 0.01)),
     )
+
+
+def _no_route(seed: int, num_prefill: int, num_decode: int) -> tuple[str, str] | None:
+    """Return which worker cannot dial which, in some of the seeds: mostly decode workers, so that moves alone fail."""
+    rng = random.Random(f"no route {seed}")
+    if num_decode < 2 or rng.random() >= NO_ROUTE_SEEDS:
+        return None
+    names = [f"d{number}" for number in range(num_decode)]
+    source, target = rng.sample(names, 2)
+    return (source if rng.random() < 0.8 else f"p{rng.randrange(num_prefill)}"), target
 
 
 def _wishes(rng: random.Random, num_requests: int, span_s: float, calm: bool) -> list[Wish]:

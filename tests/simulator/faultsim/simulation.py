@@ -60,6 +60,7 @@ class Simulation:
         if waiting is not None:
             request_id = waiting.wish.request_id
             raise ViolationError("I4", f"{request_id!r} has no end {SETTLE_S} s after the last fault", request_id)
+        self.cluster.end_doubtful()
         self._look_until(world.now + LEASE_S + FREE_S, self._at_rest)
         self._check_rest()
         if scenario.is_calm:

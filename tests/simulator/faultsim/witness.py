@@ -2,13 +2,15 @@
 
 The engine never rounds, so two workers that go on with one continuation draw the same tokens, and a client sees
 nothing. So each worker is watched: it computes nothing that was cancelled, and nothing of a continuation whose commit
-has left, unless the receiver has withdrawn it. What it reports of an attempt has no gap, and no position twice. And
-each router is watched: once an attempt has committed, no token of an earlier one is taken.
+has left, unless the receiver has withdrawn it. What it reports of an attempt has no gap, and no position twice. A move
+that ends without its target ends with a report, or with its continuation. And each router is watched: once an attempt
+has committed, no token of an earlier one is taken.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 
 from faultsim.world import ViolationError, World
+from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.ids import Attempt, RequestId
 from pdserve.kvtransfer import sender
@@ -18,7 +20,8 @@ from pdserve.reports import Stage
 from pdserve.router import events as to_router
 from pdserve.router.events import StageReached, StepReported, TokenDelta
 from pdserve.router.request import Request
-from pdserve.worker.messages import Cancelled, Event, Placed, RoleTaken, Tokens
+from pdserve.worker.core import WorkerCore
+from pdserve.worker.messages import Cancelled, Event, Failed, MoveAsked, Placed, RoleTaken, Tokens
 
 Continuation = tuple[RequestId, int]
 Stale = tuple[Request, TokenDelta, int]  # tokens of an attempt that is not in charge, and how many there were before
@@ -33,6 +36,7 @@ class WorkerWitness:
         self.role_epoch = 0
         self._cancelled: dict[RequestId, Attempt] = {}  # attempts up to this one
         self._left: dict[Continuation, Attempt] = {}  # the commit of this attempt has left
+        self._moves: dict[HandoffKey, tuple[HandoffKey, int]] = {}  # asked for: which continuation of what runs here
         self._next: dict[tuple[HandoffKey, int], int] = {}  # the position of the token that is due
 
     def sees(self, event: Event) -> None:
@@ -44,6 +48,10 @@ class WorkerWitness:
                     self._next[HandoffKey(*job.key), index] = first
             case Cancelled(request_id, attempt, indices=()):
                 self._cancelled[request_id] = max(attempt, self._cancelled.get(request_id, attempt))
+            case MoveAsked(key=key, index=index, new_attempt=new_attempt):
+                self._moves[HandoffKey(key.request_id, new_attempt)] = key, index
+            case ReceiverSaid(key=key, event=sender.Taken()):
+                self._moves.pop(key, None)
             case ReceiverSaid(key=key, event=sender.Withdrawn()):
                 left = self._left.items()
                 self._left = {which: attempt for which, attempt in left if (which[0], attempt) != tuple(key)}
@@ -64,6 +72,18 @@ class WorkerWitness:
                 if left is not None and attempt <= left:
                     text = f"computes {index} of attempt {attempt}, though the commit of attempt {left} has left"
                     raise ViolationError("I3", f"{self._name} {text}", request_id)
+
+    def fails(self, failed: Failed) -> None:
+        self._moves.pop(failed.key, None)
+
+    def check_moves(self, core: WorkerCore, scheduler: Scheduler) -> None:
+        """Raise ViolationError where a move has ended, its continuation goes on, and no router can know."""
+        for key, (present, index) in [each for each in self._moves.items() if not core.outgoing.is_open(each[0])]:
+            del self._moves[key]
+            runs = [s for s in (*scheduler.running, *scheduler.waiting) if HandoffKey(*s.job.key) == present]
+            if any(index in sequence.indices for sequence in runs):
+                text = f"{self._name} goes on with {index} of attempt {present.attempt}, and its move was not reported"
+                raise ViolationError("I4", text, key.request_id)
 
     def takes(self, taken: RoleTaken) -> None:
         """Raise ViolationError where a role is not later than the one before."""

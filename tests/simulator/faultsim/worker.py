@@ -41,6 +41,7 @@ from pdserve.worker.messages import (
     Command,
     DrainAsked,
     Event,
+    Failed,
     Load,
     Placed,
     Report,
@@ -212,8 +213,7 @@ class WorkerProcess(Host):
             raise ViolationError("I7", f"{self.name} refused an honest {event}: {error}") from error
         except Exception as error:
             raise ViolationError("I7", f"{self.name} broke on {event}: {error!r}") from error
-        if commands:
-            self._perform(commands, None)
+        self._perform(commands, None)
         if isinstance(event, DrainAsked):
             self.beat()
         if isinstance(event, Placed):
@@ -270,6 +270,8 @@ class WorkerProcess(Host):
                 self.witness.reports(command)
                 reports.append(command)
             elif isinstance(command, Report):
+                if isinstance(command, Failed):
+                    self.witness.fails(command)
                 reports.append(command)
             elif isinstance(command, RoleTaken):
                 self.world.note(self.name, command)
@@ -282,6 +284,7 @@ class WorkerProcess(Host):
         if reports or step:
             self.world.note(self.name, reports)
             self.reporter.send(reports, step)
+        self.witness.check_moves(self.core, self.scheduler)
 
     def _be_dismissed(self) -> None:
         self.world.note(self.name, "dismissed")

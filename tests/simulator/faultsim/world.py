@@ -29,6 +29,7 @@ class World:
     """Virtual time among processes that can freeze and die, one source of chance, one trace."""
 
     def __init__(self, seed: int, trace_length: int = 0) -> None:
+        self.seed = seed
         self.trace = Trace(trace_length)
         self.rng = random.Random(seed)
         self.num_events = 0
