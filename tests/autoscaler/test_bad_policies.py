@@ -123,6 +123,11 @@ FAULTS = [
     ("kind: ray", "kind: kubernetes, decode: {name: d}", "line 19: actuator.prefill: is required"),
     ("v1alpha1", "v1", "line 1: apiVersion: 'pdserve/v1' is refused: Input should be 'pdserve/v1alpha1'"),
     (
+        "devicesPerReplica: 2",
+        'devicesPerReplica: 2\n    schedules: [{start: "01:00", end: "02:00", minReplicas: 5}]',
+        "line 18: pools.decode.schedules.0: minReplicas, 5, is above maxReplicas, 4, on Mon at 01:00 UTC",
+    ),
+    (
         "enabled: false",
         "enabled: true",
         "line 20: roleSwitch.enabled: must be false where devicesPerReplica of the pools",
