@@ -5,13 +5,9 @@ from itertools import count
 
 from pdserve.autoscaler.decisions import Action, Add, Binds, Decision, Drain
 from pdserve.autoscaler.observation import Observation, Replica, State
+from pdserve.autoscaler.urgent import CAUSES
 from pdserve.roles import Role
-from pdserve.router.because import Cause
 from pdserve.values import value
-
-_OF_DECODE = frozenset(
-    {Cause.BATCH, Cause.PAGES, Cause.ROWS, Cause.PROMPTS, Cause.RESERVED, Cause.NO_DECODE, Cause.HANDOFF}
-)
 
 
 @value
@@ -42,8 +38,7 @@ def pool_of(observation: Observation, role: Role, *states: State) -> list[Replic
 
 def num_refused(observation: Observation, role: Role) -> int:
     """Return how many requests were refused since the last look because of a pool."""
-    is_decode = role is Role.DECODE
-    return sum(count for cause, count in observation.refused.items() if (cause in _OF_DECODE) is is_decode)
+    return sum(observation.refused.get(cause, 0) for cause in CAUSES[role])
 
 
 def devices_left(observation: Observation, max_devices: int) -> int:

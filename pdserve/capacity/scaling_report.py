@@ -131,7 +131,7 @@ def plot(runs: Sequence[Scaled], workload: Workload, objective: Objective, title
         attained.plot([at_s / 60 for at_s, _ in shares], [100 * share for _, share in shares], label=run.name)
         _plot_refused(refused, run)
     attained.set_ylabel("within both, %")
-    attained.set_ylim(0, 102)
+    attained.set_ylim(top=100.5)
     attained.legend(fontsize="x-small")
     refused.set_ylabel("refused / s")
     refused.set_xlabel("minutes")
