@@ -11,8 +11,10 @@ from pdserve.autoscaler.decisions import Action, Add, Drain, Flip
 from pdserve.autoscaler.observation import Replica, State
 from pdserve.capacity.elastic import ElasticCluster
 from pdserve.errors import CommandError
+from pdserve.ids import WorkerId
 from pdserve.roles import Role
 from pdserve.values import value
+from pdserve.worker.messages import Load
 
 POOLS = Role.PREFILL, Role.DECODE
 
@@ -65,9 +67,10 @@ class Fleet:
                 self._flip(name, role)
 
     def replicas(self) -> tuple[Replica, ...]:
-        """Return all replicas, with the load that the router knows of."""
+        """Return all replicas, with the load that each worker reports in its heartbeat."""
         self._take_roles()
-        return tuple(map(self._replica, self._members.values()))
+        loads = {worker.peer.worker_id: worker.core.load() for worker in self._cluster.workers}
+        return tuple(_replica(member, loads.get(WorkerId(member.name))) for member in self._members.values())
 
     def _add(self, name: str, role: Role) -> None:
         if name in self._members:
@@ -120,19 +123,19 @@ class Fleet:
                 member.role = view.role
                 self._note()
 
-    def _replica(self, member: _Member) -> Replica:
-        view = self._cluster.router.workers.named(member.name)
-        known = member.name, member.role, member.state, member.since_s
-        if view is None:
-            return Replica(*known)
-        return Replica(*known, view.num_sequences, view.pending_prefill_tokens, view.kv_tokens)
-
     def _note(self) -> None:
         """Note how many replicas there are from now on."""
         counts = {state: dict.fromkeys(POOLS, 0) for state in State}
         for member in self._members.values():
             counts[member.state][member.role] += 1
         self.history.append(Sizes(self._clock.now_s(), counts))
+
+
+def _replica(member: _Member, load: Load | None) -> Replica:
+    known = member.name, member.role, member.state, member.since_s
+    if load is None:
+        return Replica(*known)
+    return Replica(*known, load.num_running + load.num_waiting, load.waiting_tokens, load.kv_tokens)
 
 
 def replica_seconds(history: Sequence[Sizes], until_s: float) -> Mapping[Role, float]:
