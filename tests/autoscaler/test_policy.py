@@ -140,6 +140,33 @@ def test_a_failed_order_waits_longer_each_time_and_says_why() -> None:
     assert gaps[-1] >= 4 * gaps[0]
 
 
+def test_an_order_that_failed_does_not_count_as_a_change() -> None:
+    rules = {"scale_up": {"tolerance": 0.0, "policies": [{"type": "Pods", "value": 1, "period_seconds": 600.0}]}}
+    world = World(policy(prefill={"behavior": rules}), rate=30.0).start(1, 8)
+    asked = []
+    for _ in range(12):
+        world.advance(5)
+        action = world.look(5)[0].action
+        if action is not None:
+            asked.append(action)
+            world.scaler.failed(action, "no node", world.at_s)
+    assert len(asked) > 1
+
+
+def test_a_replica_changes_its_role_only_if_enough_others_serve() -> None:
+    slow = {"behavior": {"scale_down": {"stabilization_window_seconds": 3000.0}}}
+    world = World(policy(budget={"max_devices": 4}, decode=slow), rate=20.0, answer=11).start(1, 1)
+    for name in ("decode-1", "decode-2"):
+        world.replicas[name] = Replica(name, Role.DECODE, State.STARTING, 0.0)
+    world.startup_s = 300.0
+    world.go_on(295)
+    assert world.decisions[0].desired > 1
+    assert world.orders == []
+    world.go_on(60)
+    assert {action.name for _, action in world.orders if isinstance(action, Flip)} <= {"decode-1", "decode-2"}
+    assert world.size(Role.PREFILL) > 1
+
+
 def test_advice_is_given_and_not_taken_for_done() -> None:
     world = World(policy(mode="advisory"), rate=30.0).start(1, 1).go_on(200)
     assert world.orders == []
