@@ -30,7 +30,7 @@ from pdserve.kvtransfer.doors import (
     ToSender,
 )
 from pdserve.kvtransfer.lease import Leases
-from pdserve.kvtransfer.session import Capsule, HandoffKey, Peer
+from pdserve.kvtransfer.session import Capsule, Commit, FromSender, Grant, HandoffKey, Peer, Quiesced, Taken, Withdrawn
 from pdserve.reports import Failure
 
 
@@ -155,25 +155,24 @@ class Incoming:
             results += self._advance_all(peer, receiver.LeaseLapsed(reason))
         return results
 
-    def _take(self, peer: Peer, key: HandoffKey, said: receiver.Event) -> list[Result]:
+    def _take(self, peer: Peer, key: HandoffKey, said: FromSender) -> list[Result]:
         arrival = self._arrivals.get(key)
         if arrival is None:
-            return self._forgo(peer, key, said) if isinstance(said, receiver.SenderQuiesced) else []
+            return self._forgo(peer, key, said) if isinstance(said, Quiesced) else []
         if arrival.peer != peer:
             raise ProtocolError(f"{peer} speaks for a hand-off of {arrival.peer}", Refusal.INCARNATION)
-        if not isinstance(said, receiver.Committed):
+        if not isinstance(said, Commit):
             return self._advance(arrival, said)
-        commit = said.commit
         if arrival.job.indices:
-            check_capsule(arrival.job, commit.capsule, self._vocab_size)
+            check_capsule(arrival.job, said.capsule, self._vocab_size)
         else:
-            check_prefix(arrival.job, commit.capsule, self._cache.page_size)
+            check_prefix(arrival.job, said.capsule, self._cache.page_size)
         results = self._advance(arrival, said)
         if arrival.receiver.state not in (receiver.State.LANDING, receiver.State.COMMITTED):
             return results  # it crossed our giving up
-        return [Landed(key, commit.handoff_bytes, commit.handoff_s), *results]
+        return [Landed(key, said.handoff_bytes, said.handoff_s), *results]
 
-    def _forgo(self, peer: Peer, key: HandoffKey, said: receiver.SenderQuiesced) -> list[Result]:
+    def _forgo(self, peer: Peer, key: HandoffKey, said: Quiesced) -> list[Result]:
         """Set no pages aside for a hand-off that its sender gives up; late news if it is over."""
         if not any(expected.key == key and expected.peer == peer for expected in self._ungranted):
             return []
@@ -191,7 +190,7 @@ class Incoming:
     def _perform(self, arrival: Arrival, command: receiver.Command) -> Iterator[Result]:
         pool, key, pages = self._cache.pool, arrival.key, arrival.receiver.grant.pages
         match command:
-            case receiver.SendGrant() | receiver.SendTaken() | receiver.SendWithdrawn():
+            case Grant() | Taken() | Withdrawn():
                 yield ToSender(arrival.peer, key, command)
             case receiver.CheckDigests(first, digests):
                 yield CheckDigests(key, pages[first : first + len(digests)], digests)

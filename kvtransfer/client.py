@@ -14,7 +14,7 @@ from pdserve.kvtransfer import dialling, wire
 from pdserve.kvtransfer.dialling import AttachMover, Dial, DialId, Dialling
 from pdserve.kvtransfer.doors import OutgoingEvent, ReceiverAttached, ReceiverLost, ReceiverSaid, Sink
 from pdserve.kvtransfer.greeting import Hello, HelloAck, Introduction, Party
-from pdserve.kvtransfer.session import HandoffKey, Peer
+from pdserve.kvtransfer.session import FromSender, HandoffKey, Peer
 from pdserve.proto.v1 import handoff_pb2 as handoff
 from pdserve.proto.v1.handoff_pb2_grpc import HandoffServiceStub
 from pdserve.rpc import INTERNAL_MESSAGE_BYTES, channel_options, identify
@@ -59,7 +59,7 @@ class HandoffClient:
         """Have a stream to a peer, unless it stands or is being dialled. ReceiverLost follows if it fails."""
         self._handle(dialling.Wanted(peer, address))
 
-    def send(self, peer: Peer, key: HandoffKey, command: wire.FromSender) -> None:
+    def send(self, peer: Peer, key: HandoffKey, command: FromSender) -> None:
         """Queue a message; nothing happens for a peer whose stream is lost. A full queue ends it."""
         self._handle(dialling.Said(peer, key, command))
 

@@ -9,17 +9,15 @@ from dataclasses import dataclass, field
 from typing import NewType
 
 from pdserve.errors import ProtocolError, Refusal
-from pdserve.kvtransfer import sender
 from pdserve.kvtransfer.doors import ReceiverAttached, ReceiverLost, ReceiverSaid
 from pdserve.kvtransfer.greeting import HelloAck, Introduction, check_ack
-from pdserve.kvtransfer.session import HandoffKey, PagesLanded, Peer
+from pdserve.kvtransfer.session import FromReceiver, FromSender, HandoffKey, Peer
 from pdserve.values import value
 
 CONNECT_TIMEOUT_S = 2.0
 MAX_QUEUED = 4096  # messages for one stream that is not attached yet
 
 DialId = NewType("DialId", int)
-Outgoing = PagesLanded | sender.SendCommit | sender.SendQuiesced
 
 
 @value
@@ -51,7 +49,7 @@ class Said:
 
     peer: Peer
     key: HandoffKey
-    message: Outgoing
+    message: FromSender
 
 
 @value
@@ -60,7 +58,7 @@ class Received:
 
     dial: DialId
     key: HandoffKey
-    message: sender.Event
+    message: FromReceiver
 
 
 @value
@@ -115,7 +113,7 @@ class Send:
 
     dial: DialId
     key: HandoffKey
-    message: Outgoing
+    message: FromSender
 
 
 @value
@@ -145,7 +143,7 @@ class _Stream:
     address: str
     is_greeted: bool = False
     is_attached: bool = False
-    queue: deque[tuple[HandoffKey, Outgoing]] = field(default_factory=deque)  # said before it was attached
+    queue: deque[tuple[HandoffKey, FromSender]] = field(default_factory=deque)  # said before it was attached
 
 
 class Dialling:
@@ -215,7 +213,7 @@ class Dialling:
         finish = (Finish(stream.dial),) if self._is_leaving else ()
         return (ReceiverAttached(stream.peer), *queued, *finish)
 
-    def _say(self, stream: _Stream | None, key: HandoffKey, message: Outgoing) -> tuple[Command, ...]:
+    def _say(self, stream: _Stream | None, key: HandoffKey, message: FromSender) -> tuple[Command, ...]:
         """Say something on a stream once it is attached; nothing happens for a process without a stream."""
         if stream is None:
             return ()

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from pdserve.ids import PageId
-from pdserve.kvtransfer import receiver, sender
-from pdserve.kvtransfer.session import Capsule, HandoffKey, Pages, PagesLanded, Peer
+from pdserve.kvtransfer.sender import CopyStopped
+from pdserve.kvtransfer.session import Capsule, FromReceiver, FromSender, HandoffKey, Pages, Peer
 from pdserve.reports import Failure
 from pdserve.values import value
 
@@ -43,7 +43,7 @@ class ReceiverSaid:
 
     peer: Peer
     key: HandoffKey
-    event: sender.Event
+    event: FromReceiver | CopyStopped
 
 
 @value
@@ -74,7 +74,7 @@ class SenderSaid:
 
     peer: Peer
     key: HandoffKey
-    event: receiver.Event
+    event: FromSender
 
 
 @value
@@ -138,14 +138,14 @@ class Probe:
 class ToReceiver:
     peer: Peer
     key: HandoffKey
-    message: PagesLanded | sender.SendCommit | sender.SendQuiesced
+    message: FromSender
 
 
 @value
 class ToSender:
     peer: Peer
     key: HandoffKey
-    message: receiver.SendGrant | receiver.SendTaken | receiver.SendWithdrawn
+    message: FromReceiver
 
 
 @value

@@ -8,7 +8,17 @@ import hmac
 from enum import Enum, auto
 
 from pdserve.errors import ProtocolError, Refusal
-from pdserve.kvtransfer.session import Capsule, Commit, Grant, PagesLanded
+from pdserve.kvtransfer.session import (
+    Capsule,
+    Commit,
+    FromReceiver,
+    FromSender,
+    Grant,
+    PagesLanded,
+    Quiesced,
+    Taken,
+    Withdrawn,
+)
 from pdserve.reports import Failure
 from pdserve.values import value
 
@@ -28,11 +38,6 @@ class SenderAttached:
 
 
 @value
-class Committed:
-    commit: Commit
-
-
-@value
 class DigestsChecked:
     mismatch: int | None  # position of the first page whose digest differs, of those under check
 
@@ -40,13 +45,6 @@ class DigestsChecked:
 @value
 class GaveUp:
     """The request ended here: cancelled or out of time."""
-
-    reason: str
-
-
-@value
-class SenderQuiesced:
-    """The sender says that no copy of it is or will be under way."""
 
     reason: str
 
@@ -71,11 +69,6 @@ class SenderGone:
 
 
 @value
-class SendGrant:
-    grant: Grant
-
-
-@value
 class CheckDigests:
     """Compare the grant's pages from position `first` on. One check is under way at a time."""
 
@@ -89,16 +82,6 @@ class Admit:
 
     capsule: Capsule
     num_pages: int
-
-
-@value
-class SendTaken:
-    pass
-
-
-@value
-class SendWithdrawn:
-    reason: str
 
 
 @value
@@ -121,18 +104,8 @@ class Failed:
     reason: str
 
 
-Event = (
-    SenderAttached
-    | PagesLanded
-    | Committed
-    | DigestsChecked
-    | GaveUp
-    | SenderQuiesced
-    | SenderLost
-    | LeaseLapsed
-    | SenderGone
-)
-Command = SendGrant | CheckDigests | Admit | SendTaken | SendWithdrawn | QuarantinePages | FreePages | Failed
+Event = SenderAttached | DigestsChecked | GaveUp | SenderLost | LeaseLapsed | SenderGone | FromSender
+Command = CheckDigests | Admit | QuarantinePages | FreePages | Failed | FromReceiver
 
 
 class Receiver:
@@ -153,32 +126,32 @@ class Receiver:
         match self.state, event:
             case State.RESERVED, SenderAttached():
                 self.state = State.GRANTED
-                return (SendGrant(self.grant),)
+                return (self.grant,)
             case State.GRANTED, PagesLanded(digests):
                 return self._landed(digests)
-            case State.GRANTED, Committed(commit):
-                return self._committed(commit)
+            case State.GRANTED, Commit():
+                return self._committed(event)
             case ((State.GRANTED | State.LANDING | State.QUARANTINED), DigestsChecked(mismatch)):
                 return self._checked(mismatch)
             case State.RESERVED, (GaveUp(reason) | SenderLost(reason) | LeaseLapsed(reason)):
-                return (*_failures(event), SendWithdrawn(reason), *self._free())
-            case State.RESERVED, (SenderQuiesced() | SenderGone()):
+                return (*_failures(event), Withdrawn(reason), *self._free())
+            case State.RESERVED, (Quiesced() | SenderGone()):
                 return (*_failures(event), *self._free())
             case State.GRANTED, (GaveUp(reason) | SenderLost(reason) | LeaseLapsed(reason)):
                 return (*_failures(event), *self._quarantine(reason))
-            case State.GRANTED, (SenderQuiesced() | SenderGone()):
+            case State.GRANTED, (Quiesced() | SenderGone()):
                 return (*_failures(event), *self._free())
-            case State.QUARANTINED, (SenderQuiesced() | SenderGone()):
+            case State.QUARANTINED, (Quiesced() | SenderGone()):
                 return self._free()
             case State.QUARANTINED, SenderAttached():
-                return (SendWithdrawn("given up while the stream was down"),)
+                return (Withdrawn("given up while the stream was down"),)
             case State.LANDING, GaveUp(reason):
-                return (SendWithdrawn(reason), *self._free())  # a commit is proof: nothing is under way
-            case _, (SenderAttached() | SenderQuiesced() | SenderLost() | LeaseLapsed() | SenderGone()):
+                return (Withdrawn(reason), *self._free())  # a commit is proof: nothing is under way
+            case _, (SenderAttached() | Quiesced() | SenderLost() | LeaseLapsed() | SenderGone()):
                 return ()  # late news of a hand-off that is over, or that no longer needs its sender
             case _, (DigestsChecked() | GaveUp()):
                 return ()  # late news of a hand-off that is over
-            case ((State.QUARANTINED | State.FREE), (PagesLanded() | Committed())):
+            case ((State.QUARANTINED | State.FREE), (PagesLanded() | Commit())):
                 return ()  # crossed our giving up; the sender's answer to that is the proof we wait for
             case _:
                 raise ProtocolError(f"{type(event).__name__} while {self.state.name}", Refusal.ORDER)
@@ -238,11 +211,11 @@ class Receiver:
         if self._checks_digests and self._num_checked < num_pages:
             return ()
         self.state = State.COMMITTED
-        return (Admit(capsule, num_pages), SendTaken())
+        return (Admit(capsule, num_pages), Taken())
 
     def _quarantine(self, reason: str) -> tuple[Command, ...]:
         self.state = State.QUARANTINED
-        return (SendWithdrawn(reason), QuarantinePages())
+        return (Withdrawn(reason), QuarantinePages())
 
     def _free(self) -> tuple[Command, ...]:
         self.state = State.FREE
@@ -258,7 +231,7 @@ def _failures(event: Event) -> tuple[Failed, ...]:
             return (Failed(Failure.LEASE_LAPSED, reason),)
         case SenderGone():
             return (Failed(Failure.PEER_LOST, "the sender's process ended"),)
-        case SenderQuiesced(reason):
+        case Quiesced(reason):
             return (Failed(Failure.SENDER_GAVE_UP, reason),)
         case _:
             return ()

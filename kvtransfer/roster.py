@@ -10,10 +10,9 @@ from typing import NewType
 
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import Incarnation, WorkerId
-from pdserve.kvtransfer import receiver
 from pdserve.kvtransfer.doors import PeerGone, SenderAlive, SenderAttached, SenderLost, SenderSaid
 from pdserve.kvtransfer.greeting import Hello, Introduction, check_hello
-from pdserve.kvtransfer.session import HandoffKey, Peer
+from pdserve.kvtransfer.session import FromSender, HandoffKey, Peer
 from pdserve.values import value
 
 MAX_GONE = 4096  # ended processes that are remembered, and refused
@@ -43,7 +42,7 @@ class Received:
 
     stream: StreamId
     key: HandoffKey
-    message: receiver.Event
+    message: FromSender
 
 
 @value

@@ -7,7 +7,19 @@ it has quiesced only when no copy is or will be under way, and none has ended in
 from enum import Enum, auto
 
 from pdserve.errors import ProtocolError, Refusal
-from pdserve.kvtransfer.session import KV_REGION, Capsule, Commit, Grant, Pages, PagesLanded
+from pdserve.kvtransfer.session import (
+    KV_REGION,
+    Capsule,
+    Commit,
+    FromReceiver,
+    FromSender,
+    Grant,
+    Pages,
+    PagesLanded,
+    Quiesced,
+    Taken,
+    Withdrawn,
+)
 from pdserve.reports import Failure
 from pdserve.values import value
 
@@ -37,29 +49,12 @@ class PrefillDone:
 
 
 @value
-class Granted:
-    grant: Grant
-
-
-@value
 class CopyStopped:
     """A copy is over: landed (with a digest for each page), or failed (None). It reads no page any more."""
 
     digests: tuple[int, ...] | None
     reason: str = ""
     in_doubt: bool = False  # failed, and bytes that were on their way may still be written into the granted pages
-
-
-@value
-class Taken:
-    """The receiver owns the sequence."""
-
-
-@value
-class Withdrawn:
-    """The receiver has given up, and waits for this sender to quiesce."""
-
-    reason: str
 
 
 @value
@@ -95,16 +90,6 @@ class CancelCopies:
 
 
 @value
-class SendCommit:
-    commit: Commit
-
-
-@value
-class SendQuiesced:
-    reason: str
-
-
-@value
 class ReleasePages:
     """Give the source pages back: the hand-off no longer needs them."""
 
@@ -121,8 +106,8 @@ class Failed:
     may_resume: bool = True
 
 
-Event = PagesReady | PrefillDone | Granted | CopyStopped | Taken | Withdrawn | GaveUp | PeerLost | FellSilent
-Command = StartCopy | CancelCopies | PagesLanded | SendCommit | SendQuiesced | ReleasePages | Failed
+Event = PagesReady | PrefillDone | CopyStopped | GaveUp | PeerLost | FellSilent | FromReceiver
+Command = StartCopy | CancelCopies | ReleasePages | Failed | FromSender
 
 
 def check(grant: Grant) -> None:
@@ -171,8 +156,8 @@ class Sender:
                 if self.state is State.COMPUTING:
                     self.state = State.OFFERED
                 return self._progress()
-            case ((State.COMPUTING | State.OFFERED), Granted(grant)):
-                return self._granted(grant)
+            case ((State.COMPUTING | State.OFFERED), Grant()):
+                return self._granted(event)
             case ((State.SENDING | State.DRAINING), CopyStopped()):
                 return self._copy_stopped(event)
             case State.LANDED, Taken():
@@ -190,10 +175,10 @@ class Sender:
             case _, FellSilent():
                 return ()  # there was no lease, or it has held
             case State.CLOSED, Withdrawn(reason):
-                return (SendQuiesced(reason),)  # its grant crossed our giving up
+                return (Quiesced(reason),)  # its grant crossed our giving up
             case (
                 (State.DRAINING | State.CLOSED | State.IN_DOUBT),
-                (PagesReady() | PrefillDone() | Granted() | Taken() | Withdrawn() | GaveUp() | PeerLost()),
+                (PagesReady() | PrefillDone() | Grant() | Taken() | Withdrawn() | GaveUp() | PeerLost()),
             ):
                 return ()  # late news of a hand-off that is over
             case _:
@@ -224,7 +209,7 @@ class Sender:
         if self._copying or self._capsule is None:
             return ()
         self.state = State.LANDED
-        return (SendCommit(Commit.of(grant, self._capsule)),)
+        return (Commit.of(grant, self._capsule),)
 
     def _copy_stopped(self, stopped: CopyStopped) -> tuple[Command, ...]:
         if self._copying == 0:
@@ -247,7 +232,7 @@ class Sender:
         if self._in_doubt:
             self.state = State.IN_DOUBT
             return (ReleasePages(),)
-        return (SendQuiesced(reason), *self._close())
+        return (Quiesced(reason), *self._close())
 
     def _close(self) -> tuple[Command, ...]:
         self.state = State.CLOSED

@@ -15,7 +15,7 @@ from pdserve.kvtransfer import roster, wire
 from pdserve.kvtransfer.doors import IncomingEvent, PeerGone, SenderAlive, SenderAttached, SenderLost, SenderSaid, Sink
 from pdserve.kvtransfer.greeting import Hello, HelloAck, Introduction, Party
 from pdserve.kvtransfer.roster import Roster, StreamId
-from pdserve.kvtransfer.session import HandoffKey, Peer
+from pdserve.kvtransfer.session import FromReceiver, HandoffKey, Peer
 from pdserve.proto.v1 import handoff_pb2 as handoff
 from pdserve.proto.v1.handoff_pb2_grpc import HandoffServiceServicer
 from pdserve.rpc import abort
@@ -64,7 +64,7 @@ class HandoffServicer(HandoffServiceServicer):
     def attached(self) -> tuple[Peer, ...]:
         return self._roster.attached
 
-    def send(self, peer: Peer, key: HandoffKey, command: wire.FromReceiver) -> None:
+    def send(self, peer: Peer, key: HandoffKey, command: FromReceiver) -> None:
         """Queue a message; nothing happens for a peer that is not attached. A full queue ends its stream."""
         stream_id = self._roster.stream_of(peer)
         if stream_id is None:

@@ -1,4 +1,4 @@
-"""What both halves of a hand-off speak about: its name, the grant, the commit.
+"""What both halves of a hand-off speak about: its name, and the messages from one to the other.
 
 The halves themselves are `sender.Sender` and `receiver.Receiver`: state machines without I/O.
 """
@@ -96,6 +96,29 @@ class Commit:
         """Return this commit with what its hand-off took."""
         places = self.region, self.pages, self.generations, self.capability
         return Commit(*places, self.capsule, handoff_bytes, handoff_s)
+
+
+@value
+class Quiesced:
+    """No copy of the sender is or will be under way."""
+
+    reason: str
+
+
+@value
+class Taken:
+    """The receiver owns the sequence."""
+
+
+@value
+class Withdrawn:
+    """The receiver has given up, and waits for the sender to quiesce."""
+
+    reason: str
+
+
+FromSender = PagesLanded | Commit | Quiesced
+FromReceiver = Grant | Taken | Withdrawn
 
 
 class DigestPolicy(Enum):

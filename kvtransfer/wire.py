@@ -6,7 +6,6 @@ What a peer says is checked here: ProtocolError names the field.
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import PROTOCOL_VERSION, Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvlayout_wire import layout_from_proto, layout_to_proto
-from pdserve.kvtransfer import receiver, sender
 from pdserve.kvtransfer.greeting import Hello, HelloAck, Introduction
 from pdserve.kvtransfer.region import MAX_DESCRIPTION_BYTES
 from pdserve.kvtransfer.session import (
@@ -14,11 +13,16 @@ from pdserve.kvtransfer.session import (
     MIN_LEASE_S,
     Capsule,
     Commit,
+    FromReceiver,
+    FromSender,
     Grant,
     HandoffKey,
     PagesLanded,
     Peer,
+    Quiesced,
     Tail,
+    Taken,
+    Withdrawn,
 )
 from pdserve.proto.v1 import handoff_pb2 as handoff
 from pdserve.sampling import SampledToken
@@ -31,11 +35,6 @@ MAX_PAGES = 1 << 20  # in one hand-off
 MAX_CONTINUATIONS = 64
 MAX_TAIL_TOKENS = 1 << 16  # of one continuation
 MAX_REPORTED = 1 << 48  # bytes, or microseconds, of a hand-off: what is above it is reported as this
-
-ToReceiver = PagesLanded | receiver.Committed | receiver.SenderQuiesced
-FromReceiver = receiver.SendGrant | receiver.SendTaken | receiver.SendWithdrawn
-ToSender = sender.Granted | sender.Taken | sender.Withdrawn
-FromSender = PagesLanded | sender.SendCommit | sender.SendQuiesced
 
 
 def hello_to_proto(hello: Hello) -> handoff.HandoffServiceAttachRequest:
@@ -88,37 +87,37 @@ def ack_from_proto(message: handoff.HandoffServiceAttachResponse) -> HelloAck:
 ALIVE = handoff.HandoffServiceAttachRequest(alive=handoff.Alive())
 
 
-def to_receiver(message: handoff.HandoffServiceAttachRequest) -> tuple[HandoffKey, ToReceiver]:
+def to_receiver(message: handoff.HandoffServiceAttachRequest) -> tuple[HandoffKey, FromSender]:
     """Return what a sender says of one hand-off."""
     match message.WhichOneof("message"):
         case "commit":
-            return _key(message.commit.handoff), receiver.Committed(_commit(message.commit))
+            return _key(message.commit.handoff), _commit(message.commit)
         case "quiesced":
-            return _key(message.quiesced.handoff), receiver.SenderQuiesced(message.quiesced.reason[:MAX_REASON_CHARS])
+            return _key(message.quiesced.handoff), Quiesced(message.quiesced.reason[:MAX_REASON_CHARS])
         case "landed":
             return _key(message.landed.handoff), PagesLanded(_digests(message.landed))
         case other:
             raise ProtocolError(f"message: {other} in an attached stream")
 
 
-def to_sender(message: handoff.HandoffServiceAttachResponse) -> tuple[HandoffKey, ToSender]:
+def to_sender(message: handoff.HandoffServiceAttachResponse) -> tuple[HandoffKey, FromReceiver]:
     """Return what a receiver says of one hand-off."""
     match message.WhichOneof("message"):
         case "grant":
-            return _key(message.grant.handoff), sender.Granted(_grant(message.grant))
+            return _key(message.grant.handoff), _grant(message.grant)
         case "taken":
-            return _key(message.taken.handoff), sender.Taken()
+            return _key(message.taken.handoff), Taken()
         case "withdrawn":
-            return _key(message.withdrawn.handoff), sender.Withdrawn(message.withdrawn.reason[:MAX_REASON_CHARS])
+            return _key(message.withdrawn.handoff), Withdrawn(message.withdrawn.reason[:MAX_REASON_CHARS])
         case other:
             raise ProtocolError(f"message: {other} in an attached stream")
 
 
-def from_receiver(key: HandoffKey, command: FromReceiver) -> handoff.HandoffServiceAttachResponse:
+def from_receiver(key: HandoffKey, message: FromReceiver) -> handoff.HandoffServiceAttachResponse:
     """Return the message for a sender."""
     name = _id(key)
-    match command:
-        case receiver.SendGrant(grant):
+    match message:
+        case Grant() as grant:
             return handoff.HandoffServiceAttachResponse(
                 grant=handoff.Grant(
                     handoff=name,
@@ -130,21 +129,21 @@ def from_receiver(key: HandoffKey, command: FromReceiver) -> handoff.HandoffServ
                     region=grant.region,
                 )
             )
-        case receiver.SendTaken():
+        case Taken():
             return handoff.HandoffServiceAttachResponse(taken=handoff.Taken(handoff=name))
-        case receiver.SendWithdrawn(reason):
+        case Withdrawn(reason):
             withdrawn = handoff.Withdrawn(handoff=name, reason=reason[:MAX_REASON_CHARS])
             return handoff.HandoffServiceAttachResponse(withdrawn=withdrawn)
 
 
-def from_sender(key: HandoffKey, command: FromSender) -> handoff.HandoffServiceAttachRequest:
+def from_sender(key: HandoffKey, message: FromSender) -> handoff.HandoffServiceAttachRequest:
     """Return the message for a receiver."""
     name = _id(key)
-    match command:
+    match message:
         case PagesLanded(digests):
             landed = handoff.Landed(handoff=name, digests=digests)
             return handoff.HandoffServiceAttachRequest(landed=landed)
-        case sender.SendCommit(commit):
+        case Commit() as commit:
             return handoff.HandoffServiceAttachRequest(
                 commit=handoff.Commit(
                     handoff=name,
@@ -157,7 +156,7 @@ def from_sender(key: HandoffKey, command: FromSender) -> handoff.HandoffServiceA
                     generations=commit.generations,
                 )
             )
-        case sender.SendQuiesced(reason):
+        case Quiesced(reason):
             quiesced = handoff.Quiesced(handoff=name, reason=reason[:MAX_REASON_CHARS])
             return handoff.HandoffServiceAttachRequest(quiesced=quiesced)
 

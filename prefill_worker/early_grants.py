@@ -8,7 +8,7 @@ from collections import OrderedDict
 
 from pdserve.kvtransfer import sender
 from pdserve.kvtransfer.doors import ReceiverSaid, Result, ToReceiver
-from pdserve.kvtransfer.session import HandoffKey, Peer
+from pdserve.kvtransfer.session import Grant, HandoffKey, Peer, Quiesced, Withdrawn
 
 EARLY_GRANT_S = 5.0  # how long a grant may wait for its placement
 MAX_CLOSED = 4096
@@ -44,12 +44,12 @@ class EarlyGrants:
     def handle(self, said: ReceiverSaid, now_s: float) -> list[Result]:
         """Answer what is said of a hand-off that is not open. ProtocolError changes nothing."""
         name = (said.peer, said.key)
-        if isinstance(said.event, sender.Granted):
-            sender.check(said.event.grant)
+        if isinstance(said.event, Grant):
+            sender.check(said.event)
             if name not in self._closed and len(self._early) < self._max_early:
                 self._early[name] = (now_s, said)
                 return []
-        if not isinstance(said.event, sender.Granted | sender.Withdrawn):
+        if not isinstance(said.event, Grant | Withdrawn):
             return []
         self._early.pop(name, None)
         if said.key in self._in_doubt.get(said.peer, ()):
@@ -75,4 +75,4 @@ class EarlyGrants:
     def _give_back(self, said: ReceiverSaid, reason: str) -> Result:
         """Answer for a hand-off that is not here, and will not be from now on."""
         self.close(said.peer, said.key)
-        return ToReceiver(said.peer, said.key, sender.SendQuiesced(reason))
+        return ToReceiver(said.peer, said.key, Quiesced(reason))

@@ -28,7 +28,17 @@ from pdserve.kvtransfer.doors import (
     Unsent,
 )
 from pdserve.kvtransfer.sender import Sender, State
-from pdserve.kvtransfer.session import MIN_LEASE_S, Capsule, HandoffKey, PagesLanded, Peer
+from pdserve.kvtransfer.session import (
+    MIN_LEASE_S,
+    Capsule,
+    Commit,
+    Grant,
+    HandoffKey,
+    PagesLanded,
+    Peer,
+    Quiesced,
+    Taken,
+)
 from pdserve.prefill_worker.early_grants import EarlyGrants
 from pdserve.prefill_worker.redialling import Redialling
 
@@ -179,12 +189,12 @@ class Outgoing:
     def _advance(self, handoff: _Handoff, event: sender.Event, now_s: float) -> list[Result]:
         commands = handoff.sender.handle(event)
         results: list[Result] = []
-        if isinstance(event, sender.Granted):
+        if isinstance(event, Grant):
             handoff.sendable_s = max(handoff.sendable_s, now_s)
             results.append(Granted(handoff.key))
         for command in commands:
             results += self._perform(handoff, command, now_s)
-        if isinstance(event, sender.Taken) and handoff.sender.state is State.CLOSED:
+        if isinstance(event, Taken) and handoff.sender.state is State.CLOSED:
             results.append(Sent(handoff.key))
         return results
 
@@ -195,11 +205,11 @@ class Outgoing:
                 yield Copy(peer, key, src, dst)
             case sender.CancelCopies():
                 yield CancelCopies(peer, key)
-            case sender.SendCommit(commit):
+            case Commit():
                 handoff_bytes = handoff.sender.num_pages_sent * self._page_bytes
-                measured = commit.measured(handoff_bytes, now_s - handoff.sendable_s)
-                yield ToReceiver(peer, key, sender.SendCommit(measured))
-            case PagesLanded() | sender.SendQuiesced():
+                measured = command.measured(handoff_bytes, now_s - handoff.sendable_s)
+                yield ToReceiver(peer, key, measured)
+            case PagesLanded() | Quiesced():
                 yield ToReceiver(peer, key, command)
             case sender.Failed(failure, reason, may_resume):
                 yield Unsent(key, failure, reason, may_resume)

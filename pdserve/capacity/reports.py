@@ -6,8 +6,6 @@ from pdserve.capacity.leaping import OTHER
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.sequence import Job, Sequence
 from pdserve.ids import Attempt, RequestId
-from pdserve.kvtransfer import receiver, sender
-from pdserve.kvtransfer.session import PagesLanded
 from pdserve.load import ReportedLoad
 from pdserve.measure.outcomes import OK, Outcome
 from pdserve.prefix_hash import short_hashes
@@ -74,28 +72,6 @@ def job_of(spec: SequenceSpec) -> Job:
         spec.cache_salt,
         spec.priority,
     )
-
-
-def to_receiver(message: PagesLanded | sender.SendCommit | sender.SendQuiesced) -> receiver.Event:
-    """Return a prefill worker's message of a hand-off as the decode worker's event."""
-    match message:
-        case sender.SendCommit(commit):
-            return receiver.Committed(commit)
-        case sender.SendQuiesced(reason):
-            return receiver.SenderQuiesced(reason)
-        case PagesLanded():
-            return message
-
-
-def to_sender(message: receiver.SendGrant | receiver.SendTaken | receiver.SendWithdrawn) -> sender.Event:
-    """Return a decode worker's message of a hand-off as the prefill worker's event."""
-    match message:
-        case receiver.SendGrant(grant):
-            return sender.Granted(grant)
-        case receiver.SendTaken():
-            return sender.Taken()
-        case receiver.SendWithdrawn(reason):
-            return sender.Withdrawn(reason)
 
 
 def load_report(link: LinkId, load: messages.Load, router: messages.RouterRef) -> LoadReported:

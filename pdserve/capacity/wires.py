@@ -1,6 +1,5 @@
 """What workers send each other under virtual time: messages at once, pages as fast as links carry them."""
 
-from pdserve.capacity.reports import to_receiver, to_sender
 from pdserve.capacity.worker import SimWorker
 from pdserve.kvtransfer import doors, sender
 from pdserve.kvtransfer.session import Peer
@@ -35,9 +34,9 @@ class Wires:
             case doors.Copy():
                 self._copy(worker, command)
             case doors.ToReceiver(peer, key, message):
-                self._offer(peer, doors.SenderSaid(worker.peer, key, to_receiver(message)))
+                self._offer(peer, doors.SenderSaid(worker.peer, key, message))
             case doors.ToSender(peer, key, message):
-                self._offer(peer, doors.ReceiverSaid(worker.peer, key, to_sender(message)))
+                self._offer(peer, doors.ReceiverSaid(worker.peer, key, message))
             case doors.Forget(peer):
                 self._connected -= {(worker.peer, peer), (peer, worker.peer)}
             case _:

@@ -12,7 +12,17 @@ from hypothesis import strategies as st
 from pdserve.ids import Generation, PageId
 from pdserve.kvtransfer import receiver as r
 from pdserve.kvtransfer import sender as s
-from pdserve.kvtransfer.session import Grant, Pages, PagesLanded
+from pdserve.kvtransfer.session import (
+    Commit,
+    FromReceiver,
+    FromSender,
+    Grant,
+    Pages,
+    PagesLanded,
+    Quiesced,
+    Taken,
+    Withdrawn,
+)
 
 SRC = tuple(PageId(n) for n in (5, 6, 7))
 DST = tuple(PageId(n) for n in (20, 21))
@@ -29,8 +39,8 @@ class World:
 
     sender: s.Sender = field(default_factory=s.Sender)
     receiver: r.Receiver = field(default_factory=lambda: r.Receiver(GRANT, 16))
-    up: deque[PagesLanded | s.SendCommit | s.SendQuiesced] = field(default_factory=deque)
-    down: deque[r.SendGrant | r.SendTaken | r.SendWithdrawn] = field(default_factory=deque)
+    up: deque[FromSender] = field(default_factory=deque)
+    down: deque[FromReceiver] = field(default_factory=deque)
     attached: bool = False
     alive: bool = True  # the sender's process
     copies: deque[tuple[Pages, Pages]] = field(default_factory=deque)
@@ -51,7 +61,7 @@ class World:
                 case s.StartCopy(src, dst):
                     assert not self.ends, "a copy into pages that were given away"
                     self.copies.append((src, dst))
-                case PagesLanded() | s.SendCommit() | s.SendQuiesced() if self.attached:
+                case PagesLanded() | Commit() | Quiesced() if self.attached:
                     self.up.append(command)
                 case s.ReleasePages():
                     assert not self.copies
@@ -106,7 +116,7 @@ class World:
     def to_receiver(self, event: r.Event) -> None:
         for command in self.receiver.handle(event):
             match command:
-                case r.SendGrant() | r.SendTaken() | r.SendWithdrawn() if self.attached:
+                case Grant() | Taken() | Withdrawn() if self.attached:
                     self.down.append(command)
                 case r.CheckDigests():
                     self.checking = command
@@ -162,29 +172,17 @@ class World:
 
     def deliver_up(self) -> None:
         if self.up:
-            match self.up.popleft():
-                case PagesLanded() as landed:
-                    self.to_receiver(landed)
-                case s.SendCommit(commit):
-                    self.to_receiver(r.Committed(commit))
-                case s.SendQuiesced(reason):
-                    self.to_receiver(r.SenderQuiesced(reason))
+            self.to_receiver(self.up.popleft())
 
     def deliver_down(self) -> None:
         if not self.down:
             return
         message = self.down.popleft()
         closed = self.sender.state is s.State.CLOSED
-        if closed and isinstance(message, r.SendGrant) and self.alive:
-            self.up.append(s.SendQuiesced("unknown here"))  # what a prefill worker says of hand-offs that are over
+        if closed and isinstance(message, Grant) and self.alive:
+            self.up.append(Quiesced("unknown here"))  # what a prefill worker says of hand-offs that are over
             return
-        match message:
-            case r.SendGrant(grant):
-                self.to_sender(s.Granted(grant))
-            case r.SendTaken():
-                self.note(s.Taken())
-            case r.SendWithdrawn(reason):
-                self.to_sender(s.Withdrawn(reason))
+        (self.note if isinstance(message, Taken) else self.to_sender)(message)
 
     def settle(self) -> None:
         """Let everything that is under way come to its end."""

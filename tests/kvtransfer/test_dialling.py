@@ -28,7 +28,7 @@ from pdserve.kvtransfer.dialling import (
 )
 from pdserve.kvtransfer.doors import ReceiverAttached, ReceiverLost, ReceiverSaid
 from pdserve.kvtransfer.greeting import HelloAck, Introduction
-from pdserve.kvtransfer.sender import SendQuiesced, Taken
+from pdserve.kvtransfer.sender import Quiesced, Taken
 from pdserve.kvtransfer.session import HandoffKey, Peer
 
 LAYOUT = KvLayout("w", 2, 2, 4, 4, "float32")
@@ -36,7 +36,7 @@ ME = Introduction(Peer(WorkerId("p0"), Incarnation(1)), LAYOUT)
 D = Peer(WorkerId("d0"), Incarnation(2))
 ACK = HelloAck(Introduction(D, LAYOUT), b"address")
 KEY = HandoffKey(RequestId(bytes(16)), Attempt(0))
-QUIESCED = SendQuiesced("late")
+QUIESCED = Quiesced("late")
 FIRST = DialId(1)
 
 

@@ -14,7 +14,6 @@ from pdserve.kvtransfer.receiver import (
     Admit,
     CheckDigests,
     Command,
-    Committed,
     DigestsChecked,
     Event,
     Failed,
@@ -26,13 +25,9 @@ from pdserve.kvtransfer.receiver import (
     SenderAttached,
     SenderGone,
     SenderLost,
-    SenderQuiesced,
-    SendGrant,
-    SendTaken,
-    SendWithdrawn,
     State,
 )
-from pdserve.kvtransfer.session import Commit, Grant, PagesLanded
+from pdserve.kvtransfer.session import Commit, Grant, PagesLanded, Quiesced, Taken, Withdrawn
 from pdserve.reports import Failure
 
 PAGE_SIZE = 16
@@ -50,38 +45,38 @@ def fed(*events: Event) -> tuple[Receiver, list[Command]]:
 
 def test_pages_are_a_sequences_after_grant_commit_and_digests() -> None:
     receiver, commands = fed(SenderAttached())
-    assert commands == [SendGrant(GRANT)]
+    assert commands == [GRANT]
     assert receiver.handle(PagesLanded((21,))) == (CheckDigests(0, (21,)),)
     assert receiver.handle(PagesLanded((22,))) == ()
-    assert receiver.handle(Committed(COMMIT)) == ()
+    assert receiver.handle(COMMIT) == ()
     assert receiver.handle(DigestsChecked(None)) == (CheckDigests(1, (22,)),)
-    assert receiver.handle(DigestsChecked(None)) == (Admit(COMMIT.capsule, 2), SendTaken())
+    assert receiver.handle(DigestsChecked(None)) == (Admit(COMMIT.capsule, 2), Taken())
 
 
 def test_what_was_checked_before_the_commit_is_not_checked_again() -> None:
     receiver, _ = fed(SenderAttached(), LANDED, DigestsChecked(None))
-    assert receiver.handle(Committed(COMMIT)) == (Admit(COMMIT.capsule, 2), SendTaken())
+    assert receiver.handle(COMMIT) == (Admit(COMMIT.capsule, 2), Taken())
 
 
 def test_a_commit_may_need_fewer_pages_than_were_granted() -> None:
     receiver, _ = fed(SenderAttached(), PagesLanded((21,)), DigestsChecked(None))
-    assert receiver.handle(Committed(SHORTER)) == (Admit(SHORTER.capsule, 1), SendTaken())
+    assert receiver.handle(SHORTER) == (Admit(SHORTER.capsule, 1), Taken())
     receiver, _ = fed(SenderAttached())
     nothing = Commit.of(GRANT, capsule(7))
-    assert receiver.handle(Committed(nothing)) == (Admit(nothing.capsule, 0), SendTaken())
+    assert receiver.handle(nothing) == (Admit(nothing.capsule, 0), Taken())
 
 
 def test_a_grant_that_is_given_up_is_quarantined_until_the_sender_has_quiesced() -> None:
     receiver, _ = fed(SenderAttached())
-    assert receiver.handle(GaveUp("cancelled")) == (SendWithdrawn("cancelled"), QuarantinePages())
-    assert receiver.handle(Committed(COMMIT)) == ()
-    assert receiver.handle(SenderQuiesced("q")) == (FreePages(0),)
+    assert receiver.handle(GaveUp("cancelled")) == (Withdrawn("cancelled"), QuarantinePages())
+    assert receiver.handle(COMMIT) == ()
+    assert receiver.handle(Quiesced("q")) == (FreePages(0),)
 
 
 def test_a_hand_off_that_its_sender_gives_up_has_failed() -> None:
     receiver, _ = fed(SenderAttached())
     failed = Failed(Failure.SENDER_GAVE_UP, "no copy")
-    assert receiver.handle(SenderQuiesced("no copy")) == (failed, FreePages(0))
+    assert receiver.handle(Quiesced("no copy")) == (failed, FreePages(0))
 
 
 CHECKED = (PagesLanded((21,)), DigestsChecked(None))
@@ -90,19 +85,19 @@ CHECKED = (PagesLanded((21,)), DigestsChecked(None))
 @pytest.mark.parametrize(
     ("events", "num_checked"),
     [
-        ((PagesLanded((21,)), SenderQuiesced("q")), 0),
-        ((*CHECKED, SenderQuiesced("q")), 1),
+        ((PagesLanded((21,)), Quiesced("q")), 0),
+        ((*CHECKED, Quiesced("q")), 1),
         ((*CHECKED, SenderGone()), 1),
         ((*CHECKED, PagesLanded((22,)), SenderGone()), 1),
         ((LANDED, DigestsChecked(None), SenderGone()), 2),
-        ((LANDED, DigestsChecked(1), SenderQuiesced("q")), 1),
-        ((*CHECKED, PagesLanded((22,)), DigestsChecked(0), SenderQuiesced("q")), 1),
+        ((LANDED, DigestsChecked(1), Quiesced("q")), 1),
+        ((*CHECKED, PagesLanded((22,)), DigestsChecked(0), Quiesced("q")), 1),
         ((LANDED, SenderLost("cut"), DigestsChecked(None), SenderGone()), 2),
         ((LANDED, SenderLost("cut"), DigestsChecked(1), SenderGone()), 1),
-        ((PagesLanded((21,)), PagesLanded((22,)), GaveUp("g"), DigestsChecked(None), SenderQuiesced("q")), 1),
-        ((*CHECKED, GaveUp("g"), PagesLanded((22,)), SenderQuiesced("q")), 1),
-        ((LANDED, Committed(COMMIT), GaveUp("g")), 0),
-        ((*CHECKED, PagesLanded((22,)), Committed(COMMIT), GaveUp("g")), 1),
+        ((PagesLanded((21,)), PagesLanded((22,)), GaveUp("g"), DigestsChecked(None), Quiesced("q")), 1),
+        ((*CHECKED, GaveUp("g"), PagesLanded((22,)), Quiesced("q")), 1),
+        ((LANDED, COMMIT, GaveUp("g")), 0),
+        ((*CHECKED, PagesLanded((22,)), COMMIT, GaveUp("g")), 1),
     ],
 )
 def test_of_a_failed_hand_off_it_is_known_how_many_leading_pages_are_whole(
@@ -121,28 +116,28 @@ def test_a_check_under_way_when_a_hand_off_is_given_up_is_followed_by_those_that
 
 def test_a_lost_stream_proves_nothing() -> None:
     receiver, commands = fed(SenderAttached(), SenderLost("cut"))
-    assert commands[1:] == [Failed(Failure.PEER_LOST, "cut"), SendWithdrawn("cut"), QuarantinePages()]
-    assert receiver.handle(SenderAttached()) == (SendWithdrawn("given up while the stream was down"),)
+    assert commands[1:] == [Failed(Failure.PEER_LOST, "cut"), Withdrawn("cut"), QuarantinePages()]
+    assert receiver.handle(SenderAttached()) == (Withdrawn("given up while the stream was down"),)
     assert receiver.handle(SenderGone()) == (FreePages(0),)
 
 
 def test_a_lapsed_lease_fails_the_attempt_and_quarantines_the_pages_until_proof() -> None:
     receiver, commands = fed(SenderAttached(), LeaseLapsed("silent"))
-    assert commands[1:] == [Failed(Failure.LEASE_LAPSED, "silent"), SendWithdrawn("silent"), QuarantinePages()]
+    assert commands[1:] == [Failed(Failure.LEASE_LAPSED, "silent"), Withdrawn("silent"), QuarantinePages()]
     assert receiver.handle(LeaseLapsed("still silent")) == ()
-    assert receiver.handle(SenderAttached()) == (SendWithdrawn("given up while the stream was down"),)
-    assert receiver.handle(SenderQuiesced("q")) == (FreePages(0),)
+    assert receiver.handle(SenderAttached()) == (Withdrawn("given up while the stream was down"),)
+    assert receiver.handle(Quiesced("q")) == (FreePages(0),)
 
 
 def test_what_has_been_committed_needs_no_lease() -> None:
-    receiver, _ = fed(SenderAttached(), LANDED, Committed(COMMIT), LeaseLapsed("silent"))
-    assert receiver.handle(DigestsChecked(None)) == (Admit(COMMIT.capsule, 2), SendTaken())
+    receiver, _ = fed(SenderAttached(), LANDED, COMMIT, LeaseLapsed("silent"))
+    assert receiver.handle(DigestsChecked(None)) == (Admit(COMMIT.capsule, 2), Taken())
 
 
 def test_a_wrong_digest_fails_the_attempt_and_quarantines_the_pages() -> None:
     reason = "digest of page 1 differs from the sender's"
-    wrong = [Failed(Failure.DIGEST_MISMATCH, reason), SendWithdrawn(reason), QuarantinePages()]
-    for before in ((LANDED,), (LANDED, Committed(COMMIT))):
+    wrong = [Failed(Failure.DIGEST_MISMATCH, reason), Withdrawn(reason), QuarantinePages()]
+    for before in ((LANDED,), (LANDED, COMMIT)):
         _, commands = fed(SenderAttached(), *before, DigestsChecked(1))
         assert commands[2:] == wrong
     _, commands = fed(SenderAttached(), *CHECKED, PagesLanded((22,)), DigestsChecked(0))
@@ -150,7 +145,7 @@ def test_a_wrong_digest_fails_the_attempt_and_quarantines_the_pages() -> None:
 
 
 def test_pages_that_were_never_offered_are_free_at_once() -> None:
-    for event in (GaveUp("g"), SenderLost("l"), LeaseLapsed("s"), SenderQuiesced("q"), SenderGone()):
+    for event in (GaveUp("g"), SenderLost("l"), LeaseLapsed("s"), Quiesced("q"), SenderGone()):
         _, commands = fed(event)
         assert commands[-1] == FreePages(0)
 
@@ -158,18 +153,18 @@ def test_pages_that_were_never_offered_are_free_at_once() -> None:
 @pytest.mark.parametrize(
     ("before", "event"),
     [
-        ((), Committed(COMMIT)),
+        ((), COMMIT),
         ((), LANDED),
-        ((SenderAttached(), LANDED, Committed(COMMIT)), Committed(COMMIT)),
-        ((SenderAttached(), LANDED, Committed(COMMIT)), LANDED),
+        ((SenderAttached(), LANDED, COMMIT), COMMIT),
+        ((SenderAttached(), LANDED, COMMIT), LANDED),
         ((SenderAttached(), LANDED), PagesLanded((23,))),
-        ((SenderAttached(),), Committed(COMMIT)),
-        ((SenderAttached(), PagesLanded((21,))), Committed(COMMIT)),
-        ((SenderAttached(), LANDED), Committed(SHORTER)),
-        ((SenderAttached(), LANDED), Committed(replace(COMMIT, capability=b"x" * 16))),
-        ((SenderAttached(), LANDED), Committed(replace(COMMIT, region=1))),
-        ((SenderAttached(), LANDED), Committed(replace(COMMIT, pages=(PageId(8), PageId(7))))),
-        ((SenderAttached(), LANDED), Committed(replace(COMMIT, generations=(Generation(1), Generation(3))))),
+        ((SenderAttached(),), COMMIT),
+        ((SenderAttached(), PagesLanded((21,))), COMMIT),
+        ((SenderAttached(), LANDED), SHORTER),
+        ((SenderAttached(), LANDED), replace(COMMIT, capability=b"x" * 16)),
+        ((SenderAttached(), LANDED), replace(COMMIT, region=1)),
+        ((SenderAttached(), LANDED), replace(COMMIT, pages=(PageId(8), PageId(7)))),
+        ((SenderAttached(), LANDED), replace(COMMIT, generations=(Generation(1), Generation(3)))),
     ],
 )
 def test_what_cannot_be_said_now_changes_nothing(before: Iterable[Event], event: Event) -> None:
@@ -192,22 +187,22 @@ def test_what_cannot_be_said_now_changes_nothing(before: Iterable[Event], event:
 def test_a_commit_for_anything_but_the_grant_is_refused_by_its_kind(commit: Commit, refusal: Refusal) -> None:
     receiver, _ = fed(SenderAttached(), LANDED)
     with pytest.raises(ProtocolError) as refused:
-        receiver.handle(Committed(commit))
+        receiver.handle(commit)
     assert refused.value.refusal is refusal
-    assert receiver.handle(Committed(COMMIT)) == ()
+    assert receiver.handle(COMMIT) == ()
     assert receiver.state is State.LANDING
 
 
 def test_a_forged_commit_changes_nothing() -> None:
     receiver, _ = fed(SenderAttached(), LANDED)
     with suppress(ProtocolError):
-        receiver.handle(Committed(replace(COMMIT, capability=b"x" * 16)))
+        receiver.handle(replace(COMMIT, capability=b"x" * 16))
     assert receiver.state is State.GRANTED
 
 
 def test_a_capability_is_good_for_one_commit() -> None:
-    receiver, _ = fed(SenderAttached(), LANDED, Committed(COMMIT))
-    for event in (Committed(COMMIT), DigestsChecked(None), Committed(COMMIT)):
+    receiver, _ = fed(SenderAttached(), LANDED, COMMIT)
+    for event in (COMMIT, DigestsChecked(None), COMMIT):
         if isinstance(event, DigestsChecked):
             receiver.handle(event)
             continue
@@ -220,7 +215,7 @@ def test_without_digest_checks_a_commit_is_taken_at_its_word() -> None:
     receiver = Receiver(GRANT, PAGE_SIZE, checks_digests=False)
     receiver.handle(SenderAttached())
     assert receiver.handle(LANDED) == ()
-    assert receiver.handle(Committed(COMMIT)) == (Admit(COMMIT.capsule, 2), SendTaken())
+    assert receiver.handle(COMMIT) == (Admit(COMMIT.capsule, 2), Taken())
     assert receiver.state is State.COMMITTED
 
 
@@ -233,13 +228,13 @@ EVENTS: tuple[Event, ...] = (
     SenderAttached(),
     PagesLanded((21,)),
     PagesLanded((22,)),
-    Committed(COMMIT),
-    Committed(SHORTER),
-    Committed(replace(COMMIT, capability=b"x" * 16)),
+    COMMIT,
+    SHORTER,
+    replace(COMMIT, capability=b"x" * 16),
     DigestsChecked(None),
     DigestsChecked(0),
     GaveUp("g"),
-    SenderQuiesced("q"),
+    Quiesced("q"),
     SenderLost("l"),
     LeaseLapsed("s"),
     SenderGone(),
@@ -268,7 +263,7 @@ class Seen:
             commands = self.receiver.handle(event)
         except ProtocolError:
             return
-        if isinstance(event, Committed | SenderQuiesced | SenderGone):
+        if isinstance(event, Commit | Quiesced | SenderGone):
             self.proven = True
         if isinstance(event, DigestsChecked):
             self.num_checked += self.num_checking if event.mismatch is None else event.mismatch
@@ -279,7 +274,7 @@ class Seen:
 
     def see(self, command: Command, event: Event) -> None:
         match command:
-            case SendGrant():
+            case Grant():
                 self.proven = False
             case CheckDigests(first, digests):
                 assert self.num_checking == 0
@@ -328,6 +323,6 @@ def test_no_order_of_events_gives_pages_away_twice_or_without_proof() -> None:
 
 def test_no_order_of_events_after_a_commit_gives_pages_away_twice_or_without_proof() -> None:
     seen = Seen()
-    for event in (SenderAttached(), PagesLanded((21,)), PagesLanded((22,)), Committed(COMMIT)):
+    for event in (SenderAttached(), PagesLanded((21,)), PagesLanded((22,)), COMMIT):
         seen.feed(event)
     assert explore(seen, 4) > 1_000

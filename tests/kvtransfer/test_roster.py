@@ -11,7 +11,7 @@ from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer.doors import PeerGone, SenderAlive, SenderAttached, SenderLost, SenderSaid
 from pdserve.kvtransfer.greeting import Hello, Introduction
-from pdserve.kvtransfer.receiver import SenderQuiesced
+from pdserve.kvtransfer.receiver import Quiesced
 from pdserve.kvtransfer.roster import (
     Alive,
     Close,
@@ -57,8 +57,8 @@ def test_messages_of_an_attached_process_are_reported_in_its_name() -> None:
     door = Door()
     assert door.greet(EARLY) == (Welcome(StreamId(1)), SenderAttached(EARLY))
     assert door.roster.handle(Alive(StreamId(1)), 1.0) == (SenderAlive(EARLY),)
-    message = Received(StreamId(1), KEY, SenderQuiesced("q"))
-    assert door.roster.handle(message, 1.0) == (SenderSaid(EARLY, KEY, SenderQuiesced("q")),)
+    message = Received(StreamId(1), KEY, Quiesced("q"))
+    assert door.roster.handle(message, 1.0) == (SenderSaid(EARLY, KEY, Quiesced("q")),)
     assert door.roster.handle(Ended(StreamId(1), "reset"), 2.0) == (SenderLost(EARLY, "reset"),)
     assert door.roster.handle(message, 3.0) == ()
 

@@ -17,20 +17,15 @@ from pdserve.kvtransfer.sender import (
     Failed,
     FellSilent,
     GaveUp,
-    Granted,
     PagesReady,
     PeerLost,
     PrefillDone,
     ReleasePages,
-    SendCommit,
     Sender,
-    SendQuiesced,
     StartCopy,
     State,
-    Taken,
-    Withdrawn,
 )
-from pdserve.kvtransfer.session import Commit, Grant, Pages, PagesLanded
+from pdserve.kvtransfer.session import Commit, Grant, Pages, PagesLanded, Quiesced, Taken, Withdrawn
 from pdserve.reports import Failure
 
 CAPSULE = capsule(40, (0, 7))
@@ -41,8 +36,8 @@ def pages(*numbers: int) -> Pages:
     return tuple(PageId(number) for number in numbers)
 
 
-def grant(first_page: int, *numbers: int) -> Granted:
-    return Granted(Grant(first_page, pages(*numbers), tuple(Generation(1) for _ in numbers), CAPABILITY, 4.0))
+def grant(first_page: int, *numbers: int) -> Grant:
+    return Grant(first_page, pages(*numbers), tuple(Generation(1) for _ in numbers), CAPABILITY, 4.0)
 
 
 def fed(*events: Event) -> tuple[Sender, list[Command]]:
@@ -58,7 +53,7 @@ def test_pages_are_copied_as_they_become_final_and_committed_when_all_have_lande
     assert sender.handle(PagesReady(pages(5, 4))) == (StartCopy(pages(5, 4), pages(11, 12)),)
     assert sender.handle(CopyStopped((1,))) == (PagesLanded((1,)),)
     assert sender.handle(PrefillDone(CAPSULE)) == ()
-    commit = SendCommit(Commit.of(granted.grant, CAPSULE))
+    commit = Commit.of(granted, CAPSULE)
     assert sender.handle(CopyStopped((2, 3))) == (PagesLanded((2, 3)), commit)
     assert sender.handle(Taken()) == (ReleasePages(),)
 
@@ -91,7 +86,7 @@ def test_of_a_grant_of_more_pages_than_there_are_to_send_the_rest_is_left_alone(
     if src:
         assert commands == [StartCopy(pages(*src), pages(*dst))]
         commands = [*sender.handle(CopyStopped((1,) * len(src)))]
-    assert commands[-1] == SendCommit(Commit.of(granted.grant, CAPSULE))
+    assert commands[-1] == Commit.of(granted, CAPSULE)
     assert sender.num_pages_sent == len(src)
 
 
@@ -124,14 +119,14 @@ def test_giving_up_mid_copy_waits_for_every_copy_to_stop() -> None:
     sender, _ = fed(grant(0, 8, 9), PagesReady(pages(3)), PagesReady(pages(4)))
     assert sender.handle(GaveUp("deadline")) == (CancelCopies(),)
     assert sender.handle(CopyStopped(None, "cut")) == ()
-    assert sender.handle(CopyStopped((5,))) == (SendQuiesced(""), ReleasePages())
+    assert sender.handle(CopyStopped((5,))) == (Quiesced(""), ReleasePages())
 
 
 def test_a_failed_copy_fails_the_transfer_after_the_others_have_stopped() -> None:
     sender, _ = fed(grant(0, 8, 9), PagesReady(pages(3)), PagesReady(pages(4)))
     failed = Failed(Failure.TRANSFER_FAILED, "disconnected")
     assert sender.handle(CopyStopped(None, "disconnected")) == (failed, CancelCopies())
-    assert sender.handle(CopyStopped((5,))) == (SendQuiesced(""), ReleasePages())
+    assert sender.handle(CopyStopped((5,))) == (Quiesced(""), ReleasePages())
 
 
 def test_after_a_copy_that_ended_in_doubt_nothing_is_said_but_the_source_pages_are_released() -> None:
@@ -144,7 +139,7 @@ def test_after_a_copy_that_ended_in_doubt_nothing_is_said_but_the_source_pages_a
 
 def test_a_withdrawal_of_a_closed_hand_off_is_answered() -> None:
     sender, _ = fed(GaveUp("cancelled"))
-    assert sender.handle(Withdrawn("gave up too")) == (SendQuiesced("gave up too"),)
+    assert sender.handle(Withdrawn("gave up too")) == (Quiesced("gave up too"),)
 
 
 def test_after_a_silence_longer_than_its_lease_a_sender_starts_no_more_copies() -> None:
@@ -153,7 +148,7 @@ def test_after_a_silence_longer_than_its_lease_a_sender_starts_no_more_copies() 
     reason = "silent for 4.0 s under a lease of 4 s"
     assert sender.handle(FellSilent(4.0)) == (Failed(Failure.PEER_LOST, reason), CancelCopies())
     assert sender.handle(PagesReady(pages(4))) == ()
-    assert sender.handle(CopyStopped((5,))) == (SendQuiesced(""), ReleasePages())
+    assert sender.handle(CopyStopped((5,))) == (Quiesced(""), ReleasePages())
 
 
 @pytest.mark.parametrize("before", [(), (PagesReady(pages(3)),), (PagesReady(pages(3)), PrefillDone(CAPSULE))])
@@ -172,8 +167,8 @@ def test_without_a_grant_silence_ends_nothing(before: Iterable[Event]) -> None:
         ((grant(0, 1),), grant(0, 1)),
         ((PagesReady(pages(3)), PrefillDone(CAPSULE)), PrefillDone(CAPSULE)),
         ((grant(0, 1),), Taken()),
-        ((), Granted(Grant(0, pages(1), (), CAPABILITY, 4.0))),
-        ((), Granted(replace(grant(0, 1).grant, region=1))),
+        ((), Grant(0, pages(1), (), CAPABILITY, 4.0)),
+        ((), replace(grant(0, 1), region=1)),
     ],
 )
 def test_what_cannot_be_said_now_changes_nothing(before: Iterable[Event], event: Event) -> None:
@@ -237,7 +232,7 @@ class Seen:
                 assert not self.committed
                 assert self.num_released == 0
                 self.num_copying += 1
-            case SendCommit():
+            case Commit():
                 assert self.num_copying == 0
                 assert not self.committed
                 assert not self.quiesced
@@ -245,7 +240,7 @@ class Seen:
             case PagesLanded():
                 assert not self.committed
                 assert not self.quiesced
-            case SendQuiesced():
+            case Quiesced():
                 assert self.num_copying == 0
                 assert not self.in_doubt
                 self.quiesced = True

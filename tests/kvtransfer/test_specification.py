@@ -12,16 +12,16 @@ from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import Generation, PageId
 from pdserve.kvtransfer import receiver as r
 from pdserve.kvtransfer import sender as s
-from pdserve.kvtransfer.session import Commit, Grant, PagesLanded
+from pdserve.kvtransfer.session import Commit, Grant, PagesLanded, Quiesced, Taken, Withdrawn
 from pdserve.reports import Failure
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "handoff.md").read_text()
 
 GRANT = Grant(0, (PageId(8), PageId(9)), (Generation(1), Generation(4)), b"c" * 16, 4.0)
 CAPSULE = capsule(40, (0, 7))
-COMMIT = r.Committed(Commit.of(GRANT, CAPSULE))
+COMMIT = Commit.of(GRANT, CAPSULE)
 WRITTEN = PagesLanded((21,))
-ATTACHED, GRANTED = r.SenderAttached(), s.Granted(GRANT)
+ATTACHED, GRANTED = r.SenderAttached(), GRANT
 READY, DONE = s.PagesReady((PageId(3),)), s.PrefillDone(CAPSULE)
 LANDED, FAILED, DOUBTED = s.CopyStopped((5,)), s.CopyStopped(None, "error"), s.CopyStopped(None, "error", True)
 
@@ -38,11 +38,11 @@ RECEIVER_EVENTS: dict[str, r.Event] = {
     "`Landed`": WRITTEN,
     "`Landed`, of more pages than were granted": PagesLanded((21, 22, 23)),
     "`Commit`, right": COMMIT,
-    "`Commit`, for anything but the grant": r.Committed(replace(COMMIT.commit, region=1)),
+    "`Commit`, for anything but the grant": replace(COMMIT, region=1),
     "digests agree": r.DigestsChecked(None),
     "a digest differs": r.DigestsChecked(0),
     "the request has ended here": r.GaveUp("cancelled"),
-    "`Quiesced`": r.SenderQuiesced("no copy"),
+    "`Quiesced`": Quiesced("no copy"),
     "the stream has ended": r.SenderLost("cut"),
     "the lease has lapsed": r.LeaseLapsed("silent"),
     "the sender's process has ended": r.SenderGone(),
@@ -63,8 +63,8 @@ SENDER_EVENTS: dict[str, s.Event] = {
     "a copy has landed": LANDED,
     "a copy has failed": FAILED,
     "a copy has failed, in doubt": DOUBTED,
-    "`Taken`": s.Taken(),
-    "`Withdrawn`": s.Withdrawn("cancelled"),
+    "`Taken`": Taken(),
+    "`Withdrawn`": Withdrawn("cancelled"),
     "the request has ended here": s.GaveUp("cancelled"),
     "the stream has ended": s.PeerLost("cut"),
     "this process was silent for its lease": s.FellSilent(4.0),

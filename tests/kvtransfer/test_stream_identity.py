@@ -22,9 +22,9 @@ from stream_ends import (
 
 from pdserve.errors import Refusal
 from pdserve.ids import PROTOCOL_VERSION, Incarnation, WorkerId
-from pdserve.kvtransfer import receiver, roster, sender, wire
+from pdserve.kvtransfer import roster, wire
 from pdserve.kvtransfer.doors import PeerGone, ReceiverLost, SenderAttached, SenderLost, SenderSaid
-from pdserve.kvtransfer.session import Peer
+from pdserve.kvtransfer.session import Peer, Quiesced, Taken
 from pdserve.proto.v1 import handoff_pb2 as handoff
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.sampling import MAX_LOGPROBS
@@ -101,7 +101,7 @@ def quiesced(request_id: bytes = KEY.request_id) -> handoff.HandoffServiceAttach
 
 
 def commit(**changes: object) -> handoff.HandoffServiceAttachRequest:
-    message = wire.from_sender(KEY, sender.SendCommit(COMMIT))
+    message = wire.from_sender(KEY, COMMIT)
     message.commit.MergeFrom(handoff.Commit(**changes))
     return message
 
@@ -131,7 +131,7 @@ async def test_a_malformed_message_is_refused_and_the_stream_goes_on(
         await call.write(message)
         await call.write(quiesced())
         assert await decode.heard.next() == SenderAttached(PREFILL)
-        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, receiver.SenderQuiesced(""))
+        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, Quiesced(""))
         assert decode.refused == {Refusal.MALFORMED: 1}
 
 
@@ -251,6 +251,6 @@ async def test_the_same_process_attaching_anew_takes_the_place_of_its_old_stream
             assert await decode.heard.next() == SenderAttached(PREFILL)
             await old.read()  # the greeting
             assert await old.read() is grpc.aio.EOF
-            decode.send(receiver.SendTaken())
+            decode.send(Taken())
             await new.read()
             assert (await new.read()).HasField("taken")

@@ -18,7 +18,6 @@ from stream_ends import (
 )
 
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
-from pdserve.kvtransfer import receiver, sender
 from pdserve.kvtransfer.copies import CopyStopped
 from pdserve.kvtransfer.doors import (
     ReceiverAttached,
@@ -29,35 +28,35 @@ from pdserve.kvtransfer.doors import (
     SenderLost,
     SenderSaid,
 )
-from pdserve.kvtransfer.session import HandoffKey, Peer
+from pdserve.kvtransfer.session import HandoffKey, Peer, Quiesced, Taken, Withdrawn
 
 HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
 
 
 async def test_a_hand_off_is_spoken_of_in_order_and_unchanged() -> None:
     async with pair() as (prefill, decode):
-        decode.send(receiver.SendGrant(GRANT))
-        assert await prefill.heard.next() == ReceiverSaid(DECODE, KEY, sender.Granted(GRANT))
+        decode.send(GRANT)
+        assert await prefill.heard.next() == ReceiverSaid(DECODE, KEY, GRANT)
         prefill.send(LANDED)
-        prefill.send(sender.SendCommit(COMMIT))
-        prefill.send(sender.SendQuiesced("late"))
+        prefill.send(COMMIT)
+        prefill.send(Quiesced("late"))
         assert await decode.heard.next() == SenderSaid(PREFILL, KEY, LANDED)
-        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, receiver.Committed(COMMIT))
-        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, receiver.SenderQuiesced("late"))
-        decode.send(receiver.SendTaken())
-        decode.send(receiver.SendWithdrawn("over"))
-        assert await prefill.heard.next() == ReceiverSaid(DECODE, KEY, sender.Taken())
-        assert await prefill.heard.next() == ReceiverSaid(DECODE, KEY, sender.Withdrawn("over"))
+        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, COMMIT)
+        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, Quiesced("late"))
+        decode.send(Taken())
+        decode.send(Withdrawn("over"))
+        assert await prefill.heard.next() == ReceiverSaid(DECODE, KEY, Taken())
+        assert await prefill.heard.next() == ReceiverSaid(DECODE, KEY, Withdrawn("over"))
 
 
 async def test_a_beat_reaches_every_attached_decode_worker_in_its_place_among_words() -> None:
     async with pair() as (prefill, decode):
-        prefill.send(sender.SendCommit(COMMIT))
+        prefill.send(COMMIT)
         prefill.client.beat()
-        prefill.send(sender.SendQuiesced("late"))
-        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, receiver.Committed(COMMIT))
+        prefill.send(Quiesced("late"))
+        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, COMMIT)
         assert await decode.heard.next() == SenderAlive(PREFILL)
-        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, receiver.SenderQuiesced("late"))
+        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, Quiesced("late"))
 
 
 async def test_pages_can_be_written_as_soon_as_a_grant_arrives() -> None:
@@ -65,7 +64,7 @@ async def test_pages_can_be_written_as_soon_as_a_grant_arrives() -> None:
     async with decode_worker() as decode, prefill_worker(on_stopped=stopped.put) as prefill:
         prefill.connect(decode)
         await decode.heard.next()
-        decode.send(receiver.SendGrant(GRANT))
+        decode.send(GRANT)
         await prefill.heard.next()
         prefill.party.mover.write(DECODE, HANDOFF, (PageId(0),), (PageId(4),))
         copy = await asyncio.to_thread(stopped.get, timeout=5)
@@ -75,16 +74,16 @@ async def test_pages_can_be_written_as_soon_as_a_grant_arrives() -> None:
 async def test_what_is_said_before_the_stream_stands_arrives_after_the_greeting() -> None:
     async with decode_worker() as decode, prefill_worker() as prefill:
         prefill.connect(decode)
-        prefill.send(sender.SendQuiesced("cancelled"))
+        prefill.send(Quiesced("cancelled"))
         assert await decode.heard.next() == SenderAttached(PREFILL)
-        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, receiver.SenderQuiesced("cancelled"))
+        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, Quiesced("cancelled"))
 
 
 async def test_a_second_need_uses_the_stream_that_stands() -> None:
     async with pair() as (prefill, decode):
         prefill.connect(decode)
-        prefill.send(sender.SendQuiesced(""))
-        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, receiver.SenderQuiesced(""))
+        prefill.send(Quiesced(""))
+        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, Quiesced(""))
         assert decode.servicer.attached == (PREFILL,)
 
 
@@ -93,19 +92,19 @@ async def test_closing_says_what_is_queued_and_ends_the_stream() -> None:
         async with prefill_worker() as prefill:
             prefill.connect(decode)
             await decode.heard.next()
-            prefill.send(sender.SendQuiesced("draining"))
-        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, receiver.SenderQuiesced("draining"))
+            prefill.send(Quiesced("draining"))
+        assert await decode.heard.next() == SenderSaid(PREFILL, KEY, Quiesced("draining"))
         assert await decode.heard.next() == SenderLost(PREFILL, "it ended its stream")
         assert decode.servicer.attached == ()
 
 
 async def test_a_decode_worker_that_leaves_says_what_is_queued_and_waits_for_nobody() -> None:
     async with pair() as (prefill, decode):
-        decode.send(receiver.SendTaken())
+        decode.send(Taken())
         decode.servicer.close()
         async with asyncio.timeout(10):
             await decode.server.stop(60)
-        assert await prefill.heard.next() == ReceiverSaid(DECODE, KEY, sender.Taken())
+        assert await prefill.heard.next() == ReceiverSaid(DECODE, KEY, Taken())
         assert await prefill.heard.next() == ReceiverLost(DECODE, "it ended the stream")
         assert await decode.heard.next() == SenderLost(PREFILL, "this worker leaves")
 
@@ -154,7 +153,7 @@ async def test_a_peer_that_does_not_read_is_lost_and_others_are_not() -> None:
             second.connect(decode)
             assert await decode.heard.next() == SenderAttached(other)
             for _ in range(5000):
-                decode.send(receiver.SendTaken())
+                decode.send(Taken())
             lost = await decode.heard.next()
             assert isinstance(lost, SenderLost)
             assert lost.peer == PREFILL

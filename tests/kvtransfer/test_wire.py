@@ -5,8 +5,8 @@ from capsules import capsule
 
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt, Generation, PageId, RequestId
-from pdserve.kvtransfer import receiver, sender, wire
-from pdserve.kvtransfer.session import Commit, Grant, HandoffKey
+from pdserve.kvtransfer import wire
+from pdserve.kvtransfer.session import Commit, Grant, HandoffKey, Withdrawn
 from pdserve.proto.v1 import handoff_pb2 as handoff
 from pdserve.reports import Stage
 from pdserve.worker.messages import Progress, RouterRef
@@ -17,13 +17,13 @@ GRANT = Grant(3, (PageId(2**32 - 1), PageId(0)), (Generation(2**64 - 1), Generat
 
 
 def grant() -> handoff.HandoffServiceAttachResponse:
-    return wire.from_receiver(KEY, receiver.SendGrant(GRANT))
+    return wire.from_receiver(KEY, GRANT)
 
 
 def test_a_grant_of_the_largest_numbers_comes_back_unchanged() -> None:
     key, event = wire.to_sender(grant())
     assert key == KEY
-    assert event == wire.sender.Granted(GRANT)
+    assert event == GRANT
 
 
 @pytest.mark.parametrize(
@@ -69,18 +69,18 @@ def test_a_message_that_names_no_hand_off_is_refused(message: handoff.HandoffSer
 
 def test_whatever_a_commit_tells_for_the_ledger_can_be_told_to_routers() -> None:
     commit = Commit.of(GRANT, capsule(9, (0, 1)))
-    message = wire.from_sender(KEY, sender.SendCommit(commit))
+    message = wire.from_sender(KEY, commit)
     message.commit.handoff_us = message.commit.handoff_bytes = 2**64 - 1
     _, event = wire.to_receiver(message)
-    assert isinstance(event, receiver.Committed)
-    told = event.commit
+    assert isinstance(event, Commit)
+    told = event
     landed = Progress(RouterRef(1), KEY, Stage.LANDED, 0.0, handoff_bytes=told.handoff_bytes, handoff_s=told.handoff_s)
     assert report(landed, 0.0).progress.handoff_us == wire.MAX_REPORTED
 
 
 def test_a_reason_is_cut_on_both_ends() -> None:
-    message = wire.from_receiver(KEY, receiver.SendWithdrawn("x" * 10_000))
+    message = wire.from_receiver(KEY, Withdrawn("x" * 10_000))
     assert len(message.withdrawn.reason) == wire.MAX_REASON_CHARS
     message.withdrawn.reason = "y" * 10_000
     _, event = wire.to_sender(message)
-    assert event == wire.sender.Withdrawn("y" * wire.MAX_REASON_CHARS)
+    assert event == Withdrawn("y" * wire.MAX_REASON_CHARS)

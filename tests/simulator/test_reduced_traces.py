@@ -9,9 +9,9 @@ from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
-from pdserve.kvtransfer import doors, receiver, sender
+from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.doors import PeerGone
-from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, Peer
+from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, Peer, Quiesced
 from pdserve.prefill_worker.early_grants import EARLY_GRANT_S
 from pdserve.reports import Failure
 from pdserve.roles import Role
@@ -75,10 +75,10 @@ def test_continuations_cancelled_one_by_one_leave_nothing_on_a_prefill_worker() 
 def test_a_placement_whose_grant_was_given_back_fails_at_once() -> None:
     worker, late = Prefill(), job(1, 4)
     grant = Grant(0, (PageId(0),), (Generation(1),), b"", 4.0)
-    worker.handle(doors.ReceiverSaid(D, key(late), sender.Granted(grant)))
+    worker.handle(doors.ReceiverSaid(D, key(late), grant))
     (answer,) = worker.handle(Ticked(), EARLY_GRANT_S + 1.0)
     assert isinstance(answer, doors.ToReceiver)
-    assert isinstance(answer.message, sender.SendQuiesced)
+    assert isinstance(answer.message, Quiesced)
     (failed,) = worker.place(late)
     assert isinstance(failed, Failed)
     assert failed.code is Failure.PEER_LOST
@@ -92,7 +92,7 @@ def test_prompts_that_wait_for_grants_leave_room_for_one_that_has_its_own() -> N
     worker.compute()
     granted = job(5, 16)
     grant = Grant(0, tuple(map(PageId, range(4))), (Generation(1),) * 4, b"", 4.0)
-    worker.handle(doors.ReceiverSaid(D, key(granted), sender.Granted(grant)))
+    worker.handle(doors.ReceiverSaid(D, key(granted), grant))
     copies = [command for command in worker.compute() if isinstance(command, doors.Copy)]
     assert [copy.key for copy in copies] == [key(granted)]
 
@@ -102,7 +102,7 @@ def test_a_granted_prompt_starts_where_the_longest_prompt_would_not_fit() -> Non
     worker.place(granted)
     assert worker.compute() == []
     grant = Grant(0, tuple(map(PageId, range(2))), (Generation(1),) * 2, b"", 4.0)
-    worker.handle(doors.ReceiverSaid(D, key(granted), sender.Granted(grant)))
+    worker.handle(doors.ReceiverSaid(D, key(granted), grant))
     assert any(isinstance(command, doors.Copy) for command in worker.compute())
 
 
@@ -123,9 +123,9 @@ def test_a_capsule_without_tokens_is_refused_and_changes_nothing() -> None:
     core.handle(doors.SenderAttached(P), 0.0)
     commands = core.handle(Placed(RouterRef(1), wanted, 1e9, P), 0.0)
     told = [command.message for command in commands if isinstance(command, doors.ToSender)]
-    (grant,) = [message.grant for message in told if isinstance(message, receiver.SendGrant)]
+    (grant,) = [message for message in told if isinstance(message, Grant)]
     before = core.load()
     empty = Commit.of(grant, Capsule(4, ()))
     with pytest.raises(ProtocolError, match="capsule"):
-        core.handle(doors.SenderSaid(P, key(wanted), receiver.Committed(empty)), 0.0)
+        core.handle(doors.SenderSaid(P, key(wanted), empty), 0.0)
     assert core.load() == before

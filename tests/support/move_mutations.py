@@ -10,6 +10,7 @@ from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
 from pdserve.kvtransfer import receiver
 from pdserve.kvtransfer.doors import Outcome, Result, Unsent
+from pdserve.kvtransfer.session import Quiesced
 from pdserve.router.commands import CancelAttempt
 from pdserve.router.placements import Placements
 from pdserve.router.request import Placement, Request
@@ -87,7 +88,7 @@ def end_in_silence_when_the_source_gives_up() -> Iterator[object]:
     """Leave a router to wait for a continuation that will not come."""
 
     def failures(original: Original, event: receiver.Event) -> tuple[receiver.Failed, ...]:
-        return () if isinstance(event, receiver.SenderQuiesced) else original(event)
+        return () if isinstance(event, Quiesced) else original(event)
 
     with wrap(receiver, "_failures", failures) as patched:
         yield patched

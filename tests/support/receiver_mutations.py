@@ -9,6 +9,7 @@ from pdserve.decode_worker.granting import Arrival
 from pdserve.decode_worker.incoming import Incoming
 from pdserve.kvtransfer import receiver
 from pdserve.kvtransfer.lease import Leases
+from pdserve.kvtransfer.session import Commit, Quiesced, Taken, Withdrawn
 
 
 @mutation
@@ -16,7 +17,7 @@ def free_instead_of_quarantine() -> Iterator[object]:
     """Give granted pages back at once when a hand-off is given up."""
 
     def quarantine(original: Original, self: receiver.Receiver, reason: str) -> tuple[receiver.Command, ...]:
-        return (receiver.SendWithdrawn(reason), *self._free())
+        return (Withdrawn(reason), *self._free())
 
     with wrap(receiver.Receiver, "_quarantine", quarantine) as patched:
         yield patched
@@ -42,7 +43,7 @@ def free_quarantined_pages_after_a_time() -> Iterator[object]:
         results = original(self, silent_s, now_s)
         for arrival in [a for a in self._arrivals.values() if a.is_quarantined]:
             if now_s - since.setdefault(id(arrival.receiver), now_s) > 1.0:
-                results += self._advance(arrival, receiver.SenderQuiesced("q"))
+                results += self._advance(arrival, Quiesced("q"))
         return results
 
     with wrap(Incoming, "tick", tick) as patched:
@@ -91,7 +92,7 @@ def skip_the_digest_check() -> Iterator[object]:
 def say_taken_twice() -> Iterator[object]:
     def checked(original: Original, self: receiver.Receiver, mismatch: int | None) -> tuple[receiver.Command, ...]:
         commands = original(self, mismatch)
-        return (*commands, receiver.SendTaken()) if mismatch is None else commands
+        return (*commands, Taken()) if mismatch is None else commands
 
     with wrap(receiver.Receiver, "_checked", checked) as patched:
         yield patched
@@ -102,7 +103,7 @@ def take_a_commit_after_giving_up() -> Iterator[object]:
     """Go on with a hand-off that was given up because its commit came after all."""
 
     def handle(original: Original, self: receiver.Receiver, event: receiver.Event) -> tuple[receiver.Command, ...]:
-        if self.state is receiver.State.QUARANTINED and isinstance(event, receiver.Committed):
+        if self.state is receiver.State.QUARANTINED and isinstance(event, Commit):
             self.state = receiver.State.GRANTED
         return original(self, event)
 

@@ -21,7 +21,17 @@ from pdserve.kvtransfer.doors import IncomingEvent, OutgoingEvent, ReceiverAttac
 from pdserve.kvtransfer.greeting import Party
 from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.server import HandoffServicer
-from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, PagesLanded, Peer, Tail
+from pdserve.kvtransfer.session import (
+    Capsule,
+    Commit,
+    FromReceiver,
+    FromSender,
+    Grant,
+    HandoffKey,
+    PagesLanded,
+    Peer,
+    Tail,
+)
 from pdserve.proto.v1 import handoff_pb2 as handoff
 from pdserve.proto.v1.handoff_pb2_grpc import HandoffServiceStub, add_HandoffServiceServicer_to_server
 from pdserve.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, identify, server_options
@@ -75,7 +85,7 @@ class Decode(End):
     server: grpc.aio.Server
     address: str
 
-    def send(self, command: wire.FromReceiver, peer: Peer = PREFILL) -> None:
+    def send(self, command: FromReceiver, peer: Peer = PREFILL) -> None:
         self.servicer.send(peer, KEY, command)
 
 
@@ -86,7 +96,7 @@ class Prefill(End):
     def connect(self, decode: Decode, peer: Peer = DECODE) -> None:
         self.client.connect(peer, decode.address)
 
-    def send(self, command: wire.FromSender) -> None:
+    def send(self, command: FromSender) -> None:
         self.client.send(DECODE, KEY, command)
 
 

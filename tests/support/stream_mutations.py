@@ -6,7 +6,7 @@ from breaking import Original, mutation, wrap
 
 from pdserve.kvtransfer import dialling, greeting, roster
 from pdserve.kvtransfer.doors import PeerGone, ReceiverLost
-from pdserve.kvtransfer.session import HandoffKey, Peer
+from pdserve.kvtransfer.session import FromSender, HandoffKey, Peer
 from pdserve.router import desk
 from pdserve.router.events import LinkLost
 from pdserve.worker import attaching
@@ -61,7 +61,7 @@ def let_processes_attach_in_any_order() -> Iterator[object]:
 @mutation
 def drop_what_is_said_before_a_stream_is_attached() -> Iterator[object]:
     def say(
-        original: Original, self: dialling.Dialling, stream: object, key: HandoffKey, message: dialling.Outgoing
+        original: Original, self: dialling.Dialling, stream: object, key: HandoffKey, message: FromSender
     ) -> tuple[dialling.Command, ...]:
         return original(self, stream, key, message) if getattr(stream, "is_attached", False) else ()
 

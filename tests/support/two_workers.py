@@ -20,8 +20,8 @@ from pdserve.engine.sequence import Job
 from pdserve.engine.sequence import Sequence as EngineSequence
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan, StepResult
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
-from pdserve.kvtransfer import doors, receiver, sender
-from pdserve.kvtransfer.session import HandoffKey, PagesLanded, Peer
+from pdserve.kvtransfer import doors, sender
+from pdserve.kvtransfer.session import Commit, FromSender, HandoffKey, Peer, Withdrawn
 from pdserve.prefix_hash import PrefixHasher
 from pdserve.reports import Stage
 from pdserve.sampling import SampledToken, SamplingParams, TokenLogprobs
@@ -208,7 +208,7 @@ class Workers:
     # ---- what happens
 
     def handle(self, worker: str, event: Event) -> None:
-        if isinstance(event, doors.ReceiverSaid) and isinstance(event.event, sender.Withdrawn):
+        if isinstance(event, doors.ReceiverSaid) and isinstance(event.event, Withdrawn):
             self.committed = {each: name for each, name in self.committed.items() if each[0] != event.key.request_id}
         self._perform(worker, self.nodes[worker].core.handle(event, self.now_s))
 
@@ -339,7 +339,7 @@ class Workers:
                     self._send(worker, peer.worker_id, key, message)
                 case doors.ToSender(peer, key, message):
                     if (peer.worker_id, worker) in self.attached:
-                        said = doors.ReceiverSaid(self.nodes[worker].peer, key, _to_sender(message))
+                        said = doors.ReceiverSaid(self.nodes[worker].peer, key, message)
                         self._stream("answers", worker, peer.worker_id).append(said)
 
     def _connect(self, worker: str, peer: Peer) -> None:
@@ -351,12 +351,12 @@ class Workers:
             attached = doors.SenderAttached(self.nodes[worker].peer)
             self._stream("hand-offs", worker, peer.worker_id).append(attached)
 
-    def _send(self, source: str, target: str, key: HandoffKey, message: object) -> None:
-        if isinstance(message, sender.SendCommit):
-            for tail in message.commit.capsule.tails:
+    def _send(self, source: str, target: str, key: HandoffKey, message: FromSender) -> None:
+        if isinstance(message, Commit):
+            for tail in message.capsule.tails:
                 self.committed[key.request_id, tail.index] = target
         if (source, target) in self.attached:
-            said = doors.SenderSaid(self.nodes[source].peer, key, _to_receiver(message))
+            said = doors.SenderSaid(self.nodes[source].peer, key, message)
             self._stream("hand-offs", source, target).append(said)
 
     def _report(self, worker: str, report: Tokens | Progress | Failed) -> None:
@@ -397,27 +397,3 @@ class Workers:
             self.queue(answer.worker, Cancelled(request_id, answer.attempt, (index,)))
         answer.attempt, answer.worker = answer.shadow or (answer.attempt, answer.worker)
         answer.shadow, answer.is_lost = None, False
-
-
-def _to_receiver(message: object) -> receiver.Event:
-    match message:
-        case sender.SendCommit(commit):
-            return receiver.Committed(commit)
-        case sender.SendQuiesced(reason):
-            return receiver.SenderQuiesced(reason)
-        case PagesLanded():
-            return message
-        case _:
-            raise AssertionError(message)
-
-
-def _to_sender(message: object) -> sender.Event:
-    match message:
-        case receiver.SendGrant(grant):
-            return sender.Granted(grant)
-        case receiver.SendTaken():
-            return sender.Taken()
-        case receiver.SendWithdrawn(reason):
-            return sender.Withdrawn(reason)
-        case _:
-            raise AssertionError(message)

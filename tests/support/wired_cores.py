@@ -12,8 +12,8 @@ from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
-from pdserve.kvtransfer import doors, receiver, sender
-from pdserve.kvtransfer.session import HandoffKey, PagesLanded, Peer
+from pdserve.kvtransfer import doors, sender
+from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.prefix_hash import PrefixHasher
 from pdserve.sampling import SamplingParams
 from pdserve.worker.core import WorkerCore
@@ -120,10 +120,10 @@ class WiredCores:
                 case doors.Copy() | doors.CheckDigests():
                     self._stream("own", name, type(command).__name__).append(command)
                 case doors.ToReceiver(peer, key, message):
-                    event = doors.SenderSaid(worker.peer, key, _from_sender(message))
+                    event = doors.SenderSaid(worker.peer, key, message)
                     self._stream("sender", peer.worker_id, name).append(event)
                 case doors.ToSender(peer, key, message):
-                    event = doors.ReceiverSaid(worker.peer, key, _from_receiver(message))
+                    event = doors.ReceiverSaid(worker.peer, key, message)
                     self._stream("receiver", peer.worker_id, name).append(event)
 
     def output(self, each: Job) -> list[int]:
@@ -145,25 +145,3 @@ class WiredCores:
         assert known == tokens.token.token_id, "a position was reported twice, and differs"
         if tokens.finish is not None:
             self.finished.add(tokens.key)
-
-
-def _from_sender(message: Any) -> receiver.Event:  # noqa: ANN401 - what it sends
-    match message:
-        case sender.SendCommit(commit):
-            return receiver.Committed(commit)
-        case sender.SendQuiesced(reason):
-            return receiver.SenderQuiesced(reason)
-        case PagesLanded():
-            return message
-    raise AssertionError(message)
-
-
-def _from_receiver(message: Any) -> sender.Event:  # noqa: ANN401 - what it sends
-    match message:
-        case receiver.SendGrant(grant):
-            return sender.Granted(grant)
-        case receiver.SendTaken():
-            return sender.Taken()
-        case receiver.SendWithdrawn(reason):
-            return sender.Withdrawn(reason)
-    raise AssertionError(message)

@@ -9,9 +9,8 @@ from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
-from pdserve.kvtransfer import sender
 from pdserve.kvtransfer.doors import Connect, Copy, ReceiverSaid
-from pdserve.kvtransfer.session import Grant, HandoffKey, Peer
+from pdserve.kvtransfer.session import Grant, HandoffKey, Peer, Taken
 from pdserve.reports import Failure
 from pdserve.sampling import SamplingParams
 from pdserve.worker.core import WorkerCore
@@ -40,7 +39,7 @@ class Worker:
     def grant(self, number: int, num_pages: int, *, region: int = 0, peer: Peer = D) -> list[Command]:
         pages = tuple(map(PageId, range(num_pages)))
         grant = Grant(0, pages, (1,) * num_pages, bytes(16), 4.0, region)
-        return self.core.handle(ReceiverSaid(peer, key_of(number), sender.Granted(grant)), 0.0)
+        return self.core.handle(ReceiverSaid(peer, key_of(number), grant), 0.0)
 
     def step(self) -> list[Command]:
         plan = self.core.plan(0.0)
@@ -100,6 +99,6 @@ def test_an_early_grant_of_another_peer_does_not_take_the_place_of_the_right_one
 
 def test_a_word_of_taking_what_was_never_sent_does_not_lose_an_early_grant(worker: Worker) -> None:
     worker.grant(1, 3)
-    worker.core.handle(ReceiverSaid(D, key_of(1), sender.Taken()), 0.0)
+    worker.core.handle(ReceiverSaid(D, key_of(1), Taken()), 0.0)
     worker.place(1, 12)
     assert len(of(Copy, worker.step())) == 1

@@ -9,8 +9,8 @@ from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job
 from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
-from pdserve.kvtransfer import doors, receiver, sender
-from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, PagesLanded, Peer, Tail
+from pdserve.kvtransfer import doors, sender
+from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, PagesLanded, Peer, Tail, Taken
 from pdserve.reports import Failure, Stage
 from pdserve.sampling import SampledToken, SamplingParams
 from pdserve.worker.core import WorkerCore
@@ -45,13 +45,13 @@ class Worker:
         commands = self.place(ARRIVES, source=PEER)
         self.place(LEAVES, target=PEER, target_address="there")
         self.place(STAYS)
-        (grant,) = [c.message.grant for c in commands if isinstance(c, doors.ToSender)]
+        (grant,) = [c.message for c in commands if isinstance(c, doors.ToSender)]
         return grant
 
     def grant(self) -> list[Command]:
         """Let the receiver grant room for what leaves."""
         grant = Grant(0, tuple(map(PageId, range(3))), (Generation(1),) * 3, bytes(16), 4.0)
-        return self.handle(doors.ReceiverSaid(PEER, LEAVES, sender.Granted(grant)))
+        return self.handle(doors.ReceiverSaid(PEER, LEAVES, grant))
 
     def step(self) -> list[Command]:
         plan = self.core.plan(0.0)
@@ -74,20 +74,20 @@ def test_prompts_leave_arrive_and_stay_in_one_batch(worker: Worker) -> None:
     assert sorted(keys_of(Tokens, worker.step())) == [LEAVES, STAYS]
     commit = Commit.of(grant, capsule(len(PROMPT), (0, 7)))
     worker.handle(doors.SenderSaid(PEER, ARRIVES, PagesLanded((0,) * len(grant.pages))))
-    worker.handle(doors.SenderSaid(PEER, ARRIVES, receiver.Committed(commit)))
+    worker.handle(doors.SenderSaid(PEER, ARRIVES, commit))
     arrived = worker.handle(doors.DigestsChecked(ARRIVES, None))
     assert keys_of(Tokens, arrived) == [ARRIVES], "with its first token, which the sender has reported too"
     assert sorted(keys_of(Tokens, worker.step())) == [ARRIVES, STAYS]
     assert sorted(keys_of(Tokens, worker.step())) == [ARRIVES, STAYS]
     worker.handle(doors.ReceiverSaid(PEER, LEAVES, sender.CopyStopped((1, 2, 3))))
-    worker.handle(doors.ReceiverSaid(PEER, LEAVES, sender.Taken()))
+    worker.handle(doors.ReceiverSaid(PEER, LEAVES, Taken()))
     assert worker.core.idle
     assert worker.cache.pool.num_free == NUM_PAGES
 
 
 def test_a_sequence_goes_on_after_the_tail_that_came_with_its_pages(worker: Worker) -> None:
     tokens = expected(PROMPT, 0, 6, VOCAB)
-    grant = worker.place(ARRIVES, source=PEER, max_tokens=6)[1].message.grant
+    grant = worker.place(ARRIVES, source=PEER, max_tokens=6)[1].message
     written = chain(EMPTY, [*PROMPT, *tokens[:2]])
     for number, page in enumerate(grant.pages):
         part = written[number * worker.runner.page_bytes : (number + 1) * worker.runner.page_bytes]
@@ -95,7 +95,7 @@ def test_a_sequence_goes_on_after_the_tail_that_came_with_its_pages(worker: Work
     tail = Tail(0, tuple(map(SampledToken, tokens[:3])))
     commit = Commit.of(grant, Capsule(len(PROMPT) + 2, (tail,)))
     worker.handle(doors.SenderSaid(PEER, ARRIVES, PagesLanded((0,) * len(grant.pages))))
-    worker.handle(doors.SenderSaid(PEER, ARRIVES, receiver.Committed(commit)))
+    worker.handle(doors.SenderSaid(PEER, ARRIVES, commit))
     commands = worker.handle(doors.DigestsChecked(ARRIVES, None))
     for _ in range(3):
         commands += worker.step()

@@ -13,7 +13,7 @@ from pdserve.engine.sequence import Job
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt
 from pdserve.kvtransfer import doors, sender
-from pdserve.kvtransfer.session import HandoffKey
+from pdserve.kvtransfer.session import HandoffKey, Withdrawn
 from pdserve.reports import Failure, Stage
 from pdserve.worker.messages import (
     Cancelled,
@@ -297,7 +297,7 @@ def test_a_last_page_that_fails_to_be_copied_is_written_beside() -> None:
     last = sequence.pages[-1]
     assert sequence.computed % PAGE_SIZE
     stuck = workers.streams["copies", "s", "t"].popleft()  # to be stopped later: it may read on
-    workers.handle("s", doors.ReceiverSaid(stuck.peer, key, sender.Withdrawn("out of time")))
+    workers.handle("s", doors.ReceiverSaid(stuck.peer, key, Withdrawn("out of time")))
     content = workers.nodes["s"].runner.read(last)
     for _ in range(3):
         workers.step("s")

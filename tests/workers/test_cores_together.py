@@ -12,9 +12,9 @@ from pdserve.engine.kvcache import KvCache, Prefix
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import SEED_MASK, SEED_STRIDE, Job
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
-from pdserve.kvtransfer import doors, receiver, sender
+from pdserve.kvtransfer import doors, sender
 from pdserve.kvtransfer.doors import PeerGone
-from pdserve.kvtransfer.session import HandoffKey, PagesLanded, Peer
+from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.prefix_hash import PrefixHasher, short_hashes
 from pdserve.reports import Failure
 from pdserve.router.events import KvChanged, LinkId
@@ -138,20 +138,11 @@ class Pair:
             self.finished.add((tokens.key, tokens.index))
 
     def carry(self, command: doors.ToReceiver | doors.ToSender) -> None:
-        key = command.key
-        match command.message:
-            case sender.SendCommit(commit):
-                self.streams["p->d"].append(doors.SenderSaid(P, key, receiver.Committed(commit)))
-            case sender.SendQuiesced(reason):
-                self.streams["p->d"].append(doors.SenderSaid(P, key, receiver.SenderQuiesced(reason)))
-            case PagesLanded():
-                self.streams["p->d"].append(doors.SenderSaid(P, key, command.message))
-            case receiver.SendGrant(grant):
-                self.streams["d->p"].append(doors.ReceiverSaid(D, key, sender.Granted(grant)))
-            case receiver.SendTaken():
-                self.streams["d->p"].append(doors.ReceiverSaid(D, key, sender.Taken()))
-            case receiver.SendWithdrawn(reason):
-                self.streams["d->p"].append(doors.ReceiverSaid(D, key, sender.Withdrawn(reason)))
+        match command:
+            case doors.ToReceiver(_, key, message):
+                self.streams["p->d"].append(doors.SenderSaid(P, key, message))
+            case doors.ToSender(_, key, message):
+                self.streams["d->p"].append(doors.ReceiverSaid(D, key, message))
 
     def output(self, job: Job, index: int) -> list[int]:
         drawn = self.tokens.get((HandoffKey(job.request_id, job.attempt), index), {})

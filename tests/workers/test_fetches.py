@@ -7,8 +7,8 @@ import pytest
 from wired_cores import PAGE_SIZE, ROUTER, CoreWorker, WiredCores, job, wanted
 
 from pdserve.engine.sequence import Job
-from pdserve.kvtransfer import doors, receiver
-from pdserve.kvtransfer.session import Capsule, Commit, HandoffKey, PagesLanded
+from pdserve.kvtransfer import doors
+from pdserve.kvtransfer.session import Capsule, Commit, HandoffKey, PagesLanded, Quiesced, Withdrawn
 from pdserve.reports import Stage
 from pdserve.worker import fetches
 from pdserve.worker.messages import (
@@ -181,10 +181,10 @@ def test_a_prompt_waits_for_its_fetch_until_that_is_due_and_no_longer() -> None:
     assert not computing.starts()
     commands = computing.handle(Due(), DUE_S)
     withdrawn = [c.message for c in commands if isinstance(c, doors.ToSender)]
-    assert withdrawn == [receiver.SendWithdrawn("it is late")]
+    assert withdrawn == [Withdrawn("it is late")]
     assert computing.starts(DUE_S)
     assert computing.core.due_s > 1e9
-    quiesced = doors.SenderSaid(computing.holder, computing.each.key, receiver.SenderQuiesced("late"))
+    quiesced = doors.SenderSaid(computing.holder, computing.each.key, Quiesced("late"))
     computing.handle(replace(quiesced, key=HandoffKey(*computing.each.key)))
     computing.assert_nothing_held()
 
@@ -194,7 +194,7 @@ def test_a_prompt_waits_for_its_fetch_until_that_is_due_and_no_longer() -> None:
     [
         lambda c: doors.SenderLost(c.holder, "cut"),
         lambda c: doors.PeerGone(c.holder),
-        lambda c: doors.SenderSaid(c.holder, HandoffKey(*c.each.key), receiver.SenderQuiesced("no")),
+        lambda c: doors.SenderSaid(c.holder, HandoffKey(*c.each.key), Quiesced("no")),
     ],
     ids=["stream lost", "process gone", "refused"],
 )
@@ -223,7 +223,7 @@ def test_a_fetching_prompt_that_ends_gives_all_pages_back(end: str) -> None:
             assert not computing.core.drained, "what was taken in is served"
             computing.handle(Due(), DUE_S)
             assert computing.starts(DUE_S)
-    computing.handle(doors.SenderSaid(computing.holder, key, receiver.SenderQuiesced("withdrawn")))
+    computing.handle(doors.SenderSaid(computing.holder, key, Quiesced("withdrawn")))
     assert not computing.starts()
     computing.assert_nothing_held()
 
@@ -265,12 +265,12 @@ def test_a_share_of_a_stream_that_is_lost_gives_its_pages_back() -> None:
 
 def committed(computing: Computing, offered: list[Command]) -> list[Command]:
     """Let all that was granted to the holder land; return what the worker does when it reads the commit."""
-    (grant,) = [c.message.grant for c in offered if isinstance(c, doors.ToSender) and c.peer == computing.holder]
+    (grant,) = [c.message for c in offered if isinstance(c, doors.ToSender) and c.peer == computing.holder]
     key, num_pages = HandoffKey(*computing.each.key), len(grant.pages)
     computing.handle(doors.SenderSaid(computing.holder, key, PagesLanded((7,) * num_pages)))
     computing.handle(doors.DigestsChecked(key, None))
     commit = Commit.of(grant, Capsule((grant.first_page + num_pages) * PAGE_SIZE, ()))
-    return computing.handle(doors.SenderSaid(computing.holder, key, receiver.Committed(commit)))
+    return computing.handle(doors.SenderSaid(computing.holder, key, commit))
 
 
 def test_a_fetch_ends_with_its_prompt_when_that_can_go_nowhere() -> None:

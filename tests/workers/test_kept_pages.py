@@ -11,7 +11,7 @@ from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvtransfer import doors, receiver
-from pdserve.kvtransfer.session import Commit, DigestPolicy, Grant, HandoffKey, PagesLanded, Peer
+from pdserve.kvtransfer.session import Commit, DigestPolicy, Grant, HandoffKey, PagesLanded, Peer, Quiesced
 from pdserve.prefix_hash import PrefixHasher
 from pdserve.reports import Failure
 from pdserve.sampling import SamplingParams
@@ -44,7 +44,7 @@ class Worker:
         """Place the next attempt; return its grant."""
         job = self.next_job(len(PROMPT))
         commands = self.core.handle(Placed(RouterRef(1), job, 1e9, P), 0.0)
-        (grant,) = [command.message.grant for command in commands if isinstance(command, doors.ToSender)]
+        (grant,) = [command.message for command in commands if isinstance(command, doors.ToSender)]
         return grant
 
     def next_job(self, num_prompt_tokens: int) -> Job:
@@ -61,7 +61,7 @@ class Worker:
         self.core.handle(doors.DigestsChecked(self.key, mismatch), 0.0)
 
     def quiesce(self) -> None:
-        self.say(receiver.SenderQuiesced("failed"))
+        self.say(Quiesced("failed"))
 
     def lose(self) -> None:
         self.core.handle(doors.SenderLost(P, "cut"), 0.0)
@@ -74,7 +74,7 @@ class Worker:
         self.core.handle(Cancelled(REQUEST, self.key.attempt), 0.0)
 
     def commit(self, grant: Grant) -> None:
-        self.say(receiver.Committed(Commit.of(grant, capsule(len(PROMPT), (0, 7)))))
+        self.say(Commit.of(grant, capsule(len(PROMPT), (0, 7))))
 
 
 def num_kept(worker: Worker) -> int:
@@ -182,7 +182,7 @@ def test_a_sender_whose_stream_is_lost_is_sent_its_grant_when_it_attaches_again(
     assert not any(isinstance(command, doors.ToSender) for command in worker.core.handle(placed, 0.0))
     (offered,) = worker.core.handle(doors.SenderAttached(P), 0.0)
     assert isinstance(offered, doors.ToSender)
-    assert isinstance(offered.message, receiver.SendGrant)
+    assert isinstance(offered.message, Grant)
 
 
 def test_a_hand_off_in_quarantine_keeps_no_place_in_the_batch() -> None:

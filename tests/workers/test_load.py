@@ -12,7 +12,7 @@ from pdserve.engine.sequence import Job
 from pdserve.errors import Refusal
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvtransfer.doors import SenderSaid
-from pdserve.kvtransfer.receiver import SenderQuiesced
+from pdserve.kvtransfer.receiver import Quiesced
 from pdserve.kvtransfer.session import DigestPolicy, HandoffKey, Peer
 from pdserve.load import LoadPart
 from pdserve.perfmodel.curve import attention_work
@@ -111,7 +111,7 @@ def test_a_hand_off_that_its_sender_gives_up_waits_for_pages_no_longer(peer: Pee
     for each in jobs:
         core.handle(Placed(OURS, each, 1e9, PEER), 0.0)
     wanted, key = core.load().pages_wanted, HandoffKey(*jobs[-1].key)
-    commands = core.handle(SenderSaid(peer, key, SenderQuiesced("its prompt was cancelled")), 0.0)
+    commands = core.handle(SenderSaid(peer, key, Quiesced("its prompt was cancelled")), 0.0)
     failed = [Failed(OURS, key, Failure.SENDER_GAVE_UP, "its prompt was cancelled")] if peer == PEER else []
     assert commands == failed
     assert core.load().pages_wanted == wanted - 15 * len(failed)

@@ -14,7 +14,7 @@ from pdserve.engine.sequence import Job
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer import doors, receiver
-from pdserve.kvtransfer.session import Capsule, Commit, DigestPolicy, HandoffKey, PagesLanded, Peer, Tail
+from pdserve.kvtransfer.session import Capsule, Commit, DigestPolicy, HandoffKey, PagesLanded, Peer, Quiesced, Tail
 from pdserve.sampling import SampledToken, SamplingParams
 from pdserve.worker.admission import Rules
 from pdserve.worker.core import WorkerCore
@@ -36,7 +36,7 @@ class Worker:
         self.core = WorkerCore(self.scheduler, VOCAB, 64, b"secret", rules or default_rules())
         self.core.handle(doors.SenderAttached(P), 0.0)
         commands = self.core.handle(Placed(RouterRef(1), JOB, 1e9, P), 0.0)
-        (self.grant,) = [c.message.grant for c in commands if isinstance(c, doors.ToSender)]
+        (self.grant,) = [c.message for c in commands if isinstance(c, doors.ToSender)]
         self.good = Commit.of(self.grant, CAPSULE)
         self.landed = PagesLanded((1,) * len(self.grant.pages))
 
@@ -63,10 +63,10 @@ def test_a_forged_commit_is_refused_by_its_kind_and_changes_nothing(refusal: Ref
     assert any(isinstance(command, doors.CheckDigests) for command in worker.say(worker.landed))
     before = worker.state()
     with pytest.raises(ProtocolError) as refused:
-        worker.say(receiver.Committed(FORGED[refusal](worker.good)))
+        worker.say(FORGED[refusal](worker.good))
     assert refused.value.refusal is refusal
     assert worker.state() == before
-    assert any(isinstance(outcome, Progress) for outcome in worker.say(receiver.Committed(worker.good)))
+    assert any(isinstance(outcome, Progress) for outcome in worker.say(worker.good))
 
 
 def test_more_pages_than_were_granted_cannot_have_landed() -> None:
@@ -81,7 +81,7 @@ def test_a_commit_of_more_pages_than_have_landed_is_refused() -> None:
     worker = Worker()
     worker.say(PagesLanded((1,)))
     with pytest.raises(ProtocolError, match="need 2 pages, 1 have landed"):
-        worker.say(receiver.Committed(worker.good))
+        worker.say(worker.good)
 
 
 def tail(index: int, *token_ids: int) -> Tail:
@@ -114,7 +114,7 @@ def test_another_process_cannot_speak_for_a_hand_off(peer: Peer, quiesced: bool)
     worker = Worker()
     before = worker.state()
     with pytest.raises(ProtocolError) as refused:
-        worker.say(receiver.SenderQuiesced("q") if quiesced else receiver.Committed(worker.good), peer)
+        worker.say(Quiesced("q") if quiesced else worker.good, peer)
     assert refused.value.refusal is Refusal.INCARNATION
     assert worker.state() == before
 
@@ -122,21 +122,21 @@ def test_another_process_cannot_speak_for_a_hand_off(peer: Peer, quiesced: bool)
 def test_a_commit_shown_again_after_its_hand_off_has_ended_changes_nothing() -> None:
     worker = Worker()
     worker.say(worker.landed)
-    worker.say(receiver.Committed(worker.good))
+    worker.say(worker.good)
     with pytest.raises(ProtocolError) as refused:
-        worker.say(receiver.Committed(worker.good))
+        worker.say(worker.good)
     assert refused.value.refusal is Refusal.ORDER
     worker.core.handle(doors.DigestsChecked(KEY, None), 1.0)
     before = worker.state()
-    assert worker.say(receiver.Committed(worker.good)) == []
-    assert worker.say(receiver.Committed(worker.good), key=HandoffKey(KEY.request_id, Attempt(1))) == []
+    assert worker.say(worker.good) == []
+    assert worker.say(worker.good, key=HandoffKey(KEY.request_id, Attempt(1))) == []
     assert worker.state() == before
 
 
 def test_with_digests_off_a_commit_joins_the_batch_at_once() -> None:
     worker = Worker(default_rules(digests=DigestPolicy.OFF))
     assert worker.say(worker.landed) == []
-    commands = worker.say(receiver.Committed(worker.good))
+    commands = worker.say(worker.good)
     assert [c.stage.name for c in commands if isinstance(c, Progress)] == ["LANDED", "COMMITTED"]
     assert not any(isinstance(command, doors.CheckDigests) for command in commands)
     assert worker.core.load().num_running == 1

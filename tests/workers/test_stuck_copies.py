@@ -10,7 +10,7 @@ from pdserve.engine.sequence import Job
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer import sender
 from pdserve.kvtransfer.doors import HEARTBEAT_S, CancelCopies, ReceiverLost, ReceiverSaid, ToReceiver
-from pdserve.kvtransfer.session import Grant, HandoffKey, Peer
+from pdserve.kvtransfer.session import Grant, HandoffKey, Peer, Quiesced, Taken
 from pdserve.prefill_worker.outgoing import ANSWER_S, STUCK_S
 from pdserve.reports import Failure
 from pdserve.sampling import SamplingParams
@@ -42,7 +42,7 @@ class Worker:
         self.place(number, num_pages)
         pages = tuple(map(PageId, range(num_pages)))
         grant = Grant(0, pages, (1,) * num_pages, bytes(16), 4.0)
-        self.hear(number, sender.Granted(grant))
+        self.hear(number, grant)
         plan = self.core.plan(self.now_s)
         assert plan is not None
         self.core.commit(plan, self.runner.run(plan), self.now_s)
@@ -79,7 +79,7 @@ def test_a_worker_whose_pages_a_frozen_peer_holds_drains_says_why_and_may_exit(w
     worker.send(1, 9)
     assert [c for c in worker.lose_peer() if isinstance(c, CancelCopies)] == [CancelCopies(FROZEN, key_of(1))]
     worker.place(2, 9)
-    worker.hear(2, sender.Granted(Grant(0, tuple(map(PageId, range(9))), (1,) * 9, bytes(16), 4.0)))
+    worker.hear(2, Grant(0, tuple(map(PageId, range(9))), (1,) * 9, bytes(16), 4.0))
     assert worker.core.plan(worker.now_s) is None, "it waits for pages"
     commands = worker.pass_time(STUCK_S - 2 * HEARTBEAT_S)
     assert not worker.core.load().draining
@@ -135,12 +135,12 @@ def test_a_commit_that_is_never_answered_ends_its_attempt_here(worker: Worker) -
     (failed,) = [command for command in commands if isinstance(command, Failed)]
     assert (failed.key, failed.code) == (key_of(1), Failure.PEER_LOST)
     (quiesced,) = [command.message for command in commands if isinstance(command, ToReceiver)]
-    assert isinstance(quiesced, sender.SendQuiesced)
+    assert isinstance(quiesced, Quiesced)
     assert worker.core.idle
 
 
 def test_a_commit_that_is_answered_late_was_taken(worker: Worker) -> None:
     worker.commit(1)
     worker.pass_time(ANSWER_S - 2 * HEARTBEAT_S)
-    assert worker.hear(1, sender.Taken()) == []
+    assert worker.hear(1, Taken()) == []
     assert worker.core.idle

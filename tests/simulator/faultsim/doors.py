@@ -8,7 +8,6 @@ from faultsim.handoffs import ReceiverStreams, SenderStreams
 from faultsim.mover import Host, Mover, digest
 from faultsim.process import Process
 from faultsim.world import ViolationError
-from pdserve.kvtransfer import receiver, sender
 from pdserve.kvtransfer.doors import (
     CancelCopies,
     CheckDigests,
@@ -28,7 +27,7 @@ from pdserve.kvtransfer.doors import (
     ToReceiver,
     ToSender,
 )
-from pdserve.kvtransfer.session import Grant, HandoffKey, PagesLanded, Peer
+from pdserve.kvtransfer.session import Commit, Grant, HandoffKey, PagesLanded, Peer, Quiesced, Taken, Withdrawn
 from pdserve.worker.messages import Placed
 
 if TYPE_CHECKING:
@@ -111,8 +110,8 @@ class Doors:
         self._owner.site(name, process)
 
     def _from_receiver(self, report: OutgoingEvent) -> None:
-        if isinstance(report, ReceiverSaid) and isinstance(report.event, sender.Granted):
-            self._grants[report.key] = report.event.grant
+        if isinstance(report, ReceiverSaid) and isinstance(report.event, Grant):
+            self._grants[report.key] = report.event
         self._owner.offer(report)
 
     def _from_sender(self, report: IncomingEvent) -> None:
@@ -125,25 +124,21 @@ class Doors:
                 pass
         self._owner.offer(report)
 
-    def _to_receiver(
-        self, peer: Peer, key: HandoffKey, message: PagesLanded | sender.SendCommit | sender.SendQuiesced
-    ) -> None:
+    def _to_receiver(self, peer: Peer, key: HandoffKey, message: PagesLanded | Commit | Quiesced) -> None:
         self._receivers.send(peer, key, message)
-        if isinstance(message, sender.SendCommit):
-            self._owner.witness.handed_over(key, [tail.index for tail in message.commit.capsule.tails])
+        if isinstance(message, Commit):
+            self._owner.witness.handed_over(key, [tail.index for tail in message.capsule.tails])
             self._site("committed", self._owner)
-        elif isinstance(message, sender.SendQuiesced):
+        elif isinstance(message, Quiesced):
             self._grants.pop(key, None)
 
-    def _to_sender(
-        self, peer: Peer, key: HandoffKey, message: receiver.SendGrant | receiver.SendTaken | receiver.SendWithdrawn
-    ) -> None:
-        if not isinstance(message, receiver.SendWithdrawn):
+    def _to_sender(self, peer: Peer, key: HandoffKey, message: Grant | Taken | Withdrawn) -> None:
+        if not isinstance(message, Withdrawn):
             if (key, type(message)) in self._sent:
                 raise ViolationError("I1", f"{self._owner.name} said {message} twice", key.request_id)
             self._sent.add((key, type(message)))
-        if isinstance(message, receiver.SendGrant):
-            self.granted.append((peer, key, message.grant, self._num_tokens[key]))
+        if isinstance(message, Grant):
+            self.granted.append((peer, key, message, self._num_tokens[key]))
             self._site("granted", self._owner)
         self._senders.send(peer, key, message)
 

@@ -12,7 +12,7 @@ from pdserve.kvtransfer.dialling import AttachMover, Dial, DialId, Dialling
 from pdserve.kvtransfer.doors import IncomingEvent, OutgoingEvent
 from pdserve.kvtransfer.greeting import Hello, HelloAck, Introduction
 from pdserve.kvtransfer.roster import Roster, StreamId
-from pdserve.kvtransfer.session import HandoffKey, Peer
+from pdserve.kvtransfer.session import FromReceiver, FromSender, HandoffKey, Peer
 from pdserve.proto.v1 import handoff_pb2 as handoff
 
 MOVER = "simulated"
@@ -48,7 +48,7 @@ class SenderStreams:
     def connect(self, peer: Peer, address: str) -> None:
         self._handle(dialling.Wanted(peer, address))
 
-    def send(self, peer: Peer, key: HandoffKey, command: wire.FromSender) -> None:
+    def send(self, peer: Peer, key: HandoffKey, command: FromSender) -> None:
         self._handle(dialling.Said(peer, key, command))
 
     def beat(self) -> None:
@@ -137,7 +137,7 @@ class ReceiverStreams:
         end.receive = lambda message: self._receive(stream, message)
         end.lost = lambda reason: self._ended(stream, reason)
 
-    def send(self, peer: Peer, key: HandoffKey, command: wire.FromReceiver) -> None:
+    def send(self, peer: Peer, key: HandoffKey, command: FromReceiver) -> None:
         stream = self._roster.stream_of(peer)
         if stream is not None:
             self._write(stream, wire.from_receiver(key, command))

@@ -7,9 +7,22 @@ from faultsim.worker import WorkerProcess
 from faultsim.world import ViolationError
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
-from pdserve.kvtransfer import receiver, sender
+from pdserve.kvtransfer import sender
 from pdserve.kvtransfer.doors import DigestsChecked, ReceiverSaid, SenderSaid, ToReceiver
-from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, PagesLanded, Peer, Tail
+from pdserve.kvtransfer.session import (
+    Capsule,
+    Commit,
+    FromReceiver,
+    FromSender,
+    Grant,
+    HandoffKey,
+    PagesLanded,
+    Peer,
+    Quiesced,
+    Tail,
+    Taken,
+    Withdrawn,
+)
 from pdserve.sampling import SampledToken
 from pdserve.worker.messages import Cancelled
 
@@ -79,25 +92,25 @@ class Hostile:
         """Speak as the sender of a hand-off with something wrong about it."""
         granted = list(worker.doors.granted)
         if not granted or self._rng.random() < 0.2:
-            return SenderSaid(NOBODY, UNKNOWN, receiver.Committed(Commit(0, (), (), b"?" * 16, CAPSULE)))
+            return SenderSaid(NOBODY, UNKNOWN, Commit(0, (), (), b"?" * 16, CAPSULE))
         peer, key, grant, length = self._rng.choice(granted)
         good = Commit.of(grant, Capsule(length, CAPSULE.tails))
         older = tuple(Generation(generation - 1) for generation in grant.generations)
         past = Peer(peer.worker_id, Incarnation(peer.incarnation - 500))
-        events: list[tuple[Peer, receiver.Event]] = [
-            (peer, receiver.Committed(replace(good, capability=b"?" * 16))),
+        events: list[tuple[Peer, FromSender]] = [
+            (peer, replace(good, capability=b"?" * 16)),
             (peer, PagesLanded((0,) * (len(grant.pages) + 1))),
-            (peer, receiver.Committed(replace(good, generations=older))),
-            (peer, receiver.Committed(replace(good, pages=(*grant.pages[1:], PageId(10**6))))),
-            (peer, receiver.Committed(replace(good, region=1))),
+            (peer, replace(good, generations=older)),
+            (peer, replace(good, pages=(*grant.pages[1:], PageId(10**6)))),
+            (peer, replace(good, region=1)),
             (
                 peer,
-                receiver.Committed(replace(good, capsule=Capsule(length, (*CAPSULE.tails, STRANGER)))),
+                replace(good, capsule=Capsule(length, (*CAPSULE.tails, STRANGER))),
             ),
-            (peer, receiver.Committed(replace(good, capsule=Capsule(length, ())))),
-            (peer, receiver.Committed(replace(good, capsule=Capsule(length + 1, CAPSULE.tails)))),
-            (past, receiver.Committed(good)),
-            (past, receiver.SenderQuiesced("q")),
+            (peer, replace(good, capsule=Capsule(length, ()))),
+            (peer, replace(good, capsule=Capsule(length + 1, CAPSULE.tails))),
+            (past, good),
+            (past, Quiesced("q")),
         ]
         who, event = self._rng.choice(events)
         return SenderSaid(who, key, event)
@@ -106,14 +119,14 @@ class Hostile:
         """Speak as the receiver of a hand-off with something wrong about it."""
         sending = list(worker.doors.placed)
         if not sending or self._rng.random() < 0.2:
-            return ReceiverSaid(NOBODY, UNKNOWN, sender.Taken())
+            return ReceiverSaid(NOBODY, UNKNOWN, Taken())
         peer, key = self._rng.choice(sending)
         past = Peer(peer.worker_id, Incarnation(peer.incarnation - 500))
         skewed = Grant(0, (PageId(0), PageId(1)), (Generation(1),), b"?" * 16, 4.0)
-        events: list[tuple[Peer, sender.Event]] = [
-            (past, sender.Taken()),
-            (past, sender.Withdrawn("forged")),
-            (peer, sender.Granted(skewed)),
+        events: list[tuple[Peer, FromReceiver | sender.CopyStopped]] = [
+            (past, Taken()),
+            (past, Withdrawn("forged")),
+            (peer, skewed),
         ]
         who, event = self._rng.choice(events)
         return ReceiverSaid(who, key, event)
@@ -128,4 +141,4 @@ def _state(worker: WorkerProcess) -> tuple[object, ...]:
 
 def _is_harmless(command: object) -> bool:
     """Saying that nothing is under way for an unknown hand-off promises nothing to anybody."""
-    return isinstance(command, ToReceiver) and isinstance(command.message, sender.SendQuiesced)
+    return isinstance(command, ToReceiver) and isinstance(command.message, Quiesced)
