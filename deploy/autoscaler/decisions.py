@@ -13,12 +13,18 @@ class Add:
     name: str
     role: Role
 
+    def __str__(self) -> str:
+        return f"add {self.name}"
+
 
 @value
 class Drain:
     """Let a replica finish or hand over what it runs, and end."""
 
     name: str
+
+    def __str__(self) -> str:
+        return f"drain {self.name}"
 
 
 @value
@@ -27,6 +33,9 @@ class Flip:
 
     name: str
     role: Role
+
+    def __str__(self) -> str:
+        return f"flip {self.name} to {self.role}"
 
 
 Action = Add | Drain | Flip
@@ -70,21 +79,12 @@ class Decision:
     @property
     def text(self) -> str:
         """The decision as one line."""
-        match self.action:
-            case Add(name, _):
-                done = f"add {name}"
-            case Drain(name):
-                done = f"drain {name}"
-            case Flip(name, role):
-                done = f"flip {name} to {role}"
-            case None:
-                done = "hold"
         parts = [
-            f"{self.pool}: {done}{' (advisory)' if self.advisory else ''}",
+            f"{self.pool}: {self.action or 'hold'}{' (advisory)' if self.advisory else ''}",
             f"{self.num_replicas} of {self.desired} replicas",
             f"binds: {self.binds}",
             f"seen: {self.seen}",
-            f"predicted: {self.predicted}",
+            f"predicted: {self.predicted}" if self.predicted else "",
             f"not possible: {self.refused}" if self.refused else "",
         ]
         return "; ".join(part for part in parts if part)

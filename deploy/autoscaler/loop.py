@@ -41,10 +41,12 @@ class Cluster:
 class PolicyFile:
     """A policy file, and what it held when it was last read."""
 
-    def __init__(self, path: Path) -> None:
-        """ConfigError names what is wrong with the policy."""
+    def __init__(self, path: Path, warm_up: WarmUp) -> None:
+        """ConfigError names what is wrong with the policy, or with the trace from which it learns."""
         self.path = path
+        self._warm_up = warm_up
         self.policy = load(path)
+        self.earlier = warm_up(self.policy)  # demand, as `Autoscaler` takes it
         self._text = _text_of(path)
 
     def changed(self) -> tuple[str, ...]:
@@ -56,7 +58,8 @@ class PolicyFile:
         if text == self._text:
             return ()
         self._text = text
-        self.policy, changes = reload(self.path, self.policy)
+        policy, changes = reload(self.path, self.policy)
+        self.policy, self.earlier = policy, self._warm_up(policy)
         return changes
 
 
@@ -71,14 +74,13 @@ def _text_of(path: Path) -> bytes | None:
 class Loop:
     """One autoscaler."""
 
-    def __init__(self, file: PolicyFile, cluster: Cluster, journal: Journal, warm_up: WarmUp, clock: Clock) -> None:
+    def __init__(self, file: PolicyFile, cluster: Cluster, journal: Journal, clock: Clock) -> None:
         self._file = file
         self._cluster = cluster
         self._journal = journal
-        self._warm_up = warm_up
         self._clock = clock
         self._observer = Observer()
-        self._core = Autoscaler(file.policy, warm_up(file.policy))
+        self._core = Autoscaler(file.policy, file.earlier)
         self._warning = ""
         self.decisions: tuple[Decision, ...] = ()  # the last ones
         self.observation: Observation | None = None  # the last one
@@ -114,17 +116,20 @@ class Loop:
                     tasks.create_task(self._order(decision.action))
         for outcome in self._core.take_outcomes():
             if outcome.result is not Result.DONE:
-                self._note(f"{outcome.action}: {outcome.result}: {outcome.reason}", logging.WARNING)
+                self._note(
+                    f"{outcome.action}: {outcome.result}{': ' if outcome.reason else ''}{outcome.reason}",
+                    logging.WARNING,
+                )
 
     def _follow_policy(self) -> None:
-        """Follow another policy, as a restarted autoscaler would: what was learnt of demand is learnt again."""
+        """Follow what the policy file holds, if that is another policy and a valid one."""
         try:
             changes = self._file.changed()
         except ConfigError as error:
             self._note(f"the policy stays as it was: {error}", logging.ERROR)
             return
         if changes:
-            self._core = Autoscaler(self._file.policy, self._warm_up(self._file.policy))
+            self._core.follow(self._file.policy, self._file.earlier)
             self._note(f"another policy is followed: {'; '.join(changes)}")
 
     async def _statuses(self) -> list[admin.ClusterStatus] | None:

@@ -30,7 +30,7 @@ class Pacing:
     """One pool's past."""
 
     def __init__(self, behavior: Behavior, begun_s: float) -> None:
-        self._behavior = behavior
+        self.behavior = behavior
         self._begun_s = begun_s  # nothing is known of what was wanted before
         self._wanted: deque[tuple[float, Wanted]] = deque()
         self._changes: deque[tuple[float, int]] = deque(maxlen=_MOST_CHANGES)  # replicas added, or taken away
@@ -116,11 +116,11 @@ class Pacing:
 
     @property
     def _up(self) -> ScalingRules:
-        return self._behavior.scale_up
+        return self.behavior.scale_up
 
     @property
     def _down(self) -> ScalingRules:
-        return self._behavior.scale_down
+        return self.behavior.scale_down
 
     def _within(self, window_s: float, at_s: float) -> list[Wanted]:
         latest = [wanted for then_s, wanted in self._wanted if then_s > at_s - window_s]

@@ -40,7 +40,7 @@ class Planner:
 
     def __init__(self, policy: Policy, warm_up: Sequence[tuple[float, float]]) -> None:
         """`warm_up`: earlier intervals, each with its prompt tokens to compute and its answer tokens a second."""
-        self._policy, self._interval_s = policy, policy.interval.forecast_s
+        self.policy, self._interval_s = policy, policy.interval.forecast_s
         self._mixture = Fading(max(_LEAST_MIXTURE_S, 2 * policy.interval.forecast_s))
         self._present = Fading(max(_LEAST_PRESENT_S, 3 * policy.interval.react_s))
         season = round((policy.forecaster.season_s or 0.0) / self._interval_s)
@@ -81,7 +81,7 @@ class Planner:
 
     def _forecast(self, forecaster: Forecaster, startup_s: float) -> tuple[float, float]:
         """Return the greatest rate up to the horizon: what is ordered at its end has to be there before."""
-        horizon_s = self._policy.forecaster.horizon_s or startup_s + self._interval_s
+        horizon_s = self.policy.forecaster.horizon_s or startup_s + self._interval_s
         nearest, furthest = forecaster.forecast(1.0), forecaster.forecast(max(1.0, horizon_s / self._interval_s))
         return max(nearest.mean, furthest.mean), max(nearest.upper, furthest.upper)
 
@@ -99,13 +99,13 @@ class Planner:
         lacking = [pool for pool in POOLS if pool not in seen.costs or pool not in seen.capacities]
         if lacking:
             return f"nothing is known of steps of {' and '.join(lacking)} workers"
-        behaviors = {pool: self._policy.pools.of(pool).behavior for pool in POOLS}
+        behaviors = {pool: self.policy.pools.of(pool).behavior for pool in POOLS}
         ups = {pool: 1 / (1 + behaviors[pool].scale_up.tolerance) for pool in POOLS}
         downs = {pool: 1 + behaviors[pool].scale_down.tolerance for pool in POOLS}
         at_least, expected, at_most = (
             self._sizer(mixture, seen, margins) for margins in (ups, dict.fromkeys(POOLS, 1.0), downs)
         )
-        budget = self._policy.budget
+        budget = self.policy.budget
         best = self._settled(expected[0], expected[0].fewest(bounds, budget), sizes, bounds)
         lower, upper = at_least[0].fewest(bounds, budget), at_most[0].fewest(bounds, budget)
         wanted, binds = {}, dict(best.binds)
@@ -135,7 +135,7 @@ class Planner:
             prompt_rate=max(forecast[Role.PREFILL] * margins[Role.PREFILL], prompts),
             answer_rate=max(forecast[Role.DECODE] * margins[Role.DECODE], answers),
         )
-        return Sizer(traffic, self._policy.objectives, seen.costs, seen.capacities), traffic
+        return Sizer(traffic, self.policy.objectives, seen.costs, seen.capacities), traffic
 
     @staticmethod
     def _settled(sizer: Sizer, best: Sized, sizes: Mapping[Role, int], bounds: Mapping[Role, Bounds]) -> Sized:
@@ -151,7 +151,7 @@ class Planner:
 
     def _pressing(self, pool: Role, seen: Observation, sizer: Sizer, startup_s: float) -> int:
         """Return the size that what waits, runs, was lost and is signalled asks for at this moment."""
-        objectives = self._policy.objectives
+        objectives = self.policy.objectives
         replicas = urgent.ready(seen.replicas, pool)
         if pool is Role.PREFILL:
             waiting = sum(replica.waiting_tokens for replica in replicas)
@@ -165,10 +165,10 @@ class Planner:
         return max(waits, lost, self._signalled(pool, seen, 1 / (1 + self._up_tolerance(pool))))
 
     def _up_tolerance(self, pool: Role) -> float:
-        return self._policy.pools.of(pool).behavior.scale_up.tolerance
+        return self.policy.pools.of(pool).behavior.scale_up.tolerance
 
     def _signalled(self, pool: Role, seen: Observation, margin: float) -> int:
-        signals = self._policy.pools.of(pool).signals
+        signals = self.policy.pools.of(pool).signals
         return urgent.for_signals(signals, urgent.ready(seen.replicas, pool), seen, pool, margin) if signals else 0
 
     def _seen_text(self, seen: Observation) -> str:

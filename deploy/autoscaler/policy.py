@@ -59,6 +59,16 @@ class Autoscaler:
         self._num_stale = 0
         self._stale_s: float | None = None
 
+    def follow(self, policy: Policy, warm_up: Sequence[tuple[float, float]] = ()) -> None:
+        """Follow another policy. Orders and what was learnt stay, but not demand if it is to be forecast otherwise."""
+        before, self._policy = self._policy, policy
+        self._advisory = policy.mode == "advisory"
+        self._planner.policy = policy
+        if (policy.forecaster, policy.interval) != (before.forecaster, before.interval):
+            self._planner = Planner(policy, warm_up)
+        for pool, pacing in self._pacing.items():
+            pacing.behavior = policy.pools.of(pool).behavior
+
     def decide(self, observation: Observation) -> tuple[Decision, ...]:
         """Return a decision for each pool."""
         at_s = observation.at_s

@@ -36,7 +36,7 @@ class Target:
 
 async def serve(policy_file: Path, target: Target, config: ProcessConfig, warm_up: WarmUp) -> None:
     """Scale a cluster until cancelled. ConfigError where the policy is not valid, or cannot be followed there."""
-    file = PolicyFile(policy_file)
+    file = PolicyFile(policy_file, warm_up)
     async with AsyncExitStack() as stack:
         routers = [
             await stack.enter_async_context(AdminClient(address, target.secret_file)) for address in target.routers
@@ -44,7 +44,7 @@ async def serve(policy_file: Path, target: Target, config: ProcessConfig, warm_u
         actuator = await stack.enter_async_context(connected(file.policy, target, routers))
         journal = Journal(target.record_file, policy_file)
         cluster = Cluster(actuator, [router.status for router in routers])
-        loop = Loop(file, cluster, journal, warm_up, MonotonicClock())
+        loop = Loop(file, cluster, journal, MonotonicClock())
         journal.metrics_address = await stack.enter_async_context(showing(config, lambda: samples(loop, actuator)))
         await loop.run()
 

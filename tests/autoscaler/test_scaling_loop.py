@@ -13,6 +13,7 @@ from pdserve.autoscaler.loop import Cluster, Loop, PolicyFile
 from pdserve.autoscaler.observation import State
 from pdserve.demand import Demand
 from pdserve.demand_wire import demand_to_proto
+from pdserve.measure.warm_up import warm_up
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.roles import Role
 
@@ -42,11 +43,12 @@ class Platform:
     refuses: bool = False
     loses_answers: bool = False
     is_silent: bool = False
+    hides: str = ""  # a replica that is not listed yet
 
     async def observe(self) -> Sequence[Held]:
         if self.is_silent:
             raise ActuatorError("nobody answers")
-        return list(self.replicas.values())
+        return [held for held in self.replicas.values() if held.name != self.hides]
 
     async def add(self, name: str, role: Role) -> None:
         self._take(f"add {name}")
@@ -97,7 +99,7 @@ class Scene:
     def start(self) -> None:
         """Begin with an autoscaler that remembers nothing."""
         cluster, journal = Cluster(self.platform, [self.report]), Journal(self.record_file, self.file)
-        self.loop = Loop(PolicyFile(self.file), cluster, journal, lambda _: (), self.clock)
+        self.loop = Loop(PolicyFile(self.file, warm_up), cluster, journal, self.clock)
 
     def write(self, num_decodes: int | str) -> None:
         self.file.write_text(POLICY.replace("DECODES", str(num_decodes)))
@@ -194,14 +196,26 @@ async def test_a_changed_policy_is_followed_and_says_what_it_changes(tmp_path: P
     assert "another policy is followed: pools.decode.minReplicas is 2, was 1" in scene.texts()
 
 
-@pytest.mark.parametrize("broken", ["9", "two", "{"])
+async def test_a_policy_changed_in_mid_action_gives_no_order_again(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, num_decodes=2)
+    scene.platform.hides = "decode-1"
+    await scene.go_on(3)
+    scene.write(3)
+    await scene.go_on(3)
+    assert scene.platform.orders == ["add decode-1"]
+    scene.platform.hides = ""
+    await scene.go_on(3)
+    assert scene.platform.orders == ["add decode-1", "add decode-2"]
+
+
+@pytest.mark.parametrize("broken", ["9", "two", "{", "2, maxReplicas: 3}\nforecaster: {warmupTrace: nowhere.csv}\n#"])
 async def test_a_broken_policy_changes_nothing_and_is_reported_once(tmp_path: Path, broken: str) -> None:
     scene = Scene(tmp_path, num_decodes=2)
     scene.write(broken)
     await scene.go_on(10)
     assert scene.platform.orders == ["add decode-1"]
     (text,) = (text for text in scene.texts() if "the policy stays as it was" in text)
-    assert "policy.yaml" in text
+    assert "policy.yaml" in text or "nowhere.csv" in text
     scene.file.unlink()
     await scene.go_on(1)
     scene.write(3)

@@ -90,8 +90,8 @@ def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sc
 @pytest.fixture
 def scaled(shared: Scaled) -> Iterator[Scaled]:
     yield shared
-    print("DEBUG", [(round(e.unix_s % 1000, 1), e.text) for e in shared.record.entries])
     shared.set_least(1)
+    shared.cluster.generate(greedy(moving.prompt(20, "last"), 2))
     shared.until_workers(BASE)
     shared.cluster.wait_for(is_idle, 20)
 
