@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from time import process_time
 
-from pdserve.ids import Incarnation, RequestId, WorkerId
+from pdserve.ids import PROTOCOL_VERSION, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.measure.tables import Column, Sheet
 from pdserve.perfmodel.curve import Step
@@ -44,7 +44,7 @@ def _core(policy: str, num_prefill: int, num_decode: int) -> RouterCore:
         name = WorkerId(f"{role.value}{number}")
         link = LinkId(number + 1)
         process = link, name, Incarnation(link), role
-        core.handle(Registration(*process, 1, True, "m", _LAYOUT, 10_000, 256, 100_000, name, 2048), 0.0)
+        core.handle(Registration(*process, PROTOCOL_VERSION, True, "m", _LAYOUT, 10_000, 256, 100_000, name, 2048), 0.0)
     return core
 
 
