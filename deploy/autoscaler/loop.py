@@ -36,6 +36,7 @@ class Cluster:
 
     actuator: Actuator
     routers: Sequence[Callable[[], Awaitable[admin.ClusterStatus]]]  # each one's report
+    check: Callable[[], None] = lambda: None  # raises where all of it has ended
 
 
 class PolicyFile:
@@ -87,7 +88,7 @@ class Loop:
         self.num_decided = Counter[tuple[str, ...]]()  # by pool, verb and what binds
 
     async def run(self) -> None:
-        """Go on until cancelled."""
+        """Go on until the cluster has ended; raises what its `check` does."""
         while True:
             began_s = self._clock.now_s()
             await self.step()
@@ -99,6 +100,7 @@ class Loop:
         try:
             held = await self._cluster.actuator.observe()
         except ActuatorError as error:
+            self._cluster.check()
             self._warn(f"nothing is decided: {error}")
         else:
             await self._decide(held)

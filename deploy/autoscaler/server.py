@@ -16,8 +16,9 @@ from pdserve.autoscaler.publish import PublishActuator
 from pdserve.autoscaler.schema import Policy
 from pdserve.clock import MonotonicClock
 from pdserve.config import ProcessConfig
-from pdserve.errors import ConfigError
+from pdserve.errors import CommandError, ConfigError
 from pdserve.launch.admin import AdminClient
+from pdserve.launch.folder import read_state
 from pdserve.launch.launcher import LauncherClient
 from pdserve.metrics import DECISIONS, DESIRED, REPLICAS, Sample
 from pdserve.metrics_server import showing
@@ -32,10 +33,16 @@ class Target:
     secret_file: Path
     launcher: str = ""  # host:port of its launcher, where it has one
     record_file: Path | None = None  # where decisions are written for other commands
+    name: str = ""  # of a cluster of this machine
+
+    def check(self) -> None:
+        """Raise where the cluster has ended: ConfigError, or CommandError where another one has its name."""
+        if self.name and read_state(self.name).launcher != self.launcher:
+            raise CommandError(f"the cluster named {self.name!r} has been started again")
 
 
 async def serve(policy_file: Path, target: Target, config: ProcessConfig, warm_up: WarmUp) -> None:
-    """Scale a cluster until cancelled. ConfigError where the policy is not valid, or cannot be followed there."""
+    """Scale a cluster until it ends. ConfigError where the policy is not valid, or cannot be followed there."""
     file = PolicyFile(policy_file, warm_up)
     async with AsyncExitStack() as stack:
         routers = [
@@ -43,7 +50,7 @@ async def serve(policy_file: Path, target: Target, config: ProcessConfig, warm_u
         ]
         actuator = await stack.enter_async_context(connected(file.policy, target, routers))
         journal = Journal(target.record_file, policy_file)
-        cluster = Cluster(actuator, [router.status for router in routers])
+        cluster = Cluster(actuator, [router.status for router in routers], target.check)
         loop = Loop(file, cluster, journal, MonotonicClock())
         journal.metrics_address = await stack.enter_async_context(showing(config, lambda: samples(loop, actuator)))
         await loop.run()

@@ -122,4 +122,5 @@ def _target(name: str, admin: list[str] | None, secret_file: Path | None) -> "Ta
     if admin or secret_file is not None:
         raise ConfigError("--admin and --secret-file must be given together")
     state = read_state(name)
-    return Target((state.admin,), state.secret_file, state.launcher, state.secret_file.with_name(RECORD_FILE))
+    record_file = state.secret_file.with_name(RECORD_FILE)
+    return Target((state.admin,), state.secret_file, state.launcher, record_file, name)

@@ -13,6 +13,7 @@ from pdserve.autoscaler.loop import Cluster, Loop, PolicyFile
 from pdserve.autoscaler.observation import State
 from pdserve.demand import Demand
 from pdserve.demand_wire import demand_to_proto
+from pdserve.errors import CommandError
 from pdserve.measure.warm_up import warm_up
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.roles import Role
@@ -92,14 +93,19 @@ class Scene:
         self.platform = Platform()
         self.file = folder / "policy.yaml"
         self.record_file = folder / "autoscaler.json"
-        self.is_router_silent = False
+        self.is_router_silent = self.has_ended = False
         self.write(num_decodes)
         self.start()
 
     def start(self) -> None:
         """Begin with an autoscaler that remembers nothing."""
-        cluster, journal = Cluster(self.platform, [self.report]), Journal(self.record_file, self.file)
+        cluster = Cluster(self.platform, [self.report], self.check)
+        journal = Journal(self.record_file, self.file)
         self.loop = Loop(PolicyFile(self.file, warm_up), cluster, journal, self.clock)
+
+    def check(self) -> None:
+        if self.has_ended:
+            raise CommandError("it has ended")
 
     def write(self, num_decodes: int | str) -> None:
         self.file.write_text(POLICY.replace("DECODES", str(num_decodes)))
@@ -174,6 +180,14 @@ async def test_nothing_is_decided_without_an_answer_of_the_actuator(tmp_path: Pa
     await scene.go_on(20)
     assert scene.platform.orders == []
     assert scene.texts() == ["nothing is decided: nobody answers"]
+
+
+async def test_an_autoscaler_ends_with_its_cluster(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    await scene.go_on(1)
+    scene.platform.is_silent = scene.has_ended = True
+    with pytest.raises(CommandError, match="it has ended"):
+        await scene.loop.run()
 
 
 async def test_nothing_is_drained_while_a_router_is_silent(tmp_path: Path) -> None:
