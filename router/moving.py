@@ -73,6 +73,14 @@ class _Candidate:
 
 
 @dataclass(slots=True)
+class _Target:
+    """A worker that may take continuations in, during one look."""
+
+    worker: WorkerView
+    refused_tokens: float = inf  # the fewest that it has no room for: more need not be tried
+
+
+@dataclass(slots=True)
 class _Order:
     """What an operator asked to move from a worker, and has not moved yet."""
 
@@ -149,10 +157,19 @@ class Moving:
         elif not source.role.is_in(Role.DECODE):
             yield Why.ROLE
         else:
-            if source.link in self._orders:
+            if self._is_ordered(source):
                 yield Why.ASKED
             if _pages_left(source, _PAGES_AHEAD) < 0:
                 yield Why.PAGES
+
+    def _is_ordered(self, source: WorkerView) -> bool:
+        order = self._orders.get(source.link)
+        if order is not None and order.target is not None and self._workers.get(order.target) is None:
+            text = f"{source.name} keeps what an operator asked to move: its target has left"
+            self._placements.emit(Warn(text))
+            order = None
+            del self._orders[source.link]
+        return order is not None
 
     # ---- which
 
@@ -181,8 +198,8 @@ class Moving:
         candidates = self._candidates(source)
         if order is not None:
             candidates = [candidate for candidate in candidates if candidate.name in order.names]
-            order.names &= {candidate.name for candidate in candidates}  # the others ended, or moved
-            if not candidates:
+            order.names &= {(each.request_id, sequence.index) for each, sequence in self._decoding(source)}
+            if not order.names:  # all have ended, or moved
                 del self._orders[source.link]
         pause_s = _SETTLE_S if why is Why.PAGES else _AGAIN_S
         rested = [candidate for candidate in candidates if now_s - candidate.sequence.move_asked_s >= pause_s]
@@ -192,48 +209,57 @@ class Moving:
 
     # ---- where to
 
-    def _targets(self, source: WorkerView, wanted: LinkId | None) -> list[WorkerView]:
+    def _targets(self, source: WorkerView, wanted: LinkId | None) -> list[_Target]:
         """Return the workers that continuations of a worker may move to."""
         return [
-            worker
+            _Target(worker)
             for worker in self._workers.routable(Role.DECODE)
             if worker is not source and worker.kind == source.kind and not worker.is_failing
+            if worker.coming_role.is_in(Role.DECODE)
             if wanted is None or worker.link == wanted
         ]
 
     def _begin(
-        self, source: WorkerView, candidate: _Candidate, targets: list[WorkerView], why: Why, now_s: float
+        self, source: WorkerView, candidate: _Candidate, targets: list[_Target], why: Why, now_s: float
     ) -> WorkerView | None:
         """Start a continuation's move to where it will decode fastest; return that worker, or None where it stays."""
         page_size, step_s = source.registration.layout.page_size, self._step_s(source)
+        num_left = candidate.num_left if why is Why.PAGES else candidate.most_left
+        takes_s = self._shadows.takes_s(now_s)
+        if num_left * step_s < takes_s:
+            return None
         num_pages = ceil(candidate.num_tokens / page_size)
         speeds = [
-            (speed_s, target.name, target)
+            (speed_s, target.worker.name, target.worker)
             for target in targets
-            if now_s - candidate.sequence.refused_s.get(target.link, -inf) >= _REFUSED_S
-            if why is not Why.PAGES or _pages_left(target, _ROOM_AHEAD) >= num_pages
+            if now_s - candidate.sequence.refused_s.get(target.worker.link, -inf) >= _REFUSED_S
+            if why is not Why.PAGES or _pages_left(target.worker, _ROOM_AHEAD) >= num_pages
             if (speed_s := self._speed_s(candidate, target, now_s)) is not None
         ]
         if not speeds:
             return None
         target = min(speeds)[2]
-        move_s = self._shadows.takes_s(now_s) + self._copy_s(source, target, candidate)
-        num_left = candidate.num_left if why is Why.PAGES else candidate.most_left
+        copy_s = self._copy_s(source, target, candidate)
+        move_s = takes_s + copy_s
         if num_left * step_s < move_s:
             return None
         extra_tokens = max(_LEAST_EXTRA_PAGES * page_size, ceil(2 * move_s / step_s))
-        self._placements.move(candidate.request, candidate.sequence, target, extra_tokens, now_s)
+        self._placements.move(candidate.request, candidate.sequence, target, (extra_tokens, copy_s), now_s)
         return target
 
-    def _speed_s(self, candidate: _Candidate, target: WorkerView, now_s: float) -> float | None:
+    def _speed_s(self, candidate: _Candidate, target: _Target, now_s: float) -> float | None:
         """Return how long a step would be for a continuation on a worker; None where there is no room for it."""
-        request, num_tokens = candidate.request, candidate.num_tokens
-        max_tokens = request.params.max_tokens - len(candidate.sequence.token_ids)
-        if self._shadows.num_coming(target) >= MAX_COMING or num_tokens + max_tokens > target.max_num_tokens:
+        worker, num_tokens, max_tokens = target.worker, candidate.num_tokens, candidate.most_left
+        if num_tokens >= target.refused_tokens or num_tokens + max_tokens > worker.max_num_tokens:
             return None
-        prompt = Prompt(num_tokens, 1, {}, request.priority, max_tokens)
-        step_s, lacks = Outlook(self._predictor, target, prompt, now_s).handed_over(0.0)
-        return step_s if lacks is None else None
+        if self._shadows.num_coming(worker) >= MAX_COMING:
+            return None
+        prompt = Prompt(num_tokens, 1, {}, candidate.request.priority, max_tokens)
+        step_s, lacks = Outlook(self._predictor, worker, prompt, now_s).handed_over(0.0)
+        if lacks is None:
+            return step_s
+        target.refused_tokens = num_tokens
+        return None
 
     def _step_s(self, source: WorkerView) -> float:
         """Return how long a decode step of a worker takes."""

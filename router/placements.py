@@ -148,14 +148,17 @@ class Placements:
             if stop_workers:
                 self._cancel(worker, request, placement, placement.indices)
 
-    def move(self, request: Request, sequence: Sequence, target: WorkerView, extra_tokens: int, now_s: float) -> None:
+    def move(
+        self, request: Request, sequence: Sequence, target: WorkerView, meanwhile: tuple[int, float], now_s: float
+    ) -> None:
         """Let a continuation move to another worker. Where it runs now stays in charge until the other has its KV.
 
-        `extra_tokens`: what it will probably gain meanwhile.
+        `meanwhile`: the tokens that it will probably gain, and the seconds that copying its pages will probably take.
         """
         present, shadow = sequence.placement, request.shadow(sequence, target)
         if present is None or shadow.source is None:
             raise InvariantError(f"{request}: sequence {sequence.index} does not decode")
+        extra_tokens, shadow.copy_s = meanwhile
         shadow.placed_s = sequence.move_asked_s = now_s
         spec = request.spec(shadow, now_s)
         num_left = request.params.max_tokens - len(sequence.token_ids)

@@ -54,6 +54,7 @@ class Placement:
     fetch: Fetch | None = None  # before its prompt is computed
     committed: bool = False  # the decode worker has all it needs
     source: WorkerView | None = None  # the worker that its one continuation moved from, or is to
+    copy_s: float = 0.0  # predicted of that move's bytes
     landed: tuple[int, float] = (0, 0.0)  # bytes and seconds of that move
     commit_due_s: float = inf  # when it is given up, if it took charge of what it has yet to receive
 

@@ -61,8 +61,7 @@ class Shadows:
     def note_end(self, shadow: Placement, how: str, now_s: float) -> None:
         """Note how a move ended: "done", or what it failed of. How long a failed one would have taken nobody knows."""
         self.ended[how] += 1
-        elapsed_s = now_s - shadow.placed_s
-        takes_s = self.takes_s(now_s)
+        elapsed_s, takes_s = max(0.0, now_s - shadow.placed_s - shadow.copy_s), self.takes_s(now_s)
         if how == DONE or elapsed_s > takes_s:
             self._takes_s, self._noted_s = takes_s + (elapsed_s - takes_s) / _MEMORY, now_s
 

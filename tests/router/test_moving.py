@@ -3,12 +3,25 @@
 import pytest
 from router_driver import LAYOUT, LENGTH, PROMPT, STOP, Driver
 
-from pdserve.ids import RequestId
+from pdserve.ids import RequestId, WorkerId
 from pdserve.load import LoadPart, ReportedLoad
 from pdserve.reports import Failure, Stage
-from pdserve.router.commands import CancelAttempt, Move, Refused
+from pdserve.roles import Role
+from pdserve.router import moving
+from pdserve.router.because import Cause
+from pdserve.router.commands import CancelAttempt, Move, Refused, Warn
 from pdserve.router.config import Limits
-from pdserve.router.events import ClientGone, DrainAsked, LinkId, LinkLost, LoadReported, MovesAsked, StopStringFound
+from pdserve.router.events import (
+    ClientGone,
+    DrainAsked,
+    LinkId,
+    LinkLost,
+    LoadReported,
+    MovesAsked,
+    PairMeasured,
+    RoleAsked,
+    StopStringFound,
+)
 from pdserve.router.moving import MAX_LEAVING
 
 LONG = 400  # tokens of answers that are worth a move
@@ -571,3 +584,83 @@ def test_a_target_that_has_reported_is_not_given_up() -> None:
     d.run(30.0)
     d.tokens(d.t, request, 2, 2, attempt=1, end=STOP)
     assert d.answer(request).ledger.attempts == 1
+
+
+def test_a_worker_that_becomes_a_prefill_worker_is_no_target() -> None:
+    d = Moves()
+    d.run_on_s()
+    d.post(RoleAsked(d.attach_t(), Role.PREFILL, 1))
+    assert d.ask() == []
+    d.attach("d2")
+    d.post(DrainAsked(d.s))
+    assert [move.target.worker_id for move in d.moves()] == ["d2"]
+
+
+def test_a_move_whose_target_breaks_the_protocol_is_counted() -> None:
+    d = Moves()
+    d.moving()
+    d.tokens(d.t, RequestId((1).to_bytes(16)), 2, 9, attempt=1, index=3)
+    assert d.core.placements.shadows.ended == {"internal": 1}
+
+
+def test_what_an_order_names_stays_named_until_it_has_left() -> None:
+    d = Moves(Limits(worker_silence_s=1e6))
+    request = d.moving()
+    d.wait(1.5)
+    d.post(LoadReported(d.s, ReportedLoad(100)))
+    assert d.moves() == []
+    d.fail(d.t, request, Failure.OVERLOADED, attempt=1)
+    d.wait(6.0)
+    d.post(LoadReported(d.s, ReportedLoad(100)))
+    assert [move.spec.attempt for move in d.moves()] == [2]
+
+
+def test_an_order_ends_with_its_target() -> None:
+    d = Moves(Limits(worker_silence_s=1e6))
+    d.run_on_s()
+    d.attach_t(num_pages=1)
+    assert d.ask() == []
+    d.post(LinkLost(d.t, "died"))
+    d.post(LoadReported(d.s, ReportedLoad(100)))
+    (warning,) = [each.text for each in d.last if isinstance(each, Warn)]
+    assert warning == "d0 keeps what an operator asked to move: its target has left"
+    d.post(LoadReported(d.s, ReportedLoad(100)))
+    assert d.last == []
+
+
+def test_the_bytes_of_a_move_do_not_count_twice() -> None:
+    d = Moves(Limits(worker_silence_s=1e6))
+    d.attach_t()
+    num_tokens = len(PROMPT) + 2
+    rate = num_tokens * LAYOUT.page_bytes / LAYOUT.page_size / 2.0
+    d.post(PairMeasured(d.s, WorkerId("d1"), rate, "tcp", is_slow=False))
+    extra_tokens = []
+    for _ in range(4):
+        request = d.run_on_s(max_tokens=900)
+        (move,) = d.ask()
+        extra_tokens.append(move.extra_tokens)
+        d.wait(2.1)
+        d.stage(d.t, request, Stage.COMMITTED, attempt=1)
+        d.tokens(d.t, request, 2, 9, attempt=1, end=STOP)
+    assert max(extra_tokens) < 1.1 * extra_tokens[0]
+
+
+def test_a_full_target_is_looked_at_once_for_continuations_that_need_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_looks = 0
+
+    class CountedOutlook(moving.Outlook):
+        def handed_over(self, delay_s: float) -> tuple[float, Cause | None]:
+            nonlocal num_looks
+            num_looks += 1
+            return super().handed_over(delay_s)
+
+    monkeypatch.setattr(moving, "Outlook", CountedOutlook)
+    d = Moves()
+    for _ in range(8):
+        d.run_on_s()
+    for name in ("d1", "d2", "d3"):
+        full = d.attach(name)
+        d.post(LoadReported(full, ReportedLoad(0, others=LoadPart(num_running=8, placed_tokens=1600))))
+    d.post(DrainAsked(d.s))
+    assert d.moves() == []
+    assert num_looks == 3
