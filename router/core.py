@@ -8,6 +8,7 @@ from math import inf
 
 from pdserve.errors import InvariantError, Status
 from pdserve.ids import RequestId
+from pdserve.perfmodel.curve import IDLE
 from pdserve.router.admission import SHUTTING_DOWN, Admission
 from pdserve.router.commands import Command, Refused, SendDrain, SendRole, Warn
 from pdserve.router.config import Limits
@@ -156,11 +157,10 @@ class RouterCore:
 
     def _take_step(self, worker: WorkerView, event: StepReported, now_s: float) -> None:
         for request, placement, text in self._delivery.step(worker, event.deltas, now_s):
-            if request.placements.get(placement.attempt) is placement:
-                why = Refused(Status.INTERNAL, f"{worker.name} broke the protocol: {text}")
-                self._retry.fail(request, placement, why, {worker.link}, now_s)
-        worker.stepped(event, now_s)
-        self.predictor.observe_step(worker, event.step, event.elapsed_s, now_s)
+            self._retry.take_fault(worker, request, placement, text, now_s)
+        if event.step != IDLE:  # else its tokens came with a hand-off, and the step that runs goes on
+            worker.stepped(event, now_s)
+            self.predictor.observe_step(worker, event.step, event.elapsed_s, now_s)
 
     def _take_load(self, worker: WorkerView, event: LoadReported, now_s: float) -> None:
         was_draining = worker.draining

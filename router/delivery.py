@@ -168,8 +168,9 @@ class Delivery:
         request.ledger.fetched_tokens = min(event.cached_tokens, fetch.num_tokens)
         num_here = event.cached_tokens + event.pages_reused * worker.registration.layout.page_size
         num_missing = min(fetch.num_sent, max(0, fetch.num_tokens - num_here))
-        elapsed_s = now_s - event.age_s - placement.placed_s
-        self._placements.predictor.observe_fetch(worker, fetch, fetch.num_sent - num_missing, elapsed_s, now_s)
+        if self._placements.workers.get(fetch.holder.link) is fetch.holder:  # else it is forgotten
+            elapsed_s = now_s - event.age_s - placement.placed_s
+            self._placements.predictor.observe_fetch(worker, fetch, fetch.num_sent - num_missing, elapsed_s, now_s)
         work = attention_work(num_missing, fetch.num_tokens - num_missing)
         worker.add_prefill(placement.key, num_missing, work)
 

@@ -107,7 +107,7 @@ class Goodput:
         harms_s = [0.0] * len(prefills)
         for place, worker in enumerate(prefills):
             if worker.link in mixed:  # it computes the prompt beside what it decodes
-                beside, harms_s[place] = mixed[worker.link].with_prompt()
+                beside, harms_s[place] = mixed[worker.link].with_prompt(firsts[place].cached_tokens)
                 firsts[place] = replace(firsts[place], ttft_s=max(firsts[place].ttft_s, beside.ttft_s))
         costs_s = [first.ttft_s + harm_s for first, harm_s in zip(firsts, harms_s, strict=True)]
         if not demand.needs_decode or not outlooks:

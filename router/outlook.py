@@ -33,10 +33,13 @@ class Outlook:
         at_join, others, staying = self._beside(delay_s)
         return self._step_s(at_join, others, staying), self._lacks_beside or self._lacks_pages(at_join)
 
-    def with_prompt(self) -> tuple[Prediction, float]:
-        """Predict what it brings if this worker computes the prompt now, and the seconds that others wait for it."""
+    def with_prompt(self, fetched_tokens: int = 0) -> tuple[Prediction, float]:
+        """Predict what it brings if this worker computes the prompt now, and the seconds that others wait for it.
+
+        `fetched_tokens`: leading ones that it has by then, if those are more than it has now.
+        """
         worker, costs, prompt = self.worker, self._costs, self._prompt
-        fresh, work = uncached(prompt, worker.link)
+        fresh, work = uncached(prompt, worker.link, fetched_tokens)
         num_waiting, waiting_work = worker.waiting_before(prompt.priority)
         compute_s = costs.prefill.marginal_s(fresh, work)  # beside decoding
         step_s, lacks = self.handed_over(0.0)

@@ -18,12 +18,13 @@ def least_loaded(groups: Seq[Group], demand: Demand) -> Decision:
     """
     del demand
     best = min((_emptiest(group) for group in groups), key=_pair_load)
-    waiting = [] if best.prefill is None else [f"{best.prefill.name} has {_queue(best.prefill)} prompt tokens waiting"]
+    computes = best.prefill or best.decode
+    waiting = (
+        [] if computes is None else [f"{computes.name} has {computes.pending_prefill_tokens} prompt tokens waiting"]
+    )
     if best.decode is not None:
         waiting.append(f"{best.decode.name} {best.decode.num_sequences} sequences")
-    queue = 0.0 if best.prefill is None else _queue_share(best.prefill)
-    batch = 0.0 if best.decode is None else _batch_share(best.decode)
-    return Placed(best, f"least loaded: {', '.join(waiting)}", score=max(0.0, 1 - max(queue, batch)))
+    return Placed(best, f"least loaded: {', '.join(waiting)}", score=max(0.0, 1 - max(_shares(best))))
 
 
 def _emptiest(group: Group) -> Pair:
@@ -33,12 +34,14 @@ def _emptiest(group: Group) -> Pair:
 
 
 def _pair_load(pair: Pair) -> tuple[bool, float]:
-    batch = 0.0 if pair.decode is None else _batch_share(pair.decode)
-    return batch >= 1.0, batch + (0.0 if pair.prefill is None else _queue_share(pair.prefill))
+    queue, batch = _shares(pair)
+    return batch >= 1.0, queue + batch
 
 
-def _queue(worker: WorkerView) -> int:
-    return worker.pending_prefill_tokens
+def _shares(pair: Pair) -> tuple[float, float]:
+    """Return the shares that are taken of who computes the prompt and of who decodes."""
+    computes, decode = pair.prefill or pair.decode, pair.decode
+    return 0.0 if computes is None else _queue_share(computes), 0.0 if decode is None else _batch_share(decode)
 
 
 def _queue_share(worker: WorkerView) -> float:

@@ -304,9 +304,9 @@ class Predictor:
         return self._sequences.rate(worker, now_s, self._life_s)
 
 
-def uncached(prompt: Prompt, link: LinkId) -> tuple[int, int]:
+def uncached(prompt: Prompt, link: LinkId, fetched_tokens: int = 0) -> tuple[int, int]:
     """Return the tokens that a worker has to compute of a prompt, and the work of their attention."""
-    cached = min(prompt.cached.get(link, 0), prompt.num_tokens - 1)
+    cached = min(max(prompt.cached.get(link, 0), fetched_tokens), prompt.num_tokens - 1)
     return prompt.num_tokens - cached, prompt.num_tokens**2 - cached**2
 
 

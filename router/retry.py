@@ -56,7 +56,7 @@ class Retry:
             if not worker.draining:  # that one was to end
                 _note_loss(request, process, now_s)
             placement = request.placements[key[1]]
-            if self._goes_on(placement, worker):
+            if self._goes_on(placement, worker, now_s):
                 continue
             self._note_move(placement, Failure.PEER_LOST, now_s)
             indices = self._give_up(request, placement, {worker.link}, now_s)
@@ -69,7 +69,7 @@ class Retry:
             return
         request = self._placements.requests[event.request_id]
         cause = f"{worker.name}: {event.failure.name}: {event.detail}"
-        if self._goes_on(placement, worker):
+        if self._goes_on(placement, worker, now_s):
             return
         if event.failure is Failure.SENDER_GAVE_UP and worker is placement.decode and placement.prefill is not None:
             return  # the prompt's worker is there: its own report of what has ended is on its way
@@ -87,9 +87,18 @@ class Retry:
         others = {other.link for other in placement.workers() if other is not worker}
         avoid = others if event.failure in _BLAMED_ON_PEER else {worker.link}
         status = Status.INTERNAL if event.failure in _OURS else Status.UNAVAILABLE
-        self.fail(request, placement, Refused(status, cause), avoid, now_s)
+        self._fail(request, placement, Refused(status, cause), avoid, now_s)
 
-    def fail(self, request: Request, placement: Placement, why: Refused, avoid: Iterable[LinkId], now_s: float) -> None:
+    def take_fault(self, worker: WorkerView, request: Request, placement: Placement, fault: str, now_s: float) -> None:
+        """Stop a placement of which a worker sent what cannot be, unless it is over."""
+        if request.placements.get(placement.attempt) is placement:
+            self._note_move(placement, Failure.INTERNAL, now_s)
+            why = Refused(Status.INTERNAL, f"{worker.name} broke the protocol: {fault}")
+            self._fail(request, placement, why, {worker.link}, now_s)
+
+    def _fail(
+        self, request: Request, placement: Placement, why: Refused, avoid: Iterable[LinkId], now_s: float
+    ) -> None:
         """Stop a placement and place its sequences again after a delay; `why` ends the request on the last try.
 
         INTERNAL counts among the failures of the request's own computing, any other status among interruptions.
@@ -112,11 +121,12 @@ class Retry:
         delay_s = min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2 ** (num_failed + num_interrupted - 1))
         self._retry_later(request, [sequence.index for sequence in sequences], why.message, now_s + delay_s)
 
-    def _goes_on(self, placement: Placement, lost: WorkerView) -> bool:
+    def _goes_on(self, placement: Placement, lost: WorkerView, now_s: float) -> bool:
         """Let a decode worker that has all it needs go on without the worker that it came from, if that was lost."""
         goes_on = placement.committed and (lost is placement.prefill or lost is placement.source)
-        if goes_on:
+        if goes_on and placement.decode is not None:
             self._placements.release_prefill(placement)
+            placement.decode.prefilled(placement.key, now_s)
         return goes_on
 
     def _note_move(self, placement: Placement, failure: Failure, now_s: float) -> None:
@@ -181,7 +191,7 @@ class Retry:
                 continue
             self._note_move(placement, Failure.PEER_LOST, now_s)
             text = f"{worker.name} has not received what moved to it {_IN_DOUBT_S:g} s after its source was lost"
-            self.fail(request, placement, Refused(Status.UNAVAILABLE, text), {worker.link}, now_s)
+            self._fail(request, placement, Refused(Status.UNAVAILABLE, text), {worker.link}, now_s)
             if request.has_ended:
                 return
 

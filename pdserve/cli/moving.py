@@ -16,7 +16,7 @@ def moves(
     flips: Annotated[int, typer.Option(min=0, help="Changes of a worker's role.")] = 20,
     drains: Annotated[int, typer.Option(min=0, help="Drains of each worker, which then starts again.")] = 2,
     load: Annotated[float, typer.Option(min=0.01, max=2, help="Share of the capacity that is sent.")] = 0.7,
-    pause: Annotated[float, typer.Option(min=0, help="Mean seconds between flips and drains.")] = 2.0,
+    pause: Annotated[float, typer.Option(min=0.01, help="Mean seconds between flips and drains.")] = 2.0,
     within: Annotated[float, typer.Option(min=1, help="Seconds for all that is planned.")] = 240.0,
     calibration: Annotated[float, typer.Option(min=2, help="Seconds of full load before.")] = 15.0,
     distinct: Annotated[int, typer.Option(min=1, help="Different requests; they are sent in turn.")] = 100,

@@ -53,3 +53,9 @@ def test_what_a_command_says_while_its_other_tasks_run_is_still_one_line() -> No
     assert only_cause(ExceptionGroup("tasks", [ExceptionGroup("tasks", [told])])) is told
     both = ExceptionGroup("tasks", [told, OSError("disk")])
     assert only_cause(both) is both
+
+
+def test_a_pause_of_no_time_is_refused(pdserve: Command) -> None:
+    ended = pdserve("bench", "moves", "/no/such/model", "--pause", "0")
+    assert ended.returncode == 2
+    assert "Invalid value for '--pause'" in ended.stderr

@@ -266,3 +266,25 @@ def test_the_holder_is_sent_the_tokens_and_where_they_go() -> None:
     assert len(share.token_ids) == 4 * HELD
     assert share.within_ms == job.fetch.within_ms > 0
     assert (share.request_id, share.attempt) == (place.spec.request_id, place.spec.attempt)
+
+
+def test_nothing_is_learnt_of_a_holder_that_has_left() -> None:
+    cluster = Cluster(workers="p0 d0 d1")
+    hold(cluster, "d0")
+    measured(cluster, "d0", "p0", 0.012)
+    measured(cluster, "p0", "d0", 5.0)
+    place = ask(cluster)
+    assert place.fetch is not None
+    cluster.post(LinkLost(cluster.links["d0"], "died"))
+    fetched(cluster, place, 0)
+    expected = cluster.predictor.fetches.expected
+    assert expected(("d0", "p0"), cluster.now_s) == expected(("somebody", "p0"), cluster.now_s)
+
+
+def test_a_mixed_worker_that_fetches_is_not_predicted_to_compute() -> None:
+    cluster = Cluster(workers="m0 d0")
+    hold(cluster, "d0")
+    measured(cluster, "d0", "m0", 0.012)
+    place = ask(cluster)
+    assert place.fetch is not None
+    assert cluster.predicted_s(place)[0] == pytest.approx(0.018 + 0.02 + 8e-4, rel=0.05)

@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import grpc
 import pytest
 from goodput_cluster import Cluster, placed
-from router_driver import Driver
+from router_driver import LAYOUT, Driver
 from router_fakes import FakeWorker, RouterUnderTest
 
 from pdserve.ids import PROTOCOL_VERSION
@@ -240,3 +241,15 @@ async def test_a_worker_that_leaves_meanwhile_ends_the_call(start_router: StartR
     await decode.until(lambda: bool(decode.roles))
     await decode.die()
     assert await call == (grpc.StatusCode.UNAVAILABLE, "d0 is no longer attached")
+
+
+def test_prompts_that_wait_on_a_mixed_worker_count_where_it_serves_alone() -> None:
+    d = Driver()
+    d.attach("m0", layout=replace(LAYOUT, page_size=32))
+    d.arrive(prompt=range(800))
+    idle = d.attach("m1")
+    first = d.arrive()
+    d.tokens(idle, first, 0, 5)
+    second = d.arrive()
+    reason = d.core.placements.requests[second].ledger.decision
+    assert reason.startswith("least loaded: m1 has 0 prompt tokens waiting, m1 1 sequences")

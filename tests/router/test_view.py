@@ -3,13 +3,15 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from router_driver import Driver
 
 from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.ids import PROTOCOL_VERSION, Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.perfmodel.curve import Step, attention_work
+from pdserve.reports import Stage
 from pdserve.roles import Role
-from pdserve.router.events import LinkId, Registration, StepReported
+from pdserve.router.events import LinkId, LinkLost, Registration, StepReported
 from pdserve.router.view import PlacementKey, Share, WorkerView
 from pdserve.router.wire import worker_events
 from pdserve.worker.wire import step_cost, step_report
@@ -52,6 +54,19 @@ def test_a_prompt_that_comes_during_a_step_is_not_part_of_it() -> None:
     view.prefilled(key(1), 0.0)
     view.stepped(StepReported(view.link, (), Step(100, 10_000)), 1.5)
     assert (view.running.prefill_tokens, view.running.since_s) == (200, 1.5)
+
+
+def test_tokens_that_come_outside_of_a_step_leave_the_step_that_runs_as_it_is() -> None:
+    d = Driver()
+    link = d.attach("m0")
+    running = d.arrive(prompt=range(100))
+    d.tokens(link, running, 0, 9)
+    d.arrive(prompt=range(50))
+    began_s = d.now_s
+    d.wait(0.3)
+    d.tokens(link, running, 1, 8)
+    view = d.core.workers.known(link)
+    assert (view.running.prefill_tokens, view.running.since_s) == (50, began_s)
 
 
 @given(st.lists(st.tuples(st.integers(1, 2000), st.integers(0, 3000)), max_size=30))
@@ -130,3 +145,13 @@ def test_no_order_of_prompts_loses_one_or_lets_a_wait_be_negative(events: list[t
         view.unassign(each)
     view.check_idle()
     assert view.prompts.waiting_tokens == 0
+
+
+def test_a_decode_worker_that_goes_on_alone_awaits_no_prompt() -> None:
+    d = Driver()
+    prefill, decode = d.pair()
+    request = d.arrive()
+    d.stage(decode, request, Stage.COMMITTED)
+    d.post(LinkLost(prefill, "died"))
+    d.tokens(decode, request, 0, 5)
+    assert d.core.workers.known(decode).num_arriving == 0
