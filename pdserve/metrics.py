@@ -148,7 +148,7 @@ ITL = _histogram(
 )
 STEP_TOKENS = _histogram("vllm:iteration_tokens_total", "Tokens that a step computes.", _STEP_TOKENS, _MODEL)
 COMPUTED_TOKENS = _counter("vllm:prompt_tokens_total", "Prompt tokens computed; cached ones are not.", _MODEL)
-DECODED_TOKENS = _counter("vllm:generation_tokens_total", "Tokens decoded.", _MODEL)
+SAMPLED_TOKENS = _counter("vllm:generation_tokens_total", "Tokens of answers, first ones included.", _MODEL)
 PREEMPTIONS = _counter("vllm:num_preemptions_total", "Sequences that gave up their pages to others.", _MODEL)
 CACHE_CONFIG = _gauge(
     "vllm:cache_config_info", "Size of a page and number of pages; 1.", "block_size", "num_gpu_blocks"
@@ -182,7 +182,7 @@ SHOWN: Mapping[str, tuple[Metric, ...]] = {
         *(ACTIVE, HELD, GOODPUT, JUDGED, ATTAINMENT, REPLACED, MOVES, WORKERS, *_SHARED),
     ),
     "worker": (
-        *(ITL, STEP_TOKENS, COMPUTED_TOKENS, DECODED_TOKENS, PREEMPTIONS, CACHE_CONFIG, ROLE, DRAINING, PAGES),
+        *(ITL, STEP_TOKENS, COMPUTED_TOKENS, SAMPLED_TOKENS, PREEMPTIONS, CACHE_CONFIG, ROLE, DRAINING, PAGES),
         *(LEAKED, HANDOFFS, WAITING_TOKENS, KV_TOKENS, DIGEST_MISMATCHES, STALLED_PEERS, *_SHARED),
     ),
     "autoscaler": (DESIRED, REPLICAS, DECISIONS),

@@ -52,8 +52,8 @@ def test_a_number_is_no_histogram(metric: Metric, amount: float | Distribution) 
 def test_a_worker_shows_its_metrics_and_no_others() -> None:
     node = Workers().nodes["s"]
     steps = Steps()
-    steps.note(StepCost(20_000, 100, 3, 500, 10_000, 30))
-    steps.note(StepCost(10_000, 0, 4, 500, 0, 40))
+    steps.note(StepCost(20_000, 100, 3, 500, 10_000, 30), 4)
+    steps.note(StepCost(10_000, 0, 4, 500, 0, 40), 4)
     samples = [
         *steps.samples("m"),
         *load_samples(node.core.load(), node.scheduler.cache, "m"),
@@ -63,7 +63,7 @@ def test_a_worker_shows_its_metrics_and_no_others() -> None:
     assert {sample.metric for sample in samples} == set(SHOWN["worker"])
     assert all(len(sample.labels) == len(sample.metric.labels) for sample in samples)
     numbers = {sample.metric: sample.amount for sample in samples if sample.metric.kind is not Kind.HISTOGRAM}
-    assert (numbers[metrics.COMPUTED_TOKENS], numbers[metrics.DECODED_TOKENS]) == (100, 7)
+    assert (numbers[metrics.COMPUTED_TOKENS], numbers[metrics.SAMPLED_TOKENS]) == (100, 8)
     (gaps,) = [sample.amount for sample in samples if sample.metric is metrics.ITL]
     assert isinstance(gaps, Distribution)
     assert (gaps.buckets()[0], gaps.buckets()[1]) == (("0.01", 4.0), ("0.025", 7.0))

@@ -20,21 +20,22 @@ class Steps:
 
     def __init__(self) -> None:
         self._gaps, self._sizes = Distribution(metrics.ITL), Distribution(metrics.STEP_TOKENS)
-        self._num_computed = self._num_decoded = 0
+        self._num_computed = self._num_sampled = 0
 
-    def note(self, cost: StepCost) -> None:
+    def note(self, cost: StepCost, num_tokens: int) -> None:
+        """Count a step that brought so many tokens of answers."""
         if cost.decode_sequences:
             self._gaps.observe(cost.elapsed_us / 1e6, cost.decode_sequences)
         self._sizes.observe(cost.prefill_tokens + cost.decode_sequences)
         self._num_computed += cost.prefill_tokens
-        self._num_decoded += cost.decode_sequences
+        self._num_sampled += num_tokens
 
     def samples(self, model: str) -> Iterator[Sample]:
         label = (model,)
         yield Sample(metrics.ITL, self._gaps, label)
         yield Sample(metrics.STEP_TOKENS, self._sizes, label)
         yield Sample(metrics.COMPUTED_TOKENS, self._num_computed, label)
-        yield Sample(metrics.DECODED_TOKENS, self._num_decoded, label)
+        yield Sample(metrics.SAMPLED_TOKENS, self._num_sampled, label)
 
 
 def load_samples(load: Load, cache: KvCache, model: str) -> Iterator[Sample]:

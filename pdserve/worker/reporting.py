@@ -66,7 +66,7 @@ class Reporter:
             else:
                 self._links.send(report.router, wire.report(report, now_s))
         cost = wire.step_cost(*step)
-        self.steps.note(cost)
+        self.steps.note(cost, sum(map(len, tokens.values())))
         for router in self._links.attached:
             message = wire.step_report(cost, tokens.get(router, ()), stages.get(router, ()), now_s)
             self._links.send(router, message)
