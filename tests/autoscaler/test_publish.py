@@ -167,7 +167,7 @@ async def test_who_follows_the_metric_gives_a_pool_its_least_size_and_no_more(tm
     file, platform, clock = tmp_path / "policy.yaml", Platform(), VirtualClock()
     file.write_text(POLICY)
     cluster = Cluster(platform.actuator, [platform.status])
-    loop = Loop(PolicyFile(file), cluster, Journal(None, file), lambda _: (), clock)
+    loop = Loop(PolicyFile(file, lambda _: ()), cluster, Journal(None, file), clock)
     seen = []
     for _ in range(30):
         await loop.step()
