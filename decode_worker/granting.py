@@ -32,12 +32,13 @@ class Expected:
     job: Job
     order: int  # of arrival at this worker
     prefix: Prefix  # of the job's tokens
-    extra_tokens: int = 0  # for how many more there are to be pages: it is decoded while it is copied
+    num_tokens: int  # for which there are to be pages
+    is_prefix: bool = False  # only pages of the prompt come, and no sequence goes on with them
 
     @property
-    def num_tokens(self) -> int:
-        """Return for how many tokens there are to be pages."""
-        return len(self.job.token_ids) + self.extra_tokens
+    def num_sequences(self) -> int:
+        """Return how many sequences go on with it."""
+        return 0 if self.is_prefix else len(self.job.indices)
 
     @property
     def urgency(self) -> tuple[int, int]:
@@ -48,10 +49,7 @@ class Expected:
 class Arrival:
     """A hand-off with pages set aside, from then until they are a sequence's or free."""
 
-    key: HandoffKey
-    peer: Peer
-    job: Job
-    prefix: Prefix
+    expected: Expected
     receiver: receiver.Receiver
     reused: Pages  # leading pages held since then
     is_quarantined: bool = False
@@ -76,8 +74,7 @@ class Granting:
 
     def reserve(self, expected: Expected, num_coming: int) -> Arrival | None:
         """Set pages aside for a hand-off, beside what runs and `num_coming` sequences; or None, and change nothing."""
-        cache, scheduler, job = self._scheduler.cache, self._scheduler, expected.job
-        width = len(job.indices)
+        cache, scheduler, width = self._scheduler.cache, self._scheduler, expected.num_sequences
         before = [sequence for sequence in scheduler.waiting if sequence.urgency < expected.urgency]
         busy = scheduler.num_running + num_coming + sum([len(s.indices) for s in before if not s.stop_after_prompt])
         if busy and busy + width > scheduler.limits.max_num_seqs:
@@ -85,7 +82,8 @@ class Granting:
         num_kept = sum([cache.num_pages(len(s.tokens)) for s in before]) + (busy + width if busy else 0)
         if cache.pool.num_free <= num_kept:
             return None
-        reused = cache.reuse(expected.prefix, (len(job.token_ids) - 1) // cache.page_size)
+        num_reusable = expected.num_tokens if expected.is_prefix else len(expected.job.token_ids) - 1
+        reused = cache.reuse(expected.prefix, num_reusable // cache.page_size)
         count = cache.num_pages(expected.num_tokens) - len(reused)
         room = min(cache.pool.num_free - num_kept, self._room.for_grants - len(reused))
         pages = cache.grant(count) if count <= room else None
@@ -97,4 +95,8 @@ class Granting:
         capability = mint_capability(self._key, expected.key, KV_REGION, pages, generations)
         grant = Grant(len(reused), pages, generations, capability, self._lease_s)
         half = receiver.Receiver(grant, cache.page_size, checks_digests=self._digests.checks(expected.key))
-        return Arrival(expected.key, expected.peer, job, expected.prefix, half, reused)
+        return Arrival(expected, half, reused)
+
+    def settle(self, arrival: Arrival) -> None:
+        """Note that a hand-off has been admitted, or is over."""
+        self._room.num_pinned -= len(arrival.reused)

@@ -65,18 +65,13 @@ class Incoming:
         return sum(self._cache.num_pages(expected.num_tokens) for expected in self._ungranted)
 
     @property
-    def num_pinned(self) -> int:
-        """Return how many cached pages hand-offs hold that have pages set aside."""
-        return sum([len(arrival.reused) for arrival in self._arrivals.values()])
-
-    @property
     def states(self) -> list[receiver.State]:
         """Return where each of them is."""
         return [arrival.receiver.state for arrival in self._arrivals.values()]
 
     def num_granted_to(self, peer: Peer) -> int:
         """Return how many grants of a sender are open: it may write into their pages."""
-        return sum(a.peer == peer and a.receiver.state is receiver.State.GRANTED for a in self._arrivals.values())
+        return sum(a.receiver.state is receiver.State.GRANTED for a in self._arrivals_of(peer))
 
     def claims(self) -> Iterator[Claim]:
         return (arrival.claim for arrival in self._arrivals.values())
@@ -108,13 +103,13 @@ class Incoming:
         return [] if self._ungranted else self._grant(expected)
 
     def _grant(self, expected: Expected) -> list[Result]:
-        num_coming = sum([len(a.job.indices) for a in self._arrivals.values() if not a.is_quarantined])
+        num_coming = sum([a.expected.num_sequences for a in self._arrivals.values() if not a.is_quarantined])
         arrival = self._granting.reserve(expected, num_coming)
         if arrival is None:
             return []
-        self._arrivals[arrival.key] = arrival
-        offered = self._advance(arrival, receiver.SenderAttached()) if self._leases.holds(arrival.peer) else []
-        return [Reserved(arrival.key, len(arrival.reused)), *offered]
+        self._arrivals[expected.key] = arrival
+        offered = self._advance(arrival, receiver.SenderAttached()) if self._leases.holds(expected.peer) else []
+        return [Reserved(expected.key, len(arrival.reused)), *offered]
 
     def give_up(self, key: HandoffKey, reason: str) -> list[Result]:
         """End a hand-off, if there is one: its request has ended here. Its pages are free once they are safe."""
@@ -159,14 +154,15 @@ class Incoming:
         arrival = self._arrivals.get(key)
         if arrival is None:
             return self._forgo(peer, key, said) if isinstance(said, Quiesced) else []
-        if arrival.peer != peer:
-            raise ProtocolError(f"{peer} speaks for a hand-off of {arrival.peer}", Refusal.INCARNATION)
+        expected = arrival.expected
+        if expected.peer != peer:
+            raise ProtocolError(f"{peer} speaks for a hand-off of {expected.peer}", Refusal.INCARNATION)
         if not isinstance(said, Commit):
             return self._advance(arrival, said)
-        if arrival.job.indices:
-            check_capsule(arrival.job, said.capsule, self._vocab_size)
+        if expected.is_prefix:
+            check_prefix(expected.num_tokens, said.capsule, self._cache.page_size)
         else:
-            check_prefix(arrival.job, said.capsule, self._cache.page_size)
+            check_capsule(expected.job, said.capsule, self._vocab_size)
         results = self._advance(arrival, said)
         if arrival.receiver.state not in (receiver.State.LANDING, receiver.State.COMMITTED):
             return results  # it crossed our giving up
@@ -180,22 +176,24 @@ class Incoming:
         return [NotAdmitted(key, Failure.SENDER_GAVE_UP, said.reason)]
 
     def _advance_all(self, peer: Peer, event: receiver.Event) -> list[Result]:
-        concerned = [arrival for arrival in self._arrivals.values() if arrival.peer == peer]
-        return [result for arrival in concerned for result in self._advance(arrival, event)]
+        return [result for arrival in self._arrivals_of(peer) for result in self._advance(arrival, event)]
+
+    def _arrivals_of(self, peer: Peer) -> list[Arrival]:
+        return [arrival for arrival in self._arrivals.values() if arrival.expected.peer == peer]
 
     def _advance(self, arrival: Arrival, event: receiver.Event) -> list[Result]:
         commands = arrival.receiver.handle(event)
         return [result for command in commands for result in self._perform(arrival, command)]
 
     def _perform(self, arrival: Arrival, command: receiver.Command) -> Iterator[Result]:
-        pool, key, pages = self._cache.pool, arrival.key, arrival.receiver.grant.pages
+        pool, key, pages = self._cache.pool, arrival.expected.key, arrival.receiver.grant.pages
         match command:
             case Grant() | Taken() | Withdrawn():
-                yield ToSender(arrival.peer, key, command)
+                yield ToSender(arrival.expected.peer, key, command)
             case receiver.CheckDigests(first, digests):
                 yield CheckDigests(key, pages[first : first + len(digests)], digests)
             case receiver.Admit(capsule, num_pages):
-                del self._arrivals[key]
+                self._settle(arrival)
                 pool.adopt(pages[:num_pages])
                 pool.ungrant(pages[num_pages:])
                 yield Admitted(key, (*arrival.reused, *pages[:num_pages]), len(arrival.reused), capsule)
@@ -208,23 +206,27 @@ class Incoming:
                 self.num_digest_mismatches += failure is Failure.DIGEST_MISMATCH
                 yield NotAdmitted(key, failure, reason)
 
+    def _settle(self, arrival: Arrival) -> None:
+        del self._arrivals[arrival.expected.key]
+        self._granting.settle(arrival)
+
     def _free(self, arrival: Arrival, num_checked: int) -> None:
         """Give back the pages of a hand-off that has failed. The full ones that were checked can be found."""
-        del self._arrivals[arrival.key]
+        self._settle(arrival)
         cache, pages, num_reused = self._cache, arrival.receiver.grant.pages, len(arrival.reused)
         (cache.pool.unquarantine if arrival.is_quarantined else cache.pool.ungrant)(pages)
-        num_full = len(arrival.job.token_ids) // cache.page_size
+        num_full = len(arrival.expected.job.token_ids) // cache.page_size
         kept = range(num_reused, min(num_reused + num_checked, num_full))
-        cache.publish(arrival.prefix, (*arrival.reused, *pages), kept)
+        cache.publish(arrival.expected.prefix, (*arrival.reused, *pages), kept)
         cache.pool.release(arrival.reused)
 
 
-def check_prefix(job: Job, capsule: Capsule, page_size: int) -> None:
-    """Raise ProtocolError unless a capsule is about full pages of a prefix that is expected."""
+def check_prefix(num_tokens: int, capsule: Capsule, page_size: int) -> None:
+    """Raise ProtocolError unless a capsule is about full pages of a prefix of so many tokens."""
     if capsule.tails:
         raise ProtocolError("capsule: tails for a prefix that is fetched")
-    if capsule.num_tokens % page_size or capsule.num_tokens > len(job.token_ids):
-        raise ProtocolError(f"capsule: {capsule.num_tokens} tokens of a prefix of {len(job.token_ids)}")
+    if capsule.num_tokens % page_size or capsule.num_tokens > num_tokens:
+        raise ProtocolError(f"capsule: {capsule.num_tokens} tokens of a prefix of {num_tokens}")
 
 
 def check_capsule(job: Job, capsule: Capsule, vocab_size: int) -> None:

@@ -232,8 +232,9 @@ IncomingEvent = SenderAttached | SenderAlive | SenderSaid | SenderLost | Digests
 OutgoingCommand = Connect | Copy | CancelCopies | Probe | ToReceiver
 IncomingCommand = ToSender | CheckDigests
 Command = OutgoingCommand | IncomingCommand | Forget
-Outcome = Granted | Sent | Unsent | Reserved | Landed | Admitted | NotAdmitted
-OUTCOMES = Granted, Sent, Unsent, Reserved, Landed, Admitted, NotAdmitted
+Leaving = Granted | Sent | Unsent
+Arriving = Reserved | Landed | Admitted | NotAdmitted
+Outcome = Leaving | Arriving
 Result = Command | Outcome  # what a door answers an event with, in order
 
 

@@ -201,8 +201,8 @@ class WorkerCore:
         task = Task(placed.router, job, placed.deadline_s, self._num_placed, source, target)
         if source is not None:
             prefix = task.prefix = Prefix(job.token_ids, job.cache_salt)
-            extra_tokens = min(placed.extra_tokens, longest(self._scheduler, job) - len(job.token_ids))
-            expected = Expected(key, source, job, task.order, prefix, extra_tokens)
+            num_tokens = min(len(job.token_ids) + placed.extra_tokens, longest(self._scheduler, job))
+            expected = Expected(key, source, job, task.order, prefix, num_tokens)
             reserved: list[doors.Result] = []
             if not placed.extra_tokens:
                 self.incoming.expect(expected)
@@ -225,7 +225,6 @@ class WorkerCore:
     def _use_room(self, now_s: float) -> list[Command]:
         """Let moves go on, take a role, let prompts start and grant hand-offs pages, as far as there is room."""
         moved = self._take(self._moves.go_on(now_s) + self._fetches.go_on(now_s), now_s)
-        self._room.num_pinned = self.incoming.num_pinned
         taken = self._roles.settle()
         if self._starting.num_waiting:
             self._starting.start(self._roles.num_kept(self.incoming.pages_wanted))
@@ -283,18 +282,39 @@ class WorkerCore:
         """Return commands and reports, with what its outcomes are to routers in their place."""
         commands: list[Command] = []
         for result in results:
-            if isinstance(result, doors.OUTCOMES):
+            if isinstance(result, doors.Outcome):
                 commands += self._conclude(result, now_s)
             else:
                 commands.append(result)
         return commands
 
-    def _conclude(self, outcome: doors.Outcome, now_s: float) -> Seq[Command]:  # noqa: C901 - one match
-        """Let a task go on, or end, with what has become of its hand-off."""
-        if self._fetches.concerns(outcome):
-            return self._take(self._fetches.conclude(outcome, now_s), now_s)
-        if self._moves.concerns(outcome):
-            return self._moves.conclude(outcome)
+    def _conclude(self, outcome: doors.Outcome, now_s: float) -> Seq[Command]:
+        """Let a task go on, or end, with what has become of its hand-off. One name may go both ways."""
+        key = outcome.key
+        if isinstance(outcome, doors.Leaving):
+            if self._fetches.shares(key):
+                return self._take(self._fetches.conclude_share(outcome, now_s), now_s)
+            return self._moves.conclude(outcome) if self._moves.moves(key) else self._conclude_leaving(outcome)
+        if self._fetches.fetches(key):
+            return self._take(self._fetches.conclude_fetch(outcome, now_s), now_s)
+        return self._conclude_arriving(outcome, now_s)
+
+    def _conclude_leaving(self, outcome: doors.Leaving) -> Seq[Command]:
+        key, task = outcome.key, self._tasks.get(outcome.key)
+        if task is None:
+            return ()  # it has been given up
+        match outcome:
+            case doors.Granted():
+                self._starting.granted(key)
+                return ()
+            case doors.Sent():
+                self._tasks.end(task)
+                return ()
+            case doors.Unsent(_, failure, reason):
+                self._tasks.end(task)
+                return (Failed(task.router, key, failure, reason),)
+
+    def _conclude_arriving(self, outcome: doors.Arriving, now_s: float) -> Seq[Command]:
         key, task = outcome.key, self._tasks.get(outcome.key)
         if task is None:  # it has been given up
             if isinstance(outcome, doors.Admitted):
@@ -303,19 +323,13 @@ class WorkerCore:
         match outcome:
             case doors.Reserved():
                 return (Progress(task.router, key, Stage.GRANTED, now_s, pages_reused=outcome.num_reused),)
-            case doors.Granted():
-                self._starting.granted(key)
-                return ()
-            case doors.Sent():
-                self._tasks.end(task)
-                return ()
             case doors.Landed(_, num_bytes, seconds):
                 return (Progress(task.router, key, Stage.LANDED, now_s, 0, num_bytes, seconds),)
             case doors.Admitted():
                 self._admit(task, outcome)
                 committed = Progress(task.router, key, Stage.COMMITTED, now_s)
                 return (committed, *tail_tokens(task, outcome.capsule))
-            case doors.Unsent(_, failure, reason, _) | doors.NotAdmitted(_, failure, reason):
+            case doors.NotAdmitted(_, failure, reason):
                 self._tasks.end(task)
                 return (Failed(task.router, key, failure, reason),)
 

@@ -5,7 +5,7 @@ fetch holds is given back when its prompt has started, when the task has ended, 
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import inf
 
 from pdserve.decode_worker.granting import Expected
@@ -65,11 +65,11 @@ class Fetches:
         yield from (Claim(held=fetch.pages) for fetch in self._fetches.values())
         yield from (Claim(held=share.pages) for share in self._shares.values())
 
-    def concerns(self, outcome: doors.Outcome) -> bool:
-        """Whether an outcome is of a share, or of a fetch. A hand-off of the same name may go the other way."""
-        if isinstance(outcome, doors.Granted | doors.Sent | doors.Unsent):
-            return outcome.key in self._shares
-        return outcome.key in self._fetches
+    def shares(self, key: HandoffKey) -> bool:
+        return key in self._shares
+
+    def fetches(self, key: HandoffKey) -> bool:
+        return key in self._fetches
 
     # ---- the worker that has the pages
 
@@ -85,10 +85,12 @@ class Fetches:
         self._shares[key] = _Share(asked.deadline_s, pages)
         return results if pages else results + outgoing.give_up(key, "nothing of it is cached here", now_s)
 
-    def _send(self, key: HandoffKey, now_s: float) -> list[Result]:
-        """Send as many of the pages as there is room for."""
-        outgoing, cache, share = self._outgoing, self._scheduler.cache, self._shares[key]
+    def conclude_share(self, outcome: doors.Leaving, now_s: float) -> list[Result]:
+        """Send as many of the pages as there is room for, or give them back."""
+        key, outgoing, cache, share = outcome.key, self._outgoing, self._scheduler.cache, self._shares[outcome.key]
         pages, share.pages = share.pages, ()
+        if not isinstance(outcome, doors.Granted):
+            del self._shares[key]
         wanted = pages[: outgoing.num_granted(key)] if outgoing.is_open(key) else ()
         results: list[Result] = []
         if wanted:
@@ -106,19 +108,15 @@ class Fetches:
             self._start(task, sequence)
         return results
 
-    def conclude(self, outcome: doors.Outcome, now_s: float) -> list[Reported]:
+    def conclude_fetch(self, outcome: doors.Arriving, now_s: float) -> list[Reported]:
         """Take what has arrived into the prefix cache, and let the prompt start; or start without it."""
-        fetch = self._fetches.get(outcome.key)
+        fetch = self._fetches[outcome.key]
         match outcome:
-            case doors.Granted():
-                return [*self._send(outcome.key, now_s)]
-            case doors.Sent() | doors.Unsent():
-                self._scheduler.cache.pool.release(self._shares.pop(outcome.key).pages)
-            case doors.Admitted(_, pages, num_reused) if fetch is not None:
+            case doors.Admitted(_, pages, num_reused):
                 self._scheduler.cache.publish(fetch.prefix, pages, range(num_reused, len(pages)))
                 fetch.pages, fetch.has_started = pages, True
                 return self._end(fetch, now_s, len(pages) - num_reused, num_reused)
-            case doors.NotAdmitted() if fetch is not None:
+            case doors.NotAdmitted():
                 del self._fetches[outcome.key]
                 return self._end(fetch, now_s)
             case _:
@@ -152,9 +150,8 @@ class Fetches:
         nothing = self._report(task, now_s, 0, len(here))
         if len(here) == num_pages or fetch.deadline_s <= now_s or self._incoming.is_open(key):
             return [nothing]
-        # One token is left out again by `extra_tokens`, so that the last full page may be one that is here.
-        wanted = replace(job, token_ids=job.token_ids[: num_pages * cache.page_size + 1], indices=())
-        expected = Expected(key, fetch.holder, wanted, task.order, sequence.prefix, extra_tokens=-1)
+        num_tokens = num_pages * cache.page_size
+        expected = Expected(key, fetch.holder, job, task.order, sequence.prefix, num_tokens, is_prefix=True)
         results = self._incoming.expect_now(expected)
         if not results:
             return [nothing]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Sequence
-from pdserve.errors import InvariantError, ProtocolError, Refusal
+from pdserve.errors import ProtocolError, Refusal
 from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.doors import Result
 from pdserve.kvtransfer.session import Capsule, HandoffKey, Tail
@@ -43,9 +43,8 @@ class Moves:
         self._tasks = tasks
         self._moves: dict[HandoffKey, _Move] = {}
 
-    def concerns(self, outcome: doors.Outcome) -> bool:
-        """Whether an outcome is of a move. What arrives may have the same name."""
-        return isinstance(outcome, doors.Granted | doors.Sent | doors.Unsent) and outcome.key in self._moves
+    def moves(self, key: HandoffKey) -> bool:
+        return key in self._moves
 
     def ask(self, asked: MoveAsked, now_s: float) -> list[Reported]:
         """Begin to hand a continuation over. The receiver is sent that it ends at once where there is none to move."""
@@ -76,7 +75,7 @@ class Moves:
         """Announce pages that have become final, and cut what has come far enough."""
         return [result for move in list(self._moves.values()) for result in self._go_on(move, now_s)]
 
-    def conclude(self, outcome: doors.Outcome) -> list[Failed]:
+    def conclude(self, outcome: doors.Leaving) -> list[Failed]:
         """Let a continuation leave, or go on here, with what has become of its hand-off."""
         if isinstance(outcome, doors.Granted):
             return []  # it goes on in its turn
@@ -84,19 +83,16 @@ class Moves:
         task, sequence = move.task, move.sequence
         if not self._tasks.runs(task, sequence):
             return []
-        match outcome:
-            case doors.Sent():
-                self._scheduler.remove(sequence)
-                self._tasks.replace(task, sequence, ())
-            case doors.Unsent(_, failure, reason, may_resume=True):
-                self._scheduler.resume(sequence)
-                return [Failed(task.router, move.key, failure, reason)]
-            case doors.Unsent(_, failure, reason):
-                self._tasks.end(task)  # routers place all that an attempt runs again
-                return [Failed(task.router, task.key, failure, reason)]
-            case _:
-                raise InvariantError(f"{type(outcome).__name__} of a hand-off that leaves")
-        return []
+        if isinstance(outcome, doors.Sent):
+            self._scheduler.remove(sequence)
+            self._tasks.replace(task, sequence, ())
+            return []
+        if outcome.may_resume:
+            self._scheduler.resume(sequence)
+        else:
+            self._tasks.end(task)  # routers place all that an attempt runs again
+        key = move.key if outcome.may_resume else task.key
+        return [Failed(task.router, key, outcome.failure, outcome.reason)]
 
     def _go_on(self, move: _Move, now_s: float) -> list[Reported]:
         sequence = move.sequence

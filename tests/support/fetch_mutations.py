@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from breaking import Original, mutation, wrap
 
-from pdserve.kvtransfer.doors import Outcome, Result
+from pdserve.kvtransfer.doors import Arriving, Result
 from pdserve.worker.fetches import Fetches
 
 
@@ -12,7 +12,7 @@ from pdserve.worker.fetches import Fetches
 def release_fetched_pages_before_the_prompt_has_started() -> Iterator[object]:
     """Leave them to whoever wants free pages."""
 
-    def conclude(original: Original, self: Fetches, outcome: Outcome, now_s: float) -> list[Result]:
+    def conclude(original: Original, self: Fetches, outcome: Arriving, now_s: float) -> list[Result]:
         results: list[Result] = original(self, outcome, now_s)
         fetch = self._fetches.get(outcome.key)
         if fetch is not None:
@@ -20,5 +20,5 @@ def release_fetched_pages_before_the_prompt_has_started() -> Iterator[object]:
             fetch.pages = ()
         return results
 
-    with wrap(Fetches, "conclude", conclude) as patched:
+    with wrap(Fetches, "conclude_fetch", conclude) as patched:
         yield patched

@@ -97,8 +97,8 @@ def ignore_the_incarnation_on_decode_workers() -> Iterator[object]:
 
     def handle(original: Original, self: Incoming, event: object, now_s: float) -> list[object]:
         arrival = self._arrivals.get(getattr(event, "key", None))
-        if arrival is not None and hasattr(event, "peer") and event.peer.worker_id == arrival.peer.worker_id:
-            event = replace(event, peer=arrival.peer)
+        if arrival is not None and hasattr(event, "peer") and event.peer.worker_id == arrival.expected.peer.worker_id:
+            event = replace(event, peer=arrival.expected.peer)
         return original(self, event, now_s)
 
     with wrap(Incoming, "handle", handle) as patched:
@@ -113,7 +113,7 @@ def take_one_process_gone_for_all_of_its_name() -> Iterator[object]:
         commands = original(self, event, now_s)
         if isinstance(event, PeerGone):
             arrivals = self.incoming._arrivals.values()
-            namesakes = {a.peer for a in arrivals if a.peer.worker_id == event.peer.worker_id}
+            namesakes = {a.expected.peer for a in arrivals if a.expected.peer.worker_id == event.peer.worker_id}
             for peer in sorted(namesakes, key=lambda peer: peer.incarnation):
                 commands += original(self, PeerGone(peer), now_s)
         return commands
