@@ -12,9 +12,9 @@ from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvlayout_wire import layout_to_proto
 from pdserve.perfmodel.model import LearntCosts
 from pdserve.proto.v1 import admin_pb2 as admin
-from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceServicer
 from pdserve.roles import Role
+from pdserve.roles_wire import ROLE_NUMBERS, ROLES
 from pdserve.router.costs import Kind
 from pdserve.router.events import DrainAsked, LinkId, MovesAsked, ProcessEnded, RoleAsked
 from pdserve.router.predict import Predictor
@@ -22,7 +22,6 @@ from pdserve.router.roles import refusal
 from pdserve.router.routing import difference
 from pdserve.router.shell import Shell, WorkerStream
 from pdserve.router.view import WorkerView
-from pdserve.router.wire import ROLES
 from pdserve.rpc import abort
 
 MIN_INTERVAL_S = 0.1
@@ -115,7 +114,7 @@ class AdminEndpoint(AdminServiceServicer):
         source = await self._attached(request.worker_id, "worker_id", context)
         if request.target_worker_id:
             target = await self._attached(request.target_worker_id, "target_worker_id", context)
-            if why := _unfit(source, target) or core.workers.refusal(target):
+            if why := _all_leave(source) or _unfit(source, target) or core.workers.refusal(target):
                 await abort(context, grpc.StatusCode.FAILED_PRECONDITION, f"target_worker_id: {why}")
         num_movable = core.moving.num_movable(source)
         num_sequences = min(num_movable, request.max_sequences or num_movable)
@@ -168,6 +167,15 @@ class AdminEndpoint(AdminServiceServicer):
         )
 
 
+def _all_leave(source: WorkerView) -> str:
+    """Return why nobody can choose where a worker's continuations move; empty when somebody can."""
+    if source.draining:
+        return f"{source.name} is draining: all that it decodes moves to wherever there is room"
+    if not source.role.is_in(Role.DECODE):
+        return f"{source.name} is a prefill worker: all that it decodes moves to wherever there is room"
+    return ""
+
+
 def _unfit(source: WorkerView, target: WorkerView) -> str:
     """Return why continuations of one worker cannot move to another; empty when they can."""
     if target is source:
@@ -181,7 +189,7 @@ def _unfit(source: WorkerView, target: WorkerView) -> str:
 
 def _costs(kind: Kind, costs: LearntCosts, predictor: Predictor) -> admin.LearntCosts:
     return admin.LearntCosts(
-        role=link.ROLE_PREFILL if kind.role is Role.PREFILL else link.ROLE_DECODE,
+        role=ROLE_NUMBERS[kind.role],
         device=kind.device,
         layout=layout_to_proto(kind.layout),
         prefill_step_s=costs.prefill.step_s,

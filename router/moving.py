@@ -3,7 +3,8 @@
 A worker that drains, or whose role is prefill, hands all that it decodes over; one that is about to preempt hands some
 over; and an operator may ask for more. What is sure to end before it had moved stays where it is.
 
-Invariant: at most MAX_LEAVING continuations are on their way from one worker, and at most MAX_COMING to one.
+Invariant: at most MAX_LEAVING of this router's continuations are on their way from one worker, and at most MAX_COMING
+to one.
 """
 
 from collections.abc import Iterator

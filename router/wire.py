@@ -15,7 +15,7 @@ from pdserve.prefix_hash import HASH_BYTES, short_hashes
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.reports import Failure, Stage
-from pdserve.roles import Role
+from pdserve.roles_wire import ROLE_NUMBERS, ROLES
 from pdserve.router.commands import (
     CancelAttempt,
     FetchAsked,
@@ -45,8 +45,6 @@ MAX_WORKER_ID_BYTES = 128
 MAX_DEVICE_BYTES = 128
 _UNKNOWN_LAYOUT = KvLayout("", 0, 0, 0, 0, "")  # of a worker that loads: nothing is placed on it
 
-ROLES = {link.Role.Value(f"ROLE_{role.name}"): role for role in Role}
-_ROLE_NUMBERS = {role: number for number, role in ROLES.items()}
 _STAGES = {number: Stage[name.removeprefix("STAGE_")] for name, number in link.Stage.items() if number}
 # Values that are written and read field by field have the fields of their messages.
 _OTHERS, _SAMPLING, _USAGE, _LEDGER = (
@@ -189,7 +187,7 @@ def messages(
         case SendDrain(link_id):
             return [(link_id, link.AttachResponse(drain=link.Drain()))]
         case SendRole(link_id, role, epoch):
-            return [(link_id, link.AttachResponse(set_role=link.SetRole(role=_ROLE_NUMBERS[role], epoch=epoch)))]
+            return [(link_id, link.AttachResponse(set_role=link.SetRole(role=ROLE_NUMBERS[role], epoch=epoch)))]
         case SendProcessGone(link_id, worker_id, incarnation):
             gone = link.ProcessGone(worker_id=worker_id, incarnation=incarnation)
             return [(link_id, link.AttachResponse(process_gone=gone))]
@@ -211,21 +209,23 @@ def _placement(place: Place) -> list[tuple[LinkId, link.AttachResponse]]:
         if decode is not None:
             message.place.target.CopyFrom(_worker_ref(decode))
         messages.append((prefill.link, message))
-    if place.fetch is not None:
-        messages.append(_share(place, place.fetch, message.place))
+        if place.fetch is not None:
+            messages.append(_share(place, prefill, place.fetch, message.place))
     return messages
 
 
-def _share(place: Place, fetch: FetchAsked, job: link.Place) -> tuple[LinkId, link.AttachResponse]:
+def _share(
+    place: Place, prefill: Registration, fetch: FetchAsked, job: link.Place
+) -> tuple[LinkId, link.AttachResponse]:
     """Name the fetch in the job of the worker that computes the prompt; return the message for the holder."""
-    within_ms, target, spec = round(fetch.within_s * 1e3), place.prefill or place.decode, place.spec
+    within_ms, spec = round(fetch.within_s * 1e3), place.spec
     job.fetch.CopyFrom(link.Fetch(holder=_worker_ref(fetch.holder), num_tokens=fetch.num_tokens, within_ms=within_ms))
     share = link.Share(
         request_id=spec.request_id,
         attempt=spec.attempt,
         token_ids=to_wire(spec.token_ids[: fetch.num_tokens]),
         cache_salt=spec.cache_salt,
-        target=None if target is None else _worker_ref(target),
+        target=_worker_ref(prefill),
         within_ms=within_ms,
     )
     return fetch.holder.link, link.AttachResponse(share=share)

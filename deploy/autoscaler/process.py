@@ -13,7 +13,6 @@ from pdserve.autoscaler.actuator import ActuatorError, Held
 from pdserve.autoscaler.loading import load
 from pdserve.autoscaler.observation import State
 from pdserve.autoscaler.schedules import bounds
-from pdserve.autoscaler.status import ROLES
 from pdserve.errors import ConfigError
 from pdserve.ids import WorkerId
 from pdserve.launch.admin import AdminClient
@@ -21,6 +20,7 @@ from pdserve.launch.launcher import LauncherClient
 from pdserve.proto.v1 import launcher_pb2 as launcher
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.roles import Role
+from pdserve.roles_wire import ROLES
 
 STATES = {
     launcher.WORKER_STATE_STARTING: State.STARTING,

@@ -15,9 +15,9 @@ import grpc
 
 from pdserve.autoscaler.actuator import ActuatorError, Held
 from pdserve.autoscaler.observation import State
-from pdserve.autoscaler.status import ROLES
 from pdserve.launch.admin import AdminClient
 from pdserve.roles import Role
+from pdserve.roles_wire import ROLES
 
 
 class PublishActuator:

@@ -12,8 +12,7 @@ from pdserve.perfmodel.wire import ENOUGH_STEPS, decode_pieces, most_seen, prefi
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.roles import Role
-
-ROLES = {link.ROLE_PREFILL: Role.PREFILL, link.ROLE_DECODE: Role.DECODE, link.ROLE_MIXED: Role.MIXED}
+from pdserve.roles_wire import ROLES
 
 
 class Observer:

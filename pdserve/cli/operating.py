@@ -71,11 +71,10 @@ def _operate(
 
 def _take_role(worker: str, wanted: Role, *, force: bool) -> "Callable[[AdminClient], Awaitable[None]]":
     from pdserve.ids import WorkerId
-    from pdserve.proto.v1 import link_pb2 as link
+    from pdserve.roles_wire import ROLE_NUMBERS
 
     async def work(client: "AdminClient") -> None:
-        number = link.Role.Value(f"ROLE_{wanted.name}")
-        epoch = await client.set_role(WorkerId(worker), number, force=force)
+        epoch = await client.set_role(WorkerId(worker), ROLE_NUMBERS[wanted], force=force)
         typer.echo(f"{worker} is a {wanted} worker (epoch {epoch})")
 
     return work

@@ -17,6 +17,7 @@ from pdserve.launch.plan import ClusterSpec
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.roles_wire import ROLES
 from pdserve.signals import STOP_SIGNALS, Request, StopRequests, end_after, end_on_signals, exit_status
 
 DEMO_TOKENS = 64
@@ -140,9 +141,9 @@ async def serve_until_signal(spec: ClusterSpec, terminal: Terminal, ready: Ready
 def ready_line(cluster: LocalCluster, status: admin.ClusterStatus) -> str:
     """Return where a cluster is reached and what it consists of, in one line."""
     state = cluster.state
-    names = (("prefill", link.ROLE_PREFILL), ("decode", link.ROLE_DECODE), ("mixed", link.ROLE_MIXED))
-    workers = [(name, [w.registration for w in status.workers if w.registration.role == role]) for name, role in names]
-    pools = " + ".join(_pool(name, pool) for name, pool in workers if pool)
+    registered = [worker.registration for worker in status.workers]
+    workers = [(role, [each for each in registered if each.role == number]) for number, role in ROLES.items()]
+    pools = " + ".join(_pool(role, pool) for role, pool in workers if pool)
     return f"ready: {state.model} at {state.endpoint} (gRPC) | {pools}"
 
 

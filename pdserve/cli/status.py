@@ -18,10 +18,10 @@ from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
+from pdserve.roles_wire import ROLES
 
 SERVICE = inference.DESCRIPTOR.services_by_name["InferenceService"].full_name
 CALL_TIMEOUT_S = 10.0
-ROLES = {link.ROLE_PREFILL: "prefill", link.ROLE_DECODE: "decode", link.ROLE_MIXED: "mixed"}
 MAX_PAIRS = 8  # shown: the slowest
 COLUMNS = (
     Column("worker", is_text=True),
@@ -89,7 +89,7 @@ def render(status: admin.ClusterStatus) -> Sheet:
             *(load.pages_free, load.pages_cached, load.pages_held, load.pages_granted, load.pages_quarantined),
             *(load.num_running, load.num_waiting, worker.num_assigned),
         )
-        role = ROLES.get(worker.registration.role, "?")
+        role = str(ROLES.get(worker.registration.role, "?"))
         if worker.registration.role_epoch:
             role += f" (epoch {worker.registration.role_epoch})"
         rows.append((worker.registration.worker_id, role, _state(worker), *map(str, numbers)))

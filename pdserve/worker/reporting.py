@@ -10,6 +10,7 @@ from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import Refusal
 from pdserve.prefill_worker.probes import Measured
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.roles_wire import ROLE_NUMBERS
 from pdserve.worker import wire
 from pdserve.worker.kv_feed import KvFeed
 from pdserve.worker.link import Links
@@ -100,7 +101,7 @@ class Reporter:
     def report_role(self, taken: RoleTaken) -> None:
         """Tell every router of a role at once, before they place more here."""
         logger.info("role: %s, epoch %d", taken.role, taken.epoch)
-        self._links.take_role(wire.ROLE_NUMBERS[taken.role], taken.epoch, taken.step_tokens)
+        self._links.take_role(ROLE_NUMBERS[taken.role], taken.epoch, taken.step_tokens)
 
     def refuse(self, refusal: Refusal) -> None:
         """Count what was refused."""

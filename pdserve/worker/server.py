@@ -29,6 +29,7 @@ from pdserve.metrics_server import showing
 from pdserve.prefill_worker.probes import Probes
 from pdserve.prefill_worker.shell import Copies, OutgoingShell
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.roles_wire import ROLE_NUMBERS
 from pdserve.rpc import read_secret, split_address
 from pdserve.signals import drain_on_signals
 from pdserve.telemetry import configure_logging
@@ -216,7 +217,7 @@ def _registration(config: WorkerConfig, incarnation: Incarnation) -> link.Regist
     return link.Register(
         worker_id=config.worker_id,
         incarnation=incarnation,
-        role=wire.ROLE_NUMBERS[config.role],
+        role=ROLE_NUMBERS[config.role],
         protocol_version=PROTOCOL_VERSION,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.step_tokens[config.role],

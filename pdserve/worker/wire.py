@@ -19,7 +19,7 @@ from pdserve.prefill_worker.probes import Measured
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.reports import Failure, Stage
-from pdserve.roles import Role
+from pdserve.roles_wire import ROLE_NUMBERS, ROLES
 from pdserve.sampling import SamplingParams
 from pdserve.sampling_wire import logprobs_to_proto
 from pdserve.token_ids import TOKEN_ID_BYTES, from_wire
@@ -46,8 +46,6 @@ MAX_TOKEN_IDS = 1 << 22  # whose pages are asked for: above the context of any m
 
 _FINISH = {Finish.STOP: inference.FINISH_REASON_STOP, Finish.LENGTH: inference.FINISH_REASON_LENGTH}
 _STAGE = {Stage[name.removeprefix("STAGE_")]: number for name, number in link.Stage.items() if number}
-ROLE_NUMBERS = {role: link.Role.Value(f"ROLE_{role.name}") for role in Role}
-_ROLE = {number: role for role, number in ROLE_NUMBERS.items()}
 _FAILURE = {code: link.FailureCode.Value(f"FAILURE_CODE_{code.name}") for code in Failure}
 
 
@@ -246,7 +244,7 @@ def _share(share: link.Share, router: RouterRef, now_s: float) -> ShareAsked:
 
 
 def _role_given(given: link.SetRole) -> RoleGiven:
-    role = _ROLE.get(given.role)
+    role = ROLES.get(given.role)
     if role is None:
         raise ProtocolError(f"set_role.role: {given.role} is unknown")
     if not given.epoch:

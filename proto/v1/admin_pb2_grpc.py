@@ -110,7 +110,8 @@ class AdminServiceServicer:
 
     def MoveSequences(self, request, context):
         """Moves running continuations of this router's requests from a worker to others. NOT_FOUND: no such worker is
-        attached. FAILED_PRECONDITION: nothing can move to the target that is named.
+        attached. FAILED_PRECONDITION: nothing can move to the target that is named, or all moves anyway, to wherever there
+        is room: off a worker that drains, or whose role is prefill.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

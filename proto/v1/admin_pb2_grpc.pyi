@@ -48,7 +48,8 @@ class AdminServiceStub:
     """
     MoveSequences: _grpc.UnaryUnaryMultiCallable[_admin_pb2.MoveSequencesRequest, _admin_pb2.MoveSequencesResponse]
     """Moves running continuations of this router's requests from a worker to others. NOT_FOUND: no such worker is
-    attached. FAILED_PRECONDITION: nothing can move to the target that is named.
+    attached. FAILED_PRECONDITION: nothing can move to the target that is named, or all moves anyway, to wherever there
+    is room: off a worker that drains, or whose role is prefill.
     """
 
 @_typing.type_check_only
@@ -71,7 +72,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """
     MoveSequences: _aio.UnaryUnaryMultiCallable[_admin_pb2.MoveSequencesRequest, _admin_pb2.MoveSequencesResponse]  # type: ignore[assignment]
     """Moves running continuations of this router's requests from a worker to others. NOT_FOUND: no such worker is
-    attached. FAILED_PRECONDITION: nothing can move to the target that is named.
+    attached. FAILED_PRECONDITION: nothing can move to the target that is named, or all moves anyway, to wherever there
+    is room: off a worker that drains, or whose role is prefill.
     """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -127,7 +129,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.MoveSequencesResponse, _abc.Awaitable[_admin_pb2.MoveSequencesResponse]]:
         """Moves running continuations of this router's requests from a worker to others. NOT_FOUND: no such worker is
-        attached. FAILED_PRECONDITION: nothing can move to the target that is named.
+        attached. FAILED_PRECONDITION: nothing can move to the target that is named, or all moves anyway, to wherever there
+        is room: off a worker that drains, or whose role is prefill.
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

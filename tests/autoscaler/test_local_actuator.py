@@ -14,12 +14,12 @@ from sleeping_cluster import SLEEPER, SleepingCluster, deaf_workers, let_workers
 
 from pdserve import rpc
 from pdserve.autoscaler.process import LocalActuator
-from pdserve.autoscaler.status import ROLES
 from pdserve.launch.admin import AdminClient
 from pdserve.launch.launcher import LauncherClient
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceServicer, add_AdminServiceServicer_to_server
 from pdserve.roles import Role
+from pdserve.roles_wire import ROLES
 
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,6 @@ from pdserve.autoscaler.loop import Cluster, Loop, PolicyFile
 from pdserve.autoscaler.observation import State
 from pdserve.autoscaler.publish import PublishActuator
 from pdserve.autoscaler.server import samples
-from pdserve.autoscaler.status import ROLES
 from pdserve.demand import Demand
 from pdserve.demand_wire import demand_to_proto
 from pdserve.launch.admin import AdminClient
@@ -21,9 +20,8 @@ from pdserve.metrics import DECISIONS, DESIRED, SHOWN
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.roles import Role
+from pdserve.roles_wire import ROLE_NUMBERS
 from pdserve.virtual_time import VirtualClock
-
-NUMBERS = {role: number for number, role in ROLES.items()}
 
 
 class Platform:
@@ -44,7 +42,7 @@ class Platform:
         return admin.ClusterStatus(router_id="router", workers=self.workers.values(), demand=demand)
 
     def attach(self, name: str, role: Role) -> None:
-        registration = link.Register(worker_id=name, role=NUMBERS[role], ready=True)
+        registration = link.Register(worker_id=name, role=ROLE_NUMBERS[role], ready=True)
         self.workers[name] = admin.WorkerStatus(registration=registration)
 
     async def make_ready(self, name: str) -> None:

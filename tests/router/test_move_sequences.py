@@ -58,6 +58,12 @@ async def test_what_cannot_move_is_refused_by_the_name_of_the_field(start_router
         (("d0", "p0"), grpc.StatusCode.FAILED_PRECONDITION, "target_worker_id: p0 is a prefill worker"),
         (("d0", "d3"), grpc.StatusCode.FAILED_PRECONDITION, "target_worker_id: d3 takes nothing: it is draining"),
         (("d0", "d2"), grpc.StatusCode.FAILED_PRECONDITION, "target_worker_id: d2 does not fit d0: "),
+        (
+            ("d3", "d0"),
+            grpc.StatusCode.FAILED_PRECONDITION,
+            "target_worker_id: d3 is draining: all that it",
+        ),
+        (("p0", "d0"), grpc.StatusCode.FAILED_PRECONDITION, "target_worker_id: p0 is a prefill worker: all that it"),
     ]:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await move(router, *names)

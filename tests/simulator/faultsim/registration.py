@@ -7,7 +7,7 @@ from pdserve.kvlayout_wire import layout_to_proto
 from pdserve.kvtransfer.greeting import Introduction
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.roles import Role
-from pdserve.worker.wire import ROLE_NUMBERS
+from pdserve.roles_wire import ROLE_NUMBERS
 
 MODEL = "chain-of-hashes"
 VOCAB_SIZE = 997
