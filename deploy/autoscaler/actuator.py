@@ -20,6 +20,7 @@ class Held:
     name: str
     role: Role
     state: State
+    worker_id: str = ""  # by which routers know it, where that is another name
 
 
 class Actuator(Protocol):

@@ -62,36 +62,42 @@ class LocalActuator:
 
     async def observe(self) -> Sequence[Held]:
         """Return all workers of the launcher, with the roles that they were started with."""
-        async with self._order("list the workers"):
+        async with ordering("list the workers", self._timeout_s):
             workers = await self._launcher.list_workers()
         return [Held(each.worker_id, ROLES[each.role], STATES[each.state]) for each in workers]
 
     async def add(self, name: str, role: Role) -> None:
         """Start a worker, unless there is one of this name."""
-        async with self._order(f"add {name}"):
+        async with ordering(f"add {name}", self._timeout_s):
             await self._launcher.start_worker(name, _number(role))
 
     async def drain(self, name: str) -> None:
         """Let a worker drain and end for good."""
-        async with self._order(f"drain {name}", also_done=grpc.StatusCode.NOT_FOUND):
+        async with ordering(f"drain {name}", self._timeout_s, also_done=grpc.StatusCode.NOT_FOUND):
             await self._launcher.stop_worker(name)
 
     async def flip(self, name: str, role: Role) -> None:
         """Give a worker another role while it serves."""
-        async with self._order(f"flip {name} to {role}"):
-            await self._router.set_role(WorkerId(name), _number(role))
+        await give_role(self._router, name, role, self._timeout_s)
 
-    @asynccontextmanager
-    async def _order(self, what: str, also_done: grpc.StatusCode | None = None) -> AsyncIterator[None]:
-        """Bound the time of a call, and name it where it fails. `also_done`: the answer if nothing is left to do."""
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                yield
-        except TimeoutError as error:
-            raise ActuatorError(f"{what}: no answer within {self._timeout_s:g} s") from error
-        except grpc.aio.AioRpcError as error:
-            if error.code() is not also_done:
-                raise ActuatorError(f"{what}: {error.code().name}: {error.details()}") from error
+
+async def give_role(router: AdminClient, name: str, role: Role, timeout_s: float) -> None:
+    """Give a worker another role while it serves; ActuatorError where its router does not."""
+    async with ordering(f"flip {name} to {role}", timeout_s):
+        await router.set_role(WorkerId(name), _number(role))
+
+
+@asynccontextmanager
+async def ordering(what: str, timeout_s: float, also_done: grpc.StatusCode | None = None) -> AsyncIterator[None]:
+    """Bound the time of a call, and name it where it fails. `also_done`: the answer if nothing is left to do."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError as error:
+        raise ActuatorError(f"{what}: no answer within {timeout_s:g} s") from error
+    except grpc.aio.AioRpcError as error:
+        if error.code() is not also_done:
+            raise ActuatorError(f"{what}: {error.code().name}: {error.details()}") from error
 
 
 def _number(role: Role) -> "link.Role.ValueType":

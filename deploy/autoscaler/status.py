@@ -52,7 +52,7 @@ class Observer:
     def _replicas(
         self, at_s: float, held: Sequence[Held], workers: dict[str, admin.WorkerStatus]
     ) -> tuple[Replica, ...]:
-        replicas = tuple(self._replica(at_s, each, workers.get(each.name)) for each in held)
+        replicas = tuple(self._replica(at_s, each, workers.get(each.worker_id or each.name)) for each in held)
         self._since_s = {(replica.name, replica.state): replica.since_s for replica in replicas}
         return replicas
 

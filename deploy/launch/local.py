@@ -17,8 +17,8 @@ import grpc
 from pdserve.clock import MonotonicClock
 from pdserve.errors import CommandError, ConfigError, first_of
 from pdserve.files import write_atomically
-from pdserve.ids import WorkerId
 from pdserve.launch.admin import AdminClient
+from pdserve.launch.ends import report_end
 from pdserve.launch.folder import ClusterState, ProcessState, claimed_folder, claimed_port, free_port, write_secret
 from pdserve.launch.plan import PUBLISHED, WORKER_ROLES, ClusterSpec, Wiring, WorkerPlans, plan, threads_each
 from pdserve.launch.service import WORKERS_END_S, LauncherEndpoint, serving
@@ -27,7 +27,6 @@ from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.rpc import join_address
 
 PUBLIC_PORT = 50051
-REPORT_TIMEOUT_S = 60.0
 RECONNECT_S = 0.2
 MAX_RESTARTS_BEFORE_READY = 3
 MAX_GONE = 64  # ended processes that are reported to a router that starts again
@@ -91,7 +90,7 @@ class LocalCluster:
         def on_exit(exit_: ChildExit) -> None:
             if exit_.spec.is_worker and not self._supervisor.is_stopping:
                 self._gone.append(exit_)
-                report = tasks.create_task(_report_gone(client, exit_))
+                report = tasks.create_task(report_end(client, exit_))
                 helpers.add(report)
                 report.add_done_callback(helpers.discard)
             self._publish()
@@ -131,7 +130,7 @@ class LocalCluster:
                     if not has_reported:
                         has_reported = True
                         for gone in tuple(self._gone):
-                            await _report_gone(client, gone)
+                            await report_end(client, gone)
                     self._listener.on_status(status)
                     before, self._published = self._published, self._endpoints(status)
                     ready = (each.registration for each in status.workers if each.registration.ready)
@@ -161,14 +160,6 @@ def _targets(state: ClusterState) -> list[dict[str, object]]:
     """Return where the processes of a cluster show their metrics, as Prometheus reads it from a file."""
     shown = [process for process in state.processes if process.metrics_address]
     return [{"targets": [each.metrics_address], "labels": {"process": each.name}} for each in shown]
-
-
-async def _report_gone(client: AdminClient, exit_: ChildExit) -> None:
-    try:
-        name = WorkerId(exit_.spec.name)
-        await client.report_gone(name, exit_.incarnation, REPORT_TIMEOUT_S, from_outside=exit_.from_outside)
-    except grpc.aio.AioRpcError:
-        return  # no router is there; the worker's next incarnation is the same proof
 
 
 @asynccontextmanager

@@ -1,0 +1,326 @@
+"""Ray as actuator: each worker is owned by a named, detached actor, which starts its process and ends it.
+
+Requests, tokens and pages never pass through Ray. An actor that dies takes its worker along, and Ray starts it again.
+On another machine the worker gets another id: the lost machine may still run the former process, and nothing proves
+its end.
+"""
+
+import asyncio
+import fcntl
+import logging
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import grpc
+import ray
+from pydantic import BaseModel, ConfigDict
+from ray.autoscaler.sdk import request_resources
+from ray.exceptions import GetTimeoutError, RayError
+from ray.experimental import internal_kv
+
+import pdserve
+from pdserve.autoscaler.actuator import ActuatorError, Held
+from pdserve.autoscaler.actuators import RayActuator as Settings
+from pdserve.autoscaler.observation import State
+from pdserve.autoscaler.process import give_role, ordering
+from pdserve.errors import ConfigError, first_of
+from pdserve.launch.admin import AdminClient
+from pdserve.launch.folder import runtime_dir
+from pdserve.launch.owner import OWNER, Order, OwnedWorker, Owner, end_former, machine
+from pdserve.launch.plan import ClusterSpec, Wiring, WorkerPlans
+from pdserve.launch.service import WORKERS_END_S
+from pdserve.roles import Role
+
+logger = logging.getLogger(__name__)
+
+MAX_CALLS = 4  # of Ray at once, those included whose answer nobody waits for any more
+STATE_TIMEOUT_S = 1.0  # of an actor; one that needs longer is taken to be as it was
+CLEARED = ("RAY_", "OMP_NUM_THREADS")  # what Ray sets in an actor's environment is not for the worker
+
+T = TypeVar("T")
+
+
+class _Life(BaseModel):
+    """Which of a worker's ids is in use, and where."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    number: int = 1  # counts machines that were lost with the worker
+    machine: str = ""  # empty: the worker has ended
+
+
+class _Ledger:
+    """What Ray's control service keeps of one worker, beyond the life of its actor."""
+
+    def __init__(self, actor: str, namespace: str) -> None:
+        self._actor = actor
+        self._space = f"pdserve.{namespace}"
+
+    def begin(self, here: str) -> int:
+        """Return the number of the life that begins here: a greater one unless the last is known to have ended."""
+        last = self.life()
+        number = last.number if last.machine in ("", here) else last.number + 1
+        self._write("life", _Life(number=number, machine=here).model_dump_json())
+        return number
+
+    def end(self) -> None:
+        """Take note that the worker has ended, and no process of this life runs."""
+        self._write("life", _Life(number=self.life().number).model_dump_json())
+
+    def life(self) -> _Life:
+        text = self._read("life")
+        return _Life() if text is None else _Life.model_validate_json(text)
+
+    @property
+    def role(self) -> Role | None:
+        """The role that the worker was added with."""
+        text = self._read("role")
+        return None if text is None else Role(text)
+
+    @role.setter
+    def role(self, role: Role) -> None:
+        self._write("role", role.value)
+
+    def _read(self, key: str) -> str | None:
+        found: bytes | None = internal_kv._internal_kv_get(f"{self._actor}/{key}", namespace=self._space)
+        return None if found is None else found.decode()
+
+    def _write(self, key: str, text: str) -> None:
+        internal_kv._internal_kv_put(f"{self._actor}/{key}", text, overwrite=True, namespace=self._space)
+
+
+class WorkerActor:
+    """Owns a worker's process. Its methods are coroutines, so that Ray runs all of it in one event loop."""
+
+    def __init__(self, order: Order) -> None:
+        context = ray.get_runtime_context()
+        self._me = context.current_actor
+        name, namespace = str(context.get_actor_name()), str(context.namespace)
+        folder = runtime_dir(order.cluster) / "ray"
+        (folder / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._claim = (folder / f"{order.spec.name}.lock").open("w")
+        fcntl.flock(self._claim, fcntl.LOCK_EX)  # an earlier actor may not have ended yet
+        self._ledger = _Ledger(name, namespace)
+        life, owner = self._ledger.begin(machine()), f"{namespace}/{name}"
+        end_former(owner)
+        worker_id = order.spec.name if life == 1 else f"{order.spec.name}.{life}"
+        own = {"--worker-id": worker_id, "--handoff-host": ray.util.get_node_ip_address()}
+        cpus = int(context.get_assigned_resources().get("CPU", 0))
+        if cpus and "--num-threads" not in order.spec.command:
+            own["--num-threads"] = str(cpus)
+        _, *arguments = order.spec.command
+        command = (sys.executable, *arguments, *(part for pair in own.items() for part in pair))
+        spec = replace(order.spec, name=worker_id, command=command)
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(CLEARED)}
+        self._owner = Owner(replace(order, spec=spec), folder / "logs", {**kept, OWNER: owner})
+        self._keeping = asyncio.get_running_loop().create_task(self._keep())
+
+    async def worker(self) -> OwnedWorker:
+        """Return the worker at this moment."""
+        return self._owner.worker
+
+    async def drain(self) -> None:
+        """Let the worker drain and end; this actor ends after it."""
+        self._owner.retire()
+
+    async def leave(self) -> None:
+        """End this actor for good."""
+        ray.actor.exit_actor()
+
+    async def _keep(self) -> None:
+        try:
+            await self._owner.run()
+        except ExceptionGroup as group:
+            refusal = first_of(group, ConfigError)
+            if refusal is None:
+                logger.exception("the worker is given up")
+                os._exit(1)  # Ray starts this actor again
+            logger.error("%s", refusal)
+        self._ledger.end()
+        self._me.leave.remote()
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """What all workers of a cluster have in common."""
+
+    spec: ClusterSpec
+    wiring: Wiring
+    routers: tuple[str, ...]  # internal ports, host:port
+
+
+class ActorActuator:
+    """Replicas are actors of Ray."""
+
+    def __init__(
+        self, template: Template, router: AdminClient, settings: Settings, num_devices: Mapping[Role, int]
+    ) -> None:
+        """Ray is connected already. `num_devices`: of a replica of each role."""
+        self._template = template
+        self._router = router
+        self._settings = settings
+        self._num_devices = num_devices
+        self._plans = WorkerPlans(template.spec, template.wiring)
+        self._threads = ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="ray")
+        self._prefix = f"pdserve/{template.spec.name}/"
+        self._seen: dict[str, OwnedWorker] = {}  # as their actors last reported them
+        self._roles: dict[str, Role] = {}  # of all that are here, as they were added
+        self._serving: set[tuple[str, int]] = set()  # worker ids and incarnations that the router reports as ready
+
+    @classmethod
+    @asynccontextmanager
+    async def connected(
+        cls, template: Template, router: AdminClient, settings: Settings, num_devices: Mapping[Role, int]
+    ) -> AsyncIterator[Self]:
+        """Be connected with Ray for the length of the block; ActuatorError where Ray is not reached."""
+        try:
+            await asyncio.to_thread(connect, settings)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise ActuatorError(f"Ray at {settings.address or 'its usual address'}: {error}") from error
+        try:
+            yield cls(template, router, settings, num_devices)
+        finally:
+            await asyncio.to_thread(ray.shutdown)
+
+    def last(self, name: str) -> OwnedWorker | None:
+        """Return a worker as its actor last reported it; None where it has not."""
+        return self._seen.get(name)
+
+    async def observe(self) -> Sequence[Held]:
+        """Return all workers that have an actor. One whose actor does not answer is taken to be as it was."""
+        await self._call("list the workers", self._look)
+        with suppress(TimeoutError, grpc.aio.AioRpcError):  # then they are taken to serve as they did
+            async with asyncio.timeout(self._settings.timeout_s):
+                status = await self._router.status()
+            ready = [worker.registration for worker in status.workers if worker.registration.ready]
+            self._serving = {(worker.worker_id, worker.incarnation) for worker in ready}
+        return [self._held(name, role) for name, role in self._roles.items()]
+
+    async def add(self, name: str, role: Role) -> None:
+        """Have an actor start a worker, unless there is one of this name."""
+        await self._call(f"add {name}", lambda: self._add(name, role))
+
+    async def drain(self, name: str) -> None:
+        """Have a worker's actor let it drain and end, and end itself."""
+        await self._call(f"drain {name}", lambda: self._drain(name))
+
+    async def flip(self, name: str, role: Role) -> None:
+        """Give a worker another role while it serves."""
+        worker = self._seen.get(name)
+        await give_role(self._router, name if worker is None else worker.worker_id, role, self._settings.timeout_s)
+
+    async def _call(self, what: str, call: Callable[[], T]) -> T:
+        """Call Ray, which blocks, in a thread."""
+        try:
+            async with ordering(what, self._settings.timeout_s):
+                return await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        except (RayError, OSError, RuntimeError, ValueError) as error:
+            raise ActuatorError(f"{what}: {error}") from error
+
+    def _held(self, name: str, role: Role) -> Held:
+        worker = self._seen.get(name)
+        if worker is None:
+            return Held(name, role, State.STARTING)
+        serves = (worker.worker_id, worker.incarnation) in self._serving and worker.pid is not None
+        state = State.DRAINING if worker.leaving else State.READY if serves else State.STARTING
+        return Held(name, role, state, "" if worker.worker_id == name else worker.worker_id)
+
+    def _look(self) -> None:
+        listed = [name for name in ray.util.list_named_actors() if name.startswith(self._prefix)]
+        actors = {name.removeprefix(self._prefix): actor for name in listed if (actor := _actor(name)) is not None}
+        answers = {name: actor.worker.remote() for name, actor in actors.items()}
+        if answers:
+            ray.wait(list(answers.values()), num_returns=len(answers), timeout=self._state_timeout_s)
+        seen = {name: self._seen[name] for name in answers if name in self._seen}
+        for name, answer in answers.items():
+            with suppress(RayError):  # no answer yet, or it is being started again
+                seen[name] = ray.get(answer, timeout=0)
+        self._seen = seen
+        self._roles = {name: role for name in answers if (role := self._role(name)) is not None}
+
+    def _role(self, name: str) -> Role | None:
+        return self._roles.get(name) or self._ledger(name).role
+
+    def _add(self, name: str, role: Role) -> None:
+        actor = _actor(self._prefix + name)
+        if actor is not None:
+            with suppress(GetTimeoutError):  # it starts, or its node is busy: in any case it is there
+                if ray.get(actor.worker.remote(), timeout=self._state_timeout_s).leaving:
+                    raise ActuatorError(f"add {name}: it is still draining")
+            return
+        self._ledger(name).role = role
+        self._request_nodes({**self._roles, name: role})
+        self._plans.keep(self._roles)
+        child = self._plans.add(name, role.value)
+        spec = self._template.spec
+        order = Order(
+            spec=child,
+            cluster=spec.name,
+            routers=self._template.routers,
+            secret_file=self._template.wiring.secret_file,
+            end_within_s=spec.drain_timeout_s + WORKERS_END_S,
+        )
+        takes = dict(self._resources(role))
+        ray.remote(WorkerActor).options(
+            name=self._prefix + name,
+            lifetime="detached",
+            get_if_exists=True,
+            max_restarts=-1,
+            num_cpus=takes.pop("CPU", 0),
+            num_gpus=takes.pop("GPU", 0),
+            resources=takes,
+        ).remote(order)
+
+    def _drain(self, name: str) -> None:
+        actor = _actor(self._prefix + name)
+        if actor is None:
+            return
+        self._request_nodes({other: role for other, role in self._roles.items() if other != name})
+        try:
+            ray.get(actor.drain.remote(), timeout=self._state_timeout_s)
+        except GetTimeoutError:
+            if self._ledger(name).life().machine:
+                raise
+            ray.kill(actor)  # it waits for a node, and no worker has been started
+
+    def _request_nodes(self, roles: Mapping[str, Role]) -> None:
+        """Have Ray's autoscaler bring nodes for these workers, in place of those that were asked for before."""
+        if self._settings.request_nodes:
+            request_resources(bundles=[self._resources(role) for role in roles.values()])
+
+    def _resources(self, role: Role) -> dict[str, float]:
+        """Return what a replica takes. An actor gets all of it on one node."""
+        number = self._num_devices[role]
+        return {name: number * amount for name, amount in self._settings.resources_per_device.items()}
+
+    def _ledger(self, name: str) -> _Ledger:
+        return _Ledger(self._prefix + name, self._settings.namespace)
+
+    @property
+    def _state_timeout_s(self) -> float:
+        return min(STATE_TIMEOUT_S, self._settings.timeout_s / 2)
+
+
+def connect(settings: Settings) -> None:
+    """Connect this process with Ray, whose nodes get the package from here; its dependencies are there already."""
+    ray.init(
+        address=settings.address or "auto",
+        namespace=settings.namespace,
+        log_to_driver=False,
+        configure_logging=False,
+        runtime_env={"py_modules": [str(Path(pdserve.__file__).parent)]},
+    )
+
+
+def _actor(name: str) -> Any:  # noqa: ANN401 - Ray makes the type of a handle when it is called
+    """Return an actor's handle; None where there is none of this name."""
+    try:
+        return ray.get_actor(name)
+    except ValueError:
+        return None

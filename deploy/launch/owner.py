@@ -1,0 +1,115 @@
+"""Own one worker where no launcher is: keep its process running, and report each of its ends to the routers.
+
+Invariant: no two processes of one worker run at once on a machine, whatever became of earlier owners.
+"""
+
+import asyncio
+import os
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from pdserve.clock import MonotonicClock
+from pdserve.errors import CommandError
+from pdserve.ids import Incarnation
+from pdserve.launch.admin import AdminClient
+from pdserve.launch.ends import report_end
+from pdserve.launch.plan import ChildSpec
+from pdserve.launch.supervisor import NEVER_STARTED, ChildExit, Supervisor
+
+OWNER = "PDSERVE_OWNER"  # variable of a worker's environment, by which a later owner finds its process
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A worker to own."""
+
+    spec: ChildSpec
+    cluster: str
+    routers: tuple[str, ...]  # internal ports, host:port
+    secret_file: Path  # on the machine where the worker runs
+    end_within_s: float  # after it was asked to end
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedWorker:
+    """A worker, as its owner sees it."""
+
+    worker_id: str
+    incarnation: Incarnation
+    pid: int | None  # None between its death and its next start, and after its end
+    leaving: bool  # whether it ends for good, or has
+
+
+class Owner:
+    """Keeps one worker; `run` ends when the worker has ended for good and routers know it."""
+
+    def __init__(self, order: Order, log_dir: Path, environment: Mapping[str, str]) -> None:
+        self._order = order
+        self._last = OwnedWorker(order.spec.name, NEVER_STARTED, pid=None, leaving=False)
+        self._supervisor = Supervisor((order.spec,), log_dir, MonotonicClock(), environment=environment)
+
+    @property
+    def worker(self) -> OwnedWorker:
+        """The worker at this moment."""
+        for process in self._supervisor.processes:
+            self._last = OwnedWorker(process.name, Incarnation(process.incarnation), process.pid, process.leaving)
+            return self._last
+        return OwnedWorker(self._last.worker_id, self._last.incarnation, pid=None, leaving=True)
+
+    def retire(self) -> None:
+        """Let the worker drain and end; it is killed if it does not in its time."""
+        if self._supervisor.processes:
+            self._supervisor.retire(self._order.spec.name, self._order.end_within_s)
+
+    async def run(self) -> None:
+        """Keep the worker running until it is retired. An ExceptionGroup holds ConfigError if it refuses its flags."""
+        async with AsyncExitStack() as stack:
+            clients = [AdminClient(address, self._order.secret_file) for address in self._order.routers]
+            routers = [await stack.enter_async_context(client) for client in clients]
+            async with asyncio.TaskGroup() as reports:
+
+                def on_exit(exit_: ChildExit) -> None:
+                    for router in routers:
+                        reports.create_task(report_end(router, exit_))
+
+                await self._supervisor.run(on_exit, self._on_change)
+
+    def _on_change(self) -> None:
+        if not self._supervisor.processes:
+            self._supervisor.kill()  # nothing is left to keep
+
+
+def machine() -> str:
+    """Return what names this machine since it was started, and the processes that can be seen from here."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError as error:
+        raise CommandError("workers are owned on Linux alone: elsewhere nothing ends them with their owner") from error
+
+
+def end_former(owner: str) -> None:
+    """Kill the processes that an earlier owner of this name left on this machine; return once nothing of them runs."""
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(OWNER) == owner:
+                process.kill()
+                _wait(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue  # it has ended, or is another user's
+
+
+def _wait(process: psutil.Process) -> None:
+    """Wait until a killed process runs no more. Whoever started it may never reap it: then a zombie is left."""
+    while True:
+        try:
+            process.wait(0.05)
+        except psutil.TimeoutExpired:
+            if process.status() == psutil.STATUS_ZOMBIE and process.num_threads() == 1:
+                return
+        else:
+            return

@@ -1,0 +1,191 @@
+"""Ray as actuator: a real head and real actors, with workers that only sleep."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+import ray
+from actuator_suite import ActuatorSuite, held
+from ray_nodes import RayNodes, ray_head
+
+from pdserve import rpc
+from pdserve.autoscaler.actuators import RayActuator as Settings
+from pdserve.autoscaler.ray import ActorActuator, Template, connect
+from pdserve.autoscaler.status import ROLES
+from pdserve.launch import plan as plan_module
+from pdserve.launch.admin import AdminClient
+from pdserve.launch.folder import write_secret
+from pdserve.launch.owner import OwnedWorker
+from pdserve.launch.plan import ClusterSpec, Wiring
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.proto.v1.admin_pb2_grpc import AdminServiceServicer, add_AdminServiceServicer_to_server
+from pdserve.roles import Role
+
+pytestmark = pytest.mark.slow
+
+SLEEPER = (sys.executable, "-I", "-c", "import signal; signal.pause()")
+DEAF = (sys.executable, "-I", "-c", "import signal; signal.pthread_sigmask(0, {15}); print(1); signal.pause()")
+DEVICES = dict.fromkeys(Role, 1)
+
+
+class Router(AdminServiceServicer):
+    """The part of a router that gives roles, and takes reports of ended processes."""
+
+    def __init__(self) -> None:
+        self.ready: dict[str, int] = {}  # incarnations by worker
+        self.roles: dict[str, Role] = {}
+        self.gone: list[tuple[str, int]] = []
+
+    async def GetStatus(self, request: object, context: object) -> admin.GetStatusResponse:  # noqa: N802
+        registered = (link.Register(worker_id=name, incarnation=n, ready=True) for name, n in self.ready.items())
+        workers = [admin.WorkerStatus(registration=each) for each in registered]
+        return admin.GetStatusResponse(status=admin.ClusterStatus(workers=workers))
+
+    async def SetWorkerRole(  # noqa: N802
+        self, request: admin.SetWorkerRoleRequest, context: "grpc.aio.ServicerContext"
+    ) -> admin.SetWorkerRoleResponse:
+        if request.worker_id not in self.ready:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "not attached")
+        self.roles[request.worker_id] = ROLES[request.role]
+        return admin.SetWorkerRoleResponse(epoch=1)
+
+    async def ReportProcessGone(  # noqa: N802
+        self, request: admin.ReportProcessGoneRequest, context: object
+    ) -> admin.ReportProcessGoneResponse:
+        self.gone.append((request.process.worker_id, request.process.incarnation))
+        return admin.ReportProcessGoneResponse()
+
+
+class RayStage:
+    def __init__(self, nodes: RayNodes, router: Router, template: Template) -> None:
+        self._nodes = nodes
+        self.router = router
+        self._operator = AdminClient(template.routers[0], template.wiring.secret_file)
+        self._template = template
+        self._monkeypatch = pytest.MonkeyPatch()
+        self._monkeypatch.setattr(plan_module, "PDSERVE", SLEEPER)
+        self._frozen: list[psutil.Process] = []
+        self.actuator = self.another(timeout_s=20.0)
+
+    def another(self, timeout_s: float) -> ActorActuator:
+        settings = Settings(resources_per_device={"CPU": 0.1}, timeout_s=timeout_s)
+        return ActorActuator(self._template, self._operator, settings, DEVICES)
+
+    @property
+    def roles(self) -> dict[str, Role]:
+        return self.router.roles
+
+    async def worker(self, name: str) -> OwnedWorker:
+        actor = ray.get_actor(f"pdserve/{self._template.spec.name}/{name}")
+        return await asyncio.to_thread(ray.get, actor.worker.remote(), timeout=20)
+
+    async def make_ready(self, name: str) -> None:
+        async with asyncio.timeout(20):
+            while (worker := await self.worker(name)).pid is None:
+                pass
+        self.router.ready[name] = worker.incarnation
+
+    async def kill(self, name: str) -> None:
+        before = await self.worker(name)
+        assert before.pid is not None
+        os.kill(before.pid, signal.SIGKILL)
+        async with asyncio.timeout(20):
+            while (await self.worker(name)).pid == before.pid:
+                pass
+
+    async def until_gone(self, name: str) -> None:
+        async with asyncio.timeout(20):
+            while name in {each.name for each in await self.actuator.observe()}:
+                pass
+
+    def let_drains_last(self) -> None:
+        self._monkeypatch.setattr(plan_module, "PDSERVE", DEAF)
+
+    async def fall_silent(self) -> None:
+        self.actuator = self.another(timeout_s=0.2)
+        self._frozen = [each for each in self._nodes.all_processes() if "gcs_server" in each.name()]
+        for process in self._frozen:
+            process.suspend()
+        self.router.ready.clear()
+
+    async def close(self) -> None:
+        for process in self._frozen:
+            process.resume()
+        self._monkeypatch.undo()
+        prefix = f"pdserve/{self._template.spec.name}/"
+        for name in await asyncio.to_thread(ray.util.list_named_actors):
+            if name.startswith(prefix):
+                await asyncio.to_thread(ray.kill, ray.get_actor(name))
+        await self._operator.channel.close()
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[RayNodes]:
+    with ray_head(num_cpus=2) as nodes:
+        connect(Settings(address=nodes.address))
+        try:
+            yield nodes
+        finally:
+            ray.shutdown()
+
+
+@pytest.fixture
+async def stage(nodes: RayNodes, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[RayStage]:
+    router, secret = Router(), write_secret(tmp_path)
+    server = grpc.aio.server(interceptors=[rpc.RequireSecret(rpc.read_secret(secret))])
+    add_AdminServiceServicer_to_server(router, server)
+    address = rpc.listen(server, "127.0.0.1", 0, "router")
+    await server.start()
+    spec = ClusterSpec("m", "m", name=request.node.name[:40], worker_flags={"drain_timeout_s": 20.0})
+    template = Template(spec, Wiring(public_port=1, internal_port=2, secret_file=secret), (address,))
+    stage = RayStage(nodes, router, template)
+    try:
+        for name, role in (("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE)):
+            await stage.actuator.add(name, role)
+        for name in ("prefill-0", "decode-0"):
+            await stage.make_ready(name)
+        yield stage
+    finally:
+        await stage.close()
+        await server.stop(None)
+
+
+class TestRayActuator(ActuatorSuite):
+    pass
+
+
+async def test_the_end_of_a_process_is_reported_before_its_actor_ends(stage: RayStage) -> None:
+    worker = await stage.worker("decode-0")
+    await stage.actuator.drain("decode-0")
+    await stage.until_gone("decode-0")
+    assert ("decode-0", worker.incarnation) in stage.router.gone
+
+
+async def test_another_actuator_finds_what_the_first_one_added(stage: RayStage) -> None:
+    before = await held(stage)
+    stage.actuator = stage.another(timeout_s=20.0)
+    assert await held(stage) == before
+    await stage.actuator.add("decode-0", Role.DECODE)
+    assert await held(stage) == before
+
+
+async def test_a_killed_actor_is_back_with_the_same_worker_once_the_former_process_has_ended(stage: RayStage) -> None:
+    before = await stage.worker("decode-0")
+    assert before.pid is not None
+    owner = psutil.Process(before.pid).parent()
+    assert owner is not None
+    owner.kill()
+    async with asyncio.timeout(60):
+        while (await stage.actuator.observe(), stage.actuator.last("decode-0"))[1] in (None, before):
+            pass
+    after = await stage.worker("decode-0")
+    assert after.worker_id == before.worker_id
+    assert after.incarnation > before.incarnation
+    assert not psutil.pid_exists(before.pid)

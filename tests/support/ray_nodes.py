@@ -1,0 +1,110 @@
+"""Nodes of Ray on this machine, on loopback, with a token that only they and this process know."""
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+LOOPBACK = "127.0.0.2"  # Ray takes the usual one for the address of the machine in its network
+START_TIMEOUT_S = 60.0
+OBJECT_STORE_BYTES = 80_000_000  # the least that Ray takes; nothing is put there
+
+
+@dataclass
+class RayNodes:
+    """A head, and nodes that join and are killed."""
+
+    address: str
+    environment: Mapping[str, str]
+    folder: Path
+    processes: list["subprocess.Popen[bytes]"] = field(default_factory=list)
+
+    def start(self, *flags: str) -> "subprocess.Popen[bytes]":
+        """Start a node that lasts until it is killed; it may need a while to join."""
+        command = (sys.executable, "-m", "ray.scripts.scripts", "start", "--block", f"--node-ip-address={LOOPBACK}")
+        sizes = (f"--object-store-memory={OBJECT_STORE_BYTES}", "--disable-usage-stats")
+        with (self.folder / "ray.log").open("ab") as log:
+            process = subprocess.Popen(
+                (*command, *sizes, *flags), env=self.environment, stdout=log, stderr=log, start_new_session=True
+            )
+        self.processes.append(process)
+        return process
+
+    def all_processes(self) -> list[psutil.Process]:
+        """Return what runs for these nodes: Ray's own processes, and actors with what they started."""
+        roots = [psutil.Process(process.pid) for process in self.processes if process.poll() is None]
+        return [each for root in roots for each in (root, *root.children(recursive=True))]
+
+    def log(self) -> str:
+        return (self.folder / "ray.log").read_text()
+
+
+@contextmanager
+def ray_head(num_cpus: int) -> Iterator[RayNodes]:
+    """Run a head for the length of the block; at its end every process of every node is killed."""
+    folder = Path(tempfile.mkdtemp(prefix="ray-"))  # a short path: sockets lie below it
+    token = folder / "token"
+    token.touch(mode=0o600)
+    token.write_text(secrets.token_hex(32))
+    settings = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "XDG_RUNTIME_DIR": str(folder),
+    }
+    port = _free_port()
+    nodes = RayNodes(f"{LOOPBACK}:{port}", {**os.environ, **settings}, folder)
+    before = {key: os.environ.get(key) for key in settings}
+    os.environ.update(settings)
+    try:
+        head = nodes.start(
+            *("--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={folder}"),
+            *(f"--ray-client-server-port={_free_port()}", f"--num-cpus={num_cpus}"),
+        )
+        _await_port(port, head, nodes)
+        yield nodes
+    finally:
+        for process in nodes.processes:
+            end_node(process)
+        for key, value in before.items():
+            os.environ.pop(key) if value is None else os.environ.update({key: value})
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def end_node(process: "subprocess.Popen[bytes]") -> None:
+    """Kill a node with all that it started and that is in its session."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
+
+
+def _await_port(port: int, head: "subprocess.Popen[bytes]", nodes: RayNodes) -> None:
+    """Return once the head listens; whoever calls it before may wait for minutes."""
+    deadline_s = time.monotonic() + START_TIMEOUT_S
+    while True:
+        try:
+            socket.create_connection((LOOPBACK, port), timeout=1).close()
+        except OSError:
+            assert head.poll() is None, nodes.log()
+            assert time.monotonic() < deadline_s, nodes.log()
+            with suppress(subprocess.TimeoutExpired):
+                head.wait(0.1)
+        else:
+            return
