@@ -97,6 +97,22 @@ def test_a_spent_budget_is_split_by_a_change_of_roles() -> None:
     assert sum(world.sizes) <= 6
 
 
+def test_a_spent_budget_stays_split_while_nothing_changes() -> None:
+    world = World(policy(budget={"max_devices": 6}), rate=40.0, noise=Random(5)).start(1, 1).go_on(300)
+    assert sum(world.sizes) == 6
+    settled = len(world.orders)
+    world.go_on(900)
+    assert len(world.orders) - settled <= 2
+
+
+def test_no_pool_shrinks_before_its_demand_was_forecast() -> None:
+    pool = {"behavior": {"scale_down": {"stabilization_window_seconds": 0.0}}}
+    world = World(policy(prefill=pool, decode=pool), rate=4.0).start(4, 4).go_on(15)
+    assert world.orders == []
+    world.go_on(10)
+    assert any(isinstance(action, Drain) for _, action in world.orders)
+
+
 def test_without_role_switch_nobody_changes_roles() -> None:
     world = World(policy(budget={"max_devices": 6}, role_switch={"enabled": False}), answer=1601).start(1, 1)
     world.rate = 2.0

@@ -8,8 +8,11 @@ from pdserve.autoscaler.decisions import Binds
 from pdserve.autoscaler.decode_batch import DecodePool
 from pdserve.autoscaler.observation import Capacity
 from pdserve.autoscaler.prefill_queue import PrefillPool, erlang_c
+from pdserve.autoscaler.schema import Budget, Objectives
+from pdserve.autoscaler.sizing import Bounds, Sizer
 from pdserve.autoscaler.traffic import Traffic
 from pdserve.perfmodel.curve import Curve, DecodePiece, StepCosts
+from pdserve.roles import Role
 
 FLAT = Curve(0.02, 0.0, 0.0)  # steps take as long whatever they hold
 COSTS = StepCosts(Curve(0.0, 1e-4, 0.0), (DecodePiece(None, FLAT),))
@@ -103,3 +106,52 @@ def test_answers_too_short_for_their_first_wait_are_not_held_against_the_pool() 
     pool = DecodePool(two, COSTS, Capacity(10**9, 64, 2048), 0.025)  # 20 ms and half a step: 30 for a second token
     assert pool.best == pytest.approx(0.5)
     assert pool.attainment(4) > 0.999
+
+
+def sizer(rate: float) -> Sizer:
+    """Return one for prompts of 0.1 s and answers of 2 s, of which ten run on a replica."""
+    objectives = Objectives(ttft_ms=500, tpot_ms=40, attainment=0.95)
+    both = (Role.PREFILL, Role.DECODE)
+    return Sizer(traffic(rate), objectives, dict.fromkeys(both, COSTS), dict.fromkeys(both, Capacity(10**9, 10, 1000)))
+
+
+def bounds(most: int = 20, least: int = 1, decode_devices: int = 1) -> dict[Role, Bounds]:
+    return {Role.PREFILL: Bounds(least, most), Role.DECODE: Bounds(least, most, decode_devices)}
+
+
+@pytest.mark.parametrize("rate", [0.5, 5.0, 20.0, 50.0])
+def test_no_fewer_devices_would_meet_the_objective(rate: float) -> None:
+    found = sizer(rate).fewest(bounds(decode_devices=2), Budget(max_devices=100))
+    assert found.is_met
+    prefill, decode = found.replicas[Role.PREFILL], found.replicas[Role.DECODE]
+    for fewer in range(1, 21):
+        for other in range(1, 21):
+            if fewer + 2 * other < prefill + 2 * decode:
+                assert sizer(rate).joint({Role.PREFILL: fewer, Role.DECODE: other}) < 0.95
+
+
+def test_a_budget_that_is_too_small_is_split_so_that_the_most_are_served() -> None:
+    found = sizer(50.0).fewest(bounds(), Budget(max_devices=10))
+    assert not found.is_met
+    assert set(found.binds.values()) == {Binds.BUDGET}
+    splits = [{Role.PREFILL: size, Role.DECODE: 10 - size} for size in range(1, 10)]
+    assert found.attainment == pytest.approx(max(sizer(50.0).joint(split) for split in splits))
+    assert sum(found.replicas.values()) == 10
+
+
+def test_a_pool_at_its_limit_makes_the_other_no_larger_than_it_needs_to_be() -> None:
+    limits = {Role.PREFILL: Bounds(1, 20), Role.DECODE: Bounds(1, 4)}
+    found = sizer(30.0).fewest(limits, Budget(max_devices=100))
+    assert found.replicas[Role.DECODE] == 4
+    assert found.binds[Role.DECODE] is Binds.MAX
+    assert found.replicas[Role.PREFILL] <= 6
+
+
+def test_the_least_of_a_budget_is_held_where_the_most_is_lost() -> None:
+    found = sizer(1.0).fewest(bounds(), Budget(min_devices=7, max_devices=10))
+    assert sum(found.replicas.values()) == 7
+
+
+def test_a_pool_that_could_be_smaller_is_bound_by_its_least_size() -> None:
+    found = sizer(1.0).fewest(bounds(least=3), Budget(max_devices=10))
+    assert found.binds == {Role.PREFILL: Binds.MIN, Role.DECODE: Binds.MIN}
