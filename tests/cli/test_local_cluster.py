@@ -81,6 +81,7 @@ class Operators(AdminServiceServicer):
 @dataclass
 class Scene:
     cluster: LocalCluster
+    supervisor: Supervisor
     operators: Operators
     notices: list[str]
     heard: asyncio.Event  # the cluster has been told of workers
@@ -119,7 +120,7 @@ async def scene(*children: ChildSpec, backoff: Backoff | None = None) -> AsyncIt
         try:
             async with asyncio.TaskGroup() as tasks, asyncio.timeout(30):
                 supervising = tasks.create_task(cluster.supervise())
-                yield Scene(cluster, operators, notices, heard)
+                yield Scene(cluster, supervisor, operators, notices, heard)
                 cluster.kill()
                 await supervising
         finally:
@@ -167,6 +168,15 @@ async def test_a_routers_death_is_not_reported_to_itself() -> None:
         worker_id, _ = await stage.operators.gone.get()
         assert worker_id == "decode-0"
         assert stage.operators.gone.empty()
+
+
+async def test_a_retired_workers_end_is_reported_and_it_leaves_the_state() -> None:
+    async with scene(ChildSpec("decode-0", "decode", SLEEPER), ChildSpec("decode-1", "decode", SLEEPER)) as stage:
+        before = await started(stage)
+        stage.supervisor.retire("decode-1", 20.0)
+        assert await stage.operators.gone.get() == ("decode-1", before.processes[1].incarnation)
+        assert [process.name for process in read_state("tests").processes] == ["decode-0"]
+        assert stage.notices[0].startswith("decode-1 has ended with status -15 (log: ")
 
 
 async def test_a_cluster_is_ready_when_the_running_incarnations_are() -> None:

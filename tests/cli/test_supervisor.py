@@ -241,16 +241,20 @@ async def test_an_added_child_that_refuses_its_configuration_ends_alone(tmp_path
 
 
 async def test_a_child_that_drains_is_not_asked_again_when_all_stop(tmp_path: Path) -> None:
-    counting = "import signal; signal.signal(15, lambda *_: print('asked', flush=True))"
-    again = "while True: signal.pause()"
-    spec = telling_child(tmp_path, "decode-0", "decode", first=counting)
-    children = [child("decode-0", spec.command[-1].replace(SLEEP, again))]
+    pipe = tmp_path / "asked.pipe"
+    os.mkfifo(pipe)
+    count = (
+        f"import signal; signal.signal(15, lambda *_: (print('asked', flush=True), open({str(pipe)!r}, 'w').close()))"
+    )
+    spec = telling_child(tmp_path, "decode-0", "decode", first=count)
+    children = [child("decode-0", spec.command[-1].replace(SLEEP, "while True: signal.pause()"))]
     supervisor = Supervisor(children, tmp_path, MonotonicClock(), backoff=AT_ONCE)
     record = Record()
     async with supervised(supervisor, record):
         await told(tmp_path, "decode-0")
         supervisor.retire("decode-0", 20.0)
-        await supervisor.stop((Stage(("decode",), 0.5),))
+        await told(tmp_path, "asked")
+        await supervisor.stop((Stage(("decode",), 0.3),))
         await record.until(lambda: len(record.exits) == 1)
     assert supervisor.log_file("decode-0").read_text() == "asked\n"
 
