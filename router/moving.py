@@ -25,11 +25,12 @@ from pdserve.values import value
 
 MAX_LEAVING = 4
 MAX_COMING = 8
-_FEW = 2  # that are on their way from a worker for want of pages
 _AGAIN_S = 1.0  # between two moves of a continuation
 _REFUSED_S = 5.0  # between two moves of a continuation to a worker to which it could not move
-_SETTLE_S = 10.0  # the same, where it moves for want of pages: what moved does not move back
 _LEAST_EXTRA_PAGES = 2
+# Half and twice of these four make no difference that can be measured (docs/measurements/simulated-goodput.md).
+_FEW = 2  # that are on their way from a worker for want of pages: most of a batch stays where it is
+_SETTLE_S = 10.0  # between two moves of a continuation off workers that want pages: what moved does not move back
 _PAGES_AHEAD = 2  # for each sequence: a worker with fewer free pages is about to preempt
 _ROOM_AHEAD = 4  # a worker with fewer, after a move, does not count as one that has room
 

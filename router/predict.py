@@ -10,7 +10,7 @@ from math import exp, inf
 
 from pdserve.kvlayout import KvLayout
 from pdserve.load import LoadPart
-from pdserve.perfmodel.curve import Step, StepCosts
+from pdserve.perfmodel.curve import Step, StepCosts, attention_work
 from pdserve.perfmodel.margin import Margin
 from pdserve.perfmodel.model import LearntLinks
 from pdserve.prefix_hash import PrefixHasher
@@ -232,19 +232,19 @@ class Predictor:
             pair = holder.name, worker.name
             share, delay_s = self.fetches.expected(pair, now_s)
             transfer_s = self.links.transfer_s(pair, (num_held - cached) * token_bytes) + delay_s
-            saved_s = share * curve.marginal_s(num_held - cached, num_held**2 - cached**2) - transfer_s
+            num_sent = num_held - cached
+            saved_s = share * curve.marginal_s(num_sent, attention_work(num_sent, cached)) - transfer_s
             if saved_s > best_s:
                 best, best_s = Offer(holder, num_held, transfer_s, share), saved_s
         return best
 
     def _alone_s(self, worker: WorkerView, prompt: Prompt, cached: int) -> float:
         """Predict how long a prompt takes by itself of which so many leading tokens need no computing."""
-        fresh, work = prompt.num_tokens - cached, prompt.num_tokens**2 - cached**2
-        return self.costs.of(worker).prefill_s(fresh, work, worker.step_tokens)
+        return self.costs.of(worker).prefill_s(*_left(prompt, cached), worker.step_tokens)
 
     def _computed(self, worker: WorkerView, prompt: Prompt, cached: int, now_s: float) -> FirstToken:
         """Predict the first token where so many leading tokens need no computing."""
-        fresh, work = prompt.num_tokens - cached, prompt.num_tokens**2 - cached**2
+        fresh, work = _left(prompt, cached)
         costs = self.costs.of(worker)
         budget, running = worker.step_tokens, worker.running
         queued, queued_work = worker.waiting_before(prompt.priority)
@@ -307,7 +307,13 @@ class Predictor:
 def uncached(prompt: Prompt, link: LinkId, fetched_tokens: int = 0) -> tuple[int, int]:
     """Return the tokens that a worker has to compute of a prompt, and the work of their attention."""
     cached = min(max(prompt.cached.get(link, 0), fetched_tokens), prompt.num_tokens - 1)
-    return prompt.num_tokens - cached, prompt.num_tokens**2 - cached**2
+    return _left(prompt, cached)
+
+
+def _left(prompt: Prompt, cached: int) -> tuple[int, int]:
+    """Return the tokens of a prompt after those, and the work of their attention."""
+    fresh = prompt.num_tokens - cached
+    return fresh, attention_work(fresh, cached)
 
 
 def _bytes_per_token(layout: KvLayout) -> float:
