@@ -8,10 +8,17 @@ import grpc
 
 from pdserve.config import WorkerConfig
 from pdserve.errors import ConfigError
-from pdserve.kvtransfer.doors import CheckDigests, DigestsChecked, IncomingCommand, IncomingEvent, Sink, ToSender
+from pdserve.kvtransfer.doors import (
+    CheckDigests,
+    DigestsChecked,
+    Forget,
+    IncomingCommand,
+    IncomingEvent,
+    Sink,
+    ToSender,
+)
 from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.server import HandoffServicer
-from pdserve.kvtransfer.session import Peer
 from pdserve.proto.v1.handoff_pb2_grpc import add_HandoffServiceServicer_to_server
 from pdserve.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, join_address, listen, server_options, split_address
 
@@ -72,10 +79,8 @@ class IncomingShell:
                 self._servicer.send(peer, key, message)
             case CheckDigests():
                 self._tasks.create_task(self._check(command), name="digests")
-
-    def forget(self, peer: Peer) -> None:
-        """Let a process that has ended attach no more."""
-        self._servicer.forget(peer)
+            case Forget():
+                self._servicer.forget(command)
 
     async def _check(self, command: CheckDigests) -> None:
         mismatch = await asyncio.to_thread(self._region.first_mismatch, command.pages, command.digests)

@@ -14,7 +14,7 @@ from pdserve.kvtransfer import dialling, wire
 from pdserve.kvtransfer.dialling import AttachMover, Dial, DialId, Dialling
 from pdserve.kvtransfer.doors import OutgoingEvent, ReceiverAttached, ReceiverLost, ReceiverSaid, Sink
 from pdserve.kvtransfer.greeting import Hello, HelloAck, Introduction, Party
-from pdserve.kvtransfer.session import FromSender, HandoffKey, Peer
+from pdserve.kvtransfer.session import Peer
 from pdserve.proto.v1 import handoff_pb2 as handoff
 from pdserve.proto.v1.handoff_pb2_grpc import HandoffServiceStub
 from pdserve.rpc import INTERNAL_MESSAGE_BYTES, channel_options, identify
@@ -55,34 +55,23 @@ class HandoffClient:
         self._streams: dict[DialId, _Stream] = {}
         self._is_closing = False
 
-    def connect(self, peer: Peer, address: str) -> None:
-        """Have a stream to a peer, unless it stands or is being dialled. ReceiverLost follows if it fails."""
-        self._handle(dialling.Wanted(peer, address))
-
-    def send(self, peer: Peer, key: HandoffKey, command: FromSender) -> None:
-        """Queue a message; nothing happens for a peer whose stream is lost. A full queue ends it."""
-        self._handle(dialling.Said(peer, key, command))
-
     def beat(self) -> None:
         """Tell every peer that this process's engine loop goes on."""
         for dial in self._dialling.attached:
             self._write(dial, wire.ALIVE)
 
-    def forget(self, peer: Peer) -> None:
-        """End the stream to a peer: its process is known to have ended."""
-        self._handle(dialling.Forgotten(peer))
-
     async def close(self) -> None:
         """Write what is queued, then end every stream and dial no more."""
         self._is_closing = True
-        self._handle(dialling.Left())
+        self.handle(dialling.Left())
         tasks = [stream.task for stream in self._streams.values() if stream.task is not None]
         if tasks:
             _, late = await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
             for task in late:
                 task.cancel()
 
-    def _handle(self, event: dialling.Event) -> None:
+    def handle(self, event: dialling.Event) -> None:
+        """Have a stream, end it, or queue a message, which nobody gets where no stream stands. A full queue ends it."""
         for command in self._dialling.handle(event):
             self._perform(command)
 
@@ -91,7 +80,7 @@ class HandoffClient:
             case Dial(dial, peer, _, timeout_s):
                 stream = self._streams[dial] = _Stream()
                 stream.task = self._tasks.create_task(self._serve(command, stream), name=f"handoff {peer.worker_id}")
-                asyncio.get_running_loop().call_later(timeout_s, self._handle, dialling.TimedOut(dial))
+                asyncio.get_running_loop().call_later(timeout_s, self.handle, dialling.TimedOut(dial))
             case dialling.Send(dial, key, message):
                 self._write(dial, wire.from_sender(key, message))
             case dialling.Finish(dial):
@@ -112,7 +101,7 @@ class HandoffClient:
         if stream is None:
             return
         if stream.outbound.qsize() >= MAX_QUEUED:
-            self._handle(dialling.Ended(dial, f"it does not read: {stream.outbound.qsize()} messages wait"))
+            self.handle(dialling.Ended(dial, f"it does not read: {stream.outbound.qsize()} messages wait"))
             return
         stream.outbound.put_nowait(message)
 
@@ -141,7 +130,7 @@ class HandoffClient:
             reason = str(error)
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
-        self._handle(dialling.Ended(dial.dial, reason))
+        self.handle(dialling.Ended(dial.dial, reason))
 
     async def _read(self, dial: Dial, stream: _Stream, call: Call) -> None:
         ack = await self._greet(call, dial.peer)
@@ -165,7 +154,7 @@ class HandoffClient:
             match command:
                 case AttachMover(dial, peer, metadata):
                     await asyncio.to_thread(self._me.mover.attach, peer, metadata)
-                    self._handle(dialling.CanWrite(dial))
+                    self.handle(dialling.CanWrite(dial))
                 case ReceiverSaid():
                     await self._sink.offer(command)
                 case _:

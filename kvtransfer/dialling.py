@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import NewType
 
 from pdserve.errors import ProtocolError, Refusal
-from pdserve.kvtransfer.doors import ReceiverAttached, ReceiverLost, ReceiverSaid
+from pdserve.kvtransfer.doors import Connect, Forget, ReceiverAttached, ReceiverLost, ReceiverSaid, ToReceiver
 from pdserve.kvtransfer.greeting import HelloAck, Introduction, check_ack
 from pdserve.kvtransfer.session import FromReceiver, FromSender, HandoffKey, Peer
 from pdserve.values import value
@@ -18,14 +18,6 @@ CONNECT_TIMEOUT_S = 2.0
 MAX_QUEUED = 4096  # messages for one stream that is not attached yet
 
 DialId = NewType("DialId", int)
-
-
-@value
-class Wanted:
-    """A stream to a process is needed."""
-
-    peer: Peer
-    address: str
 
 
 @value
@@ -41,15 +33,6 @@ class CanWrite:
     """The mover can write into the pages of the process that was dialled."""
 
     dial: DialId
-
-
-@value
-class Said:
-    """Something is to be said to a process about one hand-off."""
-
-    peer: Peer
-    key: HandoffKey
-    message: FromSender
 
 
 @value
@@ -74,13 +57,6 @@ class Ended:
 
     dial: DialId
     reason: str
-
-
-@value
-class Forgotten:
-    """A process is known to have ended."""
-
-    peer: Peer
 
 
 @value
@@ -131,7 +107,7 @@ class Close:
     refusal: Refusal | None = None  # what was wrong with the process, if that is why
 
 
-Event = Wanted | Answered | CanWrite | Said | Received | TimedOut | Ended | Forgotten | Left
+Event = Connect | ToReceiver | Forget | Answered | CanWrite | Received | TimedOut | Ended | Left
 Report = ReceiverAttached | ReceiverSaid | ReceiverLost
 Command = Dial | AttachMover | Send | Finish | Close | Report
 
@@ -162,11 +138,11 @@ class Dialling:
 
     def handle(self, event: Event) -> tuple[Command, ...]:
         match event:
-            case Wanted(peer, address):
+            case Connect(peer, address):
                 return self._dial(peer, address)
-            case Said(peer, key, message):
+            case ToReceiver(peer, key, message):
                 return self._say(self._streams.get(peer), key, message)
-            case Forgotten(peer):
+            case Forget(peer):
                 return self._end(self._streams.get(peer), "its process has ended")
             case Left():
                 self._is_leaving = True

@@ -229,9 +229,9 @@ class NotAdmitted:
 
 OutgoingEvent = ReceiverAttached | ReceiverSaid | ReceiverLost | PeerGone
 IncomingEvent = SenderAttached | SenderAlive | SenderSaid | SenderLost | DigestsChecked | PeerGone
-OutgoingCommand = Connect | Copy | CancelCopies | Probe | ToReceiver
-IncomingCommand = ToSender | CheckDigests
-Command = OutgoingCommand | IncomingCommand | Forget
+OutgoingCommand = Connect | Copy | CancelCopies | Probe | ToReceiver | Forget
+IncomingCommand = ToSender | CheckDigests | Forget
+Command = OutgoingCommand | IncomingCommand
 Leaving = Granted | Sent | Unsent
 Arriving = Reserved | Landed | Admitted | NotAdmitted
 Outcome = Leaving | Arriving

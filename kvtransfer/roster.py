@@ -10,7 +10,7 @@ from typing import NewType
 
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import Incarnation, WorkerId
-from pdserve.kvtransfer.doors import PeerGone, SenderAlive, SenderAttached, SenderLost, SenderSaid
+from pdserve.kvtransfer.doors import Forget, PeerGone, SenderAlive, SenderAttached, SenderLost, SenderSaid
 from pdserve.kvtransfer.greeting import Hello, Introduction, check_hello
 from pdserve.kvtransfer.session import FromSender, HandoffKey, Peer
 from pdserve.values import value
@@ -61,13 +61,6 @@ class Ended:
 
 
 @value
-class Forgotten:
-    """A process is known to have ended."""
-
-    peer: Peer
-
-
-@value
 class Welcome:
     """Answer on a stream that it is attached now."""
 
@@ -90,7 +83,7 @@ class Close:
     reason: str
 
 
-Event = Greeted | Alive | Received | Malformed | Ended | Forgotten
+Event = Greeted | Alive | Received | Malformed | Ended | Forget
 Report = SenderAttached | SenderAlive | SenderSaid | SenderLost | PeerGone
 Command = Welcome | Refuse | Close | Report
 
@@ -141,7 +134,7 @@ class Roster:
                     return ()
                 del self._streams[peer]
                 return (SenderLost(peer, reason),)
-            case Forgotten(peer):
+            case Forget(peer):
                 return self._forget(peer, "its process has ended")
 
     def _greet(self, stream: StreamId, hello: Hello, now_s: float) -> tuple[Command, ...]:

@@ -12,7 +12,16 @@ import grpc
 from pdserve.clock import MonotonicClock
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.kvtransfer import roster, wire
-from pdserve.kvtransfer.doors import IncomingEvent, PeerGone, SenderAlive, SenderAttached, SenderLost, SenderSaid, Sink
+from pdserve.kvtransfer.doors import (
+    Forget,
+    IncomingEvent,
+    PeerGone,
+    SenderAlive,
+    SenderAttached,
+    SenderLost,
+    SenderSaid,
+    Sink,
+)
 from pdserve.kvtransfer.greeting import Hello, HelloAck, Introduction, Party
 from pdserve.kvtransfer.roster import Roster, StreamId
 from pdserve.kvtransfer.session import FromReceiver, HandoffKey, Peer
@@ -76,9 +85,9 @@ class HandoffServicer(HandoffServiceServicer):
             return
         stream.outbound.put_nowait(wire.from_receiver(key, command))
 
-    def forget(self, peer: Peer) -> None:
-        """End a peer's stream and attach it no more: its process is known to have ended."""
-        self._handle(roster.Forgotten(peer))
+    def forget(self, forget: Forget) -> None:
+        """End a process's stream and attach it no more."""
+        self._handle(forget)
 
     def close(self) -> None:
         """End every stream once what is queued has been written."""

@@ -10,6 +10,7 @@ from pdserve.kvtransfer.doors import (
     CancelCopies,
     Connect,
     Copy,
+    Forget,
     OutgoingCommand,
     OutgoingEvent,
     Probe,
@@ -54,22 +55,18 @@ class OutgoingShell:
 
     def perform(self, command: OutgoingCommand) -> None:
         match command:
-            case Connect(peer, address):
-                self.client.connect(peer, address)
+            case Connect() | ToReceiver():
+                self.client.handle(command)
             case Copy(peer, key, src, dst):
                 self.copies.started(self.mover.write(peer, key, src, dst), peer, key)
             case CancelCopies(peer, key):
                 self.mover.cancel(peer, key)
-            case ToReceiver(peer, key, message):
-                self.client.send(peer, key, message)
             case Probe(peer):
                 self.probes.start(peer)
-
-    def forget(self, peer: Peer) -> None:
-        """Drop what there is for a process that has ended."""
-        self.client.forget(peer)
-        self.mover.forget(peer)
-        self.probes.forget(peer)
+            case Forget(peer):
+                self.client.handle(command)
+                self.mover.forget(peer)
+                self.probes.forget(peer)
 
     async def close(self) -> None:
         self.probes.close()

@@ -38,9 +38,9 @@ class Outbox:
                     self._reporter.report_role(command)
                 case ToSender() | CheckDigests():
                     self._incoming.perform(command)
-                case Forget(peer):
-                    self._incoming.forget(peer)
-                    self._outgoing.forget(peer)
+                case Forget():
+                    self._incoming.perform(command)
+                    self._outgoing.perform(command)
                 case _:
                     self._outgoing.perform(command)
         self._reporter.send(reports, step)

@@ -18,15 +18,12 @@ from pdserve.kvtransfer.dialling import (
     Dialling,
     Ended,
     Finish,
-    Forgotten,
     Left,
     Received,
-    Said,
     Send,
     TimedOut,
-    Wanted,
 )
-from pdserve.kvtransfer.doors import ReceiverAttached, ReceiverLost, ReceiverSaid
+from pdserve.kvtransfer.doors import Connect, Forget, ReceiverAttached, ReceiverLost, ReceiverSaid, ToReceiver
 from pdserve.kvtransfer.greeting import HelloAck, Introduction
 from pdserve.kvtransfer.sender import Quiesced, Taken
 from pdserve.kvtransfer.session import HandoffKey, Peer
@@ -42,7 +39,7 @@ FIRST = DialId(1)
 
 def dialled() -> Dialling:
     dialling = Dialling(ME)
-    assert dialling.handle(Wanted(D, "there")) == (Dial(FIRST, D, "there", CONNECT_TIMEOUT_S),)
+    assert dialling.handle(Connect(D, "there")) == (Dial(FIRST, D, "there", CONNECT_TIMEOUT_S),)
     return dialling
 
 
@@ -62,16 +59,16 @@ def lost(commands: tuple[Command, ...]) -> str:
 
 
 def test_a_second_need_uses_the_stream_that_is_dialled_or_attached() -> None:
-    assert dialled().handle(Wanted(D, "there")) == ()
-    assert attached().handle(Wanted(D, "there")) == ()
+    assert dialled().handle(Connect(D, "there")) == ()
+    assert attached().handle(Connect(D, "there")) == ()
 
 
 def test_what_is_said_early_is_sent_once_the_stream_is_attached() -> None:
     dialling = dialled()
-    assert dialling.handle(Said(D, KEY, QUIESCED)) == ()
+    assert dialling.handle(ToReceiver(D, KEY, QUIESCED)) == ()
     dialling.handle(Answered(FIRST, ACK))
     assert dialling.handle(CanWrite(FIRST)) == (ReceiverAttached(D), Send(FIRST, KEY, QUIESCED))
-    assert dialling.handle(Said(D, KEY, QUIESCED)) == (Send(FIRST, KEY, QUIESCED),)
+    assert dialling.handle(ToReceiver(D, KEY, QUIESCED)) == (Send(FIRST, KEY, QUIESCED),)
 
 
 def test_what_the_other_process_says_is_reported_in_its_name() -> None:
@@ -102,30 +99,30 @@ def test_a_lost_stream_is_reported_once_and_dialled_again_at_the_next_need() -> 
     dialling = attached()
     assert lost(dialling.handle(Ended(FIRST, "reset"))) == "reset"
     assert dialling.handle(Ended(FIRST, "late")) == ()
-    assert dialling.handle(Said(D, KEY, QUIESCED)) == ()
-    (again,) = dialling.handle(Wanted(D, "there"))
+    assert dialling.handle(ToReceiver(D, KEY, QUIESCED)) == ()
+    (again,) = dialling.handle(Connect(D, "there"))
     assert isinstance(again, Dial)
     assert again.dial != FIRST
 
 
 def test_a_process_known_to_have_ended_is_cut_off_at_once() -> None:
     for dialling in (dialled(), attached()):
-        assert lost(dialling.handle(Forgotten(D))) == "its process has ended"
+        assert lost(dialling.handle(Forget(D))) == "its process has ended"
         assert dialling.handle(CanWrite(FIRST)) == ()
 
 
 def test_a_process_that_never_answers_has_a_bounded_queue() -> None:
     dialling = dialled()
     for _ in range(MAX_QUEUED):
-        assert dialling.handle(Said(D, KEY, QUIESCED)) == ()
-    assert "messages wait" in lost(dialling.handle(Said(D, KEY, QUIESCED)))
+        assert dialling.handle(ToReceiver(D, KEY, QUIESCED)) == ()
+    assert "messages wait" in lost(dialling.handle(ToReceiver(D, KEY, QUIESCED)))
 
 
 def test_a_process_that_leaves_says_what_is_queued_and_dials_no_more() -> None:
     dialling = dialled()
-    dialling.handle(Said(D, KEY, QUIESCED))
+    dialling.handle(ToReceiver(D, KEY, QUIESCED))
     assert dialling.handle(Left()) == ()
     dialling.handle(Answered(FIRST, ACK))
     assert dialling.handle(CanWrite(FIRST)) == (ReceiverAttached(D), Send(FIRST, KEY, QUIESCED), Finish(FIRST))
-    assert dialling.handle(Wanted(replace_incarnation(D), "there")) == ()
+    assert dialling.handle(Connect(replace_incarnation(D), "there")) == ()
     assert attached().handle(Left()) == (Finish(FIRST),)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pdserve.errors import Refusal
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
-from pdserve.kvtransfer.doors import PeerGone, SenderAlive, SenderAttached, SenderLost, SenderSaid
+from pdserve.kvtransfer.doors import Forget, PeerGone, SenderAlive, SenderAttached, SenderLost, SenderSaid
 from pdserve.kvtransfer.greeting import Hello, Introduction
 from pdserve.kvtransfer.receiver import Quiesced
 from pdserve.kvtransfer.roster import (
@@ -17,7 +17,6 @@ from pdserve.kvtransfer.roster import (
     Close,
     Command,
     Ended,
-    Forgotten,
     Greeted,
     Malformed,
     Received,
@@ -106,7 +105,7 @@ def test_an_attached_process_lives_whoever_follows_it_and_is_cut_off() -> None:
 def test_a_process_known_to_have_ended_is_cut_off_and_attaches_no_more() -> None:
     door = Door()
     door.greet(EARLY)
-    assert door.roster.handle(Forgotten(EARLY), 1.0)[1] == SenderLost(EARLY, "its process has ended")
+    assert door.roster.handle(Forget(EARLY), 1.0)[1] == SenderLost(EARLY, "its process has ended")
     assert is_refused(door.greet(EARLY))
 
 
@@ -136,7 +135,7 @@ class Model:
                 self.take_in(self.door.greet(peer, now_s, age_s), peer, now_s, age_s)
             case "forget":
                 self.over.add(peer)
-                self.take_in(self.door.roster.handle(Forgotten(peer), now_s), peer, now_s, age_s)
+                self.take_in(self.door.roster.handle(Forget(peer), now_s), peer, now_s, age_s)
             case _ if peer in self.streams:
                 event = Alive(self.streams[peer]) if what == "alive" else Ended(self.streams[peer], "")
                 self.take_in(self.door.roster.handle(event, now_s), peer, now_s, age_s)

@@ -17,7 +17,7 @@ from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer import greeting, wire
 from pdserve.kvtransfer.client import ATTACH, HandoffClient
 from pdserve.kvtransfer.copies import OnStopped
-from pdserve.kvtransfer.doors import IncomingEvent, OutgoingEvent, ReceiverAttached, SenderAttached
+from pdserve.kvtransfer.doors import Connect, IncomingEvent, OutgoingEvent, ReceiverAttached, SenderAttached, ToReceiver
 from pdserve.kvtransfer.greeting import Party
 from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.server import HandoffServicer
@@ -94,10 +94,10 @@ class Prefill(End):
     client: HandoffClient
 
     def connect(self, decode: Decode, peer: Peer = DECODE) -> None:
-        self.client.connect(peer, decode.address)
+        self.client.handle(Connect(peer, decode.address))
 
     def send(self, command: FromSender) -> None:
-        self.client.send(DECODE, KEY, command)
+        self.client.handle(ToReceiver(DECODE, KEY, command))
 
 
 def party(peer: Peer, layout: KvLayout = LAYOUT, on_stopped: OnStopped = lambda _: None) -> Party:

@@ -27,7 +27,7 @@ from pdserve.kvtransfer.doors import (
     ToReceiver,
     ToSender,
 )
-from pdserve.kvtransfer.session import Commit, Grant, HandoffKey, PagesLanded, Peer, Quiesced, Taken, Withdrawn
+from pdserve.kvtransfer.session import Commit, Grant, HandoffKey, Peer, Quiesced, Taken, Withdrawn
 from pdserve.worker.messages import Placed
 
 if TYPE_CHECKING:
@@ -73,14 +73,14 @@ class Doors:
 
     def perform(self, command: Command) -> None:
         match command:
-            case Connect(peer, address):
-                self._receivers.connect(peer, address)
+            case Connect():
+                self._receivers.handle(command)
             case Copy(key=key):
                 self.mover.copy(command, self._grants[key])
             case CancelCopies(peer, key):
                 self.mover.cancel(peer, key)
-            case ToReceiver(peer, key, message):
-                self._to_receiver(peer, key, message)
+            case ToReceiver():
+                self._to_receiver(command)
             case ToSender(peer, key, message):
                 self._to_sender(peer, key, message)
             case CheckDigests():
@@ -88,8 +88,8 @@ class Doors:
                 self._world.after(delay_s, self._owner, self._check_digests, command)
             case Forget(peer):
                 self.mover.forget(peer)
-                self._receivers.forget(peer)
-                self._senders.forget(peer)
+                self._receivers.handle(command)
+                self._senders.forget(command)
             case Probe():
                 pass  # no copy waits for it
 
@@ -124,8 +124,9 @@ class Doors:
                 pass
         self._owner.offer(report)
 
-    def _to_receiver(self, peer: Peer, key: HandoffKey, message: PagesLanded | Commit | Quiesced) -> None:
-        self._receivers.send(peer, key, message)
+    def _to_receiver(self, command: ToReceiver) -> None:
+        self._receivers.handle(command)
+        key, message = command.key, command.message
         if isinstance(message, Commit):
             self._owner.witness.handed_over(key, [tail.index for tail in message.capsule.tails])
             self._site("committed", self._owner)

@@ -9,10 +9,10 @@ from faultsim.world import ViolationError
 from pdserve.errors import ProtocolError
 from pdserve.kvtransfer import dialling, roster, wire
 from pdserve.kvtransfer.dialling import AttachMover, Dial, DialId, Dialling
-from pdserve.kvtransfer.doors import IncomingEvent, OutgoingEvent
+from pdserve.kvtransfer.doors import Forget, IncomingEvent, OutgoingEvent
 from pdserve.kvtransfer.greeting import Hello, HelloAck, Introduction
 from pdserve.kvtransfer.roster import Roster, StreamId
-from pdserve.kvtransfer.session import FromReceiver, FromSender, HandoffKey, Peer
+from pdserve.kvtransfer.session import FromReceiver, HandoffKey, Peer
 from pdserve.proto.v1 import handoff_pb2 as handoff
 
 MOVER = "simulated"
@@ -45,26 +45,17 @@ class SenderStreams:
         self._dialling = Dialling(introduction)
         self._streams: dict[DialId, Dialled] = {}
 
-    def connect(self, peer: Peer, address: str) -> None:
-        self._handle(dialling.Wanted(peer, address))
-
-    def send(self, peer: Peer, key: HandoffKey, command: FromSender) -> None:
-        self._handle(dialling.Said(peer, key, command))
-
     def beat(self) -> None:
         for dial in self._dialling.attached:
             self._write(dial, wire.ALIVE)
 
-    def forget(self, peer: Peer) -> None:
-        self._handle(dialling.Forgotten(peer))
-
-    def _handle(self, event: dialling.Event) -> None:
+    def handle(self, event: dialling.Event) -> None:
         for command in self._dialling.handle(event):
             match command:
                 case Dial():
                     self._dial(command)
                 case AttachMover(dial):
-                    self._handle(dialling.CanWrite(dial))
+                    self.handle(dialling.CanWrite(dial))
                 case dialling.Send(dial, key, message):
                     self._write(dial, wire.from_sender(key, message))
                 case dialling.Close(dial):
@@ -83,12 +74,12 @@ class SenderStreams:
 
     def _dial(self, dial: Dial) -> None:
         self._streams[dial.dial] = Dialled()
-        self._owner.world.after(dial.timeout_s, self._owner, self._handle, dialling.TimedOut(dial.dial))
+        self._owner.world.after(dial.timeout_s, self._owner, self.handle, dialling.TimedOut(dial.dial))
         self._network.dial(
             self._owner,
             dial.address,
             lambda end: self._opened(dial, end),
-            lambda reason: self._handle(dialling.Ended(dial.dial, reason)),
+            lambda reason: self.handle(dialling.Ended(dial.dial, reason)),
         )
 
     def _opened(self, dial: Dial, end: End) -> None:
@@ -98,7 +89,7 @@ class SenderStreams:
             return
         dialled.end = end
         end.receive = lambda message: self._receive(dial.dial, message)
-        end.lost = lambda reason: self._handle(dialling.Ended(dial.dial, reason))
+        end.lost = lambda reason: self.handle(dialling.Ended(dial.dial, reason))
         age_s = self._owner.world.now - self._owner.started_s
         hello = Hello(self._introduction, MOVER, dial.peer.incarnation, age_s)
         self._write(dial.dial, wire.hello_to_proto(hello))
@@ -112,7 +103,7 @@ class SenderStreams:
                 event = dialling.Received(dial, *wire.to_sender(message))
         except ProtocolError as error:
             raise _refused(self._owner, message, error) from error
-        self._handle(event)
+        self.handle(event)
 
 
 class ReceiverStreams:
@@ -142,8 +133,8 @@ class ReceiverStreams:
         if stream is not None:
             self._write(stream, wire.from_receiver(key, command))
 
-    def forget(self, peer: Peer) -> None:
-        self._handle(roster.Forgotten(peer))
+    def forget(self, forget: Forget) -> None:
+        self._handle(forget)
 
     def _receive(self, stream: StreamId, content: object) -> None:
         message = Request.FromString(_bytes(content))
