@@ -92,11 +92,6 @@ class Commit:
         """Return the commit of a grant."""
         return cls(grant.region, grant.pages, grant.generations, grant.capability, capsule)
 
-    def measured(self, handoff_bytes: int, handoff_s: float) -> "Commit":
-        """Return this commit with what its hand-off took."""
-        places = self.region, self.pages, self.generations, self.capability
-        return Commit(*places, self.capsule, handoff_bytes, handoff_s)
-
 
 @value
 class Quiesced:

@@ -5,7 +5,7 @@ becomes of the request meanwhile. Each hand-off is released once.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pdserve.engine.pages import PagePool
 from pdserve.ids import PageId
@@ -167,8 +167,10 @@ class Outgoing:
         """Let time pass. `silent_s`: how long this process has said nothing."""
         awake_s = min(now_s - self._ticked_s, 2 * HEARTBEAT_S)  # more than that is this process's own silence
         self._ticked_s = now_s
-        results = self._fell_silent(silent_s, now_s) if silent_s > MIN_LEASE_S else []
+        results: list[Result] = []
         for handoff in list(self._handoffs.values()):
+            if silent_s > MIN_LEASE_S:  # it was frozen: it starts no more copies under leases that have lapsed
+                results += self._advance(handoff, sender.FellSilent(silent_s), now_s)
             if handoff.sender.state is State.DRAINING:
                 handoff.draining_s += awake_s
             elif handoff.sender.state is State.LANDED:
@@ -176,11 +178,6 @@ class Outgoing:
                 if handoff.landed_s >= ANSWER_S:
                     results += self._advance(handoff, sender.PeerLost(f"no answer within {ANSWER_S:g} s"), now_s)
         return results + self._early.expire(now_s) + self._redialling.dial(now_s)
-
-    def _fell_silent(self, silent_s: float, now_s: float) -> list[Result]:
-        """Start no more copies under leases that have lapsed: this process was frozen."""
-        event = sender.FellSilent(silent_s)
-        return [each for handoff in list(self._handoffs.values()) for each in self._advance(handoff, event, now_s)]
 
     def _lose(self, peer: Peer, reason: str, now_s: float) -> list[Result]:
         lost = [handoff for handoff in self._handoffs.values() if handoff.peer == peer]
@@ -207,7 +204,7 @@ class Outgoing:
                 yield CancelCopies(peer, key)
             case Commit():
                 handoff_bytes = handoff.sender.num_pages_sent * self._page_bytes
-                measured = command.measured(handoff_bytes, now_s - handoff.sendable_s)
+                measured = replace(command, handoff_bytes=handoff_bytes, handoff_s=now_s - handoff.sendable_s)
                 yield ToReceiver(peer, key, measured)
             case PagesLanded() | Quiesced():
                 yield ToReceiver(peer, key, command)

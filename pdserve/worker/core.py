@@ -16,18 +16,6 @@ from pdserve.engine.sequence import Broken, Computed, Sampled, Sequence, Split, 
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.kvtransfer import doors
-from pdserve.kvtransfer.doors import (
-    Claim,
-    DigestsChecked,
-    PeerGone,
-    ReceiverAttached,
-    ReceiverLost,
-    ReceiverSaid,
-    SenderAlive,
-    SenderAttached,
-    SenderLost,
-    SenderSaid,
-)
 from pdserve.kvtransfer.session import Capsule, HandoffKey, Tail
 from pdserve.prefill_worker.outgoing import Outgoing
 from pdserve.prefill_worker.starting import Starting
@@ -97,11 +85,11 @@ class WorkerCore:
         """When this is to handle `Due`, if nothing else comes before."""
         return self._fetches.due_s
 
-    def claims(self) -> Iterator[Claim]:
+    def claims(self) -> Iterator[doors.Claim]:
         """Yield the pages of everything that goes on."""
-        yield Claim(held=self._scheduler.leaving)
+        yield doors.Claim(held=self._scheduler.leaving)
         for task in self._tasks:
-            yield from (Claim(held=sequence.pages) for sequence in task.sequences)
+            yield from (doors.Claim(held=sequence.pages) for sequence in task.sequences)
         yield from self._fetches.claims()
         yield from self.outgoing.claims()
         yield from self.incoming.claims()
@@ -174,11 +162,17 @@ class WorkerCore:
                 return []
             case Ticked(silent_s):
                 return self._tick(silent_s, now_s)
-            case ReceiverAttached() | ReceiverSaid() | ReceiverLost():
+            case doors.ReceiverAttached() | doors.ReceiverSaid() | doors.ReceiverLost():
                 return self._take(self.outgoing.handle(event, now_s), now_s)
-            case SenderAttached() | SenderAlive() | SenderSaid() | SenderLost() | DigestsChecked():
+            case (
+                doors.SenderAttached()
+                | doors.SenderAlive()
+                | doors.SenderSaid()
+                | doors.SenderLost()
+                | doors.DigestsChecked()
+            ):
                 return self._take(self.incoming.handle(event, now_s), now_s)
-            case PeerGone(peer):
+            case doors.PeerGone(peer):
                 results = self.outgoing.handle(event, now_s) + self.incoming.handle(event, now_s)
                 return [*self._take(results, now_s), doors.Forget(peer)]
 
