@@ -24,6 +24,7 @@ from pdserve.cli import (
     moving,
     operating,
     processes,
+    scaling,
     simulating,
 )
 from pdserve.cli.results import only_cause
@@ -89,6 +90,7 @@ bench_app.command("accuracy")(experiments.accuracy)
 bench_app.command("overload")(experiments.overload)
 bench_app.command("simulator")(experiments.simulator)
 bench_app.command("routers")(experiments.routers)
+bench_app.command("scale")(scaling.scale)
 app.add_typer(autoscale_app, name="autoscale")
 app.add_typer(bench_app, name="bench")
 app.add_typer(config_app, name="config")

@@ -1,0 +1,207 @@
+"""A local cluster that follows a policy, under a load that rises, turns from prompts to answers, and falls.
+
+Every answer is compared with that of one engine alone.
+"""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pdserve.autoscaler.journal import read_record
+from pdserve.clock import MonotonicClock
+from pdserve.launch.folder import RECORD_FILE
+from pdserve.launch.local import Listener
+from pdserve.launch.plan import ClusterSpec
+from pdserve.measure.board import StatusBoard
+from pdserve.measure.client import Timed, new_tenant
+from pdserve.measure.known_answers import KnownRequest, Lengths, difference, known_requests
+from pdserve.measure.live import Report, started
+from pdserve.measure.objectives import Objective
+from pdserve.measure.outcomes import OK, Outcome
+from pdserve.measure.tables import Column, Sheet
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.roles import Role
+from pdserve.roles_wire import ROLES
+
+REQUEST_DEADLINE_S = 120.0
+LOOK_EVERY_S = 1.0
+QUIET = 0.2  # of the full rate
+COLUMNS = (
+    Column("phase", is_text=True),
+    Column("requests/s"),
+    Column("prefill", "replicas that serve, on average"),
+    Column("decode", "replicas that serve, on average"),
+    Column("refused", "%"),
+    Column("within both", "% of all requests"),
+    Column("failed"),
+    Column("wrong", "answers with a wrong token"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Some seconds of requests that are alike."""
+
+    name: str
+    rate: float  # requests a second, on average
+    lengths: Lengths
+
+
+@dataclass(frozen=True, slots=True)
+class ScalePlan:
+    """What is sent."""
+
+    phases: tuple[Phase, ...]
+    seconds: float  # of each phase
+    objective: Objective
+    distinct: int = 30  # different requests of a phase, sent in turn
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The cluster at one moment."""
+
+    at_s: float
+    ready: dict[Role, int]
+    num_active: int
+    num_held: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleFindings:
+    """What came of it."""
+
+    plan: ScalePlan
+    outcomes: tuple[tuple[Outcome, ...], ...] = field(repr=False)  # by phase
+    moments: tuple[Moment, ...]
+    decisions: tuple[tuple[float, str], ...]  # seconds after the start, and what was decided
+
+
+def phases(rate: float, prompt_tokens: int, answer_tokens: int) -> tuple[Phase, ...]:
+    """Return a load that rises with prompts, turns to answers, and falls; lengths are the longest ones."""
+    prompts, answers = Lengths(prompt_tokens, 8), Lengths(32, answer_tokens)
+    both = Lengths(prompt_tokens, answer_tokens)
+    return (
+        Phase("quiet", QUIET * rate, both),
+        Phase("prompts", rate, prompts),
+        Phase("answers", rate, answers),
+        Phase("quiet again", QUIET * rate, both),
+    )
+
+
+def known(plan: ScalePlan, model: str, dtype: str) -> list[list[KnownRequest]]:
+    """Return each phase's requests with their right answers."""
+    lengths = (phase.lengths for phase in plan.phases)
+    return [
+        known_requests(model, dtype, plan.distinct, each, plan.seed + number) for number, each in enumerate(lengths)
+    ]
+
+
+def arrivals(plan: ScalePlan, requests: Sequence[Sequence[KnownRequest]]) -> list[tuple[float, int, KnownRequest]]:
+    """Return when each request is sent, at random moments, of which phase it is, and the request itself."""
+    rng, found = random.Random(f"scale {plan.seed}"), []
+    for number, phase in enumerate(plan.phases):
+        at_s, end_s, sent = number * plan.seconds, (number + 1) * plan.seconds, 0
+        while (at_s := at_s + rng.expovariate(phase.rate)) < end_s:
+            found.append((at_s, number, requests[number][sent % len(requests[number])]))
+            sent += 1
+    return found
+
+
+async def measure_scale(
+    spec: ClusterSpec, plan: ScalePlan, requests: Sequence[Sequence[KnownRequest]], report: Report
+) -> ScaleFindings:
+    """Start a cluster with its autoscaler, send the load, and watch both."""
+    board, clock, sent, moments = StatusBoard(), MonotonicClock(), arrivals(plan, requests), list[Moment]()
+    async with started(spec, Listener(board.put, report)) as (cluster, live):
+        began_s = clock.now_s()
+
+        async def watch() -> None:
+            while True:
+                moments.append(_moment(clock.now_s() - began_s, board.last))
+                await asyncio.sleep(LOOK_EVERY_S)
+
+        def on_end(outcome: Outcome) -> None:
+            right = sent[outcome.number][2].answer
+            outcome.wrong = difference(outcome.tokens, right, is_whole=outcome.status == OK)
+            outcome.tokens, outcome.times_s = {}, {}
+
+        async with asyncio.TaskGroup() as tasks:
+            watching = tasks.create_task(watch())
+            outcomes = await live.client.run([_timed(at_s, each, plan) for at_s, _, each in sent], on_end)
+            await asyncio.sleep(len(plan.phases) * plan.seconds - (clock.now_s() - began_s))
+            watching.cancel()
+        record = read_record(cluster.state.secret_file.with_name(RECORD_FILE))
+        lasted_s = clock.now_s() - began_s
+    decisions = [(lasted_s - (record.unix_s - each.unix_s), each.text) for each in record.entries]
+    by_phase = tuple(
+        tuple(o for o, (_, of, _) in zip(outcomes, sent, strict=True) if of == number)
+        for number in range(len(plan.phases))
+    )
+    return ScaleFindings(plan, by_phase, tuple(moments), tuple(decisions))
+
+
+def _timed(at_s: float, request: KnownRequest, plan: ScalePlan) -> Timed:
+    message = request.message(REQUEST_DEADLINE_S)
+    message.tenant = new_tenant()  # nothing of it is cached
+    wanted = plan.objective
+    message.slo.CopyFrom(inference.Slo(ttft_ms=1e3 * wanted.ttft_s, tpot_ms=1e3 * wanted.tpot_s))
+    return at_s, message
+
+
+def _moment(at_s: float, status: admin.ClusterStatus) -> Moment:
+    workers = [
+        worker.registration for worker in status.workers if worker.registration.ready and not worker.load.draining
+    ]
+    ready = {role: sum(ROLES.get(worker.role) is role for worker in workers) for role in Role}
+    return Moment(at_s, ready, status.num_active, status.num_held)
+
+
+def scale_table(found: ScaleFindings) -> Sheet:
+    """Return one row a phase, and the decisions that ordered something below."""
+    rows = []
+    for number, (phase, outcomes) in enumerate(zip(found.plan.phases, found.outcomes, strict=True)):
+        here = [each for each in found.moments if number <= each.at_s / found.plan.seconds < number + 1]
+        count = max(1, len(outcomes))
+        refused = sum(each.is_refused for each in outcomes)
+        rows.append(
+            (
+                phase.name,
+                f"{len(outcomes) / found.plan.seconds:.2f}",
+                *(
+                    f"{sum(m.ready[role] for m in here) / max(1, len(here)):.1f}"
+                    for role in (Role.PREFILL, Role.DECODE)
+                ),
+                f"{100 * refused / count:.1f}",
+                f"{100 * sum(each.meets(found.plan.objective) for each in outcomes) / count:.1f}",
+                f"{sum(each.status != OK for each in outcomes) - refused}",
+                f"{sum(bool(each.wrong) for each in outcomes)}",
+            )
+        )
+    orders = [f"{at_s:6.1f} s  {text}" for at_s, text in found.decisions if ": hold" not in text]
+    return Sheet(f"{found.plan.seconds:g} s each; {found.plan.objective}", COLUMNS, rows, orders)
+
+
+def plot(found: ScaleFindings, path: Path) -> None:
+    """Draw the replicas that serve and the requests under way over time, with the phases' names."""
+    from matplotlib.figure import Figure  # noqa: PLC0415 - an extra that only plots need
+
+    figure = Figure(figsize=(8, 4.6))
+    above, below = figure.subplots(2, 1, sharex=True)
+    at_s = [each.at_s for each in found.moments]
+    for role in (Role.PREFILL, Role.DECODE):
+        above.step(at_s, [each.ready[role] for each in found.moments], where="post", label=f"{role} replicas")
+    below.plot(at_s, [each.num_active + each.num_held for each in found.moments], label="requests under way")
+    for number, phase in enumerate(found.plan.phases):
+        above.axvline(number * found.plan.seconds, linestyle=":", color="grey")
+        above.annotate(phase.name, (number * found.plan.seconds, above.get_ylim()[1]), fontsize="small")
+    for axes in (above, below):
+        axes.set_ylim(bottom=0)
+        axes.legend(fontsize="small")
+        axes.grid(alpha=0.3)
+    below.set_xlabel("seconds")
+    figure.savefig(path, dpi=110, bbox_inches="tight")

@@ -1,0 +1,40 @@
+"""The load of a scaling measurement, and the table of what came of it."""
+
+from dataclasses import replace
+
+from rich.console import Console
+
+from pdserve.measure.known_answers import KnownRequest
+from pdserve.measure.objectives import Objective
+from pdserve.measure.outcomes import OK, Outcome
+from pdserve.measure.scale import Moment, ScaleFindings, ScalePlan, arrivals, phases, scale_table
+from pdserve.roles import Role
+from pdserve.sampling import SamplingParams
+
+PLAN = ScalePlan(phases(5.0, 200, 100), 100.0, Objective(1.0, 0.1), distinct=2)
+
+
+def test_each_phase_sends_its_own_requests_in_turn_at_about_its_rate() -> None:
+    requests = [[KnownRequest((phase, turn), SamplingParams(), {}) for turn in range(2)] for phase in range(4)]
+    sent = arrivals(PLAN, requests)
+    assert [at_s for at_s, _, _ in sent] == sorted(at_s for at_s, _, _ in sent)
+    for number, phase in enumerate(PLAN.phases):
+        here = [(at_s, request) for at_s, of, request in sent if of == number]
+        assert all(number * 100 <= at_s < (number + 1) * 100 for at_s, _ in here)
+        assert abs(len(here) - 100 * phase.rate) < 4 * (100 * phase.rate) ** 0.5
+        assert [request.prompt for _, request in here[:3]] == [(number, 0), (number, 1), (number, 0)]
+
+
+def test_a_row_counts_what_came_of_a_phase_and_orders_stand_below() -> None:
+    good = Outcome(0.0, 10, 2, status=OK, num_tokens=2, first_s=0.5, last_s=0.55, ended_s=0.6)
+    late, wrong = replace(good, first_s=2.0, last_s=2.1), replace(good, wrong="token 1")
+    refused, failed = replace(good, status="RESOURCE_EXHAUSTED"), replace(good, status="UNAVAILABLE")
+    moments = [
+        Moment(at_s, {Role.PREFILL: 1, Role.DECODE: 1 + (at_s > 50), Role.MIXED: 0}, 0, 0) for at_s in (1, 99, 150)
+    ]
+    decisions = ((1.0, "decode: hold; 1 of 1 replicas"), (2.0, "decode: add decode-1; 1 of 2 replicas"))
+    outcomes = ((good, late, wrong, refused, failed), (), (), ())
+    sheet = scale_table(ScaleFindings(PLAN, outcomes, tuple(moments), decisions))
+    assert list(sheet.rows[0]) == ["quiet", "0.05", "1.0", "1.5", "20.0", "20.0", "1", "1"]
+    assert list(sheet.notes) == ["   2.0 s  decode: add decode-1; 1 of 2 replicas"]
+    Console(file=None, quiet=True).print(sheet)
