@@ -19,6 +19,7 @@ from pdserve.perfmodel.curve import StepCosts
 
 FloatArray = np.ndarray[tuple[int], np.dtype[np.float64]]
 
+_LEAST_STEP_S = 1e-6
 _USABLE = 0.95  # of the KV tokens, as in `router.outlook`
 
 
@@ -37,7 +38,7 @@ class DecodePool:
         self._longer = np.array([sum(shares[place:]) for place in range(len(shares) + 1)])  # than those before a place
         kv_each = _kv_of_a_sequence(traffic)
         batches = range(1, capacity.max_num_seqs + 1)
-        steps_s = [0.0, *(costs.decode_curve(batch).seconds(batch, batch * kv_each) for batch in batches)]
+        steps_s = [0.0, *(_step_s(costs, batch, kv_each) for batch in batches)]
         in_time = next((b for b in range(1, len(steps_s)) if steps_s[b] > tpot_s), len(steps_s)) - 1
         reserved = kv_each + mean(traffic.answers) / 2  # the router keeps room for the rest of each answer
         in_pages = max(1, int(_USABLE * capacity.kv_tokens / max(1.0, reserved)))
@@ -53,7 +54,7 @@ class DecodePool:
 
     def attainment(self, num_replicas: int) -> float:
         """Return the share of sequences that are taken in and fast enough, of those for which that is possible."""
-        if not self.most or self._rate <= 0 or self._tokens <= 0:
+        if not self.best or self._rate <= 0 or self._tokens <= 0:
             return 1.0
         if num_replicas <= 0:
             return 0.0
@@ -81,6 +82,10 @@ class DecodePool:
         spare_s = np.maximum(1e-9, self._tpot_s - steps_s)
         place = np.searchsorted(self._lengths, steps_s / 2 / spare_s)
         return self._single + self._longer[place]
+
+
+def _step_s(costs: StepCosts, batch: int, kv_each: float) -> float:
+    return max(_LEAST_STEP_S, costs.decode_curve(batch).seconds(batch, batch * kv_each))
 
 
 def _kv_of_a_sequence(traffic: Traffic) -> float:

@@ -21,6 +21,7 @@ from pdserve.roles import Role
 from pdserve.values import value
 
 _LEAST_MIXTURE_S, _LEAST_PRESENT_S = 60.0, 15.0  # over which lengths, and the present rate, are counted at least
+_ALL = 0.995  # of the requests: fewer that any pools could serve in time are worth a word
 _WORTH = 0.01  # of all requests: what another split of a spent budget has to serve more
 
 
@@ -96,9 +97,9 @@ class Planner:
         mixture = self._mixture.traffic()
         if mixture is None:
             return "no request has ended yet"
-        lacking = [pool for pool in POOLS if pool not in seen.costs or pool not in seen.capacities]
+        lacking = [pool for pool in POOLS if not _is_known(pool, seen)]
         if lacking:
-            return f"nothing is known of steps of {' and '.join(lacking)} workers"
+            return f"nothing is known of the steps or the size of {' and '.join(lacking)} workers"
         behaviors = {pool: self.policy.pools.of(pool).behavior for pool in POOLS}
         ups = {pool: 1 / (1 + behaviors[pool].scale_up.tolerance) for pool in POOLS}
         downs = {pool: 1 + behaviors[pool].scale_down.tolerance for pool in POOLS}
@@ -112,16 +113,17 @@ class Planner:
         for pool in POOLS:
             size = best.replicas[pool]
             is_split = Binds.BUDGET in best.binds.values()
-            low, high = (size, size) if is_split else (lower.replicas[pool], upper.replicas[pool])
             pressing = 0 if is_split else self._pressing(pool, seen, expected[0], startup_s[pool])
-            kept = max(high, size, pressing, self._signalled(pool, seen, downs[pool]))
+            kept = max(upper.replicas[pool], size, pressing, self._signalled(pool, seen, downs[pool]))
             if pressing > size:
                 binds[pool] = Binds.WAITING
             size = min(max(size, pressing), bounds[pool].most)
             if not self._is_warm:
                 kept = max(kept, sizes[pool])  # nothing is known of what is to come
-            wanted[pool] = Wanted(min(size, max(low, pressing)), size, min(kept, bounds[pool].most))
-        return Plan(wanted, binds, expected[0], self._seen_text(seen), _predicted_text(expected[1], best))
+            wanted[pool] = Wanted(min(size, max(lower.replicas[pool], pressing)), size, min(kept, bounds[pool].most))
+        return Plan(
+            wanted, binds, expected[0], self._seen_text(seen), _predicted_text(expected[1], best, expected[0].best)
+        )
 
     def _sizer(self, mixture: Traffic, seen: Observation, margins: Mapping[Role, float]) -> tuple[Sizer, Traffic]:
         """Return a sizer for what is forecast, times a margin, or for what surely comes now if that is more."""
@@ -181,9 +183,18 @@ class Planner:
         return ", ".join([*parts, f"{refused} were refused"] if refused else parts)
 
 
-def _predicted_text(traffic: Traffic, sized: Sized) -> str:
+def _is_known(pool: Role, seen: Observation) -> bool:
+    """Whether a pool can be sized."""
+    costs, capacity = seen.costs.get(pool), seen.capacities.get(pool)
+    if costs is None or capacity is None or min(capacity.kv_tokens, capacity.max_num_seqs, capacity.step_tokens) <= 0:
+        return False
+    return pool is Role.PREFILL or bool(costs.decode)
+
+
+def _predicted_text(traffic: Traffic, sized: Sized, possible: float) -> str:
     prefill, decode = (sized.replicas[pool] for pool in POOLS)
     return (
         f"{traffic.text} at most; {prefill} prefill + {decode} decode serve {sized.attainment:.1%} in time "
         f"({sized.attainments[Role.PREFILL]:.1%}, {sized.attainments[Role.DECODE]:.1%})"
+        + (f" of the {possible:.1%} that any pools could" if possible < _ALL else "")
     )

@@ -16,6 +16,7 @@ from pdserve.perfmodel.curve import Curve
 from pdserve.values import value
 
 _MAX_EXPONENT = 50.0
+_LEAST_S = 1e-6  # of a prompt
 _CRITICAL = 1e-6  # from a load of one: closer to it the formulas divide by zero
 
 
@@ -106,7 +107,7 @@ class PrefillPool:
 
 
 def _prompt(tokens: float, share: float, cached: float, curve: Curve, step_tokens: int) -> _Prompt:
-    work_s = curve.marginal_s(tokens, tokens * (2 * cached + tokens))
+    work_s = max(_LEAST_S, curve.marginal_s(tokens, tokens * (2 * cached + tokens)))
     return _Prompt(share, work_s + curve.step_s * ceil(tokens / step_tokens), work_s, tokens / step_tokens)
 
 

@@ -65,6 +65,11 @@ class Sizer:
         self._goal = objectives.attainment
         self._known: dict[tuple[Role, int], float] = {}
 
+    @property
+    def best(self) -> float:
+        """Share of requests that pools without end would serve in time."""
+        return self.prefill.best * self.decode.best
+
     def attainment(self, pool: Role, num_replicas: int) -> float:
         """Return the share of requests that a pool of this size serves in time."""
         known = self._known.get((pool, num_replicas))

@@ -11,6 +11,7 @@ from pdserve.autoscaler.decisions import Add, Binds, Drain, Flip
 from pdserve.autoscaler.observation import Observation, Replica, State
 from pdserve.autoscaler.orders import Result
 from pdserve.autoscaler.policy import Autoscaler
+from pdserve.perfmodel.curve import Curve, StepCosts
 from pdserve.roles import Role
 
 
@@ -105,6 +106,20 @@ def test_a_spent_budget_stays_split_while_nothing_changes() -> None:
     assert len(world.orders) - settled <= 2
 
 
+def test_a_better_split_has_to_be_clearly_better() -> None:
+    many, switch = {"max_replicas": 40}, {"enabled": True, "min_dwell_s": 5.0}
+    wanted = policy(budget={"max_devices": 40}, prefill=many, decode=many, role_switch=switch)
+    rng = Random(3)
+    world = World(wanted, rate=rng.uniform(160, 300), noise=Random(3)).start(1, 1)
+    for step in range(240):
+        world.prompt, world.answer = rng.choice([700, 1000, 1400]), rng.choice([71, 101, 141])
+        world.go_on(5)
+        if step == 120:
+            settled = len(world.orders)
+    assert sum(world.sizes) == 40
+    assert len(world.orders) - settled <= 2
+
+
 def test_no_pool_shrinks_before_its_demand_was_forecast() -> None:
     pool = {"behavior": {"scale_down": {"stabilization_window_seconds": 0.0}}}
     world = World(policy(prefill=pool, decode=pool), rate=4.0).start(4, 4).go_on(15)
@@ -138,6 +153,17 @@ def test_an_order_that_is_never_seen_is_given_again_by_the_same_name_and_not_dou
     assert min(gaps) > 60
     results = [o.result for o in world.scaler.take_outcomes() if o.action == asked[0][1]]
     assert set(results) == {Result.LATE}
+
+
+def test_what_may_have_been_started_counts_against_the_budget() -> None:
+    world = World(policy(budget={"max_devices": 3}), rate=30.0).start(1, 1)
+    world.advance(5)
+    orders = [decision.action for decision in world.look(5) if decision.action is not None]
+    assert len(orders) == 1
+    world.scaler.failed(orders[0], "no answer", world.at_s)
+    while not (again := [decision.action for decision in world.look(5) if decision.action is not None]):
+        world.advance(1)
+    assert again == orders
 
 
 def test_a_failed_order_waits_longer_each_time_and_says_why() -> None:
@@ -181,6 +207,32 @@ def test_a_replica_changes_its_role_only_if_enough_others_serve() -> None:
     world.go_on(60)
     assert {action.name for _, action in world.orders if isinstance(action, Flip)} <= {"decode-1", "decode-2"}
     assert world.size(Role.PREFILL) > 1
+
+
+def test_a_drain_of_the_wrong_replica_is_not_ordered_twice() -> None:
+    world = World(policy(role_switch={"enabled": False, "min_dwell_s": 20.0}), rate=2.0).start(1, 2)
+    drains = []
+    for _ in range(60):
+        world.advance(5)
+        for decision in world.look(5):
+            if isinstance(decision.action, Drain):
+                drains.append(decision.action)
+                world.scaler.ordered(decision.action, world.at_s)
+                wrong = "decode-0" if decision.action.name == "decode-1" else "decode-1"
+                world.replicas.pop(wrong)
+    assert len(drains) == 1
+    assert world.size(Role.DECODE) == 1
+    assert Result.LATE in {outcome.result for outcome in world.scaler.take_outcomes()}
+
+
+def test_workers_of_which_nothing_is_known_are_left_as_they_are() -> None:
+    seen = World(policy(), rate=30.0).start(2, 2)
+    scaler = seen.scaler
+    for at_s in range(5, 100, 5):
+        found = replace(seen.observation(5), at_s=float(at_s), costs={Role.DECODE: StepCosts(Curve(0, 0, 0), ())})
+        for decision in scaler.decide(found):
+            assert decision.action is None
+            assert "prefill and decode" in decision.seen
 
 
 def test_advice_is_given_and_not_taken_for_done() -> None:

@@ -3,6 +3,8 @@
 from math import exp, factorial
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pdserve.autoscaler.decisions import Binds
 from pdserve.autoscaler.decode_batch import DecodePool
@@ -10,7 +12,7 @@ from pdserve.autoscaler.observation import Capacity
 from pdserve.autoscaler.prefill_queue import PrefillPool, erlang_c
 from pdserve.autoscaler.schema import Budget, Objectives
 from pdserve.autoscaler.sizing import Bounds, Sizer
-from pdserve.autoscaler.traffic import Traffic
+from pdserve.autoscaler.traffic import Lengths, Traffic
 from pdserve.perfmodel.curve import Curve, DecodePiece, StepCosts
 from pdserve.roles import Role
 
@@ -106,6 +108,43 @@ def test_answers_too_short_for_their_first_wait_are_not_held_against_the_pool() 
     pool = DecodePool(two, COSTS, Capacity(10**9, 64, 2048), 0.025)  # 20 ms and half a step: 30 for a second token
     assert pool.best == pytest.approx(0.5)
     assert pool.attainment(4) > 0.999
+
+
+LENGTHS = st.lists(
+    st.tuples(st.floats(1, 1e6), st.floats(0.01, 1)), min_size=1, max_size=5, unique_by=lambda pair: pair[0]
+)
+COEFFICIENTS = st.sampled_from([0.0, 1e-9, 1e-4, 0.05, 3.0])
+CURVES = st.builds(Curve, COEFFICIENTS, COEFFICIENTS, COEFFICIENTS)
+
+
+def shares(lengths: list[tuple[float, float]]) -> Lengths:
+    total = sum(weight for _, weight in lengths)
+    return tuple((tokens, weight / total) for tokens, weight in sorted(lengths))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    rates=st.tuples(st.floats(0, 1e4), st.floats(0, 1e4)),
+    lengths=st.tuples(LENGTHS, LENGTHS),
+    curves=st.tuples(CURVES, CURVES),
+    capacity=st.builds(Capacity, st.integers(1, 10**7), st.integers(1, 64), st.integers(1, 10**5)),
+    size=st.integers(0, 9),
+)
+def test_whatever_comes_a_pool_attains_a_share(
+    rates: tuple[float, float],
+    lengths: tuple[list[tuple[float, float]], list[tuple[float, float]]],
+    curves: tuple[Curve, Curve],
+    capacity: Capacity,
+    size: int,
+) -> None:
+    given = Traffic(*rates, shares(lengths[0]), shares(lengths[1]))
+    costs = StepCosts(curves[0], (DecodePiece(None, curves[1]),))
+    prefill = PrefillPool(given, costs.prefill, capacity.step_tokens, 0.5)
+    decode = DecodePool(given, costs, capacity, 0.05)
+    for pool in (prefill, decode):
+        assert 0 <= pool.attainment(size) <= pool.attainment(size + 1) + 0.01
+        assert pool.attainment(size) <= 1 + 1e-9
+        assert 0 <= pool.best <= 1 + 1e-9
 
 
 def sizer(rate: float) -> Sizer:
