@@ -18,7 +18,6 @@ from pdserve.roles_wire import ROLE_NUMBERS, ROLES
 from pdserve.router.costs import Kind
 from pdserve.router.events import DrainAsked, LinkId, MovesAsked, ProcessEnded, RoleAsked
 from pdserve.router.predict import Predictor
-from pdserve.router.roles import refusal
 from pdserve.router.routing import difference
 from pdserve.router.shell import Shell, WorkerStream
 from pdserve.router.view import WorkerView
@@ -89,7 +88,7 @@ class AdminEndpoint(AdminServiceServicer):
             await abort(context, grpc.StatusCode.INVALID_ARGUMENT, f"role: {request.role} is unknown")
         if worker.coming_role is worker.role is role:
             return admin.SetWorkerRoleResponse(epoch=worker.registration.role_epoch)
-        if why := refusal(self._shell.core.workers, worker, role, force=request.force):
+        if why := self._shell.core.workers.role_refusal(worker, role, force=request.force):
             await abort(context, grpc.StatusCode.FAILED_PRECONDITION, why)
         epoch = max(worker.registration.role_epoch, worker.asked[1]) + 1
         self._shell.post(RoleAsked(worker.link, role, epoch))

@@ -6,9 +6,11 @@ from dataclasses import replace
 from pdserve.errors import ProtocolError
 from pdserve.ids import PROTOCOL_VERSION
 from pdserve.kvlayout import KvLayout
-from pdserve.roles import Role
+from pdserve.roles import Role, lacks_pages
 from pdserve.router.events import LinkId, Registration
 from pdserve.router.view import WorkerView
+
+_WORK = {Role.PREFILL: "computes prompts", Role.DECODE: "decodes"}
 
 
 class Workers:
@@ -89,6 +91,24 @@ class Workers:
         """Return, for an operator, why a worker takes no orders; empty when it does."""
         why = self.unroutable(worker)
         return f"{worker.name} takes nothing: {why}" if why else ""
+
+    def role_refusal(self, worker: WorkerView, role: Role, *, force: bool) -> str:
+        """Return why a worker cannot take a role, or nothing. With `force` others need not do what it no longer does.
+
+        Others: that can hand KV over to the same workers as this one.
+        """
+        if why := self.refusal(worker):
+            return why
+        known = worker.registration
+        longest = -(-known.max_model_len // known.layout.page_size)
+        if why := lacks_pages(role, known.num_pages, longest):
+            return f"{worker.name}: {why}: lower max_model_len, or raise num_pages"
+        for pool, work in _WORK.items():
+            leaves = worker.role.is_in(pool) and not role.is_in(pool)
+            alike = [other for other in self.routable(pool) if other.kind == worker.kind and other is not worker]
+            if leaves and not force and not any(other.coming_role.is_in(pool) for other in alike):
+                return f"{worker.name} is the only worker that {work}: make it mixed, or force this"
+        return ""
 
     def _strangeness(self, worker: WorkerView) -> str:
         """Return what will never let this router and a worker work together; empty when nothing does."""

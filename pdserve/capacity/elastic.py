@@ -10,7 +10,6 @@ from pdserve.measure.outcomes import Outcome
 from pdserve.roles import Role
 from pdserve.router import events as router_events
 from pdserve.router.core import RouterCore
-from pdserve.router.roles import refusal
 from pdserve.virtual_time import VirtualClock
 
 
@@ -56,7 +55,7 @@ class ElasticCluster(SimCluster):
         """Give a worker another role; CommandError where it cannot take it."""
         worker = self._worker(name)
         view = self.router.workers.known(worker.link)
-        if why := refusal(self.router.workers, view, role, force=False):
+        if why := self.router.workers.role_refusal(view, role, force=False):
             raise CommandError(why)
         if role is Role.PREFILL:
             worker.step_singly()  # what it decodes moves

@@ -11,6 +11,7 @@ from router_driver import LAYOUT, Driver
 from router_fakes import FakeWorker, RouterUnderTest
 
 from pdserve.ids import PROTOCOL_VERSION
+from pdserve.kvlayout_wire import layout_to_proto
 from pdserve.load import ReportedLoad
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
@@ -168,6 +169,8 @@ async def test_what_cannot_be_is_refused_and_nobody_is_asked(start_router: Start
     await router.worker(link.ROLE_DECODE, "small", num_pages=200)
     await router.worker(link.ROLE_DECODE, "loading", ready=False)
     await router.worker(link.ROLE_DECODE, "old", protocol_version=7)
+    other_layout = layout_to_proto(replace(LAYOUT, page_size=32))
+    await router.worker(link.ROLE_PREFILL, "other", layout=other_layout)
     invalid, precondition = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION
     assert await refused(router, "x", link.ROLE_MIXED) == (
         grpc.StatusCode.NOT_FOUND,

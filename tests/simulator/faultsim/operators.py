@@ -9,7 +9,6 @@ from faultsim.scenario import Scenario
 from pdserve.ids import WorkerId
 from pdserve.roles import Role
 from pdserve.router.events import MovesAsked, RoleAsked
-from pdserve.router.roles import refusal
 from pdserve.router.view import WorkerView
 
 FLIP_SEEDS = 0.5  # share of seeds in which roles change; none of the calm ones
@@ -68,9 +67,9 @@ class Operators:
         name, force = self._rng.choice(names), self._rng.random() < FORCED
         for router in routers if self._rng.random() < BOTH_ASK else routers[:1]:
             worker, role = router.core.workers.named(WorkerId(name)), self._rng.choice(tuple(Role))
-            if worker is None or refusal(router.core.workers, worker, Role.MIXED, force=True):
+            if worker is None or router.core.workers.role_refusal(worker, Role.MIXED, force=True):
                 continue  # it is too small to have each of the roles
-            if not refusal(router.core.workers, worker, role, force=force):
+            if not router.core.workers.role_refusal(worker, role, force=force):
                 self._ask(router, worker, role)
 
     def _restore(self) -> None:
