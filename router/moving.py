@@ -177,8 +177,9 @@ class Moving:
 
     def _candidates(self, source: WorkerView) -> list[_Candidate]:
         """Return what decodes on a worker and is not on its way already, that with the most tokens to come first."""
+        lengths = self._predictor.lengths
         found = [
-            _Candidate(request, sequence, self._num_left(request, sequence))
+            _Candidate(request, sequence, lengths.left(len(sequence.token_ids), request.params.max_tokens))
             for request, sequence in self._decoding(source)
             if sequence.shadow is None
         ]
@@ -191,9 +192,6 @@ class Moving:
             if placement.decode is source and placement.committed and placement.prefill is None:
                 for index in placement.running:
                     yield request, request.sequences[index]
-
-    def _num_left(self, request: Request, sequence: Sequence) -> float:
-        return self._predictor.lengths.left(len(sequence.token_ids), request.params.max_tokens)
 
     def _in_turn(self, source: WorkerView, why: Why, order: _Order | None, now_s: float) -> list[_Candidate]:
         """Return the candidates that may move now for this reason, in the order in which they are to."""

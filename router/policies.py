@@ -29,7 +29,7 @@ def least_loaded(groups: Seq[Group], demand: Demand) -> Decision:
 
 def _emptiest(group: Group) -> Pair:
     prefill = min(group.prefills, key=lambda w: (_queue_share(w), w.num_placed, w.name), default=None)
-    decode = min(group.decodes, key=lambda w: (_batch_share(w), w.num_placed, w.name), default=None)
+    decode = min(group.decodes, key=_fullness, default=None)
     return paired(prefill, decode)
 
 
@@ -51,6 +51,10 @@ def _queue_share(worker: WorkerView) -> float:
 
 def _batch_share(worker: WorkerView) -> float:
     return worker.num_sequences / worker.registration.max_num_seqs
+
+
+def _fullness(worker: WorkerView) -> tuple[float, int, str]:
+    return _batch_share(worker), worker.num_placed, worker.name
 
 
 def round_robin(groups: Seq[Group], demand: Demand) -> Decision:
@@ -83,17 +87,14 @@ class PrefixAffinity:
             fresh = demand.num_tokens - cached.get(worker.link, 0)
             return worker.pending_prefill_tokens + fresh, worker.num_placed, worker.name
 
-        def fullness(worker: WorkerView) -> tuple[float, int, str]:
-            return worker.num_sequences / worker.registration.max_num_seqs, worker.num_placed, worker.name
-
         def computes(group: Group) -> tuple[int, int, str]:
             return min(map(to_wait_for, group.prefills or group.decodes))
 
         group = min(groups, key=computes)
         if group.prefills:
             prefill = min(group.prefills, key=to_wait_for)
-            return _affine(paired(prefill, min(group.decodes, key=fullness, default=None)), prefill, cached, demand)
-        alone = min(group.decodes, key=lambda worker: (to_wait_for(worker)[0], fullness(worker)))
+            return _affine(paired(prefill, min(group.decodes, key=_fullness, default=None)), prefill, cached, demand)
+        alone = min(group.decodes, key=lambda worker: (to_wait_for(worker)[0], _fullness(worker)))
         return _affine(Pair(None, alone), alone, cached, demand)
 
 

@@ -5,7 +5,6 @@ prefixes routed, and how predictions have come out.
 """
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from math import exp, inf
 
 from pdserve.kvlayout import KvLayout
@@ -72,43 +71,21 @@ class FirstToken:
     fetch: Fetch | None = None  # the best that there is, taken or not
 
 
-@dataclass(slots=True)
-class _Fading:
-    """A sum that fades with time."""
-
-    amount: float
-    at_s: float
-    since_s: float  # when it began
-
-    def now(self, now_s: float, life_s: float) -> float:
-        return self.amount * exp((self.at_s - now_s) / life_s)
-
-    def rate(self, now_s: float, life_s: float) -> float:
-        """Return how much is added a second."""
-        seen_s = life_s * (1 - exp(min(0.0, (self.since_s - now_s) / life_s)))
-        return self.now(now_s, life_s) / max(0.1 * life_s, seen_s)
-
-
 class _Rates:
-    """Of what was sent to each worker lately."""
+    """Of what was sent to each worker lately: sums that fade with time."""
 
     def __init__(self) -> None:
-        self._sums: dict[LinkId, _Fading] = {}
+        self._sums: dict[LinkId, tuple[float, float, float]] = {}  # a sum, when it was that, and when it began
 
     def add(self, worker: WorkerView, amount: float, now_s: float, life_s: float) -> None:
-        known = self._sums.get(worker.link)
-        if known is None:
-            self._sums[worker.link] = _Fading(amount, now_s, now_s)
-        else:
-            self._sums[worker.link] = _Fading(known.now(now_s, life_s) + amount, now_s, known.since_s)
-
-    def now(self, worker: WorkerView, now_s: float, life_s: float) -> float:
-        known = self._sums.get(worker.link)
-        return 0.0 if known is None else known.now(now_s, life_s)
+        before, at_s, since_s = self._sums.get(worker.link, (0.0, now_s, now_s))
+        self._sums[worker.link] = before * exp((at_s - now_s) / life_s) + amount, now_s, since_s
 
     def rate(self, worker: WorkerView, now_s: float, life_s: float) -> float:
-        known = self._sums.get(worker.link)
-        return 0.0 if known is None else known.rate(now_s, life_s)
+        """Return how much is added a second."""
+        amount, at_s, since_s = self._sums.get(worker.link, (0.0, now_s, now_s))
+        seen_s = life_s * (1 - exp(min(0.0, (since_s - now_s) / life_s)))
+        return amount * exp((at_s - now_s) / life_s) / max(0.1 * life_s, seen_s)
 
     def forget(self, worker: WorkerView) -> None:
         self._sums.pop(worker.link, None)

@@ -58,7 +58,7 @@ class WorkerView:
         self.asked = (
             registration.role,
             registration.role_epoch,
-        )  # the role that it was last asked to take, of this epoch
+        )  # the role last asked for, of this epoch
         self.draining = False
         self.is_failing = False  # its last steps brought nothing: it looks idle, and fails what it is given
         self.last_heard_s = now_s
@@ -280,10 +280,9 @@ class WorkerView:
 
     def check_idle(self) -> None:
         """Raise InvariantError unless nothing of this router's is assigned to the worker."""
-        if self.shares or self._sequences or self._tokens:
-            raise InvariantError(f"{self.name} still holds {self.shares}")
-        if self._work or self._num_arriving or self._kv_tokens:
-            raise InvariantError(f"{self.name} still holds {self.shares}")
+        sums = self._sequences, self._tokens, self._work, self._num_arriving, self._kv_tokens
+        if self.shares or any(sums):
+            raise InvariantError(f"{self.name} still holds {self.shares}, and {sums}")
 
 
 def _within(value: int, high: int) -> int:
