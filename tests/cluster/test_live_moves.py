@@ -101,7 +101,8 @@ def kill(cluster: WiredCluster, running: Running, victim: str) -> None:
 
 
 # A worker lost in a stage of a move, and how often the request is placed again then. A target that is lost takes with
-# it whether it goes on, so the router places again; a source is not missed once the target has the commit.
+# it whether it goes on, so the router places again, unless the source has reported before that it does; a source is not
+# missed once the target has the commit.
 LOSSES = [
     *((stage, "source", int(stage != "after the commit")) for stage in STAGES),
     *((stage, "target", 1) for stage in STAGES),
@@ -126,7 +127,8 @@ def test_a_worker_killed_in_any_stage_of_a_move_costs_no_token(
         kill(cluster, running, victim)
     cluster.wiring.start_again(victim)
     assert_right(oracle, asked, running.end(), moving.LONG)
-    assert running.num_replaced() == num_replaced
+    may_be_reported = who == "target" and stage in ("before the grant", "while pages are copied")
+    assert running.num_replaced() in ((0, 1) if may_be_reported else (num_replaced,))
 
 
 @pytest.mark.long
