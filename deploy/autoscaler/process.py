@@ -36,6 +36,7 @@ class PoolSizes:
     prefill: int
     decode: int
     max_workers: int | None
+    elsewhere: bool = False  # whether the autoscaler starts all of them, with Ray
 
 
 def sizes_at_start(policy_file: Path) -> PoolSizes:
@@ -44,11 +45,11 @@ def sizes_at_start(policy_file: Path) -> PoolSizes:
     ConfigError where the policy is not valid, or is for another actuator.
     """
     policy = load(policy_file)
-    if policy.actuator.kind != "process":
-        raise ConfigError(f"{policy_file}: actuator.kind: {policy.actuator.kind} starts no processes of this machine")
+    if policy.actuator.kind not in ("process", "ray"):
+        raise ConfigError(f"{policy_file}: actuator.kind: {policy.actuator.kind} starts no workers of this cluster")
     (prefill, _), (decode, _) = (bounds(policy, role, time.time()) for role in (Role.PREFILL, Role.DECODE))
     fewest_devices = min(policy.pools.prefill.devices_per_replica, policy.pools.decode.devices_per_replica)
-    return PoolSizes(prefill, decode, policy.budget.max_devices // fewest_devices)
+    return PoolSizes(prefill, decode, policy.budget.max_devices // fewest_devices, policy.actuator.kind == "ray")
 
 
 class LocalActuator:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -33,7 +33,7 @@ from pdserve.errors import ConfigError, first_of
 from pdserve.launch.admin import AdminClient
 from pdserve.launch.folder import runtime_dir
 from pdserve.launch.owner import OWNER, Order, OwnedWorker, Owner, end_former, machine
-from pdserve.launch.plan import ClusterSpec, Wiring, WorkerPlans
+from pdserve.launch.plan import WorkerPlans, WorkerTemplate
 from pdserve.launch.service import WORKERS_END_S
 from pdserve.roles import Role
 
@@ -146,20 +146,11 @@ class WorkerActor:
         self._me.leave.remote()
 
 
-@dataclass(frozen=True, slots=True)
-class Template:
-    """What all workers of a cluster have in common."""
-
-    spec: ClusterSpec
-    wiring: Wiring
-    routers: tuple[str, ...]  # internal ports, host:port
-
-
 class ActorActuator:
     """Replicas are actors of Ray."""
 
     def __init__(
-        self, template: Template, router: AdminClient, settings: Settings, num_devices: Mapping[Role, int]
+        self, template: WorkerTemplate, router: AdminClient, settings: Settings, num_devices: Mapping[Role, int]
     ) -> None:
         """Ray is connected already. `num_devices`: of a replica of each role."""
         self._template = template
@@ -176,7 +167,7 @@ class ActorActuator:
     @classmethod
     @asynccontextmanager
     async def connected(
-        cls, template: Template, router: AdminClient, settings: Settings, num_devices: Mapping[Role, int]
+        cls, template: WorkerTemplate, router: AdminClient, settings: Settings, num_devices: Mapping[Role, int]
     ) -> AsyncIterator[Self]:
         """Be connected with Ray for the length of the block; ActuatorError where Ray is not reached."""
         try:
@@ -240,7 +231,9 @@ class ActorActuator:
         seen = {name: self._seen[name] for name in answers if name in self._seen}
         for name, answer in answers.items():
             with suppress(RayError):  # no answer yet, or it is being started again
-                seen[name] = ray.get(answer, timeout=0)
+                seen[name] = worker = ray.get(answer, timeout=0)
+                if worker.routers != (self._template.wiring.router,) and not worker.leaving:
+                    actors[name].drain.remote()  # it serves an earlier cluster of this name
         self._seen = seen
         self._roles = {name: role for name in answers if (role := self._role(name)) is not None}
 
@@ -262,7 +255,7 @@ class ActorActuator:
         order = Order(
             spec=child,
             cluster=spec.name,
-            routers=self._template.routers,
+            routers=(self._template.wiring.router,),
             secret_file=self._template.wiring.secret_file,
             end_within_s=spec.drain_timeout_s + WORKERS_END_S,
         )

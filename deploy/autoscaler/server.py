@@ -1,14 +1,16 @@
 """The autoscaler's process. It ends at once at a signal: what it ordered goes on, and its successor sees it."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.autoscaler.actuator import Actuator
-from pdserve.autoscaler.actuators import ProcessActuator
+from pdserve.autoscaler.actuators import ProcessActuator, RayActuator
 from pdserve.autoscaler.actuators import PublishActuator as PublishSettings
 from pdserve.autoscaler.journal import Journal
+from pdserve.autoscaler.loading import load
 from pdserve.autoscaler.loop import Cluster, Loop, PolicyFile, WarmUp
 from pdserve.autoscaler.observation import State
 from pdserve.autoscaler.process import LocalActuator
@@ -20,9 +22,12 @@ from pdserve.errors import CommandError, ConfigError
 from pdserve.launch.admin import AdminClient
 from pdserve.launch.folder import read_state
 from pdserve.launch.launcher import LauncherClient
+from pdserve.launch.plan import WorkerTemplate
 from pdserve.metrics import DECISIONS, DESIRED, REPLICAS, Sample
 from pdserve.metrics_server import showing
 from pdserve.roles import Role
+
+END_CHECK_S = 0.5  # between two looks at replicas that end
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,7 @@ class Target:
     launcher: str = ""  # host:port of its launcher, where it has one
     record_file: Path | None = None  # where decisions are written for other commands
     name: str = ""  # of a cluster of this machine
+    elsewhere: WorkerTemplate | None = None  # of its workers, where they are started on other machines
 
     def check(self) -> None:
         """Raise where the cluster has ended: ConfigError, or CommandError where another one has its name."""
@@ -67,8 +73,41 @@ async def connected(policy: Policy, target: Target, routers: Sequence[AdminClien
                 yield LocalActuator(launcher, routers[0], timeout_s)
         case PublishSettings():
             yield PublishActuator(routers[0])
+        case RayActuator():
+            async with _on_ray(policy, policy.actuator, target, routers[0]) as actuator:
+                yield actuator
         case other:
             raise ConfigError(f"actuator.kind: {other.kind} cannot be followed by this version")
+
+
+@asynccontextmanager
+async def _on_ray(
+    policy: Policy, settings: RayActuator, target: Target, router: AdminClient
+) -> AsyncIterator[Actuator]:
+    if target.elsewhere is None:
+        raise ConfigError("actuator.kind: ray: this cluster was not started by `pdserve up --on ray`")
+    try:
+        from pdserve.autoscaler.ray import ActorActuator  # noqa: PLC0415 - Ray is an extra
+    except ImportError as error:
+        raise ConfigError("actuator.kind: ray: Ray is not installed: pip install 'pdserve[ray]'") from error
+    pools = {Role.PREFILL: policy.pools.prefill, Role.DECODE: policy.pools.decode, Role.MIXED: policy.pools.decode}
+    devices = {role: pool.devices_per_replica for role, pool in pools.items()}
+    async with ActorActuator.connected(target.elsewhere, router, settings, devices) as actuator:
+        yield actuator
+
+
+async def end_all(policy_file: Path, target: Target) -> None:
+    """Let all replicas of a cluster drain and end, and wait until they have. ActuatorError where that cannot be."""
+    policy = load(policy_file)
+    async with (
+        AdminClient(target.routers[0], target.secret_file) as router,
+        connected(policy, target, [router]) as all_,
+    ):
+        while held := await all_.observe():
+            for replica in held:
+                if replica.state is not State.DRAINING:
+                    await all_.drain(replica.name)
+            await asyncio.sleep(END_CHECK_S)
 
 
 def samples(loop: Loop, actuator: Actuator) -> Iterator[Sample]:

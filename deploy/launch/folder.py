@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pdserve.errors import ConfigError
-from pdserve.launch.plan import Role
+from pdserve.launch.plan import Role, WorkerTemplate
 
 RECORD_FILE = "autoscaler.json"  # what the cluster's autoscaler decided lately
 
@@ -47,6 +47,7 @@ class ClusterState(BaseModel):
     model: str
     ready: bool
     processes: tuple[ProcessState, ...]
+    elsewhere: WorkerTemplate | None = None  # of the workers, where they are started on other machines
     launcher: str = ""  # host:port at which workers are started and stopped; empty: nowhere
 
     def pid_of(self, name: str) -> int | None:
@@ -122,12 +123,20 @@ def _forget(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def write_secret(folder: Path) -> Path:
-    """Write a random secret that only this user can read; return its file."""
+def write_secret(folder: Path, given: Path | None = None) -> Path:
+    """Write a secret that only this user can read, a random one unless a file has one; return its file."""
+    text = secrets.token_hex(32) if given is None else _read_secret(given)
     path = folder / "secret"
     with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
-        file.write(secrets.token_hex(32))
+        file.write(text)
     return path
+
+
+def _read_secret(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--secret-file: cannot read {path}: {error}") from error
 
 
 @contextmanager

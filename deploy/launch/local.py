@@ -7,10 +7,11 @@ into another worker's pages any more, which frees the pages that wait for it.
 import asyncio
 import json
 import os
+from asyncio.subprocess import DEVNULL, STDOUT
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 
@@ -20,7 +21,17 @@ from pdserve.files import write_atomically
 from pdserve.launch.admin import AdminClient
 from pdserve.launch.ends import report_end
 from pdserve.launch.folder import ClusterState, ProcessState, claimed_folder, claimed_port, free_port, write_secret
-from pdserve.launch.plan import PUBLISHED, WORKER_ROLES, ClusterSpec, Wiring, WorkerPlans, plan, threads_each
+from pdserve.launch.plan import (
+    PDSERVE,
+    PUBLISHED,
+    WORKER_ROLES,
+    ClusterSpec,
+    Wiring,
+    WorkerPlans,
+    WorkerTemplate,
+    plan,
+    threads_each,
+)
 from pdserve.launch.service import WORKERS_END_S, LauncherEndpoint, serving
 from pdserve.launch.supervisor import Backoff, ChildExit, Stage, Supervisor
 from pdserve.proto.v1 import admin_pb2 as admin
@@ -30,6 +41,7 @@ PUBLIC_PORT = 50051
 RECONNECT_S = 0.2
 MAX_RESTARTS_BEFORE_READY = 3
 MAX_GONE = 64  # ended processes that are reported to a router that starts again
+END_ELSEWHERE_S = 60.0  # after drain_timeout_s, for workers on other machines: Ray is reached first
 ROUTER_END_S = 2.5  # after drain_timeout_s: when the router is killed
 
 
@@ -78,8 +90,26 @@ class LocalCluster:
         first = Stage(("autoscaler", "router"), drain_timeout_s + ROUTER_END_S)
         await self._supervisor.stop((first, Stage(WORKER_ROLES, drain_timeout_s + WORKERS_END_S)))
 
+    async def end_elsewhere(self) -> None:
+        """Let the workers on other machines drain and end, while the router is there to take note of it."""
+        template = self._state.elsewhere
+        if template is None or self._supervisor.is_stopping:
+            return
+        self._supervisor.retire("autoscaler", 0.0)  # it would start others
+        command = (*PDSERVE, "autoscale", "end", str(template.spec.autoscaling), "--name", template.spec.name)
+        with self._supervisor.log_file("end").open("ab") as log:
+            process = await asyncio.create_subprocess_exec(*command, stdin=DEVNULL, stdout=log, stderr=STDOUT)
+        try:
+            async with asyncio.timeout(template.spec.drain_timeout_s + END_ELSEWHERE_S):
+                status = await process.wait()
+        except TimeoutError:
+            process.kill()
+            status = await process.wait()
+        if status != 0:
+            self._listener.on_notice(f"workers may be left on other machines (log: {self._supervisor.log_file('end')})")
+
     def kill(self) -> None:
-        """End every process now."""
+        """End every process now. Workers on other machines stay."""
         self._supervisor.kill()
 
     async def supervise(self) -> None:
@@ -146,6 +176,8 @@ class LocalCluster:
             await asyncio.sleep(RECONNECT_S)  # the router is gone; its successor needs longer than this to listen
 
     def _is_complete(self) -> bool:
+        if self._state.elsewhere is not None:
+            return len(self._serving) >= self._state.elsewhere.spec.num_workers
         return all(map(self.serves, (each for each in self._supervisor.processes if each.role in WORKER_ROLES)))
 
     def _endpoints(self, status: admin.ClusterStatus) -> dict[tuple[str, int], dict[str, str]]:
@@ -174,8 +206,9 @@ async def running(
     with claimed_folder(spec.name) as folder, claimed_port(spec.host, spec.router_port, PUBLIC_PORT) as port:
         wiring = Wiring(
             public_port=port,
-            internal_port=spec.internal_port or free_port("127.0.0.1"),
-            secret_file=write_secret(folder),
+            internal_host=spec.internal_host,
+            internal_port=spec.internal_port or free_port(spec.internal_host),
+            secret_file=write_secret(folder, spec.workers_secret_file),
             num_threads=_threads_each(spec),
         )
         workers = WorkerPlans(spec, wiring)
@@ -187,6 +220,8 @@ async def running(
             async with serving(endpoint, wiring.secret_file) as cluster.launcher, asyncio.TaskGroup() as tasks:
                 tasks.create_task(cluster.supervise())
                 yield cluster
+                if spec.elsewhere:
+                    await cluster.end_elsewhere()
                 await cluster.stop(spec.drain_timeout_s)
         except ExceptionGroup as group:
             expected, rest = group.split((ConfigError, CommandError))
@@ -206,9 +241,14 @@ def _state(spec: ClusterSpec, wiring: Wiring) -> ClusterState:
         name=spec.name,
         supervisor_pid=os.getpid(),
         endpoint=join_address(spec.host, wiring.public_port),
-        admin=f"127.0.0.1:{wiring.internal_port}",
+        admin=wiring.router,
         secret_file=wiring.secret_file,
         model=spec.served_model_name,
         ready=False,
         processes=(),
+        elsewhere=WorkerTemplate(spec, _seen_elsewhere(spec, wiring)) if spec.elsewhere else None,
     )
+
+
+def _seen_elsewhere(spec: ClusterSpec, wiring: Wiring) -> Wiring:
+    return replace(wiring, secret_file=spec.workers_secret_file or wiring.secret_file, num_threads=None)

@@ -7,7 +7,7 @@ import asyncio
 import os
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -42,6 +42,7 @@ class OwnedWorker:
     incarnation: Incarnation
     pid: int | None  # None between its death and its next start, and after its end
     leaving: bool  # whether it ends for good, or has
+    routers: tuple[str, ...]  # that it serves
 
 
 class Owner:
@@ -49,16 +50,17 @@ class Owner:
 
     def __init__(self, order: Order, log_dir: Path, environment: Mapping[str, str]) -> None:
         self._order = order
-        self._last = OwnedWorker(order.spec.name, NEVER_STARTED, pid=None, leaving=False)
+        self._last = OwnedWorker(order.spec.name, NEVER_STARTED, pid=None, leaving=False, routers=order.routers)
         self._supervisor = Supervisor((order.spec,), log_dir, MonotonicClock(), environment=environment)
 
     @property
     def worker(self) -> OwnedWorker:
         """The worker at this moment."""
         for process in self._supervisor.processes:
-            self._last = OwnedWorker(process.name, Incarnation(process.incarnation), process.pid, process.leaving)
+            incarnation = Incarnation(process.incarnation)
+            self._last = replace(self._last, incarnation=incarnation, pid=process.pid, leaving=process.leaving)
             return self._last
-        return OwnedWorker(self._last.worker_id, self._last.incarnation, pid=None, leaving=True)
+        return replace(self._last, pid=None, leaving=True)
 
     def retire(self) -> None:
         """Let the worker drain and end; it is killed if it does not in its time."""

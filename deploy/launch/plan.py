@@ -41,6 +41,9 @@ class ClusterSpec:
     num_mixed: int = 0
     max_workers: int | None = None  # that there may be at once; None: as many as it begins with
     autoscaling: Path | None = None  # the policy file that an autoscaler follows
+    elsewhere: bool = False  # whether the autoscaler starts all workers, on machines of its own
+    internal_host: str = "127.0.0.1"  # where the router listens for workers
+    workers_secret_file: Path | None = None  # the secret on those machines; None: where it is on this one
 
     @property
     def drain_timeout_s(self) -> float:
@@ -77,7 +80,21 @@ class Wiring:
     public_port: int
     internal_port: int
     secret_file: Path
+    internal_host: str = "127.0.0.1"
     num_threads: int | None = None  # of each worker's engine, unless a flag sets it; None: one for each core
+
+    @property
+    def router(self) -> str:
+        """The router's internal port, host:port."""
+        return f"{self.internal_host}:{self.internal_port}"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTemplate:
+    """What the workers of a cluster have in common, for who starts them on other machines."""
+
+    spec: ClusterSpec
+    wiring: Wiring
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +125,7 @@ class WorkerPlans:
     """
 
     def __init__(self, spec: ClusterSpec, wiring: Wiring) -> None:
-        routers = (f"127.0.0.1:{wiring.internal_port}",)
+        routers = (wiring.router,)
         chosen = {key: value for key, value in spec.worker_flags.items() if value is not None}
         self._flags = {**_shared(spec, wiring), "routers": routers, "num_threads": wiring.num_threads, **chosen}
         self._given = {key: str(chosen[key]) for key in PUBLISHED if key in chosen}
@@ -144,13 +161,14 @@ def plan(spec: ClusterSpec, wiring: Wiring, workers: WorkerPlans) -> tuple[Child
         **_shared(spec, wiring),
         "host": spec.host,
         "port": wiring.public_port,
-        "internal_host": "127.0.0.1",
+        "internal_host": wiring.internal_host,
         "internal_port": wiring.internal_port,
         "drain_timeout_s": spec.drain_timeout_s,
         **spec.router_flags,
     }
     counts = dict(zip(WORKER_ROLES, (spec.num_prefill, spec.num_decode, spec.num_mixed), strict=True))
-    children = [workers.add(f"{role}-{i}", role) for role, number in counts.items() for i in range(number)]
+    names = [(f"{role}-{i}", role) for role, number in counts.items() for i in range(number)]
+    children = [] if spec.elsewhere else [workers.add(name, role) for name, role in names]
     if spec.autoscaling is not None:
         command = (*PDSERVE, "autoscale", "run", str(spec.autoscaling), *flag_arguments({"name": spec.name}))
         children.append(ChildSpec("autoscaler", "autoscaler", command))

@@ -83,6 +83,15 @@ def run(
     asyncio.run(serve(policy, _target(name, admin, secret_file), settings, warm_up))
 
 
+def end(policy: PolicyFile, name: ClusterName = "default") -> None:
+    """Let all workers of a cluster of this machine drain and end, for good where no autoscaler starts others."""
+    import asyncio
+
+    from pdserve.autoscaler.server import end_all
+
+    asyncio.run(end_all(policy, _target(name, None, None)))
+
+
 def status(name: ClusterName = "default", as_json: AsJson = False) -> None:
     """Show what the autoscaler of a cluster of this machine decided lately, and why."""
     record = _record(name)
@@ -123,4 +132,4 @@ def _target(name: str, admin: list[str] | None, secret_file: Path | None) -> "Ta
         raise ConfigError("--admin and --secret-file must be given together")
     state = read_state(name)
     record_file = state.secret_file.with_name(RECORD_FILE)
-    return Target((state.admin,), state.secret_file, state.launcher, record_file, name)
+    return Target((state.admin,), state.secret_file, state.launcher, record_file, name, state.elsewhere)

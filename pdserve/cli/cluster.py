@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pdserve.cli.flags import config_flags
+from pdserve.cli.on_ray import Platform, check_platform, fixed_policy
 from pdserve.cli.options import (
     DEFAULT_MODEL,
     AdminAddress,
@@ -52,6 +53,32 @@ MaxWorkers = Annotated[
 ]
 
 
+RouterPort = Annotated[
+    int | None,
+    typer.Option(help="Port of the public endpoint; by default 50051 if free, else any.", show_default=False),
+]
+On = Annotated[
+    Platform, typer.Option("--on", help="What runs the workers: processes of this machine, or actors of Ray.")
+]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--address", help="Ray's address; by default Ray looks for it. Goes with --on ray.", show_default=False
+    ),
+]
+InternalHost = Annotated[
+    str, typer.Option("--internal-host", help="Address of this machine at which workers elsewhere reach the router.")
+]
+WorkersSecret = Annotated[
+    Path | None,
+    typer.Option(
+        "--secret-file",
+        help="The cluster's secret, on this machine and on each node of Ray; by default a random one of this machine.",
+        show_default=False,
+    ),
+]
+
+
 @config_flags(WorkerConfig, RouterConfig, without=(*PER_PROCESS, *ADDRESSES))
 def up(
     model: Model = DEFAULT_MODEL,
@@ -61,11 +88,12 @@ def up(
     policy: Policy = None,
     max_workers: MaxWorkers = None,
     name: ClusterName = "default",
+    on: On = Platform.PROCESSES,
+    address: RayAddress = None,
+    internal_host: InternalHost = "127.0.0.1",
+    secret_file: WorkersSecret = None,
     host: Annotated[str, typer.Option(help="Where the public endpoint listens.")] = "127.0.0.1",
-    router_port: Annotated[
-        int | None,
-        typer.Option(help="Port of the public endpoint; by default 50051 if free, else any.", show_default=False),
-    ] = None,
+    router_port: RouterPort = None,
     ready_file: Annotated[
         Path | None, typer.Option(help="JSON file that exists while the cluster serves.", show_default=False)
     ] = None,
@@ -75,7 +103,8 @@ def up(
 
     A worker that ends, drained or not, is started again, with the role that it has here.
 
-    With --policy, an autoscaler starts and ends workers, and changes their roles, as the policy says.
+    With --policy, an autoscaler starts and ends workers, and changes their roles, as the policy says. With --on ray,
+    only the router and it run here; workers are owned by actors of Ray, which outlive a second Ctrl-C.
 
     Each flag goes to every process that has it. Of an endpoint for KV events each worker takes one of its
     own: the first one's port is as given, each further worker's is one higher; of a path, it ends in the worker's name.
@@ -87,23 +116,27 @@ def up(
 
     ready = ReadyFile(ready_file)
     ready.clear()
-    path = fetched(model)
     served = flags.pop("served_model_name", None) or model_name(model)
-    worker_fields = WorkerConfig.model_fields.keys()
     given = {key: value for key, value in flags.items() if value is not None}
+    if on is Platform.RAY:
+        policy = policy or fixed_policy(name, prefill or 1, decode or 1, address, given)
     sizes = _sizes(policy, prefill, decode)
+    check_platform(on, sizes, mixed, address)
     spec = ClusterSpec(
-        model=str(path),
+        model=str(fetched(model)),
         served_model_name=str(served),
         num_prefill=sizes.prefill,
         num_decode=sizes.decode,
         num_mixed=mixed,
         max_workers=max_workers or sizes.max_workers,
         autoscaling=None if policy is None else policy.absolute(),
+        elsewhere=sizes.elsewhere,
+        internal_host=internal_host,
+        workers_secret_file=None if secret_file is None else secret_file.absolute(),
         name=name,
         host=host,
         router_port=router_port,
-        worker_flags={key: value for key, value in given.items() if key in worker_fields},
+        worker_flags={key: value for key, value in given.items() if key in WorkerConfig.model_fields},
         router_flags={key: value for key, value in given.items() if key in RouterConfig.model_fields},
     )
     asyncio.run(serve_until_signal(spec, Terminal(), ready))
@@ -115,7 +148,10 @@ def _sizes(policy: Path | None, prefill: int | None, decode: int | None) -> "Poo
 
     least = PoolSizes(1, 1, None) if policy is None else sizes_at_start(policy)
     return PoolSizes(
-        least.prefill if prefill is None else prefill, least.decode if decode is None else decode, least.max_workers
+        least.prefill if prefill is None else prefill,
+        least.decode if decode is None else decode,
+        least.max_workers,
+        least.elsewhere,
     )
 
 

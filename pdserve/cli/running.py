@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 from pdserve.cli.stream import add_message, ask, ledger_line
 from pdserve.errors import CommandError
 from pdserve.files import ReadyFile
-from pdserve.launch.local import Listener, LocalCluster, running
+from pdserve.launch.local import END_ELSEWHERE_S, Listener, LocalCluster, running
 from pdserve.launch.plan import ClusterSpec
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
@@ -104,7 +104,10 @@ async def until_signal(
     end_on_signals()
     with ready:
         async with running(spec, terminal.listener) as cluster:
-            stop = Stop(cluster, spec.drain_timeout_s + STOP_LIMIT_S, ready)
+            limit_s = spec.drain_timeout_s + STOP_LIMIT_S
+            if spec.elsewhere:
+                limit_s += spec.drain_timeout_s + END_ELSEWHERE_S
+            stop = Stop(cluster, limit_s, ready)
             yield cluster, stop
     stop.exit_if_killed()
 

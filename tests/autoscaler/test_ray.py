@@ -16,13 +16,13 @@ from ray_nodes import RayNodes, ray_head
 
 from pdserve import rpc
 from pdserve.autoscaler.actuators import RayActuator as Settings
-from pdserve.autoscaler.ray import ActorActuator, Template, connect
+from pdserve.autoscaler.ray import ActorActuator, connect
 from pdserve.autoscaler.status import ROLES
 from pdserve.launch import plan as plan_module
 from pdserve.launch.admin import AdminClient
 from pdserve.launch.folder import write_secret
 from pdserve.launch.owner import OwnedWorker
-from pdserve.launch.plan import ClusterSpec, Wiring
+from pdserve.launch.plan import ClusterSpec, Wiring, WorkerTemplate
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceServicer, add_AdminServiceServicer_to_server
@@ -63,14 +63,21 @@ class Router(AdminServiceServicer):
         return admin.ReportProcessGoneResponse()
 
 
+def _is_deaf(pid: int) -> bool:
+    """Whether a process has come so far that SIGTERM does not end it."""
+    blocked = Path(f"/proc/{pid}/status").read_text().partition("SigBlk:")[2].split()[0]
+    return bool(int(blocked, 16) & 1 << signal.SIGTERM - 1)
+
+
 class RayStage:
-    def __init__(self, nodes: RayNodes, router: Router, template: Template) -> None:
+    def __init__(self, nodes: RayNodes, router: Router, template: WorkerTemplate) -> None:
         self._nodes = nodes
         self.router = router
-        self._operator = AdminClient(template.routers[0], template.wiring.secret_file)
+        self._operator = AdminClient(template.wiring.router, template.wiring.secret_file)
         self._template = template
         self._monkeypatch = pytest.MonkeyPatch()
         self._monkeypatch.setattr(plan_module, "PDSERVE", SLEEPER)
+        self._are_deaf = False
         self._frozen: list[psutil.Process] = []
         self.actuator = self.another(timeout_s=20.0)
 
@@ -88,7 +95,7 @@ class RayStage:
 
     async def make_ready(self, name: str) -> None:
         async with asyncio.timeout(20):
-            while (worker := await self.worker(name)).pid is None:
+            while (worker := await self.worker(name)).pid is None or (self._are_deaf and not _is_deaf(worker.pid)):
                 pass
         self.router.ready[name] = worker.incarnation
 
@@ -107,6 +114,7 @@ class RayStage:
 
     def let_drains_last(self) -> None:
         self._monkeypatch.setattr(plan_module, "PDSERVE", DEAF)
+        self._are_deaf = True  # those that are made ready from now on
 
     async def fall_silent(self) -> None:
         self.actuator = self.another(timeout_s=0.2)
@@ -144,7 +152,8 @@ async def stage(nodes: RayNodes, tmp_path: Path, request: pytest.FixtureRequest)
     address = rpc.listen(server, "127.0.0.1", 0, "router")
     await server.start()
     spec = ClusterSpec("m", "m", name=request.node.name[:40], worker_flags={"drain_timeout_s": 20.0})
-    template = Template(spec, Wiring(public_port=1, internal_port=2, secret_file=secret), (address,))
+    port = int(address.rpartition(":")[2])
+    template = WorkerTemplate(spec, Wiring(public_port=1, internal_port=port, secret_file=secret))
     stage = RayStage(nodes, router, template)
     try:
         for name, role in (("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE)):

@@ -26,6 +26,6 @@ def test_it_begins_with_the_least_of_each_pool_and_has_at_most_what_the_budget_h
 
 def test_a_policy_of_another_actuator_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "policy.yaml"
-    file.write_text(f"{POLICY}actuator: {{kind: ray}}\n")
-    with pytest.raises(ConfigError, match="ray starts no processes of this machine"):
+    file.write_text(f"{POLICY}actuator: {{kind: publish}}\n")
+    with pytest.raises(ConfigError, match="publish starts no workers of this cluster"):
         sizes_at_start(file)

@@ -1,0 +1,59 @@
+"""Flags of `pdserve up` for workers that are actors of Ray."""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pdserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pdserve.autoscaler.process import PoolSizes
+
+
+class Platform(StrEnum):
+    """What runs the workers of a cluster."""
+
+    PROCESSES = "processes"
+    RAY = "ray"
+
+
+def check_platform(on: Platform, sizes: "PoolSizes", num_mixed: int, address: str | None) -> None:
+    """Raise ConfigError where flags and policy disagree about what runs the workers."""
+    if sizes.elsewhere != (on is Platform.RAY):
+        raise ConfigError(f"--on: {on} is not the policy's actuator.kind")
+    if on is Platform.RAY and num_mixed:
+        raise ConfigError("--mixed: goes with --on processes only")
+    if on is not Platform.RAY and address is not None:
+        raise ConfigError("--address: goes with --on ray only")
+
+
+def fixed_policy(
+    name: str, num_prefill: int, num_decode: int, address: str | None, flags: Mapping[str, object]
+) -> Path:
+    """Write a policy that keeps both pools at their sizes on Ray; return its file, in the cluster's folder."""
+    from pdserve.files import write_atomically
+    from pdserve.launch.folder import runtime_dir
+
+    device = {"GPU": 1} if flags.get("device") == "cuda" else {"CPU": flags.get("num_threads") or 1}
+    path = runtime_dir(name) / "fixed-policy.json"
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    write_atomically(path, _policy_json(num_prefill, num_decode, {"address": address, "resourcesPerDevice": device}))
+    return path
+
+
+def _policy_json(num_prefill: int, num_decode: int, settings: Mapping[str, object]) -> str:
+    from json import dumps
+
+    sizes = {"prefill": num_prefill, "decode": num_decode}
+    policy = {
+        "apiVersion": "pdserve/v1alpha1",
+        "kind": "AutoscalingPolicy",
+        "objectives": {"ttftMs": 60_000, "tpotMs": 60_000},
+        "budget": {"maxDevices": num_prefill + num_decode},
+        "interval": {"react": "1s"},
+        "pools": {pool: {"minReplicas": size, "maxReplicas": size} for pool, size in sizes.items()},
+        "roleSwitch": {"enabled": False},
+        "actuator": {"kind": "ray", **settings},
+    }
+    return dumps(policy, indent=2) + "\n"
