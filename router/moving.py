@@ -136,11 +136,14 @@ class Moving:
         order = self._orders.get(source.link) if why is Why.ASKED else None
         targets = self._targets(source, None if order is None else order.target)
         began: list[str] = []
-        for candidate in self._in_turn(source, why, order, now_s) if targets else ():
+        candidates = self._in_turn(source, why, order, now_s) if targets else []
+        fewest_tokens = min([candidate.num_tokens for candidate in candidates], default=0)
+        for candidate in candidates:
             target = self._begin(source, candidate, targets, why, now_s)
             if target is not None:
                 began.append(target.name)
-            if len(began) == num_free:
+            targets = [each for each in targets if each.refused_tokens > fewest_tokens]
+            if len(began) == num_free or not targets:
                 break
         if began:
             there = ", ".join(sorted(set(began)))

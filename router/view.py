@@ -55,10 +55,7 @@ class WorkerView:
         self.registration = registration
         self.name: str = registration.worker_id  # who registers again under another name is dropped
         self.load: ReportedLoad | None = None  # as last reported
-        self.asked = (
-            registration.role,
-            registration.role_epoch,
-        )  # the role last asked for, of this epoch
+        self.asked = registration.role, registration.role_epoch  # the role last asked for, of this epoch
         self.draining = False
         self.is_failing = False  # its last steps brought nothing: it looks idle, and fails what it is given
         self.last_heard_s = now_s
