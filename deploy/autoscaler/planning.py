@@ -107,7 +107,7 @@ class Planner:
             self._sizer(mixture, seen, margins) for margins in (ups, dict.fromkeys(POOLS, 1.0), downs)
         )
         budget = self.policy.budget
-        best = self._settled(expected[0], expected[0].fewest(bounds, budget), sizes, bounds)
+        best = settled(expected[0], expected[0].fewest(bounds, budget), sizes, bounds)
         lower, upper = at_least[0].fewest(bounds, budget), at_most[0].fewest(bounds, budget)
         wanted, binds = {}, dict(best.binds)
         for pool in POOLS:
@@ -139,18 +139,6 @@ class Planner:
         )
         return Sizer(traffic, self.policy.objectives, seen.costs, seen.capacities), traffic
 
-    @staticmethod
-    def _settled(sizer: Sizer, best: Sized, sizes: Mapping[Role, int], bounds: Mapping[Role, Bounds]) -> Sized:
-        """Return the split of a spent budget that there is, unless another one serves clearly more."""
-        if Binds.BUDGET not in best.binds.values():
-            return best
-        free = sum(bounds[pool].devices * (best.replicas[pool] - sizes[pool]) for pool in POOLS)
-        is_allowed = all(bounds[pool].least <= sizes[pool] <= bounds[pool].most for pool in POOLS)
-        if free != 0 or not is_allowed or sizer.joint(sizes) < best.attainment - _WORTH:
-            return best
-        attainments = {pool: sizer.attainment(pool, sizes[pool]) for pool in POOLS}
-        return Sized(dict(sizes), attainments, best.binds, best.is_met)
-
     def _pressing(self, pool: Role, seen: Observation, sizer: Sizer, startup_s: float) -> int:
         """Return the size that what waits, runs, was lost and is signalled asks for at this moment."""
         objectives = self.policy.objectives
@@ -181,6 +169,18 @@ class Planner:
         parts.append(f"{waiting} prompt tokens wait, {running} sequences run, {seen.num_held} requests are held")
         refused = sum(seen.refused.values())
         return ", ".join([*parts, f"{refused} were refused"] if refused else parts)
+
+
+def settled(sizer: Sizer, best: Sized, sizes: Mapping[Role, int], bounds: Mapping[Role, Bounds]) -> Sized:
+    """Return the split of a spent budget that there is, unless another one serves clearly more."""
+    if Binds.BUDGET not in best.binds.values():
+        return best
+    free = sum(bounds[pool].devices * (best.replicas[pool] - sizes[pool]) for pool in POOLS)
+    is_allowed = all(bounds[pool].least <= sizes[pool] <= bounds[pool].most for pool in POOLS)
+    if free != 0 or not is_allowed or sizer.joint(sizes) < best.attainment - _WORTH:
+        return best
+    attainments = {pool: sizer.attainment(pool, sizes[pool]) for pool in POOLS}
+    return Sized(dict(sizes), attainments, best.binds, best.is_met)
 
 
 def _is_known(pool: Role, seen: Observation) -> bool:

@@ -109,9 +109,11 @@ class Sizer:
 
     def _least(self, pool: Role, goal: float, bounds: Bounds) -> int | None:
         """Return the least size of a pool that attains a share."""
-        if goal > 1 or self.attainment(pool, bounds.most) < goal:
-            return None
-        low, high = bounds.least, bounds.most  # `high` attains it
+        low, high = bounds.least, min(bounds.most, max(1, bounds.least))
+        while self.attainment(pool, high) < goal:
+            if goal > 1 or high == bounds.most:
+                return None
+            low, high = high + 1, min(bounds.most, 2 * high)
         while low < high:
             middle = (low + high) // 2
             if self.attainment(pool, middle) >= goal:

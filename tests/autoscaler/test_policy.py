@@ -106,20 +106,6 @@ def test_a_spent_budget_stays_split_while_nothing_changes() -> None:
     assert len(world.orders) - settled <= 2
 
 
-def test_a_better_split_has_to_be_clearly_better() -> None:
-    many, switch = {"max_replicas": 40}, {"enabled": True, "min_dwell_s": 5.0}
-    wanted = policy(budget={"max_devices": 40}, prefill=many, decode=many, role_switch=switch)
-    rng = Random(3)
-    world = World(wanted, rate=rng.uniform(160, 300), noise=Random(3)).start(1, 1)
-    for step in range(240):
-        world.prompt, world.answer = rng.choice([700, 1000, 1400]), rng.choice([71, 101, 141])
-        world.go_on(5)
-        if step == 120:
-            settled = len(world.orders)
-    assert sum(world.sizes) == 40
-    assert len(world.orders) - settled <= 2
-
-
 def test_no_pool_shrinks_before_its_demand_was_forecast() -> None:
     pool = {"behavior": {"scale_down": {"stabilization_window_seconds": 0.0}}}
     world = World(policy(prefill=pool, decode=pool), rate=4.0).start(4, 4).go_on(15)
@@ -156,14 +142,22 @@ def test_an_order_that_is_never_seen_is_given_again_by_the_same_name_and_not_dou
 
 
 def test_what_may_have_been_started_counts_against_the_budget() -> None:
-    world = World(policy(budget={"max_devices": 3}), rate=30.0).start(1, 1)
-    world.advance(5)
-    orders = [decision.action for decision in world.look(5) if decision.action is not None]
-    assert len(orders) == 1
+    world = World(policy(budget={"max_devices": 5}), rate=10.0, prompt=2000, drain_s=1000.0).start(1, 1)
+    for name in ("decode-7", "decode-8", "decode-9"):
+        world.replicas[name] = Replica(name, Role.DECODE, State.DRAINING, 0.0)
+    world.go_on(15)
+    assert world.orders == []
+    assert all(decision.desired > 1 for decision in world.decisions)
+    del world.replicas["decode-7"]
+    world.advance(1)
+    orders = [decision.action for decision in world.look(1) if decision.action is not None]
+    assert len(orders) == 1  # there is room for one of both pools
     world.scaler.failed(orders[0], "no answer", world.at_s)
-    while not (again := [decision.action for decision in world.look(5) if decision.action is not None]):
+    for _ in range(3):
         world.advance(1)
-    assert again == orders
+        assert [decision.action for decision in world.look(1)] == [None, None]
+    world.advance(5)
+    assert [decision.action for decision in world.look(5) if decision.action is not None] == orders
 
 
 def test_a_failed_order_waits_longer_each_time_and_says_why() -> None:

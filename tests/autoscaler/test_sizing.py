@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pdserve.autoscaler.decisions import Binds
 from pdserve.autoscaler.decode_batch import DecodePool
 from pdserve.autoscaler.observation import Capacity
+from pdserve.autoscaler.planning import settled
 from pdserve.autoscaler.prefill_queue import PrefillPool, erlang_c
 from pdserve.autoscaler.schema import Budget, Objectives
 from pdserve.autoscaler.sizing import Bounds, Sizer
@@ -176,6 +177,21 @@ def test_a_budget_that_is_too_small_is_split_so_that_the_most_are_served() -> No
     splits = [{Role.PREFILL: size, Role.DECODE: 10 - size} for size in range(1, 10)]
     assert found.attainment == pytest.approx(max(sizer(50.0).joint(split) for split in splits))
     assert sum(found.replicas.values()) == 10
+
+
+def test_a_split_is_kept_unless_another_serves_clearly_more() -> None:
+    limits, demand = bounds(most=30), sizer(150.0)
+    best = demand.fewest(limits, Budget(max_devices=30))
+    kept = []
+    for size in range(1, 30):
+        present = {Role.PREFILL: size, Role.DECODE: 30 - size}
+        found = settled(demand, best, present, limits)
+        assert found.replicas in (present, best.replicas)
+        assert (found.replicas == present) == (demand.joint(present) >= best.attainment - 0.01)
+        kept += [size] * (found.replicas == present)
+    assert 2 <= len(kept) <= 6
+    smaller = {Role.PREFILL: kept[0], Role.DECODE: 29 - kept[0]}  # a device is free
+    assert settled(demand, best, smaller, limits) is best
 
 
 def test_a_pool_at_its_limit_makes_the_other_no_larger_than_it_needs_to_be() -> None:
