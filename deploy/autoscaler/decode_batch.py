@@ -67,13 +67,6 @@ class DecodePool:
         timely = (running * self._fast_enough(steps_s)).sum() / running.sum()
         return float((1 - lost) * timely / self.best)
 
-    def step_s(self, num_replicas: int) -> float:
-        """Return how long a step takes at the mean batch; that of the largest batch where more than that comes."""
-        for batch in range(1, self.most + 1):
-            if self._rate * self._tokens * self._steps_s[batch] <= num_replicas * batch:
-                return float(self._steps_s[batch])
-        return float(self._steps_s[-1])
-
     def _fast_enough(self, steps_s: FloatArray) -> FloatArray:
         """Return the share of answers that keep the objective at each step time.
 

@@ -1,7 +1,6 @@
 """Turns counts of requests into a stream: how many come in a second, and how long they are. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import exp, sqrt
 
 from pdserve.demand import NUM_BANDS, Demand, middle_of
@@ -22,10 +21,6 @@ class Traffic:
     prompts: Lengths  # tokens to compute
     answers: Lengths
     cached_tokens: float = 0.0  # of a prompt, on average, that nobody computes
-
-    def times(self, prompts: float, answers: float) -> "Traffic":
-        """Return the same mixture at other rates."""
-        return replace(self, prompt_rate=self.prompt_rate * prompts, answer_rate=self.answer_rate * answers)
 
     @property
     def text(self) -> str:
