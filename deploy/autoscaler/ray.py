@@ -46,7 +46,7 @@ CLEARED = ("RAY_", "OMP_NUM_THREADS")  # what Ray sets in an actor's environment
 T = TypeVar("T")
 
 
-class _Life(BaseModel):
+class Life(BaseModel):
     """Which of a worker's ids is in use, and where."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -55,7 +55,7 @@ class _Life(BaseModel):
     machine: str = ""  # empty: the worker has ended
 
 
-class _Ledger:
+class Ledger:
     """What Ray's control service keeps of one worker, beyond the life of its actor."""
 
     def __init__(self, actor: str, namespace: str) -> None:
@@ -66,16 +66,16 @@ class _Ledger:
         """Return the number of the life that begins here: a greater one unless the last is known to have ended."""
         last = self.life()
         number = last.number if last.machine in ("", here) else last.number + 1
-        self._write("life", _Life(number=number, machine=here).model_dump_json())
+        self._write("life", Life(number=number, machine=here).model_dump_json())
         return number
 
     def end(self) -> None:
         """Take note that the worker has ended, and no process of this life runs."""
-        self._write("life", _Life(number=self.life().number).model_dump_json())
+        self._write("life", Life(number=self.life().number).model_dump_json())
 
-    def life(self) -> _Life:
+    def life(self) -> Life:
         text = self._read("life")
-        return _Life() if text is None else _Life.model_validate_json(text)
+        return Life() if text is None else Life.model_validate_json(text)
 
     @property
     def role(self) -> Role | None:
@@ -106,7 +106,7 @@ class WorkerActor:
         (folder / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
         self._claim = (folder / f"{order.spec.name}.lock").open("w")
         fcntl.flock(self._claim, fcntl.LOCK_EX)  # an earlier actor may not have ended yet
-        self._ledger = _Ledger(name, namespace)
+        self._ledger = Ledger(name, namespace)
         life, owner = self._ledger.begin(machine()), f"{namespace}/{name}"
         end_former(owner)
         worker_id = order.spec.name if life == 1 else f"{order.spec.name}.{life}"
@@ -292,8 +292,8 @@ class ActorActuator:
         number = self._num_devices[role]
         return {name: number * amount for name, amount in self._settings.resources_per_device.items()}
 
-    def _ledger(self, name: str) -> _Ledger:
-        return _Ledger(self._prefix + name, self._settings.namespace)
+    def _ledger(self, name: str) -> Ledger:
+        return Ledger(self._prefix + name, self._settings.namespace)
 
     @property
     def _state_timeout_s(self) -> float:

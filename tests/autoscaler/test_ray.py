@@ -12,11 +12,11 @@ import psutil
 import pytest
 import ray
 from actuator_suite import ActuatorSuite, held
-from ray_nodes import RayNodes, ray_head
+from ray_nodes import RayNodes, end_node, ray_head
 
 from pdserve import rpc
 from pdserve.autoscaler.actuators import RayActuator as Settings
-from pdserve.autoscaler.ray import ActorActuator, connect
+from pdserve.autoscaler.ray import ActorActuator, Ledger, connect
 from pdserve.autoscaler.status import ROLES
 from pdserve.launch import plan as plan_module
 from pdserve.launch.admin import AdminClient
@@ -81,8 +81,8 @@ class RayStage:
         self._frozen: list[psutil.Process] = []
         self.actuator = self.another(timeout_s=20.0)
 
-    def another(self, timeout_s: float) -> ActorActuator:
-        settings = Settings(resources_per_device={"CPU": 0.1}, timeout_s=timeout_s)
+    def another(self, timeout_s: float, resources: dict[str, float] | None = None) -> ActorActuator:
+        settings = Settings(resources_per_device=resources or {"CPU": 0.1}, timeout_s=timeout_s)
         return ActorActuator(self._template, self._operator, settings, DEVICES)
 
     @property
@@ -197,4 +197,28 @@ async def test_a_killed_actor_is_back_with_the_same_worker_once_the_former_proce
     after = await stage.worker("decode-0")
     assert after.worker_id == before.worker_id
     assert after.incarnation > before.incarnation
+    assert not psutil.pid_exists(before.pid)
+
+
+async def test_a_worker_of_a_lost_machine_gets_another_id_elsewhere(nodes: RayNodes) -> None:
+    ledger = Ledger("pdserve/lost/decode-0", "pdserve")
+    lives = [await asyncio.to_thread(ledger.begin, here) for here in ("one machine", "one machine", "another")]
+    assert lives == [1, 1, 2]
+    await asyncio.to_thread(ledger.end)
+    assert await asyncio.to_thread(ledger.begin, "a third") == 2  # the first one's end is still not proved
+
+
+async def test_workers_of_a_killed_node_start_on_another_one(nodes: RayNodes, stage: RayStage) -> None:
+    first = nodes.start(f"--address={nodes.address}", "--num-cpus=0", '--resources={"beside": 1}')
+    actuator = stage.another(timeout_s=20.0, resources={"beside": 1})
+    await actuator.add("decode-9", Role.DECODE)
+    await stage.make_ready("decode-9")
+    before = await stage.worker("decode-9")
+    end_node(first)
+    nodes.start(f"--address={nodes.address}", "--num-cpus=0", '--resources={"beside": 1}')
+    async with asyncio.timeout(50):
+        while (after := actuator.last("decode-9")) is None or after.incarnation in (0, before.incarnation):
+            await actuator.observe()
+    assert after.worker_id == "decode-9"  # both nodes are this machine, where the former process is known to be gone
+    assert before.pid is not None
     assert not psutil.pid_exists(before.pid)
