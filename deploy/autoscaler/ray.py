@@ -119,14 +119,19 @@ class WorkerActor:
         spec = replace(order.spec, name=worker_id, command=command)
         kept = {key: value for key, value in os.environ.items() if not key.startswith(CLEARED)}
         self._owner = Owner(replace(order, spec=spec), folder / "logs", {**kept, OWNER: owner})
+        self._refusal = ""
+        self._asked = asyncio.Event()  # to end
         self._keeping = asyncio.get_running_loop().create_task(self._keep())
 
     async def worker(self) -> OwnedWorker:
         """Return the worker at this moment."""
+        if self._refusal and not self._asked.is_set():
+            return replace(self._owner.worker, leaving=False, refusal=self._refusal)
         return self._owner.worker
 
     async def drain(self) -> None:
         """Let the worker drain and end; this actor ends after it."""
+        self._asked.set()
         self._owner.retire()
 
     async def leave(self) -> None:
@@ -141,7 +146,8 @@ class WorkerActor:
             if refusal is None:
                 logger.exception("the worker is given up")
                 os._exit(1)  # Ray starts this actor again
-            logger.error("%s", refusal)
+            self._refusal = str(refusal)
+            await self._asked.wait()  # another start would be refused too
         self._ledger.end()
         self._me.leave.remote()
 
@@ -162,6 +168,7 @@ class ActorActuator:
         self._prefix = f"pdserve/{template.spec.name}/"
         self._seen: dict[str, OwnedWorker] = {}  # as their actors last reported them
         self._roles: dict[str, Role] = {}  # of all that are here, as they were added
+        self._refusals: dict[str, str] = {}  # that were logged
         self._serving: set[tuple[str, int]] = set()  # worker ids and incarnations that the router reports as ready
 
     @classmethod
@@ -232,9 +239,13 @@ class ActorActuator:
         for name, answer in answers.items():
             with suppress(RayError):  # no answer yet, or it is being started again
                 seen[name] = worker = ray.get(answer, timeout=0)
+                if worker.refusal and worker.refusal != self._refusals.get(name):
+                    logger.warning("%s", worker.refusal)
+                self._refusals[name] = worker.refusal
                 if worker.routers != (self._template.wiring.router,) and not worker.leaving:
                     actors[name].drain.remote()  # it serves an earlier cluster of this name
         self._seen = seen
+        self._refusals = {name: text for name, text in self._refusals.items() if name in answers}
         self._roles = {name: role for name in answers if (role := self._role(name)) is not None}
 
     def _role(self, name: str) -> Role | None:

@@ -43,6 +43,7 @@ class OwnedWorker:
     pid: int | None  # None between its death and its next start, and after its end
     leaving: bool  # whether it ends for good, or has
     routers: tuple[str, ...]  # that it serves
+    refusal: str = ""  # why it does not start, if it refuses its configuration
 
 
 class Owner:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from pdserve.cli.flags import config_flags
-from pdserve.cli.on_ray import Platform, check_platform, fixed_policy
+from pdserve.cli.on_ray import Platform, check_platform, policy_on_ray
 from pdserve.cli.options import (
     DEFAULT_MODEL,
     AdminAddress,
@@ -119,7 +119,7 @@ def up(
     served = flags.pop("served_model_name", None) or model_name(model)
     given = {key: value for key, value in flags.items() if value is not None}
     if on is Platform.RAY:
-        policy = policy or fixed_policy(name, prefill or 1, decode or 1, address, given)
+        policy = policy_on_ray(policy, name, prefill, decode, address, given)
     sizes = _sizes(policy, prefill, decode)
     check_platform(on, sizes, mixed, address)
     spec = ClusterSpec(

@@ -28,10 +28,29 @@ def check_platform(on: Platform, sizes: "PoolSizes", num_mixed: int, address: st
         raise ConfigError("--address: goes with --on ray only")
 
 
-def fixed_policy(
+def policy_on_ray(
+    policy: Path | None,
+    name: str,
+    prefill: int | None,
+    decode: int | None,
+    address: str | None,
+    flags: Mapping[str, object],
+) -> Path:
+    """Return the policy to follow: the one given, or one that is written into the cluster's folder and keeps sizes.
+
+    ConfigError where a flag would say what the given policy says.
+    """
+    if policy is None:
+        return _fixed_policy(name, prefill or 1, decode or 1, address, flags)
+    for flag, value in (("prefill", prefill), ("decode", decode), ("address", address)):
+        if value is not None:
+            raise ConfigError(f"--{flag}: goes with no --policy on Ray: the policy says it")
+    return policy
+
+
+def _fixed_policy(
     name: str, num_prefill: int, num_decode: int, address: str | None, flags: Mapping[str, object]
 ) -> Path:
-    """Write a policy that keeps both pools at their sizes on Ray; return its file, in the cluster's folder."""
     from pdserve.files import write_atomically
     from pdserve.launch.folder import runtime_dir
 

@@ -16,6 +16,7 @@ from ray_nodes import RayNodes, end_node, ray_head
 
 from pdserve import rpc
 from pdserve.autoscaler.actuators import RayActuator as Settings
+from pdserve.autoscaler.observation import State
 from pdserve.autoscaler.ray import ActorActuator, Ledger, connect
 from pdserve.autoscaler.status import ROLES
 from pdserve.launch import plan as plan_module
@@ -76,7 +77,7 @@ class RayStage:
         self._operator = AdminClient(template.wiring.router, template.wiring.secret_file)
         self._template = template
         self._monkeypatch = pytest.MonkeyPatch()
-        self._monkeypatch.setattr(plan_module, "PDSERVE", SLEEPER)
+        self.let_workers_run(SLEEPER)
         self._are_deaf = False
         self._frozen: list[psutil.Process] = []
         self.actuator = self.another(timeout_s=20.0)
@@ -112,8 +113,11 @@ class RayStage:
             while name in {each.name for each in await self.actuator.observe()}:
                 pass
 
+    def let_workers_run(self, command: tuple[str, ...]) -> None:
+        self._monkeypatch.setattr(plan_module, "PDSERVE", command)
+
     def let_drains_last(self) -> None:
-        self._monkeypatch.setattr(plan_module, "PDSERVE", DEAF)
+        self.let_workers_run(DEAF)
         self._are_deaf = True  # those that are made ready from now on
 
     async def fall_silent(self) -> None:
@@ -222,3 +226,15 @@ async def test_workers_of_a_killed_node_start_on_another_one(nodes: RayNodes, st
     assert after.worker_id == "decode-9"  # both nodes are this machine, where the former process is known to be gone
     assert before.pid is not None
     assert not psutil.pid_exists(before.pid)
+
+
+async def test_a_worker_that_refuses_its_flags_is_not_started_again_and_leaves_when_asked(
+    stage: RayStage, caplog: pytest.LogCaptureFixture
+) -> None:
+    stage.let_workers_run((sys.executable, "-I", "-c", "print('no such model'); raise SystemExit(2)"))
+    await stage.actuator.add("decode-1", Role.DECODE)
+    async with asyncio.timeout(20):
+        while "no such model" not in caplog.text:
+            assert (await held(stage))["decode-1"].state is State.STARTING
+    await stage.actuator.drain("decode-1")
+    await stage.until_gone("decode-1")
