@@ -44,7 +44,7 @@ class PlannerRules(Rules):
         self._orders = Orders("planner")
         self._demand, self._seconds = Demand(), 0.0  # of the interval under way
         self._prompt_tokens = 0.0  # of a mean prompt
-        self._floors = {role: limit.least for role, limit in limits.items()}
+        self._floors: dict[Role, int] = {}  # until a first interval is over, the pools as they are
 
     def decide(self, observation: Observation) -> Sequence[Decision]:
         """Return orders for both pools, as far as the devices go round."""
@@ -56,6 +56,8 @@ class PlannerRules(Rules):
         if self._seconds >= _THROUGHPUT_S:
             self._floors = self._affordable(observation, self._throughput(observation))
             self._demand, self._seconds = Demand(), 0.0
+        if not self._floors:
+            self._floors = {role: len(pool_of(observation, role)) for role in self._limits}
         left, decisions = devices_left(observation, self._max_devices), list[Decision]()
         for role, limits in self._limits.items():
             if any(each.role is role and each.state is not State.READY for each in observation.replicas):

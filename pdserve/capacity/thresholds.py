@@ -53,6 +53,8 @@ class QueueAndKvUsage(Rules):
         ratio = max(queue / QUEUE_LENGTH, usage / KV_USAGE)
         recommended = size if abs(ratio - 1) <= _TOLERANCE else ceil(ratio * serving)
         recommended = self._limits[role].within(min(recommended, max(size + _MOST_ADDED, 2 * size)))
+        if not self._recommended[role]:
+            self._recommended[role].append((observation.at_s, size))  # as the HPA begins
         largest = self._largest(role, recommended, observation.at_s)
         binds = Binds.PAGES if usage / KV_USAGE > queue / QUEUE_LENGTH else Binds.WAITING
         target = recommended if recommended >= size else min(size, largest)
