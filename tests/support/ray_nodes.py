@@ -61,6 +61,7 @@ def ray_head(num_cpus: int) -> Iterator[RayNodes]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "PYTHONUNBUFFERED": "1",
         "XDG_RUNTIME_DIR": str(folder),
     }
     port = _free_port()
@@ -72,8 +73,11 @@ def ray_head(num_cpus: int) -> Iterator[RayNodes]:
             *("--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={folder}"),
             *(f"--ray-client-server-port={_free_port()}", f"--num-cpus={num_cpus}"),
         )
-        _await_port(port, head, nodes)
+        _await_start(head, nodes)
         yield nodes
+    except BaseException as error:
+        error.add_note(f"--- log of Ray\n{nodes.log()}")
+        raise
     finally:
         for process in nodes.processes:
             end_node(process)
@@ -95,16 +99,11 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _await_port(port: int, head: "subprocess.Popen[bytes]", nodes: RayNodes) -> None:
-    """Return once the head listens; whoever calls it before may wait for minutes."""
+def _await_start(head: "subprocess.Popen[bytes]", nodes: RayNodes) -> None:
+    """Return once the head serves; whoever calls it before may wait for minutes."""
     deadline_s = time.monotonic() + START_TIMEOUT_S
-    while True:
-        try:
-            socket.create_connection((LOOPBACK, port), timeout=1).close()
-        except OSError:
-            assert head.poll() is None, nodes.log()
-            assert time.monotonic() < deadline_s, nodes.log()
-            with suppress(subprocess.TimeoutExpired):
-                head.wait(0.1)
-        else:
-            return
+    while "Ray runtime started" not in nodes.log():
+        assert head.poll() is None, "the head has ended"
+        assert time.monotonic() < deadline_s, "the head does not start"
+        with suppress(subprocess.TimeoutExpired):
+            head.wait(0.1)
