@@ -3,7 +3,6 @@
 import os
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -87,9 +86,11 @@ def ray_head(num_cpus: int) -> Iterator[RayNodes]:
 
 
 def end_node(process: "subprocess.Popen[bytes]") -> None:
-    """Kill a node with all that it started and that is in its session."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    """Kill a node with all that it started."""
+    with suppress(psutil.NoSuchProcess):
+        for each in (*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)):
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
     process.wait()
 
 
