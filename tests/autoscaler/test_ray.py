@@ -217,6 +217,7 @@ async def test_a_worker_of_a_lost_machine_gets_another_id_elsewhere(nodes: RayNo
     assert await asyncio.to_thread(ledger.begin, "a third") == 2  # the first one's end is still not proved
 
 
+@pytest.mark.long
 async def test_workers_of_a_killed_node_start_on_another_one(nodes: RayNodes, stage: RayStage) -> None:
     first = nodes.start(f"--address={nodes.address}", "--num-cpus=0", '--resources={"beside": 1}')
     actuator = stage.another(timeout_s=20.0, resources={"beside": 1})
