@@ -48,7 +48,7 @@ def test_the_rate_at_which_a_single_server_keeps_its_attainment_is_found(limit: 
 
 
 def test_the_answer_does_not_depend_on_how_many_requests_may_be_simulated() -> None:
-    counts = (300, 2000)
+    counts = (300, 2000, 6000)
     questions = [Question(PROFILE, random_lengths(count, 300, 10, 0), LOOSE, count) for count in counts]
     few, some, many = (highest_rate(question, Shape(0, 1), "round_robin", 0.9) for question in questions)
     assert overlap(few, some)
