@@ -119,11 +119,8 @@ class Delivery:
         if not placement.committed:
             return
         self._note_decode(request, placement)
-        for index in placement.running:
-            sequence = request.sequences[index]
-            if len(sequence.token_ids) == sequence.num_before:
-                return
-        self._placements.release_prefill(placement)
+        if all(request.sequences[index].has_come for index in placement.running):
+            self._placements.release_prefill(placement)
 
     def _note_decode(self, request: Request, placement: Placement | None) -> None:
         if placement is not None and placement.committed and placement.decode is not None:

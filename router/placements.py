@@ -199,6 +199,12 @@ class Placements:
         if not placement.running:
             self.close(request, placement, stop_workers=False)
 
+    def part(self, request: Request, placement: Placement, indices: list[int]) -> None:
+        """Let a placement go on without some of its continuations, which are to be placed again."""
+        for index in indices:
+            request.sequences[index].placement = None
+            self._leave(request, placement, index, stop_workers=True)
+
     def end(self, request: Request, outcome: Finished | Refused) -> None:
         """Give a request its one end and forget it."""
         for placement in tuple(request.placements.values()):

@@ -91,6 +91,11 @@ class Sequence:
     first_s: float = 0.0
     last_s: float = 0.0
 
+    @property
+    def has_come(self) -> bool:
+        """Whether a token of its last try is here."""
+        return self.ended or len(self.token_ids) > self.num_before
+
     def num_known(self, delta: TokenDelta) -> int:
         """Return how many of the delta's tokens are here already; ProtocolError for a gap."""
         num_known = len(self.token_ids) - delta.position

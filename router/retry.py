@@ -56,7 +56,7 @@ class Retry:
             if not worker.draining:  # that one was to end
                 _note_loss(request, process, now_s)
             placement = request.placements[key[1]]
-            if self._goes_on(placement, worker, now_s):
+            if self._goes_on(request, placement, worker, now_s):
                 continue
             self._note_move(placement, Failure.PEER_LOST, now_s)
             indices = self._give_up(request, placement, {worker.link}, now_s)
@@ -69,7 +69,7 @@ class Retry:
             return
         request = self._placements.requests[event.request_id]
         cause = f"{worker.name}: {event.failure.name}: {event.detail}"
-        if self._goes_on(placement, worker, now_s):
+        if self._goes_on(request, placement, worker, now_s):
             return
         if event.failure is Failure.SENDER_GAVE_UP and worker is placement.decode and placement.prefill is not None:
             return  # the prompt's worker is there: its own report of what has ended is on its way
@@ -121,13 +121,23 @@ class Retry:
         delay_s = min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2 ** (num_failed + num_interrupted - 1))
         self._retry_later(request, [sequence.index for sequence in sequences], why.message, now_s + delay_s)
 
-    def _goes_on(self, placement: Placement, lost: WorkerView, now_s: float) -> bool:
-        """Let a decode worker that has all it needs go on without the worker that it came from, if that was lost."""
-        goes_on = placement.committed and (lost is placement.prefill or lost is placement.source)
-        if goes_on and placement.decode is not None:
-            self._placements.release_prefill(placement)
-            placement.decode.prefilled(placement.key, now_s)
-        return goes_on
+    def _goes_on(self, request: Request, placement: Placement, lost: WorkerView, now_s: float) -> bool:
+        """Let a decode worker that has all it needs go on without the worker that it came from, if that was lost.
+
+        A continuation that ended with its first token was computed by the lost worker alone: if that token has not come
+        when those of others have, it never will, and the continuation is placed again.
+        """
+        if not placement.committed or placement.decode is None or lost not in (placement.prefill, placement.source):
+            return False
+        silent = [index for index in placement.indices if not request.sequences[index].has_come]
+        if len(silent) == len(placement.indices) > 1:
+            return False  # nobody knows which of them the decode worker has
+        self._placements.release_prefill(placement)
+        placement.decode.prefilled(placement.key, now_s)
+        if len(placement.indices) > 1 and silent:
+            self._placements.part(request, placement, silent)
+            self._again(request, tuple(silent), f"{lost.name} was lost with the ends of continuations", now_s)
+        return True
 
     def _note_move(self, placement: Placement, failure: Failure, now_s: float) -> None:
         """Count a move that has failed, if this is one that was not done."""

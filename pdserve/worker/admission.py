@@ -10,6 +10,7 @@ from pdserve.roles import Role
 from pdserve.sampling import MAX_SEQUENCES
 from pdserve.token_ids import ALL_IDS, largest
 
+NUM_STILL_LOOKS = 30  # longer than copies may be stuck and a worker drains for that
 NUM_LOOKS = 8  # at one each half second, as long as a router's patience with a silent worker
 _INDICES = frozenset(range(MAX_SEQUENCES))
 
@@ -64,6 +65,7 @@ class Draining:
         self.is_on = False
         self.reason = ""  # if nobody asked for it
         self._num_above = 0  # looks in a row
+        self._num_still = 0  # the same
 
     def ask(self) -> None:
         self.is_on = True
@@ -77,3 +79,8 @@ class Draining:
         self.is_on = True
         self.reason = f"{num_quarantined} of {num_pages} pages are quarantined"
         return True
+
+    def waits_in_vain(self, *, is_still: bool) -> bool:
+        """Return whether what waits for pages here does so in vain: nothing has run for many looks in a row."""
+        self._num_still = self._num_still + 1 if is_still else 0
+        return self._num_still >= (NUM_LOOKS if self.is_on else NUM_STILL_LOOKS)

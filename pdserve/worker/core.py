@@ -230,17 +230,23 @@ class WorkerCore:
         late = [task for task in self._tasks if task.deadline_s < now_s]
         commands += self._give_up(late, "deadline", now_s)
         self._auditor.look(self.claims(), now_s, idle=self.idle)
-        return commands + self._leave_if_too_much_is_quarantined(now_s)
+        return commands + self._give_back_what_waits(now_s)
 
-    def _leave_if_too_much_is_quarantined(self, now_s: float) -> list[Command]:
-        """Drain once too few pages are left to be of use, and give back what waits for pages."""
-        pool = self._scheduler.cache.pool
-        if not self._draining.look(pool.num_quarantined + self.outgoing.num_stuck_pages, pool.num_pages):
-            return []
-        refused = [task for task in self._tasks if task.is_unstarted or self.incoming.is_ungranted(task.key)]
-        code, reason = Failure.OVERLOADED, self._draining.reason
-        failed: list[Command] = [Failed(task.router, task.key, code, reason) for task in refused]
-        return failed + self._give_up(refused, reason, now_s)
+    def _give_back_what_waits(self, now_s: float) -> list[Command]:
+        """Drain once too few pages are left to be of use, and give back what waits for pages then, or in vain later."""
+        scheduler, pool = self._scheduler, self._scheduler.cache.pool
+        if self._draining.look(pool.num_quarantined + self.outgoing.num_stuck_pages, pool.num_pages):
+            waiting = [task for task in self._tasks if task.is_unstarted or self.incoming.is_ungranted(task.key)]
+            return self._refuse(waiting, self._draining.reason, now_s)
+        is_leaving, in_line = self._draining.is_on, scheduler.waiting
+        waiting = [t for t in self._tasks if t.sequences and (is_leaving or any(s in in_line for s in t.sequences))]
+        if self._draining.waits_in_vain(is_still=bool(waiting) and not scheduler.running and not scheduler.steps):
+            return self._refuse(waiting, f"{pool.num_quarantined} pages that it may need are quarantined", now_s)
+        return []
+
+    def _refuse(self, tasks: Seq[Task], reason: str, now_s: float) -> list[Command]:
+        failed: list[Command] = [Failed(task.router, task.key, Failure.OVERLOADED, reason) for task in tasks]
+        return failed + self._give_up(tasks, reason, now_s)
 
     def _computed(self, task: Task, sequence: Sequence, now_s: float) -> list[Command]:
         """Send the pages of a prompt that have become final: full ones, and at the end the last one."""

@@ -15,7 +15,7 @@ from pdserve.kvtransfer.doors import PeerGone
 from pdserve.kvtransfer.session import Peer
 from pdserve.reports import Failure
 from pdserve.sampling import SamplingParams
-from pdserve.worker.admission import NUM_LOOKS, Draining
+from pdserve.worker.admission import NUM_LOOKS, NUM_STILL_LOOKS, Draining
 from pdserve.worker.audit import EVERY_S, Auditor, Claim, adds_up, leaked_pages
 from pdserve.worker.core import WorkerCore
 from pdserve.worker.messages import Cancelled, Command, Failed, Placed, RouterRef, Ticked
@@ -130,6 +130,19 @@ def test_a_worker_with_too_many_quarantined_pages_drains_and_gives_back_what_wai
     assert core.load().draining
     assert core.load().drain_reason == "5 of 16 pages are quarantined"
     assert core.drained
+
+
+def test_what_waits_for_pages_that_nobody_gives_back_is_given_up_in_time() -> None:
+    core = WorkerCore(scheduler(), 997, 64, b"secret", default_rules(max_quarantined_share=0.9))
+    core.handle(doors.SenderAttached(P), 0.0)
+    core.handle(Placed(ROUTER, job(1, 20), 1e9, P), 0.0)
+    core.handle(doors.SenderLost(P, "reset"), 0.0)
+    core.handle(Placed(ROUTER, job(2, 52), 1e9), 0.0)  # more pages than are left
+    looks = [core.handle(Ticked(), look / 2) for look in range(NUM_STILL_LOOKS)]
+    failed = [[(c.key.request_id, c.code) for c in commands if isinstance(c, Failed)] for commands in looks]
+    assert failed == [[]] * (NUM_STILL_LOOKS - 1) + [[(job(2, 52).request_id, Failure.OVERLOADED)]]
+    assert not core.load().draining
+    assert core.load().num_waiting == 0
 
 
 def test_pages_that_are_quarantined_for_a_moment_make_no_worker_drain() -> None:
