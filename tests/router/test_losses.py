@@ -111,6 +111,33 @@ def test_decode_goes_on_without_a_first_token_of_its_prefill_worker(loss: str) -
     assert d.answer(request).ledger.attempts == 1
 
 
+def test_a_continuation_whose_only_token_was_lost_with_the_prompts_worker_is_placed_again() -> None:
+    d = Driver()
+    prefill, decode = d.pair()
+    d.attach("p1")
+    request = d.arrive(n=2)
+    d.stage(decode, request, Stage.COMMITTED)
+    d.tokens(decode, request, 0, 10)  # of the other one nobody but the lost worker knew that it had ended
+    d.post(LinkLost(prefill, "its stream ended"))
+    assert [(c.link, c.indices) for c in d.cancels()] == [(decode, (1,))]
+    again = d.placed()
+    assert (again.spec.indices, again.spec.attempt, len(again.spec.token_ids)) == ((1,), 1, 3)
+    d.tokens(decode, request, 1, 11, 12, 13, end=LENGTH)
+    d.tokens(again.prefill.link, request, 0, 20, attempt=1, index=1, end=STOP)
+    assert d.delivered[request, 1] == [20]
+    d.answer(request)
+
+
+def test_of_several_continuations_of_which_none_has_come_all_are_placed_again() -> None:
+    d = Driver()
+    prefill, decode = d.pair()
+    d.attach("p1")
+    request = d.arrive(n=2)
+    d.stage(decode, request, Stage.COMMITTED)
+    d.post(LinkLost(prefill, "its stream ended"))
+    assert d.placed().spec.indices == (0, 1)
+
+
 def test_a_prefill_worker_lost_before_the_commit_is_replaced() -> None:
     d = Driver()
     prefill, decode = d.pair()
