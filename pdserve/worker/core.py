@@ -239,8 +239,9 @@ class WorkerCore:
             waiting = [task for task in self._tasks if task.is_unstarted or self.incoming.is_ungranted(task.key)]
             return self._refuse(waiting, self._draining.reason, now_s)
         is_leaving, in_line = self._draining.is_on, scheduler.waiting
-        waiting = [t for t in self._tasks if t.sequences and (is_leaving or any(s in in_line for s in t.sequences))]
-        if self._draining.waits_in_vain(is_still=bool(waiting) and not scheduler.running and not scheduler.steps):
+        tasks = () if scheduler.running or scheduler.steps else self._tasks
+        waiting = [t for t in tasks if t.sequences and (is_leaving or any(s in in_line for s in t.sequences))]
+        if self._draining.waits_in_vain(is_still=bool(waiting)):
             return self._refuse(waiting, f"{pool.num_quarantined} pages that it may need are quarantined", now_s)
         return []
 
