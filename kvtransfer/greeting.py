@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import Incarnation
 from pdserve.kvlayout import KvLayout
-from pdserve.kvtransfer.plan import refusal
 from pdserve.kvtransfer.session import Peer
 
 if TYPE_CHECKING:  # this module is pure; a mover is not
@@ -71,6 +70,6 @@ def check_ack(ack: HelloAck, me: Introduction, dialled: Peer) -> None:
 
 
 def _check_layouts(source: KvLayout, target: KvLayout) -> None:
-    difference = refusal(source, target)
+    difference = source.difference(target)
     if difference is not None:
         raise ProtocolError(f"layout.{difference}", Refusal.LAYOUT)

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from math import inf
 
-from pdserve.kvtransfer.plan import refusal
 from pdserve.roles import Role
 from pdserve.router.because import Because, Cause
 from pdserve.router.commands import Refused
@@ -139,7 +138,7 @@ def difference(prefill: WorkerView, decode: WorkerView) -> str | None:
     mine, theirs = prefill.registration, decode.registration
     if mine.protocol_version != theirs.protocol_version:
         return f"protocol_version: {mine.protocol_version} != {theirs.protocol_version}"
-    return refusal(mine.layout, theirs.layout)
+    return mine.layout.difference(theirs.layout)
 
 
 def peerless(workers: Workers, worker: WorkerView) -> str:

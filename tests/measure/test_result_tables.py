@@ -8,12 +8,11 @@ import pytest
 from rich.console import Console
 
 from pdserve.capacity.replay import replay_table
-from pdserve.kvtransfer.copy_benchmark import Cost
 from pdserve.measure.accuracy import Accuracy, accuracy_json, error_table
 from pdserve.measure.cancel import Freed, cancel_table
 from pdserve.measure.chaos import Verdict, chaos_json, chaos_table, failures, tally
 from pdserve.measure.faults import Fault
-from pdserve.measure.handoff import handoff_table
+from pdserve.measure.handoff import Cost, handoff_table
 from pdserve.measure.live import Findings, LoadRun
 from pdserve.measure.objectives import Objective
 from pdserve.measure.outcomes import Outcome

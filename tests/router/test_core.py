@@ -47,7 +47,7 @@ def test_a_single_token_needs_no_decode_worker() -> None:
         ({"p0": {}, "d0": {"model": "x"}}, "no decode worker is ready (d0: model: x != m)"),
         (
             {"p0": {}, "d0": {"layout": replace(LAYOUT, page_size=32)}},
-            "no compatible pair: page_size: 16 != 32, and movers write whole pages alone",
+            "no compatible pair: page_size: 16 != 32",
         ),
         (
             {"p0": {}, "d0": {"protocol_version": 99}},

@@ -1,6 +1,6 @@
 """The benchmark copies between two real processes and reports what each page cost."""
 
-from pdserve.kvtransfer.copy_benchmark import measure
+from pdserve.measure.handoff import measure
 
 
 def test_the_benchmark_reports_the_cost_of_a_page_for_each_number_of_pages() -> None:
