@@ -48,6 +48,10 @@ class ProcessConfig(BaseModel):
         "127.0.0.1", description="Host on which metrics are shown. Whoever reaches it may read them."
     )
     metrics_port: int = Field(0, ge=0, le=65535, description="Port for metrics; 0 takes a free one.")
+    health_host: str = Field(
+        "127.0.0.1", description="Host on which grpc.health.v1 is served, without TLS: live, ready and started."
+    )
+    health_port: int = Field(0, ge=0, le=65535, description="Port for health; 0 takes a free one.")
 
 
 class WorkerConfig(ProcessConfig):
@@ -68,6 +72,17 @@ class WorkerConfig(ProcessConfig):
         ge=1,
         lt=2**64,
         description="Identity of this process start, greater than all before; by the clock unless a launcher sets it.",
+    )
+    launch_id: str = Field(
+        "",
+        max_length=64,
+        pattern=r"^[!-~]*$",
+        description="What launched this process, in ASCII: on Kubernetes the uid of its pod.",
+    )
+    termination_message_file: Path | None = Field(
+        None,
+        description="File into which the incarnation is written at the start: on Kubernetes, /dev/termination-log lets "
+        "the status of an ended container name its process.",
     )
     routers: tuple[str, ...] = Field(min_length=1, description="Internal addresses of the routers, host:port.")
     secret_file: Path = Field(description="The cluster's shared secret; its owner and group alone may read it.")

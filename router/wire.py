@@ -43,6 +43,7 @@ from pdserve.token_ids import to_wire
 
 MAX_WORKER_ID_BYTES = 128
 MAX_DEVICE_BYTES = 128
+MAX_LAUNCH_ID_BYTES = 64
 _UNKNOWN_LAYOUT = KvLayout("", 0, 0, 0, 0, "")  # of a worker that loads: nothing is placed on it
 
 _STAGES = {number: Stage[name.removeprefix("STAGE_")] for name, number in link.Stage.items() if number}
@@ -148,6 +149,8 @@ def _registration(link_id: LinkId, register: link.Register) -> Registration:
         raise ProtocolError(f"register.worker_id: has to be of 1 to {MAX_WORKER_ID_BYTES} bytes")
     if len(register.device.encode()) > MAX_DEVICE_BYTES:
         raise ProtocolError(f"register.device: {len(register.device.encode())} bytes, {MAX_DEVICE_BYTES} are allowed")
+    if len(register.launch_id.encode()) > MAX_LAUNCH_ID_BYTES:
+        raise ProtocolError(f"register.launch_id: at most {MAX_LAUNCH_ID_BYTES} bytes are allowed")
     if register.incarnation == 0:
         raise ProtocolError("register.incarnation: 0 stands for unknown")
     if register.ready and not (register.max_num_seqs and register.max_model_len):

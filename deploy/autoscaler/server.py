@@ -9,6 +9,7 @@ from pathlib import Path
 from pdserve.autoscaler.actuator import Actuator
 from pdserve.autoscaler.actuators import ProcessActuator, RayActuator
 from pdserve.autoscaler.actuators import PublishActuator as PublishSettings
+from pdserve.autoscaler.config import AutoscalerConfig
 from pdserve.autoscaler.journal import Journal
 from pdserve.autoscaler.loading import load
 from pdserve.autoscaler.loop import Cluster, Loop, PolicyFile, WarmUp
@@ -17,7 +18,6 @@ from pdserve.autoscaler.process import LocalActuator
 from pdserve.autoscaler.publish import PublishActuator
 from pdserve.autoscaler.schema import Policy
 from pdserve.clock import MonotonicClock
-from pdserve.config import ProcessConfig
 from pdserve.errors import CommandError, ConfigError
 from pdserve.launch.admin import AdminClient
 from pdserve.launch.folder import read_state
@@ -47,15 +47,15 @@ class Target:
             raise CommandError(f"the cluster named {self.name!r} has been started again")
 
 
-async def serve(policy_file: Path, target: Target, config: ProcessConfig, warm_up: WarmUp) -> None:
+async def serve(config: AutoscalerConfig, target: Target, warm_up: WarmUp) -> None:
     """Scale a cluster until it ends. ConfigError where the policy is not valid, or cannot be followed there."""
-    file = PolicyFile(policy_file, warm_up)
+    file = PolicyFile(config.policy, warm_up)
     async with AsyncExitStack() as stack:
         routers = [
             await stack.enter_async_context(AdminClient(address, target.secret_file)) for address in target.routers
         ]
         actuator = await stack.enter_async_context(connected(file.policy, target, routers))
-        journal = Journal(target.record_file, policy_file)
+        journal = Journal(target.record_file, config.policy)
         cluster = Cluster(actuator, [router.status for router in routers], target.check)
         loop = Loop(file, cluster, journal, MonotonicClock())
         journal.metrics_address = await stack.enter_async_context(showing(config, lambda: samples(loop, actuator)))

@@ -147,7 +147,7 @@ class WorkerPlans:
             if port not in ANY_PORT and users.setdefault(port, user) != user:
                 raise ConfigError(f"{user}: {endpoint} is {users[port]} too; each worker needs its own")
         self._endpoints[name], self._places[name] = own, place
-        return _child(name, role, f"{role}-worker", {**self._flags, **own, "worker_id": name})
+        return _child(name, role, "worker", {**self._flags, **own, "worker_id": name, "role": role})
 
     def keep(self, names: Collection[str]) -> None:
         """Forget all workers but these: the others are gone."""
@@ -170,7 +170,7 @@ def plan(spec: ClusterSpec, wiring: Wiring, workers: WorkerPlans) -> tuple[Child
     names = [(f"{role}-{i}", role) for role, number in counts.items() for i in range(number)]
     children = [] if spec.elsewhere else [workers.add(name, role) for name, role in names]
     if spec.autoscaling is not None:
-        command = (*PDSERVE, "autoscale", "run", str(spec.autoscaling), *flag_arguments({"name": spec.name}))
+        command = (*PDSERVE, "autoscale", "run", *flag_arguments({"policy": spec.autoscaling, "name": spec.name}))
         children.append(ChildSpec("autoscaler", "autoscaler", command))
     return (_child("router", "router", "router", router), *children)
 

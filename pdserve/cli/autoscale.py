@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pdserve.autoscaler.config import AutoscalerConfig
 from pdserve.cli.flags import config_flags
-from pdserve.cli.options import AsJson, ClusterName, SecretFile
-from pdserve.config import ProcessConfig
+from pdserve.cli.options import AsJson, ClusterName, ConfigFile
 
 if TYPE_CHECKING:
     from pdserve.autoscaler.journal import Record
@@ -54,20 +54,11 @@ def schema() -> None:
     typer.echo(json_schema(), nl=False)
 
 
-@config_flags(ProcessConfig, without=("ready_file", "drain_timeout_s"))
-def run(
-    policy: PolicyFile,
-    name: ClusterName = "default",
-    admin: Annotated[
-        list[str] | None,
-        typer.Option("--admin", help="host:port of a router's internal port; repeatable.", show_default=False),
-    ] = None,
-    secret_file: SecretFile = None,
-    **flags: object,
-) -> None:
+@config_flags(AutoscalerConfig)
+def run(config: ConfigFile = None, **flags: object) -> None:
     """Keep each pool of a cluster at the size that a policy asks for.
 
-    The file is read again whenever it changes. A changed policy is followed as a whole, or refused as a whole.
+    The policy's file is read again whenever it changes. A changed policy is followed as a whole, or refused as a whole.
     """
     import asyncio
 
@@ -77,10 +68,11 @@ def run(
     from pdserve.signals import end_on_signals
     from pdserve.telemetry import configure_logging
 
-    settings = load_config(ProcessConfig, None, flags)
+    settings = load_config(AutoscalerConfig, config, flags)
     end_on_signals()
     configure_logging("autoscaler", settings.log_level)
-    asyncio.run(serve(policy, _target(name, admin, secret_file), settings, warm_up))
+    target = _target(settings.name, settings.routers, settings.secret_file)
+    asyncio.run(serve(settings, target, warm_up))
 
 
 def end(policy: PolicyFile, name: ClusterName = "default") -> None:
@@ -89,7 +81,7 @@ def end(policy: PolicyFile, name: ClusterName = "default") -> None:
 
     from pdserve.autoscaler.server import end_all
 
-    asyncio.run(end_all(policy, _target(name, None, None)))
+    asyncio.run(end_all(policy, _target(name, (), None)))
 
 
 def status(name: ClusterName = "default", as_json: AsJson = False) -> None:
@@ -121,15 +113,15 @@ def _clock(unix_s: float) -> str:
     return f"{datetime.fromtimestamp(unix_s, UTC):%H:%M:%S}"
 
 
-def _target(name: str, admin: list[str] | None, secret_file: Path | None) -> "Target":
+def _target(name: str, routers: tuple[str, ...], secret_file: Path | None) -> "Target":
     from pdserve.autoscaler.server import Target
     from pdserve.errors import ConfigError
     from pdserve.launch.folder import RECORD_FILE, read_state
 
-    if admin and secret_file is not None:
-        return Target(tuple(admin), secret_file)
-    if admin or secret_file is not None:
-        raise ConfigError("--admin and --secret-file must be given together")
+    if routers and secret_file is not None:
+        return Target(routers, secret_file)
+    if routers or secret_file is not None:
+        raise ConfigError("--routers and --secret-file must be given together")
     state = read_state(name)
     record_file = state.secret_file.with_name(RECORD_FILE)
     return Target((state.admin,), state.secret_file, state.launcher, record_file, name, state.elsewhere)

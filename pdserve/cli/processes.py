@@ -1,4 +1,4 @@
-"""Commands that become one process of a cluster: router, prefill worker, decode worker, mixed worker."""
+"""Commands that become one process of a cluster: a router, or a worker."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from pdserve.autoscaler.config import AutoscalerConfig
 from pdserve.cli.flags import config_flags
 from pdserve.cli.options import ConfigFile
 from pdserve.config import ProcessConfig, WorkerConfig, load_config
@@ -22,19 +23,17 @@ _Config = TypeVar("_Config", bound=ProcessConfig)
 
 
 class Process(StrEnum):
-    """Kinds of process, by the command that starts one."""
+    """Kinds of process."""
 
     ROUTER = "router"
-    PREFILL_WORKER = "prefill-worker"
-    DECODE_WORKER = "decode-worker"
-    MIXED_WORKER = "mixed-worker"
+    WORKER = "worker"
+    AUTOSCALER = "autoscaler"
 
 
 CONFIGS: dict[Process, type[ProcessConfig]] = {
     Process.ROUTER: RouterConfig,
-    Process.PREFILL_WORKER: WorkerConfig,
-    Process.DECODE_WORKER: WorkerConfig,
-    Process.MIXED_WORKER: WorkerConfig,
+    Process.WORKER: WorkerConfig,
+    Process.AUTOSCALER: AutoscalerConfig,
 }
 
 
@@ -47,26 +46,10 @@ def router(config: ConfigFile = None, **flags: object) -> None:
     _run("router", serve, settings)
 
 
-@config_flags(WorkerConfig, without=("role",))
-def prefill_worker(config: ConfigFile = None, **flags: object) -> None:
-    """Run a prefill worker: prompts become KV pages and a first token."""
-    _worker(config, {**flags, "role": "prefill"})
-
-
-@config_flags(WorkerConfig, without=("role",))
-def decode_worker(config: ConfigFile = None, **flags: object) -> None:
-    """Run a decode worker: KV pages become tokens."""
-    _worker(config, {**flags, "role": "decode"})
-
-
-@config_flags(WorkerConfig, without=("role",))
-def mixed_worker(config: ConfigFile = None, **flags: object) -> None:
-    """Run a worker that does both: it computes prompts, for itself and for others, and decodes."""
-    _worker(config, {**flags, "role": "mixed"})
-
-
-def _worker(file: Path | None, flags: Mapping[str, object]) -> None:
-    settings = _settings(WorkerConfig, file, flags)
+@config_flags(WorkerConfig)
+def worker(config: ConfigFile = None, **flags: object) -> None:
+    """Run a worker: prompts become KV pages and a first token, KV pages become tokens, or both, as its role says."""
+    settings = _settings(WorkerConfig, config, flags)
     with thread_defaults(os.environ, settings.num_threads):
         from pdserve.worker.ending import end_drained
         from pdserve.worker.server import serve

@@ -9,13 +9,14 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from pdserve.clock import Clock, MonotonicClock
 from pdserve.config import WorkerConfig
 from pdserve.decode_worker.shell import IncomingShell, check_addresses, listening
 from pdserve.engine.runner import run
 from pdserve.engine.step import StepPlan, StepResult
-from pdserve.errors import ProtocolError, Refusal
+from pdserve.errors import ConfigError, ProtocolError, Refusal
 from pdserve.files import ReadyFile
 from pdserve.ids import MAX_WORKER_TASKS, PROTOCOL_VERSION, Incarnation, WorkerId
 from pdserve.incarnation import new_incarnation
@@ -89,6 +90,7 @@ async def serve(config: WorkerConfig) -> None:
     check_network(config)
     configure_logging(config.worker_id, config.log_level)
     incarnation = Incarnation(config.incarnation) if config.incarnation else new_incarnation()
+    _name_process(config.termination_message_file, incarnation)
     identity = Identity(Peer(WorkerId(config.worker_id), incarnation), read_secret(config.secret_file))
     register = _registration(config, incarnation)
     inbox, clock, ready = Inbox(), MonotonicClock(), ReadyFile(config.ready_file)
@@ -213,6 +215,16 @@ class _Progress:
         self._links.update(self._register)
 
 
+def _name_process(file: Path | None, incarnation: Incarnation) -> None:
+    """Write the incarnation where whoever launched this process finds it after its end."""
+    if file is None:
+        return
+    try:
+        file.write_text(f"{incarnation}\n", encoding="ascii")  # in place: on Kubernetes the file is a mount
+    except OSError as error:
+        raise ConfigError(f"termination_message_file: cannot write {file}: {error.strerror}") from error
+
+
 def _registration(config: WorkerConfig, incarnation: Incarnation) -> link.Register:
     return link.Register(
         worker_id=config.worker_id,
@@ -221,6 +233,7 @@ def _registration(config: WorkerConfig, incarnation: Incarnation) -> link.Regist
         protocol_version=PROTOCOL_VERSION,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.step_tokens[config.role],
+        launch_id=config.launch_id,
     )
 
 

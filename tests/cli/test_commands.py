@@ -146,8 +146,8 @@ def test_bench_without_a_command_of_its_own_sends_load(pdserve: Command) -> None
         (("status", "--admin", "h:1"), "--secret-file"),
         (("generate", "x", "--name", "nobody"), "pdserve up"),
         (("router",), "--model: is required"),
-        (("decode-worker", "--model", "m", "--page-size", "0"), "--page-size: 0"),
-        (("prefill-worker", "--config", "/nowhere.yaml"), "/nowhere.yaml"),
+        (("worker", "--model", "m", "--page-size", "0"), "--page-size: 0"),
+        (("worker", "--config", "/nowhere.yaml"), "/nowhere.yaml"),
         (("models", "fetch", "gpt-9"), "gpt-9"),
         (("up", "gpt-9"), "gpt-9"),
         (("up", "--prefill", "0", "/"), "--prefill: 0"),
@@ -194,7 +194,7 @@ def test_version_is_the_packages(pdserve: Command) -> None:
 
 
 def test_the_schema_of_each_process_is_printed(pdserve: Command) -> None:
-    for process in ("router", "prefill-worker", "decode-worker"):
+    for process in ("router", "worker", "autoscaler"):
         assert json.loads(pdserve("config", "schema", process).stdout)["additionalProperties"] is False
 
 

@@ -32,8 +32,7 @@ def read_back(child: ChildSpec) -> ProcessConfig:
 
     @config_flags(cls)
     def command(**flags: object) -> None:
-        role = {"role": child.role} if cls is WorkerConfig else {}
-        read.append(load_config(cls, None, {**flags, **role}))
+        read.append(load_config(cls, None, flags))
 
     app.command()(command)
     result = CliRunner().invoke(app, arguments[at + 1 :], catch_exceptions=False)
@@ -159,6 +158,6 @@ def test_an_autoscaler_is_one_more_process_and_no_worker() -> None:
     spec = ClusterSpec(model="m", served_model_name="m", name="mine", autoscaling=policy)
     *_, autoscaler = children_of(spec)
     assert autoscaler.command_for(Incarnation(7))[3:] == (
-        *("pdserve", "autoscale", "run", str(policy)),
+        *("pdserve", "autoscale", "run", "--policy", str(policy)),
         *("--name", "mine"),
     )

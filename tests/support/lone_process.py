@@ -22,7 +22,7 @@ from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.link_pb2_grpc import LinkServiceServicer, add_LinkServiceServicer_to_server
 from pdserve.token_ids import to_wire
 
-ROUTER, PREFILL, DECODE, UP = "router", "prefill-worker", "decode-worker", "up"
+ROUTER, PREFILL, DECODE, UP = "router", "prefill", "decode", "up"
 NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
 UNPRIVILEGED = ("unshare", "--user", "--map-root-user", *NAMESPACE[1:])
 
@@ -30,7 +30,7 @@ UNPRIVILEGED = ("unshare", "--user", "--map-root-user", *NAMESPACE[1:])
 def command(kind: str, folder: Path, model: Path, **flags: object) -> list[str]:
     """Return the command line of a process whose secret and ready file are in the folder."""
     folder.mkdir(exist_ok=True)
-    pdserve = [sys.executable, "-P", "-m", "pdserve", kind]
+    pdserve = [sys.executable, "-P", "-m", "pdserve", "worker" if kind in (PREFILL, DECODE) else kind]
     ready = {"ready_file": folder / "ready.json", **flags}
     if kind == UP:
         return [*pdserve, str(model), *flag_arguments({"router_port": 0, **ready})]
@@ -38,7 +38,7 @@ def command(kind: str, folder: Path, model: Path, **flags: object) -> list[str]:
     if kind == ROUTER:
         own = {"port": 0, "internal_port": 0, **own}
     else:
-        own = {"worker_id": "w0", "routers": ("127.0.0.1:1",), "num_threads": 1, **own}
+        own = {"role": kind, "worker_id": "w0", "routers": ("127.0.0.1:1",), "num_threads": 1, **own}
     return [*pdserve, *flag_arguments(own)]
 
 

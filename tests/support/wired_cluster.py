@@ -54,8 +54,8 @@ class Wiring:
 
     def start(self, role: Role, name: str, flags: Flags) -> subprocess.Popen[bytes]:
         """Start a process with its log in the folder."""
-        command = role if role == "router" else f"{role}-worker"
-        arguments = flag_arguments({"model": self.model, "secret_file": self.secret_file, **flags})
+        command, own = (role, {}) if role == "router" else ("worker", {"role": role})
+        arguments = flag_arguments({"model": self.model, "secret_file": self.secret_file, **own, **flags})
         self._flags[name] = flags
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(

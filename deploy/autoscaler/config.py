@@ -1,0 +1,21 @@
+"""An autoscaler's configuration: its process, not its policy."""
+
+from pathlib import Path
+
+from pydantic import Field
+
+from pdserve.config import ProcessConfig
+
+
+class AutoscalerConfig(ProcessConfig):
+    """Settings of an autoscaler. They never change after its start; its policy is read again whenever it changes."""
+
+    kind = "autoscaler"
+
+    policy: Path = Field(description="The policy that is followed, YAML or JSON.")
+    name: str = Field("default", description="Which of this machine's clusters is scaled, unless routers are named.")
+    routers: tuple[str, ...] = Field((), description="Internal addresses of all routers of a cluster, host:port.")
+    secret_file: Path | None = Field(
+        None,
+        description="Shared secret of a cluster whose routers are named; its owner and group alone may read it.",
+    )
