@@ -66,7 +66,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(SERVING): pyproject.toml constraints.txt | $(BIN)/python
-	$(PIP_INSTALL) -e .
+	$(PIP_INSTALL) -e ".[worker]"
 	touch $@
 
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/python

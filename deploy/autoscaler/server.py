@@ -19,6 +19,7 @@ from pdserve.autoscaler.publish import PublishActuator
 from pdserve.autoscaler.schema import Policy
 from pdserve.clock import MonotonicClock
 from pdserve.errors import CommandError, ConfigError
+from pdserve.extras import not_installed
 from pdserve.launch.admin import AdminClient
 from pdserve.launch.folder import read_state
 from pdserve.launch.launcher import LauncherClient
@@ -88,8 +89,8 @@ async def _on_ray(
         raise ConfigError("actuator.kind: ray: this cluster was not started by `pdserve up --on ray`")
     try:
         from pdserve.autoscaler.ray import ActorActuator  # noqa: PLC0415 - Ray is an extra
-    except ImportError as error:
-        raise ConfigError("actuator.kind: ray: Ray is not installed: pip install 'pdserve[ray]'") from error
+    except ModuleNotFoundError as error:
+        raise not_installed("ray") from error
     pools = {Role.PREFILL: policy.pools.prefill, Role.DECODE: policy.pools.decode, Role.MIXED: policy.pools.decode}
     devices = {role: pool.devices_per_replica for role, pool in pools.items()}
     async with ActorActuator.connected(target.elsewhere, router, settings, devices) as actuator:

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import tokenizers
-from safetensors import SafetensorError, safe_open
 
 from pdserve.checkpoint.checkpoint import Checkpoint, GenerationDefaults, naming
 from pdserve.errors import ConfigError
@@ -83,6 +82,8 @@ def _named_files(path: Path) -> list[Path]:
 
 def read_weights(path: Path) -> "Iterator[tuple[str, torch.Tensor]]":
     """Yield every tensor of the directory, one at a time; ConfigError names a file that is missing or broken."""
+    from safetensors import SafetensorError, safe_open  # noqa: PLC0415 - routers open checkpoints without it
+
     for file in _named_files(path):
         if not file.is_file():
             is_named = (path / INDEX).is_file()

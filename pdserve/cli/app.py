@@ -29,6 +29,7 @@ from pdserve.cli import (
 )
 from pdserve.cli.results import only_cause
 from pdserve.errors import CommandError, ConfigError
+from pdserve.extras import EXTRAS, not_installed
 
 logger = logging.getLogger(__name__)
 
@@ -115,8 +116,10 @@ def main() -> None:
     """Run the command that the arguments name; errors become one line and an exit status."""
     try:
         app(joined(sys.argv[1:]))
-    except (ConfigError, CommandError, OSError, ExceptionGroup) as error:
+    except (ConfigError, CommandError, OSError, ModuleNotFoundError, ExceptionGroup) as error:
         cause = only_cause(error)
+        if isinstance(cause, ModuleNotFoundError) and cause.name in EXTRAS:
+            cause = not_installed(cause.name)
         if not isinstance(cause, ConfigError | CommandError | OSError):
             raise
         logger.debug("the command fails", exc_info=error)

@@ -1,13 +1,14 @@
 """Fits a curve to steps as they are observed, forgetting old ones. Pure.
 
 Least squares over relative errors, in the form of normal equations, under the condition that no coefficient is
-negative (Lawson and Hanson, Solving least squares problems, 1974).
+negative.
 """
 
+from itertools import combinations
 from math import exp, log
 
 import numpy as np
-from scipy.optimize import nnls
+import numpy.typing as npt
 
 from pdserve.perfmodel.curve import Curve
 
@@ -18,6 +19,7 @@ _OUTLIER = 5.0  # times its prediction a step counts at most
 _PULL = 1e-4  # weight of the present curve, for coefficients that the steps seen lately do not separate
 
 Point = tuple[float, float]  # each, context
+_Array = npt.NDArray[np.float64]
 _Row = tuple[float, float, float, float]  # 1, each, context and seconds of a step, by its weight
 
 
@@ -75,14 +77,31 @@ class Fit:
         scale[scale == 0] = 1.0
         now = np.array([self.curve.step_s, self.curve.each_s, self.curve.context_s]) * scale
         products = known[:3, :3] / np.outer(scale, scale) + _PULL * np.eye(3)
-        root = np.linalg.cholesky(products)  # whose least squares are those of all the rows
-        found, _ = nnls(root.T, np.linalg.solve(root, known[:3, 3] / scale + _PULL * now))
+        found = nonnegative_minimum(products, known[:3, 3] / scale + _PULL * now)
         if found.any():
             self.curve = Curve(*(found / scale).tolist())
 
-    def _products_of_start(self) -> "np.ndarray[tuple[int, int], np.dtype[np.float64]]":
+    def _products_of_start(self) -> _Array:
         """Return the products of steps that are as much slower than the start as those seen, and weigh ever less."""
         slower = exp(self._log_slower)
         seconds = [slower * self._start.seconds(*point) for point in self._points]
         rows = np.array([_row(point, s, s) for point, s in zip(self._points, seconds, strict=True)])
         return np.asarray(rows.T @ rows / self.num_observed**2)
+
+
+def nonnegative_minimum(products: _Array, sums: _Array) -> _Array:
+    """Return the x >= 0 that minimizes x P x / 2 - s x, for few unknowns. P: [n, n], positive definite; s: [n].
+
+    The minimum without the condition, over the right choice of coefficients that are not 0, is the one with it.
+    """
+    best, most = np.zeros(len(sums)), 0.0
+    for size in range(len(sums), 0, -1):
+        for chosen in combinations(range(len(sums)), size):
+            x = np.linalg.solve(products[np.ix_(chosen, chosen)], sums[list(chosen)])
+            gain = float(sums[list(chosen)] @ x)  # twice what the objective lies below that of x = 0
+            if (x >= 0).all() and gain > most:
+                best, most = np.zeros(len(sums)), gain
+                best[list(chosen)] = x
+                if size == len(sums):
+                    return best
+    return best

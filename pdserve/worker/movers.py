@@ -1,10 +1,13 @@
 """A worker's mover: the engine's KV pages as a region, and the library that moves them."""
 
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
 
 from pdserve.config import WorkerConfig
 from pdserve.errors import ConfigError
+from pdserve.extras import not_installed
 from pdserve.ids import PageId
 from pdserve.kvtransfer.backends.backend import Backend
 from pdserve.kvtransfer.backends.ucx import Network
@@ -21,6 +24,8 @@ _UNSIGNED = (1 << 64) - 1
 def check_network(config: WorkerConfig) -> None:
     """Raise ConfigError where pages could not travel as configured."""
     if config.mover == "nixl":
+        if find_spec("nixl_cu12") is None:
+            raise not_installed("nixl_cu12")
         _network(config).settings()
 
 

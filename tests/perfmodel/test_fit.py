@@ -3,11 +3,12 @@
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pdserve.errors import ConfigError
 from pdserve.perfmodel.curve import Curve, DecodePiece, Step, StepCosts, attention_work
-from pdserve.perfmodel.fit import Fit
+from pdserve.perfmodel.fit import Fit, nonnegative_minimum
 from pdserve.perfmodel.model import ENOUGH_STEPS, STALE_S, LearntCosts, LearntLinks
 from pdserve.perfmodel.profile import read_profile
 
@@ -220,3 +221,15 @@ def test_it_predicts_the_mean_with_its_hiccups() -> None:
         tokens = rng.randrange(16, 4096)
         fit.observe(tokens, tokens**2, TRUTH.seconds(tokens, tokens**2) * (4.0 if rng.random() < 0.1 else 1.0))
     assert fit.curve.seconds(1000, 1000**2) == pytest.approx(1.3 * TRUTH.seconds(1000, 1000**2), rel=0.15)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_no_step_towards_a_permitted_point_improves_on_the_minimum(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows, sums = rng.normal(size=(6, 3)), rng.normal(size=3)
+    products = rows.T @ rows + 1e-4 * np.eye(3)
+    found = nonnegative_minimum(products, sums)
+    slope = products @ found - sums
+    assert (found >= 0).all()
+    assert (slope >= -1e-9).all()  # to raise a coefficient gains nothing,
+    assert slope[found > 0] == pytest.approx(0, abs=1e-9)  # and to lower one neither
