@@ -1,6 +1,5 @@
-"""Around the incoming door: the address that senders dial, streams from them, and checks of what they wrote."""
+"""Around the incoming door: the address that senders dial, and streams from them."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
@@ -8,16 +7,6 @@ import grpc
 
 from pdserve.config import WorkerConfig
 from pdserve.errors import ConfigError
-from pdserve.kvtransfer.doors import (
-    CheckDigests,
-    DigestsChecked,
-    Forget,
-    IncomingCommand,
-    IncomingEvent,
-    Sink,
-    ToSender,
-)
-from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.server import HandoffServicer
 from pdserve.proto.v1.handoff_pb2_grpc import add_HandoffServiceServicer_to_server
 from pdserve.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, join_address, listen, server_options, split_address
@@ -60,28 +49,3 @@ async def listening(
     finally:
         servicer.close()
         await server.stop(STOP_GRACE_S)
-
-
-class IncomingShell:
-    """Carries out what the incoming door decides. Each check of digests is in a thread."""
-
-    def __init__(
-        self, servicer: HandoffServicer, region: Region, sink: Sink[IncomingEvent], tasks: asyncio.TaskGroup
-    ) -> None:
-        self._servicer = servicer
-        self._region = region
-        self._sink = sink
-        self._tasks = tasks
-
-    def perform(self, command: IncomingCommand) -> None:
-        match command:
-            case ToSender(peer, key, message):
-                self._servicer.send(peer, key, message)
-            case CheckDigests():
-                self._tasks.create_task(self._check(command), name="digests")
-            case Forget():
-                self._servicer.forget(command)
-
-    async def _check(self, command: CheckDigests) -> None:
-        mismatch = await asyncio.to_thread(self._region.first_mismatch, command.pages, command.digests)
-        self._sink.put(DigestsChecked(command.key, mismatch))

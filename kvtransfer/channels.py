@@ -188,8 +188,9 @@ class Channels:
         except PostError as error:
             raise ProtocolError(f"mover_metadata: {error}") from error
 
-    def write(self, peer: Peer, copy: Copy) -> None:
+    def write(self, copy: Copy) -> None:
         """Take in a copy; it is posted by `move`, or reported as failed."""
+        peer = copy.peer
         self._mend(peer)
         channel = self._channels.get(peer)
         if channel is None:

@@ -11,33 +11,22 @@ minutes away, and no worker is told when the next token is due.
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import NewType
 
-from pdserve.kvtransfer.session import HandoffKey, Pages
-
-CopyId = NewType("CopyId", int)
+from pdserve.kvtransfer.doors import ReceiverSaid
+from pdserve.kvtransfer.sender import CopyStopped
+from pdserve.kvtransfer.session import HandoffKey, Pages, Peer
 
 OLDEST_EVERY = 4  # slices: a long hand-off gets this share of the bandwidth, however many short ones overtake it
 
 
-@dataclass(frozen=True, slots=True)
-class CopyStopped:
-    """A copy is over: landed (with a digest for each page), or failed (None). It reads no page any more."""
-
-    copy_id: CopyId
-    digests: tuple[int, ...] | None
-    reason: str = ""
-    in_doubt: bool = False  # failed, and bytes that were on their way may still be written into the peer's pages
-
-
-OnStopped = Callable[[CopyStopped], None]
+OnStopped = Callable[[ReceiverSaid], None]  # with a CopyStopped
 
 
 @dataclass(slots=True, eq=False)
 class Copy:
     """Pages of one hand-off to write into a peer's. It is posted slice by slice."""
 
-    copy_id: CopyId
+    peer: Peer
     handoff: HandoffKey
     src: Pages
     dst: Pages
@@ -56,9 +45,10 @@ class Copy:
     def is_finished(self) -> bool:
         return self.num_in_flight == 0 and not self.num_waiting
 
-    def report(self) -> CopyStopped:
-        """Return what the mover's owner is told when the copy is over."""
-        return CopyStopped(self.copy_id, None if self.failure else self.digests, self.failure, self.in_doubt)
+    def report(self) -> ReceiverSaid:
+        """Return what is reported of a copy that is over."""
+        stopped = CopyStopped(None if self.failure else self.digests, self.failure, self.in_doubt)
+        return ReceiverSaid(self.peer, self.handoff, stopped)
 
 
 @dataclass(slots=True, eq=False)

@@ -11,14 +11,13 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
-from itertools import count
 
 from pdserve.clock import Clock, MonotonicClock
 from pdserve.errors import InvariantError, ProtocolError
 from pdserve.kvtransfer.backends.backend import Backend
 from pdserve.kvtransfer.channels import Channels
-from pdserve.kvtransfer.copies import Copy, CopyId, CopyStopped, OnStopped
-from pdserve.kvtransfer.region import Description
+from pdserve.kvtransfer.copies import Copy, OnStopped
+from pdserve.kvtransfer.region import Description, Region
 from pdserve.kvtransfer.session import HandoffKey, Pages, Peer
 from pdserve.kvtransfer.speed import PairSpeed
 from pdserve.kvtransfer.tcp import until_read
@@ -44,7 +43,6 @@ class Mover:
         self._backend = backend
         self._on_stopped = on_stopped
         self._channels = Channels(backend, self._report, clock or MonotonicClock())
-        self._ids = count()
         self._num_outstanding = 0
         self._orders: deque[Order] = deque()
         self._wake = threading.Condition()
@@ -58,6 +56,11 @@ class Mover:
     def name(self) -> str:
         """Which library it is; both ends must use the same."""
         return self._backend.name
+
+    @property
+    def region(self) -> Region:
+        """This process's pages."""
+        return self._backend.region
 
     @property
     def num_stalled(self) -> int:
@@ -86,19 +89,19 @@ class Mover:
         self._order(partial(self._channels.attach, peer, there), attached)
         attached.result()
 
-    def write(self, peer: Peer, handoff: HandoffKey, src: Pages, dst: Pages) -> CopyId:
+    def write(self, peer: Peer, handoff: HandoffKey, src: Pages, dst: Pages) -> None:
         """Start to copy own pages `src` into the peer's pages `dst`. Never blocks; CopyStopped follows."""
         if len(src) != len(dst):
             raise InvariantError(f"{len(src)} pages to copy into {len(dst)}")
-        copy = Copy(CopyId(next(self._ids)), handoff, src, dst)
+        copy = Copy(peer, handoff, src, dst)
         with self._wake:
             is_full = self._num_outstanding >= MAX_OUTSTANDING
             self._num_outstanding += not is_full
         if is_full:
-            self._on_stopped(CopyStopped(copy.copy_id, None, f"{MAX_OUTSTANDING} copies are outstanding already"))
+            copy.failure = f"{MAX_OUTSTANDING} copies are outstanding already"
+            self._on_stopped(copy.report())
         else:
-            self._order(partial(self._channels.write, peer, copy))
-        return copy.copy_id
+            self._order(partial(self._channels.write, copy))
 
     def cancel(self, peer: Peer, handoff: HandoffKey) -> None:
         """Copy nothing more of a hand-off. Never blocks.

@@ -20,9 +20,10 @@ from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer.backends.backend import Connection, Indices, Transfer
 from pdserve.kvtransfer.backends.nixl import NixlBackend
 from pdserve.kvtransfer.backends.ucx import Network
-from pdserve.kvtransfer.copies import CopyStopped
+from pdserve.kvtransfer.doors import ReceiverSaid
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Description, Region
+from pdserve.kvtransfer.sender import CopyStopped
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.measure.tables import Column, Sheet
 
@@ -122,7 +123,7 @@ class _Writer:
     def __init__(self, num_pages: int, page_bytes: int, description: bytes, network: Network) -> None:
         self._page_bytes = page_bytes
         self._region = region = Region.of(np.ones((num_pages, page_bytes), np.uint8))
-        self._stopped: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
+        self._stopped: queue.SimpleQueue[ReceiverSaid] = queue.SimpleQueue()
         self._backend = _TimedBackend(WRITER, region, network)
         self._mover = Mover(self._backend, self._stopped.put)
         self._mover.attach(TARGET, description)
@@ -133,10 +134,10 @@ class _Writer:
         began_s = perf_counter()
         self._mover.write(TARGET, HANDOFF, pages, pages)
         asked_s = perf_counter()
-        stopped = self._stopped.get(timeout=WAIT_S)
+        stopped = self._stopped.get(timeout=WAIT_S).event
         ended_s = perf_counter()
-        if stopped.digests is None:
-            raise CopyFailedError(stopped.reason)
+        if not isinstance(stopped, CopyStopped) or stopped.digests is None:
+            raise CopyFailedError(str(stopped))
         return asked_s - began_s, ended_s - began_s
 
     def cost(self, num_pages: int, repeats: int) -> Cost:

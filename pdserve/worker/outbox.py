@@ -1,14 +1,17 @@
 """Carries out what a worker's core decides."""
 
+import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from pdserve.clock import Clock
-from pdserve.decode_worker.shell import IncomingShell
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import Refusal
-from pdserve.kvtransfer.doors import CheckDigests, Forget, ToSender
-from pdserve.prefill_worker.shell import OutgoingShell
+from pdserve.kvtransfer import doors
+from pdserve.kvtransfer.client import HandoffClient
+from pdserve.kvtransfer.mover import Mover
+from pdserve.kvtransfer.server import HandoffServicer
+from pdserve.prefill_worker.probes import Probes
 from pdserve.worker.ending import end_hung
 from pdserve.worker.messages import Command, Failed, Load, Progress, Report, RoleTaken, Tokens
 from pdserve.worker.reporting import Reporter
@@ -17,13 +20,36 @@ from pdserve.worker.watchdog import ThreadWatchdog
 HUNG_MOVER_S = 60.0  # its thread is a millisecond from its next look, but for the time a library's call takes
 
 
-class Outbox:
-    """Never blocks: what takes time comes back as an event."""
+@dataclass(frozen=True, slots=True)
+class Carriers:
+    """What carries out the commands of both doors."""
 
-    def __init__(self, outgoing: OutgoingShell, incoming: IncomingShell, reporter: Reporter, clock: Clock) -> None:
-        self._outgoing = outgoing
-        self._incoming = incoming
+    client: HandoffClient
+    servicer: HandoffServicer
+    mover: Mover
+    probes: Probes
+
+    async def close(self) -> None:
+        """End the streams to receivers, once what is queued has been written."""
+        self.probes.close()
+        await self.client.close()
+
+
+class Outbox:
+    """Never blocks: what takes time comes back as an event. Each check of digests is in a thread."""
+
+    def __init__(
+        self,
+        carriers: Carriers,
+        reporter: Reporter,
+        sink: doors.Sink[doors.DigestsChecked],
+        tasks: asyncio.TaskGroup,
+        clock: Clock,
+    ) -> None:
+        self._carriers = carriers
         self._reporter = reporter
+        self._sink = sink
+        self._tasks = tasks
         self._clock = clock
         self._watchdog = ThreadWatchdog(HUNG_MOVER_S, clock.now_s())
 
@@ -36,20 +62,40 @@ class Outbox:
                     reports.append(command)
                 case RoleTaken():
                     self._reporter.report_role(command)
-                case ToSender() | CheckDigests():
-                    self._incoming.perform(command)
-                case Forget():
-                    self._incoming.perform(command)
-                    self._outgoing.perform(command)
                 case _:
-                    self._outgoing.perform(command)
+                    self._carry_out(command)
         self._reporter.send(reports, step)
+
+    def _carry_out(self, command: doors.Command) -> None:
+        carriers = self._carriers
+        match command:
+            case doors.Connect() | doors.ToReceiver():
+                carriers.client.handle(command)
+            case doors.Copy(peer, key, src, dst):
+                carriers.mover.write(peer, key, src, dst)
+            case doors.CancelCopies(peer, key):
+                carriers.mover.cancel(peer, key)
+            case doors.Probe(peer):
+                carriers.probes.start(peer)
+            case doors.ToSender(peer, key, message):
+                carriers.servicer.send(peer, key, message)
+            case doors.CheckDigests():
+                self._tasks.create_task(self._check(command), name="digests")
+            case doors.Forget(peer):
+                carriers.servicer.forget(command)
+                carriers.client.handle(command)
+                carriers.mover.forget(peer)
+                carriers.probes.forget(peer)
+
+    async def _check(self, check: doors.CheckDigests) -> None:
+        mismatch = await asyncio.to_thread(self._carriers.mover.region.first_mismatch, check.pages, check.digests)
+        self._sink.put(doors.DigestsChecked(check.key, mismatch))
 
     def beat(self, load: Load, num_steps: int) -> None:
         """Tell routers and receivers that this worker lives."""
-        if not self._watchdog.look(self._outgoing.mover.turn, self._clock.now_s()):
+        if not self._watchdog.look(self._carriers.mover.turn, self._clock.now_s()):
             end_hung("the mover's thread")
-        self._outgoing.client.beat()
+        self._carriers.client.beat()
         self._reporter.beat(self.with_stalled(load), num_steps)
 
     def refresh(self, load: Callable[[], Load], num_steps: int, *, at_once: bool) -> None:
@@ -62,4 +108,4 @@ class Outbox:
 
     def with_stalled(self, load: Load) -> Load:
         """Return a load with what the mover knows of its peers."""
-        return replace(load, num_stalled_peers=self._outgoing.mover.num_stalled)
+        return replace(load, num_stalled_peers=self._carriers.mover.num_stalled)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pdserve.clock import Clock, MonotonicClock
 from pdserve.config import WorkerConfig
-from pdserve.decode_worker.shell import IncomingShell, check_addresses, listening
+from pdserve.decode_worker.shell import check_addresses, listening
 from pdserve.engine.runner import run
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import ConfigError, ProtocolError, Refusal
@@ -22,13 +22,13 @@ from pdserve.ids import MAX_WORKER_TASKS, PROTOCOL_VERSION, Incarnation, WorkerI
 from pdserve.incarnation import new_incarnation
 from pdserve.kvlayout_wire import layout_to_proto
 from pdserve.kvtransfer.client import HandoffClient
+from pdserve.kvtransfer.doors import ReceiverSaid
 from pdserve.kvtransfer.greeting import Party
 from pdserve.kvtransfer.server import HandoffServicer
 from pdserve.kvtransfer.session import DigestPolicy, Peer
 from pdserve.metrics import Sample
 from pdserve.metrics_server import showing
 from pdserve.prefill_worker.probes import Probes
-from pdserve.prefill_worker.shell import Copies, OutgoingShell
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.roles_wire import ROLE_NUMBERS
 from pdserve.rpc import read_secret, split_address
@@ -49,7 +49,7 @@ from pdserve.worker.machine import device_name
 from pdserve.worker.messages import DrainAsked, RouterLost
 from pdserve.worker.metrics import handoff_samples, load_samples, refusal_samples
 from pdserve.worker.movers import build_mover, check_network, kv_region
-from pdserve.worker.outbox import Outbox
+from pdserve.worker.outbox import Carriers, Outbox
 from pdserve.worker.reporting import Reporter
 from pdserve.worker.threads import EngineThread
 
@@ -140,9 +140,13 @@ async def assemble(
     config: WorkerConfig, engine: Engine, identity: Identity, listener: Listener, reporter: Reporter
 ) -> AsyncIterator[Worker]:
     """Set up the core and both doors, and take them down again."""
-    copies, region = Copies(listener), kv_region(engine)
+    loop = asyncio.get_running_loop()
+
+    def on_stopped(said: ReceiverSaid) -> None:
+        loop.call_soon_threadsafe(listener.put, said)
+
     host, advertised = config.handoff_host, split_address(config.handoff_advertise or "")[0]
-    mover = build_mover(config, identity.peer, region, copies.stopped, identity.secret, (host, advertised))
+    mover = build_mover(config, identity.peer, kv_region(engine), on_stopped, identity.secret, (host, advertised))
     listener.guard(mover)
     rules = Rules(
         max_tasks=MAX_WORKER_TASKS,
@@ -162,10 +166,9 @@ async def assemble(
         ):
             probes = Probes(mover, reporter.report_pair, tasks, config.slow_pair_bytes_per_s)
             client = HandoffClient(me, identity.secret, listener, tasks, reporter.refused)
-            outgoing = OutgoingShell(client, mover, copies, probes)
-            incoming = IncomingShell(servicer, region, listener, tasks)
-            yield Worker(core, Outbox(outgoing, incoming, reporter, MonotonicClock()), reporter, address)
-            await outgoing.close()
+            carriers = Carriers(client, servicer, mover, probes)
+            yield Worker(core, Outbox(carriers, reporter, listener, tasks, MonotonicClock()), reporter, address)
+            await carriers.close()
     finally:
         await asyncio.to_thread(mover.close)
 

@@ -3,16 +3,17 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.ids import Attempt, PageId, RequestId
-from pdserve.kvtransfer.copies import OLDEST_EVERY, Copy, CopyId, CopyQueue
-from pdserve.kvtransfer.session import HandoffKey
+from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
+from pdserve.kvtransfer.copies import OLDEST_EVERY, Copy, CopyQueue
+from pdserve.kvtransfer.session import HandoffKey, Peer
 
+PEER = Peer(WorkerId("peer"), Incarnation(1))
 KEYS = [HandoffKey(RequestId(bytes([number]) * 16), Attempt(0)) for number in range(4)]
 
 
-def copy(number: int, key: int, num_pages: int) -> Copy:
+def copy(key: int, num_pages: int) -> Copy:
     pages = tuple(map(PageId, range(num_pages)))
-    return Copy(CopyId(number), KEYS[key], pages, pages)
+    return Copy(PEER, KEYS[key], pages, pages)
 
 
 def posted_in_turn(copies: CopyQueue, count: int) -> list[HandoffKey]:
@@ -30,26 +31,26 @@ def posted_in_turn(copies: CopyQueue, count: int) -> list[HandoffKey]:
 
 def test_the_hand_off_with_the_fewest_pages_left_goes_first() -> None:
     copies = CopyQueue()
-    for number, num_pages in enumerate((9, 3, 1)):
-        copies.add(copy(number, number, num_pages))
+    for key, num_pages in enumerate((9, 3, 1)):
+        copies.add(copy(key, num_pages))
     assert posted_in_turn(copies, 3) == [KEYS[2], KEYS[1], KEYS[1]]
 
 
 def test_a_long_hand_off_gets_every_fourth_slice_however_many_short_ones_come() -> None:
     copies = CopyQueue()
-    copies.add(copy(0, 0, 100))
+    copies.add(copy(0, 100))
     sent = []
     for number in range(1, 9 * OLDEST_EVERY + 1):
-        copies.add(copy(number, 1 + number % 3, 1))
+        copies.add(copy(1 + number % 3, 1))
         sent += posted_in_turn(copies, 1)
     assert sent.count(KEYS[0]) == 9
 
 
 def test_all_pages_of_a_hand_off_count_though_they_come_in_several_copies() -> None:
     copies = CopyQueue()
-    for number in range(4):
-        copies.add(copy(number, 0, 1))
-    copies.add(copy(4, 1, 2))
+    for _ in range(4):
+        copies.add(copy(0, 1))
+    copies.add(copy(1, 2))
     assert posted_in_turn(copies, 2) == [KEYS[1], KEYS[1]]
 
 
@@ -68,11 +69,12 @@ def test_copies_of_a_hand_off_leave_in_their_order_and_only_when_what_was_posted
     copies, in_flight, added, left = CopyQueue(), [], [], []
     for action, first, second in actions:
         if action == "add":
-            added.append(copy(len(added), first, second))
+            added.append(copy(first, second))
             copies.add(added[-1])
         elif action == "post" and (following := copies.next()) is not None:
             assert not following.failure
-            before = (c for c in copies if c.handoff == following.handoff and c.copy_id < following.copy_id)
+            earlier = added[: added.index(following)]
+            before = (each for each in earlier if each.handoff == following.handoff)
             assert all(each.num_waiting == 0 for each in before)
             copies.posted(following, min(first, following.num_waiting), has_landed=bool(second))
             in_flight += [] if second else [following]

@@ -12,7 +12,7 @@ from mover_settings import HANDOFF, NOBODY, NUM_PAGES, PAGE_BYTES, Setting, Targ
 
 from pdserve.errors import InvariantError, ProtocolError
 from pdserve.ids import Attempt
-from pdserve.kvtransfer.copies import CopyStopped
+from pdserve.kvtransfer.doors import ReceiverSaid
 from pdserve.kvtransfer.region import Description, Region
 from pdserve.kvtransfer.speed import ProbeError
 
@@ -42,9 +42,9 @@ def test_digests_find_the_page_that_differs(setting: Setting) -> None:
 def test_many_copies_at_once_arrive_and_are_reported_in_their_order(setting: Setting) -> None:
     writer, target = setting.attached()
     copies = [pages(*range(first, first + 1 + first % 5)) for first in range(0, 90, 5)] * 5
-    ids = [writer.mover.write(target.peer, HANDOFF, copy, copy) for copy in copies]
+    for copy in copies:
+        writer.mover.write(target.peer, HANDOFF, copy, copy)
     reports = [writer.next_stopped() for _ in copies]
-    assert [report.copy_id for report in reports] == ids
     taken = Region.of(writer.view).digests
     assert [report.digests for report in reports] == [taken(copy) for copy in copies]
     written = sorted({page for copy in copies for page in copy})
@@ -54,17 +54,17 @@ def test_many_copies_at_once_arrive_and_are_reported_in_their_order(setting: Set
 def test_a_cancelled_hand_off_stops_and_nothing_of_it_is_written_after_that(setting: Setting) -> None:
     writer, target = setting.attached()
     everything, one = pages(*range(NUM_PAGES)), pages(7)
-    ids = [writer.mover.write(target.peer, HANDOFF, everything, everything) for _ in range(20)]
+    for _ in range(20):
+        writer.mover.write(target.peer, HANDOFF, everything, everything)
     writer.mover.cancel(target.peer, HANDOFF)
-    stopped = [writer.next_stopped() for _ in ids]
-    assert [each.copy_id for each in stopped] == ids
+    stopped = [writer.next_stopped() for _ in range(20)]
     assert (stopped[-1].digests, stopped[-1].reason, stopped[-1].in_doubt) == (None, "cancelled", False)
     target.view[:] = 0
     other = HANDOFF._replace(attempt=Attempt(1))
-    copy_id = writer.mover.write(target.peer, other, one, one)
-    landed = writer.next_stopped()
-    assert landed.copy_id == copy_id
-    assert landed.digests is not None
+    writer.mover.write(target.peer, other, one, one)
+    landed = writer.stopped.get(timeout=20)
+    assert (landed.peer, landed.key) == (target.peer, other)
+    assert landed.event.digests is not None
     assert set(target.view.any(axis=1).nonzero()[0]) == set(one)
 
 
@@ -218,7 +218,7 @@ def test_a_closed_mover_leaves_no_thread_and_no_file_behind(setting: Setting) ->
     held = []
     for _ in range(6):
         view = np.ones((4, PAGE_BYTES), np.uint8)
-        stopped: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
+        stopped: queue.SimpleQueue[ReceiverSaid] = queue.SimpleQueue()
         mover = setting.mover(view, stopped.put)
         mover.attach(target.peer, target.description)
         mover.write(target.peer, HANDOFF, pages(0), pages(1))

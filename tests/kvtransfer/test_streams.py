@@ -18,7 +18,6 @@ from stream_ends import (
 )
 
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
-from pdserve.kvtransfer.copies import CopyStopped
 from pdserve.kvtransfer.doors import (
     Connect,
     Forget,
@@ -62,7 +61,7 @@ async def test_a_beat_reaches_every_attached_decode_worker_in_its_place_among_wo
 
 
 async def test_pages_can_be_written_as_soon_as_a_grant_arrives() -> None:
-    stopped: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
+    stopped: queue.SimpleQueue[ReceiverSaid] = queue.SimpleQueue()
     async with decode_worker() as decode, prefill_worker(on_stopped=stopped.put) as prefill:
         prefill.connect(decode)
         await decode.heard.next()

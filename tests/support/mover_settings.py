@@ -18,9 +18,11 @@ from pdserve.kvtransfer.backends.collective import CollectiveBackend
 from pdserve.kvtransfer.backends.nixl import NixlBackend
 from pdserve.kvtransfer.backends.pairing import Meeting
 from pdserve.kvtransfer.backends.ucx import Network
-from pdserve.kvtransfer.copies import CopyStopped, OnStopped
+from pdserve.kvtransfer.copies import OnStopped
+from pdserve.kvtransfer.doors import ReceiverSaid
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import ByteRows, Region
+from pdserve.kvtransfer.sender import CopyStopped
 from pdserve.kvtransfer.session import HandoffKey, Pages, Peer
 
 HANDOFF = HandoffKey(RequestId(bytes(16)), Attempt(0))
@@ -51,16 +53,14 @@ class Target:
 class Writer:
     mover: Mover
     view: ByteRows
-    stopped: queue.SimpleQueue[CopyStopped] = field(default_factory=queue.SimpleQueue)
+    stopped: queue.SimpleQueue[ReceiverSaid] = field(default_factory=queue.SimpleQueue)
 
     def next_stopped(self, timeout_s: float = 20.0) -> CopyStopped:
-        return self.stopped.get(timeout=timeout_s)
+        return self.stopped.get(timeout=timeout_s).event
 
     def write(self, target: Target, src: Pages, dst: Pages) -> CopyStopped:
-        copy_id = self.mover.write(target.peer, HANDOFF, src, dst)
-        stopped = self.next_stopped()
-        assert stopped.copy_id == copy_id
-        return stopped
+        self.mover.write(target.peer, HANDOFF, src, dst)
+        return self.next_stopped()
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Setting:
 
     def writer(self) -> Writer:
         view = np.random.default_rng(7).integers(0, 256, (NUM_PAGES, PAGE_BYTES), np.uint8)
-        stopped: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
+        stopped: queue.SimpleQueue[ReceiverSaid] = queue.SimpleQueue()
         mover = self.mover(view, stopped.put)
         self.stack.callback(mover.close)
         return Writer(mover, view, stopped)

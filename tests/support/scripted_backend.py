@@ -11,9 +11,10 @@ import numpy as np
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvtransfer.backends.backend import Indices, PostError
 from pdserve.kvtransfer.channels import MIN_SLICE_PAGES, SLICE_BYTES
-from pdserve.kvtransfer.copies import CopyStopped
+from pdserve.kvtransfer.doors import ReceiverSaid
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Description, Region
+from pdserve.kvtransfer.sender import CopyStopped
 from pdserve.kvtransfer.session import HandoffKey, Pages, Peer
 from pdserve.virtual_time import VirtualClock
 
@@ -118,25 +119,25 @@ class Rig:
     backend: ScriptedBackend
     clock: VirtualClock
     mover: Mover
-    stopped: queue.SimpleQueue[CopyStopped]
+    stopped: queue.SimpleQueue[ReceiverSaid]
 
-    def write(self, peer: Peer, num_slices: int, handoff: HandoffKey = HANDOFF) -> int:
+    def write(self, peer: Peer, num_slices: int, handoff: HandoffKey = HANDOFF) -> None:
         pages: Pages = tuple(PageId(n) for n in range(num_slices * MIN_SLICE_PAGES))
-        return self.mover.write(peer, handoff, pages, pages)
+        self.mover.write(peer, handoff, pages, pages)
 
     def rests(self) -> bool:
         """Return whether the thread soon has nothing to do: nobody is told when it begins to rest."""
         return any(self.mover.turn is None for _ in range(10_000_000))
 
     def next(self) -> CopyStopped:
-        return self.stopped.get(timeout=20)
+        return self.stopped.get(timeout=20).event
 
 
 @contextmanager
 def scripted_rig() -> Iterator[Rig]:
     rows = np.broadcast_to(np.uint8(0), (NUM_PAGES, PAGE_BYTES))  # of no memory: the backend moves nothing
     region = Region(rows, rows[:PROBE_PAGES], 0, 0, lambda pages: (0,) * len(pages))
-    backend, clock, stopped = ScriptedBackend(region), VirtualClock(), queue.SimpleQueue[CopyStopped]()
+    backend, clock, stopped = ScriptedBackend(region), VirtualClock(), queue.SimpleQueue[ReceiverSaid]()
     mover = Mover(backend, stopped.put, clock)
     mover.attach(FIRST, DESCRIPTION)
     yield Rig(backend, clock, mover, stopped)

@@ -12,7 +12,8 @@ from pdserve.kvtransfer.backends.collective import CollectiveBackend
 from pdserve.kvtransfer.backends.nixl import NixlBackend
 from pdserve.kvtransfer.backends.pairing import Meeting
 from pdserve.kvtransfer.backends.ucx import Network
-from pdserve.kvtransfer.copies import CopyStopped, OnStopped
+from pdserve.kvtransfer.copies import OnStopped
+from pdserve.kvtransfer.doors import ReceiverSaid
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.session import HandoffKey, Peer
@@ -47,13 +48,13 @@ def test_a_kernels_digests_are_the_hosts() -> None:
 def test_a_copy_between_tensors_carries_digests_that_agree_on_both_sides(kind: str) -> None:
     mine, theirs = some_pages(), torch.zeros((NUM_PAGES, PAGE_BYTES), dtype=torch.uint8)
     target = device_region(theirs)
-    stopped: queue.SimpleQueue[CopyStopped] = queue.SimpleQueue()
+    stopped: queue.SimpleQueue[ReceiverSaid] = queue.SimpleQueue()
     writer = mover_of(kind, "writer", device_region(mine), stopped.put)
     receiver = mover_of(kind, "target", target, lambda _: None)
     try:
         writer.attach(TARGET, receiver.describe())
         writer.write(TARGET, HANDOFF, SRC, DST)
-        digests = stopped.get(timeout=20).digests
+        digests = stopped.get(timeout=20).event.digests
     finally:
         writer.close()
         receiver.close()

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from stream_ends import Heard
 
-from pdserve.decode_worker.shell import IncomingShell
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer.backends.backend import Indices
@@ -19,16 +18,16 @@ from pdserve.kvtransfer.doors import HEARTBEAT_S, Copy, OutgoingEvent
 from pdserve.kvtransfer.greeting import Party
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Description, Region
+from pdserve.kvtransfer.server import HandoffServicer
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.prefill_worker.probes import Probes
-from pdserve.prefill_worker.shell import Copies, OutgoingShell
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.roles import Role
 from pdserve.virtual_time import VirtualClock
 from pdserve.worker.inbox import Inbox
 from pdserve.worker.link import FromRouter, Links
 from pdserve.worker.messages import Load, RouterLost
-from pdserve.worker.outbox import HUNG_MOVER_S, Outbox
+from pdserve.worker.outbox import HUNG_MOVER_S, Carriers, Outbox
 from pdserve.worker.reporting import Reporter
 
 SECRET = b"s" * 32
@@ -83,15 +82,16 @@ async def test_a_movers_thread_that_hangs_ends_the_process_and_one_that_rests_do
 ) -> None:
     ended: list[int] = []
     monkeypatch.setattr("os._exit", ended.append)
-    clock, copies = VirtualClock(), Copies(Inbox())
-    mover = Mover(backend, copies.stopped)
+    clock = VirtualClock()
+    mover = Mover(backend, lambda _: None)
     mover.attach(PEER, mover.describe())
     reporter = Reporter(Links((), SECRET, link.Register(), Heard[FromRouter | RouterLost](), not_dismissed), clock)
     party = Party(PEER, KvLayout("", 1, 1, 1, 1, "float32"), mover)
     async with asyncio.TaskGroup() as tasks:
         client = HandoffClient(party, SECRET, Heard[OutgoingEvent](), tasks, Counter())
-        outgoing = OutgoingShell(client, mover, copies, Probes(mover, reporter.report_pair, tasks, 0))
-        outbox = Outbox(outgoing, cast("IncomingShell", None), reporter, clock)
+        probes = Probes(mover, reporter.report_pair, tasks, 0)
+        carriers = Carriers(client, cast("HandoffServicer", None), mover, probes)
+        outbox = Outbox(carriers, reporter, Inbox(), tasks, clock)
 
         def beat() -> None:
             for _ in range(LONG_ENOUGH):

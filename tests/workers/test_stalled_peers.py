@@ -8,22 +8,21 @@ from typing import cast
 from scripted_backend import FIRST, scripted_rig
 from stream_ends import Heard
 
-from pdserve.decode_worker.shell import IncomingShell
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer.client import HandoffClient
 from pdserve.kvtransfer.doors import OutgoingEvent
 from pdserve.kvtransfer.greeting import Party
 from pdserve.kvtransfer.mover import Mover
+from pdserve.kvtransfer.server import HandoffServicer
 from pdserve.kvtransfer.speed import WINDOW_S
 from pdserve.prefill_worker.probes import Probes
-from pdserve.prefill_worker.shell import Copies, OutgoingShell
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.roles import Role
 from pdserve.virtual_time import VirtualClock
 from pdserve.worker.inbox import Inbox
 from pdserve.worker.link import Links
 from pdserve.worker.messages import Load, RouterRef
-from pdserve.worker.outbox import Outbox
+from pdserve.worker.outbox import Carriers, Outbox
 from pdserve.worker.reporting import LOAD_EVERY_S, Reporter
 
 LOAD = Load(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, draining=False, role=Role.DECODE, role_epoch=0)
@@ -51,8 +50,9 @@ async def test_a_heartbeat_between_two_beats_tells_of_stalled_peers_too() -> Non
         party = Party(FIRST, KvLayout("", 1, 1, 1, 1, "float32"), mover)
         async with asyncio.TaskGroup() as tasks:
             client = HandoffClient(party, b"s" * 32, Heard[OutgoingEvent](), tasks, Counter())
-            outgoing = OutgoingShell(client, mover, Copies(Inbox()), Probes(mover, reporter.report_pair, tasks, 0))
-            outbox = Outbox(outgoing, cast("IncomingShell", None), reporter, clock)
+            probes = Probes(mover, reporter.report_pair, tasks, 0)
+            carriers = Carriers(client, cast("HandoffServicer", None), mover, probes)
+            outbox = Outbox(carriers, reporter, Inbox(), tasks, clock)
             outbox.beat(LOAD, 0)
             clock.advance(LOAD_EVERY_S)
             outbox.refresh(lambda: LOAD, 0, at_once=False)

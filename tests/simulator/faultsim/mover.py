@@ -8,14 +8,13 @@ or never until the writer is told to forget it; after an error, what was on its 
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import count
 from zlib import crc32
 
 from faultsim.memory import Memory, Stamp
 from faultsim.network import Network
 from faultsim.process import Process
 from pdserve.kvtransfer import doors, sender
-from pdserve.kvtransfer.copies import Copy, CopyId, CopyQueue
+from pdserve.kvtransfer.copies import Copy, CopyQueue
 from pdserve.kvtransfer.session import Grant, HandoffKey, Peer
 
 DISCONNECT_S = 0.03  # until a write into a dead process is an error
@@ -79,8 +78,7 @@ class Mover:
         self._report = report
         self._doubt = random.Random(f"doubt {owner!r} {owner.world.seed}")  # changes no other fault of a seed
         self.num_in_doubt = 0
-        self._ids = count()
-        self._ops: dict[CopyId, Op] = {}  # outstanding
+        self._ops: dict[Copy, Op] = {}  # outstanding
         self._copies: dict[Peer, CopyQueue] = {}
         self._posted: dict[Peer, Op] = {}  # whose slice is on its way
 
@@ -92,8 +90,8 @@ class Mover:
         """Start a copy into pages of a grant; CopyStopped follows."""
         generation = dict(zip(grant.pages, grant.generations, strict=True))
         dst = tuple(Stamp(page, generation[page]) for page in command.dst)
-        copy = Copy(CopyId(next(self._ids)), command.key, command.src, command.dst)
-        self._ops[copy.copy_id] = Op(command.peer, copy, tuple(map(self._memory.stamp, command.src)), dst)
+        copy = Copy(command.peer, command.key, command.src, command.dst)
+        self._ops[copy] = Op(command.peer, copy, tuple(map(self._memory.stamp, command.src)), dst)
         self._copies.setdefault(command.peer, CopyQueue()).add(copy)
         self._go_on(command.peer)
 
@@ -107,7 +105,7 @@ class Mover:
         """Report every copy to a process that has ended as stopped."""
         self._posted.pop(peer, None)
         for copy in self._copies.pop(peer, ()):
-            op = self._ops.pop(copy.copy_id)
+            op = self._ops.pop(copy)
             op.over = True
             self._report(doors.ReceiverSaid(op.peer, op.key, sender.CopyStopped(None, "its process ended")))
 
@@ -125,7 +123,7 @@ class Mover:
         """Report what is over, and post the next slice unless one is on its way."""
         copies = self._copies[peer]
         for copy in tuple(copies.pop_finished()):
-            op = self._ops.pop(copy.copy_id)
+            op = self._ops.pop(copy)
             op.over = True
             digests = None if copy.failure else tuple(op.digests)
             stopped = sender.CopyStopped(digests, copy.failure, copy.in_doubt)
@@ -136,7 +134,7 @@ class Mover:
         if following is None:
             return
         copies.posted(following, 1, has_landed=False)
-        op = self._posted[peer] = self._ops[following.copy_id]
+        op = self._posted[peer] = self._ops[following]
         self._world.after(self.faults.page_s * (0.5 + self._world.rng.random()), self._owner, self._slice, op)
 
     def _target(self, peer: Peer) -> Host | None:
