@@ -82,6 +82,11 @@ class Incoming:
     def is_ungranted(self, key: HandoffKey) -> bool:
         return any(expected.key == key for expected in self._ungranted)
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether no hand-off goes on that could give pages back. Quarantined ones wait for others."""
+        return all(arrival.is_quarantined for arrival in self._arrivals.values())
+
     def expect(self, expected: Expected) -> None:
         """Set pages aside for a hand-off as soon as there are some."""
         self._ungranted.append(expected)

@@ -55,9 +55,10 @@ def refusal(scheduler: Scheduler, job: Job, vocab_size: int) -> str | None:
 class Draining:
     """Whether a worker takes nothing more, and why.
 
-    Invariant: a worker drains from when it is asked to, or once more than `max_quarantined_share` of its pages have
-    been quarantined at NUM_LOOKS looks in a row. The next process has all of its pages free, since the end of this one
-    ends what kept them in quarantine. After a burst of cancels, peers that live give most pages back within a moment.
+    Invariant: a worker drains from when it is asked to, once more than `max_quarantined_share` of its pages have been
+    quarantined at NUM_LOOKS looks in a row, or once something waits in vain for pages that are. The next process has
+    all of its pages free, since the end of this one ends what kept them in quarantine. After a burst of cancels, peers
+    that live give most pages back within a moment.
     """
 
     def __init__(self, max_quarantined_share: float) -> None:
@@ -80,7 +81,14 @@ class Draining:
         self.reason = f"{num_quarantined} of {num_pages} pages are quarantined"
         return True
 
-    def waits_in_vain(self, *, is_still: bool) -> bool:
-        """Return whether what waits for pages here does so in vain: nothing has run for many looks in a row."""
+    def waits_in_vain(self, reason: str, *, is_still: bool) -> bool:
+        """Return whether what waits for pages here does so in vain: nothing has run for many looks in a row.
+
+        Then this drains, for only another process has these pages.
+        """
         self._num_still = self._num_still + 1 if is_still else 0
-        return self._num_still >= (NUM_LOOKS if self.is_on else NUM_STILL_LOOKS)
+        if self._num_still < (NUM_LOOKS if self.is_on else NUM_STILL_LOOKS):
+            return False
+        if not self.is_on:
+            self.is_on, self.reason = True, reason
+        return True

@@ -238,12 +238,13 @@ class WorkerCore:
         if self._draining.look(pool.num_quarantined + self.outgoing.num_stuck_pages, pool.num_pages):
             waiting = [task for task in self._tasks if task.is_unstarted or self.incoming.is_ungranted(task.key)]
             return self._refuse(waiting, self._draining.reason, now_s)
-        is_leaving, in_line = self._draining.is_on, scheduler.waiting
+        is_leaving, in_line, is_stuck = self._draining.is_on, scheduler.waiting, self.incoming.is_stuck
         tasks = () if scheduler.running or scheduler.steps else self._tasks
         waiting = [t for t in tasks if t.sequences and (is_leaving or any(s in in_line for s in t.sequences))]
-        if self._draining.waits_in_vain(is_still=bool(waiting)):
-            return self._refuse(waiting, f"{pool.num_quarantined} pages that it may need are quarantined", now_s)
-        return []
+        waiting += [t for t in tasks if is_stuck and self.incoming.is_ungranted(t.key)]
+        reason = f"{pool.num_quarantined} pages that it may need are quarantined"
+        in_vain = self._draining.waits_in_vain(reason, is_still=bool(waiting))
+        return self._refuse(waiting, reason, now_s) if in_vain else []
 
     def _refuse(self, tasks: Seq[Task], reason: str, now_s: float) -> list[Command]:
         failed: list[Command] = [Failed(task.router, task.key, Failure.OVERLOADED, reason) for task in tasks]

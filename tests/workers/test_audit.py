@@ -132,17 +132,19 @@ def test_a_worker_with_too_many_quarantined_pages_drains_and_gives_back_what_wai
     assert core.drained
 
 
-def test_what_waits_for_pages_that_nobody_gives_back_is_given_up_in_time() -> None:
+@pytest.mark.parametrize("source", [None, P], ids=["computed here", "handed off"])
+def test_a_worker_on_which_something_waits_for_quarantined_pages_in_vain_drains(source: Peer | None) -> None:
     core = WorkerCore(scheduler(), 997, 64, b"secret", default_rules(max_quarantined_share=0.9))
     core.handle(doors.SenderAttached(P), 0.0)
     core.handle(Placed(ROUTER, job(1, 20), 1e9, P), 0.0)
     core.handle(doors.SenderLost(P, "reset"), 0.0)
-    core.handle(Placed(ROUTER, job(2, 52), 1e9), 0.0)  # more pages than are left
+    core.handle(Placed(ROUTER, job(2, 52), 1e9, source), 0.0)  # more pages than are left
     looks = [core.handle(Ticked(), look / 2) for look in range(NUM_STILL_LOOKS)]
     failed = [[(c.key.request_id, c.code) for c in commands if isinstance(c, Failed)] for commands in looks]
     assert failed == [[]] * (NUM_STILL_LOOKS - 1) + [[(job(2, 52).request_id, Failure.OVERLOADED)]]
-    assert not core.load().draining
+    assert core.load().drain_reason == "5 pages that it may need are quarantined"
     assert core.load().num_waiting == 0
+    assert core.drained
 
 
 def test_pages_that_are_quarantined_for_a_moment_make_no_worker_drain() -> None:
