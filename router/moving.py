@@ -225,7 +225,10 @@ class Moving:
     def _begin(
         self, source: WorkerView, candidate: _Candidate, targets: list[_Target], why: Why, now_s: float
     ) -> WorkerView | None:
-        """Start a continuation's move to where it will decode fastest; return that worker, or None where it stays."""
+        """Start a continuation's move; return the worker to which, or None where it stays.
+
+        It goes where it will decode fastest of the workers that compute no prompt, whose steps are the shortest.
+        """
         page_size, step_s = source.registration.layout.page_size, self._step_s(source)
         num_left = candidate.num_left if why is Why.PAGES else candidate.most_left
         takes_s = self._shadows.takes_s(now_s)
@@ -233,7 +236,7 @@ class Moving:
             return None
         num_pages = ceil(candidate.num_tokens / page_size)
         speeds = [
-            (speed_s, target.worker.name, target.worker)
+            (target.worker.pending_prefill_tokens > 0, speed_s, target.worker.name, target.worker)
             for target in targets
             if now_s - candidate.sequence.refused_s.get(target.worker.link, -inf) >= _REFUSED_S
             if why is not Why.PAGES or _pages_left(target.worker, _ROOM_AHEAD) >= num_pages
@@ -241,7 +244,7 @@ class Moving:
         ]
         if not speeds:
             return None
-        target = min(speeds)[2]
+        target = min(speeds)[3]
         copy_s = self._copy_s(source, target, candidate)
         move_s = takes_s + copy_s
         if num_left * step_s < move_s:

@@ -48,6 +48,7 @@ class Scheduler:
         self.cache = cache
         self.limits = limits
         self.step_tokens = limits.max_num_batched_tokens  # that a step computes at most; may change between steps
+        self.step_tokens_beside = limits.max_num_batched_tokens  # the same, where something decodes in it
         self.num_preemptions = 0
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -144,7 +145,7 @@ class Scheduler:
         decoding, prompts = self._plannable(step)
         if self.steps and self._lacks_pages(step, decoding):
             return None
-        budget = self.step_tokens
+        budget = min(self.step_tokens, self.step_tokens_beside) if decoding else self.step_tokens
         for sequence in decoding:
             if budget > 0 and sequence.pages and self._make_room(step, sequence):
                 budget -= 1

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import count, pairwise
-from statistics import median
+from statistics import fmean
 
 from pdserve.clock import MonotonicClock
 from pdserve.launch.admin import AdminClient
@@ -24,7 +24,7 @@ from pdserve.measure.tables import Comparison
 from pdserve.measure.workload import Arrival
 
 STEPS_ALLOWED = 3  # that a move may cost, beside the transfer of the last page
-_NEAR = 12  # gaps on each side of a move, of which the median is the step of that moment
+_NEAR = 12  # gaps on each side of a move, of which the mean is the step of that moment
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class MovedGap:
     """The longest time between two tokens of an answer where it moved."""
 
     gap_s: float
-    step_s: float  # median time between its tokens before and after
+    step_s: float  # mean time between its tokens before and after: a busy client reads several at once
     handoff_s: float  # of its last page
 
     @property
@@ -155,9 +155,9 @@ def moved_gaps(outcome: Outcome) -> list[MovedGap]:
         gaps_s = [later - earlier for earlier, later in pairwise(outcome.times_s.get(move.index, ()))]
         there = range(max(0, move.num_tokens - 1), min(len(gaps_s), move.num_tokens + 1))
         begin, end = max(0, there.start - _NEAR), there.stop + _NEAR
-        near_s = [gap_s for place, gap_s in enumerate(gaps_s[begin:end], begin) if place not in there and gap_s]
+        near_s = [gap_s for place, gap_s in enumerate(gaps_s[begin:end], begin) if place not in there]
         if there and near_s:
-            found.append(MovedGap(max(gaps_s[place] for place in there), median(near_s), move.handoff_s))
+            found.append(MovedGap(max(gaps_s[place] for place in there), fmean(near_s), move.handoff_s))
     return found
 
 

@@ -21,6 +21,7 @@ class Roles:
         self._scheduler = scheduler
         self._room = room
         self._step_tokens = step_tokens
+        scheduler.step_tokens_beside = min(step_tokens.values(), default=scheduler.limits.max_num_batched_tokens)
         self._given: RoleGiven | None = None  # to be taken once there is room
         self.role, self.epoch = role, 0
         self._take(role)

@@ -586,6 +586,17 @@ def test_a_target_that_has_reported_is_not_given_up() -> None:
     assert d.answer(request).ledger.attempts == 1
 
 
+def test_it_moves_to_a_worker_that_computes_no_prompt_although_more_decodes_there() -> None:
+    d = Moves()
+    d.run_on_s()
+    d.attach_t()
+    idle = d.attach("d2")
+    d.post(LoadReported(d.t, ReportedLoad(pages_free=1000, others=LoadPart(waiting_tokens=400))))
+    d.post(LoadReported(idle, ReportedLoad(pages_free=1000, others=LoadPart(num_running=4, placed_tokens=80))))
+    d.post(MovesAsked(d.s, None, 0))
+    assert [move.target.link for move in d.moves()] == [idle]
+
+
 def test_a_worker_that_becomes_a_prefill_worker_is_no_target() -> None:
     d = Moves()
     d.run_on_s()

@@ -100,6 +100,19 @@ def test_a_role_sets_how_many_tokens_a_step_computes() -> None:
     assert plan.num_tokens == STEPS[Role.DECODE]
 
 
+def test_what_still_decodes_on_a_prefill_worker_is_given_short_steps() -> None:
+    worker = CoreWorker("w", NUM_PAGES, role=Role.DECODE, step_tokens=STEPS)
+    worker.core.handle(Placed(ROUTER, job(1, 3, max_tokens=8), 1e9), 0.0)
+    first = worker.core.plan(0.0)
+    assert first is not None
+    worker.core.commit(first, worker.runner.run(first), 0.0)
+    worker.core.handle(RoleGiven(Role.PREFILL, 1), 0.0)
+    worker.core.handle(Placed(ROUTER, job(2, 36), 1e9), 0.0)
+    plan = worker.core.plan(0.0)
+    assert plan is not None
+    assert plan.num_tokens == STEPS[Role.DECODE]
+
+
 def test_a_pool_too_small_for_two_of_the_longest_does_not_become_mixed() -> None:
     worker = CoreWorker("w", 2 * LONGEST - 1, role=Role.DECODE)
     with pytest.raises(ProtocolError, match="19 pages are less than two of the longest sequences need, 20, as mixed"):
