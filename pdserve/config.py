@@ -34,9 +34,6 @@ class ProcessConfig(BaseModel):
     kind: ClassVar[str] = "process"  # whose setting it is, where the help of a flag has to name it
 
     log_level: LogLevel = Field("info", description="Least severe records that are logged.")
-    ready_file: Path | None = Field(
-        None, description="JSON file that exists while the process serves, written all at once: its addresses by name."
-    )
     drain_timeout_s: float = Field(
         25.0,
         ge=0.0,

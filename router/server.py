@@ -1,15 +1,14 @@
 """The router process: opens the model, listens on both ports, drains at a signal.
 
-At SIGTERM or SIGINT the ready file goes, and health says NOT_SERVING. Requests that arrive from then on are refused.
+At SIGTERM or SIGINT health becomes NOT_SERVING. Requests that arrive from then on are refused.
 Those that run or wait may finish for `drain_timeout_s`; what is left then is ended with UNAVAILABLE. Both servers stop
 LAST_WORDS_S later, and workers learn of it by the ends of their streams. `pdserve.signals` has the second signal.
 """
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable, Coroutine
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 
 import grpc
@@ -21,7 +20,7 @@ from pdserve.checkpoint.checkpoint import NO_DEFAULTS, naming
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.clock import MonotonicClock
-from pdserve.files import ReadyFile
+from pdserve.health import Health, answering
 from pdserve.incarnation import new_incarnation
 from pdserve.metrics_server import showing
 from pdserve.prefix_hash import PrefixHasher
@@ -59,6 +58,7 @@ class Addresses:
     public: str
     internal: str
     metrics: str  # empty: nowhere
+    health: str
 
 
 async def serve(config: RouterConfig) -> None:
@@ -97,7 +97,7 @@ async def run(
     stop: asyncio.Event,
     on_ready: Callable[[Addresses], None] = lambda _: None,
 ) -> None:
-    """Serve a model until `stop` is set, then drain. `on_ready` gets the addresses, as does the ready file."""
+    """Serve a model until `stop` is set, then drain. `on_ready` gets the addresses."""
     start = config.start_costs()
     hasher = PrefixHasher(read_secret(config.secret_file), model.name)
     predictor = Predictor(dict.fromkeys(Role, start) if start else None, hasher)
@@ -106,8 +106,11 @@ async def run(
     prompts = Prompts(model, config.max_num_tokenizing, config.tokenize_timeout_s)
     endpoint = InferenceEndpoint(shell, model, prompts, config)
     try:
-        async with showing(config, partial(router_samples, shell, endpoint.outcomes, model.name)) as metrics:
-            await _listen(config, endpoint, metrics, stop, on_ready)
+        async with (
+            showing(config, partial(router_samples, shell, endpoint.outcomes, model.name)) as metrics,
+            answering(config) as answers,
+        ):
+            await _listen(config, endpoint, metrics, answers, stop, on_ready)
     finally:
         prompts.close()
 
@@ -116,6 +119,7 @@ async def _listen(
     config: RouterConfig,
     endpoint: InferenceEndpoint,
     metrics: str,
+    answers: Health,
     stop: asyncio.Event,
     on_ready: Callable[[Addresses], None],
 ) -> None:
@@ -129,6 +133,7 @@ async def _listen(
         public=listen(public, config.host, config.port, "port"),
         internal=listen(internal, config.internal_host, config.internal_port, "internal_port"),
         metrics=metrics,
+        health=answers.address,
     )
     await internal.start()
     await public.start()
@@ -136,11 +141,10 @@ async def _listen(
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(_report_health(shell, servicer), name="health")
             guarding = tasks.create_task(_raise_when_broken(shell), name="guard")
-            with ReadyFile(config.ready_file) as ready:
-                ready.write(json.dumps(asdict(addresses)))
-                on_ready(addresses)
-                logger.info("serving %s on %s, workers on %s", model, addresses.public, addresses.internal)
-                await stop.wait()
+            answers.start(lambda: shell.core.is_ready and not stop.is_set())
+            on_ready(addresses)
+            logger.info("serving %s on %s, workers on %s", model, addresses.public, addresses.internal)
+            await stop.wait()
             await servicer.enter_graceful_shutdown()
             await _drain(shell, config.drain_timeout_s)
             watching.cancel()

@@ -20,6 +20,7 @@ from pdserve.autoscaler.schema import Policy
 from pdserve.clock import MonotonicClock
 from pdserve.errors import CommandError, ConfigError
 from pdserve.extras import not_installed
+from pdserve.health import answering
 from pdserve.launch.admin import AdminClient
 from pdserve.launch.folder import read_state
 from pdserve.launch.launcher import LauncherClient
@@ -59,7 +60,9 @@ async def serve(config: AutoscalerConfig, target: Target, warm_up: WarmUp) -> No
         journal = Journal(target.record_file, config.policy)
         cluster = Cluster(actuator, [router.status for router in routers], target.check)
         loop = Loop(file, cluster, journal, MonotonicClock())
+        health = await stack.enter_async_context(answering(config))
         journal.metrics_address = await stack.enter_async_context(showing(config, lambda: samples(loop, actuator)))
+        health.start(lambda: True)
         await loop.run()
 
 

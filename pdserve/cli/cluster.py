@@ -25,10 +25,13 @@ if TYPE_CHECKING:
     from pdserve.autoscaler.process import PoolSizes
 
 # What the launcher decides for each process, or what `up` itself has a flag for.
-PER_PROCESS = ("role", "model", "worker_id", "router_id", "incarnation", "routers", "secret_file", "ready_file")
+PER_PROCESS = (
+    *("role", "model", "worker_id", "router_id", "incarnation", "routers", "secret_file"),
+    *("launch_id", "termination_message_file"),
+)
 ADDRESSES = (
     *("handoff_host", "handoff_port", "handoff_advertise"),
-    *("host", "port", "internal_host", "internal_port", "metrics_port"),
+    *("host", "port", "internal_host", "internal_port", "metrics_port", "health_port"),
 )
 
 FewestPrefill = Annotated[
@@ -94,9 +97,6 @@ def up(
     secret_file: WorkersSecret = None,
     host: Annotated[str, typer.Option(help="Where the public endpoint listens.")] = "127.0.0.1",
     router_port: RouterPort = None,
-    ready_file: Annotated[
-        Path | None, typer.Option(help="JSON file that exists while the cluster serves.", show_default=False)
-    ] = None,
     **flags: object,
 ) -> None:
     """Start a router and workers on this machine and keep them running. Ctrl-C drains, a second one kills.
@@ -111,11 +111,8 @@ def up(
     """
     from pdserve.cli.models import fetched, model_name
     from pdserve.cli.running import Terminal, serve_until_signal
-    from pdserve.files import ReadyFile
     from pdserve.launch.plan import ClusterSpec
 
-    ready = ReadyFile(ready_file)
-    ready.clear()
     served = flags.pop("served_model_name", None) or model_name(model)
     given = {key: value for key, value in flags.items() if value is not None}
     if on is Platform.RAY:
@@ -139,7 +136,7 @@ def up(
         worker_flags={key: value for key, value in given.items() if key in WorkerConfig.model_fields},
         router_flags={key: value for key, value in given.items() if key in RouterConfig.model_fields},
     )
-    asyncio.run(serve_until_signal(spec, Terminal(), ready))
+    asyncio.run(serve_until_signal(spec, Terminal()))
 
 
 def _sizes(policy: Path | None, prefill: int | None, decode: int | None) -> "PoolSizes":

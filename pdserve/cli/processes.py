@@ -14,7 +14,6 @@ from pdserve.cli.flags import config_flags
 from pdserve.cli.options import ConfigFile
 from pdserve.config import ProcessConfig, WorkerConfig, load_config
 from pdserve.errors import ConfigError, first_of
-from pdserve.files import ReadyFile
 from pdserve.router.config import RouterConfig
 from pdserve.signals import end_on_signals
 from pdserve.worker.threads import thread_defaults
@@ -59,9 +58,8 @@ def worker(config: ConfigFile = None, **flags: object) -> None:
 
 
 def _settings(cls: type[_Config], file: Path | None, flags: Mapping[str, object]) -> _Config:
-    """Read a process's settings before importing what takes long to load: from here on it counts as not ready."""
+    """Read a process's settings before importing what takes long to load."""
     settings = load_config(cls, file, flags)
-    ReadyFile(settings.ready_file).clear()
     end_on_signals()
     return settings
 

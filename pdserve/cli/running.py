@@ -11,7 +11,6 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 
 from pdserve.cli.stream import add_message, ask, ledger_line
 from pdserve.errors import CommandError
-from pdserve.files import ReadyFile
 from pdserve.launch.local import END_ELSEWHERE_S, Listener, LocalCluster, running
 from pdserve.launch.plan import ClusterSpec
 from pdserve.proto.v1 import admin_pb2 as admin
@@ -66,12 +65,11 @@ class Terminal:
 class Stop:
     """What SIGTERM and SIGINT do to a cluster: once it is ready the first one drains it, any other kills it."""
 
-    def __init__(self, cluster: LocalCluster, limit_s: float, ready: ReadyFile) -> None:
+    def __init__(self, cluster: LocalCluster, limit_s: float) -> None:
         """Listen to signals in the running loop. A drain that lasts for longer than the limit ends this process."""
         self.asked = asyncio.Event()
         self._cluster = cluster
         self._limit_s = limit_s
-        self._ready = ready
         self._requests = StopRequests()
         self._killed_by: signal.Signals | None = None
         for number in STOP_SIGNALS:
@@ -84,7 +82,6 @@ class Stop:
             self._cluster.kill()
         elif request is Request.FIRST:
             end_after(self._limit_s)
-        self._ready.withdraw()
         self.asked.set()
 
     def exit_if_killed(self) -> None:
@@ -94,21 +91,18 @@ class Stop:
 
 
 @asynccontextmanager
-async def until_signal(
-    spec: ClusterSpec, terminal: Terminal, ready: ReadyFile
-) -> AsyncIterator[tuple[LocalCluster, Stop]]:
+async def until_signal(spec: ClusterSpec, terminal: Terminal) -> AsyncIterator[tuple[LocalCluster, Stop]]:
     """Run a cluster for the length of the block, which is to end when a signal asks for it.
 
     Raises LaunchError where the cluster cannot be brought up, SystemExit where it was killed by a signal.
     """
     end_on_signals()
-    with ready:
-        async with running(spec, terminal.listener) as cluster:
-            limit_s = spec.drain_timeout_s + STOP_LIMIT_S
-            if spec.elsewhere:
-                limit_s += spec.drain_timeout_s + END_ELSEWHERE_S
-            stop = Stop(cluster, limit_s, ready)
-            yield cluster, stop
+    async with running(spec, terminal.listener) as cluster:
+        limit_s = spec.drain_timeout_s + STOP_LIMIT_S
+        if spec.elsewhere:
+            limit_s += spec.drain_timeout_s + END_ELSEWHERE_S
+        stop = Stop(cluster, limit_s)
+        yield cluster, stop
     stop.exit_if_killed()
 
 
@@ -131,11 +125,10 @@ async def first_of(*waits: Coroutine[object, object, object]) -> None:
         task.result()
 
 
-async def serve_until_signal(spec: ClusterSpec, terminal: Terminal, ready: ReadyFile) -> None:
+async def serve_until_signal(spec: ClusterSpec, terminal: Terminal) -> None:
     """Run a cluster until SIGINT or SIGTERM; the first lets requests finish, a second one kills."""
-    async with until_signal(spec, terminal, ready) as (cluster, stop):
+    async with until_signal(spec, terminal) as (cluster, stop):
         if await until_ready(cluster, terminal, stop):
-            ready.write(cluster.state.model_dump_json(indent=2) + "\n")
             terminal.notice(f"{ready_line(cluster, terminal.status)} | Ctrl-C stops")
             await stop.asked.wait()
             terminal.notice("stopping: running requests may finish; Ctrl-C again ends them")
@@ -158,7 +151,7 @@ def _pool(name: str, workers: list[link.Register]) -> str:
 async def run_demo(spec: ClusterSpec, terminal: Terminal, question: str, expect: str) -> None:
     """Run a cluster for one question; CommandError unless the streamed answer contains `expect`."""
     texts: list[str] = []
-    async with until_signal(spec, terminal, ReadyFile(None)) as (cluster, stop):
+    async with until_signal(spec, terminal) as (cluster, stop):
         if await until_ready(cluster, terminal, stop):
             terminal.notice(ready_line(cluster, terminal.status))
             await first_of(_question(cluster.state.endpoint, question, texts), stop.asked.wait())

@@ -25,15 +25,7 @@ LOAD_EVERY_S = 0.05  # steps may be shorter: what several routers know of each o
 class Reporter:
     """Turns reports into messages: one a step and router, however many sequences it served."""
 
-    def __init__(
-        self,
-        links: Links,
-        clock: Clock,
-        kv_feed: KvFeed | None = None,
-        *,
-        on_draining: Callable[[], None] = lambda: None,
-    ) -> None:
-        """`on_draining` is called with every beat of a worker that drains, whatever made it."""
+    def __init__(self, links: Links, clock: Clock, kv_feed: KvFeed | None = None) -> None:
         self._links = links
         self._clock = clock
         self._pairs: dict[str, link.AttachRequest] = {}
@@ -42,7 +34,6 @@ class Reporter:
         self.refused: Counter[Refusal] = Counter()  # by this process, since its start
         self.steps = Steps()
         self._kv_feed = kv_feed
-        self._on_draining = on_draining
         self._beat_s = -inf  # when the load was last reported
 
     def send(self, reports: Iterable[Report], step: tuple[StepPlan, StepResult] | None) -> None:
@@ -79,8 +70,6 @@ class Reporter:
         if load.drain_reason != self._drain_reason:
             logger.error("draining: %s", load.drain_reason)
         self._pages_leaked, self._drain_reason = load.pages_leaked, load.drain_reason
-        if load.draining:
-            self._on_draining()
         self._beat_s = self._clock.now_s()
         for router in self._links.attached:
             self._links.send(router, wire.heartbeat(load, num_steps, self.refused, router))

@@ -1,9 +1,7 @@
 """The life of a worker's process: attach, load, serve, drain, leave."""
 
 import asyncio
-import json
 import logging
-import os
 import secrets
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -17,7 +15,7 @@ from pdserve.decode_worker.shell import check_addresses, listening
 from pdserve.engine.runner import run
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import ConfigError, ProtocolError, Refusal
-from pdserve.files import ReadyFile
+from pdserve.health import answering
 from pdserve.ids import MAX_WORKER_TASKS, PROTOCOL_VERSION, Incarnation, WorkerId
 from pdserve.incarnation import new_incarnation
 from pdserve.kvlayout_wire import layout_to_proto
@@ -93,8 +91,8 @@ async def serve(config: WorkerConfig) -> None:
     _name_process(config.termination_message_file, incarnation)
     identity = Identity(Peer(WorkerId(config.worker_id), incarnation), read_secret(config.secret_file))
     register = _registration(config, incarnation)
-    inbox, clock, ready = Inbox(), MonotonicClock(), ReadyFile(config.ready_file)
-    async with EngineThread() as thread, asyncio.TaskGroup() as group:
+    inbox, clock = Inbox(), MonotonicClock()
+    async with answering(config) as health, EngineThread() as thread, asyncio.TaskGroup() as group:
         listener = Listener(inbox, group)
         links = Links(config.routers, identity.secret, register, RouterListener(listener, clock), end_dismissed)
         linking = group.create_task(links.run(), name="links")
@@ -106,14 +104,12 @@ async def serve(config: WorkerConfig) -> None:
             return thread.call(steps.run, plan)
 
         def drain() -> None:
-            ready.withdraw()
             inbox.put(DrainAsked())
 
         def reporter(publisher: KvPublisher | None) -> Reporter:
-            feed = KvFeed(engine.scheduler.cache, links, publisher)
-            return Reporter(links, clock, feed, on_draining=ready.withdraw)
+            return Reporter(links, clock, KvFeed(engine.scheduler.cache, links, publisher))
 
-        with drain_on_signals(asyncio.get_running_loop(), drain, config.drain_timeout_s), ready:
+        with drain_on_signals(asyncio.get_running_loop(), drain, config.drain_timeout_s):
             async with (
                 publishing(config, identity.secret, register) as publisher,
                 assemble(config, engine, identity, listener, reporter(publisher)) as worker,
@@ -124,8 +120,7 @@ async def serve(config: WorkerConfig) -> None:
                 register.handoff_address = worker.handoff_address
                 worker.outbox.beat(worker.core.load(), 0)  # before anybody counts on its pages
                 links.update(register)
-                addresses = {"handoff": worker.handoff_address, "metrics": register.metrics_address}
-                ready.write(json.dumps({**addresses, "pid": os.getpid()}))
+                health.start(lambda: bool(links.attached) and not worker.core.load().draining)
                 logger.info("ready: %s, %d pages", engine.model_name, engine.scheduler.cache.pool.num_pages)
                 loop = WorkerLoop(worker.core, start_step, inbox, worker.outbox, clock, config.stalled_step_s)
                 await loop.run()

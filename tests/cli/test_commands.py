@@ -182,13 +182,6 @@ def test_what_the_operating_system_refuses_is_one_line_with_the_file(tmp_path: P
     assert (ended.returncode, ended.stderr) == (1, f"pdserve: {file}/pdserve/default: Not a directory\n")
 
 
-def test_a_process_whose_files_are_not_there_is_refused_in_one_line(pdserve: Command, tmp_path: Path) -> None:
-    ready = tmp_path / "nowhere" / "ready.json"
-    flags = ("--model", "m", "--secret-file", str(tmp_path / "secret"))
-    ended = pdserve("router", *flags, "--ready-file", str(ready))
-    assert (ended.returncode, ended.stderr) == (2, f"pdserve: ready_file: cannot write into {ready.parent}\n")
-
-
 def test_version_is_the_packages(pdserve: Command) -> None:
     assert pdserve("--version").stdout == f"pdserve {package.__version__}\n"
 

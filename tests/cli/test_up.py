@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pdserve.launch.folder import ClusterState, free_port
+from pdserve.launch.folder import ClusterState, free_port, read_state
 
 pytestmark = pytest.mark.slow
 
@@ -21,15 +21,15 @@ NAME = "test-up"
 
 
 @contextmanager
-def up(ready_file: Path, *flags: str) -> Iterator[ClusterState]:
+def up(*flags: str) -> Iterator[ClusterState]:
     """Run `pdserve up` with random weights until the block ends; it must then drain and exit 0."""
-    command = (*PDSERVE, "up", "--name", NAME, "--load-format", "dummy", *flags, "--ready-file", str(ready_file))
+    command = (*PDSERVE, "up", "--name", NAME, "--load-format", "dummy", *flags)
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
             lines = iter(process.stderr.readline, "")
             assert any(line.startswith("ready: ") for line in lines), "ended before it was ready"
-            yield ClusterState.model_validate_json(ready_file.read_text())
+            yield read_state(NAME)
             process.send_signal(signal.SIGTERM)
             process.communicate(timeout=60)
             assert process.returncode == 0
@@ -83,7 +83,7 @@ def test_a_cluster_serves_outlives_a_death_and_drains(tmp_path: Path, monkeypatc
     port = free_port("127.0.0.1")
     sizes = ("--max-model-len", "256", "--kv-cache-memory-bytes", "30000000")
     publishing = ("--kv-events", "zmq", "--kv-events-endpoint", f"tcp://127.0.0.1:{port}")
-    with up(tmp_path / "ready.json", *sizes, *publishing) as state:
+    with up(*sizes, *publishing) as state:
         endpoints = {process.name: process.kv_events_endpoint for process in state.processes}
         assert endpoints == {
             "router": "",

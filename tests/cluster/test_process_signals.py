@@ -1,8 +1,8 @@
 """A signal before a process serves ends it at once, even as process 1; then the first one drains and a second one ends
-it at once, as does the time a drain may take. The ready file is there only while a process serves."""
+it at once, as does the time a drain may take. Health follows."""
 
-import json
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -26,6 +26,7 @@ from lone_process import (
     endless_router,
     process,
 )
+from probing import health_flags, served, until_served
 from proofs import operators_proof
 
 from pdserve.launch.folder import ClusterState
@@ -68,14 +69,13 @@ def insist(running: subprocess.Popen[str], number: signal.Signals) -> int:
 
 
 @pytest.mark.parametrize("kind", [ROUTER, PREFILL, UP])
-def test_a_signal_while_the_model_loads_ends_the_process_which_was_never_ready(
+def test_a_signal_while_the_model_loads_ends_the_process_which_has_not_started(
     kind: str, endless_model: Path, tmp_path: Path
 ) -> None:
-    arguments = command(kind, tmp_path / "run", endless_model)
-    stale = tmp_path / "run" / "ready.json"  # an earlier process in this container left it behind
-    stale.write_text("{}")
-    with process(arguments, tmp_path) as running, loading(endless_model):
-        assert not stale.exists()
+    health = {} if kind == UP else health_flags()
+    with process(command(kind, tmp_path / "run", endless_model, **health), tmp_path) as running, loading(endless_model):
+        if kind == PREFILL:
+            until_served(health["health_port"], ["live"])
         running.send_signal(signal.SIGINT)
         assert ends(running) == 128 + signal.SIGINT
 
@@ -97,31 +97,34 @@ def test_a_signal_that_comes_twice_is_one_request() -> None:
 
 
 def test_a_router_drains_at_the_first_signal_and_ends_at_the_second(model: Path, tmp_path: Path) -> None:
-    ready = tmp_path / "run" / "ready.json"
     with process(command(ROUTER, tmp_path / "run", model, pool_grace_s=120.0, **LONG), tmp_path) as running:
-        until_said(running, "serving ")
-        told = json.loads(ready.read_text())
-        with grpc.insecure_channel(told["public"]) as channel:
+        public, internal = re.findall(r"127.0.0.1:\d+", until_said(running, "serving "))
+        with grpc.insecure_channel(public) as channel:
             held = InferenceServiceStub(channel).Generate(greedy([3, 4, 5], 4), wait_for_ready=True)
-            until_held(told["internal"], tmp_path / "run" / "secret")
+            until_held(internal, tmp_path / "run" / "secret")
             watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
             assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
             running.send_signal(signal.SIGTERM)
             assert next(watch).status == health_pb2.HealthCheckResponse.NOT_SERVING
-            assert not ready.exists()
             assert insist(running, signal.SIGTERM) == 128 + signal.SIGTERM
             assert held.code() is grpc.StatusCode.UNAVAILABLE
 
 
 def test_a_worker_drains_at_the_first_signal_and_ends_at_the_second(model: Path, tmp_path: Path) -> None:
     with endless_router(tmp_path / "run" / "secret") as (router, address):
-        flags = {"routers": (address,), "lease_s": 600.0, **LONG}
+        message = tmp_path / "termination-log"
+        own = {"launch_id": "6f1c-pod", "termination_message_file": message}
+        flags = {"routers": (address,), "lease_s": 600.0, **LONG, **own, **health_flags()}
         with process(command(DECODE, tmp_path / "run", model, **flags), tmp_path) as running:
             assert router.holds_request.wait(90)
-            assert (tmp_path / "run" / "ready.json").exists()
+            assert served(flags["health_port"]) == ["live", "started", "ready"]
+            assert (router.registered.launch_id, router.registered.incarnation) == (
+                "6f1c-pod",
+                int(message.read_text()),
+            )
             running.send_signal(signal.SIGTERM)
             assert router.drains.wait(AT_ONCE_S)
-            assert not (tmp_path / "run" / "ready.json").exists()
+            assert served(flags["health_port"]) == ["live", "started"]
             assert insist(running, signal.SIGINT) == 128 + signal.SIGINT
 
 
@@ -135,16 +138,15 @@ def test_a_worker_that_has_not_drained_in_time_ends(model: Path, tmp_path: Path)
 
 
 def test_a_cluster_drains_at_the_first_signal_and_is_killed_at_the_second(model: Path, tmp_path: Path) -> None:
-    ready = tmp_path / "run" / "ready.json"
     with process(command(UP, tmp_path / "run", model, num_threads=1, **LONG), tmp_path) as running:
         until_said(running, "ready: ")
-        state = ClusterState.model_validate_json(ready.read_text())
+        (state_file,) = tmp_path.glob("pdserve/*/state.json")
+        state = ClusterState.model_validate_json(state_file.read_text())
         decode = state.pid_of("decode-0")
         assert decode is not None
         os.kill(decode, signal.SIGSTOP)  # it cannot drain
         running.send_signal(signal.SIGTERM)
         until_said(running, "stopping: ")
-        assert not ready.exists()
         assert insist(running, signal.SIGINT) == 128 + signal.SIGINT
     assert not state.secret_file.exists()
     assert not any(process.pid is not None and psutil.pid_exists(process.pid) for process in state.processes)
@@ -159,9 +161,11 @@ def until_held(internal: str, secret_file: Path) -> None:
         watch.cancel()
 
 
-def until_said(running: subprocess.Popen[str], part: str) -> None:
-    """Wait for a line on stderr; what comes after it is read and dropped."""
+def until_said(running: subprocess.Popen[str], part: str) -> str:
+    """Wait for a line on stderr and return it; what comes after it is read and dropped."""
     assert running.stderr is not None
-    assert any(part in line for line in iter(running.stderr.readline, "")), f"ended before it said {part!r}"
+    said = next((line for line in iter(running.stderr.readline, "") if part in line), None)
+    assert said is not None, f"ended before it said {part!r}"
     if part.startswith(("stopping", "serving")):
         threading.Thread(target=running.stderr.read, daemon=True).start()
+    return said

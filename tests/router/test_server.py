@@ -1,10 +1,8 @@
 """The router process: who may call it, what it says of its health, how it stops."""
 
 import asyncio
-import json
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import grpc
@@ -23,6 +21,7 @@ from pdserve.rpc import HELLO_METADATA_KEY, PROOF_METADATA_KEY, Caller, check_bi
 SERVICE = "pdserve.v1.InferenceService"
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+HEALTH_SERVICES = ("live", "started", "ready", "")
 INTERNAL_METHODS = ("LinkService/Attach", "AdminService/GetStatus", "AdminService/WatchStatus", "NoService/Nothing")
 
 
@@ -32,19 +31,35 @@ async def test_health_follows_the_workers_and_ends_first(start_router: StartRout
     assert (await health.Check(health_pb2.HealthCheckRequest())).status == SERVING
     watch = health.Watch(health_pb2.HealthCheckRequest(service=SERVICE))
     assert (await watch.read()).status == NOT_SERVING
+    assert await serves(router) == ["live", "started"]
     prefill, decode = await router.pair()
     assert (await watch.read()).status == SERVING
+    assert await serves(router) == ["live", "started", "ready", ""]
     await decode.die()
     assert (await watch.read()).status == NOT_SERVING
+    assert await serves(router) == ["live", "started"]
     await router.worker(link.ROLE_DECODE, "d1")
     assert (await watch.read()).status == SERVING
     prefill.is_paused = True
     call = router.generate(text="hello", max_tokens=1)
     await prefill.until(lambda: bool(prefill.prefills))
+    assert await serves(router) == ["live", "started", "ready", ""]
     router.stop.set()
+    assert await serves(router) == ["live", "started"]
     assert (await watch.read()).status == NOT_SERVING
     assert (await health.Check(health_pb2.HealthCheckRequest())).status == NOT_SERVING
     call.cancel()
+
+
+async def serves(router: RouterUnderTest) -> list[str]:
+    """Return the services of the health port that are SERVING; nothing else is served there."""
+    async with grpc.aio.insecure_channel(router.addresses.health) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as unknown:
+            await health.Check(health_pb2.HealthCheckRequest(service=SERVICE))
+        assert unknown.value.code() is grpc.StatusCode.NOT_FOUND
+        asked = {name: health.Check(health_pb2.HealthCheckRequest(service=name)) for name in HEALTH_SERVICES}
+        return [name for name, reply in asked.items() if (await reply).status == SERVING]
 
 
 async def test_shutdown_lets_running_requests_finish_and_takes_no_others(start_router: StartRouter) -> None:
@@ -128,14 +143,6 @@ async def test_watching_tells_of_changes(start_router: StartRouter) -> None:
         while not (await watch.read()).status.workers:
             pass
     watch.cancel()
-
-
-async def test_the_ready_file_names_all_ports(start_router: StartRouter, tmp_path: Path) -> None:
-    path = tmp_path / "ready.json"
-    router = await start_router(ready_file=path)
-    told = json.loads(path.read_text())
-    assert told == asdict(router.addresses)
-    assert not told["public"].endswith(":0")
 
 
 async def test_a_port_in_use_is_the_operators_error(start_router: StartRouter) -> None:

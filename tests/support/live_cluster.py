@@ -165,15 +165,13 @@ def live_cluster(folder: Path, model: Path, *flags: str) -> Iterator[LiveCluster
 
     Unless the flags say otherwise, workers of a pool that are equally idle take turns: tests count on who meets whom.
     """
-    ready = folder / "ready.json"
     environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
-    command = [sys.executable, "-P", "-m", "pdserve", "up", str(model), "--ready-file", str(ready)]
-    command += [*ANY_PORT, *TAKE_TURNS, *flags]
+    command = [sys.executable, "-P", "-m", "pdserve", "up", str(model), *ANY_PORT, *TAKE_TURNS, *flags]
     with (folder / "up.log").open("wb") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     cluster_logs.register(folder)
     try:
-        _await_file(ready, process, folder / "up.log")
+        _await_ready(process, folder)
         cluster = LiveCluster(process, folder)
         try:
             yield cluster
@@ -192,10 +190,10 @@ def live_cluster(folder: Path, model: Path, *flags: str) -> Iterator[LiveCluster
             process.wait()
 
 
-def _await_file(path: Path, process: subprocess.Popen[bytes], log: Path) -> None:
-    """Return when `pdserve up` has written its ready file; its own end, or a time, is a failure."""
-    deadline_s = time.monotonic() + START_TIMEOUT_S
-    while not path.exists():
+def _await_ready(process: subprocess.Popen[bytes], folder: Path) -> None:
+    """Return when `pdserve up` has its workers; its own end, or a time, is a failure."""
+    deadline_s, log = time.monotonic() + START_TIMEOUT_S, folder / "up.log"
+    while not any('"ready": true' in path.read_text() for path in folder.glob("pdserve/*/state.json")):
         with suppress(subprocess.TimeoutExpired):
             process.wait(0.05)
             raise AssertionError(log.read_text())

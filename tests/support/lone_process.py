@@ -28,13 +28,12 @@ UNPRIVILEGED = ("unshare", "--user", "--map-root-user", *NAMESPACE[1:])
 
 
 def command(kind: str, folder: Path, model: Path, **flags: object) -> list[str]:
-    """Return the command line of a process whose secret and ready file are in the folder."""
+    """Return the command line of a process whose secret is in the folder."""
     folder.mkdir(exist_ok=True)
     pdserve = [sys.executable, "-P", "-m", "pdserve", "worker" if kind in (PREFILL, DECODE) else kind]
-    ready = {"ready_file": folder / "ready.json", **flags}
     if kind == UP:
-        return [*pdserve, str(model), *flag_arguments({"router_port": 0, **ready})]
-    own: dict[str, object] = {"model": model, "secret_file": write_secret(folder), **ready}
+        return [*pdserve, str(model), *flag_arguments({"router_port": 0, **flags})]
+    own: dict[str, object] = {"model": model, "secret_file": write_secret(folder), **flags}
     if kind == ROUTER:
         own = {"port": 0, "internal_port": 0, **own}
     else:
@@ -77,6 +76,7 @@ class EndlessRouter(LinkServiceServicer):
     def __init__(self) -> None:
         self.holds_request = threading.Event()  # the worker has said so
         self.drains = threading.Event()
+        self.registered = link.Register()  # as last received
 
     def Attach(  # noqa: N802
         self, requests: Iterator[link.AttachRequest], context: grpc.ServicerContext
@@ -85,6 +85,8 @@ class EndlessRouter(LinkServiceServicer):
         yield link.AttachResponse(welcome=link.Welcome(router_id="endless", incarnation=1))
         placed = False
         for request in requests:
+            if request.HasField("register"):
+                self.registered = request.register
             if request.HasField("register") and request.register.ready and not placed:
                 placed = True
                 yield link.AttachResponse(place=endless_decode())
