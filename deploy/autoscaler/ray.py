@@ -261,7 +261,7 @@ class ActorActuator:
         self._ledger(name).role = role
         self._request_nodes({**self._roles, name: role})
         self._plans.keep(self._roles)
-        child = self._plans.add(name, role.value)
+        child = self._plans.add(name, role)
         spec = self._template.spec
         order = Order(
             spec=child,

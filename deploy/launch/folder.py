@@ -13,7 +13,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pdserve.errors import ConfigError
-from pdserve.launch.plan import Role, WorkerTemplate
+from pdserve.launch.plan import ProcessRole, WorkerTemplate
 
 RECORD_FILE = "autoscaler.json"  # what the cluster's autoscaler decided lately
 
@@ -24,7 +24,7 @@ class ProcessState(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    role: Role
+    role: ProcessRole
     pid: int | None  # None between its death and its next start
     incarnation: int
     num_restarts: int

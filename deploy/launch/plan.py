@@ -6,16 +6,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 from pdserve.config import WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.ids import Incarnation
+from pdserve.roles import Role
 
 Flags = Mapping[str, object]
-Role = Literal["router", "autoscaler", "prefill", "decode", "mixed"]
-WorkerRole = Literal["prefill", "decode", "mixed"]
-WORKER_ROLES: tuple[WorkerRole, ...] = get_args(WorkerRole)
+ProcessRole = Role | Literal["router", "autoscaler"]
+WORKER_ROLES = tuple(Role)
 WORKER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,126}")  # a log file is called so
 PUBLISHED = ("kv_events_endpoint", "kv_events_replay_endpoint")
 ANY_PORT = ("*", "0")
@@ -102,7 +102,7 @@ class ChildSpec:
     """One process to keep running."""
 
     name: str
-    role: Role
+    role: ProcessRole
     command: tuple[str, ...]
 
     @property
@@ -132,7 +132,7 @@ class WorkerPlans:
         self._endpoints: dict[str, dict[str, str]] = {}  # by worker
         self._places: dict[str, int] = {}  # by worker: how much further its ports are
 
-    def add(self, name: str, role: WorkerRole) -> ChildSpec:
+    def add(self, name: str, role: Role) -> ChildSpec:
         """Return a worker to start; ConfigError where its endpoints would be another worker's."""
         place = next(number for number in count() if number not in self._places.values())
         own = {key: _own_endpoint(key, endpoint, place, name) for key, endpoint in self._given.items()}
@@ -211,7 +211,7 @@ def threads_each(num_workers: int, num_cores: int) -> int | None:
     return None if num_workers <= 2 else max(1, 2 * num_cores // num_workers)
 
 
-def _child(name: str, role: Role, command: str, flags: Flags) -> ChildSpec:
+def _child(name: str, role: ProcessRole, command: str, flags: Flags) -> ChildSpec:
     return ChildSpec(name, role, (*PDSERVE, command, *flag_arguments(flags)))
 
 

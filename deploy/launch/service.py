@@ -9,19 +9,15 @@ import grpc
 
 from pdserve.errors import ConfigError, echo
 from pdserve.launch.folder import ProcessState
-from pdserve.launch.plan import WORKER_NAME, WORKER_ROLES, ClusterSpec, WorkerPlans, WorkerRole
+from pdserve.launch.plan import WORKER_NAME, WORKER_ROLES, ClusterSpec, WorkerPlans
 from pdserve.launch.supervisor import Supervisor
 from pdserve.proto.v1 import launcher_pb2 as launcher
-from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.launcher_pb2_grpc import LauncherServiceServicer, add_LauncherServiceServicer_to_server
+from pdserve.roles import Role
+from pdserve.roles_wire import ROLE_NUMBERS, ROLES
 from pdserve.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, abort, listen, read_secret, server_options
 
 WORKERS_END_S = 4.0  # after its drain_timeout_s, in which it ends by itself: when a worker is killed
-ROLES: dict[int, WorkerRole] = {
-    link.ROLE_PREFILL: "prefill",
-    link.ROLE_DECODE: "decode",
-    link.ROLE_MIXED: "mixed",
-}
 OTHERS = ("router", "autoscaler")  # names of other processes
 
 StartContext: TypeAlias = "grpc.aio.ServicerContext[launcher.StartWorkerRequest, launcher.StartWorkerResponse]"
@@ -90,7 +86,7 @@ class LauncherEndpoint(LauncherServiceServicer):
         state = launcher.WORKER_STATE_READY if self._is_ready(process) else launcher.WORKER_STATE_STARTING
         return launcher.LaunchedWorker(
             worker_id=process.name,
-            role=link.Role.ValueType(next(number for number, role in ROLES.items() if role == process.role)),
+            role=ROLE_NUMBERS[Role(process.role)],
             state=launcher.WORKER_STATE_DRAINING if process.leaving else state,
             incarnation=process.incarnation,
         )

@@ -19,7 +19,7 @@ from pdserve.errors import CommandError, ConfigError
 from pdserve.ids import Incarnation
 from pdserve.incarnation import new_incarnation
 from pdserve.launch.folder import ProcessState
-from pdserve.launch.plan import ChildSpec, Role
+from pdserve.launch.plan import ChildSpec, ProcessRole
 from pdserve.signals import DRAIN_TIMED_OUT_STATUS, STOP_SIGNALS, exit_status
 
 NEVER_STARTED = Incarnation(0)
@@ -62,7 +62,7 @@ class ChildExit:
 class Stage:
     """Children that are asked to end together, and by when they must have ended."""
 
-    roles: tuple[Role, ...]
+    roles: tuple[ProcessRole, ...]
     within_s: float  # after the first stage began
 
 

@@ -230,7 +230,7 @@ class SimCluster:
         if prefill is not None:
             peer = None if decode is None else decode.peer
             prefill.reported[spec.request_id, spec.attempt] = 0
-            fetch = None if place.fetch is None else self._share(router, spec, place.fetch, prefill.peer)
+            fetch = None if place.fetch is None else self._share(spec, place.fetch, prefill.peer)
             placed = messages.Placed(router.ref, job, deadline_s, target=peer, target_address="simulated", fetch=fetch)
             prefill.offer(placed)
         for worker in filter(None, (decode, prefill)) if len(self._routers) > 1 else ():
@@ -252,12 +252,12 @@ class SimCluster:
         asked = (present, index, spec.attempt, target.peer, "simulated", num_tokens)
         source.offer(messages.MoveAsked(router.ref, *asked))
 
-    def _share(self, router: _Router, spec: SequenceSpec, fetch: FetchAsked, target: Peer) -> messages.Fetch:
+    def _share(self, spec: SequenceSpec, fetch: FetchAsked, target: Peer) -> messages.Fetch:
         """Let the holder of a prompt's leading pages send them; return what their receiver is asked."""
         holder, deadline_s = self._workers[fetch.holder.link], self._clock.now_s() + fetch.within_s
         key, token_ids = HandoffKey(spec.request_id, spec.attempt), spec.token_ids[: fetch.num_tokens]
         asked = (key, token_ids, spec.cache_salt, target, "simulated", deadline_s)
-        holder.offer(messages.ShareAsked(router.ref, *asked))
+        holder.offer(messages.ShareAsked(*asked))
         return messages.Fetch(holder.peer, fetch.num_tokens, deadline_s)
 
     # ---- workers

@@ -21,12 +21,13 @@ from pdserve.measure.tables import Column, Sheet
 from pdserve.measure.workload import Arrival
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.proto.v1 import link_pb2 as link
+from pdserve.roles import Role
+from pdserve.roles_wire import ROLE_NUMBERS
 
 PATIENCE_S = 30.0
 LONGEST_PAUSE_S = 0.3  # between the status that shows a request where it is wanted, and its cancel
 
-ROLES = {"prefill": link.ROLE_PREFILL, "decode": link.ROLE_DECODE}
+POOLS = (Role.PREFILL, Role.DECODE)
 _COLUMNS = (
     Column("moment", is_text=True),
     Column("pool", is_text=True),
@@ -55,16 +56,16 @@ class Freed:
     freed_s: Percentiles
 
 
-def _has(role: str) -> Callable[[admin.ClusterStatus], bool]:
+def _has(role: Role) -> Callable[[admin.ClusterStatus], bool]:
     """Return whether a pool has anything in hand."""
-    return lambda status: any(is_busy(w) for w in status.workers if w.registration.role == ROLES[role])
+    return lambda status: any(is_busy(w) for w in status.workers if w.registration.role == ROLE_NUMBERS[role])
 
 
 def _decodes(status: admin.ClusterStatus) -> bool:
-    return not _has("prefill")(status) and any(w.load.num_running for w in status.workers)
+    return not _has(Role.PREFILL)(status) and any(w.load.num_running for w in status.workers)
 
 
-MOMENTS: dict[str, Callable[[admin.ClusterStatus], bool]] = {"mid-prefill": _has("prefill"), "mid-decode": _decodes}
+MOMENTS: dict[str, Callable[[admin.ClusterStatus], bool]] = {"mid-prefill": _has(Role.PREFILL), "mid-decode": _decodes}
 
 
 async def measure_cancels(spec: ClusterSpec, plan: CancelPlan) -> list[Freed]:
@@ -95,11 +96,11 @@ async def _cancel(call: _Call, moment: str, board: StatusBoard, rng: random.Rand
         raise CommandError(f"no request was seen {moment}: prompts or answers are too short")
     await asyncio.sleep(rng.uniform(0.0, LONGEST_PAUSE_S))
     if not reading.done():
-        concerned = [pool for pool in ROLES if _has(pool)(board.last)]
+        concerned = [pool for pool in POOLS if _has(pool)(board.last)]
         call.cancel()
         cancelled_s = clock.now_s()
 
-        async def freed(pool: str) -> None:
+        async def freed(pool: Role) -> None:
             has = _has(pool)
             is_free = await board.until(lambda status: not has(status), PATIENCE_S)
             times[pool] = clock.now_s() - cancelled_s if is_free else float("inf")

@@ -62,7 +62,6 @@ class MoveAsked:
 class ShareAsked:
     """Send the cached pages of a prefix to another worker, where an attempt with this key is placed."""
 
-    router: RouterRef
     key: HandoffKey
     token_ids: Seq[int]
     salt: str

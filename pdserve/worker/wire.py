@@ -57,7 +57,7 @@ def event(message: link.AttachResponse, router: RouterRef, now_s: float) -> Rout
         case "move":
             return _move(message.move, router)
         case "share":
-            return _share(message.share, router, now_s)
+            return _share(message.share, now_s)
         case "set_role":
             return _role_given(message.set_role)
         case "cancel":
@@ -234,13 +234,13 @@ def _move(move: link.Move, router: RouterRef) -> MoveAsked:
     return MoveAsked(router, key, move.index, new_attempt, target, address, move.num_tokens)
 
 
-def _share(share: link.Share, router: RouterRef, now_s: float) -> ShareAsked:
+def _share(share: link.Share, now_s: float) -> ShareAsked:
     target, address = _target(share.target)
     if len(share.token_ids) > MAX_TOKEN_IDS * TOKEN_ID_BYTES:
         raise ProtocolError(f"share.token_ids: {len(share.token_ids)} bytes, the limit is {MAX_TOKEN_IDS} tokens")
     token_ids = from_wire(share.token_ids, "share.token_ids")
     key, deadline_s = _key(share.request_id, share.attempt), now_s + share.within_ms / 1000
-    return ShareAsked(router, key, token_ids, share.cache_salt, target, address, deadline_s)
+    return ShareAsked(key, token_ids, share.cache_salt, target, address, deadline_s)
 
 
 def _role_given(given: link.SetRole) -> RoleGiven:

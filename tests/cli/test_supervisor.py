@@ -13,7 +13,7 @@ from supervised_children import Record, supervised
 from pdserve.clock import MonotonicClock
 from pdserve.errors import CommandError, ConfigError
 from pdserve.launch.folder import ProcessState
-from pdserve.launch.plan import ChildSpec, Role
+from pdserve.launch.plan import ChildSpec, ProcessRole
 from pdserve.launch.supervisor import Backoff, Stage, Supervisor
 
 pytestmark = pytest.mark.slow
@@ -23,11 +23,11 @@ SLEEP = "import signal; signal.pause()"
 IGNORE_TERM = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)"
 
 
-def child(name: str, code: str, role: Role = "decode") -> ChildSpec:
+def child(name: str, code: str, role: ProcessRole = "decode") -> ChildSpec:
     return ChildSpec(name, role, (sys.executable, "-I", "-c", code))
 
 
-def telling_child(folder: Path, name: str, role: Role, *, first: str = "") -> ChildSpec:
+def telling_child(folder: Path, name: str, role: ProcessRole, *, first: str = "") -> ChildSpec:
     """Return a child that writes its arguments into a pipe once it is set up, then sleeps."""
     pipe = folder / f"{name}.pipe"
     os.mkfifo(pipe)

@@ -1,8 +1,6 @@
 """Whom the ends of a hand-off stream let in, and what a false or malformed word costs."""
 
-import asyncio
 from dataclasses import replace
-from time import monotonic
 
 import grpc
 import pytest
@@ -28,6 +26,7 @@ from pdserve.kvtransfer.session import Peer, Quiesced, Taken
 from pdserve.proto.v1 import handoff_pb2 as handoff
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.sampling import MAX_LOGPROBS
+from pdserve.virtual_time import VirtualClock
 
 
 async def test_a_wrong_secret_is_refused() -> None:
@@ -197,21 +196,24 @@ async def test_a_process_that_was_heard_after_its_successor_started_has_not_ende
         assert await decode.heard.next() == SenderAttached(LATER)
 
 
-async def test_a_process_of_which_something_malformed_was_heard_after_its_successor_started_has_not_ended() -> None:
+async def test_a_process_of_which_something_malformed_was_heard_after_its_successor_started_has_not_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = VirtualClock()
     async with decode_worker() as decode:
+        monkeypatch.setattr(decode.servicer, "_clock", clock)
         async with raw_stream(decode, lambda _: None) as call:
             assert await decode.heard.next() == SenderAttached(PREFILL)
-            attached_s = monotonic()
-            await asyncio.sleep(1.0)
+            clock.advance(1.0)
             await call.write(handoff.HandoffServiceAttachRequest())
             await call.done_writing()
             assert isinstance(await decode.heard.next(), SenderLost)
         assert decode.refused == {Refusal.MALFORMED: 1}
 
         def follow(message: handoff.HandoffServiceAttachRequest) -> None:
-            """Have started soon after the first process attached."""
+            """Have started after the first process attached, and before that was heard of it."""
             be_later(message)
-            message.hello.age_ms = round(1000 * (monotonic() - attached_s))
+            message.hello.age_ms = 500
 
         async with raw_stream(decode, follow):
             assert await decode.heard.next() == SenderAttached(LATER)

@@ -18,7 +18,7 @@ from live_cluster import STOP_TIMEOUT_S, LiveCluster, all_ready, greedy
 from pdserve.files import write_atomically
 from pdserve.incarnation import new_incarnation
 from pdserve.launch.folder import ClusterState, ProcessState, free_port, write_secret
-from pdserve.launch.plan import Flags, Role, flag_arguments
+from pdserve.launch.plan import Flags, ProcessRole, flag_arguments
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 
@@ -52,7 +52,7 @@ class Wiring:
     started: dict[str, tuple[subprocess.Popen[bytes], ProcessState]] = field(default_factory=dict)
     _flags: dict[str, Flags] = field(default_factory=dict)  # of each process, but for its incarnation
 
-    def start(self, role: Role, name: str, flags: Flags) -> subprocess.Popen[bytes]:
+    def start(self, role: ProcessRole, name: str, flags: Flags) -> subprocess.Popen[bytes]:
         """Start a process with its log in the folder."""
         command, own = (role, {}) if role == "router" else ("worker", {"role": role})
         arguments = flag_arguments({"model": self.model, "secret_file": self.secret_file, **own, **flags})
@@ -79,7 +79,7 @@ class Wiring:
         own = {"router_id": name, "served_model_name": "wired", **TURNS, **ports}
         return self.start("router", name, {**own, **self.router_flags})
 
-    def start_worker(self, role: Role, name: str, router: str, **flags: object) -> subprocess.Popen[bytes]:
+    def start_worker(self, role: ProcessRole, name: str, router: str, **flags: object) -> subprocess.Popen[bytes]:
         own = {"worker_id": name, "incarnation": new_incarnation(), "routers": (router, *self.more_routers)}
         own |= {"served_model_name": "wired", "num_threads": 1}
         return self.start(role, name, {**own, **self.worker_flags, **flags})
@@ -176,7 +176,7 @@ def wired_cluster(
         stack.callback(_kill, wiring)
         wiring.start_router()
         for name in workers:
-            role: Role = "decode" if name in pools.decodes else "prefill"
+            role: ProcessRole = "decode" if name in pools.decodes else "prefill"
             _start_worker(wiring, role, name, proxies, (own_flags or {}).get(name, {}))
         cluster = WiredCluster(wiring, pools, proxies)
         stack.callback(cluster.close)
@@ -185,7 +185,7 @@ def wired_cluster(
         _drain(wiring)
 
 
-def _start_worker(wiring: Wiring, role: Role, name: str, proxies: Mapping[str, FaultProxy], own: Flags) -> None:
+def _start_worker(wiring: Wiring, role: ProcessRole, name: str, proxies: Mapping[str, FaultProxy], own: Flags) -> None:
     link, handoff, port = proxies[f"link {name}"], proxies[f"handoff {name}"], free_port(HOST)
     link.target, handoff.target = (HOST, wiring.internal_port), (HOST, port)
     wiring.start_worker(role, name, link.address, handoff_port=port, handoff_advertise=handoff.address, **own)

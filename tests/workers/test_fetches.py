@@ -45,7 +45,7 @@ def cluster(num_pages: int = 32) -> WiredCores:
 
 def share(cores: WiredCores, each: Job, num_tokens: int = 24, deadline_s: float = DUE_S) -> ShareAsked:
     tokens = each.token_ids[:num_tokens]
-    return ShareAsked(ROUTER, HandoffKey(*each.key), tokens, "", cores.workers["p"].peer, "p", deadline_s)
+    return ShareAsked(HandoffKey(*each.key), tokens, "", cores.workers["p"].peer, "p", deadline_s)
 
 
 def placed(cores: WiredCores, each: Job, target: str = "", num_tokens: int = 24) -> Placed:
