@@ -1,0 +1,64 @@
+{{/* Names and labels. */}}
+
+{{- define "pdserve.name" -}}
+{{- $name := default .Chart.Name .Values.nameOverride -}}
+{{- if .Values.fullnameOverride -}}{{ .Values.fullnameOverride | trunc 40 | trimSuffix "-" }}
+{{- else if contains $name .Release.Name -}}{{ .Release.Name | trunc 40 | trimSuffix "-" }}
+{{- else -}}{{ printf "%s-%s" .Release.Name $name | trunc 40 | trimSuffix "-" }}{{- end -}}
+{{- end }}
+
+{{- define "pdserve.selector" -}}
+app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "pdserve.labels" -}}
+{{ include "pdserve.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
+{{- end }}
+
+{{/* Metadata of an object: takes (list root suffix). */}}
+{{- define "pdserve.metadata" -}}
+{{- $root := index . 0 -}}
+name: {{ include "pdserve.name" $root }}{{ with index . 1 }}-{{ . }}{{ end }}
+namespace: {{ $root.Release.Namespace }}
+labels: {{- include "pdserve.labels" $root | nindent 2 }}
+{{- end }}
+
+{{/* Names of secrets, which the operator may have made. */}}
+{{- define "pdserve.secretName" -}}{{ default (printf "%s-secret" (include "pdserve.name" .)) .Values.secret.existingSecret }}{{- end }}
+{{- define "pdserve.keysName" -}}{{ default (printf "%s-keys" (include "pdserve.name" .)) .Values.keys.existingSecret }}{{- end }}
+{{- define "pdserve.tlsName" -}}
+{{- if eq .Values.tls.public.from "secret" -}}{{ required "tls.public.existingSecret: is required where tls.public.from is secret" .Values.tls.public.existingSecret }}
+{{- else -}}{{ include "pdserve.name" . }}-tls{{- end -}}
+{{- end }}
+
+{{/* Secret with the identity of a role: takes (list root role). */}}
+{{- define "pdserve.identityName" -}}
+{{- $root := index . 0 -}}{{- $role := index . 1 -}}{{- $identity := $root.Values.tls.identity -}}
+{{- if eq $identity.from "secret" -}}{{ required (printf "tls.identity.existingSecrets.%s: is required where tls.identity.from is secret" $role) (index $identity.existingSecrets $role) }}
+{{- else -}}{{ include "pdserve.name" $root }}-identity-{{ $role }}{{- end -}}
+{{- end }}
+
+{{/* DNS names of the public port, as JSON. */}}
+{{- define "pdserve.dnsNames" -}}
+{{- $name := include "pdserve.name" . -}}{{- $space := .Release.Namespace -}}
+{{- concat (list $name (printf "%s.%s" $name $space) (printf "%s.%s.svc" $name $space) (printf "%s.%s.svc.cluster.local" $name $space)) .Values.tls.public.dnsNames | toJson -}}
+{{- end }}
+
+{{- define "pdserve.routers" -}}{{ include "pdserve.name" . }}-routers.{{ .Release.Namespace }}.svc:50052{{- end }}
+
+{{/* Values of a component, over what it has in common with others, as JSON: takes (list root component). */}}
+{{- define "pdserve.values" -}}
+{{- $values := (index . 0).Values -}}{{- $component := index . 1 -}}
+{{- $common := deepCopy $values.pods -}}
+{{- if has $component (list "prefill" "decode") -}}{{- $common = mergeOverwrite $common (deepCopy $values.workers) -}}{{- end -}}
+{{- mergeOverwrite $common (deepCopy (index $values (eq $component "autoscaler" | ternary "operator" $component))) | toJson -}}
+{{- end }}
+
+{{/* Whether the autoscaler runs, rather than the watcher alone. */}}
+{{- define "pdserve.autoscales" -}}
+{{- with .Values.autoscaling }}{{ if or (eq .by "pdserve") (and (has .by (list "hpa" "keda")) (eq .follow "desired")) }}true{{ end }}{{ end -}}
+{{- end }}
