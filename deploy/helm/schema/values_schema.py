@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from pydantic.alias_generators import to_camel
 from pydantic.json_schema import GenerateJsonSchema
 
+from pdserve.autoscaler.config import AutoscalerConfig
 from pdserve.autoscaler.schema import Policy
 from pdserve.autoscaler.section import Section
 from pdserve.config import ProcessConfig, WorkerConfig
@@ -25,7 +26,7 @@ OF_THE_CHART = {
     *("host", "port", "internal_host", "internal_port", "handoff_host", "handoff_port", "handoff_rdma_devices"),
     *("health_host", "health_port", "metrics_host", "metrics_port", "ready_file", "drain_timeout_s"),
     *("role", "routers", "router_id", "worker_id", "launch_id", "incarnation", "termination_message_file"),
-    "tensor_parallel_size",
+    *("tensor_parallel_size", "policy", "name"),
 }
 
 Manifest = dict[str, Any]  # a part of a manifest, which Kubernetes checks
@@ -58,6 +59,7 @@ def _without(cls: type[BaseModel], base: type[BaseModel], names: Collection[str]
 ProcessValues = _without(ProcessConfig, _Settings, OF_THE_CHART)
 RouterValues = _without(RouterConfig, _Settings, OF_THE_CHART)
 WorkerValues = _without(WorkerConfig, _Settings, OF_THE_CHART)
+OperatorValues = _without(AutoscalerConfig, _Settings, OF_THE_CHART)
 PolicyValues = _without(Policy, Section, {"api_version", "kind", "actuator"})
 
 
@@ -130,6 +132,10 @@ class Router(Pods):
     service: Service
     ingress: Ingress
     route: Route
+
+
+class Operator(Pods):
+    config: OperatorValues
 
 
 class Devices(Part):
@@ -282,7 +288,7 @@ class Values(Part):
     workers: Workers
     prefill: Workers
     decode: Workers
-    operator: Pods
+    operator: Operator
     autoscaling: Autoscaling
     network_policy: NetworkPolicy
     monitoring: Monitoring

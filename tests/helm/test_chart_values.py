@@ -1,0 +1,106 @@
+"""The chart's values are checked by name before anything is rendered, against the settings that processes have."""
+
+import importlib.util
+from base64 import b64decode
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+from helm_chart import CHART, of_kind, refusal, rendered
+
+SCRIPT = CHART.parent / "schema" / "values_schema.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("values_schema", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_schema_is_that_of_the_settings(script: ModuleType) -> None:
+    """Run `python deploy/helm/schema/values_schema.py` where a setting has changed."""
+    assert script.FILE.read_text(encoding="utf-8") == script.values_schema()
+
+
+BAD = [
+    ({"prefill.replica": 2}, "prefill: Additional property replica is not allowed"),
+    ({"decode.replicas": -1}, "decode.replicas: Must be greater than or equal to 0"),
+    ({"workers.config.max_num_seq": 3}, "workers.config: Additional property max_num_seq is not allowed"),
+    ({"prefill.config.max_num_seqs": 0}, "prefill.config.max_num_seqs: Must be greater than or equal to 1"),
+    ({"router.config.placement": "best"}, 'router.config.placement must be one of the following: "goodput"'),
+    ({"router.config.port": 3}, "router.config: Additional property port is not allowed"),
+    ({"workers.config.role": "mixed"}, "workers.config: Additional property role is not allowed"),
+    ({"autoscaling.by": "me"}, "autoscaling.by must be one of the following"),
+    ({"autoscaling.policy.objectives.ttft": 3}, "objectives: Additional property ttft is not allowed"),
+    ({"autoscaling.policy.pools.decode.maxReplicas": 0}, "pools.decode.maxReplicas: Must be greater than"),
+    ({"model.source": "s3"}, "model.source must be one of the following"),
+    ({"tls.public.from": "none"}, "tls.public.from must be one of the following"),
+    ({"decode.rdma.devices": ["mlx5"]}, "decode.rdma.devices.0: Does not match pattern"),
+    ({"workers.sharedMemory": "lots"}, "workers.sharedMemory: Does not match pattern"),
+    ({"podSecurity.runAsUser": 0}, "podSecurity.runAsUser: Must be greater than or equal to 1"),
+    ({"router.image.digest": "latest"}, "router.image.digest: Does not match pattern"),
+]
+
+
+def test_bad_values_are_refused_by_name() -> None:
+    """All at once, so that the operator mends them at once."""
+    found = refusal({key: value for values, _ in BAD for key, value in values.items()})
+    assert [named for _, named in BAD if named not in found] == []
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"model.source": "pvc"}, "model.pvc.claimName: is required where model.source is pvc"),
+        ({"model.source": "hub"}, "model.hub.repository: is required where model.source is hub"),
+        ({"tls.public": {"from": "secret", "existingSecret": ""}}, "tls.public.existingSecret: is required"),
+        ({"tls.identity.from": "secret"}, "tls.identity.existingSecrets."),
+        ({"router.ingress.enabled": True}, "router.ingress.host: is required"),
+    ],
+)
+def test_what_is_missing_is_named(values: dict[str, object], named: str) -> None:
+    assert named in refusal({"tls.public": {"from": "secret", "existingSecret": "public"}, **values})
+
+
+def test_every_default_is_described_and_every_key_has_a_default(script: ModuleType) -> None:
+    """No key of the chart is known to the schema alone, so that an operator finds all in values.yaml."""
+    defaults = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    assert defaults.keys() == script.Values.model_json_schema()["properties"].keys()
+    for part, model in (("pods", script.Pods), ("tls", script.Tls), ("networkPolicy", script.NetworkPolicy)):
+        assert defaults[part].keys() == model.model_json_schema()["properties"].keys()
+    for part, model in (("router", script.Router), ("workers", script.Workers)):
+        known = model.model_json_schema()["properties"].keys() - script.Pods.model_json_schema()["properties"].keys()
+        assert known <= defaults[part].keys()
+
+
+def test_what_the_operator_reads_next_warns_of_gpus_without_rdma() -> None:
+    def notes(**values: object) -> str:
+        shown = {"kind": "Notes", "metadata": {"name": "-"}, "text": '{{ include "pdserve/templates/NOTES.txt" . | b64enc }}'}
+        (found,) = of_kind(rendered({"extraObjects": [shown], **values}), "Notes").values()
+        return b64decode(found["text"]).decode()
+
+    plain, with_gpus = notes(), notes(**{"decode.devices.count": 1})
+    assert "helm test -n llm chat" in plain
+    assert "RDMA" not in plain
+    assert "WARNING: decode workers have GPUs and no RDMA resource (decode.rdma.enabled)" in with_gpus
+    assert "WARNING: prefill" not in with_gpus
+
+
+def test_further_manifests_are_rendered_as_templates() -> None:
+    extra = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "{{ .Release.Name }}-x"}, "data": {}}
+    assert "chat-x" in {each["metadata"]["name"] for each in rendered({"extraObjects": [extra]})}
+
+
+def test_files_of_values_name_images_that_the_repository_builds() -> None:
+    named = {
+        Path(part["image"]["repository"]).name
+        for file in [CHART / "values.yaml", *sorted((CHART / "values").glob("*.yaml"))]
+        for part in yaml.safe_load(file.read_text(encoding="utf-8")).values()
+        if isinstance(part, dict) and isinstance(part.get("image"), dict) and part["image"].get("repository")
+    }
+    assert named == {"router", "worker-cpu", "worker-cuda"}

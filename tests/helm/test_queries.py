@@ -1,0 +1,72 @@
+"""Dashboards, alerts and triggers ask for metrics that processes show, in words that Prometheus understands."""
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from helm_chart import CHART, of_kind, rendered
+from promql_parser import parse
+
+from pdserve.metrics import SHOWN, Kind, Metric
+
+RULES = CHART / "files" / "rules.yaml"
+_SUFFIXES = {Kind.GAUGE: ("",), Kind.COUNTER: ("",), Kind.HISTOGRAM: ("_bucket", "_sum", "_count")}
+_ADDED = {"namespace", "pod", "le"}  # by Prometheus: where a series comes from, and the bucket of a histogram
+
+
+def _queries() -> Iterator[tuple[str, str]]:
+    for file in sorted((CHART / "files" / "dashboards").glob("*.json")):
+        for panel in json.loads(file.read_text(encoding="utf-8"))["panels"]:
+            for target in panel["targets"]:
+                yield f"{file.name}: {panel['title']}", target["expr"].replace("$__rate_interval", "5m")
+    for group in yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]:
+        for rule in group["rules"]:
+            yield f"rules: {rule.get('alert', rule.get('record'))}", rule["expr"]
+    for follow in ("desired", "waiting"):
+        for scaled in of_kind(
+            rendered({"autoscaling.by": "keda", "autoscaling.follow": follow}), "ScaledObject"
+        ).values():
+            yield f"keda: {follow}", scaled["spec"]["triggers"][0]["metadata"]["query"]
+
+
+QUERIES = list(_queries())
+METRICS: dict[str, Metric] = {
+    metric.name + suffix: metric for shown in SHOWN.values() for metric in shown for suffix in _SUFFIXES[metric.kind]
+}
+_SELECTOR = re.compile(r"([a-zA-Z_:][\w:]*)\{([^}]*)\}|\b((?:pdserve|vllm)[\w:]*)")
+
+
+@pytest.mark.parametrize(("where", "query"), QUERIES, ids=[where for where, _ in QUERIES])
+def test_every_query_is_understood_and_asks_for_metrics_and_labels_that_are_shown(where: str, query: str) -> None:
+    parse(query)
+    asked = [
+        (match[1] or match[3], re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", match[2] or ""))
+        for match in _SELECTOR.finditer(query)
+    ]
+    assert asked, where
+    for name, labels in asked:
+        assert set(labels) <= {*METRICS[name].labels, *_ADDED}, where
+
+
+def test_labels_that_queries_group_by_are_those_of_their_metrics() -> None:
+    for where, query in QUERIES:
+        names = [match[1] or match[3] for match in _SELECTOR.finditer(query)]
+        known = {label for name in names for label in METRICS[name].labels} | _ADDED
+        for grouped in re.findall(r"\bby \(([^)]*)\)", query):
+            assert {label.strip() for label in grouped.split(",") if label.strip()} <= known, where
+
+
+def test_prometheus_takes_the_rules(tmp_path: Path) -> None:
+    """With promtool where the machine has it; every expression has been parsed above."""
+    promtool = shutil.which("promtool")
+    groups = yaml.safe_load(RULES.read_text(encoding="utf-8"))["groups"]
+    alerts = [rule for group in groups for rule in group["rules"] if "alert" in rule]
+    assert all(rule["labels"]["severity"] in {"warning", "critical"} for rule in alerts)
+    assert all(rule["annotations"]["summary"] for rule in alerts)
+    if promtool is not None:
+        subprocess.run([promtool, "check", "rules", str(RULES)], check=True, timeout=60, cwd=tmp_path)

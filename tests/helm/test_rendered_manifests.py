@@ -1,0 +1,151 @@
+"""What the chart renders is what Kubernetes takes, and keeps what it promises."""
+
+import json
+
+import pytest
+import yaml
+from chart_cases import CASES, EVERYTHING
+from helm_chart import CHART, Manifest, helm, of_kind, pods, rendered
+from kubernetes_schemas import check
+from kubernetes_validate.utils import all_versions
+
+from pdserve.autoscaler.schema import Policy
+
+NEWEST = [version.rpartition(".")[0] for version in all_versions()[-3:]]
+NOT_RANDOM = {"Secret": ("data", "stringData")}  # keys and certificates differ each time
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_manifest_is_valid_for_the_newest_versions_of_kubernetes(name: str) -> None:
+    values, files = CASES[name]
+    manifests = rendered(values, *files)
+    assert len(of_kind(manifests, "Deployment")) == 4
+    for version in NEWEST:
+        for manifest in manifests:
+            check(manifest, version)
+
+
+@pytest.mark.parametrize("file", ["laptop", "h100-rdma", "several-nodes"])
+def test_lint_finds_nothing(file: str) -> None:
+    helm("lint", "--strict", str(CHART), f"--values={CHART / 'values' / file}.yaml")
+
+
+@pytest.mark.parametrize("name", ["defaults", "everything"])
+def test_the_manifests_are_those_that_were_looked_at(name: str, request: pytest.FixtureRequest) -> None:
+    """Write them again with `helm template`, look at the difference, and commit it."""
+    values, files = CASES[name]
+    manifests = [
+        {key: value for key, value in each.items() if key not in NOT_RANDOM.get(each["kind"], ())}
+        for each in rendered(values, *files)
+        if not each["metadata"]["name"].endswith("dashboards")
+    ]
+    shown = yaml.safe_dump_all(manifests, width=120)
+    golden = request.path.parent / "golden" / f"{name}.yaml"
+    if not golden.exists():
+        golden.write_text(shown, encoding="utf-8")
+    assert shown == golden.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_pod_is_restricted_but_for_what_rdma_needs(name: str) -> None:
+    values, files = CASES[name]
+    for component, pod in pods(rendered(values, *files)).items():
+        security = pod["securityContext"]
+        assert security["runAsNonRoot"] is True
+        assert security["runAsUser"] > 0
+        assert security["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["automountServiceAccountToken"] is (component == "autoscaler")
+        assert not any(pod.get(shared) for shared in ("hostNetwork", "hostIPC", "hostPID"))
+        for container in pod["containers"] + pod.get("initContainers", []):
+            confined = container["securityContext"]
+            assert confined["readOnlyRootFilesystem"] is True
+            assert confined["allowPrivilegeEscalation"] is False
+            assert confined["capabilities"]["drop"] == ["ALL"]
+            assert confined["capabilities"].get("add", []) in ([], ["IPC_LOCK"])
+            assert "add" not in confined["capabilities"] or "rdma" in str(container["resources"]["limits"])
+        for volume in pod["volumes"]:
+            assert volume.keys() - {"name"} <= {"secret", "configMap", "emptyDir", "persistentVolumeClaim", "image"}
+            assert volume.get("secret", {}).get("defaultMode", 0o440) == 0o440
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_pod_is_killed_half_a_minute_after_its_drain_ends(name: str) -> None:
+    values, files = CASES[name]
+    manifests = rendered(values, *files)
+    for component, pod in pods(manifests).items():
+        if component != "test":
+            (config,) = of_kind(manifests, "ConfigMap")[f"chat-pdserve-{component}"]["data"].values()
+            assert pod["terminationGracePeriodSeconds"] == yaml.safe_load(config)["drain_timeout_s"] + 30
+
+
+def test_both_pools_are_alike_but_for_their_names() -> None:
+    manifests = of_kind(rendered({}), "Deployment")
+    prefill, decode = (json.dumps(manifests[f"chat-pdserve-{pool}"]) for pool in ("prefill", "decode"))
+    known = {
+        each["metadata"]["annotations"]["checksum/config"]
+        for each in (json.loads(text)["spec"]["template"] for text in (prefill, decode))
+    }
+    for checksum in known:
+        prefill, decode = prefill.replace(checksum, "-"), decode.replace(checksum, "-")
+    assert prefill.replace("prefill", "decode") == decode
+
+
+def test_a_pool_overrides_what_both_have_and_what_all_pods_have() -> None:
+    values = {
+        "pods.drainTimeoutSeconds": 7,
+        "workers.resources": {"limits": {"cpu": "3"}},
+        "decode.replicas": 0,
+        "decode.resources.limits.cpu": "5",
+        "decode.podDisruptionBudget.enabled": False,
+    }
+    manifests = rendered(values)
+    found = pods(manifests)
+    assert {name: pod["terminationGracePeriodSeconds"] for name, pod in found.items() if name != "test"} == {
+        "router": 37,
+        "prefill": 37,
+        "decode": 37,
+        "autoscaler": 35,
+    }
+    cpus = {name: found[name]["containers"][0]["resources"]["limits"]["cpu"] for name in ("prefill", "decode")}
+    assert cpus == {"prefill": "3", "decode": "5"}
+    assert of_kind(manifests, "Deployment")["chat-pdserve-decode"]["spec"]["replicas"] == 0
+    assert of_kind(manifests, "PodDisruptionBudget").keys() == {"chat-pdserve-router", "chat-pdserve-prefill"}
+
+
+def test_devices_and_rdma_become_resources_and_settings() -> None:
+    manifests = rendered(EVERYTHING)
+    for pool, capabilities in (("prefill", {"drop": ["ALL"], "add": ["IPC_LOCK"]}), ("decode", {"drop": ["ALL"]})):
+        (container,) = pods(manifests)[pool]["containers"]
+        assert container["resources"]["limits"].items() >= {"nvidia.com/gpu": 2, "rdma/ib": 1}.items()
+        assert container["securityContext"]["capabilities"] == capabilities
+        settings = yaml.safe_load(of_kind(manifests, "ConfigMap")[f"chat-pdserve-{pool}"]["data"][f"{pool}.yaml"])
+        given = {"device": "cuda", "tensor_parallel_size": 2, "handoff_rdma_devices": ["mlx5_0:1"]}
+        assert settings.items() >= given.items()
+
+
+def test_what_scales_itself_has_no_fixed_number_of_replicas() -> None:
+    for by in ("pdserve", "hpa", "keda"):
+        deployments = of_kind(rendered({"autoscaling.by": by}), "Deployment")
+        free = {name for name, each in deployments.items() if "replicas" not in each["spec"]}
+        assert free == {"chat-pdserve-prefill", "chat-pdserve-decode"}
+
+
+def test_the_policy_document_is_one_that_the_autoscaler_takes() -> None:
+    for by, kind in (("pdserve", "kubernetes"), ("keda", "publish")):
+        maps = of_kind(rendered({"autoscaling.by": by}), "ConfigMap")
+        policy = Policy.model_validate(yaml.safe_load(maps["chat-pdserve-policy"]["data"]["policy.yaml"]))
+        assert policy.actuator.kind == kind
+
+
+def test_selectors_of_workloads_do_not_follow_a_role() -> None:
+    manifests = rendered({})
+    for deployment in of_kind(manifests, "Deployment").values():
+        assert "pdserve.dev/role" not in deployment["spec"]["selector"]["matchLabels"]
+    assert _role(manifests, "decode") == "decode"
+
+
+def _role(manifests: list[Manifest], pool: str) -> str:
+    found: str = of_kind(manifests, "Deployment")[f"chat-pdserve-{pool}"]["spec"]["template"]["metadata"]["labels"][
+        "pdserve.dev/role"
+    ]
+    return found

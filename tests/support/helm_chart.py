@@ -1,0 +1,65 @@
+"""Renders the Helm chart as `helm` does, and reads what it says."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+CHART = Path(__file__).resolve().parents[2] / "deploy" / "helm" / "pdserve"
+RELEASE, NAMESPACE = "chat", "llm"
+
+Manifest = dict[str, Any]
+
+
+def helm(*arguments: str, check: bool = True) -> "subprocess.CompletedProcess[str]":
+    """Run helm, whose errors are shown where it is to succeed."""
+    command = [str(Path(sys.executable).with_name("helm")), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert not check or done.returncode == 0, done.stderr
+    return done
+
+
+def template(values: Manifest, *files: str) -> list[str]:
+    """Return the command that renders the chart with values, over those of files in its folder `values`."""
+    shown = [f"--values={CHART / 'values' / file}.yaml" for file in files]
+    given = [f"--set-json={key}={json.dumps(value)}" for key, value in values.items()]
+    return ["template", RELEASE, str(CHART), f"--namespace={NAMESPACE}", *shown, *given]
+
+
+def rendered(values: Manifest, *files: str) -> list[Manifest]:
+    """Return the manifests of the chart with values, by their dotted keys, over those of files in its folder.
+
+    Where any value is given the public certificate exists, unless it is given too: to make one takes most of the time.
+    """
+    if values and not any(key.startswith("tls.public") for key in values):
+        values = {**values, "tls.public": {"from": "secret", "existingSecret": "public"}}
+    return [document for document in _load(tuple(template(values, *files))) if document]
+
+
+@cache
+def _load(arguments: tuple[str, ...]) -> list[Manifest]:
+    return list(yaml.load_all(helm(*arguments).stdout, yaml.CSafeLoader))
+
+
+def refusal(values: Manifest) -> str:
+    """Return why the chart refuses values."""
+    done = helm(*template(values), check=False)
+    assert done.returncode != 0, "the values are taken"
+    return done.stderr
+
+
+def of_kind(manifests: Sequence[Manifest], kind: str) -> dict[str, Manifest]:
+    """Return the manifests of a kind by their names."""
+    return {each["metadata"]["name"]: each for each in manifests if each["kind"] == kind}
+
+
+def pods(manifests: Sequence[Manifest]) -> dict[str, Manifest]:
+    """Return the specifications of all pods, by component."""
+    templates = [each["spec"]["template"] for each in manifests if each["kind"] == "Deployment"]
+    templates += [each for each in manifests if each["kind"] == "Pod"]
+    return {each["metadata"]["labels"]["app.kubernetes.io/component"]: each["spec"] for each in templates}

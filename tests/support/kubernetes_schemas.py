@@ -1,0 +1,74 @@
+"""Checks manifests against the schemas of Kubernetes' own resources, and of those that others define."""
+
+import importlib
+import json
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import jsonschema
+from referencing import Registry, Resource
+from referencing.jsonschema import DRAFT7
+
+Manifest = dict[str, Any]
+
+# Where models of others' resources are; those that no package has are written below.
+_MODELS = {
+    "cert-manager.io/v1": "cloudcoil.models.cert_manager.v1",
+    "keda.sh/v1alpha1": "cloudcoil.models.keda.v1alpha1",
+    "monitoring.coreos.com/v1": "cloudcoil.models.prometheus_operator.v1",
+}
+_NAME = {"type": "string", "pattern": r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$"}
+
+
+def check(manifest: Manifest, version: str) -> None:
+    """Raise ValidationError for what Kubernetes of that version, such as 1.37, would refuse; unknown fields too."""
+    _validator(manifest["apiVersion"], manifest["kind"], version).validate(manifest)
+
+
+@cache
+def _validator(api_version: str, kind: str, version: str) -> Any:  # noqa: ANN401 - jsonschema's
+    if api_version in _MODELS:
+        return jsonschema.Draft202012Validator(_of_model(getattr(importlib.import_module(_MODELS[api_version]), kind)))
+    if api_version == "gateway.networking.k8s.io/v1":
+        return jsonschema.Draft202012Validator(_route())
+    group, _, name = api_version.rpartition("/")
+    file = "-".join(part for part in (kind.lower(), group.split(".")[0], name) if part)
+    return jsonschema.Draft7Validator(_read(version, f"{file}.json"), registry=_definitions(version))
+
+
+def _read(version: str, name: str) -> Manifest:
+    folder = files("kubernetes_validate") / "kubernetes-json-schema" / f"v{version}.0-local-strict"
+    found: Manifest = json.loads((folder / name).read_text(encoding="utf-8"))
+    return found
+
+
+@cache
+def _definitions(version: str) -> Registry[Any]:
+    return Registry().with_resource("_definitions.json", Resource(_read(version, "_definitions.json"), DRAFT7))
+
+
+def _of_model(model: Any) -> Manifest:  # noqa: ANN401 - a pydantic model
+    schema: Manifest = model.model_json_schema(by_alias=True)
+    for part in (schema, *schema.get("$defs", {}).values()):
+        if "properties" in part:
+            part.setdefault("additionalProperties", False)
+    return schema
+
+
+def _object(*required: str, **properties: object) -> Manifest:
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+def _route() -> Manifest:
+    parent = _object("name", name=_NAME, namespace=_NAME, sectionName=_NAME, port={"type": "integer"})
+    backend = _object("name", "port", name=_NAME, port={"type": "integer"})
+    rule = _object("backendRefs", backendRefs={"type": "array", "minItems": 1, "items": backend})
+    spec = _object(
+        *("parentRefs", "rules"),
+        parentRefs={"type": "array", "minItems": 1, "items": parent},
+        hostnames={"type": "array", "items": _NAME},
+        rules={"type": "array", "minItems": 1, "items": rule},
+    )
+    kinds = {"enum": ["GRPCRoute", "HTTPRoute"]}
+    return _object("apiVersion", "kind", "metadata", "spec", apiVersion={}, kind=kinds, metadata={}, spec=spec)
