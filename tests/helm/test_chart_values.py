@@ -80,7 +80,8 @@ def test_every_default_is_described_and_every_key_has_a_default(script: ModuleTy
 
 def test_what_the_operator_reads_next_warns_of_gpus_without_rdma() -> None:
     def notes(**values: object) -> str:
-        shown = {"kind": "Notes", "metadata": {"name": "-"}, "text": '{{ include "pdserve/templates/NOTES.txt" . | b64enc }}'}
+        text = '{{ include "pdserve/templates/NOTES.txt" . | b64enc }}'
+        shown = {"kind": "Notes", "metadata": {"name": "-"}, "text": text}
         (found,) = of_kind(rendered({"extraObjects": [shown], **values}), "Notes").values()
         return b64decode(found["text"]).decode()
 
