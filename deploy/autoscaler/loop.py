@@ -5,6 +5,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -87,12 +88,14 @@ class Loop:
         self.observation: Observation | None = None  # the last one
         self.num_decided = Counter[tuple[str, ...]]()  # by pool, verb and what binds
 
-    async def run(self) -> None:
-        """Go on until the cluster has ended; raises what its `check` does."""
-        while True:
+    async def run(self, stop: asyncio.Event) -> None:
+        """Go on until asked to stop, at the end of a step. Raises what the cluster's `check` does once it has ended."""
+        while not stop.is_set():
             began_s = self._clock.now_s()
             await self.step()
-            await asyncio.sleep(began_s + self._file.policy.interval.react_s - self._clock.now_s())
+            with suppress(TimeoutError):
+                async with asyncio.timeout(began_s + self._file.policy.interval.react_s - self._clock.now_s()):
+                    await stop.wait()
 
     async def step(self) -> None:
         """Observe, decide and act once. Nothing is decided without an answer of the actuator."""

@@ -1,4 +1,4 @@
-"""The autoscaler's process. It ends at once at a signal: what it ordered goes on, and its successor sees it."""
+"""The autoscaler's process. A signal ends it after its present step: what it ordered goes on; a successor sees it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -28,6 +28,7 @@ from pdserve.launch.plan import WorkerTemplate
 from pdserve.metrics import DECISIONS, DESIRED, REPLICAS, Sample
 from pdserve.metrics_server import showing
 from pdserve.roles import Role
+from pdserve.signals import drain_on_signals
 
 END_CHECK_S = 0.5  # between two looks at replicas that end
 
@@ -50,9 +51,13 @@ class Target:
 
 
 async def serve(config: AutoscalerConfig, target: Target, warm_up: WarmUp) -> None:
-    """Scale a cluster until it ends. ConfigError where the policy is not valid, or cannot be followed there."""
-    file = PolicyFile(config.policy, warm_up)
+    """Scale a cluster until it ends, or a signal comes.
+
+    ConfigError where the policy is not valid, or cannot be followed there.
+    """
+    file, stop = PolicyFile(config.policy, warm_up), asyncio.Event()
     async with AsyncExitStack() as stack:
+        stack.enter_context(drain_on_signals(asyncio.get_running_loop(), stop.set, config.drain_timeout_s))
         routers = [
             await stack.enter_async_context(AdminClient(address, target.secret_file)) for address in target.routers
         ]
@@ -62,8 +67,8 @@ async def serve(config: AutoscalerConfig, target: Target, warm_up: WarmUp) -> No
         loop = Loop(file, cluster, journal, MonotonicClock())
         health = await stack.enter_async_context(answering(config))
         journal.metrics_address = await stack.enter_async_context(showing(config, lambda: samples(loop, actuator)))
-        health.start(lambda: True)
-        await loop.run()
+        health.start(lambda: not stop.is_set())
+        await loop.run(stop)
 
 
 @asynccontextmanager

@@ -1,5 +1,6 @@
 """What is ordered is ordered once, whatever becomes of the answer; a policy is followed whole or not at all."""
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -187,7 +188,7 @@ async def test_an_autoscaler_ends_with_its_cluster(tmp_path: Path) -> None:
     await scene.go_on(1)
     scene.platform.is_silent = scene.has_ended = True
     with pytest.raises(CommandError, match="it has ended"):
-        await scene.loop.run()
+        await scene.loop.run(asyncio.Event())
 
 
 async def test_nothing_is_drained_while_a_router_is_silent(tmp_path: Path) -> None:

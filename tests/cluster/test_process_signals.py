@@ -29,7 +29,8 @@ from lone_process import (
 from probing import health_flags, served, until_served
 from proofs import operators_proof
 
-from pdserve.launch.folder import ClusterState
+from pdserve.launch.folder import ClusterState, write_secret
+from pdserve.launch.plan import PDSERVE, flag_arguments
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceStub
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
@@ -37,6 +38,7 @@ from pdserve.signals import DRAIN_TIMED_OUT_STATUS, SAME_REQUEST_S, Request, Sto
 
 AT_ONCE_S = 10  # a busy machine; a drain would take longer
 LONG = {"drain_timeout_s": 120.0}
+POLICY = Path(__file__).parents[2] / "deploy/policies/batch.yaml"
 
 
 @pytest.fixture
@@ -126,6 +128,24 @@ def test_a_worker_drains_at_the_first_signal_and_ends_at_the_second(model: Path,
             assert router.drains.wait(AT_ONCE_S)
             assert served(flags["health_port"]) == ["live", "started"]
             assert insist(running, signal.SIGINT) == 128 + signal.SIGINT
+
+
+def test_a_worker_that_attaches_to_no_router_is_not_ready_and_ends_as_one_that_has_drained(
+    model: Path, tmp_path: Path
+) -> None:
+    flags = health_flags()
+    with process(command(DECODE, tmp_path / "run", model, **flags), tmp_path) as running:
+        until_served(flags["health_port"], ["live", "started"])
+        running.send_signal(signal.SIGTERM)
+        assert ends(running) == 0
+
+
+def test_an_autoscaler_ends_after_its_step(tmp_path: Path) -> None:
+    flags = {"policy": POLICY, "routers": ("127.0.0.1:1",), "secret_file": write_secret(tmp_path), **health_flags()}
+    with process([*PDSERVE, "autoscale", "run", *flag_arguments(flags)], tmp_path) as running:
+        until_served(flags["health_port"], ["live", "started", "ready"])
+        running.send_signal(signal.SIGTERM)
+        assert ends(running) == 0
 
 
 def test_a_worker_that_has_not_drained_in_time_ends(model: Path, tmp_path: Path) -> None:
