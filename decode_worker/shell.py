@@ -3,13 +3,12 @@
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-import grpc
-
 from pdserve.config import WorkerConfig
-from pdserve.errors import ConfigError
+from pdserve.credentials import Credentials
+from pdserve.errors import ConfigError, Refusal
 from pdserve.kvtransfer.server import HandoffServicer
 from pdserve.proto.v1.handoff_pb2_grpc import add_HandoffServiceServicer_to_server
-from pdserve.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, join_address, listen, server_options, split_address
+from pdserve.rpc import join_address, split_address
 
 STOP_GRACE_S = 1.0
 EVERYWHERE = ("", "0.0.0.0", "::")  # hosts that nobody can dial
@@ -35,14 +34,12 @@ def advertised(config: WorkerConfig, bound: str) -> str:
 
 @asynccontextmanager
 async def listening(
-    servicer: HandoffServicer, config: WorkerConfig, secret: bytes, on_refused: Callable[[], None]
+    servicer: HandoffServicer, config: WorkerConfig, credentials: Credentials, on_denied: Callable[[Refusal], None]
 ) -> AsyncIterator[str]:
     """Let senders attach for the length of the block; yields the address that they are told."""
-    server = grpc.aio.server(
-        interceptors=[RequireSecret(secret, on_refused)], options=server_options(INTERNAL_MESSAGE_BYTES)
-    )
+    server = credentials.server(on_denied)
     add_HandoffServiceServicer_to_server(servicer, server)
-    bound = listen(server, config.handoff_host, config.handoff_port, "handoff_port")
+    bound = credentials.listen(server, config.handoff_host, config.handoff_port, "handoff_port")
     await server.start()
     try:
         yield advertised(config, bound)

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from pdserve.certificates import Part
 from pdserve.clock import process_age_s
+from pdserve.credentials import Credentials
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.kvtransfer import dialling, wire
 from pdserve.kvtransfer.dialling import AttachMover, Dial, DialId, Dialling
@@ -17,7 +19,7 @@ from pdserve.kvtransfer.greeting import Hello, HelloAck, Introduction, Party
 from pdserve.kvtransfer.session import Peer
 from pdserve.proto.v1 import handoff_pb2 as handoff
 from pdserve.proto.v1.handoff_pb2_grpc import HandoffServiceStub
-from pdserve.rpc import INTERNAL_MESSAGE_BYTES, channel_options, identify
+from pdserve.rpc import identify
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +44,17 @@ class HandoffClient:
     """Dials on first need, and again on the next need after a stream was lost."""
 
     def __init__(
-        self, me: Party, secret: bytes, sink: Sink[OutgoingEvent], tasks: asyncio.TaskGroup, refused: Counter[Refusal]
+        self,
+        me: Party,
+        credentials: Credentials,
+        sink: Sink[OutgoingEvent],
+        tasks: asyncio.TaskGroup,
+        refused: Counter[Refusal],
     ) -> None:
         """`refused` counts what is refused here, beside what its owner counts."""
         self._me = me
         self._introduction = Introduction(me.peer, me.layout)
-        self._secret = secret
+        self._credentials = credentials
         self._sink = sink
         self._tasks = tasks
         self._refused = refused
@@ -116,10 +123,8 @@ class HandoffClient:
         """Serve a stream to its end, and say why it has ended."""
         reason = "it ended the stream"
         try:
-            async with grpc.aio.insecure_channel(
-                dial.address, options=channel_options(INTERNAL_MESSAGE_BYTES)
-            ) as channel:
-                proof = await identify(channel, self._secret, ATTACH)
+            async with self._credentials.channel(dial.address, Part.WORKER) as channel:
+                proof = await identify(channel, self._credentials.secret, ATTACH)
                 call: Call = HandoffServiceStub(channel).Attach(metadata=proof)
                 try:
                     await self._read(dial, stream, call)

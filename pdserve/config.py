@@ -51,6 +51,12 @@ class ProcessConfig(BaseModel):
     health_port: int = Field(0, ge=0, le=65535, description="Port for health; 0 takes a free one.")
 
 
+IDENTITY_HELP = (
+    "Folder with tls.crt, tls.key and ca.crt, read again when they change: all internal connections are mutual TLS. "
+    "By default none is: they are plain gRPC."
+)
+
+
 class WorkerConfig(ProcessConfig):
     """Settings of a worker."""
 
@@ -83,6 +89,7 @@ class WorkerConfig(ProcessConfig):
     )
     routers: tuple[str, ...] = Field(min_length=1, description="Internal addresses of the routers, host:port.")
     secret_file: Path = Field(description="The cluster's shared secret; its owner and group alone may read it.")
+    identity_dir: Path | None = Field(None, description=IDENTITY_HELP)
     page_size: int = Field(
         16,
         ge=BLOCK_TOKENS,

@@ -21,6 +21,7 @@ class Refusal(Enum):
     """What was wrong with a peer's message. Refusals are counted by this."""
 
     SECRET = "secret"
+    PART = "part"  # a caller's certificate is of a process that may not make the call
     VERSION = "version"
     INCARNATION = "incarnation"
     LAYOUT = "layout"

@@ -20,6 +20,7 @@ import grpc
 
 from pdserve.clock import Clock, MonotonicClock
 from pdserve.errors import ConfigError
+from pdserve.files import read_private
 from pdserve.proof import CHALLENGE_BYTES, NONCE_BYTES, Challenges, is_proof, new_nonce, proof_of
 
 PUBLIC_MESSAGE_BYTES = 4 * 1024 * 1024
@@ -31,7 +32,6 @@ CHALLENGE_METADATA_KEY = "pdserve-challenge-bin"
 PROOF_METADATA_KEY = "pdserve-proof-bin"
 HELLO_METHOD = "/pdserve.v1.Identity/Hello"  # nobody serves it: a hello is always denied
 MIN_SECRET_BYTES = 32
-EXPOSED = 0o026  # modes of a secret that others could read, or anybody but its owner replace
 
 Options = list[tuple[str, int]]
 Metadata = tuple[tuple[str, bytes], ...]
@@ -81,37 +81,38 @@ def _message_limits(max_message_bytes: int) -> Options:
 
 
 def read_secret(path: Path) -> bytes:
-    """Return the cluster's shared secret; ConfigError unless the file is private and long enough.
-
-    Its group may read it: Kubernetes mounts a secret for a process that is not root as 0440, with the pod's group.
-    """
-    try:
-        mode = path.stat().st_mode
-        secret = path.read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"secret_file: cannot read {path}: {error.strerror}") from error
-    if mode & EXPOSED:
-        raise ConfigError(f"secret_file: {path} has mode {mode & 0o777:04o}; at most 0640 is private enough")
+    """Return the cluster's shared secret; ConfigError unless the file is private and long enough."""
+    secret = read_private(path, "secret_file").strip()
     if len(secret) < MIN_SECRET_BYTES:
         raise ConfigError(f"secret_file: {path} holds {len(secret)} bytes, at least {MIN_SECRET_BYTES} are needed")
     return secret
 
 
-def check_bind(address: str, *, has_identity: bool, key: str = "host") -> None:
+def check_bind(address: str, *, has_identity: bool, key: str = "host", remedy: str = "") -> None:
     """Raise ConfigError where a listener that knows no identities would be reachable from other machines.
 
-    `address` is a host or host:port; `key` is the option named in the error.
+    `address` is a host or host:port; `key` is the option named in the error, `remedy` what it asks to set.
     """
     if not has_identity and not _is_loopback(address):
-        raise ConfigError(f"{key}: {address} is reachable from other machines and callers would not be identified")
+        text = f"{key}: {address} is reachable from other machines and callers would not be identified"
+        raise ConfigError(f"{text}; {remedy}" if remedy else text)
 
 
-def listen(server: grpc.aio.Server, host: str, port: int, key: str) -> str:
-    """Bind a port (0: a free one) and return its address, host:port; ConfigError names `key` where that cannot be."""
+def listen(
+    server: grpc.aio.Server, host: str, port: int, key: str, credentials: grpc.ServerCredentials | None = None
+) -> str:
+    """Bind a port (0: a free one) and return its address, host:port; ConfigError names `key` where that cannot be.
+
+    With credentials it speaks TLS alone.
+    """
+    address = join_address(host, port)
     try:
-        bound = server.add_insecure_port(join_address(host, port))
+        if credentials is None:
+            bound = server.add_insecure_port(address)
+        else:
+            bound = server.add_secure_port(address, credentials)
     except RuntimeError as error:
-        raise ConfigError(f"{key}: cannot listen on {join_address(host, port)}") from error
+        raise ConfigError(f"{key}: cannot listen on {address}") from error
     return join_address(host, bound)
 
 

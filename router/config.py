@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from pdserve.config import ProcessConfig
+from pdserve.config import IDENTITY_HELP, ProcessConfig
 from pdserve.perfmodel.curve import StepCosts
 from pdserve.perfmodel.profile import read_profile
 
@@ -65,7 +65,12 @@ class RouterConfig(Limits, ProcessConfig):
     port: int = Field(50051, ge=0, le=65535, description="Port for clients; 0 takes a free one.")
     internal_host: str = Field("127.0.0.1", description="Host on which workers and operators are awaited.")
     internal_port: int = Field(50052, ge=0, le=65535, description="Port for workers; 0 takes a free one.")
+    ssl_certfile: Path | None = Field(
+        None, description="Certificate, PEM, that the port for clients shows; read again when it changes."
+    )
+    ssl_keyfile: Path | None = Field(None, description="Its private key, PEM; goes with ssl_certfile.")
     secret_file: Path = Field(description="The cluster's shared secret; its owner and group alone may read it.")
+    identity_dir: Path | None = Field(None, description=IDENTITY_HELP)
     router_id: str = Field("router", min_length=1, max_length=128, description="Name of this router.")
     placement: PolicyName = Field("goodput", description="How a pair of workers is chosen for a request.")
     kv_events: KvEvents = Field(

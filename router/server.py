@@ -10,16 +10,20 @@ import logging
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import grpc
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_health.v1.health_pb2 import HealthCheckResponse
 from grpc_reflection.v1alpha import reflection
 
+from pdserve.certificates import Part
 from pdserve.checkpoint.checkpoint import NO_DEFAULTS, naming
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
 from pdserve.clock import MonotonicClock
+from pdserve.credentials import Credentials, public_credentials
+from pdserve.errors import ConfigError
 from pdserve.health import Health, answering
 from pdserve.incarnation import new_incarnation
 from pdserve.metrics_server import showing
@@ -42,7 +46,7 @@ from pdserve.router.policies import POLICIES
 from pdserve.router.predict import Predictor
 from pdserve.router.prompts import Prompts, ServedModel
 from pdserve.router.shell import Shell, WorkerStream
-from pdserve.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, check_bind, listen, read_secret, server_options
+from pdserve.rpc import check_bind, listen, read_secret, server_options
 from pdserve.signals import drain_on_signals
 
 logger = logging.getLogger(__name__)
@@ -127,11 +131,12 @@ async def _listen(
     servicer = health.aio.HealthServicer()
     await servicer.set("", HealthCheckResponse.SERVING)
     admin = AdminEndpoint(shell, config.router_id, model, metrics)
-    public, internal = _public_server(endpoint, servicer), _internal_server(config, shell, admin)
+    credentials = Credentials.read(config.secret_file, config.identity_dir, Part.ROUTER)
+    public, internal = _public_server(endpoint, servicer), _internal_server(config, credentials, shell, admin)
     check_bind(config.host, has_identity=False)
     addresses = Addresses(
-        public=listen(public, config.host, config.port, "port"),
-        internal=listen(internal, config.internal_host, config.internal_port, "internal_port"),
+        public=listen(public, config.host, config.port, "port", _public_credentials(config)),
+        internal=credentials.listen(internal, config.internal_host, config.internal_port, "internal_port"),
         metrics=metrics,
         health=answers.address,
     )
@@ -162,13 +167,24 @@ def _public_server(endpoint: InferenceEndpoint, servicer: health.aio.HealthServi
     return server
 
 
-def _internal_server(config: RouterConfig, shell: Shell, admin: AdminEndpoint) -> grpc.aio.Server:
-    secret = read_secret(config.secret_file)
-    server = grpc.aio.server(interceptors=[RequireSecret(secret)], options=server_options(INTERNAL_MESSAGE_BYTES))
+def _public_credentials(config: RouterConfig) -> grpc.ServerCredentials | None:
+    match config.ssl_certfile, config.ssl_keyfile:
+        case Path() as certificate, Path() as key:
+            return public_credentials(certificate, key)
+        case None, None:
+            return None
+        case _:
+            raise ConfigError("ssl_certfile: goes with ssl_keyfile, and one of them is not set")
+
+
+def _internal_server(
+    config: RouterConfig, credentials: Credentials, shell: Shell, admin: AdminEndpoint
+) -> grpc.aio.Server:
+    server = credentials.server(lambda refusal: shell.refused.update([refusal]))
     welcome = link.Welcome(
         router_id=config.router_id, incarnation=new_incarnation(), wants_kv_events=config.kv_events == "link"
     )
-    follow = _follower(shell, secret) if config.kv_events == "zmq" else None
+    follow = _follower(shell, credentials.secret) if config.kv_events == "zmq" else None
     add_LinkServiceServicer_to_server(Links(shell, welcome, follow), server)
     add_AdminServiceServicer_to_server(admin, server)
     return server

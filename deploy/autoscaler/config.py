@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from pdserve.config import ProcessConfig
+from pdserve.config import IDENTITY_HELP, ProcessConfig
 
 
 class AutoscalerConfig(ProcessConfig):
@@ -19,3 +19,4 @@ class AutoscalerConfig(ProcessConfig):
         None,
         description="Shared secret of a cluster whose routers are named; its owner and group alone may read it.",
     )
+    identity_dir: Path | None = Field(None, description=IDENTITY_HELP)

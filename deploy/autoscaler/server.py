@@ -39,10 +39,15 @@ class Target:
 
     routers: tuple[str, ...]  # internal ports, host:port
     secret_file: Path
+    identity_dir: Path | None = None  # an operator's, where the cluster asks for certificates
     launcher: str = ""  # host:port of its launcher, where it has one
     record_file: Path | None = None  # where decisions are written for other commands
     name: str = ""  # of a cluster of this machine
     elsewhere: WorkerTemplate | None = None  # of its workers, where they are started on other machines
+
+    def router(self, address: str) -> AdminClient:
+        """Return a connection to a router."""
+        return AdminClient(address, self.secret_file, self.identity_dir)
 
     def check(self) -> None:
         """Raise where the cluster has ended: ConfigError, or CommandError where another one has its name."""
@@ -58,9 +63,7 @@ async def serve(config: AutoscalerConfig, target: Target, warm_up: WarmUp) -> No
     file, stop = PolicyFile(config.policy, warm_up), asyncio.Event()
     async with AsyncExitStack() as stack:
         stack.enter_context(drain_on_signals(asyncio.get_running_loop(), stop.set, config.drain_timeout_s))
-        routers = [
-            await stack.enter_async_context(AdminClient(address, target.secret_file)) for address in target.routers
-        ]
+        routers = [await stack.enter_async_context(target.router(address)) for address in target.routers]
         actuator = await stack.enter_async_context(connected(file.policy, target, routers))
         journal = Journal(target.record_file, config.policy)
         cluster = Cluster(actuator, [router.status for router in routers], target.check)
@@ -78,7 +81,7 @@ async def connected(policy: Policy, target: Target, routers: Sequence[AdminClien
         case ProcessActuator(timeout_s=timeout_s):
             if not target.launcher:
                 raise ConfigError("actuator: no launcher is known: this cluster was not started by `pdserve up`")
-            async with LauncherClient(target.launcher, target.secret_file) as launcher:
+            async with LauncherClient(target.launcher, target.secret_file, target.identity_dir) as launcher:
                 yield LocalActuator(launcher, routers[0], timeout_s)
         case PublishSettings():
             yield PublishActuator(routers[0])
@@ -109,7 +112,7 @@ async def end_all(policy_file: Path, target: Target) -> None:
     """Let all replicas of a cluster drain and end, and wait until they have. ActuatorError where that cannot be."""
     policy = load(policy_file)
     async with (
-        AdminClient(target.routers[0], target.secret_file) as router,
+        target.router(target.routers[0]) as router,
         connected(policy, target, [router]) as all_,
     ):
         while held := await all_.observe():

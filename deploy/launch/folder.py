@@ -44,6 +44,7 @@ class ClusterState(BaseModel):
     endpoint: str  # host:port of the public gRPC endpoint
     admin: str  # host:port of the router's internal port
     secret_file: Path
+    identity_dir: Path | None = None  # an operator's, where the cluster asks for certificates
     model: str
     ready: bool
     processes: tuple[ProcessState, ...]

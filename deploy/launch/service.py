@@ -8,6 +8,7 @@ from typing import TypeAlias
 import grpc
 
 from pdserve.errors import ConfigError, echo
+from pdserve.launch.calls import operator_credentials
 from pdserve.launch.folder import ProcessState
 from pdserve.launch.plan import WORKER_NAME, WORKER_ROLES, ClusterSpec, WorkerPlans
 from pdserve.launch.supervisor import Supervisor
@@ -15,7 +16,7 @@ from pdserve.proto.v1 import launcher_pb2 as launcher
 from pdserve.proto.v1.launcher_pb2_grpc import LauncherServiceServicer, add_LauncherServiceServicer_to_server
 from pdserve.roles import Role
 from pdserve.roles_wire import ROLE_NUMBERS, ROLES
-from pdserve.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, abort, listen, read_secret, server_options
+from pdserve.rpc import abort
 
 WORKERS_END_S = 4.0  # after its drain_timeout_s, in which it ends by itself: when a worker is killed
 OTHERS = ("router", "autoscaler")  # names of other processes
@@ -93,12 +94,14 @@ class LauncherEndpoint(LauncherServiceServicer):
 
 
 @asynccontextmanager
-async def serving(endpoint: LauncherEndpoint, secret_file: Path) -> AsyncIterator[str]:
+async def serving(
+    endpoint: LauncherEndpoint, secret_file: Path, identity_dir: Path | None = None
+) -> AsyncIterator[str]:
     """Serve on loopback for the length of the block; yield the address, host:port."""
-    identity = RequireSecret(read_secret(secret_file))
-    server = grpc.aio.server(interceptors=(identity,), options=server_options(INTERNAL_MESSAGE_BYTES))
+    credentials = operator_credentials(secret_file, identity_dir)
+    server = credentials.server(lambda _: None)
     add_LauncherServiceServicer_to_server(endpoint, server)
-    address = listen(server, "127.0.0.1", 0, "launcher")
+    address = credentials.listen(server, "127.0.0.1", 0, "launcher")
     await server.start()
     try:
         yield address

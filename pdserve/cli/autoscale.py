@@ -71,7 +71,7 @@ def run(config: ConfigFile = None, **flags: object) -> None:
     settings = load_config(AutoscalerConfig, config, flags)
     end_on_signals()
     configure_logging("autoscaler", settings.log_level)
-    target = _target(settings.name, settings.routers, settings.secret_file)
+    target = _target(settings.name, settings.routers, settings.secret_file, settings.identity_dir)
     asyncio.run(serve(settings, target, warm_up))
 
 
@@ -81,7 +81,7 @@ def end(policy: PolicyFile, name: ClusterName = "default") -> None:
 
     from pdserve.autoscaler.server import end_all
 
-    asyncio.run(end_all(policy, _target(name, (), None)))
+    asyncio.run(end_all(policy, _target(name, (), None, None)))
 
 
 def status(name: ClusterName = "default", as_json: AsJson = False) -> None:
@@ -113,15 +113,16 @@ def _clock(unix_s: float) -> str:
     return f"{datetime.fromtimestamp(unix_s, UTC):%H:%M:%S}"
 
 
-def _target(name: str, routers: tuple[str, ...], secret_file: Path | None) -> "Target":
+def _target(name: str, routers: tuple[str, ...], secret_file: Path | None, identity_dir: Path | None) -> "Target":
     from pdserve.autoscaler.server import Target
     from pdserve.errors import ConfigError
     from pdserve.launch.folder import RECORD_FILE, read_state
 
     if routers and secret_file is not None:
-        return Target(routers, secret_file)
+        return Target(routers, secret_file, identity_dir)
     if routers or secret_file is not None:
         raise ConfigError("--routers and --secret-file must be given together")
     state = read_state(name)
     record_file = state.secret_file.with_name(RECORD_FILE)
-    return Target((state.admin,), state.secret_file, state.launcher, record_file, name, state.elsewhere)
+    identity = identity_dir or state.identity_dir
+    return Target((state.admin,), state.secret_file, identity, state.launcher, record_file, name, state.elsewhere)

@@ -14,6 +14,7 @@ from pdserve.cli.options import (
     AsJson,
     ClusterName,
     Endpoint,
+    IdentityDir,
     Mixed,
     Model,
     SecretFile,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 # What the launcher decides for each process, or what `up` itself has a flag for.
 PER_PROCESS = (
-    *("role", "model", "worker_id", "router_id", "incarnation", "routers", "secret_file"),
+    *("role", "model", "worker_id", "router_id", "incarnation", "routers", "secret_file", "identity_dir"),
     *("launch_id", "termination_message_file"),
 )
 ADDRESSES = (
@@ -158,6 +159,7 @@ def status(
     as_json: AsJson = False,
     admin: AdminAddress = None,
     secret_file: SecretFile = None,
+    identity_dir: IdentityDir = None,
     endpoint: Endpoint = None,
 ) -> None:
     """Show the workers, their pages and what they are doing.
@@ -175,8 +177,8 @@ def status(
             raise ConfigError("--endpoint: goes with neither --watch nor --admin nor --secret-file")
         asyncio.run(show_public_status(endpoint, as_json=as_json))
         return
-    address, secret = admin_of(name, admin, secret_file)
-    asyncio.run(show_status(address, secret, watch=watch, as_json=as_json))
+    client = admin_of(name, admin, secret_file, identity_dir)
+    asyncio.run(show_status(client, watch=watch, as_json=as_json))
 
 
 def demo(

@@ -2,12 +2,11 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pdserve.cli.options import AdminAddress, ClusterName, SecretFile
+from pdserve.cli.options import AdminAddress, ClusterName, IdentityDir, SecretFile
 from pdserve.roles import Role
 
 if TYPE_CHECKING:
@@ -26,13 +25,16 @@ def role(
     name: ClusterName = "default",
     admin: AdminAddress = None,
     secret_file: SecretFile = None,
+    identity_dir: IdentityDir = None,
 ) -> None:
     """Give a worker another role while it serves. Nothing is loaded again; what it was given before, it serves.
 
     One router is asked; all of them follow what the worker reports. A worker that is started again has the role that
     it was configured with.
     """
-    _operate(_take_role(worker, wanted, force=force), name, admin, secret_file)
+    from pdserve.cli.status import admin_of
+
+    _operate(_take_role(worker, wanted, force=force), admin_of(name, admin, secret_file, identity_dir))
 
 
 def drain(
@@ -40,31 +42,28 @@ def drain(
     name: ClusterName = "default",
     admin: AdminAddress = None,
     secret_file: SecretFile = None,
+    identity_dir: IdentityDir = None,
 ) -> None:
     """Let a worker finish what it has and end; show what is left until it is gone. Ctrl-C leaves it draining.
 
     `pdserve up` starts it again a second later: with nothing cached, and with the role that it was configured with.
     """
-    _operate(_drain(worker), name, admin, secret_file)
+    from pdserve.cli.status import admin_of
+
+    _operate(_drain(worker), admin_of(name, admin, secret_file, identity_dir))
 
 
-def _operate(
-    work: "Callable[[AdminClient], Awaitable[None]]", name: str, admin: str | None, secret_file: Path | None
-) -> None:
+def _operate(work: "Callable[[AdminClient], Awaitable[None]]", router: "AdminClient") -> None:
     import grpc
 
-    from pdserve.cli.status import admin_of
     from pdserve.cli.stream import failure
-    from pdserve.launch.admin import AdminClient
-
-    address, secret = admin_of(name, admin, secret_file)
 
     async def run() -> None:
-        async with AdminClient(address, secret) as client:
+        async with router:
             try:
-                await work(client)
+                await work(router)
             except grpc.aio.AioRpcError as error:
-                raise failure(address, error) from error
+                raise failure(router.address, error) from error
 
     asyncio.run(run())
 

@@ -40,6 +40,14 @@ AdminAddress = Annotated[
 SecretFile = Annotated[
     Path | None, typer.Option("--secret-file", help="The cluster's shared secret.", show_default=False)
 ]
+IdentityDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--identity-dir",
+        help="Folder with an operator's tls.crt, tls.key and ca.crt, where the cluster asks for certificates.",
+        show_default=False,
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Model = Annotated[str, typer.Argument(help="A path, or a name from the catalog.")]
 Prefill = Annotated[int, typer.Option("--prefill", help="Prefill workers.")]

@@ -38,29 +38,29 @@ COLUMNS = (
 )
 
 
-def admin_of(name: str, admin: str | None, secret_file: Path | None) -> tuple[str, Path]:
-    """Return the address of a router's internal port, and the secret's file: as given, or of a cluster of this machine.
+def admin_of(name: str, admin: str | None, secret_file: Path | None, identity_dir: Path | None) -> AdminClient:
+    """Return a connection to a router's internal port: as given, or of a cluster of this machine.
 
-    ConfigError where one of them is given alone, or no such cluster runs.
+    ConfigError where address or secret is given alone, or no such cluster runs.
     """
     if admin is not None and secret_file is not None:
-        return admin, secret_file
+        return AdminClient(admin, secret_file, identity_dir)
     if admin is not None or secret_file is not None:
         raise ConfigError("--admin and --secret-file must be given together")
     state = read_state(name)
-    return state.admin, state.secret_file
+    return AdminClient(state.admin, state.secret_file, identity_dir or state.identity_dir)
 
 
-async def show_status(address: str, secret_file: Path, *, watch: bool, as_json: bool) -> None:
+async def show_status(client: AdminClient, *, watch: bool, as_json: bool) -> None:
     """Print the state once, or each change of it until interrupted."""
-    async with AdminClient(address, secret_file) as client:
+    async with client:
         try:
             if watch:
                 await _follow(client, as_json=as_json)
             else:
                 _print(await client.status(), as_json=as_json)
         except grpc.aio.AioRpcError as error:
-            raise failure(address, error) from error
+            raise failure(client.address, error) from error
 
 
 async def _follow(client: AdminClient, *, as_json: bool) -> None:

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from pdserve.certificates import Part
 from pdserve.clock import process_age_s
+from pdserve.credentials import Credentials
 from pdserve.kvtransfer.doors import Sink
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1 import link_pb2_grpc
-from pdserve.rpc import DISMISSED_STATUS, INTERNAL_MESSAGE_BYTES, channel_options, identify
+from pdserve.rpc import DISMISSED_STATUS, identify
 from pdserve.worker import attaching
 from pdserve.worker.attaching import Attaching, Dial
 from pdserve.worker.messages import RouterLost, RouterRef
@@ -53,14 +55,14 @@ class Links:
     def __init__(
         self,
         addresses: tuple[str, ...],
-        secret: bytes,
+        credentials: Credentials,
         register: link.Register,
         sink: Sink[FromRouter | RouterLost],
         on_dismissed: Callable[[str], None],
     ) -> None:
         """`on_dismissed` is told why a router says that this process must end; it is dialled no more."""
         self._addresses = addresses
-        self._secret = secret
+        self._credentials = credentials
         self._register = register
         self._sink = sink
         self._on_dismissed = on_dismissed
@@ -166,8 +168,8 @@ class Links:
         self._handle(attaching.Ended(dial.router, reason, is_dismissal))
 
     async def _attach(self, dial: Dial, stream: _Stream) -> None:
-        async with grpc.aio.insecure_channel(dial.address, options=channel_options(INTERNAL_MESSAGE_BYTES)) as channel:
-            proof = await identify(channel, self._secret, ATTACH)
+        async with self._credentials.channel(dial.address, Part.ROUTER) as channel:
+            proof = await identify(channel, self._credentials.secret, ATTACH)
             call: Call = link_pb2_grpc.LinkServiceStub(channel).Attach(metadata=proof)
             try:
                 await call.write(self._registration())

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from pdserve.certificates import Part
 from pdserve.clock import Clock, MonotonicClock
 from pdserve.config import WorkerConfig
+from pdserve.credentials import Credentials
 from pdserve.decode_worker.shell import check_addresses, listening
 from pdserve.engine.runner import run
 from pdserve.engine.step import StepPlan, StepResult
-from pdserve.errors import ConfigError, ProtocolError, Refusal
+from pdserve.errors import ConfigError, ProtocolError
 from pdserve.health import answering
 from pdserve.ids import MAX_WORKER_TASKS, PROTOCOL_VERSION, Incarnation, WorkerId
 from pdserve.incarnation import new_incarnation
@@ -29,7 +31,7 @@ from pdserve.metrics_server import showing
 from pdserve.prefill_worker.probes import Probes
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.roles_wire import ROLE_NUMBERS
-from pdserve.rpc import read_secret, split_address
+from pdserve.rpc import split_address
 from pdserve.signals import drain_on_signals
 from pdserve.telemetry import configure_logging
 from pdserve.worker import wire
@@ -61,7 +63,7 @@ class Identity:
     """Who this process is."""
 
     peer: Peer
-    secret: bytes
+    credentials: Credentials
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +91,13 @@ async def serve(config: WorkerConfig) -> None:
     configure_logging(config.worker_id, config.log_level)
     incarnation = Incarnation(config.incarnation) if config.incarnation else new_incarnation()
     _name_process(config.termination_message_file, incarnation)
-    identity = Identity(Peer(WorkerId(config.worker_id), incarnation), read_secret(config.secret_file))
+    credentials = Credentials.read(config.secret_file, config.identity_dir, Part.WORKER)
+    identity = Identity(Peer(WorkerId(config.worker_id), incarnation), credentials)
     register = _registration(config, incarnation)
     inbox, clock = Inbox(), MonotonicClock()
     async with answering(config) as health, EngineThread() as thread, asyncio.TaskGroup() as group:
         listener = Listener(inbox, group)
-        links = Links(config.routers, identity.secret, register, RouterListener(listener, clock), end_dismissed)
+        links = Links(config.routers, credentials, register, RouterListener(listener, clock), end_dismissed)
         linking = group.create_task(links.run(), name="links")
         engine = await thread.call(_load, config, identity, _Progress(links, register))
         _describe(engine, config.device, register)
@@ -111,7 +114,7 @@ async def serve(config: WorkerConfig) -> None:
 
         with drain_on_signals(asyncio.get_running_loop(), drain, config.drain_timeout_s):
             async with (
-                publishing(config, identity.secret, register) as publisher,
+                publishing(config, credentials.secret, register) as publisher,
                 assemble(config, engine, identity, listener, reporter(publisher)) as worker,
                 showing(config, partial(worker.samples, engine)) as register.metrics_address,
             ):
@@ -141,7 +144,8 @@ async def assemble(
         loop.call_soon_threadsafe(listener.put, said)
 
     host, advertised = config.handoff_host, split_address(config.handoff_advertise or "")[0]
-    mover = build_mover(config, identity.peer, kv_region(engine), on_stopped, identity.secret, (host, advertised))
+    secret = identity.credentials.secret
+    mover = build_mover(config, identity.peer, kv_region(engine), on_stopped, secret, (host, advertised))
     listener.guard(mover)
     rules = Rules(
         max_tasks=MAX_WORKER_TASKS,
@@ -157,10 +161,10 @@ async def assemble(
     try:
         async with (
             asyncio.TaskGroup() as tasks,
-            listening(servicer, config, identity.secret, lambda: reporter.refuse(Refusal.SECRET)) as address,
+            listening(servicer, config, identity.credentials, reporter.refuse) as address,
         ):
             probes = Probes(mover, reporter.report_pair, tasks, config.slow_pair_bytes_per_s)
-            client = HandoffClient(me, identity.secret, listener, tasks, reporter.refused)
+            client = HandoffClient(me, identity.credentials, listener, tasks, reporter.refused)
             carriers = Carriers(client, servicer, mover, probes)
             yield Worker(core, Outbox(carriers, reporter, listener, tasks, MonotonicClock()), reporter, address)
             await carriers.close()
@@ -236,7 +240,7 @@ def _registration(config: WorkerConfig, incarnation: Incarnation) -> link.Regist
 
 
 def _load(config: WorkerConfig, identity: Identity, progress: _Progress) -> Engine:
-    return build_engine(config, open_model(config), identity.secret, progress.note)
+    return build_engine(config, open_model(config), identity.credentials.secret, progress.note)
 
 
 def _describe(engine: Engine, device: str, register: link.Register) -> None:

@@ -81,8 +81,6 @@ class LocalStage:
 
     async def close(self) -> None:
         self._stack.close()
-        await self._launcher.channel.close()
-        await self._operator.channel.close()
 
 
 class TestLocalActuator(ActuatorSuite):

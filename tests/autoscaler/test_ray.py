@@ -140,7 +140,6 @@ class RayStage:
         for name in await asyncio.to_thread(ray.util.list_named_actors):
             if name.startswith(prefix):
                 await asyncio.to_thread(ray.kill, ray.get_actor(name))
-        await self._operator.channel.close()
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import grpc
 import numpy as np
 from loopback import loopback_mover
 
+from pdserve.credentials import Credentials
 from pdserve.errors import Refusal
 from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
@@ -133,7 +134,7 @@ async def prefill_worker(
 ) -> AsyncIterator[Prefill]:
     me, heard = party(peer, layout, on_stopped), Heard[IncomingEvent | OutgoingEvent]()
     async with asyncio.TaskGroup() as tasks:
-        client = HandoffClient(me, secret, heard, tasks, Counter())
+        client = HandoffClient(me, Credentials(secret), heard, tasks, Counter())
         try:
             yield Prefill(me, heard, client)
         finally:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from stream_ends import Heard
 
+from pdserve.credentials import Credentials
 from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer.backends.backend import Indices
@@ -85,10 +86,12 @@ async def test_a_movers_thread_that_hangs_ends_the_process_and_one_that_rests_do
     clock = VirtualClock()
     mover = Mover(backend, lambda _: None)
     mover.attach(PEER, mover.describe())
-    reporter = Reporter(Links((), SECRET, link.Register(), Heard[FromRouter | RouterLost](), not_dismissed), clock)
+    reporter = Reporter(
+        Links((), Credentials(SECRET), link.Register(), Heard[FromRouter | RouterLost](), not_dismissed), clock
+    )
     party = Party(PEER, KvLayout("", 1, 1, 1, 1, "float32"), mover)
     async with asyncio.TaskGroup() as tasks:
-        client = HandoffClient(party, SECRET, Heard[OutgoingEvent](), tasks, Counter())
+        client = HandoffClient(party, Credentials(SECRET), Heard[OutgoingEvent](), tasks, Counter())
         probes = Probes(mover, reporter.report_pair, tasks, 0)
         carriers = Carriers(client, cast("HandoffServicer", None), mover, probes)
         outbox = Outbox(carriers, reporter, Inbox(), tasks, clock)

@@ -11,6 +11,7 @@ import zmq.asyncio
 
 from pdserve import kvevents
 from pdserve.config import WorkerConfig
+from pdserve.credentials import Credentials
 from pdserve.engine.kvcache import KvCache, Prefix
 from pdserve.errors import ConfigError
 from pdserve.kvevents import BlockStored
@@ -131,7 +132,7 @@ class Publishing:
 
     def __init__(self, ours: KvPublisher) -> None:
         self.cache = KvCache(1000, BLOCK_TOKENS, HASHER)
-        self._feed = KvFeed(self.cache, Links((), SECRET, link.Register(), _nobody, print), ours)
+        self._feed = KvFeed(self.cache, Links((), Credentials(SECRET), link.Register(), _nobody, print), ours)
 
     def serve(self, token_ids: list[int]) -> None:
         pages = self.cache.take(self.cache.num_pages(len(token_ids))) or ()

@@ -9,6 +9,7 @@ import grpc
 from stream_ends import Heard
 
 from pdserve.clock import MonotonicClock
+from pdserve.credentials import Credentials
 from pdserve.engine.kvcache import KvCache, Prefix
 from pdserve.kvlayout import KvLayout
 from pdserve.kvlayout_wire import layout_to_proto
@@ -51,7 +52,7 @@ class Worker:
         self.num_dialled = 0
         self._heard = Heard[FromRouter | RouterLost]()
         self.kv = KvCache(NUM_PAGES, PAGE_SIZE, HASHER)
-        self.links = Links(tuple(addresses), SECRET, REGISTER, self._heard, print)
+        self.links = Links(tuple(addresses), Credentials(SECRET), REGISTER, self._heard, print)
         self.feed = KvFeed(self.kv, self.links, max_pages=MAX_PAGES)
 
     async def until_dialled(self, count: int) -> None:

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 import grpc
 from stream_ends import Heard
 
+from pdserve.credentials import Credentials
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.link_pb2_grpc import LinkServiceServicer, add_LinkServiceServicer_to_server
 from pdserve.rpc import DISMISSED_STATUS, INTERNAL_MESSAGE_BYTES, RequireSecret, server_options
@@ -48,7 +49,7 @@ async def attached() -> AsyncIterator[tuple[Welcoming, Links, Heard[FromRouter |
     add_LinkServiceServicer_to_server(router, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    links = Links((f"127.0.0.1:{port}",), SECRET, link.Register(worker_id="d0"), heard, not_dismissed)
+    links = Links((f"127.0.0.1:{port}",), Credentials(SECRET), link.Register(worker_id="d0"), heard, not_dismissed)
     running = asyncio.create_task(links.run())
     try:
         async with asyncio.timeout(20):
@@ -88,7 +89,7 @@ async def test_a_worker_that_leaves_waits_for_no_router_that_is_not_there() -> N
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and says nothing
         addresses = (f"127.0.0.1:{silent.getsockname()[1]}", "127.0.0.1:1")
         heard = Heard[FromRouter | RouterLost]()
-        links = Links(addresses, SECRET, link.Register(worker_id="d0"), heard, not_dismissed)
+        links = Links(addresses, Credentials(SECRET), link.Register(worker_id="d0"), heard, not_dismissed)
         running = asyncio.create_task(links.run())
         dialling, _ = await asyncio.to_thread(silent.accept)
         with dialling:
@@ -124,7 +125,7 @@ async def sent_away(status: grpc.StatusCode) -> AsyncIterator[tuple[Dismissing, 
         async with asyncio.timeout(20):
             yield (
                 router,
-                Links((f"127.0.0.1:{port}",), SECRET, link.Register(worker_id="d0"), heard, why.append),
+                Links((f"127.0.0.1:{port}",), Credentials(SECRET), link.Register(worker_id="d0"), heard, why.append),
                 why,
             )
     finally:

@@ -8,6 +8,7 @@ from typing import cast
 from scripted_backend import FIRST, scripted_rig
 from stream_ends import Heard
 
+from pdserve.credentials import Credentials
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer.client import HandoffClient
 from pdserve.kvtransfer.doors import OutgoingEvent
@@ -49,7 +50,7 @@ async def test_a_heartbeat_between_two_beats_tells_of_stalled_peers_too() -> Non
         reporter = Reporter(cast("Links", wire), clock)
         party = Party(FIRST, KvLayout("", 1, 1, 1, 1, "float32"), mover)
         async with asyncio.TaskGroup() as tasks:
-            client = HandoffClient(party, b"s" * 32, Heard[OutgoingEvent](), tasks, Counter())
+            client = HandoffClient(party, Credentials(b"s" * 32), Heard[OutgoingEvent](), tasks, Counter())
             probes = Probes(mover, reporter.report_pair, tasks, 0)
             carriers = Carriers(client, cast("HandoffServicer", None), mover, probes)
             outbox = Outbox(carriers, reporter, Inbox(), tasks, clock)

@@ -1,0 +1,124 @@
+"""Certificates of a cluster's processes: what they must say, and how they are read.
+
+A process has a certificate for what it is in the cluster, its part: router, worker or operator. The part stands twice
+in the certificate's subject alternative names. Listeners read a caller's part from the URI,
+spiffe://TRUST-DOMAIN/pdserve/PART; callers ask for a listener's part by the DNS name PART.pdserve.internal.
+"""
+
+import ssl
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
+
+from cryptography import x509
+
+from pdserve.errors import ConfigError
+from pdserve.files import read_file, read_private
+
+IDENTITY_FILES = ("tls.crt", "tls.key", "ca.crt")
+
+
+class Part(StrEnum):
+    """What a process is in its cluster."""
+
+    ROUTER = "router"
+    WORKER = "worker"
+    OPERATOR = "operator"  # whoever looks at a cluster, launches its processes, or changes it
+
+    @property
+    def host(self) -> str:
+        """The name that callers ask a listener of this part for."""
+        return f"{self}.pdserve.internal"
+
+    def uri(self, trust_domain: str) -> str:
+        """Return the name that listeners know a caller of this part by."""
+        return f"spiffe://{trust_domain}/pdserve/{self}"
+
+
+CALLERS = {
+    "/pdserve.v1.LinkService/": {Part.WORKER},
+    "/pdserve.v1.HandoffService/": {Part.WORKER},
+    "/pdserve.v1.AdminService/": {Part.OPERATOR},
+    "/pdserve.v1.LauncherService/": {Part.OPERATOR},
+    "/pdserve.v1.Identity/": set(Part),
+}
+"""Who may call what, by how the method's name begins. What is not here, nobody may call."""
+
+
+def may_call(part: Part | None, method: str) -> bool:
+    """Return whether a caller of this part may call a method, /package.service/name."""
+    return any(method.startswith(prefix) and part in parts for prefix, parts in CALLERS.items())
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    """A certificate, with those that lead to its authority, and its private key, as PEM."""
+
+    certificate: bytes
+    key: bytes
+    expires: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a process shows inside its cluster, and whom it believes."""
+
+    pair: KeyPair
+    authority: bytes  # certificates that others' must lead to, as PEM
+    trust_domain: str
+    part: Part
+
+    def part_of(self, uri: str) -> Part | None:
+        """Return which part of this cluster a certificate's URI names, if it does."""
+        return next((part for part in Part if part.uri(self.trust_domain) == uri), None)
+
+
+def read_pair(certificate: Path, key: Path, settings: tuple[str, str]) -> KeyPair:
+    """Return a certificate and its key; ConfigError names the setting, of the two, whose file is refused."""
+    chain, private = read_file(certificate, settings[0]), read_private(key, settings[1])
+    first = _certificates(chain, certificate, settings[0])[0]
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password="")
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"{settings[1]}: {key} is not the key of {certificate}: {error}") from error
+    return KeyPair(chain, private, first.not_valid_after_utc)
+
+
+def read_identity(folder: Path) -> Identity:
+    """Return what a folder with tls.crt, tls.key and ca.crt says; ConfigError where it is no identity of a cluster."""
+    certificate, key, authority = (folder / name for name in IDENTITY_FILES)
+    pair = read_pair(certificate, key, ("identity_dir", "identity_dir"))
+    believed = read_file(authority, "identity_dir")
+    _certificates(believed, authority, "identity_dir")
+    own = _certificates(pair.certificate, certificate, "identity_dir")[0]
+    uris, hosts = _names(own)
+    found = [(uri.split("/")[2], part) for uri in uris for part in Part if _is_of(uri, part)]
+    if len(found) != 1 or len(uris) != 1:
+        text = f"must name one URI, spiffe://TRUST-DOMAIN/pdserve/PART, and names {uris or 'none'}"
+        raise ConfigError(f"identity_dir: {certificate} {text}")
+    trust_domain, part = found[0]
+    if part.host not in hosts:
+        raise ConfigError(f"identity_dir: {certificate} must name the host {part.host}, and names {hosts or 'none'}")
+    return Identity(pair, believed, trust_domain, part)
+
+
+def _certificates(pem: bytes, path: Path, setting: str) -> list[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(pem)
+    except ValueError as error:
+        raise ConfigError(f"{setting}: {path} holds no certificate: {error}") from error
+
+
+def _names(certificate: x509.Certificate) -> tuple[list[str], list[str]]:
+    """Return the URIs and the DNS names of a certificate."""
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return [], []
+    return names.get_values_for_type(x509.UniformResourceIdentifier), names.get_values_for_type(x509.DNSName)
+
+
+def _is_of(uri: str, part: Part) -> bool:
+    parts = uri.split("/")
+    return len(parts) > 2 and uri == part.uri(parts[2])

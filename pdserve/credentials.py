@@ -1,0 +1,160 @@
+"""What a process shows to others of its cluster when it listens and dials: the shared secret, and its certificate.
+
+With a certificate all internal connections are TLS, both ends show theirs, and each checks the other's part. Files that
+change are read again: listeners take them for the next connection, and each dial takes what is there. Connections that
+stand go on as they are.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Self, TypeAlias, TypeVar, cast
+
+import grpc
+
+from pdserve import rpc
+from pdserve.certificates import IDENTITY_FILES, Identity, KeyPair, Part, may_call, read_identity, read_pair
+from pdserve.errors import ConfigError, Refusal, echo
+from pdserve.files import Watched
+
+PEER_KEY = "peer_spiffe_id"  # where gRPC puts the one URI of a caller's certificate
+
+_Request = TypeVar("_Request")
+_Response = TypeVar("_Response")
+_Content = TypeVar("_Content")
+_Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
+_Serve = Callable[[object, _Context], Awaitable[object]]
+
+_HANDLERS: Mapping[str, Callable[..., Any]] = {
+    "unary_unary": grpc.unary_unary_rpc_method_handler,
+    "unary_stream": grpc.unary_stream_rpc_method_handler,
+    "stream_unary": grpc.stream_unary_rpc_method_handler,
+    "stream_stream": grpc.stream_stream_rpc_method_handler,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What a process shows of itself, and asks of others, inside its cluster."""
+
+    secret: bytes
+    identity: Watched[Identity] | None = None  # None: plain gRPC
+
+    @classmethod
+    def read(cls, secret_file: Path, identity_dir: Path | None, part: Part) -> Self:
+        """Read them; ConfigError names the setting that is refused."""
+        secret = rpc.read_secret(secret_file)
+        if identity_dir is None:
+            return cls(secret)
+        paths = tuple(identity_dir / name for name in IDENTITY_FILES)
+        return cls(secret, Watched(paths, partial(_identity_of, part, identity_dir)))
+
+    def channel(self, address: str, listener: Part) -> grpc.aio.Channel:
+        """Dial an internal port, host:port, of a process with that part."""
+        options: list[tuple[str, int | str]] = [*rpc.channel_options(rpc.INTERNAL_MESSAGE_BYTES)]
+        if self.identity is None:
+            return grpc.aio.insecure_channel(address, options=options)
+        identity = self.identity.look()
+        shown = grpc.ssl_channel_credentials(identity.authority, identity.pair.key, identity.pair.certificate)
+        options.append(("grpc.ssl_target_name_override", listener.host))
+        return grpc.aio.secure_channel(address, shown, options=options)
+
+    def server(self, on_denied: Callable[[Refusal], None]) -> grpc.aio.Server:
+        """Return a server for an internal port; `on_denied` is called for each call that is denied."""
+        interceptors: list[grpc.aio.ServerInterceptor] = []
+        if self.identity is not None:
+            interceptors.append(RequirePart(self.identity, partial(on_denied, Refusal.PART)))
+        interceptors.append(rpc.RequireSecret(self.secret, partial(on_denied, Refusal.SECRET)))
+        return grpc.aio.server(interceptors=interceptors, options=rpc.server_options(rpc.INTERNAL_MESSAGE_BYTES))
+
+    def listen(self, server: grpc.aio.Server, host: str, port: int, key: str) -> str:
+        """Bind an internal port (0: a free one) and return its address; ConfigError names `key` where it cannot be."""
+        if self.identity is None:
+            return rpc.listen(server, host, port, key)
+        shown = _rotating(self.identity, _internal_configuration, asks_for_certificates=True)
+        return rpc.listen(server, host, port, key, shown)
+
+
+def public_credentials(certificate: Path, key: Path) -> grpc.ServerCredentials:
+    """Return what a public port shows to clients, of which it asks for no certificate."""
+    pair = Watched((certificate, key), lambda: read_pair(certificate, key, ("ssl_certfile", "ssl_keyfile")))
+    return _rotating(pair, _public_configuration, asks_for_certificates=False)
+
+
+def _rotating(
+    files: Watched[_Content],
+    configure: Callable[[_Content], grpc.ServerCertificateConfiguration],
+    *,
+    asks_for_certificates: bool,
+) -> grpc.ServerCredentials:
+    """Return a listener's credentials, whose files are looked at again for each connection."""
+    shown = files.look()
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        """Return what has changed; gRPC asks in a thread of its own before it answers a connection."""
+        nonlocal shown
+        content = files.look()
+        if content is shown:
+            return None
+        shown = content
+        return configure(content)
+
+    # Its stub lacks that a fetcher returns None where nothing has changed.
+    return grpc.dynamic_ssl_server_credentials(configure(shown), fetch, asks_for_certificates)  # type: ignore[arg-type]
+
+
+def _internal_configuration(identity: Identity) -> grpc.ServerCertificateConfiguration:
+    pair = identity.pair
+    return grpc.ssl_server_certificate_configuration([(pair.key, pair.certificate)], identity.authority)
+
+
+def _public_configuration(pair: KeyPair) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(pair.key, pair.certificate)])
+
+
+def _identity_of(part: Part, folder: Path) -> Identity:
+    identity = read_identity(folder)
+    if identity.part is not part:
+        raise ConfigError(f"identity_dir: {folder} is of a {identity.part}, a {part}'s is needed")
+    return identity
+
+
+class RequirePart(grpc.aio.ServerInterceptor):
+    """Answers PERMISSION_DENIED to every call, known method or not, for which the caller has the wrong part."""
+
+    def __init__(self, identity: Watched[Identity], on_denied: Callable[[], None]) -> None:
+        self._identity = identity
+        self._on_denied = on_denied
+
+    async def intercept_service(
+        self,
+        continuation: Callable[
+            [grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[_Request, _Response] | None"]
+        ],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "grpc.RpcMethodHandler[_Request, _Response] | None":
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        kind = "_".join(
+            "stream" if each else "unary" for each in (handler.request_streaming, handler.response_streaming)
+        )
+        serve = cast("_Serve", getattr(handler, kind))  # grpc.aio's kind; what it streams it writes to its context
+
+        async def check(request: object, context: _Context) -> object:
+            await self._check(handler_call_details.method, context)
+            return await serve(request, context)
+
+        made: grpc.RpcMethodHandler[_Request, _Response]
+        made = _HANDLERS[kind](check, handler.request_deserializer, handler.response_serializer)
+        return made
+
+    async def _check(self, method: str, context: _Context) -> None:
+        """End a call unless its caller may make it."""
+        uri = b"".join(context.auth_context().get(PEER_KEY, ())).decode(errors="replace")
+        part = self._identity.look().part_of(uri)
+        if not may_call(part, method):
+            self._on_denied()
+            who = f"{part}s" if part else f"certificates of {echo(uri, repr)}"
+            await rpc.abort(context, grpc.StatusCode.PERMISSION_DENIED, f"{who} may not call {echo(method)}")
