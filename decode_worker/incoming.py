@@ -5,7 +5,7 @@ Invariant: pages that a sender was offered leave this door's hands only as the r
 
 from collections.abc import Iterator
 
-from pdserve.decode_worker.granting import Arrival, Expected, Granting
+from pdserve.decode_worker.granting import Arrival, Expected, Granting, Leases
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Job
@@ -29,7 +29,6 @@ from pdserve.kvtransfer.doors import (
     SenderSaid,
     ToSender,
 )
-from pdserve.kvtransfer.lease import Leases
 from pdserve.kvtransfer.session import Capsule, Commit, FromSender, Grant, HandoffKey, Peer, Quiesced, Taken, Withdrawn
 from pdserve.reports import Failure
 

@@ -20,7 +20,7 @@ from pdserve.kvtransfer.session import Capsule, HandoffKey, Tail
 from pdserve.prefill_worker.outgoing import Outgoing
 from pdserve.prefill_worker.starting import Starting
 from pdserve.reports import Failure, Stage
-from pdserve.worker.admission import Draining, Rules, longest, refusal
+from pdserve.worker.admission import Draining, Roles, Rules, longest, refusal
 from pdserve.worker.audit import Auditor
 from pdserve.worker.fetches import Fetches
 from pdserve.worker.load import Meter
@@ -43,7 +43,6 @@ from pdserve.worker.messages import (
     Tokens,
 )
 from pdserve.worker.moves import Moves
-from pdserve.worker.roles import Roles
 from pdserve.worker.tasks import Task, Tasks, arrived, tail_tokens
 
 

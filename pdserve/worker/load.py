@@ -9,9 +9,8 @@ from pdserve.load import LoadPart
 from pdserve.perfmodel.curve import attention_work
 from pdserve.prefill_worker.outgoing import Outgoing
 from pdserve.prefill_worker.starting import Starting
-from pdserve.worker.admission import Draining
+from pdserve.worker.admission import Draining, Roles
 from pdserve.worker.messages import Load, Parts, RouterRef
-from pdserve.worker.roles import Roles
 from pdserve.worker.tasks import Task
 
 

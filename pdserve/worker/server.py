@@ -36,7 +36,7 @@ from pdserve.signals import drain_on_signals
 from pdserve.telemetry import configure_logging
 from pdserve.worker import wire
 from pdserve.worker.admission import Rules
-from pdserve.worker.boot import Engine, build_engine, open_model
+from pdserve.worker.boot import Engine, build_engine, device_name, open_model
 from pdserve.worker.core import WorkerCore
 from pdserve.worker.ending import end_dismissed
 from pdserve.worker.failing import Isolating
@@ -45,7 +45,6 @@ from pdserve.worker.kv_feed import KvFeed
 from pdserve.worker.kv_publisher import KvPublisher, publishing
 from pdserve.worker.link import FromRouter, Links
 from pdserve.worker.loop import WorkerLoop
-from pdserve.worker.machine import device_name
 from pdserve.worker.messages import DrainAsked, RouterLost
 from pdserve.worker.metrics import handoff_samples, load_samples, refusal_samples
 from pdserve.worker.movers import build_mover, check_network, kv_region

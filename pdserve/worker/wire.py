@@ -149,16 +149,7 @@ def heartbeat(load: Load, num_steps: int, refused: Mapping[Refusal, int], router
 
 
 def _others(part: LoadPart) -> link.OthersLoad:
-    return link.OthersLoad(
-        num_running=part.num_running,
-        num_coming=part.num_coming,
-        placed_tokens=part.placed_tokens,
-        waiting_tokens=part.waiting_tokens,
-        waiting_work=part.waiting_work,
-        num_taken=part.num_taken,
-        taken_tokens=part.taken_tokens,
-        taken_work=part.taken_work,
-    )
+    return link.OthersLoad(**{name: getattr(part, name) for name in LoadPart.__annotations__})
 
 
 def pair_measured(worker_id: str, measured: Measured) -> link.AttachRequest:

@@ -5,10 +5,9 @@ from unittest.mock import patch
 
 from breaking import Original, mutation, wrap
 
-from pdserve.decode_worker.granting import Arrival
+from pdserve.decode_worker.granting import Arrival, Leases
 from pdserve.decode_worker.incoming import Incoming
 from pdserve.kvtransfer import receiver
-from pdserve.kvtransfer.lease import Leases
 from pdserve.kvtransfer.session import Commit, Quiesced, Taken, Withdrawn
 
 

@@ -6,8 +6,8 @@ from unittest.mock import patch
 from breaking import Original, mutation, wrap
 
 from pdserve.engine.room import Room
+from pdserve.worker.admission import Roles
 from pdserve.worker.messages import RoleGiven
-from pdserve.worker.roles import Roles
 
 
 @mutation

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from pdserve.worker.machine import MAX_CHARACTERS, device_name
+from pdserve.worker.boot import MAX_CHARACTERS, device_name
 
 
 def test_a_cpu_is_named_by_its_model_and_the_interpreter_apart(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from pdserve.errors import ConfigError, ProtocolError
 from pdserve.kvtransfer import doors
 from pdserve.reports import Failure, Stage
 from pdserve.roles import Role
+from pdserve.worker.admission import Roles
 from pdserve.worker.boot import build_engine, open_model
 from pdserve.worker.messages import Cancelled, Failed, Placed, Progress, RoleGiven, RoleTaken
-from pdserve.worker.roles import Roles
 
 LONGEST = MAX_MODEL_LEN // PAGE_SIZE
 NUM_PAGES = 2 * LONGEST + 4

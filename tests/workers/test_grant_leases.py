@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.decode_worker.granting import Leases
 from pdserve.ids import Incarnation, WorkerId
-from pdserve.kvtransfer.lease import Leases
 from pdserve.kvtransfer.session import Peer
 
 LEASE_S = 4.0
