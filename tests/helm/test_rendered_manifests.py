@@ -40,7 +40,7 @@ def test_the_manifests_are_those_that_were_looked_at(name: str, request: pytest.
         for each in rendered(values, *files)
         if not each["metadata"]["name"].endswith("dashboards")
     ]
-    shown = yaml.safe_dump_all(manifests, width=120)
+    shown = yaml.safe_dump_all(manifests, width=150, default_flow_style=None)
     golden = request.path.parent / "golden" / f"{name}.yaml"
     if "WRITE_GOLDEN" in os.environ:
         golden.write_text(shown, encoding="utf-8")
