@@ -1,6 +1,6 @@
 """Measurements of roles that change, answers that move, and pages that travel back, on clusters started for them."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Annotated
 
 import typer
@@ -15,8 +15,9 @@ def moves(
     count: Annotated[int, typer.Option("--moves", min=0, help="Answers to move.")] = 200,
     flips: Annotated[int, typer.Option(min=0, help="Changes of a worker's role.")] = 20,
     drains: Annotated[int, typer.Option(min=0, help="Drains of each worker, which then starts again.")] = 2,
+    cycles: Annotated[int, typer.Option(min=0, help="Workers that come and go.")] = 0,
     load: Annotated[float, typer.Option(min=0.01, max=2, help="Share of the capacity that is sent.")] = 0.7,
-    pause: Annotated[float, typer.Option(min=0.01, help="Mean seconds between flips and drains.")] = 2.0,
+    pause: Annotated[float, typer.Option(min=0.01, help="Mean seconds between flips, drains and cycles.")] = 2.0,
     within: Annotated[float, typer.Option(min=1, help="Seconds for all that is planned.")] = 240.0,
     calibration: Annotated[float, typer.Option(min=2, help="Seconds of full load before.")] = 15.0,
     distinct: Annotated[int, typer.Option(min=1, help="Different requests; they are sent in turn.")] = 100,
@@ -28,7 +29,7 @@ def moves(
     seed: Seed = 0,
     json_file: JsonFile = None,
 ) -> None:
-    """Flip roles, move answers and drain workers of a local cluster under load; check each answer.
+    """Flip roles, move answers, drain, add and remove workers of a local cluster under load; check each answer.
 
     Fails unless all of it was done, every answer has the tokens of one engine alone, and every page is free in the end.
     """
@@ -41,7 +42,8 @@ def moves(
 
     flags = {"dtype": dtype, "num_threads": 1}
     spec = ClusterSpec(str(fetched(model)), "moves", prefill, decode, f"moves-{seed}", worker_flags=flags)
-    trial = MovesTrial(spec, load, calibration, OperationsPlan(flips, count, drains, pause, within, seed))
+    spec = replace(spec, max_workers=spec.num_workers + 1)
+    trial = MovesTrial(spec, load, calibration, OperationsPlan(flips, count, drains, cycles, pause, within, seed))
     requests = known_requests(spec.model, dtype, distinct, Lengths(input_len, output_len), seed)
     verdict = run(run_moves(trial, requests, report))
     wrong = [*verdict.tally.wrong_examples, *(f"{n} x {error}" for error, n in verdict.tally.errors.items())]

@@ -23,7 +23,7 @@ from pdserve.measure.tables import Comparison
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 
-LEAVING, STAYING = "decode-0", "decode-1"
+LEAVING, STAYING = WorkerId("decode-0"), WorkerId("decode-1")
 REQUEST_DEADLINE_S = 600.0
 REACHED_WITHIN_S = 300.0
 
@@ -59,7 +59,7 @@ async def measure_drain(
         started(spec, Listener(board.put, report)) as (cluster, live),
         AdminClient(cluster.state.admin, cluster.state.secret_file) as operator,
     ):
-        await operator.set_role(WorkerId(STAYING), link.ROLE_PREFILL)  # so that all answers begin on the other
+        await operator.set_role(STAYING, link.ROLE_PREFILL)  # so that all answers begin on the other
 
         def on_end(outcome: Outcome) -> None:
             gaps.extend(moved_gaps(outcome))
@@ -69,16 +69,16 @@ async def measure_drain(
             running = tasks.create_task(_send(live.client, requests, count, on_end))
             report(f"{count} answers begin on {LEAVING}")
             kv_tokens = await _until_begun(board, requests, count, begun)
-            await operator.set_role(WorkerId(STAYING), link.ROLE_DECODE)
-            await operator.move(WorkerId(LEAVING), WorkerId(STAYING), 1)  # the two have met, and know their bandwidth
+            await operator.set_role(STAYING, link.ROLE_DECODE)
+            await operator.move(LEAVING, STAYING, 1)  # the two have met, and know their bandwidth
             if not await board.until(lambda status: status.moves["done"] > 0, REACHED_WITHIN_S):
                 raise CommandError(f"no answer moved from {LEAVING} to {STAYING}: {dict(board.last.moves)}")
             report(f"draining {LEAVING}, with {kv_tokens} tokens of KV")
-            drain_s = await drained(cluster, operator, LEAVING, clock)
+            drain_s = await drained(cluster, LEAVING, clock, operator.drain(LEAVING))
             report(f"it has left after {drain_s:.2f} s")
             outcomes = await running
         _, left_over = await look(cluster, board)
-        idle_drain_s = await drained(cluster, operator, STAYING, clock)
+        idle_drain_s = await drained(cluster, STAYING, clock, operator.drain(STAYING))
         return DrainFindings(
             num_answers=count,
             kv_tokens=kv_tokens,

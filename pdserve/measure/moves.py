@@ -1,4 +1,4 @@
-"""A cluster under load while an operator flips roles, moves answers and drains workers, with every token checked."""
+"""A cluster under load while roles change, answers move and workers come and go, with every token checked."""
 
 import asyncio
 import random
@@ -9,6 +9,7 @@ from statistics import fmean
 
 from pdserve.clock import MonotonicClock
 from pdserve.launch.admin import AdminClient
+from pdserve.launch.launcher import LauncherClient
 from pdserve.launch.local import Listener
 from pdserve.launch.plan import ClusterSpec
 from pdserve.measure.board import StatusBoard
@@ -92,8 +93,12 @@ async def run_moves(trial: MovesTrial, requests: Sequence[KnownRequest], report:
             if not outcome.is_good:
                 report(f"{outcome}")
 
-        async with AdminClient(cluster.state.admin, cluster.state.secret_file) as operator:
-            operations = Operations(cluster, board, operator, trial.operations, clock)
+        state = cluster.state
+        async with (
+            AdminClient(state.admin, state.secret_file) as operator,
+            LauncherClient(state.launcher, state.secret_file) as launcher,
+        ):
+            operations = Operations(cluster, board, (operator, launcher), trial.operations, clock)
             async with asyncio.TaskGroup() as tasks:
                 operating = tasks.create_task(operations.run())
                 outcomes = await _load(live.client, requests, rate, operating, on_end)
@@ -177,12 +182,14 @@ def moves_table(verdict: MovesVerdict) -> Comparison:
         "moves": by_end,
         "flips": f"{len(record.flips_s)}",
         "drains": f"{len(record.drains_s)}",
+        "workers that came and went": f"{len(record.starts_s)}",
         "operator's calls refused": f"{len(record.refused)}",
         "all pages free after s": verdict.left_over or f"{verdict.free_after_s or 0.0:.2f}",
     }
     times = {
         "flip, ms": percentiles(record.flips_s),
         "drain, ms": percentiles(record.drains_s),
+        "start of a worker, ms": percentiles(record.starts_s),
         "TTFT, ms": total.summary.ttft_s,
         "gap of a move, ms": verdict.gap_s,
         "step beside it, ms": verdict.step_s,

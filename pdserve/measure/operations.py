@@ -1,10 +1,11 @@
-"""An operator at work on a cluster under load: roles are flipped, answers moved, workers drained and awaited again."""
+"""An operator at work on a cluster under load: roles change, answers move, workers drain, start again, come and go."""
 
 import asyncio
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import grpc
 
@@ -12,6 +13,7 @@ from pdserve.clock import Clock
 from pdserve.errors import CommandError
 from pdserve.ids import WorkerId
 from pdserve.launch.admin import AdminClient
+from pdserve.launch.launcher import LauncherClient
 from pdserve.launch.local import LocalCluster
 from pdserve.measure.board import StatusBoard
 from pdserve.proto.v1 import admin_pb2 as admin
@@ -29,7 +31,8 @@ _REFUSED = (
 )
 _COMPUTES = {link.ROLE_PREFILL, link.ROLE_MIXED}
 _DECODES = {link.ROLE_DECODE, link.ROLE_MIXED}
-_ROLES = (link.ROLE_PREFILL, link.ROLE_DECODE, link.ROLE_MIXED)
+_TURNS = (link.ROLE_PREFILL, link.ROLE_DECODE)
+_ROLES = (*_TURNS, link.ROLE_MIXED)
 Roles = Mapping[str, int]  # by worker
 
 
@@ -39,8 +42,9 @@ class OperationsPlan:
 
     num_flips: int
     num_moves: int  # that succeed, drains' included
-    num_drains: int  # of each worker
-    pause_s: float  # between flips and drains, on average
+    num_drains: int  # of each worker, which starts again: once each is a rolling restart
+    num_cycles: int  # in which one worker more starts, and ends for good once it serves
+    pause_s: float  # between flips, drains and cycles, on average
     within_s: float
     seed: int
 
@@ -50,6 +54,7 @@ class Record:
     """What was done. Times are seconds of calls, or until a worker's process had ended."""
 
     flips_s: list[float] = field(default_factory=list)
+    starts_s: list[float] = field(default_factory=list)  # until one more worker served
     drains_s: list[float] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)  # calls that the router refused, in words
     is_complete: bool = False
@@ -59,12 +64,17 @@ class Operations:
     """Does an operator's work, never leaving the cluster without one who computes prompts and one who decodes."""
 
     def __init__(
-        self, cluster: LocalCluster, board: StatusBoard, operator: AdminClient, plan: OperationsPlan, clock: Clock
+        self,
+        cluster: LocalCluster,
+        board: StatusBoard,
+        clients: tuple[AdminClient, LauncherClient],
+        plan: OperationsPlan,
+        clock: Clock,
     ) -> None:
         self.record = Record()
         self._cluster = cluster
         self._board = board
-        self._operator = operator
+        self._operator, self._launcher = clients
         self._plan = plan
         self._clock = clock
         self._rng = random.Random(f"operations {plan.seed}")
@@ -74,7 +84,7 @@ class Operations:
         try:
             async with asyncio.timeout(self._plan.within_s), asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._move())
-                await self._flip_and_drain()
+                await self._operate()
             self.record.is_complete = True
         except TimeoutError:
             return
@@ -91,16 +101,27 @@ class Operations:
                 except grpc.aio.AioRpcError as error:
                     self._note(f"move off {source}", error)
 
-    async def _flip_and_drain(self) -> None:
+    async def _operate(self) -> None:
         workers = [process.name for process in self._cluster.state.processes if process.role != "router"]
-        acts = [*workers * self._plan.num_drains, *[""] * self._plan.num_flips]
+        acts: list[Callable[[], Awaitable[None]]] = [partial(self._restart, name) for name in workers]
+        acts *= self._plan.num_drains
+        acts += [self._flip_any] * self._plan.num_flips
+        acts += [partial(self._come_and_go, number) for number in range(self._plan.num_cycles)]
         self._rng.shuffle(acts)
-        for name in acts:
+        for act in acts:
             await asyncio.sleep(self._rng.expovariate(1 / self._plan.pause_s))
-            if name:
-                await self._drain(name)
-            else:
-                await self._flip_any()
+            await act()
+
+    async def _come_and_go(self, number: int) -> None:
+        """Start one worker more, of either role in turn, and let it end once it serves."""
+        name, role = f"extra-{number}", _TURNS[number % len(_TURNS)]
+        began_s = self._clock.now_s()
+        await self._launcher.start_worker(name, role)
+        await self._until(lambda status: name in roles_of(status), f"{name} did not serve")
+        self.record.starts_s.append(self._clock.now_s() - began_s)
+        await asyncio.sleep(self._rng.expovariate(1 / self._plan.pause_s))
+        self.record.drains_s.append(await drained(self._cluster, name, self._clock, self._launcher.stop_worker(name)))
+        await self._until(lambda status: name not in roles_of(status), f"{name} has ended, and is counted on")
 
     async def _flip_any(self) -> None:
         """Give one of the workers another role."""
@@ -126,16 +147,19 @@ class Operations:
         self.record.flips_s.append(self._clock.now_s() - began_s)
         return True
 
-    async def _drain(self, name: str) -> None:
+    async def _restart(self, name: str) -> None:
         """Drain a worker, once the others can do without it, and wait until its next process is ready."""
         while not serves(others := {each: role for each, role in roles_of(self._board.last).items() if each != name}):
             if not others or not await self._flip(self._rng.choice(sorted(others)), link.ROLE_MIXED):
                 await self._board.changed()
-        self.record.drains_s.append(await drained(self._cluster, self._operator, name, self._clock))
-        if not await self._board.until(lambda status: name not in roles_of(status), BACK_WITHIN_S):
-            raise CommandError(f"{name} has ended, and the router still counts on it")
-        if not await self._board.until(lambda status: name in roles_of(status), BACK_WITHIN_S):
-            raise CommandError(f"{name} was not ready again within {BACK_WITHIN_S:g} s")
+        asked = self._operator.drain(WorkerId(name))
+        self.record.drains_s.append(await drained(self._cluster, name, self._clock, asked))
+        await self._until(lambda status: name not in roles_of(status), f"{name} has ended, and is counted on")
+        await self._until(lambda status: name in roles_of(status), f"{name} was not ready again")
+
+    async def _until(self, holds: Callable[[admin.ClusterStatus], bool], otherwise: str) -> None:
+        if not await self._board.until(holds, BACK_WITHIN_S):
+            raise CommandError(f"{otherwise} within {BACK_WITHIN_S:g} s")
 
     def _note(self, what: str, error: grpc.aio.AioRpcError) -> None:
         if error.code() not in _REFUSED:
@@ -158,8 +182,8 @@ def serves(roles: Roles) -> bool:
     return len(roles) > 1 and bool(present & _COMPUTES) and bool(present & _DECODES)
 
 
-async def drained(cluster: LocalCluster, operator: AdminClient, name: str, clock: Clock) -> float:
-    """Drain a worker; return the seconds until its process has ended."""
+async def drained(cluster: LocalCluster, name: str, clock: Clock, ask: Awaitable[None]) -> float:
+    """Drain a worker as `ask` does; return the seconds until its process has ended."""
     pid = cluster.state.pid_of(name)
     if pid is None:
         raise CommandError(f"{name} does not run")
@@ -167,7 +191,7 @@ async def drained(cluster: LocalCluster, operator: AdminClient, name: str, clock
     try:
         began_s, ended = clock.now_s(), asyncio.Event()
         asyncio.get_running_loop().add_reader(process, ended.set)
-        await operator.drain(WorkerId(name))
+        await ask
         await ended.wait()
         return clock.now_s() - began_s
     finally:
