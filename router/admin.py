@@ -1,6 +1,7 @@
 """The admin endpoint: AdminService."""
 
 import asyncio
+import time
 from collections.abc import Mapping
 from typing import TypeAlias, TypeVar
 
@@ -47,7 +48,7 @@ class AdminEndpoint(AdminServiceServicer):
         self, request: admin.GetStatusRequest, context: object
     ) -> admin.GetStatusResponse:
         del request, context
-        return admin.GetStatusResponse(status=self._status())
+        return admin.GetStatusResponse(status=self._status(), unix_time_ms=time.time_ns() // 1_000_000)
 
     async def WatchStatus(  # type: ignore[override]  # noqa: N802
         self, request: admin.WatchStatusRequest, context: WatchContext
@@ -149,6 +150,8 @@ class AdminEndpoint(AdminServiceServicer):
             refused_because={cause.value: count for cause, count in core.placements.refused_because.items()},
             demand=demand_to_proto(core.placements.demand.counted()),
             metrics_address=self._metrics_address,
+            num_without_handoff=core.placements.num_without_handoff,
+            without_handoff_because=core.placements.without_handoff_because,
         )
 
     def _worker(self, stream: WorkerStream, names: set[str], unroutable: Mapping[LinkId, str]) -> admin.WorkerStatus:

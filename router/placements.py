@@ -36,6 +36,7 @@ class Placements:
         self.demand = DemandCounts()
         self.num_placed = 0  # placements made, all requests
         self.num_replaced = 0
+        self.num_without_handoff, self.without_handoff_because = 0, ""  # placements since the last with a hand-off
         self.shadows = Shadows()
         self.num_ended = 0
         self._commands: list[Command] = []
@@ -126,6 +127,10 @@ class Placements:
         prompt = Prompt(num_tokens, len(indices), cached_on)
         self.predictor.note_placed(prefill, decode, request.hashes, prompt, now_s)
         self.num_placed += 1
+        self.num_without_handoff += 1
+        self.without_handoff_because = placed.told
+        if prefill is not None and decode is not None:
+            self.num_without_handoff, self.without_handoff_because = 0, ""
         self.num_replaced += placement.attempt > 0
         self.emit(Place(spec, _registration(prefill), _registration(decode), _asked(placed.fetch)))
 

@@ -43,6 +43,9 @@ class GetStatusResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STATUS_FIELD_NUMBER: _builtins.int
+    UNIX_TIME_MS_FIELD_NUMBER: _builtins.int
+    unix_time_ms: _builtins.int
+    """The router's clock: milliseconds since 1970."""
     @_builtins.property
     def status(self) -> Global___ClusterStatus:
         """As of now."""
@@ -51,10 +54,11 @@ class GetStatusResponse(_message.Message):
         self,
         *,
         status: Global___ClusterStatus | None = ...,
+        unix_time_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["status", b"status", "unix_time_ms", b"unix_time_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -390,6 +394,8 @@ class ClusterStatus(_message.Message):
     MOVES_FIELD_NUMBER: _builtins.int
     DEMAND_FIELD_NUMBER: _builtins.int
     METRICS_ADDRESS_FIELD_NUMBER: _builtins.int
+    NUM_WITHOUT_HANDOFF_FIELD_NUMBER: _builtins.int
+    WITHOUT_HANDOFF_BECAUSE_FIELD_NUMBER: _builtins.int
     router_id: _builtins.str
     """Name of the router that answers."""
     model: _builtins.str
@@ -402,6 +408,10 @@ class ClusterStatus(_message.Message):
     """Requests placed again since start."""
     metrics_address: _builtins.str
     """host:port where this router shows its metrics over HTTP; empty: nowhere."""
+    num_without_handoff: _builtins.int
+    """Placements since the last one that hands pages from one worker to another."""
+    without_handoff_because: _builtins.str
+    """Why the last of these was placed as it was, in words."""
     @_builtins.property
     def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorkerStatus]:
         """Workers attached now."""
@@ -446,10 +456,12 @@ class ClusterStatus(_message.Message):
         moves: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         demand: Global___Demand | None = ...,
         metrics_address: _builtins.str = ...,
+        num_without_handoff: _builtins.int = ...,
+        without_handoff_because: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["demand", b"demand"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "demand", b"demand", "ended", b"ended", "metrics_address", b"metrics_address", "model", b"model", "moves", b"moves", "num_active", b"num_active", "num_held", b"num_held", "num_replaced", b"num_replaced", "refused", b"refused", "refused_because", b"refused_because", "router_id", b"router_id", "workers", b"workers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["costs", b"costs", "demand", b"demand", "ended", b"ended", "metrics_address", b"metrics_address", "model", b"model", "moves", b"moves", "num_active", b"num_active", "num_held", b"num_held", "num_replaced", b"num_replaced", "num_without_handoff", b"num_without_handoff", "refused", b"refused", "refused_because", b"refused_because", "router_id", b"router_id", "without_handoff_because", b"without_handoff_because", "workers", b"workers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -4,6 +4,7 @@ import sys
 from types import FrameType
 
 import pytest
+from router_driver import Driver
 
 from pdserve.ids import PROTOCOL_VERSION, Incarnation, WorkerId
 from pdserve.kvlayout import KvLayout
@@ -13,7 +14,7 @@ from pdserve.roles import Role
 from pdserve.router.admin import AdminEndpoint
 from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
-from pdserve.router.events import Registration
+from pdserve.router.events import LinkLost, Registration
 from pdserve.router.shell import Shell
 from pdserve.virtual_time import VirtualClock
 
@@ -58,3 +59,18 @@ async def test_the_work_of_a_status_grows_with_the_workers_and_not_with_their_sq
     assert [len(worker.pairs) for worker in small.workers] == [num_pairs] * num_pairs + [0] * num_pairs
     assert not any(worker.unroutable for worker in large.workers)
     assert num_more < 5 * num_calls
+
+
+def test_placements_since_the_last_one_with_a_hand_off_are_counted_and_explained() -> None:
+    d = Driver()
+    mixed = d.attach("m0")
+    d.arrive()
+    alone = d.arrive()
+    placements = d.core.placements
+    because = placements.requests[alone].ledger.decision
+    assert because
+    assert (placements.num_without_handoff, placements.without_handoff_because) == (2, because)
+    d.post(LinkLost(mixed, "its stream ended"))
+    d.pair()
+    assert len(d.placements()) == 2
+    assert (placements.num_without_handoff, placements.without_handoff_because) == (0, "")
