@@ -14,7 +14,7 @@ DECODE ?= 1
 # make sim: how many seeds.
 SEEDS ?= 200
 
-.PHONY: demo serve unit test test-long check sim gpu clean
+.PHONY: demo serve unit test test-long check sim gpu images audit clean
 
 demo: $(SERVING)
 	$(BIN)/pdserve demo
@@ -46,6 +46,7 @@ check: $(INSTALLED)
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/buf lint
+	$(BIN)/hadolint deploy/images/Dockerfile
 	$(BIN)/pytest -q tests/test_proto_drift.py
 
 # Simulated clusters with faults: seeds 0 to SEEDS-1.
@@ -55,6 +56,22 @@ sim: $(INSTALLED)
 # Runs on a machine with a GPU, with its own torch and triton: nothing is installed.
 gpu:
 	python3 tests/gpu/run_gpu.py
+
+# Needs a container runtime. Beside each image comes its bill of materials (CycloneDX).
+DOCKER ?= docker
+IMAGES := router worker-cpu worker-cuda
+images: $(addprefix build/images/,$(addsuffix .cdx.json,$(IMAGES)))
+build/images/%.cdx.json: FORCE
+	mkdir -p build/images
+	$(DOCKER) build -f deploy/images/Dockerfile --target $* -t pdserve-$* .
+	$(DOCKER) run --rm --entrypoint cat pdserve-$* /opt/pdserve/sbom.cdx.json > $@
+FORCE:
+
+# Asks PyPI for known vulnerabilities of everything that constraints.txt pins.
+audit:
+	$(PYTHON) -m venv build/audit
+	build/audit/bin/pip install --quiet --disable-pip-version-check pip-audit==2.10.1
+	build/audit/bin/pip-audit --no-deps --disable-pip -r constraints.txt -r deploy/images/constraints-cuda.txt
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
