@@ -30,6 +30,10 @@ class KvLayout:
         elements = self.num_layers * 2 * self.num_kv_heads * self.page_size * self.head_dim
         return elements * DTYPE_BYTES[self.dtype]
 
+    @property
+    def token_bytes(self) -> int:
+        return self.page_bytes // self.page_size
+
     def num_pages(self, num_tokens: int) -> int:
         """Return how many pages hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)

@@ -16,7 +16,7 @@ from pdserve.measure.board import StatusBoard, all_free, is_busy
 from pdserve.measure.client import request_of
 from pdserve.measure.live import LiveCluster, started
 from pdserve.measure.objectives import ANY
-from pdserve.measure.percentiles import Percentiles, percentiles
+from pdserve.measure.percentiles import Percentiles, percentiles, shown
 from pdserve.measure.tables import Column, Sheet
 from pdserve.measure.workload import Arrival
 from pdserve.proto.v1 import admin_pb2 as admin
@@ -126,6 +126,6 @@ def cancel_table(found: Sequence[Freed]) -> Sheet:
     """Return one row a moment and pool."""
     rows = []
     for each in found:
-        times = (f"{seconds:.2f}" for seconds in (each.freed_s.p50, each.freed_s.p99, each.freed_s.max))
+        times = (shown(each.freed_s, share, digits=2) for share in ("p50", "p99", "max"))
         rows.append((each.moment, each.pool, str(each.num_cancels), *times))
     return Sheet("seconds from a cancel until a pool holds nothing, as the router's status shows", _COLUMNS, rows)

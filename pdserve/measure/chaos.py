@@ -17,7 +17,7 @@ from pdserve.measure.known_answers import KnownRequest, difference
 from pdserve.measure.live import started
 from pdserve.measure.objectives import ANY
 from pdserve.measure.outcomes import OK, Outcome
-from pdserve.measure.percentiles import Percentiles, percentiles
+from pdserve.measure.percentiles import Percentiles, percentiles, shown
 from pdserve.measure.summary import Summary, summarize
 from pdserve.measure.tables import Comparison, counted
 
@@ -188,16 +188,11 @@ def chaos_table(verdicts: Sequence[Verdict]) -> Comparison:
     """Return one column a trial, one row a quantity."""
     rows = [(name, [row(verdict) for verdict in verdicts]) for name, row in _ROWS.items()]
     for name, times in _TIMES.items():
-        rows += [
-            (f"{name} {share} s", [_seconds(times(v), share) for v in verdicts]) for share in ("p50", "p99", "max")
-        ]
+        shares = [(share, [shown(times(v), share, digits=2) for v in verdicts]) for share in ("p50", "p99", "max")]
+        rows += [(f"{name} {share} s", cells) for share, cells in shares]
     if len(verdicts) > 1:
         rows.append(("goodput, share of the first", [f"{share:.0%}" for share in goodput_shares(verdicts)]))
     return Comparison("", [verdict.tally.summary.name for verdict in verdicts], rows)
-
-
-def _seconds(values: Percentiles | None, share: str) -> str:
-    return "-" if values is None else f"{getattr(values, share):.2f}"
 
 
 def failures(verdicts: Sequence[Verdict]) -> list[str]:

@@ -13,6 +13,7 @@ from statistics import median
 from typing import Literal
 
 from pdserve.errors import CommandError
+from pdserve.kvlayout_wire import layout_from_proto
 from pdserve.launch.plan import ClusterSpec, Flags
 from pdserve.measure.client import new_tenant, request_of
 from pdserve.measure.live import LiveCluster, Report, live_cluster
@@ -26,7 +27,6 @@ Kind = Literal["fetched", "cached", "computed"]
 KINDS: tuple[Kind, ...] = ("fetched", "cached", "computed")
 WITHOUT_FETCHING: Flags = {"kv_events": "off"}  # a router that does not know who holds answers
 _WARM_UPS, _WARM_TURNS, _WARM_ANSWER = 3, 3, 64
-_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,8 @@ async def measure_conversations(spec: ClusterSpec, plan: ConversationPlan, repor
             for number in range(1, plan.turns + 1):
                 turns += [await talk.turn(number) for talk in talks]
         status = await fetching.status()
-    return ConversationFindings(tuple(turns), _token_bytes(status), _bandwidth(status))
+    token_bytes = layout_from_proto(status.workers[0].registration.layout).token_bytes
+    return ConversationFindings(tuple(turns), token_bytes, _bandwidth(status))
 
 
 async def _warm_up(clusters: Mapping[Kind, LiveCluster], plan: ConversationPlan, report: Report) -> None:
@@ -146,11 +147,6 @@ class _Talk:
         if not outcome.is_good:
             raise CommandError(f"a turn of {len(self._past)} tokens ended with {outcome.status}: {outcome.detail}")
         return outcome
-
-
-def _token_bytes(status: admin.ClusterStatus) -> int:
-    layout = status.workers[0].registration.layout
-    return 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * _BYTES[layout.dtype]
 
 
 def _bandwidth(status: admin.ClusterStatus) -> float:

@@ -20,6 +20,11 @@ class Percentiles:
         return " / ".join(f"{factor * value:.{digits}f}" for value in (self.p50, self.p90, self.p99))
 
 
+def shown(values: Percentiles | None, share: str, factor: float = 1.0, digits: int = 1) -> str:
+    """Return one of the percentiles, "p50" to "max", multiplied by a factor; "-" where there are none."""
+    return "-" if values is None else f"{factor * getattr(values, share):.{digits}f}"
+
+
 def percentiles(values: Iterable[float]) -> Percentiles | None:
     """Return the usual percentiles; None of no values."""
     known = np.fromiter(values, dtype=np.float64)

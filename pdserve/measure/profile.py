@@ -7,6 +7,7 @@ import random
 from dataclasses import dataclass
 
 from pdserve.errors import ConfigError
+from pdserve.kvlayout_wire import layout_from_proto
 from pdserve.launch.folder import ClusterState
 from pdserve.measure.live import LiveCluster, Report, connected
 from pdserve.measure.workload import Arrival
@@ -17,7 +18,6 @@ from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 
 _LEAST_S = 1e-9  # of a token: a profile's tokens take some time
-_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 _LINK = LinkFields(bytes_per_s=2e9, latency_s=0.005)  # where nothing is known of hand-offs
 _PROMPT = (8, 1024)  # shortest and longest of a sweep
 _BATCH = (1, 24)
@@ -76,14 +76,12 @@ def learnt_profile(status: admin.ClusterStatus, source: str) -> Profile:
             f"steps; {ENOUGH_STEPS} of each are needed"
         )
     workers = [worker.registration for worker in status.workers if worker.registration.ready]
-    layout = workers[0].layout
     curve = prefill_curve(prefill)
-    token_bytes = 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim * _DTYPE_BYTES[layout.dtype]
     return Profile(
         model=status.model,
         device=" + ".join(dict.fromkeys(filter(None, (prefill.device, decode.device)))),
         source=source,
-        kv_bytes_per_token=token_bytes,
+        kv_bytes_per_token=layout_from_proto(workers[0].layout).token_bytes,
         link=_LINK,
         configurations=[
             Configuration(

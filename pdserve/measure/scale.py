@@ -15,8 +15,9 @@ from pdserve.launch.folder import RECORD_FILE
 from pdserve.launch.local import Listener
 from pdserve.launch.plan import ClusterSpec
 from pdserve.measure.board import StatusBoard
+from pdserve.measure.chaos import REQUEST_DEADLINE_S, judge
 from pdserve.measure.client import Timed, new_tenant
-from pdserve.measure.known_answers import KnownRequest, Lengths, difference, known_requests
+from pdserve.measure.known_answers import KnownRequest, Lengths, known_requests
 from pdserve.measure.live import Report, started
 from pdserve.measure.objectives import Objective
 from pdserve.measure.outcomes import OK, Outcome
@@ -26,7 +27,6 @@ from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.roles import Role
 from pdserve.roles_wire import ROLES
 
-REQUEST_DEADLINE_S = 120.0
 LOOK_EVERY_S = 1.0
 QUIET = 0.2  # of the full rate
 COLUMNS = (
@@ -126,9 +126,7 @@ async def measure_scale(
                 await asyncio.sleep(LOOK_EVERY_S)
 
         def on_end(outcome: Outcome) -> None:
-            right = sent[outcome.number][2].answer
-            outcome.wrong = difference(outcome.tokens, right, is_whole=outcome.status == OK)
-            outcome.tokens, outcome.times_s = {}, {}
+            judge(outcome, [sent[outcome.number][2]])
 
         async with asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(watch())

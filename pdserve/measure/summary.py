@@ -7,7 +7,7 @@ from statistics import median
 
 from pdserve.measure.objectives import Objective
 from pdserve.measure.outcomes import OK, PARTS, Outcome, part_times
-from pdserve.measure.percentiles import Percentiles, percentiles
+from pdserve.measure.percentiles import Percentiles, percentiles, shown
 from pdserve.measure.tables import Comparison
 
 
@@ -119,14 +119,12 @@ def summary_tables(runs: Sequence[Summary]) -> tuple[Comparison, Comparison]:
     """Return two tables, one column a run: rates and times, and the parts of the requests' timelines."""
     rows = [(name, [rate(run) for run in runs]) for name, rate in _RATES.items()]
     for name, times in _TIMES.items():
-        rows += [(f"{name} {share} ms", [_ms(times(run), share) for run in runs]) for share in ("p50", "p90", "p99")]
+        rows += [
+            (f"{name} {share} ms", [shown(times(run), share, 1e3) for run in runs]) for share in ("p50", "p90", "p99")
+        ]
     parts = [(name, [_part(run.parts_s.get(name)) for run in runs]) for name in PARTS]
     names = [run.name for run in runs]
     return Comparison("", names, rows), Comparison("from stage to stage, ms: p50 / p90 / p99", names, parts)
-
-
-def _ms(values: Percentiles | None, share: str) -> str:
-    return "-" if values is None else f"{1e3 * getattr(values, share):.1f}"
 
 
 def _part(values: Percentiles | None) -> str:

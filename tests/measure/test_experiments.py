@@ -6,6 +6,8 @@ import pytest
 
 from pdserve.capacity.replay import shape_of
 from pdserve.errors import ConfigError
+from pdserve.kvlayout import KvLayout
+from pdserve.kvlayout_wire import layout_to_proto
 from pdserve.measure.live import LoadRun
 from pdserve.measure.objectives import Objective
 from pdserve.measure.outcomes import Outcome
@@ -18,7 +20,7 @@ from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 
 OBJECTIVE = Objective(ttft_s=0.5, tpot_s=0.1)
-LAYOUT = link.KvLayout(num_layers=30, num_kv_heads=3, head_dim=64, page_size=16, dtype="bfloat16")
+LAYOUT = layout_to_proto(KvLayout("w", 30, 3, 64, 16, "bfloat16"))
 
 
 def served(ttft_s: float) -> Outcome:
