@@ -42,6 +42,6 @@ def test_a_worker_without_its_packages_names_the_extra_before_it_loads_anything(
     secret.write_text("0" * 64)
     secret.chmod(0o600)
     flags = ("--model", tmp_path, "--secret-file", secret, "--worker-id", "d0", "--routers", "127.0.0.1:1")
-    ended = python(RUN, "decode-worker", *flags, missing={missing})
+    ended = python(RUN, "worker", "--role", "decode", *flags, missing={missing})
     assert ended.returncode == 2
     assert ended.stderr == f"pdserve: {missing} is not installed, and this needs it: pip install 'pdserve[worker]'\n"
