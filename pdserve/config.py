@@ -87,7 +87,11 @@ class WorkerConfig(ProcessConfig):
         description="File into which the incarnation is written at the start: on Kubernetes, /dev/termination-log lets "
         "the status of an ended container name its process.",
     )
-    routers: tuple[str, ...] = Field(min_length=1, description="Internal addresses of the routers, host:port.")
+    routers: tuple[str, ...] = Field(
+        min_length=1,
+        description="Internal addresses of the routers, host:port. Each address that a host's name leads to is a "
+        "router; names are looked up again every ten seconds.",
+    )
     secret_file: Path = Field(description="The cluster's shared secret; its owner and group alone may read it.")
     identity_dir: Path | None = Field(None, description=IDENTITY_HELP)
     page_size: int = Field(

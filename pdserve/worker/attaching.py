@@ -1,7 +1,8 @@
 """A worker's streams to its routers: when each is dialled, given up and dialled again. Decides; does no I/O.
 
-Invariant: each router has at most one stream or one redial under way, until it dismisses this process or the worker
-leaves. A stream that is not welcomed within WELCOME_TIMEOUT_S is closed; each one ends with exactly one RouterLost.
+Invariant: each address that a name leads to has just one stream or one redial under way, until its router dismisses
+this process or the worker leaves. An address that no name leads to any more keeps the stream that it has, and gets no
+other one. A stream that is not welcomed within WELCOME_TIMEOUT_S is closed; each one ends with exactly one RouterLost.
 """
 
 from collections.abc import Callable
@@ -15,8 +16,16 @@ MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 0.5  # a router that starts has its workers 
 
 
 @value
+class Found:
+    """A name of routers leads to these addresses now, host:port."""
+
+    name: str
+    addresses: frozenset[str]
+
+
+@value
 class Due:
-    """It is time to dial a router, for the first time or again."""
+    """The time of a Redial has come."""
 
     address: str
 
@@ -60,7 +69,7 @@ class Dial:
 
 @value
 class Redial:
-    """Let Due follow after a while."""
+    """Let Due follow after a while, and look names up meanwhile: a lost router may have a successor elsewhere."""
 
     address: str
     delay_s: float
@@ -94,7 +103,7 @@ class EndProcess:
     reason: str
 
 
-Event = Due | Welcomed | TimedOut | Ended | Left
+Event = Found | Due | Welcomed | TimedOut | Ended | Left
 Command = Dial | Redial | Register | Finish | Close | RouterLost | EndProcess
 
 
@@ -111,7 +120,8 @@ class Attaching:
         """`jitter` draws the share of a backoff that is waited, so that workers do not dial in step."""
         self._jitter = jitter
         self._streams: dict[RouterRef, _Stream] = {}
-        self._backoff_s: dict[str, float] = {}  # by address
+        self._found: dict[str, frozenset[str]] = {}  # by name
+        self._backoff_s: dict[str, float] = {}  # of each address that has a stream or a redial under way
         self._last_ref = 0
         self._is_leaving = False
 
@@ -119,11 +129,12 @@ class Attaching:
     def attached(self) -> tuple[RouterRef, ...]:
         return tuple([router for router, stream in self._streams.items() if stream.is_attached])
 
-    def address(self, router: RouterRef) -> str:
-        return self._streams[router].address
-
     def handle(self, event: Event) -> tuple[Command, ...]:
         match event:
+            case Found(name, addresses):
+                self._found[name] = addresses
+                added = sorted(addresses - self._backoff_s.keys())
+                return tuple([command for address in added for command in self._dial(address)])
             case Due(address):
                 return self._dial(address)
             case Left():
@@ -147,11 +158,13 @@ class Attaching:
                 return self._lose(router, stream)
 
     def _dial(self, address: str) -> tuple[Command, ...]:
-        if self._is_leaving:
+        if self._is_leaving or not self._is_wanted(address):
+            self._backoff_s.pop(address, None)
             return ()
         self._last_ref += 1
         router = RouterRef(self._last_ref)
         self._streams[router] = _Stream(address)
+        self._backoff_s.setdefault(address, MIN_BACKOFF_S)
         return (Dial(router, address, WELCOME_TIMEOUT_S),)
 
     def _lose(self, router: RouterRef, stream: _Stream) -> tuple[Command, ...]:
@@ -159,9 +172,12 @@ class Attaching:
         lost = Close(router), RouterLost(router)
         if self._is_leaving:
             return lost
-        backoff_s = self._backoff_s.get(stream.address, MIN_BACKOFF_S)
+        backoff_s = self._backoff_s[stream.address]
         self._backoff_s[stream.address] = min(2 * backoff_s, MAX_BACKOFF_S)
         return (*lost, Redial(stream.address, backoff_s * self._jitter()))
+
+    def _is_wanted(self, address: str) -> bool:
+        return any(address in addresses for addresses in self._found.values())
 
     def _leave(self) -> tuple[Command, ...]:
         self._is_leaving = True

@@ -16,6 +16,7 @@ from pdserve.certificates import Part
 from pdserve.clock import process_age_s
 from pdserve.credentials import Credentials
 from pdserve.kvtransfer.doors import Sink
+from pdserve.names import Lookups, Resolve, resolve
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1 import link_pb2_grpc
 from pdserve.rpc import DISMISSED_STATUS, identify
@@ -26,6 +27,7 @@ from pdserve.worker.messages import RouterLost, RouterRef
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED = 4096  # messages to one router
+MAX_WARNED = 64  # addresses, before all is logged once more
 ATTACH = "/pdserve.v1.LinkService/Attach"
 
 
@@ -54,14 +56,17 @@ class Links:
 
     def __init__(
         self,
-        addresses: tuple[str, ...],
+        names: tuple[str, ...],
         credentials: Credentials,
         register: link.Register,
         sink: Sink[FromRouter | RouterLost],
         on_dismissed: Callable[[str], None],
     ) -> None:
-        """`on_dismissed` is told why a router says that this process must end; it is dialled no more."""
-        self._addresses = addresses
+        """`names`: host:port each, ConfigError where one is not.
+
+        `on_dismissed` is told why a router says that this process must end; it is dialled no more.
+        """
+        self._lookups = Lookups(names, "routers", lambda *found: self._handle(attaching.Found(*found)))
         self._credentials = credentials
         self._register = register
         self._sink = sink
@@ -70,6 +75,7 @@ class Links:
         self._streams: dict[RouterRef, _Stream] = {}
         self._warned: dict[str, str] = {}  # what was wrong with a router last, by its address
         self._tasks = asyncio.TaskGroup()
+        self._looking: asyncio.Task[None] | None = None
 
     @property
     def attached(self) -> tuple[RouterRef, ...]:
@@ -109,12 +115,13 @@ class Links:
     def finish(self) -> None:
         """Write what is queued, then end every stream, and dial no more; `run` returns when routers have read it."""
         self._handle(attaching.Left())
+        if self._looking is not None:
+            self._looking.cancel()
 
-    async def run(self) -> None:
+    async def run(self, resolve: Resolve = resolve) -> None:
         """Keep a stream to every router, until finished or cancelled."""
         async with self._tasks:
-            for address in self._addresses:
-                self._handle(attaching.Due(address))
+            self._looking = self._tasks.create_task(self._lookups.run(resolve), name="names of routers")
 
     def _handle(self, event: attaching.Event) -> None:
         for command in self._attaching.handle(event):
@@ -124,6 +131,7 @@ class Links:
                     stream.task = self._tasks.create_task(self._serve(command, stream), name=f"link {address}")
                     asyncio.get_running_loop().call_later(timeout_s, self._time_out, command)
                 case attaching.Redial(address, delay_s):
+                    self._lookups.again()
                     self._tasks.create_task(self._redial(address, delay_s), name=f"link {address}")
                 case attaching.Register(router):
                     self.send(router, self._registration())
@@ -193,6 +201,8 @@ class Links:
 
     def _warn(self, address: str, problem: str) -> None:
         """Log what is wrong with a router, once as a warning however often it is dialled."""
+        if len(self._warned) >= MAX_WARNED:
+            self._warned.clear()
         level = logging.DEBUG if self._warned.get(address) == problem else logging.WARNING
         self._warned[address] = problem
         logger.log(level, "router %s: %s", address, problem)

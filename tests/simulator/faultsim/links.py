@@ -59,7 +59,7 @@ class SimLinks:
 
     def dial(self, address: str) -> None:
         """Attach to a router, now and whenever the stream is lost."""
-        self._handle(attaching.Due(address))
+        self._handle(attaching.Found(address, frozenset((address,))))
 
     def finish(self) -> None:
         """End every stream after what was sent."""

@@ -1,0 +1,86 @@
+"""Addresses that names lead to, looked up again every few seconds: processes behind a name come and go."""
+
+import asyncio
+import ipaddress
+import logging
+import socket
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from pdserve.errors import ConfigError
+from pdserve.rpc import join_address, split_address
+
+logger = logging.getLogger(__name__)
+
+LOOK_UP_S = 10.0  # from one answer until a name is looked up again
+MIN_LOOK_UP_S = 1.0  # the same where somebody asks for it
+MAX_ADDRESSES = 64  # of a name
+
+Resolve = Callable[[str], frozenset[str]]
+
+
+def resolve(name: str) -> frozenset[str]:
+    """Return the addresses, host:port, that host:port leads to; OSError where that cannot be found out now.
+
+    Of a host with both, the IPv4 addresses are taken: a process that has one of each kind is to be dialled once.
+    """
+    host, port = split_address(name)
+    found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
+    hosts = {family: {str(address[0]) for kind, *_, address in found if kind == family} for family, *_ in found}
+    chosen = hosts.get(socket.AF_INET) or hosts.get(socket.AF_INET6, set())
+    return frozenset(join_address(each, int(port)) for each in sorted(chosen)[:MAX_ADDRESSES])
+
+
+class Lookups:
+    """Keeps names looked up. A literal address leads to itself."""
+
+    def __init__(self, names: Iterable[str], key: str, found: Callable[[str, frozenset[str]], None]) -> None:
+        """`found` is called with each name's addresses after each lookup. ConfigError names `key` and a bad name."""
+        self._again = {name: asyncio.Event() for name in names}
+        self._found = found
+        for name in self._again:
+            host, port = split_address(name)
+            if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+                raise ConfigError(f"{key}: {name!r} is not host:port")
+
+    def again(self) -> None:
+        """Look all names up soon."""
+        for event in self._again.values():
+            event.set()
+
+    async def run(self, resolve: Resolve = resolve) -> None:
+        """Look names up until cancelled, or until none is left that may lead elsewhere. `resolve` runs in a thread."""
+        pool = ThreadPoolExecutor(1, "names")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for name in self._again:
+                    if _is_literal(name):
+                        self._found(name, frozenset((name,)))
+                    else:
+                        tasks.create_task(self._follow(name, resolve, pool), name=f"name {name}")
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # a name server that is silent is waited for by nobody
+
+    async def _follow(self, name: str, resolve: Resolve, pool: ThreadPoolExecutor) -> None:
+        again, problem = self._again[name], ""
+        while True:
+            again.clear()
+            try:
+                self._found(name, await asyncio.wrap_future(pool.submit(resolve, name)))
+                problem = ""
+            except OSError as error:  # what the name led to before is still the best that is known
+                before, problem = problem, str(error.strerror or error)
+                logger.log(logging.DEBUG if problem == before else logging.WARNING, "%s: %s", name, problem)
+            await asyncio.sleep(MIN_LOOK_UP_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_UP_S - MIN_LOOK_UP_S):
+                    await again.wait()
+
+
+def _is_literal(name: str) -> bool:
+    try:
+        ipaddress.ip_address(split_address(name)[0])
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,99 @@
+"""Names are looked up again and again; a literal address leads to itself, and who cannot say changes nothing."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+
+import pytest
+
+from pdserve import names
+from pdserve.errors import ConfigError
+from pdserve.names import Lookups, resolve
+
+Answers = list[Callable[[], frozenset[str]]]
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "LOOK_UP_S", 0.002)
+    monkeypatch.setattr(names, "MIN_LOOK_UP_S", 0.001)
+
+
+async def followed(*given: str, answers: Answers) -> list[tuple[str, frozenset[str]]]:
+    """Return what is found until the resolver has given all of its answers."""
+    found: list[tuple[str, frozenset[str]]] = []
+    over, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    def answer(_: str) -> frozenset[str]:
+        if not answers:
+            loop.call_soon_threadsafe(over.set)
+            raise socket.gaierror(socket.EAI_AGAIN, "try again")
+        return answers.pop(0)()
+
+    lookups = Lookups(given, "routers", lambda name, addresses: found.append((name, addresses)))
+    running = asyncio.create_task(lookups.run(answer))
+    async with asyncio.timeout(10):
+        await over.wait()
+    running.cancel()
+    await asyncio.wait([running])
+    return found
+
+
+@pytest.mark.usefixtures("at_once")
+async def test_a_name_is_looked_up_again_and_a_failure_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> frozenset[str]:
+        raise socket.gaierror(socket.EAI_AGAIN, "try again")
+
+    one, two = frozenset({"10.0.0.1:1"}), frozenset({"10.0.0.1:1", "10.0.0.2:1"})
+    caplog.set_level(logging.WARNING)
+    found = await followed("routers:1", answers=[lambda: one, fail, fail, lambda: two, frozenset])
+    assert found == [("routers:1", one), ("routers:1", two), ("routers:1", frozenset())]
+    assert caplog.text.count("routers:1: try again") == 2  # once for each time that it begins
+
+
+async def test_whoever_has_lost_an_address_lets_its_name_be_looked_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "MIN_LOOK_UP_S", 0.001)
+    found = asyncio.Queue[frozenset[str]]()
+    lookups = Lookups(("routers:1",), "routers", lambda _, addresses: found.put_nowait(addresses))
+    running = asyncio.create_task(lookups.run(lambda name: frozenset({name})))
+    async with asyncio.timeout(5):  # less than LOOK_UP_S
+        await found.get()
+        lookups.again()
+        await found.get()
+    running.cancel()
+    await asyncio.wait([running])
+
+
+async def test_literal_addresses_lead_to_themselves_and_are_not_looked_up() -> None:
+    found: list[tuple[str, frozenset[str]]] = []
+    lookups = Lookups(("10.0.0.1:1", "[fd00::1]:2"), "routers", lambda *each: found.append(each))
+    await lookups.run(lambda _: pytest.fail("looked up"))
+    assert found == [(each, frozenset((each,))) for each in ("10.0.0.1:1", "[fd00::1]:2")]
+
+
+@pytest.mark.parametrize("name", ["router", "router:", "router:0", "router:65536", ":1", "fd00::1", "router:http"])
+def test_a_name_without_a_host_or_a_port_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"^routers: .* is not host:port"):
+        Lookups((name,), "routers", lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "addresses"),
+    [
+        (("10.0.0.1", "fd00::1", "10.0.0.2"), {"10.0.0.1:7", "10.0.0.2:7"}),
+        (("fd00::1", "fd00::2"), {"[fd00::1]:7", "[fd00::2]:7"}),
+        (("10.0.0.1", "10.0.0.1"), {"10.0.0.1:7"}),
+        ([f"10.0.0.{n}" for n in range(100)], None),
+    ],
+)
+def test_of_a_host_with_both_kinds_of_addresses_the_ipv4_ones_are_taken_and_only_so_many(
+    monkeypatch: pytest.MonkeyPatch, hosts: tuple[str, ...], addresses: set[str] | None
+) -> None:
+    def look_up(_host: str, port: int, **_: object) -> list[tuple[object, ...]]:
+        kinds = {host: socket.AF_INET6 if ":" in host else socket.AF_INET for host in hosts}
+        return [(kinds[host], socket.SOCK_STREAM, 6, "", (host, port)) for host in hosts]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    found = resolve("routers:7")
+    assert found == addresses if addresses else len(found) == names.MAX_ADDRESSES
