@@ -1,5 +1,6 @@
 """What the router knows of one worker: what it last reported, plus what was sent to it since."""
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from math import inf
 
@@ -9,7 +10,6 @@ from pdserve.load import LoadPart, ReportedLoad
 from pdserve.roles import Role
 from pdserve.router.answers import Batch
 from pdserve.router.events import Registration, StepReported
-from pdserve.router.prompt_order import PromptOrder
 from pdserve.values import value
 
 _UNKNOWN_STEP_TOKENS = 2048
@@ -17,7 +17,7 @@ _FAILING_STEPS = 2  # one may be the fault of the only request in it
 PlacementKey = tuple[RequestId, Attempt]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Share:
     """What one placement asks of a worker."""
 
@@ -67,7 +67,10 @@ class WorkerView:
         self.others = LoadPart()  # what other routers have sent, as last reported
         self._num_arriving = self._kv_tokens = 0  # of ours
         self._new_pages = 0  # taken by what was assigned since the last report, less what has ended since
-        self.prompts = PromptOrder()
+        # Shares whose prompts are to be computed, in that order: first those that have begun, then by priority. A prompt
+        # that has begun is overtaken by none.
+        self._prompts: list[Share] = []
+        self._num_begun = 0
         self.batch = Batch(now_s)
         self.running = RunningStep(0, 0, now_s)
         self.kind = 0  # equal for workers that can hand KV over to each other
@@ -124,8 +127,10 @@ class WorkerView:
         self._work += share.prefill_work
         self._new_pages += self._num_pages(share.kv_tokens)
         if share.prefill_tokens:
-            for overtaken in self.prompts.add(key, share.priority, (share.prefill_tokens, share.prefill_work)):
-                self.shares[overtaken].is_overtaken = True
+            place = bisect_right(self._prompts, -share.priority, self._num_begun, key=lambda each: -each.priority)
+            for overtaken in self._prompts[place:]:
+                overtaken.is_overtaken = True
+            self._prompts.insert(place, share)
             if was_idle:
                 self._begin(RunningStep(share.prefill_tokens, share.prefill_work, now_s))
         self._decode(share, share.num_sequences)
@@ -138,9 +143,9 @@ class WorkerView:
         self._tokens -= share.prefill_tokens
         self._work -= share.prefill_work
         self._new_pages -= self._num_pages(share.kv_tokens)
-        if key == self.prompts.first_begun:
+        if share is self._first_begun:
             self._computed_tokens = self._computed_work = 0  # of this one
-        self.prompts.remove(key)
+        self._forget_prompt(share)
         self._decode(share, -share.num_sequences)
 
     def add_prefill(self, key: PlacementKey, num_tokens: int, work: int) -> None:
@@ -152,7 +157,6 @@ class WorkerView:
         share.prefill_work += work
         self._tokens += num_tokens
         self._work += work
-        self.prompts.grow(key, (num_tokens, work))
 
     def prefilled(self, key: PlacementKey, now_s: float) -> None:
         """Note that a placement's prompt needs no more computing, here or elsewhere."""
@@ -165,8 +169,19 @@ class WorkerView:
         self._work -= share.prefill_work
         self._computed_tokens -= share.prefill_tokens
         self._computed_work -= share.prefill_work
+        self._forget_prompt(share)
         share.prefill_tokens = share.prefill_work = 0
-        self.prompts.remove(key)
+
+    def _forget_prompt(self, share: Share) -> None:
+        if share.prefill_tokens:
+            place = self._prompts.index(share)
+            del self._prompts[place]
+            self._num_begun -= place < self._num_begun
+
+    @property
+    def _first_begun(self) -> Share | None:
+        """The prompt that is computed in part, if one is."""
+        return self._prompts[0] if self._num_begun else None
 
     def stepped(self, event: StepReported, now_s: float) -> None:
         """Note a step's end, once the prompts that it completed are noted: what it brought the others, and the next.
@@ -179,13 +194,12 @@ class WorkerView:
         if step.sequences:
             self.batch.step(event.num_steps, event.elapsed_s, now_s)
         computed = self._computed_tokens + step.prefill_tokens
-        if self.prompts.first_begun is None:
-            self.prompts.begin(computed)
-        begun = self.prompts.first_begun
-        if begun is None:
+        if not self._num_begun:
+            self._begin_prompts(computed)
+        head = self._first_begun
+        if head is None:
             self._computed_tokens = self._computed_work = 0
         else:
-            head = self.shares[begun]
             self._computed_tokens = _within(computed, head.prefill_tokens - 1)
             self._computed_work = _within(self._computed_work + step.prefill_work, head.prefill_work)
         waiting = self.pending_prefill_tokens
@@ -197,16 +211,23 @@ class WorkerView:
     def _begin(self, step: RunningStep) -> None:
         """Note that a step begins which computes as much of this as a step may."""
         self.running = step.cut(self.step_tokens)
-        num_begun = self._tokens - max(0, self._computed_tokens) - self.prompts.waiting_tokens  # left of these
-        self.prompts.begin(self.running.prefill_tokens - num_begun)
+        begun_tokens = sum([share.prefill_tokens for share in self._prompts[: self._num_begun]])
+        self._begin_prompts(self.running.prefill_tokens - (begun_tokens - max(0, self._computed_tokens)))
+
+    def _begin_prompts(self, num_tokens: int) -> None:
+        """Note that a step begins with so many tokens of prompts that have not begun."""
+        while num_tokens > 0 and self._num_begun < len(self._prompts):
+            num_tokens -= self._prompts[self._num_begun].prefill_tokens
+            self._num_begun += 1
 
     def waiting_before(self, priority: int) -> tuple[int, int]:
         """Return prompt tokens, and their attention's work, that are computed before one more prompt."""
         tokens, work = self.pending_prefill_tokens, self.pending_prefill_work
-        if priority <= self.prompts.lowest:
+        if self._num_begun == len(self._prompts) or priority <= self._prompts[-1].priority:
             return tokens, work
-        later_tokens, later_work = self.prompts.behind(priority)
-        return tokens - later_tokens, max(0, work - later_work)
+        later = [share for share in self._prompts[self._num_begun :] if share.priority < priority]
+        later_work = sum([share.prefill_work for share in later])
+        return tokens - sum([share.prefill_tokens for share in later]), max(0, work - later_work)
 
     def sequence_ended(self, key: PlacementKey) -> None:
         """Note that a placement runs one sequence fewer."""
@@ -278,7 +299,7 @@ class WorkerView:
     def check_idle(self) -> None:
         """Raise InvariantError unless nothing of this router's is assigned to the worker."""
         sums = self._sequences, self._tokens, self._work, self._num_arriving, self._kv_tokens
-        if self.shares or any(sums):
+        if self.shares or self._prompts or any(sums):
             raise InvariantError(f"{self.name} still holds {self.shares}, and {sums}")
 
 
