@@ -16,7 +16,6 @@ from pdserve.router.because import Because, Cause
 from pdserve.router.commands import Refused
 from pdserve.router.config import Limits
 from pdserve.router.events import RequestArrived
-from pdserve.router.fairness import TokenCounters
 from pdserve.router.holding import HoldQueue
 from pdserve.router.placements import Placements
 from pdserve.router.request import Request
@@ -55,8 +54,7 @@ class Admission:
     def __init__(self, placements: Placements, limits: Limits) -> None:
         self._placements = placements
         self._limits = limits
-        self._counters = TokenCounters()
-        self._held = HoldQueue(limits.max_num_held, self._counters)
+        self._held = HoldQueue(limits.max_num_held)
         self._num_arrived = 0
         self._look_again_s = inf  # before, only a request's end makes room for one that is held
         self._num_ended = 0  # when held requests were last looked at
@@ -94,7 +92,7 @@ class Admission:
 
     def arrive(self, event: RequestArrived, now_s: float) -> None:
         """Place, hold or refuse a request."""
-        counter, hasher = self._counters.arrive(event.tenant), self._placements.predictor.prefixes.hasher
+        counter, hasher = self._held.counter(event.tenant), self._placements.predictor.prefixes.hasher
         request = Request(event, self._num_arrived, counter, hasher, now_s)
         self._num_arrived += 1
         self._placements.demand.arrive(request)
@@ -208,7 +206,7 @@ class Admission:
         return None
 
     def _admit(self, request: Request, placed: Placed, now_s: float) -> None:
-        self._counters.charge(request.counter, request.num_tokens)
+        self._held.charge_prompt(request)
         request.is_admitted, request.waits_for = True, None
         request.timeline.reach(Stage.ADMITTED, now_s)
         self._placements.admit(request)

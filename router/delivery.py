@@ -12,7 +12,7 @@ from pdserve.reports import Stage
 from pdserve.router.commands import Deliver
 from pdserve.router.events import StageReached, TokenDelta
 from pdserve.router.placements import Placements
-from pdserve.router.request import Placement, Request, Sequence
+from pdserve.router.request import OUTPUT_WEIGHT, Placement, Request, Sequence
 from pdserve.router.shadows import DONE
 from pdserve.router.timeline import Moved
 from pdserve.router.view import WorkerView
@@ -83,7 +83,7 @@ class Delivery:
             sequence.first_s = now_s
             self._learn_ttft(request, sequence.placement, now_s)
         known.extend(token_ids)
-        request.counter.charge_output(len(token_ids))
+        request.counter.served += OUTPUT_WEIGHT * len(token_ids)
         sequence.last_s = now_s
         if not num_left:
             finish_reason = finish_reason or LENGTH

@@ -19,9 +19,8 @@ from pdserve.router.commands import Deliver, Finished, Refused
 from pdserve.router.config import RouterConfig
 from pdserve.router.events import ClientTooSlow, RequestArrived, StopStringFound
 from pdserve.router.metrics import Outcomes
-from pdserve.router.prompts import Prompts, ServedModel
+from pdserve.router.prompts import Prompts, ServedModel, Terms, check_model, check_terms, fitted
 from pdserve.router.shell import Shell
-from pdserve.router.validation import Terms, check_model, check_terms, fitted
 from pdserve.rpc import PUBLIC_MESSAGE_BYTES, abort
 from pdserve.text.stop import OutputText
 

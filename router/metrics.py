@@ -13,10 +13,10 @@ from pdserve.router.because import Cause
 from pdserve.router.commands import Finished, Refused
 from pdserve.router.core import RouterCore
 from pdserve.router.demand import judge
+from pdserve.router.prompts import Terms
 from pdserve.router.shadows import DONE
 from pdserve.router.shell import Shell
 from pdserve.router.timeline import Ledger
-from pdserve.router.validation import Terms
 from pdserve.router.view import WorkerView
 
 _LATELY = 1000  # ended requests of a class that the attainment is taken of

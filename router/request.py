@@ -16,7 +16,6 @@ from pdserve.reports import Stage
 from pdserve.router.because import Because
 from pdserve.router.commands import SequenceSpec
 from pdserve.router.events import LinkId, RequestArrived, TokenDelta
-from pdserve.router.fairness import Counter
 from pdserve.router.fetching import Fetch
 from pdserve.router.prefix_index import Hashes, block_hashes
 from pdserve.router.routing import Demand
@@ -25,6 +24,14 @@ from pdserve.router.view import PlacementKey, WorkerView
 from pdserve.token_ids import pack
 
 Process = tuple[WorkerId, Incarnation]
+OUTPUT_WEIGHT = 2  # of a token of an answer beside one of a prompt, as in the paper that `holding.py` follows
+
+
+@dataclass(slots=True)
+class Counter:
+    """What a tenant has been served."""
+
+    served: int = 0  # weighted tokens
 
 
 @dataclass(slots=True)

@@ -67,8 +67,8 @@ class WorkerView:
         self.others = LoadPart()  # what other routers have sent, as last reported
         self._num_arriving = self._kv_tokens = 0  # of ours
         self._new_pages = 0  # taken by what was assigned since the last report, less what has ended since
-        # Shares whose prompts are to be computed, in that order: first those that have begun, then by priority. A prompt
-        # that has begun is overtaken by none.
+        # Shares whose prompts are to be computed, in that order: first those that have begun, then by priority.
+        # A prompt that has begun is overtaken by none.
         self._prompts: list[Share] = []
         self._num_begun = 0
         self.batch = Batch(now_s)

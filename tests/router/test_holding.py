@@ -2,19 +2,17 @@
 
 from pdserve.ids import RequestId
 from pdserve.router.events import RequestArrived
-from pdserve.router.fairness import MAX_TENANTS, OUTPUT_WEIGHT, TokenCounters
-from pdserve.router.holding import HoldQueue
+from pdserve.router.holding import MAX_TENANTS, HoldQueue
 from pdserve.router.prefix_index import UNKEYED
-from pdserve.router.request import Request
+from pdserve.router.request import OUTPUT_WEIGHT, Request
 from pdserve.sampling import SamplingParams
 
 
 class Queue:
-    """A queue and the counters of its tenants."""
+    """A queue, and how many requests were put in it."""
 
     def __init__(self, max_num_held: int = 1000) -> None:
-        self.counters = TokenCounters()
-        self.queue = HoldQueue(max_num_held, self.counters)
+        self.queue = HoldQueue(max_num_held)
         self.count = 0
 
     def push(
@@ -30,7 +28,7 @@ class Queue:
             tenant=tenant,
             ttft_slo_s=ttft_s,
         )
-        request = Request(event, self.count, self.counters.arrive(tenant), UNKEYED, now_s)
+        request = Request(event, self.count, self.queue.counter(tenant), UNKEYED, now_s)
         self.count += 1
         self.queue.push(request)
         return request
@@ -39,8 +37,8 @@ class Queue:
         """Place whose turn it is."""
         request = next(self.queue.in_turn(), None)
         if request is not None:
-            self.counters.charge(request.counter, request.num_tokens)
-            request.counter.charge_output(output_tokens)
+            self.queue.charge_prompt(request)
+            request.counter.served += OUTPUT_WEIGHT * output_tokens
             self.queue.remove(request.request_id)
         return request
 
@@ -139,7 +137,7 @@ def test_the_table_of_tenants_is_bounded_and_debts_outlast_it() -> None:
     for number in range(2 * MAX_TENANTS):
         q.push(f"tenant {number}", tokens=1)
         q.serve()
-        assert len(q.counters) <= MAX_TENANTS + len(q.queue)
+        assert q.queue.num_tenants <= MAX_TENANTS + len(q.queue)
     greedy, other = q.push("greedy"), q.push("tenant 1")
     assert next(q.queue.in_turn()) is other
     assert q.order()[-2:] == [greedy, waits]

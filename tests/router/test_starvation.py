@@ -15,7 +15,6 @@ from pdserve.router.commands import End, Finished, Place, Refused
 from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
 from pdserve.router.events import Event, LinkId, Registration, RequestArrived, StepReported, Tick
-from pdserve.router.fairness import TokenCounters
 from pdserve.router.holding import HoldQueue
 from pdserve.router.policies import POLICIES
 from pdserve.router.predict import Predictor
@@ -31,21 +30,21 @@ steps = st.lists(
 )
 
 
-def push(queue: HoldQueue, counters: TokenCounters, number: int, terms: tuple[str, int, float]) -> Request:
+def push(queue: HoldQueue, number: int, terms: tuple[str, int, float]) -> Request:
     tenant, num_tokens, slo_s = terms
     now_s = float(number)
     event = RequestArrived(
         RequestId(number.to_bytes(16)), (1,) * num_tokens, SamplingParams(), now_s, now_s + 60, 0, tenant, slo_s
     )
-    request = Request(event, number, counters.arrive(tenant), UNKEYED, now_s)
+    request = Request(event, number, queue.counter(tenant), UNKEYED, now_s)
     queue.push(request)
     return request
 
 
-def serve_first(queue: HoldQueue, counters: TokenCounters) -> Request | None:
+def serve_first(queue: HoldQueue) -> Request | None:
     first = next(queue.in_turn(), None)
     if first is not None:
-        counters.charge(first.counter, first.num_tokens)
+        queue.charge_prompt(first)
         queue.remove(first.request_id)
     return first
 
@@ -54,15 +53,14 @@ def serve_first(queue: HoldQueue, counters: TokenCounters) -> Request | None:
 def test_a_tenant_that_waits_sees_each_other_served_at_most_its_own_share_and_one_request(
     steps: list[tuple[str, int, float] | None],
 ) -> None:
-    counters = TokenCounters()
-    queue = HoldQueue(1000, counters)
+    queue = HoldQueue(1000)
     served: Counter[str] = Counter()  # tokens, while all of these wait
     waiting: Counter[str] = Counter()
     for number, step in enumerate(steps):
         if step is not None:
-            push(queue, counters, number, step)
+            push(queue, number, step)
             waiting[step[0]] += 1
-        elif (first := serve_first(queue, counters)) is not None:
+        elif (first := serve_first(queue)) is not None:
             waiting[first.tenant] -= 1
             served[first.tenant] += first.num_tokens
         if min(waiting[tenant] for tenant in TENANTS) == 0:
@@ -76,13 +74,12 @@ def test_a_tenant_that_waits_sees_each_other_served_at_most_its_own_share_and_on
 def test_a_request_is_passed_over_only_by_more_pressing_ones_of_its_tenant(
     steps: list[tuple[str, int, float] | None],
 ) -> None:
-    counters = TokenCounters()
-    queue, waiting = HoldQueue(1000, counters), dict[RequestId, Request]()
+    queue, waiting = HoldQueue(1000), dict[RequestId, Request]()
     for number, step in enumerate(steps):
         if step is not None:
-            each = push(queue, counters, number, step)
+            each = push(queue, number, step)
             waiting[each.request_id] = each
-        elif (first := serve_first(queue, counters)) is not None:
+        elif (first := serve_first(queue)) is not None:
             rivals = [each for each in waiting.values() if each.tenant == first.tenant]
             assert first.first_token_due_s == min(each.first_token_due_s for each in rivals)
             del waiting[first.request_id]
