@@ -40,12 +40,11 @@ from pdserve.router.core import RouterCore
 from pdserve.router.events import ShutdownAsked, ShutdownDue
 from pdserve.router.inference import HARD_LIMIT_BYTES, InferenceEndpoint, LimitSizes
 from pdserve.router.kv_subscriber import KvSubscriber, PublishedBlocks, Source
-from pdserve.router.links import Follow, Links
 from pdserve.router.metrics import router_samples
 from pdserve.router.policies import POLICIES
 from pdserve.router.predict import Predictor
 from pdserve.router.prompts import Prompts, ServedModel
-from pdserve.router.shell import Shell, WorkerStream
+from pdserve.router.shell import Follow, Links, Shell, WorkerStream
 from pdserve.rpc import check_bind, listen, read_secret, server_options
 from pdserve.signals import drain_on_signals
 

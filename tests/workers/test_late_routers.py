@@ -18,9 +18,9 @@ from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.link_pb2_grpc import LinkServiceServicer, add_LinkServiceServicer_to_server
 from pdserve.router.config import Limits
 from pdserve.router.core import RouterCore
-from pdserve.router.links import Links as WorkerEndpoint
 from pdserve.router.predict import Predictor
 from pdserve.router.prefix_index import block_hashes
+from pdserve.router.shell import Links as WorkerEndpoint
 from pdserve.router.shell import Shell
 from pdserve.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, server_options
 from pdserve.worker.kv_feed import KvFeed
