@@ -104,4 +104,4 @@ def test_files_of_values_name_images_that_the_repository_builds() -> None:
         for part in yaml.safe_load(file.read_text(encoding="utf-8")).values()
         if isinstance(part, dict) and isinstance(part.get("image"), dict) and part["image"].get("repository")
     }
-    assert named == {"router", "worker-cpu", "worker-cuda"}
+    assert named == {"pdserve-router", "pdserve-worker-cpu", "pdserve-worker-cuda"}

@@ -1,6 +1,7 @@
 """What the chart renders is what Kubernetes takes, and keeps what it promises."""
 
 import json
+import os
 
 import pytest
 import yaml
@@ -32,16 +33,16 @@ def test_lint_finds_nothing(file: str) -> None:
 
 @pytest.mark.parametrize("name", ["defaults", "everything"])
 def test_the_manifests_are_those_that_were_looked_at(name: str, request: pytest.FixtureRequest) -> None:
-    """Write them again with `helm template`, look at the difference, and commit it."""
+    """Run this test with WRITE_GOLDEN=1, look at the difference, and commit it."""
     values, files = CASES[name]
     manifests = [
         {key: value for key, value in each.items() if key not in NOT_RANDOM.get(each["kind"], ())}
         for each in rendered(values, *files)
         if not each["metadata"]["name"].endswith("dashboards")
     ]
-    shown = yaml.safe_dump_all(manifests, width=120)
+    shown = yaml.safe_dump_all(manifests, width=150, default_flow_style=None)
     golden = request.path.parent / "golden" / f"{name}.yaml"
-    if not golden.exists():
+    if "WRITE_GOLDEN" in os.environ:
         golden.write_text(shown, encoding="utf-8")
     assert shown == golden.read_text(encoding="utf-8")
 

@@ -101,16 +101,17 @@ initContainers:
     {{- if not .worker }}
     args: [--exclude, "*.safetensors", --exclude, "*.bin", --exclude, "*.gguf"]
     {{- end }}
+    {{- if $model.hub.tokenSecret }}
     env:
-      - {name: HF_HOME, value: /tmp/hub}
-      {{- with $model.hub.tokenSecret }}
-      - name: HF_TOKEN
-        valueFrom: {secretKeyRef: {{ toJson . }}}
-      {{- end }}
+      - {name: HF_TOKEN_PATH, value: /etc/pdserve/hub/token}
+    {{- end }}
     securityContext: {{- include "pdserve.containerSecurity" false | nindent 6 }}
     volumeMounts:
       - {name: models, mountPath: /models}
-      - {name: tmp, mountPath: /tmp}
+      - {name: scratch, mountPath: /var/cache/pdserve}
+      {{- if $model.hub.tokenSecret }}
+      - {name: hub, mountPath: /etc/pdserve/hub, readOnly: true}
+      {{- end }}
     resources: {{- toYaml $values.resources | nindent 6 }}
 {{- end }}
 containers:
@@ -131,8 +132,6 @@ containers:
       - {name: POD_UID, valueFrom: {fieldRef: {fieldPath: metadata.uid}}}
       - {name: POD_IP, valueFrom: {fieldRef: {fieldPath: status.podIP}}}
       - {name: POD_NAMESPACE, valueFrom: {fieldRef: {fieldPath: metadata.namespace}}}
-      - {name: HOME, value: /tmp}
-      - {name: PDSERVE_CACHE, value: /var/cache/pdserve}
       {{- if .worker }}
       - {name: UCX_TCP_PORT_RANGE, value: "50060-50075"}
       {{- end }}
@@ -168,17 +167,14 @@ containers:
       {{- range $folder, $secret := .mounts }}
       - {name: {{ $folder }}, mountPath: /etc/pdserve/{{ $folder }}, readOnly: true}
       {{- end }}
-      - {name: tmp, mountPath: /tmp}
-      {{- if $model }}
-      - {name: cache, mountPath: /var/cache/pdserve}
-      {{- if has $model.source (list "pvc" "image" "hub") }}
+      - {name: scratch, mountPath: /var/cache/pdserve}
+      {{- if and $model (has $model.source (list "pvc" "image" "hub")) }}
       - name: models
         mountPath: /models
         readOnly: true
         {{- if and (eq $model.source "pvc") $model.pvc.subPath }}
         subPath: {{ $model.pvc.subPath }}
         {{- end }}
-      {{- end }}
       {{- end }}
       {{- if .worker }}
       - {name: shm, mountPath: /dev/shm}
@@ -199,11 +195,9 @@ volumes: {{- include "pdserve.volumes" . | nindent 2 }}
   secret: {secretName: {{ $secret }}, defaultMode: 0440}
   {{- end }}
 {{- end }}
-- name: tmp
+- name: scratch  # all that is ever written: the images set HOME and TMPDIR to it
   emptyDir: {}
 {{- if ne .component "autoscaler" }}
-- name: cache
-  emptyDir: {}
 {{- if eq $model.source "pvc" }}
 - name: models
   persistentVolumeClaim: {claimName: {{ required "model.pvc.claimName: is required where model.source is pvc" $model.pvc.claimName }}, readOnly: true}
@@ -213,6 +207,10 @@ volumes: {{- include "pdserve.volumes" . | nindent 2 }}
 {{- else if eq $model.source "hub" }}
 - name: models
   emptyDir: {sizeLimit: {{ $model.hub.sizeLimit }}}
+{{- with $model.hub.tokenSecret }}
+- name: hub
+  secret: {secretName: {{ .name }}, defaultMode: 0440, items: [{key: {{ .key }}, path: token}]}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- if .worker }}
