@@ -9,6 +9,8 @@ EXTRAS = {  # by the name that is imported
     "gguf": "worker",
     "nixl_cu12": "worker",
     "ray": "ray",
+    "lightkube": "kubernetes",
+    "httpx2": "kubernetes",
     "matplotlib": "plots",
 }
 

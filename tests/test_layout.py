@@ -16,6 +16,7 @@ LINKS = {
     "kernels": "../kernels",
     "proto": "../proto",
     "autoscaler": "../deploy/autoscaler",
+    "kubernetes": "../deploy/kubernetes",
     "launch": "../deploy/launch",
 }
 DEVICE_CODE = ROOT / "kernels" / "device"  # a Triton kernel cannot be cut into functions at will

@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parent.parent
-COMPONENTS = ("router", "prefill_worker", "decode_worker", "kvtransfer", "kernels", "proto", "launch")
+COMPONENTS = ("router", "prefill_worker", "decode_worker", "kvtransfer", "kernels", "proto", "launch", "kubernetes")
 
 
 @pytest.fixture(scope="module")

@@ -55,8 +55,8 @@ class RayActuator(_Ordering):
 class ScaleTarget(Section):
     """A workload of Kubernetes whose scale is set."""
 
-    kind: Literal["StatefulSet", "Deployment", "LeaderWorkerSet"] = Field(
-        default="StatefulSet", description="Its kind."
+    kind: Literal["Deployment"] = Field(
+        default="Deployment", description="Its kind; only of a Deployment can the pod be chosen that is removed."
     )
     name: Name = Field(description="Its name.")
 
@@ -65,7 +65,7 @@ class KubernetesActuator(_Ordering):
     """Kubernetes: the scale subresource of one workload for each pool."""
 
     kind: Literal["kubernetes"] = Field(
-        default="kubernetes", description="The scale subresource of workloads of Kubernetes."
+        default="kubernetes", description="Pods of two deployments of Kubernetes, whose scale is set."
     )
     namespace: Name = Field(default="default", description="Namespace of both workloads.")
     prefill: ScaleTarget = Field(description="Workload of the prefill pool.")

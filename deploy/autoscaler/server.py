@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.autoscaler.actuator import Actuator
-from pdserve.autoscaler.actuators import ProcessActuator, RayActuator
+from pdserve.autoscaler.actuators import KubernetesActuator, ProcessActuator, RayActuator
 from pdserve.autoscaler.actuators import PublishActuator as PublishSettings
 from pdserve.autoscaler.config import AutoscalerConfig
 from pdserve.autoscaler.journal import Journal
@@ -88,8 +88,9 @@ async def connected(policy: Policy, target: Target, routers: Sequence[AdminClien
         case RayActuator():
             async with _on_ray(policy, policy.actuator, target, routers[0]) as actuator:
                 yield actuator
-        case other:
-            raise ConfigError(f"actuator.kind: {other.kind} cannot be followed by this version")
+        case KubernetesActuator():
+            async with _on_kubernetes(policy.actuator, routers[0]) as actuator:
+                yield actuator
 
 
 @asynccontextmanager
@@ -106,6 +107,17 @@ async def _on_ray(
     devices = {role: pool.devices_per_replica for role, pool in pools.items()}
     async with ActorActuator.connected(target.elsewhere, router, settings, devices) as actuator:
         yield actuator
+
+
+@asynccontextmanager
+async def _on_kubernetes(settings: KubernetesActuator, router: AdminClient) -> AsyncIterator[Actuator]:
+    try:
+        from pdserve.autoscaler.kubernetes import PodActuator  # noqa: PLC0415 - its client is an extra
+        from pdserve.kubernetes.client import Client  # noqa: PLC0415
+    except ModuleNotFoundError as error:
+        raise not_installed("lightkube") from error
+    async with Client() as client:
+        yield PodActuator(client, router, settings)
 
 
 async def end_all(policy_file: Path, target: Target) -> None:

@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from pathlib import Path
 
-import grpc
 import pytest
 from actuator_suite import ActuatorSuite
+from admin_stub import Router, serving
 from fault_proxy import FaultProxy, Faults, fault_proxies
 from sleeping_cluster import SLEEPER, SleepingCluster, deaf_workers, let_workers_run, sleeping_cluster
 
@@ -16,31 +16,13 @@ from pdserve import rpc
 from pdserve.autoscaler.process import LocalActuator
 from pdserve.launch.admin import AdminClient
 from pdserve.launch.launcher import LauncherClient
-from pdserve.proto.v1 import admin_pb2 as admin
-from pdserve.proto.v1.admin_pb2_grpc import AdminServiceServicer, add_AdminServiceServicer_to_server
 from pdserve.roles import Role
-from pdserve.roles_wire import ROLES
 
 pytestmark = pytest.mark.slow
 
 
-class RoleGiver(AdminServiceServicer):
-    """The part of a router that gives roles, to two workers."""
-
-    def __init__(self) -> None:
-        self.roles: dict[str, Role] = {}
-
-    async def SetWorkerRole(  # noqa: N802
-        self, request: admin.SetWorkerRoleRequest, context: "grpc.aio.ServicerContext"
-    ) -> admin.SetWorkerRoleResponse:
-        if request.worker_id not in ("prefill-0", "decode-0"):
-            await context.abort(grpc.StatusCode.NOT_FOUND, "not attached")
-        self.roles[request.worker_id] = ROLES[request.role]
-        return admin.SetWorkerRoleResponse(epoch=1)
-
-
 class LocalStage:
-    def __init__(self, cluster: SleepingCluster, router: RoleGiver, paths: dict[str, FaultProxy]) -> None:
+    def __init__(self, cluster: SleepingCluster, router: Router, paths: dict[str, FaultProxy]) -> None:
         self._cluster = cluster
         self._router = router
         self._paths = paths
@@ -87,18 +69,18 @@ class TestLocalActuator(ActuatorSuite):
     @pytest.fixture
     async def stage(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LocalStage]:
         let_workers_run(SLEEPER, monkeypatch)
-        router = RoleGiver()
+        router = Router()
+        router.ready = {"prefill-0": 1, "decode-0": 1}
         with fault_proxies("launcher", "router") as paths:
-            async with sleeping_cluster(tmp_path, max_workers=3) as cluster:
+            async with (
+                sleeping_cluster(tmp_path, max_workers=3) as cluster,
+                serving(router, cluster.secret_file) as address_of_router,
+            ):
                 cluster.ready |= {"prefill-0", "decode-0"}
-                server = grpc.aio.server(interceptors=[rpc.RequireSecret(rpc.read_secret(cluster.secret_file))])
-                add_AdminServiceServicer_to_server(router, server)
-                addresses = {"launcher": cluster.address, "router": rpc.listen(server, "127.0.0.1", 0, "router")}
+                addresses = {"launcher": cluster.address, "router": address_of_router}
                 for name, address in addresses.items():
                     host, port = rpc.split_address(address)
                     paths[name].target = host, int(port)
-                await server.start()
                 stage = LocalStage(cluster, router, paths)
                 yield stage
                 await stage.close()
-                await server.stop(None)

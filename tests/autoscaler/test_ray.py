@@ -7,26 +7,21 @@ import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import grpc
 import psutil
 import pytest
 import ray
 from actuator_suite import ActuatorSuite, held
+from admin_stub import Router, serving
 from ray_nodes import RayNodes, end_node, ray_head
 
-from pdserve import rpc
 from pdserve.autoscaler.actuators import RayActuator as Settings
 from pdserve.autoscaler.observation import State
 from pdserve.autoscaler.ray import ActorActuator, Ledger, connect
-from pdserve.autoscaler.status import ROLES
 from pdserve.launch import plan as plan_module
 from pdserve.launch.admin import AdminClient
 from pdserve.launch.folder import write_secret
 from pdserve.launch.owner import OwnedWorker
 from pdserve.launch.plan import ClusterSpec, Wiring, WorkerTemplate
-from pdserve.proto.v1 import admin_pb2 as admin
-from pdserve.proto.v1 import link_pb2 as link
-from pdserve.proto.v1.admin_pb2_grpc import AdminServiceServicer, add_AdminServiceServicer_to_server
 from pdserve.roles import Role
 
 pytestmark = pytest.mark.slow
@@ -34,34 +29,6 @@ pytestmark = pytest.mark.slow
 SLEEPER = (sys.executable, "-I", "-c", "import signal; signal.pause()")
 DEAF = (sys.executable, "-I", "-c", "import signal; signal.pthread_sigmask(0, {15}); print(1); signal.pause()")
 DEVICES = dict.fromkeys(Role, 1)
-
-
-class Router(AdminServiceServicer):
-    """The part of a router that gives roles, and takes reports of ended processes."""
-
-    def __init__(self) -> None:
-        self.ready: dict[str, int] = {}  # incarnations by worker
-        self.roles: dict[str, Role] = {}
-        self.gone: list[tuple[str, int]] = []
-
-    async def GetStatus(self, request: object, context: object) -> admin.GetStatusResponse:  # noqa: N802
-        registered = (link.Register(worker_id=name, incarnation=n, ready=True) for name, n in self.ready.items())
-        workers = [admin.WorkerStatus(registration=each) for each in registered]
-        return admin.GetStatusResponse(status=admin.ClusterStatus(workers=workers))
-
-    async def SetWorkerRole(  # noqa: N802
-        self, request: admin.SetWorkerRoleRequest, context: "grpc.aio.ServicerContext"
-    ) -> admin.SetWorkerRoleResponse:
-        if request.worker_id not in self.ready:
-            await context.abort(grpc.StatusCode.NOT_FOUND, "not attached")
-        self.roles[request.worker_id] = ROLES[request.role]
-        return admin.SetWorkerRoleResponse(epoch=1)
-
-    async def ReportProcessGone(  # noqa: N802
-        self, request: admin.ReportProcessGoneRequest, context: object
-    ) -> admin.ReportProcessGoneResponse:
-        self.gone.append((request.process.worker_id, request.process.incarnation))
-        return admin.ReportProcessGoneResponse()
 
 
 def _is_deaf(pid: int) -> bool:
@@ -155,23 +122,19 @@ def nodes() -> Iterator[RayNodes]:
 @pytest.fixture
 async def stage(nodes: RayNodes, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[RayStage]:
     router, secret = Router(), write_secret(tmp_path)
-    server = grpc.aio.server(interceptors=[rpc.RequireSecret(rpc.read_secret(secret))])
-    add_AdminServiceServicer_to_server(router, server)
-    address = rpc.listen(server, "127.0.0.1", 0, "router")
-    await server.start()
-    spec = ClusterSpec("m", "m", name=request.node.name[:40], worker_flags={"drain_timeout_s": 20.0})
-    port = int(address.rpartition(":")[2])
-    template = WorkerTemplate(spec, Wiring(public_port=1, internal_port=port, secret_file=secret))
-    stage = RayStage(nodes, router, template)
-    try:
-        for name, role in (("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE)):
-            await stage.actuator.add(name, role)
-        for name in ("prefill-0", "decode-0"):
-            await stage.make_ready(name)
-        yield stage
-    finally:
-        await stage.close()
-        await server.stop(None)
+    async with serving(router, secret) as address:
+        spec = ClusterSpec("m", "m", name=request.node.name[:40], worker_flags={"drain_timeout_s": 20.0})
+        port = int(address.rpartition(":")[2])
+        template = WorkerTemplate(spec, Wiring(public_port=1, internal_port=port, secret_file=secret))
+        stage = RayStage(nodes, router, template)
+        try:
+            for name, role in (("prefill-0", Role.PREFILL), ("decode-0", Role.DECODE)):
+                await stage.actuator.add(name, role)
+            for name in ("prefill-0", "decode-0"):
+                await stage.make_ready(name)
+            yield stage
+        finally:
+            await stage.close()
 
 
 class TestRayActuator(ActuatorSuite):

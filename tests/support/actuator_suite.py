@@ -1,5 +1,6 @@
 """What every actuator must do, whatever starts its replicas: a test class for each kind inherits `ActuatorSuite`."""
 
+from dataclasses import replace
 from typing import Protocol
 
 import pytest
@@ -39,7 +40,7 @@ class Stage(Protocol):
 async def held(stage: Stage) -> dict[str, Held]:
     replicas = await stage.actuator.observe()
     assert len({replica.name for replica in replicas}) == len(replicas), "a replica is listed twice"
-    return {replica.name: replica for replica in replicas}
+    return {replica.name: replace(replica, worker_id="") for replica in replicas}
 
 
 async def state_of(stage: Stage, name: str) -> State | None:

@@ -1,0 +1,171 @@
+"""Kubernetes as actuator: orders change the scale of two deployments, whose pods are the replicas.
+
+A pod belongs to the deployment that made it, whatever its role is later. Pools count roles; an order to drain a pod
+makes its own deployment smaller.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+import grpc
+
+from pdserve.autoscaler.actuator import ActuatorError, Held
+from pdserve.autoscaler.actuators import KubernetesActuator as Settings
+from pdserve.autoscaler.process import give_role, ordering
+from pdserve.autoscaler.workload import MARK, Workload
+from pdserve.kubernetes.client import ApiError, Backoff, Client, RefusedError
+from pdserve.kubernetes.objects import DELETION_COST, ROLE_LABEL, Pod, Scale
+from pdserve.launch.admin import AdminClient
+from pdserve.roles import Role
+from pdserve.roles_wire import ROLES
+
+CONFLICT = 409
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A workload, and what only one order at a time may change."""
+
+    workload: Workload
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class PodActuator:
+    """Replicas are pods of two deployments."""
+
+    def __init__(self, client: Client, router: AdminClient, settings: Settings) -> None:
+        self._client = client
+        self._router = router
+        self._settings = settings
+        names = {Role.PREFILL: settings.prefill.name, Role.DECODE: settings.decode.name}
+        self._kept = {role: _Kept(Workload(name, role)) for role, name in names.items()}
+        self._pods_path = f"/api/v1/namespaces/{settings.namespace}/pods"
+        self._selectors: dict[str, str] = {}  # of workloads, by name
+
+    def workload(self, role: Role) -> Workload:
+        """Return the workload whose pods start with a role."""
+        return self._of(role).workload
+
+    def _of(self, role: Role) -> _Kept:
+        return self._kept[Role.DECODE if role is Role.MIXED else role]
+
+    async def observe(self) -> Sequence[Held]:
+        """Return all pods, and those that deployments have yet to make."""
+        async with self._asking("list the pods"):
+            for kept in self._kept.values():
+                async with kept.lock:
+                    scale = await self._scale(kept.workload)
+                    pods, version = await self._list(scale.status.selector)
+                    kept.workload.see(scale, pods, version)
+        with suppress(ApiError, ActuatorError, TimeoutError, grpc.aio.AioRpcError):  # labels follow later
+            async with asyncio.timeout(self._settings.timeout_s):
+                await self._label()
+        return [held for kept in self._kept.values() for held in kept.workload.held()]
+
+    async def add(self, name: str, role: Role) -> None:
+        """Make a deployment greater by one, unless there is a replica of this name."""
+        kept = self._of(role)
+        async with self._asking(f"add {name}"), kept.lock:
+            if any(each.workload.pod(name) for each in self._kept.values() if each is not kept):
+                return
+            if kept.workload.begin_add(name):
+                try:
+                    await self._rescale(kept.workload, 1)
+                except (RefusedError, ActuatorError) as error:
+                    if not isinstance(error, RefusedError) or error.status < 500:
+                        kept.workload.failed_to_add(name)
+                    raise
+                kept.workload.added(name)
+
+    async def drain(self, name: str) -> None:
+        """Make the deployment of a replica smaller by one, of which this replica's pod is the first to be removed.
+
+        Its process gets SIGTERM then, and drains.
+        """
+        for kept in self._kept.values():
+            async with self._asking(f"drain {name}"), kept.lock:
+                workload = kept.workload
+                if workload.pod(name) is not None:
+                    pods, _ = await self._list(self._selectors[workload.name])
+                    pod = workload.begin_drain(name, pods)
+                    if pod is None:
+                        return
+                    for stale in workload.stale_marks():
+                        await self._annotate(stale, None)
+                    await self._annotate(pod, MARK)
+                elif workload.is_coming(name):
+                    pod = None
+                else:
+                    continue
+                await self._rescale(workload, -1)
+                workload.drained(name, pod)
+
+    async def flip(self, name: str, role: Role) -> None:
+        """Give a replica another role while it serves; its pod's label follows."""
+        pod = next((found for kept in self._kept.values() if (found := kept.workload.pod(name))), None)
+        await give_role(self._router, name if pod is None else pod.metadata.name, role, self._settings.timeout_s)
+        if pod is not None:
+            with suppress(ActuatorError):  # the role is given; the label follows when it is seen next
+                async with self._asking(f"label {name}"):
+                    await self._patch(pod, {"labels": {ROLE_LABEL: role.value}})
+
+    async def _label(self) -> None:
+        """Let labels follow the roles that a router reports."""
+        status = await self._router.status()
+        roles = {w.registration.worker_id: ROLES.get(w.registration.role) for w in status.workers}
+        for kept in self._kept.values():
+            for pod in kept.workload.pods:
+                role = roles.get(pod.metadata.name)
+                if role is not None and pod.metadata.labels.get(ROLE_LABEL) != role.value:
+                    await self._patch(pod, {"labels": {ROLE_LABEL: role.value}})
+
+    async def _rescale(self, workload: Workload, change: int) -> None:
+        """Change a size by one from the size that was observed."""
+        backoff = Backoff()
+        while True:
+            scale = await self._scale(workload)
+            size = workload.target(scale.spec.replicas, change)
+            if size is None:
+                return
+            meta = {"name": workload.name, "namespace": self._settings.namespace}
+            meta["resourceVersion"] = scale.metadata.resource_version
+            body = {"apiVersion": "autoscaling/v1", "kind": "Scale", "metadata": meta, "spec": {"replicas": size}}
+            try:
+                await self._client.replace(self._scale_path(workload), body, Scale)
+                return
+            except RefusedError as error:
+                if error.status != CONFLICT:
+                    raise
+                await backoff.wait()
+
+    async def _scale(self, workload: Workload) -> Scale:
+        scale = await self._client.get(self._scale_path(workload), Scale)
+        if not scale.status.selector:
+            raise ActuatorError(f"{workload.name}: its scale names no selector")
+        self._selectors[workload.name] = scale.status.selector
+        return scale
+
+    def _scale_path(self, workload: Workload) -> str:
+        return f"/apis/apps/v1/namespaces/{self._settings.namespace}/deployments/{workload.name}/scale"
+
+    async def _list(self, selector: str) -> tuple[list[Pod], str]:
+        return await self._client.list(self._pods_path, Pod, selector)
+
+    async def _annotate(self, pod: Pod, cost: str | None) -> None:
+        await self._patch(pod, {"annotations": {DELETION_COST: cost}})
+
+    async def _patch(self, pod: Pod, metadata: dict[str, object]) -> None:
+        path = f"{self._pods_path}/{pod.metadata.name}"
+        await self._client.patch(path, {"metadata": {"uid": pod.metadata.uid, **metadata}})
+
+    @asynccontextmanager
+    async def _asking(self, what: str) -> AsyncIterator[None]:
+        try:
+            async with ordering(what, self._settings.timeout_s):
+                yield
+        except ApiError as error:
+            raise ActuatorError(f"{what}: {error}") from error
+        except ActuatorError as error:
+            raise error if str(error).startswith(what) else ActuatorError(f"{what}: {error}") from error

@@ -1,0 +1,147 @@
+"""Which processes of workers have ended, from what pods and nodes show. Pure.
+
+Invariant: a process is reported only once it cannot run any more. Either its container has terminated, and names it in
+its message; or a later process of the same container has. Or its pod was removed, and since then the pod's node has
+answered without a gap, for as long as its kubelet may take to end what it still runs of that pod. A node that does not
+answer proves nothing, and neither does a pod that was removed while its node is silent.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from pdserve.kubernetes.objects import Pod, Terminated
+from pdserve.values import value
+
+MARGIN_S = 30.0  # beyond a pod's grace period: until a kubelet has seen that the pod is not wanted, and has killed it
+GAP_S = 40.0  # without a renewal, after which a node counts as silent; kubelets renew each 10 s
+MAX_GONE = 4096  # pods of which no end is proved
+FROM_OUTSIDE = frozenset((0, 75, 130, 137, 143))  # exit statuses of a drain, and of signals
+
+
+@value
+class Ended:
+    """A process that has ended."""
+
+    worker_id: str
+    incarnation: int
+    from_outside: bool  # a drain or a signal ended it, not what it computed
+
+
+@dataclass(slots=True)
+class _Known:
+    """A pod."""
+
+    name: str
+    node: str
+    grace_s: float
+    last_ended: int = 0  # the latest process that is known to have ended
+    running: set[int] = field(default_factory=set)  # processes that a router has seen, and whose end is not known
+    gone_s: float | None = None  # when it was seen to have been removed
+
+
+@dataclass(slots=True)
+class _Answering:
+    """A node, while it is asked for."""
+
+    renewed: str  # as its Lease shows
+    last_s: float = 0.0  # when that changed
+    since_s: float | None = None  # that it answers without a gap; None: it does not
+
+
+class Ends:
+    """Pods of a namespace, and the processes in them."""
+
+    def __init__(self) -> None:
+        self._pods: dict[str, _Known] = {}  # by uid
+        self._nodes: dict[str, _Answering] = {}
+
+    def attached(self, incarnation: int, launch_id: str) -> None:
+        """Take in that a router sees a process, which names the pod that it runs in."""
+        pod = self._pods.get(launch_id)
+        if pod is not None and incarnation > pod.last_ended:
+            pod.running.add(incarnation)
+
+    def listed(self, pods: Iterable[Pod], at_s: float) -> list[Ended]:
+        """Take in all pods that there are; return which processes have ended."""
+        found = {pod.metadata.uid: pod for pod in pods}
+        ended = [end for pod in found.values() for end in self.changed(pod)]
+        for uid in [uid for uid, pod in self._pods.items() if uid not in found and pod.gone_s is None]:
+            self._leave(uid, at_s)
+        return ended
+
+    def changed(self, pod: Pod) -> list[Ended]:
+        """Take in a pod; return which of its processes have ended."""
+        uid, spec = pod.metadata.uid, pod.spec
+        known = self._pods.setdefault(uid, _Known(pod.metadata.name, "", 0.0))
+        known.node = spec.node_name or known.node
+        known.grace_s = float(spec.termination_grace_period_seconds)
+        ends = sorted(_ends(pod), key=lambda each: each[0])
+        return [ended for number, how in ends for ended in _end(known, number, how)]
+
+    def removed(self, pod: Pod, at_s: float) -> list[Ended]:
+        """Take in that a pod was removed, as it was at last; return which of its processes have ended."""
+        ended = self.changed(pod)
+        self._leave(pod.metadata.uid, at_s)
+        return ended
+
+    def _leave(self, uid: str, at_s: float) -> None:
+        self._pods[uid].gone_s = at_s
+        if not self._pods[uid].running:
+            del self._pods[uid]
+        gone = [uid for uid, pod in self._pods.items() if pod.gone_s is not None]
+        for oldest in gone[: max(0, len(gone) - MAX_GONE)]:
+            del self._pods[oldest]
+
+    @property
+    def num_unproved(self) -> int:
+        """Processes whose pods were removed, and whose end is not proved."""
+        return sum(len(pod.running) for pod in self._pods.values() if pod.gone_s is not None)
+
+    @property
+    def nodes(self) -> set[str]:
+        """Nodes to ask for: pods of theirs were removed, and the ends of their processes are not proved."""
+        wanted = {pod.node for pod in self._pods.values() if pod.gone_s is not None and pod.node}
+        self._nodes = {name: node for name, node in self._nodes.items() if name in wanted}
+        return wanted
+
+    def asked(self, name: str, renewed: str, *, is_ready: bool, at_s: float) -> list[Ended]:
+        """Take in a node's Lease and condition; return which processes of removed pods have ended.
+
+        `renewed`: the Lease's time, which only has to change; empty where the node or its Lease is not there.
+        """
+        node = self._nodes.setdefault(name, _Answering(renewed))
+        if renewed != node.renewed:
+            node.since_s = at_s if node.since_s is None or at_s - node.last_s > GAP_S else node.since_s
+            node.renewed, node.last_s = renewed, at_s
+        if not is_ready or not renewed or at_s - node.last_s > GAP_S:
+            node.since_s = None
+        if node.since_s is None:
+            return []
+        ended = []
+        for uid, pod in list(self._pods.items()):
+            if pod.node != name or pod.gone_s is None:
+                continue
+            if node.last_s - max(node.since_s, pod.gone_s) >= pod.grace_s + MARGIN_S:
+                ended += [Ended(pod.name, number, from_outside=True) for number in sorted(pod.running)]
+                del self._pods[uid]
+        return ended
+
+
+def _end(pod: _Known, number: int, how: Terminated) -> Iterator[Ended]:
+    """Yield the processes that have ended if this one has: those before it in the same pod had to end for it."""
+    if number <= pod.last_ended:
+        return
+    pod.last_ended = number
+    for earlier in sorted(each for each in pod.running if each < number):
+        yield Ended(pod.name, earlier, from_outside=True)
+    pod.running = {each for each in pod.running if each > number}
+    yield Ended(pod.name, number, how.exit_code in FROM_OUTSIDE and how.reason != "OOMKilled")
+
+
+def _ends(pod: Pod) -> Iterator[tuple[int, Terminated]]:
+    """Yield the processes that terminated containers name."""
+    for container in pod.status.container_statuses:
+        for state in (container.last_state, container.state):
+            how = state.terminated
+            if how is not None and (text := how.message.strip()).isdecimal() and 0 < int(text) < 2**64:
+                yield int(text), how

@@ -1,0 +1,137 @@
+"""What is read of Kubernetes' objects. Fields that are not named here are dropped as they are decoded."""
+
+from typing import Any
+
+from msgspec import Struct, field
+
+ROLE_LABEL = "pdserve.dev/role"
+DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
+
+
+class Object(Struct, rename="camel", frozen=True):
+    """A part of an object; keys are in camelCase."""
+
+
+class Metadata(Object, frozen=True):
+    name: str = ""
+    namespace: str = ""
+    uid: str = ""
+    resource_version: str = ""
+    labels: dict[str, str] = {}
+    annotations: dict[str, str] = {}
+    deletion_timestamp: str | None = None
+    generation: int = 0
+
+
+class Condition(Object, frozen=True):
+    type: str
+    status: str
+
+
+class Terminated(Object, frozen=True):
+    """How a container ended."""
+
+    exit_code: int = 0
+    reason: str = ""
+    message: str = ""  # what it wrote to its termination message file
+
+
+class ContainerState(Object, frozen=True):
+    terminated: Terminated | None = None
+
+
+class ContainerStatus(Object, frozen=True):
+    name: str
+    state: ContainerState = ContainerState()
+    last_state: ContainerState = ContainerState()
+
+
+class PodSpec(Object, frozen=True):
+    node_name: str = ""
+    termination_grace_period_seconds: int = 30
+
+
+class PodStatus(Object, frozen=True):
+    phase: str = ""
+    conditions: tuple[Condition, ...] = ()
+    container_statuses: tuple[ContainerStatus, ...] = ()
+
+
+class Pod(Object, frozen=True):
+    metadata: Metadata
+    spec: PodSpec = PodSpec()
+    status: PodStatus = PodStatus()
+
+    @property
+    def is_ready(self) -> bool:
+        return has(self.status.conditions, "Ready")
+
+
+class NodeStatus(Object, frozen=True):
+    conditions: tuple[Condition, ...] = ()
+
+
+class Node(Object, frozen=True):
+    metadata: Metadata
+    status: NodeStatus = NodeStatus()
+
+
+class ScaleSpec(Object, frozen=True):
+    replicas: int = 0
+
+
+class ScaleStatus(Object, frozen=True):
+    replicas: int = 0
+    selector: str = ""
+
+
+class Scale(Object, frozen=True):
+    """The scale subresource of a workload."""
+
+    metadata: Metadata
+    spec: ScaleSpec = ScaleSpec()
+    status: ScaleStatus = ScaleStatus()
+
+
+class LeaseSpec(Object, frozen=True):
+    holder_identity: str | None = None
+    lease_duration_seconds: int | None = None
+    acquire_time: str | None = None
+    renew_time: str | None = None
+    lease_transitions: int | None = None
+
+
+class Lease(Object, frozen=True):
+    metadata: Metadata
+    spec: LeaseSpec = LeaseSpec()
+
+
+class Anything(Object, frozen=True):
+    """An object of which nothing but its metadata is read."""
+
+    metadata: Metadata = Metadata()
+
+
+class Status(Object, frozen=True):
+    """What the API answers where it refuses, and what a watch ends with."""
+
+    code: int = 0
+    message: str = ""
+    reason: str = ""
+
+
+class Listing(Object, frozen=True):
+    """A page of a list; its items are decoded one by one."""
+
+    metadata: "ListMetadata"
+    items: list[Any] = field(default_factory=list)
+
+
+class ListMetadata(Object, frozen=True):
+    resource_version: str = ""
+    continue_: str = field(name="continue", default="")
+
+
+def has(conditions: tuple[Condition, ...], kind: str) -> bool:
+    """Return whether a condition is true."""
+    return any(each.type == kind and each.status == "True" for each in conditions)

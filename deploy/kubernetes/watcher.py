@@ -1,0 +1,122 @@
+"""Watches pods, and reports each process that has ended to every router."""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+
+import grpc
+
+from pdserve.clock import Clock
+from pdserve.ids import Incarnation, WorkerId
+from pdserve.kubernetes.client import ApiError, Client, RefusedError
+from pdserve.kubernetes.ends import Ended, Ends
+from pdserve.kubernetes.objects import Lease, Node, Pod, has
+from pdserve.kubernetes.rights import NODE_LEASES
+from pdserve.kubernetes.watching import Changed, Listed, watch
+from pdserve.launch.admin import AdminClient
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 2.0  # between two looks at what is attached to routers
+NODE_S = 5.0  # between two looks at nodes of which an answer is awaited
+CALL_S = 5.0
+MAX_REPORTS = 256  # that a router which is found later gets too
+
+Routers = Callable[[], Awaitable[Sequence[AdminClient]]]  # all there are at the moment
+
+
+class PodWatcher:
+    """Watches the pods of a namespace."""
+
+    def __init__(self, client: Client, namespace: str, selector: str, routers: Routers, clock: Clock) -> None:
+        self._client = client
+        self._path = f"/api/v1/namespaces/{namespace}/pods"
+        self._selector = selector
+        self._routers = routers
+        self._clock = clock
+        self._ends = Ends()
+        self._reports: deque[Ended] = deque(maxlen=MAX_REPORTS)
+        self._news = asyncio.Event()
+        self._delivered: dict[str, int] = {}  # reports that a router has, by its address
+        self.num_reported = 0  # processes, since the start
+
+    @property
+    def num_unproved(self) -> int:
+        """Processes whose pods were removed, and whose end is not proved."""
+        return self._ends.num_unproved
+
+    async def run(self) -> None:
+        """Go on until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._follow())
+            tasks.create_task(self._look())
+            tasks.create_task(self._ask_nodes())
+
+    async def _follow(self) -> None:
+        async for seen in watch(self._client, self._path, Pod, self._selector):
+            match seen:
+                case Listed(items):
+                    self._report(self._ends.listed(items, self._clock.now_s()))
+                case Changed(pod, is_gone=True):
+                    self._report(self._ends.removed(pod, self._clock.now_s()))
+                case Changed(pod):
+                    self._report(self._ends.changed(pod))
+
+    def _report(self, ended: Sequence[Ended]) -> None:
+        for each in ended:
+            logger.info("%s, process %d, has ended", each.worker_id, each.incarnation)
+            self._reports.append(each)
+            self.num_reported += 1
+        if ended:
+            self._news.set()
+
+    async def _look(self) -> None:
+        """See what is attached to routers, and pass reports on, at once where there are some."""
+        while True:
+            self._news.clear()
+            with suppress(OSError):
+                routers = await self._routers()
+                self._delivered = {each.address: self._delivered.get(each.address, 0) for each in routers}
+                async with asyncio.TaskGroup() as tasks:
+                    for router in routers:
+                        tasks.create_task(self._meet(router))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._news.wait()
+
+    async def _meet(self, router: AdminClient) -> None:
+        """Pass on to a router what it has not got, and see what is attached to it."""
+        try:
+            async with asyncio.timeout(CALL_S):
+                first = self.num_reported - len(self._reports)
+                waiting = list(self._reports)[max(0, self._delivered[router.address] - first) :]
+                for index, each in enumerate(waiting, self.num_reported - len(waiting) + 1):
+                    worker, incarnation = WorkerId(each.worker_id), Incarnation(each.incarnation)
+                    await router.report_gone(worker, incarnation, CALL_S, from_outside=each.from_outside)
+                    self._delivered[router.address] = index
+                for seen in (await router.status()).workers:
+                    self._ends.attached(seen.registration.incarnation, seen.registration.launch_id)
+        except (TimeoutError, grpc.aio.AioRpcError):
+            self._delivered[router.address] = 0  # another process may answer there the next time
+
+    async def _ask_nodes(self) -> None:
+        while True:
+            for name in self._ends.nodes:
+                with suppress(TimeoutError, ApiError):
+                    async with asyncio.timeout(CALL_S):
+                        renewed, is_ready = await self._node(name)
+                        self._report(self._ends.asked(name, renewed, is_ready=is_ready, at_s=self._clock.now_s()))
+            await asyncio.sleep(NODE_S)
+
+    async def _node(self, name: str) -> tuple[str, bool]:
+        """Return when a node's Lease was renewed, as it shows, and whether the node is ready."""
+        path = f"/apis/coordination.k8s.io/v1/namespaces/{NODE_LEASES}/leases/{name}"
+        try:
+            node, lease = await self._client.get(f"/api/v1/nodes/{name}", Node), await self._client.get(path, Lease)
+        except RefusedError as error:
+            if error.status == 404:
+                return "", False
+            raise
+        return lease.spec.renew_time or "", has(node.status.conditions, "Ready")

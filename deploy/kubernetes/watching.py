@@ -1,0 +1,78 @@
+"""All objects of a kind, and then each change, for as long as one asks.
+
+Invariant: whoever applies what is yielded in order has what the API had at some moment, a later one each time.
+"""
+
+import logging
+from collections.abc import AsyncIterator
+from typing import Generic, TypeVar
+
+import msgspec
+
+from pdserve.kubernetes.client import ApiError, Backoff, Client, RefusedError, converted
+from pdserve.kubernetes.objects import Object, Pod, Status
+from pdserve.values import value
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T", bound=Pod)
+
+GONE = 410  # the API no longer has the version that a watch is to begin at
+
+
+@value
+class Listed(Generic[T]):
+    """All there are at a moment."""
+
+    items: tuple[T, ...]
+
+
+@value
+class Changed(Generic[T]):
+    """One object."""
+
+    item: T
+    is_gone: bool  # it was removed; `item` is what it was at last
+
+
+class _Line(Object, frozen=True):
+    type: str
+    object: msgspec.Raw
+
+
+async def watch(client: Client, path: str, kind: type[T], selector: str = "") -> AsyncIterator[Listed[T] | Changed[T]]:
+    """Yield all objects, then each change, for ever; where changes were missed, all of them again."""
+    backoff, version, warning = Backoff(), "", ""
+    while True:
+        error: ApiError | None = None
+        try:
+            if not version:
+                items, version = await client.list(path, kind, selector)
+                yield Listed(tuple(items))
+            async for text in client.changes(path, selector, version):
+                line, item = _read(text, kind)
+                version = item.metadata.resource_version or version
+                backoff.reset()
+                warning = ""
+                if line != "BOOKMARK":
+                    yield Changed(item, is_gone=line == "DELETED")
+        except ApiError as raised:
+            error = raised
+            if isinstance(error, RefusedError) and error.status == GONE:
+                version = ""
+            elif str(error) != warning:
+                warning = str(error)
+                logger.warning("%s: changes are not seen: %s", path, error)
+        await backoff.wait(error)
+
+
+def _read(text: bytes, kind: type[T]) -> tuple[str, T]:
+    """Return what a line of a watch brings; RefusedError where it ends the watch, or cannot be read."""
+    try:
+        line = msgspec.json.decode(text, type=_Line)
+        if line.type == "ERROR":
+            status = msgspec.json.decode(line.object, type=Status)
+            raise RefusedError(status.code, status.message)
+        return line.type, converted(msgspec.json.decode(line.object), kind)
+    except msgspec.MsgspecError as error:
+        raise RefusedError(GONE, f"a watch sent something else: {error}") from error

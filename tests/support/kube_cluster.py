@@ -1,0 +1,122 @@
+"""A namespace of an API server, and a hand that does what kubelets and operators do there, through the API alone.
+
+The server is the double of kube_api.py, or the one that PDSERVE_TEST_KUBECONFIG names; nothing here knows which. Pods
+are never scheduled, so that no kubelet touches them, and a finalizer keeps a deleted one until its "kubelet" lets go.
+"""
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import httpx2
+import yaml
+from kube_api import KubeApi
+from kube_deployments import Deployments
+from lightkube.config.client_adapter import AsyncClient, ConnectionParams
+from lightkube.config.kubeconfig import KubeConfig
+
+FINALIZER = "pdserve.dev/test"
+REAL = os.environ.get("PDSERVE_TEST_KUBECONFIG", "")
+
+
+class KubeCluster:
+    """One namespace. `double` is the server, where it is one."""
+
+    def __init__(self, http: httpx2.AsyncClient, namespace: str, kubeconfig: Path) -> None:
+        self._http = http
+        self.namespace = namespace
+        self.kubeconfig = kubeconfig
+        self.double: KubeApi | None = None
+        self.deployments: Deployments | None = None
+
+    async def ask(self, method: str, path: str, body: Any = None, content_type: str = "application/json") -> Any:  # noqa: ANN401
+        reply = await self._http.request(method, path, json=body, headers={"Content-Type": content_type})
+        assert reply.status_code < 400, f"{method} {path}: {reply.status_code} {reply.text}"
+        return reply.json()
+
+    def path(self, resource: str, name: str = "", group: str = "") -> str:
+        base = f"/apis/{group}/v1" if group else "/api/v1"
+        return "/".join(filter(None, [f"{base}/namespaces/{self.namespace}", resource, name]))
+
+    async def patch(self, path: str, body: dict[str, Any]) -> Any:  # noqa: ANN401
+        return await self.ask("PATCH", path, body, "application/merge-patch+json")
+
+    async def make_deployment(self, name: str, replicas: int = 0) -> None:
+        labels = {"app.kubernetes.io/component": name}
+        spec = {
+            "schedulerName": "pdserve-test",
+            "containers": [{"name": "worker", "image": "registry.invalid/worker"}],
+        }
+        template = {"metadata": {"labels": labels, "finalizers": [FINALIZER]}, "spec": spec}
+        body = {"replicas": replicas, "selector": {"matchLabels": labels}, "template": template}
+        await self.ask(
+            "POST",
+            self.path("deployments", group="apps"),
+            {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": name}, "spec": body},
+        )
+
+    async def pods(self) -> list[Any]:
+        found: list[Any] = (await self.ask("GET", self.path("pods")))["items"]
+        return found
+
+    async def size(self, deployment: str) -> int:
+        found: int = (await self.ask("GET", self.path("deployments", deployment, "apps")))["spec"]["replicas"]
+        return found
+
+    async def set_status(self, pod: str, *, ready: bool, **status: Any) -> None:  # noqa: ANN401
+        conditions = [{"type": "Ready", "status": str(ready)}]
+        await self.patch(
+            f"{self.path('pods', pod)}/status", {"status": {"phase": "Running", "conditions": conditions, **status}}
+        )
+
+    async def let_go(self, pod: str) -> None:
+        """Let a pod that is deleted be removed."""
+        await self.patch(self.path("pods", pod), {"metadata": {"finalizers": None}})
+
+    async def clear(self) -> None:
+        if self.double is None:
+            await self.ask("DELETE", f"/api/v1/namespaces/{self.namespace}")
+            for pod in await self.pods():
+                await self.let_go(pod["metadata"]["name"])
+
+
+@asynccontextmanager
+async def kube_cluster(tmp_path: Path) -> AsyncIterator[KubeCluster]:
+    """Have a namespace of its own, with a server if none is named."""
+    namespace = f"pdserve-test-{uuid4().hex[:8]}"
+    if REAL:
+        async with _connected(Path(REAL), namespace) as cluster:
+            meta = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}}
+            await cluster.ask("POST", "/api/v1/namespaces", meta)
+            try:
+                yield cluster
+            finally:
+                await cluster.clear()
+        return
+    async with KubeApi().serving() as api:
+        deployments, file = Deployments(api), tmp_path / "kubeconfig"
+        write_kubeconfig(file, api.address, namespace)
+        async with _connected(file, namespace) as cluster:
+            cluster.double, cluster.deployments = api, deployments
+            yield cluster
+
+
+@asynccontextmanager
+async def _connected(file: Path, namespace: str) -> AsyncIterator[KubeCluster]:
+    config = KubeConfig.from_file(file).get()
+    assert config is not None
+    async with AsyncClient(config, ConnectionParams()) as http:
+        yield KubeCluster(http, namespace, file)
+
+
+def write_kubeconfig(file: Path, server: str, namespace: str) -> None:
+    content = {
+        "current-context": "test",
+        "clusters": [{"name": "test", "cluster": {"server": server}}],
+        "users": [{"name": "test", "user": {"token": "test"}}],
+        "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test", "namespace": namespace}}],
+    }
+    file.write_text(yaml.safe_dump(content), encoding="utf-8")
