@@ -15,7 +15,8 @@ from pdserve.errors import ProtocolError, Refusal
 from pdserve.kvtransfer import dialling, wire
 from pdserve.kvtransfer.dialling import AttachMover, Dial, DialId, Dialling
 from pdserve.kvtransfer.doors import OutgoingEvent, ReceiverAttached, ReceiverLost, ReceiverSaid, Sink
-from pdserve.kvtransfer.greeting import Hello, HelloAck, Introduction, Party
+from pdserve.kvtransfer.greeting import Hello, HelloAck, Introduction
+from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.session import Peer
 from pdserve.proto.v1 import handoff_pb2 as handoff
 from pdserve.proto.v1.handoff_pb2_grpc import HandoffServiceStub
@@ -45,7 +46,8 @@ class HandoffClient:
 
     def __init__(
         self,
-        me: Party,
+        me: Introduction,
+        mover: Mover,
         credentials: Credentials,
         sink: Sink[OutgoingEvent],
         tasks: asyncio.TaskGroup,
@@ -53,12 +55,12 @@ class HandoffClient:
     ) -> None:
         """`refused` counts what is refused here, beside what its owner counts."""
         self._me = me
-        self._introduction = Introduction(me.peer, me.layout)
+        self._mover = mover
         self._credentials = credentials
         self._sink = sink
         self._tasks = tasks
         self._refused = refused
-        self._dialling = Dialling(self._introduction)
+        self._dialling = Dialling(me)
         self._streams: dict[DialId, _Stream] = {}
         self._is_closing = False
 
@@ -158,7 +160,7 @@ class HandoffClient:
         for command in self._dialling.handle(event):
             match command:
                 case AttachMover(dial, peer, metadata):
-                    await asyncio.to_thread(self._me.mover.attach, peer, metadata)
+                    await asyncio.to_thread(self._mover.attach, peer, metadata)
                     self.handle(dialling.CanWrite(dial))
                 case ReceiverSaid():
                     await self._sink.offer(command)
@@ -167,7 +169,7 @@ class HandoffClient:
 
     async def _greet(self, call: Call, peer: Peer) -> HelloAck:
         """Exchange the first messages."""
-        hello = Hello(self._introduction, self._me.mover.name, peer.incarnation, process_age_s())
+        hello = Hello(self._me, self._mover.name, peer.incarnation, process_age_s())
         with suppress(asyncio.InvalidStateError):  # the call has ended already; reading says why
             await call.write(wire.hello_to_proto(hello))
         first = await call.read()

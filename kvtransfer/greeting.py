@@ -5,32 +5,19 @@ use the same mover.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import Incarnation
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer.session import Peer
 
-if TYPE_CHECKING:  # this module is pure; a mover is not
-    from pdserve.kvtransfer.mover import Mover
-
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """Which process speaks, and what its pages are."""
+    """Which process it is, and how its pages are laid out."""
 
     peer: Peer
     layout: KvLayout
-
-
-@dataclass(frozen=True, slots=True)
-class Party:
-    """This process as a peer sees it."""
-
-    peer: Peer
-    layout: KvLayout
-    mover: "Mover"
 
 
 @dataclass(frozen=True, slots=True)

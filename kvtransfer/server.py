@@ -22,7 +22,8 @@ from pdserve.kvtransfer.doors import (
     SenderSaid,
     Sink,
 )
-from pdserve.kvtransfer.greeting import Hello, HelloAck, Introduction, Party
+from pdserve.kvtransfer.greeting import Hello, HelloAck, Introduction
+from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.roster import Roster, StreamId
 from pdserve.kvtransfer.session import FromReceiver, HandoffKey, Peer
 from pdserve.proto.v1 import handoff_pb2 as handoff
@@ -58,13 +59,12 @@ class _Stream:
 class HandoffServicer(HandoffServiceServicer):
     """Lets prefill workers attach; one stream each, the latest."""
 
-    def __init__(self, me: Party, sink: Sink[IncomingEvent], refused: Counter[Refusal]) -> None:
+    def __init__(self, me: Introduction, mover: Mover, sink: Sink[IncomingEvent], refused: Counter[Refusal]) -> None:
         """`refused` counts what is refused here, beside what its owner counts."""
-        introduction = Introduction(me.peer, me.layout)
-        self._ack = wire.ack_to_proto(HelloAck(introduction, me.mover.describe()))
+        self._ack = wire.ack_to_proto(HelloAck(me, mover.describe()))
         self._sink = sink
         self._refused = refused
-        self._roster = Roster(introduction, me.mover.name)
+        self._roster = Roster(me, mover.name)
         self._clock = MonotonicClock()
         self._streams: dict[StreamId, _Stream] = {}
         self._last_stream = 0

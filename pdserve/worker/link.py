@@ -13,28 +13,23 @@ from dataclasses import dataclass, field
 import grpc
 
 from pdserve.certificates import Part
-from pdserve.clock import process_age_s
+from pdserve.clock import MonotonicClock, process_age_s
 from pdserve.credentials import Credentials
+from pdserve.errors import ProtocolError
 from pdserve.kvtransfer.doors import Sink
 from pdserve.names import Lookups, Resolve, resolve
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1 import link_pb2_grpc
 from pdserve.rpc import DISMISSED_STATUS, identify
-from pdserve.worker import attaching
+from pdserve.worker import attaching, wire
 from pdserve.worker.attaching import Attaching, Dial
-from pdserve.worker.messages import RouterLost, RouterRef
+from pdserve.worker.messages import Event, RouterLost, RouterRef
 
 logger = logging.getLogger(__name__)
 
 MAX_QUEUED = 4096  # messages to one router
 MAX_WARNED = 64  # addresses, before all is logged once more
 ATTACH = "/pdserve.v1.LinkService/Attach"
-
-
-@dataclass(frozen=True, slots=True)
-class FromRouter:
-    router: RouterRef
-    message: link.AttachResponse
 
 
 Deferred = Callable[[], link.AttachRequest | None]  # puts a message together when it is its turn; None: there is none
@@ -59,7 +54,7 @@ class Links:
         names: tuple[str, ...],
         credentials: Credentials,
         register: link.Register,
-        sink: Sink[FromRouter | RouterLost],
+        sink: Sink[Event],
         on_dismissed: Callable[[str], None],
     ) -> None:
         """`names`: host:port each, ConfigError where one is not.
@@ -71,6 +66,7 @@ class Links:
         self._register = register
         self._sink = sink
         self._on_dismissed = on_dismissed
+        self._clock = MonotonicClock()
         self._attaching = Attaching(jitter=lambda: random.uniform(0.5, 1.0))
         self._streams: dict[RouterRef, _Stream] = {}
         self._warned: dict[str, str] = {}  # what was wrong with a router last, by its address
@@ -192,12 +188,22 @@ class Links:
                 writer = asyncio.create_task(_write(stream, call), name=f"link {dial.address} writer")
                 try:
                     while isinstance(message := await call.read(), link.AttachResponse):
-                        await self._sink.offer(FromRouter(dial.router, message))
+                        await self._take(dial.router, message)
                 finally:
                     writer.cancel()
                     await asyncio.wait([writer])
             finally:
                 call.cancel()
+
+    async def _take(self, router: RouterRef, message: link.AttachResponse) -> None:
+        """Hand on what a router asks for. What is malformed is dropped."""
+        try:
+            event = wire.event(message, router, self._clock.now_s())
+        except ProtocolError as error:
+            logger.warning("router %d: refused: %s", router, error)
+            return
+        if event is not None:
+            await self._sink.offer(event)
 
     def _warn(self, address: str, problem: str) -> None:
         """Log what is wrong with a router, once as a warning however often it is dialled."""

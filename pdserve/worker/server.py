@@ -10,20 +10,20 @@ from functools import partial
 from pathlib import Path
 
 from pdserve.certificates import Part
-from pdserve.clock import Clock, MonotonicClock
+from pdserve.clock import MonotonicClock
 from pdserve.config import WorkerConfig
 from pdserve.credentials import Credentials
 from pdserve.decode_worker.shell import check_addresses, listening
 from pdserve.engine.runner import run
 from pdserve.engine.step import StepPlan, StepResult
-from pdserve.errors import ConfigError, ProtocolError
+from pdserve.errors import ConfigError
 from pdserve.health import answering
 from pdserve.ids import MAX_WORKER_TASKS, PROTOCOL_VERSION, Incarnation, WorkerId
 from pdserve.incarnation import new_incarnation
 from pdserve.kvlayout_wire import layout_to_proto
 from pdserve.kvtransfer.client import HandoffClient
 from pdserve.kvtransfer.doors import ReceiverSaid
-from pdserve.kvtransfer.greeting import Party
+from pdserve.kvtransfer.greeting import Introduction
 from pdserve.kvtransfer.server import HandoffServicer
 from pdserve.kvtransfer.session import DigestPolicy, Peer
 from pdserve.metrics import Sample
@@ -34,7 +34,6 @@ from pdserve.roles_wire import ROLE_NUMBERS
 from pdserve.rpc import split_address
 from pdserve.signals import drain_on_signals
 from pdserve.telemetry import configure_logging
-from pdserve.worker import wire
 from pdserve.worker.admission import Rules
 from pdserve.worker.boot import Engine, build_engine, device_name, open_model
 from pdserve.worker.core import WorkerCore
@@ -43,9 +42,9 @@ from pdserve.worker.failing import Isolating
 from pdserve.worker.inbox import Inbox, Listener
 from pdserve.worker.kv_feed import KvFeed
 from pdserve.worker.kv_publisher import KvPublisher, publishing
-from pdserve.worker.link import FromRouter, Links
+from pdserve.worker.link import Links
 from pdserve.worker.loop import WorkerLoop
-from pdserve.worker.messages import DrainAsked, RouterLost
+from pdserve.worker.messages import DrainAsked
 from pdserve.worker.metrics import handoff_samples, load_samples, refusal_samples
 from pdserve.worker.movers import build_mover, check_network, kv_region
 from pdserve.worker.outbox import Carriers, Outbox
@@ -96,7 +95,7 @@ async def serve(config: WorkerConfig) -> None:
     inbox, clock = Inbox(), MonotonicClock()
     async with answering(config) as health, EngineThread() as thread, asyncio.TaskGroup() as group:
         listener = Listener(inbox, group)
-        links = Links(config.routers, credentials, register, RouterListener(listener, clock), end_dismissed)
+        links = Links(config.routers, credentials, register, listener, end_dismissed)
         linking = group.create_task(links.run(), name="links")
         engine = await thread.call(_load, config, identity, _Progress(links, register))
         _describe(engine, config.device, register)
@@ -155,45 +154,20 @@ async def assemble(
         step_tokens=config.step_tokens,
     )
     core = WorkerCore(engine.scheduler, engine.vocab_size, engine.layout.page_bytes, secrets.token_bytes(32), rules)
-    me = Party(identity.peer, engine.layout, mover)
-    servicer = HandoffServicer(me, listener, reporter.refused)
+    me = Introduction(identity.peer, engine.layout)
+    servicer = HandoffServicer(me, mover, listener, reporter.refused)
     try:
         async with (
             asyncio.TaskGroup() as tasks,
             listening(servicer, config, identity.credentials, reporter.refuse) as address,
         ):
             probes = Probes(mover, reporter.report_pair, tasks, config.slow_pair_bytes_per_s)
-            client = HandoffClient(me, identity.credentials, listener, tasks, reporter.refused)
+            client = HandoffClient(me, mover, identity.credentials, listener, tasks, reporter.refused)
             carriers = Carriers(client, servicer, mover, probes)
             yield Worker(core, Outbox(carriers, reporter, listener, tasks, MonotonicClock()), reporter, address)
             await carriers.close()
     finally:
         await asyncio.to_thread(mover.close)
-
-
-class RouterListener:
-    """Takes what routers send. What is malformed is dropped."""
-
-    def __init__(self, listener: Listener, clock: Clock) -> None:
-        self._listener = listener
-        self._clock = clock
-
-    def put(self, report: FromRouter | RouterLost) -> None:
-        if isinstance(report, RouterLost):
-            self._listener.put(report)
-
-    async def offer(self, report: FromRouter | RouterLost) -> None:
-        try:
-            event = (
-                report
-                if isinstance(report, RouterLost)
-                else wire.event(report.message, report.router, self._clock.now_s())
-            )
-        except ProtocolError as error:
-            logger.warning("router %d: refused: %s", report.router, error)
-            return
-        if event is not None:
-            await self._listener.offer(event)
 
 
 class _Progress:

@@ -67,8 +67,8 @@ async def test_pages_can_be_written_as_soon_as_a_grant_arrives() -> None:
         await decode.heard.next()
         decode.send(GRANT)
         await prefill.heard.next()
-        prefill.party.mover.write(DECODE, HANDOFF, (PageId(0),), (PageId(4),))
-        copy = await asyncio.to_thread(stopped.get, timeout=5)
+        prefill.mover.write(DECODE, HANDOFF, (PageId(0),), (PageId(4),))
+        copy = (await asyncio.to_thread(stopped.get, timeout=5)).event
         assert (copy.digests is None, copy.reason) == (False, "")
 
 

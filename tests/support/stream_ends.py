@@ -19,7 +19,8 @@ from pdserve.kvtransfer import greeting, wire
 from pdserve.kvtransfer.client import ATTACH, HandoffClient
 from pdserve.kvtransfer.copies import OnStopped
 from pdserve.kvtransfer.doors import Connect, IncomingEvent, OutgoingEvent, ReceiverAttached, SenderAttached, ToReceiver
-from pdserve.kvtransfer.greeting import Party
+from pdserve.kvtransfer.greeting import Introduction
+from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Region
 from pdserve.kvtransfer.server import HandoffServicer
 from pdserve.kvtransfer.session import (
@@ -75,7 +76,8 @@ class Heard(Generic[ReportT]):
 
 @dataclass
 class End:
-    party: Party
+    me: Introduction
+    mover: Mover
     heard: Heard[IncomingEvent | OutgoingEvent]
 
 
@@ -101,27 +103,26 @@ class Prefill(End):
         self.client.handle(ToReceiver(DECODE, KEY, command))
 
 
-def party(peer: Peer, layout: KvLayout = LAYOUT, on_stopped: OnStopped = lambda _: None) -> Party:
-    region = Region.of(np.zeros((8, layout.page_bytes), np.uint8))
-    return Party(peer, layout, loopback_mover(region, on_stopped))
+def new_mover(layout: KvLayout = LAYOUT, on_stopped: OnStopped = lambda _: None) -> Mover:
+    return loopback_mover(Region.of(np.zeros((8, layout.page_bytes), np.uint8)), on_stopped)
 
 
 @asynccontextmanager
 async def decode_worker(peer: Peer = DECODE) -> AsyncIterator[Decode]:
-    me, heard = party(peer), Heard[IncomingEvent | OutgoingEvent]()
+    me, mover, heard = Introduction(peer, LAYOUT), new_mover(), Heard[IncomingEvent | OutgoingEvent]()
     refused: Counter[Refusal] = Counter()
     identify = RequireSecret(SECRET, lambda: refused.update([Refusal.SECRET]))
     server = grpc.aio.server(interceptors=[identify], options=server_options(INTERNAL_MESSAGE_BYTES))
     try:
-        servicer = HandoffServicer(me, heard, refused)
+        servicer = HandoffServicer(me, mover, heard, refused)
         add_HandoffServiceServicer_to_server(servicer, server)
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
-        yield Decode(me, heard, servicer, refused, server, f"127.0.0.1:{port}")
+        yield Decode(me, mover, heard, servicer, refused, server, f"127.0.0.1:{port}")
         servicer.close()
     finally:
         await server.stop(None)
-        me.mover.close()
+        mover.close()
 
 
 @asynccontextmanager
@@ -132,14 +133,15 @@ async def prefill_worker(
     secret: bytes = SECRET,
     on_stopped: OnStopped = lambda _: None,
 ) -> AsyncIterator[Prefill]:
-    me, heard = party(peer, layout, on_stopped), Heard[IncomingEvent | OutgoingEvent]()
+    me, mover = Introduction(peer, layout), new_mover(layout, on_stopped)
+    heard = Heard[IncomingEvent | OutgoingEvent]()
     async with asyncio.TaskGroup() as tasks:
-        client = HandoffClient(me, Credentials(secret), heard, tasks, Counter())
+        client = HandoffClient(me, mover, Credentials(secret), heard, tasks, Counter())
         try:
-            yield Prefill(me, heard, client)
+            yield Prefill(me, mover, heard, client)
         finally:
             await client.close()
-    me.mover.close()
+    mover.close()
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer.backends.backend import Indices
 from pdserve.kvtransfer.client import HandoffClient
 from pdserve.kvtransfer.doors import HEARTBEAT_S, Copy, OutgoingEvent
-from pdserve.kvtransfer.greeting import Party
+from pdserve.kvtransfer.greeting import Introduction
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import Description, Region
 from pdserve.kvtransfer.server import HandoffServicer
@@ -26,8 +26,8 @@ from pdserve.proto.v1 import link_pb2 as link
 from pdserve.roles import Role
 from pdserve.virtual_time import VirtualClock
 from pdserve.worker.inbox import Inbox
-from pdserve.worker.link import FromRouter, Links
-from pdserve.worker.messages import Load, RouterLost
+from pdserve.worker.link import Links
+from pdserve.worker.messages import Event, Load
 from pdserve.worker.outbox import HUNG_MOVER_S, Carriers, Outbox
 from pdserve.worker.reporting import Reporter
 
@@ -86,12 +86,10 @@ async def test_a_movers_thread_that_hangs_ends_the_process_and_one_that_rests_do
     clock = VirtualClock()
     mover = Mover(backend, lambda _: None)
     mover.attach(PEER, mover.describe())
-    reporter = Reporter(
-        Links((), Credentials(SECRET), link.Register(), Heard[FromRouter | RouterLost](), not_dismissed), clock
-    )
-    party = Party(PEER, KvLayout("", 1, 1, 1, 1, "float32"), mover)
+    reporter = Reporter(Links((), Credentials(SECRET), link.Register(), Heard[Event](), not_dismissed), clock)
+    me = Introduction(PEER, KvLayout("", 1, 1, 1, 1, "float32"))
     async with asyncio.TaskGroup() as tasks:
-        client = HandoffClient(party, Credentials(SECRET), Heard[OutgoingEvent](), tasks, Counter())
+        client = HandoffClient(me, mover, Credentials(SECRET), Heard[OutgoingEvent](), tasks, Counter())
         probes = Probes(mover, reporter.report_pair, tasks, 0)
         carriers = Carriers(client, cast("HandoffServicer", None), mover, probes)
         outbox = Outbox(carriers, reporter, Inbox(), tasks, clock)

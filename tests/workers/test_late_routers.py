@@ -24,8 +24,8 @@ from pdserve.router.shell import Links as WorkerEndpoint
 from pdserve.router.shell import Shell
 from pdserve.rpc import INTERNAL_MESSAGE_BYTES, RequireSecret, server_options
 from pdserve.worker.kv_feed import KvFeed
-from pdserve.worker.link import FromRouter, Links
-from pdserve.worker.messages import RouterLost
+from pdserve.worker.link import Links
+from pdserve.worker.messages import Event
 
 SECRET = b"s" * 32
 HASHER = PrefixHasher(SECRET, "m")
@@ -50,7 +50,7 @@ class Worker:
 
     def __init__(self, addresses: list[str]) -> None:
         self.num_dialled = 0
-        self._heard = Heard[FromRouter | RouterLost]()
+        self._heard = Heard[Event]()
         self.kv = KvCache(NUM_PAGES, PAGE_SIZE, HASHER)
         self.links = Links(tuple(addresses), Credentials(SECRET), REGISTER, self._heard, print)
         self.feed = KvFeed(self.kv, self.links, max_pages=MAX_PAGES)

@@ -12,8 +12,8 @@ from pdserve.credentials import Credentials
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.link_pb2_grpc import LinkServiceServicer, add_LinkServiceServicer_to_server
 from pdserve.rpc import DISMISSED_STATUS, INTERNAL_MESSAGE_BYTES, RequireSecret, server_options
-from pdserve.worker.link import MAX_QUEUED, FromRouter, Links
-from pdserve.worker.messages import RouterLost
+from pdserve.worker.link import MAX_QUEUED, Links
+from pdserve.worker.messages import DrainAsked, Event, RouterLost
 
 SECRET = b"s" * 32
 HEARTBEAT = link.AttachRequest(heartbeat=link.Heartbeat())
@@ -43,8 +43,8 @@ class Welcoming(LinkServiceServicer):
 
 
 @asynccontextmanager
-async def attached() -> AsyncIterator[tuple[Welcoming, Links, Heard[FromRouter | RouterLost]]]:
-    router, heard = Welcoming(), Heard[FromRouter | RouterLost]()
+async def attached() -> AsyncIterator[tuple[Welcoming, Links, Heard[Event]]]:
+    router, heard = Welcoming(), Heard[Event]()
     server = grpc.aio.server(interceptors=[RequireSecret(SECRET)], options=server_options(INTERNAL_MESSAGE_BYTES))
     add_LinkServiceServicer_to_server(router, server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -62,33 +62,33 @@ async def attached() -> AsyncIterator[tuple[Welcoming, Links, Heard[FromRouter |
 
 async def test_a_router_that_does_not_read_is_dropped_and_dialled_again() -> None:
     async with attached() as (router, links, heard):
-        first = await heard.next()
-        assert isinstance(first, FromRouter)
+        assert await heard.next() == DrainAsked()
+        (first,) = links.attached
         for _ in range(MAX_QUEUED + 1):  # at once: nothing is written meanwhile
-            links.send(first.router, HEARTBEAT)
+            links.send(first, HEARTBEAT)
         assert links.attached == ()
-        assert await heard.next() == RouterLost(first.router)
-        second = await heard.next()
-        assert isinstance(second, FromRouter)
-        assert second.router != first.router
+        assert await heard.next() == RouterLost(first)
+        assert await heard.next() == DrainAsked()
+        assert links.attached != (first,)
         assert [await router.registered.get() for _ in range(2)] == ["d0", "d0"]
 
 
 async def test_a_role_is_reported_at_once_and_to_routers_that_attach_later() -> None:
     async with attached() as (router, links, heard):
-        first = await heard.next()
+        assert await heard.next() == DrainAsked()
+        (first,) = links.attached
         await router.roles.get()  # each worker says again who it is once it is welcomed
         links.take_role(link.ROLE_DECODE, 3, 512)
         assert await router.roles.get() == (link.ROLE_DECODE, 3)
         for _ in range(MAX_QUEUED + 1):  # it is dropped
-            links.send(first.router, HEARTBEAT)
+            links.send(first, HEARTBEAT)
         assert await router.roles.get() == (link.ROLE_DECODE, 3)
 
 
 async def test_a_worker_that_leaves_waits_for_no_router_that_is_not_there() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and says nothing
         addresses = (f"127.0.0.1:{silent.getsockname()[1]}", "127.0.0.1:1")
-        heard = Heard[FromRouter | RouterLost]()
+        heard = Heard[Event]()
         links = Links(addresses, Credentials(SECRET), link.Register(worker_id="d0"), heard, not_dismissed)
         running = asyncio.create_task(links.run())
         dialling, _ = await asyncio.to_thread(silent.accept)
@@ -120,7 +120,7 @@ async def sent_away(status: grpc.StatusCode) -> AsyncIterator[tuple[Dismissing, 
     add_LinkServiceServicer_to_server(router, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    heard = Heard[FromRouter | RouterLost]()
+    heard = Heard[Event]()
     try:
         async with asyncio.timeout(20):
             yield (

@@ -16,17 +16,22 @@ from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.region import ByteRows, Region
 from pdserve.kvtransfer.session import Peer
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.virtual_time import VirtualClock
+from pdserve.worker import wire
 from pdserve.worker.inbox import Inbox, Listener
-from pdserve.worker.link import FromRouter
-from pdserve.worker.messages import Cancelled, RouterRef
-from pdserve.worker.server import RouterListener
+from pdserve.worker.messages import Cancelled, Event, RouterRef
 
 ROUTER = RouterRef(1)
 GONE = link.AttachResponse(process_gone=link.ProcessGone(worker_id="p0", incarnation=7))
 CANCEL = link.AttachResponse(cancel=link.Cancel(request_id=bytes(16), attempt=3))
 END = PeerGone(Peer(WorkerId("p0"), Incarnation(7)))
 CANCELLED = Cancelled(RequestId(bytes(16)), Attempt(3))
+
+
+def asked(message: link.AttachResponse) -> Event:
+    """Return what a link makes of a router's message."""
+    event = wire.event(message, ROUTER, 0.0)
+    assert event is not None
+    return event
 
 
 @pytest.fixture
@@ -56,9 +61,8 @@ async def test_an_end_waits_for_what_is_unread_and_keeps_nothing_else_waiting(
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
         listener = Listener(inbox, tasks)
         listener.guard(mover)
-        routers = RouterListener(listener, VirtualClock())
-        await routers.offer(FromRouter(ROUTER, GONE))
-        await routers.offer(FromRouter(ROUTER, CANCEL))
+        await listener.offer(asked(GONE))
+        await listener.offer(asked(CANCEL))
         await inbox.wait()
         assert inbox.drain() == [CANCELLED]
         assert unread.recv(4) == b"late"
@@ -87,8 +91,7 @@ async def test_an_end_waits_until_nothing_that_was_read_of_the_process_can_reach
         async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
             listener = Listener(inbox, tasks)
             listener.guard(staged)
-            routers = RouterListener(listener, VirtualClock())
-            await routers.offer(FromRouter(ROUTER, GONE))
+            await listener.offer(asked(GONE))
             await inbox.wait()
         assert inbox.drain() == [END]
         assert not ended.send_rest()
@@ -115,8 +118,7 @@ async def test_a_worker_that_leaves_waits_for_no_end(unread: socket.socket, move
     async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
         listener = Listener(inbox, tasks)
         listener.guard(mover)
-        routers = RouterListener(listener, VirtualClock())
-        await routers.offer(FromRouter(ROUTER, GONE))
+        await listener.offer(asked(GONE))
         listener.close()
     assert inbox.drain() == []
 

@@ -12,7 +12,7 @@ from pdserve.credentials import Credentials
 from pdserve.kvlayout import KvLayout
 from pdserve.kvtransfer.client import HandoffClient
 from pdserve.kvtransfer.doors import OutgoingEvent
-from pdserve.kvtransfer.greeting import Party
+from pdserve.kvtransfer.greeting import Introduction
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.server import HandoffServicer
 from pdserve.kvtransfer.speed import WINDOW_S
@@ -48,9 +48,9 @@ async def test_a_heartbeat_between_two_beats_tells_of_stalled_peers_too() -> Non
         rig.backend.let_it_look()
         wire, clock, mover = Wire(), VirtualClock(), cast("Mover", rig.mover)
         reporter = Reporter(cast("Links", wire), clock)
-        party = Party(FIRST, KvLayout("", 1, 1, 1, 1, "float32"), mover)
+        me = Introduction(FIRST, KvLayout("", 1, 1, 1, 1, "float32"))
         async with asyncio.TaskGroup() as tasks:
-            client = HandoffClient(party, Credentials(b"s" * 32), Heard[OutgoingEvent](), tasks, Counter())
+            client = HandoffClient(me, mover, Credentials(b"s" * 32), Heard[OutgoingEvent](), tasks, Counter())
             probes = Probes(mover, reporter.report_pair, tasks, 0)
             carriers = Carriers(client, cast("HandoffServicer", None), mover, probes)
             outbox = Outbox(carriers, reporter, Inbox(), tasks, clock)

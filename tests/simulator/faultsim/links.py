@@ -5,10 +5,9 @@ from collections.abc import Callable
 from faultsim.network import End, Network
 from faultsim.process import Process
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.worker import attaching
+from pdserve.worker import attaching, wire
 from pdserve.worker.attaching import Attaching, Dial
-from pdserve.worker.link import FromRouter
-from pdserve.worker.messages import RouterLost, RouterRef
+from pdserve.worker.messages import Event, RouterLost, RouterRef
 
 
 class Dismissed:
@@ -23,7 +22,7 @@ class SimLinks:
         owner: Process,
         network: Network,
         register: link.Register,
-        report: Callable[[FromRouter | RouterLost], object],
+        report: Callable[[Event], object],
         on_dismissed: Callable[[], object],
     ) -> None:
         self._owner = owner
@@ -113,7 +112,9 @@ class SimLinks:
         if message.HasField("welcome"):
             self._handle(attaching.Welcomed(router))
         else:
-            self._report(FromRouter(router, message))
+            event = wire.event(message, router, self._owner.world.now)
+            if event is not None:
+                self._report(event)
 
     def _registration(self) -> link.AttachRequest:
         self._register.age_ms = round(1000 * (self._owner.world.now - self._owner.started_s))

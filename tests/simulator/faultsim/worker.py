@@ -30,13 +30,11 @@ from pdserve.kvtransfer.greeting import Introduction
 from pdserve.kvtransfer.session import DigestPolicy, Peer
 from pdserve.prefix_hash import PrefixHasher
 from pdserve.roles import Role
-from pdserve.worker import wire
 from pdserve.worker.admission import Rules
 from pdserve.worker.audit import adds_up, leaked_pages
 from pdserve.worker.core import WorkerCore
 from pdserve.worker.failing import FailedSteps
 from pdserve.worker.inbox import MAX_INBOX
-from pdserve.worker.link import FromRouter
 from pdserve.worker.messages import (
     Command,
     DrainAsked,
@@ -46,7 +44,6 @@ from pdserve.worker.messages import (
     Placed,
     Report,
     RoleTaken,
-    RouterLost,
     Ticked,
     Tokens,
 )
@@ -84,7 +81,7 @@ class WorkerProcess(Host):
         self.copy_faults = CopyFaults()
         self.site: Callable[[str, Process], object] = lambda name, process: None  # see Doors
         self.register = registration(self.introduction, role, size)
-        self.links = SimLinks(self, network, self.register, self._receive_from_router, self._be_dismissed)
+        self.links = SimLinks(self, network, self.register, self.offer, self._be_dismissed)
         self.reporter = Reporter(cast("Links", self.links), self.world)
         self.witness = WorkerWitness(name, self.world)
         self.break_next_step = False
@@ -171,15 +168,6 @@ class WorkerProcess(Host):
             self.reporter.refresh(self._current_load, self.num_steps, at_once=at_once)
         except ValueError as error:
             raise ViolationError("I2", f"{self.name} reports a load that cannot be: {error}") from error
-
-    def _receive_from_router(self, report: FromRouter | RouterLost) -> None:
-        if isinstance(report, RouterLost):
-            self.offer(report)
-            return
-        router, message = report.router, report.message
-        event = wire.event(message, router, self.world.now)
-        if event is not None:
-            self.offer(event)
 
     def _turn(self) -> None:
         """Go on until there is nothing to do, or a step runs."""
