@@ -116,6 +116,10 @@ ARRIVED = _counter("pdserve_requests_arrived_total", "Valid requests.")
 ENDED = _counter("pdserve_requests_ended_total", "Valid requests by how they ended: OK, or a gRPC status.", "status")
 INVALID = _counter("pdserve_requests_invalid_total", "Requests that were not valid, by gRPC status.", "status")
 REFUSED = _counter("pdserve_requests_refused_total", "Valid requests refused, by what bound them.", "cause")
+DENIED = _counter("pdserve_calls_denied_total", "Calls of the port for clients without a known API key.", "reason")
+REFUSED_KEY_FILES = _counter(
+    "pdserve_api_keys_refused_total", "How often a changed file of API keys was not valid: the former stays in force."
+)
 ACTIVE = _gauge("pdserve_requests_active", "Requests that are placed.")
 HELD = _gauge("pdserve_requests_held", "Requests that wait in the router for a place.")
 GOODPUT = _counter("pdserve_goodput_requests_total", "Requests that met all their objectives.", _CLASS)
@@ -179,6 +183,7 @@ SHOWN: Mapping[str, tuple[Metric, ...]] = {
     "router": (
         *(TTFT, TPOT, E2E, QUEUE, PREFILL, DECODE, INFERENCE, PROMPT_TOKENS, ANSWER_TOKENS, FINISHED),
         *(CACHE_QUERIES, CACHE_HITS, HANDOFF_S, HANDOFF_BYTES, OUTCOME_RATIO, ARRIVED, ENDED, INVALID, REFUSED),
+        *(DENIED, REFUSED_KEY_FILES),
         *(ACTIVE, HELD, GOODPUT, JUDGED, ATTAINMENT, REPLACED, MOVES, WORKERS, *_SHARED),
     ),
     "worker": (

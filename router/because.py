@@ -23,6 +23,9 @@ class Cause(StrEnum):
     NO_PAIR = "no_pair"  # workers are ready, and no two of them can hand KV over
     SLOTS = "slots"  # as many requests are placed as may be
     TURN = "turn"  # others wait before it
+    TENANT_REQUESTS = "tenant_requests"  # its tenant sends more requests than it may
+    TENANT_TOKENS = "tenant_tokens"  # its tenant uses more tokens than it may
+    TENANT_CONCURRENCY = "tenant_concurrency"  # as many of its tenant's requests are under way as may be
 
 
 _IN_WORDS = {

@@ -69,6 +69,11 @@ class RouterConfig(Limits, ProcessConfig):
         None, description="Certificate, PEM, that the port for clients shows; read again when it changes."
     )
     ssl_keyfile: Path | None = Field(None, description="Its private key, PEM; goes with ssl_certfile.")
+    api_keys_file: Path | None = Field(
+        None,
+        description="YAML file with tenants, the hashes of their API keys and their limits, read again when it "
+        "changes. Clients without one of these keys are denied; by default no key is asked for.",
+    )
     secret_file: Path = Field(description="The cluster's shared secret; its owner and group alone may read it.")
     identity_dir: Path | None = Field(None, description=IDENTITY_HELP)
     router_id: str = Field("router", min_length=1, max_length=128, description="Name of this router.")

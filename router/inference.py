@@ -10,11 +10,12 @@ from typing import TypeAlias, TypeVar, cast
 import grpc
 from google.protobuf.message import DecodeError
 
-from pdserve.errors import InvariantError, RequestError, Status
+from pdserve.errors import InvariantError, RequestError
 from pdserve.ids import RequestId, new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceServicer
 from pdserve.router import wire
+from pdserve.router.clients import CODES, Clients, Visit, refuse
 from pdserve.router.commands import Deliver, Finished, Refused
 from pdserve.router.config import RouterConfig
 from pdserve.router.events import ClientTooSlow, RequestArrived, StopStringFound
@@ -28,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 GenerateContext: TypeAlias = "grpc.aio.ServicerContext[inference.GenerateRequest, inference.GenerateResponse]"
 
-CODES = {status: grpc.StatusCode[status.value] for status in Status}
 HARD_LIMIT_BYTES = 4 * PUBLIC_MESSAGE_BYTES
 DELTA_BYTES = 16  # of a delta's frame and small fields, roughly
 TOKEN_BYTES = 4
@@ -57,6 +57,7 @@ class Answer:
         self.outcome: Finished | Refused | None = None  # how the request ended
         self.writer: asyncio.Task[object] | None = None  # interrupted where its client is too slow
         self.was_cut_off = False
+        self.num_tokens = 0  # of all continuations
         self.finish_reasons: list[int] = []  # of the continuations that have ended
 
     @property
@@ -98,6 +99,7 @@ class Answer:
         if num_tokens < len(token_ids):
             token_ids, logprobs = token_ids[:num_tokens], logprobs[:num_tokens]
         delta.token_ids.extend(token_ids)
+        self.num_tokens += len(token_ids)
         if text:
             delta.text += text
         self._unsent_bytes += TOKEN_BYTES * len(token_ids) + len(text)
@@ -139,6 +141,7 @@ class InferenceEndpoint(InferenceServiceServicer):
 
     def __init__(self, shell: Shell, model: ServedModel, prompts: Prompts, config: RouterConfig) -> None:
         self.outcomes = Outcomes(model.name)
+        self.clients = Clients(config.api_keys_file, shell.clock)
         self.shell = shell
         self.model = model
         self._prompts = prompts
@@ -147,9 +150,13 @@ class InferenceEndpoint(InferenceServiceServicer):
     async def Generate(  # type: ignore[override]  # replies are written to the context  # noqa: N802
         self, request: inference.GenerateRequest, context: GenerateContext
     ) -> None:
+        async with self.clients.visit(context) as visit:
+            await self._serve(request, context, visit)
+
+    async def _serve(self, request: inference.GenerateRequest, context: GenerateContext, visit: Visit | None) -> None:
         received_s = self.shell.clock.now_s()
         try:
-            answer = await self._admit(request, context, received_s)
+            answer = await self._admit(request, context, received_s, visit)
         except RequestError as error:
             self.outcomes.reject(error.status)
             await abort(context, CODES[error.status], error.message)
@@ -157,6 +164,8 @@ class InferenceEndpoint(InferenceServiceServicer):
             await self._write(answer, context)
         finally:
             self.shell.leave(answer.request_id)
+            if visit is not None:
+                visit.use.spend(answer.num_tokens)
             if answer.outcome is not None:
                 self.outcomes.end(answer.terms, answer.outcome, answer.finish_reasons)
         if answer.refusal is not None:
@@ -164,7 +173,7 @@ class InferenceEndpoint(InferenceServiceServicer):
             if refusal.because is not None:
                 cause, text = refusal.because.cause, refusal.message
                 logger.debug("request %s is refused (%s): %s", answer.request_id.hex(), cause, text)
-            await abort(context, CODES[refusal.status], refusal.message, _hints(refusal))
+            await refuse(context, refusal)
 
     async def _write(self, answer: Answer, context: GenerateContext) -> None:
         """Write an answer until its end, or until its client has proved too slow."""
@@ -183,12 +192,18 @@ class InferenceEndpoint(InferenceServiceServicer):
         finally:
             answer.writer = None
 
-    async def _admit(self, request: inference.GenerateRequest, context: GenerateContext, received_s: float) -> Answer:
+    async def _admit(
+        self, request: inference.GenerateRequest, context: GenerateContext, received_s: float, visit: Visit | None
+    ) -> Answer:
         check_model(request, self.model.name)
         model, seed = self.model, secrets.randbits(64)
         terms = check_terms(request, model.vocab_size, seed, self._config.max_deadline_ms, model.defaults)
+        if visit is not None:
+            terms = visit.terms(terms)
         deadline_s = received_s + min(terms.deadline_s, _time_remaining_s(context))
         token_ids = await self._prompts.token_ids(request, self._max_model_len(), deadline_s - received_s)
+        if visit is not None:
+            visit.use.spend(len(token_ids))
         params = fitted(len(token_ids), terms, self._max_model_len())
         answer = self._answer(new_request_id(), terms)
         event = RequestArrived(
@@ -234,14 +249,6 @@ def _time_remaining_s(context: GenerateContext) -> float:
     """Return the seconds that the client's own deadline leaves; infinite without one."""
     remaining: float | None = context.time_remaining()
     return float("inf") if remaining is None else max(0.0, remaining)
-
-
-def _hints(refused: Refused) -> tuple[tuple[str, str], ...]:
-    """Return what a refused client may plan with, as trailing metadata."""
-    known = (("predicted-ttft-ms", refused.predicted_ttft_s), ("retry-after-ms", refused.retry_after_s))
-    hints = [(name, f"{seconds * 1e3:.0f}") for name, seconds in known if seconds is not None]
-    cause = () if refused.because is None else (("refused-because", refused.because.cause.value),)
-    return (*hints, *cause)
 
 
 class LimitSizes(grpc.aio.ServerInterceptor):

@@ -10,6 +10,7 @@ from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.reports import Failure, Stage
 from pdserve.roles import Role
 from pdserve.router.because import Cause
+from pdserve.router.clients import DENIALS, Clients
 from pdserve.router.commands import Finished, Refused
 from pdserve.router.core import RouterCore
 from pdserve.router.demand import judge
@@ -113,11 +114,13 @@ class Outcomes:
                 yield Sample(metrics.ATTAINMENT, sum(lately) / len(lately), key)
 
 
-def router_samples(shell: Shell, outcomes: Outcomes, model: str) -> Iterator[Sample]:
+def router_samples(shell: Shell, outcomes: Outcomes, clients: Clients, model: str) -> Iterator[Sample]:
     """Yield all that a router shows."""
     yield from outcomes.samples()
     core, label = shell.core, (model,)
-    yield from _requests(core)
+    yield from _requests(core, clients)
+    yield from (Sample(metrics.DENIED, clients.denied[each], (each,)) for each in DENIALS)
+    yield Sample(metrics.REFUSED_KEY_FILES, clients.num_refused_files)
     num_waiting = core.num_held + sum(
         not request.timeline.ms(Stage.PREFILL_STARTED) for request in core.placements.requests.values()
     )
@@ -128,11 +131,12 @@ def router_samples(shell: Shell, outcomes: Outcomes, model: str) -> Iterator[Sam
     yield from (Sample(metrics.REFUSED_MESSAGES, shell.refused[each], (each.value,)) for each in Refusal)
 
 
-def _requests(core: RouterCore) -> Iterator[Sample]:
+def _requests(core: RouterCore, clients: Clients) -> Iterator[Sample]:
     placements = core.placements
+    refused = placements.refused_because + clients.over_limit
     yield Sample(metrics.ARRIVED, placements.demand.counted().num_requests)
     yield from _all(metrics.ENDED, (_OK, *(status.value for status in Status)), placements.ended)
-    yield from (Sample(metrics.REFUSED, placements.refused_because[cause], (cause.value,)) for cause in Cause)
+    yield from (Sample(metrics.REFUSED, refused[cause], (cause.value,)) for cause in Cause)
     yield Sample(metrics.ACTIVE, core.num_active)
     yield Sample(metrics.HELD, core.num_held)
     yield Sample(metrics.REPLACED, placements.num_replaced)

@@ -35,6 +35,7 @@ from pdserve.proto.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_
 from pdserve.proto.v1.link_pb2_grpc import add_LinkServiceServicer_to_server
 from pdserve.roles import Role
 from pdserve.router.admin import AdminEndpoint
+from pdserve.router.clients import RequireKey
 from pdserve.router.config import RouterConfig
 from pdserve.router.core import RouterCore
 from pdserve.router.events import ShutdownAsked, ShutdownDue
@@ -110,7 +111,7 @@ async def run(
     endpoint = InferenceEndpoint(shell, model, prompts, config)
     try:
         async with (
-            showing(config, partial(router_samples, shell, endpoint.outcomes, model.name)) as metrics,
+            showing(config, partial(router_samples, shell, endpoint.outcomes, endpoint.clients, model.name)) as metrics,
             answering(config) as answers,
         ):
             await _listen(config, endpoint, metrics, answers, stop, on_ready)
@@ -132,7 +133,9 @@ async def _listen(
     admin = AdminEndpoint(shell, config.router_id, model, metrics)
     credentials = Credentials.read(config.secret_file, config.identity_dir, Part.ROUTER)
     public, internal = _public_server(endpoint, servicer), _internal_server(config, credentials, shell, admin)
-    check_bind(config.host, has_identity=False)
+    has_identity = config.ssl_certfile is not None and config.api_keys_file is not None
+    remedy = "set ssl_certfile, ssl_keyfile and api_keys_file, or host to 127.0.0.1"
+    check_bind(config.host, has_identity=has_identity, remedy=remedy)
     addresses = Addresses(
         public=listen(public, config.host, config.port, "port", _public_credentials(config)),
         internal=credentials.listen(internal, config.internal_host, config.internal_port, "internal_port"),
@@ -158,7 +161,9 @@ async def _listen(
 
 
 def _public_server(endpoint: InferenceEndpoint, servicer: health.aio.HealthServicer) -> grpc.aio.Server:
-    server = grpc.aio.server(interceptors=[LimitSizes()], options=server_options(HARD_LIMIT_BYTES))
+    server = grpc.aio.server(
+        interceptors=[RequireKey(endpoint.clients), LimitSizes()], options=server_options(HARD_LIMIT_BYTES)
+    )
     add_InferenceServiceServicer_to_server(endpoint, server)
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     names = (INFERENCE_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)

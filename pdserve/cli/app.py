@@ -25,6 +25,7 @@ from pdserve.cli import (
     operating,
     processes,
     scaling,
+    security,
     simulating,
 )
 from pdserve.cli.results import only_cause
@@ -51,6 +52,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+keys_app = typer.Typer(help="API keys of clients.", no_args_is_help=True)
 config_app = typer.Typer(help="Configuration of the processes.", no_args_is_help=True)
 models_app = typer.Typer(help="Models known by name.", no_args_is_help=True)
 autoscale_app = typer.Typer(help="Keep each pool at the size that a policy asks for.", no_args_is_help=True)
@@ -60,6 +62,7 @@ app.command("up")(cluster.up)
 app.command("status")(cluster.status)
 app.command("role")(operating.role)
 app.command("drain")(operating.drain)
+app.command("certs")(security.certs)
 app.command("demo")(cluster.demo)
 app.command("generate")(ask.generate)
 app.command("chat")(ask.chat)
@@ -68,6 +71,7 @@ app.command("sim")(capacity.sim)
 app.command("plan")(capacity.plan)
 app.command("router")(processes.router)
 app.command("worker")(processes.worker)
+keys_app.command("new")(security.new_key)
 config_app.command("schema")(processes.schema)
 autoscale_app.command("validate")(autoscale.validate)
 autoscale_app.command("explain")(autoscale.explain)
@@ -94,6 +98,7 @@ bench_app.command("scale")(scaling.scale)
 app.add_typer(autoscale_app, name="autoscale")
 app.add_typer(bench_app, name="bench")
 app.add_typer(config_app, name="config")
+app.add_typer(keys_app, name="keys")
 app.add_typer(models_app, name="models")
 
 

@@ -23,19 +23,6 @@ ATTACH, STATUS = "/pdserve.v1.LinkService/Attach", "/pdserve.v1.AdminService/Get
 UNAVAILABLE, DENIED = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.PERMISSION_DENIED
 
 
-@pytest.fixture
-def authority() -> Authority:
-    return Authority.new()
-
-
-@pytest.fixture
-def secret_file(tmp_path: Path) -> Path:
-    path = tmp_path / "secret"
-    path.touch(mode=0o600)
-    path.write_bytes(SECRET)
-    return path
-
-
 class Cluster:
     """Folders of identities, and what processes with them make of each other."""
 
