@@ -32,6 +32,15 @@ def resolve(name: str) -> frozenset[str]:
     return frozenset(join_address(each, int(port)) for each in sorted(chosen)[:MAX_ADDRESSES])
 
 
+async def addresses_of(names: Iterable[str]) -> list[str]:
+    """Return all addresses that names lead to; OSError where that cannot be found out now, or there is none."""
+    found = [{name} if _is_literal(name) else await asyncio.to_thread(resolve, name) for name in names]
+    addresses = sorted(set[str]().union(*found))
+    if not addresses:
+        raise ConnectionError(f"{', '.join(names)}: no address was found")
+    return addresses
+
+
 class Lookups:
     """Keeps names looked up. A literal address leads to itself."""
 

@@ -9,7 +9,7 @@ import pytest
 
 from pdserve import names
 from pdserve.errors import ConfigError
-from pdserve.names import Lookups, resolve
+from pdserve.names import Lookups, addresses_of, resolve
 
 Answers = list[Callable[[], frozenset[str]]]
 
@@ -70,6 +70,13 @@ async def test_literal_addresses_lead_to_themselves_and_are_not_looked_up() -> N
     lookups = Lookups(("10.0.0.1:1", "[fd00::1]:2"), "routers", lambda *each: found.append(each))
     await lookups.run(lambda _: pytest.fail("looked up"))
     assert found == [(each, frozenset((each,))) for each in ("10.0.0.1:1", "[fd00::1]:2")]
+
+
+async def test_whoever_asks_gets_all_addresses_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "resolve", lambda name: frozenset({f"10.0.0.1{name[-2:]}"} if name != "gone:2" else ()))
+    assert await addresses_of(("b:2", "10.0.0.3:3")) == ["10.0.0.1:2", "10.0.0.3:3"]
+    with pytest.raises(OSError, match=r"^gone:2: no address was found"):
+        await addresses_of(("gone:2",))
 
 
 @pytest.mark.parametrize("name", ["router", "router:", "router:0", "router:65536", ":1", "fd00::1", "router:http"])

@@ -14,7 +14,11 @@ class AutoscalerConfig(ProcessConfig):
 
     policy: Path = Field(description="The policy that is followed, YAML or JSON.")
     name: str = Field("default", description="Which of this machine's clusters is scaled, unless routers are named.")
-    routers: tuple[str, ...] = Field((), description="Internal addresses of all routers of a cluster, host:port.")
+    routers: tuple[str, ...] = Field(
+        (),
+        description="Internal addresses of all routers of a cluster, host:port. Each address that a host's name "
+        "leads to is a router, with a router_id of its own.",
+    )
     secret_file: Path | None = Field(
         None,
         description="Shared secret of a cluster whose routers are named; its owner and group alone may read it.",

@@ -36,7 +36,7 @@ class Cluster:
     """What is scaled."""
 
     actuator: Actuator
-    routers: Sequence[Callable[[], Awaitable[admin.ClusterStatus]]]  # each one's report
+    statuses: Callable[[], Awaitable[list[admin.ClusterStatus]]]  # what all routers report
     check: Callable[[], None] = lambda: None  # raises where all of it has ended
 
 
@@ -141,8 +141,8 @@ class Loop:
         """Return what all routers report; None where one of them does not answer in time."""
         try:
             async with asyncio.timeout(STATUS_TIMEOUT_S):
-                return [await report() for report in self._cluster.routers]
-        except (TimeoutError, grpc.aio.AioRpcError) as error:
+                return await self._cluster.statuses()
+        except (OSError, grpc.aio.AioRpcError) as error:
             self._warn(f"a router does not report: {_in_words(error)}")
             return None
 
@@ -183,7 +183,9 @@ class Loop:
         self._journal.note(text)
 
 
-def _in_words(error: TimeoutError | grpc.aio.AioRpcError) -> str:
+def _in_words(error: OSError | grpc.aio.AioRpcError) -> str:
     if isinstance(error, TimeoutError):
         return f"no answer within {STATUS_TIMEOUT_S:g} s"
+    if isinstance(error, OSError):
+        return str(error)
     return f"{error.code().name}: {error.details()}"

@@ -1,7 +1,7 @@
 """The autoscaler's process. A signal ends it after its present step: what it ordered goes on; a successor sees it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,8 @@ from pdserve.launch.launcher import LauncherClient
 from pdserve.launch.plan import WorkerTemplate
 from pdserve.metrics import DECISIONS, DESIRED, REPLICAS, Sample
 from pdserve.metrics_server import showing
+from pdserve.names import addresses_of
+from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.roles import Role
 from pdserve.signals import drain_on_signals
 
@@ -37,7 +39,7 @@ END_CHECK_S = 0.5  # between two looks at replicas that end
 class Target:
     """Where a cluster is reached."""
 
-    routers: tuple[str, ...]  # internal ports, host:port
+    routers: tuple[str, ...]  # internal ports, host:port; each address that a host's name leads to is a router
     secret_file: Path
     identity_dir: Path | None = None  # an operator's, where the cluster asks for certificates
     launcher: str = ""  # host:port of its launcher, where it has one
@@ -48,6 +50,14 @@ class Target:
     def router(self, address: str) -> AdminClient:
         """Return a connection to a router."""
         return AdminClient(address, self.secret_file, self.identity_dir)
+
+    async def clients(self) -> list[AdminClient]:
+        """Return connections to all routers; OSError where their names lead nowhere now."""
+        return [self.router(address) for address in await addresses_of(self.routers)]
+
+    async def statuses(self) -> list[admin.ClusterStatus]:
+        """Return what all routers report."""
+        return [await router.status() for router in await self.clients()]
 
     def check(self) -> None:
         """Raise where the cluster has ended: ConfigError, or CommandError where another one has its name."""
@@ -63,10 +73,9 @@ async def serve(config: AutoscalerConfig, target: Target, warm_up: WarmUp) -> No
     file, stop = PolicyFile(config.policy, warm_up), asyncio.Event()
     async with AsyncExitStack() as stack:
         stack.enter_context(drain_on_signals(asyncio.get_running_loop(), stop.set, config.drain_timeout_s))
-        routers = [await stack.enter_async_context(target.router(address)) for address in target.routers]
-        actuator = await stack.enter_async_context(connected(file.policy, target, routers))
+        actuator = await stack.enter_async_context(connected(file.policy, target))
         journal = Journal(target.record_file, config.policy)
-        cluster = Cluster(actuator, [router.status for router in routers], target.check)
+        cluster = Cluster(actuator, target.statuses, target.check)
         loop = Loop(file, cluster, journal, MonotonicClock())
         health = await stack.enter_async_context(answering(config))
         journal.metrics_address = await stack.enter_async_context(showing(config, lambda: samples(loop, actuator)))
@@ -75,21 +84,22 @@ async def serve(config: AutoscalerConfig, target: Target, warm_up: WarmUp) -> No
 
 
 @asynccontextmanager
-async def connected(policy: Policy, target: Target, routers: Sequence[AdminClient]) -> AsyncIterator[Actuator]:
+async def connected(policy: Policy, target: Target) -> AsyncIterator[Actuator]:
     """Be connected with what a policy's actuator orders from, for the length of the block."""
+    router = target.router(target.routers[0])  # any of those that the name leads to
     match policy.actuator:
         case ProcessActuator(timeout_s=timeout_s):
             if not target.launcher:
                 raise ConfigError("actuator: no launcher is known: this cluster was not started by `pdserve up`")
             async with LauncherClient(target.launcher, target.secret_file, target.identity_dir) as launcher:
-                yield LocalActuator(launcher, routers[0], timeout_s)
+                yield LocalActuator(launcher, router, timeout_s)
         case PublishSettings():
-            yield PublishActuator(routers[0])
+            yield PublishActuator(router)
         case RayActuator():
-            async with _on_ray(policy, policy.actuator, target, routers[0]) as actuator:
+            async with _on_ray(policy, policy.actuator, target, router) as actuator:
                 yield actuator
         case KubernetesActuator():
-            async with _on_kubernetes(policy.actuator, routers[0]) as actuator:
+            async with _on_kubernetes(policy.actuator, router) as actuator:
                 yield actuator
 
 
@@ -123,10 +133,7 @@ async def _on_kubernetes(settings: KubernetesActuator, router: AdminClient) -> A
 async def end_all(policy_file: Path, target: Target) -> None:
     """Let all replicas of a cluster drain and end, and wait until they have. ActuatorError where that cannot be."""
     policy = load(policy_file)
-    async with (
-        target.router(target.routers[0]) as router,
-        connected(policy, target, [router]) as all_,
-    ):
+    async with connected(policy, target) as all_:
         while held := await all_.observe():
             for replica in held:
                 if replica.state is not State.DRAINING:

@@ -164,7 +164,11 @@ pools:
 async def test_who_follows_the_metric_gives_a_pool_its_least_size_and_no_more(tmp_path: Path) -> None:
     file, platform, clock = tmp_path / "policy.yaml", Platform(), VirtualClock()
     file.write_text(POLICY)
-    cluster = Cluster(platform.actuator, [platform.status])
+
+    async def statuses() -> list[admin.ClusterStatus]:
+        return [await platform.status()]
+
+    cluster = Cluster(platform.actuator, statuses)
     loop = Loop(PolicyFile(file, lambda _: ()), cluster, Journal(None, file), clock)
     seen = []
     for _ in range(30):

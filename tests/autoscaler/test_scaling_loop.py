@@ -100,7 +100,7 @@ class Scene:
 
     def start(self) -> None:
         """Begin with an autoscaler that remembers nothing."""
-        cluster = Cluster(self.platform, [self.report], self.check)
+        cluster = Cluster(self.platform, self.report, self.check)
         journal = Journal(self.record_file, self.file)
         self.loop = Loop(PolicyFile(self.file, warm_up), cluster, journal, self.clock)
 
@@ -111,10 +111,10 @@ class Scene:
     def write(self, num_decodes: int | str) -> None:
         self.file.write_text(POLICY.replace("DECODES", str(num_decodes)))
 
-    async def report(self) -> admin.ClusterStatus:
+    async def report(self) -> list[admin.ClusterStatus]:
         if self.is_router_silent:
             raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "gone")
-        return admin.ClusterStatus(router_id="router", demand=demand_to_proto(Demand()))
+        return [admin.ClusterStatus(router_id="router", demand=demand_to_proto(Demand()))]
 
     async def go_on(self, seconds: int) -> None:
         """Go on for some seconds, a step for each."""
