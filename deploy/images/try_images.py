@@ -1,8 +1,8 @@
 """Try what the Dockerfile does, step by step, on a machine without a container runtime.
 
-Each stage is a fresh folder. COPY copies into it. RUN, and the entry point at the end, run chrooted in it, with this
-machine's /usr, /etc and a Python 3.11 mounted read-only where the base image has its own. What this does not try is the
-base image itself, and steps that install Debian packages: those are skipped, and named.
+Each stage is a folder, fresh unless an earlier trial left it. COPY copies into it. RUN, and the entry point at the end,
+run chrooted in it, with this machine's /usr, /etc and a Python 3.11 mounted read-only where the base image has its own.
+What this does not try is the base image itself, and steps that install Debian packages: those are skipped, and named.
 
 Root is needed (mounts, chroot), and this machine should be a Debian of the base image's release.
 
@@ -26,6 +26,7 @@ TREE = IMAGES.parent.parent
 HOST = ("bin", "sbin", "lib", "lib64", "usr", "etc")  # of this machine, in place of the base image's
 LENT = re.compile(r"PIP_|SSL_|\w+_proxy$")  # settings of this machine that steps of the build see
 UNTRIED = re.compile(r"apt-get ")
+CHANGES_FILES = {"RUN", "COPY"}
 SHOWN_ONLY = {"LABEL", "STOPSIGNAL"}
 DROP_PRIVILEGES = "--clear-groups --no-new-privs --inh-caps=-all --bounding-set=-all"
 
@@ -62,7 +63,8 @@ class Machine:
                 lines += _read_only(host, name)
         for bind in (self.python, *self.binds):
             lines += [f"mkdir -p .{bind}", *_read_only(bind, str(bind).lstrip("/"))]
-        lines += ["mkdir -p dev proc tmp", "mount --rbind /dev dev", "mount --rbind /proc proc", mounts]
+        lines += ["mkdir -p dev proc sys tmp", "mount --rbind /dev dev", "mount --rbind /proc proc"]
+        lines += ["mount -t sysfs -o ro sysfs sys", mounts]
         uid, _, gid = stage.user.partition(":")
         drop = "" if uid == "0" else f"setpriv --reuid={uid} --regid={gid} {DROP_PRIVILEGES}"
         inside = f"cd {stage.workdir} && {command}"
@@ -104,17 +106,20 @@ class Trial:
     def _stage(self, name: str, steps: list[tuple[str, str]]) -> None:
         parent = steps[0][1].split()[0]
         root = self._folder / name
+        is_there = root.exists()
         if parent in self.stages:
-            subprocess.run(["cp", "-a", self.stages[parent].root, root], check=True)
             stage = replace(self.stages[parent], root=root)
+            if not is_there:
+                subprocess.run(["cp", "-a", self.stages[parent].root, root], check=True)
         else:
-            root.mkdir(parents=True)
+            root.mkdir(parents=True, exist_ok=True)
             path = f"{self._machine.python}/bin:/usr/sbin:/usr/bin:/sbin:/bin"
             stage = Stage(root, {"PATH": path, **{k: v for k, v in os.environ.items() if LENT.match(k)}})
         arguments = dict(self._global)
         for instruction, text in steps[1:]:
             began_s = time.monotonic()
-            stage = self._step(stage, instruction, text, arguments)
+            if not (is_there and instruction in CHANGES_FILES):
+                stage = self._step(stage, instruction, text, arguments)
             logger.info("%s: %s %s [%.1f s]", name, instruction, text[:90], time.monotonic() - began_s)
         self.stages[name] = stage
 
@@ -191,7 +196,7 @@ def context() -> list[Path]:
 
 def volume_of(folder: Path, user: str) -> Path:
     """Make a folder that belongs to an image's user."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     os.chown(folder, *map(int, user.split(":")))
     return folder
 
@@ -199,7 +204,7 @@ def volume_of(folder: Path, user: str) -> Path:
 def parser() -> argparse.ArgumentParser:
     """Return the flags of a trial."""
     flags = argparse.ArgumentParser()
-    flags.add_argument("folder", type=Path, help="a folder to make")
+    flags.add_argument("folder", type=Path, help="where stages are built")
     flags.add_argument("--python", type=Path, required=True, help="prefix of a Python 3.11")
     flags.add_argument("--bind", type=Path, action="append", default=[], help="a folder that pip reads here")
     flags.add_argument("--build-arg", action="append", default=[], metavar="NAME=VALUE")
@@ -222,7 +227,7 @@ def built(given: argparse.Namespace, targets: list[str]) -> Trial:
 
 
 def main() -> None:
-    """Build targets of the Dockerfile in a fresh folder."""
+    """Try targets of the Dockerfile."""
     flags = parser()
     flags.add_argument("targets", nargs="+")
     given = flags.parse_args()
