@@ -4,10 +4,11 @@ Invariant: a pool has at most one order in flight, and every order ends in one o
 late, or its replica is gone.
 
 An order that failed or is late may have been carried out all the same. It stays owed for a while: what it would hold
-counts, and its pool is given the same order again rather than another one, so that nothing is done twice.
+counts, and its pool is given the same order again rather than another one that changes the pool likewise, so that
+nothing is done twice. Growth that failed delays no drain, and a drain that failed delays no growth.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -35,14 +36,24 @@ class Outcome:
     action: Action
     result: Result
     at_s: float
-    pools: tuple[Role, ...]  # whose order it was
+    effects: Mapping[Role, int]  # what it would have changed each pool's size by
     reason: str = ""
 
 
 @dataclass(slots=True)
 class _Order:
     action: Action
+    effects: Mapping[Role, int]
     at_s: float
+
+
+@dataclass(slots=True)
+class _Trouble:
+    """Orders of one pool, in one direction, that failed one after another."""
+
+    count: int = 0
+    again_s: float = 0.0
+    reason: str = ""
 
 
 class Orders:
@@ -50,18 +61,16 @@ class Orders:
 
     def __init__(self) -> None:
         self._in_flight: dict[Role, _Order] = {}  # a flip under both pools
-        self._owed: dict[Role, _Order] = {}
-        self._failures: dict[Role, int] = {}  # in a row
-        self._again_s: dict[Role, float] = {}
-        self._reasons: dict[Role, str] = {}
+        self._owed: dict[tuple[Role, int], _Order] = {}  # by pool and direction, 1 or -1
+        self._troubles: dict[tuple[Role, int], _Trouble] = {}
         self._outcomes: list[Outcome] = []
 
-    def begin(self, pools: Iterable[Role], action: Action, at_s: float) -> None:
-        """Take note of an order that these pools are given; none of them has one in flight."""
-        order = _Order(action, at_s)
-        for pool in pools:
+    def begin(self, action: Action, effects: Mapping[Role, int], at_s: float) -> None:
+        """Take note of an order that pools are given; none of them has one in flight."""
+        order = _Order(action, effects, at_s)
+        for pool, by in effects.items():
             self._in_flight[pool] = order
-            self._owed.pop(pool, None)
+            self._owed.pop((pool, by), None)
 
     def confirm(self, action: Action, at_s: float) -> None:
         """Take note that an order was taken on: from then on it takes its time."""
@@ -71,8 +80,9 @@ class Orders:
 
     def fail(self, action: Action, reason: str, at_s: float) -> None:
         """End an order that was not carried out, or of which nobody knows whether it was."""
-        if any(order.action == action for order in self._in_flight.values()):
-            self._end(action, Result.FAILED, at_s, reason)
+        order = next((order for order in self._in_flight.values() if order.action == action), None)
+        if order is not None:
+            self._end(order, Result.FAILED, at_s, reason)
 
     def settle(self, replicas: Mapping[str, Replica], late_s: Mapping[Role, float], at_s: float) -> None:
         """Compare what was ordered with what is there."""
@@ -84,41 +94,40 @@ class Orders:
                 result = Result.LATE
             if result is not None:
                 reason = f"not seen within {late_s[pool]:.0f} s" if result is Result.LATE else ""
-                self._end(order.action, result, at_s, reason)
-        for pool, order in list(self._owed.items()):
+                self._end(order, result, at_s, reason)
+        for (pool, by), order in list(self._owed.items()):
             if _seen(order.action, replicas) is not None or at_s - order.at_s > 2 * late_s[pool]:
-                del self._owed[pool]
+                del self._owed[pool, by]
 
-    def _end(self, action: Action, result: Result, at_s: float, reason: str) -> None:
-        pools = tuple(pool for pool, order in self._in_flight.items() if order.action == action)
-        self._outcomes.append(Outcome(action, result, at_s, pools, reason))
-        for pool in pools:
+    def _end(self, order: _Order, result: Result, at_s: float, reason: str) -> None:
+        self._outcomes.append(Outcome(order.action, result, at_s, order.effects, reason))
+        for pool, by in order.effects.items():
             del self._in_flight[pool]
             if result in {Result.DONE, Result.GONE}:
-                self._failures.pop(pool, None)
+                self._troubles.pop((pool, by), None)
                 continue
-            failures = self._failures[pool] = self._failures.get(pool, 0) + 1
-            backoff_s = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** min(failures - 1, 10))
-            self._again_s[pool], self._reasons[pool] = at_s + backoff_s, reason
-            self._owed[pool] = _Order(action, at_s)
+            trouble = self._troubles.setdefault((pool, by), _Trouble())
+            backoff_s = min(_MAX_BACKOFF_S, _FIRST_BACKOFF_S * 2 ** min(trouble.count, 10))
+            trouble.count, trouble.again_s, trouble.reason = trouble.count + 1, at_s + backoff_s, reason
+            self._owed[pool, by] = _Order(order.action, order.effects, at_s)
 
     def in_flight(self, pool: Role) -> Action | None:
         order = self._in_flight.get(pool)
         return None if order is None else order.action
 
-    def owed(self, pool: Role) -> Action | None:
-        """Return the order to give again before any other, if the pool still is to change in its direction."""
-        order = self._owed.get(pool)
+    def owed(self, pool: Role, by: int) -> Action | None:
+        """Return the order to give again before any other, if the pool still is to grow (1) or to shrink (-1)."""
+        order = self._owed.get((pool, by))
         return None if order is None else order.action
 
-    def blocked(self, pool: Role, at_s: float) -> str:
-        """Return why a pool can be given no order, or nothing."""
+    def blocked(self, pool: Role, by: int, at_s: float) -> str:
+        """Return why a pool can be given no order to grow (1) or to shrink (-1), or nothing."""
         order = self._in_flight.get(pool)
         if order is not None:
             return f"{order.action} is in flight since {at_s - order.at_s:.0f} s"
-        wait_s = self._again_s.get(pool, at_s) - at_s
-        if pool in self._failures and wait_s > 0:
-            return f"the last order failed ({self._reasons[pool]}); again in {wait_s:.0f} s"
+        trouble = self._troubles.get((pool, by))
+        if trouble is not None and trouble.again_s > at_s:
+            return f"the last order failed ({trouble.reason}); again in {trouble.again_s - at_s:.0f} s"
         return ""
 
     def unseen(self, replicas: Mapping[str, Replica]) -> list[Add]:

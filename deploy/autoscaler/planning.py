@@ -11,7 +11,7 @@ from dataclasses import replace
 from pdserve.autoscaler import urgent
 from pdserve.autoscaler.decisions import Binds
 from pdserve.autoscaler.forecast import Forecaster, new_forecaster
-from pdserve.autoscaler.observation import Observation
+from pdserve.autoscaler.observation import Observation, Replica
 from pdserve.autoscaler.pacing import Wanted
 from pdserve.autoscaler.schema import Policy
 from pdserve.autoscaler.sizing import POOLS, Bounds, Sized, Sizer
@@ -22,6 +22,7 @@ from pdserve.values import value
 
 _LEAST_MIXTURE_S, _LEAST_PRESENT_S = 60.0, 15.0  # over which lengths, and the present rate, are counted at least
 _ALL = 0.995  # of the requests: fewer that any pools could serve in time are worth a word
+_NONE = 1e-3  # requests of late that count as none
 _WORTH = 0.01  # of all requests: what another split of a spent budget has to serve more
 
 
@@ -31,7 +32,7 @@ class Plan:
 
     wanted: Mapping[Role, Wanted]
     binds: Mapping[Role, Binds]
-    sizer: Sizer  # for what was predicted
+    attained: Mapping[Role, float]  # what each pool is predicted to serve in time as it is
     seen: str
     predicted: str
 
@@ -71,11 +72,10 @@ class Planner:
             serving = len(urgent.ready(seen.replicas, pool)) * demand.num_requests
             self._serving[pool] = self._serving[pool] * kept + serving
         mixture = self._mixture.traffic()
-        if self._interval.seconds < self._interval_s * 0.999 or mixture is None:
+        if self._interval.seconds < self._interval_s * 0.999 or (mixture is None and not self._is_idle(seen)):
             return
-        self._take_in(
-            self._interval.computed_tokens / self._interval.seconds, self._interval.rate * mean(mixture.answers)
-        )
+        answer = 0.0 if mixture is None else mean(mixture.answers)
+        self._take_in(self._interval.computed_tokens / self._interval.seconds, self._interval.rate * answer)
         self._is_warm, self._interval = True, Fading(1e9)
         for pool in POOLS:
             self._tokens[pool] = self._forecast(self._forecasters[pool], startup_s[pool])
@@ -96,7 +96,7 @@ class Planner:
         """Return what sizes are wanted, or why nobody can say."""
         mixture = self._mixture.traffic()
         if mixture is None:
-            return "no request has ended yet"
+            return self._idle(sizes, bounds) if self._is_idle(seen) else "no request has ended yet"
         lacking = [pool for pool in POOLS if not _is_known(pool, seen)]
         if lacking:
             return f"nothing is known of the steps or the size of {' and '.join(lacking)} workers"
@@ -121,9 +121,20 @@ class Planner:
             if not self._is_warm:
                 kept = max(kept, sizes[pool])  # nothing is known of what is to come
             wanted[pool] = Wanted(min(size, max(lower.replicas[pool], pressing)), size, min(kept, bounds[pool].most))
+        attained = {pool: expected[0].attainment(pool, sizes[pool]) for pool in POOLS}
         return Plan(
-            wanted, binds, expected[0], self._seen_text(seen), _predicted_text(expected[1], best, expected[0].best)
+            wanted, binds, attained, self._seen_text(seen), _predicted_text(expected[1], best, expected[0].best)
         )
+
+    def _is_idle(self, seen: Observation) -> bool:
+        """Return whether no request has come of late, and none is left."""
+        return self._mixture.num_requests < _NONE and not seen.num_held and not any(map(_has_work, seen.replicas))
+
+    def _idle(self, sizes: Mapping[Role, int], bounds: Mapping[Role, Bounds]) -> Plan:
+        """Return the least pools, but no smaller ones than there are before a first interval is over."""
+        least = {pool: bounds[pool].least if self._is_warm else max(bounds[pool].least, sizes[pool]) for pool in POOLS}
+        wanted = {pool: Wanted(least[pool], least[pool], least[pool]) for pool in POOLS}
+        return Plan(wanted, dict.fromkeys(POOLS, Binds.MIN), dict.fromkeys(POOLS, 1.0), "no request", "none comes")
 
     def _sizer(self, mixture: Traffic, seen: Observation, margins: Mapping[Role, float]) -> tuple[Sizer, Traffic]:
         """Return a sizer for what is forecast, times a margin, or for what surely comes now if that is more."""
@@ -181,6 +192,10 @@ def settled(sizer: Sizer, best: Sized, sizes: Mapping[Role, int], bounds: Mappin
         return best
     attainments = {pool: sizer.attainment(pool, sizes[pool]) for pool in POOLS}
     return Sized(dict(sizes), attainments, best.binds, best.is_met)
+
+
+def _has_work(replica: Replica) -> bool:
+    return bool(replica.num_sequences or replica.waiting_tokens)
 
 
 def _is_known(pool: Role, seen: Observation) -> bool:

@@ -9,7 +9,7 @@ A mixed worker counts in both pools, as it serves both; it is drained as a last 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdserve.autoscaler.decisions import Action, Add, Binds, Decision, Drain, Flip
+from pdserve.autoscaler.decisions import Action, Add, Binds, Decision, Drain, Flip, effects, other
 from pdserve.autoscaler.observation import Observation, Replica, State
 from pdserve.autoscaler.orders import Orders, Outcome, Result
 from pdserve.autoscaler.pacing import Pacing
@@ -53,7 +53,8 @@ class Autoscaler:
         self._advisory = policy.mode == "advisory"
         self._planner = Planner(policy, warm_up)
         self._orders = Orders()
-        self._lives = Lives({pool: policy.pools.of(pool).startup_s for pool in POOLS})
+        self._lives = Lives()
+        self._lives.guess({pool: policy.pools.of(pool).startup_s for pool in POOLS})
         self._pacing: dict[Role, Pacing] = {}
         self._outcomes: list[Outcome] = []
         self._num_stale = 0
@@ -63,6 +64,7 @@ class Autoscaler:
         """Follow another policy. Orders and what was learnt stay, but not demand if it is to be forecast otherwise."""
         before, self._policy = self._policy, policy
         self._advisory = policy.mode == "advisory"
+        self._lives.guess({pool: policy.pools.of(pool).startup_s for pool in POOLS})
         self._planner.policy = policy
         if (policy.forecaster, policy.interval) != (before.forecaster, before.interval):
             self._planner = Planner(policy, warm_up)
@@ -127,8 +129,8 @@ class Autoscaler:
                 continue
             if isinstance(outcome.action, Add):
                 self._lives.forget(outcome.action.name)
-            for pool in outcome.pools:
-                self._pacing[pool].unchanged(_change(outcome.action, pool))
+            for pool, by in outcome.effects.items():
+                self._pacing[pool].unchanged(by)
 
     def _limits(self, pool: Role, unix_s: float) -> Bounds:
         least, most = bounds(self._policy, pool, unix_s)
@@ -172,7 +174,7 @@ class Autoscaler:
     @staticmethod
     def _urgency(pool: Role, goal: _Goal, plan: Plan | str) -> tuple[bool, float]:
         """Return a sort key: first what is below its least size, then what serves the fewest in time."""
-        return not goal.is_forced, 0.0 if isinstance(plan, str) else plan.sizer.attainment(pool, goal.size)
+        return not goal.is_forced, 0.0 if isinstance(plan, str) else plan.attained[pool]
 
     # ---- orders
 
@@ -180,11 +182,11 @@ class Autoscaler:
         self, pool: Role, goals: dict[Role, _Goal], supply: Supply, limits: dict[Role, Bounds], at_s: float
     ) -> None:
         goal, devices = goals[pool], limits[pool].devices
-        why = self._orders.blocked(pool, at_s)
+        why = self._orders.blocked(pool, 1, at_s)
         if why:
             goal.refused.append(why)
             return
-        owed = self._orders.owed(pool)
+        owed = self._orders.owed(pool, 1)
         flip = None if isinstance(owed, Add) else self._flip(pool, goals, supply, limits, at_s)
         if flip is not None:
             self._order(pool, flip, goals, at_s)
@@ -201,18 +203,16 @@ class Autoscaler:
         self, pool: Role, goals: dict[Role, _Goal], supply: Supply, limits: dict[Role, Bounds], at_s: float
     ) -> Flip | None:
         """Return a replica's change of roles that leaves the other pool what it needs, if there is one."""
-        giver = _other(pool)
-        switch, other, goal = self._policy.role_switch, goals[giver], goals[pool]
+        giver = other(pool)
+        switch, theirs, goal = self._policy.role_switch, goals[giver], goals[pool]
         if not switch.enabled or self._num_stale or limits[pool].devices != limits[giver].devices:
             return None
-        needed = max(
-            limits[giver].least, self._pacing[giver].needed(at_s), other.target if other.target > other.size else 0
-        )
+        needed = max(limits[giver].least, self._pacing[giver].needed(at_s))
         serving = [replica for replica in supply.of(giver) if replica.state is State.READY]
-        if other.is_given or other.target > other.size or min(other.size, len(serving)) <= needed:
+        if theirs.is_given or theirs.target > theirs.size or min(theirs.size, len(serving)) <= needed:
             return None
-        why = self._orders.blocked(giver, at_s)
-        owed = self._orders.owed(giver)
+        why = self._orders.blocked(giver, -1, at_s)
+        owed = self._orders.owed(giver, -1)
         if why or not (owed is None or isinstance(owed, Flip)):
             goal.refused.append(f"no flip from {giver}: {why or 'an earlier order may still be carried out'}")
             return None
@@ -225,11 +225,11 @@ class Autoscaler:
         return Flip(min(able, key=_cost_of_drain).name, pool)
 
     def _shrink(self, pool: Role, goal: _Goal, supply: Supply, at_s: float) -> None:
-        why = self._orders.blocked(pool, at_s)
+        why = self._orders.blocked(pool, -1, at_s)
         if not why and supply.num_draining(pool) and goal.size <= _FAR_TOO_MANY * goal.target:
             why = "another replica drains"
         here = supply.of(pool)
-        owed = self._orders.owed(pool)
+        owed = self._orders.owed(pool, -1)
         candidates = [replica for replica in here if replica.role is pool] or here
         if sum(r.state is State.READY for r in here) <= goal.target and not goal.is_forced:
             candidates = [replica for replica in candidates if replica.state is State.STARTING]
@@ -243,25 +243,18 @@ class Autoscaler:
 
     def _order(self, pool: Role, action: Action, goals: dict[Role, _Goal], at_s: float) -> None:
         """Give an order; one that is not to be carried out changes nothing."""
-        match action:
-            case Add(_, role):
-                pools = [role]
-            case Flip(_, role):
-                pools = [role, _other(role)]
-            case Drain():
-                pools = [pool]
+        changes = effects(action, pool)
         goals[pool].action = action
-        for each in pools:
+        for each in changes:
             goals[each].is_given = True
         if self._advisory:
             return
-        self._orders.begin(pools, action, at_s)
+        self._orders.begin(action, changes, at_s)
         held_s = self._policy.role_switch.min_dwell_s
         if isinstance(action, Add):
             self._lives.asked(action.name, at_s)
             held_s += self._lives.startup_s(pool)
-        for each in pools:
-            by = _change(action, each)
+        for each, by in changes.items():
             self._pacing[each].changed(by, goals[each].size + by, held_s, at_s)
 
     # ---- reports
@@ -270,7 +263,7 @@ class Autoscaler:
         seen, predicted = (plan, "") if isinstance(plan, str) else (plan.seen, plan.predicted)
         in_flight = self._orders.in_flight(pool)
         if in_flight is not None and in_flight != goal.action and goal.target == goal.size:
-            goal.refused.append(self._orders.blocked(pool, at_s))
+            goal.refused.append(self._orders.blocked(pool, 1, at_s))
         return Decision(
             pool=pool,
             action=goal.action,
@@ -282,16 +275,6 @@ class Autoscaler:
             refused="; ".join(goal.refused),
             advisory=self._advisory,
         )
-
-
-def _other(pool: Role) -> Role:
-    return Role.DECODE if pool is Role.PREFILL else Role.PREFILL
-
-
-def _change(action: Action, pool: Role) -> int:
-    """Return what an order of a pool's changes its size by."""
-    gains = isinstance(action, Add) or (isinstance(action, Flip) and action.role is pool)
-    return 1 if gains else -1
 
 
 def _cost_of_drain(replica: Replica) -> tuple[bool, int, int, int, str]:

@@ -11,12 +11,15 @@ _NEWER = 0.3  # weight of the latest start
 class Lives:
     """What is remembered of replicas that are listed."""
 
-    def __init__(self, guesses_s: dict[Role, float]) -> None:
-        """`guesses_s`: how long a start takes, until one was seen."""
-        self._startup_s = guesses_s
+    def __init__(self) -> None:
+        self._startup_s: dict[Role, float] = {}
         self._learnt: set[Role] = set()
         self._asked_s: dict[str, float] = {}  # when a replica was ordered, or first seen to start
         self._roles: dict[str, tuple[Role, float]] = {}  # and since when
+
+    def guess(self, guesses_s: dict[Role, float]) -> None:
+        """Take these for how long a start takes in each pool, until one was seen there."""
+        self._startup_s |= {pool: guess_s for pool, guess_s in guesses_s.items() if pool not in self._learnt}
 
     def observe(self, replicas: Iterable[Replica], at_s: float) -> None:
         """Take in the replicas that there are."""

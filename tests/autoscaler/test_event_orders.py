@@ -125,7 +125,7 @@ class AnyOrder(RuleBasedStateMachine):
         for outcome in self.world.scaler.take_outcomes():
             ended = [each for each in self.open if each[0] == outcome.action]
             assert len(ended) == 1, outcome
-            assert ended[0][1] == frozenset(outcome.pools)
+            assert ended[0][1] == frozenset(outcome.effects)
             self.open.remove(ended[0])
 
     @invariant()

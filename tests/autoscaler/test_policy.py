@@ -293,3 +293,56 @@ def test_nothing_is_ordered_without_figures_but_what_the_limits_ask() -> None:
     prefill, decode = Autoscaler(policy()).decide(Observation(0.0, 0.0, replicas, None))
     assert prefill.action == Add("prefill-0", Role.PREFILL)
     assert decode.action is None
+
+
+def test_an_idle_cluster_shrinks_before_any_request_has_come() -> None:
+    world = World(policy(), rate=0.0).start(4, 5).go_on(50)
+    assert world.orders == []  # the window is not over
+    world.go_on(200)
+    assert world.sizes == (1, 1)
+    assert all(isinstance(action, Drain) for _, action in world.orders)
+
+
+def test_a_request_that_goes_on_keeps_a_fresh_cluster_as_it_is() -> None:
+    world = World(policy(), rate=0.0).start(2, 2)
+    world.replicas["decode-1"] = replace(world.replicas["decode-1"], num_sequences=1, kv_tokens=500)
+    world.go_on(300)
+    assert world.orders == []
+
+
+def test_growth_that_fails_delays_no_drain() -> None:
+    world = World(policy(role_switch={"enabled": False}), rate=30.0).start(3, 8).go_on(60)
+    world.replicas = {name: replica for name, replica in world.replicas.items() if replica.state is State.READY}
+    for _ in range(30):  # the next addition may wait for minutes
+        world.advance(5)
+        for decision in world.look(5):
+            if isinstance(decision.action, Add):
+                world.scaler.failed(decision.action, "no node", world.at_s)
+    world.rate = 0.5
+    quiet_s = world.at_s
+    while not any(isinstance(action, Drain) for at_s, action in world.orders if at_s > quiet_s):
+        assert world.at_s < quiet_s + 130
+        world.go_on(5)
+
+
+def test_a_worker_that_changed_its_role_and_starts_again_with_its_first_one_is_made_up_for() -> None:
+    world = World(policy(budget={"max_devices": 6}), answer=1601).start(1, 1)
+    world.rate = 2.0
+    world.go_on(300)
+    world.answer, world.prompt, world.rate = 21, 4000, 10.0
+    while not any(isinstance(action, Flip) for _, action in world.orders):
+        world.go_on(5)
+    world.go_on(400)
+    settled = world.sizes
+    flipped = next(action.name for _, action in world.orders if isinstance(action, Flip))
+    world.replicas[flipped] = Replica(flipped, Role.DECODE, State.STARTING, world.at_s)
+    world.go_on(300)
+    assert world.sizes == settled
+    assert len(world.replicas) <= 6
+
+
+def test_a_start_up_that_the_policy_changes_is_followed_until_one_was_measured() -> None:
+    world = World(policy(), rate=1.0).start(1, 1).go_on(30)
+    slow = {"startup_s": 90.0}
+    world.scaler.follow(policy(prefill=slow, decode=slow))
+    assert world.scaler.startup_s(Role.PREFILL) == 90.0
