@@ -39,6 +39,7 @@ class Capacity:
     max_num_seqs: int
     step_tokens: int  # that a step computes
     num_devices: int = 1
+    page_tokens: int = 1
 
 
 @value

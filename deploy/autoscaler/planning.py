@@ -11,6 +11,7 @@ from dataclasses import replace
 from pdserve.autoscaler import urgent
 from pdserve.autoscaler.decisions import Binds
 from pdserve.autoscaler.forecast import Forecaster, new_forecaster
+from pdserve.autoscaler.misses import Misses
 from pdserve.autoscaler.observation import Observation, Replica
 from pdserve.autoscaler.pacing import Wanted
 from pdserve.autoscaler.schema import Policy
@@ -20,7 +21,8 @@ from pdserve.demand import Demand
 from pdserve.roles import Role
 from pdserve.values import value
 
-_LEAST_MIXTURE_S, _LEAST_PRESENT_S = 60.0, 15.0  # over which lengths, and the present rate, are counted at least
+_LEAST_MIXTURE_S = 60.0  # over which lengths are counted at least
+_LEAST_PRESENT_S = 15.0  # over which the present rate is; a start-up at least: what is over before is not grown for
 _ALL = 0.995  # of the requests: fewer that any pools could serve in time are worth a word
 _NONE = 1e-3  # requests of late that count as none
 _WORTH = 0.01  # of all requests: what another split of a spent budget has to serve more
@@ -44,7 +46,7 @@ class Planner:
         """`warm_up`: earlier intervals, each with its prompt tokens to compute and its answer tokens a second."""
         self.policy, self._interval_s = policy, policy.interval.forecast_s
         self._mixture = Fading(max(_LEAST_MIXTURE_S, 2 * policy.interval.forecast_s))
-        self._present = Fading(max(_LEAST_PRESENT_S, 3 * policy.interval.react_s))
+        self._present = Fading(_LEAST_PRESENT_S)
         season = round((policy.forecaster.season_s or 0.0) / self._interval_s)
         self._forecasters = {
             pool: new_forecaster(policy.forecaster.kind, policy.forecaster.quantile, season) for pool in POOLS
@@ -56,6 +58,7 @@ class Planner:
         self._refused = dict.fromkeys(POOLS, 0.0)  # of late, by the pool that lacked something
         self._serving = dict.fromkeys(POOLS, 0.0)  # replicas, for each request of late
         self._tokens = dict.fromkeys(POOLS, (0.0, 0.0))  # a second, forecast: the mean and the quantile
+        self._misses = Misses()
 
     def _take_in(self, computed: float, answered: float) -> None:
         self._forecasters[Role.PREFILL].observe(computed)
@@ -63,6 +66,7 @@ class Planner:
 
     def observe(self, demand: Demand, seen: Observation, startup_s: Mapping[Role, float]) -> None:
         """Take in what came since the last observation; forecast anew at the end of each interval."""
+        self._present.fades_s = max(_LEAST_PRESENT_S, 3 * self.policy.interval.react_s, *startup_s.values())
         for counts in (self._mixture, self._present, self._interval):
             counts.add(demand, seen.seconds)
         kept = self._present.kept(seen.seconds)
@@ -71,6 +75,7 @@ class Planner:
             self._refused[pool] = self._refused[pool] * kept + lost
             serving = len(urgent.ready(seen.replicas, pool)) * demand.num_requests
             self._serving[pool] = self._serving[pool] * kept + serving
+        self._misses.count(demand, seen)
         mixture = self._mixture.traffic()
         if self._interval.seconds < self._interval_s * 0.999 or (mixture is None and not self._is_idle(seen)):
             return
@@ -113,14 +118,17 @@ class Planner:
         for pool in POOLS:
             size = best.replicas[pool]
             is_split = Binds.BUDGET in best.binds.values()
-            pressing = 0 if is_split else self._pressing(pool, seen, expected[0], startup_s[pool])
+            pressing = 0 if is_split else self._pressing(pool, seen, expected, startup_s[pool])
             kept = max(upper.replicas[pool], size, pressing, self._signalled(pool, seen, downs[pool]))
             if pressing > size:
                 binds[pool] = Binds.WAITING
             size = min(max(size, pressing), bounds[pool].most)
-            if not self._is_warm:
-                kept = max(kept, sizes[pool])  # nothing is known of what is to come
+            has_missed = not is_split and self._misses.are_too_many(pool, self.policy.objectives.attainment)
+            if not self._is_warm or has_missed:
+                kept = max(kept, sizes[pool])
             wanted[pool] = Wanted(min(size, max(lower.replicas[pool], pressing)), size, min(kept, bounds[pool].most))
+        serving = {pool: len(urgent.ready(seen.replicas, pool)) for pool in POOLS}
+        self._misses.expect({pool: expected[0].by_model(pool, serving[pool]) for pool in POOLS})
         attained = {pool: expected[0].attainment(pool, sizes[pool]) for pool in POOLS}
         return Plan(
             wanted, binds, attained, self._seen_text(seen), _predicted_text(expected[1], best, expected[0].best)
@@ -148,21 +156,25 @@ class Planner:
             prompt_rate=max(forecast[Role.PREFILL] * margins[Role.PREFILL], prompts),
             answer_rate=max(forecast[Role.DECODE] * margins[Role.DECODE], answers),
         )
-        return Sizer(traffic, self.policy.objectives, seen.costs, seen.capacities), traffic
+        return Sizer(traffic, self.policy.objectives, seen.costs, seen.capacities, self._misses.odds), traffic
 
-    def _pressing(self, pool: Role, seen: Observation, sizer: Sizer, startup_s: float) -> int:
+    def _pressing(self, pool: Role, seen: Observation, expected: tuple[Sizer, Traffic], startup_s: float) -> int:
         """Return the size that what waits, runs, was lost and is signalled asks for at this moment."""
+        sizer, mixture = expected
         objectives = self.policy.objectives
         replicas = urgent.ready(seen.replicas, pool)
+        waits = lost = 0
         if pool is Role.PREFILL:
             waiting = sum(replica.waiting_tokens for replica in replicas)
             backlog_s = sizer.prefill.seconds(waiting, seen.num_held)
-            waits = urgent.for_backlog(backlog_s, sizer.prefill.load(1), startup_s, objectives.ttft_s)
-        else:
-            waits = urgent.for_batches(replicas, sizer.decode.most, seen.capacities[pool])
-        num_requests = self._present.num_requests
-        serving = self._serving[pool] / max(1.0, num_requests)
-        lost = urgent.for_losses(self._refused[pool], num_requests, serving, objectives.attainment)
+            offered = sizer.prefill.seconds(0.0, self._present.sure_rates(mixture)[0])
+            waits = urgent.for_backlog(backlog_s, offered, startup_s, objectives.ttft_s)
+        if self._misses.are_too_many(pool, objectives.attainment):
+            num_requests = self._present.num_requests
+            serving = self._serving[pool] / max(1.0, num_requests)
+            lost = urgent.for_losses(self._refused[pool], num_requests, serving, objectives.attainment)
+            if pool is Role.DECODE:
+                waits = urgent.for_batches(replicas, sizer.decode.most, seen.capacities[pool])
         return max(waits, lost, self._signalled(pool, seen, 1 / (1 + self._up_tolerance(pool))))
 
     def _up_tolerance(self, pool: Role) -> float:

@@ -160,7 +160,7 @@ class Autoscaler:
                     size, max(size, min(limits.most, fallback.replicas)), Binds.FALLBACK, notes, is_forced=True
                 )
             return _Goal(size, size, Binds.STALE if self._num_stale else Binds.NOTHING, notes)
-        if size > limits.most:
+        if sum(replica.state is State.READY for replica in supply.of(pool)) > limits.most:
             return _Goal(size, limits.most, Binds.MAX, notes, is_forced=True)
         pacing = self._pacing[pool]
         grown, kept_from = pacing.grown(size, at_s)

@@ -39,6 +39,7 @@ class PrefillPool:
         ]
         self._timely = [prompt for prompt in prompts if prompt.alone_s < ttft_s]
         self.best = sum(prompt.share for prompt in self._timely)  # attainment of a pool without end
+        self.alone_s = sum(p.share * p.alone_s for p in self._timely) / self.best if self._timely else 0.0  # a prompt
         self._ttft_s, self._step_s = ttft_s, curve.step_s
         self._rate = traffic.prompt_rate * self.best
         self._tokens = step_tokens * sum(p.share * p.steps for p in self._timely) / self.best if self._timely else 0.0
@@ -60,10 +61,6 @@ class PrefillPool:
                 else:
                     low = middle
         return self._in_time(num_replicas, high)
-
-    def load(self, num_replicas: int) -> float:
-        """Return the share of the pool's time that the prompts take when steps are shared by as many as can be."""
-        return self._rate * self.seconds(0, 1) / max(1, num_replicas)
 
     def seconds(self, num_tokens: float, num_prompts: float) -> float:
         """Return how long one replica takes for tokens and prompts of this mixture that wait."""

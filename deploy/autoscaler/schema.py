@@ -76,7 +76,7 @@ class Forecaster(Section):
         default=None, description="Period after which demand recurs, such as 1d or 7d; holt-winters needs it."
     )
     quantile: float = Field(
-        default=0.9, ge=0.5, lt=1.0, description="Quantile of the forecast that a pool is sized for: how sure to be."
+        default=0.6, ge=0.5, lt=1.0, description="Quantile of the forecast that a pool is sized for: how sure to be."
     )
     warmup_trace: str | None = Field(
         default=None,

@@ -10,6 +10,7 @@ that an average does not have.
 
 from collections.abc import Mapping
 from math import sqrt
+from types import MappingProxyType
 
 from pdserve.autoscaler.decisions import Binds
 from pdserve.autoscaler.decode_batch import DecodePool
@@ -58,12 +59,16 @@ class Sizer:
         objectives: Objectives,
         costs: Mapping[Role, StepCosts],
         capacities: Mapping[Role, Capacity],
+        odds: Mapping[Role, float] = MappingProxyType({}),
     ) -> None:
+        """`odds`: times as great as predicted those of a miss have been of late in each pool, 1 by default."""
+        self._goal, self._odds = objectives.attainment, odds
+        self._known: dict[tuple[Role, int], float] = {}
         step_tokens = capacities[Role.PREFILL].step_tokens
         self.prefill = PrefillPool(traffic, costs[Role.PREFILL].prefill, step_tokens, objectives.ttft_s)
-        self.decode = DecodePool(traffic, costs[Role.DECODE], capacities[Role.DECODE], objectives.tpot_s)
-        self._goal = objectives.attainment
-        self._known: dict[tuple[Role, int], float] = {}
+        # Prompts that come in a burst wait for up to the objective.
+        delay_s = max(self.prefill.alone_s, objectives.ttft_s / 2)
+        self.decode = DecodePool(traffic, costs[Role.DECODE], capacities[Role.DECODE], objectives.tpot_s, delay_s)
 
     @property
     def best(self) -> float:
@@ -74,9 +79,14 @@ class Sizer:
         """Return the share of requests that a pool of this size serves in time."""
         known = self._known.get((pool, num_replicas))
         if known is None:
-            of = self.prefill if pool is Role.PREFILL else self.decode
-            known = self._known[pool, num_replicas] = of.attainment(num_replicas)
+            served = self.by_model(pool, num_replicas)
+            known = served / (served + self._odds.get(pool, 1.0) * (1 - served))
+            self._known[pool, num_replicas] = known
         return known
+
+    def by_model(self, pool: Role, num_replicas: int) -> float:
+        """Return the share as the pool's model predicts it, without what was learnt from misses."""
+        return (self.prefill if pool is Role.PREFILL else self.decode).attainment(num_replicas)
 
     def joint(self, sizes: Mapping[Role, int]) -> float:
         """Return the share that both pools serve in time."""

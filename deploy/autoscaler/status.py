@@ -116,15 +116,15 @@ def _costs(learnt: Sequence[admin.LearntCosts]) -> dict[Role, StepCosts]:
 
 
 def _capacities(workers: Sequence[link.Register]) -> dict[Role, Capacity]:
-    """Return what the smallest worker of each role holds."""
-    ready = [worker for worker in workers if worker.ready]
+    """Return what the smallest worker of each pool holds; mixed ones are in both."""
     found = {}
-    for role in Role:
-        here = [worker for worker in ready if ROLES.get(worker.role) is role]
+    for role in (Role.PREFILL, Role.DECODE):
+        here = [w for w in workers if w.ready and w.role in ROLES and ROLES[w.role].is_in(role)]
         if here:
             found[role] = Capacity(
                 kv_tokens=min(worker.num_pages * worker.layout.page_size for worker in here),
                 max_num_seqs=min(worker.max_num_seqs for worker in here),
                 step_tokens=min(worker.max_num_batched_tokens for worker in here),
+                page_tokens=max(worker.layout.page_size for worker in here),
             )
     return found

@@ -39,7 +39,7 @@ class Fading:
     """Counts of which older ones weigh less: those of `seconds` ago a third."""
 
     def __init__(self, seconds: float) -> None:
-        self._fades_s = seconds
+        self.fades_s = seconds
         self._elapsed_s = 0.0  # faded as the counts are
         self._requests = self._prompt_tokens = self._cached_tokens = 0.0
         self._prompts, self._answers = [0.0] * NUM_BANDS, [0.0] * NUM_BANDS
@@ -56,7 +56,7 @@ class Fading:
 
     def kept(self, seconds: float) -> float:
         """Return what of a count is left after some seconds."""
-        return exp(-seconds / self._fades_s)
+        return exp(-seconds / self.fades_s)
 
     @property
     def num_requests(self) -> float:

@@ -156,6 +156,7 @@ class Scaling:
                 shape.max_num_seqs,
                 builder.step_tokens[role],
                 shape.tp_of(role),
+                builder.page_size,
             )
             for role in POOLS
         }

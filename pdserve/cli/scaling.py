@@ -13,9 +13,12 @@ def scale(
     model: Model,
     policy: Annotated[Path, typer.Option("--policy", help="The policy to follow.", show_default=False)],
     seconds: Annotated[float, typer.Option(min=5, max=86_400, help="Of each of the four phases.")] = 60,
-    request_rate: Annotated[float, typer.Option(help="Requests a second at the peak.")] = 4.0,
-    input_len: Annotated[int, typer.Option(min=8, help="Longest prompt, in tokens.")] = 512,
-    output_len: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
+    request_rate: Annotated[float, typer.Option(help="Requests a second at the peak.")] = 2.0,
+    input_len: Annotated[int, typer.Option(min=8, help="Longest prompt, in tokens.")] = 1024,
+    output_len: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 96,
+    max_num_seqs: Annotated[
+        int, typer.Option(min=2, help="Sequences of a worker: with few, a pool fills before the processor does.")
+    ] = 4,
     distinct: Annotated[int, typer.Option(min=1, help="Different requests of a phase; they are sent in turn.")] = 30,
     dtype: Dtype = "float32",
     num_threads: Threads = None,
@@ -42,7 +45,7 @@ def scale(
         num_prefill=sizes.prefill,
         num_decode=sizes.decode,
         name=f"scale-{seed}",
-        worker_flags={"dtype": dtype, "num_threads": num_threads},
+        worker_flags={"dtype": dtype, "num_threads": num_threads, "max_num_seqs": max_num_seqs},
         max_workers=sizes.max_workers,
         autoscaling=policy.absolute(),
     )

@@ -85,7 +85,7 @@ def test_costs_and_capacities_are_those_of_each_role() -> None:
     for role in (Role.PREFILL, Role.DECODE):  # neither has done what the other does
         assert found.costs[role].prefill.step_s == 1.0
         assert found.costs[role].decode_curve(1) == Curve(2.0, 0.0, 0.0)
-    assert found.capacities == {Role.DECODE: Capacity(1600, 8, 512)}
+    assert found.capacities == {Role.DECODE: Capacity(1600, 8, 512, page_tokens=16)}
     costs[1].num_prefill_steps = 50
     assert seen(Observer(), 0.0, router("a", 0, costs=costs)).costs[Role.DECODE].prefill.step_s == 8.0
     assert seen(Observer(), 0.0, router("a", 0)).costs == {}

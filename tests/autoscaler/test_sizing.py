@@ -41,7 +41,7 @@ def test_lost_prompts_of_one_server_are_those_of_the_exact_formula() -> None:
     pool = PrefillPool(Traffic(rate, rate, cut, ((2.0, 1.0),)), Curve(0.0, 1e-4, 0.0), 1000, limit_s + 0.1)
     late = 0.9 * exp(-limit_s * (10 - rate))
     assert 1 - pool.attainment(1) == pytest.approx(0.1 * late / (1 - 0.9 * late), rel=0.5)
-    assert pool.load(1) == pytest.approx(0.9, rel=0.01)
+    assert pool.seconds(0, rate) == pytest.approx(0.9, rel=0.01)
 
 
 @pytest.mark.parametrize("rate", [1.0, 8.0, 9.99, 10.0, 10.01, 15.0, 100.0])

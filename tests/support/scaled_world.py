@@ -34,6 +34,7 @@ def policy(**changes: Any) -> Policy:  # noqa: ANN401 - whatever a policy has
         "objectives": {"ttft_ms": 500, "tpot_ms": 40, "attainment": 0.95},
         "budget": {"max_devices": 16},
         "interval": {"forecast_s": 20.0, "react_s": 5.0},
+        "forecaster": {"quantile": 0.9},
         "role_switch": {"enabled": True, "min_dwell_s": 20.0},
         "pools": pools,
         **changes,

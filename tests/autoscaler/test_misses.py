@@ -1,0 +1,72 @@
+"""What is predicted is corrected by what was missed, and a pool that missed much does not shrink."""
+
+from dataclasses import replace
+
+import pytest
+from scaled_world import World, policy
+
+from pdserve.autoscaler.decisions import Drain
+from pdserve.autoscaler.misses import Misses
+from pdserve.autoscaler.observation import Observation
+from pdserve.demand import Demand
+from pdserve.roles import Role
+from pdserve.router.because import Cause
+
+
+def seen(refused: dict[str, int], seconds: float = 60.0) -> Observation:
+    return Observation(0.0, 0.0, (), Demand(), seconds, refused=refused)
+
+
+def judged(count: int, ttft: int = 0, tpot: int = 0) -> Demand:
+    """Return so many requests, of which some missed an objective."""
+    return Demand(num_judged=count, num_within_ttft=count - ttft, num_within_tpot=count - tpot)
+
+
+def after(demand: Demand, refused: dict[str, int], served: float = 0.9) -> Misses:
+    misses = Misses()
+    misses.expect(dict.fromkeys((Role.PREFILL, Role.DECODE), served))
+    for _ in range(10):
+        misses.count(demand, seen(refused))
+    return misses
+
+
+def test_without_evidence_nothing_is_corrected() -> None:
+    assert set(Misses().odds.values()) == {1.0}
+    assert set(after(Demand(), {}).odds.values()) == {1.0}
+
+
+def test_each_pool_has_the_misses_that_it_caused() -> None:
+    refused = {Cause.QUEUE.value: 20, Cause.IDLE_CLUSTER.value: 10}
+    odds = after(judged(200, ttft=30 + 10, tpot=30), refused).odds
+    assert odds[Role.PREFILL] == pytest.approx(30 / 170 * 180 / 20, rel=0.1)  # 20 refused and 10 late, not 20
+    assert odds[Role.DECODE] < 0.1  # none of 20
+
+
+def test_a_prediction_that_came_true_stays() -> None:
+    assert after(judged(200, ttft=20, tpot=20), {}).odds[Role.PREFILL] == pytest.approx(1.0, rel=0.05)
+
+
+def test_what_was_missed_long_ago_is_forgotten() -> None:
+    misses = after(judged(200, ttft=100), {})
+    assert misses.are_too_many(Role.PREFILL, 0.95)
+    assert not misses.are_too_many(Role.DECODE, 0.95)
+    misses.count(Demand(), seen({}, seconds=7200.0))
+    assert not misses.are_too_many(Role.PREFILL, 0.95)
+    assert misses.odds[Role.PREFILL] == pytest.approx(1.0, abs=0.1)
+
+
+def test_a_pool_that_missed_much_of_late_does_not_shrink() -> None:
+    drained = []
+    for missed in (0, 30):
+        world = World(policy(role_switch={"enabled": False}), rate=8.0).start(2, 2).go_on(200)
+        world.rate = 0.5
+        found = world.observation(5.0)
+        assert found.demand is not None
+        demand = replace(found.demand, num_judged=40, num_within_ttft=40 - missed, num_within_tpot=40)
+        world.scaler.decide(replace(found, at_s=world.at_s + 1.0, demand=demand))
+        before = world.sizes
+        world.go_on(200)
+        assert before[0] > 1
+        drained.append([a.name for _, a in world.orders if isinstance(a, Drain) and a.name.startswith("prefill")])
+    assert drained[0]
+    assert not drained[1]
