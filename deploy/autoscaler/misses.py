@@ -14,7 +14,7 @@ from pdserve.roles import Role
 
 _FADES_S = 900.0  # misses of so long ago weigh a third
 _PRIOR = 10.0  # misses, both seen and predicted, that are taken for granted
-_MOST = 20.0  # times that the odds are corrected by, either way
+_LEAST, _MOST = 0.25, 20.0  # times that the odds are corrected by: what went well says little of smaller pools
 _FEW = 8.0  # misses, which say little
 
 
@@ -56,4 +56,4 @@ class Misses:
         every = self._judged + 2 * _PRIOR
         seen, predicted = self._seen[pool] + _PRIOR, self._predicted[pool] + _PRIOR
         ratio = seen * (every - predicted) / max(1e-9, predicted * (every - seen))
-        return min(_MOST, max(1 / _MOST, ratio))
+        return min(_MOST, max(_LEAST, ratio))
