@@ -10,25 +10,8 @@ from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import Job
 from pdserve.errors import ProtocolError, Refusal
-from pdserve.kvtransfer import receiver
-from pdserve.kvtransfer.doors import (
-    HEARTBEAT_S,
-    Admitted,
-    CheckDigests,
-    Claim,
-    DigestsChecked,
-    IncomingEvent,
-    Landed,
-    NotAdmitted,
-    PeerGone,
-    Reserved,
-    Result,
-    SenderAlive,
-    SenderAttached,
-    SenderLost,
-    SenderSaid,
-    ToSender,
-)
+from pdserve.kvtransfer import doors, receiver
+from pdserve.kvtransfer.doors import Result
 from pdserve.kvtransfer.session import Capsule, Commit, FromSender, Grant, HandoffKey, Peer, Quiesced, Taken, Withdrawn
 from pdserve.reports import Failure
 
@@ -72,7 +55,7 @@ class Incoming:
         """Return how many grants of a sender are open: it may write into their pages."""
         return sum(a.receiver.state is receiver.State.GRANTED for a in self._arrivals_of(peer))
 
-    def claims(self) -> Iterator[Claim]:
+    def claims(self) -> Iterator[doors.Claim]:
         return (arrival.claim for arrival in self._arrivals.values())
 
     def is_open(self, key: HandoffKey) -> bool:
@@ -113,7 +96,7 @@ class Incoming:
             return []
         self._arrivals[expected.key] = arrival
         offered = self._advance(arrival, receiver.SenderAttached()) if self._leases.holds(expected.peer) else []
-        return [Reserved(expected.key, len(arrival.reused)), *offered]
+        return [doors.Reserved(expected.key, len(arrival.reused)), *offered]
 
     def give_up(self, key: HandoffKey, reason: str) -> list[Result]:
         """End a hand-off, if there is one: its request has ended here. Its pages are free once they are safe."""
@@ -121,34 +104,34 @@ class Incoming:
         arrival = self._arrivals.get(key)
         return [] if arrival is None else self._advance(arrival, receiver.GaveUp(reason))
 
-    def handle(self, event: IncomingEvent, now_s: float) -> list[Result]:
+    def handle(self, event: doors.IncomingEvent, now_s: float) -> list[Result]:
         """Take in one event. ProtocolError is the peer's and changes nothing."""
         match event:
-            case SenderSaid(peer, key, said):
+            case doors.SenderSaid(peer, key, said):
                 return self._take(peer, key, said)
-            case DigestsChecked(key, mismatch):
+            case doors.DigestsChecked(key, mismatch):
                 arrival = self._arrivals.get(key)
                 return [] if arrival is None else self._advance(arrival, receiver.DigestsChecked(mismatch))
-            case SenderAttached(peer):
+            case doors.SenderAttached(peer):
                 self._leases.begin(peer, now_s)
                 return self._advance_all(peer, receiver.SenderAttached())
-            case SenderAlive(peer):
+            case doors.SenderAlive(peer):
                 is_back = self._leases.renew(peer, now_s)
                 return self._advance_all(peer, receiver.SenderAttached()) if is_back else []
-            case SenderLost(peer, reason):
+            case doors.SenderLost(peer, reason):
                 self._leases.end(peer)
                 return self._advance_all(peer, receiver.SenderLost(reason))
-            case PeerGone(peer):
+            case doors.PeerGone(peer):
                 self._leases.end(peer)
                 lost = [expected.key for expected in self._ungranted if expected.peer == peer]
                 self._ungranted = [expected for expected in self._ungranted if expected.peer != peer]
                 reason = "the sender's process ended"
-                failed: list[Result] = [NotAdmitted(key, Failure.PEER_LOST, reason) for key in lost]
+                failed: list[Result] = [doors.NotAdmitted(key, Failure.PEER_LOST, reason) for key in lost]
                 return failed + self._advance_all(peer, receiver.SenderGone())
 
     def tick(self, silent_s: float, now_s: float) -> list[Result]:
         """Give up what was granted to senders that say nothing, unless it was this process that heard nothing."""
-        self._leases.excuse(max(0.0, silent_s - 2 * HEARTBEAT_S), now_s)
+        self._leases.excuse(max(0.0, silent_s - 2 * doors.HEARTBEAT_S), now_s)
         results: list[Result] = []
         for peer, reason in self._leases.take_lapsed(now_s):
             results += self._advance_all(peer, receiver.LeaseLapsed(reason))
@@ -170,14 +153,14 @@ class Incoming:
         results = self._advance(arrival, said)
         if arrival.receiver.state not in (receiver.State.LANDING, receiver.State.COMMITTED):
             return results  # it crossed our giving up
-        return [Landed(key, said.handoff_bytes, said.handoff_s), *results]
+        return [doors.Landed(key, said.handoff_bytes, said.handoff_s), *results]
 
     def _forgo(self, peer: Peer, key: HandoffKey, said: Quiesced) -> list[Result]:
         """Set no pages aside for a hand-off that its sender gives up; late news if it is over."""
         if not any(expected.key == key and expected.peer == peer for expected in self._ungranted):
             return []
         self._ungranted = [expected for expected in self._ungranted if expected.key != key]
-        return [NotAdmitted(key, Failure.SENDER_GAVE_UP, said.reason)]
+        return [doors.NotAdmitted(key, Failure.SENDER_GAVE_UP, said.reason)]
 
     def _advance_all(self, peer: Peer, event: receiver.Event) -> list[Result]:
         return [result for arrival in self._arrivals_of(peer) for result in self._advance(arrival, event)]
@@ -193,14 +176,14 @@ class Incoming:
         pool, key, pages = self._cache.pool, arrival.expected.key, arrival.receiver.grant.pages
         match command:
             case Grant() | Taken() | Withdrawn():
-                yield ToSender(arrival.expected.peer, key, command)
+                yield doors.ToSender(arrival.expected.peer, key, command)
             case receiver.CheckDigests(first, digests):
-                yield CheckDigests(key, pages[first : first + len(digests)], digests)
+                yield doors.CheckDigests(key, pages[first : first + len(digests)], digests)
             case receiver.Admit(capsule, num_pages):
                 self._settle(arrival)
                 pool.adopt(pages[:num_pages])
                 pool.ungrant(pages[num_pages:])
-                yield Admitted(key, (*arrival.reused, *pages[:num_pages]), len(arrival.reused), capsule)
+                yield doors.Admitted(key, (*arrival.reused, *pages[:num_pages]), len(arrival.reused), capsule)
             case receiver.QuarantinePages():
                 arrival.is_quarantined = True
                 pool.quarantine(pages)
@@ -208,7 +191,7 @@ class Incoming:
                 self._free(arrival, num_checked)
             case receiver.Failed(failure, reason):
                 self.num_digest_mismatches += failure is Failure.DIGEST_MISMATCH
-                yield NotAdmitted(key, failure, reason)
+                yield doors.NotAdmitted(key, failure, reason)
 
     def _settle(self, arrival: Arrival) -> None:
         del self._arrivals[arrival.expected.key]

@@ -18,7 +18,7 @@ from pdserve.kvtransfer.doors import OutgoingEvent, ReceiverAttached, ReceiverLo
 from pdserve.kvtransfer.greeting import Hello, HelloAck, Introduction
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.session import Peer
-from pdserve.proto.v1 import handoff_pb2 as handoff
+from pdserve.kvtransfer.wire import Request, Response
 from pdserve.proto.v1.handoff_pb2_grpc import HandoffServiceStub
 from pdserve.rpc import identify
 
@@ -28,8 +28,6 @@ ATTACH = "/pdserve.v1.HandoffService/Attach"
 CLOSE_TIMEOUT_S = 2.0
 MAX_QUEUED = 4096  # messages to one peer
 
-Request = handoff.HandoffServiceAttachRequest
-Response = handoff.HandoffServiceAttachResponse
 Call = grpc.aio.StreamStreamCall[Request, Response]
 
 

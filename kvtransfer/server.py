@@ -11,22 +11,13 @@ import grpc
 
 from pdserve.clock import MonotonicClock
 from pdserve.errors import ProtocolError, Refusal
-from pdserve.kvtransfer import roster, wire
-from pdserve.kvtransfer.doors import (
-    Forget,
-    IncomingEvent,
-    PeerGone,
-    SenderAlive,
-    SenderAttached,
-    SenderLost,
-    SenderSaid,
-    Sink,
-)
+from pdserve.kvtransfer import doors, roster, wire
+from pdserve.kvtransfer.doors import Sink
 from pdserve.kvtransfer.greeting import Hello, HelloAck, Introduction
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.roster import Roster, StreamId
 from pdserve.kvtransfer.session import FromReceiver, HandoffKey, Peer
-from pdserve.proto.v1 import handoff_pb2 as handoff
+from pdserve.kvtransfer.wire import Request, Response
 from pdserve.proto.v1.handoff_pb2_grpc import HandoffServiceServicer
 from pdserve.rpc import abort
 
@@ -37,8 +28,6 @@ CUT = "its stream was cut"
 FLUSH_TIMEOUT_S = 1.0  # for what is queued when a stream is ended here
 MAX_QUEUED = 4096  # messages to one peer
 
-Request = handoff.HandoffServiceAttachRequest
-Response = handoff.HandoffServiceAttachResponse
 Context: TypeAlias = "grpc.aio.ServicerContext[Request, Response]"
 
 
@@ -59,7 +48,9 @@ class _Stream:
 class HandoffServicer(HandoffServiceServicer):
     """Lets prefill workers attach; one stream each, the latest."""
 
-    def __init__(self, me: Introduction, mover: Mover, sink: Sink[IncomingEvent], refused: Counter[Refusal]) -> None:
+    def __init__(
+        self, me: Introduction, mover: Mover, sink: Sink[doors.IncomingEvent], refused: Counter[Refusal]
+    ) -> None:
         """`refused` counts what is refused here, beside what its owner counts."""
         self._ack = wire.ack_to_proto(HelloAck(me, mover.describe()))
         self._sink = sink
@@ -85,7 +76,7 @@ class HandoffServicer(HandoffServiceServicer):
             return
         stream.outbound.put_nowait(wire.from_receiver(key, command))
 
-    def forget(self, forget: Forget) -> None:
+    def forget(self, forget: doors.Forget) -> None:
         """End a process's stream and attach it no more."""
         self._handle(forget)
 
@@ -152,7 +143,7 @@ class HandoffServicer(HandoffServiceServicer):
                 logger.warning("stream %d: refused: %s", stream.stream_id, error)
                 event = roster.Malformed(stream.stream_id)
             for command in self._roster.handle(event, self._clock.now_s()):
-                if isinstance(command, SenderAlive | SenderSaid):
+                if isinstance(command, doors.SenderAlive | doors.SenderSaid):
                     await self._sink.offer(command)
         stream.end("it ended its stream")
 
@@ -175,13 +166,13 @@ def _event(stream_id: StreamId, message: Request) -> roster.Alive | roster.Recei
 
 def _log(report: roster.Report) -> None:
     match report:
-        case SenderAttached(peer):
+        case doors.SenderAttached(peer):
             logger.info("%s: attached, incarnation %016x", peer.worker_id, peer.incarnation)
-        case SenderLost(peer, reason):
+        case doors.SenderLost(peer, reason):
             logger.info("%s: detached: %s", peer.worker_id, reason)
-        case PeerGone(peer):
+        case doors.PeerGone(peer):
             logger.info("%s: its incarnation %016x has ended", peer.worker_id, peer.incarnation)
-        case SenderAlive() | SenderSaid():
+        case doors.SenderAlive() | doors.SenderSaid():
             pass  # one for each message
 
 

@@ -6,27 +6,16 @@ What a peer says is checked here: ProtocolError names the field.
 from pdserve.errors import ProtocolError, Refusal
 from pdserve.ids import PROTOCOL_VERSION, Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
 from pdserve.kvlayout_wire import layout_from_proto, layout_to_proto
+from pdserve.kvtransfer import session
 from pdserve.kvtransfer.greeting import Hello, HelloAck, Introduction
 from pdserve.kvtransfer.region import MAX_DESCRIPTION_BYTES
-from pdserve.kvtransfer.session import (
-    CAPABILITY_BYTES,
-    MIN_LEASE_S,
-    Capsule,
-    Commit,
-    FromReceiver,
-    FromSender,
-    Grant,
-    HandoffKey,
-    PagesLanded,
-    Peer,
-    Quiesced,
-    Tail,
-    Taken,
-    Withdrawn,
-)
+from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.proto.v1 import handoff_pb2 as handoff
 from pdserve.sampling import SampledToken
 from pdserve.sampling_wire import logprobs_from_proto, logprobs_to_proto
+
+Request = handoff.HandoffServiceAttachRequest
+Response = handoff.HandoffServiceAttachResponse
 
 REQUEST_ID_BYTES = 16
 MAX_WORKER_ID_CHARS = 253
@@ -37,8 +26,8 @@ MAX_TAIL_TOKENS = 1 << 16  # of one continuation
 MAX_REPORTED = 1 << 48  # bytes, or microseconds, of a hand-off: what is above it is reported as this
 
 
-def hello_to_proto(hello: Hello) -> handoff.HandoffServiceAttachRequest:
-    return handoff.HandoffServiceAttachRequest(
+def hello_to_proto(hello: Hello) -> Request:
+    return Request(
         hello=handoff.Hello(
             worker_id=hello.me.peer.worker_id,
             incarnation=hello.me.peer.incarnation,
@@ -51,7 +40,7 @@ def hello_to_proto(hello: Hello) -> handoff.HandoffServiceAttachRequest:
     )
 
 
-def hello_from_proto(message: handoff.HandoffServiceAttachRequest) -> Hello:
+def hello_from_proto(message: Request) -> Hello:
     """Return the first message of who dials; its version is checked before what may depend on it."""
     if message.WhichOneof("message") != "hello":
         raise ProtocolError(f"message: {message.WhichOneof('message')} before hello")
@@ -63,8 +52,8 @@ def hello_from_proto(message: handoff.HandoffServiceAttachRequest) -> Hello:
     return Hello(_introduction(hello), hello.mover, Incarnation(hello.decode_incarnation), hello.age_ms / 1000)
 
 
-def ack_to_proto(ack: HelloAck) -> handoff.HandoffServiceAttachResponse:
-    return handoff.HandoffServiceAttachResponse(
+def ack_to_proto(ack: HelloAck) -> Response:
+    return Response(
         hello_ack=handoff.HelloAck(
             worker_id=ack.me.peer.worker_id,
             incarnation=ack.me.peer.incarnation,
@@ -74,7 +63,7 @@ def ack_to_proto(ack: HelloAck) -> handoff.HandoffServiceAttachResponse:
     )
 
 
-def ack_from_proto(message: handoff.HandoffServiceAttachResponse) -> HelloAck:
+def ack_from_proto(message: Response) -> HelloAck:
     """Return the first message of who was dialled."""
     if message.WhichOneof("message") != "hello_ack":
         raise ProtocolError(f"message: {message.WhichOneof('message')} before hello_ack")
@@ -84,41 +73,41 @@ def ack_from_proto(message: handoff.HandoffServiceAttachResponse) -> HelloAck:
     return HelloAck(_introduction(ack), ack.mover_metadata)
 
 
-ALIVE = handoff.HandoffServiceAttachRequest(alive=handoff.Alive())
+ALIVE = Request(alive=handoff.Alive())
 
 
-def to_receiver(message: handoff.HandoffServiceAttachRequest) -> tuple[HandoffKey, FromSender]:
+def to_receiver(message: Request) -> tuple[HandoffKey, session.FromSender]:
     """Return what a sender says of one hand-off."""
     match message.WhichOneof("message"):
         case "commit":
             return _key(message.commit.handoff), _commit(message.commit)
         case "quiesced":
-            return _key(message.quiesced.handoff), Quiesced(message.quiesced.reason[:MAX_REASON_CHARS])
+            return _key(message.quiesced.handoff), session.Quiesced(message.quiesced.reason[:MAX_REASON_CHARS])
         case "landed":
-            return _key(message.landed.handoff), PagesLanded(_digests(message.landed))
+            return _key(message.landed.handoff), session.PagesLanded(_digests(message.landed))
         case other:
             raise ProtocolError(f"message: {other} in an attached stream")
 
 
-def to_sender(message: handoff.HandoffServiceAttachResponse) -> tuple[HandoffKey, FromReceiver]:
+def to_sender(message: Response) -> tuple[HandoffKey, session.FromReceiver]:
     """Return what a receiver says of one hand-off."""
     match message.WhichOneof("message"):
         case "grant":
             return _key(message.grant.handoff), _grant(message.grant)
         case "taken":
-            return _key(message.taken.handoff), Taken()
+            return _key(message.taken.handoff), session.Taken()
         case "withdrawn":
-            return _key(message.withdrawn.handoff), Withdrawn(message.withdrawn.reason[:MAX_REASON_CHARS])
+            return _key(message.withdrawn.handoff), session.Withdrawn(message.withdrawn.reason[:MAX_REASON_CHARS])
         case other:
             raise ProtocolError(f"message: {other} in an attached stream")
 
 
-def from_receiver(key: HandoffKey, message: FromReceiver) -> handoff.HandoffServiceAttachResponse:
+def from_receiver(key: HandoffKey, message: session.FromReceiver) -> Response:
     """Return the message for a sender."""
     name = _id(key)
     match message:
-        case Grant() as grant:
-            return handoff.HandoffServiceAttachResponse(
+        case session.Grant() as grant:
+            return Response(
                 grant=handoff.Grant(
                     handoff=name,
                     first_page=grant.first_page,
@@ -129,22 +118,22 @@ def from_receiver(key: HandoffKey, message: FromReceiver) -> handoff.HandoffServ
                     region=grant.region,
                 )
             )
-        case Taken():
-            return handoff.HandoffServiceAttachResponse(taken=handoff.Taken(handoff=name))
-        case Withdrawn(reason):
+        case session.Taken():
+            return Response(taken=handoff.Taken(handoff=name))
+        case session.Withdrawn(reason):
             withdrawn = handoff.Withdrawn(handoff=name, reason=reason[:MAX_REASON_CHARS])
-            return handoff.HandoffServiceAttachResponse(withdrawn=withdrawn)
+            return Response(withdrawn=withdrawn)
 
 
-def from_sender(key: HandoffKey, message: FromSender) -> handoff.HandoffServiceAttachRequest:
+def from_sender(key: HandoffKey, message: session.FromSender) -> Request:
     """Return the message for a receiver."""
     name = _id(key)
     match message:
-        case PagesLanded(digests):
+        case session.PagesLanded(digests):
             landed = handoff.Landed(handoff=name, digests=digests)
-            return handoff.HandoffServiceAttachRequest(landed=landed)
-        case Commit() as commit:
-            return handoff.HandoffServiceAttachRequest(
+            return Request(landed=landed)
+        case session.Commit() as commit:
+            return Request(
                 commit=handoff.Commit(
                     handoff=name,
                     capability=commit.capability,
@@ -156,9 +145,9 @@ def from_sender(key: HandoffKey, message: FromSender) -> handoff.HandoffServiceA
                     generations=commit.generations,
                 )
             )
-        case Quiesced(reason):
+        case session.Quiesced(reason):
             quiesced = handoff.Quiesced(handoff=name, reason=reason[:MAX_REASON_CHARS])
-            return handoff.HandoffServiceAttachRequest(quiesced=quiesced)
+            return Request(quiesced=quiesced)
 
 
 def _introduction(message: handoff.Hello | handoff.HelloAck) -> Introduction:
@@ -180,7 +169,7 @@ def _key(message: handoff.HandoffId) -> HandoffKey:
     return HandoffKey(RequestId(message.request_id), Attempt(message.attempt))
 
 
-def _grant(message: handoff.Grant) -> Grant:
+def _grant(message: handoff.Grant) -> session.Grant:
     num_pages = len(message.pages)
     if not 1 <= num_pages <= MAX_PAGES:
         raise ProtocolError(f"pages: {num_pages} granted, 1 to {MAX_PAGES} are allowed")
@@ -190,9 +179,9 @@ def _grant(message: handoff.Grant) -> Grant:
         raise ProtocolError("pages: one is granted twice")
     if message.first_page > MAX_PAGES:
         raise ProtocolError(f"first_page: {message.first_page} is over {MAX_PAGES}")
-    if message.lease_ms < MIN_LEASE_S * 1e3:
-        raise ProtocolError(f"lease_ms: {message.lease_ms} is under {MIN_LEASE_S * 1e3:.0f}")
-    return Grant(
+    if message.lease_ms < session.MIN_LEASE_S * 1e3:
+        raise ProtocolError(f"lease_ms: {message.lease_ms} is under {session.MIN_LEASE_S * 1e3:.0f}")
+    return session.Grant(
         first_page=message.first_page,
         pages=tuple(PageId(page) for page in message.pages),
         generations=tuple(Generation(generation) for generation in message.generations),
@@ -208,13 +197,13 @@ def _digests(message: handoff.Landed) -> tuple[int, ...]:
     return tuple(message.digests)
 
 
-def _commit(message: handoff.Commit) -> Commit:
+def _commit(message: handoff.Commit) -> session.Commit:
     num_pages = len(message.pages)
     if not 1 <= num_pages <= MAX_PAGES:
         raise ProtocolError(f"pages: {num_pages} named, 1 to {MAX_PAGES} are allowed")
     if len(message.generations) != num_pages:
         raise ProtocolError(f"generations: {len(message.generations)} for {num_pages} pages")
-    return Commit(
+    return session.Commit(
         message.region,
         tuple(PageId(page) for page in message.pages),
         tuple(Generation(generation) for generation in message.generations),
@@ -225,7 +214,7 @@ def _commit(message: handoff.Commit) -> Commit:
     )
 
 
-def _capsule(message: handoff.Capsule) -> Capsule:
+def _capsule(message: handoff.Capsule) -> session.Capsule:
     num_tails = len(message.tails)
     if message.num_tokens == 0:
         raise ProtocolError("capsule.num_tokens: 0")
@@ -233,22 +222,22 @@ def _capsule(message: handoff.Capsule) -> Capsule:
         raise ProtocolError(f"capsule.tails: {num_tails} are over {MAX_CONTINUATIONS}")
     if len({tail.index for tail in message.tails}) != num_tails:
         raise ProtocolError("capsule.tails: two are of one continuation")
-    return Capsule(message.num_tokens, tuple(_tail(tail) for tail in message.tails))
+    return session.Capsule(message.num_tokens, tuple(_tail(tail) for tail in message.tails))
 
 
-def _tail(message: handoff.Tail) -> Tail:
+def _tail(message: handoff.Tail) -> session.Tail:
     num_tokens, num_logprobs = len(message.token_ids), len(message.logprobs)
     if not 1 <= num_tokens <= MAX_TAIL_TOKENS:
         raise ProtocolError(f"capsule.tails.token_ids: {num_tokens} tokens, 1 to {MAX_TAIL_TOKENS} are allowed")
     if not num_logprobs:
-        return Tail(message.index, tuple(SampledToken(token_id) for token_id in message.token_ids))
+        return session.Tail(message.index, tuple(SampledToken(token_id) for token_id in message.token_ids))
     if num_logprobs != num_tokens:
         raise ProtocolError(f"capsule.tails.logprobs: {num_logprobs} for {num_tokens} tokens")
     logprobs = map(logprobs_from_proto, message.logprobs)
-    return Tail(message.index, tuple(map(SampledToken, message.token_ids, logprobs)))
+    return session.Tail(message.index, tuple(map(SampledToken, message.token_ids, logprobs)))
 
 
-def _capsule_to_proto(capsule: Capsule) -> handoff.Capsule:
+def _capsule_to_proto(capsule: session.Capsule) -> handoff.Capsule:
     message = handoff.Capsule(num_tokens=capsule.num_tokens)
     for tail in capsule.tails:
         logprobs = [logprobs_to_proto(token.logprobs) for token in tail.tokens if token.logprobs is not None]
@@ -258,6 +247,6 @@ def _capsule_to_proto(capsule: Capsule) -> handoff.Capsule:
 
 
 def _capability(value: bytes) -> bytes:
-    if len(value) != CAPABILITY_BYTES:
-        raise ProtocolError(f"capability: {len(value)} bytes, {CAPABILITY_BYTES} are needed")
+    if len(value) != session.CAPABILITY_BYTES:
+        raise ProtocolError(f"capability: {len(value)} bytes, {session.CAPABILITY_BYTES} are needed")
     return value

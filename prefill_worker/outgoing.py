@@ -9,24 +9,8 @@ from dataclasses import dataclass, field, replace
 
 from pdserve.engine.pages import PagePool
 from pdserve.ids import PageId
-from pdserve.kvtransfer import sender
-from pdserve.kvtransfer.doors import (
-    HEARTBEAT_S,
-    CancelCopies,
-    Claim,
-    Copy,
-    Granted,
-    OutgoingEvent,
-    PeerGone,
-    Probe,
-    ReceiverAttached,
-    ReceiverLost,
-    ReceiverSaid,
-    Result,
-    Sent,
-    ToReceiver,
-    Unsent,
-)
+from pdserve.kvtransfer import doors, sender
+from pdserve.kvtransfer.doors import Result
 from pdserve.kvtransfer.sender import Sender, State
 from pdserve.kvtransfer.session import (
     MIN_LEASE_S,
@@ -94,8 +78,8 @@ class Outgoing:
         """Return how many pages copies may read that do not stop."""
         return len({page for handoff in self._handoffs.values() if handoff.is_stuck for page in handoff.held})
 
-    def claims(self) -> Iterator[Claim]:
-        return (Claim(held=handoff.held) for handoff in self._handoffs.values())
+    def claims(self) -> Iterator[doors.Claim]:
+        return (doors.Claim(held=handoff.held) for handoff in self._handoffs.values())
 
     def is_open(self, key: HandoffKey) -> bool:
         return key in self._handoffs
@@ -143,29 +127,29 @@ class Outgoing:
         handoff = self._handoffs.get(key)
         return [] if handoff is None else self._advance(handoff, sender.GaveUp(reason), now_s)
 
-    def handle(self, event: OutgoingEvent, now_s: float) -> list[Result]:
+    def handle(self, event: doors.OutgoingEvent, now_s: float) -> list[Result]:
         """Take in one event. ProtocolError is the peer's and changes nothing."""
         match event:
-            case ReceiverSaid(peer, key, said):
+            case doors.ReceiverSaid(peer, key, said):
                 handoff = self._handoffs.get(key)
                 if handoff is None or handoff.peer != peer:
                     return self._early.handle(event, now_s)
                 return self._advance(handoff, said, now_s)
-            case ReceiverAttached(peer):
+            case doors.ReceiverAttached(peer):
                 self._redialling.attached(peer)
-                return [Probe(peer)]
-            case ReceiverLost(peer, reason):
+                return [doors.Probe(peer)]
+            case doors.ReceiverLost(peer, reason):
                 self._redialling.lose(peer, now_s)
                 self._early.lose(peer)
                 return self._lose(peer, reason, now_s)
-            case PeerGone(peer):
+            case doors.PeerGone(peer):
                 self._redialling.forget(peer)
                 self._early.forget(peer)
                 return self._lose(peer, "the peer's process ended", now_s)
 
     def tick(self, silent_s: float, now_s: float) -> list[Result]:
         """Let time pass. `silent_s`: how long this process has said nothing."""
-        awake_s = min(now_s - self._ticked_s, 2 * HEARTBEAT_S)  # more than that is this process's own silence
+        awake_s = min(now_s - self._ticked_s, 2 * doors.HEARTBEAT_S)  # more than that is this process's own silence
         self._ticked_s = now_s
         results: list[Result] = []
         for handoff in list(self._handoffs.values()):
@@ -188,28 +172,28 @@ class Outgoing:
         results: list[Result] = []
         if isinstance(event, Grant):
             handoff.sendable_s = max(handoff.sendable_s, now_s)
-            results.append(Granted(handoff.key))
+            results.append(doors.Granted(handoff.key))
         for command in commands:
             results += self._perform(handoff, command, now_s)
         if isinstance(event, Taken) and handoff.sender.state is State.CLOSED:
-            results.append(Sent(handoff.key))
+            results.append(doors.Sent(handoff.key))
         return results
 
     def _perform(self, handoff: _Handoff, command: sender.Command, now_s: float) -> Iterator[Result]:
         peer, key = handoff.peer, handoff.key
         match command:
             case sender.StartCopy(src, dst):
-                yield Copy(peer, key, src, dst)
+                yield doors.Copy(peer, key, src, dst)
             case sender.CancelCopies():
-                yield CancelCopies(peer, key)
+                yield doors.CancelCopies(peer, key)
             case Commit():
                 handoff_bytes = handoff.sender.num_pages_sent * self._page_bytes
                 measured = replace(command, handoff_bytes=handoff_bytes, handoff_s=now_s - handoff.sendable_s)
-                yield ToReceiver(peer, key, measured)
+                yield doors.ToReceiver(peer, key, measured)
             case PagesLanded() | Quiesced():
-                yield ToReceiver(peer, key, command)
+                yield doors.ToReceiver(peer, key, command)
             case sender.Failed(failure, reason, may_resume):
-                yield Unsent(key, failure, reason, may_resume)
+                yield doors.Unsent(key, failure, reason, may_resume)
             case sender.ReleasePages():
                 del self._handoffs[key]
                 self._pool.release(tuple(handoff.held))

@@ -20,28 +20,12 @@ from pdserve.kvtransfer.session import Capsule, HandoffKey, Tail
 from pdserve.prefill_worker.outgoing import Outgoing
 from pdserve.prefill_worker.starting import Starting
 from pdserve.reports import Failure, Stage
+from pdserve.worker import messages
 from pdserve.worker.admission import Draining, Roles, Rules, longest, refusal
 from pdserve.worker.audit import Auditor
 from pdserve.worker.fetches import Fetches
 from pdserve.worker.load import Meter
-from pdserve.worker.messages import (
-    Cancelled,
-    Command,
-    DrainAsked,
-    Due,
-    Event,
-    Failed,
-    Load,
-    MoveAsked,
-    Placed,
-    Progress,
-    Reported,
-    RoleGiven,
-    RouterLost,
-    ShareAsked,
-    Ticked,
-    Tokens,
-)
+from pdserve.worker.messages import Command, Event, Failed, Reported
 from pdserve.worker.moves import Moves
 from pdserve.worker.tasks import Task, Tasks, arrived, tail_tokens
 
@@ -93,7 +77,7 @@ class WorkerCore:
         yield from self.outgoing.claims()
         yield from self.incoming.claims()
 
-    def load(self) -> Load:
+    def load(self) -> messages.Load:
         return self._meter.read(self._tasks, self._draining, self._roles, self._auditor.num_leaked)
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
@@ -117,7 +101,7 @@ class WorkerCore:
             match outcome:
                 case Sampled():  # the most frequent by far
                     index, token, finish = outcome.index, outcome.token, outcome.finish
-                    commands.append(Tokens(task.router, task.key, index, outcome.position, token, finish))
+                    commands.append(messages.Tokens(task.router, task.key, index, outcome.position, token, finish))
                     if task.target is not None:
                         handed_off[task.key] = task
                         task.tails += (Tail(index, (token,)),) if finish is None else ()
@@ -139,27 +123,27 @@ class WorkerCore:
 
     def _react(self, event: Event, now_s: float) -> list[Command]:  # noqa: C901 - one match
         match event:
-            case Placed():
+            case messages.Placed():
                 return self._place(event, now_s)
-            case Cancelled():
+            case messages.Cancelled():
                 return self._give_up(self._tasks.cancel(event), "cancelled", now_s)
-            case RouterLost(router):
+            case messages.RouterLost(router):
                 self._meter.taken.forget(router)
                 orphans = [task for task in self._tasks if task.router == router]
                 return self._give_up(orphans, "router lost", now_s)
-            case RoleGiven():
+            case messages.RoleGiven():
                 self._roles.give(event)
                 return []
-            case MoveAsked():
+            case messages.MoveAsked():
                 return self._take(self._moves.ask(event, now_s), now_s)
-            case ShareAsked():
+            case messages.ShareAsked():
                 return self._take(self._fetches.share(event, now_s), now_s)
-            case Due():
+            case messages.Due():
                 return []  # it lets what is due go on, as every event does
-            case DrainAsked():
+            case messages.DrainAsked():
                 self._draining.ask()
                 return []
-            case Ticked(silent_s):
+            case messages.Ticked(silent_s):
                 return self._tick(silent_s, now_s)
             case doors.ReceiverAttached() | doors.ReceiverSaid() | doors.ReceiverLost():
                 return self._take(self.outgoing.handle(event, now_s), now_s)
@@ -175,7 +159,7 @@ class WorkerCore:
                 results = self.outgoing.handle(event, now_s) + self.incoming.handle(event, now_s)
                 return [*self._take(results, now_s), doors.Forget(peer)]
 
-    def _place(self, placed: Placed, now_s: float) -> list[Command]:
+    def _place(self, placed: messages.Placed, now_s: float) -> list[Command]:
         job, source, target = placed.job, placed.source, placed.target
         key = HandoffKey(job.request_id, job.attempt)
         reason = refusal(self._scheduler, job, self._vocab_size)
@@ -209,7 +193,7 @@ class WorkerCore:
         results = self._fetches.start(task, sequence, placed.fetch, now_s)
         if target is not None:
             results += self.outgoing.open(key, target, placed.target_address, now_s)
-        return [Progress(placed.router, key, Stage.PREFILL_QUEUED, now_s), *self._take(results, now_s)]
+        return [messages.Progress(placed.router, key, Stage.PREFILL_QUEUED, now_s), *self._take(results, now_s)]
 
     def _add(self, task: Task) -> None:
         self._tasks.add(task)
@@ -254,7 +238,7 @@ class WorkerCore:
         is_done = sequence.num_missing == 0
         commands: list[Command] = []
         if is_done and task.source is None and len(sequence.tokens) == len(task.job.token_ids):
-            commands.append(Progress(task.router, task.key, Stage.PREFILL_DONE, now_s))
+            commands.append(messages.Progress(task.router, task.key, Stage.PREFILL_DONE, now_s))
         if task.target is not None:
             num_final = len(sequence.pages) if is_done else sequence.computed // self._scheduler.cache.page_size
             commands += self._take(self.outgoing.announce(task.key, sequence.pages[:num_final], now_s), now_s)
@@ -323,12 +307,12 @@ class WorkerCore:
             return ()
         match outcome:
             case doors.Reserved():
-                return (Progress(task.router, key, Stage.GRANTED, now_s, pages_reused=outcome.num_reused),)
+                return (messages.Progress(task.router, key, Stage.GRANTED, now_s, pages_reused=outcome.num_reused),)
             case doors.Landed(_, num_bytes, seconds):
-                return (Progress(task.router, key, Stage.LANDED, now_s, 0, num_bytes, seconds),)
+                return (messages.Progress(task.router, key, Stage.LANDED, now_s, 0, num_bytes, seconds),)
             case doors.Admitted():
                 self._admit(task, outcome)
-                committed = Progress(task.router, key, Stage.COMMITTED, now_s)
+                committed = messages.Progress(task.router, key, Stage.COMMITTED, now_s)
                 return (committed, *tail_tokens(task, outcome.capsule))
             case doors.NotAdmitted(_, failure, reason):
                 self._tasks.end(task)
@@ -342,7 +326,7 @@ class WorkerCore:
         self._tasks.drop_sequences(task)
 
 
-def _started(task: Task, sequence: Sequence, at_s: float) -> Progress:
+def _started(task: Task, sequence: Sequence, at_s: float) -> messages.Progress:
     if task.source is not None:
-        return Progress(task.router, task.key, Stage.DECODE_JOINED, at_s)
-    return Progress(task.router, task.key, Stage.PREFILL_STARTED, at_s, sequence.num_cached_tokens)
+        return messages.Progress(task.router, task.key, Stage.DECODE_JOINED, at_s)
+    return messages.Progress(task.router, task.key, Stage.PREFILL_STARTED, at_s, sequence.num_cached_tokens)

@@ -24,22 +24,8 @@ from pdserve.sampling import SamplingParams
 from pdserve.sampling_wire import logprobs_to_proto
 from pdserve.token_ids import TOKEN_ID_BYTES, from_wire
 from pdserve.values import value
-from pdserve.worker.messages import (
-    Cancelled,
-    DrainAsked,
-    Failed,
-    Fetch,
-    Load,
-    MoveAsked,
-    Placed,
-    Progress,
-    Report,
-    RoleGiven,
-    RouterEvent,
-    RouterRef,
-    ShareAsked,
-    Tokens,
-)
+from pdserve.worker import messages
+from pdserve.worker.messages import RouterRef
 
 REQUEST_ID_BYTES = 16
 MAX_TOKEN_IDS = 1 << 22  # whose pages are asked for: above the context of any model
@@ -49,7 +35,7 @@ _STAGE = {Stage[name.removeprefix("STAGE_")]: number for name, number in link.St
 _FAILURE = {code: link.FailureCode.Value(f"FAILURE_CODE_{code.name}") for code in Failure}
 
 
-def event(message: link.AttachResponse, router: RouterRef, now_s: float) -> RouterEvent | PeerGone | None:
+def event(message: link.AttachResponse, router: RouterRef, now_s: float) -> messages.RouterEvent | PeerGone | None:
     """Return what a router asks of the core; None for what concerns the shell alone."""
     match message.WhichOneof("message"):
         case "place":
@@ -62,9 +48,9 @@ def event(message: link.AttachResponse, router: RouterRef, now_s: float) -> Rout
             return _role_given(message.set_role)
         case "cancel":
             cancel = message.cancel
-            return Cancelled(_request_id(cancel.request_id), Attempt(cancel.attempt), tuple(cancel.indices))
+            return messages.Cancelled(_request_id(cancel.request_id), Attempt(cancel.attempt), tuple(cancel.indices))
         case "drain":
-            return DrainAsked()
+            return messages.DrainAsked()
         case "process_gone":
             gone = message.process_gone
             return PeerGone(Peer(WorkerId(gone.worker_id), Incarnation(gone.incarnation)))
@@ -99,7 +85,9 @@ def step_cost(plan: StepPlan, result: StepResult) -> StepCost:
     return StepCost(elapsed_us, prefill_tokens, num_decoding, context_tokens, prefill_work, kv_tokens)
 
 
-def step_report(cost: StepCost, tokens: Seq[Tokens], stages: Seq[Progress], now_s: float) -> link.AttachRequest:
+def step_report(
+    cost: StepCost, tokens: Seq[messages.Tokens], stages: Seq[messages.Progress], now_s: float
+) -> link.AttachRequest:
     """Return one message for everything that a step brought to one router.
 
     Its parts are written where they belong: protobuf copies a message that is given to another one. What is not there
@@ -123,24 +111,26 @@ def step_report(cost: StepCost, tokens: Seq[Tokens], stages: Seq[Progress], now_
     return message
 
 
-def report(reported: Report, now_s: float) -> link.AttachRequest:
+def report(reported: messages.Report, now_s: float) -> link.AttachRequest:
     """Return the message for one report outside of a step."""
     message = link.AttachRequest()
     match reported:
-        case Progress():
+        case messages.Progress():
             _write_progress(reported, now_s, message.progress)
-        case Failed(_, key, code, reason):
+        case messages.Failed(_, key, code, reason):
             failed = message.failed
             failed.request_id, failed.attempt = key.request_id, key.attempt
             failed.code, failed.detail = _FAILURE[code], reason
-        case Tokens():
+        case messages.Tokens():
             _write_delta(reported, message.step.deltas.add())
     return message
 
 
-def heartbeat(load: Load, num_steps: int, refused: Mapping[Refusal, int], router: RouterRef) -> link.AttachRequest:
+def heartbeat(
+    load: messages.Load, num_steps: int, refused: Mapping[Refusal, int], router: RouterRef
+) -> link.AttachRequest:
     """Return the message that reports to a router how full this worker is, and what it has refused."""
-    fields = {name: getattr(load, name) for name in Load.__slots__ if name not in ("parts", "role")}
+    fields = {name: getattr(load, name) for name in messages.Load.__slots__ if name not in ("parts", "role")}
     counts = {refusal.value: count for refusal, count in refused.items()}
     others = _others(load.parts.others(router))
     role = ROLE_NUMBERS[load.role]
@@ -186,7 +176,7 @@ def sampling_params(message: inference.SamplingParams) -> SamplingParams:
     )
 
 
-def _placed(place: link.Place, router: RouterRef, now_s: float) -> Placed:
+def _placed(place: link.Place, router: RouterRef, now_s: float) -> messages.Placed:
     spec = place.spec
     params = sampling_params(spec.sampling)
     job = Job(
@@ -206,41 +196,43 @@ def _placed(place: link.Place, router: RouterRef, now_s: float) -> Placed:
         raise ProtocolError(f"extra_tokens: {place.extra_tokens}, and no source")
     target, address = _target(place.target) if place.HasField("target") else (None, "")
     fetch = _fetch(place.fetch, now_s) if place.HasField("fetch") else None
-    return Placed(router, job, now_s + spec.deadline_ms / 1000, source, target, address, place.extra_tokens, fetch)
+    return messages.Placed(
+        router, job, now_s + spec.deadline_ms / 1000, source, target, address, place.extra_tokens, fetch
+    )
 
 
-def _fetch(fetch: link.Fetch, now_s: float) -> Fetch:
+def _fetch(fetch: link.Fetch, now_s: float) -> messages.Fetch:
     if not fetch.num_tokens:
         raise ProtocolError("fetch.num_tokens: 0")
-    return Fetch(_peer(fetch.holder, "fetch.holder"), fetch.num_tokens, now_s + fetch.within_ms / 1000)
+    return messages.Fetch(_peer(fetch.holder, "fetch.holder"), fetch.num_tokens, now_s + fetch.within_ms / 1000)
 
 
-def _move(move: link.Move, router: RouterRef) -> MoveAsked:
+def _move(move: link.Move, router: RouterRef) -> messages.MoveAsked:
     target, address = _target(move.target)
     if move.new_attempt <= move.attempt:
         raise ProtocolError(f"new_attempt: {move.new_attempt} is not above attempt {move.attempt}")
     if not move.num_tokens:
         raise ProtocolError("move.num_tokens: 0")
     key, new_attempt = _key(move.request_id, move.attempt), Attempt(move.new_attempt)
-    return MoveAsked(router, key, move.index, new_attempt, target, address, move.num_tokens)
+    return messages.MoveAsked(router, key, move.index, new_attempt, target, address, move.num_tokens)
 
 
-def _share(share: link.Share, now_s: float) -> ShareAsked:
+def _share(share: link.Share, now_s: float) -> messages.ShareAsked:
     target, address = _target(share.target)
     if len(share.token_ids) > MAX_TOKEN_IDS * TOKEN_ID_BYTES:
         raise ProtocolError(f"share.token_ids: {len(share.token_ids)} bytes, the limit is {MAX_TOKEN_IDS} tokens")
     token_ids = from_wire(share.token_ids, "share.token_ids")
     key, deadline_s = _key(share.request_id, share.attempt), now_s + share.within_ms / 1000
-    return ShareAsked(key, token_ids, share.cache_salt, target, address, deadline_s)
+    return messages.ShareAsked(key, token_ids, share.cache_salt, target, address, deadline_s)
 
 
-def _role_given(given: link.SetRole) -> RoleGiven:
+def _role_given(given: link.SetRole) -> messages.RoleGiven:
     role = ROLES.get(given.role)
     if role is None:
         raise ProtocolError(f"set_role.role: {given.role} is unknown")
     if not given.epoch:
         raise ProtocolError("set_role.epoch: 0 is that of a worker's start")
-    return RoleGiven(role, given.epoch)
+    return messages.RoleGiven(role, given.epoch)
 
 
 def _key(request_id: bytes, attempt: int) -> HandoffKey:
@@ -268,7 +260,7 @@ def _request_id(value: bytes) -> RequestId:
     return RequestId(value)
 
 
-def _write_progress(reported: Progress, now_s: float, progress: link.Progress) -> None:
+def _write_progress(reported: messages.Progress, now_s: float, progress: link.Progress) -> None:
     progress.request_id, progress.attempt = reported.key.request_id, reported.key.attempt
     progress.stage = _STAGE[reported.stage]
     if now_s > reported.at_s:
@@ -281,7 +273,7 @@ def _write_progress(reported: Progress, now_s: float, progress: link.Progress) -
         progress.handoff_bytes, progress.handoff_us = reported.handoff_bytes, round(reported.handoff_s * 1e6)
 
 
-def _write_delta(reported: Tokens, delta: link.TokenDelta) -> None:
+def _write_delta(reported: messages.Tokens, delta: link.TokenDelta) -> None:
     key, token = reported.key, reported.token
     delta.request_id, delta.attempt = key.request_id, key.attempt
     delta.index, delta.position = reported.index, reported.position

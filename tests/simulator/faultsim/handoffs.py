@@ -13,12 +13,9 @@ from pdserve.kvtransfer.doors import Forget, IncomingEvent, OutgoingEvent
 from pdserve.kvtransfer.greeting import Hello, HelloAck, Introduction
 from pdserve.kvtransfer.roster import Roster, StreamId
 from pdserve.kvtransfer.session import FromReceiver, HandoffKey, Peer
-from pdserve.proto.v1 import handoff_pb2 as handoff
+from pdserve.kvtransfer.wire import Request, Response
 
 MOVER = "simulated"
-
-Request = handoff.HandoffServiceAttachRequest
-Response = handoff.HandoffServiceAttachResponse
 
 
 @dataclass(slots=True)
