@@ -173,7 +173,7 @@ def wired_cluster(
         wiring = Wiring(
             folder, model, worker_flags, write_secret(folder), *ports, router_flags or {}, pools.more_routers
         )
-        stack.callback(_kill, wiring)
+        stack.callback(kill_all, wiring)
         wiring.start_router()
         for name in workers:
             role: ProcessRole = "decode" if name in pools.decodes else "prefill"
@@ -182,7 +182,7 @@ def wired_cluster(
         stack.callback(cluster.close)
         cluster.wait_for(all_ready(len(workers)), 90)
         yield cluster
-        _drain(wiring)
+        end_all(wiring)
 
 
 def _start_worker(wiring: Wiring, role: ProcessRole, name: str, proxies: Mapping[str, FaultProxy], own: Flags) -> None:
@@ -191,11 +191,11 @@ def _start_worker(wiring: Wiring, role: ProcessRole, name: str, proxies: Mapping
     wiring.start_worker(role, name, link.address, handoff_port=port, handoff_advertise=handoff.address, **own)
 
 
-def _drain(wiring: Wiring) -> None:
-    """End all in the launcher's order: the router first, so that what runs can finish."""
-    router, _ = wiring.started["router"]
-    workers = [process for name, (process, _) in wiring.started.items() if name != "router"]
-    for group in ([router], workers):
+def end_all(wiring: Wiring) -> None:
+    """End all in the launcher's order: routers first, so that what runs can finish."""
+    routers = [process for process, state in wiring.started.values() if state.role == "router"]
+    workers = [process for process, state in wiring.started.values() if state.role != "router"]
+    for group in (routers, workers):
         for process in group:
             process.send_signal(signal.SIGTERM)
         for process in group:
@@ -204,7 +204,7 @@ def _drain(wiring: Wiring) -> None:
     assert set(ended.values()) <= {0, -signal.SIGKILL}, ended
 
 
-def _kill(wiring: Wiring) -> None:
+def kill_all(wiring: Wiring) -> None:
     for process, _ in wiring.started.values():
         if process.poll() is None:
             process.kill()
