@@ -1,4 +1,4 @@
-"""How fast a pool may change: `behavior` of HPA v2, by its names and with its defaults."""
+"""How fast a pool may change: `behavior` of HPA v2 by its names, with its defaults but for the window of scaleDown."""
 
 from typing import Annotated, Literal
 
@@ -63,7 +63,7 @@ class ScaleDown(ScalingRules):
     """Limits of shrinking."""
 
     stabilization_window_seconds: Window = Field(
-        default=300.0,
+        default=120.0,
         description="Time over which wanted sizes are looked at together: a pool shrinks only to the greatest of them.",
     )
     policies: RateLimits = Field(

@@ -34,6 +34,10 @@ class Bounds:
     most: int
     devices: int = 1
 
+    def within(self, size: int) -> int:
+        """Return the size, or the limit beyond which it is."""
+        return max(self.least, min(self.most, size))
+
 
 @value
 class Sized:

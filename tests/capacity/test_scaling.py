@@ -7,13 +7,12 @@ import pytest
 
 from pdserve.autoscaler.decisions import Action, Add, Binds, Decision, Drain, Flip
 from pdserve.autoscaler.observation import Observation, State
+from pdserve.autoscaler.sizing import Bounds
 from pdserve.capacity.fleet import POOLS
-from pdserve.capacity.ordering import Limits, Rules
-from pdserve.capacity.planner_rules import PERIOD_S, PlannerRules
+from pdserve.capacity.rules import PLANNER_PERIOD_S, PlannerRules, QueueAndKvUsage, Rules
 from pdserve.capacity.scaling import Scaling, Scene, Slow
 from pdserve.capacity.shape import Shape
-from pdserve.capacity.static_pools import StaticPools
-from pdserve.capacity.thresholds import QueueAndKvUsage
+from pdserve.capacity.versus import StaticPools
 from pdserve.measure.objectives import Objective
 from pdserve.measure.workload import random_lengths
 from pdserve.perfmodel.profile import read_profile, shipped_profile
@@ -23,7 +22,7 @@ PROFILE = read_profile(shipped_profile())
 OBJECTIVE = Objective(1.0, 0.1)
 QUIET, BUSY = random_lengths(150, 500, 100, 7).at_rate(3), random_lengths(700, 500, 100, 8).at_rate(30)
 STARTUP_S = dict.fromkeys(POOLS, 10.0)
-LIMITS = dict.fromkeys(POOLS, Limits(1, 6))
+LIMITS = dict.fromkeys(POOLS, Bounds(1, 6))
 
 
 def scene(prefill: int, decode: int, **changes: object) -> Scene:
@@ -100,7 +99,7 @@ def test_the_costs_that_are_observed_follow_a_slow_stretch() -> None:
 )
 def test_the_rules_of_others_grow_under_load_and_stay_within_the_budget(scaler: QueueAndKvUsage | PlannerRules) -> None:
     starts_s = dict.fromkeys(POOLS, 3.0)
-    scaled = Scaling(scene(1, 1, workload=BUSY, startup_s=starts_s), scaler, PERIOD_S).run("rules")
+    scaled = Scaling(scene(1, 1, workload=BUSY, startup_s=starts_s), scaler, PLANNER_PERIOD_S).run("rules")
     alone = Scaling(scene(1, 1, workload=BUSY)).run("static")
     assert scaled.attainment(OBJECTIVE) > alone.attainment(OBJECTIVE) + 0.1
     assert max(sum(sizes.count(role) for role in POOLS) for sizes in scaled.sizes) <= 8
@@ -108,7 +107,7 @@ def test_the_rules_of_others_grow_under_load_and_stay_within_the_budget(scaler: 
 
 def test_the_smallest_static_pools_attain_enough_and_no_smaller_ones_do() -> None:
     search = StaticPools(scene(1, 1, workload=BUSY.first(300)), 0.95, lambda _: None)
-    found = search.smallest(Limits(1, 3), Limits(1, 3), 6)
+    found = search.smallest(Bounds(1, 3), Bounds(1, 3), 6)
     assert found is not None
     assert found.attainment(OBJECTIVE) >= 0.95
     prefill, decode = (found.sizes[0].count(role) for role in POOLS)

@@ -1,7 +1,15 @@
-"""Scales as NVIDIA Dynamo's planner does, as far as its rules are published.
+"""Rules of others for the same pools: thresholds, as a HorizontalPodAutoscaler has them, and those of Dynamo's planner.
 
-Source: ai-dynamo/dynamo (2026), docs/design-docs/planner-design.md and components/src/dynamo/planner/core
-(throughput_scaling.py, load_scaling.py, perf_model/prefill.py and decode.py):
+A router that refuses keeps queues short. What it refused since the last look for want of a pool counts as its demand.
+
+HPA on queue length and KV usage. The targets are those of llm-d's workload-variant autoscaler
+(docs/architecture/advanced/autoscaling/hpa-wva.md and its configmap-saturation-scaling.yaml, v0.7.0: kvCacheThreshold
+0.80, queueLengthThreshold 5). The formula, its tolerance, its window and its rates of change are the defaults of HPA v2
+(kubernetes.io, "Horizontal Pod Autoscaling"): the replicas that serve times the largest of `metric / target`; growth by
+4 replicas or by 100 % in 15 s, whichever is more; shrinking to the largest size that was recommended within 300 s.
+
+Dynamo's planner, as far as its rules are published. Source: ai-dynamo/dynamo (2026), docs/design-docs/planner-design.md
+and components/src/dynamo/planner/core (throughput_scaling.py, load_scaling.py, perf_model/prefill.py and decode.py):
 
 - Throughput, every 180 s: the next interval's requests and mean lengths are those of the last one (its `constant`
   predictor). A prefill replica serves `1 / wall time` prompts of the mean length not cached; where that time alone
@@ -13,31 +21,150 @@ Source: ai-dynamo/dynamo (2026), docs/design-docs/planner-design.md and componen
 - Nothing is decided about a pool while one of its replicas starts or drains. A GPU budget scales both pools down in
   proportion.
 
-A router that refuses lets no replica miss its objective. Where it refused requests because of a pool, every replica of
-that pool counts as missing. Dynamo's regressions of step times are replaced by the step costs that the router has
-learnt, which are more exact.
+Dynamo's regressions of step times are replaced by the step costs that the router has learnt, which are more exact.
 """
 
+from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import count
 from math import ceil
+from statistics import fmean
 
-from pdserve.autoscaler.decisions import Binds, Decision
+from pdserve.autoscaler.decisions import Action, Add, Binds, Decision, Drain
 from pdserve.autoscaler.observation import Capacity, Observation, Replica, State
-from pdserve.capacity.ordering import Limits, Orders, Rules, Wanted, devices_left, num_refused, pool_of
+from pdserve.autoscaler.sizing import Bounds
+from pdserve.autoscaler.urgent import CAUSES
 from pdserve.demand import Demand
 from pdserve.measure.objectives import Objective
 from pdserve.perfmodel.curve import Step, StepCosts
 from pdserve.roles import Role
+from pdserve.values import value
 
-PERIOD_S = 5.0
+HPA_PERIOD_S = 15.0  # between two looks
+PLANNER_PERIOD_S = 5.0
+_KV_USAGE = 0.80  # of a decode replica's KV tokens, on average
+_QUEUE_LENGTH = 5.0  # requests that wait at a replica, on average
+_TOLERANCE = 0.1
+_STABILIZATION_S = 300.0
+_MOST_ADDED = 4  # or as many as there are
 _THROUGHPUT_S = 180.0
 _SENSITIVITY = 0.8
+
+
+@value
+class Wanted:
+    """A number of replicas, and what it is based on."""
+
+    num_replicas: int
+    binds: Binds
+    seen: str
+
+
+def pool_of(observation: Observation, role: Role, *states: State) -> list[Replica]:
+    """Return the replicas of a pool in one of these states; without any named, those that do not drain."""
+    listed = states or (State.STARTING, State.READY)
+    return [replica for replica in observation.replicas if replica.role is role and replica.state in listed]
+
+
+def num_refused(observation: Observation, role: Role) -> int:
+    """Return how many requests were refused since the last look because of a pool."""
+    return sum(observation.refused.get(cause, 0) for cause in CAUSES[role])
+
+
+def devices_left(observation: Observation, max_devices: int) -> int:
+    """Return how many devices no replica holds."""
+    return max_devices - sum(observation.capacities[each.role].num_devices for each in observation.replicas)
+
+
+class Rules:
+    """Rules that go by what is observed alone, and need no word of what became of their orders."""
+
+    def ordered(self, action: Action, at_s: float) -> None:
+        """Change nothing: the replica is observed."""
+
+    def failed(self, action: Action, reason: str, at_s: float) -> None:
+        """Change nothing: the replica is not observed, and ordered again."""
+
+
+class Orders:
+    """Orders replicas, and drains those that start first, then the emptiest."""
+
+    def __init__(self, prefix: str) -> None:
+        self._names = (f"{prefix}-{number}" for number in count(1))
+
+    def towards(self, observation: Observation, role: Role, wanted: Wanted, num_devices: int) -> Sequence[Decision]:
+        """Return the orders that bring a pool to its wanted size, or as near as so many devices allow."""
+        pool, most = pool_of(observation, role), max(0, num_devices) // observation.capacities[role].num_devices
+        num_lacking, num_spare = wanted.num_replicas - len(pool), len(pool) - wanted.num_replicas
+        actions: list[Action] = [Add(next(self._names), role) for _ in range(min(most, num_lacking))]
+        cheapest = sorted(pool, key=lambda replica: (replica.state is not State.STARTING, replica.num_sequences))
+        actions += [Drain(replica.name) for replica in cheapest[: max(0, num_spare)]]
+        return [
+            Decision(role, action, len(pool), wanted.num_replicas, wanted.binds, wanted.seen, predicted="nothing")
+            for action in actions
+        ]
+
+
+class QueueAndKvUsage(Rules):
+    """HPA for both pools, each on its own."""
+
+    def __init__(self, limits: Mapping[Role, Bounds], max_devices: int) -> None:
+        self._limits = limits
+        self._max_devices = max_devices
+        self._orders = Orders("hpa")
+        self._recommended: dict[Role, deque[tuple[float, int]]] = {role: deque() for role in limits}
+
+    def decide(self, observation: Observation) -> Sequence[Decision]:
+        """Return orders for both pools, as far as the devices go round."""
+        left, decisions = devices_left(observation, self._max_devices), list[Decision]()
+        for role in self._limits:
+            wanted = self._wanted(observation, role)
+            orders = self._orders.towards(observation, role, wanted, left)
+            left -= sum(order.verb == "add" for order in orders) * observation.capacities[role].num_devices
+            decisions += orders
+        return decisions
+
+    def _wanted(self, observation: Observation, role: Role) -> Wanted:
+        size, serving = len(pool_of(observation, role)), len(pool_of(observation, role, State.READY))
+        queue, usage = _queue_length(observation, role), _kv_usage(observation, role)
+        ratio = max(queue / _QUEUE_LENGTH, usage / _KV_USAGE)
+        recommended = size if abs(ratio - 1) <= _TOLERANCE else ceil(ratio * serving)
+        recommended = self._limits[role].within(min(recommended, max(size + _MOST_ADDED, 2 * size)))
+        if not self._recommended[role]:
+            self._recommended[role].append((observation.at_s, size))  # as the HPA begins
+        largest = self._largest(role, recommended, observation.at_s)
+        binds = Binds.PAGES if usage / _KV_USAGE > queue / _QUEUE_LENGTH else Binds.WAITING
+        target = recommended if recommended >= size else min(size, largest)
+        return Wanted(target, binds, f"queue {queue:.1f}, KV usage {usage:.0%}")
+
+    def _largest(self, role: Role, recommended: int, now_s: float) -> int:
+        """Return the largest size recommended within the window."""
+        known = self._recommended[role]
+        known.append((now_s, recommended))
+        while known[0][0] < now_s - _STABILIZATION_S:
+            known.popleft()
+        return max(size for _, size in known)
+
+
+def _queue_length(observation: Observation, role: Role) -> float:
+    """Return how many requests wait for a replica of a pool, on average."""
+    serving = pool_of(observation, role, State.READY)
+    waiting = observation.num_held + num_refused(observation, role)
+    if role is Role.PREFILL:
+        waiting += sum(replica.num_sequences for replica in serving)
+    return waiting / max(1, len(serving))
+
+
+def _kv_usage(observation: Observation, role: Role) -> float:
+    """Return the share of the KV tokens in use, on average over a pool."""
+    shares = [replica.kv_tokens for replica in pool_of(observation, role, State.READY)]
+    return fmean(shares) / observation.capacities[role].kv_tokens if shares else 0.0
 
 
 class PlannerRules(Rules):
     """Both loops, for both pools."""
 
-    def __init__(self, limits: Mapping[Role, Limits], max_devices: int, objective: Objective) -> None:
+    def __init__(self, limits: Mapping[Role, Bounds], max_devices: int, objective: Objective) -> None:
         self._limits = limits
         self._max_devices = max_devices
         self._objective = objective
