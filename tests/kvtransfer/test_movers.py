@@ -222,7 +222,7 @@ def test_a_closed_mover_leaves_no_thread_and_no_file_behind(setting: Setting) ->
         mover = setting.mover(view, stopped.put)
         mover.attach(target.peer, target.description)
         mover.write(target.peer, HANDOFF, pages(0), pages(1))
-        assert stopped.get(timeout=20).digests is not None
+        assert stopped.get(timeout=20).event.digests is not None
         mover.close()
         held.append(len(os.listdir("/proc/self/task")) + len(os.listdir("/proc/self/fd")))
     assert held[5] < held[1] + 4  # a leak leaves four at least; a thread may be seen as it ends
