@@ -1,16 +1,19 @@
-"""The decode worker's end of the hand-off streams: HandoffService, around a `roster.Roster`."""
+"""The decode worker's end of the hand-off streams: HandoffService, around a `roster.Roster`, and where it listens."""
 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import grpc
 
 from pdserve.clock import MonotonicClock
-from pdserve.errors import ProtocolError, Refusal
+from pdserve.config import WorkerConfig
+from pdserve.credentials import Credentials
+from pdserve.errors import ConfigError, ProtocolError, Refusal
 from pdserve.kvtransfer import doors, roster, wire
 from pdserve.kvtransfer.doors import Sink
 from pdserve.kvtransfer.greeting import Hello, HelloAck, Introduction
@@ -18,8 +21,8 @@ from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.roster import Roster, StreamId
 from pdserve.kvtransfer.session import FromReceiver, HandoffKey, Peer
 from pdserve.kvtransfer.wire import Request, Response
-from pdserve.proto.v1.handoff_pb2_grpc import HandoffServiceServicer
-from pdserve.rpc import abort
+from pdserve.proto.v1.handoff_pb2_grpc import HandoffServiceServicer, add_HandoffServiceServicer_to_server
+from pdserve.rpc import abort, join_address, split_address
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +30,8 @@ HELLO_TIMEOUT_S = 5.0
 CUT = "its stream was cut"
 FLUSH_TIMEOUT_S = 1.0  # for what is queued when a stream is ended here
 MAX_QUEUED = 4096  # messages to one peer
+STOP_GRACE_S = 1.0
+EVERYWHERE = ("", "0.0.0.0", "::")  # hosts that nobody can dial
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Request, Response]"
 
@@ -183,3 +188,37 @@ async def _write(stream: _Stream, context: Context) -> None:
         except (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
             stream.end(CUT)
             return
+
+
+def check_addresses(config: WorkerConfig) -> None:
+    """Raise ConfigError where senders could not be told where to find this worker, whatever role it is given."""
+    address = config.handoff_advertise
+    if address is None and config.handoff_host in EVERYWHERE:
+        raise ConfigError(f"handoff_advertise: is required where handoff_host is {config.handoff_host!r}")
+    host, port = split_address(address or config.handoff_host)
+    if not host or (port and not port.isdigit()):
+        raise ConfigError(f"handoff_advertise: {address!r} is neither host nor host:port")
+
+
+def advertised(config: WorkerConfig, bound: str) -> str:
+    """Return where senders reach this worker, which listens on the address `bound`."""
+    if config.handoff_advertise is None:
+        return bound
+    host, port = split_address(config.handoff_advertise)
+    return join_address(host, int(port or split_address(bound)[1]))
+
+
+@asynccontextmanager
+async def listening(
+    servicer: HandoffServicer, config: WorkerConfig, credentials: Credentials, on_denied: Callable[[Refusal], None]
+) -> AsyncIterator[str]:
+    """Let senders attach for the length of the block; yields the address that they are told."""
+    server = credentials.server(on_denied)
+    add_HandoffServiceServicer_to_server(servicer, server)
+    bound = credentials.listen(server, config.handoff_host, config.handoff_port, "handoff_port")
+    await server.start()
+    try:
+        yield advertised(config, bound)
+    finally:
+        servicer.close()
+        await server.stop(STOP_GRACE_S)

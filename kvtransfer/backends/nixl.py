@@ -21,19 +21,7 @@ from pdserve.kvtransfer.session import Peer
 
 PROGRESS_PAUSE_US = 100_000  # longest sleep of the progress thread while no file descriptor wakes it
 
-_ERRORS = (
-    nixl.nixlBackendError,
-    nixl.nixlCancelledError,
-    nixl.nixlInvalidParamError,
-    nixl.nixlMismatchError,
-    nixl.nixlNotAllowedError,
-    nixl.nixlNotFoundError,
-    nixl.nixlNotPostedError,
-    nixl.nixlNotSupportedError,
-    nixl.nixlRemoteDisconnectError,
-    nixl.nixlRepostActiveError,
-    nixl.nixlUnknownError,
-)
+_ERRORS = tuple(each for each in vars(nixl).values() if isinstance(each, type) and issubclass(each, Exception))
 
 
 class NixlBackend:

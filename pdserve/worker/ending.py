@@ -14,22 +14,10 @@ DEVICE_EXIT_STATUS = 71  # EX_OSERR: the device computes nothing any more
 DISMISSED_EXIT_STATUS = 77  # EX_NOPERM: this process is known to have ended, or has a successor
 
 
-def end_hung(what: str) -> None:
-    """End this process because part of it hangs."""
-    logger.critical("%s hangs: this process ends", what)
-    os._exit(HUNG_EXIT_STATUS)
-
-
-def end_broken(why: str) -> None:
-    """End this process because its device computes nothing any more."""
-    logger.critical("the device is broken: %s: this process ends", why)
-    os._exit(DEVICE_EXIT_STATUS)
-
-
-def end_dismissed(why: str) -> None:
-    """End this process because it may not go on."""
+def end_process(status: int, why: str) -> None:
+    """End this process, which can or may not go on."""
     logger.critical("%s: this process ends", why)
-    os._exit(DISMISSED_EXIT_STATUS)
+    os._exit(status)
 
 
 def end_drained() -> None:

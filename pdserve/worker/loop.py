@@ -10,7 +10,7 @@ from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import DeviceError, ProtocolError
 from pdserve.kvtransfer.doors import HEARTBEAT_S
 from pdserve.worker.core import WorkerCore
-from pdserve.worker.ending import end_broken, end_hung
+from pdserve.worker.ending import DEVICE_EXIT_STATUS, HUNG_EXIT_STATUS, end_process
 from pdserve.worker.failing import FailedSteps
 from pdserve.worker.inbox import Inbox
 from pdserve.worker.messages import DrainAsked, Due, Event, Load, Placed, Ticked
@@ -60,7 +60,7 @@ class WorkerLoop:
             await asyncio.sleep(HEARTBEAT_S)
             now_s = self._clock.now_s()
             if not self._watchdog.beat(now_s):
-                end_hung("a step")
+                end_process(HUNG_EXIT_STATUS, "a step hangs")
             self._beat()
             self._inbox.put(Ticked(self._watchdog.take_silence_s()))
 
@@ -78,7 +78,7 @@ class WorkerLoop:
             try:
                 result = step.result()
             except DeviceError as error:
-                end_broken(str(error))
+                end_process(DEVICE_EXIT_STATUS, f"the device is broken: {error}")
                 raise
             self._take_step(plan, result)
         self._beat()

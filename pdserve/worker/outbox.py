@@ -12,7 +12,7 @@ from pdserve.kvtransfer.client import HandoffClient
 from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.server import HandoffServicer
 from pdserve.prefill_worker.probes import Probes
-from pdserve.worker.ending import end_hung
+from pdserve.worker.ending import HUNG_EXIT_STATUS, end_process
 from pdserve.worker.messages import Command, Failed, Load, Progress, Report, RoleTaken, Tokens
 from pdserve.worker.reporting import Reporter
 from pdserve.worker.watchdog import ThreadWatchdog
@@ -94,7 +94,7 @@ class Outbox:
     def beat(self, load: Load, num_steps: int) -> None:
         """Tell routers and receivers that this worker lives."""
         if not self._watchdog.look(self._carriers.mover.turn, self._clock.now_s()):
-            end_hung("the mover's thread")
+            end_process(HUNG_EXIT_STATUS, "the mover's thread hangs")
         self._carriers.client.beat()
         self._reporter.beat(self.with_stalled(load), num_steps)
 

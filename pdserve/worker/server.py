@@ -13,7 +13,6 @@ from pdserve.certificates import Part
 from pdserve.clock import MonotonicClock
 from pdserve.config import WorkerConfig
 from pdserve.credentials import Credentials
-from pdserve.decode_worker.shell import check_addresses, listening
 from pdserve.engine.runner import run
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import ConfigError
@@ -24,7 +23,7 @@ from pdserve.kvlayout_wire import layout_to_proto
 from pdserve.kvtransfer.client import HandoffClient
 from pdserve.kvtransfer.doors import ReceiverSaid
 from pdserve.kvtransfer.greeting import Introduction
-from pdserve.kvtransfer.server import HandoffServicer
+from pdserve.kvtransfer.server import HandoffServicer, check_addresses, listening
 from pdserve.kvtransfer.session import DigestPolicy, Peer
 from pdserve.metrics import Sample
 from pdserve.metrics_server import showing
@@ -37,7 +36,7 @@ from pdserve.telemetry import configure_logging
 from pdserve.worker.admission import Rules
 from pdserve.worker.boot import Engine, build_engine, device_name, open_model
 from pdserve.worker.core import WorkerCore
-from pdserve.worker.ending import end_dismissed
+from pdserve.worker.ending import DISMISSED_EXIT_STATUS, end_process
 from pdserve.worker.failing import Isolating
 from pdserve.worker.inbox import Inbox, Listener
 from pdserve.worker.kv_feed import KvFeed
@@ -95,7 +94,7 @@ async def serve(config: WorkerConfig) -> None:
     inbox, clock = Inbox(), MonotonicClock()
     async with answering(config) as health, EngineThread() as thread, asyncio.TaskGroup() as group:
         listener = Listener(inbox, group)
-        links = Links(config.routers, credentials, register, listener, end_dismissed)
+        links = Links(config.routers, credentials, register, listener, partial(end_process, DISMISSED_EXIT_STATUS))
         linking = group.create_task(links.run(), name="links")
         engine = await thread.call(_load, config, identity, _Progress(links, register))
         _describe(engine, config.device, register)

@@ -7,8 +7,8 @@ import grpc
 import pytest
 
 from pdserve.config import WorkerConfig
-from pdserve.decode_worker.shell import advertised
 from pdserve.errors import ConfigError
+from pdserve.kvtransfer.server import advertised
 from pdserve.rpc import listen
 from pdserve.worker.server import serve
 
