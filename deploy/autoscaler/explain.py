@@ -3,8 +3,7 @@
 from collections.abc import Iterator
 
 from pdserve.autoscaler.actuators import Actuator, KubernetesActuator, ProcessActuator, PublishActuator, RayActuator
-from pdserve.autoscaler.behavior import RateLimit, ScalingRules
-from pdserve.autoscaler.pools import DAYS, Fallback, Pool, Schedule, Signal
+from pdserve.autoscaler.pools import DAYS, Fallback, Pool, RateLimit, ScalingRules, Schedule, Signal
 from pdserve.autoscaler.schema import Forecaster, Policy, RoleSwitch
 from pdserve.autoscaler.section import in_units
 

@@ -10,7 +10,7 @@ waits twice as long before the next one, so that noise about a limit between two
 from collections import deque
 from math import ceil
 
-from pdserve.autoscaler.behavior import Behavior, ScalingRules
+from pdserve.autoscaler.pools import Behavior, ScalingRules
 from pdserve.values import value
 
 _MOST_PATIENCE = 8  # times the window of scaleDown

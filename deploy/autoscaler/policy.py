@@ -17,8 +17,7 @@ from pdserve.autoscaler.planning import Plan, Planner
 from pdserve.autoscaler.schedules import bounds
 from pdserve.autoscaler.schema import Policy
 from pdserve.autoscaler.sizing import POOLS, Bounds
-from pdserve.autoscaler.startup import Lives
-from pdserve.autoscaler.supply import Supply
+from pdserve.autoscaler.supply import Lives, Supply
 from pdserve.roles import Role
 
 _LATE = 2.0  # times its start-up: when what was ordered counts as late
