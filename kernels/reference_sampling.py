@@ -6,6 +6,7 @@ Tokens of equal logit stand or fall together in top-k and top-p, so that no orde
 import math
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -60,11 +61,11 @@ def kept(scores: Tensor, params: RowParams) -> Tensor:
     return keep
 
 
-def sample(logits: Tensor, params: RowParams, key_words: Tensor) -> int:
-    """Sample a token from logits [vocab]; key_words: int32 [2], from `rng.keys`."""
+def sample(logits: Tensor, params: RowParams, key: rng.Words) -> int:
+    """Sample a token from logits [vocab]; key: a row of `rng.keys`."""
     x = penalized(logits, params)
     if params.temperature < GREEDY_BELOW:
         return int(x.argmax())
     scores = x / params.temperature
-    noisy = scores + rng.gumbel(key_words[None], len(x))[0].to(scores.dtype)
+    noisy = scores + torch.from_numpy(rng.gumbel(key, np.arange(len(x), dtype=np.uint32))).to(scores.dtype)
     return int(noisy.masked_fill(~kept(scores, params), -math.inf).argmax())

@@ -1,7 +1,8 @@
 """Counter-based random numbers: a token's noise depends on (seed, token index, token id) and on nothing else.
 
 So a sequence that is preempted, handed off or resumed elsewhere gets the same tokens. The CPU sampler uses this
-file; `sample.py` computes the same bits inside its kernel.
+file, in numpy: torch hands each small step to its threads, which costs more than the step. `sample.py` computes the
+same bits inside its kernel.
 """
 
 from collections.abc import Sequence
@@ -12,17 +13,19 @@ import torch
 from torch import Tensor
 
 GOLDEN = 0x9E3779B97F4A7C15
-LOWBIAS_1 = 0x7FEB352D
-LOWBIAS_2 = 0x846CA68B - (1 << 32)  # as int32
-SERIES_BELOW = 2.0**-10  # under this, 1 - u loses too many bits for log
-LARGEST_U = 1.0 - 2.0**-24
-CACHED_ELEMENTS = 1 << 17  # as much noise as stays in a core's cache between the steps of the hash
+LOWBIAS_1 = np.uint32(0x7FEB352D)
+LOWBIAS_2 = np.uint32(0x846CA68B)
+SERIES_BELOW = np.float32(2.0**-10)  # under this, 1 - u loses too many bits for log
+LARGEST_U = np.float32(1.0 - 2.0**-24)
+CACHED_ELEMENTS = 1 << 13  # ids that are hashed at a time, so that all steps of the hash find them in a core's cache
+
+Words = npt.NDArray[np.uint32]
 
 _LOW32 = (1 << 32) - 1
 _LOW64 = (1 << 64) - 1
 
 
-def keys(seeds: npt.NDArray[np.integer] | Sequence[int], indices: npt.ArrayLike) -> npt.NDArray[np.uint32]:
+def keys(seeds: npt.NDArray[np.integer] | Sequence[int], indices: npt.ArrayLike) -> Words:
     """Mix each sequence's 64-bit seed with the index of the token it samples next.
 
     seeds: [n] 64-bit integers, signed or not. indices: [n] non-negative token indices.
@@ -45,61 +48,51 @@ def keys(seeds: npt.NDArray[np.integer] | Sequence[int], indices: npt.ArrayLike)
     return out
 
 
-def as_tensor(key_words: npt.NDArray[np.uint32], device: torch.device | str = "cpu") -> Tensor:
-    """Reinterpret `keys`' result as the int32 [n, 2] tensor the samplers take."""
+def as_tensor(key_words: Words, device: torch.device | str = "cpu") -> Tensor:
+    """Reinterpret `keys`' result as the int32 [n, 2] tensor that the kernel takes."""
     return torch.from_numpy(np.ascontiguousarray(key_words).view(np.int32)).to(device)
 
 
-def gumbel(key_words: Tensor, vocab_size: int) -> Tensor:
-    """Return one standard Gumbel variate for each (row, token id).
+def gumbel(key: Words, ids: Words) -> npt.NDArray[np.float32]:
+    """Return one standard Gumbel variate for each token id: float32 [k].
 
-    key_words: int32 [n, 2] (bit patterns of `keys`). Returns float32 [n, vocab_size].
+    key: uint32 [2], a row of `keys`; ids: uint32 [k].
     The argmax of logit/temperature + gumbel is a sample from softmax(logit/temperature).
     """
-    ids = torch.arange(vocab_size, dtype=torch.int32, device=key_words.device)
-    out = torch.empty((len(key_words), vocab_size), dtype=torch.float32, device=key_words.device)
-    rows = max(1, CACHED_ELEMENTS // max(1, vocab_size))
-    for first in range(0, len(key_words), rows):
-        part = key_words[first : first + rows]
-        out[first : first + rows] = gumbel_at(part, ids.expand(len(part), -1))
+    u = uniform(random_bits(key, ids))
+    series = ((u * np.float32(1 / 3) + np.float32(0.5)) * u + np.float32(1)) * u
+    exponential = np.where(u < SERIES_BELOW, series, -np.log(np.float32(1) - u))
+    return -np.log(exponential)
+
+
+def random_bits(key: Words, ids: Words) -> Words:
+    """Hash (key, token id) to 32 uniform bits: uint32 [k]."""
+    if key.shape != (2,) or key.dtype != np.uint32 or ids.ndim != 1 or ids.dtype != np.uint32:
+        raise ValueError(
+            f"key and ids must be uint32 [2] and [k], got {key.dtype} {key.shape}, {ids.dtype} {ids.shape}"
+        )
+    out = np.empty_like(ids)
+    scratch = np.empty(min(CACHED_ELEMENTS, len(ids)), dtype=np.uint32)
+    for first in range(0, len(ids), CACHED_ELEMENTS):
+        part = out[first : first + CACHED_ELEMENTS]
+        np.bitwise_xor(ids[first : first + CACHED_ELEMENTS], key[0], out=part)
+        _lowbias32(part, scratch[: len(part)])
+        np.add(part, key[1], out=part)
+        _lowbias32(part, scratch[: len(part)])
     return out
 
 
-def gumbel_at(key_words: Tensor, ids: Tensor) -> Tensor:
-    """Return the same variates as `gumbel`, for chosen ids only: int32 [n, k] -> float32 [n, k]."""
-    if key_words.dtype != torch.int32 or key_words.ndim != 2 or key_words.shape[1] != 2:
-        raise ValueError(f"key_words must be int32 [n, 2], got {key_words.dtype} {tuple(key_words.shape)}")
-    if ids.dtype != torch.int32 or ids.ndim != 2 or len(ids) != len(key_words):
-        raise ValueError(f"ids must be int32 [{len(key_words)}, k], got {ids.dtype} {tuple(ids.shape)}")
-    u = uniform(random_bits(key_words, ids))
-    series = u.mul(1.0 / 3.0).add_(0.5).mul_(u).add_(1.0).mul_(u)
-    exponential = torch.where(u < SERIES_BELOW, series, u.neg().add_(1.0).log_().neg_())
-    return exponential.log_().neg_()
+def uniform(bits: Words) -> npt.NDArray[np.float32]:
+    """Turn bits into float32 in (0, 1 - 2^-24]: (bits + 0.5) / 2^32."""
+    u = bits.astype(np.float32)
+    u += 0.5
+    u *= 2.0**-32
+    return np.minimum(u, LARGEST_U, out=u)
 
 
-def random_bits(key_words: Tensor, ids: Tensor) -> Tensor:
-    """Hash (key, token id) to 32 uniform bits: int32 [n, k], as bit patterns."""
-    x = ids ^ key_words[:, :1]
-    return lowbias32_(lowbias32_(x).add_(key_words[:, 1:]))
-
-
-def lowbias32_(x: Tensor) -> Tensor:
-    """Scramble int32 `x` in place with lowbias32 (Chris Wellons, hash-prospector)."""
-    scratch = torch.empty_like(x)
-    _xor_shifted_(x, 16, scratch).mul_(LOWBIAS_1)
-    _xor_shifted_(x, 15, scratch).mul_(LOWBIAS_2)
-    return _xor_shifted_(x, 16, scratch)
-
-
-def uniform(bits: Tensor) -> Tensor:
-    """Turn int32 bit patterns into float32 in (0, 1 - 2^-24]: (bits + 0.5) / 2^32."""
-    high = bits.bitwise_right_shift(16).bitwise_and_(0xFFFF).to(torch.float32)
-    low = bits.bitwise_and(0xFFFF).to(torch.float32)
-    whole = high.mul_(65536.0).add_(low)  # one rounding, like a uint32 to float32 conversion
-    return whole.add_(0.5).mul_(2.0**-32).clamp_(max=LARGEST_U)
-
-
-def _xor_shifted_(x: Tensor, count: int, scratch: Tensor) -> Tensor:
-    """x ^= x >> count with zeros shifted in; torch shifts int32 arithmetically, hence the mask."""
-    torch.bitwise_right_shift(x, count, out=scratch)
-    return x.bitwise_xor_(scratch.bitwise_and_((1 << (32 - count)) - 1))
+def _lowbias32(x: Words, scratch: Words) -> None:
+    """Scramble `x` in place with lowbias32 (Chris Wellons, hash-prospector)."""
+    for count, factor in ((16, LOWBIAS_1), (15, LOWBIAS_2)):
+        np.bitwise_xor(x, np.right_shift(x, count, out=scratch), out=x)
+        np.multiply(x, factor, out=x)
+    np.bitwise_xor(x, np.right_shift(x, 16, out=scratch), out=x)

@@ -1,4 +1,4 @@
-"""Sample a step's tokens in one pass over rows that may each want something else.
+"""Sample a step's tokens: of each row, which may want something else, by itself.
 
 A token depends on its row's logits, parameters, seed and token index, and on nothing else in the batch. Penalties,
 biases and forbidden stops change the logits first. Then come temperature, top-k, top-p, min-p, and the largest of logit
@@ -7,10 +7,10 @@ logits. `kernels/reference_sampling.py` defines one row's token.
 """
 
 import math
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -18,8 +18,9 @@ from pdserve.engine.step import SampleSpec
 from pdserve.kernels import rng
 from pdserve.sampling import SampledToken, SamplingParams, TokenLogprobs
 
-MIN_CANDIDATES = 256
-NOTHING_KEPT = -math.inf
+REACH = 10.0  # below the best score: what is looked at first for top-k and top-p is within e^-10 of its probability
+
+Row = npt.NDArray[np.float32]  # [vocab_size]
 
 
 class Sampler:
@@ -35,20 +36,18 @@ class Sampler:
         return with_logprobs(logits, specs, self._token_ids(logits, specs))
 
     def _token_ids(self, logits: Tensor, specs: Seq[SampleSpec]) -> list[int]:
-        special = [row for row, spec in enumerate(specs) if not _is_plain_greedy(spec)]
-        if not special:
-            return _argmax(logits).tolist()
-        token_ids = np.empty(len(specs), dtype=np.int64)
-        plain = np.setdiff1d(np.arange(len(specs)), special)
-        if len(plain):
-            token_ids[plain] = _argmax(_rows(logits, plain.tolist())).numpy()
-        chosen = [specs[row] for row in special]
-        adjusted = _rows(logits, special).float()
-        if adjusted.data_ptr() == logits.data_ptr():
-            adjusted = adjusted.clone()
-        adjust(adjusted, chosen, self._eos_token_ids)
-        token_ids[special] = _sample_adjusted(adjusted, chosen).numpy()
-        return token_ids.tolist()
+        rows: npt.NDArray[np.float32] = logits.float().cpu().numpy()
+        if all(map(_is_plain_greedy, specs)):
+            return [int(token_id) for token_id in rows.argmax(-1)]
+        keys = rng.keys([spec.seed for spec in specs], [spec.index for spec in specs])
+        ids = np.arange(rows.shape[1], dtype=np.uint32)
+        return [self._token_id(row, spec, key, ids) for row, spec, key in zip(rows, specs, keys, strict=True)]
+
+    def _token_id(self, row: Row, spec: SampleSpec, key: rng.Words, ids: rng.Words) -> int:
+        if _changes_logits(spec):
+            row = row.copy()
+            adjust(row, spec, self._eos_token_ids)
+        return int(row.argmax()) if spec.params.is_greedy else _draw(row, spec.params, key, ids)
 
 
 def with_logprobs(logits: Tensor, specs: Seq[SampleSpec], token_ids: Seq[int]) -> list[SampledToken]:
@@ -59,17 +58,16 @@ def with_logprobs(logits: Tensor, specs: Seq[SampleSpec], token_ids: Seq[int]) -
 
 
 def _is_plain_greedy(spec: SampleSpec) -> bool:
-    params = spec.params
-    return params.is_greedy and not (params.has_penalties or params.logit_bias or spec.forbid_stops)
+    return spec.params.is_greedy and not _changes_logits(spec)
+
+
+def _changes_logits(spec: SampleSpec) -> bool:
+    return bool(spec.params.has_penalties or spec.params.logit_bias or spec.forbid_stops)
 
 
 def _rows(logits: Tensor, rows: list[int]) -> Tensor:
     """Return the rows, without a copy when they are all there are."""
     return logits if len(rows) == len(logits) else logits.index_select(0, torch.tensor(rows, device=logits.device))
-
-
-def _argmax(logits: Tensor) -> Tensor:
-    return torch.from_numpy(logits.float().numpy().argmax(-1))  # numpy's is vectorized, torch's on a CPU is not
 
 
 def _logprobs(logits: Tensor, specs: Seq[SampleSpec], token_ids: Seq[int], reported: list[int]) -> list[TokenLogprobs]:
@@ -91,108 +89,83 @@ def _logprobs(logits: Tensor, specs: Seq[SampleSpec], token_ids: Seq[int], repor
 # ---- what changes logits
 
 
-def adjust(logits: Tensor, specs: Seq[SampleSpec], eos_token_ids: Seq[int]) -> None:
-    """Apply each row's penalties, logit bias and forbidden stops, in that order and in place.
-
-    logits: float32 [len(specs), vocab_size].
-    """
-    # A model's files may name an end past its vocabulary, which is never sampled.
-    ends = [token_id for token_id in eos_token_ids if 0 <= token_id < logits.shape[1]]
-    for row, spec in zip(logits, specs, strict=True):
-        params = spec.params
-        if params.repetition_penalty != 1.0:
-            seen = _array((*spec.prompt_ids, *spec.output_ids)).unique()
-            values = row[seen]
-            row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-        if params.frequency_penalty or params.presence_penalty:
-            written, counts = _array(spec.output_ids).unique(return_counts=True)
-            row[written] -= counts * params.frequency_penalty + params.presence_penalty
-        if params.logit_bias:
-            bias = dict(params.logit_bias)
-            row[_array(list(bias))] += torch.tensor(list(bias.values()))
-        if spec.forbid_stops:
-            row[_array((*ends, *params.stop_token_ids))] = -math.inf
+def adjust(row: Row, spec: SampleSpec, eos_token_ids: Seq[int]) -> None:
+    """Apply penalties, logit bias and forbidden stops, in that order and in place."""
+    params = spec.params
+    if params.repetition_penalty != 1.0:
+        seen, penalty = np.unique(_array((*spec.prompt_ids, *spec.output_ids))), np.float32(params.repetition_penalty)
+        values = row[seen]
+        row[seen] = np.where(values > 0, values / penalty, values * penalty)
+    if params.frequency_penalty or params.presence_penalty:
+        written, counts = np.unique(_array(spec.output_ids), return_counts=True)
+        row[written] -= (counts * params.frequency_penalty + params.presence_penalty).astype(np.float32)
+    for token_id, bias in dict(params.logit_bias).items():
+        row[token_id] += np.float32(bias)
+    if spec.forbid_stops:
+        # A model's files may name an end past its vocabulary, which is never sampled.
+        ends = [token_id for token_id in eos_token_ids if 0 <= token_id < len(row)]
+        row[_array((*ends, *params.stop_token_ids))] = -math.inf
 
 
-def _array(token_ids: Seq[int]) -> Tensor:
-    return torch.from_numpy(np.fromiter(token_ids, dtype=np.int64, count=len(token_ids)))
+def _array(token_ids: Seq[int]) -> npt.NDArray[np.int64]:
+    return np.fromiter(token_ids, dtype=np.int64, count=len(token_ids))
 
 
 # ---- temperature, filters and noise
-#
-# A filter becomes a threshold on a row's logits, so ties stand or fall together and no order of equal values matters.
-# Thresholds are found among a row's likeliest candidates; a row that they do not settle is done again with the whole
-# vocabulary.
 
 
-def _sample_adjusted(logits: Tensor, specs: Seq[SampleSpec]) -> Tensor:
-    """Return one token id per row: int64 [len(specs)] on the CPU. logits: float32, may be overwritten."""
-    token_ids = torch.empty(len(specs), dtype=torch.int64)
-    kinds: dict[Callable[[Tensor, list[SampleSpec]], Tensor], list[int]] = {}
-    for row, spec in enumerate(specs):
-        kinds.setdefault(_kind(spec.params), []).append(row)
-    for sample, rows in kinds.items():
-        token_ids[rows] = sample(logits[rows], [specs[row] for row in rows]).cpu()
-    return token_ids
+def _draw(row: Row, params: SamplingParams, key: rng.Words, ids: rng.Words) -> int:
+    """Return the token id of the largest sum of score and noise, of those that the filters keep."""
+    scores = row / np.float32(params.temperature)
+    best = int(scores.argmax())
+    peak = float(scores[best])
+    if not math.isfinite(peak):
+        return best  # broken logits
+    if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0:
+        chosen = np.flatnonzero(scores >= _floor(scores, peak, params))
+    else:
+        chosen = _contenders(scores, peak + float(rng.gumbel(key, ids[best : best + 1])[0]), key, ids)
+    return int(chosen[(scores[chosen] + rng.gumbel(key, ids[chosen])).argmax()])
 
 
-def _kind(params: SamplingParams) -> Callable[[Tensor, list[SampleSpec]], Tensor]:
-    """Return what samples rows of such parameters."""
-    if params.is_greedy:
-        return _sample_greedy
-    return _sample_filtered if params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0 else _sample_free
+def _contenders(scores: Row, reached: float, key: rng.Words, ids: rng.Words) -> npt.NDArray[np.intp]:
+    """Return the tokens, few of all, whose score with noise may be `reached`, which one token's is.
 
-
-def _sample_greedy(logits: Tensor, specs: Seq[SampleSpec]) -> Tensor:
-    return logits.argmax(-1)
-
-
-def _sample_free(logits: Tensor, specs: Seq[SampleSpec]) -> Tensor:
-    scaled = logits.div_(_column(logits, [spec.params.temperature for spec in specs]))
-    return scaled.add_(rng.gumbel(_keys(logits, specs), logits.shape[1])).argmax(-1)
-
-
-def _sample_filtered(logits: Tensor, specs: Seq[SampleSpec], num_candidates: int = MIN_CANDIDATES) -> Tensor:
-    num_candidates = min(max(num_candidates, *(spec.params.top_k + 1 for spec in specs), 0), logits.shape[1])
-    scaled = logits / _column(logits, [spec.params.temperature for spec in specs])
-    values, ids = scaled.topk(num_candidates, dim=-1)
-    threshold = _threshold(values, scaled.logsumexp(-1, keepdim=True), specs)
-    noisy = values + rng.gumbel_at(_keys(logits, specs), ids.to(torch.int32))
-    best = noisy.masked_fill_(values < threshold, NOTHING_KEPT).argmax(-1, keepdim=True)
-    token_ids = ids.gather(1, best)[:, 0]
-    if num_candidates < logits.shape[1]:
-        unsettled = (values[:, -1:] >= threshold)[:, 0].nonzero()[:, 0].tolist()
-        if unsettled:
-            again = [specs[row] for row in unsettled]
-            token_ids[unsettled] = _sample_filtered(logits[unsettled], again, logits.shape[1])
-    return token_ids
-
-
-def _threshold(values: Tensor, total: Tensor, specs: Seq[SampleSpec]) -> Tensor:
-    """Return the smallest logit each row keeps: [rows, 1].
-
-    values: the row's largest logits, in falling order. total: logsumexp over all of the row's logits.
-    Where the candidates do not reach far enough the threshold is at or below the last of them.
+    The noise of u is -log(-log(1 - u)), at most -log(u): it lifts a score so far only if u <= exp(score - reached).
     """
-    last = values.shape[1] - 1
-    top_k = torch.tensor([[spec.params.top_k or last + 1] for spec in specs], device=values.device)
-    kth = values.gather(1, (top_k - 1).clamp_(max=last))
-    limited = torch.tensor([[spec.params.top_k > 0] for spec in specs], device=values.device)
-    kept = values.masked_fill(values < kth, NOTHING_KEPT)
-    total = torch.where(limited, kept.logsumexp(-1, keepdim=True), total)
-    probabilities = (kept - total).exp_()
-    before = probabilities.cumsum(-1) - probabilities
-    top_p = _column(values, [spec.params.top_p if spec.params.top_p < 1.0 else math.inf for spec in specs])
-    num_kept = (before < top_p).sum(-1, keepdim=True).clamp_(min=1)
-    threshold = torch.maximum(kth, values.gather(1, num_kept - 1))
-    min_p = _column(values, [spec.params.min_p for spec in specs])
-    return torch.maximum(threshold, values[:, :1] + min_p.log())
+    most = scores - reached
+    np.exp(most, out=most)
+    most *= 2.0**32 * 1.0001  # with what rounding may cost
+    most += 1.0
+    return np.flatnonzero(rng.random_bits(key, ids).astype(np.float32) <= most)
 
 
-def _column(like: Tensor, values: Seq[float]) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+def _floor(scores: Row, peak: float, params: SamplingParams) -> float:
+    """Return the smallest score that top-k, top-p and min-p keep. Equal scores stand or fall together."""
+    floor = peak + math.log(params.min_p) if params.min_p > 0.0 else -math.inf
+    if params.top_k <= 0 and params.top_p >= 1.0:
+        return floor
+    likeliest = _likeliest(scores[scores >= peak - REACH], scores, peak, params)
+    if likeliest is None:
+        likeliest = _likeliest(scores, scores, peak, params)
+    return floor if likeliest is None else max(floor, likeliest)
 
 
-def _keys(like: Tensor, specs: Seq[SampleSpec]) -> Tensor:
-    keys = rng.keys([spec.seed for spec in specs], [spec.index for spec in specs])
-    return rng.as_tensor(keys, like.device)
+def _likeliest(values: Row, scores: Row, peak: float, params: SamplingParams) -> float | None:
+    """Return the smallest score that top-k, then top-p keep, or None where that takes more than `values`.
+
+    values: the largest of the scores, in any order.
+    """
+    kept, is_limited = np.sort(values)[::-1], 0 < params.top_k < len(scores)
+    if is_limited:
+        if params.top_k > len(kept):
+            return None
+        kept = kept[: np.searchsorted(-kept, -kept[params.top_k - 1], side="right")]
+    if params.top_p >= 1.0:
+        return float(kept[-1])
+    weights = np.exp((kept - peak).astype(np.float64))
+    total = weights.sum() if is_limited else np.exp(scores - peak).sum(dtype=np.float64)
+    num_kept = max(1, int((weights.cumsum() - weights < params.top_p * total).sum()))
+    if num_kept == len(kept) < len(scores) and not is_limited:
+        return None
+    return float(kept[num_kept - 1])

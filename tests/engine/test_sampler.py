@@ -4,6 +4,7 @@ import math
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -74,7 +75,8 @@ def kept_by_hand(logits: list[float], params: SamplingParams) -> set[int]:
 def drawn_by_hand(logits: list[float], spec: SampleSpec) -> int:
     """Return the kept token whose scaled logit plus noise is largest."""
     scaled = torch.tensor(logits) / spec.params.temperature
-    noisy = scaled + rng.gumbel(rng.as_tensor(rng.keys([spec.seed], [spec.index])), len(logits))[0]
+    (key,), ids = rng.keys([spec.seed], [spec.index]), np.arange(len(logits), dtype=np.uint32)
+    noisy = scaled + torch.from_numpy(rng.gumbel(key, ids))
     return max(kept_by_hand(logits, spec.params), key=lambda token: float(noisy[token]))
 
 
@@ -156,7 +158,8 @@ def penalized(draw: st.DrawFn) -> SampleSpec:
 def test_logits_are_adjusted_row_by_row_as_by_hand(specs: list[SampleSpec]) -> None:
     logits = random_logits(len(specs), vocab=40)
     expected = [adjusted_by_hand(row, spec) for row, spec in zip(logits.tolist(), specs, strict=True)]
-    adjust(logits, specs, EOS)
+    for row, spec in zip(logits, specs, strict=True):
+        adjust(row.numpy(), spec, EOS)
     torch.testing.assert_close(logits, torch.tensor(expected))
 
 
@@ -179,7 +182,7 @@ def test_every_row_gets_the_token_of_the_kernels_reference() -> None:
         for row, params in enumerate(mixed)
     ]
     logits = random_logits(len(specs))
-    keys = rng.as_tensor(rng.keys([spec.seed for spec in specs], [spec.index for spec in specs]))
+    keys = rng.keys([spec.seed for spec in specs], [spec.index for spec in specs])
     rows = zip(logits.double(), map(row_params, specs), keys, strict=True)
     assert draw(logits, specs) == [reference_sampling.sample(*row) for row in rows]
 

@@ -140,10 +140,13 @@ def _sampling() -> float:
     def column(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.tensor([getattr(row, name) for row in params], dtype=dtype, device=DEVICE)
 
-    keys = rng.as_tensor(words)
     sampled_by = sample.Params(
-        keys.to(DEVICE), column("temperature"), column("top_k", torch.int32), column("top_p"), column("min_p")
+        rng.as_tensor(words, DEVICE),
+        column("temperature"),
+        column("top_k", torch.int32),
+        column("top_p"),
+        column("min_p"),
     )
     got = sample.sample(logits.to(DEVICE), sampled_by).tolist()
-    want = [reference_sampling.sample(logits[row].double(), params[row], keys[row]) for row in range(100)]
+    want = [reference_sampling.sample(logits[row].double(), params[row], words[row]) for row in range(100)]
     return float(sum(ours != theirs for ours, theirs in zip(got, want, strict=True)))

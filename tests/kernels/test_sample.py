@@ -45,7 +45,7 @@ def bias_of(rows: Sequence[RowParams]) -> sample.Bias:
 
 
 def reference_tokens(logits: Tensor, rows: Sequence[RowParams], draw: sample.Params) -> list[int]:
-    drawn = zip(logits.double(), rows, draw.keys, strict=True)
+    drawn = zip(logits.double(), rows, draw.keys.numpy().view(np.uint32), strict=True)
     return [reference_sampling.sample(row_logits, row, key) for row_logits, row, key in drawn]
 
 
