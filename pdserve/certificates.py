@@ -17,6 +17,7 @@ from pdserve.errors import ConfigError
 from pdserve.files import read_file, read_private
 
 IDENTITY_FILES = ("tls.crt", "tls.key", "ca.crt")
+PUBLIC = "public"  # folder of the certificate for clients, beside those of the parts
 
 
 class Part(StrEnum):
@@ -83,6 +84,11 @@ def read_pair(certificate: Path, key: Path, settings: tuple[str, str]) -> KeyPai
     except (OSError, ssl.SSLError) as error:
         raise ConfigError(f"{settings[1]}: {key} is not the key of {certificate}: {error}") from error
     return KeyPair(chain, private, first.not_valid_after_utc)
+
+
+def public_files(folder: Path) -> tuple[Path, Path]:
+    """Return certificate and key for clients, in a folder of certificates for a whole cluster."""
+    return folder / PUBLIC / IDENTITY_FILES[0], folder / PUBLIC / IDENTITY_FILES[1]
 
 
 def read_identity(folder: Path) -> Identity:

@@ -16,7 +16,7 @@ import grpc
 from pdserve import rpc
 from pdserve.certificates import IDENTITY_FILES, Identity, KeyPair, Part, may_call, read_identity, read_pair
 from pdserve.errors import ConfigError, Refusal, echo
-from pdserve.files import Watched
+from pdserve.watched import Watched
 
 PEER_KEY = "peer_spiffe_id"  # where gRPC puts the one URI of a caller's certificate
 

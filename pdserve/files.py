@@ -1,19 +1,11 @@
 """Small files that processes read while others replace them."""
 
-import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Generic, TypeVar
 
 from pdserve.errors import ConfigError
 
-logger = logging.getLogger(__name__)
-
 EXPOSED = 0o026  # modes of a private file that others could read, or anybody but its owner replace
-
-_Content = TypeVar("_Content")
-_Stamp = tuple[tuple[int, int, int], ...]
 
 
 def read_file(path: Path, setting: str) -> bytes:
@@ -34,48 +26,6 @@ def read_private(path: Path, setting: str) -> bytes:
     if mode & EXPOSED:
         raise ConfigError(f"{setting}: {path} has mode {mode & 0o777:04o}; at most 0640 is private enough")
     return content
-
-
-class Watched(Generic[_Content]):
-    """What some files say, read again when they have changed.
-
-    Nothing watches in the background: each look compares what the file system says of the files. Files that cannot be
-    read, or make no sense together, leave in force what was read before.
-    """
-
-    def __init__(self, paths: tuple[Path, ...], read: Callable[[], _Content]) -> None:
-        """`read` raises ConfigError where the files are refused, which here goes to the caller."""
-        self._paths = paths
-        self._read = read
-        self._stamp = self._now()
-        self._content = read()
-        self.num_refused = 0  # how often files that had changed were refused
-
-    def look(self) -> _Content:
-        """Return what the files say now; from any thread."""
-        stamp = self._now()
-        if stamp != self._stamp:
-            self._stamp = stamp
-            try:
-                self._content = self._read()
-            except ConfigError as error:
-                self.num_refused += 1
-                logger.error("%s; what was read before stays in force", error)
-            else:
-                logger.info("%s has changed and was read again", self._paths[0])
-        return self._content
-
-    def _now(self) -> _Stamp:
-        return tuple(_stamp_of(path) for path in self._paths)
-
-
-def _stamp_of(path: Path) -> tuple[int, int, int]:
-    """Return what differs between versions of a file; links are followed, as Kubernetes swaps them."""
-    try:
-        found = path.stat()
-    except OSError:
-        return (0, 0, 0)
-    return (found.st_ino, found.st_mtime_ns, found.st_size)
 
 
 def write_atomically(path: Path, text: str) -> None:

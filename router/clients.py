@@ -12,7 +12,6 @@ import grpc
 
 from pdserve.clock import Clock
 from pdserve.errors import Status, echo, invalid
-from pdserve.files import Watched
 from pdserve.router.api_keys import ApiKeys, Client, bearer, read_keys
 from pdserve.router.because import Cause
 from pdserve.router.commands import Refused
@@ -20,6 +19,7 @@ from pdserve.router.limits import Use
 from pdserve.router.prompts import Terms
 from pdserve.rpc import abort
 from pdserve.values import value
+from pdserve.watched import Watched
 
 OPEN = "/grpc.health.v1.Health/"  # methods that need no key
 NO_KEY, WRONG_KEY = DENIALS = ("no_key", "wrong_key")

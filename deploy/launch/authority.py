@@ -13,12 +13,11 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from pdserve.certificates import IDENTITY_FILES, Part
+from pdserve.certificates import IDENTITY_FILES, PUBLIC, Part
 from pdserve.errors import ConfigError
 from pdserve.files import read_file, read_private
 
 AUTHORITY_DAYS = 3650
-PUBLIC = "public"  # folder of the certificate for clients, beside those of the parts
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 _SKEW = timedelta(hours=1)  # of the clocks of machines that check
 

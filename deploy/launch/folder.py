@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pdserve.errors import ConfigError
 from pdserve.launch.plan import ProcessRole, WorkerTemplate
 
+CERTIFICATES = "certificates"
 RECORD_FILE = "autoscaler.json"  # what the cluster's autoscaler decided lately
 
 
@@ -45,6 +46,7 @@ class ClusterState(BaseModel):
     admin: str  # host:port of the router's internal port
     secret_file: Path
     identity_dir: Path | None = None  # an operator's, where the cluster asks for certificates
+    ca_file: Path | None = None  # whom the public endpoint's clients are to believe, where it is TLS
     model: str
     ready: bool
     processes: tuple[ProcessState, ...]
@@ -122,6 +124,7 @@ def claimed_folder(name: str) -> Iterator[Path]:
 def _forget(folder: Path) -> None:
     for name in ("state.json", "metrics.json", "secret", RECORD_FILE):
         (folder / name).unlink(missing_ok=True)
+    shutil.rmtree(folder / CERTIFICATES, ignore_errors=True)
 
 
 def write_secret(folder: Path, given: Path | None = None) -> Path:

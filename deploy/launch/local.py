@@ -12,15 +12,26 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import grpc
 
+from pdserve.certificates import Part
 from pdserve.clock import MonotonicClock
 from pdserve.errors import CommandError, ConfigError, first_of
 from pdserve.files import write_atomically
 from pdserve.launch.admin import AdminClient
+from pdserve.launch.authority import write_certificates
 from pdserve.launch.ends import report_end
-from pdserve.launch.folder import ClusterState, ProcessState, claimed_folder, claimed_port, free_port, write_secret
+from pdserve.launch.folder import (
+    CERTIFICATES,
+    ClusterState,
+    ProcessState,
+    claimed_folder,
+    claimed_port,
+    free_port,
+    write_secret,
+)
 from pdserve.launch.plan import (
     PDSERVE,
     PUBLISHED,
@@ -38,6 +49,7 @@ from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.rpc import join_address
 
 PUBLIC_PORT = 50051
+CERTIFICATE_DAYS = 365
 RECONNECT_S = 0.2
 MAX_RESTARTS_BEFORE_READY = 3
 MAX_GONE = 64  # ended processes that are reported to a router that starts again
@@ -114,7 +126,7 @@ class LocalCluster:
 
     async def supervise(self) -> None:
         """Keep the processes running and report each worker's end to the router."""
-        client = AdminClient(self._state.admin, self._state.secret_file)
+        client = AdminClient(self._state.admin, self._state.secret_file, self._state.identity_dir)
         helpers: set[asyncio.Task[None]] = set()
 
         def on_exit(exit_: ChildExit) -> None:
@@ -210,6 +222,7 @@ async def running(
             internal_port=spec.internal_port or free_port(spec.internal_host),
             secret_file=write_secret(folder, spec.workers_secret_file),
             num_threads=_threads_each(spec),
+            certificates=_certificates(spec, folder),
         )
         workers = WorkerPlans(spec, wiring)
         children, environment = plan(spec, wiring, workers), dict(os.environ)
@@ -217,7 +230,11 @@ async def running(
         cluster = LocalCluster(_state(spec, wiring), supervisor, listener)
         endpoint = LauncherEndpoint(supervisor, workers, spec, cluster.serves)
         try:
-            async with serving(endpoint, wiring.secret_file) as cluster.launcher, asyncio.TaskGroup() as tasks:
+            identity_dir = wiring.identity_dir(Part.OPERATOR)
+            async with (
+                serving(endpoint, wiring.secret_file, identity_dir) as cluster.launcher,
+                asyncio.TaskGroup() as tasks,
+            ):
                 tasks.create_task(cluster.supervise())
                 yield cluster
                 if spec.elsewhere:
@@ -228,6 +245,13 @@ async def running(
             if expected is None or rest is not None:
                 raise
             raise first_of(expected, Exception) or expected from None
+
+
+def _certificates(spec: ClusterSpec, folder: Path) -> Path | None:
+    if not spec.tls:
+        return None
+    write_certificates(folder / CERTIFICATES, (spec.host,), CERTIFICATE_DAYS)
+    return folder / CERTIFICATES
 
 
 def _threads_each(spec: ClusterSpec) -> int | None:
@@ -243,6 +267,8 @@ def _state(spec: ClusterSpec, wiring: Wiring) -> ClusterState:
         endpoint=join_address(spec.host, wiring.public_port),
         admin=wiring.router,
         secret_file=wiring.secret_file,
+        identity_dir=wiring.identity_dir(Part.OPERATOR),
+        ca_file=None if wiring.certificates is None else wiring.certificates / "ca.crt",
         model=spec.served_model_name,
         ready=False,
         processes=(),

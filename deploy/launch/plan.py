@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import Literal
 
+from pdserve.certificates import Part, public_files
 from pdserve.config import WorkerConfig
 from pdserve.errors import ConfigError
 from pdserve.ids import Incarnation
@@ -43,6 +44,7 @@ class ClusterSpec:
     autoscaling: Path | None = None  # the policy file that an autoscaler follows
     elsewhere: bool = False  # whether the autoscaler starts all workers, on machines of its own
     internal_host: str = "127.0.0.1"  # where the router listens for workers
+    tls: bool = False  # whether certificates are made for it
     workers_secret_file: Path | None = None  # the secret on those machines; None: where it is on this one
 
     @property
@@ -57,6 +59,8 @@ class ClusterSpec:
         for key, number in (("prefill", self.num_prefill), ("decode", self.num_decode)):
             if number < 0 or (number == 0 and self.num_mixed < 1):
                 raise ConfigError(f"--{key}: {number} is refused: at least one worker is needed, or a mixed one")
+        if self.tls and self.elsewhere:
+            raise ConfigError("--tls: workers on other machines would need certificates there")
         if self.num_mixed < 0:
             raise ConfigError(f"--mixed: {self.num_mixed} is refused: none is 0")
         if self.max_workers is not None and self.max_workers < self.num_workers:
@@ -81,7 +85,12 @@ class Wiring:
     internal_port: int
     secret_file: Path
     internal_host: str = "127.0.0.1"
+    certificates: Path | None = None  # folder that `write_certificates` wrote
     num_threads: int | None = None  # of each worker's engine, unless a flag sets it; None: one for each core
+
+    def identity_dir(self, part: Part) -> Path | None:
+        """Return where the certificate of a process is, if it has one."""
+        return None if self.certificates is None else self.certificates / part
 
     @property
     def router(self) -> str:
@@ -127,7 +136,12 @@ class WorkerPlans:
     def __init__(self, spec: ClusterSpec, wiring: Wiring) -> None:
         routers = (wiring.router,)
         chosen = {key: value for key, value in spec.worker_flags.items() if value is not None}
-        self._flags = {**_shared(spec, wiring), "routers": routers, "num_threads": wiring.num_threads, **chosen}
+        self._flags = {
+            **_shared(spec, wiring, Part.WORKER),
+            "routers": routers,
+            "num_threads": wiring.num_threads,
+            **chosen,
+        }
         self._given = {key: str(chosen[key]) for key in PUBLISHED if key in chosen}
         self._endpoints: dict[str, dict[str, str]] = {}  # by worker
         self._places: dict[str, int] = {}  # by worker: how much further its ports are
@@ -158,7 +172,8 @@ class WorkerPlans:
 def plan(spec: ClusterSpec, wiring: Wiring, workers: WorkerPlans) -> tuple[ChildSpec, ...]:
     """Return the processes with which a cluster begins, the router first."""
     router = {
-        **_shared(spec, wiring),
+        **_shared(spec, wiring, Part.ROUTER),
+        **_shown_to_clients(wiring),
         "host": spec.host,
         "port": wiring.public_port,
         "internal_host": wiring.internal_host,
@@ -175,12 +190,20 @@ def plan(spec: ClusterSpec, wiring: Wiring, workers: WorkerPlans) -> tuple[Child
     return (_child("router", "router", "router", router), *children)
 
 
-def _shared(spec: ClusterSpec, wiring: Wiring) -> Flags:
+def _shared(spec: ClusterSpec, wiring: Wiring, part: Part) -> Flags:
     return {
         "model": spec.model,
         "served_model_name": spec.served_model_name,
         "secret_file": wiring.secret_file,
+        "identity_dir": wiring.identity_dir(part),
     }
+
+
+def _shown_to_clients(wiring: Wiring) -> Flags:
+    if wiring.certificates is None:
+        return {}
+    certificate, key = public_files(wiring.certificates)
+    return {"ssl_certfile": certificate, "ssl_keyfile": key}
 
 
 def _user(worker: str, key: str) -> str:

@@ -4,17 +4,21 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pdserve.cli.flags import grouped_flags
-from pdserve.cli.options import AsJson, ClusterName, Endpoint, Sampling
+from pdserve.cli.options import AsJson, CaFile, ClusterName, Endpoint, Sampling
 from pdserve.errors import CommandError, ConfigError
 
 if TYPE_CHECKING:
     from pdserve.cli.stream import Answer
+    from pdserve.measure.client import Access
     from pdserve.proto.v1 import inference_pb2 as inference
+
+    Router = tuple[str, Access | None]
 
 _SHORT, _LONG = Sampling(max_tokens=128), Sampling(max_tokens=512)
 
@@ -26,6 +30,7 @@ VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if 
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
     endpoint: Endpoint = None,
+    ca_file: CaFile = None,
     name: ClusterName = "default",
     sampling: Sampling = _SHORT,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of the answer.")] = False,
@@ -35,7 +40,7 @@ def generate(
     """Continue a text; stream it as it is computed, then print where the time went."""
     request = sampling.request(n=n, ignore_eos=ignore_eos)
     request.text = prompt
-    answer = _run(endpoint, name, request, _quiet if as_json or n > 1 else _show)
+    answer = _run(_router(endpoint, name, ca_file), request, _quiet if as_json or n > 1 else _show)
     _print(answer, as_json=as_json)
 
 
@@ -44,6 +49,7 @@ def chat(
     once: Annotated[str | None, typer.Option(help="Send this one message and end.", show_default=False)] = None,
     system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
     endpoint: Endpoint = None,
+    ca_file: CaFile = None,
     name: ClusterName = "default",
     sampling: Sampling = _LONG,
     as_json: AsJson = False,
@@ -54,13 +60,13 @@ def chat(
     request = sampling.request()
     if system is not None:
         add_message(request, "system", system)
-    _endpoint(endpoint, name)  # before anything is typed
+    router = _router(endpoint, name, ca_file)  # before anything is typed
     on_text = _quiet if as_json else _show
     all_answered = True
     while (message := once if once is not None else _read_line()) is not None:
         add_message(request, "user", message)
         try:
-            answer = _run(endpoint, name, request, on_text)
+            answer = _run(router, request, on_text)
         except (KeyboardInterrupt, CommandError, ConfigError) as error:
             if once is not None:
                 raise
@@ -88,20 +94,20 @@ def _read_line() -> str | None:
 
 
 def _run(
-    endpoint: str | None,
-    cluster: str,
+    router: "Router",
     request: "inference.GenerateRequest",
     on_text: Callable[[int, str], None],
 ) -> "Answer":
     from pdserve.cli.stream import ask
 
-    return asyncio.run(ask(_endpoint(endpoint, cluster), request, on_text))
+    address, access = router
+    return asyncio.run(ask(address, request, on_text, access))
 
 
-def _endpoint(endpoint: str | None, cluster: str) -> str:
-    from pdserve.launch.folder import read_state
+def _router(endpoint: str | None, cluster: str, ca_file: Path | None) -> "Router":
+    from pdserve.cli.stream import router_of
 
-    return endpoint or read_state(cluster).endpoint
+    return router_of(endpoint, cluster, ca_file)
 
 
 def _show(_index: int, text: str) -> None:

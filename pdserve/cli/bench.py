@@ -8,6 +8,7 @@ import typer
 from pdserve.cli.flags import grouped_flags
 from pdserve.cli.options import (
     WORKLOAD_HELP,
+    CaFile,
     ClusterName,
     Decode,
     Dtype,
@@ -49,11 +50,12 @@ def load(
     goodput: Goodput = "",
     json_file: JsonFile = None,
     endpoint: Endpoint = None,
+    ca_file: CaFile = None,
     name: ClusterName = "default",
 ) -> None:
     """Send workloads of random prompts, greedy and to full length, and measure what a client sees."""
+    from pdserve.cli.stream import router_of
     from pdserve.errors import ConfigError
-    from pdserve.launch.folder import read_state
     from pdserve.measure.live import measure_load
     from pdserve.measure.summary import summary_tables
 
@@ -62,8 +64,8 @@ def load(
     workloads = [(each.first(sizes.num_prompts) if each.is_timed else each).sent_at(rate, sizes.seed) for each in read]
     if not workloads:
         raise ConfigError("--workload is needed, for example --workload 16x32x128")
-    goal, address = objective(goodput), endpoint or read_state(name).endpoint
-    runs = run(measure_load(address, workloads, goal, sizes.seed, max_concurrency))
+    goal, router = objective(goodput), router_of(endpoint, name, ca_file)
+    runs = run(measure_load(router, workloads, goal, sizes.seed, max_concurrency))
     note = f"goodput counts requests that ended well ({goal})"
     show(json_file, {"objective": goal, "runs": runs}, *summary_tables(runs), note)
 

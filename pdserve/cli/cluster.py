@@ -12,6 +12,7 @@ from pdserve.cli.options import (
     DEFAULT_MODEL,
     AdminAddress,
     AsJson,
+    CaFile,
     ClusterName,
     Endpoint,
     IdentityDir,
@@ -98,6 +99,9 @@ def up(
     secret_file: WorkersSecret = None,
     host: Annotated[str, typer.Option(help="Where the public endpoint listens.")] = "127.0.0.1",
     router_port: RouterPort = None,
+    tls: Annotated[
+        bool, typer.Option("--tls", help="Certificates of an authority made for this run, inside and for clients.")
+    ] = False,
     **flags: object,
 ) -> None:
     """Start a router and workers on this machine and keep them running. Ctrl-C drains, a second one kills.
@@ -134,6 +138,7 @@ def up(
         name=name,
         host=host,
         router_port=router_port,
+        tls=tls,
         worker_flags={key: value for key, value in given.items() if key in WorkerConfig.model_fields},
         router_flags={key: value for key, value in given.items() if key in RouterConfig.model_fields},
     )
@@ -161,6 +166,7 @@ def status(
     secret_file: SecretFile = None,
     identity_dir: IdentityDir = None,
     endpoint: Endpoint = None,
+    ca_file: CaFile = None,
 ) -> None:
     """Show the workers, their pages and what they are doing.
 
@@ -172,10 +178,11 @@ def status(
 
     if endpoint is not None:
         from pdserve.cli.status import show_public_status
+        from pdserve.cli.stream import router_of
 
         if watch or admin is not None or secret_file is not None:
             raise ConfigError("--endpoint: goes with neither --watch nor --admin nor --secret-file")
-        asyncio.run(show_public_status(endpoint, as_json=as_json))
+        asyncio.run(show_public_status(*router_of(endpoint, name, ca_file), as_json=as_json))
         return
     client = admin_of(name, admin, secret_file, identity_dir)
     asyncio.run(show_status(client, watch=watch, as_json=as_json))

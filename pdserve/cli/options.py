@@ -34,6 +34,16 @@ Endpoint = Annotated[
         "--endpoint", help="host:port of a router; by default the cluster that runs here.", show_default=False
     ),
 ]
+CaFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--ca-file",
+        envvar="PDSERVE_CA_FILE",
+        help="Certificates that a router's must lead to, where its endpoint is TLS. The key that is shown there is "
+        "taken from the variable PDSERVE_API_KEY.",
+        show_default=False,
+    ),
+]
 AdminAddress = Annotated[
     str | None, typer.Option("--admin", help="host:port of a router's internal port.", show_default=False)
 ]

@@ -12,7 +12,7 @@ from pdserve.cli.stream import failure, plain
 from pdserve.errors import ConfigError
 from pdserve.launch.admin import AdminClient
 from pdserve.launch.folder import read_state
-from pdserve.measure.client import connect
+from pdserve.measure.client import Access, connect
 from pdserve.measure.tables import Column, Sheet, output
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import inference_pb2 as inference
@@ -127,9 +127,9 @@ def _state(worker: admin.WorkerStatus) -> str:
     return f"unroutable: {worker.unroutable}" if worker.unroutable else "ready"
 
 
-async def show_public_status(endpoint: str, *, as_json: bool) -> None:
+async def show_public_status(endpoint: str, access: Access | None, *, as_json: bool) -> None:
     """Print what a router shows everybody: whether it serves, and its models. CommandError where nobody answers."""
-    async with connect(endpoint) as channel:
+    async with connect(endpoint, access) as channel:
         try:
             asked = health_pb2.HealthCheckRequest(service=SERVICE)
             check = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]  # its stubs lack it

@@ -1,17 +1,21 @@
 """Make requests of text, send them to a router and pass on what it streams."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import grpc
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
 
-from pdserve.errors import CommandError
-from pdserve.measure.client import connect
+from pdserve.errors import CommandError, ConfigError
+from pdserve.launch.folder import read_state
+from pdserve.measure.client import Access, connect
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 
+API_KEY = "PDSERVE_API_KEY"  # variable with the key that is shown to routers
 FINISH_REASONS = {
     inference.FINISH_REASON_UNSPECIFIED: "none",
     inference.FINISH_REASON_STOP: "stop",
@@ -39,11 +43,27 @@ class Answer:
                 self.finish_reasons[delta.index] = FINISH_REASONS[delta.finish_reason]
 
 
-async def ask(endpoint: str, request: inference.GenerateRequest, on_text: Callable[[int, str], None]) -> Answer:
+def router_of(endpoint: str | None, cluster: str, ca_file: Path | None) -> tuple[str, Access | None]:
+    """Return a router's public endpoint, as given or of a cluster of this machine, and what its clients need."""
+    state = read_state(cluster) if endpoint is None else None
+    address = endpoint if state is None else state.endpoint
+    believed = ca_file if ca_file is not None or state is None else state.ca_file
+    api_key = os.environ.get(API_KEY, "")
+    if api_key and believed is None:
+        raise ConfigError(f"{API_KEY}: a key is sent over TLS alone: --ca-file is needed")
+    return address or "", None if believed is None else Access(believed, api_key)
+
+
+async def ask(
+    endpoint: str,
+    request: inference.GenerateRequest,
+    on_text: Callable[[int, str], None],
+    access: Access | None = None,
+) -> Answer:
     """Stream one request; `on_text` gets a continuation's index and what it gained. CommandError on any error."""
     num_sequences = request.sampling.n if request.sampling.HasField("n") else 1
     answer = Answer([""] * num_sequences, [[] for _ in range(num_sequences)], ["none"] * num_sequences)
-    async with connect(endpoint) as channel:
+    async with connect(endpoint, access) as channel:
         try:
             async for reply in InferenceServiceStub(channel).Generate(request):
                 answer.take(reply)

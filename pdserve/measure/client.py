@@ -4,12 +4,15 @@ import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from math import isfinite
+from pathlib import Path
 
 import grpc
 
 from pdserve import rpc
 from pdserve.clock import Clock
+from pdserve.files import read_file
 from pdserve.measure.objectives import Objective
 from pdserve.measure.outcomes import OK, Moved, Outcome
 from pdserve.measure.workload import Arrival
@@ -17,6 +20,14 @@ from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 
 Timed = tuple[float, inference.GenerateRequest]  # seconds after the run's start, and what is sent then
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How a client knows a router, and what it shows."""
+
+    ca_file: Path  # with certificates that the router's must lead to
+    api_key: str = ""
 
 
 class Client:
@@ -128,6 +139,12 @@ def new_tenant() -> str:
     return f"bench-{secrets.token_hex(8)}"
 
 
-def connect(endpoint: str) -> grpc.aio.Channel:
-    """Open a channel to a router's public endpoint."""
-    return grpc.aio.insecure_channel(endpoint, options=rpc.channel_options(rpc.PUBLIC_MESSAGE_BYTES))
+def connect(endpoint: str, access: Access | None = None) -> grpc.aio.Channel:
+    """Open a channel to a router's public endpoint: a plain one unless with access."""
+    options = rpc.channel_options(rpc.PUBLIC_MESSAGE_BYTES)
+    if access is None:
+        return grpc.aio.insecure_channel(endpoint, options=options)
+    shown = grpc.ssl_channel_credentials(read_file(access.ca_file, "ca_file"))
+    if access.api_key:
+        shown = grpc.composite_channel_credentials(shown, grpc.access_token_call_credentials(access.api_key))
+    return grpc.aio.secure_channel(endpoint, shown, options=options)

@@ -11,7 +11,7 @@ from pdserve.launch.admin import AdminClient
 from pdserve.launch.folder import ClusterState
 from pdserve.launch.local import Listener, LocalCluster, running
 from pdserve.launch.plan import ClusterSpec
-from pdserve.measure.client import Client, connect, requests_of
+from pdserve.measure.client import Access, Client, connect, requests_of
 from pdserve.measure.objectives import ANY, Objective
 from pdserve.measure.outcomes import Outcome
 from pdserve.measure.saturation import saturate
@@ -115,17 +115,21 @@ async def live_cluster(spec: ClusterSpec, report: Report) -> AsyncIterator[LiveC
 @asynccontextmanager
 async def connected(state: ClusterState) -> AsyncIterator[LiveCluster]:
     """Be a client of a cluster that runs already."""
-    async with connect(state.endpoint) as channel:
+    async with connect(state.endpoint, Access(state.ca_file) if state.ca_file else None) as channel:
         client = Client(channel, MonotonicClock())
         yield LiveCluster(state, client, await client.vocab_size())
 
 
 async def measure_load(
-    endpoint: str, workloads: Sequence[Workload], objective: Objective, seed: int, max_concurrency: int | None
+    router: tuple[str, Access | None],
+    workloads: Sequence[Workload],
+    objective: Objective,
+    seed: int,
+    max_concurrency: int | None,
 ) -> list[Summary]:
     """Return what each workload's clients saw."""
     summaries = []
-    async with connect(endpoint) as channel:
+    async with connect(*router) as channel:
         client = Client(channel, MonotonicClock())
         vocab_size = await client.vocab_size()
         for each in workloads:

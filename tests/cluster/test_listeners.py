@@ -4,10 +4,10 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 from live_cluster import LiveCluster, greedy, is_idle, live_cluster
 from scraping import Scraped, scrape
+from sockets import assert_listens_where_it_says
 
 FLAGS = ("--dtype", "float32", "--num-pages", "100", "--prefill", "2", "--decode", "2")
 NUM_REQUESTS, NUM_TOKENS = 8, 5
@@ -24,17 +24,8 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
         yield cluster
 
 
-def test_every_process_of_a_local_cluster_listens_on_the_loopback_alone(cluster: LiveCluster) -> None:
-    parent = psutil.Process(cluster.process.pid)
-    listening = {each.pid: listens_on(each) for each in (parent, *parent.children(recursive=True))}
-    assert sum(map(bool, listening.values())) == 6  # the launcher, a router and four workers
-    assert set().union(*listening.values()) == {"127.0.0.1"}
-
-
-def listens_on(process: psutil.Process) -> set[str]:
-    """Return the addresses on which a process listens; gRPC's are IPv6 sockets, even of IPv4 addresses."""
-    found = process.net_connections("tcp")
-    return {each.laddr.ip.removeprefix("::ffff:") for each in found if each.status == psutil.CONN_LISTEN}
+def test_every_process_of_a_local_cluster_listens_where_it_says(cluster: LiveCluster) -> None:
+    assert_listens_where_it_says(cluster)
 
 
 def test_every_process_shows_metrics_that_agree_on_what_was_served(cluster: LiveCluster) -> None:

@@ -1,0 +1,46 @@
+"""Which sockets the processes of a cluster listen on."""
+
+import psutil
+from live_cluster import LiveCluster
+
+from pdserve.rpc import split_address
+
+LISTENERS = {
+    "router": {"public", "internal", "metrics", "health"},
+    "worker": {"handoff", "metrics", "health", "mover"},
+    "launcher": {"launcher"},
+}
+"""What each process listens on, as docs/operate.md has it; the mover's port is UCX's own."""
+
+
+def listening(pid: int) -> set[tuple[str, str]]:
+    """Return host and port of each TCP socket that a process listens on; gRPC's are IPv6 sockets, even of IPv4."""
+    found = psutil.Process(pid).net_connections("inet")
+    assert all(each.status == psutil.CONN_LISTEN or each.raddr for each in found), f"open to all: {found}"
+    bound = (each.laddr for each in found if each.status == psutil.CONN_LISTEN)
+    return {(each.ip.removeprefix("::ffff:"), str(each.port)) for each in bound}
+
+
+def assert_listens_where_it_says(cluster: LiveCluster) -> None:
+    """Fail unless each process of a cluster listens on the ports of the table alone, all on loopback."""
+    state, status = cluster.state, {each.registration.worker_id: each for each in cluster.status().workers}
+    children = psutil.Process(cluster.process.pid).children(recursive=True)
+    assert {each.pid for each in children} == {process.pid for process in state.processes}
+    known = {cluster.process.pid: {state.launcher}}
+    for process in state.processes:
+        addresses = {process.metrics_address}
+        if process.role == "router":
+            addresses |= {state.endpoint, state.admin}
+        else:
+            addresses.add(status[process.name].registration.handoff_address)
+        known[cluster.pid_of(process.name)] = addresses
+    counts = {cluster.pid_of(process.name): len(LISTENERS[kind_of(process.role)]) for process in state.processes}
+    for pid, addresses in known.items():
+        found = listening(pid)
+        assert {host for host, _ in found} == {"127.0.0.1"}
+        assert {split_address(address) for address in addresses} <= found
+        assert len(found) == counts.get(pid, len(LISTENERS["launcher"]))
+
+
+def kind_of(role: str) -> str:
+    return "router" if role == "router" else "worker"
