@@ -10,9 +10,11 @@ from math import isfinite
 
 from pdserve.capacity.building import MAX_TASKS, MODEL, Builder
 from pdserve.capacity.leaping import END
-from pdserve.capacity.reports import (
+from pdserve.capacity.shape import USUAL, Run, Shape, Ways
+from pdserve.capacity.wires import (
     LEDGER_ONLY,
     Delta,
+    Wires,
     close,
     delta,
     job_of,
@@ -21,8 +23,6 @@ from pdserve.capacity.reports import (
     news,
     stage,
 )
-from pdserve.capacity.shape import USUAL, Run, Shape, Ways
-from pdserve.capacity.wires import Wires
 from pdserve.capacity.worker import SimWorker, Steps
 from pdserve.ids import RequestId
 from pdserve.kvtransfer.doors import PeerGone

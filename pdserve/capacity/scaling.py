@@ -12,8 +12,7 @@ from typing import Protocol
 from pdserve.autoscaler.actuator import ActuatorError
 from pdserve.autoscaler.decisions import Action, Decision
 from pdserve.autoscaler.observation import Capacity, Observation
-from pdserve.capacity.elastic import ElasticCluster
-from pdserve.capacity.fleet import POOLS, Fleet, Sizes, replica_seconds
+from pdserve.capacity.fleet import POOLS, ElasticCluster, Fleet, Sizes, replica_seconds
 from pdserve.capacity.shape import Shape
 from pdserve.demand import Demand
 from pdserve.measure.objectives import Objective

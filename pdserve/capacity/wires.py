@@ -1,11 +1,123 @@
-"""What workers send each other under virtual time: messages at once, pages as fast as links carry them."""
+"""What goes between workers and routers under virtual time: messages at once, pages as fast as links carry them."""
 
-from pdserve.capacity.worker import SimWorker
+from collections.abc import Iterable
+
+from pdserve.capacity.leaping import OTHER
+from pdserve.capacity.worker import Reported, SimWorker
+from pdserve.engine.kvcache import KvCache
+from pdserve.engine.sequence import Job, Sequence
 from pdserve.kvtransfer import doors, sender
 from pdserve.kvtransfer.session import Peer
+from pdserve.load import ReportedLoad
+from pdserve.measure.outcomes import OK, Outcome
 from pdserve.perfmodel.profile import LinkFields
+from pdserve.prefix_hash import short_hashes
+from pdserve.reports import Stage
+from pdserve.router.commands import Finished, Refused, SequenceSpec
+from pdserve.router.events import KvChanged, LinkId, LoadReported, StageReached
+from pdserve.values import value
 from pdserve.virtual_time import VirtualClock
+from pdserve.worker import messages
 from pdserve.worker.messages import Event
+
+# Stages that no decision depends on: they show a client where the time went.
+LEDGER_ONLY = Stage.PREFILL_QUEUED, Stage.PREFILL_STARTED, Stage.GRANTED, Stage.DECODE_JOINED
+
+
+@value
+class Delta:
+    """Tokens, as the router expects them off the wire."""
+
+    request_id: bytes
+    attempt: int
+    index: int
+    position: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[object, ...]
+    finish_reason: int
+
+
+def delta(reported: Reported, tokens: messages.Tokens) -> Delta:
+    """Return the tokens since the last report."""
+    key = tokens.key.request_id, tokens.key.attempt
+    known = reported[key]
+    count = tokens.position + 1 - known
+    if tokens.finish is None:
+        reported[key] = tokens.position + 1
+    else:
+        del reported[key]
+    reason = 0 if tokens.finish is None else 1
+    return Delta(key[0], key[1], tokens.index, known, (OTHER,) * count, (), reason)
+
+
+def news(reported: Reported, running: Iterable[Sequence]) -> list[Delta]:
+    """Return what sequences that decode have gained since it was last reported."""
+    deltas = []
+    for sequence in running:
+        job, key = sequence.job, (sequence.job.request_id, sequence.job.attempt)
+        known = reported.get(key)
+        count = 0 if known is None else len(sequence.tokens) - job.num_prompt_tokens - known
+        if known is not None and count > 0 and len(sequence.indices) == 1:
+            reported[key] = known + count
+            deltas.append(Delta(*key, sequence.indices[0], known, (OTHER,) * count, (), 0))
+    return deltas
+
+
+def job_of(spec: SequenceSpec) -> Job:
+    """Return a router's work as a worker's."""
+    return Job(
+        spec.request_id,
+        spec.attempt,
+        tuple(spec.token_ids),
+        spec.num_prompt_tokens,
+        spec.params,
+        spec.indices,
+        spec.cache_salt,
+        spec.priority,
+    )
+
+
+def load_report(link: LinkId, load: messages.Load, router: messages.RouterRef) -> LoadReported:
+    pages_lost = load.pages_quarantined + load.pages_leaked
+    others = load.parts.others(router)
+    report = ReportedLoad(load.pages_free, load.pages_wanted, pages_lost, load.draining, others=others)
+    return LoadReported(link, report)
+
+
+def kv_changed(link: LinkId, cache: KvCache) -> KvChanged | None:
+    """Return what has changed in a prefix cache since the last time, as `worker.kv_feed` reports it; None: nothing."""
+    touched = dict.fromkeys(page for change in cache.take_changes() for page in change.hashes)
+    if not touched:
+        return None
+    held = cache.pages
+    stored = short_hashes(b"".join([page for page in touched if page in held]))
+    return KvChanged(link, stored, short_hashes(b"".join([page for page in touched if page not in held])))
+
+
+def stage(link: LinkId, progress: messages.Progress, now_s: float) -> StageReached:
+    return StageReached(
+        link,
+        progress.key.request_id,
+        progress.key.attempt,
+        progress.stage,
+        now_s - progress.at_s,
+        progress.cached_tokens,
+        progress.handoff_bytes,
+        progress.handoff_s,
+        progress.pages_reused,
+    )
+
+
+def close(outcome: Outcome, end: Finished | Refused, now_s: float) -> None:
+    """Note a request's end."""
+    outcome.ended_s = now_s
+    if isinstance(end, Refused):
+        outcome.status, outcome.predicted_ttft_s = end.status.value, end.predicted_ttft_s
+        return
+    outcome.status = OK
+    ttft_ms, tpot_ms = end.ledger.predicted_ttft_ms, end.ledger.predicted_tpot_ms
+    outcome.predicted_ttft_s = None if ttft_ms is None else ttft_ms / 1e3
+    outcome.predicted_tpot_s = None if tpot_ms is None else tpot_ms / 1e3
 
 
 class Wires:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from math import inf, sqrt
 
 from pdserve.capacity.leaping import LeapingScheduler
-from pdserve.capacity.reports import Reported
 from pdserve.engine.step import StepPlan
+from pdserve.ids import Attempt, RequestId
 from pdserve.kvtransfer.session import Peer
 from pdserve.perfmodel.curve import Step, StepCosts, attention_work
 from pdserve.router.events import LinkId
@@ -28,6 +28,7 @@ class Steps:
     count: int = 1
 
 
+Reported = dict[tuple[RequestId, Attempt], int]  # how many tokens of each placement the router knows
 Perform = Callable[["SimWorker", Sequence[object], Steps | None], None]  # commands, and the steps they came of
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdserve.capacity.elastic import ElasticCluster
+from pdserve.capacity.fleet import ElasticCluster
 from pdserve.capacity.shape import Run, Shape
 from pdserve.errors import CommandError
 from pdserve.measure.objectives import ANY
