@@ -177,6 +177,11 @@ REPLICAS = _gauge("pdserve_replicas", "Replicas that a pool has.", "pool", "stat
 DECISIONS = _counter(
     "pdserve_scaling_decisions_total", "Decisions about a pool, by what was done and why.", "pool", "action", "reason"
 )
+LEADS = _gauge("pdserve_autoscaler_leads", "Whether an autoscaler is the one that decides, 0 or 1.")
+REPORTED_ENDS = _counter("pdserve_reported_ends_total", "Processes of pods whose end was reported to routers.")
+UNPROVED_ENDS = _gauge(
+    "pdserve_unproved_ends", "Processes of pods that were removed, whose end nothing proves: their nodes do not answer."
+)
 
 _SHARED = (WAITING, RUNNING, KV_USAGE, REFUSED_MESSAGES)
 SHOWN: Mapping[str, tuple[Metric, ...]] = {
@@ -190,7 +195,8 @@ SHOWN: Mapping[str, tuple[Metric, ...]] = {
         *(ITL, STEP_TOKENS, COMPUTED_TOKENS, SAMPLED_TOKENS, PREEMPTIONS, CACHE_CONFIG, ROLE, DRAINING, PAGES),
         *(LEAKED, HANDOFFS, WAITING_TOKENS, KV_TOKENS, DIGEST_MISMATCHES, STALLED_PEERS, *_SHARED),
     ),
-    "autoscaler": (DESIRED, REPLICAS, DECISIONS),
+    "autoscaler": (DESIRED, REPLICAS, DECISIONS, LEADS),
+    "watcher": (REPORTED_ENDS, UNPROVED_ENDS),  # an autoscaler on Kubernetes has one
 }
 """What each kind of process shows."""
 

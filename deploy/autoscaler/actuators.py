@@ -70,6 +70,10 @@ class KubernetesActuator(_Ordering):
     namespace: Name = Field(default="default", description="Namespace of both workloads.")
     prefill: ScaleTarget = Field(description="Workload of the prefill pool.")
     decode: ScaleTarget = Field(description="Workload of the decode pool.")
+    lease: Name = Field(
+        default="pdserve-autoscaler",
+        description="Name of the Lease whose holder decides, where several autoscalers run.",
+    )
 
 
 class PublishActuator(Section):

@@ -23,6 +23,7 @@ from pdserve.autoscaler.status import Observer
 from pdserve.clock import Clock
 from pdserve.errors import ConfigError, ProtocolError
 from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.roles import Role
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class Cluster:
     actuator: Actuator
     statuses: Callable[[], Awaitable[list[admin.ClusterStatus]]]  # what all routers report
     check: Callable[[], None] = lambda: None  # raises where all of it has ended
+    announce: Callable[[Role, str, str], None] = lambda _pool, _verb, _text: None  # an order, or that one failed
 
 
 class PolicyFile:
@@ -89,7 +91,12 @@ class Loop:
         self.num_decided = Counter[tuple[str, ...]]()  # by pool, verb and what binds
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Go on until asked to stop, at the end of a step. Raises what the cluster's `check` does once it has ended."""
+        """Begin anew, and go on until asked to stop, at the end of a step.
+
+        Raises what the cluster's `check` does once it has ended.
+        """
+        self._observer, self._core = Observer(), Autoscaler(self._file.policy, self._file.earlier)
+        self.decisions, self.observation = (), None
         while not stop.is_set():
             began_s = self._clock.now_s()
             await self.step()
@@ -118,13 +125,14 @@ class Loop:
         async with asyncio.TaskGroup() as tasks:
             for decision in self.decisions:
                 if decision.action is not None and not decision.advisory:
+                    self._cluster.announce(decision.pool, decision.verb, decision.text)
                     tasks.create_task(self._order(decision.action))
         for outcome in self._core.take_outcomes():
             if outcome.result is not Result.DONE:
-                self._note(
-                    f"{outcome.action}: {outcome.result}{': ' if outcome.reason else ''}{outcome.reason}",
-                    logging.WARNING,
-                )
+                text = f"{outcome.action}: {outcome.result}{': ' if outcome.reason else ''}{outcome.reason}"
+                self._note(text, logging.WARNING)
+                for pool in outcome.effects:
+                    self._cluster.announce(pool, outcome.result, text)
 
     def _follow_policy(self) -> None:
         """Follow what the policy file holds, if that is another policy and a valid one."""
@@ -137,7 +145,7 @@ class Loop:
             self._core.follow(self._file.policy, self._file.earlier)
             self._note(f"another policy is followed: {'; '.join(changes)}")
 
-    async def _statuses(self) -> list[admin.ClusterStatus] | None:
+    async def _statuses(self) -> Sequence[admin.ClusterStatus] | None:
         """Return what all routers report; None where one of them does not answer in time."""
         try:
             async with asyncio.timeout(STATUS_TIMEOUT_S):
@@ -146,7 +154,7 @@ class Loop:
             self._warn(f"a router does not report: {_in_words(error)}")
             return None
 
-    def _observe(self, held: Sequence[Held], statuses: list[admin.ClusterStatus] | None) -> Observation:
+    def _observe(self, held: Sequence[Held], statuses: Sequence[admin.ClusterStatus] | None) -> Observation:
         at_s, unix_s = self._clock.now_s(), time.time()
         try:
             found = self._observer.observe(at_s, unix_s, held, statuses)

@@ -1,12 +1,15 @@
 """The autoscaler's process. A signal ends it after its present step: what it ordered goes on; a successor sees it."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pdserve.autoscaler.actuator import Actuator
+from pdserve.autoscaler.actuators import Actuator as Settings
 from pdserve.autoscaler.actuators import KubernetesActuator, ProcessActuator, RayActuator
 from pdserve.autoscaler.actuators import PublishActuator as PublishSettings
 from pdserve.autoscaler.config import AutoscalerConfig
@@ -25,12 +28,15 @@ from pdserve.launch.admin import AdminClient
 from pdserve.launch.folder import read_state
 from pdserve.launch.launcher import LauncherClient
 from pdserve.launch.plan import WorkerTemplate
-from pdserve.metrics import DECISIONS, DESIRED, REPLICAS, Sample
+from pdserve.metrics import DECISIONS, DESIRED, LEADS, REPLICAS, Sample
 from pdserve.metrics_server import showing
 from pdserve.names import addresses_of
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.roles import Role
 from pdserve.signals import drain_on_signals
+
+if TYPE_CHECKING:
+    from pdserve.autoscaler.in_cluster import InCluster
 
 END_CHECK_S = 0.5  # between two looks at replicas that end
 
@@ -75,12 +81,16 @@ async def serve(config: AutoscalerConfig, target: Target, warm_up: WarmUp) -> No
         stack.enter_context(drain_on_signals(asyncio.get_running_loop(), stop.set, config.drain_timeout_s))
         actuator = await stack.enter_async_context(connected(file.policy, target))
         journal = Journal(target.record_file, config.policy)
-        cluster = Cluster(actuator, target.statuses, target.check)
+        beside = await stack.enter_async_context(_beside(file.policy.actuator, actuator, target))
+        announce = (lambda *_: None) if beside is None else beside.announce
+        cluster = Cluster(actuator, target.statuses, target.check, announce)
         loop = Loop(file, cluster, journal, MonotonicClock())
         health = await stack.enter_async_context(answering(config))
-        journal.metrics_address = await stack.enter_async_context(showing(config, lambda: samples(loop, actuator)))
+        journal.metrics_address = await stack.enter_async_context(
+            showing(config, lambda: samples(loop, actuator, beside))
+        )
         health.start(lambda: not stop.is_set())
-        await loop.run(stop)
+        await (loop.run(stop) if beside is None else beside.run(lambda: loop.run(stop), stop))
 
 
 @asynccontextmanager
@@ -130,6 +140,20 @@ async def _on_kubernetes(settings: KubernetesActuator, router: AdminClient) -> A
         yield PodActuator(client, router, settings)
 
 
+@asynccontextmanager
+async def _beside(settings: Settings, actuator: Actuator, target: Target) -> "AsyncIterator[InCluster | None]":
+    """Do what is to be done beside scaling where a cluster runs on Kubernetes, for the length of the block."""
+    of_pods = settings if isinstance(settings, KubernetesActuator) else None
+    publishes_there = settings.kind == "publish" and "KUBERNETES_SERVICE_HOST" in os.environ
+    if of_pods is None and not publishes_there:
+        yield None
+        return
+    from pdserve.autoscaler.in_cluster import in_cluster  # noqa: PLC0415 - Kubernetes' client is an extra
+
+    async with in_cluster(actuator, of_pods, target.clients, MonotonicClock()) as beside:
+        yield beside
+
+
 async def end_all(policy_file: Path, target: Target) -> None:
     """Let all replicas of a cluster drain and end, and wait until they have. ActuatorError where that cannot be."""
     policy = load(policy_file)
@@ -141,14 +165,21 @@ async def end_all(policy_file: Path, target: Target) -> None:
             await asyncio.sleep(END_CHECK_S)
 
 
-def samples(loop: Loop, actuator: Actuator) -> Iterator[Sample]:
-    """Yield what an autoscaler shows of itself. An actuator that publishes sizes has them already, step by step."""
-    sizes = {decision.pool: decision.desired for decision in loop.decisions}
+def samples(loop: Loop, actuator: Actuator, beside: "InCluster | None" = None) -> Iterator[Sample]:
+    """Yield what an autoscaler shows of itself; one that follows another shows no sizes.
+
+    An actuator that publishes sizes has them already, step by step.
+    """
+    leads = beside is None or beside.leads
+    yield Sample(LEADS, leads)
+    if beside is not None:
+        yield from beside.watcher.samples()
+    sizes = {decision.pool: decision.desired for decision in loop.decisions} if leads else {}
     if isinstance(actuator, PublishActuator) and not any(decision.advisory for decision in loop.decisions):
         sizes |= actuator.sizes
     for pool, size in sizes.items():
         yield Sample(DESIRED, size, (pool,))
-    if loop.observation is not None:
+    if leads and loop.observation is not None:
         replicas = loop.observation.replicas
         for role in Role:
             for state in State:

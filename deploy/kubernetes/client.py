@@ -109,10 +109,10 @@ class Client:
         """Change the fields that `body` has; a field that is None is removed."""
         await self._ask("PATCH", path, body, content_type="application/merge-patch+json")
 
-    async def changes(self, path: str, selector: str, version: str) -> AsyncIterator[bytes]:
+    async def changes(self, path: str, version: str) -> AsyncIterator[bytes]:
         """Yield each line of a watch that begins at a version of a list, until it ends."""
         params = {"watch": "true", "allowWatchBookmarks": "true", "timeoutSeconds": str(WATCH_S)}
-        params |= {"resourceVersion": version} | ({"labelSelector": selector} if selector else {})
+        params["resourceVersion"] = version
         timeout = httpx2.Timeout(TIMEOUT_S, read=QUIET_S)
         try:
             async with self._http.stream("GET", path, params=params, timeout=timeout) as response:

@@ -8,6 +8,7 @@ shows. client-go's leader election has the same rules and times.
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -32,7 +33,7 @@ class Election:
         self._version: str | None = None  # of the Lease; None: it was not seen
         self._seen_s = 0.0  # when it was first seen at this version
         self._duration_s = 0.0
-        self._until_s = 0.0  # this one leads
+        self._until_s = -math.inf  # this one leads
         self.holder = ""  # empty: nobody
 
     def see(self, lease: Lease, now_s: float) -> None:

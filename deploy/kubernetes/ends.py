@@ -14,7 +14,7 @@ from pdserve.values import value
 
 MARGIN_S = 30.0  # beyond a pod's grace period: until a kubelet has seen that the pod is not wanted, and has killed it
 GAP_S = 40.0  # without a renewal, after which a node counts as silent; kubelets renew each 10 s
-MAX_GONE = 4096  # pods of which no end is proved
+MAX_GONE = 1024  # pods of which no end is proved
 FROM_OUTSIDE = frozenset((0, 75, 130, 137, 143))  # exit statuses of a drain, and of signals
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 
 import grpc
@@ -16,6 +16,7 @@ from pdserve.kubernetes.objects import Lease, Node, Pod, has
 from pdserve.kubernetes.rights import NODE_LEASES
 from pdserve.kubernetes.watching import Changed, Listed, watch
 from pdserve.launch.admin import AdminClient
+from pdserve.metrics import REPORTED_ENDS, UNPROVED_ENDS, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +31,9 @@ Routers = Callable[[], Awaitable[Sequence[AdminClient]]]  # all there are at the
 class PodWatcher:
     """Watches the pods of a namespace."""
 
-    def __init__(self, client: Client, namespace: str, selector: str, routers: Routers, clock: Clock) -> None:
+    def __init__(self, client: Client, namespace: str, routers: Routers, clock: Clock) -> None:
         self._client = client
         self._path = f"/api/v1/namespaces/{namespace}/pods"
-        self._selector = selector
         self._routers = routers
         self._clock = clock
         self._ends = Ends()
@@ -42,10 +42,10 @@ class PodWatcher:
         self._delivered: dict[str, int] = {}  # reports that a router has, by its address
         self.num_reported = 0  # processes, since the start
 
-    @property
-    def num_unproved(self) -> int:
-        """Processes whose pods were removed, and whose end is not proved."""
-        return self._ends.num_unproved
+    def samples(self) -> Iterator[Sample]:
+        """Yield what a watcher shows of itself."""
+        yield Sample(REPORTED_ENDS, self.num_reported)
+        yield Sample(UNPROVED_ENDS, self._ends.num_unproved)
 
     async def run(self) -> None:
         """Go on until cancelled."""
@@ -55,7 +55,7 @@ class PodWatcher:
             tasks.create_task(self._ask_nodes())
 
     async def _follow(self) -> None:
-        async for seen in watch(self._client, self._path, Pod, self._selector):
+        async for seen in watch(self._client, self._path, Pod):
             match seen:
                 case Listed(items):
                     self._report(self._ends.listed(items, self._clock.now_s()))

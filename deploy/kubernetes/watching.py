@@ -40,16 +40,16 @@ class _Line(Object, frozen=True):
     object: msgspec.Raw
 
 
-async def watch(client: Client, path: str, kind: type[T], selector: str = "") -> AsyncIterator[Listed[T] | Changed[T]]:
+async def watch(client: Client, path: str, kind: type[T]) -> AsyncIterator[Listed[T] | Changed[T]]:
     """Yield all objects, then each change, for ever; where changes were missed, all of them again."""
     backoff, version, warning = Backoff(), "", ""
     while True:
         error: ApiError | None = None
         try:
             if not version:
-                items, version = await client.list(path, kind, selector)
+                items, version = await client.list(path, kind)
                 yield Listed(tuple(items))
-            async for text in client.changes(path, selector, version):
+            async for text in client.changes(path, version):
                 line, item = _read(text, kind)
                 version = item.metadata.resource_version or version
                 backoff.reset()

@@ -1,4 +1,4 @@
-"""Commands that become one process of a cluster: a router, or a worker."""
+"""Commands that become one process of a cluster: a router, a worker, or a watcher of pods."""
 
 import json
 import os
@@ -14,6 +14,7 @@ from pdserve.cli.flags import config_flags
 from pdserve.cli.options import ConfigFile
 from pdserve.config import ProcessConfig, WorkerConfig, load_config
 from pdserve.errors import ConfigError, first_of
+from pdserve.kubernetes.config import WatcherConfig
 from pdserve.router.config import RouterConfig
 from pdserve.signals import end_on_signals
 from pdserve.worker.threads import thread_defaults
@@ -27,12 +28,14 @@ class Process(StrEnum):
     ROUTER = "router"
     WORKER = "worker"
     AUTOSCALER = "autoscaler"
+    WATCH_PODS = "watch-pods"
 
 
 CONFIGS: dict[Process, type[ProcessConfig]] = {
     Process.ROUTER: RouterConfig,
     Process.WORKER: WorkerConfig,
     Process.AUTOSCALER: AutoscalerConfig,
+    Process.WATCH_PODS: WatcherConfig,
 }
 
 
@@ -55,6 +58,15 @@ def worker(config: ConfigFile = None, **flags: object) -> None:
 
     _run(settings.worker_id, serve, settings)
     end_drained()
+
+
+@config_flags(WatcherConfig)
+def watch_pods(config: ConfigFile = None, **flags: object) -> None:
+    """Report to routers which processes of pods have ended, on Kubernetes; an autoscaler there does so, too."""
+    settings = _settings(WatcherConfig, config, flags)
+    from pdserve.kubernetes.server import serve
+
+    _run("watch-pods", serve, settings)
 
 
 def _settings(cls: type[_Config], file: Path | None, flags: Mapping[str, object]) -> _Config:

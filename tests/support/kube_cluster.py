@@ -4,8 +4,9 @@ The server is the double of kube_api.py, or the one that PDSERVE_TEST_KUBECONFIG
 are never scheduled, so that no kubelet touches them, and a finalizer keeps a deleted one until its "kubelet" lets go.
 """
 
+import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,12 @@ class KubeCluster:
             self.path("deployments", group="apps"),
             {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": name}, "spec": body},
         )
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        """Wait until something holds, with a request between two looks."""
+        async with asyncio.timeout(60):
+            while not holds():
+                await self.ask("GET", self.path("pods"))
 
     async def pods(self) -> list[Any]:
         found: list[Any] = (await self.ask("GET", self.path("pods")))["items"]
