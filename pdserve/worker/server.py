@@ -28,6 +28,7 @@ from pdserve.kvtransfer.session import DigestPolicy, Peer
 from pdserve.metrics import Sample
 from pdserve.metrics_server import showing
 from pdserve.prefill_worker.probes import Probes
+from pdserve.processor import read_cpu_info
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.roles_wire import ROLE_NUMBERS
 from pdserve.rpc import split_address
@@ -217,7 +218,7 @@ def _load(config: WorkerConfig, identity: Identity, progress: _Progress) -> Engi
 
 def _describe(engine: Engine, device: str, register: link.Register) -> None:
     register.model = engine.model_name
-    register.device = device_name(device)
+    register.device = device_name(device, read_cpu_info())
     register.num_pages = engine.scheduler.cache.pool.num_pages
     register.max_model_len = engine.scheduler.limits.max_model_len
     register.layout.CopyFrom(layout_to_proto(engine.layout))

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from pdserve import processor
 from pdserve.config import Device, Dtype, WorkerConfig
-from pdserve.worker import boot
-from pdserve.worker.boot import build_engine, choose_dtype, open_model, read_cpu_info
+from pdserve.processor import choose_dtype, read_cpu_info
+from pdserve.worker.boot import build_engine, open_model
 
 TINY = {
     "architectures": ["LlamaForCausalLM"],
@@ -67,7 +68,7 @@ def test_the_engine_is_built_so_and_the_log_says_why(
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     (tmp_path / "cpuinfo").write_text(cpu_info)
-    monkeypatch.setattr(boot, "CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(processor, "CPU_INFO", tmp_path / "cpuinfo")
     given = {
         "model": str(tmp_path),
         "role": "prefill",
