@@ -25,9 +25,12 @@ class AdminClient(OperatorClient):
 
     async def status(self) -> admin.ClusterStatus:
         """Return the cluster as the router sees it now."""
+        return (await self.status_and_clock()).status
+
+    async def status_and_clock(self) -> admin.GetStatusResponse:
+        """Return the same, and the router's time."""
         async with self._stub("GetStatus") as (stub, proof):
-            reply = await stub.GetStatus(admin.GetStatusRequest(), metadata=proof, timeout=CALL_TIMEOUT_S)
-        return reply.status
+            return await stub.GetStatus(admin.GetStatusRequest(), metadata=proof, timeout=CALL_TIMEOUT_S)
 
     async def watch(self, *, wait_for_ready: bool = False) -> AsyncIterator[admin.ClusterStatus]:
         """Yield the cluster now and after each change, until the router ends the stream."""

@@ -33,12 +33,7 @@ class NixlBackend:
     def __init__(self, me: Peer, region: Region, network: Network, fail_share: float = 0.0) -> None:
         """`fail_share`: of the slices that are made to fail, for testing. ConfigError: UCX cannot be confined."""
         self.region = region  # stays alive while UCX may read it
-        self.agent = nixl.nixlAgent(f"{me.worker_id}-{me.incarnation:016x}", _agent_config())
-        with network.confine(gpu=region.gpu is not None):
-            try:
-                self.agent.createBackend("UCX", {})
-            except _ERRORS as error:
-                raise ConfigError(f"mover: NIXL cannot start UCX over {network}: {_reason(error)}") from error
+        self.agent = start_agent(f"{me.worker_id}-{me.incarnation:016x}", network, gpu=region.gpu is not None)
         here = region.description()
         segment, runs = _memory_of(here)
         whole = [(address, row_bytes * rows, gpu, "") for address, row_bytes, gpu, _, rows in runs]
@@ -134,13 +129,20 @@ class _Transfer:
         return True
 
 
-def _agent_config() -> nixl.nixlAgentConfig:
+def start_agent(name: str, network: Network, *, gpu: bool) -> nixl.nixlAgent:
+    """Start an agent with UCX. ConfigError where UCX cannot be confined to the network."""
     config = nixl.nixlAgentConfig()
     config.useProgThread = True
     config.pthrDelay = PROGRESS_PAUSE_US
     config.useListenThread = False
     config.syncMode = nixl.NIXL_THREAD_SYNC_NONE
-    return config
+    agent = nixl.nixlAgent(name, config)
+    with network.confine(gpu=gpu):
+        try:
+            agent.createBackend("UCX", {})
+        except _ERRORS as error:
+            raise ConfigError(f"mover: NIXL cannot start UCX over {network}: {_reason(error)}") from error
+    return agent
 
 
 def _memory_of(memory: Description) -> tuple[nixl.nixl_mem_t, list[tuple[int, int, int, int, int]]]:

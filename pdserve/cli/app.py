@@ -19,6 +19,7 @@ from pdserve.cli import (
     bench,
     capacity,
     cluster,
+    doctor,
     experiments,
     models,
     moving,
@@ -60,6 +61,7 @@ bench_app = typer.Typer(cls=DefaultLoad, help="Measure a cluster, or a part of o
 
 app.command("up")(cluster.up)
 app.command("status")(cluster.status)
+app.command("doctor")(doctor.doctor)
 app.command("role")(operating.role)
 app.command("drain")(operating.drain)
 app.command("certs")(security.certs)

@@ -1,13 +1,18 @@
 """What it takes to tell operators the state of a cluster."""
 
 import sys
+from pathlib import Path
 from types import FrameType
 
 import pytest
 from router_driver import Driver
+from router_fakes import StartRouter
 
+from pdserve.cli.doctor import asked
+from pdserve.doctor.finding import Level
 from pdserve.ids import PROTOCOL_VERSION, Incarnation, WorkerId
 from pdserve.kvlayout import KvLayout
+from pdserve.launch.admin import AdminClient
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.roles import Role
@@ -74,3 +79,17 @@ def test_placements_since_the_last_one_with_a_hand_off_are_counted_and_explained
     d.pair()
     assert len(d.placements()) == 2
     assert (placements.num_without_handoff, placements.without_handoff_because) == (0, "")
+
+
+async def test_doctor_reads_a_routers_state_and_its_clock(start_router: StartRouter, secret_file: Path) -> None:
+    router = await start_router()
+    found = {
+        finding.name: finding for finding in await asked(AdminClient(router.addresses.internal, secret_file), None)
+    }
+    assert found["clocks"].level is Level.OK
+    assert (found["workers"].level, found["workers"].seen) == (Level.FAILED, "none is attached to router")
+
+
+async def test_doctor_says_that_a_router_does_not_answer(secret_file: Path) -> None:
+    (finding,) = await asked(AdminClient("127.0.0.1:1", secret_file), None)
+    assert (finding.name, finding.level) == ("router", Level.FAILED)

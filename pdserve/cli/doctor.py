@@ -1,0 +1,109 @@
+"""The command that looks for what keeps a machine or a cluster from serving."""
+
+import asyncio
+import json
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pdserve.cli.options import AdminAddress, AsJson, ClusterName, ConfigFile, IdentityDir, SecretFile
+from pdserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pdserve.doctor.finding import Finding
+    from pdserve.doctor.settings import Settings
+    from pdserve.launch.admin import AdminClient
+
+
+def doctor(
+    name: ClusterName = "default",
+    admin: AdminAddress = None,
+    secret_file: SecretFile = None,
+    identity_dir: IdentityDir = None,
+    config: ConfigFile = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="A model to look at, by path or name.", show_default=False)
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Look for what keeps this machine, and a cluster, from serving. Exit status 1 if anything cannot work.
+
+    Looks at this machine, at the files that --config (of a router or a worker) and --model name, and at the cluster
+    that runs here or that --admin names.
+    """
+    from pdserve.doctor.finding import Level
+    from pdserve.doctor.settings import Settings, read_settings
+
+    settings = Settings() if config is None else read_settings(config)
+    settings = replace(settings, model=model or settings.model, identity_dir=identity_dir or settings.identity_dir)
+    findings = list(_findings(settings, name, admin, secret_file))
+    if as_json:
+        typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        _print(findings)
+    if any(finding.level is Level.FAILED for finding in findings):
+        raise typer.Exit(1)
+
+
+def _findings(settings: "Settings", name: str, address: str | None, secret_file: Path | None) -> Iterator["Finding"]:
+    from pdserve.doctor.gathering import gather_machine
+    from pdserve.doctor.machine import machine_findings
+    from pdserve.doctor.settings import settings_findings
+
+    yield from machine_findings(gather_machine(settings.handoff_host, settings.handoff_rdma_devices))
+    yield from settings_findings(settings, datetime.now(UTC))
+    yield from _cluster(settings, name, address, secret_file)
+
+
+def _cluster(settings: "Settings", name: str, address: str | None, secret_file: Path | None) -> Iterator["Finding"]:
+    from pdserve.cli.status import admin_of
+    from pdserve.doctor.finding import ok
+    from pdserve.doctor.ports import cluster_port_findings, free_port_findings, gather_listeners, gather_taken
+    from pdserve.launch.folder import read_state
+
+    try:
+        client = admin_of(name, address, secret_file, settings.identity_dir)
+    except ConfigError as error:
+        if address is not None or secret_file is not None:
+            raise
+        yield ok("cluster", str(error))
+        yield from free_port_findings(gather_taken())
+        return
+    if address is None:
+        state = read_state(name)
+        pids = {process.name: process.pid for process in state.processes if process.pid is not None}
+        expected = {"router": frozenset({state.endpoint, state.admin})}
+        yield from cluster_port_findings(gather_listeners(pids), expected)
+    yield from asyncio.run(asked(client, settings.model))
+
+
+async def asked(router: "AdminClient", model: str | None) -> list["Finding"]:
+    import grpc
+
+    from pdserve.doctor.cluster import clock_finding, cluster_findings, model_matches
+    from pdserve.doctor.finding import failed
+    from pdserve.doctor.settings import fingerprint_of
+
+    asked_s = time.time()
+    try:
+        async with router:
+            reply = await router.status_and_clock()
+    except (grpc.aio.AioRpcError, ConfigError) as error:
+        why = str(error.details()) if isinstance(error, grpc.aio.AioRpcError) else str(error)
+        return [failed("router", f"{router.address}: {why}", "see that it runs, and that this machine reaches it")]
+    found = [clock_finding(reply.unix_time_ms / 1e3, asked_s, time.time()), *cluster_findings(reply.status)]
+    if model is not None and (fingerprint := fingerprint_of(model)):
+        found.append(model_matches(fingerprint, reply.status))
+    return found
+
+
+def _print(findings: Iterable["Finding"]) -> None:
+    for finding in findings:
+        typer.echo(f"{finding.level:8}{finding.name}: {finding.seen}")
+        if finding.remedy:
+            typer.echo(f"{'':8}-> {finding.remedy}")

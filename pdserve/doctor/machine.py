@@ -1,0 +1,148 @@
+"""Checks of one machine, or container: over facts alone. `gathering.py` gathers them."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from pdserve.doctor.finding import Finding, failed, ok, warning
+from pdserve.extras import EXTRAS
+from pdserve.processor import choose_dtype, cpu_features, cpu_name
+
+WORKER_PACKAGES = ("torch", "safetensors", "gguf", "nixl_cu12")  # triton comes with a torch that needs it
+SHOWN_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")  # asimd: NEON
+RDMA_TRANSPORTS = ("rc", "dc", "ud", "srd")  # how names of UCX's RDMA transports begin
+ENOUGH_SHM_BYTES = 1 << 28
+ENOUGH_MEMORY_BYTES = 1 << 31  # weights of a small model, and kv_cache_memory_bytes
+ENOUGH_OPEN_FILES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class RdmaPort:
+    """A port of an RDMA device, as UCX names it: mlx5_0:1."""
+
+    name: str
+    state: str  # as the kernel says: ACTIVE, DOWN, ..
+    rate: str
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Facts. Limits that are not set are None."""
+
+    versions: Mapping[str, str]  # of packages that are installed, by the name that is imported
+    cpu_info: str  # as `pdserve.processor` reads it
+    num_cores: int  # that this process may use
+    cpu_limit: float | None  # cores of its control group
+    memory_bytes: int  # of the machine, or of its control group where that is less
+    shm_bytes: int | None  # free in /dev/shm; None: there is none
+    locked_bytes: int | None  # that may be locked in memory
+    open_files: int | None
+    gpus: tuple[str, ...]  # as the driver's nvidia-smi shows them
+    torch_gpus: tuple[str, ...]
+    torch_problem: str  # why torch cannot use a GPU; empty where it can, or is not installed
+    rdma_ports: tuple[RdmaPort, ...]
+    transports: tuple[str, ...]  # that UCX offers NIXL here, transport/device
+    transports_problem: str
+    is_clock_synchronized: bool | None  # None: the kernel does not say
+
+
+def machine_findings(machine: Machine) -> Iterator[Finding]:
+    """Check everything that there is on one machine."""
+    yield _packages(machine.versions)
+    yield from _processor(machine)
+    yield _memory(machine.memory_bytes)
+    yield _shared_memory(machine.shm_bytes)
+    yield _open_files(machine.open_files)
+    yield _gpu(machine)
+    yield from _rdma(machine)
+    if machine.transports or machine.transports_problem:
+        yield _transports(machine)
+    if machine.is_clock_synchronized is False:
+        remedy = "run an NTP client such as chrony: certificates and the order of process starts go by the clock"
+        yield warning("clock", "the kernel's clock is not synchronized", remedy)
+
+
+def _packages(versions: Mapping[str, str]) -> Finding:
+    shown = ", ".join(f"{name} {version}" for name, version in versions.items())
+    missing = [name for name in WORKER_PACKAGES if name not in versions]
+    if not missing:
+        return ok("packages", shown)
+    if len(missing) == len(WORKER_PACKAGES):
+        return ok("packages", f"{shown}; no worker can run here, which takes pdserve[worker]")
+    extra = EXTRAS[missing[0]]
+    return warning(
+        "packages", f"{shown}; {', '.join(missing)} missing", f"pip install 'pdserve[{extra}]' to run workers"
+    )
+
+
+def _processor(machine: Machine) -> Iterator[Finding]:
+    features = cpu_features(machine.cpu_info)
+    dtype, because = choose_dtype("auto", "cpu", machine.cpu_info)
+    has = " ".join(name for name in SHOWN_FEATURES if name in features) or "no vector extensions that are known"
+    yield ok("processor", f"{cpu_name(machine.cpu_info)}: {has}; CPU workers compute in {dtype}: {because}")
+    limit = machine.cpu_limit
+    if limit is not None and limit < machine.num_cores:
+        remedy = f"set num_threads: {max(1, int(limit))} for workers: more threads than that wait for each other"
+        yield warning("cores", f"{machine.num_cores} cores are seen, and the control group may use {limit:g}", remedy)
+    else:
+        yield ok("cores", str(machine.num_cores))
+
+
+def _memory(memory_bytes: int) -> Finding:
+    seen = f"{memory_bytes / 2**30:.1f} GiB"
+    if memory_bytes < ENOUGH_MEMORY_BYTES:
+        return warning("memory", seen, "raise the limit, or lower kv_cache_memory_bytes (1 GiB by default)")
+    return ok("memory", seen)
+
+
+def _shared_memory(shm_bytes: int | None) -> Finding:
+    if shm_bytes is None or shm_bytes < ENOUGH_SHM_BYTES:
+        seen = "there is none" if shm_bytes is None else f"{shm_bytes / 2**20:.0f} MiB are free"
+        remedy = "docker run --shm-size=1g, or on Kubernetes an emptyDir of medium Memory at /dev/shm"
+        return warning("/dev/shm", seen, remedy)
+    return ok("/dev/shm", f"{shm_bytes / 2**30:.1f} GiB are free")
+
+
+def _open_files(limit: int | None) -> Finding:
+    if limit is not None and limit < ENOUGH_OPEN_FILES:
+        remedy = f"ulimit -n {ENOUGH_OPEN_FILES} or more: each client, worker and router takes one"
+        return warning("open files", f"at most {limit}", remedy)
+    return ok("open files", f"at most {limit}" if limit is not None else "no limit")
+
+
+def _gpu(machine: Machine) -> Finding:
+    if machine.torch_gpus:
+        return ok("gpu", ", ".join(machine.gpus or machine.torch_gpus))
+    if not machine.gpus:
+        return ok("gpu", "none")
+    if "torch" not in machine.versions:
+        return ok("gpu", f"{', '.join(machine.gpus)}; torch is not installed")
+    seen = f"{', '.join(machine.gpus)}; torch cannot use them: {machine.torch_problem}"
+    return failed("gpu", seen, "install a torch that is built for a CUDA version which this driver knows")
+
+
+def _rdma(machine: Machine) -> Iterator[Finding]:
+    if not machine.rdma_ports:
+        yield ok("rdma", "no devices: pages travel by TCP between machines")
+        return
+    shown = ", ".join(f"{port.name} {port.state} {port.rate}" for port in machine.rdma_ports)
+    active = [port.name for port in machine.rdma_ports if port.state == "ACTIVE"]
+    if not active:
+        yield warning("rdma", shown, "no port is active: look at cables, switch and subnet manager")
+        return
+    yield ok("rdma", f"{shown}; workers use what handoff_rdma_devices names, such as {','.join(active)}")
+    if machine.locked_bytes is not None and machine.locked_bytes < machine.memory_bytes // 2:
+        seen = f"at most {machine.locked_bytes / 2**20:.0f} MiB"
+        yield failed(
+            "locked memory", seen, "ulimit -l unlimited, or on Kubernetes the capability IPC_LOCK (rdma.ipcLock)"
+        )
+
+
+def _transports(machine: Machine) -> Finding:
+    if machine.transports_problem:
+        return failed("ucx", machine.transports_problem, "set handoff_host to an address of this machine")
+    shown = " ".join(machine.transports)
+    has_rdma = any(name.startswith(RDMA_TRANSPORTS) for name in machine.transports)
+    if any(port.state == "ACTIVE" for port in machine.rdma_ports) and not has_rdma:
+        remedy = "set handoff_rdma_devices, and see that the container has /dev/infiniband"
+        return warning("ucx", f"{shown}: no RDMA, although a port is active", remedy)
+    return ok("ucx", shown)

@@ -1,0 +1,71 @@
+"""Checks what listens on this machine: a cluster's processes where its state says, and nothing in the way of one."""
+
+import ipaddress
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+
+import psutil
+
+from pdserve.doctor.finding import Finding, failed, ok, warning
+from pdserve.rpc import join_address, split_address
+
+PORTS = {50051: "clients", 50052: "workers and operators", 50053: "hand-offs", 50054: "health", 9464: "metrics"}
+
+Listeners = Mapping[str, frozenset[str]]  # by process: its host:port
+
+
+def gather_listeners(pids: Mapping[str, int]) -> dict[str, frozenset[str]]:
+    """Return where these processes listen, by their name; those that have ended are left out."""
+    found: dict[str, frozenset[str]] = {}
+    for name, pid in pids.items():
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            connections = psutil.Process(pid).net_connections("tcp")
+            bound = [each.laddr for each in connections if each.status == psutil.CONN_LISTEN]
+            found[name] = frozenset(join_address(at.ip, at.port) for at in bound if at)
+    return found
+
+
+def gather_taken() -> dict[int, str]:
+    """Return which of the usual ports are taken on this machine, and by whom as far as can be known."""
+    taken: dict[int, str] = {}
+    with suppress(psutil.AccessDenied):
+        for each in psutil.net_connections("tcp"):
+            if each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port in PORTS:
+                taken[each.laddr.port] = _process_name(each.pid)
+    return taken
+
+
+def cluster_port_findings(listeners: Listeners, expected: Mapping[str, frozenset[str]]) -> Iterator[Finding]:
+    """Check a cluster of this machine. `expected`: where processes must listen at least, by name."""
+    for name, addresses in sorted(listeners.items()):
+        missing = expected.get(name, frozenset()) - addresses
+        exposed = sorted(address for address in addresses if not _is_loopback(address))
+        shown = ", ".join(sorted(addresses)) or "nowhere"
+        if missing:
+            yield failed(f"ports of {name}", f"{shown}; not {', '.join(sorted(missing))}", "see its log")
+        elif exposed:
+            remedy = "it was asked to, by a host setting: see that it has TLS, keys or identity, and who reaches it"
+            yield warning(f"ports of {name}", f"{', '.join(exposed)} reachable from other machines", remedy)
+        else:
+            yield ok(f"ports of {name}", shown)
+
+
+def free_port_findings(taken: Mapping[int, str]) -> Iterator[Finding]:
+    """Check that the usual ports are free, where no cluster runs."""
+    for port, who in sorted(taken.items()):
+        remedy = f"end it, or give the process that is to have it another port (here: {PORTS[port]})"
+        yield warning(f"port {port}", f"taken by {who}", remedy)
+    if not taken:
+        yield ok("ports", f"{', '.join(map(str, sorted(PORTS)))} are free")
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(split_address(address)[0]).is_loopback
+
+
+def _process_name(pid: int | None) -> str:
+    if pid is None:
+        return "a process of somebody else"
+    with suppress(psutil.Error):
+        return f"{psutil.Process(pid).name()} ({pid})"
+    return f"process {pid}"

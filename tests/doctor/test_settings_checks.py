@@ -1,0 +1,81 @@
+"""Files that a configuration names, and ports of this machine."""
+
+import os
+import socket
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from pdserve.doctor.finding import Finding, Level
+from pdserve.doctor.ports import cluster_port_findings, free_port_findings, gather_listeners
+from pdserve.doctor.settings import Settings, expiry_finding, read_settings, settings_findings
+from pdserve.errors import ConfigError
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def only(settings: Settings) -> Finding:
+    (finding,) = settings_findings(settings, NOW)
+    return finding
+
+
+@pytest.mark.parametrize(
+    ("days", "level", "seen"),
+    [
+        (-3, Level.FAILED, "x, expired 3 days ago"),
+        (0, Level.FAILED, "x, expired 0 days ago"),
+        (13, Level.WARNING, "x, 13 days left"),
+        (15, Level.OK, "x, 15 days left"),
+    ],
+)
+def test_certificates_that_end_are_found_in_time(days: int, level: Level, seen: str) -> None:
+    finding = expiry_finding("identity", "x", NOW + timedelta(days=days), NOW)
+    assert (finding.level, finding.seen) == (level, seen)
+
+
+def test_files_that_cannot_be_read_are_found(tmp_path: Path) -> None:
+    assert only(Settings(identity_dir=tmp_path)).level is Level.FAILED
+    assert only(Settings(ssl_certfile=tmp_path / "a", ssl_keyfile=tmp_path / "b")).level is Level.FAILED
+    assert only(Settings(model=str(tmp_path / "none"))).level is Level.FAILED
+    assert only(Settings(secret_file=tmp_path / "none")).level is Level.FAILED
+
+
+def test_a_secret_must_be_private(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("0" * 64)
+    secret.chmod(0o644)
+    assert only(Settings(secret_file=secret)).level is Level.FAILED
+    secret.chmod(0o440)
+    assert only(Settings(secret_file=secret)).level is Level.OK
+
+
+def test_settings_are_read_from_the_file_of_any_process(tmp_path: Path) -> None:
+    file = tmp_path / "worker.yaml"
+    file.write_text("model: m\nidentity_dir: /i\nhandoff_rdma_devices: [mlx5_0:1]\nnum_pages: 4\n")
+    assert read_settings(file) == Settings("m", identity_dir=Path("/i"), handoff_rdma_devices=("mlx5_0:1",))
+    file.write_text("- no mapping\n")
+    with pytest.raises(ConfigError, match="holds no settings"):
+        read_settings(file)
+
+
+def test_a_process_listens_where_its_cluster_says_and_on_loopback_alone() -> None:
+    expected = {"router": frozenset({"127.0.0.1:1"})}
+    for addresses, level in (
+        (frozenset({"127.0.0.1:1", "[::1]:2"}), Level.OK),
+        (frozenset({"127.0.0.1:2"}), Level.FAILED),
+        (frozenset({"127.0.0.1:1", "0.0.0.0:2"}), Level.WARNING),
+    ):
+        (finding,) = cluster_port_findings({"router": addresses}, expected)
+        assert finding.level is level, finding
+
+
+def test_listeners_of_a_process_are_seen() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert f"127.0.0.1:{server.getsockname()[1]}" in gather_listeners({"me": os.getpid(), "gone": 2**22 - 1})["me"]
+
+
+def test_ports_that_are_taken_are_named_with_who_has_them() -> None:
+    (finding,) = free_port_findings({50051: "nginx (7)"})
+    assert (finding.name, finding.level, finding.seen) == ("port 50051", Level.WARNING, "taken by nginx (7)")
+    assert [finding.level for finding in free_port_findings({})] == [Level.OK]
