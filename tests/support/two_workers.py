@@ -1,88 +1,26 @@
-"""Workers' real cores, the streams between them, and a client that takes each position once, as routers do.
-
-Everything that happens between two workers waits in a stream until the test lets it happen. A step writes to pages
-when it is committed, so that whatever reads them too early sees another KV.
-"""
+"""Workers' cores, and a client that takes each position once, as routers do."""
 
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
-from zlib import crc32
 
-from default_rules import default_rules
+from joined_cores import PAGE_SIZE, ROUTER, Joined, Node, PageRunner, attentive
 
-from faultsim.engine import FakeRunner
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job
 from pdserve.engine.sequence import Sequence as EngineSequence
-from pdserve.engine.step import Chunk, SampleSpec, StepPlan, StepResult
-from pdserve.ids import Attempt, Incarnation, PageId, RequestId, WorkerId
-from pdserve.kvtransfer import doors, sender
+from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
+from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.session import Commit, FromSender, HandoffKey, Peer, Withdrawn
 from pdserve.prefix_hash import PrefixHasher
 from pdserve.reports import Stage
-from pdserve.sampling import SampledToken, SamplingParams, TokenLogprobs
-from pdserve.worker.core import WorkerCore
-from pdserve.worker.messages import Cancelled, Event, Failed, MoveAsked, Placed, Progress, RouterRef, Tokens
+from pdserve.sampling import SampledToken, SamplingParams
+from pdserve.worker.messages import Cancelled, Event, Failed, MoveAsked, Placed, Progress, Tokens
 
-VOCAB = 997
-PAGE_SIZE = 4
-ROUTER = RouterRef(1)
 FAR_S = 1e9
-
-
-class PageRunner(Protocol):
-    """Computes steps on pages that a test can read and write."""
-
-    def run(self, plan: StepPlan) -> StepResult: ...
-    def read(self, page: PageId) -> bytes: ...
-    def write(self, page: PageId, content: bytes) -> None: ...
-
-
 NewRunner = Callable[[int], PageRunner]  # with so many pages
-
-
-class AttentiveRunner(FakeRunner):
-    """Samples tokens that depend on all that a sampler looks at, and knows those of the step before.
-
-    Each has a log probability that depends on it, where they are asked for.
-    """
-
-    _sampled: tuple[tuple[SampledToken, ...], ...] = ()
-
-    def run(self, plan: StepPlan) -> StepResult:
-        chunks = tuple(map(self._fill_in, plan.chunks))
-        result = super().run(replace(plan, chunks=chunks))
-        pairs = zip(chunks, result.tokens, strict=True)
-        self._sampled = tuple([_attend(chunk.samples, tokens) for chunk, tokens in pairs])
-        return replace(result, tokens=self._sampled)
-
-    def _fill_in(self, chunk: Chunk) -> Chunk:
-        if chunk.previous is None:
-            return chunk
-        (token,) = self._sampled[chunk.previous]
-        return replace(chunk, token_ids=(token.token_id,))
-
-    def read(self, page: PageId) -> bytes:
-        return bytes(self.page(page))
-
-    def write(self, page: PageId, content: bytes) -> None:
-        self.page(page)[:] = content
-
-
-def _attend(samples: tuple[SampleSpec, ...], tokens: tuple[SampledToken, ...]) -> tuple[SampledToken, ...]:
-    return tuple([_with_penalties(spec, token) for spec, token in zip(samples, tokens, strict=True)])
-
-
-def _with_penalties(spec: SampleSpec, token: SampledToken) -> SampledToken:
-    before = b"%d %d %d" % (sum(spec.prompt_ids), sum(spec.output_ids), spec.forbid_stops)
-    has_influence = spec.params.has_penalties or spec.forbid_stops
-    token_id = crc32(before, token.token_id) % VOCAB if has_influence else token.token_id
-    logprobs = TokenLogprobs(-float(token_id + spec.index), ()) if spec.params.logprobs is not None else None
-    return SampledToken(token_id, logprobs)
 
 
 def new_scheduler(num_pages: int, max_num_seqs: int = 8, eos: frozenset[int] = frozenset()) -> Scheduler:
@@ -97,10 +35,6 @@ def new_job(number: int, prompt: list[int], **params: object) -> Job:
     )
 
 
-def attentive(num_pages: int) -> AttentiveRunner:
-    return AttentiveRunner(num_pages, PAGE_SIZE, VOCAB)
-
-
 def alone(job: Job, new_runner: NewRunner = attentive) -> dict[int, list[SampledToken]]:
     """Return what one engine that nothing disturbs samples for a job."""
     scheduler, runner = new_scheduler(64), new_runner(64)
@@ -111,19 +45,6 @@ def alone(job: Job, new_runner: NewRunner = attentive) -> dict[int, list[Sampled
             if hasattr(outcome, "token"):
                 sampled[outcome.index].append(outcome.token)
     return sampled
-
-
-class Node:
-    """One worker. `depth`: how many steps may be planned before the oldest of them is over."""
-
-    def __init__(self, name: str, incarnation: int, runner: PageRunner, num_pages: int, depth: int) -> None:
-        self.peer = Peer(WorkerId(name), Incarnation(incarnation))
-        self.scheduler = new_scheduler(num_pages)
-        self.runner = runner
-        self.depth = depth
-        key = b"secret of " + name.encode()
-        self.core = WorkerCore(self.scheduler, VOCAB, 64, key, default_rules())
-        self.steps: deque[StepPlan] = deque()
 
 
 @dataclass
@@ -139,29 +60,27 @@ class Answer:
     is_lost: bool = False  # failed, and waits for its shadow or to be placed again
 
 
-@dataclass
-class Workers:
-    """Workers by name, and everything on its way between them: `streams` by (what, from, to)."""
+class Workers(Joined):
+    """Workers by name, and a client."""
 
-    rng: random.Random = field(default_factory=lambda: random.Random(0))
-    num_pages: dict[str, int] = field(default_factory=lambda: {"s": 64, "t": 64})
-    depth: int = 1
-    new_runner: NewRunner = attentive
-
-    def __post_init__(self) -> None:
-        sizes = enumerate(self.num_pages.items(), 11)
-        self.nodes = {name: Node(name, n, self.new_runner(size), size, self.depth) for n, (name, size) in sizes}
-        self.streams: dict[tuple[str, str, str], deque[object]] = {}
-        self.attached: set[tuple[str, str]] = set()  # from a sender to a receiver
+    def __init__(
+        self,
+        rng: random.Random | None = None,
+        num_pages: dict[str, int] | None = None,
+        depth: int = 1,
+        new_runner: NewRunner = attentive,
+    ) -> None:
+        sizes = enumerate((num_pages or {"s": 64, "t": 64}).items(), 11)
+        peers = {name: (Peer(WorkerId(name), Incarnation(number)), size) for number, (name, size) in sizes}
+        super().__init__(
+            {name: Node(peer, new_scheduler(size), new_runner(size), depth) for name, (peer, size) in peers.items()}
+        )
+        self.rng = rng or random.Random(0)
         self.lost: set[tuple[str, str]] = set()
-        self.is_cut = False  # no stream can be had that does not stand
-        self.now_s = 0.0
         self.attempts: Counter[RequestId] = Counter()  # the greatest of each
         self.answers: dict[tuple[RequestId, int], Answer] = {}
         self.reports: list[tuple[str, Tokens | Progress | Failed]] = []  # of each worker, in order
         self.committed: dict[tuple[RequestId, int], str] = {}  # who may compute it alone, from when its commit left
-        self.digest_of: Callable[[bytes], int] = hash
-        self.breaks_next_copy = False
 
     # ---- what a router does
 
@@ -188,9 +107,6 @@ class Workers:
         self.attempts[request_id] += 1
         return Attempt(self.attempts[request_id])
 
-    def queue(self, worker: str, event: Event) -> None:
-        self._stream("router", "router", worker).append(event)
-
     def place_lost(self) -> None:
         """Place again, whole, what has failed and has no shadow left to wait for."""
         for (request_id, index), answer in self.answers.items():
@@ -210,39 +126,7 @@ class Workers:
     def handle(self, worker: str, event: Event) -> None:
         if isinstance(event, doors.ReceiverSaid) and isinstance(event.event, Withdrawn):
             self.committed = {each: name for each, name in self.committed.items() if each[0] != event.key.request_id}
-        self._perform(worker, self.nodes[worker].core.handle(event, self.now_s))
-
-    def plan(self, worker: str) -> bool:
-        """Plan a step, if one may be."""
-        node = self.nodes[worker]
-        plan = node.core.plan(self.now_s) if len(node.steps) < node.depth else None
-        if plan is not None:
-            node.steps.append(plan)
-        return plan is not None
-
-    def commit(self, worker: str) -> None:
-        node = self.nodes[worker]
-        plan = node.steps.popleft()
-        self._perform(worker, node.core.commit(plan, node.runner.run(plan), self.now_s))
-
-    def step(self, worker: str) -> None:
-        if self.plan(worker) or self.nodes[worker].steps:
-            self.commit(worker)
-
-    def deliver(self, what: str, source: str, target: str) -> bool:
-        """Let the oldest of a stream happen; False if there is nothing in it."""
-        stream = self._stream(what, source, target)
-        if not stream:
-            return False
-        item = stream.popleft()
-        match what:
-            case "copies":
-                self._copy(source, target, item)
-            case "digests":
-                self._check(target, item)
-            case _:
-                self.handle(target, item)
-        return True
+        super().handle(worker, event)
 
     def deliver_all(self) -> None:
         """Let everything happen that is on its way, but no step."""
@@ -285,81 +169,29 @@ class Workers:
         """End the stream from a sender to a receiver: what is on it is lost. Each end notices when it is delivered."""
         self.attached.discard((source, target))
         self.lost.add((source, target))
-        self._stream("hand-offs", source, target).clear()
-        self._stream("answers", target, source).clear()
-        self._stream("answers", target, source).append(doors.ReceiverLost(self.nodes[target].peer, "reset"))
-        self._stream("hand-offs", source, target).append(doors.SenderLost(self.nodes[source].peer, "reset"))
+        self.stream("hand-offs", source, target).clear()
+        self.stream("answers", target, source).clear()
+        self.stream("answers", target, source).append(doors.ReceiverLost(self.nodes[target].peer, "reset"))
+        self.stream("hand-offs", source, target).append(doors.SenderLost(self.nodes[source].peer, "reset"))
 
     def attach_again(self) -> None:
         """Let the streams stand again that were lost."""
         for source, target in self.lost - self.attached:
             self.attached.add((source, target))
-            self._stream("hand-offs", source, target).append(doors.SenderAttached(self.nodes[source].peer))
+            self.stream("hand-offs", source, target).append(doors.SenderAttached(self.nodes[source].peer))
         self.lost.clear()
-
-    def assert_nothing_held(self) -> None:
-        for name, node in self.nodes.items():
-            node.scheduler.cache.check()
-            pool = node.scheduler.cache.pool
-            assert node.core.idle, name
-            assert pool.num_free == pool.num_pages, name
 
     # ---- how
 
-    def _stream(self, what: str, source: str, target: str) -> deque[object]:
-        return self.streams.setdefault((what, source, target), deque())
-
-    def _copy(self, source: str, target: str, copy: doors.Copy) -> None:
-        read, write = self.nodes[source].runner.read, self.nodes[target].runner.write
-        contents = [read(page) for page in copy.src]
-        for page, content in zip(copy.dst, contents, strict=True):
-            write(page, content)
-        digests = None if self.breaks_next_copy else tuple(map(self.digest_of, contents))
-        self.breaks_next_copy = False
-        stopped = sender.CopyStopped(digests, "broken by the test")
-        self.handle(source, doors.ReceiverSaid(copy.peer, copy.key, stopped))
-
-    def _check(self, worker: str, check: doors.CheckDigests) -> None:
-        found = [hash(self.nodes[worker].runner.read(page)) for page in check.pages]
-        wrong = [place for place, digest in enumerate(check.digests) if digest != found[place]]
-        self.handle(worker, doors.DigestsChecked(check.key, wrong[0] if wrong else None))
-
-    def _perform(self, worker: str, commands: list[object]) -> None:
-        for command in commands:
-            match command:
-                case Tokens() | Progress() | Failed():
-                    self._report(worker, command)
-                case doors.Connect(peer):
-                    self._connect(worker, peer)
-                case doors.Copy(peer):
-                    self._stream("copies", worker, peer.worker_id).append(command)
-                case doors.CheckDigests():
-                    self._stream("digests", worker, worker).append(command)
-                case doors.ToReceiver(peer, key, message):
-                    self._send(worker, peer.worker_id, key, message)
-                case doors.ToSender(peer, key, message):
-                    if (peer.worker_id, worker) in self.attached:
-                        said = doors.ReceiverSaid(self.nodes[worker].peer, key, message)
-                        self._stream("answers", worker, peer.worker_id).append(said)
-
-    def _connect(self, worker: str, peer: Peer) -> None:
-        if self.is_cut:
-            lost = doors.ReceiverLost(peer, "no answer")
-            self._stream("answers", peer.worker_id, worker).append(lost)
-        elif (worker, peer.worker_id) not in self.attached:
-            self.attached.add((worker, peer.worker_id))
-            attached = doors.SenderAttached(self.nodes[worker].peer)
-            self._stream("hand-offs", worker, peer.worker_id).append(attached)
-
-    def _send(self, source: str, target: str, key: HandoffKey, message: FromSender) -> None:
+    def send(self, source: str, target: str, key: HandoffKey, message: FromSender) -> None:
         if isinstance(message, Commit):
             for tail in message.capsule.tails:
                 self.committed[key.request_id, tail.index] = target
-        if (source, target) in self.attached:
-            said = doors.SenderSaid(self.nodes[source].peer, key, message)
-            self._stream("hand-offs", source, target).append(said)
+        super().send(source, target, key, message)
 
-    def _report(self, worker: str, report: Tokens | Progress | Failed) -> None:
+    def report(self, worker: str, report: object) -> None:
+        if not isinstance(report, Tokens | Progress | Failed):
+            return
         self.reports.append((worker, report))
         request_id, attempt = report.key
         if isinstance(report, Tokens):

@@ -4,7 +4,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from wired_cores import PAGE_SIZE, ROUTER, CoreWorker, WiredCores, job, wanted
+from wired_cores import PAGE_SIZE, ROUTER, WiredCores, core_worker, job, wanted
 
 from pdserve.engine.sequence import Job
 from pdserve.kvtransfer import doors
@@ -36,8 +36,8 @@ def next_turn(num_tokens: int = 30) -> Job:
 
 def cluster(num_pages: int = 32) -> WiredCores:
     """Return a worker `p` that has nothing, a worker `d` with a cached prompt, and `t`, another one."""
-    cores = WiredCores({name: CoreWorker(name, num_pages) for name in ("p", "d", "t")})
-    cores.send("d", Placed(ROUTER, TURN, 1e9))
+    cores = WiredCores({name: core_worker(name, num_pages) for name in ("p", "d", "t")})
+    cores.queue("d", Placed(ROUTER, TURN, 1e9))
     cores.run(random.Random(0))
     assert cores.output(TURN) == wanted(TURN)
     return cores
@@ -45,12 +45,12 @@ def cluster(num_pages: int = 32) -> WiredCores:
 
 def share(cores: WiredCores, each: Job, num_tokens: int = 24, deadline_s: float = DUE_S) -> ShareAsked:
     tokens = each.token_ids[:num_tokens]
-    return ShareAsked(HandoffKey(*each.key), tokens, "", cores.workers["p"].peer, "p", deadline_s)
+    return ShareAsked(HandoffKey(*each.key), tokens, "", cores.nodes["p"].peer, "p", deadline_s)
 
 
 def placed(cores: WiredCores, each: Job, target: str = "", num_tokens: int = 24) -> Placed:
-    fetch = Fetch(cores.workers["d"].peer, num_tokens, DUE_S)
-    there = cores.workers[target].peer if target else None
+    fetch = Fetch(cores.nodes["d"].peer, num_tokens, DUE_S)
+    there = cores.nodes[target].peer if target else None
     return Placed(ROUTER, each, 1e9, target=there, target_address=target, fetch=fetch)
 
 
@@ -59,7 +59,7 @@ class Computing:
 
     def __init__(self, num_pages: int = 32) -> None:
         self.cores = cluster(num_pages)
-        self.worker, self.holder = self.cores.workers["p"], self.cores.workers["d"].peer
+        self.worker, self.holder = self.cores.nodes["p"], self.cores.nodes["d"].peer
         self.core, self.each = self.worker.core, next_turn()
         self.handle(doors.SenderAttached(self.holder))
 
@@ -104,10 +104,10 @@ def test_a_prompt_is_computed_from_where_the_fetched_pages_end_and_gives_the_sam
         started.extend(c for c in commands if isinstance(c, Progress) and c.stage.name == "PREFILL_STARTED"),
         perform(name, commands),
     )[1]
-    cores.send("d", share(cores, each))
-    cores.send("p", placed(cores, each, target))
+    cores.queue("d", share(cores, each))
+    cores.queue("p", placed(cores, each, target))
     if target:
-        cores.send(target, Placed(ROUTER, each, 1e9, source=cores.workers["p"].peer))
+        cores.queue(target, Placed(ROUTER, each, 1e9, source=cores.nodes["p"].peer))
     cores.run(random.Random(seed))
     assert not cores.failed
     assert cores.output(each) == wanted(each)
@@ -117,23 +117,23 @@ def test_a_prompt_is_computed_from_where_the_fetched_pages_end_and_gives_the_sam
 
 def test_what_was_fetched_is_held_until_the_prompt_has_started() -> None:
     cores, each = cluster(), next_turn()
-    cores.send("d", share(cores, each))
-    cores.send("p", placed(cores, each))
+    cores.queue("d", share(cores, each))
+    cores.queue("p", placed(cores, each))
     while ready := [name for name, stream in cores.streams.items() if stream]:
-        cores.deliver(ready[0])  # everything arrives, and no step begins
-    cache = cores.workers["p"].scheduler.cache
+        cores.deliver(*ready[0])  # everything arrives, and no step begins
+    cache = cores.nodes["p"].scheduler.cache
     others = cache.take(cache.pool.num_free)
     assert others is not None
     cache.pool.release(others)
-    plan = cores.workers["p"].core.plan(0.0)
+    plan = cores.nodes["p"].core.plan(0.0)
     assert plan is not None
     assert [chunk.start for chunk in plan.chunks] == [5 * PAGE_SIZE]
 
 
 def test_a_holder_that_has_nothing_says_so_and_the_prompt_starts() -> None:
     cores, each = cluster(), job(9, 30)
-    cores.send("d", share(cores, each))
-    cores.send("p", placed(cores, each))
+    cores.queue("d", share(cores, each))
+    cores.queue("p", placed(cores, each))
     cores.run(random.Random(1))
     assert cores.output(each) == wanted(each)
     cores.assert_nothing_held()
@@ -141,11 +141,11 @@ def test_a_holder_that_has_nothing_says_so_and_the_prompt_starts() -> None:
 
 def test_pages_that_are_here_are_not_fetched() -> None:
     cores, each = cluster(), next_turn()
-    cores.send("p", Placed(ROUTER, TURN, 1e9))
+    cores.queue("p", Placed(ROUTER, TURN, 1e9))
     cores.run(random.Random(0))
-    commands = cores.workers["p"].core.handle(placed(cores, each, num_tokens=20), 0.0)
+    commands = cores.nodes["p"].core.handle(placed(cores, each, num_tokens=20), 0.0)
     assert not any(isinstance(command, doors.ToSender) for command in commands)
-    assert cores.workers["p"].core.plan(0.0) is not None
+    assert cores.nodes["p"].core.plan(0.0) is not None
 
 
 def test_a_fetch_finds_room_at_once_or_is_none() -> None:
@@ -230,7 +230,7 @@ def test_a_fetching_prompt_that_ends_gives_all_pages_back(end: str) -> None:
 
 def test_a_share_that_is_late_gives_its_pages_back() -> None:
     cores, each = cluster(), next_turn()
-    holder = cores.workers["d"]
+    holder = cores.nodes["d"]
     holder.core.handle(share(cores, each), 0.0)
     assert holder.scheduler.cache.pool.num_held == 5
     assert holder.core.due_s == DUE_S
@@ -247,8 +247,8 @@ def test_a_prompt_whose_share_is_not_even_begun_does_not_wait_until_it_is_due(
     if why == "one too many":
         monkeypatch.setattr(fetches, "MAX_SHARES", 0)
     cores, each = cluster(), next_turn()
-    cores.send("d", share(cores, each, deadline_s=0.0 if why == "late" else DUE_S))
-    cores.send("p", placed(cores, each))
+    cores.queue("d", share(cores, each, deadline_s=0.0 if why == "late" else DUE_S))
+    cores.queue("p", placed(cores, each))
     cores.run(random.Random(0))
     assert cores.output(each) == wanted(each)
     cores.assert_nothing_held()
@@ -256,9 +256,9 @@ def test_a_prompt_whose_share_is_not_even_begun_does_not_wait_until_it_is_due(
 
 def test_a_share_of_a_stream_that_is_lost_gives_its_pages_back() -> None:
     cores, each = cluster(), next_turn()
-    holder = cores.workers["d"]
+    holder = cores.nodes["d"]
     holder.core.handle(share(cores, each), 0.0)
-    reported = holder.core.handle(doors.ReceiverLost(cores.workers["p"].peer, "cut"), 1.0)
+    reported = holder.core.handle(doors.ReceiverLost(cores.nodes["p"].peer, "cut"), 1.0)
     assert not any(isinstance(command, Failed) for command in reported)
     assert holder.scheduler.cache.pool.num_held == 0
 
@@ -276,7 +276,7 @@ def committed(computing: Computing, offered: list[Command]) -> list[Command]:
 def test_a_fetch_ends_with_its_prompt_when_that_can_go_nowhere() -> None:
     computing = Computing()
     offered = computing.handle(placed(computing.cores, computing.each, "t"))
-    computing.handle(doors.ReceiverLost(computing.cores.workers["t"].peer, "cut"))
+    computing.handle(doors.ReceiverLost(computing.cores.nodes["t"].peer, "cut"))
     committed(computing, offered)
     assert not computing.starts()
     computing.handle(doors.PeerGone(computing.holder))

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from two_workers import PAGE_SIZE, VOCAB, Workers, alone, new_job
+from joined_cores import PAGE_SIZE, VOCAB
+from two_workers import Workers, alone, new_job
 
 from pdserve.engine.runner import Runner, run
 from pdserve.engine.step import StepPlan, StepResult

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from wired_cores import MAX_MODEL_LEN, PAGE_SIZE, ROUTER, CoreWorker, WiredCores, job, wanted
+from wired_cores import MAX_MODEL_LEN, PAGE_SIZE, ROUTER, WiredCores, core_worker, job, wanted
 
 from pdserve.config import WorkerConfig
 from pdserve.engine.room import Room
@@ -25,7 +25,7 @@ STEPS = {Role.PREFILL: 32, Role.DECODE: 4, Role.MIXED: 8}
 
 
 def mixed_cores() -> WiredCores:
-    return WiredCores({name: CoreWorker(name, NUM_PAGES, role=Role.MIXED) for name in ("a", "b")})
+    return WiredCores({name: core_worker(name, NUM_PAGES, role=Role.MIXED) for name in ("a", "b")})
 
 
 def crowd(cores: WiredCores, rng: random.Random) -> list[Job]:
@@ -79,7 +79,7 @@ def gets_stuck(rng: random.Random) -> bool:
 
 
 def test_a_worker_follows_a_role_of_a_greater_epoch_alone_and_reports_it_at_once() -> None:
-    worker = CoreWorker("w", NUM_PAGES, role=Role.PREFILL, step_tokens=STEPS)
+    worker = core_worker("w", NUM_PAGES, role=Role.PREFILL, step_tokens=STEPS)
     assert worker.core.handle(RoleGiven(Role.DECODE, 1), 0.0) == [RoleTaken(Role.DECODE, 1, STEPS[Role.DECODE])]
     assert worker.core.handle(RoleGiven(Role.MIXED, 1), 0.0) == [], "another router asked at the same moment"
     assert (worker.core.load().role, worker.core.load().role_epoch) == (Role.DECODE, 1)
@@ -88,7 +88,7 @@ def test_a_worker_follows_a_role_of_a_greater_epoch_alone_and_reports_it_at_once
 
 
 def test_a_role_sets_how_many_tokens_a_step_computes() -> None:
-    worker = CoreWorker("w", NUM_PAGES, role=Role.PREFILL, step_tokens=STEPS)
+    worker = core_worker("w", NUM_PAGES, role=Role.PREFILL, step_tokens=STEPS)
     worker.core.handle(Placed(ROUTER, job(1, 36), 1e9), 0.0)
     plan = worker.core.plan(0.0)
     assert plan is not None
@@ -101,7 +101,7 @@ def test_a_role_sets_how_many_tokens_a_step_computes() -> None:
 
 
 def test_what_still_decodes_on_a_prefill_worker_is_given_short_steps() -> None:
-    worker = CoreWorker("w", NUM_PAGES, role=Role.DECODE, step_tokens=STEPS)
+    worker = core_worker("w", NUM_PAGES, role=Role.DECODE, step_tokens=STEPS)
     worker.core.handle(Placed(ROUTER, job(1, 3, max_tokens=8), 1e9), 0.0)
     first = worker.core.plan(0.0)
     assert first is not None
@@ -114,21 +114,21 @@ def test_what_still_decodes_on_a_prefill_worker_is_given_short_steps() -> None:
 
 
 def test_a_pool_too_small_for_two_of_the_longest_does_not_become_mixed() -> None:
-    worker = CoreWorker("w", 2 * LONGEST - 1, role=Role.DECODE)
+    worker = core_worker("w", 2 * LONGEST - 1, role=Role.DECODE)
     with pytest.raises(ProtocolError, match="19 pages are less than two of the longest sequences need, 20, as mixed"):
         worker.core.handle(RoleGiven(Role.MIXED, 1), 0.0)
     assert worker.core.load().role is Role.DECODE
 
 
 def test_such_a_pool_computes_prompts_as_it_may_from_the_start() -> None:
-    worker = CoreWorker("w", 2 * LONGEST - 1, role=Role.DECODE)
+    worker = core_worker("w", 2 * LONGEST - 1, role=Role.DECODE)
     worker.core.handle(RoleGiven(Role.PREFILL, 1), 0.0)
     assert worker.core.load().role is Role.PREFILL
 
 
 def test_a_mixed_worker_that_becomes_a_prefill_worker_starts_what_waited_for_the_room_to_grant() -> None:
-    worker = CoreWorker("w", 3 * LONGEST + 2, role=Role.MIXED)
-    other = CoreWorker("o", NUM_PAGES).peer
+    worker = core_worker("w", 3 * LONGEST + 2, role=Role.MIXED)
+    other = core_worker("o", NUM_PAGES).peer
     jobs = [job(number, num_tokens, max_tokens=2) for number, num_tokens in enumerate((38, 38, 20))]
     for each in jobs:
         worker.core.handle(Placed(ROUTER, each, 1e9, target=other, target_address="o"), 0.0)
@@ -159,20 +159,20 @@ def test_a_mixed_worker_alone_does_not_start_with_such_a_pool(role: Role, tmp_pa
 
 def given_grants(num_tokens: int, count: int) -> tuple[WiredCores, list[Job]]:
     """Return a sender and a decode worker that has granted pages to some of its prompts, none of which has landed."""
-    cores = WiredCores({"s": CoreWorker("s", 60, role=Role.PREFILL), "d": CoreWorker("d", NUM_PAGES)})
+    cores = WiredCores({"s": core_worker("s", 60, role=Role.PREFILL), "d": core_worker("d", NUM_PAGES)})
     jobs = [job(number, num_tokens) for number in range(count)]
-    cores.workers["d"].core.handle(doors.SenderAttached(cores.workers["s"].peer), 0.0)
-    cores.workers["s"].dialled.add(cores.workers["d"].peer)
+    cores.nodes["d"].core.handle(doors.SenderAttached(cores.nodes["s"].peer), 0.0)
+    cores.attached.add(("s", "d"))
     for each in jobs:
         cores.place(each, "s", "d")
     for _ in jobs:
-        cores.deliver(("router", "d"))
+        cores.deliver("router", "router", "d")
     return cores, jobs
 
 
 def test_a_decode_worker_computes_prompts_to_hand_off_once_the_room_for_them_is_free() -> None:
     cores, jobs = given_grants(30, 3)
-    decode = cores.workers["d"].core
+    decode = cores.nodes["d"].core
     assert decode.load().pages_granted > NUM_PAGES - LONGEST, "or it need not wait"
     assert decode.handle(RoleGiven(Role.PREFILL, 1), 0.0) == []
     assert decode.load().role is Role.DECODE
@@ -184,16 +184,16 @@ def test_a_decode_worker_computes_prompts_to_hand_off_once_the_room_for_them_is_
 
 def test_while_it_waits_for_that_room_it_grants_nothing_that_would_take_it() -> None:
     cores, _ = given_grants(30, 3)
-    decode, late = cores.workers["d"].core, job(9, 4)
+    decode, late = cores.nodes["d"].core, job(9, 4)
     decode.handle(RoleGiven(Role.PREFILL, 1), 0.0)
-    commands = decode.handle(Placed(ROUTER, late, 1e9, source=cores.workers["s"].peer), 0.0)
+    commands = decode.handle(Placed(ROUTER, late, 1e9, source=cores.nodes["s"].peer), 0.0)
     assert not any(isinstance(command, doors.ToSender) for command in commands)
     assert decode.load().pages_free > 1, "or it could not have granted it anyway"
 
 
 def test_a_decode_worker_takes_a_prompt_to_hand_off_from_a_router_that_does_not_know_yet_if_it_has_room() -> None:
-    cores = WiredCores({"w": CoreWorker("w", NUM_PAGES, role=Role.PREFILL), "d": CoreWorker("d", NUM_PAGES)})
-    cores.workers["w"].core.handle(RoleGiven(Role.DECODE, 1), 0.0)
+    cores = WiredCores({"w": core_worker("w", NUM_PAGES, role=Role.PREFILL), "d": core_worker("d", NUM_PAGES)})
+    cores.nodes["w"].core.handle(RoleGiven(Role.DECODE, 1), 0.0)
     each = job(1, 30)
     cores.place(each, "w", "d")
     cores.run(random.Random(0))
@@ -202,18 +202,18 @@ def test_a_decode_worker_takes_a_prompt_to_hand_off_from_a_router_that_does_not_
 
 def test_a_decode_worker_without_room_refuses_prompts_to_hand_off() -> None:
     cores, _ = given_grants(30, 3)
-    to_hand_off = Placed(ROUTER, job(9, 4), 1e9, target=cores.workers["s"].peer, target_address="s")
-    (failed,) = cores.workers["d"].core.handle(to_hand_off, 0.0)
+    to_hand_off = Placed(ROUTER, job(9, 4), 1e9, target=cores.nodes["s"].peer, target_address="s")
+    (failed,) = cores.nodes["d"].core.handle(to_hand_off, 0.0)
     assert isinstance(failed, Failed)
     assert failed.code is Failure.OVERLOADED
     assert "it decodes" in failed.reason
 
 
 def test_a_worker_that_became_a_prefill_worker_serves_what_another_router_hands_to_it() -> None:
-    cores = WiredCores({"s": CoreWorker("s", 60, role=Role.PREFILL), "d": CoreWorker("d", NUM_PAGES)})
+    cores = WiredCores({"s": core_worker("s", 60, role=Role.PREFILL), "d": core_worker("d", NUM_PAGES)})
     early, late = job(1, 30), job(2, 30)
     cores.place(early, "s", "d")
-    cores.send("d", RoleGiven(Role.PREFILL, 1))
+    cores.queue("d", RoleGiven(Role.PREFILL, 1))
     cores.place(late, "s", "d")
     cores.run(random.Random(0))
     assert not cores.failed
@@ -222,8 +222,8 @@ def test_a_worker_that_became_a_prefill_worker_serves_what_another_router_hands_
 
 
 def test_a_prefill_worker_whose_prompts_wait_for_grants_refuses_a_hand_off_that_has_no_room_beside_them() -> None:
-    worker = CoreWorker("w", NUM_PAGES, role=Role.PREFILL)
-    other = CoreWorker("o", NUM_PAGES).peer
+    worker = core_worker("w", NUM_PAGES, role=Role.PREFILL)
+    other = core_worker("o", NUM_PAGES).peer
     worker.core.handle(Placed(ROUTER, job(1, 38), 1e9, target=other, target_address="o"), 0.0)
     commands = worker.core.handle(Placed(ROUTER, job(2, 30), 1e9, source=other), 0.0)
     assert [command.code for command in commands if isinstance(command, Failed)] == [Failure.OVERLOADED]
@@ -235,18 +235,18 @@ def test_a_prefill_worker_whose_prompts_wait_for_grants_refuses_a_hand_off_that_
 
 
 def test_prompts_that_wait_for_a_step_do_not_keep_a_mixed_worker_from_granting() -> None:
-    worker = CoreWorker("w", 10 * LONGEST, role=Role.MIXED)
+    worker = core_worker("w", 10 * LONGEST, role=Role.MIXED)
     for number in range(4):
         worker.core.handle(Placed(ROUTER, job(number, 36), 1e9), 0.0)
     assert worker.core.load().num_waiting == 4
-    arriving = Placed(ROUTER, job(9, 30), 1e9, source=CoreWorker("o", NUM_PAGES).peer)
+    arriving = Placed(ROUTER, job(9, 30), 1e9, source=core_worker("o", NUM_PAGES).peer)
     stages = [command.stage for command in worker.core.handle(arriving, 0.0) if isinstance(command, Progress)]
     assert stages == [Stage.GRANTED]
 
 
 def test_a_grant_leaves_the_pages_that_an_earlier_prompt_waits_for() -> None:
-    worker = CoreWorker("w", LONGEST + 4, role=Role.DECODE)
+    worker = core_worker("w", LONGEST + 4, role=Role.DECODE)
     worker.core.handle(Placed(ROUTER, job(1, 36), 1e9), 0.0)
-    arriving = Placed(ROUTER, job(9, 20), 1e9, source=CoreWorker("o", NUM_PAGES).peer)
+    arriving = Placed(ROUTER, job(9, 20), 1e9, source=core_worker("o", NUM_PAGES).peer)
     assert worker.core.handle(arriving, 0.0) == []
     assert worker.core.load().pages_free == LONGEST + 4, "or it could not have granted it anyway"
