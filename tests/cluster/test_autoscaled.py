@@ -12,7 +12,7 @@ from pathlib import Path
 import moving
 import pytest
 from live_cluster import LiveCluster, all_ready, greedy, is_idle, live_cluster
-from model_zoo import first_disagreement
+from model_zoo import first_disagreement, prompt
 from transformers import PreTrainedModel
 
 from pdserve.autoscaler.journal import Record, read_record
@@ -95,13 +95,13 @@ def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sc
 def scaled(shared: Scaled) -> Iterator[Scaled]:
     yield shared
     shared.allow(1)
-    shared.cluster.generate(greedy(moving.prompt(20, "last"), 2))
+    shared.cluster.generate(greedy(prompt(20, "last"), 2))
     shared.until_workers(BASE)
     shared.cluster.wait_for(is_idle, 20)
 
 
 def test_the_decode_pool_follows_its_load_and_no_answer_notices(scaled: Scaled, oracle: PreTrainedModel) -> None:
-    prompts = [moving.prompt(60 + 10 * number, f"load {number}") for number in range(NUM_CLIENTS)]
+    prompts = [prompt(60 + 10 * number, f"load {number}") for number in range(NUM_CLIENTS)]
     enough = threading.Event()
 
     def ask(prompt: list[int]) -> list[list[int]]:
@@ -118,11 +118,11 @@ def test_the_decode_pool_follows_its_load_and_no_answer_notices(scaled: Scaled, 
             enough.set()
         answers = [each.result() for each in pending]
     scaled.until_workers(BASE)
-    for prompt, given in zip(prompts, answers, strict=True):
+    for asked, given in zip(prompts, answers, strict=True):
         assert given
         for tokens in {tuple(each) for each in given}:
             assert len(tokens) == 120
-            assert first_disagreement(oracle, prompt, list(tokens)) is None
+            assert first_disagreement(oracle, asked, list(tokens)) is None
 
 
 def test_a_launcher_that_is_late_or_refuses_and_an_autoscaler_that_dies_in_mid_action_double_nothing(
@@ -133,13 +133,13 @@ def test_a_launcher_that_is_late_or_refuses_and_an_autoscaler_that_dies_in_mid_a
     try:
         scaled.allow(least=3, most=3)
         scaled.until_noted("no answer within 1 s")
-        assert cluster.generate(greedy(moving.prompt(20, "late"), 5)).tokens
+        assert cluster.generate(greedy(prompt(20, "late"), 5)).tokens
     finally:
         cluster.process.send_signal(signal.SIGCONT)
     scaled.until(lambda: len(scaled.workers()) == 3)
     before = cluster.pid_of("autoscaler")
     cluster.signal("autoscaler", signal.SIGKILL)
-    assert cluster.generate(greedy(moving.prompt(20, "without"), 5)).tokens
+    assert cluster.generate(greedy(prompt(20, "without"), 5)).tokens
     seen: list[set[str]] = []
 
     def has_converged() -> bool:

@@ -1,6 +1,5 @@
 """What clients leave behind, and what dying workers take with them: nothing."""
 
-import random
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 from live_cluster import Answer, LiveCluster, all_ready, greedy, is_idle, live_cluster
-from model_zoo import VOCAB, first_disagreement
+from model_zoo import assert_right, prompt
 from transformers import PreTrainedModel
 
 from pdserve.proto.v1 import admin_pb2 as admin
@@ -34,16 +33,6 @@ def all_well_before(cluster: LiveCluster) -> None:
     cluster.wait_for(lambda status: all_ready(4)(status) and is_idle(status), 60)
 
 
-def prompt(length: int, seed: object = 0) -> list[int]:
-    rng = random.Random(f"{length} {seed}")
-    return [rng.randrange(3, VOCAB) for _ in range(length)]
-
-
-def assert_right(oracle: PreTrainedModel, asked: list[int], answer: Answer, count: int) -> None:
-    assert len(answer.tokens[0]) == count
-    assert first_disagreement(oracle, asked, answer.tokens[0]) is None
-
-
 class Bystanders:
     """Streams of other clients, which nothing may disturb."""
 
@@ -59,7 +48,7 @@ class Bystanders:
         answers = [answer.result() for answer in self._answers]
         self._pool.shutdown()
         for asked, answer in zip(self._prompts, answers, strict=True):
-            assert_right(self._oracle, asked, answer, self._max_tokens)
+            assert_right(self._oracle, asked, answer.tokens[0], self._max_tokens)
         return answers
 
 
@@ -130,7 +119,7 @@ def test_a_killed_worker_costs_no_stream_a_token_and_no_pool_a_page(
         cluster.wait_for(prefilling, 10)
         cluster.signal(victim, signal.SIGKILL)
         for asked, answer in zip(long, pending, strict=True):
-            assert_right(oracle, asked, answer.result(), 20)
+            assert_right(oracle, asked, answer.result().tokens[0], 20)
     others.assert_undisturbed()
     cluster.wait_for(is_idle, FREED_WITHIN_S)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import moving
 import pytest
 from live_cluster import Answer, all_ready, greedy, is_idle
-from model_zoo import VOCAB, first_disagreement
+from model_zoo import VOCAB, assert_right
 from transformers import PreTrainedModel
 from wired_cluster import Pools, WiredCluster, wired_cluster
 
@@ -55,16 +55,11 @@ def second_turn(cluster: WiredCluster, seed: object) -> tuple[list[int], Answer]
     return asked, cluster.generate(greedy(asked, 20))
 
 
-def assert_right(oracle: PreTrainedModel, asked: list[int], answer: Answer) -> None:
-    assert len(answer.tokens[0]) == 20
-    assert first_disagreement(oracle, asked, answer.tokens[0]) is None
-
-
 def test_the_answer_before_is_fetched_from_the_worker_that_wrote_it(
     cluster: WiredCluster, oracle: PreTrainedModel
 ) -> None:
     asked, answer = second_turn(cluster, "fetched")
-    assert_right(oracle, asked, answer)
+    assert_right(oracle, asked, answer.tokens[0], 20)
     assert answer.ledger.fetched_from == "decode-0"
     assert ANSWER - 2 * PAGE_SIZE <= answer.ledger.fetched_tokens <= ANSWER + PAGE_SIZE
     assert len(asked) - answer.usage.cached_tokens <= SAID + 2 * PAGE_SIZE
@@ -83,7 +78,7 @@ def test_a_holder_killed_in_the_middle_costs_a_computation_and_no_error(
         cluster.report_gone("decode-0")
     cluster.wiring.start_again("decode-0")
     answer = Answer().read(call)
-    assert_right(oracle, asked, answer)
+    assert_right(oracle, asked, answer.tokens[0], 20)
     assert answer.ledger.fetched_tokens == 0
     cluster.wait_for(is_well, 60)
 
@@ -95,6 +90,6 @@ def test_a_fetch_that_does_not_come_in_time_is_not_waited_for(cluster: WiredClus
         call = cluster.start(greedy(asked, 20))
         gate.wait_until_caught()
         answer = Answer().read(call)
-    assert_right(oracle, asked, answer)
+    assert_right(oracle, asked, answer.tokens[0], 20)
     assert answer.ledger.fetched_tokens == 0
     assert answer.ledger.attempts == 1

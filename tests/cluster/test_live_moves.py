@@ -6,8 +6,8 @@ from pathlib import Path
 
 import moving
 import pytest
-from live_cluster import Answer, all_ready, greedy, is_idle
-from model_zoo import first_disagreement
+from live_cluster import all_ready, greedy, is_idle
+from model_zoo import assert_right, prompt
 from moving import MOVED_WITHIN_S, POOLS, STAGES, WORKER_FLAGS, Running, is_message, long_answer, num_moved, num_tried
 from transformers import PreTrainedModel
 from wired_cluster import WiredCluster, wired_cluster
@@ -41,11 +41,6 @@ def cluster(shared: WiredCluster) -> Iterator[WiredCluster]:
     assert [worker.load.pages_leaked for worker in status.workers] == [0] * NUM_WORKERS
 
 
-def assert_right(oracle: PreTrainedModel, asked: list[int], answer: Answer, count: int) -> None:
-    assert len(answer.tokens[0]) == count
-    assert first_disagreement(oracle, asked, answer.tokens[0]) is None
-
-
 SAMPLINGS = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 1.0, "top_k": 50, "seed": 11},
@@ -58,7 +53,7 @@ SAMPLINGS = {
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_a_moved_answer_is_the_one_that_was_not_moved(cluster: WiredCluster, name: str) -> None:
     sampling = inference.SamplingParams(max_tokens=200, ignore_eos=True, **SAMPLINGS[name])
-    ids = inference.TokenIds(ids=moving.prompt(150, name))
+    ids = inference.TokenIds(ids=prompt(150, name))
     request = inference.GenerateRequest(token_ids=ids, sampling=sampling)
     unmoved = cluster.generate(request)
     running = Running.of(cluster, request)
@@ -88,7 +83,7 @@ def test_an_answer_that_moves_there_and_back_and_there_again_stays_whole(
         assert moving.move(cluster, places[number % 2], places[(number + 1) % 2]) == 1
         cluster.wait_for(lambda status, n=number: num_moved(status) > num_moved(running.before) + n, MOVED_WITHIN_S)
     answer = running.end()
-    assert_right(oracle, asked, answer, 2 * moving.LONG)
+    assert_right(oracle, asked, answer.tokens[0], 2 * moving.LONG)
     assert [each.source for each in answer.ledger.moves] == [places[number % 2] for number in range(3)]
     assert running.num_replaced() == 0
 
@@ -126,7 +121,7 @@ def test_a_worker_killed_in_any_stage_of_a_move_costs_no_token(
         gate.wait_until_caught()
         kill(cluster, running, victim)
     cluster.wiring.start_again(victim)
-    assert_right(oracle, asked, running.end(), moving.LONG)
+    assert_right(oracle, asked, running.end().tokens[0], moving.LONG)
     may_be_reported = who == "target" and stage in ("before the grant", "while pages are copied")
     most = 2 * num_replaced  # the reset may cut the stream of the next placement, too
     assert num_replaced - may_be_reported <= running.num_replaced() <= most
@@ -145,7 +140,7 @@ def test_a_worker_frozen_in_any_stage_of_a_move_costs_no_token(
         running.move()
         gate.wait_until_caught()
         with cluster.frozen(victim):
-            assert_right(oracle, asked, running.end(), moving.LONG)
+            assert_right(oracle, asked, running.end().tokens[0], moving.LONG)
     assert running.num_replaced() <= num_replaced  # none where the answer ended before the silence was noticed
 
 
@@ -161,7 +156,7 @@ def test_a_stream_cut_in_any_stage_of_a_move_costs_no_token(
         running.move()
         gate.wait_until_caught()
         running.proxy.reset()
-    assert_right(oracle, asked, running.end(), moving.LONG)
+    assert_right(oracle, asked, running.end().tokens[0], moving.LONG)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -185,7 +180,7 @@ def test_copies_that_fail_leave_an_answer_where_it_is(model: Path, oracle: PreTr
         assert running.move() == 1
         cluster.wait_for(lambda status: num_tried(status) > num_tried(running.before), MOVED_WITHIN_S)
         answer = running.end()
-        assert_right(oracle, asked, answer, moving.LONG)
+        assert_right(oracle, asked, answer.tokens[0], moving.LONG)
         assert num_moved(cluster.status()) == 0
         assert answer.ledger.attempts == 1
         assert answer.ledger.decode_worker == running.source
@@ -195,7 +190,7 @@ def test_copies_that_fail_leave_an_answer_where_it_is(model: Path, oracle: PreTr
 def test_a_drained_worker_leaves_its_answers_running_elsewhere_and_exits(
     cluster: WiredCluster, oracle: PreTrainedModel
 ) -> None:
-    asked = [moving.prompt(100, f"drained {number}") for number in range(4)]
+    asked = [prompt(100, f"drained {number}") for number in range(4)]
     with ThreadPoolExecutor(len(asked)) as pool:
         others = [pool.submit(cluster.generate, greedy(each, DRAINED)) for each in asked[1:]]
         running = Running.of(cluster, greedy(asked[0], DRAINED))
@@ -207,6 +202,6 @@ def test_a_drained_worker_leaves_its_answers_running_elsewhere_and_exits(
         assert cluster.status().num_active == len(asked), "it waited for its answers"
         answers = [running.end(), *(other.result() for other in others)]
     for each, answer in zip(asked, answers, strict=True):
-        assert_right(oracle, each, answer, DRAINED)
+        assert_right(oracle, each, answer.tokens[0], DRAINED)
         assert answer.ledger.attempts == 1
     assert num_moved(cluster.status()) > num_moved(running.before)

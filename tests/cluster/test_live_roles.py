@@ -8,7 +8,7 @@ import grpc
 import moving
 import pytest
 from live_cluster import Answer, LiveCluster, all_ready, greedy, is_idle, load_of
-from model_zoo import first_disagreement
+from model_zoo import first_disagreement, prompt
 from proofs import operators_proof
 from transformers import PreTrainedModel
 from wired_cluster import HOST, Pools, WiredCluster, wired_cluster
@@ -89,7 +89,7 @@ def role_of(status: admin.ClusterStatus, name: str) -> tuple[int, int]:
 
 
 def ask(stub: InferenceServiceStub, length: int, seed: object, num_tokens: int = 20) -> inference.Ledger:
-    replies = list(stub.Generate(greedy(moving.prompt(length, seed), num_tokens), timeout=60))
+    replies = list(stub.Generate(greedy(prompt(length, seed), num_tokens), timeout=60))
     return replies[-1].ledger
 
 
@@ -135,7 +135,7 @@ def test_a_role_that_cannot_be_is_refused_and_the_last_one_stays(cluster: WiredC
 
 
 def test_roles_flip_under_load_and_no_answer_notices(cluster: WiredCluster, oracle: PreTrainedModel) -> None:
-    asked = [moving.prompt(30 + 20 * number, f"load {number}") for number in range(8)]
+    asked = [prompt(30 + 20 * number, f"load {number}") for number in range(8)]
     flips = [
         ("decode-0", MIXED),
         ("prefill-0", MIXED),

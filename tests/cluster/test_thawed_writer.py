@@ -1,6 +1,5 @@
 """A prefill worker that was frozen in mid-write spoils nothing when it thaws, whoever wanted its pages meanwhile."""
 
-import random
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -9,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 from live_cluster import Answer, LiveCluster, all_ready, greedy, is_idle, live_cluster, load_of
-from model_zoo import VOCAB, first_disagreement, load_oracle
+from model_zoo import assert_right, first_disagreement, load_oracle, prompt
 from transformers import PreTrainedModel
 
 from pdserve.proto.v1 import admin_pb2 as admin
@@ -31,11 +30,6 @@ def cluster(model: Path, tmp_path: Path) -> Iterator[LiveCluster]:
         yield cluster
 
 
-def prompt(length: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(3, VOCAB) for _ in range(length)]
-
-
 class Crowd:
     """Streams that need more pages, all together, than the decode worker has."""
 
@@ -49,8 +43,7 @@ class Crowd:
     def assert_right(self, oracle: PreTrainedModel) -> None:
         for asked, pending in zip(self._asked, self.answers, strict=True):
             answer = pending.result()
-            assert len(answer.tokens[0]) == 200
-            assert first_disagreement(oracle, asked, answer.tokens[0]) is None
+            assert_right(oracle, asked, answer.tokens[0], 200)
         self._pool.shutdown()
 
 

@@ -1,5 +1,6 @@
 """Small random models of each family, as Hugging Face directories, and what transformers makes of a text."""
 
+import random
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -98,3 +99,15 @@ def first_disagreement(oracle: PreTrainedModel, prompt: Sequence[int], answer: S
     drawn = logits.gather(-1, torch.tensor(answer)[:, None])[:, 0]
     wrong = (logits.amax(-1) - drawn > SAME_LOGIT).nonzero()
     return int(wrong[0]) if len(wrong) else None
+
+
+def prompt(length: int, seed: object = 0) -> list[int]:
+    """Return random tokens, others for each length and seed."""
+    rng = random.Random(f"{length} {seed}")
+    return [rng.randrange(3, VOCAB) for _ in range(length)]
+
+
+def assert_right(oracle: PreTrainedModel, asked: Sequence[int], tokens: Sequence[int], count: int) -> None:
+    """Assert that a greedy answer has so many tokens, and is the oracle's."""
+    assert len(tokens) == count
+    assert first_disagreement(oracle, asked, tokens) is None

@@ -1,13 +1,12 @@
 """A stream that runs on one decode worker of two, and what moves it to the other."""
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import grpc
 from fault_proxy import Direction, FaultProxy
 from live_cluster import Answer, LiveCluster, greedy, load_of
-from model_zoo import VOCAB
+from model_zoo import prompt
 from wired_cluster import Pools, WiredCluster
 
 from pdserve.proto.v1 import admin_pb2 as admin
@@ -37,11 +36,6 @@ def is_message(direction: Direction, kind: str) -> Callable[[bytes], bool]:
     return lambda data: _MESSAGES[direction].FromString(data).WhichOneof("message") == kind
 
 
-def prompt(length: int, seed: object) -> list[int]:
-    rng = random.Random(f"{length} {seed}")
-    return [rng.randrange(3, VOCAB) for _ in range(length)]
-
-
 def move(cluster: LiveCluster, source: str, target: str = "", count: int = 0) -> int:
     """Ask for moves off a worker; return how many are to move."""
     request = admin.MoveSequencesRequest(worker_id=source, target_worker_id=target, max_sequences=count)
@@ -59,7 +53,7 @@ def num_tried(status: admin.ClusterStatus) -> int:
 def introduce(cluster: WiredCluster) -> None:
     """Have each decode worker meet the other: each dials on first need, which takes longer than a short answer."""
     for number in range(MAX_ROUNDS):
-        if all(has_met(cluster, *pair) for pair in (POOLS.decodes, POOLS.decodes[::-1])):
+        if all(cluster.has_met(*pair) for pair in (POOLS.decodes, POOLS.decodes[::-1])):
             return
         running = Running.of(cluster, long_answer(f"introduction {number}")[1])
         for pair in ((running.source, running.target), (running.target, running.source)):
@@ -68,13 +62,6 @@ def introduce(cluster: WiredCluster) -> None:
                 cluster.wait_for(lambda status, b=before: num_tried(status) > num_tried(b), MOVED_WITHIN_S)
         running.call.cancel()
     raise AssertionError("some workers never meet")
-
-
-def has_met(cluster: WiredCluster, source: str, target: str) -> bool:
-    """Return whether a worker is attached to another one's hand-off service."""
-    incarnation = cluster.wiring.started[source][1].incarnation
-    _, _, since_ready = cluster.wiring.log_of(target).rpartition(" ready: ")
-    return f"{source}: attached, incarnation {incarnation:016x}" in since_ready
 
 
 @dataclass

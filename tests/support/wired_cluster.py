@@ -132,17 +132,18 @@ class WiredCluster(LiveCluster):
     def introduce(self) -> None:
         """Have every prefill worker meet every decode worker: each dials on first need."""
         for round_ in range(MAX_ROUNDS):
-            if all(self._have_met(prefill, decode) for prefill in self.pools.prefills for decode in self.pools.decodes):
+            if all(self.has_met(prefill, decode) for prefill in self.pools.prefills for decode in self.pools.decodes):
                 return
             # Workers of a pool take turns; an odd prompt without a decode worker lets the pools' turns drift.
             for max_tokens in (2, 2, 1):
                 self.generate(greedy([3 + round_, 4, 5], max_tokens))
         raise AssertionError("some workers never meet")
 
-    def _have_met(self, prefill: str, decode: str) -> bool:
-        incarnation = self.wiring.started[prefill][1].incarnation
-        _, _, since_ready = self.wiring.log_of(decode).rpartition(" ready: ")
-        return f"{prefill}: attached, incarnation {incarnation:016x}" in since_ready
+    def has_met(self, source: str, target: str) -> bool:
+        """Return whether a worker is attached to another one's hand-off service."""
+        incarnation = self.wiring.started[source][1].incarnation
+        _, _, since_ready = self.wiring.log_of(target).rpartition(" ready: ")
+        return f"{source}: attached, incarnation {incarnation:016x}" in since_ready
 
     def report_gone(self, name: str) -> None:
         """Say, as a launcher does, that a process has ended."""
