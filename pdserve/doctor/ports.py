@@ -21,7 +21,7 @@ def gather_listeners(pids: Mapping[str, int]) -> dict[str, frozenset[str]]:
         with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
             connections = psutil.Process(pid).net_connections("tcp")
             bound = [each.laddr for each in connections if each.status == psutil.CONN_LISTEN]
-            found[name] = frozenset(join_address(at.ip, at.port) for at in bound if at)
+            found[name] = frozenset(shown_address(at.ip, at.port) for at in bound if at)
     return found
 
 
@@ -57,6 +57,13 @@ def free_port_findings(taken: Mapping[int, str]) -> Iterator[Finding]:
         yield warning(f"port {port}", f"taken by {who}", remedy)
     if not taken:
         yield ok("ports", f"{', '.join(map(str, sorted(PORTS)))} are free")
+
+
+def shown_address(ip: str, port: int) -> str:
+    """Return host:port, and an IPv4 address as such where a socket of IPv6 has it."""
+    address = ipaddress.ip_address(ip.partition("%")[0])
+    mapped = address.ipv4_mapped if address.version == 6 else None
+    return join_address(str(mapped or address), port)
 
 
 def _is_loopback(address: str) -> bool:

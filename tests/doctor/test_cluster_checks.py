@@ -61,10 +61,6 @@ def slow(status: admin.ClusterStatus) -> None:
     status.workers[0].pairs[0].is_slow = True
 
 
-def unmeasured(status: admin.ClusterStatus) -> None:
-    del status.workers[0].pairs[:]
-
-
 def leaking(status: admin.ClusterStatus) -> None:
     status.workers[1].load.pages_leaked = 1
 
@@ -91,7 +87,6 @@ def strangers(status: admin.ClusterStatus) -> None:
         (other_dtype, "compatibility", Level.FAILED, "dtype (bfloat16: p0; float32: d0)"),
         (other_version, "compatibility", Level.FAILED, "protocol_version (1: p0; 2: d0)"),
         (slow, "p0 -> d0", Level.WARNING, "slow: 10000 MB/s, a page in 30 us, carried by not tcp"),
-        (unmeasured, "p0 -> d0", Level.WARNING, "its speed has not been measured"),
         (leaking, "d0", Level.FAILED, "1 pages leaked: a defect of pdserve"),
         (quarantined, "d0", Level.WARNING, "11 of 100 pages are in quarantine"),
         (alone, "hand-offs", Level.WARNING, "none in the last 500 placements; the last one: d0 computes it itself"),
@@ -107,6 +102,12 @@ def test_each_fault_is_found_and_comes_with_what_to_do(
     assert finding.level is level
     assert finding.seen.startswith(seen)
     assert finding.remedy
+
+
+def test_a_pair_that_no_pages_have_travelled_between_is_no_fault() -> None:
+    status = sound()
+    del status.workers[0].pairs[:]
+    assert not_ok(status) == {}
 
 
 def test_few_placements_without_a_hand_off_are_no_reason_to_warn() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.doctor.finding import Finding, Level
-from pdserve.doctor.ports import cluster_port_findings, free_port_findings, gather_listeners
+from pdserve.doctor.ports import cluster_port_findings, free_port_findings, gather_listeners, shown_address
 from pdserve.doctor.settings import Settings, expiry_finding, read_settings, settings_findings
 from pdserve.errors import ConfigError
 
@@ -73,6 +73,12 @@ def test_a_process_listens_where_its_cluster_says_and_on_loopback_alone() -> Non
 def test_listeners_of_a_process_are_seen() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert f"127.0.0.1:{server.getsockname()[1]}" in gather_listeners({"me": os.getpid(), "gone": 2**22 - 1})["me"]
+
+
+def test_an_address_of_ipv4_is_shown_as_one() -> None:
+    assert shown_address("::ffff:127.0.0.1", 5) == "127.0.0.1:5"
+    assert shown_address("::1", 5) == "[::1]:5"
+    assert shown_address("fe80::1%eth0", 5) == "[fe80::1]:5"
 
 
 def test_ports_that_are_taken_are_named_with_who_has_them() -> None:
