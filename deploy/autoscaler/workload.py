@@ -73,8 +73,9 @@ class Workload:
             else:
                 state = State.READY if pod.is_ready else State.STARTING
             yield Held(self._name(uid), self.role_of(pod), state, pod.metadata.name)
-        missing = self._size - len(self._live) - len(self._coming)
-        for name in (*self._coming, *(f"{self.name}/{index}" for index in range(missing))):
+        ordered = [name for name, is_known in self._coming.items() if is_known]
+        missing = self._size - len(self._live) - len(ordered)
+        for name in (*ordered, *(f"{self.name}/{index}" for index in range(missing))):
             yield Held(name, self.role, State.STARTING)
 
     def role_of(self, pod: Pod) -> Role:
@@ -97,7 +98,7 @@ class Workload:
 
     def is_coming(self, name: str) -> bool:
         """Return whether a replica without a pod has this name."""
-        return self._coming.get(name, False) or name in {each.name for each in self.held() if not each.worker_id}
+        return name in {each.name for each in self.held() if not each.worker_id}
 
     def begin_add(self, name: str) -> bool:
         """Return whether a replica of this name is to be asked for; ActuatorError where it cannot be now."""

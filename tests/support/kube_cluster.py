@@ -63,7 +63,7 @@ class KubeCluster:
         """Wait until something holds, with a request between two looks."""
         async with asyncio.timeout(60):
             while not holds():
-                await self.ask("GET", self.path("pods"))
+                await self.ask("GET", self.path("deployments", group="apps"))
 
     async def pods(self) -> list[Any]:
         found: list[Any] = (await self.ask("GET", self.path("pods")))["items"]

@@ -1,0 +1,172 @@
+"""Ends of pods' processes reach every router, whatever becomes of the watch."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from admin_stub import Router, serving
+from kube_api import Fault, KubeApi
+from kube_cluster import FINALIZER, REAL, KubeCluster
+
+from pdserve.clock import MonotonicClock
+from pdserve.kubernetes.client import Client
+from pdserve.kubernetes.rights import WATCHER
+from pdserve.kubernetes.watcher import PodWatcher
+from pdserve.launch.admin import AdminClient
+from pdserve.launch.folder import write_secret
+
+double_only = pytest.mark.skipif(bool(REAL), reason="a fault, or a node")
+NODE = "node-a"
+LEASES = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases"
+
+
+class Watching:
+    """A namespace, its routers, and a watcher."""
+
+    def __init__(self, kube: KubeCluster, watcher: PodWatcher, secret: Path, stack: AsyncExitStack) -> None:
+        self.kube = kube
+        self.watcher = watcher
+        self.routers: list[Router] = []
+        self.operators: list[AdminClient] = []
+        self._secret = secret
+        self._stack = stack
+
+    async def add_router(self) -> Router:
+        router = Router()
+        address = await self._stack.enter_async_context(serving(router, self._secret))
+        self.routers.append(router)
+        self.operators.append(AdminClient(address, self._secret))
+        return router
+
+    @property
+    def double(self) -> KubeApi:
+        assert self.kube.double is not None
+        return self.kube.double
+
+    async def start(self, name: str, incarnation: int) -> str:
+        """Start a pod's worker, which attaches; return the pod's uid."""
+        containers = [{"name": "worker", "image": "registry.invalid/worker"}]
+        spec = {"schedulerName": "pdserve-test", "containers": containers, "terminationGracePeriodSeconds": 0}
+        meta = {"name": name, "finalizers": [FINALIZER]}
+        body = {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": spec, "status": {"phase": "Pending"}}
+        pod = await self.kube.ask("POST", self.kube.path("pods"), body)
+        for router in self.routers:
+            router.launched[name] = pod["metadata"]["uid"]
+            router.ready[name] = incarnation
+        uid: str = pod["metadata"]["uid"]
+        return uid
+
+    async def terminate(self, name: str, incarnation: int, code: int = 0) -> None:
+        how = {"exitCode": code, "reason": "Completed", "message": f"{incarnation}\n"}
+        status = {"name": "worker", "state": {"terminated": how}, "ready": False, "restartCount": 0, "image": "worker"}
+        status["imageID"] = ""
+        await self.kube.set_status(name, ready=False, containerStatuses=[status])
+
+    async def until(self, holds: Callable[[], bool]) -> None:
+        await self.kube.until(holds)
+
+    def known(self, uid: str) -> bool:
+        pod: Any = self.watcher._ends._pods.get(uid)
+        return bool(pod and pod.running)
+
+
+@pytest.fixture
+async def watching(kube: KubeCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Watching]:
+    for name, quick_s in (("LOOK_S", 0.05), ("NODE_S", 0.02)):
+        monkeypatch.setattr(f"pdserve.kubernetes.watcher.{name}", quick_s)
+    monkeypatch.setattr("pdserve.kubernetes.client.MAX_WAIT_S", 0.2)
+    monkeypatch.setattr("pdserve.kubernetes.ends.MARGIN_S", 0.2)
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(Client())
+
+        async def routers() -> list[AdminClient]:
+            return list(watching.operators)
+
+        watcher = PodWatcher(client, kube.namespace, routers, MonotonicClock())
+        watching = Watching(kube, watcher, write_secret(tmp_path), stack)
+        await watching.add_router()
+        task = asyncio.create_task(watcher.run())
+        yield watching
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def test_the_end_of_a_container_reaches_every_router_and_one_that_is_found_later(watching: Watching) -> None:
+    await watching.add_router()
+    await watching.start("decode-a", 5)
+    await watching.terminate("decode-a", 5, code=1)
+    await watching.until(lambda: all(("decode-a", 5) in router.gone for router in watching.routers))
+    assert [router.from_outside[5] for router in watching.routers] == [False, False]
+    later = await watching.add_router()
+    await watching.until(lambda: ("decode-a", 5) in later.gone)
+
+
+async def test_a_router_that_did_not_answer_gets_the_report_when_it_does(watching: Watching) -> None:
+    deaf = AdminClient("127.0.0.1:9", watching._secret)
+    watching.operators.insert(0, deaf)
+    await watching.start("decode-a", 5)
+    await watching.terminate("decode-a", 5)
+    await watching.until(lambda: ("decode-a", 5) in watching.routers[0].gone)
+
+
+@double_only
+async def test_no_end_is_missed_whatever_becomes_of_the_watch(watching: Watching) -> None:
+    (router,) = watching.routers
+    api = watching.double
+    troubles: list[Callable[[], None]] = [
+        lambda: None,
+        lambda: api.faults.append(Fault("WATCH", "/pods", status=429, headers={"Retry-After": "0"}, times=2)),
+        lambda: api.faults.append(Fault("WATCH", "/pods", status=500, times=2)),
+        lambda: api.faults.append(Fault("ANY", "/pods", lose="request", times=3)),
+        api.expire,
+    ]
+    for number, trouble in enumerate(troubles, 1):
+        await watching.until(lambda: api.num_watches == 1)
+        name = f"decode-{number}"
+        await watching.start(name, number)
+        trouble()
+        await api.cut_watches()
+        for item in api.items("pods"):
+            if item["metadata"]["name"] == name:
+                how = {"exitCode": 137, "message": str(number)}
+                item["status"]["containerStatuses"] = [{"name": "worker", "state": {"terminated": how}}]
+                api.store("pods", item)
+        if number == len(troubles):
+            api.expire()  # the change itself cannot be seen any more
+        await watching.until(lambda gone=(name, number): gone in router.gone)
+    assert len(router.gone) == len(set(router.gone)) == len(troubles)
+
+
+@double_only
+async def test_a_pod_forced_off_a_lost_node_proves_nothing_until_the_node_answers(watching: Watching) -> None:
+    (router,), api, kube = watching.routers, watching.double, watching.kube
+    ready = {"conditions": [{"type": "Ready", "status": "True"}]}
+    api.create("nodes", "", {"metadata": {"name": NODE}, "status": ready})
+    api.create("leases", "kube-node-lease", {"metadata": {"name": NODE}, "spec": {"renewTime": "0"}})
+    uid = await watching.start("decode-a", 5)
+    await kube.patch(kube.path("pods", "decode-a"), {"spec": {"nodeName": NODE}})
+    await watching.until(lambda: watching.known(uid))
+    await kube.ask("DELETE", kube.path("pods", "decode-a"))
+    await kube.let_go("decode-a")
+    await watching.until(lambda: any(call.resource == "nodes" for call in api.calls))
+    before = len(router.gone)
+    await kube.until(_so_often(100))
+    assert (before, router.gone) == (0, [])
+    renewals = iter(range(1, 1_000_000))
+    async with asyncio.timeout(20):
+        while not router.gone:
+            await kube.patch(f"{LEASES}/{NODE}", {"spec": {"renewTime": str(next(renewals))}})
+    assert router.gone == [("decode-a", 5)]
+    asked = {(call.verb, call.group, call.resource, call.namespace) for call in api.calls if call.verb != "patch"}
+    for right in WATCHER:
+        where = {"*": "", "": kube.namespace}.get(right.namespace, right.namespace)
+        assert {(verb, right.group, right.resource, where) for verb in right.verbs} <= asked
+
+
+def _so_often(count: int) -> Callable[[], bool]:
+    left = iter(range(count))
+    return lambda: next(left, None) is None
