@@ -79,7 +79,7 @@ audit:
 scan: $(INSTALLED)
 	$(PYTHON) -m venv build/scan
 	build/scan/bin/pip install --quiet --disable-pip-version-check checkov==3.3.30
-	$(BIN)/helm template chat deploy/helm/pdserve --values deploy/helm/pdserve/values/several-nodes.yaml > build/scan.yaml
+	$(BIN)/helm template chat deploy/helm/pdserve --namespace llm --values deploy/helm/pdserve/values/several-nodes.yaml > build/scan.yaml
 	build/scan/bin/checkov --file build/scan.yaml --framework kubernetes --compact --quiet \
 		--skip-check CKV_K8S_11,CKV_K8S_43,CKV_K8S_15,CKV_K8S_38,CKV_K8S_25,CKV_K8S_8,CKV_K8S_9
 

@@ -135,6 +135,9 @@ class WorkerConfig(ProcessConfig):
         description="Where the engine runs. auto is the CPU: cuda has not been tried on a GPU yet. interpreter, for "
         "testing, is the GPU's engine on a CPU, in Triton's interpreter.",
     )
+    tensor_parallel_size: int = Field(
+        1, ge=1, le=1, description="Devices that hold this worker's model together: one, and no more yet."
+    )
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights.")
     seed: int = Field(0, ge=0, lt=2**64, description="Seed of dummy weights.")
     num_threads: int | None = Field(None, ge=1, description="CPU threads of the engine; by default one for each core.")

@@ -20,7 +20,8 @@ from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.reports import Failure, Stage
 from pdserve.roles_wire import ROLE_NUMBERS, ROLES
-from pdserve.sampling_wire import logprobs_to_proto, params_from_proto
+from pdserve.sampling import SamplingParams
+from pdserve.sampling_wire import logprobs_to_proto
 from pdserve.token_ids import TOKEN_ID_BYTES, from_wire
 from pdserve.values import value
 from pdserve.worker import messages
@@ -154,9 +155,30 @@ def pair_measured(worker_id: str, measured: Measured) -> link.AttachRequest:
     return link.AttachRequest(pair=pair)
 
 
+def sampling_params(message: inference.SamplingParams) -> SamplingParams:
+    """Return sampling as a router sends it: every field set."""
+    return SamplingParams(
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=tuple(sorted(message.logit_bias.items())) if message.logit_bias else (),
+        seed=message.seed,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        max_tokens=message.max_tokens,
+        min_tokens=message.min_tokens,
+        stop_token_ids=tuple(message.stop_token_ids[:]),
+        ignore_eos=message.ignore_eos,
+        n=message.n,
+    )
+
+
 def _placed(place: link.Place, router: RouterRef, now_s: float) -> messages.Placed:
     spec = place.spec
-    params = params_from_proto(spec.sampling)
+    params = sampling_params(spec.sampling)
     job = Job(
         request_id=_request_id(spec.request_id),
         attempt=Attempt(spec.attempt),

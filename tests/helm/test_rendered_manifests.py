@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 import yaml
@@ -10,7 +11,12 @@ from helm_chart import CHART, Manifest, helm, of_kind, pods, rendered
 from kubernetes_schemas import check
 from kubernetes_validate.utils import all_versions
 
+from pdserve.autoscaler.config import AutoscalerConfig
 from pdserve.autoscaler.schema import Policy
+from pdserve.config import WorkerConfig, load_config
+from pdserve.errors import ConfigError
+from pdserve.kubernetes.config import WatcherConfig
+from pdserve.router.config import RouterConfig
 
 NEWEST = [version.rpartition(".")[0] for version in all_versions()[-3:]]
 NOT_RANDOM = {"Secret": ("data", "stringData")}  # keys and certificates differ each time
@@ -77,6 +83,31 @@ def test_a_pod_is_killed_half_a_minute_after_its_drain_ends(name: str) -> None:
         if component != "test":
             (config,) = of_kind(manifests, "ConfigMap")[f"chat-pdserve-{component}"]["data"].values()
             assert pod["terminationGracePeriodSeconds"] == yaml.safe_load(config)["drain_timeout_s"] + 30
+
+
+CONFIGS = {"router": RouterConfig, "prefill": WorkerConfig, "decode": WorkerConfig}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_process_takes_the_settings_that_it_is_given(name: str, tmp_path: Path) -> None:
+    values, files = CASES[name]
+    manifests = rendered(values, *files)
+    for component, pod in pods(manifests).items():
+        if component == "test":
+            continue
+        (container,) = pod["containers"]
+        command = container["command"][1:]
+        config = {("autoscale", "run"): AutoscalerConfig, ("watch-pods",): WatcherConfig}.get(tuple(command))
+        (text,) = of_kind(manifests, "ConfigMap")[f"chat-pdserve-{component}"]["data"].values()
+        file = tmp_path / f"{component}.yaml"
+        file.write_text(text, encoding="utf-8")
+        given = dict(word[2:].split("=", 1) for word in container["args"])
+        flags = {key.replace("-", "_"): value for key, value in given.items() if key != "config"}
+        if values is EVERYTHING and component in {"prefill", "decode"}:
+            with pytest.raises(ConfigError, match="tensor_parallel_size: 2 is refused"):
+                load_config(WorkerConfig, file, flags)
+        else:
+            load_config(config or CONFIGS[component], file, flags)
 
 
 def test_both_pools_are_alike_but_for_their_names() -> None:

@@ -136,6 +136,7 @@ class Router(Pods):
 
 class Operator(Pods):
     config: OperatorValues
+    watch_nodes: bool
 
 
 class Devices(Part):
