@@ -14,7 +14,7 @@ DECODE ?= 1
 # make sim: how many seeds.
 SEEDS ?= 200
 
-.PHONY: demo serve unit test test-long check sim gpu images audit scan clean
+.PHONY: demo serve unit test test-long test-kubernetes check sim gpu images audit scan clean
 
 demo: $(SERVING)
 	$(BIN)/pdserve demo
@@ -38,6 +38,10 @@ test: $(INSTALLED)
 # More moments of killing, freezing and cutting on live clusters, and more models and traces, than each run needs.
 test-long: $(INSTALLED)
 	$(BIN)/pytest -q -m long --ignore=tests/kernels --ignore=tests/triton_engine
+
+# tests/kubernetes on a real API server, which KUBECONFIG names with an account that may make namespaces.
+test-kubernetes: $(INSTALLED)
+	PDSERVE_TEST_KUBECONFIG="$${KUBECONFIG:?names an API server}" $(BIN)/pytest -q tests/kubernetes
 
 check: $(INSTALLED)
 	$(BIN)/ruff check

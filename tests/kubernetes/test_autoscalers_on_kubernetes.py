@@ -1,0 +1,83 @@
+"""Two whole autoscalers of one cluster: one decides, and the other follows it until it has ended."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import httpx2
+from admin_stub import Router, serving
+from kube_cluster import KubeCluster
+from kube_stage import NAMES
+
+from pdserve.autoscaler.config import AutoscalerConfig
+from pdserve.autoscaler.server import Target, serve
+from pdserve.launch.folder import write_secret
+
+POLICY = """
+apiVersion: pdserve/v1alpha1
+kind: AutoscalingPolicy
+objectives: {{ttftMs: 1000, tpotMs: 100}}
+budget: {{maxDevices: 6}}
+interval: {{forecast: 10s, react: 100ms}}
+actuator: {{kind: kubernetes, namespace: {namespace}, prefill: {{name: chat-prefill}}, decode: {{name: chat-decode}}}}
+pools:
+  prefill: {{minReplicas: 1, maxReplicas: 3}}
+  decode: {{minReplicas: 2, maxReplicas: 3}}
+"""
+EVENTS = "/apis/events.k8s.io/v1/namespaces"
+
+
+@asynccontextmanager
+async def autoscaler(policy: Path, target: Target, folder: Path, port: int) -> AsyncIterator[asyncio.Task[None]]:
+    settings = AutoscalerConfig(policy=policy, metrics_port=port, routers=target.routers)
+    task = asyncio.create_task(serve(settings, target, lambda _: ()))
+    try:
+        yield task
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def leads(port: int) -> bool | None:
+    """Return what an autoscaler shows of itself; None where it shows nothing yet."""
+    async with httpx2.AsyncClient() as http:
+        try:
+            text = (await http.get(f"http://127.0.0.1:{port}/metrics")).text
+        except httpx2.HTTPError:
+            return None
+    shown = {line.split(" ")[0]: line.split(" ")[1] for line in text.splitlines() if not line.startswith("#")}
+    is_first = shown["pdserve_autoscaler_leads"] == "1.0"
+    assert is_first or not any(name.startswith("pdserve_desired_replicas") for name in shown)
+    return is_first
+
+
+async def test_one_of_two_autoscalers_decides_and_says_why_on_the_workload(
+    kube: KubeCluster, tmp_path: Path, unused_tcp_port_factory: Callable[[], int]
+) -> None:
+    router, secret, policy = Router(), write_secret(tmp_path), tmp_path / "policy.yaml"
+    policy.write_text(POLICY.format(namespace=kube.namespace))
+    for name in NAMES.values():
+        await kube.make_deployment(name, replicas=1)
+    async with serving(router, secret) as address:
+        target = Target((address,), secret)
+        ports = [unused_tcp_port_factory(), unused_tcp_port_factory()]
+        async with autoscaler(policy, target, tmp_path, ports[0]) as first:
+            async with asyncio.timeout(30):
+                while await kube.size("chat-decode") < 2:
+                    assert not first.done(), first
+            async with autoscaler(policy, target, tmp_path, ports[1]) as second:
+                async with asyncio.timeout(30):
+                    while await leads(ports[1]) is None:
+                        assert not second.done(), second
+                assert [await leads(port) for port in ports] == [True, False]
+                first.cancel()
+                async with asyncio.timeout(30):
+                    while not await leads(ports[1]):
+                        assert not second.done(), second
+    assert await kube.size("chat-decode") == 2
+    events = (await kube.ask("GET", f"{EVENTS}/{kube.namespace}/events"))["items"]
+    ours = [event for event in events if event.get("reportingController") == "pdserve.dev/autoscaler"]
+    assert {(event["reason"], event["regarding"]["name"]) for event in ours} >= {("ScalingUp", "chat-decode")}
+    assert "binds: minReplicas" in ours[0]["note"]
