@@ -27,7 +27,7 @@ from pdserve.rpc import abort
 MIN_INTERVAL_S = 0.1
 _Request = TypeVar("_Request")
 _Response = TypeVar("_Response")
-ROLE_TIMEOUT_S = 5.0  # a decode worker may have to wait for what it has granted
+ASKED_TIMEOUT_S = 5.0  # a decode worker may have to wait for what it has granted
 
 WatchContext: TypeAlias = "grpc.aio.ServicerContext[admin.WatchStatusRequest, admin.WatchStatusResponse]"
 DrainContext: TypeAlias = "grpc.aio.ServicerContext[admin.DrainWorkerRequest, admin.DrainWorkerResponse]"
@@ -78,7 +78,16 @@ class AdminEndpoint(AdminServiceServicer):
         self, request: admin.DrainWorkerRequest, context: DrainContext
     ) -> admin.DrainWorkerResponse:
         worker = await self._attached(request.worker_id, "worker_id", context)
-        self._shell.post(DrainAsked(worker.link))
+        self._shell.post(DrainAsked(worker.link, request.cancel))
+        if request.cancel:
+            try:
+                async with asyncio.timeout(ASKED_TIMEOUT_S):
+                    await self._shell.until(lambda: not worker.draining or self._has_left(worker))
+            except TimeoutError:
+                text = f"{worker.name} goes on to drain: a signal or the worker itself began it"
+                await abort(context, grpc.StatusCode.FAILED_PRECONDITION, text)
+            if self._has_left(worker):
+                await abort(context, grpc.StatusCode.UNAVAILABLE, f"{worker.name} is no longer attached")
         return admin.DrainWorkerResponse()
 
     async def SetWorkerRole(  # noqa: N802
@@ -94,10 +103,10 @@ class AdminEndpoint(AdminServiceServicer):
         epoch = max(worker.registration.role_epoch, worker.asked[1]) + 1
         self._shell.post(RoleAsked(worker.link, role, epoch))
         try:
-            async with asyncio.timeout(ROLE_TIMEOUT_S):
+            async with asyncio.timeout(ASKED_TIMEOUT_S):
                 await self._shell.until(lambda: worker.registration.role_epoch >= epoch or self._has_left(worker))
         except TimeoutError:
-            text = f"{worker.name} has not become a {role} worker within {ROLE_TIMEOUT_S:g} s; it may yet"
+            text = f"{worker.name} has not become a {role} worker within {ASKED_TIMEOUT_S:g} s; it may yet"
             await abort(context, grpc.StatusCode.DEADLINE_EXCEEDED, text)
         told = worker.registration
         if told.role_epoch < epoch:

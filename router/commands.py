@@ -68,6 +68,7 @@ class CancelAttempt:
 @value
 class SendDrain:
     link: LinkId
+    cancel: bool = False
 
 
 @value

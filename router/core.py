@@ -142,8 +142,8 @@ class RouterCore:
                 self._tick(now_s)
             case ProcessEnded():
                 self._membership.note_ended(event, now_s)
-            case DrainAsked(link):
-                self._drain(link, now_s)
+            case DrainAsked():
+                self._drain(event, now_s)
             case RoleAsked(link, role, epoch):
                 self._ask_for_role(SendRole(link, role, epoch))
             case MovesAsked():
@@ -176,13 +176,15 @@ class RouterCore:
             rate = f"{pair.bytes_per_s / 1e6:.0f} MB/s, carried by {pair.carrier}"
             self.placements.emit(Warn(f"SLOW: pages of {worker.name} reach {pair.decode} at {rate}"))
 
-    def _drain(self, link: LinkId, now_s: float) -> None:
-        worker = self.workers.get(link)
-        if worker is not None:
-            worker.draining = True
-            self.placements.emit(SendDrain(link))
-            self._membership.note_change(now_s)
-            self.moving.look(worker, now_s)
+    def _drain(self, asked: DrainAsked, now_s: float) -> None:
+        worker = self.workers.get(asked.link)
+        if worker is None:
+            return
+        worker.is_drain_asked = not asked.cancel
+        worker.draining |= not asked.cancel  # until it reports that it takes work again
+        self.placements.emit(SendDrain(asked.link, asked.cancel))
+        self._membership.note_change(now_s)
+        self.moving.look(worker, now_s)
 
     def _ask_for_role(self, asked: SendRole) -> None:
         worker = self.workers.get(asked.link)

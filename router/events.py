@@ -177,6 +177,7 @@ class ProcessEnded:
 @value
 class DrainAsked:
     link: LinkId
+    cancel: bool = False  # let it take work again, where it has not ended
 
 
 @value

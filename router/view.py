@@ -57,6 +57,7 @@ class WorkerView:
         self.load: ReportedLoad | None = None  # as last reported
         self.asked = registration.role, registration.role_epoch  # the role last asked for, of this epoch
         self.draining = False
+        self.is_drain_asked = False  # by this router, and the worker has yet to report it
         self.is_failing = False  # its last steps brought nothing: it looks idle, and fails what it is given
         self.last_heard_s = now_s
         self.num_placed = 0  # since it attached
@@ -112,7 +113,8 @@ class WorkerView:
             self._computed_work = max(0, self._computed_work - max(0, work))
         self._stepped_tokens = self._stepped_work = 0
         self.load, self.others, self._new_pages = load, now, 0
-        self.draining = self.draining or load.draining
+        self.is_drain_asked &= not load.draining
+        self.draining = self.is_drain_asked or load.draining
         self.is_failing = load.failed_steps >= _FAILING_STEPS
         return sent
 

@@ -187,8 +187,8 @@ def messages(
         case CancelAttempt(link_id, request_id, attempt, indices):
             cancel = link.Cancel(request_id=request_id, attempt=attempt, indices=indices)
             return [(link_id, link.AttachResponse(cancel=cancel))]
-        case SendDrain(link_id):
-            return [(link_id, link.AttachResponse(drain=link.Drain()))]
+        case SendDrain(link_id, cancel):
+            return [(link_id, link.AttachResponse(drain=link.Drain(cancel=cancel)))]
         case SendRole(link_id, role, epoch):
             return [(link_id, link.AttachResponse(set_role=link.SetRole(role=ROLE_NUMBERS[role], epoch=epoch)))]
         case SendProcessGone(link_id, worker_id, incarnation):

@@ -38,9 +38,9 @@ class AdminClient(OperatorClient):
             async for reply in stub.WatchStatus(admin.WatchStatusRequest(), metadata=proof):
                 yield reply.status
 
-    async def drain(self, worker_id: WorkerId) -> None:
-        """Ask a worker to finish what it runs, and to exit."""
-        request = admin.DrainWorkerRequest(worker_id=worker_id)
+    async def drain(self, worker_id: WorkerId, *, cancel: bool = False) -> None:
+        """Ask a worker to finish what it runs, and to exit; or to take work again, where it has not exited yet."""
+        request = admin.DrainWorkerRequest(worker_id=worker_id, cancel=cancel)
         async with self._stub("DrainWorker") as (stub, proof):
             await stub.DrainWorker(request, metadata=proof, timeout=CALL_TIMEOUT_S)
 

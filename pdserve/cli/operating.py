@@ -53,6 +53,27 @@ def drain(
     _operate(_drain(worker), admin_of(name, admin, secret_file, identity_dir))
 
 
+def undrain(
+    worker: WorkerName,
+    name: ClusterName = "default",
+    admin: AdminAddress = None,
+    secret_file: SecretFile = None,
+    identity_dir: IdentityDir = None,
+) -> None:
+    """Let a worker that drains take requests again, as long as it has not ended.
+
+    A drain that a signal began, or the worker itself for lack of pages, goes on.
+    """
+    from pdserve.cli.status import admin_of
+    from pdserve.ids import WorkerId
+
+    async def work(client: "AdminClient") -> None:
+        await client.drain(WorkerId(worker), cancel=True)
+        typer.echo(f"{worker} takes requests")
+
+    _operate(work, admin_of(name, admin, secret_file, identity_dir))
+
+
 def _operate(work: "Callable[[AdminClient], Awaitable[None]]", router: "AdminClient") -> None:
     import grpc
 

@@ -15,7 +15,7 @@ from pdserve.kvtransfer.session import DigestPolicy
 from pdserve.roles import Role, lacks_pages
 from pdserve.sampling import MAX_SEQUENCES
 from pdserve.token_ids import ALL_IDS, largest
-from pdserve.worker.messages import Placed, RoleGiven, RoleTaken
+from pdserve.worker.messages import DrainAsked, DrainCancelled, Placed, RoleGiven, RoleTaken
 
 NUM_STILL_LOOKS = 30  # longer than copies may be stuck and a worker drains for that
 NUM_LOOKS = 8  # at one each half second, as long as a router's patience with a silent worker
@@ -72,11 +72,18 @@ class Draining:
         self._max_quarantined_share = max_quarantined_share
         self.is_on = False
         self.reason = ""  # if nobody asked for it
+        self._is_final = False
         self._num_above = 0  # looks in a row
         self._num_still = 0  # the same
 
-    def ask(self) -> None:
-        self.is_on = True
+    def take(self, event: DrainAsked | DrainCancelled) -> None:
+        """Drain as asked, or take work again, if all that began this was a request that is not final."""
+        match event:
+            case DrainAsked(is_final):
+                self.is_on = True
+                self._is_final |= is_final
+            case DrainCancelled():
+                self.is_on = self._is_final or bool(self.reason)
 
     def look(self, num_quarantined: int, num_pages: int) -> bool:
         """Return whether the worker begins to drain because too few pages are left to be of use."""

@@ -140,8 +140,8 @@ class WorkerCore:
                 return self._take(self._fetches.share(event, now_s), now_s)
             case messages.Due():
                 return []  # it lets what is due go on, as every event does
-            case messages.DrainAsked():
-                self._draining.ask()
+            case messages.DrainAsked() | messages.DrainCancelled():
+                self._draining.take(event)
                 return []
             case messages.Ticked(silent_s):
                 return self._tick(silent_s, now_s)

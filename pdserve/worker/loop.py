@@ -13,7 +13,7 @@ from pdserve.worker.core import WorkerCore
 from pdserve.worker.ending import DEVICE_EXIT_STATUS, HUNG_EXIT_STATUS, end_process
 from pdserve.worker.failing import FailedSteps
 from pdserve.worker.inbox import Inbox
-from pdserve.worker.messages import DrainAsked, Due, Event, Load, Placed, Ticked
+from pdserve.worker.messages import DrainAsked, DrainCancelled, Due, Event, Load, Placed, Ticked
 from pdserve.worker.outbox import Outbox
 from pdserve.worker.watchdog import LoopWatchdog
 
@@ -127,7 +127,7 @@ class WorkerLoop:
             events.append(Due())
         for event in events:
             self._handle(event)
-        if any(isinstance(event, DrainAsked) for event in events):
+        if any(isinstance(event, DrainAsked | DrainCancelled) for event in events):
             self._beat()  # its answers are to move while it still decodes them
         if any(isinstance(event, Placed) for event in events):
             self._outbox.refresh(self._load, self._num_steps, at_once=True)

@@ -105,6 +105,13 @@ class RouterLost:
 class DrainAsked:
     """Take nothing more; the shell exits when nothing is left."""
 
+    is_final: bool = False  # it cannot be cancelled
+
+
+@value
+class DrainCancelled:
+    """Take work again, unless the drain is final or this worker itself began it."""
+
 
 @value
 class Ticked:
@@ -196,6 +203,6 @@ class Load:
 
 
 Reported = doors.Result | Report  # what happens to a hand-off, and what routers are to know of it
-RouterEvent = Placed | MoveAsked | ShareAsked | RoleGiven | Cancelled | DrainAsked
+RouterEvent = Placed | MoveAsked | ShareAsked | RoleGiven | Cancelled | DrainAsked | DrainCancelled
 Event = RouterEvent | RouterLost | Ticked | Due | OutgoingEvent | IncomingEvent
 Command = Report | RoleTaken | doors.Command

@@ -105,7 +105,7 @@ async def serve(config: WorkerConfig) -> None:
             return thread.call(steps.run, plan)
 
         def drain() -> None:
-            inbox.put(DrainAsked())
+            inbox.put(DrainAsked(is_final=True))
 
         def reporter(publisher: KvPublisher | None) -> Reporter:
             return Reporter(links, clock, KvFeed(engine.scheduler.cache, links, publisher))

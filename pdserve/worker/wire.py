@@ -50,7 +50,7 @@ def event(message: link.AttachResponse, router: RouterRef, now_s: float) -> mess
             cancel = message.cancel
             return messages.Cancelled(_request_id(cancel.request_id), Attempt(cancel.attempt), tuple(cancel.indices))
         case "drain":
-            return messages.DrainAsked()
+            return messages.DrainCancelled() if message.drain.cancel else messages.DrainAsked()
         case "process_gone":
             gone = message.process_gone
             return PeerGone(Peer(WorkerId(gone.worker_id), Incarnation(gone.incarnation)))

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.proto.v1 import link_pb2 as proto_dot_v1_dot_link__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14proto/v1/admin.proto\x12\npdserve.v1\x1a\x13proto/v1/link.proto\"\x12\n\x10GetStatusRequest\"T\n\x11GetStatusResponse\x12)\n\x06status\x18\x01 \x01(\x0b\x32\x19.pdserve.v1.ClusterStatus\x12\x14\n\x0cunix_time_ms\x18\x02 \x01(\x04\"\x14\n\x12WatchStatusRequest\"@\n\x13WatchStatusResponse\x12)\n\x06status\x18\x01 \x01(\x0b\x32\x19.pdserve.v1.ClusterStatus\"Z\n\x18ReportProcessGoneRequest\x12(\n\x07process\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.ProcessGone\x12\x14\n\x0c\x66rom_outside\x18\x02 \x01(\x08\"\x1b\n\x19ReportProcessGoneResponse\"\'\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x15\n\x13\x44rainWorkerResponse\"X\n\x14SetWorkerRoleRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.pdserve.v1.Role\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\"&\n\x15SetWorkerRoleResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"Z\n\x14MoveSequencesRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x18\n\x10target_worker_id\x18\x02 \x01(\t\x12\x15\n\rmax_sequences\x18\x03 \x01(\r\".\n\x15MoveSequencesResponse\x12\x15\n\rnum_sequences\x18\x01 \x01(\r\"\xe9\x05\n\rClusterStatus\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12)\n\x07workers\x18\x03 \x03(\x0b\x32\x18.pdserve.v1.WorkerStatus\x12\x12\n\nnum_active\x18\x04 \x01(\r\x12\x10\n\x08num_held\x18\x05 \x01(\r\x12\x33\n\x05\x65nded\x18\x06 \x03(\x0b\x32$.pdserve.v1.ClusterStatus.EndedEntry\x12\x14\n\x0cnum_replaced\x18\x07 \x01(\x04\x12&\n\x05\x63osts\x18\x08 \x03(\x0b\x32\x17.pdserve.v1.LearntCosts\x12\x37\n\x07refused\x18\t \x03(\x0b\x32&.pdserve.v1.ClusterStatus.RefusedEntry\x12\x46\n\x0frefused_because\x18\n \x03(\x0b\x32-.pdserve.v1.ClusterStatus.RefusedBecauseEntry\x12\x33\n\x05moves\x18\x0b \x03(\x0b\x32$.pdserve.v1.ClusterStatus.MovesEntry\x12\"\n\x06\x64\x65mand\x18\x0c \x01(\x0b\x32\x12.pdserve.v1.Demand\x12\x17\n\x0fmetrics_address\x18\r \x01(\t\x12\x1b\n\x13num_without_handoff\x18\x0e \x01(\x04\x12\x1f\n\x17without_handoff_because\x18\x0f \x01(\t\x1a,\n\nEndedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a.\n\x0cRefusedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x35\n\x13RefusedBecauseEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a,\n\nMovesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xe4\x01\n\x06\x44\x65mand\x12\x14\n\x0cnum_requests\x18\x01 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x04\x12\x15\n\rcached_tokens\x18\x03 \x01(\x04\x12\x15\n\ranswer_tokens\x18\x04 \x01(\x04\x12\x0f\n\x07prompts\x18\x05 \x03(\x04\x12\x0f\n\x07\x61nswers\x18\x06 \x03(\x04\x12\x12\n\nnum_judged\x18\x07 \x01(\x04\x12\x17\n\x0fnum_within_ttft\x18\x08 \x01(\x04\x12\x17\n\x0fnum_within_tpot\x18\t \x01(\x04\x12\x17\n\x0fnum_within_both\x18\n \x01(\x04\"\x9a\x03\n\x0bLearntCosts\x12\x1e\n\x04role\x18\x01 \x01(\x0e\x32\x10.pdserve.v1.Role\x12\x16\n\x0eprefill_step_s\x18\x02 \x01(\x01\x12\x17\n\x0fprefill_token_s\x18\x03 \x01(\x01\x12\x16\n\x0eprefill_work_s\x18\x04 \x01(\x01\x12\x15\n\rdecode_step_s\x18\x05 \x01(\x01\x12\x19\n\x11\x64\x65\x63ode_sequence_s\x18\x06 \x01(\x01\x12\x19\n\x11\x64\x65\x63ode_kv_token_s\x18\x07 \x01(\x01\x12\x19\n\x11num_prefill_steps\x18\n \x01(\x04\x12\x18\n\x10num_decode_steps\x18\x0b \x01(\x04\x12\x15\n\rprefill_error\x18\x0c \x01(\x01\x12\x14\n\x0c\x64\x65\x63ode_error\x18\r \x01(\x01\x12\x31\n\x0e\x64\x65\x63ode_batches\x18\x0e \x03(\x0b\x32\x19.pdserve.v1.LearntBatches\x12\x0e\n\x06\x64\x65vice\x18\x0f \x01(\t\x12$\n\x06layout\x18\x10 \x01(\x0b\x32\x14.pdserve.v1.KvLayoutJ\x04\x08\x08\x10\tJ\x04\x08\t\x10\n\"q\n\rLearntBatches\x12\x15\n\rmax_sequences\x18\x01 \x01(\r\x12\x0e\n\x06step_s\x18\x02 \x01(\x01\x12\x12\n\nsequence_s\x18\x03 \x01(\x01\x12\x12\n\nkv_token_s\x18\x04 \x01(\x01\x12\x11\n\tnum_steps\x18\x05 \x01(\x04\"\xc5\x01\n\x0cWorkerStatus\x12*\n\x0cregistration\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.Register\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.pdserve.v1.Heartbeat\x12\x14\n\x0cnum_assigned\x18\x03 \x01(\r\x12\x11\n\tsilent_ms\x18\x04 \x01(\r\x12\x12\n\nunroutable\x18\x05 \x01(\t\x12\'\n\x05pairs\x18\x06 \x03(\x0b\x32\x18.pdserve.v1.PairMeasured2\x88\x04\n\x0c\x41\x64minService\x12H\n\tGetStatus\x12\x1c.pdserve.v1.GetStatusRequest\x1a\x1d.pdserve.v1.GetStatusResponse\x12P\n\x0bWatchStatus\x12\x1e.pdserve.v1.WatchStatusRequest\x1a\x1f.pdserve.v1.WatchStatusResponse0\x01\x12`\n\x11ReportProcessGone\x12$.pdserve.v1.ReportProcessGoneRequest\x1a%.pdserve.v1.ReportProcessGoneResponse\x12N\n\x0b\x44rainWorker\x12\x1e.pdserve.v1.DrainWorkerRequest\x1a\x1f.pdserve.v1.DrainWorkerResponse\x12T\n\rSetWorkerRole\x12 .pdserve.v1.SetWorkerRoleRequest\x1a!.pdserve.v1.SetWorkerRoleResponse\x12T\n\rMoveSequences\x12 .pdserve.v1.MoveSequencesRequest\x1a!.pdserve.v1.MoveSequencesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14proto/v1/admin.proto\x12\npdserve.v1\x1a\x13proto/v1/link.proto\"\x12\n\x10GetStatusRequest\"T\n\x11GetStatusResponse\x12)\n\x06status\x18\x01 \x01(\x0b\x32\x19.pdserve.v1.ClusterStatus\x12\x14\n\x0cunix_time_ms\x18\x02 \x01(\x04\"\x14\n\x12WatchStatusRequest\"@\n\x13WatchStatusResponse\x12)\n\x06status\x18\x01 \x01(\x0b\x32\x19.pdserve.v1.ClusterStatus\"Z\n\x18ReportProcessGoneRequest\x12(\n\x07process\x18\x01 \x01(\x0b\x32\x17.pdserve.v1.ProcessGone\x12\x14\n\x0c\x66rom_outside\x18\x02 \x01(\x08\"\x1b\n\x19ReportProcessGoneResponse\"7\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06\x63\x61ncel\x18\x02 \x01(\x08\"\x15\n\x13\x44rainWorkerResponse\"X\n\x14SetWorkerRoleRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.pdserve.v1.Role\x12\r\n\x05\x66orce\x18\x03 \x01(\x08\"&\n\x15SetWorkerRoleResponse\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"Z\n\x14MoveSequencesRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x18\n\x10target_worker_id\x18\x02 \x01(\t\x12\x15\n\rmax_sequences\x18\x03 \x01(\r\".\n\x15MoveSequencesResponse\x12\x15\n\rnum_sequences\x18\x01 \x01(\r\"\xe9\x05\n\rClusterStatus\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12)\n\x07workers\x18\x03 \x03(\x0b\x32\x18.pdserve.v1.WorkerStatus\x12\x12\n\nnum_active\x18\x04 \x01(\r\x12\x10\n\x08num_held\x18\x05 \x01(\r\x12\x33\n\x05\x65nded\x18\x06 \x03(\x0b\x32$.pdserve.v1.ClusterStatus.EndedEntry\x12\x14\n\x0cnum_replaced\x18\x07 \x01(\x04\x12&\n\x05\x63osts\x18\x08 \x03(\x0b\x32\x17.pdserve.v1.LearntCosts\x12\x37\n\x07refused\x18\t \x03(\x0b\x32&.pdserve.v1.ClusterStatus.RefusedEntry\x12\x46\n\x0frefused_because\x18\n \x03(\x0b\x32-.pdserve.v1.ClusterStatus.RefusedBecauseEntry\x12\x33\n\x05moves\x18\x0b \x03(\x0b\x32$.pdserve.v1.ClusterStatus.MovesEntry\x12\"\n\x06\x64\x65mand\x18\x0c \x01(\x0b\x32\x12.pdserve.v1.Demand\x12\x17\n\x0fmetrics_address\x18\r \x01(\t\x12\x1b\n\x13num_without_handoff\x18\x0e \x01(\x04\x12\x1f\n\x17without_handoff_because\x18\x0f \x01(\t\x1a,\n\nEndedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a.\n\x0cRefusedEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x35\n\x13RefusedBecauseEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a,\n\nMovesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xe4\x01\n\x06\x44\x65mand\x12\x14\n\x0cnum_requests\x18\x01 \x01(\x04\x12\x15\n\rprompt_tokens\x18\x02 \x01(\x04\x12\x15\n\rcached_tokens\x18\x03 \x01(\x04\x12\x15\n\ranswer_tokens\x18\x04 \x01(\x04\x12\x0f\n\x07prompts\x18\x05 \x03(\x04\x12\x0f\n\x07\x61nswers\x18\x06 \x03(\x04\x12\x12\n\nnum_judged\x18\x07 \x01(\x04\x12\x17\n\x0fnum_within_ttft\x18\x08 \x01(\x04\x12\x17\n\x0fnum_within_tpot\x18\t \x01(\x04\x12\x17\n\x0fnum_within_both\x18\n \x01(\x04\"\x9a\x03\n\x0bLearntCosts\x12\x1e\n\x04role\x18\x01 \x01(\x0e\x32\x10.pdserve.v1.Role\x12\x16\n\x0eprefill_step_s\x18\x02 \x01(\x01\x12\x17\n\x0fprefill_token_s\x18\x03 \x01(\x01\x12\x16\n\x0eprefill_work_s\x18\x04 \x01(\x01\x12\x15\n\rdecode_step_s\x18\x05 \x01(\x01\x12\x19\n\x11\x64\x65\x63ode_sequence_s\x18\x06 \x01(\x01\x12\x19\n\x11\x64\x65\x63ode_kv_token_s\x18\x07 \x01(\x01\x12\x19\n\x11num_prefill_steps\x18\n \x01(\x04\x12\x18\n\x10num_decode_steps\x18\x0b \x01(\x04\x12\x15\n\rprefill_error\x18\x0c \x01(\x01\x12\x14\n\x0c\x64\x65\x63ode_error\x18\r \x01(\x01\x12\x31\n\x0e\x64\x65\x63ode_batches\x18\x0e \x03(\x0b\x32\x19.pdserve.v1.LearntBatches\x12\x0e\n\x06\x64\x65vice\x18\x0f \x01(\t\x12$\n\x06layout\x18\x10 \x01(\x0b\x32\x14.pdserve.v1.KvLayoutJ\x04\x08\x08\x10\tJ\x04\x08\t\x10\n\"q\n\rLearntBatches\x12\x15\n\rmax_sequences\x18\x01 \x01(\r\x12\x0e\n\x06step_s\x18\x02 \x01(\x01\x12\x12\n\nsequence_s\x18\x03 \x01(\x01\x12\x12\n\nkv_token_s\x18\x04 \x01(\x01\x12\x11\n\tnum_steps\x18\x05 \x01(\x04\"\xc5\x01\n\x0cWorkerStatus\x12*\n\x0cregistration\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.Register\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.pdserve.v1.Heartbeat\x12\x14\n\x0cnum_assigned\x18\x03 \x01(\r\x12\x11\n\tsilent_ms\x18\x04 \x01(\r\x12\x12\n\nunroutable\x18\x05 \x01(\t\x12\'\n\x05pairs\x18\x06 \x03(\x0b\x32\x18.pdserve.v1.PairMeasured2\x88\x04\n\x0c\x41\x64minService\x12H\n\tGetStatus\x12\x1c.pdserve.v1.GetStatusRequest\x1a\x1d.pdserve.v1.GetStatusResponse\x12P\n\x0bWatchStatus\x12\x1e.pdserve.v1.WatchStatusRequest\x1a\x1f.pdserve.v1.WatchStatusResponse0\x01\x12`\n\x11ReportProcessGone\x12$.pdserve.v1.ReportProcessGoneRequest\x1a%.pdserve.v1.ReportProcessGoneResponse\x12N\n\x0b\x44rainWorker\x12\x1e.pdserve.v1.DrainWorkerRequest\x1a\x1f.pdserve.v1.DrainWorkerResponse\x12T\n\rSetWorkerRole\x12 .pdserve.v1.SetWorkerRoleRequest\x1a!.pdserve.v1.SetWorkerRoleResponse\x12T\n\rMoveSequences\x12 .pdserve.v1.MoveSequencesRequest\x1a!.pdserve.v1.MoveSequencesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -53,35 +53,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REPORTPROCESSGONERESPONSE']._serialized_start=343
   _globals['_REPORTPROCESSGONERESPONSE']._serialized_end=370
   _globals['_DRAINWORKERREQUEST']._serialized_start=372
-  _globals['_DRAINWORKERREQUEST']._serialized_end=411
-  _globals['_DRAINWORKERRESPONSE']._serialized_start=413
-  _globals['_DRAINWORKERRESPONSE']._serialized_end=434
-  _globals['_SETWORKERROLEREQUEST']._serialized_start=436
-  _globals['_SETWORKERROLEREQUEST']._serialized_end=524
-  _globals['_SETWORKERROLERESPONSE']._serialized_start=526
-  _globals['_SETWORKERROLERESPONSE']._serialized_end=564
-  _globals['_MOVESEQUENCESREQUEST']._serialized_start=566
-  _globals['_MOVESEQUENCESREQUEST']._serialized_end=656
-  _globals['_MOVESEQUENCESRESPONSE']._serialized_start=658
-  _globals['_MOVESEQUENCESRESPONSE']._serialized_end=704
-  _globals['_CLUSTERSTATUS']._serialized_start=707
-  _globals['_CLUSTERSTATUS']._serialized_end=1452
-  _globals['_CLUSTERSTATUS_ENDEDENTRY']._serialized_start=1259
-  _globals['_CLUSTERSTATUS_ENDEDENTRY']._serialized_end=1303
-  _globals['_CLUSTERSTATUS_REFUSEDENTRY']._serialized_start=1305
-  _globals['_CLUSTERSTATUS_REFUSEDENTRY']._serialized_end=1351
-  _globals['_CLUSTERSTATUS_REFUSEDBECAUSEENTRY']._serialized_start=1353
-  _globals['_CLUSTERSTATUS_REFUSEDBECAUSEENTRY']._serialized_end=1406
-  _globals['_CLUSTERSTATUS_MOVESENTRY']._serialized_start=1408
-  _globals['_CLUSTERSTATUS_MOVESENTRY']._serialized_end=1452
-  _globals['_DEMAND']._serialized_start=1455
-  _globals['_DEMAND']._serialized_end=1683
-  _globals['_LEARNTCOSTS']._serialized_start=1686
-  _globals['_LEARNTCOSTS']._serialized_end=2096
-  _globals['_LEARNTBATCHES']._serialized_start=2098
-  _globals['_LEARNTBATCHES']._serialized_end=2211
-  _globals['_WORKERSTATUS']._serialized_start=2214
-  _globals['_WORKERSTATUS']._serialized_end=2411
-  _globals['_ADMINSERVICE']._serialized_start=2414
-  _globals['_ADMINSERVICE']._serialized_end=2934
+  _globals['_DRAINWORKERREQUEST']._serialized_end=427
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=429
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=450
+  _globals['_SETWORKERROLEREQUEST']._serialized_start=452
+  _globals['_SETWORKERROLEREQUEST']._serialized_end=540
+  _globals['_SETWORKERROLERESPONSE']._serialized_start=542
+  _globals['_SETWORKERROLERESPONSE']._serialized_end=580
+  _globals['_MOVESEQUENCESREQUEST']._serialized_start=582
+  _globals['_MOVESEQUENCESREQUEST']._serialized_end=672
+  _globals['_MOVESEQUENCESRESPONSE']._serialized_start=674
+  _globals['_MOVESEQUENCESRESPONSE']._serialized_end=720
+  _globals['_CLUSTERSTATUS']._serialized_start=723
+  _globals['_CLUSTERSTATUS']._serialized_end=1468
+  _globals['_CLUSTERSTATUS_ENDEDENTRY']._serialized_start=1275
+  _globals['_CLUSTERSTATUS_ENDEDENTRY']._serialized_end=1319
+  _globals['_CLUSTERSTATUS_REFUSEDENTRY']._serialized_start=1321
+  _globals['_CLUSTERSTATUS_REFUSEDENTRY']._serialized_end=1367
+  _globals['_CLUSTERSTATUS_REFUSEDBECAUSEENTRY']._serialized_start=1369
+  _globals['_CLUSTERSTATUS_REFUSEDBECAUSEENTRY']._serialized_end=1422
+  _globals['_CLUSTERSTATUS_MOVESENTRY']._serialized_start=1424
+  _globals['_CLUSTERSTATUS_MOVESENTRY']._serialized_end=1468
+  _globals['_DEMAND']._serialized_start=1471
+  _globals['_DEMAND']._serialized_end=1699
+  _globals['_LEARNTCOSTS']._serialized_start=1702
+  _globals['_LEARNTCOSTS']._serialized_end=2112
+  _globals['_LEARNTBATCHES']._serialized_start=2114
+  _globals['_LEARNTBATCHES']._serialized_end=2227
+  _globals['_WORKERSTATUS']._serialized_start=2230
+  _globals['_WORKERSTATUS']._serialized_end=2427
+  _globals['_ADMINSERVICE']._serialized_start=2430
+  _globals['_ADMINSERVICE']._serialized_end=2950
 # @@protoc_insertion_point(module_scope)

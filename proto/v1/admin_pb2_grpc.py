@@ -93,7 +93,9 @@ class AdminServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def DrainWorker(self, request, context):
-        """Asks a worker to finish what it runs and exit.
+        """Asks a worker to finish what it runs and exit; or no longer to, where it has not ended. NOT_FOUND: no such worker is
+        attached. With `cancel`, UNAVAILABLE: it has ended meanwhile. FAILED_PRECONDITION: a signal or the worker itself began
+        the drain.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

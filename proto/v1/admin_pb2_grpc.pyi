@@ -40,7 +40,10 @@ class AdminServiceStub:
     ReportProcessGone: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ReportProcessGoneRequest, _admin_pb2.ReportProcessGoneResponse]
     """A launcher says that a process has ended. Frees pages that wait for this proof."""
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]
-    """Asks a worker to finish what it runs and exit."""
+    """Asks a worker to finish what it runs and exit; or no longer to, where it has not ended. NOT_FOUND: no such worker is
+    attached. With `cancel`, UNAVAILABLE: it has ended meanwhile. FAILED_PRECONDITION: a signal or the worker itself began
+    the drain.
+    """
     SetWorkerRole: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetWorkerRoleRequest, _admin_pb2.SetWorkerRoleResponse]
     """Gives a worker another role, while it serves. NOT_FOUND: no such worker is attached. INVALID_ARGUMENT: no such
     role. FAILED_PRECONDITION: the worker cannot take it, or nobody would be left to do what it does. ABORTED: another
@@ -64,7 +67,10 @@ class AdminServiceAsyncStub(AdminServiceStub):
     ReportProcessGone: _aio.UnaryUnaryMultiCallable[_admin_pb2.ReportProcessGoneRequest, _admin_pb2.ReportProcessGoneResponse]  # type: ignore[assignment]
     """A launcher says that a process has ended. Frees pages that wait for this proof."""
     DrainWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]  # type: ignore[assignment]
-    """Asks a worker to finish what it runs and exit."""
+    """Asks a worker to finish what it runs and exit; or no longer to, where it has not ended. NOT_FOUND: no such worker is
+    attached. With `cancel`, UNAVAILABLE: it has ended meanwhile. FAILED_PRECONDITION: a signal or the worker itself began
+    the drain.
+    """
     SetWorkerRole: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetWorkerRoleRequest, _admin_pb2.SetWorkerRoleResponse]  # type: ignore[assignment]
     """Gives a worker another role, while it serves. NOT_FOUND: no such worker is attached. INVALID_ARGUMENT: no such
     role. FAILED_PRECONDITION: the worker cannot take it, or nobody would be left to do what it does. ABORTED: another
@@ -109,7 +115,10 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.DrainWorkerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.DrainWorkerResponse, _abc.Awaitable[_admin_pb2.DrainWorkerResponse]]:
-        """Asks a worker to finish what it runs and exit."""
+        """Asks a worker to finish what it runs and exit; or no longer to, where it has not ended. NOT_FOUND: no such worker is
+        attached. With `cancel`, UNAVAILABLE: it has ended meanwhile. FAILED_PRECONDITION: a signal or the worker itself began
+        the drain.
+        """
 
     @_abc_1.abstractmethod
     def SetWorkerRole(

@@ -1228,12 +1228,17 @@ class Drain(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    CANCEL_FIELD_NUMBER: _builtins.int
+    cancel: _builtins.bool
+    """Instead, take work again: ends a drain that a router has asked for, not one that a signal or the worker began."""
     def __init__(
         self,
+        *,
+        cancel: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancel", b"cancel"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

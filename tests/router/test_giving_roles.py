@@ -199,7 +199,7 @@ async def test_what_cannot_be_is_refused_and_nobody_is_asked(start_router: Start
 async def test_a_worker_that_does_not_take_the_role_in_time_is_named(
     start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint, "ROLE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(endpoint, "ASKED_TIMEOUT_S", 0.2)
     router = await start_router()
     await router.pair()
     code, text = await refused(router, "d0", link.ROLE_MIXED)
@@ -210,11 +210,11 @@ async def test_a_worker_that_does_not_take_the_role_in_time_is_named(
 async def test_a_role_that_a_worker_has_yet_to_take_can_be_taken_back(
     start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint, "ROLE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(endpoint, "ASKED_TIMEOUT_S", 0.2)
     router = await start_router()
     _, decode = await router.pair()
     await refused(router, "d0", link.ROLE_MIXED)
-    monkeypatch.setattr(endpoint, "ROLE_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(endpoint, "ASKED_TIMEOUT_S", 5.0)
     call = asyncio.create_task(ask(router, "d0", link.ROLE_DECODE))
     await decode.until(lambda: len(decode.roles) == 2)
     assert [(each.role, each.epoch) for each in decode.roles] == [(link.ROLE_MIXED, 1), (link.ROLE_DECODE, 2)]

@@ -1,5 +1,6 @@
 """Workers come, go, fail and misbehave on real streams; clients see one answer or one typed error."""
 
+import asyncio
 from dataclasses import replace
 
 import grpc
@@ -21,6 +22,7 @@ from pdserve.kvlayout import KvLayout
 from pdserve.kvlayout_wire import layout_to_proto
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
+from pdserve.router import admin as endpoint
 from pdserve.rpc import DISMISSED_STATUS
 
 PROMPT = TOKENIZER.encode("hello", add_special=False)
@@ -219,12 +221,27 @@ async def test_a_process_with_a_successor_is_told_to_end_and_counted(start_route
     await zombie.die()
 
 
-async def test_draining_is_passed_on(start_router: StartRouter) -> None:
+async def drain(router: RouterUnderTest, name: str, *, cancel: bool = False) -> grpc.StatusCode:
+    """Ask a worker to drain, or to take work again; return the call's status."""
+    request, proof = admin.DrainWorkerRequest(worker_id=name, cancel=cancel), await router.proof("DrainWorker")
+    return await router.admin.DrainWorker(request, metadata=proof).code()
+
+
+async def test_a_drain_and_its_end_are_passed_on(start_router: StartRouter, monkeypatch: pytest.MonkeyPatch) -> None:
     router = await start_router()
     _, decode = await router.pair()
-    await router.admin.DrainWorker(admin.DrainWorkerRequest(worker_id="d0"), metadata=await router.proof("DrainWorker"))
-    await decode.until(lambda: decode.is_asked_to_drain)
-    proof = await router.proof("DrainWorker")
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await router.admin.DrainWorker(admin.DrainWorkerRequest(worker_id="nobody"), metadata=proof)
-    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    assert await drain(router, "d0") is grpc.StatusCode.OK
+    await router.until_status(lambda status: any(worker.load.draining for worker in status.workers))
+    assert await drain(router, "d0", cancel=True) is grpc.StatusCode.OK
+    await router.until_status(lambda status: not any(worker.load.draining for worker in status.workers))
+    assert await drain(router, "nobody") is grpc.StatusCode.NOT_FOUND
+    monkeypatch.setattr(endpoint, "ASKED_TIMEOUT_S", 0.2)
+    decode.stop_heartbeat()
+    await decode.say(heartbeat=link.Heartbeat(draining=True, drain_reason="its pages are quarantined"))
+    await router.until_status(lambda status: any(worker.load.draining for worker in status.workers))
+    assert await drain(router, "d0", cancel=True) is grpc.StatusCode.FAILED_PRECONDITION
+    monkeypatch.setattr(endpoint, "ASKED_TIMEOUT_S", 5.0)
+    leaving = asyncio.create_task(drain(router, "d0", cancel=True))
+    await asyncio.sleep(0)
+    await decode.die()
+    assert await leaving in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.NOT_FOUND)

@@ -146,7 +146,8 @@ class FakeWorker:
 
     async def _beat(self) -> None:
         while self._beats:
-            await self.say(heartbeat=link.Heartbeat(pages_free=self.registration.num_pages))
+            beat = link.Heartbeat(pages_free=self.registration.num_pages, draining=self.is_asked_to_drain)
+            await self.say(heartbeat=beat)
             await asyncio.sleep(HEARTBEAT_S)
 
     def _take(self, message: link.AttachResponse) -> None:
@@ -170,7 +171,7 @@ class FakeWorker:
             case "process_gone":
                 self.gone.append(message.process_gone)
             case "drain":
-                self.is_asked_to_drain = True
+                self.is_asked_to_drain = not message.drain.cancel
 
     def _cancel(self, cancel: link.Cancel) -> None:
         self.cancels.append(cancel)

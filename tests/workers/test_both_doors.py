@@ -13,8 +13,20 @@ from pdserve.kvtransfer import doors, sender
 from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, PagesLanded, Peer, Tail, Taken
 from pdserve.reports import Failure, Stage
 from pdserve.sampling import SampledToken, SamplingParams
+from pdserve.worker.admission import Draining
 from pdserve.worker.core import WorkerCore
-from pdserve.worker.messages import Cancelled, Command, DrainAsked, Event, Failed, Placed, Progress, RouterRef, Tokens
+from pdserve.worker.messages import (
+    Cancelled,
+    Command,
+    DrainAsked,
+    DrainCancelled,
+    Event,
+    Failed,
+    Placed,
+    Progress,
+    RouterRef,
+    Tokens,
+)
 
 PAGE_SIZE, NUM_PAGES, VOCAB = 4, 32, 100
 PEER = Peer(WorkerId("other"), Incarnation(3))
@@ -135,3 +147,21 @@ def test_a_request_cancelled_in_mid_copy_is_over_at_once_and_its_pages_are_held_
     worker.handle(doors.ReceiverSaid(PEER, LEAVES, sender.CopyStopped(None, "cancelled")))
     assert worker.cache.pool.num_free == NUM_PAGES
     assert worker.core.drained
+
+
+def test_a_worker_that_drains_takes_work_again_unless_a_signal_came_or_it_drains_by_itself(worker: Worker) -> None:
+    worker.place(LEAVES, target=PEER, target_address="there")
+    worker.handle(DrainAsked())
+    assert keys_of(Failed, worker.place(STAYS)) == [STAYS]
+    worker.handle(DrainCancelled())
+    assert not worker.core.load().draining
+    assert keys_of(Failed, worker.place(STAYS)) == []
+    worker.handle(DrainAsked(is_final=True))
+    worker.handle(DrainAsked())
+    worker.handle(DrainCancelled())
+    assert worker.core.load().draining
+    draining = Draining(max_quarantined_share=0.5)
+    while not draining.look(num_quarantined=6, num_pages=10):
+        pass
+    draining.take(DrainCancelled())
+    assert draining.is_on
