@@ -252,7 +252,7 @@ def _time_remaining_s(context: GenerateContext) -> float:
 
 
 class LimitSizes(grpc.aio.ServerInterceptor):
-    """Answers INVALID_ARGUMENT to a server-streaming call whose request is over the limit, or is none.
+    """Answers INVALID_ARGUMENT to a call whose one request is over the limit, or is none.
 
     gRPC by itself answers RESOURCE_EXHAUSTED, which clients take for a reason to try again. It still does so beyond
     HARD_LIMIT_BYTES, before it has the whole message in memory.
@@ -266,12 +266,13 @@ class LimitSizes(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> "grpc.RpcMethodHandler[_Request, _Response] | None":
         handler = await continuation(handler_call_details)
-        if handler is None or handler.unary_stream is None or handler.request_deserializer is None:
+        if handler is None or handler.request_streaming or handler.request_deserializer is None:
             return handler
         parse = handler.request_deserializer
-        serve = cast("Callable[[_Request, _Context], Awaitable[None]]", handler.unary_stream)  # grpc.aio's kind
+        streams, given = handler.response_streaming, handler.unary_stream or handler.unary_unary
+        serve = cast("Callable[[_Request, _Context], Awaitable[_Response]]", given)  # grpc.aio's kind
 
-        async def check(raw: bytes, context: _Context) -> None:
+        async def check(raw: bytes, context: _Context) -> _Response:
             if len(raw) > PUBLIC_MESSAGE_BYTES:
                 text = f"message: {len(raw)} bytes are over the limit of {PUBLIC_MESSAGE_BYTES}"
                 await abort(context, grpc.StatusCode.INVALID_ARGUMENT, text)
@@ -279,6 +280,7 @@ class LimitSizes(grpc.aio.ServerInterceptor):
                 request = parse(raw)
             except DecodeError as error:
                 await abort(context, grpc.StatusCode.INVALID_ARGUMENT, f"message: {error}")
-            await serve(request, context)
+            return await serve(request, context)
 
-        return grpc.unary_stream_rpc_method_handler(check, response_serializer=handler.response_serializer)
+        make = grpc.unary_stream_rpc_method_handler if streams else grpc.unary_unary_rpc_method_handler
+        return make(check, response_serializer=handler.response_serializer)

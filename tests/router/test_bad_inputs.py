@@ -99,10 +99,11 @@ async def test_a_message_over_the_limit_is_an_invalid_argument(start_router: Sta
 async def test_bytes_that_are_no_message_are_an_invalid_argument(start_router: StartRouter) -> None:
     router = await start_router()
     await router.pair()
-    call = router.public.unary_stream("/pdserve.v1.InferenceService/Generate")(b"\xff\xff\xff")
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call.read()
-    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    for method in ("Generate", "ListModels"):
+        call = router.public.unary_stream(f"/pdserve.v1.InferenceService/{method}")(b"\xff\xff\xff")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
 async def test_hostile_text_is_only_text(start_router: StartRouter) -> None:

@@ -19,11 +19,16 @@ from pdserve.rpc import (
 
 def operators_proof(channel: grpc.Channel, secret_file: Path, method: str, timeout_s: float = 10) -> Metadata:
     """Return the metadata of one call of an operator's; waits for a router."""
+    return proof_for(channel, secret_file, f"/pdserve.v1.AdminService/{method}", timeout_s)
+
+
+def proof_for(channel: grpc.Channel, secret_file: Path, method: str, timeout_s: float = 10) -> Metadata:
+    """Return the metadata of one call of a method, /package.service/name; waits for a listener."""
     caller, say_hello = Caller(read_secret(secret_file)), channel.unary_unary(HELLO_METHOD)
     try:
         say_hello(b"", metadata=caller.hello, timeout=timeout_s, wait_for_ready=True)
     except grpc.RpcError as denied:
-        proof = caller.answer(denied, f"/pdserve.v1.AdminService/{method}")
+        proof = caller.answer(denied, method)
         if proof is None:
             raise
         return proof

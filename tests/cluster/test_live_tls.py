@@ -4,51 +4,28 @@ while it serves.
 
 import ssl
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import pytest
-from live_cluster import LiveCluster, greedy, live_cluster
-from model_zoo import write_model
+from live_cluster import greedy, live_cluster
 from proofs import operators_proof
 from sockets import assert_listens_where_it_says
+from tls_cluster import TlsCluster
 
-from pdserve.certificates import IDENTITY_FILES, Part, public_files
+from pdserve.certificates import Part, public_files
 from pdserve.launch.admin import AdminClient
 from pdserve.launch.authority import write_certificates
 from pdserve.launch.launcher import LauncherClient
-from pdserve.proto.v1.admin_pb2_grpc import AdminServiceStub
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 from pdserve.rpc import split_address
 
 FLAGS = ("--dtype", "float32", "--num-pages", "100", "--tls")
 
 
-class TlsCluster(LiveCluster):
-    """A cluster that was started with `--tls`."""
-
-    def __init__(self, plain: LiveCluster) -> None:
-        self.__dict__.update(plain.__dict__)
-        self.folder = self.state.identity_dir.parent
-        self.channel = self.dial(self.state.endpoint)
-        self.inference = InferenceServiceStub(self.channel)
-        self._admin_channel = self.dial(self.state.admin, Part.OPERATOR)
-        self.admin = AdminServiceStub(self._admin_channel)
-
-    def dial(self, address: str, part: Part | None = None) -> grpc.Channel:
-        """Dial as a client, or as a process with a part."""
-        authority = (self.folder / "ca.crt").read_bytes()
-        if part is None:
-            return grpc.secure_channel(address, grpc.ssl_channel_credentials(authority))
-        certificate, key, _ = ((self.folder / part / name).read_bytes() for name in IDENTITY_FILES)
-        shown = grpc.ssl_channel_credentials(authority, key, certificate)
-        return grpc.secure_channel(address, shown, [("grpc.ssl_target_name_override", Part.ROUTER.host)])
-
-
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsCluster]:
-    model = write_model("llama3", tmp_path_factory.mktemp("model") / "llama3")
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsCluster]:
     with live_cluster(tmp_path_factory.mktemp("cluster"), model, *FLAGS) as plain:
-        plain.close()
         cluster = TlsCluster(plain)
         yield cluster
         cluster.close()
@@ -84,9 +61,9 @@ async def test_certificates_change_while_it_serves(cluster: TlsCluster) -> None:
     expected = cluster.generate(asked)
     running = cluster.start(asked)
     first = next(running)
-    write_certificates(cluster.folder, (), 1)
+    write_certificates(cluster.certificates, (), 1)
     shown = ssl.get_server_certificate(split_address(state.endpoint))  # type: ignore[arg-type]  # a port may be a text
-    assert shown == public_files(cluster.folder)[0].read_text()
+    assert shown == public_files(cluster.certificates)[0].read_text()
     answer = type(expected)()
     answer.add(first)
     assert answer.read(running).tokens == expected.tokens

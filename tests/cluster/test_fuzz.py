@@ -1,0 +1,208 @@
+"""Garbage on every port ends no process, leaves no socket or memory behind, and costs no answer.
+
+PDSERVE_FUZZ_S says for how many seconds, by default few, PDSERVE_FUZZ_SEED where the garbage begins.
+"""
+
+import os
+import random
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+import zmq
+from live_cluster import LiveCluster, greedy, is_idle, live_cluster
+from proofs import proof_for
+from tls_cluster import TlsCluster
+
+from pdserve.ids import Incarnation, WorkerId
+from pdserve.kvlayout import KvLayout
+from pdserve.kvtransfer import greeting, wire
+from pdserve.kvtransfer.session import Peer
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.rpc import split_address
+
+SECONDS = float(os.environ.get("PDSERVE_FUZZ_S", "15"))
+SEED = os.environ.get("PDSERVE_FUZZ_SEED", "0")
+FLAGS = ("--dtype", "float32", "--num-pages", "100")
+PUBLISHED = ("--kv-events-endpoint", "tcp://127.0.0.1:*", "--kv-events-replay-endpoint", "tcp://127.0.0.1:*")
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+ZMTP = b"\xff\x00\x00\x00\x00\x00\x00\x00\x01\x7f\x03\x00"
+GROWTH_BYTES = 48 * 2**20  # of one process, after it has seen a third of the garbage
+pytestmark = pytest.mark.long
+
+Beginning = Callable[[random.Random], bytes]
+
+
+def frames(rng: random.Random) -> bytes:
+    """Return HTTP/2: whole frames of any kind, with any flags and content."""
+    made = PREFACE + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"
+    for _ in range(rng.randrange(1, 8)):
+        payload = rng.randbytes(rng.choice((0, 1, 5, 8, 40, 300)))
+        size = len(payload) if rng.random() < 0.9 else rng.randrange(2**24)
+        stream = rng.choice((0, 1, 3, 2**31 - 1, rng.randrange(2**32)))
+        made += size.to_bytes(3) + bytes([rng.randrange(12), rng.randrange(256)]) + stream.to_bytes(4) + payload
+    return made
+
+
+BEGINNINGS: Sequence[Beginning] = (
+    lambda rng: rng.randbytes(rng.randrange(1, 2000)),
+    frames,
+    frames,
+    lambda rng: PREFACE[: rng.randrange(len(PREFACE))],
+    lambda rng: b"\x16\x03\x01" + rng.randrange(2**14).to_bytes(2) + b"\x01" + rng.randbytes(rng.randrange(500)),
+    lambda rng: b"GET /" + b"a" * rng.choice((1, 100, 70_000)) + b" HTTP/1.1\r\n" + rng.choice((b"\r\n", b"")),
+    lambda rng: ZMTP + rng.choice((b"NULL", b"CURVE", b"PLAIN")).ljust(20, b"\0") + rng.randbytes(rng.randrange(300)),
+)
+
+
+def throw(address: str, rng: random.Random, authority: Path | None) -> None:
+    """Say something to a port, and listen for a moment."""
+    host, port = split_address(address)
+    with suppress(OSError), socket.create_connection((host, int(port)), 5) as plain:
+        plain.settimeout(0.02)
+        channel = plain
+        if authority is not None and rng.random() < 0.5:
+            context = ssl.create_default_context(cafile=authority)
+            context.check_hostname = False
+            context.set_alpn_protocols(["h2"])
+            plain.settimeout(2)
+            channel = context.wrap_socket(plain)
+            channel.settimeout(0.02)
+        channel.sendall(rng.choice(BEGINNINGS)(rng))
+        channel.recv(4096)
+
+
+def spoilt(message: bytes, rng: random.Random) -> bytes:
+    """Return a message cut short, with other bytes in it, or with more."""
+    made = bytearray(message)
+    for _ in range(rng.randrange(4)):
+        if made:
+            made[rng.randrange(len(made))] = rng.randrange(256)
+    return bytes(made[: rng.randrange(len(made) + 1)]) + rng.randbytes(rng.choice((0, 0, 3, 50)))
+
+
+class Caller:
+    """Who knows the secret and makes no sense."""
+
+    def __init__(self, cluster: LiveCluster) -> None:
+        self._cluster = cluster
+        state = cluster.state
+        self.addresses = [state.endpoint, state.admin, state.launcher]
+        self.published: list[str] = []
+        self._handoffs: list[tuple[str, bytes]] = []
+        for worker in cluster.status().workers:
+            address = worker.registration.handoff_address
+            self.addresses.append(address)
+            peer = Peer(WorkerId("stranger"), Incarnation(1))
+            layout = KvLayout("w", 2, 2, 4, 4, "float32")
+            hello = greeting.Hello(greeting.Introduction(peer, layout), "nixl", Incarnation(7), 0.0)
+            self._handoffs.append((address, wire.hello_to_proto(hello).SerializeToString()))
+        for process in state.processes:
+            self.addresses.append(process.metrics_address)
+            ends = (process.kv_events_endpoint, process.kv_events_replay_endpoint)
+            self.published += [end.removeprefix("tcp://") for end in ends if end]
+
+    def call(self, rng: random.Random) -> None:
+        """Make one call whose message is spoilt."""
+        request = greedy([3, 4, 5], 2)
+        state = self._cluster.state
+        register = link.AttachRequest(register=link.Register(worker_id="x", incarnation=5, protocol_version=9))
+        moves = admin.MoveSequencesRequest(worker_id="decode-0", max_sequences=1)
+        address, method, message = rng.choice(
+            (
+                (state.endpoint, "InferenceService/Generate", request.SerializeToString()),
+                (state.endpoint, "InferenceService/ListModels", inference.ListModelsRequest().SerializeToString()),
+                (state.admin, "LinkService/Attach", register.SerializeToString()),
+                (state.admin, "AdminService/MoveSequences", moves.SerializeToString()),
+                *((address, "HandoffService/Attach", hello) for address, hello in self._handoffs),
+            )
+        )
+        with grpc.insecure_channel(address) as channel:
+            metadata = None
+            if address != state.endpoint:
+                metadata = proof_for(channel, state.secret_file, f"/pdserve.v1.{method}")
+            said = iter([spoilt(message, rng) for _ in range(rng.randrange(1, 4))])
+            call = channel.stream_stream(f"/pdserve.v1.{method}")(said, metadata=metadata, timeout=1)
+            with suppress(grpc.RpcError):
+                next(call)
+            call.cancel()
+
+    def publish(self, rng: random.Random, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
+        """Ask publishers of KV events for what is no replay."""
+        for address in self.published:
+            kind = rng.choice((zmq.DEALER, zmq.SUB, zmq.REQ))
+            with context.socket(kind) as asking:
+                asking.linger, asking.sndtimeo = 0, 50  # a publisher takes no questions where its events are
+                asking.connect(f"tcp://{address}")
+                if kind == zmq.SUB:
+                    asking.subscribe(rng.randbytes(5))
+                else:
+                    with suppress(zmq.Again):
+                        asking.send_multipart([rng.randbytes(rng.randrange(30)) for _ in range(rng.randrange(1, 4))])
+                asking.poll(20)
+
+
+def usage(cluster: LiveCluster) -> dict[str, tuple[int, int, int]]:
+    """Return pid, bytes of memory and open files of each process."""
+    found = {}
+    for process in cluster.state.processes:
+        seen = psutil.Process(cluster.pid_of(process.name))
+        found[process.name] = (seen.pid, seen.memory_info().rss, seen.num_fds())
+    return found
+
+
+def assert_rests(cluster: LiveCluster, before: dict[str, tuple[int, int, int]]) -> None:
+    """Fail unless the same processes run, with hardly more memory, and soon as many open files."""
+    deadline_s = time.monotonic() + 20
+    while True:
+        now = usage(cluster)
+        assert {name: seen[0] for name, seen in now.items()} == {name: seen[0] for name, seen in before.items()}
+        left = {name: (seen[2], before[name][2]) for name, seen in now.items() if seen[2] > before[name][2] + 4}
+        if not left:
+            break
+        assert time.monotonic() < deadline_s, f"open files: {left}"
+        time.sleep(0.2)
+    grown = {name: seen[1] - before[name][1] for name, seen in now.items()}
+    assert max(grown.values()) < GROWTH_BYTES, grown
+
+
+@pytest.fixture(params=["plain", "tls"])
+def cluster(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveCluster]:
+    own = PUBLISHED if request.param == "plain" else ("--tls",)
+    with live_cluster(tmp_path_factory.mktemp("cluster"), model, *FLAGS, *own) as plain:
+        cluster = TlsCluster(plain) if request.param == "tls" else plain
+        yield cluster
+        cluster.close()
+
+
+def test_garbage_on_every_port_changes_nothing(cluster: LiveCluster) -> None:
+    rng, asked = random.Random(SEED), greedy([3, *range(5, 60)], 20)
+    expected = cluster.generate(asked).tokens
+    cluster.wait_for(is_idle, 10)
+    caller, authority = Caller(cluster), cluster.state.ca_file
+    before, begun_s, num = usage(cluster), time.monotonic(), 0
+    with zmq.Context() as context:
+        while (passed_s := time.monotonic() - begun_s) < SECONDS:
+            if passed_s < SECONDS / 3:
+                before = usage(cluster) if num % 50 == 0 else before
+            throw(rng.choice([*caller.addresses, *caller.published]), rng, authority)
+            if authority is None:
+                caller.call(rng)
+                caller.publish(rng, context)
+            num += 1
+            if num % 100 == 0:
+                assert cluster.generate(asked).tokens == expected
+    assert num > 5 * SECONDS
+    assert cluster.generate(asked).tokens == expected
+    assert_rests(cluster, before)
+    cluster.wait_for(is_idle, 20)
