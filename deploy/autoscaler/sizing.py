@@ -23,6 +23,7 @@ from pdserve.roles import Role
 from pdserve.values import value
 
 POOLS = (Role.PREFILL, Role.DECODE)
+_PROMPTS_BEFORE = 6.0  # that are computed before one where they come in bursts, itself included
 _MAX_SPLITS = 64  # of a budget that are compared
 
 
@@ -70,8 +71,7 @@ class Sizer:
         self._known: dict[tuple[Role, int], float] = {}
         step_tokens = capacities[Role.PREFILL].step_tokens
         self.prefill = PrefillPool(traffic, costs[Role.PREFILL].prefill, step_tokens, objectives.ttft_s)
-        # Prompts that come in a burst wait for up to the objective.
-        delay_s = max(self.prefill.alone_s, objectives.ttft_s / 2)
+        delay_s = min(objectives.ttft_s / 2, _PROMPTS_BEFORE * self.prefill.alone_s)
         self.decode = DecodePool(traffic, costs[Role.DECODE], capacities[Role.DECODE], objectives.tpot_s, delay_s)
 
     @property

@@ -14,7 +14,7 @@ def scale(
     policy: Annotated[Path, typer.Option("--policy", help="The policy to follow.", show_default=False)],
     seconds: Annotated[float, typer.Option(min=5, max=86_400, help="Of each of the four phases.")] = 60,
     request_rate: Annotated[float, typer.Option(help="Requests a second at the peak.")] = 2.0,
-    input_len: Annotated[int, typer.Option(min=8, help="Longest prompt, in tokens.")] = 1024,
+    input_len: Annotated[int, typer.Option(min=8, help="Longest prompt, in tokens.")] = 1900,
     output_len: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 96,
     max_num_seqs: Annotated[
         int, typer.Option(min=2, help="Sequences of a worker: with few, a pool fills before the processor does.")
@@ -46,6 +46,7 @@ def scale(
         num_decode=sizes.decode,
         name=f"scale-{seed}",
         worker_flags={"dtype": dtype, "num_threads": num_threads, "max_num_seqs": max_num_seqs},
+        router_flags={"max_hold_s": objectives.ttft_s},  # requests wait while pools grow
         max_workers=sizes.max_workers,
         autoscaling=policy.absolute(),
     )
