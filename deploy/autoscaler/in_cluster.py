@@ -6,8 +6,7 @@ whether it leads or not.
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Coroutine
 from typing import Any
 from uuid import uuid4
 
@@ -60,12 +59,3 @@ class InCluster:
             await (work() if self._turns is None else self._turns.run(work, stop))
             for task in beside:
                 task.cancel()
-
-
-@asynccontextmanager
-async def in_cluster(
-    actuator: Actuator, settings: Settings | None, routers: Routers, clock: Clock
-) -> AsyncIterator[InCluster]:
-    """Be connected with Kubernetes' API for the length of the block; ConfigError where there is no account."""
-    async with Client() as client:
-        yield InCluster(client, actuator, settings, routers, clock)

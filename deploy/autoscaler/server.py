@@ -1,6 +1,7 @@
 """The autoscaler's process. A signal ends it after its present step: what it ordered goes on; a successor sees it."""
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -37,6 +38,8 @@ from pdserve.signals import drain_on_signals
 
 if TYPE_CHECKING:
     from pdserve.autoscaler.in_cluster import InCluster
+
+logger = logging.getLogger(__name__)
 
 END_CHECK_S = 0.5  # between two looks at replicas that end
 
@@ -148,10 +151,19 @@ async def _beside(settings: Settings, actuator: Actuator, target: Target) -> "As
     if of_pods is None and not publishes_there:
         yield None
         return
-    from pdserve.autoscaler.in_cluster import in_cluster  # noqa: PLC0415 - Kubernetes' client is an extra
+    try:
+        from pdserve.autoscaler.in_cluster import InCluster  # noqa: PLC0415 - Kubernetes' client is an extra
+        from pdserve.kubernetes.client import Client  # noqa: PLC0415
 
-    async with in_cluster(actuator, of_pods, target.clients, MonotonicClock()) as beside:
-        yield beside
+        client = Client()
+    except (ModuleNotFoundError, ConfigError) as error:
+        if of_pods is not None:
+            raise
+        logger.warning("pods are not watched, and ends of processes not reported: %s", error)
+        yield None
+        return
+    async with client:
+        yield InCluster(client, actuator, of_pods, target.clients, MonotonicClock())
 
 
 async def end_all(policy_file: Path, target: Target) -> None:

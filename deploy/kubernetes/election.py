@@ -97,8 +97,10 @@ class Leadership:
                 await asyncio.wait(waits, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
                 if task is not None and task.done():
                     return task.result()
-            if task is not None:
-                await task  # it stops too
+            if task is not None:  # it stops too, and while this process still leads
+                await asyncio.wait({task}, timeout=self._election.leads_for_s(self._clock.now_s()))
+                if task.done():
+                    task.result()
         finally:
             stopping.cancel()
             if task is not None:

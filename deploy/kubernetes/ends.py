@@ -73,6 +73,7 @@ class Ends:
         """Take in a pod; return which of its processes have ended."""
         uid, spec = pod.metadata.uid, pod.spec
         known = self._pods.setdefault(uid, _Known(pod.metadata.name, "", 0.0))
+        known.gone_s = None
         known.node = spec.node_name or known.node
         known.grace_s = float(spec.termination_grace_period_seconds)
         ends = sorted(_ends(pod), key=lambda each: each[0])
@@ -104,8 +105,8 @@ class Ends:
         self._nodes = {name: node for name, node in self._nodes.items() if name in wanted}
         return wanted
 
-    def asked(self, name: str, renewed: str, *, is_ready: bool, at_s: float) -> list[Ended]:
-        """Take in a node's Lease and condition; return which processes of removed pods have ended.
+    def asked(self, name: str, renewed: str, *, is_ready: bool, at_s: float) -> set[str]:
+        """Take in a node's Lease and condition; return the uids of pods whose processes have ended if they are gone.
 
         `renewed`: the Lease's time, which only has to change; empty where the node or its Lease is not there.
         """
@@ -116,15 +117,19 @@ class Ends:
         if not is_ready or not renewed or at_s - node.last_s > GAP_S:
             node.since_s = None
         if node.since_s is None:
-            return []
-        ended = []
-        for uid, pod in list(self._pods.items()):
-            if pod.node != name or pod.gone_s is None:
-                continue
-            if node.last_s - max(node.since_s, pod.gone_s) >= pod.grace_s + MARGIN_S:
-                ended += [Ended(pod.name, number, from_outside=True) for number in sorted(pod.running)]
-                del self._pods[uid]
-        return ended
+            return set()
+        return {
+            uid
+            for uid, pod in self._pods.items()
+            if pod.node == name
+            and pod.gone_s is not None
+            and node.last_s - max(node.since_s, pod.gone_s) >= pod.grace_s + MARGIN_S
+        }
+
+    def proved(self, uids: set[str]) -> list[Ended]:
+        """Take in that these pods are gone for certain; return which processes have ended."""
+        gone = [self._pods.pop(uid) for uid in sorted(uids & self._pods.keys())]
+        return [Ended(pod.name, number, from_outside=True) for pod in gone for number in sorted(pod.running)]
 
 
 def _end(pod: _Known, number: int, how: Terminated) -> Iterator[Ended]:

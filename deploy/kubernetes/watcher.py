@@ -107,8 +107,16 @@ class PodWatcher:
                 with suppress(TimeoutError, ApiError):
                     async with asyncio.timeout(CALL_S):
                         renewed, is_ready = await self._node(name)
-                        self._report(self._ends.asked(name, renewed, is_ready=is_ready, at_s=self._clock.now_s()))
+                        gone = self._ends.asked(name, renewed, is_ready=is_ready, at_s=self._clock.now_s())
+                        if gone:
+                            await self._confirm(gone)
             await asyncio.sleep(NODE_S)
+
+    async def _confirm(self, uids: set[str]) -> None:
+        """Report the processes of these pods as ended, if a list that is read now has none of them."""
+        items, _ = await self._client.list(self._path, Pod)
+        self._report(self._ends.listed(items, self._clock.now_s()))
+        self._report(self._ends.proved(uids - {pod.metadata.uid for pod in items}))
 
     async def _node(self, name: str) -> tuple[str, bool]:
         """Return when a node's Lease was renewed, as it shows, and whether the node is ready."""

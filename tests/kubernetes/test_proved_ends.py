@@ -43,7 +43,7 @@ def answer(ends: Ends, from_s: float, until_s: float) -> list[Ended]:
     """Let the node renew its Lease each ten seconds."""
     found, at_s = [], from_s
     while at_s <= until_s:
-        found += ends.asked("node-a", f"at {at_s}", is_ready=True, at_s=at_s)
+        found += ends.proved(ends.asked("node-a", f"at {at_s}", is_ready=True, at_s=at_s))
         at_s += 10.0
     return found
 
@@ -89,7 +89,7 @@ def test_a_node_that_is_lost_proves_nothing_for_ever() -> None:
     ends = running(5)
     ends.removed(pod(), 100.0)
     for at_s in range(101, 100_000, 100):
-        assert ends.asked("node-a", "of yesterday", is_ready=True, at_s=float(at_s)) == []
+        assert ends.asked("node-a", "of yesterday", is_ready=True, at_s=float(at_s)) == set()
     assert ends.num_unproved == 1
 
 
@@ -108,15 +108,24 @@ def test_a_gap_or_a_node_that_is_not_ready_begins_the_time_anew() -> None:
         ends.removed(pod(), 100.0)
         answer(ends, 101.0, 150.0)
         at_s = 150.0 + (GAP_S + 5 if is_ready else 5)
-        assert ends.asked("node-a", f"at {at_s}", is_ready=is_ready, at_s=at_s) == []
+        assert ends.asked("node-a", f"at {at_s}", is_ready=is_ready, at_s=at_s) == set()
         assert answer(ends, at_s + 10, at_s + NEEDED_S - 5) == []
+
+
+def test_a_pod_that_a_list_had_left_out_is_not_gone() -> None:
+    ends = running(5)
+    ends.listed([], 100.0)
+    answer(ends, 101.0, 100.0 + NEEDED_S)
+    ends.listed([pod()], 100.0 + NEEDED_S)
+    assert answer(ends, 100.0 + NEEDED_S + 1, 100.0 + 3 * NEEDED_S) == []
+    assert ends.num_unproved == 0
 
 
 def test_a_node_without_an_object_proves_nothing() -> None:
     ends = running(5)
     ends.removed(pod(), 100.0)
     for at_s in range(101, 1_000, 10):
-        assert ends.asked("node-a", "", is_ready=False, at_s=float(at_s)) == []
+        assert ends.asked("node-a", "", is_ready=False, at_s=float(at_s)) == set()
 
 
 def test_what_a_node_answered_before_a_pod_was_removed_does_not_count_for_it() -> None:
