@@ -16,8 +16,8 @@ from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceServicer
 from pdserve.roles import Role
 from pdserve.roles_wire import ROLE_NUMBERS, ROLES
-from pdserve.router.costs import Kind
 from pdserve.router.events import DrainAsked, LinkId, MovesAsked, ProcessEnded, RoleAsked
+from pdserve.router.learnt import Kind
 from pdserve.router.predict import Predictor
 from pdserve.router.routing import difference
 from pdserve.router.shell import Shell, WorkerStream

@@ -11,6 +11,8 @@ from pdserve.router.timeline import Ledger, Usage
 from pdserve.sampling import SamplingParams
 from pdserve.values import value
 
+_LEAST_WITHIN_S = 0.02  # for a fetch's messages
+
 
 @value
 class SequenceSpec:
@@ -28,12 +30,27 @@ class SequenceSpec:
 
 
 @value
-class FetchAsked:
-    """Let a holder send leading pages of a prompt to the worker that computes it."""
+class Fetch:
+    """Leading pages of a prompt that a holder sends to the worker which computes the rest."""
 
     holder: Registration
-    num_tokens: int  # that it probably holds
-    within_s: float  # then the prompt is computed without them
+    num_tokens: int  # leading ones that the worker has after it
+    num_sent: int  # of these, what it does not have without it
+    transfer_s: float  # predicted, from now on
+    compute_s: float  # what computing the same tokens takes there
+    wait_s: float  # that the prompt has to wait there anyway
+    is_taken: bool  # whether it pays
+
+    @property
+    def within_s(self) -> float:
+        """How long to wait for it, from now on: computing brings a later one's tokens as soon."""
+        return max(_LEAST_WITHIN_S, self.wait_s + self.compute_s)
+
+    def told(self, num_prompt_tokens: int) -> str:
+        """Return what was decided and why, for a request's ledger."""
+        verb = "fetches" if self.is_taken else "computes, and does not fetch"
+        tokens = f"{self.num_sent:,} of {num_prompt_tokens:,} tokens from {self.holder.worker_id}"
+        return f"{verb} {tokens}: {self.transfer_s * 1e3:.0f} ms against {self.compute_s * 1e3:.0f} ms"
 
 
 @value
@@ -43,7 +60,7 @@ class Place:
     spec: SequenceSpec
     prefill: Registration | None  # None: the decode worker computes the prompt itself
     decode: Registration | None  # None: the first token ends the request
-    fetch: FetchAsked | None = None
+    fetch: Fetch | None = None
 
 
 @value

@@ -159,7 +159,7 @@ class RouterCore:
         for request, placement, text in self._delivery.step(worker, event.deltas, now_s):
             self._retry.take_fault(worker, request, placement, text, now_s)
         if event.step != IDLE:  # else its tokens came with a hand-off, and the step that runs goes on
-            worker.stepped(event, now_s)
+            worker.stepped(event.step, now_s)
             self.predictor.observe_step(worker, event.step, event.elapsed_s, now_s)
 
     def _take_load(self, worker: WorkerView, event: LoadReported, now_s: float) -> None:

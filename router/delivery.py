@@ -60,11 +60,11 @@ class Delivery:
             return
         if placement.prefill is None:
             if placement.is_local:
-                worker.prefilled(placement.key, now_s)
+                worker.prefilled(placement.key)
             return
-        placement.prefill.prefilled(placement.key, now_s)
+        placement.prefill.prefilled(placement.key)
         if placement.decode is not None:
-            placement.decode.prefilled(placement.key, now_s)
+            placement.decode.prefilled(placement.key)
         self.release_prefill_when_done(request, placement)
 
     def _accept(self, request: Request, sequence: Sequence, delta: TokenDelta, num_known: int, now_s: float) -> bool:
@@ -142,7 +142,7 @@ class Delivery:
             case Stage.FETCHED:
                 self._take_fetched(request, placement, event, now_s)
             case Stage.PREFILL_DONE if worker is placement.prefill:
-                worker.prefilled(placement.key, now_s)
+                worker.prefilled(placement.key)
             case Stage.GRANTED:
                 request.ledger.handoff_pages_reused = event.pages_reused
             case Stage.LANDED:
@@ -165,7 +165,7 @@ class Delivery:
         request.ledger.fetched_tokens = min(event.cached_tokens, fetch.num_tokens)
         num_here = event.cached_tokens + event.pages_reused * worker.registration.layout.page_size
         num_missing = min(fetch.num_sent, max(0, fetch.num_tokens - num_here))
-        if self._placements.workers.get(fetch.holder.link) is fetch.holder:  # else it is forgotten
+        if self._placements.workers.get(fetch.holder.link) is not None:  # else it is forgotten
             elapsed_s = now_s - event.age_s - placement.placed_s
             self._placements.predictor.observe_fetch(worker, fetch, fetch.num_sent - num_missing, elapsed_s, now_s)
         work = attention_work(num_missing, fetch.num_tokens - num_missing)
@@ -186,7 +186,7 @@ class Delivery:
         if sequence.shadow is placement:
             self._placements.take_charge(request, sequence)
         placement.committed = True
-        worker.prefilled(placement.key, now_s)
+        worker.prefilled(placement.key)
         num_bytes, handoff_s = placement.landed
         moved = Moved(sequence.index, len(sequence.token_ids), source.name, worker.name, num_bytes, handoff_s * 1e3)
         request.ledger.moves += (moved,)

@@ -105,13 +105,12 @@ class TokenDelta(Protocol):
 
 @value
 class StepReported:
-    """What one engine step brought, or under virtual time several that only decode."""
+    """What an engine step brought, or under virtual time several alike that only decode."""
 
     link: LinkId
     deltas: Seq[TokenDelta]
     step: Step = IDLE
     elapsed_s: float = 0.0  # of each
-    num_steps: int = 1
 
 
 @value

@@ -15,7 +15,6 @@ from pdserve.roles import Role
 from pdserve.router.because import Because, Cause, impossible, late, no_room, reserved, slow
 from pdserve.router.commands import Refused
 from pdserve.router.events import LinkId
-from pdserve.router.outlook import Outlook
 from pdserve.router.predict import FirstToken, Prediction, Predictor, Prompt
 from pdserve.router.prefix_index import Hashes
 from pdserve.router.routing import Decision, Demand, Group, Held, Pair, Placed
@@ -89,35 +88,33 @@ class Goodput:
 
     def _options(self, group: Group, prompt: Prompt, demand: Demand) -> Iterator[_Option]:
         """Yield the best hand-off of a group, and the best decode worker to do it all."""
-        outlooks = [Outlook(self._predictor, worker, prompt, demand.now_s) for worker in group.decodes]
         # A worker hands nothing over to itself.
         prefills = [worker for worker in group.prefills if list(group.decodes) != [worker]]
         if prefills:
-            yield self._handoff(prefills, outlooks, prompt, demand)
-        alone = [outlook for outlook in outlooks if group.local or outlook.worker.role is Role.MIXED]
+            yield self._handoff(prefills, group.decodes, prompt, demand)
+        alone = [worker for worker in group.decodes if group.local or worker.role is Role.MIXED]
         if alone and (demand.needs_decode or not prefills):
             reserves = any(worker.role is Role.PREFILL for worker in prefills)
             limit_s = _LOCAL_SHARE * (demand.tpot_slo_s or inf) if reserves else inf
-            ways = [self._local(outlook, limit_s) for outlook in alone]
+            ways = [self._local(worker, prompt, limit_s) for worker in alone]
             yield min(ways, key=lambda way: (not _keeps(way.prediction, demand), way.cost_s))
 
-    def _handoff(self, prefills: Seq[WorkerView], outlooks: Seq[Outlook], prompt: Prompt, demand: Demand) -> _Option:
-        firsts = [self._predictor.first_token(worker, prompt, demand.now_s) for worker in prefills]
-        mixed = {outlook.worker.link: outlook for outlook in outlooks if outlook.worker.role is Role.MIXED}
+    def _handoff(self, prefills: Seq[WorkerView], workers: Seq[WorkerView], prompt: Prompt, demand: Demand) -> _Option:
+        predictor = self._predictor
+        firsts = [predictor.first_token(worker, prompt, demand.now_s) for worker in prefills]
         harms_s = [0.0] * len(prefills)
         for place, worker in enumerate(prefills):
-            if worker.link in mixed:  # it computes the prompt beside what it decodes
-                beside, harms_s[place] = mixed[worker.link].with_prompt(firsts[place].cached_tokens)
+            if worker.role is Role.MIXED and worker in workers:  # it computes the prompt beside what it decodes
+                beside, harms_s[place] = predictor.beside_decoding(worker, prompt, firsts[place].cached_tokens)
                 firsts[place] = replace(firsts[place], ttft_s=max(firsts[place].ttft_s, beside.ttft_s))
         costs_s = [first.ttft_s + harm_s for first, harm_s in zip(firsts, harms_s, strict=True)]
-        if not demand.needs_decode or not outlooks:
+        if not demand.needs_decode or not workers:
             place = _sample([(cost_s, worker) for cost_s, worker in zip(costs_s, prefills, strict=True)], demand.draw)
             first = firsts[place]
             prediction = Prediction(first.ttft_s, 0.0, first.because)
             return _Option(Pair(prefills[place], None), prediction, first.ttft_s, 0, first)
-        soonest_s, num_later = min([first.ttft_s for first in firsts]), outlooks[0].num_later
-        workers = [outlook.worker for outlook in outlooks]
-        steps = [outlook.handed_over(soonest_s) for outlook in outlooks]
+        num_later = self._num_later(prompt)
+        steps = [predictor.decode_step(worker, prompt) for worker in workers]
         rests_s = [(step_s if lacks is None else step_s + _NO_ROOM_S) * num_later for step_s, lacks in steps]
         least_s, nearest_s = min(rests_s), inf
         ways_s: dict[int, list[float]] = {}  # by place of the prefill worker
@@ -125,9 +122,7 @@ class Goodput:
         for place in sorted(range(len(prefills)), key=costs_s.__getitem__):
             if costs_s[place] + least_s > nearest_s:
                 break  # the way from it would have to take less than no time
-            each_s = ways_s[place] = self._predictor.handoffs_s(
-                prefills[place], workers, prompt, firsts[place].cached_tokens
-            )
+            each_s = ways_s[place] = predictor.handoffs_s(prefills[place], workers, prompt, firsts[place].cached_tokens)
             total_s = costs_s[place] + min([way_s + rest_s for way_s, rest_s in zip(each_s, rests_s, strict=True)])
             scored.append((total_s, prefills[place]))
             nearest_s = min(nearest_s, total_s * (1 + _NEAR))
@@ -139,13 +134,17 @@ class Goodput:
         pair, num_sequences = Pair(prefills[one], workers[other]), workers[other].num_sequences
         return _Option(pair, prediction, cost_s, num_sequences, firsts[one])
 
-    def _local(self, outlook: Outlook, limit_s: float) -> _Option:
+    def _local(self, worker: WorkerView, prompt: Prompt, limit_s: float) -> _Option:
         """Return what a decode worker would bring that does it all, and may only while its steps are within a limit."""
-        found, harm_s = outlook.with_prompt()
+        found, harm_s = self._predictor.beside_decoding(worker, prompt)
         if found.has_room and found.tpot_s * self._predictor.tpot_margin.factor > limit_s:
             found = replace(found, lacks=Cause.RESERVED)
-        cost_s = found.ttft_s + found.tpot_s * outlook.num_later + harm_s
-        return _Option(Pair(None, outlook.worker), found, cost_s, outlook.worker.num_sequences)
+        cost_s = found.ttft_s + found.tpot_s * self._num_later(prompt) + harm_s
+        return _Option(Pair(None, worker), found, cost_s, worker.num_sequences)
+
+    def _num_later(self, prompt: Prompt) -> float:
+        """Return how many tokens an answer will probably have after its first."""
+        return max(1.0, self._predictor.lengths.expected(prompt.max_tokens) - 1)
 
     # ---- admission
 

@@ -16,7 +16,6 @@ from pdserve.ids import RequestId
 from pdserve.roles import Role
 from pdserve.router.commands import Warn
 from pdserve.router.events import LinkId, MovesAsked
-from pdserve.router.outlook import Outlook
 from pdserve.router.placements import Placements
 from pdserve.router.predict import Prompt
 from pdserve.router.request import Request, Sequence
@@ -261,7 +260,7 @@ class Moving:
         if self._shadows.num_coming(worker) >= MAX_COMING:
             return None
         prompt = Prompt(num_tokens, 1, {}, candidate.request.priority, max_tokens)
-        step_s, lacks = Outlook(self._predictor, worker, prompt, now_s).handed_over(0.0)
+        step_s, lacks = self._predictor.decode_step(worker, prompt)
         if lacks is None:
             return step_s
         target.refused_tokens = num_tokens

@@ -8,12 +8,11 @@ from pdserve.errors import InvariantError, Status
 from pdserve.perfmodel.curve import attention_work
 from pdserve.reports import Stage
 from pdserve.router.because import Cause
-from pdserve.router.commands import CancelAttempt, Command, End, FetchAsked, Finished, Move, Place, Refused
+from pdserve.router.commands import CancelAttempt, Command, End, Finished, Move, Place, Refused
 from pdserve.router.config import Limits
 from pdserve.router.demand import DemandCounts
 from pdserve.router.events import Registration
-from pdserve.router.fetching import Fetch
-from pdserve.router.predict import Predictor, Prompt
+from pdserve.router.predict import Predictor
 from pdserve.router.request import Placement, Request, Sequence
 from pdserve.router.routing import Decision, Placed, Policy, Unserved, decide
 from pdserve.router.shadows import Shadows
@@ -104,7 +103,7 @@ class Placements:
         placement.ttft_median = self.predictor.ttft_median
         placement.fetch = placed.fetch
         request.ledger.decision = placed.told
-        request.ledger.fetched_from = "" if placed.fetch is None else placed.fetch.holder.name
+        request.ledger.fetched_from = "" if placed.fetch is None else placed.fetch.holder.worker_id
         if placement.attempt == 0 and placed.ttft_s is not None and placed.tpot_s is not None:
             request.ledger.predicted_ttft_ms = (now_s - request.received_s + placed.ttft_s) * 1e3
             request.ledger.predicted_tpot_ms = placed.tpot_s * 1e3
@@ -115,24 +114,18 @@ class Placements:
         if prefill is not None:
             prefill.assign(placement.key, Share(0, fresh, work, priority=request.priority), now_s)
         if decode is not None:
-            max_tokens = request.params.max_tokens - request.sequences[indices[0]].num_before
-            answer_steps = self.predictor.lengths.expected(max_tokens) - 1
-            share = Share(len(indices), 0, 0, num_tokens, True, answer_steps, priority=request.priority)
+            share = Share(len(indices), 0, 0, num_tokens, True, priority=request.priority)
             if prefill is None:
                 share.prefill_tokens, share.prefill_work = fresh, work
             decode.assign(placement.key, share, now_s)
-        cached_on = {} if prefill is None else {prefill.link: cached}
-        if prefill is None and decode is not None:
-            cached_on = {decode.link: cached}
-        prompt = Prompt(num_tokens, len(indices), cached_on)
-        self.predictor.note_placed(prefill, decode, request.hashes, prompt, now_s)
+        self.predictor.note_placed(prefill, decode, request.hashes, fresh, now_s)
         self.num_placed += 1
         self.num_without_handoff += 1
         self.without_handoff_because = placed.told
         if prefill is not None and decode is not None:
             self.num_without_handoff, self.without_handoff_because = 0, ""
         self.num_replaced += placement.attempt > 0
-        self.emit(Place(spec, _registration(prefill), _registration(decode), _asked(placed.fetch)))
+        self.emit(Place(spec, _registration(prefill), _registration(decode), placed.fetch))
 
     def release_prefill(self, placement: Placement) -> None:
         """Note that the decode worker goes on without the prefill worker."""
@@ -167,8 +160,7 @@ class Placements:
         shadow.placed_s = sequence.move_asked_s = now_s
         spec = request.spec(shadow, now_s)
         num_left = request.params.max_tokens - len(sequence.token_ids)
-        answer_steps = self.predictor.lengths.left(len(sequence.token_ids), request.params.max_tokens)
-        share = Share(1, 0, 0, len(spec.token_ids), True, answer_steps, priority=request.priority)
+        share = Share(1, 0, 0, len(spec.token_ids), True, priority=request.priority)
         target.assign(shadow.key, share, now_s)
         self.shadows.add(shadow)
         source, extra_tokens = shadow.source.registration, min(extra_tokens, num_left)
@@ -248,10 +240,6 @@ class Placements:
             is_all = len(indices) == len(request.sequences) and placement.source is None
             named = () if is_all else indices
             self.emit(CancelAttempt(worker.link, request.request_id, placement.attempt, named))
-
-
-def _asked(fetch: Fetch | None) -> FetchAsked | None:
-    return None if fetch is None else FetchAsked(fetch.holder.registration, fetch.num_tokens, fetch.within_s)
 
 
 def _registration(worker: WorkerView | None) -> Registration | None:

@@ -14,9 +14,8 @@ from pdserve.ids import Attempt, Incarnation, WorkerId
 from pdserve.prefix_hash import PrefixHasher
 from pdserve.reports import Stage
 from pdserve.router.because import Because
-from pdserve.router.commands import SequenceSpec
+from pdserve.router.commands import Fetch, SequenceSpec
 from pdserve.router.events import LinkId, RequestArrived, TokenDelta
-from pdserve.router.fetching import Fetch
 from pdserve.router.prefix_index import Hashes, block_hashes
 from pdserve.router.routing import Demand
 from pdserve.router.timeline import Ledger, Timeline, Usage

@@ -133,7 +133,7 @@ class Retry:
         if len(silent) == len(placement.indices) > 1:
             return False  # nobody knows which of them the decode worker has
         self._placements.release_prefill(placement)
-        placement.decode.prefilled(placement.key, now_s)
+        placement.decode.prefilled(placement.key)
         if len(placement.indices) > 1 and silent:
             self._placements.part(request, placement, silent)
             self._again(request, tuple(silent), f"{lost.name} was lost with the ends of continuations", now_s)

@@ -6,9 +6,8 @@ from math import inf
 
 from pdserve.roles import Role
 from pdserve.router.because import Because, Cause
-from pdserve.router.commands import Refused
+from pdserve.router.commands import Fetch, Refused
 from pdserve.router.events import LinkId
-from pdserve.router.fetching import Fetch
 from pdserve.router.prefix_index import Hashes
 from pdserve.router.view import WorkerView
 from pdserve.router.workers import Workers

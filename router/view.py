@@ -7,9 +7,9 @@ from math import inf
 from pdserve.errors import InvariantError
 from pdserve.ids import Attempt, RequestId
 from pdserve.load import LoadPart, ReportedLoad
+from pdserve.perfmodel.curve import Step
 from pdserve.roles import Role
-from pdserve.router.answers import Batch
-from pdserve.router.events import Registration, StepReported
+from pdserve.router.events import Registration
 from pdserve.values import value
 
 _UNKNOWN_STEP_TOKENS = 2048
@@ -26,8 +26,6 @@ class Share:
     prefill_work: int = 0  # of attention, the same
     kv_tokens: int = 0  # of one sequence when it starts to decode here
     arriving: bool = False  # its prompt is not computed yet
-    answer_steps: float = 0.0  # that a sequence of it will probably decode
-    ends_at: float = 0.0  # the worker's step by which it probably will have, once it decodes
     priority: int = 0
     is_overtaken: bool = False  # while its prompt waited, by one that came later
 
@@ -72,7 +70,6 @@ class WorkerView:
         # A prompt that has begun is overtaken by none.
         self._prompts: list[Share] = []
         self._num_begun = 0
-        self.batch = Batch(now_s)
         self.running = RunningStep(0, 0, now_s)
         self.kind = 0  # equal for workers that can hand KV over to each other
 
@@ -160,13 +157,12 @@ class WorkerView:
         self._tokens += num_tokens
         self._work += work
 
-    def prefilled(self, key: PlacementKey, now_s: float) -> None:
+    def prefilled(self, key: PlacementKey) -> None:
         """Note that a placement's prompt needs no more computing, here or elsewhere."""
         share = self.shares[key]
         if share.arriving:
-            self._expect(share, -share.num_sequences)
+            self._num_arriving -= share.num_sequences
             share.arriving = False
-            share.ends_at = self.batch.join(share.answer_steps, share.num_sequences, now_s)
         self._tokens -= share.prefill_tokens
         self._work -= share.prefill_work
         self._computed_tokens -= share.prefill_tokens
@@ -185,16 +181,13 @@ class WorkerView:
         """The prompt that is computed in part, if one is."""
         return self._prompts[0] if self._num_begun else None
 
-    def stepped(self, event: StepReported, now_s: float) -> None:
+    def stepped(self, step: Step, now_s: float) -> None:
         """Note a step's end, once the prompts that it completed are noted: what it brought the others, and the next.
 
         Only one prompt at a time is computed in part. Steps tell of other routers' prompts too, hence the bounds.
         """
-        step = event.step
         self._stepped_tokens += step.prefill_tokens
         self._stepped_work += step.prefill_work
-        if step.sequences:
-            self.batch.step(event.num_steps, event.elapsed_s, now_s)
         computed = self._computed_tokens + step.prefill_tokens
         if not self._num_begun:
             self._begin_prompts(computed)
@@ -240,18 +233,8 @@ class WorkerView:
 
     def _decode(self, share: Share, num_sequences: int) -> None:
         self._kv_tokens += num_sequences * share.kv_tokens
-        self._expect(share, num_sequences)
-
-    def _expect(self, share: Share, num_sequences: int) -> None:
         if share.arriving:
             self._num_arriving += num_sequences
-        answers, end = (
-            (self.batch.coming, share.answer_steps) if share.arriving else (self.batch.running, share.ends_at)
-        )
-        if num_sequences > 0:
-            answers.add(end, num_sequences)
-        else:
-            answers.remove(end, -num_sequences)
 
     @property
     def pending_prefill_tokens(self) -> int:

@@ -18,7 +18,7 @@ from pdserve.reports import Failure, Stage
 from pdserve.roles_wire import ROLE_NUMBERS, ROLES
 from pdserve.router.commands import (
     CancelAttempt,
-    FetchAsked,
+    Fetch,
     Move,
     Place,
     SendDrain,
@@ -217,9 +217,7 @@ def _placement(place: Place) -> list[tuple[LinkId, link.AttachResponse]]:
     return messages
 
 
-def _share(
-    place: Place, prefill: Registration, fetch: FetchAsked, job: link.Place
-) -> tuple[LinkId, link.AttachResponse]:
+def _share(place: Place, prefill: Registration, fetch: Fetch, job: link.Place) -> tuple[LinkId, link.AttachResponse]:
     """Name the fetch in the job of the worker that computes the prompt; return the message for the holder."""
     within_ms, spec = round(fetch.within_s * 1e3), place.spec
     job.fetch.CopyFrom(link.Fetch(holder=_worker_ref(fetch.holder), num_tokens=fetch.num_tokens, within_ms=within_ms))

@@ -21,7 +21,7 @@ from pdserve.perfmodel.curve import StepCosts
 FloatArray = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 _LEAST_STEP_S = 1e-6
-_USABLE, _PAGES_BESIDE = 0.95, 1.5  # of the KV tokens, and pages of a sequence, as in `router.outlook`
+_USABLE, _PAGES_BESIDE = 0.95, 1.5  # of the KV tokens, and pages of a sequence, as in `router.predict`
 _ROUNDS = 3  # of finding how many of the sequences decode
 
 

@@ -39,7 +39,7 @@ from pdserve.router.commands import (
     Command,
     Deliver,
     End,
-    FetchAsked,
+    Fetch,
     Move,
     Place,
     SendDrain,
@@ -252,7 +252,7 @@ class SimCluster:
         asked = (present, index, spec.attempt, target.peer, "simulated", num_tokens)
         source.offer(messages.MoveAsked(router.ref, *asked))
 
-    def _share(self, spec: SequenceSpec, fetch: FetchAsked, target: Peer) -> messages.Fetch:
+    def _share(self, spec: SequenceSpec, fetch: Fetch, target: Peer) -> messages.Fetch:
         """Let the holder of a prompt's leading pages send them; return what their receiver is asked."""
         holder, deadline_s = self._workers[fetch.holder.link], self._clock.now_s() + fetch.within_s
         key, token_ids = HandoffKey(spec.request_id, spec.attempt), spec.token_ids[: fetch.num_tokens]
@@ -319,7 +319,7 @@ class SimCluster:
                     self._post(self._routers[ref], StepReported(worker.link, tail))
             return
         for ref, router in self._routers.items():
-            self._post(router, StepReported(worker.link, deltas[ref], steps.each, steps.each_s, steps.count))
+            self._post(router, StepReported(worker.link, deltas[ref], steps.each, steps.each_s))
         reports = worker.reports or len(self._routers) > 1
         if reports and self._clock.now_s() - worker.reported_s >= LOAD_EVERY_S:
             self._report_load(worker)

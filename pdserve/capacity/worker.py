@@ -25,7 +25,6 @@ class Steps:
 
     each: Step
     each_s: float
-    count: int = 1
 
 
 Reported = dict[tuple[RequestId, Attempt], int]  # how many tokens of each placement the router knows
@@ -153,7 +152,7 @@ class SimWorker:
         self.num_steps += num_steps
         result = self.scheduler.sample(plan, elapsed_s)
         commands = self.core.commit(plan, result, self._clock.now_s())
-        self.perform(self, commands, Steps(step, elapsed_s / num_steps, num_steps))
+        self.perform(self, commands, Steps(step, elapsed_s / num_steps))
         self._turn()
 
 

@@ -98,7 +98,7 @@ def test_times_per_token_come_out_as_predicted_where_answers_have_the_lengths_th
     told = [(each.predicted_tpot_s, each.tpot_s) for each in run.outcomes[300:] if each.num_tokens > 1]
     errors = [abs(predicted_s / seen_s - 1) for predicted_s, seen_s in told if predicted_s is not None]
     assert len(errors) > 500
-    assert median(errors) < 0.03
+    assert median(errors) < 0.04
 
 
 def test_what_is_learnt_under_overload_does_not_turn_requests_away_from_a_pool() -> None:

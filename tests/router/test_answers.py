@@ -1,62 +1,13 @@
-"""How many answers there will be is what their ends say, step by step."""
+"""How long answers get."""
 
 from dataclasses import dataclass
-from math import exp
 
 import pytest
 from goodput_cluster import COSTS, Cluster, placed
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pdserve.perfmodel.curve import Step
-from pdserve.router.answers import AnswerLengths, Answers
 from pdserve.router.events import StepReported
-
-Ends = st.lists(st.integers(0, 40), max_size=12)
-
-
-def answers_of(ends: list[int]) -> Answers:
-    answers = Answers()
-    for end in ends:
-        answers.add(end, 1)
-    return answers
-
-
-@given(Ends, st.integers(0, 30), st.integers(1, 30), st.integers(0, 30), st.floats(1.0, 50.0))
-def test_the_mean_is_that_of_single_steps(
-    ends: list[int], begin: int, num_steps: int, ago: int, overdue_steps: float
-) -> None:
-    now, fine = begin - ago, 32
-
-    def share_left(end: int, step: float) -> float:
-        return 1.0 if end > step else exp((max(end, now) - step) / overdue_steps)
-
-    steps = [begin + (n + 0.5) / fine for n in range(fine * num_steps)]
-    due = sum(end > step for step in steps for end in ends if end > begin)
-    overdue = sum(share_left(end, step) for step in steps for end in ends if end <= begin)
-    mean, left = (due + overdue) / len(steps), sum(share_left(end, begin) for end in ends)
-    answers = answers_of(ends)
-    assert answers.mean_left(begin, num_steps, now, overdue_steps) == pytest.approx(mean, rel=1e-3)
-    assert answers.num_left(begin, now, overdue_steps) == pytest.approx(left)
-
-
-def test_answers_that_are_overdue_are_there() -> None:
-    answers = answers_of([10] * 20)
-    assert answers.num_left(100, 100, 30) == 20
-    assert 0 < answers.num_left(130, 100, 30) < 10
-    assert answers.mean_left(100, 10, 100, 30) > 15
-
-
-@given(Ends, Ends)
-def test_what_is_removed_leaves_no_trace(ends: list[int], others: list[int]) -> None:
-    answers = answers_of(ends)
-    before = answers.mean_left(0, 50, 0, 5.0)
-    for end in others:
-        answers.add(end, 2)
-    for end in others:
-        answers.remove(end, 2)
-    assert len(answers) == len(ends)
-    assert answers.mean_left(0, 50, 0, 5.0) == pytest.approx(before)
+from pdserve.router.learnt import AnswerLengths
 
 
 @dataclass(frozen=True)

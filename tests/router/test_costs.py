@@ -8,8 +8,8 @@ from pdserve.ids import Incarnation, WorkerId
 from pdserve.load import ReportedLoad
 from pdserve.perfmodel.curve import Step
 from pdserve.roles import Role
-from pdserve.router.costs import MAX_KINDS
 from pdserve.router.events import LinkId, LinkLost, LoadReported, StepReported
+from pdserve.router.learnt import MAX_KINDS
 from pdserve.router.view import WorkerView
 
 

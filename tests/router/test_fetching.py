@@ -183,7 +183,7 @@ def test_a_prefill_worker_sends_to_another_one_that_is_less_busy() -> None:
         assert place.prefill is not None
         if place.prefill.worker_id == "p1":
             worker = cluster.core.workers.known(place.prefill.link)
-            worker.prefilled((place.spec.request_id, place.spec.attempt), cluster.now_s)
+            worker.prefilled((place.spec.request_id, place.spec.attempt))
     place = ask(cluster)
     assert place.prefill is not None
     assert place.fetch is not None
@@ -206,7 +206,7 @@ def test_tokens_that_did_not_come_are_charged_to_the_worker_that_computes_them()
     assert worker.pending_prefill_tokens == 1400
     ledger = cluster.core.placements.requests[place.spec.request_id].ledger
     assert ledger.fetched_tokens == 1600
-    worker.prefilled((place.spec.request_id, place.spec.attempt), cluster.now_s)
+    worker.prefilled((place.spec.request_id, place.spec.attempt))
     assert (worker.pending_prefill_tokens, worker.pending_prefill_work) == (0, 0)
 
 
@@ -219,7 +219,7 @@ def test_a_pair_whose_fetches_do_not_come_is_left_alone_for_a_while() -> None:
         if place.fetch is not None:
             fetched(cluster, place, 0)
         worker = cluster.core.workers.known(cluster.links["p0"])
-        worker.prefilled((place.spec.request_id, place.spec.attempt), cluster.now_s)
+        worker.prefilled((place.spec.request_id, place.spec.attempt))
     assert num_tried in (1, 2)
     cluster.now_s += 600
     assert next(coming).fetch is not None
@@ -233,7 +233,7 @@ def test_a_pair_whose_fetches_come_late_is_taken_to_be_slow() -> None:
         cluster.now_s += 0.5
         fetched(cluster, place, HELD)
         worker = cluster.core.workers.known(cluster.links["p0"])
-        worker.prefilled((place.spec.request_id, place.spec.attempt), cluster.now_s)
+        worker.prefilled((place.spec.request_id, place.spec.attempt))
     else:
         pytest.fail("it goes on fetching what takes longer than computing")
 

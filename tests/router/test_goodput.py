@@ -212,7 +212,7 @@ def test_a_prefix_leads_to_the_worker_that_holds_it(policy: str) -> None:
     cluster.teach()
     for worker in cluster.core.workers:
         for key in tuple(worker.shares):
-            worker.prefilled(key, 0.0)
+            worker.prefilled(key)
     place = placed(cluster.arrive(tokens=[*prefix, 2]))
     assert place.prefill == home
 

@@ -7,7 +7,6 @@ from pdserve.ids import RequestId, WorkerId
 from pdserve.load import LoadPart, ReportedLoad
 from pdserve.reports import Failure, Stage
 from pdserve.roles import Role
-from pdserve.router import moving
 from pdserve.router.because import Cause
 from pdserve.router.commands import CancelAttempt, Move, Refused, Warn
 from pdserve.router.config import Limits
@@ -23,6 +22,8 @@ from pdserve.router.events import (
     StopStringFound,
 )
 from pdserve.router.moving import MAX_LEAVING
+from pdserve.router.predict import Predictor, Prompt
+from pdserve.router.view import WorkerView
 
 LONG = 400  # tokens of answers that are worth a move
 
@@ -657,15 +658,14 @@ def test_the_bytes_of_a_move_do_not_count_twice() -> None:
 
 
 def test_a_full_target_is_looked_at_once_for_continuations_that_need_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    num_looks = 0
+    num_looks, decode_step = 0, Predictor.decode_step
 
-    class CountedOutlook(moving.Outlook):
-        def handed_over(self, delay_s: float) -> tuple[float, Cause | None]:
-            nonlocal num_looks
-            num_looks += 1
-            return super().handed_over(delay_s)
+    def counted(self: Predictor, worker: WorkerView, prompt: Prompt) -> tuple[float, Cause | None]:
+        nonlocal num_looks
+        num_looks += 1
+        return decode_step(self, worker, prompt)
 
-    monkeypatch.setattr(moving, "Outlook", CountedOutlook)
+    monkeypatch.setattr(Predictor, "decode_step", counted)
     d = Moves()
     for _ in range(8):
         d.run_on_s()

@@ -98,15 +98,6 @@ def test_sequences_of_others_slow_down_ones_own() -> None:
     assert predicted(beside)[1] > 1.3 * predicted(quiet)[1]
 
 
-def test_arrivals_of_others_count_in_the_load_to_come() -> None:
-    cluster = Cluster()
-    (worker,) = [each for each in cluster.core.workers if each.name == "d0"]
-    for number in range(100):
-        cluster.now_s += 0.1
-        report(cluster, "d0", ReportedLoad(1000, others=LoadPart(num_taken=50 + 2 * number)))
-    assert cluster.predictor.sequences_a_second(worker, cluster.now_s) == pytest.approx(20, rel=0.05)
-
-
 @pytest.mark.parametrize(
     "load",
     [

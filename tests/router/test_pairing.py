@@ -24,7 +24,7 @@ def pairs_of(cluster: Cluster, count: int) -> Counter[tuple[str, str]]:
         pairs[place.prefill.worker_id, place.decode.worker_id] += 1
         for worker in cluster.core.workers:
             for key in worker.shares:
-                worker.prefilled(key, cluster.now_s)
+                worker.prefilled(key)
     return pairs
 
 

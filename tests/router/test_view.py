@@ -37,12 +37,12 @@ def test_what_is_left_of_a_long_prompt_shrinks_with_each_step() -> None:
     view = worker()
     assign(view, 1, 1200)
     for done in (512, 1024):
-        view.stepped(StepReported(view.link, (), Step(512, attention_work(512, done - 512))), 0.1)
+        view.stepped(Step(512, attention_work(512, done - 512)), 0.1)
         assert view.pending_prefill_tokens == 1200 - done
         assert view.pending_prefill_work == attention_work(1200 - done, done)
         assert view.running.prefill_tokens == min(BUDGET, 1200 - done)
-    view.prefilled(key(1), 0.0)
-    view.stepped(StepReported(view.link, (), Step(176, attention_work(176, 1024))), 0.3)
+    view.prefilled(key(1))
+    view.stepped(Step(176, attention_work(176, 1024)), 0.3)
     assert (view.pending_prefill_tokens, view.pending_prefill_work) == (0, 0)
 
 
@@ -51,8 +51,8 @@ def test_a_prompt_that_comes_during_a_step_is_not_part_of_it() -> None:
     assign(view, 1, 100, now_s=1.0)
     assign(view, 2, 200, now_s=1.1)
     assert (view.running.prefill_tokens, view.running.since_s) == (100, 1.0)
-    view.prefilled(key(1), 0.0)
-    view.stepped(StepReported(view.link, (), Step(100, 10_000)), 1.5)
+    view.prefilled(key(1))
+    view.stepped(Step(100, 10_000), 1.5)
     assert (view.running.prefill_tokens, view.running.since_s) == (200, 1.5)
 
 
@@ -77,12 +77,12 @@ def test_other_routers_prompts_never_make_what_is_left_negative_nor_more_than_wa
     for number, (tokens, foreign) in enumerate(events):
         assign(view, number, tokens)
         sent += tokens
-        view.stepped(StepReported(view.link, (), Step(foreign, foreign * foreign)), 0.0)
+        view.stepped(Step(foreign, foreign * foreign), 0.0)
         assert 0 < view.pending_prefill_tokens <= sent
         assert view.pending_prefill_work >= 0
     for number in range(len(events)):
-        view.prefilled(key(number), 0.0)
-    view.stepped(StepReported(view.link, (), Step()), 0.0)
+        view.prefilled(key(number))
+    view.stepped(Step(), 0.0)
     assert (view.pending_prefill_tokens, view.pending_prefill_work) == (0, 0)
 
 
@@ -109,10 +109,10 @@ def test_before_a_prompt_come_those_begun_and_those_of_its_priority_or_a_higher_
 def test_a_prompt_that_is_computed_in_part_is_not_overtaken() -> None:
     view = worker()
     assign(view, 1, 1200)
-    view.stepped(StepReported(view.link, (), Step(512, attention_work(512, 0))), 0.1)
+    view.stepped(Step(512, attention_work(512, 0)), 0.1)
     view.assign(key(2), Share(0, 100, 10_000, priority=5), 0.2)
     assert view.waiting_before(9)[0] == 1200 - 512 + 100 - 100
-    view.stepped(StepReported(view.link, (), Step(512, attention_work(512, 512))), 0.3)
+    view.stepped(Step(512, attention_work(512, 512)), 0.3)
     assert view.waiting_before(9)[0] == 1200 - 1024 + 100, "the next step holds both"
 
 
@@ -121,9 +121,9 @@ def test_the_prompt_computed_in_part_is_the_most_urgent_one_not_the_one_that_cam
     assign(view, 1, 500)
     assign(view, 2, 20)
     view.assign(key(3), Share(0, 2000, attention_work(2000, 0), priority=1), 0.0)
-    view.prefilled(key(1), 0.1)
-    view.stepped(StepReported(view.link, (), Step(500, 250_000)), 0.1)
-    view.stepped(StepReported(view.link, (), Step(512, attention_work(512, 0))), 0.2)
+    view.prefilled(key(1))
+    view.stepped(Step(500, 250_000), 0.1)
+    view.stepped(Step(512, attention_work(512, 0)), 0.2)
     assert view.pending_prefill_tokens == 20 + 2000 - 512
 
 
@@ -135,7 +135,7 @@ def test_no_order_of_prompts_loses_one_or_lets_a_wait_be_negative(events: list[t
             case "add":
                 view.assign(key(number), Share(0, tokens, attention_work(tokens, 0), priority=priority), 0.0)
             case "step":
-                view.stepped(StepReported(view.link, (), Step(min(tokens, BUDGET), tokens)), 0.0)
+                view.stepped(Step(min(tokens, BUDGET), tokens), 0.0)
             case "drop" if view.shares:
                 view.unassign(next(iter(view.shares)))
         waits = [view.waiting_before(each) for each in (2, 1, 0, -1)]

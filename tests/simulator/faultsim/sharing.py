@@ -4,7 +4,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
-from pdserve.router.fetching import Fetch
+from pdserve.router.commands import Fetch
 from pdserve.router.policies import least_loaded
 from pdserve.router.routing import Decision, Demand, Group, Placed
 
@@ -28,5 +28,5 @@ class Sharing:
         if not others:
             return decision
         num_tokens, within_s = self._rng.randint(1, demand.num_tokens), self._rng.choice((0.0, 0.05, 0.3))
-        fetch = Fetch(self._rng.choice(others), num_tokens, num_tokens, 0.0, within_s, 0.0, is_taken=True)
+        fetch = Fetch(self._rng.choice(others).registration, num_tokens, num_tokens, 0.0, within_s, 0.0, is_taken=True)
         return replace(decision, fetch=fetch)
