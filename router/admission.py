@@ -5,7 +5,6 @@ meet its objectives, whatever keeps it from being placed; and at most MAX_OVERTA
 it for want of room for it alone.
 """
 
-from enum import Enum, auto
 from math import inf
 
 from pdserve.errors import Status
@@ -19,8 +18,7 @@ from pdserve.router.events import RequestArrived
 from pdserve.router.holding import HoldQueue
 from pdserve.router.placements import Placements
 from pdserve.router.request import Request
-from pdserve.router.routing import Held, Placed, Unserved
-from pdserve.values import value
+from pdserve.router.routing import Held, Placed
 
 MAX_OVERTAKEN = 8
 SHUTTING_DOWN = Refused(Status.UNAVAILABLE, "this router is shutting down")
@@ -28,24 +26,6 @@ _MAX_TRIED = 8  # requests for which there is no room, each time that waiting on
 _LOOK_AGAIN_S = 0.01
 _PLACED = 2  # requests for each sequence that decode workers have room for: as many prompts come meanwhile
 _LEAST_S = 0.001  # time has to move on between two looks
-
-
-class _Lacks(Enum):
-    """What a request waits for."""
-
-    WORKERS = auto()  # no pair of workers can serve it, whatever room they have
-    ROOM = auto()  # by the policy's judgement: others may take the room that it waits for
-    SLOT = auto()  # as many requests are placed as may be
-    TURN = auto()  # it could be placed, but others wait
-
-
-@value
-class _Wait:
-    """Why a request is not placed, and when to look at it by itself."""
-
-    lacks: _Lacks
-    because: Because
-    until_s: float
 
 
 class Admission:
@@ -105,7 +85,7 @@ class Admission:
             return
         self._held.push(request)
         self._note(request, wait, now_s)
-        if wait.lacks is _Lacks.TURN:
+        if wait.because.cause is Cause.TURN:
             self._place_held(now_s)
         crowded_out = self._held.crowd_out()
         if crowded_out is not None:
@@ -144,7 +124,7 @@ class Admission:
             self._held.remove(request.request_id)
             return
         self._note(request, wait, now_s)
-        if wait.lacks is _Lacks.TURN:
+        if wait.because.cause is Cause.TURN:
             self._place_held(now_s)
 
     def _place_held(self, now_s: float) -> None:
@@ -164,15 +144,15 @@ class Admission:
             else:
                 self._note(request, wait, now_s)
                 num_tried += 1
-                if wait.lacks is _Lacks.WORKERS:
+                if wait.lacks_workers:
                     unserved.append(request)
-                if wait.lacks is _Lacks.ROOM:
+                elif wait.because.cause is not Cause.SLOTS:  # there is no room: others may take that which comes
                     passed.append(request)
             if num_tried == _MAX_TRIED or any(other.num_overtaken >= MAX_OVERTAKEN for other in passed):
                 break
         self._num_ended = self._placements.num_ended
 
-    def _note(self, request: Request, wait: _Wait, now_s: float) -> None:
+    def _note(self, request: Request, wait: Held, now_s: float) -> None:
         """Note why a request waits, and look at it in time to refuse it."""
         request.waits_for = wait.because
         due_s = request.first_token_due_s
@@ -181,15 +161,14 @@ class Admission:
             request.look_at_s = at_s
             self._placements.set_alarm(at_s, request)
 
-    def _try(self, request: Request, now_s: float, *, may_place: bool) -> _Wait | None:
+    def _try(self, request: Request, now_s: float, *, may_place: bool) -> Held | None:
         """Place a request or end it as the policy says, or return why it has to wait."""
         match self._placements.decide(request, request.running, now_s):
-            case Held(because, until_s):
-                again_s = max(now_s + _LEAST_S, min(until_s, now_s + _LOOK_AGAIN_S))
-                self._look_again_s = min(self._look_again_s, again_s)
-                return _Wait(_Lacks.ROOM, because, until_s)
-            case Unserved(because, until_s):
-                return _Wait(_Lacks.WORKERS, because, until_s)
+            case Held(_, until_s) as held:
+                if not held.lacks_workers:
+                    again_s = max(now_s + _LEAST_S, min(until_s, now_s + _LOOK_AGAIN_S))
+                    self._look_again_s = min(self._look_again_s, again_s)
+                return held
             case Refused() as why:
                 self._placements.report_end(request, why)
             case Placed() as placed:
@@ -198,10 +177,9 @@ class Admission:
                 if self._is_full:
                     num_placed = len(self._placements.requests)
                     because = Because(Cause.SLOTS, f"max_num_requests: {num_placed} requests are placed already")
-                    return _Wait(_Lacks.SLOT, because, until_s)
+                    return Held(because, until_s)
                 if not may_place:
-                    because = Because(Cause.TURN, f"{len(self._held)} requests wait before it")
-                    return _Wait(_Lacks.TURN, because, until_s)
+                    return Held(Because(Cause.TURN, f"{len(self._held)} requests wait before it"), until_s)
                 self._admit(request, placed, now_s)
         return None
 

@@ -14,7 +14,7 @@ from pdserve.router.demand import DemandCounts
 from pdserve.router.events import Registration
 from pdserve.router.predict import Predictor
 from pdserve.router.request import Placement, Request, Sequence
-from pdserve.router.routing import Decision, Placed, Policy, Unserved, decide
+from pdserve.router.routing import Decision, Held, Placed, Policy, decide
 from pdserve.router.shadows import Shadows
 from pdserve.router.view import Share, WorkerView
 from pdserve.router.workers import Workers
@@ -86,13 +86,13 @@ class Placements:
         """
         demand = request.demand(indices, self.num_placed, now_s, self._limits.max_hold_s)
         decision = decide(self.workers, demand, self._policy, local=self._limits.local_prefill)
-        if not isinstance(decision, Unserved):
+        if not isinstance(decision, Held) or not decision.lacks_workers:
             return decision
         if self.workers_changed_s is None:
             self.workers_changed_s = now_s  # the first request came before any worker
         until_s = min(self.workers_changed_s, request.wait_for_pair(now_s)) + self._limits.pool_grace_s
         if now_s < until_s:
-            return Unserved(decision.because, until_s)
+            return Held(decision.because, until_s)
         return Refused(Status.UNAVAILABLE, decision.because.text, because=decision.because)
 
     def place(self, request: Request, indices: tuple[int, ...], placed: Placed, now_s: float) -> None:

@@ -16,7 +16,7 @@ from pdserve.router.config import Limits
 from pdserve.router.events import AttemptFailed, LinkId
 from pdserve.router.placements import Placements
 from pdserve.router.request import Loss, Placement, Process, Request
-from pdserve.router.routing import Held, Placed, Unserved
+from pdserve.router.routing import Held, Placed
 from pdserve.router.view import WorkerView
 
 _BLAMED_ON_PEER = (Failure.PEER_LOST, Failure.TRANSFER_FAILED, Failure.LEASE_LAPSED, Failure.SENDER_GAVE_UP)
@@ -222,10 +222,10 @@ class Retry:
             match self._placements.decide(request, group, now_s):
                 case Placed() as placed:
                     self._placements.place(request, group, placed, now_s)
+                case Held(_, until_s) as held if held.lacks_workers:
+                    self._wait(request, group, cause, until_s)
                 case Held():
                     self._retry_later(request, group, cause, now_s + _FIRST_DELAY_S)
-                case Unserved(_, until_s):
-                    self._wait(request, group, cause, until_s)
                 case Refused() as why:
                     self._placements.end(request, Refused(why.status, f"{cause}, and {why.message}"))
                     return

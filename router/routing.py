@@ -80,19 +80,18 @@ class Placed:
 
 @value
 class Held:
+    """It has to wait."""
+
     because: Because
     until_s: float = inf  # when waiting will no longer help
 
-
-@value
-class Unserved:
-    """No pair of workers could serve it; one may come."""
-
-    because: Because
-    until_s: float = inf  # when it has waited long enough for one
+    @property
+    def lacks_workers(self) -> bool:
+        """Whether no pair of workers could serve it, whatever room they have."""
+        return self.because.cause in (Cause.NO_PREFILL, Cause.NO_DECODE, Cause.NO_PAIR)
 
 
-Decision = Placed | Held | Unserved | Refused
+Decision = Placed | Held | Refused
 Policy = Callable[[Seq[Group], Demand], Decision]  # of at least one group with a worker
 
 
@@ -103,20 +102,20 @@ def decide(workers: Workers, demand: Demand, policy: Policy, *, local: bool = Fa
     """
     prefills, decodes = workers.routable(Role.PREFILL), workers.routable(Role.DECODE)
     if not prefills and not (local and decodes):
-        return _unserved(Cause.NO_PREFILL, f"no prefill worker is ready{_why_not(workers, Role.PREFILL)}")
+        return _held(Cause.NO_PREFILL, f"no prefill worker is ready{_why_not(workers, Role.PREFILL)}")
     if not decodes and demand.needs_decode:
-        return _unserved(Cause.NO_DECODE, f"no decode worker is ready{_why_not(workers, Role.DECODE)}")
+        return _held(Cause.NO_DECODE, f"no decode worker is ready{_why_not(workers, Role.DECODE)}")
     clean = _preferred(prefills, demand.avoid), _preferred(decodes, demand.avoid)
     if not demand.needs_decode:
         return policy([Group(clean[0], ()) if prefills else Group((), clean[1], local)], demand)
     groups = _groups(*clean, local) or _groups(prefills, decodes, local)
     if not groups:
-        return _unserved(Cause.NO_PAIR, f"no compatible pair: {difference(prefills[0], decodes[0])}")
+        return _held(Cause.NO_PAIR, f"no compatible pair: {difference(prefills[0], decodes[0])}")
     return policy(groups, demand)
 
 
-def _unserved(cause: Cause, text: str) -> Unserved:
-    return Unserved(Because(cause, text))
+def _held(cause: Cause, text: str) -> Held:
+    return Held(Because(cause, text))
 
 
 def _groups(prefills: list[WorkerView], decodes: list[WorkerView], local: bool) -> list[Group]:
