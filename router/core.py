@@ -46,9 +46,8 @@ from pdserve.router.policies import least_loaded
 from pdserve.router.predict import Predictor
 from pdserve.router.request import Request
 from pdserve.router.retry import Retry
-from pdserve.router.routing import Policy
+from pdserve.router.routing import Policy, Workers
 from pdserve.router.view import WorkerView
-from pdserve.router.workers import Workers
 
 _CANCELLED = Refused(Status.CANCELLED, "the client has gone")
 

@@ -11,9 +11,8 @@ from pdserve.perfmodel.curve import attention_work
 from pdserve.reports import Stage
 from pdserve.router.commands import Deliver
 from pdserve.router.events import StageReached, TokenDelta
-from pdserve.router.placements import Placements
+from pdserve.router.placements import DONE, Placements
 from pdserve.router.request import OUTPUT_WEIGHT, Placement, Request, Sequence
-from pdserve.router.shadows import DONE
 from pdserve.router.timeline import Moved
 from pdserve.router.view import WorkerView
 

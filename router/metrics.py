@@ -14,8 +14,8 @@ from pdserve.router.clients import DENIALS, Clients
 from pdserve.router.commands import Finished, Refused
 from pdserve.router.core import RouterCore
 from pdserve.router.demand import judge
+from pdserve.router.placements import DONE
 from pdserve.router.prompts import Terms
-from pdserve.router.shadows import DONE
 from pdserve.router.shell import Shell
 from pdserve.router.timeline import Ledger
 from pdserve.router.view import WorkerView
