@@ -4,13 +4,12 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pdserve.cli.flags import grouped_flags
-from pdserve.cli.options import AsJson, CaFile, ClusterName, Endpoint, Sampling
+from pdserve.cli.options import THIS_MACHINES_ROUTER, AsJson, Reached, Sampling
 from pdserve.errors import CommandError, ConfigError
 
 if TYPE_CHECKING:
@@ -29,9 +28,7 @@ VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if 
 @grouped_flags
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to continue.")],
-    endpoint: Endpoint = None,
-    ca_file: CaFile = None,
-    name: ClusterName = "default",
+    router: Reached = THIS_MACHINES_ROUTER,
     sampling: Sampling = _SHORT,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end of the answer.")] = False,
     n: Annotated[int, typer.Option(help="How many continuations.")] = 1,
@@ -40,7 +37,7 @@ def generate(
     """Continue a text; stream it as it is computed, then print where the time went."""
     request = sampling.request(n=n, ignore_eos=ignore_eos)
     request.text = prompt
-    answer = _run(_router(endpoint, name, ca_file), request, _quiet if as_json or n > 1 else _show)
+    answer = _run(router.router(), request, _quiet if as_json or n > 1 else _show)
     _print(answer, as_json=as_json)
 
 
@@ -48,9 +45,7 @@ def generate(
 def chat(
     once: Annotated[str | None, typer.Option(help="Send this one message and end.", show_default=False)] = None,
     system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
-    endpoint: Endpoint = None,
-    ca_file: CaFile = None,
-    name: ClusterName = "default",
+    router: Reached = THIS_MACHINES_ROUTER,
     sampling: Sampling = _LONG,
     as_json: AsJson = False,
 ) -> None:
@@ -60,13 +55,13 @@ def chat(
     request = sampling.request()
     if system is not None:
         add_message(request, "system", system)
-    router = _router(endpoint, name, ca_file)  # before anything is typed
+    reached = router.router()  # before anything is typed
     on_text = _quiet if as_json else _show
     all_answered = True
     while (message := once if once is not None else _read_line()) is not None:
         add_message(request, "user", message)
         try:
-            answer = _run(router, request, on_text)
+            answer = _run(reached, request, on_text)
         except (KeyboardInterrupt, CommandError, ConfigError) as error:
             if once is not None:
                 raise
@@ -102,12 +97,6 @@ def _run(
 
     address, access = router
     return asyncio.run(ask(address, request, on_text, access))
-
-
-def _router(endpoint: str | None, cluster: str, ca_file: Path | None) -> "Router":
-    from pdserve.cli.stream import router_of
-
-    return router_of(endpoint, cluster, ca_file)
 
 
 def _show(_index: int, text: str) -> None:

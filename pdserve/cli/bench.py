@@ -7,19 +7,19 @@ import typer
 
 from pdserve.cli.flags import grouped_flags
 from pdserve.cli.options import (
+    THIS_MACHINES_ROUTER,
     WORKLOAD_HELP,
-    CaFile,
-    ClusterName,
     Decode,
     Dtype,
-    Endpoint,
     Goodput,
     Model,
     Prefill,
+    Reached,
     Sizes,
     Threads,
     checked_rate,
     objective,
+    started,
 )
 from pdserve.cli.results import JsonFile, run, show
 
@@ -49,12 +49,9 @@ def load(
     ] = None,
     goodput: Goodput = "",
     json_file: JsonFile = None,
-    endpoint: Endpoint = None,
-    ca_file: CaFile = None,
-    name: ClusterName = "default",
+    router: Reached = THIS_MACHINES_ROUTER,
 ) -> None:
     """Send workloads of random prompts, greedy and to full length, and measure what a client sees."""
-    from pdserve.cli.stream import router_of
     from pdserve.errors import ConfigError
     from pdserve.measure.live import measure_load
     from pdserve.measure.summary import summary_tables
@@ -64,8 +61,8 @@ def load(
     workloads = [(each.first(sizes.num_prompts) if each.is_timed else each).sent_at(rate, sizes.seed) for each in read]
     if not workloads:
         raise ConfigError("--workload is needed, for example --workload 16x32x128")
-    goal, router = objective(goodput), router_of(endpoint, name, ca_file)
-    runs = run(measure_load(router, workloads, goal, sizes.seed, max_concurrency))
+    goal = objective(goodput)
+    runs = run(measure_load(router.router(), workloads, goal, sizes.seed, max_concurrency))
     note = f"goodput counts requests that ended well ({goal})"
     show(json_file, {"objective": goal, "runs": runs}, *summary_tables(runs), note)
 
@@ -125,21 +122,12 @@ def chaos(
     """
     from rich.console import Console
 
-    from pdserve.cli.models import fetched
     from pdserve.errors import CommandError
-    from pdserve.launch.plan import ClusterSpec
     from pdserve.measure.chaos import ChaosTrial, chaos_json, chaos_table, failures, run_chaos
     from pdserve.measure.faults import FaultPlan
     from pdserve.measure.known_answers import Lengths, known_requests
 
-    spec = ClusterSpec(
-        model=str(fetched(model)),
-        served_model_name="chaos",
-        num_prefill=prefill,
-        num_decode=decode,
-        name=f"chaos-{seed}",
-        worker_flags={"dtype": dtype, "mover": mover, "num_threads": num_threads},
-    )
+    spec = started("chaos", model, seed, prefill, decode, dtype=dtype, mover=mover, num_threads=num_threads)
     faulty = replace(spec, worker_flags={**spec.worker_flags, "test_fail_copies": fail_copies or None})
     faults = FaultPlan(kill_every, freeze_for, seed) if kill_every else None
     trials = [ChaosTrial("chaos", faulty, num_prompts, max_concurrency, faults)]
@@ -164,11 +152,8 @@ def cancel(
     json_file: JsonFile = None,
 ) -> None:
     """Cancel requests on an idle local cluster, while they are computed and while they decode."""
-    from pdserve.cli.models import fetched
-    from pdserve.launch.plan import ClusterSpec
     from pdserve.measure.cancel import CancelPlan, cancel_table, measure_cancels
 
-    flags = {"dtype": dtype, "max_num_batched_tokens": 64}
-    spec = ClusterSpec(str(fetched(model)), "cancel", name=f"cancel-{seed}", worker_flags=flags)
+    spec = started("cancel", model, seed, dtype=dtype, max_num_batched_tokens=64)
     found = run(measure_cancels(spec, CancelPlan(count, input_len, output_len, seed)))
     show(json_file, {"runs": found}, cancel_table(found))

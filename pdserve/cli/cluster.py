@@ -6,19 +6,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pdserve.cli.flags import config_flags
+from pdserve.cli.flags import config_flags, grouped_flags
 from pdserve.cli.on_ray import Platform, check_platform, policy_on_ray
 from pdserve.cli.options import (
     DEFAULT_MODEL,
-    AdminAddress,
+    THIS_MACHINES,
     AsJson,
     CaFile,
     ClusterName,
     Endpoint,
-    IdentityDir,
     Mixed,
     Model,
-    SecretFile,
+    Operated,
 )
 from pdserve.config import WorkerConfig
 from pdserve.router.config import RouterConfig
@@ -158,13 +157,11 @@ def _sizes(policy: Path | None, prefill: int | None, decode: int | None) -> "Poo
     )
 
 
+@grouped_flags
 def status(
-    name: ClusterName = "default",
+    cluster: Operated = THIS_MACHINES,
     watch: Annotated[bool, typer.Option("--watch", help="Follow the changes until Ctrl-C.")] = False,
     as_json: AsJson = False,
-    admin: AdminAddress = None,
-    secret_file: SecretFile = None,
-    identity_dir: IdentityDir = None,
     endpoint: Endpoint = None,
     ca_file: CaFile = None,
 ) -> None:
@@ -173,19 +170,18 @@ def status(
     With --endpoint, what a router shows everybody: whether it serves, and its models. Its workers are shown to those
     who know the cluster's secret: --admin and --secret-file.
     """
-    from pdserve.cli.status import admin_of, show_status
+    from pdserve.cli.status import show_status
     from pdserve.errors import ConfigError
 
     if endpoint is not None:
         from pdserve.cli.status import show_public_status
         from pdserve.cli.stream import router_of
 
-        if watch or admin is not None or secret_file is not None:
+        if watch or cluster.admin is not None or cluster.secret_file is not None:
             raise ConfigError("--endpoint: goes with neither --watch nor --admin nor --secret-file")
-        asyncio.run(show_public_status(*router_of(endpoint, name, ca_file), as_json=as_json))
+        asyncio.run(show_public_status(*router_of(endpoint, cluster.name, ca_file), as_json=as_json))
         return
-    client = admin_of(name, admin, secret_file, identity_dir)
-    asyncio.run(show_status(client, watch=watch, as_json=as_json))
+    asyncio.run(show_status(cluster.client(), watch=watch, as_json=as_json))
 
 
 def demo(

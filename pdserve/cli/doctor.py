@@ -6,12 +6,12 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pdserve.cli.options import AdminAddress, AsJson, ClusterName, ConfigFile, IdentityDir, SecretFile
+from pdserve.cli.flags import grouped_flags
+from pdserve.cli.options import THIS_MACHINES, AsJson, ConfigFile, Operated
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,11 +20,9 @@ if TYPE_CHECKING:
     from pdserve.launch.admin import AdminClient
 
 
+@grouped_flags
 def doctor(
-    name: ClusterName = "default",
-    admin: AdminAddress = None,
-    secret_file: SecretFile = None,
-    identity_dir: IdentityDir = None,
+    cluster: Operated = THIS_MACHINES,
     config: ConfigFile = None,
     model: Annotated[
         str | None, typer.Option("--model", help="A model to look at, by path or name.", show_default=False)
@@ -40,8 +38,9 @@ def doctor(
     from pdserve.doctor.settings import Settings, read_settings
 
     settings = Settings() if config is None else read_settings(config)
-    settings = replace(settings, model=model or settings.model, identity_dir=identity_dir or settings.identity_dir)
-    findings = list(_findings(settings, name, admin, secret_file))
+    identity_dir = cluster.identity_dir or settings.identity_dir
+    settings = replace(settings, model=model or settings.model, identity_dir=identity_dir)
+    findings = list(_findings(settings, replace(cluster, identity_dir=identity_dir)))
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
@@ -50,32 +49,31 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _findings(settings: "Settings", name: str, address: str | None, secret_file: Path | None) -> Iterator["Finding"]:
+def _findings(settings: "Settings", cluster: Operated) -> Iterator["Finding"]:
     from pdserve.doctor.gathering import gather_machine
     from pdserve.doctor.machine import machine_findings
     from pdserve.doctor.settings import settings_findings
 
     yield from machine_findings(gather_machine(settings.handoff_host, settings.handoff_rdma_devices))
     yield from settings_findings(settings, datetime.now(UTC))
-    yield from _cluster(settings, name, address, secret_file)
+    yield from _cluster(settings, cluster)
 
 
-def _cluster(settings: "Settings", name: str, address: str | None, secret_file: Path | None) -> Iterator["Finding"]:
-    from pdserve.cli.status import admin_of
+def _cluster(settings: "Settings", cluster: Operated) -> Iterator["Finding"]:
     from pdserve.doctor.finding import ok
     from pdserve.doctor.ports import cluster_port_findings, free_port_findings, gather_listeners, gather_taken
     from pdserve.launch.folder import read_state
 
     try:
-        client = admin_of(name, address, secret_file, settings.identity_dir)
+        client = cluster.client()
     except ConfigError as error:
-        if address is not None or secret_file is not None:
+        if cluster.admin is not None or cluster.secret_file is not None:
             raise
         yield ok("cluster", str(error))
         yield from free_port_findings(gather_taken())
         return
-    if address is None:
-        state = read_state(name)
+    if cluster.admin is None:
+        state = read_state(cluster.name)
         pids = {process.name: process.pid for process in state.processes if process.pid is not None}
         expected = {"router": frozenset({state.endpoint, state.admin})}
         yield from cluster_port_findings(gather_listeners(pids), expected)

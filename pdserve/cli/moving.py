@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from pdserve.cli.bench import Seed
-from pdserve.cli.options import DEFAULT_MODEL, Decode, Dtype, Model, Prefill
+from pdserve.cli.options import DEFAULT_MODEL, Decode, Dtype, Model, Prefill, started
 from pdserve.cli.results import JsonFile, report, run, show
 
 
@@ -33,15 +33,12 @@ def moves(
 
     Fails unless all of it was done, every answer has the tokens of one engine alone, and every page is free in the end.
     """
-    from pdserve.cli.models import fetched
     from pdserve.errors import CommandError
-    from pdserve.launch.plan import ClusterSpec
     from pdserve.measure.known_answers import Lengths, known_requests
     from pdserve.measure.moves import MovesTrial, moves_json, moves_table, run_moves
     from pdserve.measure.operations import OperationsPlan
 
-    flags = {"dtype": dtype, "num_threads": 1}
-    spec = ClusterSpec(str(fetched(model)), "moves", prefill, decode, f"moves-{seed}", worker_flags=flags)
+    spec = started("moves", model, seed, prefill, decode, dtype=dtype, num_threads=1)
     spec = replace(spec, max_workers=spec.num_workers + 1)
     trial = MovesTrial(spec, load, calibration, OperationsPlan(flips, count, drains, cycles, pause, within, seed))
     requests = known_requests(spec.model, dtype, distinct, Lengths(input_len, output_len), seed)
@@ -64,15 +61,13 @@ def drain(
     json_file: JsonFile = None,
 ) -> None:
     """Drain a decode worker with many running answers; compare how soon it leaves with the time of the bytes moved."""
-    from pdserve.cli.models import fetched
     from pdserve.errors import CommandError
-    from pdserve.launch.plan import ClusterSpec
     from pdserve.measure.drains import drain_table, measure_drain
     from pdserve.measure.known_answers import Lengths, known_requests
 
     pages = answers * (2 + (input_len + output_len) // 16)
-    flags = {"dtype": dtype, "num_threads": 1, "max_num_seqs": max(64, answers), "num_pages": pages}
-    spec = ClusterSpec(str(fetched(model)), "drain", 1, 2, f"drain-{seed}", worker_flags=flags)
+    flags = {"num_threads": 1, "max_num_seqs": max(64, answers), "num_pages": pages}
+    spec = started("drain", model, seed, decode=2, dtype=dtype, **flags)
     lengths = Lengths(input_len, output_len, are_answers_equal=True)
     requests = known_requests(spec.model, dtype, distinct, lengths, seed)
     found = run(measure_drain(spec, requests, answers, begun, report))
@@ -92,11 +87,8 @@ def conversation(
     json_file: JsonFile = None,
 ) -> None:
     """Hold conversations whose earlier answers are fetched from the decode worker, cached, or computed again."""
-    from pdserve.cli.models import fetched
-    from pdserve.launch.plan import ClusterSpec
     from pdserve.measure.conversation import ConversationPlan, conversation_table, measure_conversations
 
-    flags = {"dtype": dtype, "num_threads": 1}
-    spec = ClusterSpec(str(fetched(model)), "conversation", name=f"conversation-{seed}", worker_flags=flags)
+    spec = started("conversation", model, seed, dtype=dtype, num_threads=1)
     found = run(measure_conversations(spec, ConversationPlan(turns, input_len, output_len, repeats, seed), report))
     show(json_file, found, conversation_table(found))

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pdserve.cli.options import AdminAddress, ClusterName, IdentityDir, SecretFile
+from pdserve.cli.flags import grouped_flags
+from pdserve.cli.options import THIS_MACHINES, Operated
 from pdserve.roles import Role
 
 if TYPE_CHECKING:
@@ -16,62 +17,48 @@ if TYPE_CHECKING:
 WorkerName = Annotated[str, typer.Argument(metavar="WORKER", help="Name of the worker.")]
 
 
+@grouped_flags
 def role(
     worker: WorkerName,
     wanted: Annotated[Role, typer.Argument(metavar="prefill|decode|mixed", help="What routers shall place on it.")],
     force: Annotated[
         bool, typer.Option("--force", help="Even if it leaves no worker that computes prompts, or none that decodes.")
     ] = False,
-    name: ClusterName = "default",
-    admin: AdminAddress = None,
-    secret_file: SecretFile = None,
-    identity_dir: IdentityDir = None,
+    cluster: Operated = THIS_MACHINES,
 ) -> None:
     """Give a worker another role while it serves. Nothing is loaded again; what it was given before, it serves.
 
     One router is asked; all of them follow what the worker reports. A worker that is started again has the role that
     it was configured with.
     """
-    from pdserve.cli.status import admin_of
-
-    _operate(_take_role(worker, wanted, force=force), admin_of(name, admin, secret_file, identity_dir))
+    _operate(_take_role(worker, wanted, force=force), cluster.client())
 
 
+@grouped_flags
 def drain(
     worker: WorkerName,
-    name: ClusterName = "default",
-    admin: AdminAddress = None,
-    secret_file: SecretFile = None,
-    identity_dir: IdentityDir = None,
+    cluster: Operated = THIS_MACHINES,
 ) -> None:
     """Let a worker finish what it has and end; show what is left until it is gone. Ctrl-C leaves it draining.
 
     `pdserve up` starts it again a second later: with nothing cached, and with the role that it was configured with.
     """
-    from pdserve.cli.status import admin_of
-
-    _operate(_drain(worker), admin_of(name, admin, secret_file, identity_dir))
+    _operate(_drain(worker), cluster.client())
 
 
-def undrain(
-    worker: WorkerName,
-    name: ClusterName = "default",
-    admin: AdminAddress = None,
-    secret_file: SecretFile = None,
-    identity_dir: IdentityDir = None,
-) -> None:
+@grouped_flags
+def undrain(worker: WorkerName, cluster: Operated = THIS_MACHINES) -> None:
     """Let a worker that drains take requests again, as long as it has not ended.
 
     A drain that a signal began, or the worker itself for lack of pages, goes on.
     """
-    from pdserve.cli.status import admin_of
     from pdserve.ids import WorkerId
 
     async def work(client: "AdminClient") -> None:
         await client.drain(WorkerId(worker), cancel=True)
         typer.echo(f"{worker} takes requests")
 
-    _operate(work, admin_of(name, admin, secret_file, identity_dir))
+    _operate(work, cluster.client())
 
 
 def _operate(work: "Callable[[AdminClient], Awaitable[None]]", router: "AdminClient") -> None:

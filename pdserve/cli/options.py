@@ -10,7 +10,9 @@ import typer
 from pdserve.errors import ConfigError
 
 if TYPE_CHECKING:
+    from pdserve.launch.admin import AdminClient
     from pdserve.launch.plan import ClusterSpec
+    from pdserve.measure.client import Access
     from pdserve.measure.live import Trial
     from pdserve.measure.objectives import Objective
     from pdserve.measure.workload import Workload
@@ -72,6 +74,50 @@ Goodput = Annotated[
     typer.Option(metavar="ttft:MS tpot:MS", help="Objectives that goodput counts; either may be missing."),
 ]
 ProfileFile = Annotated[Path | None, typer.Option(help="Step costs; by default OPT-13B on A100.", show_default=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """A router as its clients reach it."""
+
+    endpoint: Endpoint = None
+    ca_file: CaFile = None
+    name: ClusterName = "default"
+
+    def router(self) -> "tuple[str, Access | None]":
+        """Return its address, and what a client shows there."""
+        from pdserve.cli.stream import router_of
+
+        return router_of(self.endpoint, self.name, self.ca_file)
+
+
+@dataclass(frozen=True, slots=True)
+class Operated:
+    """A cluster as its operator reaches it: of this machine, or where a router's internal port is."""
+
+    name: ClusterName = "default"
+    admin: AdminAddress = None
+    secret_file: SecretFile = None
+    identity_dir: IdentityDir = None
+
+    def client(self) -> "AdminClient":
+        """Return a connection to a router's internal port, dialled as it is used.
+
+        ConfigError where address or secret is given alone, or no such cluster runs.
+        """
+        from pdserve.launch.admin import AdminClient
+        from pdserve.launch.folder import read_state
+
+        if self.admin is not None and self.secret_file is not None:
+            return AdminClient(self.admin, self.secret_file, self.identity_dir)
+        if self.admin is not None or self.secret_file is not None:
+            raise ConfigError("--admin and --secret-file must be given together")
+        state = read_state(self.name)
+        return AdminClient(state.admin, state.secret_file, self.identity_dir or state.identity_dir)
+
+
+THIS_MACHINES = Operated()
+THIS_MACHINES_ROUTER = Reached()
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +211,16 @@ class Loads:
             worker_flags={"num_threads": self.num_threads},
             router_flags=router_flags,
         )
+
+
+def started(
+    name: str, model: str, seed: int, num_prefill: int = 1, num_decode: int = 1, **worker_flags: object
+) -> "ClusterSpec":
+    """Return a cluster that a measurement starts for itself."""
+    from pdserve.cli.models import fetched
+    from pdserve.launch.plan import ClusterSpec
+
+    return ClusterSpec(str(fetched(model)), name, num_prefill, num_decode, f"{name}-{seed}", worker_flags=worker_flags)
 
 
 def objective(text: str) -> "Objective":

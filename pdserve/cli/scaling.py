@@ -1,11 +1,12 @@
 """The measurement of a cluster that follows a policy."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from pdserve.cli.options import Dtype, Model, Threads, checked_rate
+from pdserve.cli.options import Dtype, Model, Threads, checked_rate, started
 from pdserve.cli.results import JsonFile, PlotFile, report, run, show
 
 
@@ -32,24 +33,15 @@ def scale(
     """
     from pdserve.autoscaler.loading import load
     from pdserve.autoscaler.process import sizes_at_start
-    from pdserve.cli.models import fetched
     from pdserve.errors import CommandError
-    from pdserve.launch.plan import ClusterSpec
     from pdserve.measure.objectives import Objective
     from pdserve.measure.scale import ScalePlan, known, measure_scale, phases, plot, scale_table
 
     objectives, sizes = load(policy).objectives, sizes_at_start(policy)
-    spec = ClusterSpec(
-        model=str(fetched(model)),
-        served_model_name="scale",
-        num_prefill=sizes.prefill,
-        num_decode=sizes.decode,
-        name=f"scale-{seed}",
-        worker_flags={"dtype": dtype, "num_threads": num_threads, "max_num_seqs": max_num_seqs},
-        router_flags={"max_hold_s": objectives.ttft_s},  # requests wait while pools grow
-        max_workers=sizes.max_workers,
-        autoscaling=policy.absolute(),
-    )
+    flags = {"dtype": dtype, "num_threads": num_threads, "max_num_seqs": max_num_seqs}
+    patience = {"max_hold_s": objectives.ttft_s}  # requests wait while pools grow
+    spec = started("scale", model, seed, sizes.prefill, sizes.decode, **flags)
+    spec = replace(spec, router_flags=patience, max_workers=sizes.max_workers, autoscaling=policy.absolute())
     load_phases = phases(checked_rate(request_rate), input_len, output_len)
     plan = ScalePlan(load_phases, seconds, Objective(objectives.ttft_s, objectives.tpot_s), distinct, seed)
     report("computing the right answers")

@@ -1,7 +1,6 @@
 """Show a cluster's state as a table or as JSON: all of it to its operator, little to everybody."""
 
 import json
-from pathlib import Path
 
 import grpc
 import typer
@@ -9,9 +8,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from rich.live import Live
 
 from pdserve.cli.stream import failure, plain
-from pdserve.errors import ConfigError
 from pdserve.launch.admin import AdminClient
-from pdserve.launch.folder import read_state
 from pdserve.measure.client import Access, connect
 from pdserve.measure.tables import Column, Sheet, output
 from pdserve.proto.v1 import admin_pb2 as admin
@@ -36,19 +33,6 @@ COLUMNS = (
     Column("waiting", "sequences", rank=1, short="wait"),
     Column("requests", "of this router", rank=5, short="reqs"),
 )
-
-
-def admin_of(name: str, admin: str | None, secret_file: Path | None, identity_dir: Path | None) -> AdminClient:
-    """Return a connection to a router's internal port: as given, or of a cluster of this machine.
-
-    ConfigError where address or secret is given alone, or no such cluster runs.
-    """
-    if admin is not None and secret_file is not None:
-        return AdminClient(admin, secret_file, identity_dir)
-    if admin is not None or secret_file is not None:
-        raise ConfigError("--admin and --secret-file must be given together")
-    state = read_state(name)
-    return AdminClient(state.admin, state.secret_file, identity_dir or state.identity_dir)
 
 
 async def show_status(client: AdminClient, *, watch: bool, as_json: bool) -> None:
