@@ -5,9 +5,11 @@ change are read again: listeners take them for the next connection, and each dia
 stand go on as they are.
 """
 
+import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from datetime import UTC, datetime
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Self, TypeAlias, TypeVar, cast
 
@@ -17,6 +19,8 @@ from pdserve import rpc
 from pdserve.certificates import IDENTITY_FILES, Identity, KeyPair, Part, may_call, read_identity, read_pair
 from pdserve.errors import ConfigError, Refusal, echo
 from pdserve.watched import Watched
+
+logger = logging.getLogger(__name__)
 
 PEER_KEY = "peer_spiffe_id"  # where gRPC puts the one URI of a caller's certificate
 
@@ -56,6 +60,8 @@ class Credentials:
         if self.identity is None:
             return grpc.aio.insecure_channel(address, options=options)
         identity = self.identity.look()
+        if identity.pair.expires < datetime.now(UTC):
+            _warn(identity.pair.expires)
         shown = grpc.ssl_channel_credentials(identity.authority, identity.pair.key, identity.pair.certificate)
         options.append(("grpc.ssl_target_name_override", listener.host))
         return grpc.aio.secure_channel(address, shown, options=options)
@@ -74,6 +80,12 @@ class Credentials:
             return rpc.listen(server, host, port, key)
         shown = _rotating(self.identity, _internal_configuration, asks_for_certificates=True)
         return rpc.listen(server, host, port, key, shown)
+
+
+@cache
+def _warn(expired: datetime) -> None:
+    """Log once what listeners do not say: they end the connection without a word."""
+    logger.error("identity_dir: the certificate ended at %s; all that this process dials refuses it", expired)
 
 
 def public_credentials(certificate: Path, key: Path) -> grpc.ServerCredentials:

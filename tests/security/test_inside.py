@@ -118,12 +118,15 @@ async def test_the_right_part_without_the_secret_is_denied(cluster: Cluster) -> 
     assert (code, denied) == (grpc.StatusCode.UNAUTHENTICATED, {Refusal.SECRET: 1})
 
 
-async def test_expired_foreign_and_missing_certificates_reach_no_method(cluster: Cluster) -> None:
+async def test_expired_foreign_and_missing_certificates_reach_no_method(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
     expired = cluster.credentials(Part.WORKER, lifetime=-DAY)
     foreign = cluster.credentials(Part.WORKER, authority=Authority.new())
     async with listening(cluster.credentials(Part.ROUTER)) as (address, denied):
-        for caller in (expired, foreign, Credentials(SECRET)):
+        for caller in (expired, expired, foreign, Credentials(SECRET)):
             assert await call(caller, address, ATTACH) is UNAVAILABLE
+        assert caplog.text.count("identity_dir: the certificate ended at") == 1
         assert await call(cluster.credentials(Part.WORKER), address, ATTACH) is grpc.StatusCode.OK
     assert not denied
 
