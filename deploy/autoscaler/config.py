@@ -1,10 +1,12 @@
 """An autoscaler's configuration: its process, not its policy."""
 
 from pathlib import Path
+from typing import Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from pdserve.config import IDENTITY_HELP, ProcessConfig
+from pdserve.errors import ConfigError
 
 
 class AutoscalerConfig(ProcessConfig):
@@ -12,7 +14,12 @@ class AutoscalerConfig(ProcessConfig):
 
     kind = "autoscaler"
 
-    policy: Path = Field(description="The policy that is followed, YAML or JSON.")
+    policy: Path | None = Field(None, description="The policy that is followed, YAML or JSON.")
+    policy_resource: str | None = Field(
+        None,
+        pattern=r"^[a-z0-9.-]+/[a-z0-9.-]+$",
+        description="The policy that is followed, as an AutoscalingPolicy of Kubernetes: namespace/name.",
+    )
     name: str = Field("default", description="Which of this machine's clusters is scaled, unless routers are named.")
     routers: tuple[str, ...] = Field(
         (),
@@ -24,3 +31,9 @@ class AutoscalerConfig(ProcessConfig):
         description="Shared secret of a cluster whose routers are named; its owner and group alone may read it.",
     )
     identity_dir: Path | None = Field(None, description=IDENTITY_HELP)
+
+    @model_validator(mode="after")
+    def _one_policy(self) -> Self:
+        if (self.policy is None) == (self.policy_resource is None):
+            raise ConfigError("policy: either it or policy_resource is required, and not both")
+        return self

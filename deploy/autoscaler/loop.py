@@ -51,6 +51,7 @@ class PolicyFile:
         self._warm_up = warm_up
         self.policy = load(path)
         self.earlier = warm_up(self.policy)  # demand, as `Autoscaler` takes it
+        self.problem = ""  # with what it holds now, where that is not followed
         self._text = _text_of(path)
 
     def changed(self) -> tuple[str, ...]:
@@ -61,9 +62,13 @@ class PolicyFile:
         text = _text_of(self.path)
         if text == self._text:
             return ()
-        self._text = text
-        policy, changes = reload(self.path, self.policy)
-        self.policy, self.earlier = policy, self._warm_up(policy)
+        self._text, self.problem = text, ""
+        try:
+            policy, changes = reload(self.path, self.policy)
+            self.policy, self.earlier = policy, self._warm_up(policy)
+        except ConfigError as error:
+            self.problem = str(error)
+            raise
         return changes
 
 
@@ -89,6 +94,11 @@ class Loop:
         self.decisions: tuple[Decision, ...] = ()  # the last ones
         self.observation: Observation | None = None  # the last one
         self.num_decided = Counter[tuple[str, ...]]()  # by pool, verb and what binds
+
+    @property
+    def policy_problem(self) -> str:
+        """What is wrong with the policy as it is now; empty where it is followed."""
+        return self._file.problem
 
     async def run(self, stop: asyncio.Event) -> None:
         """Begin anew, and go on until asked to stop, at the end of a step.

@@ -38,6 +38,7 @@ from pdserve.signals import drain_on_signals
 
 if TYPE_CHECKING:
     from pdserve.autoscaler.in_cluster import InCluster
+    from pdserve.autoscaler.resource import PolicyResource
 
 logger = logging.getLogger(__name__)
 
@@ -79,11 +80,18 @@ async def serve(config: AutoscalerConfig, target: Target, warm_up: WarmUp) -> No
 
     ConfigError where the policy is not valid, or cannot be followed there.
     """
-    file, stop = PolicyFile(config.policy, warm_up), asyncio.Event()
+    stop = asyncio.Event()
     async with AsyncExitStack() as stack:
+        path, resource = await stack.enter_async_context(_policy(config))
+        try:
+            file = PolicyFile(path, warm_up)
+        except ConfigError as error:
+            if resource is not None:
+                await resource.refuse(str(error))
+            raise
         stack.enter_context(drain_on_signals(asyncio.get_running_loop(), stop.set, config.drain_timeout_s))
         actuator = await stack.enter_async_context(connected(file.policy, target))
-        journal = Journal(target.record_file, config.policy)
+        journal = Journal(target.record_file, path)
         beside = await stack.enter_async_context(_beside(file.policy.actuator, actuator, target))
         announce = (lambda *_: None) if beside is None else beside.announce
         cluster = Cluster(actuator, target.statuses, target.check, announce)
@@ -92,8 +100,25 @@ async def serve(config: AutoscalerConfig, target: Target, warm_up: WarmUp) -> No
         journal.metrics_address = await stack.enter_async_context(
             showing(config, lambda: samples(loop, actuator, beside))
         )
+        if resource is not None:
+            await stack.enter_async_context(resource.followed(loop, lambda: beside is None or beside.leads))
         health.start(lambda: not stop.is_set())
         await (loop.run(stop) if beside is None else beside.run(lambda: loop.run(stop), stop))
+
+
+@asynccontextmanager
+async def _policy(config: AutoscalerConfig) -> "AsyncIterator[tuple[Path, PolicyResource | None]]":
+    """Yield the file of the policy, and the resource of which it is a copy, if it is one."""
+    if config.policy is not None:
+        yield config.policy, None
+        return
+    assert config.policy_resource is not None  # one of both is set
+    try:
+        from pdserve.autoscaler.resource import PolicyResource  # noqa: PLC0415 - Kubernetes' client is an extra
+    except ModuleNotFoundError as error:
+        raise not_installed("lightkube") from error
+    async with PolicyResource.opened(config.policy_resource) as resource:
+        yield resource.file, resource
 
 
 @asynccontextmanager

@@ -22,6 +22,10 @@ WATCHER = (
     Right(("get",), "", "nodes", "*"),
     Right(("get",), "coordination.k8s.io", "leases", NODE_LEASES),
 )
+RESOURCE = (  # where the policy is a custom resource
+    Right(("get",), "pdserve.dev", "autoscalingpolicies"),
+    Right(("patch",), "pdserve.dev", "autoscalingpolicies/status"),
+)
 ACTUATOR = (
     Right(("list", "patch"), "", "pods"),
     Right(("get", "update"), "apps", "deployments/scale"),

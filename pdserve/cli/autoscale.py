@@ -54,6 +54,15 @@ def schema() -> None:
     typer.echo(json_schema(), nl=False)
 
 
+def crd() -> None:
+    """Print the definition of policies as custom resources, for `kubectl apply -f -`."""
+    import yaml
+
+    from pdserve.autoscaler.definition import definition
+
+    typer.echo(yaml.safe_dump(definition(), sort_keys=False), nl=False)
+
+
 @config_flags(AutoscalerConfig)
 def run(config: ConfigFile = None, **flags: object) -> None:
     """Keep each pool of a cluster at the size that a policy asks for.

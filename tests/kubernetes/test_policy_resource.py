@@ -1,0 +1,114 @@
+"""A policy as a custom resource: what its definition takes, and what its status shows."""
+
+import asyncio
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from admin_stub import Router, serving
+from kube_cluster import REAL, KubeCluster
+
+from pdserve.autoscaler.config import AutoscalerConfig
+from pdserve.autoscaler.definition import definition
+from pdserve.autoscaler.server import Target, serve
+from pdserve.errors import ConfigError
+from pdserve.kubernetes.rights import RESOURCE
+from pdserve.launch.folder import write_secret
+
+POLICIES = Path(__file__).parents[2] / "deploy" / "policies"
+PATH = "/apis/pdserve.dev/v1alpha1/namespaces"
+KEYS_OF_STRUCTURE = {"$ref", "anyOf", "oneOf", "allOf", "not", "const", "default", "discriminator", "title", "$defs"}
+
+
+def spec_schema() -> Any:  # noqa: ANN401
+    (version,) = definition()["spec"]["versions"]
+    return version["schema"]["openAPIV3Schema"]["properties"]["spec"]
+
+
+def keys(schema: Any, *, are_names: bool = False) -> set[str]:  # noqa: ANN401
+    """Return the keywords of a schema, not the names of its properties."""
+    if isinstance(schema, list):
+        return {key for each in schema for key in keys(each)}
+    if not isinstance(schema, dict):
+        return set()
+    own = set() if are_names else set(schema)
+    return own | {key for name, each in schema.items() for key in keys(each, are_names=name == "properties")}
+
+
+def test_the_definition_is_structural_as_kubernetes_asks() -> None:
+    assert keys(definition()["spec"]["versions"]) & KEYS_OF_STRUCTURE == set()
+    text = json.dumps(spec_schema())
+    assert '"null"' not in text
+    assert '"additionalProperties": false' not in text
+
+
+@pytest.mark.parametrize("path", sorted(POLICIES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_each_example_is_a_resource_too(path: Path) -> None:
+    policy = yaml.safe_load(path.read_text(encoding="utf-8"))
+    del policy["apiVersion"], policy["kind"]
+    draft4 = jsonschema.Draft4Validator(spec_schema())  # in which bounds are as in Kubernetes
+    assert [error.message for error in draft4.iter_errors(policy)] == []
+    policy["budget"]["maxDevices"] = 0
+    assert len(list(draft4.iter_errors(policy))) == 1
+
+
+def spec(most: int) -> dict[str, Any]:
+    return {
+        "objectives": {"ttftMs": 1000, "tpotMs": 100},
+        "budget": {"maxDevices": 6},
+        "mode": "advisory",
+        "interval": {"forecast": "10s", "react": "100ms"},
+        "actuator": {"kind": "publish"},
+        "pools": {"prefill": {"maxReplicas": 3}, "decode": {"maxReplicas": most}},
+    }
+
+
+@pytest.mark.skipif(bool(REAL), reason="needs the definition")
+async def test_the_status_shows_sizes_and_what_is_wrong_with_a_policy(
+    kube: KubeCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.autoscaler.resource.LOOK_S", 0.05)
+    path, secret = f"{PATH}/{kube.namespace}/autoscalingpolicies", write_secret(tmp_path)
+    meta = {"apiVersion": "pdserve.dev/v1alpha1", "kind": "AutoscalingPolicy", "metadata": {"name": "chat"}}
+    await kube.ask("POST", path, {**meta, "spec": spec(3)})
+
+    async def status(*wanted: str) -> Any:  # noqa: ANN401
+        async with asyncio.timeout(30):
+            while True:
+                found = (await kube.ask("GET", f"{path}/chat")).get("status", {})
+                if all(text in json.dumps(found) for text in wanted):
+                    return found
+
+    settings = AutoscalerConfig(policy_resource=f"{kube.namespace}/chat", metrics=False)
+    async with serving(Router(), secret) as address:
+        task = asyncio.create_task(serve(settings, Target((address,), secret), lambda _: ()))
+        found = await status('"status": "True"', "decode")
+        assert found["decode"] == {"replicas": 0, "desired": 1, "binds": "minReplicas"}
+        await kube.patch(f"{path}/chat", {"spec": spec(0)})
+        found = await status('"status": "False"')
+        assert "pools.decode.maxReplicas" in found["conditions"][0]["message"]
+        await kube.patch(f"{path}/chat", {"spec": spec(4)})
+        await status('"status": "True"')
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        await kube.patch(f"{path}/chat", {"spec": {"pools": {"decode": {"maxReplicas": -1}}}})
+        with pytest.raises(ConfigError, match="maxReplicas"):
+            await serve(settings, Target((address,), secret), lambda _: ())
+    assert (await status("Refused"))["conditions"][0]["status"] == "False"
+    assert kube.double is not None
+    asked = {(call.verb, call.group, call.resource) for call in kube.double.calls if call.group == "pdserve.dev"}
+    rights = {(verb, right.group, right.resource) for right in RESOURCE for verb in right.verbs}
+    assert rights <= asked
+    hand = {("create", "pdserve.dev", "autoscalingpolicies"), ("patch", "pdserve.dev", "autoscalingpolicies")}
+    assert asked <= rights | hand
+
+
+def test_a_policy_is_named_once() -> None:
+    for given in ({}, {"policy": Path("p"), "policy_resource": "a/b"}):
+        with pytest.raises(ConfigError, match="either it or policy_resource is required"):
+            AutoscalerConfig.model_validate(given)
