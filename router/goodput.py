@@ -249,7 +249,7 @@ def _placed(option: _Option, prompt: Prompt, demand: Demand, score: float) -> Pl
     if option.first is not None:
         cached = option.first.cached_tokens
     else:
-        cached = 0 if pair.decode is None else min(prompt.cached.get(pair.decode.link, 0), prompt.num_tokens - 1)
+        cached = 0 if pair.decode is None else prompt.cached_on(pair.decode)
     first = f"first token in {prediction.ttft_s * 1e3:.0f} ms ({prediction.first})"
     later = "" if pair.decode is None else f", then {prediction.tpot_s * 1e3:.1f} ms a token on {pair.decode.name}"
     later += "" if pair.decode is None else f" ({prediction.later})"

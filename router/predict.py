@@ -46,6 +46,15 @@ class Prompt:
     max_tokens: int = 1 << 30  # of each answer, still to come
     holders: tuple[tuple[WorkerView, int], ...] = ()  # that may send so many leading tokens to workers of their kind
 
+    def cached_on(self, worker: WorkerView, fetched_tokens: int = 0) -> int:
+        """Return how many leading tokens a worker need not compute; it computes the last one in any case."""
+        return min(max(self.cached.get(worker.link, 0), fetched_tokens), self.num_tokens - 1)
+
+    def after(self, num_cached: int) -> tuple[int, int]:
+        """Return how many tokens come after those, and the work of their attention."""
+        num_tokens = self.num_tokens - num_cached
+        return num_tokens, attention_work(num_tokens, num_cached)
+
 
 @value
 class Prediction:
@@ -163,7 +172,7 @@ class Predictor:
 
     def first_token(self, worker: WorkerView, prompt: Prompt, now_s: float) -> FirstToken:
         """Predict when the first token comes from a prefill worker, from now on, by computing or fetching."""
-        cached = min(prompt.cached.get(worker.link, 0), prompt.num_tokens - 1)
+        cached = prompt.cached_on(worker)
         computed = self._computed(worker, prompt, cached, now_s)
         offer = self._best_offer(worker, prompt, now_s) if prompt.holders else None
         if offer is None:
@@ -201,11 +210,11 @@ class Predictor:
 
     def _alone_s(self, worker: WorkerView, prompt: Prompt, cached: int) -> float:
         """Predict how long a prompt takes by itself of which so many leading tokens need no computing."""
-        return self.costs.of(worker).prefill_s(*_left(prompt, cached), worker.step_tokens)
+        return self.costs.of(worker).prefill_s(*prompt.after(cached), worker.step_tokens)
 
     def _computed(self, worker: WorkerView, prompt: Prompt, cached: int, now_s: float) -> FirstToken:
         """Predict the first token where so many leading tokens need no computing."""
-        fresh, work = _left(prompt, cached)
+        fresh, work = prompt.after(cached)
         costs = self.costs.of(worker)
         budget, running = worker.step_tokens, worker.running
         queued, queued_work = worker.waiting_before(prompt.priority)
@@ -226,7 +235,7 @@ class Predictor:
 
     def idle_s(self, worker: WorkerView, prompt: Prompt, now_s: float) -> float:
         """Predict the time to first token of a worker that does nothing else."""
-        alone_s = self._alone_s(worker, prompt, min(prompt.cached.get(worker.link, 0), prompt.num_tokens - 1))
+        alone_s = self._alone_s(worker, prompt, prompt.cached_on(worker))
         offer = self._best_offer(worker, prompt, now_s) if prompt.holders else None
         if offer is None:
             return alone_s
@@ -272,7 +281,7 @@ class Predictor:
         `fetched_tokens`: leading ones that it has by then, if those are more than it has now.
         """
         costs, num_beside = self.costs.of(worker), worker.num_sequences
-        fresh, work = uncached(prompt, worker.link, fetched_tokens)
+        fresh, work = prompt.after(prompt.cached_on(worker, fetched_tokens))
         num_waiting, waiting_work = worker.waiting_before(prompt.priority)
         compute_s = costs.prefill.marginal_s(fresh, work)  # beside decoding
         step_s, lacks = self.decode_step(worker, prompt)
@@ -298,18 +307,6 @@ class Predictor:
         missing = prompt.num_tokens - prompt.cached.get(worker.link, 0)
         is_full = worker.kv_tokens + prompt.num_tokens + answer_tokens > _USABLE_SHARE * worker.kv_capacity
         return Cause.PAGES if is_full or -(-missing // page_size) + width > worker.num_free_pages else None
-
-
-def uncached(prompt: Prompt, link: LinkId, fetched_tokens: int = 0) -> tuple[int, int]:
-    """Return the tokens that a worker has to compute of a prompt, and the work of their attention."""
-    cached = min(max(prompt.cached.get(link, 0), fetched_tokens), prompt.num_tokens - 1)
-    return _left(prompt, cached)
-
-
-def _left(prompt: Prompt, cached: int) -> tuple[int, int]:
-    """Return the tokens of a prompt after those, and the work of their attention."""
-    fresh = prompt.num_tokens - cached
-    return fresh, attention_work(fresh, cached)
 
 
 def _bytes_per_token(layout: KvLayout) -> float:
