@@ -3,6 +3,7 @@
 Every container's command runs with the volumes, names and probes of its manifest; only images and nodes are missing.
 """
 
+import asyncio
 import base64
 import threading
 from collections.abc import Iterator
@@ -13,11 +14,14 @@ from pathlib import Path
 import grpc
 import pytest
 from helm_chart import NAMESPACE, Manifest, of_kind, rendered
-from kubelet import Kubelet, Pod, kubelet, skip_without_namespaces
+from kube_node import KubeNode, kube_node
+from kubelet import Pod, skip_without_namespaces
 from live_cluster import Answer, greedy
 from model_zoo import VOCAB, first_disagreement
 from transformers import PreTrainedModel
 
+from pdserve.launch.admin import AdminClient
+from pdserve.launch.authority import write_certificates
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
 
 PROMPTS = [[3 + (7 * number + 11 * place) % (VOCAB - 3) for place in range(20 + 30 * number)] for number in range(4)]
@@ -30,21 +34,37 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 class Cluster:
     """A cluster of the chart, as its operator and its clients see it."""
 
-    def __init__(self, node: Kubelet) -> None:
-        self.node = node
-        secrets = of_kind(node.manifests, "Secret")
+    def __init__(self, kube: KubeNode, identity: Path) -> None:
+        """`identity`: of an operator."""
+        self.kube, self.node, self._identity = kube, kube.node, identity
+        secrets = of_kind(kube.node.manifests, "Secret")
         self._key = secrets["chat-pdserve-keys"]["stringData"]["key"]
         self._authority = base64.b64decode(secrets["chat-pdserve-tls"]["data"]["ca.crt"])
         self._channels: dict[str, grpc.Channel] = {}
 
     def pod(self, component: str) -> Pod:
-        return next(pod for pod in self.node.pods if pod.component == component and not pod.going)
+        (pod,) = self.kube.pods(component)
+        return pod
 
-    def roll(self, component: str) -> None:
-        """Restart a Deployment's only pod as an upgrade does: the successor is ready first."""
-        old = self.pod(component)
-        self.node.until_ready(self.node.deploy(f"chat-pdserve-{component}"))
-        assert self.node.delete(old) == 0, old.log
+    def replace(self, component: str) -> None:
+        """Replace a Deployment's only pod as an upgrade does: the successor is ready first."""
+        old, name = self.pod(component), f"chat-pdserve-{component}"
+        self.kube.scale(name, 2)
+        self.node.until(lambda: self.kube.num_ready(component) == 2, "there is a successor that is ready")
+        self.kube.retire(old, name)
+        self.node.until(lambda: self.kube.is_gone(old), f"{old.name} has ended")
+        assert self.kube.status_of(old) == 0, old.log
+
+    def num_quarantined(self) -> int:
+        """Return how many pages of all workers wait for proof that a peer has ended."""
+        router = self.pod("router")
+
+        async def ask() -> int:
+            secret = router.folder / "secret" / "secret"
+            async with AdminClient(f"{router.address}:50052", secret, self._identity) as client:
+                return sum(worker.load.pages_quarantined for worker in (await client.status()).workers)
+
+        return asyncio.run(ask())
 
     def ask(self, prompt: list[int]) -> list[int]:
         """Return the tokens of an answer, each the likeliest."""
@@ -94,19 +114,35 @@ class Cluster:
             channel.close()
 
 
-@pytest.fixture(scope="module")
-def manifests(model: Path) -> list[Manifest]:
-    """The chart's values for a laptop, with a small model in place of SmolLM2."""
-    given = {"model.source": "builtIn", "model.path": str(model), "workers.config.dtype": "float32"}
-    return rendered({**given, "tls.public.from": "chart"}, "laptop")
+def secret_of(name: str, folder: Path) -> Manifest:
+    """Return a secret with the files of a folder."""
+    data = {path.name: base64.b64encode(path.read_bytes()).decode() for path in folder.iterdir()}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": name}, "data": data}
 
 
 @pytest.fixture(scope="module")
-def cluster(manifests: list[Manifest], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """The chart's values for a laptop, with a small model in place of SmolLM2, and certificates for all that speak."""
     skip_without_namespaces()
-    with kubelet(manifests, tmp_path_factory.mktemp("node")) as node:
-        running = Cluster(node)
-        node.until_ready(*(node.deploy(f"chat-pdserve-{each}") for each in ("router", "prefill", "decode")))
+    folder = tmp_path_factory.mktemp("node")
+    certificates, kubeconfig = folder / "certificates", folder / "kubeconfig"
+    write_certificates(certificates, (), 1)
+    given = {
+        "model": {"path": str(model), "source": "builtIn"},
+        "workers.config.dtype": "float32",
+        "operator.extraEnv": [{"name": "KUBECONFIG", "value": str(kubeconfig)}],
+        "tls.public.from": "chart",
+        "tls.identity": {
+            "from": "secret",
+            "existingSecrets": {part: part for part in ("router", "worker", "operator")},
+        },
+    }
+    identities = [secret_of(name, certificates / name) for name in ("router", "worker", "operator")]
+    with kube_node([*rendered(given, "laptop"), *identities], folder / "pods", kubeconfig) as kube:
+        running = Cluster(kube, certificates / "operator")
+        kube.deploy()
+        kube.node.until(lambda: len(kube.node.pods) == 4, "all pods are made")
+        kube.node.until_ready(*kube.node.pods)
         try:
             yield running
         finally:
@@ -122,22 +158,25 @@ def test_helm_test_asks_a_question_and_gets_an_answer(cluster: Cluster) -> None:
 
 
 def test_probes_say_what_the_pod_is_at(cluster: Cluster) -> None:
-    for component in ("router", "prefill", "decode"):
+    for component in ("router", "prefill", "decode", "autoscaler"):
         probes = ("startupProbe", "livenessProbe", "readinessProbe")
         assert [cluster.pod(component).holds(probe) for probe in probes] == [True, True, True]
 
 
-def test_a_pod_deleted_without_grace_and_one_rolled_cost_no_client_an_error(
+def test_a_pod_deleted_without_grace_and_one_replaced_cost_no_client_an_error(
     cluster: Cluster, oracle: PreTrainedModel
 ) -> None:
+    node = cluster.node
     with cluster.asked_all_the_time(oracle) as answered:
-        cluster.node.until(lambda: len(answered) >= 4, "clients are served")
+        node.until(lambda: len(answered) >= 4, "clients are served")
         lost = cluster.pod("decode")
-        cluster.node.delete(lost, grace=False)
-        cluster.node.until_ready(cluster.node.deploy("chat-pdserve-decode"))
+        cluster.kube.delete(lost, grace=False)
+        node.until(lambda: f"{lost.name}, process" in cluster.pod("autoscaler").log, "the watcher reports the end")
+        node.until(lambda: cluster.kube.num_ready("decode") == 1, "there is a successor that is ready")
         seen = len(answered)
-        cluster.roll("decode")
-        cluster.node.until(lambda: len(answered) >= seen + 4, "clients are served by the successor")
+        cluster.replace("decode")
+        node.until(lambda: len(answered) >= seen + 4, "clients are served by the successor")
+        node.until(lambda: cluster.num_quarantined() == 0, "no page waits for the end of the pod that was lost")
 
 
 @pytest.mark.long
@@ -145,5 +184,5 @@ def test_an_upgrade_of_every_pod_costs_no_client_an_error(cluster: Cluster, orac
     with cluster.asked_all_the_time(oracle) as answered:
         for component in ("prefill", "decode", "router"):
             seen = len(answered)
-            cluster.roll(component)
+            cluster.replace(component)
             cluster.node.until(lambda seen=seen: len(answered) >= seen + 4, f"clients are served after {component}")  # type: ignore[misc]

@@ -3,6 +3,8 @@
 https://kubernetes.io/docs/concepts/workloads/controllers/replicaset/#scaling-down
 """
 
+from copy import deepcopy
+
 from kube_api import Json, KubeApi
 
 COST = "controller.kubernetes.io/pod-deletion-cost"
@@ -50,14 +52,14 @@ class Deployments:
         ]
 
     def _create(self, item: Json) -> None:
-        template = item["spec"]["template"]
-        meta = dict(template["metadata"])
+        template = deepcopy(item["spec"]["template"])
+        meta = template["metadata"]
         meta["labels"] = {
             **meta["labels"],
             "pod-template-hash": template["metadata"].get("annotations", {}).get("v", "1"),
         }
         meta["generateName"] = f"{item['metadata']['name']}-"
-        pod = {"metadata": meta, "spec": dict(template["spec"]), "status": {"phase": "Pending"}}
+        pod = {"metadata": meta, "spec": template["spec"], "status": {"phase": "Pending"}}
         self._api.create("pods", item["metadata"]["namespace"], pod)
 
 

@@ -11,10 +11,9 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -56,7 +55,7 @@ class Pod:
     address: str
     spec: Manifest
     folder: Path
-    uid: str = field(default_factory=lambda: str(uuid.uuid4()))
+    uid: str
     ready: bool = False
     going: bool = False
     process: "subprocess.Popen[bytes] | None" = None
@@ -106,6 +105,7 @@ class Kubelet:
         self.manifests = manifests
         self.pods: list[Pod] = []
         self._folder, self._network = folder, network
+        folder.mkdir(exist_ok=True)
         self._hosts = folder / "hosts"
         self._hosts.write_text("")
         self._ended = threading.Event()
@@ -114,17 +114,11 @@ class Kubelet:
 
     # ---- what a test does
 
-    def deploy(self, name: str) -> Pod:
-        """Start one more pod of a Deployment."""
-        template = of_kind(self.manifests, "Deployment")[name]["spec"]["template"]
-        labels = template["metadata"]["labels"]
-        return self.run(f"{name}-{len(self.pods)}", labels["app.kubernetes.io/component"], template["spec"])
-
-    def run(self, name: str, component: str, spec: Manifest) -> Pod:
+    def run(self, name: str, component: str, spec: Manifest, uid: str = "") -> Pod:
         """Start a pod."""
         folder = self._folder / name
         folder.mkdir()
-        pod = Pod(name, component, f"{self._network}.{len(self.pods) + 1}", spec, folder)
+        pod = Pod(name, component, f"{self._network}.{len(self.pods) + 1}", spec, folder, uid)
         self.pods.append(pod)
         self._name_services()
         self._start(pod)
@@ -186,7 +180,9 @@ class Kubelet:
 
     def _start(self, pod: Pod) -> None:
         container = pod.container
-        mounts = [f"{self._hosts} /etc/hosts"]
+        last_words = pod.folder / "termination-log"
+        last_words.touch()
+        mounts = [f"{self._hosts} /etc/hosts", f"{last_words} /dev/termination-log"]
         volumes = {volume["name"]: volume for volume in pod.spec["volumes"]}
         for mount in container["volumeMounts"]:
             source = self._volume(pod, volumes[mount["name"]])

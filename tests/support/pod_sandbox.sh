@@ -15,7 +15,6 @@ done
 mount -t tmpfs none /mnt/dev/shm
 ln -s /proc/self/fd /mnt/dev/fd
 : > /mnt/dev/termination-log
-chmod 666 /mnt/dev/termination-log
 mount --rbind /mnt/dev /dev
 mkdir -p /var/cache/pdserve
 mount --bind "$scratch" /var/cache/pdserve
