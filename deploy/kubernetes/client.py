@@ -4,6 +4,7 @@ lightkube reads the settings and renews tokens, httpx2 speaks HTTP, and msgspec 
 """
 
 import asyncio
+import logging
 import random
 from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
@@ -26,6 +27,8 @@ MAX_LINE_BYTES = 8 << 20  # of a watch; etcd keeps no object above 1.5 MiB
 FIRST_WAIT_S, MAX_WAIT_S = 0.1, 30.0
 
 T = TypeVar("T", bound=Object)
+
+logging.getLogger("httpx2").setLevel(logging.WARNING)  # at INFO it writes a line for each request
 
 
 class ApiError(CommandError):
