@@ -20,9 +20,14 @@ from live_cluster import Answer, greedy
 from model_zoo import VOCAB, first_disagreement
 from transformers import PreTrainedModel
 
+from pdserve.autoscaler.actuators import KubernetesActuator, ScaleTarget
+from pdserve.autoscaler.kubernetes import PodActuator
+from pdserve.autoscaler.observation import State
+from pdserve.kubernetes.client import Client
 from pdserve.launch.admin import AdminClient
 from pdserve.launch.authority import write_certificates
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
+from pdserve.roles import Role
 
 PROMPTS = [[3 + (7 * number + 11 * place) % (VOCAB - 3) for place in range(20 + 30 * number)] for number in range(4)]
 NUM_TOKENS = 64
@@ -55,13 +60,16 @@ class Cluster:
         self.node.until(lambda: self.kube.is_gone(old), f"{old.name} has ended")
         assert self.kube.status_of(old) == 0, old.log
 
+    def operator(self) -> AdminClient:
+        """Return a connection to the router's internal port, with an operator's certificate."""
+        router = self.pod("router")
+        return AdminClient(f"{router.address}:50052", router.folder / "secret" / "secret", self._identity)
+
     def num_quarantined(self) -> int:
         """Return how many pages of all workers wait for proof that a peer has ended."""
-        router = self.pod("router")
 
         async def ask() -> int:
-            secret = router.folder / "secret" / "secret"
-            async with AdminClient(f"{router.address}:50052", secret, self._identity) as client:
+            async with self.operator() as client:
                 return sum(worker.load.pages_quarantined for worker in (await client.status()).workers)
 
         return asyncio.run(ask())
@@ -186,3 +194,35 @@ def test_an_upgrade_of_every_pod_costs_no_client_an_error(cluster: Cluster, orac
             seen = len(answered)
             cluster.replace(component)
             cluster.node.until(lambda seen=seen: len(answered) >= seen + 4, f"clients are served after {component}")  # type: ignore[misc]
+
+
+@pytest.mark.long
+def test_the_actuator_adds_a_replica_and_drains_one_while_clients_ask(
+    cluster: Cluster, oracle: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KUBECONFIG", str(cluster.kube.kubeconfig))
+    first = cluster.pod("decode")
+    with cluster.asked_all_the_time(oracle) as answered:
+        asyncio.run(_grow_and_shrink(cluster))
+        seen = len(answered)
+        cluster.node.until(lambda: len(answered) >= seen + 4, "clients are served by the replica that was added")
+    assert cluster.kube.status_of(first) == 0, first.log
+
+
+async def _grow_and_shrink(cluster: Cluster) -> None:
+    """Add a decode worker through the scale subresource, then drain the one that was there before."""
+    prefill, decode = (ScaleTarget(name=f"chat-pdserve-{pool}") for pool in ("prefill", "decode"))
+    settings = KubernetesActuator(namespace=NAMESPACE, prefill=prefill, decode=decode)
+    async with Client() as client, cluster.operator() as router, asyncio.timeout(120):
+        actuator = PodActuator(client, router, settings)
+
+        async def decoding() -> dict[str, State]:
+            return {held.name: held.state for held in await actuator.observe() if held.role is Role.DECODE}
+
+        (old,) = await decoding()
+        await actuator.add("decode-added", Role.DECODE)
+        while [*(await decoding()).values()] != [State.READY, State.READY]:
+            pass  # each look is a few requests to the API
+        await actuator.drain(old)
+        while old in await decoding():
+            pass

@@ -28,7 +28,7 @@ class KubeNode:
 
     def __init__(self, node: Kubelet, kubeconfig: Path) -> None:
         self.node = node
-        self._kubeconfig = kubeconfig
+        self.kubeconfig = kubeconfig
         self._pods: dict[str, Pod] = {}  # by uid
         self._ending: dict[str, Future[int]] = {}
         self._started, self._over = threading.Event(), threading.Event()
@@ -108,7 +108,7 @@ class KubeNode:
         async with KubeApi().serving() as api:
             self._api = api
             Deployments(api)
-            write_kubeconfig(self._kubeconfig, api.address, NAMESPACE)
+            write_kubeconfig(self.kubeconfig, api.address, NAMESPACE)
             self._started.set()
             while not self._over.is_set():
                 for item in api.items("pods"):
