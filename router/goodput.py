@@ -30,7 +30,6 @@ _LOCAL_SHARE = 0.8
 _MAX_LOOKED_AT = 8
 # Choices whose cost differs by less are as good as equal: requests that come together do not all go to one worker.
 _NEAR = 0.02
-_MAX_HOLDERS = 4  # of a prompt's leading pages, looked at for each prefill worker
 _NO_ROOM_S = 1.0  # a step: a decode worker without room is the last choice
 
 
@@ -81,7 +80,7 @@ class Goodput:
         if all(cached.get(worker.link, 0) >= most for group in some for worker in group.prefills):
             return ()
         workers = [worker for group in groups for worker in (*group.prefills, *group.decodes) if worker.link in cached]
-        most_held = nlargest(_MAX_HOLDERS, workers, key=lambda worker: cached[worker.link])
+        most_held = nlargest(_MAX_LOOKED_AT, workers, key=lambda worker: cached[worker.link])
         return tuple([(worker, self._predictor.prefixes.reported(worker.link, hashes)) for worker in most_held])
 
     # ---- options
@@ -173,7 +172,8 @@ class Goodput:
 
     def _room_s(self, options: list[_Option]) -> float:
         """Return when a sequence will probably have ended on one of the decode workers looked at."""
-        return self._predictor.lengths.decoding_s / max(1, sum(option.num_sequences for option in options))
+        answer_s = self._predictor.lengths.mean_tokens * min([option.prediction.tpot_s for option in options])
+        return answer_s / max(1, sum([option.num_sequences for option in options]))
 
 
 class _Judge:

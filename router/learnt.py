@@ -13,7 +13,6 @@ from pdserve.router.view import WorkerView
 MAX_KINDS = 64  # remembered without a worker of theirs
 _MEMORY = 50  # answers in running means
 _START_TOKENS = 128.0  # of an answer, before one was seen
-_START_DECODING_S = 2.0
 PairName = tuple[str, str]  # of a fetch: holder and receiver
 _START_SHARE = 0.8  # that comes where nothing is known: a transfer pays that takes less than 3/4 of computing
 _STEP = 0.3  # by how much one fetch moves what is known of its pair: two that do not come end them
@@ -83,12 +82,11 @@ class AnswerLengths:
 
     def __init__(self) -> None:
         self.mean_tokens = _START_TOKENS
-        self.decoding_s = _START_DECODING_S  # mean time from first to last token
         self._share = 1.0
         self._errors = [0.0, 0.0]  # means of |guess - tokens|: by the mean, by the share
         self._overdue_tokens, self._num_reached = _START_TOKENS, 0
 
-    def observe(self, num_tokens: int, max_tokens: int, decoding_s: float) -> None:
+    def observe(self, num_tokens: int, max_tokens: int) -> None:
         """Take in an answer, and what its request allowed."""
         excess = num_tokens - self.expected(max_tokens)
         if excess >= 0:
@@ -97,7 +95,6 @@ class AnswerLengths:
         for number, guess in enumerate(self._guesses(max_tokens)):
             self._errors[number] += (abs(guess - num_tokens) - self._errors[number]) / _MEMORY
         self.mean_tokens += (num_tokens - self.mean_tokens) / _MEMORY
-        self.decoding_s += (decoding_s - self.decoding_s) / _MEMORY
         self._share += (num_tokens / max(1, max_tokens) - self._share) / _MEMORY
 
     def expected(self, max_tokens: int) -> float:

@@ -33,7 +33,6 @@ _MOST_MEDIAN = 2.0
 # answers are longer than their mean, too. With 1 page and all of them, pools that grow under load attain 3 points less.
 _PAGES_BESIDE = 1.5
 _USABLE_SHARE = 0.95
-_ENOUGH_TOKENS = 8  # of an answer, for its mean time per token to tell anything
 
 
 @value
@@ -142,7 +141,7 @@ class Predictor:
 
     def observe_answer(self, predicted_s: float, decoding_s: float, num_tokens: int, objective_s: float | None) -> None:
         """Learn from an answer that has ended, and from the time per token that was predicted and asked for."""
-        if objective_s is None or num_tokens < _ENOUGH_TOKENS:
+        if objective_s is None or num_tokens < 2:
             return
         tpot_s = decoding_s / (num_tokens - 1)
         if predicted_s * max(1.0, self.tpot_margin.factor) >= _NEAR_OBJECTIVE * objective_s or tpot_s > objective_s:

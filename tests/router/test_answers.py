@@ -27,7 +27,7 @@ def test_answers_longer_than_expected_still_slow_down_those_that_join() -> None:
     cluster = Cluster()
     for number in range(1000):
         max_tokens = 10 + 99 * (number % 11)
-        cluster.predictor.lengths.observe(max_tokens * (2 + number % 2 * 2) // 5, max_tokens, 1.0)
+        cluster.predictor.lengths.observe(max_tokens * (2 + number % 2 * 2) // 5, max_tokens)
     for _ in range(20):
         place = placed(cluster.arrive(100, max_tokens=20))
         first = Tokens(place.spec.request_id)
@@ -44,8 +44,8 @@ def test_answers_are_as_long_as_the_better_guess() -> None:
     exact, generous = AnswerLengths(), AnswerLengths()
     for number in range(500):
         length = 10 + 90 * (number % 2)
-        exact.observe(length, length, 1.0)
-        generous.observe(30 + number % 5, 1000 * (1 + number % 7), 1.0)
+        exact.observe(length, length)
+        generous.observe(30 + number % 5, 1000 * (1 + number % 7))
     assert exact.expected(77) == pytest.approx(77, rel=0.02)
     assert generous.expected(5000) == pytest.approx(32, rel=0.05)
     assert generous.expected(20) == 20
@@ -54,9 +54,9 @@ def test_answers_are_as_long_as_the_better_guess() -> None:
 def test_what_is_overdue_goes_on_for_as_long_as_answers_have_been_overdue() -> None:
     lengths = AnswerLengths()
     for number in range(500):  # half as expected, half twice as long
-        lengths.observe(50 + 100 * (number % 2), 1000, 1.0)
+        lengths.observe(50 + 100 * (number % 2), 1000)
     assert lengths.overdue_tokens == pytest.approx(50, rel=0.2)
     exact = AnswerLengths()
     for _ in range(500):
-        exact.observe(70, 70, 1.0)
+        exact.observe(70, 70)
     assert exact.overdue_tokens == 1.0

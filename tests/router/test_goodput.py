@@ -149,7 +149,6 @@ def test_looking_at_a_held_request_always_moves_time_on() -> None:
 def test_a_decode_worker_computes_a_prompt_itself_where_the_queue_is_long() -> None:
     cluster = Cluster(local=True)
     for _ in range(20):
-        cluster.predictor.decoding_s = 20.0
         cluster.arrive(4000, max_tokens=1)
     place = placed(cluster.arrive(200, ttft_s=0.3, tpot_s=0.1))
     assert place.prefill is None
@@ -162,7 +161,6 @@ def test_a_decode_worker_computes_a_prompt_itself_where_the_queue_is_long() -> N
 def test_prompts_leave_decode_workers_room_for_hand_offs(workers: str, share: float, is_placed: bool) -> None:
     def crowded() -> Cluster:
         cluster = Cluster(workers=workers, local=True)
-        cluster.predictor.decoding_s = 20.0
         for _ in range(20):
             cluster.arrive(4000 if "p0" in workers else 10, max_tokens=1 if "p0" in workers else 100)
         return cluster
@@ -177,7 +175,6 @@ def test_prompts_leave_decode_workers_room_for_hand_offs(workers: str, share: fl
 
 def test_a_prompt_that_may_not_take_the_room_of_hand_offs_is_told_so() -> None:
     cluster = Cluster(workers="p0 d0", local=True)
-    cluster.predictor.decoding_s = 20.0
     for _ in range(20):
         cluster.arrive(4000, max_tokens=1)
     answer = refused_in_the_end(cluster, cluster.arrive(200, ttft_s=1.0, tpot_s=0.024))
