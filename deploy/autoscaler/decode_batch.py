@@ -22,7 +22,7 @@ FloatArray = np.ndarray[tuple[int], np.dtype[np.float64]]
 
 _LEAST_STEP_S = 1e-6
 _USABLE, _PAGES_BESIDE = 0.95, 1.5  # of the KV tokens, and pages of a sequence, as in `router.predict`
-_ROUNDS = 3  # of finding how many of the sequences decode
+_ROUNDS = 8  # of finding how many of the sequences decode
 
 
 class DecodePool:

@@ -80,6 +80,22 @@ def test_sequences_of_a_constant_step_are_lost_as_erlang_says() -> None:
     assert pool.attainment(1) == pytest.approx(1 - terms[-1] / sum(terms), rel=1e-6)
 
 
+def test_a_sequence_takes_room_from_its_placement_on_and_steps_only_after_its_first_token() -> None:
+    room, capacity = 10, Capacity(10**9, 10, 2048)
+    waits = DecodePool(traffic(2.0), COSTS, capacity, 0.03, delay_s=2.0)  # 2 s to decode, as many before
+    terms = [8.0**k / factorial(k) for k in range(room + 1)]
+    assert waits.attainment(1) == pytest.approx(1 - terms[-1] / sum(terms), rel=1e-6)
+    costs = StepCosts(COSTS.prefill, (DecodePiece(None, Curve(0.0, 0.005, 0.0)),))  # six at most within 30 ms
+    assert DecodePool(traffic(2.0), costs, capacity, 0.03).most == 6
+    assert DecodePool(traffic(2.0), costs, capacity, 0.03, delay_s=3.0).most == 10
+
+
+def test_pages_that_are_half_full_count() -> None:
+    fine, coarse = (DecodePool(traffic(1.0), COSTS, Capacity(20_000, 64, 2048, page_tokens=n), 0.03) for n in (1, 512))
+    assert (fine.binds, coarse.binds) == (Binds.PAGES, Binds.PAGES)
+    assert coarse.most < fine.most
+
+
 @pytest.mark.parametrize(
     ("capacity", "curve", "binds"),
     [
