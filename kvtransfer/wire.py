@@ -164,9 +164,14 @@ def _id(key: HandoffKey) -> handoff.HandoffId:
 
 
 def _key(message: handoff.HandoffId) -> HandoffKey:
-    if len(message.request_id) != REQUEST_ID_BYTES:
-        raise ProtocolError(f"request_id: {len(message.request_id)} bytes, {REQUEST_ID_BYTES} are needed")
-    return HandoffKey(RequestId(message.request_id), Attempt(message.attempt))
+    return handoff_key(message.request_id, message.attempt)
+
+
+def handoff_key(request_id: bytes, attempt: int) -> HandoffKey:
+    """Return the name of an attempt, as peers and routers write it."""
+    if len(request_id) != REQUEST_ID_BYTES:
+        raise ProtocolError(f"request_id: {len(request_id)} bytes, {REQUEST_ID_BYTES} are needed")
+    return HandoffKey(RequestId(request_id), Attempt(attempt))
 
 
 def _grant(message: handoff.Grant) -> session.Grant:

@@ -10,9 +10,10 @@ from collections.abc import Sequence as Seq
 from pdserve.engine.sequence import Finish, Job
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import ProtocolError, Refusal
-from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
+from pdserve.ids import Attempt, Incarnation, WorkerId
 from pdserve.kvtransfer.doors import PeerGone
-from pdserve.kvtransfer.session import HandoffKey, Peer
+from pdserve.kvtransfer.session import Peer
+from pdserve.kvtransfer.wire import handoff_key
 from pdserve.load import LoadPart
 from pdserve.perfmodel.curve import attention_work
 from pdserve.prefill_worker.probes import Measured
@@ -20,14 +21,12 @@ from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.reports import Failure, Stage
 from pdserve.roles_wire import ROLE_NUMBERS, ROLES
-from pdserve.sampling import SamplingParams
-from pdserve.sampling_wire import logprobs_to_proto
+from pdserve.sampling_wire import logprobs_to_proto, params_from_proto
 from pdserve.token_ids import TOKEN_ID_BYTES, from_wire
 from pdserve.values import value
 from pdserve.worker import messages
 from pdserve.worker.messages import RouterRef
 
-REQUEST_ID_BYTES = 16
 MAX_TOKEN_IDS = 1 << 22  # whose pages are asked for: above the context of any model
 
 _FINISH = {Finish.STOP: inference.FINISH_REASON_STOP, Finish.LENGTH: inference.FINISH_REASON_LENGTH}
@@ -48,7 +47,7 @@ def event(message: link.AttachResponse, router: RouterRef, now_s: float) -> mess
             return _role_given(message.set_role)
         case "cancel":
             cancel = message.cancel
-            return messages.Cancelled(_request_id(cancel.request_id), Attempt(cancel.attempt), tuple(cancel.indices))
+            return messages.Cancelled(*handoff_key(cancel.request_id, cancel.attempt), tuple(cancel.indices))
         case "drain":
             return messages.DrainCancelled() if message.drain.cancel else messages.DrainAsked()
         case "process_gone":
@@ -155,33 +154,13 @@ def pair_measured(worker_id: str, measured: Measured) -> link.AttachRequest:
     return link.AttachRequest(pair=pair)
 
 
-def sampling_params(message: inference.SamplingParams) -> SamplingParams:
-    """Return sampling as a router sends it: every field set."""
-    return SamplingParams(
-        temperature=message.temperature,
-        top_k=message.top_k,
-        top_p=message.top_p,
-        min_p=message.min_p,
-        repetition_penalty=message.repetition_penalty,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
-        logit_bias=tuple(sorted(message.logit_bias.items())) if message.logit_bias else (),
-        seed=message.seed,
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-        max_tokens=message.max_tokens,
-        min_tokens=message.min_tokens,
-        stop_token_ids=tuple(message.stop_token_ids[:]),
-        ignore_eos=message.ignore_eos,
-        n=message.n,
-    )
-
-
 def _placed(place: link.Place, router: RouterRef, now_s: float) -> messages.Placed:
     spec = place.spec
-    params = sampling_params(spec.sampling)
+    params = params_from_proto(spec.sampling)
+    key = handoff_key(spec.request_id, spec.attempt)
     job = Job(
-        request_id=_request_id(spec.request_id),
-        attempt=Attempt(spec.attempt),
+        request_id=key.request_id,
+        attempt=key.attempt,
         token_ids=from_wire(spec.token_ids, "spec.token_ids"),
         num_prompt_tokens=spec.num_prompt_tokens,
         params=params,
@@ -213,7 +192,7 @@ def _move(move: link.Move, router: RouterRef) -> messages.MoveAsked:
         raise ProtocolError(f"new_attempt: {move.new_attempt} is not above attempt {move.attempt}")
     if not move.num_tokens:
         raise ProtocolError("move.num_tokens: 0")
-    key, new_attempt = _key(move.request_id, move.attempt), Attempt(move.new_attempt)
+    key, new_attempt = handoff_key(move.request_id, move.attempt), Attempt(move.new_attempt)
     return messages.MoveAsked(router, key, move.index, new_attempt, target, address, move.num_tokens)
 
 
@@ -222,7 +201,7 @@ def _share(share: link.Share, now_s: float) -> messages.ShareAsked:
     if len(share.token_ids) > MAX_TOKEN_IDS * TOKEN_ID_BYTES:
         raise ProtocolError(f"share.token_ids: {len(share.token_ids)} bytes, the limit is {MAX_TOKEN_IDS} tokens")
     token_ids = from_wire(share.token_ids, "share.token_ids")
-    key, deadline_s = _key(share.request_id, share.attempt), now_s + share.within_ms / 1000
+    key, deadline_s = handoff_key(share.request_id, share.attempt), now_s + share.within_ms / 1000
     return messages.ShareAsked(key, token_ids, share.cache_salt, target, address, deadline_s)
 
 
@@ -233,10 +212,6 @@ def _role_given(given: link.SetRole) -> messages.RoleGiven:
     if not given.epoch:
         raise ProtocolError("set_role.epoch: 0 is that of a worker's start")
     return messages.RoleGiven(role, given.epoch)
-
-
-def _key(request_id: bytes, attempt: int) -> HandoffKey:
-    return HandoffKey(_request_id(request_id), Attempt(attempt))
 
 
 def _target(worker: link.WorkerRef) -> tuple[Peer, str]:
@@ -252,12 +227,6 @@ def _peer(worker: link.WorkerRef, field: str) -> Peer:
     if not worker.incarnation:
         raise ProtocolError(f"{field}.incarnation: 0")
     return Peer(WorkerId(worker.worker_id), Incarnation(worker.incarnation))
-
-
-def _request_id(value: bytes) -> RequestId:
-    if len(value) != REQUEST_ID_BYTES:
-        raise ProtocolError(f"request_id: {len(value)} bytes, {REQUEST_ID_BYTES} are needed")
-    return RequestId(value)
 
 
 def _write_progress(reported: messages.Progress, now_s: float, progress: link.Progress) -> None:

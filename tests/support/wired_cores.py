@@ -40,8 +40,8 @@ class WiredCores(Joined):
 
     def __init__(self, nodes: dict[str, Node]) -> None:
         super().__init__(nodes)
-        self.tokens: dict[HandoffKey, dict[int, int]] = {}
-        self.finished: set[HandoffKey] = set()
+        self.tokens: dict[tuple[HandoffKey, int], dict[int, int]] = {}  # of each continuation, by position
+        self.finished: set[tuple[HandoffKey, int]] = set()
         self.failed: list[Failed] = []
         self.roles: list[tuple[str, RoleTaken]] = []
 
@@ -71,13 +71,14 @@ class WiredCores(Joined):
             case RoleTaken():
                 self.roles.append((worker, report))
 
-    def output(self, each: Job) -> list[int]:
-        drawn = self.tokens.get(each.key, {})
+    def output(self, each: Job, index: int = 0) -> list[int]:
+        drawn = self.tokens.get((HandoffKey(*each.key), index), {})
         return [drawn[position] for position in sorted(drawn)]
 
     def _take(self, tokens: Tokens) -> None:
-        drawn = self.tokens.setdefault(tokens.key, {})
+        name = tokens.key, tokens.index
+        drawn = self.tokens.setdefault(name, {})
         known = drawn.setdefault(tokens.position, tokens.token.token_id)  # both workers report a first token
         assert known == tokens.token.token_id, "a position was reported twice, and differs"
         if tokens.finish is not None:
-            self.finished.add(tokens.key)
+            self.finished.add(name)

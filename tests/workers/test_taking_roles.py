@@ -72,7 +72,7 @@ def gets_stuck(rng: random.Random) -> bool:
     cores = mixed_cores()
     jobs = crowd(cores, rng)
     cores.run(rng)
-    return any(each.key not in cores.finished for each in jobs)
+    return any((each.key, 0) not in cores.finished for each in jobs)
 
 
 # ---- which role a worker has
