@@ -1,8 +1,25 @@
-"""Log probabilities of a sampled token as inference.proto has them, and back."""
+"""Sampling parameters, and log probabilities of a sampled token, as inference.proto has them, and back."""
 
 from pdserve.errors import ProtocolError
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.sampling import MAX_LOGPROBS, TokenLogprobs
+from pdserve.sampling import MAX_LOGPROBS, SamplingParams, TokenLogprobs
+
+_FIELDS = tuple(SamplingParams.__annotations__)
+
+
+def params_to_proto(params: SamplingParams) -> inference.SamplingParams:
+    """Write sampling with every field set; only `logprobs` may be missing, which means none."""
+    fields = {name: getattr(params, name) for name in _FIELDS}
+    return inference.SamplingParams(**{**fields, "logit_bias": dict(params.logit_bias)})
+
+
+def params_from_proto(message: inference.SamplingParams) -> SamplingParams:
+    """Return sampling as `params_to_proto` writes it."""
+    fields = {name: getattr(message, name) for name in _FIELDS}
+    fields["logit_bias"] = tuple(sorted(message.logit_bias.items()))
+    fields["logprobs"] = message.logprobs if message.HasField("logprobs") else None
+    fields["stop_token_ids"] = tuple(message.stop_token_ids)
+    return SamplingParams(**fields)
 
 
 def logprobs_to_proto(logprobs: TokenLogprobs) -> inference.TokenLogprobs:

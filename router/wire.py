@@ -38,7 +38,7 @@ from pdserve.router.events import (
     WorkerEvent,
 )
 from pdserve.router.timeline import Ledger, Usage
-from pdserve.sampling import SamplingParams
+from pdserve.sampling_wire import params_to_proto
 from pdserve.token_ids import to_wire
 
 MAX_WORKER_ID_BYTES = 128
@@ -48,9 +48,8 @@ _UNKNOWN_LAYOUT = KvLayout("", 0, 0, 0, 0, "")  # of a worker that loads: nothin
 
 _STAGES = {number: Stage[name.removeprefix("STAGE_")] for name, number in link.Stage.items() if number}
 # Values that are written and read field by field have the fields of their messages.
-_OTHERS, _SAMPLING, _USAGE, _LEDGER = (
-    tuple(message.DESCRIPTOR.fields_by_name)
-    for message in (link.OthersLoad, inference.SamplingParams, inference.Usage, inference.Ledger)
+_OTHERS, _USAGE, _LEDGER = (
+    tuple(message.DESCRIPTOR.fields_by_name) for message in (link.OthersLoad, inference.Usage, inference.Ledger)
 )
 _FAILURES = {link.FailureCode.Value(f"FAILURE_CODE_{failure.name}"): failure for failure in Failure}
 
@@ -262,18 +261,12 @@ def _spec(spec: SequenceSpec) -> link.SequenceSpec:
         attempt=spec.attempt,
         token_ids=to_wire(spec.token_ids),
         num_prompt_tokens=spec.num_prompt_tokens,
-        sampling=_sampling(spec.params),
+        sampling=params_to_proto(spec.params),
         indices=() if is_all else spec.indices,
         cache_salt=spec.cache_salt,
         deadline_ms=round(spec.remaining_s * 1e3),
         priority=spec.priority,
     )
-
-
-def _sampling(params: SamplingParams) -> inference.SamplingParams:
-    """Write sampling with every field set; only `logprobs` may be missing, which means none."""
-    fields = {name: getattr(params, name) for name in _SAMPLING}
-    return inference.SamplingParams(**{**fields, "logit_bias": dict(params.logit_bias)})
 
 
 def usage_message(usage: Usage) -> inference.Usage:

@@ -121,6 +121,12 @@ def claimed_folder(name: str) -> Iterator[Path]:
         os.close(lock)
 
 
+def wait_for_end(name: str) -> None:
+    """Return once nobody owns the folder of the cluster `name`."""
+    with (runtime_dir(name) / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+
+
 def _forget(folder: Path) -> None:
     for name in ("state.json", "metrics.json", "secret", RECORD_FILE):
         (folder / name).unlink(missing_ok=True)

@@ -60,6 +60,8 @@ autoscale_app = typer.Typer(help="Keep each pool at the size that a policy asks 
 bench_app = typer.Typer(cls=DefaultLoad, help="Measure a cluster, or a part of one. Without a command: load.")
 
 app.command("up")(cluster.up)
+app.command("down")(cluster.down)
+app.command("logs")(cluster.logs)
 app.command("status")(cluster.status)
 app.command("doctor")(doctor.doctor)
 app.command("role")(operating.role)

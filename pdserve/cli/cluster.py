@@ -1,6 +1,7 @@
 """Commands about a whole cluster on this machine: start it, look at it, show it."""
 
 import asyncio
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -35,6 +36,9 @@ ADDRESSES = (
     *("host", "port", "internal_host", "internal_port", "metrics_port", "health_port"),
 )
 
+ClusterArgument = Annotated[
+    str, typer.Argument(metavar="[NAME]", envvar="PDSERVE_CLUSTER", help="Which of this machine's clusters.")
+]
 FewestPrefill = Annotated[
     int | None,
     typer.Option("--prefill", help="Prefill workers; by default 1, or the policy's least.", show_default=False),
@@ -182,6 +186,43 @@ def status(
         asyncio.run(show_public_status(*router_of(endpoint, cluster.name, ca_file), as_json=as_json))
         return
     asyncio.run(show_status(cluster.client(), watch=watch, as_json=as_json))
+
+
+def down(name: ClusterArgument = "default") -> None:
+    """Let a cluster of this machine drain and end, as Ctrl-C does where it runs; wait for its end.
+
+    Fails unless all of it drained in time. Ctrl-C leaves it draining; a second `pdserve down` ends it at once.
+    """
+    import os
+    import signal
+
+    from pdserve.errors import CommandError
+    from pdserve.launch.folder import read_state, state_file, wait_for_end
+
+    with suppress(ProcessLookupError):
+        os.kill(read_state(name).supervisor_pid, signal.SIGTERM)
+    wait_for_end(name)
+    if state_file(name).exists():
+        raise CommandError(f"{name} has ended without draining: `pdserve logs {name}` shows why")
+
+
+def logs(
+    name: ClusterArgument = "default",
+    process: Annotated[
+        str, typer.Argument(metavar="[PROCESS]", help="One of its processes; by default all.", show_default=False)
+    ] = "*",
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Show what is appended until Ctrl-C.")] = False,
+) -> None:
+    """Show what the processes of a cluster of this machine logged. Logs outlive their cluster until its next start."""
+    import os
+
+    from pdserve.errors import ConfigError
+    from pdserve.launch.folder import runtime_dir
+
+    files = sorted((runtime_dir(name) / "logs").glob(f"{process}.log"))
+    if not files:
+        raise ConfigError(f"{name}: no logs of {'any process' if process == '*' else process} are here")
+    os.execvp("tail", ["tail", "-n", "+1", *(["-F"] if follow else []), *map(str, files)])
 
 
 def demo(

@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -31,7 +33,7 @@ def doctor(
 ) -> None:
     """Look for what keeps this machine, and a cluster, from serving. Exit status 1 if anything cannot work.
 
-    Looks at this machine, at the files that --config (of a router or a worker) and --model name, and at the cluster
+    Looks at this machine, at the files that --config (of any process) and --model name, and at the cluster
     that runs here or that --admin names.
     """
     from pdserve.doctor.finding import Level
@@ -56,7 +58,28 @@ def _findings(settings: "Settings", cluster: Operated) -> Iterator["Finding"]:
 
     yield from machine_findings(gather_machine(settings.handoff_host, settings.handoff_rdma_devices))
     yield from settings_findings(settings, datetime.now(UTC))
+    if settings.policy is not None:
+        yield from asyncio.run(policy_findings(settings.policy))
     yield from _cluster(settings, cluster)
+
+
+async def policy_findings(policy: Path) -> list["Finding"]:
+    """Check an autoscaler's policy, and the rights that it needs on Kubernetes."""
+    from pdserve.autoscaler.actuators import KubernetesActuator
+    from pdserve.autoscaler.loading import load
+    from pdserve.doctor.finding import failed, ok
+    from pdserve.doctor.rights import gather_rights
+
+    try:
+        actuator = load(policy).actuator
+    except ConfigError as error:
+        return [failed("policy", str(error), "pdserve autoscale validate FILE")]
+    found = [ok("policy", f"{policy}: {actuator.kind}")]
+    if isinstance(actuator, KubernetesActuator):
+        found += await gather_rights(actuator)
+    elif actuator.kind == "publish" and "KUBERNETES_SERVICE_HOST" in os.environ:
+        found += await gather_rights(None)
+    return found
 
 
 def _cluster(settings: "Settings", cluster: Operated) -> Iterator["Finding"]:

@@ -19,7 +19,7 @@ ENOUGH_DAYS = 14.0  # that a certificate is to last
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What of a router's or a worker's configuration is looked at. None: not set."""
+    """What of the configuration of a router, worker or autoscaler is looked at. None: not set."""
 
     model: str | None = None
     secret_file: Path | None = None
@@ -28,6 +28,7 @@ class Settings:
     ssl_keyfile: Path | None = None
     handoff_host: str = "127.0.0.1"
     handoff_rdma_devices: tuple[str, ...] = ()
+    policy: Path | None = None  # an autoscaler's
 
 
 def read_settings(file: Path) -> Settings:
@@ -49,7 +50,7 @@ def read_settings(file: Path) -> Settings:
     )
 
 
-_PATHS = ("secret_file", "identity_dir", "ssl_certfile", "ssl_keyfile")
+_PATHS = ("secret_file", "identity_dir", "ssl_certfile", "ssl_keyfile", "policy")
 
 
 def settings_findings(settings: Settings, now: datetime) -> Iterator[Finding]:

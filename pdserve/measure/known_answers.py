@@ -15,14 +15,11 @@ from pdserve.engine.alone import LoneEngine
 from pdserve.model.loading import load_model
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.sampling import SamplingParams
+from pdserve.sampling_wire import params_to_proto
 
 Answer = Mapping[int, Sequence[int]]  # tokens by continuation
 
 _SHARE_GREEDY, _SHARE_SHARED, _SHARE_TWO = 0.5, 0.3, 0.1
-_GIVEN = (  # all that a model may have defaults of its own for
-    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
-    *("max_tokens", "seed", "n", "ignore_eos"),
-)
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -45,7 +42,7 @@ class KnownRequest:
 
     def message(self, deadline_s: float) -> inference.GenerateRequest:
         """Return it as a client sends it."""
-        sampling = inference.SamplingParams(**{name: getattr(self.params, name) for name in _GIVEN})
+        sampling = params_to_proto(self.params)
         return inference.GenerateRequest(
             token_ids=inference.TokenIds(ids=self.prompt), sampling=sampling, deadline_ms=round(deadline_s * 1e3)
         )

@@ -144,6 +144,8 @@ def test_bench_without_a_command_of_its_own_sends_load(pdserve: Command) -> None
         (("bench", "--endpoint", "h:1"), "--workload is needed"),
         (("bench", "--workload", "0x4"), "0x4"),
         (("status", "--admin", "h:1"), "--secret-file"),
+        (("down", "nobody"), "no cluster named 'nobody' runs here"),
+        (("logs", "nobody"), "nobody: no logs of any process are here"),
         (("generate", "x", "--name", "nobody"), "pdserve up"),
         (("router",), "--model: is required"),
         (("worker", "--model", "m", "--page-size", "0"), "--page-size: 0"),

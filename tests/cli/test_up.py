@@ -30,15 +30,15 @@ def up(*flags: str) -> Iterator[ClusterState]:
             lines = iter(process.stderr.readline, "")
             assert any(line.startswith("ready: ") for line in lines), "ended before it was ready"
             yield read_state(NAME)
-            process.send_signal(signal.SIGTERM)
-            process.communicate(timeout=60)
-            assert process.returncode == 0
+            pdserve_("down", NAME, name=None)
+            assert process.wait(10) == 0
         finally:
             process.kill()
 
 
-def pdserve_(*arguments: str) -> str:
-    ended = subprocess.run((*PDSERVE, *arguments, "--name", NAME), capture_output=True, text=True, check=False)
+def pdserve_(*arguments: str, name: str | None = NAME) -> str:
+    named = () if name is None else ("--name", name)
+    ended = subprocess.run((*PDSERVE, *arguments, *named), capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
@@ -99,4 +99,7 @@ def test_a_cluster_serves_outlives_a_death_and_drains(tmp_path: Path, monkeypatc
         assert generate() == before
         until_every_page_is_free()
     assert not (tmp_path / "pdserve" / NAME / "secret").exists()
+    shown = pdserve_("logs", NAME, name=None)
+    assert all(f"{name}.log <==" in shown for name in ("router", "prefill-0", "decode-0"))
+    assert "drained" in pdserve_("logs", NAME, "decode-0", name=None)
     assert all(process.pid is None or not psutil.pid_exists(process.pid) for process in state.processes)

@@ -8,6 +8,8 @@ from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.roles import Role
+from pdserve.sampling import SamplingParams
+from pdserve.sampling_wire import params_from_proto, params_to_proto
 from pdserve.token_ids import to_wire
 from pdserve.worker import wire
 from pdserve.worker.messages import Fetch, MoveAsked, Placed, RoleGiven, RouterRef, ShareAsked
@@ -95,3 +97,14 @@ def without(message: object, **fields: object) -> object:
 def test_a_field_that_cannot_be_is_named(message: dict[str, object], problem: str) -> None:
     with pytest.raises(ProtocolError, match=problem):
         read(**message)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(0.5, 3, 0.75, 0.25, 1.5, -0.5, 2.0, ((2, -1.0), (7, 0.5)), 2**63, 0, 9, 4, (5, 6), True, 2),
+    ],
+)
+def test_a_worker_samples_as_the_router_asks(params: SamplingParams) -> None:
+    assert params_from_proto(params_to_proto(params)) == params
