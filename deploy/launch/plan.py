@@ -39,6 +39,8 @@ class ClusterSpec:
     internal_port: int | None = None  # of the router, for workers; None: any that is free
     worker_flags: Flags = field(default_factory=dict)  # by field name, for all workers
     router_flags: Flags = field(default_factory=dict)
+    role_flags: Mapping[str, Flags] = field(default_factory=dict)  # of the workers of a role; `worker_flags` go first
+    autoscaler_flags: Flags = field(default_factory=dict)
     num_mixed: int = 0
     max_workers: int | None = None  # that there may be at once; None: as many as it begins with
     autoscaling: Path | None = None  # the policy file that an autoscaler follows
@@ -50,8 +52,13 @@ class ClusterSpec:
     @property
     def drain_timeout_s(self) -> float:
         """Return how long running requests have to finish once the cluster is to stop."""
-        given = self.worker_flags.get("drain_timeout_s")
-        return float(str(WorkerConfig.model_fields["drain_timeout_s"].default if given is None else given))
+        default = WorkerConfig.model_fields["drain_timeout_s"].default
+        return max(float(str(self.flags_of(role).get("drain_timeout_s", default))) for role in WORKER_ROLES)
+
+    def flags_of(self, role: str) -> Flags:
+        """Return what is given for a worker of a role."""
+        given = {key: value for key, value in self.worker_flags.items() if value is not None}
+        return {**self.role_flags.get(role, {}), **given}
 
     def __post_init__(self) -> None:
         for key in self.worker_flags.keys() - WorkerConfig.model_fields.keys():
@@ -135,21 +142,16 @@ class WorkerPlans:
 
     def __init__(self, spec: ClusterSpec, wiring: Wiring) -> None:
         routers = (wiring.router,)
-        chosen = {key: value for key, value in spec.worker_flags.items() if value is not None}
-        self._flags = {
-            **_shared(spec, wiring, Part.WORKER),
-            "routers": routers,
-            "num_threads": wiring.num_threads,
-            **chosen,
-        }
-        self._given = {key: str(chosen[key]) for key in PUBLISHED if key in chosen}
+        self._shared = {**_shared(spec, wiring, Part.WORKER), "routers": routers, "num_threads": wiring.num_threads}
+        self._spec = spec
         self._endpoints: dict[str, dict[str, str]] = {}  # by worker
         self._places: dict[str, int] = {}  # by worker: how much further its ports are
 
     def add(self, name: str, role: Role) -> ChildSpec:
         """Return a worker to start; ConfigError where its endpoints would be another worker's."""
         place = next(number for number in count() if number not in self._places.values())
-        own = {key: _own_endpoint(key, endpoint, place, name) for key, endpoint in self._given.items()}
+        flags = self._spec.flags_of(role)
+        own = {key: _own_endpoint(key, str(flags[key]), place, name) for key in PUBLISHED if key in flags}
         users = {
             port: _user(worker, key)
             for worker, endpoints in self._endpoints.items()
@@ -161,7 +163,7 @@ class WorkerPlans:
             if port not in ANY_PORT and users.setdefault(port, user) != user:
                 raise ConfigError(f"{user}: {endpoint} is {users[port]} too; each worker needs its own")
         self._endpoints[name], self._places[name] = own, place
-        return _child(name, role, "worker", {**self._flags, **own, "worker_id": name, "role": role})
+        return _child(name, role, "worker", {**self._shared, **flags, **own, "worker_id": name, "role": role})
 
     def keep(self, names: Collection[str]) -> None:
         """Forget all workers but these: the others are gone."""
@@ -185,7 +187,8 @@ def plan(spec: ClusterSpec, wiring: Wiring, workers: WorkerPlans) -> tuple[Child
     names = [(f"{role}-{i}", role) for role, number in counts.items() for i in range(number)]
     children = [] if spec.elsewhere else [workers.add(name, role) for name, role in names]
     if spec.autoscaling is not None:
-        command = (*PDSERVE, "autoscale", "run", *flag_arguments({"policy": spec.autoscaling, "name": spec.name}))
+        flags = {"policy": spec.autoscaling, "name": spec.name, **spec.autoscaler_flags}
+        command = (*PDSERVE, "autoscale", "run", *flag_arguments(flags))
         children.append(ChildSpec("autoscaler", "autoscaler", command))
     return (_child("router", "router", "router", router), *children)
 

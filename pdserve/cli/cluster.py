@@ -1,9 +1,10 @@
 """Commands about a whole cluster on this machine: start it, look at it, show it."""
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,7 +18,6 @@ from pdserve.cli.options import (
     ClusterName,
     Endpoint,
     Mixed,
-    Model,
     Operated,
 )
 from pdserve.config import WorkerConfig
@@ -25,11 +25,12 @@ from pdserve.router.config import RouterConfig
 
 if TYPE_CHECKING:
     from pdserve.autoscaler.process import PoolSizes
+    from pdserve.launch.plan import ClusterSpec
 
-# What the launcher decides for each process, or what `up` itself has a flag for.
+# What the launcher decides for each process.
 PER_PROCESS = (
-    *("role", "model", "worker_id", "router_id", "incarnation", "routers", "secret_file", "identity_dir"),
-    *("launch_id", "termination_message_file"),
+    *("role", "model", "served_model_name", "worker_id", "router_id", "incarnation", "routers", "secret_file"),
+    *("identity_dir", "launch_id", "termination_message_file", "name"),
 )
 ADDRESSES = (
     *("handoff_host", "handoff_port", "handoff_advertise"),
@@ -75,7 +76,20 @@ RayAddress = Annotated[
     ),
 ]
 InternalHost = Annotated[
-    str, typer.Option("--internal-host", help="Address of this machine at which workers elsewhere reach the router.")
+    str | None,
+    typer.Option(
+        "--internal-host",
+        help="Address of this machine at which workers elsewhere reach the router; by default loopback.",
+        show_default=False,
+    ),
+]
+ModelOfCluster = Annotated[
+    str | None,
+    typer.Argument(help=f"A path, or a name from the catalog; by default {DEFAULT_MODEL}.", show_default=False),
+]
+ClusterConfig = Annotated[
+    Path | None,
+    typer.Option("--config", help="YAML file with router, workers by role, and autoscaler.", show_default=False),
 ]
 WorkersSecret = Annotated[
     Path | None,
@@ -87,24 +101,28 @@ WorkersSecret = Annotated[
 ]
 
 
-@config_flags(WorkerConfig, RouterConfig, without=(*PER_PROCESS, *ADDRESSES))
+@config_flags(WorkerConfig, RouterConfig, without=(*set(PER_PROCESS) - {"served_model_name"}, *ADDRESSES))
 def up(
-    model: Model = DEFAULT_MODEL,
+    model: ModelOfCluster = None,
+    config: ClusterConfig = None,
     prefill: FewestPrefill = None,
     decode: FewestDecode = None,
-    mixed: Mixed = 0,
+    mixed: Mixed = None,
     policy: Policy = None,
     max_workers: MaxWorkers = None,
     name: ClusterName = "default",
     on: On = Platform.PROCESSES,
     address: RayAddress = None,
-    internal_host: InternalHost = "127.0.0.1",
+    internal_host: InternalHost = None,
     secret_file: WorkersSecret = None,
-    host: Annotated[str, typer.Option(help="Where the public endpoint listens.")] = "127.0.0.1",
+    host: Annotated[
+        str | None, typer.Option(help="Where the public endpoint listens; by default on loopback.", show_default=False)
+    ] = None,
     router_port: RouterPort = None,
     tls: Annotated[
-        bool, typer.Option("--tls", help="Certificates of an authority made for this run, inside and for clients.")
-    ] = False,
+        bool | None,
+        typer.Option("--tls", help="Certificates of an authority made for this run, inside and for clients."),
+    ] = None,
     **flags: object,
 ) -> None:
     """Start a router and workers on this machine and keep them running. Ctrl-C drains, a second one kills.
@@ -114,38 +132,60 @@ def up(
     With --policy, an autoscaler starts and ends workers, and changes their roles, as the policy says. With --on ray,
     only the router and it run here; workers are owned by actors of Ray, which outlive a second Ctrl-C.
 
-    Each flag goes to every process that has it. Of an endpoint for KV events each worker takes one of its
-    own: the first one's port is as given, each further worker's is one higher; of a path, it ends in the worker's name.
+    Each flag goes to every process that has it, and overrides the file of --config. Of an endpoint for KV events each
+    worker takes one of its own: the first one's port is as given, each further worker's is one higher; of a path, it
+    ends in the worker's name.
     """
-    from pdserve.cli.models import fetched, model_name
+    from pdserve.cli.cluster_file import read_cluster
     from pdserve.cli.running import Terminal, serve_until_signal
-    from pdserve.launch.plan import ClusterSpec
 
-    served = flags.pop("served_model_name", None) or model_name(model)
+    settings = {} if config is None else read_cluster(config)
+    own = {
+        "model": model,
+        "policy": policy,
+        "max_workers": max_workers,
+        "host": host,
+        "router_port": router_port,
+        "internal_host": internal_host,
+        "workers_secret_file": secret_file,
+        "tls": tls,
+        "served_model_name": flags.pop("served_model_name", None),
+        "name": None if name == "default" else name,
+    }
+    settings |= {key: value for key, value in own.items() if value is not None}
+    replicas = settings.setdefault("replicas", {})
+    replicas |= {r: n for r, n in (("prefill", prefill), ("decode", decode), ("mixed", mixed)) if n is not None}
     given = {key: value for key, value in flags.items() if value is not None}
     if on is Platform.RAY:
-        policy = policy_on_ray(policy, name, prefill, decode, address, given)
-    sizes = _sizes(policy, prefill, decode)
-    check_platform(on, sizes, mixed, address)
-    spec = ClusterSpec(
+        wanted = replicas.get("prefill"), replicas.get("decode")
+        cluster = settings.get("name", "default")
+        settings["policy"] = policy_on_ray(settings.get("policy"), cluster, *wanted, address, given)
+    asyncio.run(serve_until_signal(_spec(settings, given, on, address), Terminal()))
+
+
+def _spec(settings: dict[str, Any], flags: Mapping[str, object], on: Platform, address: str | None) -> "ClusterSpec":
+    """Return the cluster that settings, of a file and of flags for all processes, ask for."""
+    from pdserve.cli.models import fetched, model_name
+    from pdserve.launch.plan import ClusterSpec
+
+    model, policy = settings.pop("model", DEFAULT_MODEL), settings.pop("policy", None)
+    replicas = settings.pop("replicas")
+    num_mixed = replicas.get("mixed", 0)
+    sizes = _sizes(policy, replicas.get("prefill"), replicas.get("decode"))
+    check_platform(on, sizes, num_mixed, address)
+    secret_file, router_flags = settings.pop("workers_secret_file", None), settings.pop("router_flags", {})
+    return ClusterSpec(
+        **{"served_model_name": model_name(model), "max_workers": sizes.max_workers, **settings},
         model=str(fetched(model)),
-        served_model_name=str(served),
         num_prefill=sizes.prefill,
         num_decode=sizes.decode,
-        num_mixed=mixed,
-        max_workers=max_workers or sizes.max_workers,
+        num_mixed=num_mixed,
         autoscaling=None if policy is None else policy.absolute(),
         elsewhere=sizes.elsewhere,
-        internal_host=internal_host,
         workers_secret_file=None if secret_file is None else secret_file.absolute(),
-        name=name,
-        host=host,
-        router_port=router_port,
-        tls=tls,
-        worker_flags={key: value for key, value in given.items() if key in WorkerConfig.model_fields},
-        router_flags={key: value for key, value in given.items() if key in RouterConfig.model_fields},
+        worker_flags={key: value for key, value in flags.items() if key in WorkerConfig.model_fields},
+        router_flags=router_flags | {key: value for key, value in flags.items() if key in RouterConfig.model_fields},
     )
-    asyncio.run(serve_until_signal(spec, Terminal()))
 
 
 def _sizes(policy: Path | None, prefill: int | None, decode: int | None) -> "PoolSizes":

@@ -64,7 +64,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Model = Annotated[str, typer.Argument(help="A path, or a name from the catalog.")]
 Prefill = Annotated[int, typer.Option("--prefill", help="Prefill workers.")]
 Decode = Annotated[int, typer.Option("--decode", help="Decode workers.")]
-Mixed = Annotated[int, typer.Option("--mixed", help="Workers that compute prompts and decode.")]
+Mixed = Annotated[
+    int | None, typer.Option("--mixed", help="Workers that compute prompts and decode.", show_default=False)
+]
 Threads = Annotated[
     int | None, typer.Option("--num-threads", min=1, help="CPU threads of each worker's engine.", show_default=False)
 ]

@@ -28,6 +28,7 @@ class Process(StrEnum):
     ROUTER = "router"
     WORKER = "worker"
     AUTOSCALER = "autoscaler"
+    CLUSTER = "cluster"
     WATCH_PODS = "watch-pods"
 
 
@@ -92,5 +93,8 @@ def _run(name: str, serve: Callable[[_Config], Coroutine[Any, Any, None]], setti
 
 
 def schema(process: Annotated[Process, typer.Argument(help="Whose configuration.")]) -> None:
-    """Print the JSON Schema of a process's YAML file."""
-    typer.echo(json.dumps(CONFIGS[process].model_json_schema(), indent=2))
+    """Print the JSON Schema of a process's YAML file, or of a whole cluster's."""
+    from pdserve.cli.cluster_file import ClusterFile
+
+    model = ClusterFile if process is Process.CLUSTER else CONFIGS[process]
+    typer.echo(json.dumps(model.model_json_schema(), indent=2))

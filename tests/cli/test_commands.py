@@ -189,7 +189,7 @@ def test_version_is_the_packages(pdserve: Command) -> None:
 
 
 def test_the_schema_of_each_process_is_printed(pdserve: Command) -> None:
-    for process in ("router", "worker", "autoscaler"):
+    for process in ("router", "worker", "autoscaler", "cluster"):
         assert json.loads(pdserve("config", "schema", process).stdout)["additionalProperties"] is False
 
 

@@ -18,6 +18,11 @@ pytestmark = pytest.mark.slow
 
 PDSERVE = (sys.executable, "-P", "-m", "pdserve")
 NAME = "test-up"
+CLUSTER = """
+router: {kv_events: zmq}
+workers:
+  prefill: &small {max_model_len: 256, kv_cache_memory_bytes: 30000000}
+"""
 
 
 @contextmanager
@@ -81,9 +86,9 @@ def until_every_page_is_free() -> None:
 def test_a_cluster_serves_outlives_a_death_and_drains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     port = free_port("127.0.0.1")
-    sizes = ("--max-model-len", "256", "--kv-cache-memory-bytes", "30000000")
-    publishing = ("--kv-events", "zmq", "--kv-events-endpoint", f"tcp://127.0.0.1:{port}")
-    with up(*sizes, *publishing) as state:
+    file = tmp_path / "cluster.yaml"
+    file.write_text(f"{CLUSTER}  decode: {{<<: *small, max_num_seqs: 5}}\n")
+    with up("--config", str(file), "--kv-events-endpoint", f"tcp://127.0.0.1:{port}") as state:
         endpoints = {process.name: process.kv_events_endpoint for process in state.processes}
         assert endpoints == {
             "router": "",
@@ -91,6 +96,8 @@ def test_a_cluster_serves_outlives_a_death_and_drains(tmp_path: Path, monkeypatc
             "decode-0": f"tcp://127.0.0.1:{port + 1}",
         }
         assert f"decode-0 publishes KV events on {endpoints['decode-0']}" in pdserve_("status")
+        workers = [each["registration"] for each in json.loads(pdserve_("status", "--json"))["workers"]]
+        assert {(each["worker_id"], each["max_num_seqs"]) for each in workers} == {("prefill-0", 64), ("decode-0", 5)}
         before = generate()
         decode = next(process for process in state.processes if process.name == "decode-0")
         assert decode.pid is not None
