@@ -70,7 +70,8 @@ CAUGHT_AT = {  # of the bugs that take seeds from 0 on long to find: where they 
     "keep_what_a_lost_router_asked_for": 6,
     "ignore_the_incarnation_on_decode_workers": 5,
     "take_one_process_gone_for_all_of_its_name": 15,
-    "never_dial_a_lost_peer_again": 65,
+    "never_dial_a_lost_peer_again": 90,
+    "never_wake_requests_that_wait_for_a_pair": 5,
     "give_pages_back_while_a_step_writes_them": 44,
     "forget_to_stop_the_other_worker": 4,
 }
