@@ -76,8 +76,9 @@ def throw(address: str, rng: random.Random, authority: Path | None) -> None:
             plain.settimeout(0.2)
             channel = context.wrap_socket(plain)
             channel.settimeout(0.02)
-        channel.sendall(rng.choice(BEGINNINGS)(rng))
-        channel.recv(4096)
+        with channel:
+            channel.sendall(rng.choice(BEGINNINGS)(rng))
+            channel.recv(4096)
 
 
 def spoilt(message: bytes, rng: random.Random) -> bytes:
