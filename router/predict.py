@@ -30,7 +30,8 @@ _NEAR_OBJECTIVE = 0.5
 _MEDIAN_STEP = 0.01
 _MOST_MEDIAN = 2.0
 # Of a sequence: its last one is half full, and one is kept for it to grow into. And the share of all that may be used:
-# answers are longer than their mean, too. With 1 page and all of them, pools that grow under load attain 3 points less.
+# answers are longer than their mean, too. With 1 page and all of them, pools that grow under load attain up to 6 points
+# less.
 _PAGES_BESIDE = 1.5
 _USABLE_SHARE = 0.95
 
