@@ -84,16 +84,13 @@ class Leadership:
         stopping = asyncio.create_task(stop.wait())
         try:
             while not stop.is_set():
+                task = await self._kept(task)  # the lead may have run out while this waited
                 await self._try()
-                left_s = self._election.leads_for_s(self._clock.now_s())
-                self._show(leads=left_s > 0)
+                task = await self._kept(task)
                 if self.leads and task is None:
                     task = asyncio.create_task(work())
-                elif task is not None and not self.leads:
-                    await _cancelled(task)
-                    task = None
                 waits = {stopping, *([task] if task is not None else [])}
-                wait_s = min(RETRY_S, left_s) if self.leads else RETRY_S
+                wait_s = min(RETRY_S, self._election.leads_for_s(self._clock.now_s())) if self.leads else RETRY_S
                 await asyncio.wait(waits, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
                 if task is not None and task.done():
                     return task.result()
@@ -107,10 +104,18 @@ class Leadership:
                 await _cancelled(task)
             await self._release()
 
-    def _show(self, *, leads: bool) -> None:
+    async def _kept(self, task: asyncio.Task[None] | None) -> asyncio.Task[None] | None:
+        """Return the work while this process leads; end it otherwise, and return None."""
+        leads = self._election.leads_for_s(self._clock.now_s()) > 0
         if leads != self.leads:
             logger.info("this autoscaler %s", "leads" if leads else f"follows: {self.holder or 'nobody'} leads")
         self.leads = leads
+        if leads or task is None:
+            return task
+        await _cancelled(task)
+        if not task.cancelled():
+            task.result()
+        return None
 
     async def _try(self) -> None:
         """Look at the Lease, and take or renew it where that is right."""
@@ -175,5 +180,4 @@ class Leadership:
 
 async def _cancelled(task: asyncio.Task[None]) -> None:
     task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task
+    await asyncio.wait({task})

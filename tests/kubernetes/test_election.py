@@ -186,3 +186,21 @@ async def test_a_leader_whose_api_is_gone_stops_and_a_conflict_makes_nobody_lead
     kube.double.faults.clear()
     await working.until("first")
     await first.end()
+
+
+@pytest.mark.skipif(bool(REAL), reason="a fault")
+async def test_a_leader_whose_renewal_failed_at_once_stops_when_its_lead_ends_though_the_api_hangs_then(
+    kube: KubeCluster, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pdserve.kubernetes.election.RENEW_WITHIN_S", 0.5)
+    monkeypatch.setattr("pdserve.kubernetes.election.RETRY_S", 0.3)
+    assert kube.double is not None
+    working = Working()
+    first = Autoscaler(kube, client, "first", working)
+    await working.until("first")
+    refused = Fault("GET", "/leases/", status=403, times=1)
+    kube.double.faults += [refused, Fault("ANY", "/leases/", lose="hang")]
+    async with asyncio.timeout(3):  # less than the time that a look at the Lease may take
+        await working.until_nobody()
+    assert (refused.times, first.turns.leads) == (0, False)
+    await first.end()
