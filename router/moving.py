@@ -226,7 +226,7 @@ class Moving:
     ) -> WorkerView | None:
         """Start a continuation's move; return the worker to which, or None where it stays.
 
-        It goes where it will decode fastest of the workers that compute no prompt, whose steps are the shortest.
+        It goes where it will decode fastest, to a worker that computes prompts only if there is no other.
         """
         page_size, step_s = source.registration.layout.page_size, self._step_s(source)
         num_left = candidate.num_left if why is Why.PAGES else candidate.most_left

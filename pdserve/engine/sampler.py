@@ -143,7 +143,7 @@ def _contenders(scores: Row, reached: float, key: rng.Words, ids: rng.Words) -> 
 def _floor(scores: Row, peak: float, params: SamplingParams) -> float:
     """Return the smallest score that top-k, top-p and min-p keep. Equal scores stand or fall together."""
     floor = peak + math.log(params.min_p) if params.min_p > 0.0 else -math.inf
-    if params.top_k <= 0 and params.top_p >= 1.0:
+    if not 0 < params.top_k < len(scores) and params.top_p >= 1.0:
         return floor
     likeliest = _likeliest(scores[scores >= peak - REACH], scores, peak, params)
     if likeliest is None:

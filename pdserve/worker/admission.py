@@ -95,17 +95,20 @@ class Draining:
         self.reason = f"{num_quarantined} of {num_pages} pages are quarantined"
         return True
 
-    def waits_in_vain(self, reason: str, *, is_still: bool) -> bool:
-        """Return whether what waits for pages here does so in vain: nothing has run for many looks in a row.
+    def in_vain(self, num_lost: int, *, is_still: bool) -> str:
+        """Return why what waits for pages here does so in vain, or nothing: nothing has run for many looks in a row.
 
-        Then this drains, for only another process has these pages.
+        Where `num_lost` pages are quarantined this drains too, for only another process has them.
         """
         self._num_still = self._num_still + 1 if is_still else 0
         if self._num_still < (NUM_LOOKS if self.is_on else NUM_STILL_LOOKS):
-            return False
+            return ""
+        if not num_lost:
+            return "hand-offs hold the pages that it needs"
+        reason = f"{num_lost} pages that it may need are quarantined"
         if not self.is_on:
             self.is_on, self.reason = True, reason
-        return True
+        return reason
 
 
 class Roles:

@@ -218,16 +218,16 @@ class WorkerCore:
     def _give_back_what_waits(self, now_s: float) -> list[Command]:
         """Drain once too few pages are left to be of use, and give back what waits for pages then, or in vain later."""
         scheduler, pool = self._scheduler, self._scheduler.cache.pool
-        if self._draining.look(pool.num_quarantined + self.outgoing.num_stuck_pages, pool.num_pages):
+        num_lost = pool.num_quarantined + self.outgoing.num_stuck_pages
+        if self._draining.look(num_lost, pool.num_pages):
             waiting = [task for task in self._tasks if task.is_unstarted or self.incoming.is_ungranted(task.key)]
             return self._refuse(waiting, self._draining.reason, now_s)
         is_leaving, in_line, is_stuck = self._draining.is_on, scheduler.waiting, self.incoming.is_stuck
         tasks = () if scheduler.running or scheduler.steps else self._tasks
         waiting = [t for t in tasks if t.sequences and (is_leaving or any(s in in_line for s in t.sequences))]
         waiting += [t for t in tasks if is_stuck and self.incoming.is_ungranted(t.key)]
-        reason = f"{pool.num_quarantined} pages that it may need are quarantined"
-        in_vain = self._draining.waits_in_vain(reason, is_still=bool(waiting))
-        return self._refuse(waiting, reason, now_s) if in_vain else []
+        reason = self._draining.in_vain(num_lost, is_still=bool(waiting))
+        return self._refuse(waiting, reason, now_s) if reason else []
 
     def _refuse(self, tasks: Seq[Task], reason: str, now_s: float) -> list[Command]:
         failed: list[Command] = [Failed(task.router, task.key, Failure.OVERLOADED, reason) for task in tasks]

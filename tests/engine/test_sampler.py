@@ -125,6 +125,14 @@ def test_only_kept_tokens_are_ever_drawn_and_each_of_them_is(name: str) -> None:
     assert drawn == kept_by_hand(logits[0].tolist(), params)
 
 
+@pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_k=VOCAB), SamplingParams(top_p=0.9999999)])
+def test_unlikely_tokens_that_are_many_are_drawn_as_often_as_they_weigh(params: SamplingParams) -> None:
+    logits = torch.full((1, VOCAB), -10.5)
+    logits[0, 6] = 0.0  # the others weigh 1.1 % of it together
+    drawn = Counter(draw(logits.expand(4000, -1), [spec_of(params, seed=seed) for seed in range(4000)]))
+    assert 20 < 4000 - drawn[6] < 80
+
+
 def test_equal_logits_at_the_edge_of_top_k_stand_together() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 5] = 2.0

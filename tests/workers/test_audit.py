@@ -14,6 +14,7 @@ from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.doors import PeerGone
 from pdserve.kvtransfer.session import Peer
 from pdserve.reports import Failure
+from pdserve.roles import Role
 from pdserve.sampling import SamplingParams
 from pdserve.worker.admission import NUM_LOOKS, NUM_STILL_LOOKS, Draining
 from pdserve.worker.audit import EVERY_S, Auditor, Claim, adds_up, leaked_pages
@@ -145,6 +146,18 @@ def test_a_worker_on_which_something_waits_for_quarantined_pages_in_vain_drains(
     assert core.load().drain_reason == "5 pages that it may need are quarantined"
     assert core.load().num_waiting == 0
     assert core.drained
+
+
+def test_a_worker_whose_pages_hand_offs_hold_gives_back_what_waits_and_goes_on() -> None:
+    core = WorkerCore(scheduler(), 997, 64, b"secret", default_rules(role=Role.PREFILL))
+    core.handle(Placed(ROUTER, job(1, 40), 1e9, target=P, target_address="p"), 0.0)
+    while (plan := core.plan(0.0)) is not None:
+        core.commit(plan, FakeRunner().run(plan), 0.0)
+    core.handle(Placed(ROUTER, job(2, 40), 1e9), 0.0)  # more pages than are left
+    looks = [core.handle(Ticked(), look / 2) for look in range(NUM_STILL_LOOKS)]
+    (failed,) = [command for commands in looks for command in commands if isinstance(command, Failed)]
+    assert (failed.key.request_id, failed.reason) == (job(2, 40).request_id, "hand-offs hold the pages that it needs")
+    assert not core.load().draining
 
 
 def test_pages_that_are_quarantined_for_a_moment_make_no_worker_drain() -> None:
