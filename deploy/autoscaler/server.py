@@ -6,6 +6,7 @@ import os
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +46,7 @@ logger = logging.getLogger(__name__)
 END_CHECK_S = 0.5  # between two looks at replicas that end
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Target:
     """Where a cluster is reached."""
 
@@ -57,13 +58,14 @@ class Target:
     name: str = ""  # of a cluster of this machine
     elsewhere: WorkerTemplate | None = None  # of its workers, where they are started on other machines
 
-    def router(self, address: str) -> AdminClient:
-        """Return a connection to a router."""
-        return AdminClient(address, self.secret_file, self.identity_dir)
+    @cached_property
+    def router(self) -> AdminClient:
+        """A connection to the first of the routers, which has read the credentials once for all of them."""
+        return AdminClient(self.routers[0], self.secret_file, self.identity_dir)
 
     async def clients(self) -> list[AdminClient]:
         """Return connections to all routers; OSError where their names lead nowhere now."""
-        return [self.router(address) for address in await addresses_of(self.routers)]
+        return [self.router.at(address) for address in await addresses_of(self.routers)]
 
     async def statuses(self) -> list[admin.ClusterStatus]:
         """Return what all routers report."""
@@ -124,7 +126,7 @@ async def _policy(config: AutoscalerConfig) -> "AsyncIterator[tuple[Path, Policy
 @asynccontextmanager
 async def connected(policy: Policy, target: Target) -> AsyncIterator[Actuator]:
     """Be connected with what a policy's actuator orders from, for the length of the block."""
-    router = target.router(target.routers[0])  # any of those that the name leads to
+    router = target.router  # any of those that the name leads to
     match policy.actuator:
         case ProcessActuator(timeout_s=timeout_s):
             if not target.launcher:

@@ -17,10 +17,10 @@ from pdserve.signals import drain_on_signals
 async def serve(config: WatcherConfig) -> None:
     """Watch until a signal comes. ConfigError where this process has no account with Kubernetes."""
     stop = asyncio.Event()
+    first = AdminClient(config.routers[0], config.secret_file, config.identity_dir)  # reads its files once for all
 
     async def routers() -> list[AdminClient]:
-        found = await addresses_of(config.routers)
-        return [AdminClient(address, config.secret_file, config.identity_dir) for address in found]
+        return [first.at(address) for address in await addresses_of(config.routers)]
 
     async with AsyncExitStack() as stack:
         stack.enter_context(drain_on_signals(asyncio.get_running_loop(), stop.set, config.drain_timeout_s))

@@ -2,6 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from copy import copy
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -33,6 +34,12 @@ class OperatorClient:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         pass
+
+    def at(self, address: str) -> Self:
+        """Return a connection to another port of the same kind, with the same credentials."""
+        other = copy(self)
+        other.address = address
+        return other
 
     @asynccontextmanager
     async def calling(

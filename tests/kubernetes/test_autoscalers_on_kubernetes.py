@@ -53,6 +53,15 @@ async def leads(port: int) -> bool | None:
     return is_first
 
 
+async def test_a_secret_that_cannot_be_read_any_more_ends_nothing(tmp_path: Path) -> None:
+    secret = write_secret(tmp_path)
+    async with serving(Router(), secret) as address:
+        target = Target((address,), secret)
+        await target.statuses()
+        secret.unlink()
+        assert len(await target.statuses()) == 1
+
+
 async def test_one_of_two_autoscalers_decides_and_says_why_on_the_workload(
     kube: KubeCluster, tmp_path: Path, unused_tcp_port_factory: Callable[[], int]
 ) -> None:
