@@ -1,14 +1,18 @@
-"""Serves a process's health for the probes of Kubernetes: grpc.health.v1, without TLS, on a port of its own.
+"""Serves health by grpc.health.v1: for the probes of Kubernetes on a port of its own, and on a router's public port.
 
-Services: `live` (the event loop turns: a frozen one does not answer), `started` (what there is to load is loaded, and
-all ports are bound), `ready` (requests may come); the empty name is `ready`. Nothing else is served there.
+Services of a process's own port, without TLS: `live` (the event loop turns: a frozen one does not answer), `started`
+(what there is to load is loaded, and all ports are bound), `ready` (requests may come); the empty name is `ready`.
+Nothing else is served there.
 """
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from typing import TypeAlias
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
@@ -19,7 +23,85 @@ from pdserve.rpc import abort, listen, server_options
 logger = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 1024
-MAX_CALLS = 64  # at once
+MAX_CALLS = 1024  # at once, of a process's own port
+MAX_WATCHERS = 1024
+READ_TIMEOUT_S = 1.0  # from the begin of a call until its request is here
+
+Holds = Callable[[], bool]
+_Requests = AsyncIterator[bytes]
+_Context: TypeAlias = "grpc.aio.ServicerContext[bytes, HealthCheckResponse]"
+
+
+class HealthMethods:
+    """Check and Watch of fixed services, for callers who need not show who they are.
+
+    A caller holds up no other: no lock is held while one is read from or written to.
+    """
+
+    def __init__(self, services: Mapping[str, Holds]) -> None:
+        """`services`: by name, whether each is SERVING."""
+        self._services = services
+        self._num_watchers = 0
+        self._change = asyncio.Event()
+
+    def add_to(self, server: grpc.aio.Server, *, may_watch: bool) -> None:
+        """Serve Check, and Watch for who calls `changed`."""
+        # Streaming on both sides: such a handler reads its request itself, for as long as it likes.
+        served = {"Check": self._check, "Watch": self._watch} if may_watch else {"Check": self._check}
+        to_bytes = HealthCheckResponse.SerializeToString
+        handlers: dict[str, grpc.RpcMethodHandler[bytes, HealthCheckResponse]] = {
+            name: grpc.stream_stream_rpc_method_handler(method, response_serializer=to_bytes)
+            for name, method in served.items()
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(health.SERVICE_NAME, handlers),))
+
+    def changed(self) -> None:
+        """Let watchers learn what may have changed."""
+        self._change.set()
+        self._change = asyncio.Event()
+
+    async def _check(self, requests: _Requests, context: _Context) -> None:
+        holds = await self._asked(requests, context)
+        await context.write(_reply(holds()))
+
+    async def _watch(self, requests: _Requests, context: _Context) -> None:
+        if self._num_watchers >= MAX_WATCHERS:
+            await abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, f"{MAX_WATCHERS} callers watch already, the limit")
+        self._num_watchers += 1
+        try:
+            holds, shown = await self._asked(requests, context), None
+            while True:
+                change, found = self._change, holds()
+                if found != shown:
+                    await context.write(_reply(found))
+                    shown = found
+                await change.wait()
+        finally:
+            self._num_watchers -= 1
+
+    async def _asked(self, requests: _Requests, context: _Context) -> Holds:
+        """Read a call's request; return what it asks for, or end the call."""
+        try:
+            async with asyncio.timeout(READ_TIMEOUT_S):
+                raw = await anext(requests, b"")
+        except TimeoutError:
+            await abort(context, grpc.StatusCode.DEADLINE_EXCEEDED, f"no request came within {READ_TIMEOUT_S:g} s")
+        if len(raw) > MAX_REQUEST_BYTES:
+            text = f"message: {len(raw)} bytes are over the limit of {MAX_REQUEST_BYTES}"
+            await abort(context, grpc.StatusCode.INVALID_ARGUMENT, text)
+        try:
+            service = HealthCheckRequest.FromString(raw).service
+        except DecodeError as error:
+            await abort(context, grpc.StatusCode.INVALID_ARGUMENT, f"message: {error}")
+        holds = self._services.get(service)
+        if holds is None:
+            known = ", ".join(name for name in self._services if name)
+            await abort(context, grpc.StatusCode.NOT_FOUND, f"service: {echo(service, repr)} is none of {known}")
+        return holds
+
+
+def _reply(holds: bool) -> HealthCheckResponse:
+    return HealthCheckResponse(status=HealthCheckResponse.SERVING if holds else HealthCheckResponse.NOT_SERVING)
 
 
 class Health:
@@ -27,29 +109,24 @@ class Health:
 
     def __init__(self) -> None:
         self.address = ""
-        self._is_ready: Callable[[], bool] | None = None
+        self._is_ready: Holds | None = None
 
-    def start(self, is_ready: Callable[[], bool]) -> None:
+    def start(self, is_ready: Holds) -> None:
         """Let the process count as started; from here on, `is_ready` is asked at each probe."""
         self._is_ready = is_ready
 
-    async def check(
-        self,
-        request: HealthCheckRequest,
-        context: "grpc.aio.ServicerContext[HealthCheckRequest, HealthCheckResponse]",
-    ) -> HealthCheckResponse:
-        """Answer grpc.health.v1.Health/Check."""
-        match request.service:
-            case "live":
-                holds = True
-            case "started":
-                holds = self._is_ready is not None
-            case "ready" | "":
-                holds = self._is_ready is not None and self._is_ready()
-            case other:
-                text = f"service: {echo(other, repr)} is neither live nor started nor ready"
-                await abort(context, grpc.StatusCode.NOT_FOUND, text)
-        return HealthCheckResponse(status=HealthCheckResponse.SERVING if holds else HealthCheckResponse.NOT_SERVING)
+    @property
+    def services(self) -> Mapping[str, Holds]:
+        """Whether each is SERVING, by name."""
+        return {
+            "live": lambda: True,
+            "started": lambda: self._is_ready is not None,
+            "ready": self._ready,
+            "": self._ready,
+        }
+
+    def _ready(self) -> bool:
+        return self._is_ready is not None and self._is_ready()
 
 
 @asynccontextmanager
@@ -57,12 +134,7 @@ async def answering(config: ProcessConfig) -> AsyncIterator[Health]:
     """Answer probes for the length of the block. ConfigError where the port cannot be had."""
     answers = Health()
     server = grpc.aio.server(options=server_options(MAX_REQUEST_BYTES), maximum_concurrent_rpcs=MAX_CALLS)
-    check = grpc.unary_unary_rpc_method_handler(
-        answers.check,
-        request_deserializer=HealthCheckRequest.FromString,
-        response_serializer=HealthCheckResponse.SerializeToString,
-    )
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(health.SERVICE_NAME, {"Check": check}),))
+    HealthMethods(answers.services).add_to(server, may_watch=False)
     answers.address = listen(server, config.health_host, config.health_port, "health_port")
     await server.start()
     logger.info("health at %s", answers.address)

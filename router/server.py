@@ -13,8 +13,7 @@ from functools import partial
 from pathlib import Path
 
 import grpc
-from grpc_health.v1 import health, health_pb2_grpc
-from grpc_health.v1.health_pb2 import HealthCheckResponse
+from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
 from pdserve.certificates import Part
@@ -24,7 +23,7 @@ from pdserve.checkpoint.open import open_checkpoint
 from pdserve.clock import MonotonicClock
 from pdserve.credentials import Credentials, public_credentials
 from pdserve.errors import ConfigError
-from pdserve.health import Health, answering
+from pdserve.health import Health, HealthMethods, answering
 from pdserve.incarnation import new_incarnation
 from pdserve.metrics_server import showing
 from pdserve.prefix_hash import PrefixHasher
@@ -128,11 +127,14 @@ async def _listen(
     on_ready: Callable[[Addresses], None],
 ) -> None:
     shell, model = endpoint.shell, endpoint.model.name
-    servicer = health.aio.HealthServicer()
-    await servicer.set("", HealthCheckResponse.SERVING)
     admin = AdminEndpoint(shell, config.router_id, model, metrics)
     credentials = Credentials.read(config.secret_file, config.identity_dir, Part.ROUTER)
-    public, internal = _public_server(endpoint, servicer), _internal_server(config, credentials, shell, admin)
+    services: dict[str, Callable[[], bool]] = {
+        "": lambda: not stop.is_set(),
+        INFERENCE_SERVICE: lambda: shell.core.is_ready and not stop.is_set(),  # some pair of workers could serve one
+    }
+    shown = HealthMethods(services)
+    public, internal = _public_server(endpoint, shown), _internal_server(config, credentials, shell, admin)
     has_identity = config.ssl_certfile is not None and config.api_keys_file is not None
     remedy = "set ssl_certfile, ssl_keyfile and api_keys_file, or host to 127.0.0.1"
     check_bind(config.host, has_identity=has_identity, remedy=remedy)
@@ -146,13 +148,13 @@ async def _listen(
     await public.start()
     try:
         async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(_report_health(shell, servicer), name="health")
+            watching = tasks.create_task(_report_health(shell, shown), name="health")
             guarding = tasks.create_task(_raise_when_broken(shell), name="guard")
             answers.start(lambda: shell.core.is_ready and not stop.is_set())
             on_ready(addresses)
             logger.info("serving %s on %s, workers on %s", model, addresses.public, addresses.internal)
             await stop.wait()
-            await servicer.enter_graceful_shutdown()
+            shown.changed()
             await _drain(shell, config.drain_timeout_s)
             watching.cancel()
             guarding.cancel()
@@ -160,12 +162,12 @@ async def _listen(
         await asyncio.gather(public.stop(LAST_WORDS_S), internal.stop(LAST_WORDS_S))
 
 
-def _public_server(endpoint: InferenceEndpoint, servicer: health.aio.HealthServicer) -> grpc.aio.Server:
+def _public_server(endpoint: InferenceEndpoint, shown: HealthMethods) -> grpc.aio.Server:
     server = grpc.aio.server(
         interceptors=[RequireKey(endpoint.clients), LimitSizes()], options=server_options(HARD_LIMIT_BYTES)
     )
     add_InferenceServiceServicer_to_server(endpoint, server)
-    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    shown.add_to(server, may_watch=True)
     names = (INFERENCE_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     return server
@@ -204,13 +206,11 @@ def _follower(shell: Shell, secret: bytes) -> Follow:
     return follow
 
 
-async def _report_health(shell: Shell, servicer: health.aio.HealthServicer) -> None:
-    """Keep the service's health: SERVING while some pair of workers could serve a request."""
+async def _report_health(shell: Shell, shown: HealthMethods) -> None:
     while True:
-        await servicer.set(INFERENCE_SERVICE, HealthCheckResponse.NOT_SERVING)
-        await shell.until(lambda: shell.core.is_ready)
-        await servicer.set(INFERENCE_SERVICE, HealthCheckResponse.SERVING)
-        await shell.until(lambda: not shell.core.is_ready)
+        before = shell.core.is_ready
+        shown.changed()
+        await shell.until(lambda before=before: shell.core.is_ready != before)  # type: ignore[misc]
 
 
 async def _raise_when_broken(shell: Shell) -> None:
