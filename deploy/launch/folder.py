@@ -72,6 +72,11 @@ def state_file(name: str) -> Path:
     return runtime_dir(name) / "state.json"
 
 
+def drained_file(name: str) -> Path:
+    """Return the file that is there once all of the cluster `name` has drained, until its next start."""
+    return runtime_dir(name) / "drained"
+
+
 def read_state(name: str) -> ClusterState:
     """Return the state of the running cluster `name`; ConfigError if none runs here."""
     path = state_file(name)
@@ -100,7 +105,7 @@ def _is_alive(pid: int) -> bool:
 def claimed_folder(name: str) -> Iterator[Path]:
     """Own the folder of the cluster `name`, emptied; ConfigError while another process does.
 
-    Logs outlive the cluster; its state and its secret do not.
+    Logs, and that it drained, outlive the cluster; its state and its secret do not.
     """
     folder = runtime_dir(name)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -111,6 +116,7 @@ def claimed_folder(name: str) -> Iterator[Path]:
         except OSError as error:
             raise ConfigError(f"--name: a cluster named {name!r} already runs here") from error
         _forget(folder)
+        drained_file(name).unlink(missing_ok=True)
         shutil.rmtree(folder / "logs", ignore_errors=True)
         (folder / "logs").mkdir(mode=0o700)
         try:

@@ -29,6 +29,7 @@ from pdserve.launch.folder import (
     ProcessState,
     claimed_folder,
     claimed_port,
+    drained_file,
     free_port,
     write_secret,
 )
@@ -81,6 +82,7 @@ class LocalCluster:
         self._gone: deque[ChildExit] = deque(maxlen=MAX_GONE)
         self._published: dict[tuple[str, int], dict[str, str]] = {}  # by process and incarnation: its own endpoints
         self._serving: set[tuple[str, int]] = set()  # workers and incarnations that the router reports as ready
+        self._has_drained = True  # all that has ended since the cluster is to stop
         self.launcher = ""  # host:port at which workers are started and stopped
 
     @property
@@ -118,6 +120,7 @@ class LocalCluster:
             process.kill()
             status = await process.wait()
         if status != 0:
+            self._has_drained = False
             self._listener.on_notice(f"workers may be left on other machines (log: {self._supervisor.log_file('end')})")
 
     def kill(self) -> None:
@@ -125,7 +128,7 @@ class LocalCluster:
         self._supervisor.kill()
 
     async def supervise(self) -> None:
-        """Keep the processes running and report each worker's end to the router."""
+        """Keep the processes running and report each worker's end to the router; note at last whether all drained."""
         client = AdminClient(self._state.admin, self._state.secret_file, self._state.identity_dir)
         helpers: set[asyncio.Task[None]] = set()
 
@@ -135,6 +138,8 @@ class LocalCluster:
                 report = tasks.create_task(report_end(client, exit_))
                 helpers.add(report)
                 report.add_done_callback(helpers.discard)
+            if self._supervisor.is_stopping and exit_.status != 0:
+                self._has_drained = False
             self._publish()
             self._announce(exit_)
 
@@ -144,6 +149,8 @@ class LocalCluster:
             await self._supervisor.run(on_exit, self._publish)
             for helper in helpers:
                 helper.cancel()
+        if self._has_drained:
+            drained_file(self._state.name).touch()
 
     def _publish(self) -> None:
         state = self.state

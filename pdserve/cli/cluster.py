@@ -237,13 +237,13 @@ def down(name: ClusterArgument = "default") -> None:
     import signal
 
     from pdserve.errors import CommandError
-    from pdserve.launch.folder import read_state, state_file, wait_for_end
+    from pdserve.launch.folder import drained_file, read_state, wait_for_end
 
     with suppress(ProcessLookupError):
         os.kill(read_state(name).supervisor_pid, signal.SIGTERM)
     wait_for_end(name)
-    if state_file(name).exists():
-        raise CommandError(f"{name} has ended without draining: `pdserve logs {name}` shows why")
+    if not drained_file(name).exists():
+        raise CommandError(f"{name} has ended, and not all of it drained: `pdserve logs {name}` shows why")
 
 
 def logs(

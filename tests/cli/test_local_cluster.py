@@ -18,6 +18,7 @@ from pdserve.launch.folder import (
     ClusterState,
     claimed_folder,
     claimed_port,
+    drained_file,
     free_port,
     read_state,
     runtime_dir,
@@ -185,6 +186,26 @@ async def test_a_cluster_is_ready_when_the_running_incarnations_are() -> None:
         assert state.ready
         assert state.model == "m"
         assert [(p.name, p.role, p.num_restarts) for p in state.processes] == [("decode-0", "decode", 0)]
+
+
+@pytest.mark.parametrize(("status", "how", "drains"), [(0, "stop", True), (75, "stop", False), (0, "kill", False)])
+async def test_a_cluster_has_drained_only_if_all_of_it_ended_well(
+    tmp_path: Path, status: int, how: str, drains: bool
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    code = f"""import os, signal
+signal.signal(signal.SIGTERM, lambda *_: os._exit({status}))
+open({str(pipe)!r}, "w").close()
+while True: signal.pause()"""
+    with claimed_folder("tests"):
+        drained_file("tests").touch()  # of the run before
+    async with scene(ChildSpec("decode-0", "decode", (sys.executable, "-I", "-c", code))) as stage:
+        await asyncio.to_thread(pipe.read_text)
+        assert not drained_file("tests").exists()
+        if how == "stop":
+            await stage.cluster.stop(10.0)
+    assert drained_file("tests").exists() == drains
 
 
 async def test_an_earlier_incarnation_does_not_make_a_cluster_ready() -> None:
