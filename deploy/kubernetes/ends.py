@@ -2,8 +2,9 @@
 
 Invariant: a process is reported only once it cannot run any more. Either its container has terminated, and names it in
 its message; or a later process of the same container has. Or its pod was removed, and since then the pod's node has
-answered without a gap, for as long as its kubelet may take to end what it still runs of that pod. A node that does not
-answer proves nothing, and neither does a pod that was removed while its node is silent.
+answered without a gap, for as long as its kubelet may take to end what it still runs of that pod. Or its pod was
+removed, and an operator asserts that the node's machine is off. A node that does not answer proves nothing by itself,
+and neither does a pod that was removed while its node is silent.
 """
 
 from collections.abc import Iterable, Iterator
@@ -104,6 +105,10 @@ class Ends:
         wanted = {pod.node for pod in self._pods.values() if pod.gone_s is not None and pod.node}
         self._nodes = {name: node for name, node in self._nodes.items() if name in wanted}
         return wanted
+
+    def off(self, name: str) -> set[str]:
+        """Take in that a node's machine is off; return the uids of pods whose processes have ended if they are gone."""
+        return {uid for uid, pod in self._pods.items() if pod.node == name and pod.gone_s is not None}
 
     def asked(self, name: str, renewed: str, *, is_ready: bool, at_s: float) -> set[str]:
         """Take in a node's Lease and condition; return the uids of pods whose processes have ended if they are gone.

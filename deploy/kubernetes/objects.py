@@ -5,6 +5,7 @@ from typing import Any
 from msgspec import Struct, field
 
 ROLE_LABEL = "pdserve.dev/role"
+OUT_OF_SERVICE = "node.kubernetes.io/out-of-service"  # a taint
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
 
 
@@ -67,13 +68,31 @@ class Pod(Object, frozen=True):
         return has(self.status.conditions, "Ready")
 
 
+class Taint(Object, frozen=True):
+    key: str
+
+
+class NodeSpec(Object, frozen=True):
+    taints: tuple[Taint, ...] = ()
+
+
 class NodeStatus(Object, frozen=True):
     conditions: tuple[Condition, ...] = ()
 
 
 class Node(Object, frozen=True):
     metadata: Metadata
+    spec: NodeSpec = NodeSpec()
     status: NodeStatus = NodeStatus()
+
+    @property
+    def is_ready(self) -> bool:
+        return has(self.status.conditions, "Ready")
+
+    @property
+    def is_off(self) -> bool:
+        """Whether its operator asserts that the machine is off, by Kubernetes' own rule for that."""
+        return not self.is_ready and any(taint.key == OUT_OF_SERVICE for taint in self.spec.taints)
 
 
 class ScaleSpec(Object, frozen=True):

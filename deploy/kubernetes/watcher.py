@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import grpc
 
@@ -12,7 +12,7 @@ from pdserve.clock import Clock
 from pdserve.ids import Incarnation, WorkerId
 from pdserve.kubernetes.client import ApiError, Client, RefusedError
 from pdserve.kubernetes.ends import Ended, Ends
-from pdserve.kubernetes.objects import Lease, Node, Pod, has
+from pdserve.kubernetes.objects import Lease, Node, Pod
 from pdserve.kubernetes.rights import NODE_LEASES
 from pdserve.kubernetes.watching import Changed, Listed, watch
 from pdserve.launch.admin import AdminClient
@@ -22,8 +22,9 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 2.0  # between two looks at what is attached to routers
 NODE_S = 5.0  # between two looks at nodes of which an answer is awaited
-CALL_S = 5.0
-MAX_REPORTS = 256  # that a router which is found later gets too
+CALL_S = 5.0  # of each call of a router, and of what is asked about a node
+MAX_WARNED = 1024
+MAX_REPORTS = 64  # that a router which is found later gets too
 
 Routers = Callable[[], Awaitable[Sequence[AdminClient]]]  # all there are at the moment
 
@@ -40,6 +41,7 @@ class PodWatcher:
         self._reports: deque[Ended] = deque(maxlen=MAX_REPORTS)
         self._news = asyncio.Event()
         self._delivered: dict[str, int] = {}  # reports that a router has, by its address
+        self._warned: dict[str, str] = {}  # what was logged last, by what failed
         self.num_reported = 0  # processes, since the start
 
     def samples(self) -> Iterator[Sample]:
@@ -76,7 +78,7 @@ class PodWatcher:
         """See what is attached to routers, and pass reports on, at once where there are some."""
         while True:
             self._news.clear()
-            with suppress(OSError):
+            with self._logged("routers' names"):
                 routers = await self._routers()
                 self._delivered = {each.address: self._delivered.get(each.address, 0) for each in routers}
                 async with asyncio.TaskGroup() as tasks:
@@ -87,27 +89,34 @@ class PodWatcher:
                     await self._news.wait()
 
     async def _meet(self, router: AdminClient) -> None:
-        """Pass on to a router what it has not got, and see what is attached to it."""
-        try:
-            async with asyncio.timeout(CALL_S):
-                first = self.num_reported - len(self._reports)
-                waiting = list(self._reports)[max(0, self._delivered[router.address] - first) :]
-                for index, each in enumerate(waiting, self.num_reported - len(waiting) + 1):
-                    worker, incarnation = WorkerId(each.worker_id), Incarnation(each.incarnation)
-                    await router.report_gone(worker, incarnation, CALL_S, from_outside=each.from_outside)
-                    self._delivered[router.address] = index
-                for seen in (await router.status()).workers:
+        """See what is attached to a router, and pass on to it what it has not got."""
+        with self._logged(f"router {router.address}"):
+            try:
+                async with asyncio.timeout(CALL_S):
+                    status = await router.status()
+                for seen in status.workers:
                     self._ends.attached(seen.registration.incarnation, seen.registration.launch_id)
-        except (TimeoutError, grpc.aio.AioRpcError):
-            self._delivered[router.address] = 0  # another process may answer there the next time
+                await self._deliver(router)
+            except grpc.aio.AioRpcError as error:
+                if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                    self._delivered[router.address] = 0  # another process may answer there the next time
+                raise
+
+    async def _deliver(self, router: AdminClient) -> None:
+        first = self.num_reported - len(self._reports)
+        waiting = list(self._reports)[max(0, self._delivered[router.address] - first) :]
+        for index, each in enumerate(waiting, self.num_reported - len(waiting) + 1):
+            worker, incarnation = WorkerId(each.worker_id), Incarnation(each.incarnation)
+            async with asyncio.timeout(CALL_S):
+                await router.report_gone(worker, incarnation, CALL_S, from_outside=each.from_outside)
+            self._delivered[router.address] = index
 
     async def _ask_nodes(self) -> None:
         while True:
             for name in self._ends.nodes:
-                with suppress(TimeoutError, ApiError):
+                with self._logged(f"node {name}"):
                     async with asyncio.timeout(CALL_S):
-                        renewed, is_ready = await self._node(name)
-                        gone = self._ends.asked(name, renewed, is_ready=is_ready, at_s=self._clock.now_s())
+                        gone = await self._node(name)
                         if gone:
                             await self._confirm(gone)
             await asyncio.sleep(NODE_S)
@@ -118,13 +127,32 @@ class PodWatcher:
         self._report(self._ends.listed(items, self._clock.now_s()))
         self._report(self._ends.proved(uids - {pod.metadata.uid for pod in items}))
 
-    async def _node(self, name: str) -> tuple[str, bool]:
-        """Return when a node's Lease was renewed, as it shows, and whether the node is ready."""
+    async def _node(self, name: str) -> set[str]:
+        """Look at a node; return the uids of pods whose processes have ended if they are gone."""
         path = f"/apis/coordination.k8s.io/v1/namespaces/{NODE_LEASES}/leases/{name}"
+        renewed, is_ready = "", False
         try:
-            node, lease = await self._client.get(f"/api/v1/nodes/{name}", Node), await self._client.get(path, Lease)
+            node = await self._client.get(f"/api/v1/nodes/{name}", Node)
+            if node.is_off:
+                return self._ends.off(name)
+            renewed, is_ready = (await self._client.get(path, Lease)).spec.renew_time or "", node.is_ready
         except RefusedError as error:
-            if error.status == 404:
-                return "", False
-            raise
-        return lease.spec.renew_time or "", has(node.status.conditions, "Ready")
+            if error.status != 404:
+                raise
+        return self._ends.asked(name, renewed, is_ready=is_ready, at_s=self._clock.now_s())
+
+    @contextmanager
+    def _logged(self, what: str) -> Iterator[None]:
+        """Go on where something failed, and log why, unless it failed for the same cause the last time."""
+        try:
+            yield
+        except (OSError, ApiError, grpc.aio.AioRpcError) as error:
+            details = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
+            cause = details or "no answer"
+            if self._warned.get(what) != cause:
+                logger.warning("%s: %s", what, cause)
+            if len(self._warned) >= MAX_WARNED:
+                self._warned.clear()
+            self._warned[what] = cause
+        else:
+            self._warned.pop(what, None)

@@ -141,9 +141,9 @@ async def test_no_end_is_missed_whatever_becomes_of_the_watch(watching: Watching
     assert len(router.gone) == len(set(router.gone)) == len(troubles)
 
 
-@double_only
-async def test_a_pod_forced_off_a_lost_node_proves_nothing_until_the_node_answers(watching: Watching) -> None:
-    (router,), api, kube = watching.routers, watching.double, watching.kube
+async def lose_a_pod(watching: Watching) -> None:
+    """Have a pod of a node that is ready removed, without a word of its process."""
+    api, kube = watching.double, watching.kube
     ready = {"conditions": [{"type": "Ready", "status": "True"}]}
     api.create("nodes", "", {"metadata": {"name": NODE}, "status": ready})
     api.create("leases", "kube-node-lease", {"metadata": {"name": NODE}, "spec": {"renewTime": "0"}})
@@ -153,6 +153,12 @@ async def test_a_pod_forced_off_a_lost_node_proves_nothing_until_the_node_answer
     await kube.ask("DELETE", kube.path("pods", "decode-a"))
     await kube.let_go("decode-a")
     await watching.until(lambda: any(call.resource == "nodes" for call in api.calls))
+
+
+@double_only
+async def test_a_pod_forced_off_a_lost_node_proves_nothing_until_the_node_answers(watching: Watching) -> None:
+    (router,), api, kube = watching.routers, watching.double, watching.kube
+    await lose_a_pod(watching)
     before = len(router.gone)
     await kube.until(_so_often(100))
     assert (before, router.gone) == (0, [])
@@ -165,6 +171,37 @@ async def test_a_pod_forced_off_a_lost_node_proves_nothing_until_the_node_answer
     for right in WATCHER:
         where = {"*": "", "": kube.namespace}.get(right.namespace, right.namespace)
         assert {(verb, right.group, right.resource, where) for verb in right.verbs} <= asked
+
+
+@double_only
+async def test_the_taint_of_a_machine_that_is_off_proves_the_end_once_its_node_is_not_ready(watching: Watching) -> None:
+    (router,), api, kube = watching.routers, watching.double, watching.kube
+    await lose_a_pod(watching)
+    (node,) = api.items("nodes")
+    node["spec"] = {"taints": [{"key": "node.kubernetes.io/out-of-service", "effect": "NoExecute"}]}
+    api.store("nodes", node)
+    await kube.until(_so_often(100))
+    assert router.gone == []
+    node["status"]["conditions"][0]["status"] = "Unknown"
+    api.store("nodes", node)
+    await watching.until(lambda: router.gone == [("decode-a", 5)])
+
+
+async def test_a_router_that_takes_long_keeps_what_it_has_got(
+    watching: Watching, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("pdserve.kubernetes.watcher.CALL_S", 0.3)
+    (router,) = watching.routers
+    router.hangs_at = 6
+    for number, name in ((5, "decode-a"), (6, "decode-b"), (7, "decode-c")):
+        await watching.start(name, number)
+        await watching.terminate(name, number)
+    await watching.until(lambda: router.num_hung == 3)
+    router.hangs_at = 0
+    await watching.until(lambda: len(router.gone) >= 3)
+    assert sorted(number for _, number in router.gone) == [5, 6, 7]
+    warnings = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert 1 <= len(warnings) <= 2, "the same cause was logged again"  # gRPC or our own limit may be the first to end
 
 
 def _so_often(count: int) -> Callable[[], bool]:

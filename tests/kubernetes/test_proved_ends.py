@@ -128,6 +128,14 @@ def test_a_node_without_an_object_proves_nothing() -> None:
         assert ends.asked("node-a", "", is_ready=False, at_s=float(at_s)) == set()
 
 
+def test_a_node_whose_machine_is_off_proves_the_ends_of_the_pods_that_were_removed_from_it() -> None:
+    ends = running(5)
+    assert ends.off("node-a") == set()
+    ends.listed([pod("u2")], 100.0)
+    assert ends.off("node-b") == set()
+    assert ends.proved(ends.off("node-a")) == [Ended("pod-u1", 5, from_outside=True)]
+
+
 def test_what_a_node_answered_before_a_pod_was_removed_does_not_count_for_it() -> None:
     ends = running(5)
     ends.listed([pod("u2")], 100.0)  # u1 is gone

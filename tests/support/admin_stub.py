@@ -1,5 +1,6 @@
 """The part of a router that operators talk to: it lists workers, gives roles, and takes reports of ended processes."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,6 +24,8 @@ class Router(AdminServiceServicer):
         self.roles: dict[str, Role] = {}
         self.gone: list[tuple[str, int]] = []
         self.from_outside: dict[int, bool] = {}  # by incarnation that is gone
+        self.hangs_at = 0  # the incarnation whose report is not answered
+        self.num_hung = 0
 
     async def GetStatus(self, request: object, context: object) -> admin.GetStatusResponse:  # noqa: N802
         workers = []
@@ -44,6 +47,9 @@ class Router(AdminServiceServicer):
     async def ReportProcessGone(  # noqa: N802
         self, request: admin.ReportProcessGoneRequest, context: object
     ) -> admin.ReportProcessGoneResponse:
+        if request.process.incarnation == self.hangs_at:
+            self.num_hung += 1
+            await asyncio.Event().wait()
         self.gone.append((request.process.worker_id, request.process.incarnation))
         self.from_outside[request.process.incarnation] = request.from_outside
         return admin.ReportProcessGoneResponse()
