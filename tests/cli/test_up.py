@@ -32,8 +32,10 @@ def up(*flags: str) -> Iterator[ClusterState]:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
-            lines = iter(process.stderr.readline, "")
-            assert any(line.startswith("ready: ") for line in lines), "ended before it was ready"
+            lines: list[str] = []
+            while not lines or not lines[-1].startswith("ready: "):
+                lines.append(process.stderr.readline())
+                assert lines[-1], f"ended before it was ready: {lines}"
             yield read_state(NAME)
             pdserve_("down", NAME, name=None)
             assert process.wait(10) == 0

@@ -49,7 +49,7 @@ async def test_what_cannot_move_is_refused_by_the_name_of_the_field(start_router
     other = layout_to_proto(KvLayout("w", 1, 1, 8, 32, "float32"))
     await router.worker(link.ROLE_DECODE, "d2", layout=other)
     leaving = await router.worker(link.ROLE_DECODE, "d3")
-    await leaving.say(heartbeat=link.Heartbeat(draining=True))
+    leaving.is_asked_to_drain = True
     await router.until_status(lambda status: any(worker.unroutable == "it is draining" for worker in status.workers))
     for names, code, text in [
         (("nobody",), grpc.StatusCode.NOT_FOUND, "worker_id: 'nobody' is not attached"),
