@@ -53,7 +53,8 @@ class ClusterSpec:
     def drain_timeout_s(self) -> float:
         """Return how long running requests have to finish once the cluster is to stop."""
         default = WorkerConfig.model_fields["drain_timeout_s"].default
-        return max(float(str(self.flags_of(role).get("drain_timeout_s", default))) for role in WORKER_ROLES)
+        of_workers = (self.flags_of(role).get("drain_timeout_s", default) for role in WORKER_ROLES)
+        return max(float(str(each)) for each in (self.router_flags.get("drain_timeout_s", 0), *of_workers))
 
     def flags_of(self, role: str) -> Flags:
         """Return what is given for a worker of a role."""

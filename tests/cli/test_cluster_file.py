@@ -1,5 +1,6 @@
 """A cluster in a file: each process gets what its section sets; what is wrong is named with its line."""
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -60,6 +61,8 @@ def test_each_process_gets_what_its_section_sets_and_flags_override_it(file: Pat
         5,
     )
     assert spec.drain_timeout_s == 25, "of the workers that have no other"
+    assert replace(spec, router_flags={"drain_timeout_s": 60.0}).drain_timeout_s == 60
+    assert replace(spec, worker_flags={"drain_timeout_s": 5.0}).drain_timeout_s == 5
     children = {child.name: arguments(child.command) for child in plan(spec, WIRING, WorkerPlans(spec, WIRING))}
     assert (children["router"]["--placement"], children["router"]["--health-port"]) == ("round_robin", "7001")
     pages = {name: each["--num-pages"] for name, each in children.items() if "--num-pages" in each}
