@@ -10,10 +10,7 @@ EXPOSED = 0o026  # modes of a private file that others could read, or anybody bu
 
 def read_file(path: Path, setting: str) -> bytes:
     """Return a file's content; ConfigError names the setting that names the file."""
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"{setting}: cannot read {path}: {error.strerror}") from error
+    return _read(path, setting)[0]
 
 
 def read_private(path: Path, setting: str) -> bytes:
@@ -21,11 +18,19 @@ def read_private(path: Path, setting: str) -> bytes:
 
     Its group may read it: Kubernetes mounts a secret for a process that is not root as 0440, with the pod's group.
     """
-    content = read_file(path, setting)
-    mode = path.stat().st_mode
+    content, mode = _read(path, setting)
     if mode & EXPOSED:
         raise ConfigError(f"{setting}: {path} has mode {mode & 0o777:04o}; at most 0640 is private enough")
     return content
+
+
+def _read(path: Path, setting: str) -> tuple[bytes, int]:
+    """Return content and mode of one file, whatever takes its place meanwhile."""
+    try:
+        with path.open("rb") as file:
+            return file.read(), os.fstat(file.fileno()).st_mode
+    except OSError as error:
+        raise ConfigError(f"{setting}: cannot read {path}: {error.strerror}") from error
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -10,7 +10,7 @@ from pdserve.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _Content = TypeVar("_Content")
-_Stamp = tuple[tuple[int, int, int], ...]
+_Stamp = tuple[tuple[int, ...], ...]
 
 
 class Watched(Generic[_Content]):
@@ -46,10 +46,10 @@ class Watched(Generic[_Content]):
         return tuple(_stamp_of(path) for path in self._paths)
 
 
-def _stamp_of(path: Path) -> tuple[int, int, int]:
+def _stamp_of(path: Path) -> tuple[int, ...]:
     """Return what differs between versions of a file; links are followed, as Kubernetes swaps them."""
     try:
         found = path.stat()
     except OSError:
-        return (0, 0, 0)
-    return (found.st_ino, found.st_mtime_ns, found.st_size)
+        return ()
+    return (found.st_ino, found.st_mtime_ns, found.st_ctime_ns, found.st_size)  # a change of mode shows in ctime alone

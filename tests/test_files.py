@@ -1,0 +1,50 @@
+"""Files are read as a whole, with the mode that they themselves have, and again when they have changed."""
+
+import os
+from functools import partial
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from pdserve.errors import ConfigError
+from pdserve.files import read_private
+from pdserve.watched import Watched
+
+
+def test_a_file_that_was_refused_for_its_mode_is_read_once_the_mode_is_mended(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.touch(mode=0o600)
+    path.write_bytes(b"one")
+    watched = Watched((path,), partial(read_private, path, "key"))
+    path.chmod(0o644)
+    path.write_bytes(b"two")
+    assert (watched.look(), watched.num_refused) == (b"one", 1)
+    path.chmod(0o600)
+    assert (watched.look(), watched.num_refused) == (b"two", 1)
+
+
+@pytest.mark.parametrize(("mode", "successors"), [(0o600, None), (0o600, 0o644), (0o644, 0o600)])
+def test_a_file_that_another_replaces_while_it_is_read_is_judged_by_its_own_mode(
+    tmp_path: Path, mode: int, successors: int | None
+) -> None:
+    path = tmp_path / "file"
+    os.mkfifo(path)
+    path.chmod(mode)
+
+    def write() -> None:
+        with path.open("wb") as file:  # once the reader has opened it
+            path.unlink()
+            if successors is not None:
+                path.touch()
+                path.chmod(successors)
+            file.write(b"content")
+
+    writer = Thread(target=write)
+    writer.start()
+    if mode == 0o600:
+        assert read_private(path, "key") == b"content"
+    else:
+        with pytest.raises(ConfigError, match=r"^key: .* mode 0644"):
+            read_private(path, "key")
+    writer.join()
