@@ -1,7 +1,8 @@
 """What tenants use of their limits. Pure: requests in, refusals out.
 
 Invariant: over any time, a tenant begins at most its burst and its rate times that time in requests; at most
-max_concurrent of them are under way; and none begins while more tokens were computed than its rate allows.
+max_concurrent of them are under way; and none begins while more tokens were charged than its rate allows. A prompt is
+charged when its length is known, an answer as a whole when it ends: those under way together may overdraw by as much.
 """
 
 from dataclasses import dataclass
@@ -42,7 +43,9 @@ class Use:
         if limits.max_concurrent is not None and self.num_running >= limits.max_concurrent:
             text = f"max_concurrent: {self.num_running} requests of this tenant are under way, the limit"
             return _refused(Cause.TENANT_CONCURRENCY, text, BUSY_RETRY_S)
-        if limits.tokens_per_s is not None:
+        if limits.tokens_per_s is None:
+            self._tokens = Bucket()  # what is used without a limit is no debt under a later one
+        else:
             rate = limits.tokens_per_s
             level = self._tokens.fill(rate, rate, now_s)
             if level <= 0:

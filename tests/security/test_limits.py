@@ -81,3 +81,11 @@ def test_no_limit_refuses_nothing_and_a_limit_that_comes_later_holds_at_once() -
     assert refused is not None
     assert refused.because is not None
     assert refused.because.cause is Cause.TENANT_CONCURRENCY
+
+
+def test_tokens_without_a_limit_are_no_debt_under_a_later_one() -> None:
+    use, open_, limited = Use(), TenantLimits(), TenantLimits(tokens_per_s=1)
+    assert use.begin(limited, 1.0) is None
+    assert use.begin(open_, 1.0) is None
+    use.spend(1000)
+    assert use.begin(limited, 1.0) is None
