@@ -15,7 +15,6 @@ from pdserve.cli.options import (
     THIS_MACHINES,
     AsJson,
     CaFile,
-    ClusterName,
     Endpoint,
     Mixed,
     Operated,
@@ -60,8 +59,10 @@ MaxWorkers = Annotated[
         show_default=False,
     ),
 ]
-
-
+NewName = Annotated[
+    str | None,
+    typer.Option("--name", envvar="PDSERVE_CLUSTER", help="What to call it; by default default.", show_default=False),
+]
 RouterPort = Annotated[
     int | None,
     typer.Option(help="Port of the public endpoint; by default 50051 if free, else any.", show_default=False),
@@ -110,7 +111,7 @@ def up(
     mixed: Mixed = None,
     policy: Policy = None,
     max_workers: MaxWorkers = None,
-    name: ClusterName = "default",
+    name: NewName = None,
     on: On = Platform.PROCESSES,
     address: RayAddress = None,
     internal_host: InternalHost = None,
@@ -150,7 +151,7 @@ def up(
         "workers_secret_file": secret_file,
         "tls": tls,
         "served_model_name": flags.pop("served_model_name", None),
-        "name": None if name == "default" else name,
+        "name": name,
     }
     settings |= {key: value for key, value in own.items() if value is not None}
     replicas = settings.setdefault("replicas", {})

@@ -1,11 +1,13 @@
 """A cluster in a file: each process gets what its section sets; what is wrong is named with its line."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from pdserve.cli import running
 from pdserve.cli.cluster_file import read_cluster
 from pdserve.errors import ConfigError
 from pdserve.launch.plan import ClusterSpec, Wiring, WorkerPlans, plan
@@ -70,6 +72,22 @@ def test_each_process_gets_what_its_section_sets_and_flags_override_it(file: Pat
     assert {children[name]["--max-num-seqs"] for name in pages} == {"3"}
     assert children["prefill-0"]["--drain-timeout-s"] == "7.0"
     assert children["autoscaler"]["--log-level"] == "debug"
+
+
+@pytest.mark.parametrize(("flags", "name"), [((), "mine"), (("--name", "default"), "default")])
+def test_a_name_that_is_given_overrides_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pdserve: Callable[..., object], flags: tuple[str, ...], name: str
+) -> None:
+    file, started = tmp_path / "cluster.yaml", list[str]()
+    file.write_text("model: /\nname: mine\n")
+
+    async def note(spec: ClusterSpec, terminal: object) -> None:
+        del terminal
+        started.append(spec.name)
+
+    monkeypatch.setattr(running, "serve_until_signal", note)
+    pdserve("up", "--config", str(file), *flags)
+    assert started == [name]
 
 
 @pytest.mark.parametrize(
