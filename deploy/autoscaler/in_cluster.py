@@ -30,7 +30,7 @@ class InCluster:
     def __init__(
         self, client: Client, actuator: Actuator, settings: Settings | None, routers: Routers, clock: Clock
     ) -> None:
-        """`settings`: of the actuator; None where it only publishes, and one autoscaler is as good as another."""
+        """`settings`: of the actuator; None where it only publishes, and is the only one."""
         me = f"{socket.gethostname()}_{uuid4().hex[:12]}"
         namespace = client.namespace if settings is None else settings.namespace
         self._actuator = actuator

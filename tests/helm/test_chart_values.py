@@ -61,6 +61,7 @@ def test_bad_values_are_refused_by_name() -> None:
         ({"tls.public": {"from": "secret", "existingSecret": ""}}, "tls.public.existingSecret: is required"),
         ({"tls.identity.from": "secret"}, "tls.identity.existingSecrets."),
         ({"router.ingress.enabled": True}, "router.ingress.host: is required"),
+        ({"autoscaling.by": "hpa", "operator.replicas": 2}, "operator.replicas: is 1 where"),
     ],
 )
 def test_what_is_missing_is_named(values: dict[str, object], named: str) -> None:

@@ -162,6 +162,12 @@ def test_what_scales_itself_has_no_fixed_number_of_replicas() -> None:
         assert free == {"chat-pdserve-prefill", "chat-pdserve-decode"}
 
 
+def test_no_two_autoscalers_publish_sizes_at_once_where_an_hpa_adds_them_up() -> None:
+    for by, strategy in (("hpa", {"type": "Recreate"}), ("pdserve", None)):
+        deployments = of_kind(rendered({"autoscaling.by": by}), "Deployment")
+        assert deployments["chat-pdserve-autoscaler"]["spec"].get("strategy") == strategy
+
+
 def test_the_policy_document_is_one_that_the_autoscaler_takes() -> None:
     for by, kind in (("pdserve", "kubernetes"), ("keda", "publish")):
         maps = of_kind(rendered({"autoscaling.by": by}), "ConfigMap")

@@ -26,7 +26,7 @@ OF_THE_CHART = {
     *("host", "port", "internal_host", "internal_port", "handoff_host", "handoff_port", "handoff_rdma_devices"),
     *("health_host", "health_port", "metrics_host", "metrics_port", "ready_file", "drain_timeout_s"),
     *("role", "routers", "router_id", "worker_id", "launch_id", "incarnation", "termination_message_file"),
-    *("tensor_parallel_size", "policy", "name"),
+    *("tensor_parallel_size", "policy", "policy_resource", "name"),
 }
 
 Manifest = dict[str, Any]  # a part of a manifest, which Kubernetes checks

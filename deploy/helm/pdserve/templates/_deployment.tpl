@@ -2,7 +2,7 @@
 The Deployment of a component, and its ConfigMap, disruption budget and service account.
 
 Takes a dict: root, component (as in the label), own (settings that the chart decides), command (of pdserve),
-args (with values of the downward API), role (in certificates), mounts (name of a secret to its folder).
+args (with values of the downward API), mounts (name of a secret to its folder), single (no two pods at once).
 */}}
 {{- define "pdserve.deployment" -}}
 {{- $root := .root -}}
@@ -42,8 +42,12 @@ spec:
   replicas: {{ $values.replicas }}
   {{- end }}
   revisionHistoryLimit: 5
+  {{- if .single }}
+  strategy: {type: Recreate}
+  {{- else }}
   {{- with $values.strategy }}
   strategy: {{- toYaml . | nindent 4 }}
+  {{- end }}
   {{- end }}
   selector:
     matchLabels: {{- include "pdserve.podLabels" . | nindent 6 }}
@@ -99,7 +103,7 @@ initContainers:
     {{- include "pdserve.image" (list $root $values) | nindent 4 }}
     command: [hf, download, {{ required "model.hub.repository: is required where model.source is hub" $model.hub.repository | quote }}, --revision, {{ $model.hub.revision | quote }}, --local-dir, /models/model]
     {{- if not .worker }}
-    args: [--exclude, "*.safetensors", --exclude, "*.bin", --exclude, "*.gguf"]
+    args: [--exclude, "*.safetensors", --exclude, "*.bin"]
     {{- end }}
     {{- if $model.hub.tokenSecret }}
     env:
