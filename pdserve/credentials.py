@@ -132,6 +132,11 @@ def _identity_of(part: Part, folder: Path) -> Identity:
     return identity
 
 
+async def _serve_nothing(messages: object, context: "grpc.aio.ServicerContext[_Request, _Response]") -> None:
+    del messages
+    await rpc.abort(context, grpc.StatusCode.UNIMPLEMENTED, "there is no such method here")
+
+
 class RequirePart(grpc.aio.ServerInterceptor):
     """Answers PERMISSION_DENIED to every call, known method or not, for which the caller has the wrong part."""
 
@@ -148,7 +153,7 @@ class RequirePart(grpc.aio.ServerInterceptor):
     ) -> "grpc.RpcMethodHandler[_Request, _Response] | None":
         handler = await continuation(handler_call_details)
         if handler is None:
-            return None
+            handler = grpc.stream_stream_rpc_method_handler(_serve_nothing)
         kind = "_".join(
             "stream" if each else "unary" for each in (handler.request_streaming, handler.response_streaming)
         )

@@ -58,10 +58,11 @@ class Echoing(grpc.GenericRpcHandler):
 
 
 @asynccontextmanager
-async def listening(credentials: Credentials) -> AsyncIterator[tuple[str, Counter[Refusal]]]:
+async def listening(credentials: Credentials, *, serves: bool = True) -> AsyncIterator[tuple[str, Counter[Refusal]]]:
     denied: Counter[Refusal] = Counter()
     server = credentials.server(lambda refusal: denied.update([refusal]))
-    server.add_generic_rpc_handlers((Echoing(),))
+    if serves:
+        server.add_generic_rpc_handlers((Echoing(),))
     address = credentials.listen(server, "127.0.0.1", 0, "port")
     await server.start()
     try:
@@ -96,6 +97,15 @@ async def test_a_part_calls_what_it_may_and_is_denied_all_else(
     async with listening(cluster.credentials(Part.ROUTER)) as (address, denied):
         code = await call(cluster.credentials(part), address, method)
     assert code is (grpc.StatusCode.OK if may else DENIED)
+    assert denied == ({} if may else {Refusal.PART: 1})
+
+
+@pytest.mark.parametrize("method", [STATUS, "/pdserve.v1.AdminService/Other", "/pdserve.v1.Other/Method", ATTACH])
+async def test_a_method_that_nobody_serves_is_denied_all_the_same(cluster: Cluster, method: str) -> None:
+    async with listening(cluster.credentials(Part.ROUTER), serves=False) as (address, denied):
+        code = await call(cluster.credentials(Part.WORKER), address, method)
+    may = method == ATTACH
+    assert code is (grpc.StatusCode.UNIMPLEMENTED if may else DENIED)
     assert denied == ({} if may else {Refusal.PART: 1})
 
 
