@@ -58,7 +58,7 @@ class PodActuator:
                 async with kept.lock:
                     scale = await self._scale(kept.workload)
                     pods, version = await self._list(scale.status.selector)
-                    kept.workload.see(scale, pods, version)
+                    kept.workload.see(scale, pods, version, asyncio.get_running_loop().time())
         with suppress(ApiError, ActuatorError, TimeoutError, grpc.aio.AioRpcError):  # labels follow later
             async with asyncio.timeout(self._settings.timeout_s):
                 await self._label()
@@ -101,6 +101,7 @@ class PodActuator:
                     continue
                 await self._rescale(workload, -1)
                 workload.drained(name, pod)
+                return
 
     async def flip(self, name: str, role: Role) -> None:
         """Give a replica another role while it serves; its pod's label follows."""

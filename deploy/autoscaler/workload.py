@@ -15,6 +15,7 @@ from pdserve.kubernetes.objects import DELETION_COST, ROLE_LABEL, Pod, Scale
 from pdserve.roles import Role
 
 MARK = str(-(2**31))  # the least deletion cost
+STALE_S = 60.0  # of lists that are older than one before, after which the API counts as set back
 _PHASES = ("Pending", "Unknown", "Running")
 _TEMPLATE = "pod-template-hash"
 
@@ -32,17 +33,16 @@ class Workload:
         self._names: dict[str, str] = {}  # that orders gave pods, by uid
         self._coming: dict[str, bool] = {}  # names of replicas without a pod, and whether they are known to be ordered
         self._version = 0
+        self._stale_since_s: float | None = None  # that lists are older than one before
 
     # ---- what is there
 
-    def see(self, scale: Scale, pods: Sequence[Pod], version: str) -> None:
+    def see(self, scale: Scale, pods: Sequence[Pod], version: str, now_s: float) -> None:
         """Take in scale and pods, listed at a version. ActuatorError where this cannot be how it is now."""
         if not pods and scale.status.replicas:
             raise ActuatorError(f"{self.name}: no pod is listed, of {scale.status.replicas} that there are")
         if version.isdecimal():  # as all API servers have it, though not all promise it
-            if int(version) < self._version:
-                raise ActuatorError(f"{self.name}: pods are listed as of {version}, which is before {self._version}")
-            self._version = int(version)
+            self._check_age(int(version), now_s)
         before, self.uid = set(self._pods), scale.metadata.uid
         self._pods = {pod.metadata.uid: pod for pod in pods if pod.status.phase not in ("Succeeded", "Failed")}
         self._marked = {uid for uid, pod in self._pods.items() if _cost(pod) == int(MARK)}
@@ -53,6 +53,14 @@ class Workload:
         self._names |= dict(zip(fresh, names, strict=False))
         rest = names[len(fresh) :]
         self._coming = dict.fromkeys(rest[: max(0, self._size - len(self._live))], True)
+
+    def _check_age(self, version: int, now_s: float) -> None:
+        """Take in the version of a list; ActuatorError where there was a later one, until that lasts too long."""
+        if version < self._version:
+            self._stale_since_s = now_s if self._stale_since_s is None else self._stale_since_s
+            if now_s - self._stale_since_s < STALE_S:
+                raise ActuatorError(f"{self.name}: pods are listed as of {version}, which is before {self._version}")
+        self._version, self._stale_since_s = version, None
 
     @property
     def _live(self) -> dict[str, Pod]:

@@ -1,6 +1,7 @@
 """All objects of a kind, and then each change, for as long as one asks.
 
-Invariant: whoever applies what is yielded in order has what the API had at some moment, a later one each time.
+Invariant: whoever applies what is yielded in order has what the API had at some moment, a later one each time, unless
+the API itself was set back.
 """
 
 import logging
@@ -18,6 +19,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=Pod)
 
 GONE = 410  # the API no longer has the version that a watch is to begin at
+MAX_FAILURES = 5  # in a row, after which all objects are listed again: the version itself may be what fails
 
 
 @value
@@ -42,25 +44,28 @@ class _Line(Object, frozen=True):
 
 async def watch(client: Client, path: str, kind: type[T]) -> AsyncIterator[Listed[T] | Changed[T]]:
     """Yield all objects, then each change, for ever; where changes were missed, all of them again."""
-    backoff, version, warning = Backoff(), "", ""
+    backoff, version, warning, failures = Backoff(), "", "", 0
     while True:
         error: ApiError | None = None
         try:
             if not version:
                 items, version = await client.list(path, kind)
+                failures = 0
                 yield Listed(tuple(items))
             async for text in client.changes(path, version):
                 line, item = _read(text, kind)
                 version = item.metadata.resource_version or version
                 backoff.reset()
-                warning = ""
+                warning, failures = "", 0
                 if line != "BOOKMARK":
                     yield Changed(item, is_gone=line == "DELETED")
         except ApiError as raised:
             error = raised
-            if isinstance(error, RefusedError) and error.status == GONE:
+            failures += 1
+            is_gone = isinstance(error, RefusedError) and error.status == GONE
+            if is_gone or failures >= MAX_FAILURES:
                 version = ""
-            elif str(error) != warning:
+            if not is_gone and str(error) != warning:
                 warning = str(error)
                 logger.warning("%s: changes are not seen: %s", path, error)
         await backoff.wait(error)

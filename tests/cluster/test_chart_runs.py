@@ -184,7 +184,7 @@ def test_a_pod_deleted_without_grace_and_one_replaced_cost_no_client_an_error(
         seen = len(answered)
         cluster.replace("decode")
         node.until(lambda: len(answered) >= seen + 4, "clients are served by the successor")
-        node.until(lambda: cluster.num_quarantined() == 0, "no page waits for the end of the pod that was lost")
+        node.until(lambda: cluster.num_quarantined() == 0, "no page is in quarantine, if any ever was")
 
 
 @pytest.mark.long

@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.autoscaler.actuator import ActuatorError
 from pdserve.autoscaler.observation import State
-from pdserve.autoscaler.workload import MARK, Workload
+from pdserve.autoscaler.workload import MARK, STALE_S, Workload
 from pdserve.kubernetes.objects import (
     DELETION_COST,
     Condition,
@@ -63,7 +64,7 @@ class Ordering:
 
     def observe(self) -> None:
         self._workload = getattr(self, "_workload", None) or Workload("chat", Role.DECODE)
-        self._workload.see(self._server.scale(), self._server.listed(), "1")
+        self._workload.see(self._server.scale(), self._server.listed(), "1", 0.0)
         self._held = [each for each in self._workload.held() if each.state is not State.DRAINING]
 
     def order(self, fate: str) -> None:
@@ -143,6 +144,17 @@ def test_no_order_is_carried_out_twice(steps: list[tuple[str, int, str]], initia
             case "reconcile":
                 server.reconcile()
         assert min(initial, goal) <= server.size <= max(initial, goal)
+
+
+def test_lists_of_before_are_refused_until_they_have_come_for_a_minute() -> None:
+    server, workload = Server(2), Workload("chat", Role.DECODE)
+    server.reconcile()
+    workload.see(server.scale(), server.listed(), "900", 0.0)
+    for at_s in (1_000.0, 1_000.0 + STALE_S - 1):
+        with pytest.raises(ActuatorError, match="before 900"):
+            workload.see(server.scale(), server.listed(), "7", at_s)
+    workload.see(server.scale(), server.listed(), "7", 1_000.0 + STALE_S)
+    workload.see(server.scale(), server.listed(), "8", 1_000.0 + STALE_S)
 
 
 @given(st.integers(0, 5), st.integers(0, 5))

@@ -141,6 +141,18 @@ async def test_no_end_is_missed_whatever_becomes_of_the_watch(watching: Watching
     assert len(router.gone) == len(set(router.gone)) == len(troubles)
 
 
+@double_only
+async def test_ends_are_seen_after_the_api_was_restored_from_a_backup(watching: Watching) -> None:
+    (router,), api = watching.routers, watching.double
+    for number in range(1, 20):  # versions that the restored API has not reached again when the test ends
+        await watching.start(f"decode-{number}", number)
+    await watching.until(lambda: api.num_watches == 1)
+    api.set_back(2)
+    await api.cut_watches()
+    await watching.terminate("decode-5", 5)
+    await watching.until(lambda: router.gone == [("decode-5", 5)])
+
+
 async def lose_a_pod(watching: Watching) -> None:
     """Have a pod of a node that is ready removed, without a word of its process."""
     api, kube = watching.double, watching.kube

@@ -131,6 +131,11 @@ class KubeApi:
         """Forget all versions before this one, so that a watch cannot begin there."""
         self.oldest = self._version
 
+    def set_back(self, version: int) -> None:
+        """Go on from a version that has been before, as after a restore of a backup; objects stay as they are."""
+        self._version = version
+        self._events.clear()
+
     async def cut_watches(self) -> None:
         """End all watches in the middle of a line."""
         self._cut.set()
@@ -279,6 +284,8 @@ class KubeApi:
         group, resource, namespace, _, _ = parsed(path)
         self.calls.add(Call("watch", group, resource, namespace, ""))
         version = int(query["resourceVersion"])
+        if version > self._version:
+            raise RefusalError(504, "Timeout", f"Too large resource version: {version}, current: {self._version}")
         headers = [("Content-Type", "application/json"), ("Transfer-Encoding", "chunked")]
         writer.write(http.send(h11.Response(status_code=200, headers=headers)) or b"")
 
