@@ -33,8 +33,12 @@ def _read(path: Path, setting: str) -> tuple[bytes, int]:
         raise ConfigError(f"{setting}: cannot read {path}: {error.strerror}") from error
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace the content of `path`: a reader sees the old or the new one, nothing between."""
+def write_atomically(path: Path, content: str | bytes, mode: int = 0o666) -> None:
+    """Replace the content of `path`: a reader sees the old or the new one, nothing between.
+
+    The umask takes from the mode what it takes from any file's.
+    """
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    scratch.write_text(text, encoding="utf-8")
+    scratch.touch(mode)
+    scratch.write_bytes(content.encode() if isinstance(content, str) else content)
     scratch.replace(path)

@@ -1,7 +1,6 @@
 """A certificate authority for one cluster, where nothing else makes certificates for its processes."""
 
 import ipaddress
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -15,10 +14,11 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from pdserve.certificates import IDENTITY_FILES, PUBLIC, Part
 from pdserve.errors import ConfigError
-from pdserve.files import read_file, read_private
+from pdserve.files import read_file, read_private, write_atomically
 
 AUTHORITY_DAYS = 3650
 LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+PRIVATE = 0o600  # mode of files
 _SKEW = timedelta(hours=1)  # of the clocks of machines that check
 
 
@@ -56,14 +56,14 @@ class Authority:
 
     def write(self, folder: Path) -> None:
         """Write certificate and key."""
-        _write(folder / "ca.crt", self.pem)
-        _write(folder / "ca.key", _key_pem(self.key))
+        write_atomically(folder / "ca.crt", self.pem, PRIVATE)
+        write_atomically(folder / "ca.key", _key_pem(self.key), PRIVATE)
 
     def write_identity(self, folder: Path, part: Part, trust_domain: str, lifetime: timedelta) -> None:
         """Make what a process with that part shows inside the cluster; a folder as `identity_dir` names one."""
         names = [x509.UniformResourceIdentifier(part.uri(trust_domain)), x509.DNSName(part.host)]
         self._write_pair(folder, str(part), names, lifetime)
-        _write(folder / IDENTITY_FILES[2], self.pem)
+        write_atomically(folder / IDENTITY_FILES[2], self.pem, PRIVATE)
 
     def write_public(self, folder: Path, hosts: Sequence[str], lifetime: timedelta) -> None:
         """Make what a router shows to clients, who reach it by any of these names and addresses."""
@@ -77,8 +77,8 @@ class Authority:
         builder = builder.add_extension(x509.SubjectAlternativeName(names), critical=False)
         builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _write(folder / IDENTITY_FILES[0], _pem(builder.sign(self.key, hashes.SHA256())))
-        _write(folder / IDENTITY_FILES[1], _key_pem(key))
+        write_atomically(folder / IDENTITY_FILES[0], _pem(builder.sign(self.key, hashes.SHA256())), PRIVATE)
+        write_atomically(folder / IDENTITY_FILES[1], _key_pem(key), PRIVATE)
 
 
 def write_certificates(folder: Path, hosts: Sequence[str], days: int) -> None:
@@ -126,11 +126,3 @@ def _pem(certificate: x509.Certificate) -> bytes:
 def _key_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
     pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
     return key.private_bytes(pem, pkcs8, serialization.NoEncryption())
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Replace a file, which only this user can read."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    scratch.touch(mode=0o600)
-    scratch.write_bytes(content)
-    scratch.replace(path)

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pdserve.errors import ConfigError
 from pdserve.launch.plan import ProcessRole, WorkerTemplate
+from pdserve.rpc import read_secret
 
 CERTIFICATES = "certificates"
 RECORD_FILE = "autoscaler.json"  # what the cluster's autoscaler decided lately
@@ -141,18 +142,11 @@ def _forget(folder: Path) -> None:
 
 def write_secret(folder: Path, given: Path | None = None) -> Path:
     """Write a secret that only this user can read, a random one unless a file has one; return its file."""
-    text = secrets.token_hex(32) if given is None else _read_secret(given)
+    secret = secrets.token_hex(32).encode() if given is None else read_secret(given)
     path = folder / "secret"
-    with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
-        file.write(text)
+    with os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+        file.write(secret)
     return path
-
-
-def _read_secret(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--secret-file: cannot read {path}: {error}") from error
 
 
 @contextmanager
