@@ -7,7 +7,8 @@ LAST_WORDS_S later, and workers learn of it by the ends of their streams. `pdser
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from pdserve.checkpoint.open import open_checkpoint
 from pdserve.clock import MonotonicClock
 from pdserve.credentials import Credentials, public_credentials
 from pdserve.errors import ConfigError
-from pdserve.health import Health, HealthMethods, answering
+from pdserve.health import HealthMethods, answering
 from pdserve.incarnation import new_incarnation
 from pdserve.metrics_server import showing
 from pdserve.prefix_hash import PrefixHasher
@@ -45,7 +46,7 @@ from pdserve.router.policies import POLICIES
 from pdserve.router.predict import Predictor
 from pdserve.router.prompts import Prompts, ServedModel
 from pdserve.router.shell import Follow, Links, Shell, WorkerStream
-from pdserve.rpc import check_bind, listen, read_secret, server_options
+from pdserve.rpc import check_bind, listen, server_options
 from pdserve.signals import drain_on_signals
 
 logger = logging.getLogger(__name__)
@@ -102,62 +103,57 @@ async def run(
 ) -> None:
     """Serve a model until `stop` is set, then drain. `on_ready` gets the addresses."""
     start = config.start_costs()
-    hasher = PrefixHasher(read_secret(config.secret_file), model.name)
+    credentials = Credentials.read(config.secret_file, config.identity_dir, Part.ROUTER)
+    hasher = PrefixHasher(credentials.secret, model.name)
     predictor = Predictor(dict.fromkeys(Role, start) if start else None, hasher)
     core = RouterCore(model.name, config, POLICIES[config.placement](predictor), predictor)
     shell = Shell(core, MonotonicClock())
     prompts = Prompts(model, config.max_num_tokenizing, config.tokenize_timeout_s)
     endpoint = InferenceEndpoint(shell, model, prompts, config)
+    shown = HealthMethods(
+        {
+            "": lambda: not stop.is_set(),
+            INFERENCE_SERVICE: lambda: core.is_ready and not stop.is_set(),  # some pair of workers could serve one
+        }
+    )
     try:
         async with (
             showing(config, partial(router_samples, shell, endpoint.outcomes, endpoint.clients, model.name)) as metrics,
             answering(config) as answers,
         ):
-            await _listen(config, endpoint, metrics, answers, stop, on_ready)
+            admin = AdminEndpoint(shell, config.router_id, model.name, metrics)
+            servers = _public_server(endpoint, shown), _internal_server(config, credentials, shell, admin)
+            async with _listening(config, credentials, *servers) as (public, internal), asyncio.TaskGroup() as tasks:
+                watching = tasks.create_task(_report_health(shell, shown), name="health")
+                guarding = tasks.create_task(_raise_when_broken(shell), name="guard")
+                answers.start(lambda: core.is_ready and not stop.is_set())
+                on_ready(Addresses(public, internal, metrics, answers.address))
+                logger.info("serving %s on %s, workers on %s", model.name, public, internal)
+                await stop.wait()
+                shown.changed()
+                await _drain(shell, config.drain_timeout_s)
+                watching.cancel()
+                guarding.cancel()
     finally:
         prompts.close()
 
 
-async def _listen(
-    config: RouterConfig,
-    endpoint: InferenceEndpoint,
-    metrics: str,
-    answers: Health,
-    stop: asyncio.Event,
-    on_ready: Callable[[Addresses], None],
-) -> None:
-    shell, model = endpoint.shell, endpoint.model.name
-    admin = AdminEndpoint(shell, config.router_id, model, metrics)
-    credentials = Credentials.read(config.secret_file, config.identity_dir, Part.ROUTER)
-    services: dict[str, Callable[[], bool]] = {
-        "": lambda: not stop.is_set(),
-        INFERENCE_SERVICE: lambda: shell.core.is_ready and not stop.is_set(),  # some pair of workers could serve one
-    }
-    shown = HealthMethods(services)
-    public, internal = _public_server(endpoint, shown), _internal_server(config, credentials, shell, admin)
+@asynccontextmanager
+async def _listening(
+    config: RouterConfig, credentials: Credentials, public: grpc.aio.Server, internal: grpc.aio.Server
+) -> AsyncIterator[tuple[str, str]]:
+    """Run both servers for the length of the block; yield their addresses."""
     has_identity = config.ssl_certfile is not None and config.api_keys_file is not None
     remedy = "set ssl_certfile, ssl_keyfile and api_keys_file, or host to 127.0.0.1"
     check_bind(config.host, has_identity=has_identity, remedy=remedy)
-    addresses = Addresses(
-        public=listen(public, config.host, config.port, "port", _public_credentials(config)),
-        internal=credentials.listen(internal, config.internal_host, config.internal_port, "internal_port"),
-        metrics=metrics,
-        health=answers.address,
+    addresses = (
+        listen(public, config.host, config.port, "port", _public_credentials(config)),
+        credentials.listen(internal, config.internal_host, config.internal_port, "internal_port"),
     )
     await internal.start()
     await public.start()
     try:
-        async with asyncio.TaskGroup() as tasks:
-            watching = tasks.create_task(_report_health(shell, shown), name="health")
-            guarding = tasks.create_task(_raise_when_broken(shell), name="guard")
-            answers.start(lambda: shell.core.is_ready and not stop.is_set())
-            on_ready(addresses)
-            logger.info("serving %s on %s, workers on %s", model, addresses.public, addresses.internal)
-            await stop.wait()
-            shown.changed()
-            await _drain(shell, config.drain_timeout_s)
-            watching.cancel()
-            guarding.cancel()
+        yield addresses
     finally:
         await asyncio.gather(public.stop(LAST_WORDS_S), internal.stop(LAST_WORDS_S))
 
