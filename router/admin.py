@@ -84,6 +84,9 @@ class AdminEndpoint(AdminServiceServicer):
                 async with asyncio.timeout(ASKED_TIMEOUT_S):
                     await self._shell.until(lambda: not worker.draining or self._has_left(worker))
             except TimeoutError:
+                if not worker.registration.ready:
+                    text = f"{worker.name} still loads its model: it takes requests again once it has"
+                    await abort(context, grpc.StatusCode.DEADLINE_EXCEEDED, text)
                 text = f"{worker.name} goes on to drain: a signal or the worker itself began it"
                 await abort(context, grpc.StatusCode.FAILED_PRECONDITION, text)
             if self._has_left(worker):

@@ -127,8 +127,6 @@ class WorkerLoop:
             events.append(Due())
         for event in events:
             self._handle(event)
-        if any(isinstance(event, DrainAsked | DrainCancelled) for event in events):
-            self._beat()  # its answers are to move while it still decodes them
         if any(isinstance(event, Placed) for event in events):
             self._outbox.refresh(self._load, self._num_steps, at_once=True)
 
@@ -141,3 +139,6 @@ class WorkerLoop:
             return
         self._has_worked |= not isinstance(event, Ticked)
         self._outbox.perform(commands, None)
+        # Answers are to move while they still decode; and each router waits for the drain that it asked for.
+        if isinstance(event, DrainAsked | DrainCancelled):
+            self._beat()

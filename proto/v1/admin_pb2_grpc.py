@@ -95,7 +95,7 @@ class AdminServiceServicer:
     def DrainWorker(self, request, context):
         """Asks a worker to finish what it runs and exit; or no longer to, where it has not ended. NOT_FOUND: no such worker is
         attached. With `cancel`, UNAVAILABLE: it has ended meanwhile. FAILED_PRECONDITION: a signal or the worker itself began
-        the drain.
+        the drain. DEADLINE_EXCEEDED: it still loads its model, and takes work again once it has.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -42,7 +42,7 @@ class AdminServiceStub:
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]
     """Asks a worker to finish what it runs and exit; or no longer to, where it has not ended. NOT_FOUND: no such worker is
     attached. With `cancel`, UNAVAILABLE: it has ended meanwhile. FAILED_PRECONDITION: a signal or the worker itself began
-    the drain.
+    the drain. DEADLINE_EXCEEDED: it still loads its model, and takes work again once it has.
     """
     SetWorkerRole: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetWorkerRoleRequest, _admin_pb2.SetWorkerRoleResponse]
     """Gives a worker another role, while it serves. NOT_FOUND: no such worker is attached. INVALID_ARGUMENT: no such
@@ -69,7 +69,7 @@ class AdminServiceAsyncStub(AdminServiceStub):
     DrainWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]  # type: ignore[assignment]
     """Asks a worker to finish what it runs and exit; or no longer to, where it has not ended. NOT_FOUND: no such worker is
     attached. With `cancel`, UNAVAILABLE: it has ended meanwhile. FAILED_PRECONDITION: a signal or the worker itself began
-    the drain.
+    the drain. DEADLINE_EXCEEDED: it still loads its model, and takes work again once it has.
     """
     SetWorkerRole: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetWorkerRoleRequest, _admin_pb2.SetWorkerRoleResponse]  # type: ignore[assignment]
     """Gives a worker another role, while it serves. NOT_FOUND: no such worker is attached. INVALID_ARGUMENT: no such
@@ -117,7 +117,7 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_pb2.DrainWorkerResponse, _abc.Awaitable[_admin_pb2.DrainWorkerResponse]]:
         """Asks a worker to finish what it runs and exit; or no longer to, where it has not ended. NOT_FOUND: no such worker is
         attached. With `cancel`, UNAVAILABLE: it has ended meanwhile. FAILED_PRECONDITION: a signal or the worker itself began
-        the drain.
+        the drain. DEADLINE_EXCEEDED: it still loads its model, and takes work again once it has.
         """
 
     @_abc_1.abstractmethod

@@ -245,3 +245,21 @@ async def test_a_drain_and_its_end_are_passed_on(start_router: StartRouter, monk
     await asyncio.sleep(0)
     await decode.die()
     assert await leaving in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.NOT_FOUND)
+
+
+async def test_a_worker_that_loads_ends_its_drain_once_it_has_loaded(
+    start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    router = await start_router()
+    monkeypatch.setattr(endpoint, "ASKED_TIMEOUT_S", 0.2)
+    loading = await router.unattached(link.Register(worker_id="d0", incarnation=1, role=link.ROLE_DECODE))
+    loading.listen()
+    await loading.say(register=loading.registration)  # and it sends no heartbeat
+    await router.until_status(lambda status: len(status.workers) == 1)
+    assert await drain(router, "d0") is grpc.StatusCode.OK
+    assert await drain(router, "d0", cancel=True) is grpc.StatusCode.DEADLINE_EXCEEDED
+    monkeypatch.setattr(endpoint, "ASKED_TIMEOUT_S", 5.0)
+    answer = asyncio.create_task(drain(router, "d0", cancel=True))
+    await loading.say(heartbeat=link.Heartbeat(pages_free=1))  # its first
+    assert await answer is grpc.StatusCode.OK
+    await loading.die()

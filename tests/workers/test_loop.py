@@ -18,7 +18,7 @@ from pdserve.sampling import SamplingParams
 from pdserve.worker.audit import Claim
 from pdserve.worker.inbox import Inbox
 from pdserve.worker.loop import WorkerLoop
-from pdserve.worker.messages import DrainAsked, Load, Placed, RouterRef, Ticked
+from pdserve.worker.messages import DrainAsked, DrainCancelled, Load, Placed, RouterRef, Ticked
 
 EMPTY = StepResult((), 0.0)
 LOAD = Load(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, draining=False, role=Role.DECODE, role_epoch=0)
@@ -118,32 +118,35 @@ class Drains(Notes):
     def load(self) -> Load:
         return replace(LOAD, draining=self.draining)
 
-    def handle(self, event: DrainAsked | Ticked, now_s: float) -> list[str]:
+    def handle(self, event: DrainAsked | DrainCancelled | Ticked, now_s: float) -> list[str]:
         if isinstance(event, Ticked):
             return []
-        self.draining = True
-        return ["drain"]
+        self.draining = isinstance(event, DrainAsked)
+        return ["drain" if self.draining else "undrain"]
 
 
 class Beating(Carried):
-    """Notes which heartbeats say that the worker drains."""
+    """Notes what heartbeats report of a drain, once one has been asked for."""
 
     def beat(self, load: Load, num_steps: int) -> None:
-        if load.draining:
-            self.commands.put_nowait("reported")
+        if not self.commands.empty():
+            self.commands.put_nowait("draining" if load.draining else "taking work")
 
 
-async def test_routers_learn_of_a_drain_at_once_while_a_step_runs() -> None:
+async def test_routers_learn_at_once_of_a_drain_and_of_its_end_while_a_step_runs() -> None:
     core, engine, inbox, carried = Drains(), HeldUp(), Inbox(), Beating()
     loop = asyncio.create_task(WorkerLoop(core, engine.start, inbox, carried, MonotonicClock(), 60.0).run())
     await asyncio.to_thread(engine.started.wait)
-    inbox.put(DrainAsked())
-    assert await carried.commands.get() == "drain"
-    assert carried.commands.get_nowait() == "reported", "not with the next heartbeat"
+    for event in (DrainAsked(), DrainCancelled()):
+        inbox.put(event)
+    seen = [await carried.commands.get()]
+    while not carried.commands.empty():  # before the next heartbeat
+        seen.append(carried.commands.get_nowait())
     engine.go_on.set()
     core.drained = True
     inbox.wake()
     await loop
+    assert seen == ["drain", "draining", "undrain", "taking work"], "a router waits for the drain that it asked for"
 
 
 class Broken(Notes):
