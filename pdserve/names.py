@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
-from pdserve.errors import ConfigError
+from pdserve.errors import ConfigError, echo
 from pdserve.rpc import join_address, split_address
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,18 @@ def resolve(name: str) -> frozenset[str]:
     return frozenset(join_address(each, int(port)) for each in sorted(chosen)[:MAX_ADDRESSES])
 
 
+def check_names(names: Iterable[str], key: str) -> None:
+    """Raise ConfigError, which names `key`, unless each name is host:port with a host that may be looked up."""
+    for name in names:
+        host, port = split_address(name)
+        try:
+            host.encode("idna")  # as a lookup does
+        except UnicodeError as error:
+            raise ConfigError(f"{key}: {echo(name, repr)} names no host: {error}") from error
+        if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+            raise ConfigError(f"{key}: {echo(name, repr)} is not host:port")
+
+
 async def addresses_of(names: Iterable[str]) -> list[str]:
     """Return all addresses that names lead to; OSError where that cannot be found out now, or there is none."""
     found = [{name} if _is_literal(name) else await asyncio.to_thread(resolve, name) for name in names]
@@ -48,10 +60,7 @@ class Lookups:
         """`found` is called with each name's addresses after each lookup. ConfigError names `key` and a bad name."""
         self._again = {name: asyncio.Event() for name in names}
         self._found = found
-        for name in self._again:
-            host, port = split_address(name)
-            if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-                raise ConfigError(f"{key}: {name!r} is not host:port")
+        check_names(self._again, key)
 
     def again(self) -> None:
         """Look all names up soon."""
@@ -69,7 +78,7 @@ class Lookups:
                     else:
                         tasks.create_task(self._follow(name, resolve, pool), name=f"name {name}")
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # a name server that is silent is waited for by nobody
+            pool.shutdown(wait=False, cancel_futures=True)  # at its exit Python waits for a lookup that runs
 
     async def _follow(self, name: str, resolve: Resolve, pool: ThreadPoolExecutor) -> None:
         again, problem = self._again[name], ""

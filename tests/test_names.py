@@ -3,12 +3,18 @@
 import asyncio
 import logging
 import socket
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from pdserve import names
+from pdserve.cli import processes
+from pdserve.cli.app import main
 from pdserve.errors import ConfigError
+from pdserve.kubernetes.config import WatcherConfig
+from pdserve.kubernetes.server import serve
 from pdserve.names import Lookups, addresses_of, resolve
 
 Answers = list[Callable[[], frozenset[str]]]
@@ -79,10 +85,23 @@ async def test_whoever_asks_gets_all_addresses_or_an_error(monkeypatch: pytest.M
         await addresses_of(("gone:2",))
 
 
-@pytest.mark.parametrize("name", ["router", "router:", "router:0", "router:65536", ":1", "fd00::1", "router:http"])
-def test_a_name_without_a_host_or_a_port_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"^routers: .* is not host:port"):
+BAD_NAMES = ["router", "router:", "router:0", "router:65536", ":1", "fd00::1", "router:http", "a..b:1", f"{'x' * 64}:1"]
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+async def test_a_name_that_cannot_be_looked_up_is_refused_by_all_who_would(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match=r"^routers: .* (is not host:port|names no host)"):
         Lookups((name,), "routers", lambda *_: None)
+    with pytest.raises(ConfigError, match=r"^routers: "):
+        await serve(WatcherConfig.model_validate({"routers": (name,), "secret_file": tmp_path}))
+    monkeypatch.setattr(processes, "end_on_signals", lambda: None)
+    given = ("--policy", "x", "--routers", name, "--secret-file", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["pdserve", "autoscale", "run", *given])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert (ended.value.code, capsys.readouterr().err.partition(": ")[2].startswith("routers: ")) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,14 @@ from pdserve.kubernetes.config import WatcherConfig
 from pdserve.kubernetes.watcher import PodWatcher
 from pdserve.launch.admin import AdminClient
 from pdserve.metrics_server import showing
-from pdserve.names import addresses_of
+from pdserve.names import addresses_of, check_names
 from pdserve.signals import drain_on_signals
 
 
 async def serve(config: WatcherConfig) -> None:
-    """Watch until a signal comes. ConfigError where this process has no account with Kubernetes."""
+    """Watch until a signal comes. ConfigError where a router's name is none, or this process has no account."""
     stop = asyncio.Event()
+    check_names(config.routers, "routers")
     first = AdminClient(config.routers[0], config.secret_file, config.identity_dir)  # reads its files once for all
 
     async def routers() -> list[AdminClient]:

@@ -8,6 +8,7 @@ import typer
 from pdserve.autoscaler.config import AutoscalerConfig
 from pdserve.cli.flags import config_flags
 from pdserve.cli.options import AsJson, ClusterName, ConfigFile
+from pdserve.cli.processes import run_process, settings_of
 
 if TYPE_CHECKING:
     from pdserve.autoscaler.journal import Record
@@ -69,19 +70,12 @@ def run(config: ConfigFile = None, **flags: object) -> None:
 
     The policy's file is read again whenever it changes. A changed policy is followed as a whole, or refused as a whole.
     """
-    import asyncio
-
+    settings = settings_of(AutoscalerConfig, config, flags)
     from pdserve.autoscaler.server import serve
-    from pdserve.config import load_config
     from pdserve.measure.warm_up import warm_up
-    from pdserve.signals import end_on_signals
-    from pdserve.telemetry import configure_logging
 
-    settings = load_config(AutoscalerConfig, config, flags)
-    end_on_signals()
-    configure_logging("autoscaler", settings.log_level)
     target = _target(settings.name, settings.routers, settings.secret_file, settings.identity_dir)
-    asyncio.run(serve(settings, target, warm_up))
+    run_process("autoscaler", lambda settings: serve(settings, target, warm_up), settings)
 
 
 def end(policy: PolicyFile, name: ClusterName = "default") -> None:
@@ -126,8 +120,10 @@ def _target(name: str, routers: tuple[str, ...], secret_file: Path | None, ident
     from pdserve.autoscaler.server import Target
     from pdserve.errors import ConfigError
     from pdserve.launch.folder import RECORD_FILE, read_state
+    from pdserve.names import check_names
 
     if routers and secret_file is not None:
+        check_names(routers, "routers")
         return Target(routers, secret_file, identity_dir)
     if routers or secret_file is not None:
         raise ConfigError("--routers and --secret-file must be given together")

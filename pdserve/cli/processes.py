@@ -43,41 +43,42 @@ CONFIGS: dict[Process, type[ProcessConfig]] = {
 @config_flags(RouterConfig)
 def router(config: ConfigFile = None, **flags: object) -> None:
     """Run a router: the public endpoint and the cluster's decisions."""
-    settings = _settings(RouterConfig, config, flags)
+    settings = settings_of(RouterConfig, config, flags)
     from pdserve.router.server import serve
 
-    _run("router", serve, settings)
+    run_process("router", serve, settings)
 
 
 @config_flags(WorkerConfig)
 def worker(config: ConfigFile = None, **flags: object) -> None:
     """Run a worker: prompts become KV pages and a first token, KV pages become tokens, or both, as its role says."""
-    settings = _settings(WorkerConfig, config, flags)
+    settings = settings_of(WorkerConfig, config, flags)
     with thread_defaults(os.environ, settings.num_threads):
         from pdserve.worker.ending import end_drained
         from pdserve.worker.server import serve
 
-    _run(settings.worker_id, serve, settings)
+    run_process(settings.worker_id, serve, settings)
     end_drained()
 
 
 @config_flags(WatcherConfig)
 def watch_pods(config: ConfigFile = None, **flags: object) -> None:
     """Report to routers which processes of pods have ended, on Kubernetes; an autoscaler there does so, too."""
-    settings = _settings(WatcherConfig, config, flags)
+    settings = settings_of(WatcherConfig, config, flags)
     from pdserve.kubernetes.server import serve
 
-    _run("watch-pods", serve, settings)
+    run_process("watch-pods", serve, settings)
 
 
-def _settings(cls: type[_Config], file: Path | None, flags: Mapping[str, object]) -> _Config:
+def settings_of(cls: type[_Config], file: Path | None, flags: Mapping[str, object]) -> _Config:
     """Read a process's settings before importing what takes long to load."""
     settings = load_config(cls, file, flags)
     end_on_signals()
     return settings
 
 
-def _run(name: str, serve: Callable[[_Config], Coroutine[Any, Any, None]], settings: _Config) -> None:
+def run_process(name: str, serve: Callable[[_Config], Coroutine[Any, Any, None]], settings: _Config) -> None:
+    """Serve in this process until it ends; ConfigError where it refuses what it is to serve with."""
     import uvloop
 
     from pdserve.telemetry import configure_logging
