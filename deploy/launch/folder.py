@@ -13,6 +13,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from pdserve.errors import ConfigError
+from pdserve.launch.admin import AdminClient
 from pdserve.launch.plan import ProcessRole, WorkerTemplate
 from pdserve.rpc import read_secret
 
@@ -53,6 +54,10 @@ class ClusterState(BaseModel):
     processes: tuple[ProcessState, ...]
     elsewhere: WorkerTemplate | None = None  # of the workers, where they are started on other machines
     launcher: str = ""  # host:port at which workers are started and stopped; empty: nowhere
+
+    def operator(self, identity_dir: Path | None = None) -> AdminClient:
+        """Return a connection to the router's internal port, with another operator's identity if one is given."""
+        return AdminClient(self.admin, self.secret_file, identity_dir or self.identity_dir)
 
     def pid_of(self, name: str) -> int | None:
         """Return the process id of the process called `name`, or None while it is not running."""

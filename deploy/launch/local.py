@@ -129,7 +129,7 @@ class LocalCluster:
 
     async def supervise(self) -> None:
         """Keep the processes running and report each worker's end to the router; note at last whether all drained."""
-        client = AdminClient(self._state.admin, self._state.secret_file, self._state.identity_dir)
+        client = self._state.operator()
         helpers: set[asyncio.Task[None]] = set()
 
         def on_exit(exit_: ChildExit) -> None:

@@ -114,8 +114,7 @@ class Operated:
             return AdminClient(self.admin, self.secret_file, self.identity_dir)
         if self.admin is not None or self.secret_file is not None:
             raise ConfigError("--admin and --secret-file must be given together")
-        state = read_state(self.name)
-        return AdminClient(state.admin, state.secret_file, self.identity_dir or state.identity_dir)
+        return read_state(self.name).operator(self.identity_dir)
 
 
 THIS_MACHINES = Operated()

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pdserve.clock import MonotonicClock
 from pdserve.errors import CommandError
 from pdserve.ids import WorkerId
-from pdserve.launch.admin import AdminClient
 from pdserve.launch.local import Listener
 from pdserve.launch.plan import ClusterSpec
 from pdserve.measure.board import StatusBoard
@@ -55,10 +54,7 @@ async def measure_drain(
     """Start two decode workers, run `count` answers on one, and drain it once this share of their tokens is there."""
     board, clock, gaps, pairs = StatusBoard(), MonotonicClock(), list[MovedGap](), dict[str, float]()
     board.watchers.append(lambda status: pairs.update(_bandwidth(status)))
-    async with (
-        started(spec, Listener(board.put, report)) as (cluster, live),
-        AdminClient(cluster.state.admin, cluster.state.secret_file) as operator,
-    ):
+    async with started(spec, Listener(board.put, report)) as (cluster, live), cluster.state.operator() as operator:
         await operator.set_role(STAYING, link.ROLE_PREFILL)  # so that all answers begin on the other
 
         def on_end(outcome: Outcome) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from pdserve.clock import MonotonicClock
-from pdserve.launch.admin import AdminClient
 from pdserve.launch.folder import ClusterState
 from pdserve.launch.local import Listener, LocalCluster, running
 from pdserve.launch.plan import ClusterSpec
@@ -91,7 +90,7 @@ class LiveCluster:
 
     async def status(self) -> admin.ClusterStatus:
         """Return the router's view of the cluster."""
-        async with AdminClient(self.state.admin, self.state.secret_file) as operator:
+        async with self.state.operator() as operator:
             return await operator.status()
 
 

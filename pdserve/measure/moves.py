@@ -8,7 +8,6 @@ from itertools import count, pairwise
 from statistics import fmean
 
 from pdserve.clock import MonotonicClock
-from pdserve.launch.admin import AdminClient
 from pdserve.launch.launcher import LauncherClient
 from pdserve.launch.local import Listener
 from pdserve.launch.plan import ClusterSpec
@@ -95,7 +94,7 @@ async def run_moves(trial: MovesTrial, requests: Sequence[KnownRequest], report:
 
         state = cluster.state
         async with (
-            AdminClient(state.admin, state.secret_file) as operator,
+            state.operator() as operator,
             LauncherClient(state.launcher, state.secret_file) as launcher,
         ):
             operations = Operations(cluster, board, (operator, launcher), trial.operations, clock)

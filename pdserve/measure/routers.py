@@ -16,7 +16,6 @@ import grpc
 
 from pdserve.clock import MonotonicClock
 from pdserve.errors import ConfigError
-from pdserve.launch.admin import AdminClient
 from pdserve.launch.folder import ClusterState, free_port
 from pdserve.launch.local import LaunchError
 from pdserve.launch.plan import ClusterSpec, flag_arguments
@@ -137,7 +136,7 @@ async def _attended(state: ClusterState, name: str, num_workers: int, clock: Mon
     """Wait for a router and for its workers; return when it listened, and when all were attached and ready."""
     listened_s: float | None = None
     try:
-        async with asyncio.timeout(_READY_TIMEOUT_S), AdminClient(state.admin, state.secret_file) as operator:
+        async with asyncio.timeout(_READY_TIMEOUT_S), state.operator() as operator:
             while True:
                 try:
                     async for status in operator.watch(wait_for_ready=True):

@@ -14,7 +14,6 @@ from sockets import assert_listens_where_it_says
 from tls_cluster import TlsCluster
 
 from pdserve.certificates import Part, public_files
-from pdserve.launch.admin import AdminClient
 from pdserve.launch.authority import write_certificates
 from pdserve.launch.launcher import LauncherClient
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
@@ -71,7 +70,7 @@ async def test_certificates_change_while_it_serves(cluster: TlsCluster) -> None:
         assert (
             type(expected)().read(InferenceServiceStub(channel).Generate(asked, timeout=60)).tokens == expected.tokens
         )
-    status = await AdminClient(state.admin, state.secret_file, state.identity_dir).status()
+    status = await state.operator().status()
     assert len(status.workers) == 2
     assert not status.refused.get("secret")
     workers = await LauncherClient(state.launcher, state.secret_file, state.identity_dir).list_workers()
