@@ -40,9 +40,7 @@ def doctor(
     from pdserve.doctor.settings import Settings, read_settings
 
     settings = Settings() if config is None else read_settings(config)
-    identity_dir = cluster.identity_dir or settings.identity_dir
-    settings = replace(settings, model=model or settings.model, identity_dir=identity_dir)
-    findings = list(_findings(settings, replace(cluster, identity_dir=identity_dir)))
+    findings = list(_findings(replace(settings, model=model or settings.model), cluster))
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
@@ -54,13 +52,15 @@ def doctor(
 def _findings(settings: "Settings", cluster: Operated) -> Iterator["Finding"]:
     from pdserve.doctor.gathering import gather_machine
     from pdserve.doctor.machine import machine_findings
-    from pdserve.doctor.settings import settings_findings
+    from pdserve.doctor.settings import Settings, settings_findings
 
     yield from machine_findings(gather_machine(settings.handoff_host, settings.handoff_rdma_devices))
     yield from settings_findings(settings, datetime.now(UTC))
+    if cluster.identity_dir is not None:
+        yield from settings_findings(Settings(identity_dir=cluster.identity_dir), datetime.now(UTC))
     if settings.policy is not None:
         yield from asyncio.run(policy_findings(settings.policy))
-    yield from _cluster(settings, cluster)
+    yield from cluster_checks(settings, cluster)
 
 
 async def policy_findings(policy: Path) -> list["Finding"]:
@@ -82,18 +82,22 @@ async def policy_findings(policy: Path) -> list["Finding"]:
     return found
 
 
-def _cluster(settings: "Settings", cluster: Operated) -> Iterator["Finding"]:
-    from pdserve.doctor.finding import ok
+def cluster_checks(settings: "Settings", cluster: Operated) -> Iterator["Finding"]:
+    """Check the cluster that flags name, or the one of this machine."""
+    from pdserve.doctor.finding import failed, ok
     from pdserve.doctor.ports import cluster_port_findings, free_port_findings, gather_listeners, gather_taken
-    from pdserve.launch.folder import read_state
+    from pdserve.launch.folder import read_state, state_file
 
+    if cluster.admin is None and cluster.secret_file is None and not state_file(cluster.name).exists():
+        yield ok("cluster", f"none named {cluster.name!r} runs here")
+        yield from free_port_findings(gather_taken())
+        return
     try:
         client = cluster.client()
     except ConfigError as error:
-        if cluster.admin is not None or cluster.secret_file is not None:
-            raise
-        yield ok("cluster", str(error))
-        yield from free_port_findings(gather_taken())
+        yield failed(
+            "cluster", str(error), "start it again, or name what is right with --admin, --secret-file, --identity-dir"
+        )
         return
     if cluster.admin is None:
         state = read_state(cluster.name)

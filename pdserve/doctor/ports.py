@@ -1,6 +1,7 @@
 """Checks what listens on this machine: a cluster's processes where its state says, and nothing in the way of one."""
 
 import ipaddress
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
@@ -26,11 +27,15 @@ def gather_listeners(pids: Mapping[str, int]) -> dict[str, frozenset[str]]:
 
 
 def gather_taken() -> dict[int, str]:
-    """Return which of the usual ports are taken on this machine, and by whom as far as can be known."""
+    """Return which of the usual ports others have on this machine, and who, as far as can be known.
+
+    What this command runs under, and a container's main process, have their own ports.
+    """
     taken: dict[int, str] = {}
+    own = {1, *(each.pid for each in psutil.Process().parents())}
     with suppress(psutil.AccessDenied):
         for each in psutil.net_connections("tcp"):
-            if each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port in PORTS:
+            if each.status == psutil.CONN_LISTEN and each.laddr and each.laddr.port in PORTS and each.pid not in own:
                 taken[each.laddr.port] = _process_name(each.pid)
     return taken
 
@@ -38,7 +43,8 @@ def gather_taken() -> dict[int, str]:
 def cluster_port_findings(listeners: Listeners, expected: Mapping[str, frozenset[str]]) -> Iterator[Finding]:
     """Check a cluster of this machine. `expected`: where processes must listen at least, by name."""
     for name, addresses in sorted(listeners.items()):
-        missing = expected.get(name, frozenset()) - addresses
+        bound = {at for address in addresses for at in _resolved(address)}
+        missing = [address for address in expected.get(name, ()) if bound.isdisjoint(_resolved(address))]
         exposed = sorted(address for address in addresses if not _is_loopback(address))
         shown = ", ".join(sorted(addresses)) or "nowhere"
         if missing:
@@ -56,7 +62,7 @@ def free_port_findings(taken: Mapping[int, str]) -> Iterator[Finding]:
         remedy = f"end it, or give the process that is to have it another port (here: {PORTS[port]})"
         yield warning(f"port {port}", f"taken by {who}", remedy)
     if not taken:
-        yield ok("ports", f"{', '.join(map(str, sorted(PORTS)))} are free")
+        yield ok("ports", f"{', '.join(map(str, sorted(PORTS)))} are taken by nobody else")
 
 
 def shown_address(ip: str, port: int) -> str:
@@ -64,6 +70,16 @@ def shown_address(ip: str, port: int) -> str:
     address = ipaddress.ip_address(ip.partition("%")[0])
     mapped = address.ipv4_mapped if address.version == 6 else None
     return join_address(str(mapped or address), port)
+
+
+def _resolved(address: str) -> set[tuple[str, int]]:
+    """Return the IP addresses and ports that an address leads to, with one name for each family's wildcard."""
+    try:
+        found = socket.getaddrinfo(*split_address(address), type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        return set()
+    ends = [(str(end[0]), int(end[1])) for *_, end in found]
+    return {("*" if ipaddress.ip_address(ip).is_unspecified else ip, port) for ip, port in ends}
 
 
 def _is_loopback(address: str) -> bool:

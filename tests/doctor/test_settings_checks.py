@@ -2,15 +2,21 @@
 
 import os
 import socket
+import subprocess
+import sys
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
+from pdserve.cli.doctor import cluster_checks
+from pdserve.cli.options import Operated
+from pdserve.doctor import ports
 from pdserve.doctor.finding import Finding, Level
 from pdserve.doctor.ports import cluster_port_findings, free_port_findings, gather_listeners, shown_address
 from pdserve.doctor.settings import Settings, expiry_finding, read_settings, settings_findings
 from pdserve.errors import ConfigError
+from pdserve.launch.folder import state_file
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -68,6 +74,45 @@ def test_a_process_listens_where_its_cluster_says_and_on_loopback_alone() -> Non
     ):
         (finding,) = cluster_port_findings({"router": addresses}, expected)
         assert finding.level is level, finding
+
+
+@pytest.mark.parametrize(
+    ("configured", "bound", "level"),
+    [
+        ("localhost:1", "127.0.0.1:1", Level.OK),
+        ("0.0.0.0:1", "[::]:1", Level.WARNING),
+        ("[::]:1", "0.0.0.0:1", Level.WARNING),
+        ("0.0.0.0:1", "127.0.0.1:1", Level.FAILED),
+        ("localhost:1", "127.0.0.1:2", Level.FAILED),
+    ],
+)
+def test_an_endpoint_is_compared_by_where_its_name_leads(configured: str, bound: str, level: Level) -> None:
+    (finding,) = cluster_port_findings({"router": frozenset({bound})}, {"router": frozenset({configured})})
+    assert finding.level is level, finding
+
+
+def test_ports_of_the_process_that_runs_the_doctor_are_not_taken_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        monkeypatch.setitem(ports.PORTS, port, "a test")
+        look = f"from pdserve.doctor import ports; ports.PORTS[{port}] = ''; print(ports.gather_taken())"
+        seen = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True).stdout
+        assert str(port) not in seen
+        assert port in ports.gather_taken(), "its own, and not of what it runs under"
+
+
+def test_no_cluster_is_fine_and_one_that_left_its_state_behind_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    levels = {finding.name: finding.level for finding in cluster_checks(Settings(), Operated("c"))}
+    assert levels["cluster"] is Level.OK
+    file = state_file("c")
+    file.parent.mkdir(parents=True)
+    file.write_text("{}")
+    (finding,) = cluster_checks(Settings(), Operated("c"))
+    assert (finding.name, finding.level) == ("cluster", Level.FAILED)
+    assert "another version" in finding.seen
 
 
 def test_listeners_of_a_process_are_seen() -> None:
