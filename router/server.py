@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from pathlib import Path
 
 import grpc
@@ -21,7 +22,7 @@ from pdserve.certificates import Part
 from pdserve.checkpoint.checkpoint import NO_DEFAULTS, naming
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
-from pdserve.clock import MonotonicClock
+from pdserve.clock import Clock, MonotonicClock
 from pdserve.credentials import Credentials, public_credentials
 from pdserve.errors import ConfigError
 from pdserve.health import HealthMethods, answering
@@ -126,7 +127,8 @@ async def run(
             async with _listening(config, credentials, *servers) as (public, internal), asyncio.TaskGroup() as tasks:
                 watching = tasks.create_task(_report_health(shell, shown), name="health")
                 guarding = tasks.create_task(_raise_when_broken(shell), name="guard")
-                answers.start(lambda: core.is_ready and not stop.is_set())
+                awaited = Awaited(lambda: core.is_ready, config.pool_grace_s, shell.clock)
+                answers.start(lambda: not stop.is_set() and awaited.holds())
                 on_ready(Addresses(public, internal, metrics, answers.address))
                 logger.info("serving %s on %s, workers on %s", model.name, public, internal)
                 await stop.wait()
@@ -136,6 +138,24 @@ async def run(
                 guarding.cancel()
     finally:
         prompts.close()
+
+
+class Awaited:
+    """Whether requests may come: some pair of workers can serve, or could so lately that they wait for another."""
+
+    def __init__(self, is_ready: Callable[[], bool], grace_s: float, clock: Clock) -> None:
+        self._is_ready = is_ready
+        self._grace_s = grace_s
+        self._clock = clock
+        self._until_s = -inf
+
+    def holds(self) -> bool:
+        """Look at it now. Only what was seen counts, so whoever wants to know looks often."""
+        now_s = self._clock.now_s()
+        if not self._is_ready():
+            return now_s < self._until_s
+        self._until_s = now_s + self._grace_s
+        return True
 
 
 @asynccontextmanager

@@ -16,6 +16,7 @@ from pdserve.errors import ConfigError
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router.config import RouterConfig
+from pdserve.router.server import Awaited
 from pdserve.rpc import HELLO_METADATA_KEY, PROOF_METADATA_KEY, Caller, check_bind, identify, read_secret
 
 SERVICE = "pdserve.v1.InferenceService"
@@ -37,7 +38,7 @@ async def test_health_follows_the_workers_and_ends_first(start_router: StartRout
     assert await serves(router) == ["live", "started", "ready", ""]
     await decode.die()
     assert (await watch.read()).status == NOT_SERVING
-    assert await serves(router) == ["live", "started"]
+    assert await serves(router) == ["live", "started", "ready", ""], "requests wait for another"
     await router.worker(link.ROLE_DECODE, "d1")
     assert (await watch.read()).status == SERVING
     prefill.is_paused = True
@@ -49,6 +50,28 @@ async def test_health_follows_the_workers_and_ends_first(start_router: StartRout
     assert (await watch.read()).status == NOT_SERVING
     assert (await health.Check(health_pb2.HealthCheckRequest())).status == NOT_SERVING
     call.cancel()
+
+
+class HandClock:
+    """A clock that stands until it is set."""
+
+    at_s = 0.0
+
+    def now_s(self) -> float:
+        return self.at_s
+
+
+def test_a_router_that_lost_its_workers_is_ready_for_as_long_as_requests_wait_for_others() -> None:
+    clock, pairs = HandClock(), [False]
+    awaited = Awaited(lambda: pairs[0], 30.0, clock)
+    assert not awaited.holds(), "none has come yet"
+    pairs[0] = True
+    assert awaited.holds()
+    pairs[0] = False
+    clock.at_s = 29.0
+    assert awaited.holds()
+    clock.at_s = 31.0
+    assert not awaited.holds()
 
 
 async def serves(router: RouterUnderTest) -> list[str]:
