@@ -44,7 +44,7 @@ _Workers = _model(
     decode=(_Worker, Field(_Worker(), description="Workers that decode.")),
     mixed=(_Worker, Field(_Worker(), description="Workers that do both.")),
 )
-_Router, _Autoscaler = _section(RouterConfig), _section(AutoscalerConfig)
+_Router, _Autoscaler = _section(RouterConfig), _section(AutoscalerConfig, (*PER_PROCESS, "policy_resource"))
 ClusterFile = _model(
     "cluster",
     model=(str | None, Field(None, description="A path, or a name from the catalog.")),

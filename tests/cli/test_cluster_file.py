@@ -102,6 +102,7 @@ def test_a_name_that_is_given_overrides_the_files(
         ("num_pages: 200", "worker_id: w", "line 13: workers.decode.worker_id: unknown key"),
         ("port: 7000", "port: 70000", "line 7: router.port: 70000 is refused"),
         ("policy:", "policyx:", "line 17: autoscaler.policyx: unknown key, did you mean policy?"),
+        ("policy: /policy.yaml", "policy_resource: a/b", "line 17: autoscaler.policy_resource: unknown key"),
     ],
 )
 def test_what_is_wrong_is_named_with_its_line_and_the_nearest_key(
