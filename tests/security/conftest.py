@@ -4,14 +4,12 @@ import pytest
 
 from pdserve.launch.authority import Authority
 
-SECRET = b"s" * 32
-
 
 @pytest.fixture
 def secret_file(tmp_path: Path) -> Path:
     path = tmp_path / "secret"
     path.touch(mode=0o600)
-    path.write_bytes(SECRET)
+    path.write_bytes(b"s" * 32)
     return path
 
 

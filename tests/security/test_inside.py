@@ -16,7 +16,6 @@ from pdserve.errors import ConfigError, Refusal
 from pdserve.launch.authority import Authority
 from pdserve.rpc import identify
 
-SECRET = b"s" * 32
 DAY = timedelta(days=1)
 TRUST_DOMAIN = "c.example"
 ATTACH, STATUS = "/pdserve.v1.LinkService/Attach", "/pdserve.v1.AdminService/GetStatus"
@@ -28,7 +27,7 @@ class Cluster:
 
     def __init__(self, folder: Path, secret_file: Path, authority: Authority) -> None:
         self.folder = folder
-        self.secret_file = secret_file
+        self.secret_file, self.secret = secret_file, secret_file.read_bytes()
         self.authority = authority
 
     def identity(self, part: Part, *, lifetime: timedelta = DAY, authority: Authority | None = None) -> Path:
@@ -134,7 +133,7 @@ async def test_expired_foreign_and_missing_certificates_reach_no_method(
     expired = cluster.credentials(Part.WORKER, lifetime=-DAY)
     foreign = cluster.credentials(Part.WORKER, authority=Authority.new())
     async with listening(cluster.credentials(Part.ROUTER)) as (address, denied):
-        for caller in (expired, expired, foreign, Credentials(SECRET)):
+        for caller in (expired, expired, foreign, Credentials(cluster.secret)):
             assert await call(caller, address, ATTACH) is UNAVAILABLE
         assert caplog.text.count("identity_dir: the certificate ended at") == 1
         assert await call(cluster.credentials(Part.WORKER), address, ATTACH) is grpc.StatusCode.OK
@@ -151,7 +150,7 @@ async def test_another_trust_domain_of_the_same_authority_is_another_cluster(clu
 
 async def test_a_caller_speaks_to_nobody_who_is_not_what_it_dials(cluster: Cluster) -> None:
     caller = cluster.credentials(Part.WORKER)
-    plain, expired = Credentials(SECRET), cluster.credentials(Part.ROUTER, lifetime=-DAY)
+    plain, expired = Credentials(cluster.secret), cluster.credentials(Part.ROUTER, lifetime=-DAY)
     for impostor in (cluster.credentials(Part.WORKER), expired, plain):
         async with listening(impostor) as (address, _):
             assert await call(caller, address, ATTACH, Part.ROUTER) is UNAVAILABLE
@@ -162,7 +161,7 @@ async def test_certificates_are_rotated_under_running_streams(cluster: Cluster) 
     router, worker = (Credentials.read(cluster.secret_file, folders[part], part) for part in folders)
     successor = Authority.new()
     async with listening(router) as (address, denied), worker.channel(address, Part.ROUTER) as channel:
-        proof = await identify(channel, SECRET, ATTACH)
+        proof = await identify(channel, cluster.secret, ATTACH)
         running = channel.stream_stream(ATTACH)(metadata=proof)
         for number in range(4):
             if number == 2:
