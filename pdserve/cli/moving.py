@@ -67,7 +67,7 @@ def drain(
 
     pages = answers * (2 + (input_len + output_len) // 16)
     flags = {"num_threads": 1, "max_num_seqs": max(64, answers), "num_pages": pages}
-    spec = started("drain", model, seed, decode=2, dtype=dtype, **flags)
+    spec = started("drain", model, seed, num_decode=2, dtype=dtype, **flags)
     lengths = Lengths(input_len, output_len, are_answers_equal=True)
     requests = known_requests(spec.model, dtype, distinct, lengths, seed)
     found = run(measure_drain(spec, requests, answers, begun, report))
