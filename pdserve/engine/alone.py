@@ -1,6 +1,7 @@
 """One engine that answers requests one at a time: what any cluster of workers has to agree with."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.runner import Runner, run
@@ -13,6 +14,7 @@ from pdserve.sampling import MAX_SEQUENCES, SamplingParams
 
 _PAGE_SIZE = 16
 _CHUNK = 256  # tokens
+TIED = 2e-5  # of two log probabilities, in float32
 
 
 class LoneEngine:
@@ -27,12 +29,23 @@ class LoneEngine:
 
     def answer(self, prompt: Sequence[int], params: SamplingParams) -> dict[int, tuple[int, ...]]:
         """Return the tokens of each continuation."""
+        tokens: dict[int, tuple[int, ...]] = dict.fromkeys(range(params.n), ())
+        for sampled in self._sample(prompt, params):
+            tokens[sampled.index] += (sampled.token.token_id,)
+        return tokens
+
+    def is_tied(self, prompt: Sequence[int], params: SamplingParams) -> bool:
+        """Whether some greedy token is hardly likelier than the next: another order of sums may choose that one."""
+        if not params.is_greedy:
+            return False
+        reported = [sampled.token.logprobs for sampled in self._sample(prompt, replace(params, logprobs=2))]
+        return any(each is not None and each.top[0][1] - each.top[1][1] < TIED for each in reported)
+
+    def _sample(self, prompt: Sequence[int], params: SamplingParams) -> Iterator[Sampled]:
         indices = tuple(range(params.n))
         job = Job(RequestId(bytes(16)), Attempt(0), tuple(prompt), len(prompt), params, indices)
         self._scheduler.add(EngineSequence(job, indices, list(prompt), order=0))
-        tokens: dict[int, list[int]] = {index: [] for index in indices}
         while (plan := self._scheduler.plan()) is not None:
             for outcome in self._scheduler.commit(plan, run(self._runner, plan)):
                 if isinstance(outcome, Sampled):
-                    tokens[outcome.index].append(outcome.token.token_id)
-        return {index: tuple(ids) for index, ids in tokens.items()}
+                    yield outcome
