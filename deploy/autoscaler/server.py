@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -115,12 +115,17 @@ async def _policy(config: AutoscalerConfig) -> "AsyncIterator[tuple[Path, Policy
         yield config.policy, None
         return
     assert config.policy_resource is not None  # one of both is set
+    async with opened_resource(config.policy_resource) as resource:
+        yield resource.file, resource
+
+
+def opened_resource(reference: str) -> "AbstractAsyncContextManager[PolicyResource]":
+    """Have the policy that Kubernetes holds, namespace/name, in a file for the length of a block."""
     try:
         from pdserve.autoscaler.resource import PolicyResource  # noqa: PLC0415 - Kubernetes' client is an extra
     except ModuleNotFoundError as error:
         raise not_installed("lightkube") from error
-    async with PolicyResource.opened(config.policy_resource) as resource:
-        yield resource.file, resource
+    return PolicyResource.opened(reference)
 
 
 @asynccontextmanager

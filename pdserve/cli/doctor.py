@@ -59,11 +59,25 @@ def _findings(settings: "Settings", cluster: Operated) -> Iterator["Finding"]:
     if cluster.identity_dir is not None:
         yield from settings_findings(Settings(identity_dir=cluster.identity_dir), datetime.now(UTC))
     if settings.policy is not None:
-        yield from asyncio.run(policy_findings(settings.policy))
+        yield from asyncio.run(policy_findings(settings.policy, None))
+    if settings.policy_resource is not None:
+        yield from asyncio.run(resource_findings(settings.policy_resource))
     yield from cluster_checks(settings, cluster)
 
 
-async def policy_findings(policy: Path) -> list["Finding"]:
+async def resource_findings(policy_resource: str) -> list["Finding"]:
+    """Check an autoscaler's policy that Kubernetes holds, namespace/name, and the rights that it needs there."""
+    from pdserve.autoscaler.server import opened_resource
+    from pdserve.doctor.finding import failed
+
+    try:
+        async with opened_resource(policy_resource) as resource:
+            return await policy_findings(resource.file, policy_resource)
+    except ConfigError as error:
+        return [failed("policy", str(error), "kubectl get asp, and grant this account `get` of it")]
+
+
+async def policy_findings(policy: Path, policy_resource: str | None) -> list["Finding"]:
     """Check an autoscaler's policy, and the rights that it needs on Kubernetes."""
     from pdserve.autoscaler.actuators import KubernetesActuator
     from pdserve.autoscaler.loading import load
@@ -74,11 +88,11 @@ async def policy_findings(policy: Path) -> list["Finding"]:
         actuator = load(policy).actuator
     except ConfigError as error:
         return [failed("policy", str(error), "pdserve autoscale validate FILE")]
-    found = [ok("policy", f"{policy}: {actuator.kind}")]
+    found = [ok("policy", f"{policy_resource or policy}: {actuator.kind}")]
     if isinstance(actuator, KubernetesActuator):
-        found += await gather_rights(actuator)
+        found += await gather_rights(actuator, policy_resource)
     elif actuator.kind == "publish" and "KUBERNETES_SERVICE_HOST" in os.environ:
-        found += await gather_rights(None)
+        found += await gather_rights(None, policy_resource)
     return found
 
 

@@ -9,7 +9,7 @@ from pdserve.doctor.finding import Finding, failed, ok
 from pdserve.errors import CommandError, ConfigError
 from pdserve.extras import EXTRAS, not_installed
 from pdserve.kubernetes.objects import Object
-from pdserve.kubernetes.rights import ACTUATOR, WATCHER, Right
+from pdserve.kubernetes.rights import ACTUATOR, RESOURCE, WATCHER, Right
 
 if TYPE_CHECKING:
     from pdserve.kubernetes.client import Client
@@ -42,12 +42,22 @@ class Action(NamedTuple):
         return f"{self.verb} {what} {self.name}".strip() + (f" in {self.namespace}" if self.namespace else "")
 
 
-def needed(actuator: KubernetesActuator | None, namespace: str) -> tuple[Action, ...]:
-    """Return what an autoscaler with this actuator does, or without one a watcher of pods in a namespace."""
+def needed(
+    actuator: KubernetesActuator | None, namespace: str, policy_resource: str | None = None
+) -> tuple[Action, ...]:
+    """Return what an autoscaler with this actuator does, or without one a watcher of pods in a namespace.
+
+    `policy_resource`: the resource that holds its policy, namespace/name.
+    """
     if actuator is None:
-        return tuple(_actions(WATCHER, namespace, {}))
-    names = {"deployments": (actuator.prefill.name, actuator.decode.name), "leases": (actuator.lease,)}
-    return tuple(dict.fromkeys(_actions((*WATCHER, *ACTUATOR), actuator.namespace, names)))
+        found = [*_actions(WATCHER, namespace, {})]
+    else:
+        names = {"deployments": (actuator.prefill.name, actuator.decode.name), "leases": (actuator.lease,)}
+        found = [*_actions((*WATCHER, *ACTUATOR), actuator.namespace, names)]
+    if policy_resource is not None:
+        where, _, name = policy_resource.partition("/")
+        found += _actions(RESOURCE, where, {"autoscalingpolicies": (name,)})
+    return tuple(dict.fromkeys(found))
 
 
 def _actions(rights: Iterable[Right], namespace: str, names: Mapping[str, tuple[str, ...]]) -> Iterator[Action]:
@@ -69,7 +79,7 @@ def rights_findings(allowed: Mapping[Action, bool]) -> Iterator[Finding]:
         yield ok("rights", f"this account may do all {len(allowed)} things that are asked of Kubernetes")
 
 
-async def gather_rights(actuator: KubernetesActuator | None) -> list[Finding]:
+async def gather_rights(actuator: KubernetesActuator | None, policy_resource: str | None = None) -> list[Finding]:
     """Ask the API server, and check its answers."""
     try:
         from pdserve.kubernetes.client import Client  # noqa: PLC0415 - its packages are an extra
@@ -79,7 +89,7 @@ async def gather_rights(actuator: KubernetesActuator | None) -> list[Finding]:
         raise not_installed(error.name) from error
     try:
         async with Client() as client, asyncio.timeout(ASKED_WITHIN_S):
-            actions = needed(actuator, client.namespace or "default")
+            actions = needed(actuator, client.namespace or "default", policy_resource)
             return [*rights_findings({action: await _may(client, action) for action in actions})]
     except (CommandError, ConfigError, TimeoutError) as error:
         seen = str(error) or f"no answer within {ASKED_WITHIN_S:g} s"

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -29,6 +30,7 @@ class Settings:
     handoff_host: str = "127.0.0.1"
     handoff_rdma_devices: tuple[str, ...] = ()
     policy: Path | None = None  # an autoscaler's
+    policy_resource: str | None = None  # namespace/name, in its place
 
 
 def read_settings(file: Path) -> Settings:
@@ -39,17 +41,12 @@ def read_settings(file: Path) -> Settings:
         raise ConfigError(f"--config: {file}: {error}") from error
     if not isinstance(content, Mapping):
         raise ConfigError(f"--config: {file} holds no settings by name")
-    paths = {name: Path(str(content[name])) for name in _PATHS if content.get(name)}
-    devices = content.get("handoff_rdma_devices") or ()
-    model, host = content.get("model"), content.get("handoff_host")
-    return Settings(
-        model=None if model is None else str(model),
-        handoff_host="127.0.0.1" if host is None else str(host),
-        handoff_rdma_devices=tuple(map(str, devices)),
-        **paths,
-    )
+    given: dict[str, Any] = {name: str(content[name]) for name in _TEXTS if content.get(name) is not None}
+    given |= {name: Path(str(content[name])) for name in _PATHS if content.get(name)}
+    return Settings(handoff_rdma_devices=tuple(map(str, content.get("handoff_rdma_devices") or ())), **given)
 
 
+_TEXTS = ("model", "handoff_host", "policy_resource")
 _PATHS = ("secret_file", "identity_dir", "ssl_certfile", "ssl_keyfile", "policy")
 
 

@@ -11,7 +11,9 @@ from helm_chart import CHART, Manifest, helm, of_kind, pods, rendered
 from kubernetes_schemas import check
 from kubernetes_validate.utils import all_versions
 
+from pdserve.autoscaler.actuators import KubernetesActuator
 from pdserve.autoscaler.config import AutoscalerConfig
+from pdserve.autoscaler.definition import GROUP, KIND, VERSION, definition
 from pdserve.autoscaler.schema import Policy
 from pdserve.config import WorkerConfig, load_config
 from pdserve.errors import ConfigError
@@ -173,6 +175,26 @@ def test_the_policy_document_is_one_that_the_autoscaler_takes() -> None:
         maps = of_kind(rendered({"autoscaling.by": by}), "ConfigMap")
         policy = Policy.model_validate(yaml.safe_load(maps["chat-pdserve-policy"]["data"]["policy.yaml"]))
         assert policy.actuator.kind == kind
+
+
+def test_the_policy_as_a_resource_is_one_that_the_autoscaler_follows() -> None:
+    manifests = rendered({"autoscaling.by": "pdserve", "autoscaling.policyAs": "AutoscalingPolicy"})
+    resource = of_kind(manifests, "AutoscalingPolicy")["chat-pdserve"]
+    named = f"{GROUP}/{VERSION}"
+    assert resource["apiVersion"] == named
+    policy = Policy.model_validate({"apiVersion": "pdserve/v1alpha1", "kind": KIND, **resource["spec"]})
+    assert isinstance(policy.actuator, KubernetesActuator)
+    maps = of_kind(manifests, "ConfigMap")
+    assert "chat-pdserve-policy" not in maps
+    config = yaml.safe_load(maps["chat-pdserve-autoscaler"]["data"]["autoscaler.yaml"])
+    assert config["policy_resource"] == f"{resource['metadata']['namespace']}/chat-pdserve"
+    assert "policy" not in config
+
+
+def test_the_chart_brings_the_definition_of_policies() -> None:
+    """Run `pdserve autoscale crd` where a field of policies has changed."""
+    (file,) = (CHART / "crds").iterdir()
+    assert yaml.safe_load(file.read_text(encoding="utf-8")) == definition()
 
 
 def test_selectors_of_workloads_do_not_follow_a_role() -> None:

@@ -3,7 +3,7 @@
 import pytest
 from helm_chart import Manifest, rendered
 
-from pdserve.kubernetes.rights import ACTUATOR, WATCHER, Right
+from pdserve.kubernetes.rights import ACTUATOR, RESOURCE, WATCHER, Right
 
 OWN = "llm"
 
@@ -33,6 +33,8 @@ def _asked(rights: tuple[Right, ...]) -> set[tuple[str, str, str, str]]:
     [
         ({"autoscaling.by": "none"}, WATCHER),
         ({"autoscaling.by": "pdserve"}, WATCHER + ACTUATOR),
+        ({"autoscaling.by": "pdserve", "autoscaling.policyAs": "AutoscalingPolicy"}, WATCHER + ACTUATOR + RESOURCE),
+        ({"autoscaling.by": "none", "autoscaling.policyAs": "AutoscalingPolicy"}, WATCHER),
         ({"autoscaling.by": "hpa"}, WATCHER),
         ({"autoscaling.by": "keda", "autoscaling.follow": "waiting"}, WATCHER),
         ({"operator.watchNodes": False}, tuple(right for right in WATCHER if not right.namespace)),

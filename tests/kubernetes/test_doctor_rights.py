@@ -3,10 +3,11 @@
 from pathlib import Path
 
 import pytest
+import yaml
 from kube_cluster import KubeCluster
 
 from pdserve.autoscaler.actuators import KubernetesActuator, ScaleTarget
-from pdserve.cli.doctor import policy_findings
+from pdserve.cli.doctor import policy_findings, resource_findings
 from pdserve.doctor.finding import Level
 from pdserve.doctor.rights import needed
 
@@ -23,20 +24,42 @@ def test_an_autoscaler_asks_for_its_own_objects_by_name_and_a_watcher_for_less()
     watched = {str(action) for action in needed(None, "chat")}
     assert watched < asked
     assert not any("deployments" in action or "patch" in action for action in watched)
+    with_resource = {str(action) for action in needed(SCALED, "elsewhere", "other/policy")}
+    assert with_resource - asked == {
+        "get autoscalingpolicies policy in other",
+        "patch autoscalingpolicies/status policy in other",
+    }
 
 
 async def test_all_rights_are_there_or_the_missing_one_is_named(kube: KubeCluster) -> None:
     if kube.double is None:
         pytest.skip("what a real account may do is not ours to take away")
-    findings = await policy_findings(POLICY)
+    findings = await policy_findings(POLICY, None)
     assert [finding.level for finding in findings] == [Level.OK] * 2
     kube.double.allowed = lambda asked: (asked["resource"], asked["verb"]) != ("pods", "patch")
-    _, missing = await policy_findings(POLICY)
+    _, missing = await policy_findings(POLICY, None)
     assert missing.level is Level.FAILED
     assert missing.seen.startswith("this account may not patch pods in ")
 
 
 async def test_an_api_that_does_not_answer_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
-    _, finding = await policy_findings(POLICY)
+    _, finding = await policy_findings(POLICY, None)
     assert (finding.name, finding.level) == ("rights", Level.FAILED)
+
+
+async def test_a_policy_that_kubernetes_holds_is_checked_with_the_rights_on_it(kube: KubeCluster) -> None:
+    if kube.double is None:
+        pytest.skip("needs the definition, and what a real account may do is not ours to take away")
+    kube.double.allowed = lambda asked: asked.get("subresource") != "status"
+    reference = f"{kube.namespace}/chat"
+    (absent,) = await resource_findings(reference)
+    assert (absent.name, absent.level) == ("policy", Level.FAILED)
+    document = yaml.safe_load(POLICY.read_text(encoding="utf-8"))
+    spec = {key: value for key, value in document.items() if key not in {"apiVersion", "kind"}}
+    resource = {"apiVersion": "pdserve.dev/v1alpha1", "kind": "AutoscalingPolicy", "metadata": {"name": "chat"}}
+    path = f"/apis/pdserve.dev/v1alpha1/namespaces/{kube.namespace}/autoscalingpolicies"
+    await kube.ask("POST", path, {**resource, "spec": spec})
+    found, missing = await resource_findings(reference)
+    assert (found.level, found.seen) == (Level.OK, f"{reference}: kubernetes")
+    assert missing.seen == f"this account may not patch autoscalingpolicies/status chat in {kube.namespace}"

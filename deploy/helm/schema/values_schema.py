@@ -218,6 +218,7 @@ class Tls(Part):
 class Autoscaling(Part):
     by: Literal["none", "pdserve", "hpa", "keda"]
     follow: Literal["desired", "waiting"]
+    policy_as: Literal["ConfigMap", "AutoscalingPolicy"]
     policy: PolicyValues
     waiting_per_replica: Annotated[int, Field(ge=1)]
     prometheus: str
