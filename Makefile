@@ -23,7 +23,7 @@ serve: $(SERVING)
 	$(BIN)/pdserve up $(MODEL) --prefill $(PREFILL) --decode $(DECODE)
 
 # Less than a minute: no processes, no large models.
-UNIT := $(addprefix tests/,checkpoint cli engine kvtransfer measure model perfmodel router security text workers)
+UNIT := $(addprefix tests/,checkpoint cli cpu_kernels engine kvtransfer measure model perfmodel router security text workers)
 unit: $(INSTALLED)
 	$(BIN)/pytest -q -n 2 --dist loadfile -m "not slow" $(UNIT)
 

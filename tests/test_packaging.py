@@ -41,13 +41,15 @@ def test_the_wheel_has_one_name_at_its_top(names: list[str]) -> None:
     assert len(top) == 2
 
 
-def test_the_wheel_holds_every_component_its_protos_and_its_types(names: list[str]) -> None:
+def test_the_wheel_holds_every_component_its_protos_its_c_sources_and_its_types(names: list[str]) -> None:
     assert "pdserve/py.typed" in names
     for component in COMPONENTS:
         assert any(name.startswith(f"pdserve/{component}/") for name in names), component
     protos = [f"pdserve/proto/v1/{path.name}" for path in (ROOT / "proto" / "v1").glob("*.proto")]
+    sources = [f"pdserve/kernels/cpu/src/{path.name}" for path in (ROOT / "kernels" / "cpu" / "src").iterdir()]
     assert protos
-    assert set(protos) <= set(names)
+    assert sources
+    assert {*protos, *sources} <= set(names)
 
 
 def test_the_wheel_holds_neither_tests_nor_caches(names: list[str]) -> None:

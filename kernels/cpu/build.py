@@ -1,0 +1,136 @@
+"""Compiles the C sources for this processor, once: the library stays in the user's cache folder.
+
+A library's name is a hash of the sources, the compiler, the flags and the processor. It appears whole or not at all,
+and processes that start together compile it once.
+"""
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "src"
+CPU_INFO = Path("/proc/cpuinfo")
+PROCESSOR_LINES = ("model name", "flags", "Features", "CPU implementer", "CPU part")
+COMPILERS = ("gcc", "cc", "clang")  # in this order, where CC names none
+NATIVE = "-march=native" if platform.machine() == "x86_64" else "-mcpu=native"
+FLAGS = ("-std=gnu11", "-O3", NATIVE, "-fno-math-errno", "-fopenmp", "-fPIC", "-shared", "-Wall", "-Wno-psabi")
+COMPILE_LIMIT_S = 180.0
+NUM_KEPT = 8  # libraries in the folder: of earlier versions, and of other machines that share it
+SHOWN_CHARACTERS = 500  # of what a compiler writes
+WRITABLE_BY_OTHERS = 0o022
+
+
+class Reason(StrEnum):
+    """Why there is no library."""
+
+    COMPILER = "there is no C compiler"
+    COMPILING = "the compiler failed"
+    FOLDER = "the cache folder cannot be used"
+    LOADING = "the compiled library cannot be loaded"
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """There is no library, and why."""
+
+    reason: Reason
+    detail: str
+
+    def __str__(self) -> str:
+        return f"{self.reason}: {self.detail}"
+
+
+def built() -> Path | Missing:
+    """Return the library for this processor, compiled now if it is not there yet; takes seconds then."""
+    folder = _folder()
+    if isinstance(folder, Missing):
+        return folder
+    compiler = _compiler()
+    if isinstance(compiler, Missing):
+        return compiler
+    sources = sorted(SOURCES.iterdir())
+    path = folder / f"{_key(sources, compiler)}.so"
+    if path.exists():
+        return path
+    try:
+        with _locked(folder / ".lock"):
+            return path if path.exists() else _compile(sources, compiler[0], path)
+    except OSError as error:
+        return Missing(Reason.FOLDER, f"{folder}: {error.strerror}")
+
+
+def _folder() -> Path | Missing:
+    """Return the folder of libraries, which nobody else can write to: what lies there is run."""
+    try:
+        cache = os.environ.get("XDG_CACHE_HOME")
+        folder = (Path(cache) if cache else Path.home() / ".cache") / "pdserve" / "kernels"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.stat()
+    except (OSError, RuntimeError) as error:
+        return Missing(Reason.FOLDER, str(error))
+    if status.st_uid != os.geteuid() or status.st_mode & WRITABLE_BY_OTHERS:
+        return Missing(Reason.FOLDER, f"{folder}: others than this user may write to it")
+    return folder
+
+
+def _compiler() -> tuple[str, str] | Missing:
+    """Return the compiler's path, and what it says of its version."""
+    asked = os.environ.get("CC")
+    names = (asked,) if asked else COMPILERS
+    path = next(filter(None, map(shutil.which, names)), None)
+    if path is None:
+        return Missing(Reason.COMPILER, f"looked for {', '.join(names)}")
+    try:
+        shown = subprocess.run([path, "--version"], capture_output=True, text=True, check=True, timeout=COMPILE_LIMIT_S)
+    except (OSError, subprocess.SubprocessError) as error:
+        return Missing(Reason.COMPILER, str(error))
+    return path, shown.stdout
+
+
+def _key(sources: list[Path], compiler: tuple[str, str]) -> str:
+    digest = hashlib.sha256("\0".join((*compiler, *FLAGS, *_processor())).encode())
+    for source in sources:
+        digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
+    return digest.hexdigest()[:32]
+
+
+def _processor() -> list[str]:
+    """Return the lines of CPU_INFO that say which instructions there are, each once."""
+    try:
+        lines = CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return [platform.processor()]
+    return sorted({line for line in lines if line.startswith(PROCESSOR_LINES)})
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _compile(sources: list[Path], compiler: str, path: Path) -> Path | Missing:
+    scratch = path.with_suffix(f".{os.getpid()}.tmp")
+    units = [str(source) for source in sources if source.suffix == ".c"]
+    command = [compiler, *FLAGS, *units, "-lm", "-o", str(scratch)]
+    try:
+        subprocess.run(command, capture_output=True, text=True, check=True, timeout=COMPILE_LIMIT_S)
+        scratch.replace(path)
+    except subprocess.CalledProcessError as error:
+        return Missing(Reason.COMPILING, error.stderr.strip()[:SHOWN_CHARACTERS])
+    except subprocess.TimeoutExpired as error:
+        return Missing(Reason.COMPILING, str(error))
+    finally:
+        scratch.unlink(missing_ok=True)
+    for old in sorted(path.parent.glob("*.so"), key=lambda each: each.stat().st_mtime)[:-NUM_KEPT]:
+        old.unlink(missing_ok=True)
+    return path

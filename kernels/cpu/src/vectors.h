@@ -1,0 +1,134 @@
+/* Vectors of 16 floats, which the compiler maps to what the processor has, and the element types of tensors. */
+
+#ifndef PDSERVE_VECTORS_H
+#define PDSERVE_VECTORS_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#define LANES 16
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float floats __attribute__((vector_size(64)));
+typedef int32_t ints __attribute__((vector_size(64)));
+typedef uint32_t words __attribute__((vector_size(64)));
+typedef uint16_t halfwords __attribute__((vector_size(32)));
+
+/* Element types, as kernels/cpu/library.py numbers them. */
+enum { FLOAT32 = 0, BFLOAT16 = 1 };
+
+INLINE floats splat(float value) { return value - (floats){0}; }
+
+INLINE floats choose(ints mask, floats yes, floats no) {
+    return (floats)(((ints)yes & mask) | ((ints)no & ~mask));
+}
+
+INLINE floats larger(floats a, floats b) { return choose(a > b, a, b); }
+
+INLINE floats load_float32(const float *from) {
+    floats out;
+    memcpy(&out, from, sizeof out);
+    return out;
+}
+
+INLINE void store_float32(float *to, floats value) { memcpy(to, &value, sizeof value); }
+
+INLINE floats load_bfloat16(const uint16_t *from) {
+    halfwords raw;
+    memcpy(&raw, from, sizeof raw);
+    return (floats)(__builtin_convertvector(raw, words) << 16);
+}
+
+/* Rounds to the nearest, ties to even; NaN stays NaN. */
+INLINE halfwords to_bfloat16(floats value) {
+    words bits = (words)value;
+    words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    ints is_nan = value != value;
+    rounded = (rounded & (words)~is_nan) | ((words)is_nan & 0x7fc0);
+    return __builtin_convertvector(rounded, halfwords);
+}
+
+INLINE void store_bfloat16(uint16_t *to, floats value) {
+    halfwords raw = to_bfloat16(value);
+    memcpy(to, &raw, sizeof raw);
+}
+
+/* Element access by type. `type` is a constant wherever these are used, so that no branch is left. */
+
+INLINE int64_t size_of(int type) { return type == FLOAT32 ? 4 : 2; }
+
+INLINE floats load(const void *from, int64_t index, int type) {
+    return type == FLOAT32 ? load_float32((const float *)from + index) : load_bfloat16((const uint16_t *)from + index);
+}
+
+INLINE void store(void *to, int64_t index, floats value, int type) {
+    if (type == FLOAT32)
+        store_float32((float *)to + index, value);
+    else
+        store_bfloat16((uint16_t *)to + index, value);
+}
+
+/* Loads and stores `count` < LANES elements; the lanes past them are zero. */
+INLINE floats load_part(const void *from, int64_t index, int64_t count, int type) {
+    char raw[64] = {0};
+    memcpy(raw, (const char *)from + index * size_of(type), count * size_of(type));
+    return load(raw, 0, type);
+}
+
+INLINE void store_part(void *to, int64_t index, int64_t count, floats value, int type) {
+    char raw[64];
+    store(raw, 0, value, type);
+    memcpy((char *)to + index * size_of(type), raw, count * size_of(type));
+}
+
+/* The value as an element of `type` holds it. */
+INLINE floats rounded_to(floats value, int type) {
+    return type == FLOAT32 ? value : (floats)(__builtin_convertvector(to_bfloat16(value), words) << 16);
+}
+
+/* Always in this order, so that a sum depends on its terms alone. */
+INLINE float sum_of(floats value) {
+    float lanes[LANES];
+    store_float32(lanes, value);
+    for (int width = LANES / 2; width > 0; width /= 2)
+        for (int lane = 0; lane < width; lane++)
+            lanes[lane] += lanes[lane + width];
+    return lanes[0];
+}
+
+INLINE float max_of(floats value) {
+    float lanes[LANES], most;
+    store_float32(lanes, value);
+    most = lanes[0];
+    for (int lane = 1; lane < LANES; lane++)
+        most = lanes[lane] > most ? lanes[lane] : most;
+    return most;
+}
+
+/* e^x to about 2 units in the last place; 0 below -87.3, where float32 loses its precision, infinite above 88.7. */
+INLINE floats exp_of(floats given) {
+    floats x = given;
+    ints below = x < splat(-87.3f), above = x > splat(88.7f);
+    x = choose(above, splat(88.7f), choose(below, splat(-87.3f), x));
+    floats times = x * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: the integer is in the low bits */
+    ints power = (ints)times - 0x4b400000;
+    times -= 12582912.0f;
+    floats rest = x - times * 0.693359375f;
+    rest -= times * -2.12194440e-4f;
+    floats poly = splat(1.9875691500e-4f);
+    poly = poly * rest + 1.3981999507e-3f;
+    poly = poly * rest + 8.3334519073e-3f;
+    poly = poly * rest + 4.1665795894e-2f;
+    poly = poly * rest + 1.6666665459e-1f;
+    poly = poly * rest + 5.0000001201e-1f;
+    poly = poly * rest * rest + rest + 1.0f;
+    floats result = (floats)((ints)poly + (power << 23));
+    result = choose(above, splat(INFINITY), (floats)((ints)result & ~below));
+    return choose(given != given, given, result);
+}
+
+#endif
