@@ -10,12 +10,12 @@ from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.reports import Failure, Stage
 from pdserve.roles import Role
 from pdserve.router.because import Cause
-from pdserve.router.clients import DENIALS, Clients
 from pdserve.router.commands import Finished, Refused
 from pdserve.router.core import RouterCore
 from pdserve.router.demand import judge
+from pdserve.router.frontend.clients import DENIALS, Clients
+from pdserve.router.frontend.prompts import Terms
 from pdserve.router.placements import DONE
-from pdserve.router.prompts import Terms
 from pdserve.router.shell import Shell
 from pdserve.router.timeline import Ledger
 from pdserve.router.view import WorkerView

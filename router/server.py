@@ -36,16 +36,17 @@ from pdserve.proto.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_
 from pdserve.proto.v1.link_pb2_grpc import add_LinkServiceServicer_to_server
 from pdserve.roles import Role
 from pdserve.router.admin import AdminEndpoint
-from pdserve.router.clients import RequireKey
 from pdserve.router.config import RouterConfig
 from pdserve.router.core import RouterCore
 from pdserve.router.events import ShutdownAsked, ShutdownDue
-from pdserve.router.inference import HARD_LIMIT_BYTES, InferenceEndpoint, LimitSizes
+from pdserve.router.frontend.generate import InferenceEndpoint
+from pdserve.router.frontend.grpc_door import HARD_LIMIT_BYTES, LimitSizes, RequireKey
+from pdserve.router.frontend.intake import Intake
+from pdserve.router.frontend.prompts import Prompts, ServedModel
 from pdserve.router.kv_subscriber import KvSubscriber, PublishedBlocks, Source
 from pdserve.router.metrics import router_samples
 from pdserve.router.policies import POLICIES
 from pdserve.router.predict import Predictor
-from pdserve.router.prompts import Prompts, ServedModel
 from pdserve.router.shell import Follow, Links, Shell, WorkerStream
 from pdserve.rpc import check_bind, listen, server_options
 from pdserve.signals import drain_on_signals
@@ -110,7 +111,7 @@ async def run(
     core = RouterCore(model.name, config, POLICIES[config.placement](predictor), predictor)
     shell = Shell(core, MonotonicClock())
     prompts = Prompts(model, config.max_num_tokenizing, config.tokenize_timeout_s)
-    endpoint = InferenceEndpoint(shell, model, prompts, config)
+    intake = Intake(shell, model, prompts, config)
     shown = HealthMethods(
         {
             "": lambda: not stop.is_set(),
@@ -119,11 +120,11 @@ async def run(
     )
     try:
         async with (
-            showing(config, partial(router_samples, shell, endpoint.outcomes, endpoint.clients, model.name)) as metrics,
+            showing(config, partial(router_samples, shell, intake.outcomes, intake.clients, model.name)) as metrics,
             answering(config) as answers,
         ):
             admin = AdminEndpoint(shell, config.router_id, model.name, metrics)
-            servers = _public_server(endpoint, shown), _internal_server(config, credentials, shell, admin)
+            servers = _public_server(intake, shown), _internal_server(config, credentials, shell, admin)
             async with _listening(config, credentials, *servers) as (public, internal), asyncio.TaskGroup() as tasks:
                 watching = tasks.create_task(_report_health(shell, shown), name="health")
                 guarding = tasks.create_task(_raise_when_broken(shell), name="guard")
@@ -178,11 +179,11 @@ async def _listening(
         await asyncio.gather(public.stop(LAST_WORDS_S), internal.stop(LAST_WORDS_S))
 
 
-def _public_server(endpoint: InferenceEndpoint, shown: HealthMethods) -> grpc.aio.Server:
+def _public_server(intake: Intake, shown: HealthMethods) -> grpc.aio.Server:
     server = grpc.aio.server(
-        interceptors=[RequireKey(endpoint.clients), LimitSizes()], options=server_options(HARD_LIMIT_BYTES)
+        interceptors=[RequireKey(intake.clients), LimitSizes()], options=server_options(HARD_LIMIT_BYTES)
     )
-    add_InferenceServiceServicer_to_server(endpoint, server)
+    add_InferenceServiceServicer_to_server(InferenceEndpoint(intake), server)
     shown.add_to(server, may_watch=True)
     names = (INFERENCE_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)

@@ -14,7 +14,7 @@ def new_key(
 
     Only the key's hash stands in the file. To revoke a key take its line out; routers read the file again at once.
     """
-    from pdserve.router.api_keys import new_key as made
+    from pdserve.router.frontend.api_keys import new_key as made
 
     key, digest = made()
     typer.echo(key)

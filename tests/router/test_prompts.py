@@ -6,7 +6,7 @@ from router_fakes import TEMPLATE, TOKENIZER
 from pdserve.checkpoint.checkpoint import NO_DEFAULTS
 from pdserve.errors import RequestError, Status
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.router.prompts import Prompts, ServedModel
+from pdserve.router.frontend.prompts import Prompts, ServedModel
 from pdserve.text.chat import ChatTemplate
 
 (SPACE,) = TOKENIZER.encode(" ", add_special=False)

@@ -3,9 +3,9 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.router.api_keys import TenantLimits
 from pdserve.router.because import Cause
-from pdserve.router.limits import Use
+from pdserve.router.frontend.api_keys import TenantLimits
+from pdserve.router.frontend.limits import Use
 
 waits = st.sampled_from((0.0, 0.01, 0.4, 3.0))
 steps = st.lists(st.tuples(waits, st.integers(0, 20), st.booleans()), min_size=20, max_size=60)

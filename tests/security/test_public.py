@@ -18,7 +18,7 @@ from pdserve.errors import ConfigError
 from pdserve.launch.authority import Authority
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
-from pdserve.router.api_keys import new_key
+from pdserve.router.frontend.api_keys import new_key
 
 DAY = timedelta(days=1)
 OK, UNAUTHENTICATED, UNAVAILABLE = grpc.StatusCode.OK, grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.UNAVAILABLE

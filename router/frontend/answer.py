@@ -1,0 +1,186 @@
+"""One request's answer on its way from the core to a door: text made of tokens, and written together where it waits.
+
+Invariant: a door is given each gain once and in order; nothing after the end; and it is called again only after it
+has taken what it was given. What waits for the door meanwhile is bounded.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pdserve.errors import InvariantError
+from pdserve.ids import RequestId
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.router.commands import Deliver, Finished, Refused
+from pdserve.router.events import ClientTooSlow, StopStringFound
+from pdserve.router.frontend.prompts import Terms
+from pdserve.text.stop import OutputText
+
+GAIN_BYTES = 16  # of a gain's frame and small fields, roughly
+TOKEN_BYTES = 4
+
+
+@dataclass(slots=True)
+class Gain:
+    """What one continuation gained since the door was last given something of it."""
+
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""  # may lag behind token_ids, where a character or a stop string may still be unfinished
+    logprobs: list[inference.TokenLogprobs] = field(default_factory=list)  # parallel to token_ids, if asked for
+    finish_reason: int = 0  # FinishReason; 0: it goes on
+    stop_match: str | None = None  # the stop string that ended it
+
+
+class Client(Protocol):
+    """A door's end of answers: writes them as its protocol has it.
+
+    Called on the event loop; must neither wait nor raise. One client may have several answers.
+    """
+
+    def write(self, answer: "Answer", gains: Sequence[Gain], outcome: Finished | Refused | None) -> bool:
+        """Write what an answer gained and, where `outcome` is there, its end. Gains are the door's to keep.
+
+        Returns whether the door takes more at once. Otherwise it must call `answer.resume()` when it does; until then
+        the answer collects.
+        """
+
+    def cut_off(self, answer: "Answer", outcome: Refused) -> None:
+        """End an answer at once, in the middle of a write if need be: its reader is too slow."""
+
+
+class Turns:
+    """Writes answers once a turn of the event loop, however many commands of the core were for them in it."""
+
+    def __init__(self) -> None:
+        self._due: list[Answer] = []
+
+    def add(self, answer: "Answer") -> None:
+        """Let an answer be written later in this turn."""
+        if not self._due:
+            asyncio.get_running_loop().call_soon(self._write)
+        self._due.append(answer)
+
+    def _write(self) -> None:
+        due, self._due = self._due, []
+        for answer in due:
+            answer.write()
+
+
+class Answer:
+    """Takes what the core says of a request, never waits, and gives it to the request's door."""
+
+    def __init__(  # noqa: PLR0913 - made in one place
+        self,
+        request_id: RequestId,
+        terms: Terms,
+        prompt_ids: Sequence[int],
+        client: Client,
+        *,
+        outputs: Sequence[OutputText],
+        max_unsent_bytes: int,
+        turns: Turns,
+        on_end: Callable[["Answer"], None],
+    ) -> None:
+        """`on_end` is called when the core has ended the request, before the door learns of it."""
+        self.request_id = request_id
+        self.hex_id = request_id.hex()
+        self.terms = terms
+        self.prompt_ids = prompt_ids
+        self.num_tokens = 0  # of all continuations
+        self.outcome: Finished | Refused | None = None  # how the request ended
+        self.finish_reasons: list[int] = []  # of the continuations that have ended
+        self._client: Client | None = client  # None: it has the end, or has left
+        self._outputs: list[OutputText | None] = list(outputs)  # None: the continuation has ended
+        self._max_unsent_bytes = max_unsent_bytes
+        self._unsent: dict[int, Gain] = {}  # by continuation
+        self._unsent_bytes = 0
+        self._takes_more = True  # the door does
+        self._is_due = False
+        self._was_cut_off = False
+        self._turns = turns
+        self._on_end = on_end
+
+    def deliver(self, command: Deliver) -> StopStringFound | ClientTooSlow | None:
+        """Add tokens; return what the core has to know about it."""
+        index = command.index
+        output = self._outputs[index]
+        if output is None:
+            return None  # decoded before the workers heard of the stop string
+        if self._unsent_bytes > self._max_unsent_bytes:
+            self._was_cut_off = True
+            return ClientTooSlow(self.request_id, self._max_unsent_bytes)
+        gain = self._unsent.get(index)
+        if gain is None:
+            gain = self._unsent[index] = Gain(index)
+            self._unsent_bytes += GAIN_BYTES
+        gained = output.push(command.token_ids)
+        text, stop, finish_reason = gained.text, gained.stop, command.finish_reason
+        if finish_reason and stop is None:
+            last = output.finish()
+            text, stop = text + last.text, last.stop
+        self._add(gain, command, gained.num_tokens, text)
+        if stop is not None:
+            finish_reason = inference.FINISH_REASON_STOP
+            gain.stop_match = stop
+        if finish_reason:
+            gain.finish_reason = finish_reason
+            self._outputs[index] = None
+            self.finish_reasons.append(finish_reason)
+        self._note_news()
+        return StopStringFound(self.request_id, index) if stop is not None else None
+
+    def _add(self, gain: Gain, command: Deliver, num_tokens: int, text: str) -> None:
+        token_ids, logprobs = command.token_ids, command.logprobs
+        if num_tokens < len(token_ids):
+            token_ids, logprobs = token_ids[:num_tokens], logprobs[:num_tokens]
+        gain.token_ids += token_ids
+        gain.text += text
+        self.num_tokens += len(token_ids)
+        self._unsent_bytes += TOKEN_BYTES * len(token_ids) + len(text)
+        for logprob in logprobs:
+            if not isinstance(logprob, inference.TokenLogprobs):
+                raise InvariantError(f"logprobs of a delta are {type(logprob).__name__}")
+            gain.logprobs.append(logprob)
+            self._unsent_bytes += logprob.ByteSize()
+
+    def end(self, outcome: Finished | Refused) -> None:
+        """Note the request's end. A client that reads too slowly does not get to read what waits."""
+        self.outcome = outcome
+        self._on_end(self)
+        if self._was_cut_off and isinstance(outcome, Refused):
+            self._unsent.clear()
+            client, self._client = self._client, None
+            if client is not None:
+                client.cut_off(self, outcome)
+        self._note_news()
+
+    def leave(self) -> None:
+        """Let the door have no more of it."""
+        self._client = None
+        self._unsent.clear()
+
+    def resume(self) -> None:
+        """Note that the door has taken what it was given."""
+        self._takes_more = True
+        if self._unsent or self.outcome is not None:
+            self.write()
+
+    def _note_news(self) -> None:
+        if self._takes_more and not self._is_due and self._client is not None:
+            self._is_due = True
+            self._turns.add(self)
+
+    def write(self) -> None:
+        """Give the door all that it has not had. Called when the answer's turn has come."""
+        self._is_due = False
+        client, outcome = self._client, self.outcome
+        if client is None:
+            return
+        gains = list(self._unsent.values())
+        self._unsent.clear()
+        self._unsent_bytes = 0
+        if outcome is not None:
+            self._client = None
+        self._takes_more = client.write(self, gains, outcome)

@@ -1,0 +1,114 @@
+"""What every gRPC door does alike: it asks for a key, bounds messages, and ends calls with a status and its hints."""
+
+from collections.abc import Awaitable, Callable
+from typing import Never, TypeAlias, TypeVar, cast
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from pdserve.errors import RequestError, Status
+from pdserve.router.commands import Refused
+from pdserve.router.frontend.api_keys import bearer
+from pdserve.router.frontend.clients import Clients, DeniedError, OverLimitError
+from pdserve.rpc import PUBLIC_MESSAGE_BYTES, abort
+
+OPEN = "/grpc.health.v1.Health/"  # methods that need no key
+HARD_LIMIT_BYTES = 4 * PUBLIC_MESSAGE_BYTES
+CODES = {status: grpc.StatusCode[status.value] for status in Status}
+NOT_OPENED = (DeniedError, OverLimitError, RequestError)  # what Intake.open raises
+
+_Request = TypeVar("_Request")
+_Response = TypeVar("_Response")
+_Context: TypeAlias = "grpc.aio.ServicerContext[bytes, bytes]"
+
+
+def remaining_s(context: "grpc.aio.ServicerContext[_Request, _Response]") -> float:
+    """Return the seconds that the client's own deadline leaves; infinite without one."""
+    remaining: float | None = context.time_remaining()
+    return float("inf") if remaining is None else max(0.0, remaining)
+
+
+async def deny(
+    context: "grpc.aio.ServicerContext[_Request, _Response]", error: DeniedError | OverLimitError | RequestError
+) -> Never:
+    """End a call whose request was not opened."""
+    match error:
+        case DeniedError():
+            await abort(context, grpc.StatusCode.UNAUTHENTICATED, error.message)
+        case OverLimitError():
+            await refuse(context, error.refused)
+        case RequestError():
+            await abort(context, CODES[error.status], error.message)
+
+
+async def refuse(context: "grpc.aio.ServicerContext[_Request, _Response]", refused: Refused) -> Never:
+    """End a call with what a refused client may plan with, as trailing metadata."""
+    known = (("predicted-ttft-ms", refused.predicted_ttft_s), ("retry-after-ms", refused.retry_after_s))
+    hints = [(name, f"{seconds * 1e3:.0f}") for name, seconds in known if seconds is not None]
+    cause = () if refused.because is None else (("refused-because", refused.because.cause.value),)
+    await abort(context, CODES[refused.status], refused.message, (*hints, *cause))
+
+
+class RequireKey(grpc.aio.ServerInterceptor):
+    """Answers UNAUTHENTICATED to every call, known method or not, without a client's key."""
+
+    def __init__(self, clients: Clients) -> None:
+        self._clients = clients
+
+    async def intercept_service(
+        self,
+        continuation: Callable[
+            [grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[_Request, _Response] | None"]
+        ],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "grpc.RpcMethodHandler[_Request, _Response] | None":
+        if handler_call_details.method.startswith(OPEN):
+            return await continuation(handler_call_details)
+        try:
+            self._clients.identify(bearer(handler_call_details.invocation_metadata))
+        except DeniedError as error:
+            denied = error
+        else:
+            return await continuation(handler_call_details)
+
+        async def end(messages: object, context: _Context) -> None:
+            del messages
+            await deny(context, denied)
+
+        # Streaming on both sides: such a handler answers before it has read anything.
+        return grpc.stream_stream_rpc_method_handler(end)
+
+
+class LimitSizes(grpc.aio.ServerInterceptor):
+    """Answers INVALID_ARGUMENT to a call whose one request is over the limit, or is none.
+
+    gRPC by itself answers RESOURCE_EXHAUSTED, which clients take for a reason to try again. It still does so beyond
+    HARD_LIMIT_BYTES, before it has the whole message in memory.
+    """
+
+    async def intercept_service(
+        self,
+        continuation: Callable[
+            [grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[_Request, _Response] | None"]
+        ],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> "grpc.RpcMethodHandler[_Request, _Response] | None":
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming or handler.request_deserializer is None:
+            return handler
+        parse = handler.request_deserializer
+        streams, given = handler.response_streaming, handler.unary_stream or handler.unary_unary
+        serve = cast("Callable[[_Request, _Context], Awaitable[_Response]]", given)  # grpc.aio's kind
+
+        async def check(raw: bytes, context: _Context) -> _Response:
+            if len(raw) > PUBLIC_MESSAGE_BYTES:
+                text = f"message: {len(raw)} bytes are over the limit of {PUBLIC_MESSAGE_BYTES}"
+                await abort(context, grpc.StatusCode.INVALID_ARGUMENT, text)
+            try:
+                request = parse(raw)
+            except DecodeError as error:
+                await abort(context, grpc.StatusCode.INVALID_ARGUMENT, f"message: {error}")
+            return await serve(request, context)
+
+        make = grpc.unary_stream_rpc_method_handler if streams else grpc.unary_unary_rpc_method_handler
+        return make(check, response_serializer=handler.response_serializer)

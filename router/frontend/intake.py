@@ -1,0 +1,124 @@
+"""The one way of a request from any door to the core: who asks, what for, which tokens, and whether they fit."""
+
+import logging
+import secrets
+from collections.abc import Sequence
+from math import inf
+
+from pdserve.errors import RequestError
+from pdserve.ids import RequestId, new_request_id
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.router.commands import Refused
+from pdserve.router.config import RouterConfig
+from pdserve.router.events import RequestArrived
+from pdserve.router.frontend.answer import Answer, Client, Turns
+from pdserve.router.frontend.clients import Clients, Visit
+from pdserve.router.frontend.prompts import Prompts, ServedModel, Terms, check_model, check_terms, fitted
+from pdserve.router.metrics import Outcomes
+from pdserve.router.shell import Shell
+from pdserve.text.stop import OutputText
+
+logger = logging.getLogger(__name__)
+
+
+class Intake:
+    """Checks and tokenizes requests, hands them to the core, and counts how they end."""
+
+    def __init__(self, shell: Shell, model: ServedModel, prompts: Prompts, config: RouterConfig) -> None:
+        self.model = model
+        self.prompts = prompts
+        self.outcomes = Outcomes(model.name)
+        self.clients = Clients(config.api_keys_file, shell.clock)
+        self._shell = shell
+        self._config = config
+        self._turns = Turns()
+        self._visits: dict[RequestId, Visit] = {}  # of the requests that came with a key
+
+    async def open(
+        self, request: inference.GenerateRequest, client: Client, key: bytes | None, remaining_s: float = inf
+    ) -> Answer:
+        """Admit a request; `client` receives its answer, at the earliest when the event loop runs next.
+
+        `key` is the API key that the caller shows, `remaining_s` what the call's own deadline leaves. The door calls
+        `leave` once it is done with the answer. Raises DeniedError, OverLimitError or RequestError: then there is
+        nothing to leave.
+        """
+        received_s = self._shell.clock.now_s()
+        visit = self.clients.visit(key)
+        try:
+            event, terms = await self._arrival(request, visit, received_s, remaining_s)
+        except BaseException as error:
+            if visit is not None:
+                visit.use.end()
+            if isinstance(error, RequestError):
+                self.outcomes.reject(error.status)
+            raise
+        if visit is not None:
+            self._visits[event.request_id] = visit
+        answer = self._answer(event.request_id, terms, event.token_ids, client)
+        self._shell.admit(event, answer)
+        return answer
+
+    def leave(self, answer: Answer) -> None:
+        """Note that a door is done with an answer. A request that has not ended is cancelled."""
+        answer.leave()
+        self._shell.leave(answer.request_id)
+
+    async def _arrival(
+        self, request: inference.GenerateRequest, visit: Visit | None, received_s: float, remaining_s: float
+    ) -> tuple[RequestArrived, Terms]:
+        check_model(request, self.model.name)
+        model, seed = self.model, secrets.randbits(64)
+        terms = check_terms(request, model.vocab_size, seed, self._config.max_deadline_ms, model.defaults)
+        if visit is not None:
+            terms = visit.terms(terms)
+        lasts_s, max_model_len = min(terms.deadline_s, remaining_s), self.max_model_len()
+        token_ids = await self.prompts.token_ids(request, max_model_len, lasts_s)
+        if visit is not None:
+            visit.use.spend(len(token_ids))
+        event = RequestArrived(
+            request_id=new_request_id(),
+            token_ids=token_ids,
+            params=fitted(len(token_ids), terms, self.max_model_len()),
+            received_s=received_s,
+            deadline_s=received_s + lasts_s,
+            priority=terms.priority,
+            tenant=terms.tenant,
+            ttft_slo_s=terms.ttft_slo_s,
+            tpot_slo_s=terms.tpot_slo_s,
+        )
+        return event, terms
+
+    def _answer(self, request_id: RequestId, terms: Terms, prompt_ids: Sequence[int], client: Client) -> Answer:
+        outputs = [
+            OutputText(self.model.tokenizer.detokenizer(at_start=False), terms.stops, terms.params.min_tokens)
+            for _ in range(terms.params.n)
+        ]
+        return Answer(
+            request_id,
+            terms,
+            prompt_ids,
+            client,
+            outputs=outputs,
+            max_unsent_bytes=self._config.max_unsent_bytes,
+            turns=self._turns,
+            on_end=self._note_end,
+        )
+
+    def _note_end(self, answer: Answer) -> None:
+        visit, outcome = self._visits.pop(answer.request_id, None), answer.outcome
+        if visit is not None:
+            visit.use.spend(answer.num_tokens)
+            visit.use.end()
+        if outcome is None:
+            return
+        self.outcomes.end(answer.terms, outcome, answer.finish_reasons)
+        if isinstance(outcome, Refused) and outcome.because is not None:
+            cause, text = outcome.because.cause, outcome.message
+            logger.debug("request %s is refused (%s): %s", answer.hex_id, cause, text)
+
+    def max_model_len(self) -> int:
+        """Return how many tokens a prompt and its answer may have together."""
+        of_workers = self._shell.core.workers.max_model_len()
+        known = (self.model.max_model_len, self._config.max_model_len, of_workers)
+        return min(length for length in known if length is not None)

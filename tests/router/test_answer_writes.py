@@ -1,0 +1,133 @@
+"""A door is given each gain once and in order, one write a turn, and is called again only when it takes more."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from router_fakes import TOKENIZER
+
+from pdserve.checkpoint.checkpoint import NO_DEFAULTS
+from pdserve.errors import Status
+from pdserve.ids import new_request_id
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.router.commands import Deliver, Finished, Refused
+from pdserve.router.events import ClientTooSlow
+from pdserve.router.frontend.answer import Answer, Gain, Turns
+from pdserve.router.frontend.prompts import check_terms
+from pdserve.router.timeline import Ledger, Usage
+from pdserve.text.stop import OutputText
+
+FINISHED = Finished(Usage(1, 3, 0), Ledger())
+CUT_OFF = Refused(Status.RESOURCE_EXHAUSTED, "too slow")
+
+
+class Door:
+    """Notes what it is given."""
+
+    def __init__(self, *, takes_more: bool = True) -> None:
+        self.takes_more = takes_more
+        self.writes: list[tuple[list[Gain], Finished | Refused | None]] = []
+        self.cuts: list[Refused] = []
+
+    def write(self, answer: Answer, gains: Sequence[Gain], outcome: Finished | Refused | None) -> bool:
+        del answer
+        self.writes.append((list(gains), outcome))
+        return self.takes_more
+
+    def cut_off(self, answer: Answer, outcome: Refused) -> None:
+        del answer
+        self.cuts.append(outcome)
+
+    def tokens(self) -> list[list[int]]:
+        return [token_ids for gains, _ in self.writes for token_ids in (gain.token_ids for gain in gains)]
+
+
+def answer_for(door: Door, n: int = 1, max_unsent_bytes: int = 1000) -> Answer:
+    request = inference.GenerateRequest(sampling=inference.SamplingParams(n=n, max_tokens=100))
+    terms = check_terms(request, 256, 0, 1000, NO_DEFAULTS)
+    outputs = [OutputText(TOKENIZER.detokenizer(at_start=False), ()) for _ in range(n)]
+    return Answer(
+        new_request_id(),
+        terms,
+        [1],
+        door,
+        outputs=outputs,
+        max_unsent_bytes=max_unsent_bytes,
+        turns=Turns(),
+        on_end=lambda _: None,
+    )
+
+
+def gain(answer: Answer, token_id: int, index: int = 0, finish_reason: int = 0) -> object:
+    return answer.deliver(Deliver(answer.request_id, index, [token_id], [], finish_reason))
+
+
+async def turn() -> None:
+    await asyncio.sleep(0)
+
+
+async def test_what_comes_in_one_turn_is_written_together() -> None:
+    door = Door()
+    answer = answer_for(door, n=2)
+    gain(answer, 10)
+    gain(answer, 20, index=1)
+    gain(answer, 11)
+    assert door.writes == []
+    await turn()
+    assert door.tokens() == [[10, 11], [20]]
+    assert len(door.writes) == 1
+    gain(answer, 12, finish_reason=2)
+    gain(answer, 21, index=1, finish_reason=2)
+    answer.end(FINISHED)
+    await turn()
+    (last, outcome) = door.writes[1]
+    assert [(each.token_ids, each.finish_reason) for each in last] == [([12], 2), ([21], 2)]
+    assert outcome is FINISHED
+
+
+async def test_a_door_that_takes_no_more_gets_the_rest_at_once_when_it_does() -> None:
+    door = Door(takes_more=False)
+    answer = answer_for(door)
+    for token_id in (10, 11, 12):
+        gain(answer, token_id)
+        await turn()
+    assert door.tokens() == [[10]]
+    answer.resume()
+    assert door.tokens() == [[10], [11, 12]]
+    answer.resume()
+    assert len(door.writes) == 2
+    answer.end(FINISHED)
+    await turn()
+    assert door.writes[2:] == [([], FINISHED)]
+
+
+@pytest.mark.parametrize("has_left", [False, True])
+async def test_nothing_is_written_after_the_end(has_left: bool) -> None:
+    door = Door()
+    answer = answer_for(door)
+    gain(answer, 10)
+    if has_left:
+        answer.leave()
+    else:
+        answer.end(FINISHED)
+    await turn()
+    num_writes = len(door.writes)
+    assert num_writes == (0 if has_left else 1)
+    answer.resume()
+    answer.end(FINISHED)
+    await turn()
+    assert len(door.writes) == num_writes
+
+
+async def test_too_much_that_waits_cuts_the_reader_off() -> None:
+    door = Door(takes_more=False)
+    answer = answer_for(door, max_unsent_bytes=100)
+    gain(answer, 10)
+    await turn()
+    cuts = [news for _ in range(100) if (news := gain(answer, 11)) is not None]
+    assert cuts[0] == ClientTooSlow(answer.request_id, 100)
+    answer.end(CUT_OFF)
+    await turn()
+    assert door.cuts == [CUT_OFF]
+    answer.resume()
+    assert len(door.writes) == 1
