@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from pdserve.certificates import CERTIFICATE
 from pdserve.errors import ConfigError
 from pdserve.prefix_hash import BLOCK_TOKENS
 from pdserve.roles import Role
@@ -49,12 +50,16 @@ class ProcessConfig(BaseModel):
         "127.0.0.1", description="Host on which grpc.health.v1 is served, without TLS: live, ready and started."
     )
     health_port: int = Field(0, ge=0, le=65535, description="Port for health; 0 takes a free one.")
+    identity_dir: Path | None = Field(
+        None,
+        description="Folder with tls.crt, tls.key and ca.crt, read again when they change: all internal connections "
+        "are mutual TLS. By default none is: they are plain gRPC.",
+    )
 
-
-IDENTITY_HELP = (
-    "Folder with tls.crt, tls.key and ca.crt, read again when they change: all internal connections are mutual TLS. "
-    "By default none is: they are plain gRPC."
-)
+    @property
+    def certificates(self) -> dict[str, Path]:
+        """Files of the certificates that the process shows, by what shows them."""
+        return {} if self.identity_dir is None else {"identity": self.identity_dir / CERTIFICATE}
 
 
 class WorkerConfig(ProcessConfig):
@@ -93,7 +98,6 @@ class WorkerConfig(ProcessConfig):
         "router; names are looked up again every ten seconds.",
     )
     secret_file: Path = Field(description="The cluster's shared secret; its owner and group alone may read it.")
-    identity_dir: Path | None = Field(None, description=IDENTITY_HELP)
     page_size: int = Field(
         16,
         ge=BLOCK_TOKENS,

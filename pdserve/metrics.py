@@ -183,6 +183,12 @@ UNPROVED_ENDS = _gauge(
     "pdserve_unproved_ends", "Processes of pods that were removed, whose end nothing proves: their nodes do not answer."
 )
 
+CERTIFICATE_END = _gauge(
+    "pdserve_certificate_not_after_timestamp_seconds",
+    "Unix time at which the file of a certificate that the process shows ends to be valid.",
+    "certificate",
+)
+
 _SHARED = (WAITING, RUNNING, KV_USAGE, REFUSED_MESSAGES)
 SHOWN: Mapping[str, tuple[Metric, ...]] = {
     "router": (
@@ -197,6 +203,7 @@ SHOWN: Mapping[str, tuple[Metric, ...]] = {
     ),
     "autoscaler": (DESIRED, REPLICAS, DECISIONS, LEADS),
     "watcher": (REPORTED_ENDS, UNPROVED_ENDS),  # an autoscaler on Kubernetes has one
+    "any": (CERTIFICATE_END,),  # that has certificates
 }
 """What each kind of process shows."""
 

@@ -6,17 +6,18 @@ Answers are made on the process's event loop, so that they show one moment; the 
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, suppress
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
+from pdserve.certificates import end_of
 from pdserve.config import ProcessConfig
 from pdserve.errors import ConfigError
-from pdserve.metrics import Sample, families
+from pdserve.metrics import CERTIFICATE_END, Sample, families
 from pdserve.rpc import join_address
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ async def showing(config: ProcessConfig, collect: Collect) -> AsyncIterator[str]
     if not config.metrics:
         yield ""
         return
-    scrapes, host = _Scrapes(collect), config.metrics_host
+    scrapes, host = _Scrapes(lambda: (*collect(), *certificate_ends(config))), config.metrics_host
     try:
         server = await asyncio.start_server(scrapes.answer, host, config.metrics_port, limit=MAX_REQUEST_BYTES)
     except OSError as error:
@@ -51,6 +52,13 @@ async def showing(config: ProcessConfig, collect: Collect) -> AsyncIterator[str]
     finally:
         server.close()
         await scrapes.close()
+
+
+def certificate_ends(config: ProcessConfig) -> Iterator[Sample]:
+    """Yield when each certificate of a process ends, as its file says at this moment."""
+    for name, file in config.certificates.items():
+        with suppress(ConfigError):  # the process goes on with what it read before
+            yield Sample(CERTIFICATE_END, end_of(file, name).timestamp(), (name,))
 
 
 class _Scrapes:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from pdserve.config import IDENTITY_HELP, ProcessConfig
+from pdserve.config import ProcessConfig
 from pdserve.perfmodel.curve import StepCosts
 from pdserve.perfmodel.profile import read_profile
 
@@ -75,7 +75,6 @@ class RouterConfig(Limits, ProcessConfig):
         "changes. Clients without one of these keys are denied; by default no key is asked for.",
     )
     secret_file: Path = Field(description="The cluster's shared secret; its owner and group alone may read it.")
-    identity_dir: Path | None = Field(None, description=IDENTITY_HELP)
     router_id: str = Field("router", min_length=1, max_length=128, description="Name of this router.")
     placement: PolicyName = Field("goodput", description="How a pair of workers is chosen for a request.")
     kv_events: KvEvents = Field(
@@ -95,6 +94,11 @@ class RouterConfig(Limits, ProcessConfig):
     )
     max_num_tokenizing: int = Field(64, ge=1, description="Prompts that are or wait to be tokenized.")
     tokenize_timeout_s: float = Field(10.0, gt=0, description="Seconds that tokenizing a prompt may take.")
+
+    @property
+    def certificates(self) -> dict[str, Path]:
+        public = {} if self.ssl_certfile is None else {"public": self.ssl_certfile}
+        return super().certificates | public
 
     def start_costs(self) -> StepCosts | None:
         """Return the profile's step costs, if one is named."""

@@ -1,6 +1,8 @@
 """The names of metrics, what counts them, and the HTTP door behind which they are."""
 
 import asyncio
+import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,10 +12,13 @@ from hypothesis import strategies as st
 from two_workers import Workers
 
 from pdserve import metrics
+from pdserve.certificates import public_files
 from pdserve.config import ProcessConfig
 from pdserve.errors import ConfigError
+from pdserve.launch.authority import write_certificates
 from pdserve.metrics import SHOWN, Distribution, Kind, Metric, Sample, families
 from pdserve.metrics_server import MAX_CONNECTIONS, showing
+from pdserve.router.config import RouterConfig
 from pdserve.worker.metrics import Steps, handoff_samples, load_samples, refusal_samples
 from pdserve.worker.wire import StepCost
 
@@ -107,6 +112,28 @@ async def test_connections_that_ask_nothing_are_bounded_and_keep_nobody_out_for_
         assert b"pdserve_requests_held 1.0" in await ask(address, get)
         for _, writer in silent:
             writer.close()
+
+
+async def test_the_end_of_each_certificate_is_shown_as_its_file_says(tmp_path: Path) -> None:
+    write_certificates(tmp_path, ("localhost",), 7)
+    certificate, key = public_files(tmp_path)
+    config = RouterConfig(
+        model="m", secret_file=tmp_path, identity_dir=tmp_path / "router", ssl_certfile=certificate, ssl_keyfile=key
+    )
+
+    async def ends() -> dict[str, float]:
+        async with showing(config, one) as address:
+            text = (await ask(address, b"GET /metrics HTTP/1.1\r\n\r\n")).decode()
+        found = re.findall(r'^pdserve_certificate_not_after_\w+{certificate="(\w+)"} (\S+)$', text, re.MULTILINE)
+        return {name: float(at) for name, at in found}
+
+    before = await ends()
+    assert before.keys() == {"identity", "public"}
+    assert all(abs(at - time.time() - 7 * 86_400) < 86_400 for at in before.values())
+    write_certificates(tmp_path, ("localhost",), 30)
+    assert all(at > before[name] + 20 * 86_400 for name, at in (await ends()).items())
+    certificate.write_text("nothing")
+    assert (await ends()).keys() == {"identity"}
 
 
 async def test_a_port_that_is_taken_is_refused_by_name_and_metrics_can_be_turned_off() -> None:

@@ -5,7 +5,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from pdserve.config import IDENTITY_HELP, ProcessConfig
+from pdserve.config import ProcessConfig
 from pdserve.errors import ConfigError
 
 
@@ -30,7 +30,6 @@ class AutoscalerConfig(ProcessConfig):
         None,
         description="Shared secret of a cluster whose routers are named; its owner and group alone may read it.",
     )
-    identity_dir: Path | None = Field(None, description=IDENTITY_HELP)
 
     @model_validator(mode="after")
     def _one_policy(self) -> Self:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from pdserve.config import IDENTITY_HELP, ProcessConfig
+from pdserve.config import ProcessConfig
 
 
 class WatcherConfig(ProcessConfig):
@@ -16,4 +16,3 @@ class WatcherConfig(ProcessConfig):
         min_length=1, description="Internal addresses of all routers, host:port; a host may have several addresses."
     )
     secret_file: Path = Field(description="The cluster's shared secret; its owner and group alone may read it.")
-    identity_dir: Path | None = Field(None, description=IDENTITY_HELP)
