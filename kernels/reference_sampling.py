@@ -28,15 +28,20 @@ class RowParams:
     prompt_ids: tuple[int, ...] = ()
     output_ids: tuple[int, ...] = ()
     bias: dict[int, float] = field(default_factory=dict)
+    allowed: tuple[int, ...] | None = None  # None: all
 
 
 def penalized(logits: Tensor, params: RowParams) -> Tensor:
-    """Apply repetition, frequency and presence penalties, then the bias, to logits [vocab]."""
+    """Apply repetition, frequency and presence penalties, then mask and bias, to logits [vocab]."""
     counts = torch.bincount(torch.tensor(params.output_ids, dtype=torch.long), minlength=len(logits))
     seen = counts > 0
     seen[list(params.prompt_ids)] = True
     x = torch.where(seen, torch.where(logits > 0, logits / params.repetition, logits * params.repetition), logits)
     x = x - params.frequency * counts - params.presence * (counts > 0)
+    if params.allowed is not None:
+        others = torch.ones_like(seen)
+        others[list(params.allowed)] = False
+        x = x.masked_fill(others, -math.inf)
     for token, bias in params.bias.items():
         if 0 <= token < len(x):
             x[token] += bias

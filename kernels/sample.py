@@ -14,6 +14,8 @@ BIAS_BLOCK = 64
 COUNT_BLOCK = 256
 NUM_WARPS = 16
 LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MASK_BITS = 32  # in a word
+EVERYTHING = -1  # in place of a row's mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,14 @@ class Bias:
 
 
 @dataclass(frozen=True, slots=True)
+class Mask:
+    """Which tokens may be sampled: bit i of words[j] says it of token 32 * j + i."""
+
+    words: Tensor  # int32 [num_masks, at least vocab_size / 32]
+    rows: Tensor  # int32 [num_rows]: each row's mask, or EVERYTHING
+
+
+@dataclass(frozen=True, slots=True)
 class Params:
     """Per-row parameters on the device; `rng.keys` and `rng.as_tensor` make the keys."""
 
@@ -58,30 +68,39 @@ class Params:
     min_p: Tensor  # float32; 0: off
 
 
-def sample(logits: Tensor, params: Params, *, penalties: Penalties | None = None, bias: Bias | None = None) -> Tensor:
+def sample(
+    logits: Tensor,
+    params: Params,
+    *,
+    penalties: Penalties | None = None,
+    bias: Bias | None = None,
+    mask: Mask | None = None,
+) -> Tensor:
     """Sample one token per row. logits: [num_rows, vocab_size]. Returns int64 [num_rows].
 
-    Order: repetition, frequency and presence penalty, bias, temperature, top-k, top-p, min-p, noise
+    Order: repetition, frequency and presence penalty, mask, bias, temperature, top-k, top-p, min-p, noise
     (exactly: `reference_sampling.py`). Raises ValueError naming the argument that does not fit.
     """
     require_tensor("logits", logits, (None, None), LOGIT_DTYPES)
     num_rows, vocab_size = logits.shape
     require(vocab_size >= 1, f"logits must have at least one column, got {list(logits.shape)}")
     _check(num_rows, params, penalties, bias)
+    _check_mask(num_rows, vocab_size, mask)
     out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if num_rows == 0:
         return out
     counts = params.top_k if penalties is None else _count(penalties, num_rows, vocab_size)
-    changed = penalties is not None or bias is not None
+    changed = penalties is not None or bias is not None or mask is not None
     scratch = torch.empty((num_rows, vocab_size) if changed else (1, 1), dtype=torch.float32, device=logits.device)
-    unit = params.temperature
+    unit, none = params.temperature, params.top_k
     device_sample.sample[(num_rows,)](
         out, logits, scratch, params.keys, params.temperature, params.top_k, params.top_p, params.min_p,
         penalties.repetition if penalties else unit, penalties.frequency if penalties else unit,
         penalties.presence if penalties else unit, counts,
-        bias.ids if bias else params.top_k, bias.values if bias else unit, bias.offsets if bias else params.top_k,
-        vocab_size, logits.stride(0), scratch.stride(0), counts.stride(0),
-        HAS_COUNTS=penalties is not None, HAS_BIAS=bias is not None,
+        bias.ids if bias else none, bias.values if bias else unit, bias.offsets if bias else none,
+        mask.words if mask else none, mask.rows if mask else none,
+        vocab_size, logits.stride(0), scratch.stride(0), counts.stride(0), mask.words.stride(0) if mask else 0,
+        HAS_COUNTS=penalties is not None, HAS_BIAS=bias is not None, HAS_MASK=mask is not None,
         BLOCK=min(MAX_BLOCK, power_of_two(vocab_size)), BIAS_BLOCK=BIAS_BLOCK,
         num_warps=NUM_WARPS,
     )  # fmt: skip
@@ -96,6 +115,15 @@ def _count(penalties: Penalties, num_rows: int, vocab_size: int) -> Tensor:
             counts, ids.values, ids.offsets, counts.stride(0), OUTPUT=is_output, BLOCK=COUNT_BLOCK, num_warps=4
         )
     return counts
+
+
+def _check_mask(num_rows: int, vocab_size: int, mask: Mask | None) -> None:
+    if mask is not None:
+        require_tensor("mask.words", mask.words, (None, None), (torch.int32,))
+        num_bits = mask.words.shape[1] * MASK_BITS
+        require(num_bits >= vocab_size, f"mask.words must have a bit for {vocab_size} tokens, got {num_bits}")
+        require(mask.words.stride(1) == 1, "mask.words must have rows that are contiguous")
+        require_tensor("mask.rows", mask.rows, (num_rows,), (torch.int32,))
 
 
 def _check(num_rows: int, params: Params, penalties: Penalties | None, bias: Bias | None) -> None:

@@ -10,6 +10,10 @@ MAX_LOGPROBS = 20
 MAX_SEQUENCES = 8
 MAX_LOGIT_BIASES = 1024
 MAX_STOP_TOKEN_IDS = 128
+MAX_ALLOWED_TOKEN_IDS = 4096
+MAX_BAD_WORDS = 128  # strings of a request, each at most MAX_BAD_WORD_BYTES long in UTF-8
+MAX_BAD_WORD_BYTES = 128
+MAX_BAD_WORD_IDS = 2 * MAX_BAD_WORDS  # sequences: a word's with a space before it and without
 GREEDY_BELOW = 1e-5  # temperatures; logits divided by less may overflow float32
 
 
@@ -36,6 +40,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     n: int = 1
+    prompt_logprobs: int | None = None  # the same as `logprobs`, of the prompt's tokens
+    allowed_token_ids: tuple[int, ...] = ()  # only these may be sampled; none named: all
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # the last token of each may not follow those before it
 
     @property
     def is_greedy(self) -> bool:
@@ -67,6 +74,24 @@ class SamplingParams:
         _in_range("stop_token_ids entries", len(self.stop_token_ids), 0, MAX_STOP_TOKEN_IDS)
         for token in self.stop_token_ids:
             _in_range("stop_token_ids", token, 0, vocab_size - 1)
+        if self.prompt_logprobs is not None:
+            _in_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        self._validate_vocabulary(vocab_size)
+
+    def _validate_vocabulary(self, vocab_size: int) -> None:
+        """Raise RequestError where what may be sampled is out of range, or nothing at all."""
+        _in_range("allowed_token_ids entries", len(self.allowed_token_ids), 0, MAX_ALLOWED_TOKEN_IDS)
+        for token in self.allowed_token_ids:
+            _in_range("allowed_token_ids", token, 0, vocab_size - 1)
+        _in_range("bad_word_ids entries", len(self.bad_word_ids), 0, MAX_BAD_WORD_IDS)
+        for word in self.bad_word_ids:
+            _in_range("bad_word_ids tokens", len(word), 1, MAX_BAD_WORD_BYTES)
+            for token in word:
+                _in_range("bad_word_ids", token, 0, vocab_size - 1)
+        banned = {word[0] for word in self.bad_word_ids if len(word) == 1}
+        banned.update(self.stop_token_ids if self.min_tokens else ())
+        if self.allowed_token_ids and banned.issuperset(self.allowed_token_ids):
+            raise invalid("allowed_token_ids", "bad words and stop tokens leave none of them to be sampled")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,11 @@ _FIELDS = tuple(SamplingParams.__annotations__)
 
 
 def params_to_proto(params: SamplingParams) -> inference.SamplingParams:
-    """Write sampling with every field set; only `logprobs` may be missing, which means none."""
+    """Write sampling with every field set; only `logprobs` and `prompt_logprobs` may be missing, which means none."""
     fields = {name: getattr(params, name) for name in _FIELDS}
-    return inference.SamplingParams(**{**fields, "logit_bias": dict(params.logit_bias)})
+    fields["logit_bias"] = dict(params.logit_bias)
+    fields["bad_word_ids"] = [inference.TokenIds(ids=word) for word in params.bad_word_ids]
+    return inference.SamplingParams(**fields)
 
 
 def params_from_proto(message: inference.SamplingParams) -> SamplingParams:
@@ -18,7 +20,10 @@ def params_from_proto(message: inference.SamplingParams) -> SamplingParams:
     fields = {name: getattr(message, name) for name in _FIELDS}
     fields["logit_bias"] = tuple(sorted(message.logit_bias.items()))
     fields["logprobs"] = message.logprobs if message.HasField("logprobs") else None
+    fields["prompt_logprobs"] = message.prompt_logprobs if message.HasField("prompt_logprobs") else None
     fields["stop_token_ids"] = tuple(message.stop_token_ids)
+    fields["allowed_token_ids"] = tuple(message.allowed_token_ids)
+    fields["bad_word_ids"] = tuple([tuple(word.ids) for word in message.bad_word_ids])
     return SamplingParams(**fields)
 
 

@@ -130,10 +130,11 @@ def count_ids(counts_ptr, ids_ptr, offsets_ptr, counts_stride, OUTPUT: tl.conste
 
 @triton.jit
 def _penalize(
-    row_ptr, logits_row, counts_row, bias_ids_ptr, bias_ptr, bias_begin, bias_end, repetition, frequency, presence,
-    vocab_size, HAS_COUNTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, BIAS_BLOCK: tl.constexpr,
+    row_ptr, logits_row, counts_row, bias_ids_ptr, bias_ptr, bias_begin, bias_end, mask_row, is_masked,
+    repetition, frequency, presence, vocab_size, HAS_COUNTS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_MASK: tl.constexpr, BLOCK: tl.constexpr, BIAS_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the row's penalized and biased logits to row_ptr, in float32."""
+    """Write the row's penalized, masked and biased logits to row_ptr, in float32."""
     for start in range(0, vocab_size, BLOCK):
         ids = start + tl.arange(0, BLOCK)
         x = tl.load(logits_row + ids, ids < vocab_size, other=0.0).to(tl.float32)
@@ -144,6 +145,9 @@ def _penalize(
             written = (count >> 1).to(tl.float32)
             x = x - frequency * written
             x = x - tl.where(written > 0, presence, 0.0)
+        if HAS_MASK:
+            word = tl.where(is_masked, tl.load(mask_row + (ids >> 5), ids < vocab_size, other=-1), -1)
+            x = tl.where((word >> (ids & 31)) & 1 == 1, x, float("-inf"))
         tl.store(row_ptr + ids, x, ids < vocab_size)
     tl.debug_barrier()  # other threads of this program read what was just written
     if HAS_BIAS:
@@ -160,20 +164,24 @@ def _penalize(
 def sample(
     out_ptr, logits_ptr, scratch_ptr, keys_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr,
     repetition_ptr, frequency_ptr, presence_ptr, counts_ptr, bias_ids_ptr, bias_ptr, bias_offsets_ptr,
-    vocab_size, logits_stride, scratch_stride, counts_stride,
-    HAS_COUNTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr, BIAS_BLOCK: tl.constexpr,
+    mask_ptr, mask_rows_ptr, vocab_size, logits_stride, scratch_stride, counts_stride, mask_stride,
+    HAS_COUNTS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_MASK: tl.constexpr, BLOCK: tl.constexpr,
+    BIAS_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sample the token of one row. Grid: (rows,). scratch, float32, is used where logits have to be changed first."""
     row = tl.program_id(0)
     wide = row.to(tl.int64)
-    if HAS_COUNTS or HAS_BIAS:
-        bias_begin, bias_end = 0, 0
+    if HAS_COUNTS or HAS_BIAS or HAS_MASK:
+        bias_begin, bias_end, mask = 0, 0, -1
         if HAS_BIAS:
             bias_begin, bias_end = tl.load(bias_offsets_ptr + row), tl.load(bias_offsets_ptr + row + 1)
+        if HAS_MASK:
+            mask = tl.load(mask_rows_ptr + row)
         scores = scratch_ptr + wide * scratch_stride
         _penalize(scores, logits_ptr + wide * logits_stride, counts_ptr + wide * counts_stride, bias_ids_ptr, bias_ptr,
-                  bias_begin, bias_end, tl.load(repetition_ptr + row), tl.load(frequency_ptr + row),
-                  tl.load(presence_ptr + row), vocab_size, HAS_COUNTS, HAS_BIAS, BLOCK, BIAS_BLOCK)  # fmt: skip
+                  bias_begin, bias_end, mask_ptr + tl.maximum(mask, 0) * mask_stride, mask >= 0,
+                  tl.load(repetition_ptr + row), tl.load(frequency_ptr + row), tl.load(presence_ptr + row),
+                  vocab_size, HAS_COUNTS, HAS_BIAS, HAS_MASK, BLOCK, BIAS_BLOCK)  # fmt: skip
     else:
         scores = logits_ptr + wide * logits_stride
 

@@ -96,7 +96,8 @@ class CudaRunner:
         self._inputs = Staging(device, _NUM_INPUTS * aligned(self._max_tokens))
         self._staging = Staging(device)
         self._replays = Replays(device)
-        self._sampler = KernelSampler(config.eos_token_ids if eos_token_ids is None else eos_token_ids, device)
+        ends = config.eos_token_ids if eos_token_ids is None else eos_token_ids
+        self._sampler = KernelSampler(ends, config.vocab_size, device)
         self._sampled: _Sampled | None = None  # by the step started last
         self._in_flight: deque[_InFlight] = deque()
 

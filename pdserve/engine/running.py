@@ -21,7 +21,7 @@ class Progress:
         """Return whether more of the sequence can be planned before the step's tokens are known."""
         if not self.num_sampled:
             return True
-        return not (sequence.ends_with_prompt or sequence.has_penalties or sequence.is_next_last(max_model_len))
+        return not (sequence.ends_with_prompt or sequence.needs_output or sequence.is_next_last(max_model_len))
 
 
 _NONE = Progress(0, 0, 0)

@@ -1,9 +1,9 @@
 """Sample a step's tokens: of each row, which may want something else, by itself.
 
 A token depends on its row's logits, parameters, seed and token index, and on nothing else in the batch. Penalties,
-biases and forbidden stops change the logits first. Then come temperature, top-k, top-p, min-p, and the largest of logit
-plus Gumbel noise. A row without a feature is not touched for it: plain greedy rows are an argmax over the model's own
-logits. `kernels/reference_sampling.py` defines one row's token.
+biases and forbidden tokens change the logits first. Then come temperature, top-k, top-p, min-p, and the largest of
+logit plus Gumbel noise. A row without a feature is not touched for it: plain greedy rows are an argmax over the model's
+own logits. `kernels/reference_sampling.py` defines one row's token.
 """
 
 import math
@@ -62,7 +62,9 @@ def _is_plain_greedy(spec: SampleSpec) -> bool:
 
 
 def _changes_logits(spec: SampleSpec) -> bool:
-    return bool(spec.params.has_penalties or spec.params.logit_bias or spec.forbid_stops)
+    params = spec.params
+    is_limited = params.allowed_token_ids or spec.forbidden or spec.forbid_stops
+    return bool(params.has_penalties or params.logit_bias or is_limited)
 
 
 def _rows(logits: Tensor, rows: list[int]) -> Tensor:
@@ -90,7 +92,7 @@ def _logprobs(logits: Tensor, specs: Seq[SampleSpec], token_ids: Seq[int], repor
 
 
 def adjust(row: Row, spec: SampleSpec, eos_token_ids: Seq[int]) -> None:
-    """Apply penalties, logit bias and forbidden stops, in that order and in place."""
+    """Apply penalties, logit bias and what may not be sampled, in that order and in place."""
     params = spec.params
     if params.repetition_penalty != 1.0:
         seen, penalty = np.unique(_array((*spec.prompt_ids, *spec.output_ids))), np.float32(params.repetition_penalty)
@@ -101,10 +103,22 @@ def adjust(row: Row, spec: SampleSpec, eos_token_ids: Seq[int]) -> None:
         row[written] -= (counts * params.frequency_penalty + params.presence_penalty).astype(np.float32)
     for token_id, bias in dict(params.logit_bias).items():
         row[token_id] += np.float32(bias)
+    if params.allowed_token_ids:
+        allowed = _array(params.allowed_token_ids)
+        kept = row[allowed]
+        row.fill(-math.inf)
+        row[allowed] = kept
+    # A model's files may name an end past its vocabulary, which is never sampled.
+    row[_array([token_id for token_id in forbidden(spec, eos_token_ids) if 0 <= token_id < len(row)])] = -math.inf
+
+
+def forbidden(spec: SampleSpec, eos_token_ids: Seq[int]) -> tuple[int, ...]:
+    """Return what may not be sampled of all tokens, or of the allowed ones; nothing where that leaves none of these."""
+    token_ids = spec.forbidden
     if spec.forbid_stops:
-        # A model's files may name an end past its vocabulary, which is never sampled.
-        ends = [token_id for token_id in eos_token_ids if 0 <= token_id < len(row)]
-        row[_array((*ends, *params.stop_token_ids))] = -math.inf
+        token_ids += (*eos_token_ids, *spec.params.stop_token_ids)
+    allowed = spec.params.allowed_token_ids
+    return () if allowed and set(token_ids).issuperset(allowed) else token_ids
 
 
 def _array(token_ids: Seq[int]) -> npt.NDArray[np.int64]:

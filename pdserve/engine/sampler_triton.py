@@ -13,9 +13,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pdserve.engine.sampler import forbidden
 from pdserve.engine.step import SampleSpec
 from pdserve.kernels import rng
-from pdserve.kernels.sample import Bias, Params, Penalties, Ragged, sample
+from pdserve.kernels.sample import EVERYTHING, MASK_BITS, Bias, Mask, Params, Penalties, Ragged, sample
 from pdserve.kernels.staging import Staging
 
 Words = npt.NDArray[np.int32] | npt.NDArray[np.float32]  # 4 bytes each
@@ -28,13 +29,15 @@ class Prepared:
     params: Params
     penalties: Penalties | None
     bias: Bias | None
+    mask: Mask | None
 
 
 class KernelSampler:
     """Samples tokens for one model on one device."""
 
-    def __init__(self, eos_token_ids: Seq[int], device: torch.device) -> None:
+    def __init__(self, eos_token_ids: Seq[int], vocab_size: int, device: torch.device) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
+        self._vocab_size = vocab_size
         self._staging = Staging(device)
 
     def prepare(self, specs: Seq[SampleSpec]) -> Prepared:
@@ -48,11 +51,11 @@ class KernelSampler:
             _floats([p.min_p for p in params]),
         )
         on_device = Params(keys.view(-1, 2), temperature, top_k, top_p, min_p)
-        return Prepared(on_device, self._penalties(specs), self._bias(specs))
+        return Prepared(on_device, self._penalties(specs), self._bias(specs), self._mask(specs))
 
     def sample(self, logits: Tensor, prepared: Prepared) -> Tensor:
         """Sample one token per row of logits [num_rows, vocab_size]: int64 [num_rows] on the device."""
-        return sample(logits, prepared.params, penalties=prepared.penalties, bias=prepared.bias)
+        return sample(logits, prepared.params, penalties=prepared.penalties, bias=prepared.bias, mask=prepared.mask)
 
     def _penalties(self, specs: Seq[SampleSpec]) -> Penalties | None:
         if not any(spec.params.has_penalties for spec in specs):
@@ -71,7 +74,7 @@ class KernelSampler:
         return Penalties(repetition, frequency, presence, Ragged(*ragged[:2]), Ragged(*ragged[2:]))
 
     def _bias(self, specs: Seq[SampleSpec]) -> Bias | None:
-        """Return what is added to single logits; a stop that may not be sampled gets minus infinity."""
+        """Return what is added to single logits; a token that may not be sampled gets minus infinity."""
         rows = [self._biases(spec) for spec in specs]
         if not any(rows):
             return None
@@ -79,10 +82,25 @@ class KernelSampler:
         return Bias(*self._staging.send(_flat([list(row) for row in rows]), values, _offsets(rows)))
 
     def _biases(self, spec: SampleSpec) -> dict[int, float]:
-        biases = dict(spec.params.logit_bias)
-        if spec.forbid_stops:
-            biases |= dict.fromkeys((*self._eos_token_ids, *spec.params.stop_token_ids), float("-inf"))
-        return biases
+        return dict(spec.params.logit_bias) | dict.fromkeys(forbidden(spec, self._eos_token_ids), float("-inf"))
+
+    def _mask(self, specs: Seq[SampleSpec]) -> Mask | None:
+        """Return which tokens may be sampled, for the rows that name them."""
+        masks = [
+            _packed(spec.params.allowed_token_ids, self._vocab_size) for spec in specs if spec.params.allowed_token_ids
+        ]
+        if not masks:
+            return None
+        places = iter(range(len(masks)))
+        rows = [next(places) if spec.params.allowed_token_ids else EVERYTHING for spec in specs]
+        return Mask(*self._staging.send(np.stack(masks), _ints(rows)))
+
+
+def _packed(token_ids: Seq[int], vocab_size: int) -> npt.NDArray[np.int32]:
+    """Return a mask's words: bit i of them stands for token i."""
+    allowed = np.zeros(-(-vocab_size // MASK_BITS) * MASK_BITS, dtype=np.uint8)
+    allowed[list(token_ids)] = 1
+    return np.packbits(allowed, bitorder="little").view(np.int32)
 
 
 def _floats(values: Seq[float]) -> Words:

@@ -61,7 +61,7 @@ class Sequence:
     ends_with_prompt: bool = field(init=False)  # its first tokens are its last: it splits, or is handed off
     urgency: tuple[int, int] = field(init=False)  # sorts first what is served first and preempted last
     seeds: tuple[int, ...] = field(init=False)  # parallel to indices
-    has_penalties: bool = field(init=False)
+    needs_output: bool = field(init=False)  # a token cannot be sampled before those in front of it are known
 
     def __post_init__(self) -> None:
         self.prefix = Prefix(self.tokens, self.job.cache_salt)
@@ -69,7 +69,7 @@ class Sequence:
         self.urgency = -self.job.priority, self.order
         params = self.job.params
         self.seeds = tuple([(params.seed + index * SEED_STRIDE) & SEED_MASK for index in self.indices])
-        self.has_penalties = params.has_penalties
+        self.needs_output = params.has_penalties or any(len(word) > 1 for word in params.bad_word_ids)
 
     @property
     def num_output_tokens(self) -> int:
@@ -119,12 +119,21 @@ class Sequence:
         count = len(self.tokens) - num_prompt + num_unknown
         prompt_ids: tuple[int, ...] = ()
         output_ids: tuple[int, ...] = ()
-        if self.has_penalties:  # nothing else reads what came before
+        if params.has_penalties:  # nothing else reads what came before
             prompt_ids, output_ids = tuple(self.tokens[:num_prompt]), tuple(self.tokens[num_prompt:])
-        forbid_stops = count < params.min_tokens
+        forbid_stops, forbidden = count < params.min_tokens, self._forbidden() if params.bad_word_ids else ()
         if len(self.seeds) == 1:
-            return (SampleSpec(params, self.seeds[0], count, prompt_ids, output_ids, forbid_stops),)
-        return tuple([SampleSpec(params, seed, count, prompt_ids, output_ids, forbid_stops) for seed in self.seeds])
+            return (SampleSpec(params, self.seeds[0], count, prompt_ids, output_ids, forbid_stops, forbidden),)
+        specs = [
+            SampleSpec(params, seed, count, prompt_ids, output_ids, forbid_stops, forbidden) for seed in self.seeds
+        ]
+        return tuple(specs)
+
+    def _forbidden(self) -> tuple[int, ...]:
+        """Return the tokens that would complete a bad word whose beginning the answer ends with."""
+        tokens, num_output = self.tokens, self.num_output_tokens
+        words = [word for word in self.job.params.bad_word_ids if len(word) - 1 <= num_output]
+        return tuple([word[-1] for word in words if list(word[:-1]) == tokens[len(tokens) + 1 - len(word) :]])
 
 
 @value

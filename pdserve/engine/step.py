@@ -22,6 +22,7 @@ class SampleSpec:
     prompt_ids: Seq[int]
     output_ids: Seq[int]
     forbid_stops: bool  # min_tokens not reached: neither end-of-sequence nor stop tokens may be sampled
+    forbidden: tuple[int, ...] = ()  # tokens that would complete a bad word
 
 
 @value

@@ -213,7 +213,10 @@ def _sampling(asked: inference.SamplingParams, random_seed: int, defaults: Gener
         "seed": asked.seed if asked.HasField("seed") else random_seed,
         "logit_bias": tuple(asked.logit_bias.items()),
         "stop_token_ids": tuple(asked.stop_token_ids),
+        "allowed_token_ids": tuple(asked.allowed_token_ids),
+        "bad_word_ids": tuple([tuple(word.ids) for word in asked.bad_word_ids]),
     }
+    given.pop("bad_words", None)  # they are tokenized with the prompt
     params = SamplingParams(**defaults.sampling() | given)
     if defaults.max_tokens is None or params.max_tokens <= defaults.max_tokens:
         return params

@@ -1,5 +1,8 @@
 """The one engine that answers are compared with knows which of them hang on how sums are rounded."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 
 from pdserve.engine.alone import LoneEngine
@@ -39,3 +42,21 @@ def test_looking_for_ties_changes_no_answer() -> None:
     lone.is_tied((1, 2, 3), GREEDY)
     assert lone.answer((1, 2, 3), GREEDY) == before
     assert len(before[0]) == 4
+
+
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_a_bad_word_is_not_completed_and_nothing_before_its_end_changes(length: int) -> None:
+    lone, params = engine(4.0), replace(GREEDY, max_tokens=12)
+    (plain,) = lone.answer((1, 2, 3), params).values()
+    word = plain[5 - length + 1 : 6]
+    start = next(place for place in range(12) if plain[place : place + length] == word) + length - 1
+    (answer,) = lone.answer((1, 2, 3), replace(params, bad_word_ids=((63, 62), word))).values()
+    assert answer[:start] == plain[:start]
+    assert answer[start] != plain[start]
+    assert word not in [answer[place : place + length] for place in range(12)]
+
+
+def test_only_allowed_tokens_are_sampled() -> None:
+    params = SamplingParams(max_tokens=12, ignore_eos=True, allowed_token_ids=(4, 60), seed=5)
+    (answer,) = engine(4.0).answer((1, 2, 3), params).values()
+    assert {*answer} == {4, 60}

@@ -175,6 +175,16 @@ def test_penalties_wait_for_the_token_they_count() -> None:
     assert bench.num_ahead == 0
 
 
+@pytest.mark.parametrize(("bad_words", "waits"), [(((7,), (9,)), False), (((7,), (9, 8)), True)])
+def test_bad_words_of_several_tokens_wait_for_those_in_front(
+    bad_words: tuple[tuple[int, ...], ...], waits: bool
+) -> None:
+    bench = Bench()
+    bench.add(1, [1], max_tokens=5, bad_word_ids=bad_words)
+    bench.run()
+    assert (bench.num_ahead == 0) == waits
+
+
 def test_a_sequence_that_fails_is_dropped_from_the_step_planned_ahead_as_well() -> None:
     bench = Bench()
     bench.add(1, [1], max_tokens=9)

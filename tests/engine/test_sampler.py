@@ -3,6 +3,7 @@
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -54,6 +55,10 @@ def adjusted_by_hand(logits: list[float], spec: SampleSpec) -> list[float]:
     if spec.forbid_stops:
         for token in {*EOS, *params.stop_token_ids}:
             out[token] = -math.inf
+    for token in spec.forbidden:
+        out[token] = -math.inf
+    if params.allowed_token_ids:
+        out = [value if token in params.allowed_token_ids else -math.inf for token, value in enumerate(out)]
     return out
 
 
@@ -148,6 +153,7 @@ PENALTIES = {
     "frequency": SamplingParams(temperature=0.0, frequency_penalty=-0.7),
     "bias": SamplingParams(temperature=0.0, logit_bias=((7, 4.5), (8, -100.0))),
     "stops": SamplingParams(temperature=0.0, stop_token_ids=(11, 3)),
+    "allowed": SamplingParams(temperature=0.0, allowed_token_ids=(2, 9, 17, 33)),
     "all": SamplingParams(
         repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.3, logit_bias=((7, 2.0),), stop_token_ids=(1,)
     ),
@@ -158,7 +164,9 @@ PENALTIES = {
 def penalized(draw: st.DrawFn) -> SampleSpec:
     texts = st.lists(st.integers(0, 30), max_size=12).map(tuple)
     params = PENALTIES[draw(st.sampled_from(sorted(PENALTIES)))]
-    return spec_of(params, draw(texts), draw(texts), forbid_stops=draw(st.booleans()))
+    forbidden = draw(st.lists(st.integers(0, 39), max_size=3).map(tuple))
+    forbid_stops = draw(st.booleans()) and not {2, 17, 33}.issubset(forbidden)
+    return replace(spec_of(params, draw(texts), draw(texts), forbid_stops=forbid_stops), forbidden=forbidden)
 
 
 @settings(deadline=None)
@@ -179,7 +187,13 @@ def row_params(spec: SampleSpec) -> RowParams:
     penalties = {"frequency": params.frequency_penalty, "presence": params.presence_penalty}
     texts = {"prompt_ids": tuple(spec.prompt_ids), "output_ids": tuple(spec.output_ids)}
     return RowParams(
-        params.temperature, **filters, **penalties, **texts, repetition=params.repetition_penalty, bias=bias
+        params.temperature,
+        **filters,
+        **penalties,
+        **texts,
+        repetition=params.repetition_penalty,
+        bias=bias,
+        allowed=params.allowed_token_ids or None,
     )
 
 
@@ -202,6 +216,18 @@ def test_penalties_and_forbidden_stops_reach_greedy_rows() -> None:
     shy = SamplingParams(temperature=0.0, presence_penalty=2.0)
     specs = [spec_of(greedy), spec_of(greedy, forbid_stops=True), spec_of(shy, output=(20,), forbid_stops=True)]
     assert draw(logits, specs) == [3, 20, 21]
+
+
+def test_what_would_leave_no_allowed_token_forbids_nothing() -> None:
+    params = SamplingParams(temperature=0.0, allowed_token_ids=(EOS[0], 40), stop_token_ids=(40,))
+    logits = torch.zeros(3, VOCAB)
+    logits[:, 40] = 1.0
+    specs = [
+        spec_of(params, forbid_stops=True),
+        replace(spec_of(params), forbidden=(40, EOS[0])),
+        replace(spec_of(params), forbidden=(40,)),
+    ]
+    assert draw(logits, specs) == [40, 40, EOS[0]]
 
 
 @pytest.mark.parametrize("eos", [VOCAB, VOCAB + 17, 10 * VOCAB])

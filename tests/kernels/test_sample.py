@@ -83,6 +83,26 @@ def test_penalties_and_biases_act_in_their_order() -> None:
     assert drawn.tolist() == reference_tokens(logits, rows, draw)
 
 
+def mask_of(rows: Sequence[RowParams], vocab: int) -> sample.Mask:
+    words, places = [], []
+    for row in rows:
+        places.append(sample.EVERYTHING if row.allowed is None else len(words))
+        if row.allowed is not None:
+            bits = np.isin(np.arange(-(-vocab // 32) * 32), row.allowed)
+            words.append(np.packbits(bits, bitorder="little").view(np.int32))
+    return sample.Mask(torch.from_numpy(np.stack(words)), torch.tensor(places, dtype=torch.int32))
+
+
+def test_masked_rows_draw_of_their_own_tokens_alone() -> None:
+    """Words of a mask whose sign bit is set are read as bits, too."""
+    shapes = [(0.0, 0, None), (1.5, 0, (31, 32, 63, 64)), (1.0, 3, None), (1.5, 2, (0, 95, 99)), (9.0, 0, (7,))]
+    rows = [RowParams(temperature=t, top_k=k, top_p=0.9, bias={32: -9.0}, allowed=ids) for t, k, ids in shapes] * 8
+    logits, draw = torch.randn((40, 100), generator=torch.Generator().manual_seed(3)), draw_of(rows, range(40))
+    drawn = sample.sample(logits, draw, bias=bias_of(rows), mask=mask_of(rows, 100)).tolist()
+    assert drawn == reference_tokens(logits, rows, draw)
+    assert all(row.allowed is None or token in row.allowed for row, token in zip(rows, drawn, strict=True))
+
+
 @pytest.mark.parametrize(
     ("row", "token"),
     [

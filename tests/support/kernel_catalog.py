@@ -68,7 +68,7 @@ def row_cases() -> list[Case]:
         Case("rms norm 8192", lambda chip: _norm(8192), hot=True),
         Case("silu mul", lambda chip: rows.silu_mul(_empty(ROWS, 28672)), hot=True),
         Case("sample", lambda chip: _sample(full=False), hot=True),
-        Case("sample with penalties and bias", lambda chip: _sample(full=True), hot=True),
+        Case("sample with penalties, mask and bias", lambda chip: _sample(full=True), hot=True),
     ]
 
 
@@ -135,4 +135,6 @@ def _sample(*, full: bool) -> Tensor:
     ids = sample.Ragged(_ids(4096), _ids(ROWS + 1))
     penalties = sample.Penalties(row(), row(), row(), ids, ids) if full else None
     bias = sample.Bias(_ids(32), _empty(32, dtype=torch.float32), _ids(ROWS + 1)) if full else None
-    return sample.sample(_empty(ROWS, 128256, dtype=torch.float32), params, penalties=penalties, bias=bias)
+    mask = sample.Mask(_empty(ROWS, 4008, dtype=torch.int32), _ids(ROWS)) if full else None
+    logits = _empty(ROWS, 128256, dtype=torch.float32)
+    return sample.sample(logits, params, penalties=penalties, bias=bias, mask=mask)

@@ -20,14 +20,16 @@ def logits_of(num_rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return (torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
 
 
-def spec_of(index: int, params: SamplingParams, *, forbid_stops: bool = False) -> SampleSpec:
+def spec_of(
+    index: int, params: SamplingParams, *, forbid_stops: bool = False, forbidden: tuple[int, ...] = ()
+) -> SampleSpec:
     rng = random.Random(index)
     prompt, output = (tuple(rng.randrange(VOCAB) for _ in range(count)) for count in (40, 25))
-    return SampleSpec(params, 2**63 + index, index, prompt, output, forbid_stops)
+    return SampleSpec(params, 2**63 + index, index, prompt, output, forbid_stops, forbidden)
 
 
 def drawn_by_kernel(logits: Tensor, specs: list[SampleSpec]) -> list[int]:
-    sampler = KernelSampler(EOS, torch.device("cpu"))
+    sampler = KernelSampler(EOS, VOCAB, torch.device("cpu"))
     return sampler.sample(logits, sampler.prepare(specs)).tolist()
 
 
@@ -70,12 +72,29 @@ def test_a_stop_is_drawn_only_once_it_may_be() -> None:
     assert drawn_by_kernel(logits, specs) == drawn_on_the_cpu(logits, specs) == [20, 33]
 
 
+def test_allowed_and_forbidden_tokens_are_those_of_the_cpu_sampler() -> None:
+    allowed = SamplingParams(temperature=2.0, top_p=0.9, allowed_token_ids=(5, 64, 699, 31))
+    specs = [spec_of(row, SamplingParams(temperature=2.0)) for row in range(6)]
+    specs += [spec_of(row, allowed, forbidden=(64, 699)) for row in range(6)]
+    specs += [
+        spec_of(row, SamplingParams(temperature=0.0, allowed_token_ids=(9,)), forbid_stops=True) for row in range(2)
+    ]
+    specs += [spec_of(row, SamplingParams(temperature=0.0), forbidden=(1,)) for row in range(2)]
+    logits = logits_of(len(specs))
+    logits[-2:, 1] = 99.0
+    drawn = drawn_by_kernel(logits, specs)
+    assert drawn == drawn_on_the_cpu(logits, specs)
+    assert {*drawn[6:12]} <= {5, 31}
+    assert drawn[12:14] == [9, 9]  # nothing else is left
+    assert 1 not in drawn[14:]
+
+
 @pytest.mark.parametrize("eos", [VOCAB, VOCAB + 17, 10 * VOCAB])
 def test_an_end_past_the_vocabulary_forbids_nothing_in_other_rows(eos: int) -> None:
     specs = [spec_of(row, SamplingParams(temperature=0.0), forbid_stops=True) for row in range(3)]
     logits = torch.zeros(3, VOCAB)
     logits[:, eos % VOCAB] = 5.0
-    sampler = KernelSampler((eos,), torch.device("cpu"))
+    sampler = KernelSampler((eos,), VOCAB, torch.device("cpu"))
     drawn_on_the_cpu = [token.token_id for token in Sampler((eos,)).sample(logits, specs)]
     assert sampler.sample(logits, sampler.prepare(specs)).tolist() == drawn_on_the_cpu == [eos % VOCAB] * 3
 
