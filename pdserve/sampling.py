@@ -14,6 +14,7 @@ MAX_ALLOWED_TOKEN_IDS = 4096
 MAX_BAD_WORDS = 128  # strings of a request, each at most MAX_BAD_WORD_BYTES long in UTF-8
 MAX_BAD_WORD_BYTES = 128
 MAX_BAD_WORD_IDS = 2 * MAX_BAD_WORDS  # sequences: a word's with a space before it and without
+MAX_BAD_WORD_TOKENS = 2 * MAX_BAD_WORD_BYTES  # of one sequence
 GREEDY_BELOW = 1e-5  # temperatures; logits divided by less may overflow float32
 
 
@@ -85,7 +86,7 @@ class SamplingParams:
             _in_range("allowed_token_ids", token, 0, vocab_size - 1)
         _in_range("bad_word_ids entries", len(self.bad_word_ids), 0, MAX_BAD_WORD_IDS)
         for word in self.bad_word_ids:
-            _in_range("bad_word_ids tokens", len(word), 1, MAX_BAD_WORD_BYTES)
+            _in_range("bad_word_ids tokens", len(word), 1, MAX_BAD_WORD_TOKENS)
             for token in word:
                 _in_range("bad_word_ids", token, 0, vocab_size - 1)
         banned = {word[0] for word in self.bad_word_ids if len(word) == 1}

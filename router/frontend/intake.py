@@ -73,6 +73,7 @@ class Intake:
         if visit is not None:
             terms = visit.terms(terms)
         lasts_s, max_model_len = min(terms.deadline_s, remaining_s), self.max_model_len()
+        terms = await self.prompts.with_bad_words(request, terms, lasts_s)
         token_ids = await self.prompts.token_ids(request, max_model_len, lasts_s)
         if visit is not None:
             visit.use.spend(len(token_ids))

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from pdserve.checkpoint.checkpoint import GenerationDefaults
 from pdserve.errors import RequestError, Status, echo, invalid
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.sampling import SamplingParams
+from pdserve.sampling import MAX_BAD_WORD_BYTES, MAX_BAD_WORDS, SamplingParams
 from pdserve.text.chat import ChatMessage
 from pdserve.text.detokenize import Detokenizer
 from pdserve.text.stop import check_stops
@@ -24,7 +24,7 @@ from pdserve.token_ids import TokenIds, largest, pack
 MAX_TENANT_BYTES = 64
 NUM_THREADS = 2
 SLICE_TOKENS = 16384  # packed at once: 0.4 ms of the event loop
-Encode = Callable[[inference.GenerateRequest], TokenIds]
+Encoded = TypeVar("Encoded")
 
 
 class Tokenizer(Protocol):
@@ -90,6 +90,22 @@ class Prompts:
             packed += pack(ids[start : start + SLICE_TOKENS])
         return self._in_vocabulary(packed, "token_ids")
 
+    async def with_bad_words(self, request: inference.GenerateRequest, terms: "Terms", remaining_s: float) -> "Terms":
+        """Return a request's terms with its bad words as token ids; RequestError where they are of no use."""
+        if not request.sampling.bad_words:
+            return terms
+        words = await self._in_thread(request, self._encode_bad_words, remaining_s)
+        params = replace(terms.params, bad_word_ids=terms.params.bad_word_ids + words)
+        params.validate(self._model.vocab_size)
+        return replace(terms, params=params)
+
+    def _encode_bad_words(self, request: inference.GenerateRequest) -> tuple[tuple[int, ...], ...]:
+        """Return each word's tokens, with a space before it and without: where it stands decides between them."""
+        encode, vocab_size = self._model.tokenizer.encode, self._model.vocab_size
+        texts = [space + word.lstrip() for word in request.sampling.bad_words for space in ("", " ")]
+        words = dict.fromkeys(tuple(encode(text, add_special=False)) for text in texts)
+        return tuple(word for word in words if word and max(word) < vocab_size)  # others are never sampled
+
     def _in_vocabulary(self, ids: TokenIds, field: str) -> TokenIds:
         """Return the ids; RequestError naming the first that the model has no embedding for."""
         if largest(ids) >= self._model.vocab_size:
@@ -107,7 +123,12 @@ class Prompts:
         ids = self._model.tokenizer.encode(self._model.chat.render(messages), add_special=False)
         return self._in_vocabulary(pack(ids), "chat")
 
-    async def _in_thread(self, request: inference.GenerateRequest, encode: Encode, remaining_s: float) -> TokenIds:
+    async def _in_thread(
+        self,
+        request: inference.GenerateRequest,
+        encode: Callable[[inference.GenerateRequest], Encoded],
+        remaining_s: float,
+    ) -> Encoded:
         limit = self._max_num_tokenizing
         if self._num_tokenizing >= limit:
             text = f"max_num_tokenizing: {limit} prompts are being tokenized already"
@@ -156,6 +177,7 @@ def check_terms(
     params = _sampling(request.sampling, random_seed, defaults)
     params.validate(vocab_size)
     check_stops(request.stop)
+    _check_bad_words(request.sampling.bad_words)
     num_bytes = len(request.tenant.encode())
     if num_bytes > MAX_TENANT_BYTES:
         raise invalid("tenant", f"{num_bytes} bytes are over the limit of {MAX_TENANT_BYTES}")
@@ -196,6 +218,16 @@ def fitted(num_prompt_tokens: int, terms: Terms, max_model_len: int) -> Sampling
             f"{num_prompt_tokens + params.max_tokens} together, over the limit of {max_model_len} (max_model_len)",
         )
     return params
+
+
+def _check_bad_words(words: Seq[str]) -> None:
+    if len(words) > MAX_BAD_WORDS:
+        raise invalid("bad_words", f"{len(words)} are over the limit of {MAX_BAD_WORDS}")
+    for word in words:
+        num_bytes = len(word.encode())
+        if not word.strip() or num_bytes > MAX_BAD_WORD_BYTES:
+            limits = f"1 to {MAX_BAD_WORD_BYTES}, not all of them spaces, are needed"
+            raise invalid("bad_words", f"{echo(word, repr)} has {num_bytes} bytes; {limits}")
 
 
 def _slo_s(field: str, milliseconds: float | None) -> float | None:

@@ -70,6 +70,15 @@ async def test_workers_are_told_every_sampling_field(start_router: StartRouter) 
     assert (decode.decodes[0].source.worker_id, prefill.prefills[0].target.worker_id) == ("p0", "d0")
 
 
+async def test_bad_words_reach_workers_with_a_space_before_them_and_without(start_router: StartRouter) -> None:
+    router = await start_router()
+    prefill, _ = await router.pair()
+    given = inference.TokenIds(ids=[7, 8])
+    await collect(router.generate(text="a", bad_words=["dog", " dog", "b"], bad_word_ids=[given]))
+    sampling = prefill.prefills[0].spec.sampling
+    assert [list(word.ids) for word in sampling.bad_word_ids] == [[7, 8], *map(ids, ("dog", " dog", "b", " b"))]
+
+
 async def test_two_requests_without_a_seed_get_different_ones(start_router: StartRouter) -> None:
     router = await start_router()
     prefill, _ = await router.pair()
