@@ -9,8 +9,8 @@ waiting for it.
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import jinja2
 from jinja2 import nodes
@@ -35,12 +35,57 @@ TEMPLATE_ERRORS = (
 )
 
 
+OWN_ARGUMENTS = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+_CONTINUE_HERE = "\ue000continue here\ue001 "  # ends the message to go on with while it is rendered
+
+JsonObject = Mapping[str, object]
+
+
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
     """One turn of a conversation."""
 
     role: str
-    content: str
+    content: str | None
+    tool_calls: Sequence[JsonObject] = ()  # as in OpenAI's API, but the arguments may be an object
+    tool_call_id: str = ""
+    name: str = ""
+    reasoning_content: str = ""
+
+    def plain(self) -> dict[str, object]:
+        """Return it as templates know it: what is not there is no key."""
+        given: dict[str, object] = {"role": self.role}
+        if self.content is not None:
+            given["content"] = self.content
+        if self.tool_calls:
+            given["tool_calls"] = [dict(each) for each in self.tool_calls]
+        if self.reasoning_content:
+            given["thinking"] = given["reasoning_content"] = self.reasoning_content
+        for key in ("tool_call_id", "name"):
+            if value := getattr(self, key):
+                given[key] = value
+        return given
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """What a template is given besides the messages."""
+
+    tools: Sequence[JsonObject] | None = None
+    documents: Sequence[JsonObject] | None = None
+    template_kwargs: JsonObject = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise RequestError(INVALID_ARGUMENT) for options that go against each other."""
+        if taken := OWN_ARGUMENTS & self.template_kwargs.keys():
+            raise invalid("chat_template_kwargs", f"{min(taken)} is a field of its own")
+        if self.add_generation_prompt and self.continue_final_message:
+            raise invalid("continue_final_message", "goes with add_generation_prompt false alone")
+
+
+DEFAULT_OPTIONS = ChatOptions()
 
 
 class ChatTemplate:
@@ -60,31 +105,52 @@ class ChatTemplate:
             self._template = _environment(strftime_now).from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"chat_template: line {error.lineno}: {error.message}") from error
+        self.source = source
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True) -> str:
+    def render(self, messages: Sequence[ChatMessage], options: ChatOptions = DEFAULT_OPTIONS) -> str:
         """Return the prompt. It already has the special tokens it needs: encode it with `add_special=False`.
 
         Raises RequestError(INVALID_ARGUMENT) naming `chat` for messages over a limit or refused.
         """
         _check_sizes(messages)
+        shown = [message.plain() for message in messages]
+        if options.continue_final_message:
+            if not messages[-1].content:
+                raise invalid("continue_final_message", "the last message has no text to go on with")
+            shown[-1]["content"] = messages[-1].content + _CONTINUE_HERE
         pieces = self._template.generate(
-            self._special_tokens,
-            messages=[{"role": message.role, "content": message.content} for message in messages],
-            tools=None,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
+            {**self._special_tokens, **options.template_kwargs},
+            messages=shown,
+            tools=options.tools,
+            documents=options.documents,
+            add_generation_prompt=options.add_generation_prompt,
         )
-        rendered, num_chars = [], 0
-        try:
-            for piece in pieces:
-                num_chars += len(piece)
-                if num_chars > MAX_OUTPUT_CHARS:
-                    raise _too_long()
-                rendered.append(piece)
-        except TEMPLATE_ERRORS as error:
-            raise invalid("chat", f"the model's template refuses the messages: {echo(str(error))}") from error
-        return "".join(rendered)
+        rendered = _joined(pieces)
+        return _cut(rendered) if options.continue_final_message else rendered
+
+
+def _joined(pieces: Iterator[str]) -> str:
+    """Run a template; RequestError where it fails, or says too much."""
+    rendered, num_chars = [], 0
+    try:
+        for piece in pieces:
+            num_chars += len(piece)
+            if num_chars > MAX_OUTPUT_CHARS:
+                raise _too_long()
+            rendered.append(piece)
+    except TEMPLATE_ERRORS as error:
+        raise invalid("chat", f"the model's template refuses the messages: {echo(str(error))}") from error
+    return "".join(rendered)
+
+
+def _cut(rendered: str) -> str:
+    """Return a prompt up to where its last message goes on; without trailing spaces, where the template trims them."""
+    mark = _CONTINUE_HERE.strip()
+    before, found, after = rendered.rpartition(mark)
+    if not found:
+        raise invalid("continue_final_message", "the model's template does not show the last message as it is")
+    return before if after.startswith(_CONTINUE_HERE.removeprefix(mark)) else before.rstrip()
 
 
 def _too_long() -> RequestError:
@@ -94,7 +160,7 @@ def _too_long() -> RequestError:
 def _check_sizes(messages: Sequence[ChatMessage]) -> None:
     if not 1 <= len(messages) <= MAX_MESSAGES:
         raise invalid("chat", f"{len(messages)} messages are outside [1, {MAX_MESSAGES}]")
-    num_chars = sum(len(message.role) + len(message.content) for message in messages)
+    num_chars = sum(len(message.role) + len(message.content or "") for message in messages)
     if num_chars > MAX_INPUT_CHARS:
         raise invalid("chat", f"{num_chars} characters are over the limit of {MAX_INPUT_CHARS}")
 

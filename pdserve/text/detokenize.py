@@ -23,9 +23,10 @@ Piece = str | bytes  # bytes where they are no UTF-8 text on their own
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """The table. `by_id[i]` is empty for special tokens and for ids no token has."""
+    """The tables. Entries are empty for ids no token has, and those of special tokens in `by_id`."""
 
     by_id: tuple[Piece, ...]
+    with_special: tuple[Piece, ...]
     encoding_errors: str  # the codec's name for how a byte that is no UTF-8 is written
     strips_first_space: bool  # of a text that begins with it
 
@@ -37,13 +38,14 @@ def read_pieces(backend: tokenizers.Tokenizer) -> Pieces:
     special = {token for token, added in backend.get_added_tokens_decoder().items() if added.special}
     tokens = {token_id: token for token, token_id in backend.get_vocab(with_added_tokens=True).items()}
     convert = _from_byte_level if kinds == ["ByteLevel"] else _from_sentencepiece
-    by_id = tuple(
-        _text_if_whole(convert(tokens[token_id])) if token_id in tokens and token_id not in special else ""
+    everything = tuple(
+        _text_if_whole(convert(tokens[token_id])) if token_id in tokens else ""
         for token_id in range(max(tokens, default=-1) + 1)
     )
+    by_id = tuple("" if token_id in special else piece for token_id, piece in enumerate(everything))
     if kinds == ["ByteLevel"]:
-        return Pieces(by_id, "replace", strips_first_space=False)
-    return Pieces(by_id, EACH_BYTE, strips_first_space=kinds[-1] == "Strip")
+        return Pieces(by_id, everything, "replace", strips_first_space=False)
+    return Pieces(by_id, everything, EACH_BYTE, strips_first_space=kinds[-1] == "Strip")
 
 
 def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, object]]:
@@ -110,15 +112,15 @@ class Detokenizer:
 
     __slots__ = ("_by_id", "_errors", "_pending", "_strip_space")
 
-    def __init__(self, pieces: Pieces, *, at_start: bool) -> None:
+    def __init__(self, pieces: Pieces, *, at_start: bool, skip_special: bool = True) -> None:
         """Start a sequence. `at_start`: it begins a text, where SentencePiece hides a leading space."""
-        self._by_id = pieces.by_id
+        self._by_id = pieces.by_id if skip_special else pieces.with_special
         self._errors = pieces.encoding_errors
         self._strip_space = at_start and pieces.strips_first_space
         self._pending = b""
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take the next ids; return the text they complete. Special and unknown ids add nothing."""
+        """Take the next ids; return the text they complete. Unknown ids add nothing."""
         texts = []
         for token_id in token_ids:
             piece = self._by_id[token_id] if 0 <= token_id < len(self._by_id) else ""

@@ -36,10 +36,11 @@ def _beginnings(stops: tuple[str, ...]) -> frozenset[str]:
 class StopMatcher:
     """One sequence's text on its way to the client."""
 
-    __slots__ = ("_beginnings", "_held", "_longest", "_stops", "matched")
+    __slots__ = ("_beginnings", "_held", "_includes_stop", "_longest", "_stops", "matched")
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
-        """`stops` have passed check_stops."""
+    def __init__(self, stops: tuple[str, ...], *, includes_stop: bool = False) -> None:
+        """`stops` have passed check_stops. `includes_stop`: the one that ends the text stays in it."""
+        self._includes_stop = includes_stop
         self._stops = stops
         self._beginnings = _beginnings(stops)
         self._longest = max(map(len, stops), default=1) - 1  # that may be held back
@@ -59,7 +60,7 @@ class StopMatcher:
         if may_end and (found := self._first_stop(known)) is not None:
             begin, self.matched = found
             self._held = ""
-            return known[:begin]
+            return known[: begin + len(self.matched)] if self._includes_stop else known[:begin]
         lengths = range(min(self._longest, len(known)), 0, -1)
         cut = len(known) - next((length for length in lengths if known[-length:] in self._beginnings), 0)
         self._held = known[cut:]
@@ -91,12 +92,14 @@ class OutputText:
 
     __slots__ = ("_detokenizer", "_min_tokens", "_num_tokens", "_stops")
 
-    def __init__(self, detokenizer: Detokenizer, stops: tuple[str, ...], min_tokens: int = 0) -> None:
+    def __init__(
+        self, detokenizer: Detokenizer, stops: tuple[str, ...], min_tokens: int = 0, *, includes_stop: bool = False
+    ) -> None:
         """No stop string ends the text within its first `min_tokens` tokens."""
         self._detokenizer = detokenizer
         self._min_tokens = min_tokens
         self._num_tokens = 0
-        self._stops = StopMatcher(stops)
+        self._stops = StopMatcher(stops, includes_stop=includes_stop)
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
         """Take a step's tokens; the one that completes a stop string is the last that counts."""

@@ -35,9 +35,9 @@ class Tokenizer:
         detokenizer = self.detokenizer(at_start=True)
         return detokenizer.push(token_ids) + detokenizer.flush()
 
-    def detokenizer(self, *, at_start: bool) -> Detokenizer:
+    def detokenizer(self, *, at_start: bool, skip_special: bool = True) -> Detokenizer:
         """Start decoding a sequence; `at_start` is False where its text goes on from a prompt's."""
-        return Detokenizer(self._pieces, at_start=at_start)
+        return Detokenizer(self._pieces, at_start=at_start, skip_special=skip_special)
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token as the vocabulary spells it, or None."""

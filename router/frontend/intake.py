@@ -92,7 +92,12 @@ class Intake:
 
     def _answer(self, request_id: RequestId, terms: Terms, prompt_ids: Sequence[int], client: Client) -> Answer:
         outputs = [
-            OutputText(self.model.tokenizer.detokenizer(at_start=False), terms.stops, terms.params.min_tokens)
+            OutputText(
+                self.model.tokenizer.detokenizer(at_start=False, skip_special=terms.skips_special),
+                terms.stops,
+                terms.params.min_tokens,
+                includes_stop=terms.includes_stop,
+            )
             for _ in range(terms.params.n)
         ]
         return Answer(

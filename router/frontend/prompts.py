@@ -15,13 +15,16 @@ from typing import Protocol, TypeVar
 from pdserve.checkpoint.checkpoint import GenerationDefaults
 from pdserve.errors import RequestError, Status, echo, invalid
 from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.router.frontend.conversation import messages_of, options_of
 from pdserve.sampling import MAX_BAD_WORD_BYTES, MAX_BAD_WORDS, SamplingParams
-from pdserve.text.chat import ChatMessage
+from pdserve.text.chat import DEFAULT_OPTIONS, ChatMessage, ChatOptions
 from pdserve.text.detokenize import Detokenizer
 from pdserve.text.stop import check_stops
 from pdserve.token_ids import TokenIds, largest, pack
 
 MAX_TENANT_BYTES = 64
+MAX_LABEL_BYTES = 128
+OF_TEXT = frozenset({"include_stop_str_in_output", "skip_special_tokens"})  # sampling fields that workers do not need
 NUM_THREADS = 2
 SLICE_TOKENS = 16384  # packed at once: 0.4 ms of the event loop
 Encoded = TypeVar("Encoded")
@@ -31,11 +34,11 @@ class Tokenizer(Protocol):
     """What the router needs of a model's tokenizer."""
 
     def encode(self, text: str, *, add_special: bool) -> list[int]: ...
-    def detokenizer(self, *, at_start: bool) -> Detokenizer: ...
+    def detokenizer(self, *, at_start: bool, skip_special: bool = True) -> Detokenizer: ...
 
 
 class ChatTemplate(Protocol):
-    def render(self, messages: Seq[ChatMessage]) -> str: ...
+    def render(self, messages: Seq[ChatMessage], options: ChatOptions = DEFAULT_OPTIONS) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +121,9 @@ class Prompts:
         return self._in_vocabulary(pack(self._model.tokenizer.encode(request.text, add_special=True)), "text")
 
     def _encode_chat(self, request: inference.GenerateRequest) -> TokenIds:
-        messages = [ChatMessage(message.role, message.content) for message in request.chat.messages]
         assert self._model.chat is not None
-        ids = self._model.tokenizer.encode(self._model.chat.render(messages), add_special=False)
+        rendered = self._model.chat.render(messages_of(request.chat), options_of(request.chat))
+        ids = self._model.tokenizer.encode(rendered, add_special=False)
         return self._in_vocabulary(pack(ids), "chat")
 
     async def _in_thread(
@@ -159,6 +162,8 @@ class Terms:
     params: SamplingParams
     may_be_shorter: bool  # the request leaves max_tokens out
     stops: tuple[str, ...]
+    includes_stop: bool  # in the text that it ends
+    skips_special: bool  # tokens, in the text
     priority: int
     tenant: str
     ttft_slo_s: float | None
@@ -181,6 +186,7 @@ def check_terms(
     num_bytes = len(request.tenant.encode())
     if num_bytes > MAX_TENANT_BYTES:
         raise invalid("tenant", f"{num_bytes} bytes are over the limit of {MAX_TENANT_BYTES}")
+    _check_label(request.request_label)
     deadline_ms = request.deadline_ms if request.HasField("deadline_ms") else max_deadline_ms
     if not 0 < deadline_ms <= max_deadline_ms:
         raise invalid("deadline_ms", f"{deadline_ms} is outside [1, {max_deadline_ms}]")
@@ -188,12 +194,21 @@ def check_terms(
         params=params,
         may_be_shorter=not request.sampling.HasField("max_tokens"),
         stops=tuple(request.stop),
+        includes_stop=request.sampling.include_stop_str_in_output,
+        skips_special=not request.sampling.HasField("skip_special_tokens") or request.sampling.skip_special_tokens,
         priority=request.priority,
         tenant=request.tenant,
         ttft_slo_s=_slo_s("ttft_ms", request.slo.ttft_ms if request.slo.HasField("ttft_ms") else None),
         tpot_slo_s=_slo_s("tpot_ms", request.slo.tpot_ms if request.slo.HasField("tpot_ms") else None),
         deadline_s=deadline_ms / 1e3,
     )
+
+
+def _check_label(label: str) -> None:
+    if len(label) > MAX_LABEL_BYTES:
+        raise invalid("request_label", f"{len(label)} characters are over the limit of {MAX_LABEL_BYTES}")
+    if not (label.isascii() and label.isprintable()):
+        raise invalid("request_label", f"{echo(label, repr)} is not printable ASCII")
 
 
 def check_model(request: inference.GenerateRequest, name: str) -> None:
@@ -240,7 +255,7 @@ def _slo_s(field: str, milliseconds: float | None) -> float | None:
 
 def _sampling(asked: inference.SamplingParams, random_seed: int, defaults: GenerationDefaults) -> SamplingParams:
     """Return what is asked for over the defaults. The model's max_tokens limits what is asked for, too."""
-    given = {field.name: value for field, value in asked.ListFields()}
+    given = {field.name: value for field, value in asked.ListFields() if field.name not in OF_TEXT}
     given |= {
         "seed": asked.seed if asked.HasField("seed") else random_seed,
         "logit_bias": tuple(asked.logit_bias.items()),

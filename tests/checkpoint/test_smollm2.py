@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from pdserve.checkpoint.checkpoint import Checkpoint
 from pdserve.checkpoint.open import open_checkpoint
-from pdserve.text.chat import ChatMessage
+from pdserve.text.chat import ChatMessage, ChatOptions
 
 pytestmark = pytest.mark.slow
 
@@ -100,7 +100,7 @@ def test_chat_prompt_equals_transformers(
     for roles in (["user"], ["system", "user"], ["user", "assistant", "user"]):
         messages = [ChatMessage(role, f"<b>{role}</b> says\n\n hi {{{{ x }}}} ") for role in roles]
         plain = [{"role": message.role, "content": message.content} for message in messages]
-        prompt = chat.render(messages, add_generation_prompt=add_generation_prompt)
+        prompt = chat.render(messages, ChatOptions(add_generation_prompt=add_generation_prompt))
         expected = reference.apply_chat_template(plain, tokenize=False, add_generation_prompt=add_generation_prompt)
         assert prompt == expected
         ids = reference.apply_chat_template(plain, add_generation_prompt=add_generation_prompt)["input_ids"]

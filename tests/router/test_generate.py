@@ -232,3 +232,68 @@ async def test_without_a_worker_of_each_kind_requests_are_refused(start_router: 
     code, message = await error_of(router.generate(text="a"))
     missing = "decode" if role == link.ROLE_PREFILL else "prefill"
     assert (code, message) == (grpc.StatusCode.UNAVAILABLE, f"no {missing} worker is ready")
+
+
+async def test_a_conversations_tools_documents_and_arguments_reach_the_template(start_router: StartRouter) -> None:
+    template = (
+        "{{ tools | tojson }}{{ documents[0].text }}{{ mood }}{% for m in messages %}"
+        "{% for call in m.tool_calls or [] %}{{ call.function.arguments.x }}{% endfor %}"
+        "{{ m.name }}{{ m.reasoning_content }}{{ m.tool_call_id }}{{ m.content }}{% endfor %}"
+    )
+    router = await start_router(template=template)
+    prefill, _ = await router.pair()
+    call = '[{"function": {"name": "f", "arguments": "{\\"x\\": 7}"}}]'
+    chat = inference.Chat(
+        messages=[
+            inference.ChatMessage(role="assistant", tool_calls_json=call, reasoning_content="R"),
+            inference.ChatMessage(role="tool", content="C", tool_call_id="I", name="N"),
+            inference.ChatMessage(role="assistant", content="go "),
+        ],
+        tools_json='[{"a": 1}]',
+        documents_json='[{"text": "D"}]',
+        template_kwargs_json='{"mood": "M"}',
+        continue_final_message=True,
+    )
+    await collect(router.generate(chat=chat, max_tokens=1))
+    assert list(token_ids_of(prefill.prefills[0].spec)) == ids('[{"a": 1}]DM7RNICgo ')
+
+
+@pytest.mark.parametrize(
+    ("chat", "complaint"),
+    [
+        ({"tools_json": "[1]"}, "tools: '[1]' is no JSON array of objects"),
+        ({"documents_json": "{}"}, "documents: '{}' is no JSON array of objects"),
+        ({"template_kwargs_json": "[]"}, "chat_template_kwargs: '[]' is no JSON object"),
+        ({"template_kwargs_json": "[" * 100_000}, "is no JSON: maximum recursion depth"),
+        ({"tools_json": "nan"}, "tools: 'nan' is no JSON"),
+    ],
+)
+async def test_json_that_is_none_names_its_field(
+    start_router: StartRouter, chat: dict[str, str], complaint: str
+) -> None:
+    router = await start_router()
+    await router.pair()
+    message = inference.ChatMessage(role="user", content="hi")
+    code, text = await error_of(router.generate(chat=inference.Chat(messages=[message], **chat)))  # type: ignore[arg-type]
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert complaint in text
+
+
+@pytest.mark.parametrize(("label", "complaint"), [("x" * 129, "129 characters are over"), ("a\n", "printable ASCII")])
+async def test_a_label_is_short_and_printable(start_router: StartRouter, label: str, complaint: str) -> None:
+    router = await start_router()
+    code, text = await error_of(router.generate(text="a", request_label=label))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert complaint in text
+
+
+async def test_the_stop_string_stays_in_the_text_where_that_is_asked_for(start_router: StartRouter) -> None:
+    router = await start_router()
+    await router.pair()
+    whole = TOKENIZER.decode(tokens_of(ids("hello"), 8))
+    stop = whole[3:5]
+    end = whole.index(stop) + 2
+    replies = await collect(router.generate(text="hello", max_tokens=8, stop=[stop], include_stop_str_in_output=True))
+    assert text_of(replies) == whole[:end]
+    replies = await collect(router.generate(text="hello", max_tokens=8, stop=[stop]))
+    assert text_of(replies) == whole[: end - 2]

@@ -1,12 +1,14 @@
 """Chat templates: the shapes that models come with, and what a sandbox is for."""
 
+from typing import Any
+
 import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from pdserve.errors import ConfigError, RequestError, Status
 from pdserve.text import chat
-from pdserve.text.chat import ChatMessage, ChatTemplate
+from pdserve.text.chat import ChatMessage, ChatOptions, ChatTemplate
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 TALK = [
@@ -71,8 +73,80 @@ ESCAPES = [
 ]
 
 
-def plain(messages: list[ChatMessage]) -> list[dict[str, str]]:
-    return [{"role": message.role, "content": message.content} for message in messages]
+EVERYTHING = """{{ bos_token }}
+{%- if tools %}{{ tools | tojson(indent=2) }}{% endif %}
+{%- for document in documents or [] %}[{{ document.title }}: {{ document['text'] | upper }}]{% endfor %}
+{%- if enable_thinking is defined and not enable_thinking %}<quiet>{% endif %}
+{%- for message in messages %}
+{{ message.role }}{% if message.name %}({{ message.name }}){% endif %}: {% if message.reasoning_content %}<think>
+{{- message.thinking }}</think>{% endif %}
+{%- for call in message.tool_calls or [] %}
+<call {{ call.id }}>{{ call.function.name }} {{ call.function.arguments.items() | list | tojson }}
+{%- endfor %}
+{%- if message.content is defined %}{{ message.content if keep else message.content.strip() }}{% endif %}
+{%- if message.tool_call_id %} <- {{ message['tool_call_id'] }}{% endif %};
+{%- endfor %}
+{% if add_generation_prompt %}assistant:{% endif %}"""
+CALL = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "weather", "arguments": {"city": "Zürich", "days": [1, 2]}},
+}
+WITH_TOOLS = [
+    ChatMessage("user", "How is it?", name="Ann"),
+    ChatMessage("assistant", None, tool_calls=[CALL], reasoning_content="look it up"),
+    ChatMessage("tool", '{"c": 3}', tool_call_id="c1"),
+    ChatMessage("assistant", " It is cold and "),
+]
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+
+
+def plain(messages: list[ChatMessage]) -> list[dict[str, object]]:
+    return [message.plain() for message in messages]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("continued", [True, False])
+def test_tools_documents_and_arguments_render_as_in_transformers(
+    byte_level_backend: tokenizers.Tokenizer, *, keep: bool, continued: bool
+) -> None:
+    reference = PreTrainedTokenizerFast(tokenizer_object=byte_level_backend, **SPECIAL)
+    documents = [{"title": "A", "text": "body"}]
+    options = ChatOptions(TOOLS, documents, {"enable_thinking": False, "keep": keep}, not continued, continued)
+    rendered = ChatTemplate(EVERYTHING, SPECIAL).render(WITH_TOOLS, options)
+    assert rendered == reference.apply_chat_template(
+        plain(WITH_TOOLS),
+        tools=TOOLS,
+        documents=documents,
+        chat_template=EVERYTHING,
+        tokenize=False,
+        add_generation_prompt=not continued,
+        continue_final_message=continued,
+        enable_thinking=False,
+        keep=keep,
+    )
+    assert rendered.endswith(("cold and ", "cold and") if continued else "assistant:")
+    assert "Zürich" in rendered
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"template_kwargs": {"messages": []}}, "chat_template_kwargs: messages is a field of its own"),
+        ({"continue_final_message": True}, "continue_final_message: goes with add_generation_prompt false alone"),
+    ],
+)
+def test_options_that_go_against_each_other_are_refused(options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(RequestError, match=complaint):
+        ChatOptions(**options)
+
+
+def test_a_message_that_the_template_does_not_show_cannot_be_continued() -> None:
+    options = ChatOptions(add_generation_prompt=False, continue_final_message=True)
+    with pytest.raises(RequestError, match="continue_final_message: the model's template does not show"):
+        ChatTemplate("{{ messages[0].content }}", SPECIAL).render(TALK, options)
+    with pytest.raises(RequestError, match="continue_final_message: the last message has no text"):
+        ChatTemplate(EVERYTHING, SPECIAL).render([ChatMessage("user", "")], options)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -82,14 +156,15 @@ def test_famous_shapes_render_as_in_transformers(
 ) -> None:
     reference = PreTrainedTokenizerFast(tokenizer_object=byte_level_backend, **SPECIAL)
     for messages in (TALK, TALK[:2]):
-        rendered = ChatTemplate(SHAPES[shape], SPECIAL).render(messages, add_generation_prompt=add_generation_prompt)
+        options = ChatOptions(add_generation_prompt=add_generation_prompt)
+        rendered = ChatTemplate(SHAPES[shape], SPECIAL).render(messages, options)
         assert rendered == reference.apply_chat_template(
             plain(messages),
             chat_template=SHAPES[shape],
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
         )
-        assert messages[1].content.strip() in rendered.replace("\\n", "\n")
+        assert (messages[1].content or "").strip() in rendered.replace("\\n", "\n")
 
 
 @pytest.mark.parametrize("source", ESCAPES)

@@ -98,3 +98,11 @@ def test_the_leading_space_of_sentencepiece_shows_only_where_a_text_goes_on(sent
     space = sentencepiece.token_id("\u2581")
     assert space is not None
     assert joined(sentencepiece, [[special], [space], [space], ids], at_start=True) == "  he"
+
+
+def test_special_tokens_are_written_where_they_are_not_to_be_skipped(byte_level: Tokenizer) -> None:
+    special = byte_level.token_id("<s>")
+    assert special is not None
+    ids = [special, *byte_level.encode("é", add_special=False), special]
+    assert byte_level.detokenizer(at_start=True, skip_special=False).push(ids) == "<s>é<s>"
+    assert byte_level.detokenizer(at_start=True).push(ids) == "é"
