@@ -8,11 +8,12 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import TypeVar
 
 from helm_chart import NAMESPACE, Manifest, of_kind
-from kube_api import Json, KubeApi
+from kube_api import Json, KubeApi, merge
 from kube_cluster import write_kubeconfig
 from kube_deployments import COST, Deployments
 from kubelet import Kubelet, Pod, kubelet
@@ -40,17 +41,34 @@ class KubeNode:
     # ---- what an operator does
 
     def deploy(self) -> None:
-        """Make all deployments of the manifests."""
-        for item in of_kind(self.node.manifests, "Deployment").values():
-            self._do(lambda item=item: self._api.create("deployments", NAMESPACE, item))  # type: ignore[misc]
+        """Make all deployments of the manifests, and the policy where it is a resource."""
+        for kind, resource in (("AutoscalingPolicy", "autoscalingpolicies"), ("Deployment", "deployments")):
+            for item in of_kind(self.node.manifests, kind).values():
+                if kind == "Deployment":
+                    item["spec"].setdefault("replicas", 1)
+                self._do(lambda resource=resource, item=item: self._api.create(resource, NAMESPACE, item))  # type: ignore[misc]
 
-    def scale(self, name: str, replicas: int) -> None:
+    def find(self, resource: str, name: str) -> Json:
+        """Return an object as the API shows it."""
+        return self._do(lambda: deepcopy(self._api.find(resource, NAMESPACE, name)))
+
+    def patch(self, resource: str, name: str, changes: Json) -> None:
+        """Merge changes into an object, as `kubectl patch` does."""
+
         def change() -> None:
-            item = self._api.find("deployments", NAMESPACE, name)
-            item["spec"]["replicas"] = replicas
-            self._api.store("deployments", item)
+            item = self._api.find(resource, NAMESPACE, name)
+            merge(item, changes)
+            item["metadata"]["generation"] += 1
+            self._api.store(resource, item)
 
         self._do(change)
+
+    def scale(self, name: str, replicas: int) -> None:
+        self.patch("deployments", name, {"spec": {"replicas": replicas}})
+
+    def event_reasons(self) -> set[str]:
+        """Return the reasons of all events."""
+        return self._do(lambda: {each["reason"] for each in self._api.items("events")})
 
     def retire(self, pod: Pod, name: str) -> None:
         """Make a Deployment smaller by one, of which this pod is the first to go."""
