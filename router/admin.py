@@ -16,9 +16,11 @@ from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1.admin_pb2_grpc import AdminServiceServicer
 from pdserve.roles import Role
 from pdserve.roles_wire import ROLE_NUMBERS, ROLES
+from pdserve.router import learnt
 from pdserve.router.events import DrainAsked, LinkId, MovesAsked, ProcessEnded, RoleAsked
-from pdserve.router.learnt import Kind
+from pdserve.router.live import live
 from pdserve.router.predict import Predictor
+from pdserve.router.recent import Kind
 from pdserve.router.routing import difference
 from pdserve.router.shell import Shell, WorkerStream
 from pdserve.router.view import WorkerView
@@ -64,6 +66,22 @@ class AdminEndpoint(AdminServiceServicer):
                 await news.wait()
         finally:
             self._shell.watchers.discard(news)
+
+    async def GetLive(self, request: admin.GetLiveRequest, context: object) -> admin.GetLiveResponse:  # noqa: N802
+        del context
+        return self.live(request.after)
+
+    def live(self, after: int) -> admin.GetLiveResponse:
+        """Return what there is to watch; `after` as in GetLiveRequest."""
+        return live(self._shell.core, self._status(), after, self._shell.clock.now_s(), time.time())
+
+    async def ReportDecisions(  # noqa: N802
+        self, request: admin.ReportDecisionsRequest, context: object
+    ) -> admin.ReportDecisionsResponse:
+        del context
+        for text in request.decisions:
+            self._shell.core.placements.recent.note(Kind.SCALING, "", text)
+        return admin.ReportDecisionsResponse()
 
     async def ReportProcessGone(  # noqa: N802
         self, request: admin.ReportProcessGoneRequest, context: object
@@ -177,6 +195,7 @@ class AdminEndpoint(AdminServiceServicer):
             num_assigned=len(worker.shares),
             silent_ms=round(silent_s * 1e3),
             unroutable=unroutable[worker.link],
+            step_ms=worker.step_s * 1e3,
             pairs=[pair for name, pair in stream.pairs.items() if name in names],
         )
 
@@ -201,7 +220,7 @@ def _unfit(source: WorkerView, target: WorkerView) -> str:
     return ""
 
 
-def _costs(kind: Kind, costs: LearntCosts, predictor: Predictor) -> admin.LearntCosts:
+def _costs(kind: learnt.Kind, costs: LearntCosts, predictor: Predictor) -> admin.LearntCosts:
     return admin.LearntCosts(
         role=ROLE_NUMBERS[kind.role],
         device=kind.device,

@@ -5,6 +5,7 @@ meet its objectives, whatever keeps it from being placed; and at most MAX_OVERTA
 it for want of room for it alone.
 """
 
+from collections.abc import Iterable
 from math import inf
 
 from pdserve.errors import Status
@@ -44,6 +45,10 @@ class Admission:
     @property
     def num_held(self) -> int:
         return len(self._held)
+
+    @property
+    def held(self) -> Iterable[Request]:
+        return self._held
 
     @property
     def due_s(self) -> float:

@@ -4,6 +4,7 @@ Invariant: each request that arrives ends exactly once, its tokens are delivered
 end nothing of it is left in any table.
 """
 
+from collections.abc import Iterator
 from math import inf
 
 from pdserve.errors import InvariantError, Status
@@ -44,6 +45,7 @@ from pdserve.router.moving import Moving
 from pdserve.router.placements import Placements
 from pdserve.router.policies import least_loaded
 from pdserve.router.predict import Predictor
+from pdserve.router.recent import Kind
 from pdserve.router.request import Request
 from pdserve.router.retry import Retry
 from pdserve.router.routing import Policy, Workers
@@ -76,6 +78,11 @@ class RouterCore:
     def num_held(self) -> int:
         return self._admission.num_held
 
+    def requests(self) -> Iterator[Request]:
+        """Yield the requests that have not ended: those that are placed, oldest first, then those that are held."""
+        yield from self.placements.requests.values()
+        yield from self._admission.held
+
     @property
     def is_ready(self) -> bool:
         """Whether some pair of workers could serve a request now."""
@@ -92,6 +99,7 @@ class RouterCore:
 
     def handle(self, event: Event, now_s: float) -> list[Command]:
         """Advance by one event; return what to do now, in order."""
+        self.placements.recent.now_s = now_s
         if isinstance(event, WorkerEvent):
             self._handle_worker(event, now_s)
         else:
@@ -159,12 +167,16 @@ class RouterCore:
             self._retry.take_fault(worker, request, placement, text, now_s)
         if event.step != IDLE:  # else its tokens came with a hand-off, and the step that runs goes on
             worker.stepped(event.step, now_s)
+            worker.step_s = event.elapsed_s
             self.predictor.observe_step(worker, event.step, event.elapsed_s, now_s)
 
     def _take_load(self, worker: WorkerView, event: LoadReported, now_s: float) -> None:
-        was_draining = worker.draining
+        was_draining, role = worker.draining, worker.role
         self.predictor.note_others(worker, worker.report(event.load), now_s)
         has_changed = self.workers.take_role(worker, event.load.role, event.load.role_epoch)
+        if has_changed:
+            self.placements.recent.note(Kind.ROLE, worker.name, f"from {role} to {worker.role}")
+        self._note_drain(worker, was_draining)
         if has_changed or worker.draining is not was_draining:
             self._membership.note_change(now_s)
         self.moving.look(worker, now_s)
@@ -179,11 +191,18 @@ class RouterCore:
         worker = self.workers.get(asked.link)
         if worker is None:
             return
+        was_draining = worker.draining
         worker.is_drain_asked = not asked.cancel
         worker.draining |= not asked.cancel  # until it reports that it takes work again
+        self._note_drain(worker, was_draining)
         self.placements.emit(SendDrain(asked.link, asked.cancel))
         self._membership.note_change(now_s)
         self.moving.look(worker, now_s)
+
+    def _note_drain(self, worker: WorkerView, was_draining: bool) -> None:
+        if worker.draining is not was_draining:
+            text = "drains: takes no more requests" if worker.draining else "takes requests again"
+            self.placements.recent.note(Kind.DRAIN, worker.name, text)
 
     def _ask_for_role(self, asked: SendRole) -> None:
         worker = self.workers.get(asked.link)

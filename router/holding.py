@@ -30,6 +30,9 @@ class HoldQueue:
     def __len__(self) -> int:
         return len(self._held)
 
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._held.values())
+
     def push(self, request: Request) -> None:
         tenants = self._classes.setdefault(request.priority, {})
         insort(tenants.setdefault(request.tenant, []), request, key=_rank)

@@ -18,6 +18,7 @@ from pdserve.router.commands import DropLink, SendProcessGone, Warn
 from pdserve.router.config import Limits
 from pdserve.router.events import LinkId, ProcessEnded, Registration
 from pdserve.router.placements import Placements
+from pdserve.router.recent import Kind
 from pdserve.router.retry import Retry
 from pdserve.router.routing import peerless
 from pdserve.router.view import WorkerView
@@ -78,6 +79,7 @@ class Membership:
         """Attach a worker, or take its news of itself."""
         link = registration.link
         worker = self._workers.get(link)
+        before = None if worker is None else worker.registration
         if worker is None:
             refusal = self._processes.refusal(registration.worker_id, registration.incarnation)
             if refusal:
@@ -90,12 +92,22 @@ class Membership:
         except ProtocolError as error:
             self.drop(self._workers.known(link), str(error), now_s, error.refusal)
             return
+        self._note_news(registered, before)
         registered.last_heard_s = now_s
         self._placements.predictor.prefixes.attach(link, registration.layout.page_size, registration.num_pages)
         self.silence_due_s = min(self.silence_due_s, now_s + self._limits.worker_silence_s)
         if worker is None:
             self._welcome(registered, now_s)
         self.note_change(now_s)
+
+    def _note_news(self, worker: WorkerView, before: Registration | None) -> None:
+        registration, recent = worker.registration, self._placements.recent
+        if before is None:
+            recent.note(Kind.ATTACHED, worker.name, f"attached as a {worker.role} worker")
+        elif before.role is not registration.role:
+            recent.note(Kind.ROLE, worker.name, f"from {before.role} to {worker.role}")
+        if registration.ready and (before is None or not before.ready):
+            recent.note(Kind.READY, worker.name, "ready for requests")
 
     def _drop_namesake(self, registration: Registration, now_s: float) -> None:
         """Drop who is attached under a name that attaches. If that is an earlier process, it must end."""

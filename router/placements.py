@@ -13,6 +13,7 @@ from pdserve.router.config import Limits
 from pdserve.router.demand import DemandCounts
 from pdserve.router.events import LinkId, Registration
 from pdserve.router.predict import Predictor
+from pdserve.router.recent import Kind, Recent
 from pdserve.router.request import Placement, Request, Sequence
 from pdserve.router.routing import Decision, Held, Placed, Policy, Workers, decide
 from pdserve.router.view import PlacementKey, Share, WorkerView
@@ -29,7 +30,8 @@ class Shadows:
     Invariant: one counts from the moment at which its worker is asked until it takes charge or is closed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, recent: Recent) -> None:
+        self._recent = recent
         self._placements: dict[PlacementKey, Placement] = {}
         self._leaving: Counter[LinkId] = Counter()
         self._coming: Counter[LinkId] = Counter()
@@ -70,6 +72,8 @@ class Shadows:
     def note_end(self, shadow: Placement, how: str, now_s: float) -> None:
         """Note how a move ended: "done", or what it failed of. How long a failed one would have taken nobody knows."""
         self.ended[how] += 1
+        if shadow.source is not None and shadow.decode is not None:
+            self._recent.note(Kind.MOVE, shadow.source.name, f"a sequence moves to {shadow.decode.name}: {how}")
         elapsed_s, takes_s = max(0.0, now_s - shadow.placed_s - shadow.copy_s), self.takes_s(now_s)
         if how == DONE or elapsed_s > takes_s:
             self._takes_s, self._noted_s = takes_s + (elapsed_s - takes_s) / _MEMORY, now_s
@@ -93,10 +97,11 @@ class Placements:
         self.ended: Counter[str] = Counter()  # "OK" or a status name
         self.refused_because: Counter[Cause] = Counter()
         self.demand = DemandCounts()
+        self.recent = Recent()
         self.num_placed = 0  # placements made, all requests
         self.num_replaced = 0
         self.num_without_handoff, self.without_handoff_because = 0, ""  # placements since the last with a hand-off
-        self.shadows = Shadows()
+        self.shadows = Shadows(self.recent)
         self.num_ended = 0
         self._commands: list[Command] = []
         self._alarms: list[tuple[float, int, Request]] = []  # a heap
@@ -275,6 +280,7 @@ class Placements:
         self.ended["OK" if isinstance(outcome, Finished) else outcome.status.value] += 1
         self.num_ended += 1
         self.demand.end(request, outcome)
+        self.recent.end(request, outcome)
         if isinstance(outcome, Refused) and outcome.because is not None:
             self.refused_because[outcome.because.cause] += 1
         self.emit(End(request.request_id, outcome))

@@ -18,6 +18,7 @@ from pdserve.router.commands import Warn
 from pdserve.router.core import RouterCore
 from pdserve.router.desk import Answer, Close, Command, Desk, Rang, Send, SetAlarm
 from pdserve.router.events import ClientGone, Event, LinkId, LinkLost, RequestArrived
+from pdserve.router.recent import Kind
 from pdserve.rpc import DISMISSED_STATUS, abort
 
 logger = logging.getLogger(__name__)
@@ -123,6 +124,7 @@ class Shell:
                 self._alarm = asyncio.get_running_loop().call_later(delay_s, self.post, Rang(at_s))
             case Warn(text):
                 logger.warning("%s", text)
+                self.core.placements.recent.note(Kind.WARNING, "", text)
 
     def _send(self, link_id: LinkId, message: link.AttachResponse) -> None:
         stream = self.streams.get(link_id)

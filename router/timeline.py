@@ -86,21 +86,26 @@ class Timeline:
         for stage in _HANDOFF if _FIRST_TOKEN in self._reached_s else (*_HANDOFF, Stage.FETCHED):
             self._reached_s.pop(stage, None)
 
+    def __contains__(self, stage: Stage) -> bool:
+        """Return whether a stage was reached."""
+        return stage in self._reached_s
+
     def ms(self, stage: Stage) -> float:
         """Return milliseconds from "received" to `stage`; 0 where it was not reached."""
         return (self._reached_s.get(stage, self._received_s) - self._received_s) * 1e3
 
     def steps(self) -> tuple[tuple[Stage, float], ...]:
         """Return the stages reached, in time order."""
+        reached_s, received_s = self._reached_s.copy(), self._received_s
         for line in (_PREFILL, _HANDOFF):
-            self._order(line)
-        reached, received_s = [stage for stage in STAGES if stage in self._reached_s], self._received_s
-        reached.sort(key=self._reached_s.__getitem__)
-        return tuple([(stage, (self._reached_s[stage] - received_s) * 1e3) for stage in reached])
+            _order(reached_s, line)
+        reached = [stage for stage in STAGES if stage in reached_s]
+        reached.sort(key=reached_s.__getitem__)
+        return tuple([(stage, (reached_s[stage] - received_s) * 1e3) for stage in reached])
 
-    def _order(self, line: tuple[Stage, ...]) -> None:
-        bound_s = inf
-        reached_s = self._reached_s
-        for stage in reversed(line):
-            if stage in reached_s:
-                bound_s = reached_s[stage] = min(reached_s[stage], bound_s)
+
+def _order(reached_s: dict[Stage, float], line: tuple[Stage, ...]) -> None:
+    bound_s = inf
+    for stage in reversed(line):
+        if stage in reached_s:
+            bound_s = reached_s[stage] = min(reached_s[stage], bound_s)

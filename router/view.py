@@ -59,6 +59,7 @@ class WorkerView:
         self.is_failing = False  # its last steps brought nothing: it looks idle, and fails what it is given
         self.last_heard_s = now_s
         self.num_placed = 0  # since it attached
+        self.step_s = 0.0  # that its last step took
         self.shares: dict[PlacementKey, Share] = {}
         self._sequences = self._tokens = self._work = 0  # sums over the shares
         self._computed_tokens = self._computed_work = 0  # of prompts that are computed in part

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from pdserve.proto.v1 import inference_pb2 as _inference_pb2
 from pdserve.proto.v1 import link_pb2 as _link_pb2
 import builtins as _builtins
 import sys
@@ -104,6 +105,359 @@ class WatchStatusResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchStatusResponse: _TypeAlias = WatchStatusResponse  # noqa: Y015
+
+@_typing.final
+class GetLiveRequest(_message.Message):
+    """Asks for what there is to watch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AFTER_FIELD_NUMBER: _builtins.int
+    after: _builtins.int
+    """`number` of the last reply; 0: all that is kept."""
+    def __init__(
+        self,
+        *,
+        after: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetLiveRequest: _TypeAlias = GetLiveRequest  # noqa: Y015
+
+@_typing.final
+class GetLiveResponse(_message.Message):
+    """What there is to watch. Of a request it has lengths, times and names, and nothing of what it says."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class StagesEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    STATUS_FIELD_NUMBER: _builtins.int
+    UNIX_TIME_MS_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    HAPPENINGS_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    unix_time_ms: _builtins.int
+    """The router's clock: milliseconds since 1970."""
+    number: _builtins.int
+    """Of the newest entry."""
+    @_builtins.property
+    def status(self) -> Global___ClusterStatus:
+        """As of now."""
+
+    @_builtins.property
+    def stages(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Requests that have not ended, by the stage that they are in: "queue", "prefill", "handoff", "decode"."""
+
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___LiveRequest]:
+        """The oldest of them, at most 128."""
+
+    @_builtins.property
+    def ended(self) -> _containers.RepeatedCompositeFieldContainer[Global___EndedRequest]:
+        """Requests that have ended, of the last 256."""
+
+    @_builtins.property
+    def happenings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Happening]:
+        """What has happened, of the last 256."""
+
+    @_builtins.property
+    def seconds(self) -> _containers.RepeatedCompositeFieldContainer[Global___LiveSecond]:
+        """Seconds in which requests ended, of the last 300; with `after`, of the last 3."""
+
+    def __init__(
+        self,
+        *,
+        status: Global___ClusterStatus | None = ...,
+        unix_time_ms: _builtins.int = ...,
+        number: _builtins.int = ...,
+        stages: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        requests: _abc.Iterable[Global___LiveRequest] | None = ...,
+        ended: _abc.Iterable[Global___EndedRequest] | None = ...,
+        happenings: _abc.Iterable[Global___Happening] | None = ...,
+        seconds: _abc.Iterable[Global___LiveSecond] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "happenings", b"happenings", "number", b"number", "requests", b"requests", "seconds", b"seconds", "stages", b"stages", "status", b"status", "unix_time_ms", b"unix_time_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetLiveResponse: _TypeAlias = GetLiveResponse  # noqa: Y015
+
+@_typing.final
+class LiveRequest(_message.Message):
+    """A request that has not ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_FIELD_NUMBER: _builtins.int
+    DECODE_WORKER_FIELD_NUMBER: _builtins.int
+    LEDGER_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Hexadecimal."""
+    tenant: _builtins.str
+    """Whom it belongs to."""
+    stage: _builtins.str
+    """As in GetLiveResponse.stages."""
+    prompt_tokens: _builtins.int
+    """Tokens of its prompt."""
+    answer_tokens: _builtins.int
+    """Tokens that its client has, over all continuations."""
+    waits_for: _builtins.str
+    """Why it waits; empty unless it does."""
+    decode_worker: _builtins.str
+    """The worker that decodes it, or is to."""
+    @_builtins.property
+    def ledger(self) -> _inference_pb2.Ledger:
+        """Where it has been so far."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        stage: _builtins.str = ...,
+        prompt_tokens: _builtins.int = ...,
+        answer_tokens: _builtins.int = ...,
+        waits_for: _builtins.str = ...,
+        decode_worker: _builtins.str = ...,
+        ledger: _inference_pb2.Ledger | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ledger", b"ledger"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_tokens", b"answer_tokens", "decode_worker", b"decode_worker", "ledger", b"ledger", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "stage", b"stage", "tenant", b"tenant", "waits_for", b"waits_for"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LiveRequest: _TypeAlias = LiveRequest  # noqa: Y015
+
+@_typing.final
+class EndedRequest(_message.Message):
+    """A request that has ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    UNIX_TIME_MS_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    BECAUSE_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    USAGE_FIELD_NUMBER: _builtins.int
+    SLO_FIELD_NUMBER: _builtins.int
+    LEDGER_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Grows from one entry to the next."""
+    unix_time_ms: _builtins.int
+    """When it ended: milliseconds since 1970."""
+    request_id: _builtins.str
+    """Hexadecimal."""
+    tenant: _builtins.str
+    """Whom it belonged to."""
+    status: _builtins.str
+    """"OK" or the name of a gRPC status."""
+    because: _builtins.str
+    """What bound it if it was refused ("queue", "pages", ..); empty: nothing."""
+    message: _builtins.str
+    """Why it was not answered."""
+    @_builtins.property
+    def usage(self) -> _inference_pb2.Usage:
+        """What it used."""
+
+    @_builtins.property
+    def slo(self) -> _inference_pb2.Slo:
+        """What its client asked for."""
+
+    @_builtins.property
+    def ledger(self) -> _inference_pb2.Ledger:
+        """Where its time went."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        unix_time_ms: _builtins.int = ...,
+        request_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        status: _builtins.str = ...,
+        because: _builtins.str = ...,
+        message: _builtins.str = ...,
+        usage: _inference_pb2.Usage | None = ...,
+        slo: _inference_pb2.Slo | None = ...,
+        ledger: _inference_pb2.Ledger | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ledger", b"ledger", "slo", b"slo", "usage", b"usage"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["because", b"because", "ledger", b"ledger", "message", b"message", "number", b"number", "request_id", b"request_id", "slo", b"slo", "status", b"status", "tenant", b"tenant", "unix_time_ms", b"unix_time_ms", "usage", b"usage"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndedRequest: _TypeAlias = EndedRequest  # noqa: Y015
+
+@_typing.final
+class Happening(_message.Message):
+    """Something that happened to the cluster."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    UNIX_TIME_MS_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    SUBJECT_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    key: _builtins.int
+    """Of its first time: repeated at once, it is one entry with a count."""
+    number: _builtins.int
+    """Grows from one entry to the next, and when an entry's count does."""
+    unix_time_ms: _builtins.int
+    """When it last happened: milliseconds since 1970."""
+    kind: _builtins.str
+    """"attached", "ready", "role", "drain", "move", "scaling" or "warning"."""
+    subject: _builtins.str
+    """The worker; empty: none, or the text names it."""
+    text: _builtins.str
+    """In words."""
+    count: _builtins.int
+    """How often."""
+    def __init__(
+        self,
+        *,
+        key: _builtins.int = ...,
+        number: _builtins.int = ...,
+        unix_time_ms: _builtins.int = ...,
+        kind: _builtins.str = ...,
+        subject: _builtins.str = ...,
+        text: _builtins.str = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "key", b"key", "kind", b"kind", "number", b"number", "subject", b"subject", "text", b"text", "unix_time_ms", b"unix_time_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Happening: _TypeAlias = Happening  # noqa: Y015
+
+@_typing.final
+class LiveSecond(_message.Message):
+    """What ended in a second."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AT_S_FIELD_NUMBER: _builtins.int
+    UNIX_TIME_MS_FIELD_NUMBER: _builtins.int
+    NUM_ENDED_FIELD_NUMBER: _builtins.int
+    NUM_REFUSED_FIELD_NUMBER: _builtins.int
+    NUM_JUDGED_FIELD_NUMBER: _builtins.int
+    NUM_MET_FIELD_NUMBER: _builtins.int
+    NUM_ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
+    at_s: _builtins.int
+    """Names it: whole seconds of the router's own clock."""
+    unix_time_ms: _builtins.int
+    """When it began: milliseconds since 1970."""
+    num_ended: _builtins.int
+    """Requests, but for those whose client had left."""
+    num_refused: _builtins.int
+    """Of these, those without their answer."""
+    num_judged: _builtins.int
+    """Those that had objectives."""
+    num_met: _builtins.int
+    """Of these, those that met all of them."""
+    num_answer_tokens: _builtins.int
+    """Tokens of the answers."""
+    def __init__(
+        self,
+        *,
+        at_s: _builtins.int = ...,
+        unix_time_ms: _builtins.int = ...,
+        num_ended: _builtins.int = ...,
+        num_refused: _builtins.int = ...,
+        num_judged: _builtins.int = ...,
+        num_met: _builtins.int = ...,
+        num_answer_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_s", b"at_s", "num_answer_tokens", b"num_answer_tokens", "num_ended", b"num_ended", "num_judged", b"num_judged", "num_met", b"num_met", "num_refused", b"num_refused", "unix_time_ms", b"unix_time_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LiveSecond: _TypeAlias = LiveSecond  # noqa: Y015
+
+@_typing.final
+class ReportDecisionsRequest(_message.Message):
+    """Decisions of an autoscaler."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DECISIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def decisions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """In words, each with its reason; oldest first."""
+
+    def __init__(
+        self,
+        *,
+        decisions: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decisions", b"decisions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportDecisionsRequest: _TypeAlias = ReportDecisionsRequest  # noqa: Y015
+
+@_typing.final
+class ReportDecisionsResponse(_message.Message):
+    """Taken."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportDecisionsResponse: _TypeAlias = ReportDecisionsResponse  # noqa: Y015
 
 @_typing.final
 class ReportProcessGoneRequest(_message.Message):
@@ -666,12 +1020,15 @@ class WorkerStatus(_message.Message):
     SILENT_MS_FIELD_NUMBER: _builtins.int
     UNROUTABLE_FIELD_NUMBER: _builtins.int
     PAIRS_FIELD_NUMBER: _builtins.int
+    STEP_MS_FIELD_NUMBER: _builtins.int
     num_assigned: _builtins.int
     """Requests of this router that it works on."""
     silent_ms: _builtins.int
     """Milliseconds since it was last heard."""
     unroutable: _builtins.str
     """Why nothing is placed on it; empty when things are."""
+    step_ms: _builtins.float
+    """What its last step took, milliseconds; 0: none was seen."""
     @_builtins.property
     def registration(self) -> _link_pb2.Register:
         """What it said of itself."""
@@ -693,10 +1050,11 @@ class WorkerStatus(_message.Message):
         silent_ms: _builtins.int = ...,
         unroutable: _builtins.str = ...,
         pairs: _abc.Iterable[_link_pb2.PairMeasured] | None = ...,
+        step_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "registration", b"registration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "num_assigned", b"num_assigned", "pairs", b"pairs", "registration", b"registration", "silent_ms", b"silent_ms", "unroutable", b"unroutable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "num_assigned", b"num_assigned", "pairs", b"pairs", "registration", b"registration", "silent_ms", b"silent_ms", "step_ms", b"step_ms", "unroutable", b"unroutable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -45,6 +45,16 @@ class AdminServiceStub:
                 request_serializer=proto_dot_v1_dot_admin__pb2.WatchStatusRequest.SerializeToString,
                 response_deserializer=proto_dot_v1_dot_admin__pb2.WatchStatusResponse.FromString,
                 _registered_method=True)
+        self.GetLive = channel.unary_unary(
+                '/pdserve.v1.AdminService/GetLive',
+                request_serializer=proto_dot_v1_dot_admin__pb2.GetLiveRequest.SerializeToString,
+                response_deserializer=proto_dot_v1_dot_admin__pb2.GetLiveResponse.FromString,
+                _registered_method=True)
+        self.ReportDecisions = channel.unary_unary(
+                '/pdserve.v1.AdminService/ReportDecisions',
+                request_serializer=proto_dot_v1_dot_admin__pb2.ReportDecisionsRequest.SerializeToString,
+                response_deserializer=proto_dot_v1_dot_admin__pb2.ReportDecisionsResponse.FromString,
+                _registered_method=True)
         self.ReportProcessGone = channel.unary_unary(
                 '/pdserve.v1.AdminService/ReportProcessGone',
                 request_serializer=proto_dot_v1_dot_admin__pb2.ReportProcessGoneRequest.SerializeToString,
@@ -80,6 +90,20 @@ class AdminServiceServicer:
 
     def WatchStatus(self, request, context):
         """The state now and after each change, at most ten times a second.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetLive(self, request, context):
+        """The state, the requests that run, and what has happened lately.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportDecisions(self, request, context):
+        """An autoscaler says what it decided and why, for whoever watches.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -131,6 +155,16 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.WatchStatus,
                     request_deserializer=proto_dot_v1_dot_admin__pb2.WatchStatusRequest.FromString,
                     response_serializer=proto_dot_v1_dot_admin__pb2.WatchStatusResponse.SerializeToString,
+            ),
+            'GetLive': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetLive,
+                    request_deserializer=proto_dot_v1_dot_admin__pb2.GetLiveRequest.FromString,
+                    response_serializer=proto_dot_v1_dot_admin__pb2.GetLiveResponse.SerializeToString,
+            ),
+            'ReportDecisions': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportDecisions,
+                    request_deserializer=proto_dot_v1_dot_admin__pb2.ReportDecisionsRequest.FromString,
+                    response_serializer=proto_dot_v1_dot_admin__pb2.ReportDecisionsResponse.SerializeToString,
             ),
             'ReportProcessGone': grpc.unary_unary_rpc_method_handler(
                     servicer.ReportProcessGone,
@@ -208,6 +242,60 @@ class AdminService:
             '/pdserve.v1.AdminService/WatchStatus',
             proto_dot_v1_dot_admin__pb2.WatchStatusRequest.SerializeToString,
             proto_dot_v1_dot_admin__pb2.WatchStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetLive(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.AdminService/GetLive',
+            proto_dot_v1_dot_admin__pb2.GetLiveRequest.SerializeToString,
+            proto_dot_v1_dot_admin__pb2.GetLiveResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportDecisions(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pdserve.v1.AdminService/ReportDecisions',
+            proto_dot_v1_dot_admin__pb2.ReportDecisionsRequest.SerializeToString,
+            proto_dot_v1_dot_admin__pb2.ReportDecisionsResponse.FromString,
             options,
             channel_credentials,
             insecure,

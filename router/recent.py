@@ -1,0 +1,134 @@
+"""What happened lately, for whoever watches a cluster: ended requests, changes of workers, and counts by second. Pure.
+
+Invariant: each list holds its newest entries up to its limit; of a request it holds lengths, times and names, and never
+a token or a text.
+"""
+
+from collections import deque
+from enum import StrEnum
+
+from pdserve.errors import Status
+from pdserve.ids import RequestId
+from pdserve.router.commands import Finished, Refused
+from pdserve.router.demand import judge
+from pdserve.router.request import Request
+from pdserve.router.timeline import Ledger, Timeline
+from pdserve.values import value
+
+MAX_ENDED = 256
+MAX_HAPPENINGS = 256
+MAX_SECONDS = 300
+MAX_TEXT = 1000  # characters of a happening
+_TOGETHER_S = 5.0  # in which a happening that repeats itself is one with a count
+
+
+class Kind(StrEnum):
+    """What kind of thing happened."""
+
+    ATTACHED = "attached"
+    READY = "ready"
+    ROLE = "role"
+    DRAIN = "drain"
+    MOVE = "move"
+    SCALING = "scaling"
+    WARNING = "warning"
+
+
+@value
+class Happening:
+    """Something that happened to the cluster."""
+
+    key: int  # stays while the count grows
+    number: int
+    at_s: float
+    kind: Kind
+    subject: str  # a worker, or empty
+    text: str
+    count: int
+
+
+@value
+class Ended:
+    """A request that has ended."""
+
+    number: int
+    at_s: float
+    request_id: RequestId
+    tenant: str
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_answer_tokens: int
+    slo_s: tuple[float | None, float | None]  # asked for TTFT and TPOT
+    outcome: Finished | Refused
+    ledger: Ledger
+    timeline: Timeline
+
+
+class Second:
+    """What ended in one second."""
+
+    __slots__ = ("at", "num_answer_tokens", "num_ended", "num_judged", "num_met", "num_refused")
+
+    def __init__(self, at: int) -> None:
+        self.at = at  # whole seconds of the core's clock
+        self.num_ended = self.num_refused = 0  # the latter are among the former; a client that left is in neither
+        self.num_judged = self.num_met = 0  # requests with objectives, and those that met theirs
+        self.num_answer_tokens = 0  # of all requests that ended
+
+
+class Recent:
+    """Keeps the rings. Entries have numbers that grow, so that a watcher can ask for what came since the last time."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0  # of the event that the core handles
+        self.number = 0  # of the newest entry
+        self.ended: deque[Ended] = deque(maxlen=MAX_ENDED)
+        self.happenings: deque[Happening] = deque(maxlen=MAX_HAPPENINGS)
+        self.seconds: deque[Second] = deque(maxlen=MAX_SECONDS)
+
+    def note(self, kind: Kind, subject: str, text: str) -> None:
+        """Note that something happened. The same again at once only raises its count."""
+        self.number += 1
+        text, key, count = text[:MAX_TEXT], self.number, 1
+        last = self.happenings[-1] if self.happenings else None
+        is_same = last is not None and (last.kind, last.subject, last.text) == (kind, subject, text)
+        if last is not None and is_same and self.now_s < last.at_s + _TOGETHER_S:
+            key, count = last.key, last.count + 1
+            self.happenings.pop()
+        self.happenings.append(Happening(key, self.number, self.now_s, kind, subject, text, count))
+
+    def end(self, request: Request, outcome: Finished | Refused) -> None:
+        """Note a request's end."""
+        self.number += 1
+        num_answer_tokens = request.num_delivered
+        self.ended.append(
+            Ended(
+                number=self.number,
+                at_s=self.now_s,
+                request_id=request.request_id,
+                tenant=request.tenant,
+                num_prompt_tokens=request.num_tokens,
+                num_cached_tokens=request.cached_tokens,
+                num_answer_tokens=num_answer_tokens,
+                slo_s=request.slo_s,
+                outcome=outcome,
+                ledger=request.ledger,
+                timeline=request.timeline,
+            )
+        )
+        self._count(request, outcome, num_answer_tokens)
+
+    def _count(self, request: Request, outcome: Finished | Refused, num_answer_tokens: int) -> None:
+        at = int(self.now_s)
+        if not self.seconds or self.seconds[-1].at != at:
+            self.seconds.append(Second(at))
+        second, verdict = self.seconds[-1], judge(request.slo_s, outcome)
+        second.num_answer_tokens += num_answer_tokens
+        if not isinstance(outcome, Refused):
+            second.num_ended += 1
+        elif outcome.status is not Status.CANCELLED:
+            second.num_ended += 1
+            second.num_refused += 1
+        if verdict is not None:
+            second.num_judged += 1
+            second.num_met += verdict.ttft and verdict.tpot
