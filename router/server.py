@@ -49,7 +49,7 @@ from pdserve.router.policies import POLICIES
 from pdserve.router.predict import Predictor
 from pdserve.router.shell import Follow, Links, Shell, WorkerStream
 from pdserve.rpc import check_bind, listen, server_options
-from pdserve.signals import drain_on_signals
+from pdserve.signals import DRAIN_TIMED_OUT_STATUS, drain_on_signals
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,9 @@ async def serve(config: RouterConfig) -> None:
     stop = asyncio.Event()
     limit_s = config.drain_timeout_s + 2 * LAST_WORDS_S  # clients learn what is ended after drain_timeout_s
     with drain_on_signals(asyncio.get_running_loop(), stop.set, limit_s):
-        await run(config, model, stop)
+        has_drained = await run(config, model, stop)
+    if not has_drained:
+        raise SystemExit(DRAIN_TIMED_OUT_STATUS)
 
 
 def load_model(config: RouterConfig) -> ServedModel:
@@ -102,8 +104,11 @@ async def run(
     model: ServedModel,
     stop: asyncio.Event,
     on_ready: Callable[[Addresses], None] = lambda _: None,
-) -> None:
-    """Serve a model until `stop` is set, then drain. `on_ready` gets the addresses."""
+) -> bool:
+    """Serve a model until `stop` is set, then drain; return whether all requests finished in time.
+
+    `on_ready` gets the addresses.
+    """
     start = config.start_costs()
     credentials = Credentials.read(config.secret_file, config.identity_dir, Part.ROUTER)
     hasher = PrefixHasher(credentials.secret, model.name)
@@ -134,9 +139,10 @@ async def run(
                 logger.info("serving %s on %s, workers on %s", model.name, public, internal)
                 await stop.wait()
                 shown.changed()
-                await _drain(shell, config.drain_timeout_s)
+                has_drained = await _drain(shell, config.drain_timeout_s)
                 watching.cancel()
                 guarding.cancel()
+        return has_drained
     finally:
         prompts.close()
 
@@ -234,8 +240,11 @@ async def _raise_when_broken(shell: Shell) -> None:
     await shell.broken
 
 
-async def _drain(shell: Shell, timeout_s: float) -> None:
-    """Take no more requests and let those that run finish, as long as there is time; end those that are left."""
+async def _drain(shell: Shell, timeout_s: float) -> bool:
+    """Take no more requests and let those that run finish; end those that are left in the end.
+
+    Returns whether none was left.
+    """
     shell.post(ShutdownAsked())
     logger.info("draining %d requests", shell.core.num_active + shell.core.num_held)
     try:
@@ -243,4 +252,8 @@ async def _drain(shell: Shell, timeout_s: float) -> None:
             await shell.until(lambda: not shell.core.num_active and not shell.core.num_held)
     except TimeoutError:
         logger.warning("%d requests did not finish within %g s", shell.core.num_active, timeout_s)
+        has_drained = False
+    else:
+        has_drained = True
     shell.post(ShutdownDue())
+    return has_drained

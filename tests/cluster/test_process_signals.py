@@ -112,6 +112,18 @@ def test_a_router_drains_at_the_first_signal_and_ends_at_the_second(model: Path,
             assert held.code() is grpc.StatusCode.UNAVAILABLE
 
 
+def test_a_router_that_has_not_drained_in_time_says_so_by_its_exit_status(model: Path, tmp_path: Path) -> None:
+    flags = {"pool_grace_s": 120.0, "drain_timeout_s": 0.2}
+    with process(command(ROUTER, tmp_path / "run", model, **flags), tmp_path) as running:
+        public, internal = re.findall(r"127.0.0.1:\d+", until_said(running, "serving "))
+        with grpc.insecure_channel(public) as channel:
+            held = InferenceServiceStub(channel).Generate(greedy([3, 4, 5], 4), wait_for_ready=True)
+            until_held(internal, tmp_path / "run" / "secret")
+            running.send_signal(signal.SIGTERM)
+            assert held.code() is grpc.StatusCode.UNAVAILABLE
+            assert ends(running) == DRAIN_TIMED_OUT_STATUS
+
+
 def test_a_worker_drains_at_the_first_signal_and_ends_at_the_second(model: Path, tmp_path: Path) -> None:
     with endless_router(tmp_path / "run" / "secret") as (router, address):
         message = tmp_path / "termination-log"
