@@ -95,7 +95,7 @@ async def run_moves(trial: MovesTrial, requests: Sequence[KnownRequest], report:
         state = cluster.state
         async with (
             state.operator() as operator,
-            LauncherClient(state.launcher, state.secret_file) as launcher,
+            LauncherClient(state.launcher, state.secret_file, state.identity_dir) as launcher,
         ):
             operations = Operations(cluster, board, (operator, launcher), trial.operations, clock)
             async with asyncio.TaskGroup() as tasks:
