@@ -18,6 +18,7 @@ from pdserve.roles import Role
 from pdserve.yaml_models import did_you_mean
 
 LogLevel = Literal["debug", "info", "warning", "error"]
+LogFormat = Literal["text", "json"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
 Device = Literal["auto", "cpu", "cuda", "interpreter"]
 
@@ -35,6 +36,9 @@ class ProcessConfig(BaseModel):
     kind: ClassVar[str] = "process"  # whose setting it is, where the help of a flag has to name it
 
     log_level: LogLevel = Field("info", description="Least severe records that are logged.")
+    log_format: LogFormat = Field(
+        "text", description="How records are written to stderr, one on each line; json: as objects with request ids."
+    )
     drain_timeout_s: float = Field(
         25.0,
         ge=0.0,
@@ -60,6 +64,13 @@ class ProcessConfig(BaseModel):
     def certificates(self) -> dict[str, Path]:
         """Files of the certificates that the process shows, by what shows them."""
         return {} if self.identity_dir is None else {"identity": self.identity_dir / CERTIFICATE}
+
+
+TRACES_HELP = (
+    "Where spans of requests are sent with OTLP over gRPC, such as http://collector:4317; https:// takes TLS. "
+    "By default none are made."
+)
+TRACES_PATTERN = r"^https?://[^/\s]+/?$"
 
 
 class WorkerConfig(ProcessConfig):
@@ -98,6 +109,7 @@ class WorkerConfig(ProcessConfig):
         "router; names are looked up again every ten seconds.",
     )
     secret_file: Path = Field(description="The cluster's shared secret; its owner and group alone may read it.")
+    otlp_traces_endpoint: str | None = Field(None, pattern=TRACES_PATTERN, description=TRACES_HELP)
     page_size: int = Field(
         16,
         ge=BLOCK_TOKENS,

@@ -143,6 +143,8 @@ REFUSED_MESSAGES = _counter(
     "pdserve_messages_refused_total", "Messages of peers that broke the protocol, by what was wrong.", "refusal"
 )
 
+SPANS = _counter("pdserve_spans_total", "Spans made for the collector of traces: sent, failed or dropped.", "result")
+
 # ---- workers
 ITL = _histogram(
     "vllm:inter_token_latency_seconds",
@@ -189,7 +191,7 @@ CERTIFICATE_END = _gauge(
     "certificate",
 )
 
-_SHARED = (WAITING, RUNNING, KV_USAGE, REFUSED_MESSAGES)
+_SHARED = (WAITING, RUNNING, KV_USAGE, REFUSED_MESSAGES, SPANS)
 SHOWN: Mapping[str, tuple[Metric, ...]] = {
     "router": (
         *(TTFT, TPOT, E2E, QUEUE, PREFILL, DECODE, INFERENCE, PROMPT_TOKENS, ANSWER_TOKENS, FINISHED),

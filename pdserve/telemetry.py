@@ -1,7 +1,13 @@
-"""Logging of pdserve's processes: one line a record on stderr, with the process's name in it."""
+"""Logging of pdserve's processes: one record a line on stderr, as text or as JSON, with the process's name in it."""
 
+import json
 import logging
 import sys
+from datetime import UTC, datetime
+
+from pdserve.tracecontext import TraceContext
+
+_OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}  # of each record
 
 
 class OneLineFormatter(logging.Formatter):
@@ -11,9 +17,39 @@ class OneLineFormatter(logging.Formatter):
         return super().format(record).replace("\r", "\\r").replace("\n", "\\n")
 
 
-def configure_logging(process: str, level: str = "info") -> None:
-    """Send this process's log to stderr, replacing what was configured; each line names `process`."""
+class JsonFormatter(logging.Formatter):
+    """Writes a record as one JSON object: time, level, process, logger and message, then the record's extra fields."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields: dict[str, object] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        fields |= {key: given for key, given in vars(record).items() if key not in _OWN}
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields, default=str)
+
+
+def about(request_id: bytes, trace: TraceContext | None = None, **fields: object) -> dict[str, object]:
+    """Return the extra fields of a record about a request."""
+    ids: dict[str, object] = {"request_id": request_id.hex()}
+    if trace is not None:
+        ids["trace_id"] = trace.trace_id
+    return ids | fields
+
+
+def configure_logging(process: str, level: str = "info", log_format: str = "text") -> None:
+    """Send this process's log to stderr, replacing what was configured; each record names `process`."""
     handler = logging.StreamHandler(sys.stderr)
     escaped = process.replace("%", "%%")
-    handler.setFormatter(OneLineFormatter(f"%(asctime)s %(levelname)-7s {escaped} %(name)s: %(message)s"))
+    text = OneLineFormatter(f"%(asctime)s %(levelname)-7s {escaped} %(name)s: %(message)s")
+    handler.setFormatter(text if log_format == "text" else JsonFormatter(process))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -9,6 +9,7 @@ from pdserve.router.because import Because
 from pdserve.router.events import LinkId, Registration
 from pdserve.router.timeline import Ledger, Usage
 from pdserve.sampling import SamplingParams
+from pdserve.tracecontext import TraceContext
 from pdserve.values import value
 
 _LEAST_WITHIN_S = 0.02  # for a fetch's messages
@@ -27,6 +28,7 @@ class SequenceSpec:
     cache_salt: str
     remaining_s: float
     priority: int
+    trace: TraceContext | None = None
 
 
 @value

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from pdserve.config import ProcessConfig
+from pdserve.config import TRACES_HELP, TRACES_PATTERN, ProcessConfig
 from pdserve.perfmodel.curve import StepCosts
 from pdserve.perfmodel.profile import read_profile
 
@@ -75,6 +75,14 @@ class RouterConfig(Limits, ProcessConfig):
         "changes. Clients without one of these keys are denied; by default no key is asked for.",
     )
     secret_file: Path = Field(description="The cluster's shared secret; its owner and group alone may read it.")
+    otlp_traces_endpoint: str | None = Field(None, pattern=TRACES_PATTERN, description=TRACES_HELP)
+    otlp_traces_sample_ratio: float = Field(
+        1.0,
+        ge=0.0,
+        le=1.0,
+        description="Share that is traced of the requests whose clients do not decide it.",
+    )
+    enable_log_requests: bool = Field(False, description="Log a line at each request's end, with its ids and figures.")
     router_id: str = Field("router", min_length=1, max_length=128, description="Name of this router.")
     placement: PolicyName = Field("goodput", description="How a pair of workers is chosen for a request.")
     kv_events: KvEvents = Field(

@@ -11,6 +11,7 @@ from pdserve.perfmodel.curve import IDLE, Step
 from pdserve.reports import Failure, Stage
 from pdserve.roles import Role
 from pdserve.sampling import SamplingParams
+from pdserve.tracecontext import TraceContext
 from pdserve.values import value
 
 LinkId = NewType("LinkId", int)  # one stream of one worker; never used again after its end
@@ -51,6 +52,7 @@ class RequestArrived:
     tenant: str = ""
     ttft_slo_s: float | None = None
     tpot_slo_s: float | None = None
+    trace: TraceContext | None = None  # what workers make their spans below
 
 
 @value

@@ -126,6 +126,7 @@ class Request:
         self.params = event.params
         self.priority = event.priority
         self.tenant = event.tenant
+        self.trace = event.trace
         self.deadline_s = event.deadline_s
         self.slo_s = (event.ttft_slo_s, event.tpot_slo_s)
         self.received_s = event.received_s
@@ -256,6 +257,7 @@ class Request:
             cache_salt=self.tenant,
             remaining_s=max(0.0, self.deadline_s - now_s),
             priority=self.priority,
+            trace=self.trace,
         )
 
     def usage(self) -> Usage:

@@ -255,7 +255,7 @@ def _worker_ref(worker: Registration) -> link.WorkerRef:
 
 
 def _spec(spec: SequenceSpec) -> link.SequenceSpec:
-    is_all = len(spec.indices) == spec.params.n
+    is_all, trace = len(spec.indices) == spec.params.n, spec.trace
     return link.SequenceSpec(
         request_id=spec.request_id,
         attempt=spec.attempt,
@@ -266,6 +266,8 @@ def _spec(spec: SequenceSpec) -> link.SequenceSpec:
         cache_salt=spec.cache_salt,
         deadline_ms=round(spec.remaining_s * 1e3),
         priority=spec.priority,
+        traceparent=trace.traceparent if trace else "",
+        tracestate=trace.tracestate if trace else "",
     )
 
 

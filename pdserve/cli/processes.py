@@ -83,7 +83,7 @@ def run_process(name: str, serve: Callable[[_Config], Coroutine[Any, Any, None]]
 
     from pdserve.telemetry import configure_logging
 
-    configure_logging(name, settings.log_level)
+    configure_logging(name, settings.log_level, settings.log_format)
     try:
         uvloop.run(serve(settings))
     except ExceptionGroup as group:

@@ -68,6 +68,10 @@ class WorkerCore:
         """When this is to handle `Due`, if nothing else comes before."""
         return self._fetches.due_s
 
+    def has_task(self, key: HandoffKey) -> bool:
+        """Whether it works on an attempt, or waits for its hand-off."""
+        return self._tasks.get(key) is not None
+
     def claims(self) -> Iterator[doors.Claim]:
         """Yield the pages of everything that goes on."""
         yield doors.Claim(held=self._scheduler.leaving)

@@ -131,6 +131,8 @@ class WorkerLoop:
             self._outbox.refresh(self._load, self._num_steps, at_once=True)
 
     def _handle(self, event: Event) -> None:
+        if isinstance(event, Placed):
+            self._outbox.expect(event)
         try:
             commands = self._core.handle(event, self._clock.now_s())
         except ProtocolError as error:

@@ -17,6 +17,7 @@ from pdserve.load import LoadPart
 from pdserve.reports import Failure, Stage
 from pdserve.roles import Role
 from pdserve.sampling import SampledToken
+from pdserve.tracecontext import TraceContext
 from pdserve.values import value
 
 RouterRef = NewType("RouterRef", int)  # one attached stream to a router
@@ -43,6 +44,7 @@ class Placed:
     target_address: str = ""
     extra_tokens: int = 0  # with a source: for how many tokens beyond the job's there are to be pages
     fetch: Fetch | None = None
+    trace: TraceContext | None = None
 
 
 @value

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from pdserve.clock import Clock
 from pdserve.engine.step import StepPlan, StepResult
@@ -13,9 +14,12 @@ from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.server import HandoffServicer
 from pdserve.prefill_worker.probes import Probes
 from pdserve.worker.ending import HUNG_EXIT_STATUS, end_process
-from pdserve.worker.messages import Command, Failed, Load, Progress, Report, RoleTaken, Tokens
+from pdserve.worker.messages import Command, Failed, Load, Placed, Progress, Report, RoleTaken, Tokens
 from pdserve.worker.reporting import Reporter
 from pdserve.worker.watchdog import ThreadWatchdog
+
+if TYPE_CHECKING:
+    from pdserve.worker.spans import TaskSpans
 
 HUNG_MOVER_S = 60.0  # its thread is a millisecond from its next look, but for the time a library's call takes
 
@@ -45,12 +49,14 @@ class Outbox:
         sink: doors.Sink[doors.DigestsChecked],
         tasks: asyncio.TaskGroup,
         clock: Clock,
+        spans: "TaskSpans | None" = None,
     ) -> None:
         self._carriers = carriers
         self._reporter = reporter
         self._sink = sink
         self._tasks = tasks
         self._clock = clock
+        self.spans = spans
         self._watchdog = ThreadWatchdog(HUNG_MOVER_S, clock.now_s())
 
     def perform(self, commands: Sequence[Command], step: tuple[StepPlan, StepResult] | None) -> None:
@@ -65,6 +71,13 @@ class Outbox:
                 case _:
                     self._carry_out(command)
         self._reporter.send(reports, step)
+        if self.spans is not None:
+            self.spans.follow(reports, self._clock.now_s())
+
+    def expect(self, placed: Placed) -> None:
+        """Begin the spans of a job that the core is given next."""
+        if self.spans is not None:
+            self.spans.begin(placed, self._clock.now_s())
 
     def _carry_out(self, command: doors.Command) -> None:
         carriers = self._carriers

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pdserve.certificates import Part
 from pdserve.clock import MonotonicClock
@@ -51,6 +52,9 @@ from pdserve.worker.outbox import Carriers, Outbox
 from pdserve.worker.reporting import Reporter
 from pdserve.worker.threads import EngineThread
 
+if TYPE_CHECKING:
+    from pdserve.worker.spans import TaskSpans
+
 logger = logging.getLogger(__name__)
 
 PROGRESS_STEP = 0.02  # share of the model between two reports of loading
@@ -80,13 +84,15 @@ class Worker:
         yield from load_samples(self.outbox.with_stalled(self.core.load()), engine.scheduler.cache, model)
         yield from handoff_samples(self.core)
         yield from refusal_samples(self.reporter.refused)
+        if self.outbox.spans is not None:
+            yield from self.outbox.spans.samples()
 
 
 async def serve(config: WorkerConfig) -> None:
     """Run a worker until it has drained: after SIGTERM or SIGINT, at a router's word, or by its own decision."""
     check_addresses(config)
     check_network(config)
-    configure_logging(config.worker_id, config.log_level)
+    configure_logging(config.worker_id, config.log_level, config.log_format)
     incarnation = Incarnation(config.incarnation) if config.incarnation else new_incarnation()
     _name_process(config.termination_message_file, incarnation)
     credentials = Credentials.read(config.secret_file, config.identity_dir, Part.WORKER)
@@ -159,15 +165,32 @@ async def assemble(
     try:
         async with (
             asyncio.TaskGroup() as tasks,
+            _tracing(config, core) as spans,
             listening(servicer, config, identity.credentials, reporter.refuse) as address,
         ):
             probes = Probes(mover, reporter.report_pair, tasks, config.slow_pair_bytes_per_s)
             client = HandoffClient(me, mover, identity.credentials, listener, tasks, reporter.refused)
             carriers = Carriers(client, servicer, mover, probes)
-            yield Worker(core, Outbox(carriers, reporter, listener, tasks, MonotonicClock()), reporter, address)
+            yield Worker(core, Outbox(carriers, reporter, listener, tasks, MonotonicClock(), spans), reporter, address)
             await carriers.close()
     finally:
         await asyncio.to_thread(mover.close)
+
+
+@asynccontextmanager
+async def _tracing(config: WorkerConfig, core: WorkerCore) -> AsyncIterator["TaskSpans | None"]:
+    """Send the spans of traced tasks for the length of the block, if there is a collector."""
+    if config.otlp_traces_endpoint is None:
+        yield None
+        return
+    from pdserve.tracing import SpanExport  # noqa: PLC0415 - takes long to import
+    from pdserve.worker.spans import TaskSpans  # noqa: PLC0415 - imports it
+
+    export = SpanExport(config.otlp_traces_endpoint, "pdserve-worker", config.worker_id)
+    try:
+        yield TaskSpans(export, core.has_task)
+    finally:
+        await export.close()
 
 
 class _Progress:

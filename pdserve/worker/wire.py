@@ -23,6 +23,7 @@ from pdserve.reports import Failure, Stage
 from pdserve.roles_wire import ROLE_NUMBERS, ROLES
 from pdserve.sampling_wire import logprobs_to_proto, params_from_proto
 from pdserve.token_ids import TOKEN_ID_BYTES, from_wire
+from pdserve.tracecontext import read_trace
 from pdserve.values import value
 from pdserve.worker import messages
 from pdserve.worker.messages import RouterRef
@@ -175,8 +176,9 @@ def _placed(place: link.Place, router: RouterRef, now_s: float) -> messages.Plac
         raise ProtocolError(f"extra_tokens: {place.extra_tokens}, and no source")
     target, address = _target(place.target) if place.HasField("target") else (None, "")
     fetch = _fetch(place.fetch, now_s) if place.HasField("fetch") else None
+    trace = read_trace(spec.traceparent, spec.tracestate) if spec.traceparent else None
     return messages.Placed(
-        router, job, now_s + spec.deadline_ms / 1000, source, target, address, place.extra_tokens, fetch
+        router, job, now_s + spec.deadline_ms / 1000, source, target, address, place.extra_tokens, fetch, trace
     )
 
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18proto/v1/inference.proto\x12\npdserve.v1\"\xc4\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x04 \x01(\x0b\x32\x10.pdserve.v1.ChatH\x00\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x1c\n\x03slo\x18\x07 \x01(\x0b\x32\x0f.pdserve.v1.Slo\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x0e\n\x06tenant\x18\t \x01(\t\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\n \x01(\rH\x01\x88\x01\x01\x12\x15\n\rrequest_label\x18\x0b \x01(\tB\x08\n\x06promptB\x0e\n\x0c_deadline_ms\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xd9\x01\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12\x1c\n\x14template_kwargs_json\x18\x03 \x01(\t\x12\x16\n\x0e\x64ocuments_json\x18\x04 \x01(\t\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x06 \x01(\x08\x42\x18\n\x16_add_generation_prompt\"\x95\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x14\n\x07\x63ontent\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x17\n\x0ftool_calls_json\x18\x03 \x01(\t\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x19\n\x11reasoning_content\x18\x06 \x01(\tB\n\n\x08_content\"\xe3\x06\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12=\n\nlogit_bias\x18\x08 \x03(\x0b\x32).pdserve.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x04H\x07\x88\x01\x01\x12\x15\n\x08logprobs\x18\n \x01(\rH\x08\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x0b \x01(\rH\t\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x0c \x01(\rH\n\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x0e\n\x01n\x18\x0f \x01(\rH\x0b\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x0c\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x12 \x03(\r\x12\x11\n\tbad_words\x18\x13 \x03(\t\x12*\n\x0c\x62\x61\x64_word_ids\x18\x16 \x03(\x0b\x32\x14.pdserve.v1.TokenIds\x12\"\n\x1ainclude_stop_str_in_output\x18\x14 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x15 \x01(\x08H\r\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x0b\n\t_logprobsB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x04\n\x02_nB\x12\n\x10_prompt_logprobsB\x16\n\x14_skip_special_tokens\"I\n\x03Slo\x12\x14\n\x07ttft_ms\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x14\n\x07tpot_ms\x18\x02 \x01(\x01H\x01\x88\x01\x01\x42\n\n\x08_ttft_msB\n\n\x08_tpot_ms\"\x97\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32\x19.pdserve.v1.SequenceDelta\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.pdserve.v1.Usage\x12\"\n\x06ledger\x18\x04 \x01(\x0b\x32\x12.pdserve.v1.Ledger\"\xb1\x01\n\rSequenceDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.pdserve.v1.TokenLogprobs\x12/\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12\x12\n\nstop_match\x18\x06 \x01(\t\"F\n\rTokenLogprobs\x12\x0e\n\x06\x63hosen\x18\x01 \x01(\x02\x12%\n\x03top\x18\x02 \x03(\x0b\x32\x18.pdserve.v1.TokenLogprob\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xae\x03\n\x06Ledger\x12%\n\x05steps\x18\x01 \x03(\x0b\x32\x16.pdserve.v1.LedgerStep\x12\x16\n\x0eprefill_worker\x18\x02 \x01(\t\x12\x15\n\rdecode_worker\x18\x03 \x01(\t\x12\x10\n\x08\x61ttempts\x18\x04 \x01(\r\x12\x10\n\x08\x64\x65\x63ision\x18\x05 \x01(\t\x12\x15\n\rhandoff_bytes\x18\x06 \x01(\x04\x12\x12\n\nhandoff_ms\x18\x07 \x01(\x01\x12\x1c\n\x14handoff_pages_reused\x18\x08 \x01(\r\x12\x0f\n\x07ttft_ms\x18\t \x01(\x01\x12\x0f\n\x07tpot_ms\x18\n \x01(\x01\x12\x1e\n\x11predicted_ttft_ms\x18\x0b \x01(\x01H\x00\x88\x01\x01\x12\x1e\n\x11predicted_tpot_ms\x18\x0c \x01(\x01H\x01\x88\x01\x01\x12\x16\n\x0e\x66\x65tched_tokens\x18\r \x01(\r\x12\x14\n\x0c\x66\x65tched_from\x18\x0e \x01(\t\x12%\n\x05moves\x18\x0f \x03(\x0b\x32\x16.pdserve.v1.LedgerMoveB\x14\n\x12_predicted_ttft_msB\x14\n\x12_predicted_tpot_ms\"z\n\nLedgerMove\x12\r\n\x05index\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x0e\n\x06source\x18\x03 \x01(\t\x12\x0e\n\x06target\x18\x04 \x01(\t\x12\x15\n\rhandoff_bytes\x18\x05 \x01(\x04\x12\x12\n\nhandoff_ms\x18\x06 \x01(\x01\")\n\nLedgerStep\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x61t_ms\x18\x02 \x01(\x01\"\x13\n\x11ListModelsRequest\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.pdserve.v1.Model\"[\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x19\n\x11has_chat_template\x18\x04 \x01(\x08*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xa8\x01\n\x10InferenceService\x12G\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12K\n\nListModels\x12\x1d.pdserve.v1.ListModelsRequest\x1a\x1e.pdserve.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18proto/v1/inference.proto\x12\npdserve.v1\"\xed\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12)\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.TokenIdsH\x00\x12 \n\x04\x63hat\x18\x04 \x01(\x0b\x32\x10.pdserve.v1.ChatH\x00\x12,\n\x08sampling\x18\x05 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x1c\n\x03slo\x18\x07 \x01(\x0b\x32\x0f.pdserve.v1.Slo\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x0e\n\x06tenant\x18\t \x01(\t\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\n \x01(\rH\x01\x88\x01\x01\x12\x15\n\rrequest_label\x18\x0b \x01(\t\x12\x13\n\x0btraceparent\x18\x0c \x01(\t\x12\x12\n\ntracestate\x18\r \x01(\tB\x08\n\x06promptB\x0e\n\x0c_deadline_ms\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xd9\x01\n\x04\x43hat\x12)\n\x08messages\x18\x01 \x03(\x0b\x32\x17.pdserve.v1.ChatMessage\x12\x12\n\ntools_json\x18\x02 \x01(\t\x12\x1c\n\x14template_kwargs_json\x18\x03 \x01(\t\x12\x16\n\x0e\x64ocuments_json\x18\x04 \x01(\t\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x05 \x01(\x08H\x00\x88\x01\x01\x12\x1e\n\x16\x63ontinue_final_message\x18\x06 \x01(\x08\x42\x18\n\x16_add_generation_prompt\"\x95\x01\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x14\n\x07\x63ontent\x18\x02 \x01(\tH\x00\x88\x01\x01\x12\x17\n\x0ftool_calls_json\x18\x03 \x01(\t\x12\x14\n\x0ctool_call_id\x18\x04 \x01(\t\x12\x0c\n\x04name\x18\x05 \x01(\t\x12\x19\n\x11reasoning_content\x18\x06 \x01(\tB\n\n\x08_content\"\xe3\x06\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12=\n\nlogit_bias\x18\x08 \x03(\x0b\x32).pdserve.v1.SamplingParams.LogitBiasEntry\x12\x11\n\x04seed\x18\t \x01(\x04H\x07\x88\x01\x01\x12\x15\n\x08logprobs\x18\n \x01(\rH\x08\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x0b \x01(\rH\t\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x0c \x01(\rH\n\x88\x01\x01\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x12\n\nignore_eos\x18\x0e \x01(\x08\x12\x0e\n\x01n\x18\x0f \x01(\rH\x0b\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x0c\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x12 \x03(\r\x12\x11\n\tbad_words\x18\x13 \x03(\t\x12*\n\x0c\x62\x61\x64_word_ids\x18\x16 \x03(\x0b\x32\x14.pdserve.v1.TokenIds\x12\"\n\x1ainclude_stop_str_in_output\x18\x14 \x01(\x08\x12 \n\x13skip_special_tokens\x18\x15 \x01(\x08H\r\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seedB\x0b\n\t_logprobsB\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\x04\n\x02_nB\x12\n\x10_prompt_logprobsB\x16\n\x14_skip_special_tokens\"I\n\x03Slo\x12\x14\n\x07ttft_ms\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x14\n\x07tpot_ms\x18\x02 \x01(\x01H\x01\x88\x01\x01\x42\n\n\x08_ttft_msB\n\n\x08_tpot_ms\"\x97\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12)\n\x06\x64\x65ltas\x18\x02 \x03(\x0b\x32\x19.pdserve.v1.SequenceDelta\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.pdserve.v1.Usage\x12\"\n\x06ledger\x18\x04 \x01(\x0b\x32\x12.pdserve.v1.Ledger\"\xb1\x01\n\rSequenceDelta\x12\r\n\x05index\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12+\n\x08logprobs\x18\x04 \x03(\x0b\x32\x19.pdserve.v1.TokenLogprobs\x12/\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12\x12\n\nstop_match\x18\x06 \x01(\t\"F\n\rTokenLogprobs\x12\x0e\n\x06\x63hosen\x18\x01 \x01(\x02\x12%\n\x03top\x18\x02 \x03(\x0b\x32\x18.pdserve.v1.TokenLogprob\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\xae\x03\n\x06Ledger\x12%\n\x05steps\x18\x01 \x03(\x0b\x32\x16.pdserve.v1.LedgerStep\x12\x16\n\x0eprefill_worker\x18\x02 \x01(\t\x12\x15\n\rdecode_worker\x18\x03 \x01(\t\x12\x10\n\x08\x61ttempts\x18\x04 \x01(\r\x12\x10\n\x08\x64\x65\x63ision\x18\x05 \x01(\t\x12\x15\n\rhandoff_bytes\x18\x06 \x01(\x04\x12\x12\n\nhandoff_ms\x18\x07 \x01(\x01\x12\x1c\n\x14handoff_pages_reused\x18\x08 \x01(\r\x12\x0f\n\x07ttft_ms\x18\t \x01(\x01\x12\x0f\n\x07tpot_ms\x18\n \x01(\x01\x12\x1e\n\x11predicted_ttft_ms\x18\x0b \x01(\x01H\x00\x88\x01\x01\x12\x1e\n\x11predicted_tpot_ms\x18\x0c \x01(\x01H\x01\x88\x01\x01\x12\x16\n\x0e\x66\x65tched_tokens\x18\r \x01(\r\x12\x14\n\x0c\x66\x65tched_from\x18\x0e \x01(\t\x12%\n\x05moves\x18\x0f \x03(\x0b\x32\x16.pdserve.v1.LedgerMoveB\x14\n\x12_predicted_ttft_msB\x14\n\x12_predicted_tpot_ms\"z\n\nLedgerMove\x12\r\n\x05index\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x0e\n\x06source\x18\x03 \x01(\t\x12\x0e\n\x06target\x18\x04 \x01(\t\x12\x15\n\rhandoff_bytes\x18\x05 \x01(\x04\x12\x12\n\nhandoff_ms\x18\x06 \x01(\x01\")\n\nLedgerStep\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x61t_ms\x18\x02 \x01(\x01\"\x13\n\x11ListModelsRequest\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.pdserve.v1.Model\"[\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x19\n\x11has_chat_template\x18\x04 \x01(\x08*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xa8\x01\n\x10InferenceService\x12G\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12K\n\nListModels\x12\x1d.pdserve.v1.ListModelsRequest\x1a\x1e.pdserve.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,44 +33,44 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=3019
-  _globals['_FINISHREASON']._serialized_end=3114
+  _globals['_FINISHREASON']._serialized_start=3060
+  _globals['_FINISHREASON']._serialized_end=3155
   _globals['_GENERATEREQUEST']._serialized_start=41
-  _globals['_GENERATEREQUEST']._serialized_end=365
-  _globals['_TOKENIDS']._serialized_start=367
-  _globals['_TOKENIDS']._serialized_end=390
-  _globals['_CHAT']._serialized_start=393
-  _globals['_CHAT']._serialized_end=610
-  _globals['_CHATMESSAGE']._serialized_start=613
-  _globals['_CHATMESSAGE']._serialized_end=762
-  _globals['_SAMPLINGPARAMS']._serialized_start=765
-  _globals['_SAMPLINGPARAMS']._serialized_end=1632
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1370
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1418
-  _globals['_SLO']._serialized_start=1634
-  _globals['_SLO']._serialized_end=1707
-  _globals['_GENERATERESPONSE']._serialized_start=1710
-  _globals['_GENERATERESPONSE']._serialized_end=1861
-  _globals['_SEQUENCEDELTA']._serialized_start=1864
-  _globals['_SEQUENCEDELTA']._serialized_end=2041
-  _globals['_TOKENLOGPROBS']._serialized_start=2043
-  _globals['_TOKENLOGPROBS']._serialized_end=2113
-  _globals['_TOKENLOGPROB']._serialized_start=2115
-  _globals['_TOKENLOGPROB']._serialized_end=2164
-  _globals['_USAGE']._serialized_start=2166
-  _globals['_USAGE']._serialized_end=2246
-  _globals['_LEDGER']._serialized_start=2249
-  _globals['_LEDGER']._serialized_end=2679
-  _globals['_LEDGERMOVE']._serialized_start=2681
-  _globals['_LEDGERMOVE']._serialized_end=2803
-  _globals['_LEDGERSTEP']._serialized_start=2805
-  _globals['_LEDGERSTEP']._serialized_end=2846
-  _globals['_LISTMODELSREQUEST']._serialized_start=2848
-  _globals['_LISTMODELSREQUEST']._serialized_end=2867
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2869
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2924
-  _globals['_MODEL']._serialized_start=2926
-  _globals['_MODEL']._serialized_end=3017
-  _globals['_INFERENCESERVICE']._serialized_start=3117
-  _globals['_INFERENCESERVICE']._serialized_end=3285
+  _globals['_GENERATEREQUEST']._serialized_end=406
+  _globals['_TOKENIDS']._serialized_start=408
+  _globals['_TOKENIDS']._serialized_end=431
+  _globals['_CHAT']._serialized_start=434
+  _globals['_CHAT']._serialized_end=651
+  _globals['_CHATMESSAGE']._serialized_start=654
+  _globals['_CHATMESSAGE']._serialized_end=803
+  _globals['_SAMPLINGPARAMS']._serialized_start=806
+  _globals['_SAMPLINGPARAMS']._serialized_end=1673
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=1411
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=1459
+  _globals['_SLO']._serialized_start=1675
+  _globals['_SLO']._serialized_end=1748
+  _globals['_GENERATERESPONSE']._serialized_start=1751
+  _globals['_GENERATERESPONSE']._serialized_end=1902
+  _globals['_SEQUENCEDELTA']._serialized_start=1905
+  _globals['_SEQUENCEDELTA']._serialized_end=2082
+  _globals['_TOKENLOGPROBS']._serialized_start=2084
+  _globals['_TOKENLOGPROBS']._serialized_end=2154
+  _globals['_TOKENLOGPROB']._serialized_start=2156
+  _globals['_TOKENLOGPROB']._serialized_end=2205
+  _globals['_USAGE']._serialized_start=2207
+  _globals['_USAGE']._serialized_end=2287
+  _globals['_LEDGER']._serialized_start=2290
+  _globals['_LEDGER']._serialized_end=2720
+  _globals['_LEDGERMOVE']._serialized_start=2722
+  _globals['_LEDGERMOVE']._serialized_end=2844
+  _globals['_LEDGERSTEP']._serialized_start=2846
+  _globals['_LEDGERSTEP']._serialized_end=2887
+  _globals['_LISTMODELSREQUEST']._serialized_start=2889
+  _globals['_LISTMODELSREQUEST']._serialized_end=2908
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2910
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2965
+  _globals['_MODEL']._serialized_start=2967
+  _globals['_MODEL']._serialized_end=3058
+  _globals['_INFERENCESERVICE']._serialized_start=3158
+  _globals['_INFERENCESERVICE']._serialized_end=3326
 # @@protoc_insertion_point(module_scope)

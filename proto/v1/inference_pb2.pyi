@@ -60,6 +60,8 @@ class GenerateRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     REQUEST_LABEL_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TRACESTATE_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name; empty for the one that is served."""
     text: _builtins.str
@@ -72,6 +74,12 @@ class GenerateRequest(_message.Message):
     """Time the whole request may take, in milliseconds. Unset: the router's limit (600,000 unless configured)."""
     request_label: _builtins.str
     """The client's own name of the request, for logs and traces. At most 128 bytes of printable ASCII."""
+    traceparent: _builtins.str
+    """The client's span, as W3C Trace Context writes it. The metadata "traceparent" counts where this is unset; what is
+    malformed is passed over.
+    """
+    tracestate: _builtins.str
+    """What vendors of tracing systems add to it; goes with traceparent, at most 512 characters."""
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids, used as they are."""
@@ -108,10 +116,12 @@ class GenerateRequest(_message.Message):
         tenant: _builtins.str = ...,
         deadline_ms: _builtins.int | None = ...,
         request_label: _builtins.str = ...,
+        traceparent: _builtins.str = ...,
+        tracestate: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "chat", b"chat", "deadline_ms", b"deadline_ms", "prompt", b"prompt", "sampling", b"sampling", "slo", b"slo", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "chat", b"chat", "deadline_ms", b"deadline_ms", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_label", b"request_label", "sampling", b"sampling", "slo", b"slo", "stop", b"stop", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms", "chat", b"chat", "deadline_ms", b"deadline_ms", "model", b"model", "priority", b"priority", "prompt", b"prompt", "request_label", b"request_label", "sampling", b"sampling", "slo", b"slo", "stop", b"stop", "tenant", b"tenant", "text", b"text", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__deadline_ms: _TypeAlias = _typing.Literal["deadline_ms"]  # noqa: Y015
     _WhichOneofArgType__deadline_ms: _TypeAlias = _typing.Literal["_deadline_ms", b"_deadline_ms"]  # noqa: Y015

@@ -915,6 +915,8 @@ class SequenceSpec(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TRACESTATE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.bytes
     """Which request."""
     attempt: _builtins.int
@@ -931,6 +933,10 @@ class SequenceSpec(_message.Message):
     """Time left until the deadline, milliseconds."""
     priority: _builtins.int
     """Higher is served first."""
+    traceparent: _builtins.str
+    """The span that those of workers are made below, as W3C Trace Context writes it; empty: none is."""
+    tracestate: _builtins.str
+    """Goes with it."""
     @_builtins.property
     def sampling(self) -> _inference_pb2.SamplingParams:
         """Sampling, every field set, seed included."""
@@ -951,10 +957,12 @@ class SequenceSpec(_message.Message):
         cache_salt: _builtins.str = ...,
         deadline_ms: _builtins.int = ...,
         priority: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
+        tracestate: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "indices", b"indices", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "cache_salt", b"cache_salt", "deadline_ms", b"deadline_ms", "indices", b"indices", "num_prompt_tokens", b"num_prompt_tokens", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

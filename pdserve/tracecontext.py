@@ -1,0 +1,43 @@
+"""W3C Trace Context: which span of which trace a request belongs to, as `traceparent` and `tracestate` carry it."""
+
+import re
+
+from pdserve.values import value
+
+MAX_TRACESTATE_CHARS = 512
+SAMPLED = 0x01
+_TRACEPARENT = re.compile(r"(?!ff)[0-9a-f]{2}-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+
+
+@value
+class TraceContext:
+    """A span that others are made below."""
+
+    trace_id: str  # 32 hexadecimal digits, not all 0
+    span_id: str  # 16 hexadecimal digits, not all 0
+    flags: int  # a byte
+    tracestate: str = ""  # of other vendors, passed on as it came
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether spans of this trace are recorded."""
+        return bool(self.flags & SAMPLED)
+
+    @property
+    def traceparent(self) -> str:
+        return f"00-{self.trace_id}-{self.span_id}-{self.flags:02x}"
+
+
+def read_trace(traceparent: str, tracestate: str = "") -> TraceContext | None:
+    """Return what the two fields say; None where `traceparent` is missing or, which the standard lets pass, wrong.
+
+    Of versions above 00 the fields are read that 00 has. A `tracestate` that is too long is left out.
+    """
+    found = _TRACEPARENT.fullmatch(traceparent.strip())
+    if found is None or (traceparent.strip().startswith("00") and found[4]):
+        return None
+    trace_id, span_id, flags = found[1], found[2], int(found[3], 16)
+    if not trace_id.strip("0") or not span_id.strip("0"):
+        return None
+    is_sound = len(tracestate) <= MAX_TRACESTATE_CHARS and tracestate.isascii() and tracestate.isprintable()
+    return TraceContext(trace_id, span_id, flags, tracestate if is_sound else "")

@@ -1,0 +1,140 @@
+"""Sends spans to an OpenTelemetry collector, with OTLP over gRPC. Takes long to import: only where spans are asked for.
+
+Invariant: nobody waits for a collector. Spans are queued, at most MAX_WAITING of them; a thread sends them. What finds
+the queue full, or cannot be sent, is counted and forgotten.
+
+Spans are made when what they describe is over, from readings of the process's monotonic clock, so their lengths are
+exact. The wall clock is read once for each set of spans; spans of different machines agree as well as their wall clocks
+do.
+"""
+
+import asyncio
+import logging
+import os
+import secrets
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import field
+
+from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
+
+from pdserve import __version__, metrics
+from pdserve.metrics import Sample
+from pdserve.tracecontext import TraceContext
+from pdserve.values import value
+
+logger = logging.getLogger(__name__)
+
+MAX_WAITING = 8192  # spans that are not sent yet, some of them on their way
+BATCH = 512  # spans that are sent at once
+DELAY_S = 1.0  # until spans are sent that make no batch
+SEND_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 2.0  # for the last spans of a process
+SENT, FAILED, DROPPED = "sent", "failed", "dropped"
+
+Attributes = Mapping[str, str | int | float | Seq[str]]
+
+
+def new_span_id() -> str:
+    return secrets.token_hex(8)
+
+
+@value
+class Span:
+    """What happened from one moment to another, both on this process's clock."""
+
+    name: str
+    start_s: float
+    end_s: float
+    attributes: Attributes
+    parent_id: str  # empty: its trace begins with it
+    span_id: str = field(default_factory=new_span_id)
+    error: str = ""  # what it failed of, if it did
+    answers_client: bool = False
+
+
+class SpanExport:
+    """A process's way to its collector. All methods but `close` return at once."""
+
+    def __init__(self, endpoint: str, service: str, instance: str) -> None:
+        """`endpoint`: http://host:port, or https. Headers and certificates are read from OTEL_EXPORTER_OTLP_*."""
+        for noisy in ("opentelemetry.exporter", "opentelemetry.sdk"):
+            logging.getLogger(noisy).setLevel(logging.CRITICAL)  # a line for each try while the collector is away
+        name = os.environ.get("OTEL_SERVICE_NAME", service)
+        attributes = {"service.name": name, "service.instance.id": instance, "service.version": __version__}
+        self._resource = Resource.create(attributes)
+        self._exporter = _Counting(OTLPSpanExporter(endpoint, timeout=SEND_TIMEOUT_S), endpoint)
+        self._processor = BatchSpanProcessor(self._exporter, MAX_WAITING, DELAY_S * 1e3, BATCH)
+        self._num_queued = self._num_dropped = 0
+
+    def send(self, trace: TraceContext, spans: Iterable[Span]) -> None:
+        """Queue spans of a trace."""
+        offset_ns = time.time_ns() - time.monotonic_ns()
+        flags, state = TraceFlags(trace.flags), TraceState.from_header([trace.tracestate])
+        trace_id = int(trace.trace_id, 16)
+
+        def context(span_id: str, *, is_remote: bool) -> SpanContext:
+            return SpanContext(trace_id, int(span_id, 16), is_remote, flags, state)
+
+        for span in spans:
+            if self._num_queued - self._exporter.counts.total() >= MAX_WAITING:
+                self._num_dropped += 1
+                continue
+            self._num_queued += 1
+            readable = ReadableSpan(
+                name=span.name,
+                context=context(span.span_id, is_remote=False),
+                parent=context(span.parent_id, is_remote=True) if span.parent_id else None,
+                resource=self._resource,
+                attributes=span.attributes,
+                kind=SpanKind.SERVER if span.answers_client else SpanKind.INTERNAL,
+                status=Status(StatusCode.ERROR, span.error) if span.error else Status(),
+                start_time=round(span.start_s * 1e9) + offset_ns,
+                end_time=round(span.end_s * 1e9) + offset_ns,
+            )
+            self._processor.on_end(readable)
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield what has become of all spans."""
+        counts = self._exporter.counts
+        for result, count in ((SENT, counts[SENT]), (FAILED, counts[FAILED]), (DROPPED, self._num_dropped)):
+            yield Sample(metrics.SPANS, count, (result,))
+
+    async def close(self) -> None:
+        """Send what waits, for CLOSE_TIMEOUT_S at most."""
+        sending = asyncio.create_task(asyncio.to_thread(self._processor.force_flush), name="last spans")
+        await asyncio.wait((sending,), timeout=CLOSE_TIMEOUT_S)
+        self._exporter.shutdown()  # also ends a call that lasts, and the pause before another try
+        await sending
+        await asyncio.to_thread(self._processor.shutdown)
+
+
+class _Counting(SpanExporter):
+    """Counts what is sent and what is not. The library's thread calls it."""
+
+    def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
+        self._exporter = exporter
+        self._endpoint = endpoint
+        self._fails = False
+        self.counts: Counter[str] = Counter({SENT: 0, FAILED: 0})
+
+    def export(self, spans: Seq[ReadableSpan]) -> SpanExportResult:
+        result = SpanExportResult.FAILURE
+        try:
+            result = self._exporter.export(spans)
+        finally:
+            fails = result is not SpanExportResult.SUCCESS
+            self.counts[FAILED if fails else SENT] += len(spans)
+            if fails is not self._fails:
+                self._fails = fails
+                logger.warning("spans %s %s", "cannot be sent to" if fails else "are sent again to", self._endpoint)
+        return result
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()

@@ -1,0 +1,49 @@
+"""How processes write their logs."""
+
+import json
+import logging
+import sys
+
+import pytest
+
+from pdserve.telemetry import JsonFormatter, OneLineFormatter, about
+from pdserve.tracecontext import TraceContext
+
+TRACE = TraceContext("a" * 32, "b" * 16, 1)
+
+
+def record(
+    message: str, *args: object, extra: dict[str, object] | None = None, fails: bool = False
+) -> logging.LogRecord:
+    made = logging.makeLogRecord(
+        {"name": "pdserve.x", "levelno": 30, "levelname": "WARNING", "msg": message, "args": args}
+    )
+    if fails:
+        try:
+            raise ValueError("two\nlines")
+        except ValueError:
+            made.exc_info = sys.exc_info()
+    vars(made).update(extra or {})
+    return made
+
+
+def test_a_record_is_an_object_of_its_own_line() -> None:
+    line = JsonFormatter("router").format(record("lost %r\n", "a\nb", fails=True))
+    assert "\n" not in line
+    written = json.loads(line)
+    assert written["message"] == "lost 'a\\nb'\n"
+    assert (written["level"], written["process"], written["logger"]) == ("warning", "router", "pdserve.x")
+    assert "ValueError: two\nlines" in written["exception"]
+
+
+def test_a_record_about_a_request_has_its_ids() -> None:
+    extra = about(b"\x01" * 16, TRACE, ttft_ms=3.5)
+    written = json.loads(JsonFormatter("router").format(record("ended", extra=extra)))
+    assert written["request_id"] == "01" * 16
+    assert written["trace_id"] == "a" * 32
+    assert written["ttft_ms"] == 3.5
+
+
+@pytest.mark.parametrize("formatter", [JsonFormatter("p"), OneLineFormatter("%(message)s")])
+def test_content_forges_no_second_record(formatter: logging.Formatter) -> None:
+    assert "\n" not in formatter.format(record("%s", 'x\r\n{"level": "error"}', fails=True))
