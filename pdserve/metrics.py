@@ -143,6 +143,7 @@ REFUSED_MESSAGES = _counter(
     "pdserve_messages_refused_total", "Messages of peers that broke the protocol, by what was wrong.", "refusal"
 )
 
+SENT, FAILED, DROPPED = SPAN_RESULTS = ("sent", "failed", "dropped")
 SPANS = _counter("pdserve_spans_total", "Spans made for the collector of traces: sent, failed or dropped.", "result")
 
 # ---- workers
@@ -240,6 +241,11 @@ class Sample:
     metric: Metric
     amount: float | Distribution
     labels: tuple[str, ...] = ()
+
+
+def span_samples(counts: Mapping[str, int]) -> Iterator[Sample]:
+    """Yield what has become of the spans of a process; it makes none where `counts` is empty."""
+    return (Sample(SPANS, counts.get(result, 0), (result,)) for result in SPAN_RESULTS)
 
 
 def families(samples: Iterable[Sample]) -> Iterator[Family]:

@@ -14,7 +14,7 @@ import os
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import field
 
@@ -24,8 +24,8 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags, TraceState
 
-from pdserve import __version__, metrics
-from pdserve.metrics import Sample
+from pdserve import __version__
+from pdserve.metrics import DROPPED, FAILED, SENT
 from pdserve.tracecontext import TraceContext
 from pdserve.values import value
 
@@ -36,7 +36,6 @@ BATCH = 512  # spans that are sent at once
 DELAY_S = 1.0  # until spans are sent that make no batch
 SEND_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 2.0  # for the last spans of a process
-SENT, FAILED, DROPPED = "sent", "failed", "dropped"
 
 Attributes = Mapping[str, str | int | float | Seq[str]]
 
@@ -100,11 +99,10 @@ class SpanExport:
             )
             self._processor.on_end(readable)
 
-    def samples(self) -> Iterator[Sample]:
-        """Yield what has become of all spans."""
-        counts = self._exporter.counts
-        for result, count in ((SENT, counts[SENT]), (FAILED, counts[FAILED]), (DROPPED, self._num_dropped)):
-            yield Sample(metrics.SPANS, count, (result,))
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """How many spans have been sent, failed and dropped."""
+        return {**self._exporter.counts, DROPPED: self._num_dropped}
 
     async def close(self) -> None:
         """Send what waits, for CLOSE_TIMEOUT_S at most."""

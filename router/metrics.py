@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 
 from pdserve import metrics
 from pdserve.errors import Refusal, Status
-from pdserve.metrics import Distribution, Metric, Sample
+from pdserve.metrics import Distribution, Metric, Sample, span_samples
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.reports import Failure, Stage
 from pdserve.roles import Role
@@ -129,6 +129,7 @@ def router_samples(shell: Shell, outcomes: Outcomes, clients: Clients, model: st
     yield Sample(metrics.KV_USAGE, max(_usage(core, Role.PREFILL), _usage(core, Role.DECODE)), label)
     yield from _workers(core)
     yield from (Sample(metrics.REFUSED_MESSAGES, shell.refused[each], (each.value,)) for each in Refusal)
+    yield from span_samples({})
 
 
 def _requests(core: RouterCore, clients: Clients) -> Iterator[Sample]:

@@ -16,7 +16,7 @@ from pdserve.certificates import public_files
 from pdserve.config import ProcessConfig
 from pdserve.errors import ConfigError
 from pdserve.launch.authority import write_certificates
-from pdserve.metrics import SHOWN, Distribution, Kind, Metric, Sample, families
+from pdserve.metrics import SHOWN, Distribution, Kind, Metric, Sample, families, span_samples
 from pdserve.metrics_server import MAX_CONNECTIONS, showing
 from pdserve.router.config import RouterConfig
 from pdserve.worker.metrics import Steps, handoff_samples, load_samples, refusal_samples
@@ -64,6 +64,7 @@ def test_a_worker_shows_its_metrics_and_no_others() -> None:
         *load_samples(node.core.load(), node.scheduler.cache, "m"),
         *handoff_samples(node.core),
         *refusal_samples({}),
+        *span_samples({}),
     ]
     assert {sample.metric for sample in samples} == set(SHOWN["worker"])
     assert all(len(sample.labels) == len(sample.metric.labels) for sample in samples)

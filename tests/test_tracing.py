@@ -13,7 +13,6 @@ from pdserve.engine.sequence import Job
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.launch.folder import free_port
-from pdserve.metrics import Sample
 from pdserve.reports import Failure, Stage
 from pdserve.sampling import SamplingParams
 from pdserve.tracecontext import TraceContext, read_trace
@@ -70,15 +69,6 @@ async def exporting(endpoint: str) -> AsyncIterator[SpanExport]:
         await export.close()
 
 
-def counts(export: SpanExport) -> dict[str, float]:
-    return {sample.labels[0]: amount(sample) for sample in export.samples()}
-
-
-def amount(sample: Sample) -> float:
-    assert isinstance(sample.amount, int | float)
-    return sample.amount
-
-
 async def test_a_span_arrives_with_its_ids_its_length_and_the_time_of_day() -> None:
     async with collector() as sink, exporting(sink.address) as export:
         now_s, began_ns = time.monotonic(), time.time_ns()
@@ -93,7 +83,7 @@ async def test_a_span_arrives_with_its_ids_its_length_and_the_time_of_day() -> N
     assert received.span.status.message == "lost"
     assert received.seconds == pytest.approx(0.25, abs=1e-6)
     assert abs(received.span.end_time_unix_nano - began_ns) < 1e9
-    assert counts(export) == {"sent": 1, "failed": 0, "dropped": 0}
+    assert export.counts == {"sent": 1, "failed": 0, "dropped": 0}
 
 
 async def test_a_collector_that_is_away_is_waited_for_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,10 +94,10 @@ async def test_a_collector_that_is_away_is_waited_for_by_nobody(monkeypatch: pyt
     began_s = time.monotonic()
     export.send(TRACE, [Span("s", 0.0, 1.0, {}, PARENT_ID) for _ in range(50)])
     assert time.monotonic() - began_s < 1.0
-    assert counts(export)["dropped"] == 30
+    assert export.counts["dropped"] == 30
     async with asyncio.timeout(10):
         await export.close()
-    assert counts(export) == {"sent": 0, "failed": 20, "dropped": 30}
+    assert export.counts == {"sent": 0, "failed": 20, "dropped": 30}
 
 
 def follow(spans: TaskSpans, placed: Placed, *reached: tuple[Stage, float], end_s: float) -> None:

@@ -26,7 +26,7 @@ from pdserve.kvtransfer.doors import ReceiverSaid
 from pdserve.kvtransfer.greeting import Introduction
 from pdserve.kvtransfer.server import HandoffServicer, check_addresses, listening
 from pdserve.kvtransfer.session import DigestPolicy, Peer
-from pdserve.metrics import Sample
+from pdserve.metrics import Sample, span_samples
 from pdserve.metrics_server import showing
 from pdserve.prefill_worker.probes import Probes
 from pdserve.processor import read_cpu_info
@@ -84,8 +84,7 @@ class Worker:
         yield from load_samples(self.outbox.with_stalled(self.core.load()), engine.scheduler.cache, model)
         yield from handoff_samples(self.core)
         yield from refusal_samples(self.reporter.refused)
-        if self.outbox.spans is not None:
-            yield from self.outbox.spans.samples()
+        yield from span_samples(self.outbox.spans.counts if self.outbox.spans else {})
 
 
 async def serve(config: WorkerConfig) -> None:

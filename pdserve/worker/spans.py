@@ -3,7 +3,7 @@
 They are made when the task ends: nothing is done for each token.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from pdserve.kvtransfer.session import HandoffKey
@@ -40,7 +40,11 @@ class TaskSpans:
         self._export = export
         self._has_task = has_task
         self._tasks: dict[HandoffKey, _Task] = {}
-        self.samples = export.samples
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """How many spans have been sent, failed and dropped."""
+        return self._export.counts
 
     def begin(self, placed: Placed, now_s: float) -> None:
         """Note a job that the core is about to be given. One that it refuses ends with the commands that follow."""

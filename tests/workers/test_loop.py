@@ -84,6 +84,9 @@ class Carried:
         for command in commands:
             self.commands.put_nowait(command)
 
+    def expect(self, placed: Placed) -> None:
+        pass
+
     def beat(self, load: Load, num_steps: int) -> None:
         pass
 
