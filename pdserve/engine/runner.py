@@ -12,13 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pdserve.engine.attention_compiled import CompiledAttention
 from pdserve.engine.attention_torch import TorchAttention
 from pdserve.engine.batch import Batch, PoolShape
 from pdserve.engine.sampler import Sampler
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId
+from pdserve.kernels.cpu.attention import serves
+from pdserve.kernels.cpu.build import Missing
+from pdserve.kernels.cpu.library import library
+from pdserve.model.config import ModelConfig
 from pdserve.model.llama import Model
+from pdserve.model.rope import Rope
 from pdserve.sampling import SampledToken
 
 
@@ -62,7 +68,7 @@ class Runner:
         self.kv = zeroed(shape, model.embedding.dtype, model.embedding.device)
         self._model = model
         self._pool = PoolShape(num_pages, page_size, config.vocab_size)
-        self._attention = TorchAttention(config, self.kv, model.rope)
+        self._attention = _attention(config, self.kv, model.rope)
         self._sampler = Sampler(config.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self._plan: StepPlan | None = None
 
@@ -91,6 +97,14 @@ class Runner:
         rows = None if every_token else torch.from_numpy(batch.sample_rows)
         logits = self._model.forward(token_ids, self._attention, rows)
         return by_chunk(batch, self._sampler.sample(logits, batch.samples))
+
+
+def _attention(config: ModelConfig, kv: Tensor, rope: Rope) -> TorchAttention | CompiledAttention:
+    """Return the attention that this machine computes fastest."""
+    loaded = library()
+    if isinstance(loaded, Missing) or not serves(config.head_dim, kv.dtype):
+        return TorchAttention(config, kv, rope)
+    return CompiledAttention(loaded, config, kv, rope)
 
 
 def copy_pages(kv: Tensor, copies: Seq[tuple[PageId, PageId]]) -> None:
