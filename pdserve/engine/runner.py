@@ -65,7 +65,7 @@ class Runner:
         """Set up `num_pages` pages of `page_size` tokens, zeroed. eos_token_ids: the model config's unless given."""
         config = model.config
         shape = (num_pages, config.num_layers, 2, config.num_kv_heads, page_size, config.head_dim)
-        self.kv = zeroed(shape, model.embedding.dtype, model.embedding.device)
+        self.kv = zeroed(shape, model.dtype, model.device)
         self._model = model
         self._pool = PoolShape(num_pages, page_size, config.vocab_size)
         self._attention = _attention(config, self.kv, model.rope)
