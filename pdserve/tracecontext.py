@@ -1,6 +1,12 @@
-"""W3C Trace Context: which span of which trace a request belongs to, as `traceparent` and `tracestate` carry it."""
+"""Spans of requests, and W3C Trace Context: which span of which trace a request belongs to.
+
+`traceparent` and `tracestate` carry the latter from client to router and from router to worker.
+"""
 
 import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import field
 
 from pdserve.values import value
 
@@ -26,6 +32,28 @@ class TraceContext:
     @property
     def traceparent(self) -> str:
         return f"00-{self.trace_id}-{self.span_id}-{self.flags:02x}"
+
+
+AttributeValue = str | int | float | Sequence[str]
+Attributes = Mapping[str, AttributeValue]
+
+
+def new_span_id() -> str:
+    return secrets.token_hex(8)
+
+
+@value
+class Span:
+    """What happened from one moment to another, both on this process's clock."""
+
+    name: str
+    start_s: float
+    end_s: float
+    attributes: Attributes
+    parent_id: str  # empty: its trace begins with it
+    span_id: str = field(default_factory=new_span_id)
+    error: str = ""  # what it failed of, if it did
+    answers_client: bool = False
 
 
 def read_trace(traceparent: str, tracestate: str = "") -> TraceContext | None:

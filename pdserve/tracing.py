@@ -11,12 +11,10 @@ do.
 import asyncio
 import logging
 import os
-import secrets
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import field
 
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -26,8 +24,7 @@ from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, Trace
 
 from pdserve import __version__
 from pdserve.metrics import DROPPED, FAILED, SENT
-from pdserve.tracecontext import TraceContext
-from pdserve.values import value
+from pdserve.tracecontext import Span, TraceContext
 
 logger = logging.getLogger(__name__)
 
@@ -37,34 +34,13 @@ DELAY_S = 1.0  # until spans are sent that make no batch
 SEND_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 2.0  # for the last spans of a process
 
-Attributes = Mapping[str, str | int | float | Seq[str]]
-
-
-def new_span_id() -> str:
-    return secrets.token_hex(8)
-
-
-@value
-class Span:
-    """What happened from one moment to another, both on this process's clock."""
-
-    name: str
-    start_s: float
-    end_s: float
-    attributes: Attributes
-    parent_id: str  # empty: its trace begins with it
-    span_id: str = field(default_factory=new_span_id)
-    error: str = ""  # what it failed of, if it did
-    answers_client: bool = False
-
 
 class SpanExport:
     """A process's way to its collector. All methods but `close` return at once."""
 
     def __init__(self, endpoint: str, service: str, instance: str) -> None:
         """`endpoint`: http://host:port, or https. Headers and certificates are read from OTEL_EXPORTER_OTLP_*."""
-        for noisy in ("opentelemetry.exporter", "opentelemetry.sdk"):
-            logging.getLogger(noisy).setLevel(logging.CRITICAL)  # a line for each try while the collector is away
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # a line for each try while the collector is away
         name = os.environ.get("OTEL_SERVICE_NAME", service)
         attributes = {"service.name": name, "service.instance.id": instance, "service.version": __version__}
         self._resource = Resource.create(attributes)

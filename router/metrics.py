@@ -1,7 +1,7 @@
 """What a router shows of itself as metrics: the ends of requests, counted as they pass by, and its state as it is."""
 
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from pdserve import metrics
 from pdserve.errors import Refusal, Status
@@ -114,7 +114,9 @@ class Outcomes:
                 yield Sample(metrics.ATTAINMENT, sum(lately) / len(lately), key)
 
 
-def router_samples(shell: Shell, outcomes: Outcomes, clients: Clients, model: str) -> Iterator[Sample]:
+def router_samples(
+    shell: Shell, outcomes: Outcomes, clients: Clients, spans: Callable[[], Mapping[str, int]], model: str
+) -> Iterator[Sample]:
     """Yield all that a router shows."""
     yield from outcomes.samples()
     core, label = shell.core, (model,)
@@ -129,7 +131,7 @@ def router_samples(shell: Shell, outcomes: Outcomes, clients: Clients, model: st
     yield Sample(metrics.KV_USAGE, max(_usage(core, Role.PREFILL), _usage(core, Role.DECODE)), label)
     yield from _workers(core)
     yield from (Sample(metrics.REFUSED_MESSAGES, shell.refused[each], (each.value,)) for each in Refusal)
-    yield from span_samples({})
+    yield from span_samples(spans())
 
 
 def _requests(core: RouterCore, clients: Clients) -> Iterator[Sample]:

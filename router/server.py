@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
 from grpc_health.v1 import health
@@ -43,6 +44,7 @@ from pdserve.router.frontend.generate import InferenceEndpoint
 from pdserve.router.frontend.grpc_door import HARD_LIMIT_BYTES, LimitSizes, RequireKey
 from pdserve.router.frontend.intake import Intake
 from pdserve.router.frontend.prompts import Prompts, ServedModel
+from pdserve.router.frontend.records import Records
 from pdserve.router.kv_subscriber import KvSubscriber, PublishedBlocks, Source
 from pdserve.router.metrics import router_samples
 from pdserve.router.policies import POLICIES
@@ -50,6 +52,9 @@ from pdserve.router.predict import Predictor
 from pdserve.router.shell import Follow, Links, Shell, WorkerStream
 from pdserve.rpc import check_bind, listen, server_options
 from pdserve.signals import DRAIN_TIMED_OUT_STATUS, drain_on_signals
+
+if TYPE_CHECKING:
+    from pdserve.tracing import SpanExport
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +121,9 @@ async def run(
     core = RouterCore(model.name, config, POLICIES[config.placement](predictor), predictor)
     shell = Shell(core, MonotonicClock())
     prompts = Prompts(model, config.max_num_tokenizing, config.tokenize_timeout_s)
-    intake = Intake(shell, model, prompts, config)
+    export = _span_export(config)
+    records = Records(model.name, config, export)
+    intake = Intake(shell, model, prompts, config, records)
     shown = HealthMethods(
         {
             "": lambda: not stop.is_set(),
@@ -125,7 +132,9 @@ async def run(
     )
     try:
         async with (
-            showing(config, partial(router_samples, shell, intake.outcomes, intake.clients, model.name)) as metrics,
+            showing(
+                config, partial(router_samples, shell, intake.outcomes, intake.clients, records.span_counts, model.name)
+            ) as metrics,
             answering(config) as answers,
         ):
             admin = AdminEndpoint(shell, config.router_id, model.name, metrics)
@@ -145,6 +154,16 @@ async def run(
         return has_drained
     finally:
         prompts.close()
+        if export is not None:
+            await export.close()
+
+
+def _span_export(config: RouterConfig) -> "SpanExport | None":
+    if config.otlp_traces_endpoint is None:
+        return None
+    from pdserve.tracing import SpanExport  # noqa: PLC0415 - takes long to import
+
+    return SpanExport(config.otlp_traces_endpoint, "pdserve-router", config.router_id)
 
 
 class Awaited:

@@ -4,7 +4,9 @@ Invariant: the steps are in time order, start at "received" with 0, and the part
 the time to first token.
 """
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf
 
 from pdserve.reports import Stage
@@ -15,6 +17,25 @@ STAGES = tuple(Stage.__members__.values())  # the order reported for stages reac
 _PREFILL = (Stage.PREFILL_QUEUED, Stage.FETCHED, Stage.PREFILL_STARTED, Stage.PREFILL_DONE, Stage.FIRST_TOKEN)
 _HANDOFF = (Stage.GRANTED, Stage.LANDED, Stage.COMMITTED, Stage.DECODE_JOINED)
 _FIRST_TOKEN = Stage.FIRST_TOKEN
+# What a request goes through until it reaches a stage from the one before. The two lines go on at the same time.
+_MAIN_LINE = {
+    Stage.RECEIVED: "",
+    Stage.TOKENIZED: "tokenize",
+    Stage.ADMITTED: "admit",
+    Stage.PLACED: "place",
+    Stage.PREFILL_QUEUED: "send",
+    Stage.FETCHED: "fetch",
+    Stage.PREFILL_STARTED: "prefill.queue",
+    Stage.PREFILL_DONE: "prefill",
+    Stage.FIRST_TOKEN: "first_token",
+    Stage.FINISHED: "decode",
+}
+_HANDOFF_LINE = {
+    Stage.GRANTED: "",
+    Stage.LANDED: "handoff.copy",
+    Stage.COMMITTED: "handoff.check",
+    Stage.DECODE_JOINED: "decode.queue",
+}
 _BEFORE_FIRST_TOKEN = frozenset(STAGES[: STAGES.index(_FIRST_TOKEN)])
 
 
@@ -109,3 +130,15 @@ def _order(reached_s: dict[Stage, float], line: tuple[Stage, ...]) -> None:
     for stage in reversed(line):
         if stage in reached_s:
             bound_s = reached_s[stage] = min(reached_s[stage], bound_s)
+
+
+def parts(steps: Iterable[tuple[Stage, float]]) -> Iterator[tuple[str, float, float]]:
+    """Yield name, start and end of each part of a timeline, in the unit of `steps`.
+
+    The parts from "received" to "finished" follow each other without a gap: those up to the first token add up to the
+    time to first token. Those of the hand-off lie beside them.
+    """
+    reached = tuple(steps)
+    for line in (_MAIN_LINE, _HANDOFF_LINE):
+        for (_, start), (stage, end) in pairwise((stage, at) for stage, at in reached if stage in line):
+            yield line[stage], start, end

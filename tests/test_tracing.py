@@ -15,8 +15,8 @@ from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.launch.folder import free_port
 from pdserve.reports import Failure, Stage
 from pdserve.sampling import SamplingParams
-from pdserve.tracecontext import TraceContext, read_trace
-from pdserve.tracing import Span, SpanExport
+from pdserve.tracecontext import Span, TraceContext, read_trace
+from pdserve.tracing import SpanExport
 from pdserve.worker.messages import Failed, Placed, Progress, RouterRef
 from pdserve.worker.spans import TaskSpans
 

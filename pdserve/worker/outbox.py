@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from pdserve.clock import Clock
 from pdserve.engine.step import StepPlan, StepResult
@@ -16,10 +15,8 @@ from pdserve.prefill_worker.probes import Probes
 from pdserve.worker.ending import HUNG_EXIT_STATUS, end_process
 from pdserve.worker.messages import Command, Failed, Load, Placed, Progress, Report, RoleTaken, Tokens
 from pdserve.worker.reporting import Reporter
+from pdserve.worker.spans import TaskSpans
 from pdserve.worker.watchdog import ThreadWatchdog
-
-if TYPE_CHECKING:
-    from pdserve.worker.spans import TaskSpans
 
 HUNG_MOVER_S = 60.0  # its thread is a millisecond from its next look, but for the time a library's call takes
 
@@ -49,7 +46,7 @@ class Outbox:
         sink: doors.Sink[doors.DigestsChecked],
         tasks: asyncio.TaskGroup,
         clock: Clock,
-        spans: "TaskSpans | None" = None,
+        spans: TaskSpans | None = None,
     ) -> None:
         self._carriers = carriers
         self._reporter = reporter

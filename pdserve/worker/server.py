@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from pdserve.certificates import Part
 from pdserve.clock import MonotonicClock
@@ -50,10 +49,8 @@ from pdserve.worker.metrics import handoff_samples, load_samples, refusal_sample
 from pdserve.worker.movers import build_mover, check_network, kv_region
 from pdserve.worker.outbox import Carriers, Outbox
 from pdserve.worker.reporting import Reporter
+from pdserve.worker.spans import TaskSpans
 from pdserve.worker.threads import EngineThread
-
-if TYPE_CHECKING:
-    from pdserve.worker.spans import TaskSpans
 
 logger = logging.getLogger(__name__)
 
@@ -177,13 +174,12 @@ async def assemble(
 
 
 @asynccontextmanager
-async def _tracing(config: WorkerConfig, core: WorkerCore) -> AsyncIterator["TaskSpans | None"]:
+async def _tracing(config: WorkerConfig, core: WorkerCore) -> AsyncIterator[TaskSpans | None]:
     """Send the spans of traced tasks for the length of the block, if there is a collector."""
     if config.otlp_traces_endpoint is None:
         yield None
         return
     from pdserve.tracing import SpanExport  # noqa: PLC0415 - takes long to import
-    from pdserve.worker.spans import TaskSpans  # noqa: PLC0415 - imports it
 
     export = SpanExport(config.otlp_traces_endpoint, "pdserve-worker", config.worker_id)
     try:

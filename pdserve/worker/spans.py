@@ -5,12 +5,15 @@ They are made when the task ends: nothing is done for each token.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from pdserve.kvtransfer.session import HandoffKey
 from pdserve.reports import Stage
-from pdserve.tracecontext import TraceContext
-from pdserve.tracing import Span, SpanExport
+from pdserve.tracecontext import Span, TraceContext
 from pdserve.worker.messages import Failed, Placed, Progress, Report
+
+if TYPE_CHECKING:
+    from pdserve.tracing import SpanExport
 
 # Name, stage that begins it, stage that ends it; None: the end of the task.
 _PARTS = (
@@ -36,7 +39,7 @@ class _Task:
 class TaskSpans:
     """Follows the traced tasks of a worker."""
 
-    def __init__(self, export: SpanExport, has_task: Callable[[HandoffKey], bool]) -> None:
+    def __init__(self, export: "SpanExport", has_task: Callable[[HandoffKey], bool]) -> None:
         self._export = export
         self._has_task = has_task
         self._tasks: dict[HandoffKey, _Task] = {}

@@ -12,7 +12,7 @@ from pdserve.router import wire
 from pdserve.router.commands import Finished, Refused
 from pdserve.router.frontend.answer import Answer, Gain
 from pdserve.router.frontend.api_keys import bearer
-from pdserve.router.frontend.grpc_door import NOT_OPENED, deny, refuse, remaining_s
+from pdserve.router.frontend.grpc_door import NOT_OPENED, deny, refuse, remaining_s, take_trace
 from pdserve.router.frontend.intake import Intake
 
 GenerateContext: TypeAlias = "grpc.aio.ServicerContext[inference.GenerateRequest, inference.GenerateResponse]"
@@ -89,6 +89,7 @@ class InferenceEndpoint(InferenceServiceServicer):
         self, request: inference.GenerateRequest, context: GenerateContext
     ) -> None:
         writer = Writer(context)
+        take_trace(request, context)
         try:
             key = bearer(context.invocation_metadata())
             answer = await self._intake.open(request, writer, key, remaining_s(context))

@@ -7,6 +7,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from pdserve.errors import RequestError, Status
+from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.commands import Refused
 from pdserve.router.frontend.api_keys import bearer
 from pdserve.router.frontend.clients import Clients, DeniedError, OverLimitError
@@ -26,6 +27,13 @@ def remaining_s(context: "grpc.aio.ServicerContext[_Request, _Response]") -> flo
     """Return the seconds that the client's own deadline leaves; infinite without one."""
     remaining: float | None = context.time_remaining()
     return float("inf") if remaining is None else max(0.0, remaining)
+
+
+def take_trace(request: inference.GenerateRequest, context: "grpc.aio.ServicerContext[_Request, _Response]") -> None:
+    """Let the trace context of a call's metadata count where the request has none."""
+    if not request.traceparent:
+        given = {name: shown for name, shown in context.invocation_metadata() or () if isinstance(shown, str)}
+        request.traceparent, request.tracestate = given.get("traceparent", ""), given.get("tracestate", "")
 
 
 async def deny(

@@ -1,6 +1,5 @@
 """The one way of a request from any door to the core: who asks, what for, which tokens, and whether they fit."""
 
-import logging
 import secrets
 from collections.abc import Sequence
 from math import inf
@@ -8,29 +7,30 @@ from math import inf
 from pdserve.errors import RequestError
 from pdserve.ids import RequestId, new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.router.commands import Refused
 from pdserve.router.config import RouterConfig
 from pdserve.router.events import RequestArrived
 from pdserve.router.frontend.answer import Answer, Client, Turns
 from pdserve.router.frontend.clients import Clients, Visit
 from pdserve.router.frontend.prompts import Prompts, ServedModel, Terms, check_model, check_terms, fitted
+from pdserve.router.frontend.records import Opened, Records
 from pdserve.router.metrics import Outcomes
 from pdserve.router.shell import Shell
 from pdserve.text.stop import OutputText
-
-logger = logging.getLogger(__name__)
 
 
 class Intake:
     """Checks and tokenizes requests, hands them to the core, and counts how they end."""
 
-    def __init__(self, shell: Shell, model: ServedModel, prompts: Prompts, config: RouterConfig) -> None:
+    def __init__(
+        self, shell: Shell, model: ServedModel, prompts: Prompts, config: RouterConfig, records: Records
+    ) -> None:
         self.model = model
         self.prompts = prompts
         self.outcomes = Outcomes(model.name)
         self.clients = Clients(config.api_keys_file, shell.clock)
         self._shell = shell
         self._config = config
+        self.records = records
         self._turns = Turns()
         self._visits: dict[RequestId, Visit] = {}  # of the requests that came with a key
 
@@ -45,16 +45,19 @@ class Intake:
         """
         received_s = self._shell.clock.now_s()
         visit = self.clients.visit(key)
+        opened = self.records.open(request, received_s)
         try:
-            event, terms = await self._arrival(request, visit, received_s, remaining_s)
+            event, terms = await self._arrival(request, visit, opened, remaining_s)
         except BaseException as error:
             if visit is not None:
                 visit.use.end()
             if isinstance(error, RequestError):
                 self.outcomes.reject(error.status)
+                self.records.reject(opened, error, self._shell.clock.now_s())
             raise
         if visit is not None:
             self._visits[event.request_id] = visit
+        self.records.admit(event.request_id, opened)
         answer = self._answer(event.request_id, terms, event.token_ids, client)
         self._shell.admit(event, answer)
         return answer
@@ -65,7 +68,7 @@ class Intake:
         self._shell.leave(answer.request_id)
 
     async def _arrival(
-        self, request: inference.GenerateRequest, visit: Visit | None, received_s: float, remaining_s: float
+        self, request: inference.GenerateRequest, visit: Visit | None, opened: Opened, remaining_s: float
     ) -> tuple[RequestArrived, Terms]:
         check_model(request, self.model.name)
         model, seed = self.model, secrets.randbits(64)
@@ -81,12 +84,13 @@ class Intake:
             request_id=new_request_id(),
             token_ids=token_ids,
             params=fitted(len(token_ids), terms, self.max_model_len()),
-            received_s=received_s,
-            deadline_s=received_s + lasts_s,
+            received_s=opened.received_s,
+            deadline_s=opened.received_s + lasts_s,
             priority=terms.priority,
             tenant=terms.tenant,
             ttft_slo_s=terms.ttft_slo_s,
             tpot_slo_s=terms.tpot_slo_s,
+            trace=opened.trace,
         )
         return event, terms
 
@@ -116,12 +120,9 @@ class Intake:
         if visit is not None:
             visit.use.spend(answer.num_tokens)
             visit.use.end()
-        if outcome is None:
-            return
-        self.outcomes.end(answer.terms, outcome, answer.finish_reasons)
-        if isinstance(outcome, Refused) and outcome.because is not None:
-            cause, text = outcome.because.cause, outcome.message
-            logger.debug("request %s is refused (%s): %s", answer.hex_id, cause, text)
+        self.records.end(answer, self._shell.clock.now_s())
+        if outcome is not None:
+            self.outcomes.end(answer.terms, outcome, answer.finish_reasons)
 
     def max_model_len(self) -> int:
         """Return how many tokens a prompt and its answer may have together."""

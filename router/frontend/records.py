@@ -1,0 +1,192 @@
+"""What is written down of each request at its end: its spans, and a line in the log. Nothing is done for each token."""
+
+import logging
+import secrets
+from collections.abc import Mapping, Sequence
+from random import random
+from typing import TYPE_CHECKING
+
+from pdserve.errors import RequestError
+from pdserve.ids import RequestId
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.reports import Stage
+from pdserve.router.commands import Finished, Refused
+from pdserve.router.config import RouterConfig
+from pdserve.router.frontend.answer import Answer
+from pdserve.router.timeline import parts
+from pdserve.telemetry import about
+from pdserve.tracecontext import SAMPLED, Attributes, AttributeValue, Span, TraceContext, new_span_id, read_trace
+from pdserve.values import value
+
+if TYPE_CHECKING:
+    from pdserve.tracing import SpanExport
+
+logger = logging.getLogger(__name__)
+
+PROVIDER = "pdserve"
+FINISH_REASONS: Mapping[int, str] = {inference.FINISH_REASON_STOP: "stop", inference.FINISH_REASON_LENGTH: "length"}
+_LATENCIES = (  # vLLM's names, seconds
+    ("gen_ai.latency.time_in_queue", Stage.RECEIVED, Stage.PREFILL_STARTED),
+    ("gen_ai.latency.time_to_first_token", Stage.RECEIVED, Stage.FIRST_TOKEN),
+    ("gen_ai.latency.time_in_model_prefill", Stage.PREFILL_STARTED, Stage.PREFILL_DONE),
+    ("gen_ai.latency.time_in_model_decode", Stage.FIRST_TOKEN, Stage.FINISHED),
+    ("gen_ai.latency.e2e", Stage.RECEIVED, Stage.FINISHED),
+)
+
+
+@value
+class Opened:
+    """A request as a door hands it in."""
+
+    received_s: float
+    operation: str  # as OpenTelemetry's conventions for generative AI name it
+    label: str  # the client's
+    trace: TraceContext | None  # with this router's span, which workers make theirs below; else the client's
+    parent_id: str  # the client's span; empty: there is none
+
+
+class Records:
+    """Follows requests from their arrival to their end."""
+
+    def __init__(self, model: str, config: RouterConfig, export: "SpanExport | None" = None) -> None:
+        self._model = model
+        self._export = export
+        self._sample_ratio = config.otlp_traces_sample_ratio
+        self._level = logging.INFO if config.enable_log_requests else logging.DEBUG
+        self._opened: dict[RequestId, Opened] = {}  # those under way
+
+    def span_counts(self) -> Mapping[str, int]:
+        """How many spans have been sent, failed and dropped; empty where none are made."""
+        return {} if self._export is None else self._export.counts
+
+    def open(self, request: inference.GenerateRequest, received_s: float) -> Opened:
+        """Begin the record of a request, and its span if it is traced."""
+        operation = "chat" if request.WhichOneof("prompt") == "chat" else "text_completion"
+        trace = given = read_trace(request.traceparent, request.tracestate) if request.traceparent else None
+        if self._export is not None and (given.is_sampled if given else random() < self._sample_ratio):
+            trace_id, flags = (given.trace_id, given.flags) if given else (secrets.token_hex(16), SAMPLED)
+            trace = TraceContext(trace_id, new_span_id(), flags, given.tracestate if given else "")
+        return Opened(received_s, operation, request.request_label, trace, given.span_id if given else "")
+
+    def admit(self, request_id: RequestId, opened: Opened) -> None:
+        """Note under which name the core knows it. `end` follows."""
+        self._opened[request_id] = opened
+
+    def reject(self, opened: Opened, error: RequestError, now_s: float) -> None:
+        """Record a request that was not valid."""
+        self._send(opened, now_s, {"error.type": error.status.value}, error.message)
+
+    def end(self, answer: Answer, now_s: float) -> None:
+        """Record a request at its end."""
+        opened, outcome = self._opened.pop(answer.request_id), answer.outcome
+        if outcome is None:
+            return
+        if logger.isEnabledFor(self._level):
+            _log(self._level, answer, opened, outcome)
+        if isinstance(outcome, Finished):
+            end_s = opened.received_s + outcome.ledger.steps[-1][1] / 1e3
+            self._send(opened, end_s, {**_terms(answer), **_finished(outcome, answer)}, "", outcome.ledger.steps)
+        else:
+            cause = {} if outcome.because is None else {"pdserve.refused_because": outcome.because.cause.value}
+            attributes = {**_terms(answer), "error.type": outcome.status.value, **cause}
+            self._send(opened, now_s, attributes, outcome.message)
+
+    def _send(
+        self,
+        opened: Opened,
+        end_s: float,
+        attributes: Attributes,
+        error: str,
+        steps: Sequence[tuple[Stage, float]] = (),
+    ) -> None:
+        """Send the router's span of a request, and below it one for each part of its timeline."""
+        trace, received_s = opened.trace, opened.received_s
+        if self._export is None or trace is None or not trace.is_sampled:
+            return
+        asked: dict[str, AttributeValue] = {
+            "gen_ai.operation.name": opened.operation,
+            "gen_ai.provider.name": PROVIDER,
+            "gen_ai.request.model": self._model,
+        }
+        if opened.label:
+            asked["gen_ai.request.id"] = opened.label
+        name = f"{opened.operation} {self._model}"
+        given = {**asked, **attributes}
+        root = Span(name, received_s, end_s, given, opened.parent_id, trace.span_id, error, answers_client=True)
+        children = [
+            Span(part, received_s + start_ms / 1e3, received_s + end_ms / 1e3, {}, trace.span_id)
+            for part, start_ms, end_ms in parts(steps)
+        ]
+        self._export.send(trace, (root, *children))
+
+
+def _terms(answer: Answer) -> dict[str, AttributeValue]:
+    terms, params = answer.terms, answer.terms.params
+    attributes: dict[str, AttributeValue] = {
+        "gen_ai.response.id": answer.hex_id,
+        "gen_ai.request.max_tokens": params.max_tokens,
+        "gen_ai.request.temperature": params.temperature,
+        "gen_ai.request.top_p": params.top_p,
+        "gen_ai.request.top_k": params.top_k,
+        "gen_ai.request.frequency_penalty": params.frequency_penalty,
+        "gen_ai.request.presence_penalty": params.presence_penalty,
+        "gen_ai.request.choice.count": params.n,
+        "pdserve.request.id": answer.hex_id,
+        "pdserve.request.priority": terms.priority,
+    }
+    slos = (("ttft", terms.ttft_slo_s), ("tpot", terms.tpot_slo_s))
+    attributes |= {f"pdserve.slo.{name}": slo_s for name, slo_s in slos if slo_s is not None}
+    if terms.tenant:
+        attributes["pdserve.tenant"] = terms.tenant
+    return attributes
+
+
+def _finished(outcome: Finished, answer: Answer) -> dict[str, AttributeValue]:
+    usage, ledger = outcome.usage, outcome.ledger
+    reached_ms = dict(ledger.steps)
+    latencies = {
+        name: (reached_ms[end] - reached_ms[start]) / 1e3
+        for name, start, end in _LATENCIES
+        if start in reached_ms and end in reached_ms
+    }
+    return {
+        "gen_ai.response.finish_reasons": [FINISH_REASONS[reason] for reason in answer.finish_reasons],
+        "gen_ai.usage.input_tokens": usage.prompt_tokens,
+        "gen_ai.usage.output_tokens": usage.completion_tokens,
+        "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+        **latencies,
+        "pdserve.tpot": ledger.tpot_ms / 1e3,
+        "pdserve.prefill_worker": ledger.prefill_worker,
+        "pdserve.decode_worker": ledger.decode_worker,
+        "pdserve.attempts": ledger.attempts,
+        "pdserve.moves": len(ledger.moves),
+        "pdserve.decision": ledger.decision,
+        "pdserve.handoff.bytes": ledger.handoff_bytes,
+    }
+
+
+def _log(level: int, answer: Answer, opened: Opened, outcome: Finished | Refused) -> None:
+    fields: dict[str, object] = {"label": opened.label} if opened.label else {}
+    if answer.terms.tenant:
+        fields["tenant"] = answer.terms.tenant
+    if isinstance(outcome, Finished):
+        usage, ledger = outcome.usage, outcome.ledger
+        fields |= {
+            "status": "OK",
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "ttft_ms": round(ledger.ttft_ms, 3),
+            "tpot_ms": round(ledger.tpot_ms, 3),
+            "prefill_worker": ledger.prefill_worker,
+            "decode_worker": ledger.decode_worker,
+        }
+        text = (
+            f"{usage.prompt_tokens} + {usage.completion_tokens} tokens, TTFT {ledger.ttft_ms:.1f} ms, "
+            f"TPOT {ledger.tpot_ms:.1f} ms, {ledger.prefill_worker or '-'} to {ledger.decode_worker or '-'}"
+        )
+    else:
+        fields["status"] = outcome.status.value
+        if outcome.because is not None:
+            fields["cause"] = outcome.because.cause.value
+        text = f"{outcome.status.value}: {outcome.message}"
+    logger.log(level, "request %s: %s", answer.hex_id, text, extra=about(answer.request_id, opened.trace, **fields))
