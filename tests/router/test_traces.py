@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from itertools import pairwise
+from statistics import median, quantiles
 
 import grpc
 import pytest
@@ -33,6 +34,7 @@ async def sink(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Sink]:
 async def spans_of(sink: Sink, router: RouterUnderTest, num_roots: int = 1) -> list[Received]:
     """Return all spans once so many requests have theirs; a trace's root is sent first."""
     await sink.until(lambda: sum(span.span.kind == span.span.SPAN_KIND_SERVER for span in sink.spans) >= num_roots)
+    await router.until_idle()
     return sink.spans
 
 
@@ -128,36 +130,37 @@ async def test_a_request_that_fails_says_why_in_its_span(start_router: StartRout
     assert (refused.span.status.message, refused.attributes["error.type"]) == (text, "UNAVAILABLE")
 
 
-async def test_the_parts_add_up_to_what_the_client_waits_for(start_router: StartRouter, sink: Sink) -> None:
-    router = await start_router(otlp_traces_endpoint=sink.address)
+async def test_the_parts_in_ledger_and_spans_add_up_to_the_same(start_router: StartRouter, sink: Sink) -> None:
+    gaps_ms = [await gaps(await start_router(otlp_traces_endpoint=sink.address), sink, 20) for _ in range(3)]
+    assert min(map(median, gaps_ms)) <= WITHIN_MS  # of three, for others use this machine too
+
+
+@pytest.mark.long
+async def test_the_parts_add_up_to_what_clients_wait_for(start_router: StartRouter, sink: Sink) -> None:
+    gaps_ms = [await gaps(await start_router(otlp_traces_endpoint=sink.address), sink, 200) for _ in range(5)]
+    assert min(quantiles(each, n=20)[-1] for each in gaps_ms) <= WITHIN_MS
+
+
+async def gaps(router: RouterUnderTest, sink: Sink, num_requests: int) -> list[float]:
+    """Return by how many milliseconds clients saw their first tokens later than the parts add up to."""
     await router.pair()
-    rounds = [await close_to_the_clients(router, sink, 20 * number) for number in range(3)]
-    assert max(rounds) >= 0.95, rounds  # of three, for others use this machine too
-
-
-async def close_to_the_clients(router: RouterUnderTest, sink: Sink, num_before: int, num: int = 20) -> float:
-    """Return the share of requests whose ledger and spans are both within 2 ms of the client's time to first token."""
+    sink.spans.clear()
     seen: dict[str, tuple[float, float]] = {}
-    for number in range(num):
-        began_s = time.monotonic()
-        replies, ttft_ms = [], 0.0
+    for number in range(num_requests):
+        replies, ttft_ms, began_s = [], 0.0, time.monotonic()
         async for reply in router.generate(text=f"prompt {number}", max_tokens=3):
             ttft_ms = ttft_ms or (time.monotonic() - began_s) * 1e3
             replies.append(reply)
         steps = [step.at_ms for step in replies[-1].ledger.steps if step.at_ms <= replies[-1].ledger.ttft_ms]
         seen[replies[0].request_id] = ttft_ms, sum(later - earlier for earlier, later in pairwise(steps))
-    spans = await spans_of(sink, router, num_before + num)
+    spans = await spans_of(sink, router, num_requests)
+    names = {span.span.span_id: str(span.attributes["gen_ai.response.id"]) for span in spans if span.attributes}
     in_spans = dict.fromkeys(seen, 0.0)
-    for top in (span for span in spans if span.attributes.get("gen_ai.response.id") in seen):
-        below = [span for span in spans if span.span.parent_span_id == top.span.span_id]
-        in_spans[str(top.attributes["gen_ai.response.id"])] = 1e3 * sum(
-            span.seconds for span in below if span.name in UP_TO_FIRST_TOKEN
-        )
-    close = [
-        abs(client_ms - in_ledger_ms) <= WITHIN_MS and abs(client_ms - in_spans[request_id]) <= WITHIN_MS
-        for request_id, (client_ms, in_ledger_ms) in seen.items()
-    ]
-    return sum(close) / len(close)
+    for span in spans:
+        if span.name in UP_TO_FIRST_TOKEN:
+            in_spans[names[span.span.parent_span_id]] += 1e3 * span.seconds
+    assert in_spans == pytest.approx({request_id: parts_ms for request_id, (_, parts_ms) in seen.items()}, abs=1e-3)
+    return [client_ms - parts_ms for client_ms, parts_ms in seen.values()]
 
 
 async def test_a_line_is_logged_at_each_end_if_asked_for(
