@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from struct import unpack
 
 from pdserve.errors import invalid
 from pdserve.values import value
@@ -101,6 +102,40 @@ class TokenLogprobs:
 
     chosen: float
     top: tuple[tuple[int, float], ...]  # (token id, logprob), likeliest first
+
+
+@value
+class PromptLogprobs:
+    """Log probabilities of successive prompt tokens, as packed as they travel: little end first, a row a token."""
+
+    chosen: bytes  # float32 [num_tokens]
+    top_ids: bytes  # uint32 [num_tokens, num_top], likeliest first
+    top: bytes  # float32 [num_tokens, num_top]
+
+    def __len__(self) -> int:
+        return len(self.chosen) // 4
+
+    @property
+    def num_top(self) -> int:
+        return len(self.top) // len(self.chosen)
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.chosen) + 2 * len(self.top)
+
+    def slice(self, start: int, stop: int) -> "PromptLogprobs":
+        """Return those of the tokens from number `start` to before `stop`."""
+        first, last = 4 * start * self.num_top, 4 * stop * self.num_top
+        return PromptLogprobs(self.chosen[4 * start : 4 * stop], self.top_ids[first:last], self.top[first:last])
+
+    def entries(self) -> list[TokenLogprobs]:
+        """Return them one by one."""
+        count, num_top = len(self), self.num_top
+        chosen = unpack(f"<{count}f", self.chosen)
+        pairs = list(
+            zip(unpack(f"<{count * num_top}I", self.top_ids), unpack(f"<{count * num_top}f", self.top), strict=True)
+        )
+        return [TokenLogprobs(chosen[row], tuple(pairs[row * num_top : (row + 1) * num_top])) for row in range(count)]
 
 
 @value

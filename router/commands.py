@@ -8,7 +8,7 @@ from pdserve.roles import Role
 from pdserve.router.because import Because
 from pdserve.router.events import LinkId, Registration
 from pdserve.router.timeline import Ledger, Usage
-from pdserve.sampling import SamplingParams
+from pdserve.sampling import PromptLogprobs, SamplingParams
 from pdserve.tracecontext import TraceContext
 from pdserve.values import value
 
@@ -124,6 +124,7 @@ class Deliver:
     token_ids: Seq[int]
     logprobs: Seq[object]
     finish_reason: int  # 0: goes on
+    prompt_logprobs: PromptLogprobs | None = None  # of its next tokens; comes alone, for continuation 0
 
 
 @value

@@ -163,7 +163,8 @@ class RouterCore:
     # ---- workers
 
     def _take_step(self, worker: WorkerView, event: StepReported, now_s: float) -> None:
-        for request, placement, text in self._delivery.step(worker, event.deltas, now_s):
+        faults = self._delivery.prompts(worker, event.prompts, now_s) if event.prompts else []
+        for request, placement, text in [*faults, *self._delivery.step(worker, event.deltas, now_s)]:
             self._retry.take_fault(worker, request, placement, text, now_s)
         if event.step != IDLE:  # else its tokens came with a hand-off, and the step that runs goes on
             worker.stepped(event.step, now_s)

@@ -10,12 +10,13 @@ from pdserve.ids import Attempt
 from pdserve.perfmodel.curve import attention_work
 from pdserve.reports import Stage
 from pdserve.router.commands import Deliver
-from pdserve.router.events import StageReached, TokenDelta
+from pdserve.router.events import PromptScored, StageReached, TokenDelta
 from pdserve.router.placements import DONE, Placements
 from pdserve.router.request import OUTPUT_WEIGHT, Placement, Request, Sequence
 from pdserve.router.timeline import Moved
 from pdserve.router.view import WorkerView
 
+_MAX_EARLY = 4096  # deltas of a request: seconds of decoding
 LENGTH = 2  # FinishReason of a continuation that has all the tokens it may have
 Fault = tuple[Request, Placement, str]  # a placement whose worker broke the protocol
 
@@ -38,9 +39,33 @@ class Delivery:
             if worker is not placement.decode and worker is not placement.prefill:
                 continue
             try:
+                if request.awaits_prompt:
+                    _set_aside(request, placement, worker, delta)
+                    continue
                 self._take(request, placement, worker, delta, now_s)
             except ProtocolError as error:
                 faults.append((request, placement, str(error)))
+        return faults
+
+    def prompts(self, worker: WorkerView, prompts: Iterable[PromptScored], now_s: float) -> list[Fault]:
+        """Hand on what is news of prompts' log probabilities, and then what had to wait for it."""
+        faults: list[Fault] = []
+        for scored in prompts:
+            placement = self._placements.placement_of(worker, scored.request_id, scored.attempt)
+            request = self._placements.requests.get(scored.request_id)
+            if request is None or placement is None or not request.awaits_prompt:
+                continue
+            try:
+                logprobs = request.take_prompt(scored)
+            except ProtocolError as error:
+                faults.append((request, placement, str(error)))
+                continue
+            if logprobs is not None:
+                self._placements.emit(Deliver(request.request_id, 0, (), (), 0, logprobs))
+            if not request.awaits_prompt:
+                early, request.early = request.early, []
+                for sender, delta in early:
+                    faults += self.step(sender, (delta,), now_s)
         return faults
 
     def _take(
@@ -191,6 +216,13 @@ class Delivery:
         request.ledger.moves += (moved,)
         self._placements.shadows.note_end(placement, DONE, now_s)
         self._note_decode(request, placement)
+
+
+def _set_aside(request: Request, placement: Placement, worker: WorkerView, delta: TokenDelta) -> None:
+    """Keep tokens that have come with a hand-off until what their prompt's worker reports has come as well."""
+    if worker is placement.prefill or placement.prefill is None or len(request.early) >= _MAX_EARLY:
+        raise ProtocolError("tokens came, but not the log probabilities of their prompt")
+    request.early.append((worker, delta))
 
 
 def _was_overtaken(placement: Placement) -> bool:

@@ -10,7 +10,7 @@ from pdserve.load import ReportedLoad
 from pdserve.perfmodel.curve import IDLE, Step
 from pdserve.reports import Failure, Stage
 from pdserve.roles import Role
-from pdserve.sampling import SamplingParams
+from pdserve.sampling import PromptLogprobs, SamplingParams
 from pdserve.tracecontext import TraceContext
 from pdserve.values import value
 
@@ -106,6 +106,16 @@ class TokenDelta(Protocol):
 
 
 @value
+class PromptScored:
+    """Log probabilities of successive tokens of a prompt, the first of which has that number."""
+
+    request_id: RequestId
+    attempt: Attempt
+    position: int
+    logprobs: PromptLogprobs
+
+
+@value
 class StepReported:
     """What an engine step brought, or under virtual time several alike that only decode."""
 
@@ -113,6 +123,7 @@ class StepReported:
     deltas: Seq[TokenDelta]
     step: Step = IDLE
     elapsed_s: float = 0.0  # of each
+    prompts: Seq[PromptScored] = ()  # before the deltas
 
 
 @value

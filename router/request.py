@@ -5,7 +5,7 @@ Invariant: token i of a sequence is accepted once, in order, from a worker of th
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import inf
 
@@ -15,11 +15,12 @@ from pdserve.prefix_hash import PrefixHasher
 from pdserve.reports import Stage
 from pdserve.router.because import Because
 from pdserve.router.commands import Fetch, SequenceSpec
-from pdserve.router.events import LinkId, RequestArrived, TokenDelta
+from pdserve.router.events import LinkId, PromptScored, RequestArrived, TokenDelta
 from pdserve.router.prefix_index import Hashes, block_hashes
 from pdserve.router.routing import Demand
 from pdserve.router.timeline import Ledger, Timeline, Usage
 from pdserve.router.view import PlacementKey, WorkerView
+from pdserve.sampling import PromptLogprobs
 from pdserve.token_ids import pack
 
 Process = tuple[WorkerId, Incarnation]
@@ -147,6 +148,9 @@ class Request:
         self._no_pair_since_s: float | None = None
         self.ledger = Ledger()
         self.cached_tokens = 0
+        self.awaits_prompt = event.params.prompt_logprobs is not None and len(event.token_ids) > 1  # to be scored
+        self.early: list[tuple[WorkerView, TokenDelta]] = []  # tokens that came before the prompt was
+        self._num_scored = 1
         self._num_attempts = 0
 
     def __repr__(self) -> str:
@@ -177,6 +181,18 @@ class Request:
         """Tokens of all continuations that the client has."""
         return sum(len(sequence.token_ids) for sequence in self.sequences)
 
+    def take_prompt(self, scored: PromptScored) -> PromptLogprobs | None:
+        """Return what is news of the prompt's log probabilities; ProtocolError where they cannot be its own."""
+        start, stop = self._num_scored - scored.position, scored.position + len(scored.logprobs)
+        if start < 0 or stop > self.num_tokens or scored.logprobs.num_top > (self.params.prompt_logprobs or 0):
+            came = f"{scored.logprobs.num_top} log probabilities each of prompt tokens {scored.position} to {stop - 1}"
+            raise ProtocolError(f"{came} came, those of {self._num_scored} to {self.num_tokens - 1} were due")
+        if start >= len(scored.logprobs):
+            return None
+        self._num_scored = stop
+        self.awaits_prompt = stop < self.num_tokens
+        return scored.logprobs.slice(start, len(scored.logprobs))
+
     def demand(self, indices: Seq[int], turn: int, now_s: float, max_hold_s: float) -> Demand:
         num_delivered = len(self.sequences[indices[0]].token_ids)
         return Demand(
@@ -188,7 +204,7 @@ class Request:
             tpot_slo_s=self.slo_s[1],
             avoid=self.avoid,
             turn=turn,
-            hashes=self.hashes[: (self.num_tokens - 1) // self._hasher.block_tokens],
+            hashes=() if self.awaits_prompt else self.hashes[: (self.num_tokens - 1) // self._hasher.block_tokens],
             draw=self.draw,
             now_s=now_s,
             waited_s=now_s - self.received_s,
@@ -213,6 +229,7 @@ class Request:
     def place(self, indices: tuple[int, ...], prefill: WorkerView | None, decode: WorkerView | None) -> Placement:
         """Start the next attempt at these sequences."""
         self._no_pair_since_s = None
+        self.early.clear()
         placement = self._next_placement(indices, prefill, decode)
         placement.running, placement.is_local = set(indices), prefill is None
         for index in indices:
@@ -246,13 +263,15 @@ class Request:
         return placement
 
     def spec(self, placement: Placement, now_s: float) -> SequenceSpec:
-        delivered = self.sequences[placement.indices[0]].token_ids
+        delivered, params = self.sequences[placement.indices[0]].token_ids, self.params
+        if params.prompt_logprobs is not None and not self.awaits_prompt:
+            params = replace(params, prompt_logprobs=None)  # the client has them
         return SequenceSpec(
             request_id=self.request_id,
             attempt=placement.attempt,
             token_ids=pack(self.prompt_ids) + pack(delivered) if delivered else self.prompt_ids,
             num_prompt_tokens=len(self.prompt_ids),
-            params=self.params,
+            params=params,
             indices=placement.indices,
             cache_salt=self.tenant,
             remaining_s=max(0.0, self.deadline_s - now_s),

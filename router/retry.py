@@ -129,6 +129,8 @@ class Retry:
         """
         if not placement.committed or placement.decode is None or lost not in (placement.prefill, placement.source):
             return False
+        if request.awaits_prompt:
+            return False  # nobody else has what was lost
         silent = [index for index in placement.indices if not request.sequences[index].has_come]
         if len(silent) == len(placement.indices) > 1:
             return False  # nobody knows which of them the decode worker has

@@ -32,12 +32,14 @@ from pdserve.router.events import (
     LinkId,
     LoadReported,
     PairMeasured,
+    PromptScored,
     Registration,
     StageReached,
     StepReported,
     WorkerEvent,
 )
 from pdserve.router.timeline import Ledger, Usage
+from pdserve.sampling import PromptLogprobs
 from pdserve.sampling_wire import params_to_proto
 from pdserve.token_ids import to_wire
 
@@ -65,7 +67,8 @@ def worker_events(link_id: LinkId, message: link.AttachRequest) -> list[WorkerEv
     report = message.step
     events: list[WorkerEvent] = [_stage(link_id, progress) for progress in report.progress[:]]
     step = Step(report.prefill_tokens, report.prefill_work, report.decode_sequences, report.decode_kv_tokens)
-    events.append(StepReported(link_id, report.deltas[:], step, report.elapsed_us / 1e6))
+    prompts = [_prompt(prompt) for prompt in report.prompts[:]]
+    events.append(StepReported(link_id, report.deltas[:], step, report.elapsed_us / 1e6, prompts))
     return events
 
 
@@ -117,6 +120,16 @@ def _stage(link_id: LinkId, progress: link.Progress) -> StageReached:
         progress.handoff_us / 1e6,
         progress.pages_reused,
     )
+
+
+def _prompt(prompt: link.PromptDelta) -> PromptScored:
+    logprobs = PromptLogprobs(prompt.chosen, prompt.top_ids, prompt.top)
+    num_tokens, num_cut = divmod(len(prompt.chosen), 4)
+    if not num_tokens or num_cut:
+        raise ProtocolError(f"prompt.chosen: {len(prompt.chosen)} bytes, four a token are needed")
+    if len(prompt.top) != len(prompt.top_ids) or len(prompt.top) % len(prompt.chosen):
+        raise ProtocolError(f"prompt.top: {len(prompt.top_ids)} and {len(prompt.top)} bytes for {num_tokens} tokens")
+    return PromptScored(RequestId(prompt.request_id), Attempt(prompt.attempt), prompt.position, logprobs)
 
 
 def _kv_changed(link_id: LinkId, changes: link.KvEvents) -> KvChanged:

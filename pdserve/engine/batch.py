@@ -11,7 +11,7 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from pdserve.engine.step import Chunk, SampleSpec, StepPlan
+from pdserve.engine.step import Chunk, SampleSpec, StepPlan, Targets
 from pdserve.errors import InvariantError
 
 Ints = npt.NDArray[np.int64]
@@ -26,6 +26,15 @@ class PoolShape:
     num_pages: int
     page_size: int
     vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A chunk whose tokens' successors are scored."""
+
+    place: int  # in the plan's chunks
+    rows: slice  # its tokens in the batch that have a target
+    targets: Targets
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +54,7 @@ class Batch:
     sample_rows: Ints  # [num_samples]: the token whose logits a sample is taken from
     sample_counts: Ints  # [num_chunks]
     previous: Ints  # [num_tokens]: the chunk of the previous step that samples this token, or KNOWN
+    scored: tuple[Scored, ...]
 
     @property
     def needs_previous(self) -> bool:
@@ -93,7 +103,19 @@ class Batch:
             sample_rows=np.repeat(query_starts[1:] - 1, sample_counts),
             sample_counts=sample_counts,
             previous=np.array(previous, dtype=np.int64)[chunk_of_token],
+            scored=_scored(plan, order, query_starts),
         )
+
+
+def _scored(plan: StepPlan, order: Ints, query_starts: Ints) -> tuple[Scored, ...]:
+    if all(chunk.targets is None for chunk in plan.chunks):
+        return ()
+    scored = []
+    for place, start in zip(order.tolist(), query_starts[:-1].tolist(), strict=True):
+        targets = plan.chunks[place].targets
+        if targets is not None:
+            scored.append(Scored(place, slice(start, start + len(targets.token_ids)), targets))
+    return tuple(scored)
 
 
 def _lengths(parts: Seq[Seq[object]]) -> Ints:

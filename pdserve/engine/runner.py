@@ -12,20 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.engine.attention_compiled import CompiledAttention
 from pdserve.engine.attention_torch import TorchAttention
 from pdserve.engine.batch import Batch, PoolShape
 from pdserve.engine.sampler import Sampler
+from pdserve.engine.scoring import Scorer
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId
-from pdserve.kernels.cpu.attention import serves
-from pdserve.kernels.cpu.build import Missing
-from pdserve.kernels.cpu.library import library
-from pdserve.model.config import ModelConfig
 from pdserve.model.llama import Model
-from pdserve.model.rope import Rope
-from pdserve.sampling import SampledToken
+from pdserve.sampling import PromptLogprobs, SampledToken
 
 
 class EngineRunner(Protocol):
@@ -65,11 +60,12 @@ class Runner:
         """Set up `num_pages` pages of `page_size` tokens, zeroed. eos_token_ids: the model config's unless given."""
         config = model.config
         shape = (num_pages, config.num_layers, 2, config.num_kv_heads, page_size, config.head_dim)
-        self.kv = zeroed(shape, model.dtype, model.device)
+        self.kv = zeroed(shape, model.embedding.dtype, model.embedding.device)
         self._model = model
         self._pool = PoolShape(num_pages, page_size, config.vocab_size)
-        self._attention = _attention(config, self.kv, model.rope)
+        self._attention = TorchAttention(config, self.kv, model.rope)
         self._sampler = Sampler(config.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        self._scorer = Scorer(model.logits, config.vocab_size)
         self._plan: StepPlan | None = None
 
     def start(self, plan: StepPlan) -> None:
@@ -84,27 +80,35 @@ class Runner:
             raise InvariantError("no step was started")
         started_s = time.perf_counter()
         copy_pages(self.kv, plan.copies)
-        tokens = self._compute(plan) if plan.chunks else ()
-        return StepResult(tokens, time.perf_counter() - started_s)
+        tokens: tuple[tuple[SampledToken, ...], ...] = ()
+        prompts: dict[int, PromptLogprobs] = {}
+        if plan.chunks:
+            batch = Batch.of(plan, self._pool)
+            logits, prompts = self._scored(batch) if batch.scored else (self._logits(batch), {})
+            tokens = by_chunk(batch, self._sampler.sample(logits, batch.samples))
+        return StepResult(tokens, time.perf_counter() - started_s, prompts=prompts)
 
-    def _compute(self, plan: StepPlan) -> tuple[tuple[SampledToken, ...], ...]:
-        batch = Batch.of(plan, self._pool)
+    def _logits(self, batch: Batch) -> Tensor:
+        """Compute a batch; returns the logits of its samples."""
+        every_token = np.array_equal(batch.sample_rows, np.arange(batch.num_tokens))
+        rows = None if every_token else torch.from_numpy(batch.sample_rows)
+        return self._model.forward(self._planned(batch), self._attention, rows)
+
+    def _scored(self, batch: Batch) -> tuple[Tensor, dict[int, PromptLogprobs]]:
+        """Do as `_logits`, and score the prompts that want it."""
+        hidden, prompts = self._model.hidden(self._planned(batch), self._attention, None), {}
+        for each in batch.scored:
+            targets = torch.tensor(each.targets.token_ids)
+            prompts[each.place] = self._scorer.score(hidden[each.rows], targets, each.targets.num_top).packed()
+        sampled = hidden.index_select(0, torch.from_numpy(batch.sample_rows))
+        return self._model.logits(sampled) if len(sampled) else sampled, prompts
+
+    def _planned(self, batch: Batch) -> Tensor:
+        """Prepare attention for a batch; returns its token ids."""
         if batch.needs_previous:
             raise InvariantError("a step planned ahead, on a runner that computes one at a time")
         self._attention.plan(batch)
-        token_ids = torch.from_numpy(batch.token_ids)
-        every_token = np.array_equal(batch.sample_rows, np.arange(batch.num_tokens))
-        rows = None if every_token else torch.from_numpy(batch.sample_rows)
-        logits = self._model.forward(token_ids, self._attention, rows)
-        return by_chunk(batch, self._sampler.sample(logits, batch.samples))
-
-
-def _attention(config: ModelConfig, kv: Tensor, rope: Rope) -> TorchAttention | CompiledAttention:
-    """Return the attention that this machine computes fastest."""
-    loaded = library()
-    if isinstance(loaded, Missing) or not serves(config.head_dim, kv.dtype):
-        return TorchAttention(config, kv, rope)
-    return CompiledAttention(loaded, config, kv, rope)
+        return torch.from_numpy(batch.token_ids)
 
 
 def copy_pages(kv: Tensor, copies: Seq[tuple[PageId, PageId]]) -> None:

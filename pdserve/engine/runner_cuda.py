@@ -8,6 +8,7 @@ for the next need not come to the host in between.
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from pdserve.engine.graphs import Replays, graph_sizes, size_for
 from pdserve.engine.runner import by_chunk, copy_pages, run, zeroed
 from pdserve.engine.sampler import with_logprobs
 from pdserve.engine.sampler_triton import KernelSampler
+from pdserve.engine.scoring import SCORING_BYTES, Scorer, Scores
 from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId
@@ -55,6 +57,7 @@ class _InFlight:
     batch: Batch | None  # None: copies alone
     token_ids: Tensor  # on the host, filled when the step is done
     logits: Tensor | None  # where log probabilities are asked for
+    scores: Mapping[int, Scores]  # of prompts, by place in the plan; on the host
     done: torch.cuda.Event | None
     started_s: float
 
@@ -84,9 +87,9 @@ class CudaRunner:
 
         ValueError names what of the model or the pages the kernels do not serve.
         """
-        config, device = model.config, model.device
+        config, device = model.config, model.embedding.device
         shape = (num_pages, config.num_layers, 2, config.num_kv_heads, page_size, config.head_dim)
-        self.kv = zeroed(shape, model.dtype, device)
+        self.kv = zeroed(shape, model.embedding.dtype, device)
         self._model = model
         self._max_model_len = limits.max_model_len
         self._pool = PoolShape(num_pages, page_size, config.vocab_size)
@@ -98,6 +101,7 @@ class CudaRunner:
         self._replays = Replays(device)
         ends = config.eos_token_ids if eos_token_ids is None else eos_token_ids
         self._sampler = KernelSampler(ends, config.vocab_size, device)
+        self._scorer = Scorer(model.logits, config.vocab_size)
         self._sampled: _Sampled | None = None  # by the step started last
         self._in_flight: deque[_InFlight] = deque()
 
@@ -109,8 +113,8 @@ class CudaRunner:
         started_s = time.perf_counter()
         copy_pages(self.kv, plan.copies)
         batch = Batch.of(plan, self._pool) if plan.chunks else None
-        token_ids, logits = self._compute(batch) if batch is not None else (_NOTHING, None)
-        self._in_flight.append(_InFlight(batch, token_ids, logits, self._mark(), started_s))
+        token_ids, logits, scores = self._compute(batch) if batch is not None else (_NOTHING, None, {})
+        self._in_flight.append(_InFlight(batch, token_ids, logits, scores, self._mark(), started_s))
 
     @torch.inference_mode()
     def finish(self) -> StepResult:
@@ -127,7 +131,8 @@ class CudaRunner:
             if step.logits is not None:
                 sampled = with_logprobs(step.logits, step.batch.samples, token_ids)
             tokens = by_chunk(step.batch, sampled)
-        return StepResult(tokens, time.perf_counter() - step.started_s)
+        prompts = {place: scores.packed() for place, scores in step.scores.items()}
+        return StepResult(tokens, time.perf_counter() - step.started_s, prompts=prompts)
 
     def capture(self) -> None:
         """Capture every size of decode step now rather than when it first comes. Overwrites slots of page 0."""
@@ -135,36 +140,51 @@ class CudaRunner:
             chunks = tuple(Chunk((0,), 0, (PageId(0),), ()) for _ in range(size))
             run(self, StepPlan(chunks))
 
-    def _compute(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Launch a batch; returns the place of its tokens on the host, and its logits if they are needed later."""
-        logits = self._logits(batch)
+    def _compute(self, batch: Batch) -> tuple[Tensor, Tensor | None, Mapping[int, Scores]]:
+        """Launch a batch; returns where its tokens and scores come on the host, and logits if they are needed later."""
+        logits, scores = self._scored(batch) if batch.scored else (self._logits(batch), {})
         if not batch.samples:
             self._sampled = None
-            return _NOTHING, None
+            return _NOTHING, None, scores
         sampled = self._sampler.sample(logits, self._sampler.prepare(batch.samples))
         self._sampled = _Sampled(sampled, batch.first_samples)
         token_ids = torch.empty(len(batch.samples), dtype=torch.int64, pin_memory=sampled.device.type == "cuda")
         token_ids.copy_(sampled, non_blocking=True)
         reported = any(spec.params.logprobs is not None for spec in batch.samples)
-        return token_ids, logits.clone() if reported else None  # the next step overwrites them
+        return token_ids, logits.clone() if reported else None, scores  # the next step overwrites the logits
 
     def _logits(self, batch: Batch) -> Tensor:
         """Launch the model; returns the logits of the batch's samples, to be used before the next step."""
-        longest = int(batch.kv_lens.max())
-        if longest > self._max_model_len:
-            raise InvariantError(f"a context of {longest} tokens, the limit is {self._max_model_len}")
         only_single = int(batch.query_lens[-1]) == 1
         size = size_for(batch.num_tokens, self._sizes) if only_single else None
-        token_ids, positions, slots = self._send(batch, batch.num_tokens if size is None else size)
-        if batch.needs_previous:
-            self._fill_in(token_ids, batch)
-        self._attention.plan(batch, positions, slots)
+        token_ids = self._planned(batch, batch.num_tokens if size is None else size)
         if size is None:
             return self._model.forward(token_ids, self._attention, self._rows(batch))
         logits = self._replays.run(size, lambda: self._model.forward(token_ids, self._attention, None))
         if np.array_equal(batch.sample_rows, np.arange(batch.num_tokens)):
             return logits[: batch.num_tokens]
         return logits.index_select(0, self._rows(batch))
+
+    def _scored(self, batch: Batch) -> tuple[Tensor, Mapping[int, Scores]]:
+        """Do as `_logits`, and score the prompts that want it."""
+        hidden = self._model.hidden(self._planned(batch, batch.num_tokens), self._attention, None)
+        scores = {}
+        for each in batch.scored:
+            (targets,) = self._staging.send(np.array(each.targets.token_ids))
+            scores[each.place] = self._scorer.score(hidden[each.rows], targets.long(), each.targets.num_top).to_host()
+        sampled = hidden.index_select(0, self._rows(batch))
+        return self._model.logits(sampled) if len(sampled) else sampled, scores
+
+    def _planned(self, batch: Batch, size: int) -> Tensor:
+        """Prepare a step for the model, with room for `size` tokens; returns their ids."""
+        longest = int(batch.kv_lens.max())
+        if longest > self._max_model_len:
+            raise InvariantError(f"a context of {longest} tokens, the limit is {self._max_model_len}")
+        token_ids, positions, slots = self._send(batch, size)
+        if batch.needs_previous:
+            self._fill_in(token_ids, batch)
+        self._attention.plan(batch, positions, slots)
+        return token_ids
 
     def _send(self, batch: Batch, size: int) -> list[Tensor]:
         """Send token ids, positions and slots, int32 [size]; steps of one size find them at the same addresses."""
@@ -215,7 +235,7 @@ def step_bytes(config: ModelConfig, max_num_batched_tokens: int, max_num_seqs: i
     per_token = (4 * config.hidden_size + heads + 3 * config.intermediate_size) * element_bytes
     logits = config.vocab_size * (element_bytes + SAMPLING_BYTES)
     captured = GRAPH_SHARE * max_num_seqs * (per_token + config.vocab_size * element_bytes)
-    return max_num_batched_tokens * per_token + max_num_seqs * logits + captured + WORKSPACE_BYTES
+    return max_num_batched_tokens * per_token + max_num_seqs * logits + captured + SCORING_BYTES + WORKSPACE_BYTES
 
 
 def pages_that_fit(total_bytes: int, bytes_in_use: int, utilization: float, page_bytes: int) -> int:

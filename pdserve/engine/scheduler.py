@@ -17,12 +17,12 @@ from operator import attrgetter
 
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.running import RunningStep
-from pdserve.engine.sequence import Broken, Computed, Outcome, Sampled, Sequence, Split, Started
+from pdserve.engine.sequence import Broken, Computed, Outcome, Sampled, Scored, Sequence, Split, Started
 from pdserve.engine.splitting import split
 from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId
-from pdserve.sampling import SampledToken
+from pdserve.sampling import PromptLogprobs, SampledToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +186,8 @@ class Scheduler:
                 self.publish(sequence)
             if was_prompt:
                 outcomes.append(Computed(sequence))
+            if place in result.prompts:
+                outcomes.append(_scored(sequence, chunk.start + 1, result.prompts[place]))
             if not tokens:
                 continue
             if sequence.ends_with_prompt:
@@ -235,12 +237,14 @@ class Scheduler:
         token_ids = sequence.tokens[start:stop] if is_known else _UNKNOWN
         pages = sequence.pages[: -(-stop // self.cache.page_size)]
         samples = sequence.samples(before.num_sampled) if stop == num_known + before.num_sampled else ()
-        step.add(sequence, Chunk(token_ids, start, pages, samples, None if is_known else before.place))
+        targets = sequence.targets(start, stop) if sequence.prompt_logprobs is not None else None
+        step.add(sequence, Chunk(token_ids, start, pages, samples, None if is_known else before.place, targets))
 
     def _admit(self, sequence: Sequence) -> bool:
         """Move the first waiting sequence to the running ones, with pages for all it has to compute."""
         cache = self.cache
-        usable = (len(sequence.tokens) - 1) // cache.page_size  # at least one token is computed, to sample from
+        # At least one token is computed, to sample from; and all that are to be scored.
+        usable = 0 if sequence.is_to_score else (len(sequence.tokens) - 1) // cache.page_size
         reused = cache.reuse(sequence.prefix, usable)
         fresh = cache.take(cache.num_pages(len(sequence.tokens)) - len(reused))
         if fresh is None:
@@ -331,3 +335,8 @@ class Scheduler:
             self.release(sequence)
         self.running += children
         return [*sampled, Split(sequence, tuple(children))]
+
+
+def _scored(sequence: Sequence, position: int, logprobs: PromptLogprobs) -> Scored:
+    sequence.num_scored = max(sequence.num_scored, position + len(logprobs))
+    return Scored(sequence, position, logprobs)

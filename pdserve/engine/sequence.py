@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from pdserve.engine.kvcache import Prefix
-from pdserve.engine.step import SampleSpec
+from pdserve.engine.step import SampleSpec, Targets
 from pdserve.ids import Attempt, PageId, RequestId
-from pdserve.sampling import SampledToken, SamplingParams, TokenLogprobs
+from pdserve.sampling import PromptLogprobs, SampledToken, SamplingParams, TokenLogprobs
 from pdserve.values import value
 
 SEED_STRIDE = 0xD1342543DE82EF95  # odd, so that the sequences of a request get different seeds
@@ -56,6 +56,8 @@ class Sequence:
     num_cached_tokens: int = 0
     has_run: bool = False
     is_held: bool = False  # no step is to have it
+    prompt_logprobs: int | None = None  # its prompt is scored, and so many of the likeliest tokens reported
+    num_scored: int = 1  # leading tokens of the prompt that are; nothing is in front of the first
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the tokens after the job's, if they are asked for
     prefix: Prefix = field(init=False)  # of `tokens`
     ends_with_prompt: bool = field(init=False)  # its first tokens are its last: it splits, or is handed off
@@ -79,6 +81,18 @@ class Sequence:
     def num_missing(self) -> int:
         """Return how many tokens wait to be computed; 1 while decoding."""
         return len(self.tokens) - self.computed
+
+    @property
+    def is_to_score(self) -> bool:
+        """Whether tokens of its prompt are yet to be scored."""
+        return self.prompt_logprobs is not None and self.num_scored < self.job.num_prompt_tokens
+
+    def targets(self, start: int, stop: int) -> Targets | None:
+        """Return what the chunk tokens[start:stop] is to score, if anything."""
+        stop = min(stop + 1, self.job.num_prompt_tokens)
+        if self.prompt_logprobs is None or stop <= max(start + 1, self.num_scored):
+            return None
+        return Targets(self.tokens[start + 1 : stop], self.prompt_logprobs)
 
     def append(self, token: SampledToken) -> None:
         """Go on with a token."""
@@ -162,6 +176,15 @@ class Computed:
 
 
 @value
+class Scored:
+    """Tokens of a prompt, the first of which has that number, were scored; some may have been before."""
+
+    sequence: Sequence
+    position: int
+    logprobs: PromptLogprobs
+
+
+@value
 class Split:
     """A prompt's continuations go separate ways; those that ended with their first token are not among them."""
 
@@ -177,4 +200,4 @@ class Broken:
     reason: str
 
 
-Outcome = Sampled | Started | Computed | Split | Broken
+Outcome = Sampled | Started | Computed | Scored | Split | Broken

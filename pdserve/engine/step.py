@@ -5,7 +5,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import field
 
 from pdserve.ids import PageId
-from pdserve.sampling import SampledToken, SamplingParams
+from pdserve.sampling import PromptLogprobs, SampledToken, SamplingParams
 from pdserve.values import value
 
 
@@ -26,6 +26,14 @@ class SampleSpec:
 
 
 @value
+class Targets:
+    """The prompt tokens that follow the first of a chunk's tokens, each of which is to be scored by its logits."""
+
+    token_ids: Seq[int]  # no more than the chunk has
+    num_top: int  # how many of the likeliest tokens are wanted at each place
+
+
+@value
 class Chunk:
     """One sequence's share of a step: compute KV of `token_ids` at positions start, start+1, …
 
@@ -40,6 +48,7 @@ class Chunk:
     pages: Seq[PageId]
     samples: tuple[SampleSpec, ...]
     previous: int | None = None
+    targets: Targets | None = None
 
 
 @value
@@ -59,8 +68,10 @@ class StepResult:
     """Tokens sampled, parallel to `StepPlan.chunks` and each chunk's `samples`.
 
     `failed` has the reason for each place in `StepPlan.chunks` that could not be computed; its tokens are empty.
+    `prompts` has the scores of each place whose chunk has targets.
     """
 
     tokens: tuple[tuple[SampledToken, ...], ...]
     elapsed_s: float
     failed: Mapping[int, str] = field(default_factory=dict)
+    prompts: Mapping[int, PromptLogprobs] = field(default_factory=dict)

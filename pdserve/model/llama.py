@@ -7,8 +7,8 @@ A family is a file like this one. `Model.shapes` names what a checkpoint holds, 
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from pdserve.model.config import ModelConfig
 from pdserve.model.ops import Attention, Dense, GateUp, Linear, Ops, QkNorm, joined
@@ -50,20 +50,11 @@ class Model:
 
     config: ModelConfig
     ops: Ops
-    embedding: Linear  # [vocab_size, hidden_size]
+    embedding: Tensor  # [vocab_size, hidden_size]; gives device and dtype
     layers: tuple[Layer, ...]
     final_norm: Tensor
     lm_head: Linear
     rope: Rope
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the type of hidden states, K and V."""
-        return self.final_norm.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.final_norm.device
 
     def forward(self, token_ids: Tensor, attention: Attention, rows: Tensor | None) -> Tensor:
         """Compute K and V of every token, and logits of some.
@@ -71,25 +62,33 @@ class Model:
         token_ids: int64 [num_tokens]. rows: the tokens whose logits are wanted, or None for all of them.
         Returns [len(rows), vocab_size] in the model's dtype.
         """
+        hidden = self.hidden(token_ids, attention, rows)
+        return self.logits(hidden) if len(hidden) else hidden.new_empty((0, self.config.vocab_size))
+
+    def hidden(self, token_ids: Tensor, attention: Attention, rows: Tensor | None) -> Tensor:
+        """Do as `forward`, but return what logits are computed from: [len(rows), hidden_size]."""
         ops = self.ops
-        hidden = ops.embed(token_ids, self.embedding)
+        hidden = embedding(token_ids, self.embedding)
         for index, layer in enumerate(self.layers):
             qkv = ops.linear(ops.rms_norm(hidden, layer.input_norm), layer.qkv)
             mixed = attention.run(index, qkv.view(len(qkv), -1, self.config.head_dim), layer.qk_norm)
             if rows is not None and index == len(self.layers) - 1:
                 if len(rows) == 0:
-                    return hidden.new_empty((0, self.config.vocab_size))
+                    return hidden[:0]
                 hidden, mixed = hidden.index_select(0, rows), mixed.index_select(0, rows)
             hidden = ops.linear_add(mixed, layer.o, hidden)
             gated = ops.swiglu(ops.rms_norm(hidden, layer.post_attention_norm), layer.gate_up)
             hidden = ops.linear_add(gated, layer.down, hidden)
-        return ops.linear(ops.rms_norm(hidden, self.final_norm), self.lm_head)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of at least one row that `hidden` has returned."""
+        return self.ops.linear(self.ops.rms_norm(hidden, self.final_norm), self.lm_head)
 
     @classmethod
     def build(cls, config: ModelConfig, tensors: Tensors, ops: Ops) -> "Model":
         """Put a model together from all tensors that `shapes` names."""
-        tied = config.tie_word_embeddings
-        embedding, head = ops.held_embedding(Dense(tensors.take(EMBEDDING)), tied=tied)
+        embedding = tensors.take(EMBEDDING)
         layers = tuple(
             _build_layer(config, f"model.layers.{index}.", tensors, ops) for index in range(config.num_layers)
         )
@@ -98,9 +97,9 @@ class Model:
             ops=ops,
             embedding=embedding,
             layers=layers,
-            final_norm=(final_norm := tensors.take(FINAL_NORM)),
-            lm_head=head or ops.held(Dense(tensors.take(LM_HEAD))),
-            rope=Rope(config, final_norm.device),
+            final_norm=tensors.take(FINAL_NORM),
+            lm_head=ops.held(Dense(embedding if config.tie_word_embeddings else tensors.take(LM_HEAD))),
+            rope=Rope(config, embedding.device),
         )
 
     @staticmethod

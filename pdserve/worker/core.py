@@ -12,7 +12,7 @@ from pdserve.decode_worker.incoming import Incoming
 from pdserve.engine.kvcache import Prefix
 from pdserve.engine.room import Room
 from pdserve.engine.scheduler import Scheduler
-from pdserve.engine.sequence import Broken, Computed, Sampled, Sequence, Split, Started
+from pdserve.engine.sequence import Broken, Computed, Sampled, Scored, Sequence, Split, Started
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.kvtransfer import doors
@@ -115,6 +115,8 @@ class WorkerCore:
                     commands.append(_started(task, sequence, now_s - result.elapsed_s))
                 case Computed(sequence):
                     commands += self._computed(task, sequence, now_s)
+                case Scored(_, position, logprobs):
+                    commands.append(messages.PromptScored(task.router, task.key, position, logprobs))
                 case Split(sequence, children):
                     self._tasks.replace(task, sequence, children)
                     self._tasks.drop_sequences(task)
@@ -193,6 +195,7 @@ class WorkerCore:
             return self._take(reserved, now_s)
         self._add(task)
         sequence = Sequence(job, job.indices, list(job.token_ids), task.order, stop_after_prompt=target is not None)
+        sequence.prompt_logprobs = job.params.prompt_logprobs
         task.sequences.append(sequence)
         results = self._fetches.start(task, sequence, placed.fetch, now_s)
         if target is not None:

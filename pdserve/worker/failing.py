@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.errors import DeviceError, InvariantError
-from pdserve.sampling import SampledToken
+from pdserve.sampling import PromptLogprobs, SampledToken
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ class _Found:
     tokens: list[tuple[SampledToken, ...]]
     elapsed_s: float = 0.0
     failed: dict[int, str] = field(default_factory=dict)
+    prompts: dict[int, PromptLogprobs] = field(default_factory=dict)
 
 
 class Isolating:
@@ -45,7 +46,7 @@ class Isolating:
             self._copy(plan)
         found = _Found([()] * len(chunks))
         self._try(chunks, 0, found)
-        return StepResult(tuple(found.tokens), found.elapsed_s, found.failed)
+        return StepResult(tuple(found.tokens), found.elapsed_s, found.failed, found.prompts)
 
     def _copy(self, plan: StepPlan) -> None:
         try:
@@ -70,6 +71,7 @@ class Isolating:
         else:
             found.tokens[place : place + len(chunks)] = result.tokens
             found.elapsed_s += result.elapsed_s
+            found.prompts |= {place + offset: scores for offset, scores in result.prompts.items()}
             return
         half = len(chunks) // 2
         self._try(chunks[:half], place, found)

@@ -16,7 +16,7 @@ from pdserve.kvtransfer.session import HandoffKey, Peer
 from pdserve.load import LoadPart
 from pdserve.reports import Failure, Stage
 from pdserve.roles import Role
-from pdserve.sampling import SampledToken
+from pdserve.sampling import PromptLogprobs, SampledToken
 from pdserve.tracecontext import TraceContext
 from pdserve.values import value
 
@@ -140,6 +140,16 @@ class Tokens:
 
 
 @value
+class PromptScored:
+    """Tokens of a prompt were scored, the first of which has that number; some may have been before."""
+
+    router: RouterRef
+    key: HandoffKey
+    position: int
+    logprobs: PromptLogprobs
+
+
+@value
 class Progress:
     router: RouterRef
     key: HandoffKey
@@ -161,7 +171,7 @@ class Failed:
     reason: str
 
 
-Report = Tokens | Progress | Failed
+Report = Tokens | PromptScored | Progress | Failed
 
 
 @value

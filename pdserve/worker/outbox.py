@@ -13,7 +13,7 @@ from pdserve.kvtransfer.mover import Mover
 from pdserve.kvtransfer.server import HandoffServicer
 from pdserve.prefill_worker.probes import Probes
 from pdserve.worker.ending import HUNG_EXIT_STATUS, end_process
-from pdserve.worker.messages import Command, Failed, Load, Placed, Progress, Report, RoleTaken, Tokens
+from pdserve.worker.messages import Command, Failed, Load, Placed, Progress, PromptScored, Report, RoleTaken, Tokens
 from pdserve.worker.reporting import Reporter
 from pdserve.worker.spans import TaskSpans
 from pdserve.worker.watchdog import ThreadWatchdog
@@ -61,7 +61,7 @@ class Outbox:
         reports: list[Report] = []
         for command in commands:
             match command:
-                case Tokens() | Progress() | Failed():
+                case Tokens() | PromptScored() | Progress() | Failed():
                     reports.append(command)
                 case RoleTaken():
                     self._reporter.report_role(command)

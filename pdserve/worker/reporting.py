@@ -14,7 +14,7 @@ from pdserve.roles_wire import ROLE_NUMBERS
 from pdserve.worker import wire
 from pdserve.worker.kv_feed import KvFeed
 from pdserve.worker.link import Links
-from pdserve.worker.messages import Load, Progress, Report, RoleTaken, RouterRef, Tokens
+from pdserve.worker.messages import Load, Progress, PromptScored, Report, RoleTaken, RouterRef, Tokens
 from pdserve.worker.metrics import Steps
 
 logger = logging.getLogger(__name__)
@@ -49,10 +49,13 @@ class Reporter:
 
     def _send_step(self, reports: Iterable[Report], step: tuple[StepPlan, StepResult], now_s: float) -> None:
         tokens: defaultdict[RouterRef, list[Tokens]] = defaultdict(list)
+        prompts: defaultdict[RouterRef, list[PromptScored]] = defaultdict(list)
         stages: defaultdict[RouterRef, list[Progress]] = defaultdict(list)
         for report in reports:
             if isinstance(report, Tokens):
                 tokens[report.router].append(report)
+            elif isinstance(report, PromptScored):
+                prompts[report.router].append(report)
             elif isinstance(report, Progress):
                 stages[report.router].append(report)
             else:
@@ -61,6 +64,8 @@ class Reporter:
         self.steps.note(cost, sum(map(len, tokens.values())))
         for router in self._links.attached:
             message = wire.step_report(cost, tokens.get(router, ()), stages.get(router, ()), now_s)
+            for scored in prompts.get(router, ()):
+                wire.write_prompt(scored, message.step.prompts.add())
             self._links.send(router, message)
 
     def beat(self, load: Load, num_steps: int) -> None:

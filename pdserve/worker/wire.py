@@ -123,6 +123,8 @@ def report(reported: messages.Report, now_s: float) -> link.AttachRequest:
             failed.code, failed.detail = _FAILURE[code], reason
         case messages.Tokens():
             _write_delta(reported, message.step.deltas.add())
+        case messages.PromptScored():
+            write_prompt(reported, message.step.prompts.add())
     return message
 
 
@@ -153,6 +155,12 @@ def pair_measured(worker_id: str, measured: Measured) -> link.AttachRequest:
         is_slow=measured.is_slow,
     )
     return link.AttachRequest(pair=pair)
+
+
+def write_prompt(reported: messages.PromptScored, prompt: link.PromptDelta) -> None:
+    key, logprobs = reported.key, reported.logprobs
+    prompt.request_id, prompt.attempt, prompt.position = key.request_id, key.attempt, reported.position
+    prompt.chosen, prompt.top_ids, prompt.top = logprobs.chosen, logprobs.top_ids, logprobs.top
 
 
 def _placed(place: link.Place, router: RouterRef, now_s: float) -> messages.Placed:

@@ -490,6 +490,7 @@ class GenerateResponse(_message.Message):
     DELTAS_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     LEDGER_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Hexadecimal id of the request; the same in every reply."""
     @_builtins.property
@@ -504,6 +505,12 @@ class GenerateResponse(_message.Message):
     def ledger(self) -> Global___Ledger:
         """Only in the last reply."""
 
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprobs]:
+        """Of the prompt's tokens from the second on, in order, if asked for; in as many replies as they need. All come before
+        the first token.
+        """
+
     def __init__(
         self,
         *,
@@ -511,10 +518,11 @@ class GenerateResponse(_message.Message):
         deltas: _abc.Iterable[Global___SequenceDelta] | None = ...,
         usage: Global___Usage | None = ...,
         ledger: Global___Ledger | None = ...,
+        prompt_logprobs: _abc.Iterable[Global___TokenLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ledger", b"ledger", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "ledger", b"ledger", "request_id", b"request_id", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deltas", b"deltas", "ledger", b"ledger", "prompt_logprobs", b"prompt_logprobs", "request_id", b"request_id", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -670,6 +670,7 @@ class StepReport(_message.Message):
     PROGRESS_FIELD_NUMBER: _builtins.int
     PREFILL_WORK_FIELD_NUMBER: _builtins.int
     DECODE_KV_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPTS_FIELD_NUMBER: _builtins.int
     elapsed_us: _builtins.int
     """Wall time of the step, microseconds: from the end of the one before, where the worker did not rest in between."""
     prefill_tokens: _builtins.int
@@ -690,6 +691,10 @@ class StepReport(_message.Message):
     def progress(self) -> _containers.RepeatedCompositeFieldContainer[Global___Progress]:
         """Stages that were reached with it, before its tokens."""
 
+    @_builtins.property
+    def prompts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptDelta]:
+        """Log probabilities of prompts that ask for them; of one prompt before its first token."""
+
     def __init__(
         self,
         *,
@@ -701,14 +706,59 @@ class StepReport(_message.Message):
         progress: _abc.Iterable[Global___Progress] | None = ...,
         prefill_work: _builtins.int = ...,
         decode_kv_tokens: _builtins.int = ...,
+        prompts: _abc.Iterable[Global___PromptDelta] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "decode_kv_tokens", b"decode_kv_tokens", "decode_sequences", b"decode_sequences", "deltas", b"deltas", "elapsed_us", b"elapsed_us", "prefill_tokens", b"prefill_tokens", "prefill_work", b"prefill_work", "progress", b"progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "decode_kv_tokens", b"decode_kv_tokens", "decode_sequences", b"decode_sequences", "deltas", b"deltas", "elapsed_us", b"elapsed_us", "prefill_tokens", b"prefill_tokens", "prefill_work", b"prefill_work", "progress", b"progress", "prompts", b"prompts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepReport: _TypeAlias = StepReport  # noqa: Y015
+
+@_typing.final
+class PromptDelta(_message.Message):
+    """Log probabilities of successive tokens of one prompt, each given those before it; little end first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPT_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    CHOSEN_FIELD_NUMBER: _builtins.int
+    TOP_IDS_FIELD_NUMBER: _builtins.int
+    TOP_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.bytes
+    """Which request."""
+    attempt: _builtins.int
+    """Which placement of it; others are ignored."""
+    position: _builtins.int
+    """Which token of the prompt is the first of these; the prompt's own first, number 0, never is. The router takes each
+    position once, in order.
+    """
+    chosen: _builtins.bytes
+    """Of the tokens themselves: float32 each."""
+    top_ids: _builtins.bytes
+    """The likeliest tokens in each one's place, as many as asked for, likeliest first: uint32 each."""
+    top: _builtins.bytes
+    """Parallel to top_ids: float32 each."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.bytes = ...,
+        attempt: _builtins.int = ...,
+        position: _builtins.int = ...,
+        chosen: _builtins.bytes = ...,
+        top_ids: _builtins.bytes = ...,
+        top: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "chosen", b"chosen", "position", b"position", "request_id", b"request_id", "top", b"top", "top_ids", b"top_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptDelta: _TypeAlias = PromptDelta  # noqa: Y015
 
 @_typing.final
 class TokenDelta(_message.Message):

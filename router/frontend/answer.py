@@ -15,6 +15,7 @@ from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.commands import Deliver, Finished, Refused
 from pdserve.router.events import ClientTooSlow, StopStringFound
 from pdserve.router.frontend.prompts import Terms
+from pdserve.sampling import PromptLogprobs
 from pdserve.text.stop import OutputText
 
 GAIN_BYTES = 16  # of a gain's frame and small fields, roughly
@@ -31,6 +32,7 @@ class Gain:
     logprobs: list[inference.TokenLogprobs] = field(default_factory=list)  # parallel to token_ids, if asked for
     finish_reason: int = 0  # FinishReason; 0: it goes on
     stop_match: str | None = None  # the stop string that ended it
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)  # of the prompt's next tokens; in front of all
 
 
 class Client(Protocol):
@@ -115,6 +117,11 @@ class Answer:
         if gain is None:
             gain = self._unsent[index] = Gain(index)
             self._unsent_bytes += GAIN_BYTES
+        if command.prompt_logprobs is not None:
+            gain.prompt_logprobs.append(command.prompt_logprobs)
+            self._unsent_bytes += command.prompt_logprobs.num_bytes
+            self._note_news()
+            return None
         gained = output.push(command.token_ids)
         text, stop, finish_reason = gained.text, gained.stop, command.finish_reason
         if finish_reason and stop is None:

@@ -14,6 +14,7 @@ from pdserve.router.frontend.answer import Answer, Gain
 from pdserve.router.frontend.api_keys import bearer
 from pdserve.router.frontend.grpc_door import NOT_OPENED, deny, refuse, remaining_s, take_trace
 from pdserve.router.frontend.intake import Intake
+from pdserve.sampling_wire import logprobs_to_proto
 
 GenerateContext: TypeAlias = "grpc.aio.ServicerContext[inference.GenerateRequest, inference.GenerateResponse]"
 
@@ -31,6 +32,9 @@ class Writer:
 
     def write(self, answer: Answer, gains: Sequence[Gain], outcome: Finished | Refused | None) -> bool:
         reply = inference.GenerateResponse(request_id=answer.hex_id, deltas=map(_delta, gains))
+        for gain in gains:
+            for part in gain.prompt_logprobs:
+                reply.prompt_logprobs.extend(map(logprobs_to_proto, part.entries()))
         if isinstance(outcome, Finished):
             reply.usage.CopyFrom(wire.usage_message(outcome.usage))
             reply.ledger.CopyFrom(wire.ledger_message(outcome.ledger))

@@ -12,13 +12,20 @@ from model_zoo import FAMILIES, VOCAB, first_disagreement, load_oracle, write_mo
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from pdserve.checkpoint.hf_directory import read_weights
+from pdserve.engine import scoring
 from pdserve.engine.attention_torch import TorchAttention
 from pdserve.engine.batch import Batch, PoolShape
-from pdserve.engine.runner import Runner
+from pdserve.engine.kvcache import KvCache
+from pdserve.engine.runner import Runner, run
+from pdserve.engine.scheduler import Limits, Scheduler
+from pdserve.engine.sequence import Job, Scored, Sequence
 from pdserve.engine.step import Chunk, StepPlan
+from pdserve.ids import Attempt, RequestId
 from pdserve.model.config import ModelConfig
 from pdserve.model.llama import Model
 from pdserve.model.loading import load_model
+from pdserve.prefix_hash import PrefixHasher
+from pdserve.sampling import SamplingParams, TokenLogprobs
 
 pytestmark = pytest.mark.slow
 
@@ -80,3 +87,32 @@ def test_a_ragged_batch_draws_the_greedy_tokens_of_transformers(pair: Pair, chun
 def test_the_random_models_say_more_than_one_thing(pair: Pair) -> None:
     (answer,) = greedy_texts(Runner(pair.model, NUM_PAGES, PAGE_SIZE), prompts_of(20), NUM_TOKENS)
     assert len(set(answer)) > 2
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("chunk_tokens", [PAGE_SIZE + 1, 10**6])
+def test_prompts_are_scored_as_by_transformers_whatever_is_cached(
+    pair: Pair, chunk_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scoring, "SLICE_BYTES", 4 * VOCAB * 7)  # seven rows a slice
+    prompt, other = prompts_of(70, 40)
+    limits = Limits(4, chunk_tokens, 200, frozenset())
+    scheduler = Scheduler(KvCache(NUM_PAGES, PAGE_SIZE, PrefixHasher(b"secret", "model")), limits)
+    runner, scores = Runner(pair.model, NUM_PAGES, PAGE_SIZE), dict[int, list[TokenLogprobs]]()
+    for number, tokens in enumerate((prompt, other, prompt)):
+        job = Job(RequestId(bytes([number] * 16)), Attempt(0), tokens, len(tokens), SamplingParams(max_tokens=2), (0,))
+        scheduler.add(Sequence(job, (0,), list(tokens), number, prompt_logprobs=None if number == 1 else 3))
+        while (plan := scheduler.plan()) is not None:
+            for outcome in scheduler.commit(plan, run(runner, plan)):
+                if isinstance(outcome, Scored):
+                    assert outcome.position == 1 + len(scores.setdefault(number, []))
+                    scores[number] += outcome.logprobs.entries()
+    expected = pair.oracle(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    assert scores.keys() == {0, 2}
+    for scored in scores.values():
+        chosen = torch.tensor([each.chosen for each in scored])
+        torch.testing.assert_close(chosen, expected[range(69), prompt[1:]], atol=1e-3, rtol=0)
+        best = expected[:-1].topk(3)
+        assert [[token for token, _ in each.top] for each in scored] == best.indices.tolist()
+        values = torch.tensor([[value for _, value in each.top] for each in scored])
+        torch.testing.assert_close(values, best.values, atol=1e-3, rtol=0)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from struct import pack
 
 from pdserve.ids import PROTOCOL_VERSION, Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
@@ -16,6 +17,7 @@ from pdserve.router.events import (
     AttemptFailed,
     Event,
     LinkId,
+    PromptScored,
     Registration,
     RequestArrived,
     StageReached,
@@ -24,7 +26,7 @@ from pdserve.router.events import (
 )
 from pdserve.router.policies import POLICIES
 from pdserve.router.predict import Predictor
-from pdserve.sampling import SamplingParams
+from pdserve.sampling import PromptLogprobs, SamplingParams
 
 LAYOUT = KvLayout("w", 1, 1, 8, 16, "float32")
 STOP, LENGTH = 1, 2
@@ -42,6 +44,12 @@ class Delta:
     logprobs: tuple[object, ...] = ()
 
 
+def scored_of(request: RequestId, attempt: int, position: int, chosen: Sequence[float]) -> PromptScored:
+    return PromptScored(
+        request, Attempt(attempt), position, PromptLogprobs(pack(f"<{len(chosen)}f", *chosen), b"", b"")
+    )
+
+
 class Driver:
     """A core with a hand on everything it hears."""
 
@@ -50,6 +58,7 @@ class Driver:
         self.core = RouterCore("m", limits or Limits(), POLICIES[policy](self.predictor), self.predictor)
         self.now_s = 100.0
         self.delivered: dict[tuple[RequestId, int], list[int]] = {}
+        self.scored: dict[RequestId, list[float]] = {}  # log probabilities of prompt tokens
         self.ends: dict[RequestId, Finished | Refused] = {}
         self.last: list[Command] = []
         self._num_links = 0
@@ -59,6 +68,8 @@ class Driver:
         self.last = self.core.handle(event, self.now_s)
         for command in self.last:
             match command:
+                case Deliver(prompt_logprobs=logprobs) if logprobs is not None:
+                    self.scored.setdefault(command.request_id, []).extend(each.chosen for each in logprobs.entries())
                 case Deliver():
                     self.delivered.setdefault((command.request_id, command.index), []).extend(command.token_ids)
                 case End():
@@ -121,6 +132,10 @@ class Driver:
         self, link: LinkId, request: RequestId, position: int, *ids: int, attempt: int = 0, index: int = 0, end: int = 0
     ) -> None:
         self.post(StepReported(link, [Delta(request, attempt, index, position, ids, end)]))
+
+    def score(self, link: LinkId, request: RequestId, position: int, *chosen: float, attempt: int = 0) -> None:
+        """Report log probabilities of a prompt's tokens."""
+        self.post(StepReported(link, [], prompts=[scored_of(request, attempt, position, chosen)]))
 
     def stage(
         self, link: LinkId, request: RequestId, stage: Stage, age_s: float = 0.0, attempt: int = 0, **figures: float
