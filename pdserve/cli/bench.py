@@ -7,6 +7,7 @@ import typer
 
 from pdserve.cli.flags import grouped_flags
 from pdserve.cli.options import (
+    DEFAULT_MODEL,
     THIS_MACHINES_ROUTER,
     WORKLOAD_HELP,
     Decode,
@@ -21,7 +22,7 @@ from pdserve.cli.options import (
     objective,
     started,
 )
-from pdserve.cli.results import JsonFile, run, show
+from pdserve.cli.results import JsonFile, report, run, show
 
 _SIZES = Sizes()
 Seed = Annotated[int, typer.Option(help="Of the requests and the faults.")]
@@ -80,6 +81,33 @@ def router(
     found = measure_policies(prefill, decode, num_prompts, input_len)
     title = f"{prefill} + {decode} workers, {num_prompts} requests of {input_len} tokens"
     show(json_file, {"runs": found}, speed_table(found, title))
+
+
+def frontend(
+    model: Model = DEFAULT_MODEL,
+    door: Annotated[list[str] | None, typer.Option(help="grpc; repeatable.", show_default=False)] = None,
+    step_ms: Annotated[
+        list[float] | None, typer.Option(help="Of a decode step; repeatable.", show_default=False)
+    ] = None,
+    streams: Annotated[list[int] | None, typer.Option(help="At once; repeatable.", show_default=False)] = None,
+    output_len: Annotated[list[int] | None, typer.Option(help="Tokens; repeatable.", show_default=False)] = None,
+    prompt_words: Annotated[int, typer.Option(min=1, help="Words of a prompt.")] = 200,
+    rounds: Annotated[int, typer.Option(min=1, help="Requests of each stream that count.")] = 4,
+    json_file: JsonFile = None,
+) -> None:
+    """Measure the CPU time that a streamed request takes of a router, with workers that replay known tokens."""
+    from itertools import product
+
+    from pdserve.measure.frontend import Door, Load, frontend_table, measure_frontend
+    from pdserve.measure.router_speed import measure_steps
+
+    shapes = product(step_ms or (20.0, 2.0), door or ("grpc",), streams or (64, 256), output_len or (64, 8))
+    loads = [Load(Door(name), ms / 1e3, num, prompt_words, tokens, rounds) for ms, name, num, tokens in shapes]
+    found = run(measure_frontend(model, loads, {}, report))
+    core = measure_steps(num_sequences=256, num_steps=64)
+    title = f"Prompts of {prompt_words} words"
+    times = f"{1e3 * core.core_s:.2f} ms of the core, {1e3 * core.wire_s:.2f} ms to read it off the link"
+    show(json_file, {"runs": found, "core": core}, frontend_table(found, title), f"a step of 256 sequences: {times}")
 
 
 def handoff(

@@ -8,6 +8,7 @@ from pdserve.ids import PROTOCOL_VERSION, Incarnation, RequestId, WorkerId
 from pdserve.kvlayout import KvLayout
 from pdserve.measure.tables import Column, Sheet
 from pdserve.perfmodel.curve import Step
+from pdserve.proto.v1 import link_pb2
 from pdserve.reports import Stage
 from pdserve.roles import Role
 from pdserve.router.commands import Command, Place
@@ -16,6 +17,7 @@ from pdserve.router.core import RouterCore
 from pdserve.router.events import LinkId, Registration, RequestArrived, StageReached, StepReported
 from pdserve.router.policies import POLICIES
 from pdserve.router.predict import Predictor
+from pdserve.router.wire import worker_events
 from pdserve.sampling import SamplingParams
 
 _LAYOUT = KvLayout("w", 32, 8, 128, 64, "bfloat16")
@@ -34,7 +36,7 @@ class _Token:
         self.finish_reason = finish_reason
 
 
-def _core(policy: str, num_prefill: int, num_decode: int) -> RouterCore:
+def _core(policy: str, num_prefill: int, num_decode: int, max_num_seqs: int = 256) -> RouterCore:
     """Return a core with workers that answer at once."""
     predictor = Predictor()
     limits = Limits(worker_silence_s=1e9, local_prefill=policy == "goodput")
@@ -44,7 +46,9 @@ def _core(policy: str, num_prefill: int, num_decode: int) -> RouterCore:
         name = WorkerId(f"{role.value}{number}")
         link = LinkId(number + 1)
         process = link, name, Incarnation(link), role
-        core.handle(Registration(*process, PROTOCOL_VERSION, True, "m", _LAYOUT, 10_000, 256, 100_000, name, 2048), 0.0)
+        core.handle(
+            Registration(*process, PROTOCOL_VERSION, True, "m", _LAYOUT, 10_000, max_num_seqs, 100_000, name, 2048), 0.0
+        )
     return core
 
 
@@ -65,12 +69,12 @@ def _measure(core: RouterCore, num_requests: int, prompt_tokens: int) -> tuple[f
     return num_requests / placing_s, living_s / num_requests
 
 
-def _arrival(number: int, prompt_tokens: int, now_s: float) -> RequestArrived:
+def _arrival(number: int, prompt_tokens: int, now_s: float, output_tokens: int = _OUTPUT_TOKENS) -> RequestArrived:
     bits = number * 0x9E3779B97F4A7C15 % 2**64
     return RequestArrived(
         request_id=RequestId(bits.to_bytes(8, "little") + number.to_bytes(8, "big")),
         token_ids=[number] * prompt_tokens,
-        params=SamplingParams(max_tokens=_OUTPUT_TOKENS),
+        params=SamplingParams(max_tokens=output_tokens),
         received_s=now_s,
         deadline_s=now_s + 60,
         ttft_slo_s=1.0,
@@ -103,6 +107,36 @@ class PolicySpeed:
     policy: str
     placements_per_s: float
     rest_s: float  # of a request's life
+
+
+@dataclass(frozen=True, slots=True)
+class StepSpeed:
+    """What one step's report takes of one core."""
+
+    wire_s: float  # to make events of the link's bytes
+    core_s: float  # to handle them
+
+
+def measure_steps(num_sequences: int, num_steps: int) -> StepSpeed:
+    """Measure reports of a decode step, a token a sequence, from the link's bytes on."""
+    core = _core("least_loaded", 1, 1, num_sequences)
+    places = [core.handle(_arrival(number, 200, 0.0, num_steps + 1), 0.0) for number in range(num_sequences)]
+    specs = [command.spec for commands in places for command in commands if isinstance(command, Place)]
+    wire_s = core_s = 0.0
+    for position in range(num_steps + 1):
+        report = link_pb2.StepReport(decode_sequences=num_sequences, elapsed_us=20_000)
+        for spec in specs:
+            report.deltas.add(request_id=spec.request_id, position=position, token_ids=[7])
+        packed, link_id = link_pb2.AttachRequest(step=report).SerializeToString(), LinkId(1 if position == 0 else 2)
+        start_s = process_time()
+        events = worker_events(link_id, link_pb2.AttachRequest.FromString(packed))
+        read_s = process_time()
+        for event in events:
+            core.handle(event, 0.02 * position)
+        if position:
+            wire_s, core_s = wire_s + read_s - start_s, core_s + process_time() - read_s
+    core.check_idle()
+    return StepSpeed(wire_s / num_steps, core_s / num_steps)
 
 
 def measure_policies(num_prefill: int, num_decode: int, num_requests: int, prompt_tokens: int) -> list[PolicySpeed]:

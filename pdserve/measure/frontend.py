@@ -1,0 +1,258 @@
+"""What a streamed request costs a router's processes: a real router, replayed workers, and streams from this process.
+
+The router's CPU time is what the kernel charges its processes. Streams are closed loops: each sends its next request
+when the last has ended, and has a connection of its own.
+"""
+
+import asyncio
+import multiprocessing
+import os
+import random
+import secrets
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Protocol
+
+import grpc
+import psutil
+
+from pdserve.checkpoint.fetch import resolve_model
+from pdserve.checkpoint.open import open_checkpoint
+from pdserve.clock import MonotonicClock
+from pdserve.errors import CommandError
+from pdserve.launch.folder import free_port
+from pdserve.launch.plan import flag_arguments
+from pdserve.measure.percentiles import percentiles, shown
+from pdserve.measure.replayed import replay
+from pdserve.measure.tables import Column, Sheet
+from pdserve.proto.v1 import inference_pb2 as inference
+
+
+class Door(StrEnum):
+    """A protocol that clients speak."""
+
+    GRPC = "grpc"
+
+
+_HOST = "127.0.0.1"
+_MODEL = "replayed"
+_ANSWER = (
+    "The harbour lay quiet under a pale sky while gulls wheeled over the fishing boats, and the old lighthouse keeper "
+    "counted the ships that had come home before the storm; there were seventeen, he said, and one that had not. "
+)
+_WORDS = _ANSWER.replace(",", "").replace(";", "").replace(".", "").lower().split()
+_READY_TIMEOUT_S = 60.0
+_GENERATE = "/pdserve.v1.InferenceService/Generate"
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is sent: `num_streams` closed loops of `rounds` requests each, after one that does not count."""
+
+    door: Door
+    step_s: float
+    num_streams: int
+    prompt_words: int
+    output_tokens: int
+    rounds: int
+
+
+@dataclass(slots=True)
+class Seen:
+    """What the streams of a run received."""
+
+    num_requests: int = 0
+    num_messages: int = 0
+    ttft_s: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendCost:
+    """What a load took."""
+
+    load: Load
+    cpu_s: float  # of the router's processes, a request
+    messages: float  # a request
+    requests_per_s: float
+    ttft_s: tuple[float, ...]
+
+
+class Stream(Protocol):
+    """One connection that sends a request after another."""
+
+    async def ask(self, prompt: str, max_tokens: int, seen: Seen) -> None:
+        """Send a request and read its answer whole; CommandError where it is not as long as it should be."""
+
+    async def close(self) -> None: ...
+
+
+class GrpcStream:
+    """A client of InferenceService that parses the last message of an answer alone."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+        self._generate: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = self._channel.unary_stream(_GENERATE)
+        self._clock = MonotonicClock()
+
+    async def ask(self, prompt: str, max_tokens: int, seen: Seen) -> None:
+        sampling = inference.SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        request = inference.GenerateRequest(text=prompt, sampling=sampling)
+        sent_s, last = self._clock.now_s(), b""
+        call = self._generate(request.SerializeToString())
+        while isinstance(message := await call.read(), bytes):
+            if not last:
+                seen.ttft_s += (self._clock.now_s() - sent_s,)
+            last = message
+            seen.num_messages += 1
+        num_tokens = inference.GenerateResponse.FromString(last).usage.completion_tokens
+        if num_tokens != max_tokens:
+            raise CommandError(f"an answer has {num_tokens} tokens, {max_tokens} were asked for")
+        seen.num_requests += 1
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Router:
+    """A running router and its doors' addresses."""
+
+    process: psutil.Process
+    doors: Mapping[Door, str]
+
+    def cpu_s(self) -> float:
+        """Return the CPU time of the router's processes so far."""
+        every = [self.process, *self.process.children(recursive=True)]
+        return sum(sum(each.cpu_times()[:2]) for each in every)
+
+    def stream(self, door: Door) -> Stream:
+        return GrpcStream(self.doors[door])
+
+
+async def measure_frontend(
+    model: str, loads: Sequence[Load], router_flags: Mapping[str, object], report: "Report"
+) -> list[FrontendCost]:
+    """Measure loads, each group of one step length with a router of its own. `model` is read for its tokenizer."""
+    found = []
+    for step_s in sorted({load.step_s for load in loads}, reverse=True):
+        async with _serving(model, step_s, router_flags) as router:
+            for load in (load for load in loads if load.step_s == step_s):
+                report(f"{load.door}: {load.num_streams} streams, {load.output_tokens} tokens, {1e3 * step_s:g} ms")
+                found.append(await _measure(router, load))
+    return found
+
+
+class Report(Protocol):
+    """Says what goes on."""
+
+    def __call__(self, text: str, /) -> None: ...
+
+
+@asynccontextmanager
+async def _serving(model: str, step_s: float, router_flags: Mapping[str, object]) -> AsyncIterator[_Router]:
+    """Run a router and replayed workers for the length of the block."""
+    path = resolve_model(model)
+    answer = open_checkpoint(path).tokenizer().encode(_ANSWER, add_special=False)
+    with TemporaryDirectory() as folder:
+        secret_file = Path(folder) / "secret"
+        secret_file.touch(mode=0o600)
+        secret_file.write_text(secrets.token_hex(32))
+        public, internal = free_port(_HOST), free_port(_HOST)
+        flags = {
+            "model": path, "served_model_name": _MODEL, "secret_file": secret_file, "port": public,
+            "internal_port": internal, **router_flags,
+        }  # fmt: skip
+        process = await _start(flags)
+        worker = multiprocessing.get_context("spawn").Process(
+            target=replay, args=(f"{_HOST}:{internal}", secret_file, _MODEL, answer, step_s, 1024), daemon=True
+        )
+        worker.start()
+        try:
+            router = _Router(psutil.Process(process.pid), {Door.GRPC: f"{_HOST}:{public}"})
+            await _ready(router.doors[Door.GRPC])
+            yield router
+        finally:
+            worker.terminate()
+            worker.join()
+            if process.returncode is None:
+                process.terminate()
+            await process.wait()
+
+
+async def _start(flags: Mapping[str, object]) -> asyncio.subprocess.Process:
+    wrapper = (sys.executable, "-P", "-m", "pdserve.launch.die_with_parent", str(os.getpid()))
+    command = (sys.executable, "-P", "-m", "pdserve", "router", *flag_arguments(flags))
+    return await asyncio.create_subprocess_exec(*wrapper, *command, stdin=asyncio.subprocess.DEVNULL)
+
+
+async def _ready(address: str) -> None:
+    """Return once the router answers a request; it waits for workers by itself."""
+    async with asyncio.timeout(_READY_TIMEOUT_S), grpc.aio.insecure_channel(address) as channel:
+        await channel.channel_ready()
+    stream = GrpcStream(address)
+    await stream.ask("ready", 2, Seen())
+    await stream.close()
+
+
+async def _measure(router: _Router, load: Load) -> FrontendCost:
+    clock, draw = MonotonicClock(), random.Random(load.num_streams)
+    streams = [router.stream(load.door) for _ in range(load.num_streams)]
+    try:
+        await _rounds(streams, load, 1, draw)
+        began_s, cpu_s = clock.now_s(), router.cpu_s()
+        seen = await _rounds(streams, load, load.rounds, draw)
+        spent_s, lasted_s = router.cpu_s() - cpu_s, clock.now_s() - began_s
+    finally:
+        for stream in streams:
+            await stream.close()
+    num = seen.num_requests
+    return FrontendCost(load, spent_s / num, seen.num_messages / num, num / lasted_s, seen.ttft_s)
+
+
+async def _rounds(streams: Sequence[Stream], load: Load, rounds: int, draw: random.Random) -> Seen:
+    seen = Seen()
+
+    async def run(stream: Stream) -> None:
+        for _ in range(rounds):
+            prompt = " ".join(draw.choices(_WORDS, k=load.prompt_words))
+            await stream.ask(prompt, load.output_tokens, seen)
+
+    async with asyncio.TaskGroup() as tasks:
+        for stream in streams:
+            tasks.create_task(run(stream))
+    return seen
+
+
+_COLUMNS = (
+    Column("door", is_text=True),
+    Column("steps", "ms"),
+    Column("streams"),
+    Column("tokens"),
+    Column("CPU", "ms a request"),
+    Column("messages", "a request"),
+    Column("requests/s"),
+    Column("TTFT p50", "ms"),
+)
+
+
+def frontend_table(found: Sequence[FrontendCost], title: str) -> Sheet:
+    """Return a row a load."""
+    rows = [
+        (
+            each.load.door,
+            f"{1e3 * each.load.step_s:g}",
+            str(each.load.num_streams),
+            str(each.load.output_tokens),
+            f"{1e3 * each.cpu_s:.2f}",
+            f"{each.messages:.1f}",
+            f"{each.requests_per_s:.0f}",
+            shown(percentiles(each.ttft_s), "p50", 1e3),
+        )
+        for each in found
+    ]
+    return Sheet(title, _COLUMNS, rows)

@@ -1,0 +1,179 @@
+"""Workers that compute nothing: they attach to a router over the real link and stream known tokens in equal steps."""
+
+import asyncio
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from typing import TypeAlias
+
+import grpc
+
+from pdserve.ids import PROTOCOL_VERSION
+from pdserve.incarnation import new_incarnation
+from pdserve.kvlayout import KvLayout
+from pdserve.kvlayout_wire import layout_to_proto
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.proto.v1.link_pb2_grpc import LinkServiceStub
+from pdserve.rpc import INTERNAL_MESSAGE_BYTES, channel_options, identify, read_secret
+from pdserve.token_ids import TOKEN_ID_BYTES
+
+BEAT_S = 0.5
+NUM_PAGES, PAGE_SIZE = 100_000, 64
+MAX_MODEL_LEN = 32_768
+_ATTACH = "/pdserve.v1.LinkService/Attach"
+_LAYOUT = KvLayout("replayed", 32, 8, 128, PAGE_SIZE, "bfloat16")
+
+_Key = tuple[bytes, int]  # request, attempt
+_Call: TypeAlias = "grpc.aio.StreamStreamCall[link.AttachRequest, link.AttachResponse]"
+
+
+class _Sequence:
+    """One continuation under way."""
+
+    def __init__(self, spec: link.SequenceSpec, index: int) -> None:
+        self.key = spec.request_id, spec.attempt
+        self.index = index
+        self.position = len(spec.token_ids) // TOKEN_ID_BYTES - spec.num_prompt_tokens
+        self.max_tokens = spec.sampling.max_tokens
+        self.num_again = 0  # tokens that the decode worker reports too, in case the prefill worker's report comes later
+
+
+class Replayed:
+    """A prefill and a decode worker, which share what they know."""
+
+    def __init__(self, model: str, token_ids: Sequence[int], max_num_seqs: int) -> None:
+        """`token_ids`: what every answer consists of, over and over."""
+        self._model = model
+        self._token_ids = token_ids
+        self._max_num_seqs = max_num_seqs
+        self._expected: dict[_Key, link.SequenceSpec] = {}  # by the decode worker
+        self._prompts: list[link.Place] = []  # computed with the next step
+        self._running: dict[tuple[_Key, int], _Sequence] = {}
+        self._joined: list[_Key] = []  # landed since the last step
+
+    async def serve(self, address: str, secret_file: Path, step_s: float) -> None:
+        """Attach both workers to a router and stream until cancelled."""
+        secret, options = read_secret(secret_file), channel_options(INTERNAL_MESSAGE_BYTES)
+        calls: list[_Call] = []
+        async with grpc.aio.insecure_channel(address, options=options) as channel, asyncio.TaskGroup() as tasks:
+            for role, name in ((link.ROLE_PREFILL, "p0"), (link.ROLE_DECODE, "d0")):
+                proof = await identify(channel, secret, _ATTACH, wait_for_ready=True)
+                call = LinkServiceStub(channel).Attach(metadata=proof)
+                await call.write(link.AttachRequest(register=self._registration(role, name)))
+                tasks.create_task(self._read(call))
+                calls.append(call)
+            await self._step(calls[0], calls[1], step_s)
+
+    def _registration(self, role: link.Role.ValueType, name: str) -> link.Register:
+        return link.Register(
+            worker_id=name,
+            incarnation=new_incarnation(),
+            role=role,
+            protocol_version=PROTOCOL_VERSION,
+            ready=True,
+            model=self._model,
+            layout=layout_to_proto(_LAYOUT),
+            num_pages=NUM_PAGES,
+            max_num_seqs=self._max_num_seqs,
+            max_num_batched_tokens=MAX_MODEL_LEN,
+            max_model_len=MAX_MODEL_LEN,
+            handoff_address=f"127.0.0.1:{role}",
+        )
+
+    async def _read(self, call: _Call) -> None:
+        async for message in call:
+            match message.WhichOneof("message"):
+                case "place" if message.place.HasField("source"):
+                    spec = message.place.spec
+                    self._expected[spec.request_id, spec.attempt] = spec
+                case "place":
+                    self._prompts.append(message.place)
+                case "cancel":
+                    self._cancel(message.cancel)
+                case _:
+                    pass  # of no meaning to who computes nothing
+
+    def _cancel(self, cancel: link.Cancel) -> None:
+        key = cancel.request_id, cancel.attempt
+        if not cancel.indices:
+            self._expected.pop(key, None)
+        for each in [each for each in self._running if each[0] == key]:
+            if not cancel.indices or each[1] in cancel.indices:
+                del self._running[each]
+
+    async def _step(self, prefill: _Call, decode: _Call, step_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        began_s = next_beat_s = loop.time()
+        for number in count(1):
+            await asyncio.sleep(max(0.0, began_s + number * step_s - loop.time()))
+            if loop.time() >= next_beat_s:
+                next_beat_s = loop.time() + BEAT_S
+                for call in (prefill, decode):
+                    await call.write(link.AttachRequest(heartbeat=link.Heartbeat(pages_free=NUM_PAGES)))
+            if self._prompts:
+                await prefill.write(link.AttachRequest(step=self._prefill_report(step_s)))
+            if self._running or self._joined:
+                await decode.write(link.AttachRequest(step=self._decode_report(step_s)))
+
+    def _prefill_report(self, step_s: float) -> link.StepReport:
+        report = link.StepReport(elapsed_us=round(step_s * 1e6))
+        waiting = []
+        for place in self._prompts:
+            spec = place.spec
+            key, num_tokens = (spec.request_id, spec.attempt), len(spec.token_ids) // TOKEN_ID_BYTES
+            expected = self._expected.pop(key, None)
+            if place.HasField("target") and expected is None:
+                waiting.append(place)  # its message to the decode worker has not come yet
+                continue
+            report.prefill_tokens += num_tokens
+            report.prefill_work += num_tokens**2
+            _note(report, key, link.STAGE_PREFILL_STARTED, link.STAGE_PREFILL_DONE)
+            for index in spec.indices or range(spec.sampling.n):
+                sequence = _Sequence(spec, index)
+                if self._add_token(report, sequence) and expected is not None:
+                    self._running[key, index] = sequence
+                    sequence.num_again = 1
+            if expected is not None:
+                self._joined.append(key)
+        self._prompts = waiting
+        return report
+
+    def _decode_report(self, step_s: float) -> link.StepReport:
+        report = link.StepReport(elapsed_us=round(step_s * 1e6), decode_sequences=len(self._running))
+        for key in self._joined:
+            _note(report, key, link.STAGE_LANDED, link.STAGE_COMMITTED, link.STAGE_DECODE_JOINED)
+        self._joined.clear()
+        report.decode_kv_tokens = 100 * len(self._running)
+        for name, sequence in list(self._running.items()):
+            if not self._add_token(report, sequence):
+                del self._running[name]
+        return report
+
+    def _add_token(self, report: link.StepReport, sequence: _Sequence) -> bool:
+        """Add a sequence's next token; return whether it goes on."""
+        request_id, attempt = sequence.key
+        position, end = sequence.position - sequence.num_again, sequence.position + 1
+        sequence.position, sequence.num_again = end, 0
+        goes_on = end < sequence.max_tokens
+        report.deltas.add(
+            request_id=request_id,
+            attempt=attempt,
+            index=sequence.index,
+            position=position,
+            token_ids=[self._token_ids[each % len(self._token_ids)] for each in range(position, end)],
+            finish_reason=inference.FINISH_REASON_UNSPECIFIED if goes_on else inference.FINISH_REASON_LENGTH,
+        )
+        return goes_on
+
+
+def _note(report: link.StepReport, key: _Key, *stages: link.Stage.ValueType) -> None:
+    for stage in stages:
+        report.progress.add(request_id=key[0], attempt=key[1], stage=stage)
+
+
+def replay(
+    address: str, secret_file: Path, model: str, token_ids: Sequence[int], step_s: float, max_num_seqs: int
+) -> None:
+    """Run replayed workers in this process until it is ended."""
+    asyncio.run(Replayed(model, token_ids, max_num_seqs).serve(address, secret_file, step_s))
