@@ -51,7 +51,6 @@ class _Group:
 class _Step:
     angles: Angles
     targets: Tensor  # [num_tokens, 2 * kv heads] into layer 0 of the pool's slots
-    groups: tuple[_Group, ...]
 
 
 class TorchAttention:
@@ -62,22 +61,20 @@ class TorchAttention:
         self._config = config
         self._ops = TorchOps(config.rms_norm_eps)
         self._rope = rope
+        self._grouped = GroupedAttention(config, kv)
         self._page_size = kv.shape[4]
         self._dtype = kv.dtype
         self._slots = kv.view(-1, config.head_dim)
-        self._runs = kv.view(-1, self._page_size * config.head_dim)
-        self._slot_bytes = config.head_dim * kv.dtype.itemsize
-        self._runs_per_layer = 2 * config.num_kv_heads
-        self._runs_per_page = config.num_layers * self._runs_per_layer
         self._step: _Step | None = None
 
     def plan(self, batch: Batch) -> None:
         """Prepare what all layers share of the step."""
+        runs = self._grouped.run_ids(batch.pages)
         self._step = _Step(
             angles=self._rope.angles(torch.from_numpy(batch.positions), self._dtype),
-            targets=torch.from_numpy(self._run_ids(batch.pages) * self._page_size + batch.slots[:, None]),
-            groups=tuple(self._group(batch, first, last) for first, last in _alike(batch)),
+            targets=torch.from_numpy(runs * self._page_size + batch.slots[:, None]),
         )
+        self._grouped.plan(batch, 0)
 
     def run(self, layer: int, qkv: Tensor, qk_norm: QkNorm | None) -> Tensor:
         """Attend in one layer; see `pdserve.model.ops.Attention`."""
@@ -90,11 +87,37 @@ class TorchAttention:
             qkv[:, :num_heads] = norm(qkv[:, :num_heads], qk_norm.q)
             qkv[:, k] = norm(qkv[:, k], qk_norm.k)
         rotate_(qkv[:, :-num_kv_heads], step.angles)
-        slots_before = layer * self._runs_per_layer * self._page_size
+        slots_before = layer * 2 * num_kv_heads * self._page_size
         self._slots[slots_before:].index_put_((step.targets,), qkv[:, num_heads:])
-        if len(step.groups) == 1:
-            return self._attend(layer, qkv, step.groups[0])
-        return torch.cat([self._attend(layer, qkv[group.tokens], group) for group in step.groups])
+        attended = self._grouped.run(layer, qkv)
+        return attended[0] if len(attended) == 1 else torch.cat(attended)
+
+
+class GroupedAttention:
+    """Attends in groups, with q and k that are rotated and K and V that are in the pages already."""
+
+    def __init__(self, config: ModelConfig, kv: Tensor) -> None:
+        """Attend within `kv`: [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim]."""
+        self._config = config
+        self._page_size = kv.shape[4]
+        self._dtype = kv.dtype
+        self._runs = kv.view(-1, self._page_size * config.head_dim)
+        self._slot_bytes = config.head_dim * kv.dtype.itemsize
+        self._runs_per_layer = 2 * config.num_kv_heads
+        self._runs_per_page = config.num_layers * self._runs_per_layer
+        self._groups: tuple[_Group, ...] = ()
+
+    def plan(self, batch: Batch, first: int) -> None:
+        """Prepare what all layers share of the batch's chunks from `first` on."""
+        self._groups = tuple(self._group(batch, begin, end) for begin, end in _alike(batch, first))
+
+    def run(self, layer: int, qkv: Tensor) -> list[Tensor]:
+        """Attend with the planned chunks' tokens in one layer: [tokens, num_heads * head_dim] of each group."""
+        return [self._attend(layer, qkv[group.tokens], group) for group in self._groups]
+
+    def run_ids(self, pages: Ints) -> Ints:
+        """Return the runs of layer 0's K heads, then V heads, of each page: [len(pages), 2 * kv heads]."""
+        return pages[:, None] * self._runs_per_page + np.arange(self._runs_per_layer)
 
     def _attend(self, layer: int, qkv: Tensor, group: _Group) -> Tensor:
         num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
@@ -134,13 +157,9 @@ class TorchAttention:
         tokens = slice(int(batch.query_starts[first]), int(batch.query_starts[last]))
         return _Group(tokens, last - first, query_len, longest, gather, mask)
 
-    def _run_ids(self, pages: Ints) -> Ints:
-        """Return the runs of layer 0's K heads, then V heads, of each page: [len(pages), 2 * kv heads]."""
-        return pages[:, None] * self._runs_per_page + np.arange(self._runs_per_layer)
-
     def _gathered_runs(self, page_table: Ints) -> Tensor:
         """Return the runs of [num_chunks, pages] in the order k|v, chunk, kv head, page."""
-        by_page = self._run_ids(page_table.reshape(-1)).reshape(*page_table.shape, 2, self._config.num_kv_heads)
+        by_page = self.run_ids(page_table.reshape(-1)).reshape(*page_table.shape, 2, self._config.num_kv_heads)
         return torch.from_numpy(by_page.transpose(2, 0, 3, 1).reshape(-1))
 
     def _unwritten(self, copy: Tensor, kv_lens: Ints) -> tuple[npt.NDArray[np.uint8], ...]:
@@ -156,15 +175,15 @@ class TorchAttention:
         return tuple(found)
 
 
-def _alike(batch: Batch) -> Iterator[tuple[int, int]]:
+def _alike(batch: Batch, first: int) -> Iterator[tuple[int, int]]:
     """Yield [first, last) of each group; a batch orders chunks by query length, then by context."""
-    first = 0
-    for index in range(1, len(batch.query_lens)):
+    for index in range(first + 1, len(batch.query_lens)):
         limit = max(ALIKE_BELOW, ALIKE_RATIO * batch.kv_lens[first])
         if batch.query_lens[index] != batch.query_lens[first] or batch.kv_lens[index] > limit:
             yield first, index
             first = index
-    yield first, len(batch.query_lens)
+    if first < len(batch.query_lens):
+        yield first, len(batch.query_lens)
 
 
 def _mask(kv_lens: Ints, query_len: int, window: int | None, dtype: torch.dtype) -> Tensor | None:

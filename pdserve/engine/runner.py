@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pdserve.engine.attention_compiled import CompiledAttention
 from pdserve.engine.attention_torch import TorchAttention
 from pdserve.engine.batch import Batch, PoolShape
 from pdserve.engine.sampler import Sampler
@@ -19,7 +20,12 @@ from pdserve.engine.scoring import Scorer
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId
+from pdserve.kernels.cpu.attention import serves
+from pdserve.kernels.cpu.build import Missing
+from pdserve.kernels.cpu.library import library
+from pdserve.model.config import ModelConfig
 from pdserve.model.llama import Model
+from pdserve.model.rope import Rope
 from pdserve.sampling import PromptLogprobs, SampledToken
 
 
@@ -60,10 +66,10 @@ class Runner:
         """Set up `num_pages` pages of `page_size` tokens, zeroed. eos_token_ids: the model config's unless given."""
         config = model.config
         shape = (num_pages, config.num_layers, 2, config.num_kv_heads, page_size, config.head_dim)
-        self.kv = zeroed(shape, model.embedding.dtype, model.embedding.device)
+        self.kv = zeroed(shape, model.dtype, model.device)
         self._model = model
         self._pool = PoolShape(num_pages, page_size, config.vocab_size)
-        self._attention = TorchAttention(config, self.kv, model.rope)
+        self._attention = _attention(config, self.kv, model.rope)
         self._sampler = Sampler(config.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self._scorer = Scorer(model.logits, config.vocab_size)
         self._plan: StepPlan | None = None
@@ -109,6 +115,14 @@ class Runner:
             raise InvariantError("a step planned ahead, on a runner that computes one at a time")
         self._attention.plan(batch)
         return torch.from_numpy(batch.token_ids)
+
+
+def _attention(config: ModelConfig, kv: Tensor, rope: Rope) -> TorchAttention | CompiledAttention:
+    """Return the attention that this machine computes fastest."""
+    loaded = library()
+    if isinstance(loaded, Missing) or not serves(config.head_dim, kv.dtype):
+        return TorchAttention(config, kv, rope)
+    return CompiledAttention(loaded, config, kv, rope)
 
 
 def copy_pages(kv: Tensor, copies: Seq[tuple[PageId, PageId]]) -> None:

@@ -87,9 +87,9 @@ class CudaRunner:
 
         ValueError names what of the model or the pages the kernels do not serve.
         """
-        config, device = model.config, model.embedding.device
+        config, device = model.config, model.device
         shape = (num_pages, config.num_layers, 2, config.num_kv_heads, page_size, config.head_dim)
-        self.kv = zeroed(shape, model.embedding.dtype, device)
+        self.kv = zeroed(shape, model.dtype, device)
         self._model = model
         self._max_model_len = limits.max_model_len
         self._pool = PoolShape(num_pages, page_size, config.vocab_size)

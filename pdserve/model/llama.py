@@ -7,8 +7,8 @@ A family is a file like this one. `Model.shapes` names what a checkpoint holds, 
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
-from torch.nn.functional import embedding
 
 from pdserve.model.config import ModelConfig
 from pdserve.model.ops import Attention, Dense, GateUp, Linear, Ops, QkNorm, joined
@@ -50,11 +50,20 @@ class Model:
 
     config: ModelConfig
     ops: Ops
-    embedding: Tensor  # [vocab_size, hidden_size]; gives device and dtype
+    embedding: Linear  # [vocab_size, hidden_size]
     layers: tuple[Layer, ...]
     final_norm: Tensor
     lm_head: Linear
     rope: Rope
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the type of hidden states, K and V."""
+        return self.final_norm.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.final_norm.device
 
     def forward(self, token_ids: Tensor, attention: Attention, rows: Tensor | None) -> Tensor:
         """Compute K and V of every token, and logits of some.
@@ -68,7 +77,7 @@ class Model:
     def hidden(self, token_ids: Tensor, attention: Attention, rows: Tensor | None) -> Tensor:
         """Do as `forward`, but return what logits are computed from: [len(rows), hidden_size]."""
         ops = self.ops
-        hidden = embedding(token_ids, self.embedding)
+        hidden = ops.embed(token_ids, self.embedding)
         for index, layer in enumerate(self.layers):
             qkv = ops.linear(ops.rms_norm(hidden, layer.input_norm), layer.qkv)
             mixed = attention.run(index, qkv.view(len(qkv), -1, self.config.head_dim), layer.qk_norm)
@@ -88,7 +97,8 @@ class Model:
     @classmethod
     def build(cls, config: ModelConfig, tensors: Tensors, ops: Ops) -> "Model":
         """Put a model together from all tensors that `shapes` names."""
-        embedding = tensors.take(EMBEDDING)
+        tied = config.tie_word_embeddings
+        embedding, head = ops.held_embedding(Dense(tensors.take(EMBEDDING)), tied=tied)
         layers = tuple(
             _build_layer(config, f"model.layers.{index}.", tensors, ops) for index in range(config.num_layers)
         )
@@ -97,9 +107,9 @@ class Model:
             ops=ops,
             embedding=embedding,
             layers=layers,
-            final_norm=tensors.take(FINAL_NORM),
-            lm_head=ops.held(Dense(embedding if config.tie_word_embeddings else tensors.take(LM_HEAD))),
-            rope=Rope(config, embedding.device),
+            final_norm=(final_norm := tensors.take(FINAL_NORM)),
+            lm_head=head or ops.held(Dense(tensors.take(LM_HEAD))),
+            rope=Rope(config, final_norm.device),
         )
 
     @staticmethod

@@ -12,6 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from pdserve.errors import ConfigError
+from pdserve.kernels.cpu.build import Missing
+from pdserve.kernels.cpu.library import library
+from pdserve.kernels.cpu.products import Tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class Packed:
     bias: Tensor | None = None
 
 
-Linear = Dense | Packed
+Linear = Dense | Packed | Tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,14 @@ class Ops(Protocol):
 
     def held_gate_up(self, gate: Dense, up: Dense) -> Linear | GateUp:
         """Return SwiGLU's matrices as this device multiplies them: joined into one, or apart."""
+        ...
+
+    def held_embedding(self, weight: Dense, *, tied: bool) -> tuple[Linear, Linear | None]:
+        """Return the embedding as rows are looked up in it, and the head where it is the same matrix."""
+        ...
+
+    def embed(self, token_ids: Tensor, weight: Linear) -> Tensor:
+        """Return rows of an embedding: token_ids int64 [num_tokens] -> [num_tokens, hidden_size]."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -93,7 +104,12 @@ def ops_for(device: torch.device, eps: float) -> Ops:
         from pdserve.model.ops_cuda import CudaOps  # noqa: PLC0415 - a worker on a CPU starts without Triton
 
         return CudaOps(eps)
-    return TorchOps(eps)
+    loaded = library()
+    if isinstance(loaded, Missing):
+        return TorchOps(eps)
+    from pdserve.model.ops_cpu import CpuOps  # noqa: PLC0415 - it builds on the operations in plain torch
+
+    return CpuOps(eps, loaded)
 
 
 def dense(weight: Linear) -> Dense:
@@ -117,6 +133,12 @@ class TorchOps:
         if _packs(gate.data):
             return GateUp(_packed(gate), _packed(up))
         return joined(gate, up)
+
+    def held_embedding(self, weight: Dense, *, tied: bool) -> tuple[Linear, Linear | None]:
+        return weight, self.held(weight) if tied else None
+
+    def embed(self, token_ids: Tensor, weight: Linear) -> Tensor:
+        return functional.embedding(token_ids, dense(weight).data)
 
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         wide = x.float()

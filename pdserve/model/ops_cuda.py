@@ -19,6 +19,12 @@ class CudaOps:
     def held_gate_up(self, gate: Dense, up: Dense) -> Linear | GateUp:
         return joined(gate, up)
 
+    def held_embedding(self, weight: Dense, *, tied: bool) -> tuple[Linear, Linear | None]:
+        return weight, weight if tied else None
+
+    def embed(self, token_ids: Tensor, weight: Linear) -> Tensor:
+        return functional.embedding(token_ids, dense(weight).data)
+
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, self._eps)
 

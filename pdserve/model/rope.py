@@ -30,7 +30,11 @@ class Rope:
 
     def table(self, num_positions: int) -> Tensor:
         """Return each position's cosines, then its sines: float32 [num_positions, head_dim]."""
-        return torch.cat(self._turns(torch.arange(num_positions, device=self._frequencies.device)), -1)
+        return self.cos_sin(torch.arange(num_positions, device=self._frequencies.device))
+
+    def cos_sin(self, positions: Tensor) -> Tensor:
+        """Return the cosines, then the sines, of `positions` int64 [num_tokens]: float32 [num_tokens, head_dim]."""
+        return torch.cat(self._turns(positions), -1)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> Angles:
         """Return the angles of `positions`: int64 [num_tokens]."""

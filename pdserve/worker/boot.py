@@ -136,8 +136,8 @@ def _pages_beside(model: Model, config: WorkerConfig, layout: KvLayout) -> int:
     """Return how many pages fit on the model's GPU beside it and a step."""
     from pdserve.engine.runner_cuda import pages_that_fit, step_bytes  # noqa: PLC0415 - a CPU worker has no need of Triton
 
-    free, total = torch.cuda.mem_get_info(model.embedding.device)
-    needed = step_bytes(model.config, max(config.step_tokens.values()), config.max_num_seqs, model.embedding.itemsize)
+    free, total = torch.cuda.mem_get_info(model.device)
+    needed = step_bytes(model.config, max(config.step_tokens.values()), config.max_num_seqs, model.dtype.itemsize)
     in_use = total - free + needed
     num_pages = pages_that_fit(total, in_use, config.gpu_memory_utilization, layout.page_bytes)
     if num_pages == 0:

@@ -12,10 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from pdserve.engine.attention_compiled import CompiledAttention
 from pdserve.engine.attention_torch import TorchAttention
 from pdserve.engine.batch import Batch, PoolShape
 from pdserve.engine.step import Chunk, StepPlan
 from pdserve.ids import PageId
+from pdserve.kernels.cpu.build import Missing
+from pdserve.kernels.cpu.library import library
 from pdserve.model.config import ModelConfig
 from pdserve.model.rope import Rope, rotate_
 
@@ -60,8 +63,20 @@ def expected_rows(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor
     return torch.einsum("hqk,khd->qhd", weights, v.repeat_interleave(group, 1)).flatten(1)
 
 
+def compiled(config: ModelConfig, kv: Tensor, rope: Rope) -> CompiledAttention:
+    loaded = library()
+    assert not isinstance(loaded, Missing), loaded
+    return CompiledAttention(loaded, config, kv, rope)
+
+
+KINDS = {"torch": TorchAttention, "compiled": compiled}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("case", "window", "left_behind"), list(product(CASES, [None, 1, 6], LEFT_BEHIND)))
-def test_every_query_sees_its_own_sequence_and_no_more(case: str, window: int | None, left_behind: float) -> None:
+def test_every_query_sees_its_own_sequence_and_no_more(
+    case: str, window: int | None, left_behind: float, kind: str
+) -> None:
     config = replace(CONFIG, sliding_window=window)
     random = np.random.default_rng(5)
     generator = torch.Generator().manual_seed(5)
@@ -81,7 +96,7 @@ def test_every_query_sees_its_own_sequence_and_no_more(case: str, window: int | 
         rows = expected_rows(rotated[start:, :6], rotated[:, 6:8], rotated[:, 8:], window)
         chunks.append((Chunk([0] * length, start, pages, ()), qkv[start:]))
         expected.append(rows)
-    attention = TorchAttention(config, kv, rope)
+    attention = KINDS[kind](config, kv, rope)
     batch = Batch.of(StepPlan(tuple(chunk for chunk, _ in chunks)), PoolShape(NUM_PAGES, PAGE_SIZE, 10))
     attention.plan(batch)
     out = attention.run(LAYER, torch.cat([chunks[index][1] for index in batch.order]), None)

@@ -11,6 +11,7 @@ from pdserve.engine.runner import Runner, run
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId
+from pdserve.kernels.cpu.build import Missing, Reason
 from pdserve.model.config import ModelConfig
 from pdserve.model.llama import Model
 from pdserve.model.loading import dummy_weights, load_model
@@ -157,3 +158,13 @@ def test_neither_page_size_nor_chunking_changes_the_text(model: Model, page_size
     prompts = [PROMPT, PROMPT[:1], PROMPT * 3]
     expected = greedy_texts(Runner(model, 60, PAGE_SIZE), prompts, 16)
     assert greedy_texts(Runner(model, 200, page_size), prompts, 16, chunk_tokens) == expected
+
+
+@pytest.mark.parametrize("reason", list(Reason))
+def test_without_compiled_kernels_the_text_is_the_same(
+    model: Model, runner: Runner, monkeypatch: pytest.MonkeyPatch, reason: Reason
+) -> None:
+    prompts = [PROMPT, PROMPT[:9]]
+    expected = greedy_texts(runner, prompts, 12)
+    monkeypatch.setattr("pdserve.engine.runner.library", lambda: Missing(reason, "for this test"))
+    assert greedy_texts(Runner(model, 60, PAGE_SIZE), prompts, 12) == expected

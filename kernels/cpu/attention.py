@@ -1,0 +1,120 @@
+"""Attention of single queries straight over pages, compiled. Plan a step once, then run each of its layers."""
+
+import ctypes
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from pdserve.kernels.checks import require, require_lens, require_page_table, require_tensor
+from pdserve.kernels.cpu.library import DTYPES, Float, Pointer, Size, function
+
+SPLIT = 256  # keys of an item, as in src/attention.c
+LANES = 16
+MAX_HEAD_DIM = 256
+
+Ints = npt.NDArray[np.int64]
+
+
+class _Step(ctypes.Structure):
+    """`struct step` of src/attention.c."""
+
+    _fields_ = (
+        *((name, Pointer) for name in ("pool", "cos_sin", "targets", "table", "begins", "ends", "items")),
+        *((name, Pointer) for name in ("first_items", "partials")),
+        *((name, Size) for name in ("table_stride", "num_tokens", "num_rows", "num_items", "num_keys")),
+        *((name, Size) for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim", "page_size", "type")),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The query tokens that are attended with: the first of a step's tokens, each a row."""
+
+    page_table: Ints  # [num_rows, most pages]
+    begins: Ints  # [num_rows]: the first position that a row sees
+    ends: Ints  # [num_rows]: the position after the last one that it sees
+
+
+class PagedAttention:
+    """The library's attention over one pool of pages, for one model's heads."""
+
+    def __init__(self, loaded: ctypes.CDLL, pool: Tensor, num_heads: int) -> None:
+        """pool: [num_pages, num_layers, 2, num_kv_heads, page_size, head_dim], float32 or bfloat16, contiguous."""
+        require_tensor("pool", pool, (None, None, 2, None, None, None), tuple(DTYPES))
+        require(pool.is_contiguous(), "pool must be contiguous")
+        _, num_layers, _, num_kv_heads, page_size, head_dim = pool.shape
+        require(num_heads % num_kv_heads == 0, f"num_heads must be a multiple of {num_kv_heads}, got {num_heads}")
+        require(serves(head_dim, pool.dtype), f"head_dim must be a multiple of {LANES} to {MAX_HEAD_DIM}")
+        self._attend = function(loaded, "pdserve_attend", Pointer, Size, *[Pointer] * 4, Float)
+        self._pool = pool
+        self._partials = torch.empty(0)
+        self._step = _Step(
+            pool=pool.data_ptr(), num_layers=num_layers, num_heads=num_heads, num_kv_heads=num_kv_heads,
+            head_dim=head_dim, page_size=page_size, type=DTYPES[pool.dtype],
+        )  # fmt: skip
+        self._arrays: tuple[object, ...] = ()  # what the step points to
+
+    def plan(self, cos_sin: Tensor, targets: Ints, rows: Rows) -> None:
+        """Prepare what the layers of a step share.
+
+        cos_sin: float32 [num_tokens, head_dim], as `reference.rope` takes them. targets: [num_tokens, 2], the page and
+        the slot that K and V of each token go to.
+        """
+        step = self._step
+        num_tokens, num_rows = len(cos_sin), len(rows.ends)
+        require_tensor("cos_sin", cos_sin, (None, step.head_dim), (torch.float32,))
+        require(targets.shape == (num_tokens, 2), f"targets must be [{num_tokens}, 2], got {targets.shape}")
+        require(num_rows <= num_tokens, f"there are {num_rows} rows of {num_tokens} tokens")
+        if num_rows:
+            require_lens(np.ones_like(rows.ends), rows.ends - rows.begins)
+            require_page_table(rows.page_table, rows.ends, step.page_size)
+        items, first_items = _items(rows)
+        size = len(items) * step.num_heads * (step.head_dim + 2)
+        if self._partials.numel() < size:
+            self._partials = torch.empty(size)
+        arrays = {
+            "targets": targets, "table": rows.page_table, "begins": rows.begins, "ends": rows.ends,
+            "items": items, "first_items": first_items,
+        }  # fmt: skip
+        kept = {name: np.ascontiguousarray(array, dtype=np.int64) for name, array in arrays.items()}
+        for name, array in kept.items():
+            setattr(step, name, array.ctypes.data)
+        cos_sin = cos_sin.contiguous()
+        step.cos_sin, step.partials = cos_sin.data_ptr(), self._partials.data_ptr()
+        step.table_stride = rows.page_table.shape[1]
+        step.num_tokens, step.num_rows, step.num_items = num_tokens, num_rows, len(items)
+        step.num_keys = int((rows.ends - rows.begins).sum())
+        self._arrays = (kept, cos_sin)
+
+    def run(self, layer: int, qkv: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, *, out: Tensor) -> None:
+        """Norm and rotate q and k in place, write K and V into the pages, and attend with the rows.
+
+        qkv: [num_tokens, num_heads + 2 * num_kv_heads, head_dim], contiguous, in the pool's dtype. norms: the weights
+        [head_dim] of q's and of k's norm. out: [num_rows, num_heads * head_dim].
+        """
+        step, dtype = self._step, self._pool.dtype
+        num_heads = step.num_heads + 2 * step.num_kv_heads
+        require_tensor("qkv", qkv, (step.num_tokens, num_heads, step.head_dim), (dtype,))
+        require_tensor("out", out, (step.num_rows, step.num_heads * step.head_dim), (dtype,))
+        require(qkv.is_contiguous() and out.is_contiguous(), "qkv and out must be contiguous")
+        require(0 <= layer < step.num_layers, f"layer must be below {step.num_layers}, got {layer}")
+        q_norm, k_norm = (None, None) if norms is None else (weight.data_ptr() for weight in norms)
+        self._attend(ctypes.byref(step), layer, qkv.data_ptr(), out.data_ptr(), q_norm, k_norm, eps)
+
+
+def serves(head_dim: int, dtype: torch.dtype) -> bool:
+    """Say whether the library attends with heads of this width in this type."""
+    return head_dim % LANES == 0 and 0 < head_dim <= MAX_HEAD_DIM and dtype in DTYPES
+
+
+def _items(rows: Rows) -> tuple[Ints, Ints]:
+    """Return each item's row and range, and each row's first item with the end."""
+    firsts = rows.begins // SPLIT
+    counts = (rows.ends - 1) // SPLIT + 1 - firsts
+    first_items = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(counts)))
+    of_row = np.repeat(np.arange(len(counts)), counts)
+    ranges = np.arange(len(of_row)) - first_items[of_row] + firsts[of_row]
+    return np.stack((of_row, ranges), axis=1), first_items

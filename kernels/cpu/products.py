@@ -1,0 +1,95 @@
+"""Matrix products with weights in tiles of 32 outputs, which lie in memory in the order they are used."""
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pdserve.kernels.checks import require, require_tensor
+from pdserve.kernels.cpu.library import Pointer, Size, function
+
+TILE = 32  # outputs
+LANES = 16  # of one vector
+PLAIN, ADDED, GATED = 0, 1, 2  # as src/products.h numbers them
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """A bfloat16 matrix [width, inputs], in tiles. Gated: 16 gates and their 16 ups side by side in each tile."""
+
+    data: Tensor  # [tiles, inputs / 2, TILE, 2]
+    width: int  # outputs of a row: where gated, of gates
+    bias: Tensor | None = None  # of every output of every tile
+    gated: bool = False
+
+    @property
+    def inputs(self) -> int:
+        return self.data.shape[1] * 2
+
+
+def tiled(weight: Tensor, bias: Tensor | None = None) -> Tiles:
+    """Put a matrix [width, inputs] into tiles, filled up with zeros; inputs must be even."""
+    return Tiles(_tiles(weight), len(weight), bias)
+
+
+def tiled_gate_up(gate: Tensor, up: Tensor, bias: tuple[Tensor, Tensor] | None = None) -> Tiles:
+    """Put SwiGLU's two matrices [width, inputs] into common tiles."""
+    both = None if bias is None else interleaved(*bias)
+    return Tiles(_tiles(interleaved(gate, up)), len(gate), both, gated=True)
+
+
+def interleaved(gate: Tensor, up: Tensor) -> Tensor:
+    """Return 16 rows of one, 16 of the other, and so on, filled up with zeros."""
+    blocks = [filled(each, LANES).unflatten(0, (-1, LANES)) for each in (gate, up)]
+    return torch.stack(blocks, 1).flatten(0, 2)
+
+
+def filled(matrix: Tensor, multiple: int) -> Tensor:
+    """Append rows of zeros up to a multiple."""
+    missing = -len(matrix) % multiple
+    return torch.cat([matrix, matrix.new_zeros((missing, *matrix.shape[1:]))]) if missing else matrix
+
+
+def embedded(tiles: Tiles, rows: Tensor) -> Tensor:
+    """Return rows of the matrix: rows int64 [num_rows] -> [num_rows, inputs]."""
+    return tiles.data[rows // TILE, :, rows % TILE].flatten(1)
+
+
+def multiplies_bfloat16(loaded: ctypes.CDLL) -> bool:
+    """Say whether the library multiplies bfloat16 on this processor."""
+    found = loaded["pdserve_multiplies_bfloat16"]
+    found.restype = Size
+    return bool(found())
+
+
+class Products:
+    """The library's products of bfloat16. What a row becomes depends on that row alone, not on how many there are."""
+
+    def __init__(self, loaded: ctypes.CDLL) -> None:
+        arguments = (Pointer, Size, Pointer, Size, Size, Size, Pointer, Pointer, Pointer, Size, Size, Size)
+        self._product = function(loaded, "pdserve_product_bfloat16", *arguments)
+
+    def product(self, x: Tensor, tiles: Tiles, residual: Tensor | None = None) -> Tensor:
+        """Multiply rows: x [num_rows, inputs] -> [num_rows, width], with bias and residual added or gated.
+
+        Bias, residual and gate are applied to float32 sums.
+        """
+        require_tensor("x", x, (None, tiles.inputs), (torch.bfloat16,))
+        num_rows, inputs = x.shape
+        after, added, stride = GATED if tiles.gated else PLAIN, None, 0
+        if residual is not None:
+            require(not tiles.gated, "residual: none with gated tiles")
+            require_tensor("residual", residual, (num_rows, tiles.width), (torch.bfloat16,))
+            after, added, stride = ADDED, residual.data_ptr(), residual.stride(0)
+        bias = None if tiles.bias is None else tiles.bias.data_ptr()
+        out = torch.empty((num_rows, tiles.width), dtype=torch.bfloat16)
+        rows = (out.data_ptr(), tiles.width, x.data_ptr(), x.stride(0), num_rows, inputs)
+        self._product(*rows, tiles.data.data_ptr(), bias, added, stride, tiles.width, after)
+        return out
+
+
+def _tiles(weight: Tensor) -> Tensor:
+    require(weight.shape[1] % 2 == 0, f"inputs must be even, got {weight.shape[1]}")
+    width, inputs = filled(weight, TILE).shape
+    return filled(weight, TILE).view(width // TILE, TILE, inputs // 2, 2).transpose(1, 2).contiguous()

@@ -1,0 +1,179 @@
+"""Compiled attention gives the plain formula's result over a row's own keys, in float64, whatever else is in the pool.
+
+A row's bits depend on its own sequence alone: not on other rows, not on the number of threads.
+"""
+
+import ctypes
+import math
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pdserve.kernels import reference
+from pdserve.kernels.cpu.attention import SPLIT, PagedAttention, Rows, serves
+
+NUM_LAYERS = 2
+LAYER = 1
+EPS = 1e-6
+CLOSE = {torch.float32: 3e-6, torch.bfloat16: 2**-7}
+CONTEXTS = [1, 2, 15, 16, 17, 100, SPLIT - 1, SPLIT, SPLIT + 1, 3 * SPLIT + 5]
+HEADS = [(1, 1), (3, 3), (6, 2), (8, 2), (14, 2), (10, 1)]  # of q, of K and V
+
+
+@dataclass
+class Case:
+    """Sequences in a pool: all but each one's last token are in their pages already."""
+
+    pool: Tensor
+    qkv: Tensor
+    norms: tuple[Tensor, Tensor] | None
+    cos_sin: Tensor
+    targets: np.ndarray
+    rows: Rows
+    expected: Tensor  # float64
+
+
+def random_case(
+    dtype: torch.dtype,
+    head_dim: int,
+    heads: tuple[int, int],
+    page_size: int,
+    window: int | None = None,
+    normed: bool = False,
+) -> Case:
+    generator = torch.Generator().manual_seed(head_dim + page_size)
+    num_heads, num_kv_heads = heads
+    columns = -(-max(CONTEXTS) // page_size)
+    num_pages = sum(-(-end // page_size) for end in CONTEXTS) + 1
+    pool = torch.full((num_pages, NUM_LAYERS, 2, num_kv_heads, page_size, head_dim), math.nan, dtype=dtype)
+    supply = torch.randperm(num_pages, generator=generator).tolist()
+    norms = (torch.rand(2, head_dim, generator=generator) + 0.5).to(dtype).unbind(0) if normed else None
+    table = np.zeros((len(CONTEXTS), columns), dtype=np.int64)
+    targets, qkvs, angles, expected = [], [], [], []
+    for row, end in enumerate(CONTEXTS):
+        pages = [supply.pop() for _ in range(-(-end // page_size))]
+        table[row, : len(pages)] = pages
+        k, v = torch.randn(2, end, num_kv_heads, head_dim, generator=generator).to(dtype)
+        q = torch.randn(num_heads, head_dim, generator=generator).to(dtype)
+        for position in range(end - 1):
+            page = pool[pages[position // page_size], LAYER]
+            page[0, :, position % page_size], page[1, :, position % page_size] = k[position], v[position]
+        qkvs.append(torch.cat((q, k[-1], v[-1])))
+        targets.append((pages[-1], (end - 1) % page_size))
+        turns = torch.rand(head_dim // 2, generator=generator) * 6
+        angles.append(torch.cat((turns.cos(), turns.sin())))
+        q, last = q.double(), k[-1].double()
+        if norms is not None:
+            q, last = (reference.rms_norm(x, w.double(), EPS) for x, w in zip((q, last), norms, strict=True))
+        q, last = (reference.rope(x[None], angles[-1].double()[None])[0].to(dtype).double() for x in (q, last))
+        keys = torch.cat((k[:-1].double(), last[None]))
+        rows = reference.attention(
+            q[None], keys.transpose(0, 1), v.double().transpose(0, 1), scale=head_dim**-0.5, window=window
+        )
+        expected.append(rows.flatten())
+    ends = np.array(CONTEXTS)
+    begins = np.zeros_like(ends) if window is None else np.maximum(ends - window, 0)
+    return Case(
+        pool, torch.stack(qkvs), norms, torch.stack(angles), np.array(targets), Rows(table, begins, ends),
+        torch.stack(expected),
+    )  # fmt: skip
+
+
+def attended(loaded: ctypes.CDLL, case: Case, rows: slice = slice(None)) -> Tensor:
+    """Return what some of the case's rows attend to, as one step."""
+    num_heads = case.qkv.shape[1] - 2 * case.pool.shape[3]
+    paged = PagedAttention(loaded, case.pool, num_heads)
+    chosen = Rows(case.rows.page_table[rows], case.rows.begins[rows], case.rows.ends[rows])
+    paged.plan(case.cos_sin[rows], case.targets[rows], chosen)
+    qkv = case.qkv[rows].clone()
+    out = torch.empty((len(qkv), num_heads * case.pool.shape[-1]), dtype=case.pool.dtype)
+    paged.run(LAYER, qkv, case.norms, EPS, out=out)
+    return out
+
+
+GRID = [
+    *product([torch.float32, torch.bfloat16], [16, 48, 64, 80, 96, 128, 256], [(6, 2)], [16]),
+    *product([torch.bfloat16], [64, 128], HEADS, [16]),
+    *product([torch.float32], [64], [(6, 2)], [1, 4, 7, 64, 1000]),
+]
+
+
+@pytest.mark.parametrize(("dtype", "head_dim", "heads", "page_size"), GRID)
+def test_each_row_is_the_formula_over_its_own_keys(
+    loaded: ctypes.CDLL, dtype: torch.dtype, head_dim: int, heads: tuple[int, int], page_size: int
+) -> None:
+    case = random_case(dtype, head_dim, heads, page_size)
+    torch.testing.assert_close(attended(loaded, case).double(), case.expected, atol=CLOSE[dtype], rtol=CLOSE[dtype])
+
+
+@pytest.mark.parametrize("left_behind", [30.0, math.inf, -math.inf])
+def test_what_others_left_in_a_page_is_not_seen(loaded: ctypes.CDLL, left_behind: float) -> None:
+    case = random_case(torch.float32, 64, (6, 2), 16)
+    case.pool[case.pool.isnan()] = left_behind
+    torch.testing.assert_close(attended(loaded, case).double(), case.expected, atol=3e-6, rtol=0)
+
+
+@pytest.mark.parametrize("window", [1, 5, 16, SPLIT, SPLIT + 3])
+def test_a_row_sees_no_more_than_its_window(loaded: ctypes.CDLL, window: int) -> None:
+    case = random_case(torch.float32, 64, (6, 2), 16, window=window)
+    torch.testing.assert_close(attended(loaded, case).double(), case.expected, atol=3e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_queries_and_keys_are_normed_first(loaded: ctypes.CDLL, dtype: torch.dtype) -> None:
+    case = random_case(dtype, 64, (6, 2), 16, normed=True)
+    close = 2 * CLOSE[dtype]
+    torch.testing.assert_close(attended(loaded, case).double(), case.expected, atol=close, rtol=close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rows_bits_depend_on_neither_company_nor_threads(loaded: ctypes.CDLL, dtype: torch.dtype) -> None:
+    case, threads = random_case(dtype, 64, (6, 2), 16), torch.get_num_threads()
+    together = attended(loaded, case)
+    alone = torch.cat([attended(loaded, case, slice(row, row + 1)) for row in range(len(CONTEXTS))])
+    try:
+        torch.set_num_threads(3 if threads == 1 else 1)
+        otherwise = attended(loaded, case)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(together, alone)
+    assert torch.equal(together, otherwise)
+
+
+def test_only_the_slots_of_the_tokens_are_written(loaded: ctypes.CDLL) -> None:
+    case = random_case(torch.float32, 64, (6, 2), 16)
+    case.pool[case.pool.isnan()] = 9.0
+    before = case.pool.clone()
+    attended(loaded, case)
+    changed = (case.pool != before).any(-1).nonzero()
+    assert {(page, layer, slot) for page, layer, _, _, slot in changed.tolist()} == {
+        (page, LAYER, slot) for page, slot in case.targets.tolist()
+    }
+
+
+def test_what_does_not_fit_is_refused_by_name(loaded: ctypes.CDLL) -> None:
+    case = random_case(torch.float32, 64, (6, 2), 16)
+    paged = PagedAttention(loaded, case.pool, 6)
+    paged.plan(case.cos_sin, case.targets, case.rows)
+    out = torch.empty(len(CONTEXTS), 6 * 64)
+    short = Rows(case.rows.page_table[:, :2], case.rows.begins, case.rows.ends)
+    empty = Rows(case.rows.page_table, case.rows.ends, case.rows.ends)
+    for bad, message in (
+        (lambda: PagedAttention(loaded, case.pool.transpose(3, 4), 6), "pool must be contiguous"),
+        (lambda: PagedAttention(loaded, case.pool, 5), "num_heads must be a multiple of 2"),
+        (lambda: PagedAttention(loaded, case.pool[..., :63].contiguous(), 6), "head_dim must be"),
+        (lambda: paged.plan(case.cos_sin, case.targets, short), "page_table must be"),
+        (lambda: paged.plan(case.cos_sin, case.targets, empty), "kv_lens must count"),
+        (lambda: paged.plan(case.cos_sin[:1], case.targets, case.rows), "targets must be"),
+        (lambda: paged.run(LAYER, case.qkv.double(), None, EPS, out=out), "qkv must be one of"),
+        (lambda: paged.run(NUM_LAYERS, case.qkv, None, EPS, out=out), "layer must be below 2"),
+        (lambda: paged.run(LAYER, case.qkv, None, EPS, out=out[:3]), "out must have shape"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            bad()
+    assert not serves(20, torch.float32)
+    assert not serves(64, torch.float16)

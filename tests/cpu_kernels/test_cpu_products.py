@@ -1,0 +1,82 @@
+"""Compiled products of bfloat16 give what float64 gives, each row by itself."""
+
+import ctypes
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from pdserve.kernels.cpu.library import library
+from pdserve.kernels.cpu.products import Products, embedded, multiplies_bfloat16, tiled, tiled_gate_up
+
+SHAPES = [(1, 2), (31, 6), (33, 64), (100, 192), (192, 576)]
+NUM_ROWS = [0, 1, 4, 5, 12, 13, 40, 500]
+CLOSE = {"rtol": 2**-8, "atol": 2**-6}
+
+pytestmark = pytest.mark.skipif(
+    not (isinstance(loaded := library(), ctypes.CDLL) and multiplies_bfloat16(loaded)),
+    reason="this processor has no products of bfloat16",
+)
+
+
+@pytest.fixture(scope="module")
+def products(loaded: ctypes.CDLL) -> Products:
+    return Products(loaded)
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+@pytest.mark.parametrize(("shape", "num_rows"), list(product(SHAPES, NUM_ROWS)))
+def test_products_are_the_formulas(products: Products, shape: tuple[int, int], num_rows: int) -> None:
+    width, inputs = shape
+    weight, up, bias = normal(1, width, inputs), normal(2, width, inputs), normal(3, width)
+    x, residual = normal(4, num_rows, inputs), normal(5, num_rows, width)
+    plain = x.double() @ weight.double().t()
+    biased = plain + bias.double()
+    gated = torch.nn.functional.silu(biased) * (x.double() @ up.double().t() + bias.double())
+    torch.testing.assert_close(products.product(x, tiled(weight)).double(), plain, **CLOSE)
+    torch.testing.assert_close(products.product(x, tiled(weight, bias)).double(), biased, **CLOSE)
+    added = products.product(x, tiled(weight, bias), residual)
+    torch.testing.assert_close(added.double(), biased + residual.double(), **CLOSE)
+    both = products.product(x, tiled_gate_up(weight, up, (bias, bias)))
+    torch.testing.assert_close(both.double(), gated, **CLOSE)
+
+
+@pytest.mark.parametrize("num_rows", NUM_ROWS)
+def test_a_row_depends_on_itself_alone(products: Products, num_rows: int) -> None:
+    x, residual = normal(1, num_rows, 576), normal(2, num_rows, 100)
+    matrix, pair = tiled(normal(3, 100, 576)), tiled_gate_up(normal(4, 100, 576), normal(5, 100, 576))
+    added, gated = products.product(x, matrix, residual), products.product(x, pair)
+    for row in range(0, num_rows, 7):
+        only = slice(row, row + 1)
+        assert torch.equal(products.product(x[only], matrix, residual[only]), added[only])
+        assert torch.equal(products.product(x[only], pair), gated[only])
+
+
+def test_rows_of_any_stride_are_multiplied(products: Products) -> None:
+    wide, matrix = normal(1, 20, 200), tiled(normal(2, 64, 64))
+    x, residual = wide[::2, 8:72], wide[::2, 100:164]
+    expected = products.product(x.contiguous(), matrix, residual.contiguous())
+    assert torch.equal(products.product(x, matrix, residual), expected)
+
+
+def test_rows_of_a_matrix_in_tiles_are_looked_up() -> None:
+    matrix = normal(1, 77, 30)
+    rows = torch.tensor([76, 0, 31, 32, 0])
+    assert torch.equal(embedded(tiled(matrix), rows), matrix[rows])
+
+
+def test_what_does_not_fit_is_refused_by_name(products: Products) -> None:
+    matrix, pair, x = tiled(normal(1, 8, 4)), tiled_gate_up(normal(1, 8, 4), normal(2, 8, 4)), normal(3, 2, 4)
+    for bad, message in (
+        (lambda: tiled(normal(1, 8, 5)), "inputs must be even"),
+        (lambda: products.product(x.float(), matrix), "x must be one of"),
+        (lambda: products.product(x[:, :2], matrix), "x must have shape"),
+        (lambda: products.product(x, matrix, x), "residual must have shape"),
+        (lambda: products.product(x, pair, normal(1, 2, 8)), "residual: none"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            bad()
