@@ -1,8 +1,9 @@
 """A collector of traces for tests: takes what is exported with OTLP, and keeps it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 import grpc
@@ -87,3 +88,29 @@ async def collector() -> AsyncIterator[Sink]:
         yield sink
     finally:
         await server.stop(None)
+
+
+class Beside:
+    """A collector in a thread of its own, for tests without an event loop."""
+
+    def __init__(self, sink: Sink, loop: asyncio.AbstractEventLoop) -> None:
+        self.sink = sink
+        self._loop = loop
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        asyncio.run_coroutine_threadsafe(self.sink.until(condition), self._loop).result()
+
+
+@contextmanager
+def collector_beside() -> Iterator[Beside]:
+    loop, stack = asyncio.new_event_loop(), AsyncExitStack()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        sink = asyncio.run_coroutine_threadsafe(stack.enter_async_context(collector()), loop).result()
+        yield Beside(sink, loop)
+    finally:
+        asyncio.run_coroutine_threadsafe(stack.aclose(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
