@@ -50,6 +50,10 @@ class DeviceError(Exception):
     """The engine's device computes nothing any more. Stop this process: only another one can."""
 
 
+class GrammarError(Exception):
+    """No token can go on with an answer as its grammar wants. Only that answer is affected."""
+
+
 class Status(Enum):
     """Why a request ended without its answer, in gRPC's vocabulary."""
 

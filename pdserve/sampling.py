@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from struct import unpack
+from typing import Literal
 
 from pdserve.errors import invalid
 from pdserve.values import value
@@ -11,12 +12,40 @@ MAX_LOGPROBS = 20
 MAX_SEQUENCES = 8
 MAX_LOGIT_BIASES = 1024
 MAX_STOP_TOKEN_IDS = 128
+MAX_CHOICES = 1024
+MAX_STRUCTURED_BYTES = 65_536  # in UTF-8, of all texts of one specification
 MAX_ALLOWED_TOKEN_IDS = 4096
 MAX_BAD_WORDS = 128  # strings of a request, each at most MAX_BAD_WORD_BYTES long in UTF-8
 MAX_BAD_WORD_BYTES = 128
 MAX_BAD_WORD_IDS = 2 * MAX_BAD_WORDS  # sequences: a word's with a space before it and without
 MAX_BAD_WORD_TOKENS = 2 * MAX_BAD_WORD_BYTES  # of one sequence
 GREEDY_BELOW = 1e-5  # temperatures; logits divided by less may overflow float32
+
+
+Format = Literal["json_schema", "json_object", "regex", "choice", "grammar"]
+
+
+@value
+class StructuredOutput:
+    """What an answer's text has to match; `texts` are the choices, nothing for json_object, else one text."""
+
+    format: Format
+    texts: tuple[str, ...] = ()
+
+    @property
+    def field(self) -> str:
+        """Its name in errors."""
+        return f"structured_output.{self.format}"
+
+    def validate(self) -> None:
+        """Raise RequestError(INVALID_ARGUMENT) for too much or too little text; what it means is not looked at."""
+        if self.format == "choice":
+            _in_range(f"{self.field} entries", len(self.texts), 1, MAX_CHOICES)
+        if not all(self.texts):
+            raise invalid(self.field, "it is empty, at least 1 character is needed")
+        num_bytes = sum(len(text.encode()) for text in self.texts)
+        if num_bytes > MAX_STRUCTURED_BYTES:
+            raise invalid(self.field, f"{num_bytes} bytes are over the limit of {MAX_STRUCTURED_BYTES}")
 
 
 @value
@@ -45,6 +74,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # the same as `logprobs`, of the prompt's tokens
     allowed_token_ids: tuple[int, ...] = ()  # only these may be sampled; none named: all
     bad_word_ids: tuple[tuple[int, ...], ...] = ()  # the last token of each may not follow those before it
+    structured_output: StructuredOutput | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -79,6 +109,10 @@ class SamplingParams:
         if self.prompt_logprobs is not None:
             _in_range("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         self._validate_vocabulary(vocab_size)
+        if self.structured_output is not None:
+            self.structured_output.validate()
+            if self.ignore_eos:
+                raise invalid("ignore_eos", "true, but an answer with a structured_output ends once it is complete")
 
     def _validate_vocabulary(self, vocab_size: int) -> None:
         """Raise RequestError where what may be sampled is out of range, or nothing at all."""

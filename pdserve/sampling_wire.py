@@ -1,22 +1,28 @@
 """Sampling parameters, and log probabilities of a sampled token, as inference.proto has them, and back."""
 
-from pdserve.errors import ProtocolError
-from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.sampling import MAX_LOGPROBS, SamplingParams, TokenLogprobs
+from typing import get_args
 
-_FIELDS = tuple(SamplingParams.__annotations__)
+from pdserve.errors import ProtocolError, RequestError, invalid
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.sampling import MAX_LOGPROBS, Format, SamplingParams, StructuredOutput, TokenLogprobs
+
+_FIELDS = tuple(name for name in SamplingParams.__annotations__ if name != "structured_output")
+_FORMATS: dict[str | None, Format] = {name: name for name in get_args(Format)}
 
 
 def params_to_proto(params: SamplingParams) -> inference.SamplingParams:
-    """Write sampling with every field set; only `logprobs` and `prompt_logprobs` may be missing, which means none."""
+    """Write sampling with every field set; log probabilities and structured output may be missing: none is wanted."""
     fields = {name: getattr(params, name) for name in _FIELDS}
     fields["logit_bias"] = dict(params.logit_bias)
     fields["bad_word_ids"] = [inference.TokenIds(ids=word) for word in params.bad_word_ids]
-    return inference.SamplingParams(**fields)
+    message = inference.SamplingParams(**fields)
+    if params.structured_output is not None:
+        message.structured_output.CopyFrom(structured_to_proto(params.structured_output))
+    return message
 
 
 def params_from_proto(message: inference.SamplingParams) -> SamplingParams:
-    """Return sampling as `params_to_proto` writes it."""
+    """Return sampling as `params_to_proto` writes it; ProtocolError for what it never writes."""
     fields = {name: getattr(message, name) for name in _FIELDS}
     fields["logit_bias"] = tuple(sorted(message.logit_bias.items()))
     fields["logprobs"] = message.logprobs if message.HasField("logprobs") else None
@@ -24,7 +30,41 @@ def params_from_proto(message: inference.SamplingParams) -> SamplingParams:
     fields["stop_token_ids"] = tuple(message.stop_token_ids)
     fields["allowed_token_ids"] = tuple(message.allowed_token_ids)
     fields["bad_word_ids"] = tuple([tuple(word.ids) for word in message.bad_word_ids])
+    if message.HasField("structured_output"):
+        try:
+            fields["structured_output"] = structured_from_proto(message.structured_output)
+        except RequestError as error:
+            raise ProtocolError(error.message) from error
     return SamplingParams(**fields)
+
+
+def structured_to_proto(structured: StructuredOutput) -> inference.StructuredOutput:
+    message = inference.StructuredOutput()
+    match structured.format:
+        case "json_object":
+            message.json_object = True
+        case "choice":
+            message.choice.texts.extend(structured.texts)
+        case _:
+            setattr(message, structured.format, structured.texts[0])
+    return message
+
+
+def structured_from_proto(message: inference.StructuredOutput) -> StructuredOutput:
+    """Return what a text has to match; RequestError(INVALID_ARGUMENT) where the message names nothing."""
+    name = _FORMATS.get(message.WhichOneof("format"))
+    match name:
+        case None:
+            formats = ", ".join(_FORMATS.values())
+            raise invalid("structured_output", f"none was given; exactly one of {formats} is needed")
+        case "json_object":
+            if not message.json_object:
+                raise invalid("structured_output.json_object", "false; leave structured_output out for any text")
+            return StructuredOutput(name)
+        case "choice":
+            return StructuredOutput(name, tuple(message.choice.texts))
+        case _:
+            return StructuredOutput(name, (getattr(message, name),))
 
 
 def logprobs_to_proto(logprobs: TokenLogprobs) -> inference.TokenLogprobs:

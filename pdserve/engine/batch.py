@@ -4,6 +4,7 @@ Chunks are put in order of their query length, then of their context, so that ch
 by side; `order` has the place that each came from.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import chain
@@ -71,6 +72,13 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    def of_chunks(self, of_samples: Mapping[int, str]) -> dict[int, str]:
+        """Give texts about samples to the plan's chunks that they are taken for."""
+        if not of_samples:
+            return {}
+        chunks = np.repeat(self.order, self.sample_counts)
+        return {int(chunks[sample]): text for sample, text in of_samples.items()}
 
     @classmethod
     def of(cls, plan: StepPlan, shape: PoolShape) -> "Batch":

@@ -5,7 +5,9 @@ Page i of the pool is the contiguous run `kv[i]`; a step writes only the pages i
 
 import math
 import time
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
@@ -15,9 +17,10 @@ from torch import Tensor
 from pdserve.engine.attention_compiled import CompiledAttention
 from pdserve.engine.attention_torch import TorchAttention
 from pdserve.engine.batch import Batch, PoolShape
+from pdserve.engine.masks import NO_MASKS, TokenMasks, token_masks
 from pdserve.engine.sampler import Sampler
 from pdserve.engine.scoring import Scorer
-from pdserve.engine.step import StepPlan, StepResult
+from pdserve.engine.step import SampleSpec, StepPlan, StepResult
 from pdserve.errors import InvariantError
 from pdserve.ids import PageId
 from pdserve.kernels.cpu.attention import serves
@@ -70,7 +73,9 @@ class Runner:
         self._model = model
         self._pool = PoolShape(num_pages, page_size, config.vocab_size)
         self._attention = _attention(config, self.kv, model.rope)
-        self._sampler = Sampler(config.eos_token_ids if eos_token_ids is None else eos_token_ids)
+        self._eos_token_ids = config.eos_token_ids if eos_token_ids is None else eos_token_ids
+        self._sampler = Sampler(self._eos_token_ids)
+        self._beside = ThreadPoolExecutor(1, "masks")  # its thread starts with the first mask
         self._scorer = Scorer(model.logits, config.vocab_size)
         self._plan: StepPlan | None = None
 
@@ -88,11 +93,21 @@ class Runner:
         copy_pages(self.kv, plan.copies)
         tokens: tuple[tuple[SampledToken, ...], ...] = ()
         prompts: dict[int, PromptLogprobs] = {}
+        stuck: Mapping[int, str] = {}
         if plan.chunks:
             batch = Batch.of(plan, self._pool)
+            begun = self._begin_masks(batch.samples)
             logits, prompts = self._scored(batch) if batch.scored else (self._logits(batch), {})
-            tokens = by_chunk(batch, self._sampler.sample(logits, batch.samples))
-        return StepResult(tokens, time.perf_counter() - started_s, prompts=prompts)
+            masks = begun.result() if begun is not None else NO_MASKS
+            tokens = by_chunk(batch, self._sampler.sample(logits, batch.samples, masks))
+            stuck = batch.of_chunks(masks.stuck)
+        return StepResult(tokens, time.perf_counter() - started_s, prompts=prompts, stuck=stuck)
+
+    def _begin_masks(self, samples: Seq[SampleSpec]) -> Future[TokenMasks] | None:
+        """Let masks be computed beside the model, if a sample has one."""
+        if all(sample.matcher is None for sample in samples):
+            return None
+        return self._beside.submit(token_masks, samples, self._pool.vocab_size, self._eos_token_ids)
 
     def _logits(self, batch: Batch) -> Tensor:
         """Compute a batch; returns the logits of its samples."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from pdserve.engine.attention_triton import TritonAttention
 from pdserve.engine.batch import KNOWN, Batch, Ints, PoolShape
 from pdserve.engine.graphs import Replays, graph_sizes, size_for
+from pdserve.engine.masks import token_masks
 from pdserve.engine.runner import by_chunk, copy_pages, run, zeroed
 from pdserve.engine.sampler import with_logprobs
 from pdserve.engine.sampler_triton import KernelSampler
@@ -58,6 +59,7 @@ class _InFlight:
     token_ids: Tensor  # on the host, filled when the step is done
     logits: Tensor | None  # where log probabilities are asked for
     scores: Mapping[int, Scores]  # of prompts, by place in the plan; on the host
+    stuck: Mapping[int, str]  # why a sample's grammar lets nothing follow
     done: torch.cuda.Event | None
     started_s: float
 
@@ -99,8 +101,8 @@ class CudaRunner:
         self._inputs = Staging(device, _NUM_INPUTS * aligned(self._max_tokens))
         self._staging = Staging(device)
         self._replays = Replays(device)
-        ends = config.eos_token_ids if eos_token_ids is None else eos_token_ids
-        self._sampler = KernelSampler(ends, config.vocab_size, device)
+        self._eos_token_ids = config.eos_token_ids if eos_token_ids is None else eos_token_ids
+        self._sampler = KernelSampler(self._eos_token_ids, config.vocab_size, device)
         self._scorer = Scorer(model.logits, config.vocab_size)
         self._sampled: _Sampled | None = None  # by the step started last
         self._in_flight: deque[_InFlight] = deque()
@@ -113,8 +115,8 @@ class CudaRunner:
         started_s = time.perf_counter()
         copy_pages(self.kv, plan.copies)
         batch = Batch.of(plan, self._pool) if plan.chunks else None
-        token_ids, logits, scores = self._compute(batch) if batch is not None else (_NOTHING, None, {})
-        self._in_flight.append(_InFlight(batch, token_ids, logits, scores, self._mark(), started_s))
+        token_ids, logits, scores, stuck = self._compute(batch) if batch is not None else (_NOTHING, None, {}, {})
+        self._in_flight.append(_InFlight(batch, token_ids, logits, scores, stuck, self._mark(), started_s))
 
     @torch.inference_mode()
     def finish(self) -> StepResult:
@@ -125,14 +127,15 @@ class CudaRunner:
         if step.done is not None:
             step.done.synchronize()
         tokens: tuple[tuple[SampledToken, ...], ...] = ()
+        stuck: Mapping[int, str] = {}
         if step.batch is not None:
             token_ids = step.token_ids.tolist()
             sampled = [SampledToken(token_id) for token_id in token_ids]
             if step.logits is not None:
                 sampled = with_logprobs(step.logits, step.batch.samples, token_ids)
-            tokens = by_chunk(step.batch, sampled)
+            tokens, stuck = by_chunk(step.batch, sampled), step.batch.of_chunks(step.stuck)
         prompts = {place: scores.packed() for place, scores in step.scores.items()}
-        return StepResult(tokens, time.perf_counter() - step.started_s, prompts=prompts)
+        return StepResult(tokens, time.perf_counter() - step.started_s, prompts=prompts, stuck=stuck)
 
     def capture(self) -> None:
         """Capture every size of decode step now rather than when it first comes. Overwrites slots of page 0."""
@@ -140,18 +143,23 @@ class CudaRunner:
             chunks = tuple(Chunk((0,), 0, (PageId(0),), ()) for _ in range(size))
             run(self, StepPlan(chunks))
 
-    def _compute(self, batch: Batch) -> tuple[Tensor, Tensor | None, Mapping[int, Scores]]:
-        """Launch a batch; returns where its tokens and scores come on the host, and logits if they are needed later."""
+    def _compute(self, batch: Batch) -> tuple[Tensor, Tensor | None, Mapping[int, Scores], Mapping[int, str]]:
+        """Launch a batch.
+
+        Returns where its tokens and scores come on the host, the logits if they are needed later, and stuck samples.
+        """
         logits, scores = self._scored(batch) if batch.scored else (self._logits(batch), {})
         if not batch.samples:
             self._sampled = None
-            return _NOTHING, None, scores
-        sampled = self._sampler.sample(logits, self._sampler.prepare(batch.samples))
+            return _NOTHING, None, scores, {}
+        masks = token_masks(batch.samples, self._pool.vocab_size, self._eos_token_ids)  # while the device computes
+        sampled = self._sampler.sample(logits, self._sampler.prepare(batch.samples, masks))
         self._sampled = _Sampled(sampled, batch.first_samples)
         token_ids = torch.empty(len(batch.samples), dtype=torch.int64, pin_memory=sampled.device.type == "cuda")
         token_ids.copy_(sampled, non_blocking=True)
         reported = any(spec.params.logprobs is not None for spec in batch.samples)
-        return token_ids, logits.clone() if reported else None, scores  # the next step overwrites the logits
+        kept = logits.clone() if reported else None  # the next step overwrites the logits
+        return token_ids, kept, scores, masks.stuck
 
     def _logits(self, batch: Batch) -> Tensor:
         """Launch the model; returns the logits of the batch's samples, to be used before the next step."""

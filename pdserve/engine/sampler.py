@@ -1,6 +1,6 @@
 """Sample a step's tokens: of each row, which may want something else, by itself.
 
-A token depends on its row's logits, parameters, seed and token index, and on nothing else in the batch. Penalties,
+A token depends on its row's logits, parameters, seed, token index and mask, and on nothing else in the batch. Penalties,
 biases and forbidden tokens change the logits first. Then come temperature, top-k, top-p, min-p, and the largest of
 logit plus Gumbel noise. A row without a feature is not touched for it: plain greedy rows are an argmax over the model's
 own logits. `kernels/reference_sampling.py` defines one row's token.
@@ -14,7 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from pdserve.engine.step import SampleSpec
+from pdserve.engine.masks import NO_MASKS, TokenMasks, allowed, unwanted
+from pdserve.engine.step import Bits, SampleSpec
 from pdserve.kernels import rng
 from pdserve.sampling import SampledToken, SamplingParams, TokenLogprobs
 
@@ -29,24 +30,35 @@ class Sampler:
     def __init__(self, eos_token_ids: Seq[int]) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
 
-    def sample(self, logits: Tensor, specs: Seq[SampleSpec]) -> list[SampledToken]:
+    def sample(self, logits: Tensor, specs: Seq[SampleSpec], masks: TokenMasks = NO_MASKS) -> list[SampledToken]:
         """Sample one token per row. logits: [len(specs), vocab_size], any float dtype; left as they are."""
         if not specs:
             return []
-        return with_logprobs(logits, specs, self._token_ids(logits, specs))
+        return with_logprobs(logits, specs, self._token_ids(logits, specs, masks))
 
-    def _token_ids(self, logits: Tensor, specs: Seq[SampleSpec]) -> list[int]:
+    def _token_ids(self, logits: Tensor, specs: Seq[SampleSpec], masks: TokenMasks) -> list[int]:
         rows: npt.NDArray[np.float32] = logits.float().cpu().numpy()
-        if all(map(_is_plain_greedy, specs)):
+        if not masks.rows and all(map(_is_plain_greedy, specs)):
             return [int(token_id) for token_id in rows.argmax(-1)]
         keys = rng.keys([spec.seed for spec in specs], [spec.index for spec in specs])
         ids = np.arange(rows.shape[1], dtype=np.uint32)
-        return [self._token_id(row, spec, key, ids) for row, spec, key in zip(rows, specs, keys, strict=True)]
+        bits = dict(zip(masks.rows, masks.bits, strict=True))
+        return [
+            self._token_id(self._adjusted(row, spec, bits.get(place)), spec, key, ids)
+            for place, (row, spec, key) in enumerate(zip(rows, specs, keys, strict=True))
+        ]
+
+    def _adjusted(self, row: Row, spec: SampleSpec, bits: Bits | None) -> Row:
+        """Return the logits that a token is chosen by."""
+        if bits is None and not _changes_logits(spec):
+            return row
+        row = row.copy()
+        adjust(row, spec, self._eos_token_ids)
+        if bits is not None:
+            row[~allowed(bits, len(row))] = -math.inf
+        return row
 
     def _token_id(self, row: Row, spec: SampleSpec, key: rng.Words, ids: rng.Words) -> int:
-        if _changes_logits(spec):
-            row = row.copy()
-            adjust(row, spec, self._eos_token_ids)
         return int(row.argmax()) if spec.params.is_greedy else _draw(row, spec.params, key, ids)
 
 
@@ -104,21 +116,22 @@ def adjust(row: Row, spec: SampleSpec, eos_token_ids: Seq[int]) -> None:
     for token_id, bias in dict(params.logit_bias).items():
         row[token_id] += np.float32(bias)
     if params.allowed_token_ids:
-        allowed = _array(params.allowed_token_ids)
-        kept = row[allowed]
+        places = _array(params.allowed_token_ids)
+        kept = row[places]
         row.fill(-math.inf)
-        row[allowed] = kept
+        row[places] = kept
     # A model's files may name an end past its vocabulary, which is never sampled.
     row[_array([token_id for token_id in forbidden(spec, eos_token_ids) if 0 <= token_id < len(row)])] = -math.inf
 
 
 def forbidden(spec: SampleSpec, eos_token_ids: Seq[int]) -> tuple[int, ...]:
-    """Return what may not be sampled of all tokens, or of the allowed ones; nothing where that leaves none of these."""
-    token_ids = spec.forbidden
-    if spec.forbid_stops:
-        token_ids += (*eos_token_ids, *spec.params.stop_token_ids)
-    allowed = spec.params.allowed_token_ids
-    return () if allowed and set(token_ids).issuperset(allowed) else token_ids
+    """Return what may not be sampled of all tokens, or of the allowed ones; nothing where that leaves none of these.
+
+    Nothing either where a sample has a grammar: its mask has left them out.
+    """
+    allowed_ids = spec.params.allowed_token_ids
+    token_ids = () if spec.matcher is not None else unwanted(spec, eos_token_ids)
+    return () if allowed_ids and set(token_ids).issuperset(allowed_ids) else token_ids
 
 
 def _array(token_ids: Seq[int]) -> npt.NDArray[np.int64]:

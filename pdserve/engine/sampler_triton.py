@@ -13,10 +13,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from pdserve.engine.masks import NO_MASKS, TokenMasks, packed
 from pdserve.engine.sampler import forbidden
 from pdserve.engine.step import SampleSpec
 from pdserve.kernels import rng
-from pdserve.kernels.sample import EVERYTHING, MASK_BITS, Bias, Mask, Params, Penalties, Ragged, sample
+from pdserve.kernels.sample import EVERYTHING, Bias, Mask, Params, Penalties, Ragged, sample
 from pdserve.kernels.staging import Staging
 
 Words = npt.NDArray[np.int32] | npt.NDArray[np.float32]  # 4 bytes each
@@ -40,7 +41,7 @@ class KernelSampler:
         self._vocab_size = vocab_size
         self._staging = Staging(device)
 
-    def prepare(self, specs: Seq[SampleSpec]) -> Prepared:
+    def prepare(self, specs: Seq[SampleSpec], masks: TokenMasks = NO_MASKS) -> Prepared:
         """Send the parameters of at least one row; does not wait for the device."""
         params = [spec.params for spec in specs]
         keys, temperature, top_k, top_p, min_p = self._staging.send(
@@ -51,7 +52,7 @@ class KernelSampler:
             _floats([p.min_p for p in params]),
         )
         on_device = Params(keys.view(-1, 2), temperature, top_k, top_p, min_p)
-        return Prepared(on_device, self._penalties(specs), self._bias(specs), self._mask(specs))
+        return Prepared(on_device, self._penalties(specs), self._bias(specs), self._mask(specs, masks))
 
     def sample(self, logits: Tensor, prepared: Prepared) -> Tensor:
         """Sample one token per row of logits [num_rows, vocab_size]: int64 [num_rows] on the device."""
@@ -84,23 +85,19 @@ class KernelSampler:
     def _biases(self, spec: SampleSpec) -> dict[int, float]:
         return dict(spec.params.logit_bias) | dict.fromkeys(forbidden(spec, self._eos_token_ids), float("-inf"))
 
-    def _mask(self, specs: Seq[SampleSpec]) -> Mask | None:
-        """Return which tokens may be sampled, for the rows that name them."""
-        masks = [
-            _packed(spec.params.allowed_token_ids, self._vocab_size) for spec in specs if spec.params.allowed_token_ids
-        ]
-        if not masks:
+    def _mask(self, specs: Seq[SampleSpec], masks: TokenMasks) -> Mask | None:
+        """Return which tokens may be sampled, for the rows that have a grammar or name them."""
+        words = {
+            row: packed(spec.params.allowed_token_ids, self._vocab_size)
+            for row, spec in enumerate(specs)
+            if spec.params.allowed_token_ids
+        }
+        words |= dict(zip(masks.rows, masks.bits, strict=True))
+        if not words:
             return None
-        places = iter(range(len(masks)))
-        rows = [next(places) if spec.params.allowed_token_ids else EVERYTHING for spec in specs]
-        return Mask(*self._staging.send(np.stack(masks), _ints(rows)))
-
-
-def _packed(token_ids: Seq[int], vocab_size: int) -> npt.NDArray[np.int32]:
-    """Return a mask's words: bit i of them stands for token i."""
-    allowed = np.zeros(-(-vocab_size // MASK_BITS) * MASK_BITS, dtype=np.uint8)
-    allowed[list(token_ids)] = 1
-    return np.packbits(allowed, bitorder="little").view(np.int32)
+        rows = np.full(len(specs), EVERYTHING, np.int32)
+        rows[list(words)] = np.arange(len(words))
+        return Mask(*self._staging.send(np.stack(list(words.values())), rows))
 
 
 def _floats(values: Seq[float]) -> Words:

@@ -155,14 +155,13 @@ class Scheduler:
             if count > 0 and sequence.pages:
                 budget -= count
                 self.schedule(step, sequence, count)
-        while budget > 0 and self.waiting:
-            sequence = self.waiting[0]
-            is_full = self.running and self.num_running + len(sequence.indices) > self.limits.max_num_seqs
-            if is_full or not self._admit(sequence):
+        while budget > 0 and (first := self._next_waiting()) is not None:
+            is_full = self.running and self.num_running + len(first.indices) > self.limits.max_num_seqs
+            if is_full or not self._admit(first):
                 break
-            count = min(budget, sequence.num_missing)
+            count = min(budget, first.num_missing)
             budget -= count
-            self.schedule(step, sequence, count)
+            self.schedule(step, first, count)
         return self._begin(step) if step.chunks else None
 
     def commit(self, plan: StepPlan, result: StepResult) -> tuple[Outcome, ...]:
@@ -173,9 +172,10 @@ class Scheduler:
         for place, (sequence, chunk, tokens) in enumerate(parts):
             if sequence in step.dropped:
                 continue
-            if place in result.failed:
+            reason = result.failed.get(place) or result.stuck.get(place)
+            if reason is not None:
                 self.stop(sequence)
-                outcomes.append(Broken(sequence, result.failed[place]))
+                outcomes.append(Broken(sequence, reason, is_stuck=place in result.stuck))
                 continue
             was_prompt = sequence.ends_with_prompt or len(sequence.tokens) - sequence.computed > 1
             sequence.computed += len(chunk.token_ids)
@@ -215,7 +215,7 @@ class Scheduler:
         decoding: list[Sequence] = []
         prompts: list[tuple[Sequence, int]] = []
         for sequence in sorted(self.running, key=_urgency):
-            if sequence.is_held:
+            if sequence.is_held or not sequence.is_ready:
                 continue
             missing = len(sequence.tokens) - sequence.computed
             before = step.before.get(sequence)
@@ -240,8 +240,12 @@ class Scheduler:
         targets = sequence.targets(start, stop) if sequence.prompt_logprobs is not None else None
         step.add(sequence, Chunk(token_ids, start, pages, samples, None if is_known else before.place, targets))
 
+    def _next_waiting(self) -> Sequence | None:
+        """Return the first waiting sequence that a step can have."""
+        return next((sequence for sequence in self.waiting if sequence.is_ready), None)
+
     def _admit(self, sequence: Sequence) -> bool:
-        """Move the first waiting sequence to the running ones, with pages for all it has to compute."""
+        """Move a waiting sequence to the running ones, with pages for all it has to compute."""
         cache = self.cache
         # At least one token is computed, to sample from; and all that are to be scored.
         usable = 0 if sequence.is_to_score else (len(sequence.tokens) - 1) // cache.page_size
@@ -255,7 +259,7 @@ class Scheduler:
         sequence.num_published = len(reused)
         if not sequence.has_run:
             sequence.num_cached_tokens = sequence.computed
-        self.waiting.pop(0)
+        self.waiting.remove(sequence)
         self.running.append(sequence)
         return True
 

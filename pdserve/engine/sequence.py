@@ -1,11 +1,12 @@
 """One continuation (or several that still share their prompt) on one worker, and what a committed step brought it."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from pdserve.engine.kvcache import Prefix
-from pdserve.engine.step import SampleSpec, Targets
+from pdserve.engine.step import Matcher, SampleSpec, Targets
 from pdserve.ids import Attempt, PageId, RequestId
 from pdserve.sampling import PromptLogprobs, SampledToken, SamplingParams, TokenLogprobs
 from pdserve.values import value
@@ -31,6 +32,7 @@ class Job:
     indices: tuple[int, ...]  # continuations to compute
     cache_salt: str = ""
     priority: int = 0
+    new_matcher: Callable[[], Matcher] | None = None  # where the text has to match a grammar
 
     @property
     def key(self) -> tuple[RequestId, Attempt]:
@@ -63,6 +65,7 @@ class Sequence:
     ends_with_prompt: bool = field(init=False)  # its first tokens are its last: it splits, or is handed off
     urgency: tuple[int, int] = field(init=False)  # sorts first what is served first and preempted last
     seeds: tuple[int, ...] = field(init=False)  # parallel to indices
+    matcher: Matcher | None = field(init=False)
     needs_output: bool = field(init=False)  # a token cannot be sampled before those in front of it are known
 
     def __post_init__(self) -> None:
@@ -71,11 +74,19 @@ class Sequence:
         self.urgency = -self.job.priority, self.order
         params = self.job.params
         self.seeds = tuple([(params.seed + index * SEED_STRIDE) & SEED_MASK for index in self.indices])
-        self.needs_output = params.has_penalties or any(len(word) > 1 for word in params.bad_word_ids)
+        self.matcher = self.job.new_matcher() if self.job.new_matcher is not None else None
+        self.needs_output = (
+            params.has_penalties or self.matcher is not None or any(len(word) > 1 for word in params.bad_word_ids)
+        )
 
     @property
     def num_output_tokens(self) -> int:
         return len(self.tokens) - self.job.num_prompt_tokens
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a step can have it: its grammar, if there is one, is compiled."""
+        return self.matcher is None or self.matcher.is_ready
 
     @property
     def num_missing(self) -> int:
@@ -133,15 +144,15 @@ class Sequence:
         count = len(self.tokens) - num_prompt + num_unknown
         prompt_ids: tuple[int, ...] = ()
         output_ids: tuple[int, ...] = ()
-        if params.has_penalties:  # nothing else reads what came before
-            prompt_ids, output_ids = tuple(self.tokens[:num_prompt]), tuple(self.tokens[num_prompt:])
+        if params.has_penalties:
+            prompt_ids = tuple(self.tokens[:num_prompt])
+        if params.has_penalties or self.matcher is not None:  # nothing else reads what came before
+            output_ids = tuple(self.tokens[num_prompt:])
         forbid_stops, forbidden = count < params.min_tokens, self._forbidden() if params.bad_word_ids else ()
+        limits = forbid_stops, forbidden, self.matcher
         if len(self.seeds) == 1:
-            return (SampleSpec(params, self.seeds[0], count, prompt_ids, output_ids, forbid_stops, forbidden),)
-        specs = [
-            SampleSpec(params, seed, count, prompt_ids, output_ids, forbid_stops, forbidden) for seed in self.seeds
-        ]
-        return tuple(specs)
+            return (SampleSpec(params, self.seeds[0], count, prompt_ids, output_ids, *limits),)
+        return tuple([SampleSpec(params, seed, count, prompt_ids, output_ids, *limits) for seed in self.seeds])
 
     def _forbidden(self) -> tuple[int, ...]:
         """Return the tokens that would complete a bad word whose beginning the answer ends with."""
@@ -198,6 +209,7 @@ class Broken:
 
     sequence: Sequence
     reason: str
+    is_stuck: bool = False  # no token can follow: its own grammar is why
 
 
 Outcome = Sampled | Started | Computed | Scored | Split | Broken

@@ -3,10 +3,29 @@
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from pdserve.ids import PageId
 from pdserve.sampling import PromptLogprobs, SampledToken, SamplingParams
 from pdserve.values import value
+
+Bits = npt.NDArray[np.int32]  # [ceil(vocab_size / 32)]; token i is bit i % 32 of word i // 32
+
+
+class Matcher(Protocol):
+    """The grammar of one continuation. It comes from outside of the engine; one thread at a time fills masks."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether masks can be had without delay. Once true, it stays so."""
+        ...
+
+    def fill(self, output_ids: Seq[int], bits: Bits) -> None:
+        """Write which tokens may follow the answer's tokens so far, at least one; GrammarError where none can."""
+        ...
 
 
 @value
@@ -23,6 +42,7 @@ class SampleSpec:
     output_ids: Seq[int]
     forbid_stops: bool  # min_tokens not reached: neither end-of-sequence nor stop tokens may be sampled
     forbidden: tuple[int, ...] = ()  # tokens that would complete a bad word
+    matcher: Matcher | None = None  # says which tokens may be sampled
 
 
 @value
@@ -68,10 +88,12 @@ class StepResult:
     """Tokens sampled, parallel to `StepPlan.chunks` and each chunk's `samples`.
 
     `failed` has the reason for each place in `StepPlan.chunks` that could not be computed; its tokens are empty.
-    `prompts` has the scores of each place whose chunk has targets.
+    `prompts` has the scores of each place whose chunk has targets, `stuck` the reason for each whose grammar lets no
+    token follow: its tokens mean nothing.
     """
 
     tokens: tuple[tuple[SampledToken, ...], ...]
     elapsed_s: float
     failed: Mapping[int, str] = field(default_factory=dict)
     prompts: Mapping[int, PromptLogprobs] = field(default_factory=dict)
+    stuck: Mapping[int, str] = field(default_factory=dict)

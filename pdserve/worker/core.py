@@ -120,8 +120,9 @@ class WorkerCore:
                 case Split(sequence, children):
                     self._tasks.replace(task, sequence, children)
                     self._tasks.drop_sequences(task)
-                case Broken(_, reason):
-                    commands.append(Failed(task.router, task.key, Failure.INTERNAL, reason))
+                case Broken(_, reason, is_stuck):
+                    failure = Failure.INVALID if is_stuck else Failure.INTERNAL
+                    commands.append(Failed(task.router, task.key, failure, reason))
                     commands += self._give_up([task], reason, now_s)
         for task in handed_off.values():
             commands += self._hand_off(task, now_s)

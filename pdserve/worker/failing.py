@@ -31,6 +31,7 @@ class _Found:
     elapsed_s: float = 0.0
     failed: dict[int, str] = field(default_factory=dict)
     prompts: dict[int, PromptLogprobs] = field(default_factory=dict)
+    stuck: dict[int, str] = field(default_factory=dict)
 
 
 class Isolating:
@@ -46,7 +47,7 @@ class Isolating:
             self._copy(plan)
         found = _Found([()] * len(chunks))
         self._try(chunks, 0, found)
-        return StepResult(tuple(found.tokens), found.elapsed_s, found.failed, found.prompts)
+        return StepResult(tuple(found.tokens), found.elapsed_s, found.failed, found.prompts, found.stuck)
 
     def _copy(self, plan: StepPlan) -> None:
         try:
@@ -72,6 +73,7 @@ class Isolating:
             found.tokens[place : place + len(chunks)] = result.tokens
             found.elapsed_s += result.elapsed_s
             found.prompts |= {place + offset: scores for offset, scores in result.prompts.items()}
+            found.stuck |= {place + offset: reason for offset, reason in result.stuck.items()}
             return
         half = len(chunks) // 2
         self._try(chunks[:half], place, found)

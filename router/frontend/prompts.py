@@ -17,6 +17,7 @@ from pdserve.errors import RequestError, Status, echo, invalid
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.frontend.conversation import messages_of, options_of
 from pdserve.sampling import MAX_BAD_WORD_BYTES, MAX_BAD_WORDS, SamplingParams
+from pdserve.sampling_wire import structured_from_proto
 from pdserve.text.chat import DEFAULT_OPTIONS, ChatMessage, ChatOptions
 from pdserve.text.detokenize import Detokenizer
 from pdserve.text.stop import check_stops
@@ -264,6 +265,8 @@ def _sampling(asked: inference.SamplingParams, random_seed: int, defaults: Gener
         "bad_word_ids": tuple([tuple(word.ids) for word in asked.bad_word_ids]),
     }
     given.pop("bad_words", None)  # they are tokenized with the prompt
+    if "structured_output" in given:
+        given["structured_output"] = structured_from_proto(asked.structured_output)
     params = SamplingParams(**defaults.sampling() | given)
     if defaults.max_tokens is None or params.max_tokens <= defaults.max_tokens:
         return params

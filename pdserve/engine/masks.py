@@ -1,0 +1,76 @@
+"""Which tokens a step may sample, of sequences whose text has to match a grammar.
+
+A mask depends on the sample's specification alone, of which the answer so far is a part. So what a matcher keeps
+between steps is a cache: after a hand-off, a move or a preemption another one goes on from the tokens.
+"""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pdserve.engine.step import Bits, SampleSpec
+from pdserve.errors import GrammarError
+
+WORD_BITS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """The masks of a step's samples with a grammar. Allowed tokens, bad words and forbidden stops are part of them."""
+
+    rows: tuple[int, ...]  # ascending: the samples that have one
+    bits: npt.NDArray[np.int32]  # [len(rows), words]
+    stuck: Mapping[int, str]  # why nothing can follow, by sample; these have no mask
+
+
+NO_MASKS = TokenMasks((), np.empty((0, 0), np.int32), {})
+
+
+def token_masks(specs: Seq[SampleSpec], vocab_size: int, eos_token_ids: Seq[int]) -> TokenMasks:
+    """Compute the masks of a step's samples."""
+    found: dict[int, Bits] = {}
+    stuck: dict[int, str] = {}
+    for row, spec in enumerate(specs):
+        try:
+            if (bits := _mask(spec, vocab_size, eos_token_ids)) is not None:
+                found[row] = bits
+        except GrammarError as error:
+            stuck[row] = str(error)
+    return (
+        TokenMasks(tuple(found), np.stack(list(found.values())), stuck)
+        if found
+        else TokenMasks((), NO_MASKS.bits, stuck)
+    )
+
+
+def _mask(spec: SampleSpec, vocab_size: int, eos_token_ids: Seq[int]) -> Bits | None:
+    if spec.matcher is None:
+        return None
+    bits = np.zeros(-(-vocab_size // WORD_BITS), np.int32)
+    spec.matcher.fill(spec.output_ids, bits)
+    if spec.params.allowed_token_ids:
+        bits &= packed(spec.params.allowed_token_ids, vocab_size)
+        if not bits.any():
+            raise GrammarError("the grammar lets none of allowed_token_ids follow")
+    wanted = bits & ~packed([i for i in unwanted(spec, eos_token_ids) if 0 <= i < vocab_size], vocab_size)
+    return wanted if wanted.any() else bits
+
+
+def unwanted(spec: SampleSpec, eos_token_ids: Seq[int]) -> tuple[int, ...]:
+    """Return the tokens that are sampled only where nothing else can be: of bad words, and stops that come too early."""
+    return spec.forbidden + ((*eos_token_ids, *spec.params.stop_token_ids) if spec.forbid_stops else ())
+
+
+def packed(token_ids: Seq[int], vocab_size: int) -> Bits:
+    """Return the mask of these tokens."""
+    bits = np.zeros(-(-vocab_size // WORD_BITS) * WORD_BITS, dtype=np.uint8)
+    bits[list(token_ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def allowed(bits: Bits, vocab_size: int) -> npt.NDArray[np.bool_]:
+    """Return a mask as a bool for each token: [vocab_size]."""
+    return np.unpackbits(bits.view(np.uint8), count=vocab_size, bitorder="little").view(np.bool_)
