@@ -39,11 +39,8 @@ def token_masks(specs: Seq[SampleSpec], vocab_size: int, eos_token_ids: Seq[int]
                 found[row] = bits
         except GrammarError as error:
             stuck[row] = str(error)
-    return (
-        TokenMasks(tuple(found), np.stack(list(found.values())), stuck)
-        if found
-        else TokenMasks((), NO_MASKS.bits, stuck)
-    )
+    bits = np.stack(list(found.values())) if found else NO_MASKS.bits
+    return TokenMasks(tuple(found), bits, stuck)
 
 
 def _mask(spec: SampleSpec, vocab_size: int, eos_token_ids: Seq[int]) -> Bits | None:
@@ -60,7 +57,7 @@ def _mask(spec: SampleSpec, vocab_size: int, eos_token_ids: Seq[int]) -> Bits | 
 
 
 def unwanted(spec: SampleSpec, eos_token_ids: Seq[int]) -> tuple[int, ...]:
-    """Return the tokens that are sampled only where nothing else can be: of bad words, and stops that come too early."""
+    """Return the tokens that are sampled only where nothing else can be: of bad words, and early stops."""
     return spec.forbidden + ((*eos_token_ids, *spec.params.stop_token_ids) if spec.forbid_stops else ())
 
 

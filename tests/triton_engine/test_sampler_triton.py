@@ -1,12 +1,15 @@
 """The sampling kernel, fed with requests' parameters, draws what the CPU's sampler draws."""
 
 import random
+from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
+from listed_answers import Listed
 from torch import Tensor
 
+from pdserve.engine.masks import token_masks
 from pdserve.engine.sampler import Sampler
 from pdserve.engine.sampler_triton import KernelSampler
 from pdserve.engine.step import SampleSpec
@@ -106,3 +109,17 @@ def test_a_temperature_too_low_to_divide_by_takes_the_likeliest(temperature: flo
     specs = [spec_of(row, params) for row in range(8)]
     logits = logits_of(len(specs)) * 10
     assert drawn_by_kernel(logits, specs) == drawn_on_the_cpu(logits, specs) == logits.argmax(-1).tolist()
+
+
+def test_rows_with_a_grammar_draw_the_cpu_samplers_tokens() -> None:
+    matcher = Listed({(token,) for token in range(2, VOCAB, 37)}, VOCAB)
+    with_grammar = [
+        replace(spec_of(index, params), matcher=matcher, output_ids=()) for index, params in enumerate(FILTERS)
+    ]
+    specs = [each for pair in zip(with_grammar, map(spec_of, range(90, 200), CHANGES), strict=False) for each in pair]
+    specs.append(spec_of(7, SamplingParams(allowed_token_ids=(5, 6))))
+    logits, masks = logits_of(len(specs)), token_masks(specs, VOCAB, EOS)
+    sampler = KernelSampler(EOS, VOCAB, torch.device("cpu"))
+    drawn = sampler.sample(logits, sampler.prepare(specs, masks)).tolist()
+    assert drawn == [token.token_id for token in Sampler(EOS).sample(logits, specs, masks)]
+    assert all(token % 37 == 2 for token in drawn[:-1:2])

@@ -1,0 +1,167 @@
+"""Only tokens of its grammar's mask are sampled for a sequence, of which nobody else in the step sees anything."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from greedy_runs import spec
+from hypothesis import given
+from hypothesis import strategies as st
+from listed_answers import Listed
+
+from pdserve.engine.kvcache import KvCache
+from pdserve.engine.masks import NO_MASKS, allowed, packed, token_masks
+from pdserve.engine.runner import Runner, run
+from pdserve.engine.sampler import Sampler
+from pdserve.engine.scheduler import Limits, Scheduler
+from pdserve.engine.sequence import Broken, Finish, Job, Sampled, Sequence
+from pdserve.engine.step import SampleSpec
+from pdserve.ids import Attempt, RequestId
+from pdserve.model.config import ModelConfig
+from pdserve.model.loading import dummy_weights, load_model
+from pdserve.sampling import SamplingParams
+
+VOCAB, END = 70, 5
+ANSWERS = {(1, 2, 3, END), (1, 2, 60, 61, 62, END), (1, 63, 64, 65, 66, END), (41, 42, 43, 44, 45, 46, END)}
+CONFIG = ModelConfig.from_hf(
+    {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "eos_token_id": END,
+    }
+)
+TOKENS = st.frozensets(st.integers(0, VOCAB - 1), max_size=6)
+
+
+def spec_of(params: SamplingParams, matcher: Listed, output: tuple[int, ...] = (), **limits: object) -> SampleSpec:
+    return SampleSpec(params, 1, len(output), (), output, bool(limits.get("early")), limits.get("bad", ()), matcher)  # type: ignore[arg-type]
+
+
+@given(st.frozensets(st.integers(0, VOCAB - 1), min_size=1, max_size=9), TOKENS, TOKENS, st.booleans())
+def test_a_mask_is_what_grammar_and_request_allow_but_for_what_is_unwanted_where_more_is_left(
+    following: frozenset[int], named: frozenset[int], bad: frozenset[int], early: bool
+) -> None:
+    params = SamplingParams(allowed_token_ids=tuple(named), stop_token_ids=(7,))
+    matcher = Listed({(token,) for token in following}, VOCAB)
+    masks = token_masks([spec_of(params, matcher, early=early, bad=tuple(bad))], VOCAB, (END, 5000))
+    possible = following & named if named else following
+    if not possible:
+        assert masks.stuck == {0: "the grammar lets none of allowed_token_ids follow"}
+        assert not masks.rows
+        return
+    wanted = possible - bad - ({END, 7} if early else frozenset())
+    assert set(np.flatnonzero(allowed(masks.bits[0], VOCAB))) == (wanted or possible)
+
+
+def test_masks_pack_token_i_into_bit_i() -> None:
+    assert packed([0, 33, 69], VOCAB).tolist() == [1, 2, 1 << 5]
+    assert packed([31], 32).tolist() == [-(2**31)]
+
+
+@pytest.mark.parametrize("limits", [{"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.3}])
+def test_a_masked_row_draws_what_it_draws_of_logits_that_are_minus_infinity_elsewhere(limits: dict[str, float]) -> None:
+    params = SamplingParams(**limits)  # type: ignore[arg-type]
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(3)) * 4
+    matcher = Listed({(token,) for token in (1, 8, 33, 64, 69)}, VOCAB)
+    plain, sampler = SampleSpec(params, 1, 0, (), (), False), Sampler((END,))
+    specs = [plain, spec_of(params, matcher), plain]
+    drawn = sampler.sample(logits, specs, token_masks(specs, VOCAB, (END,)))
+    masked = logits.clone()
+    masked[1, [token for token in range(VOCAB) if token not in (1, 8, 33, 64, 69)]] = -torch.inf
+    assert drawn == sampler.sample(masked, [plain] * 3)
+    assert drawn != sampler.sample(logits, [plain] * 3)
+
+
+class Bench:
+    """A real model under a scheduler with few pages."""
+
+    def __init__(self, num_pages: int = 40) -> None:
+        model = load_model(CONFIG, dummy_weights(CONFIG), torch.float32)
+        self.scheduler = Scheduler(KvCache(num_pages, 4, None), Limits(8, 64, 64, frozenset({END})))
+        self.runner = Runner(model, num_pages, 4)
+        self.answers: dict[tuple[int, int], list[int]] = {}
+        self.ends: dict[tuple[int, int], Finish] = {}
+        self.broken: dict[int, Broken] = {}
+
+    def add(self, number: int, matcher: Listed | None, n: int = 1, **params: object) -> Sequence:
+        prompt = [random.Random(number).randrange(VOCAB) for _ in range(9)]
+        settings = SamplingParams(seed=number, n=n, **params)  # type: ignore[arg-type]
+        new_matcher = None if matcher is None else lambda: matcher
+        key = RequestId(number.to_bytes(16)), Attempt(0)
+        job = Job(*key, tuple(prompt), 9, settings, tuple(range(n)), new_matcher=new_matcher)
+        sequence = Sequence(job, job.indices, list(prompt), order=number)
+        self.scheduler.add(sequence)
+        return sequence
+
+    def run(self) -> None:
+        while (plan := self.scheduler.plan()) is not None:
+            for outcome in self.scheduler.commit(plan, run(self.runner, plan)):
+                number = int.from_bytes(outcome.sequence.job.request_id)
+                if isinstance(outcome, Sampled):
+                    self.answers.setdefault((number, outcome.index), []).append(outcome.token.token_id)
+                    if outcome.finish is not None:
+                        self.ends[number, outcome.index] = outcome.finish
+                elif isinstance(outcome, Broken):
+                    self.broken[number] = outcome
+                    self.scheduler.remove(outcome.sequence)
+
+
+@pytest.mark.parametrize("num_pages", [40, 6])  # with 6, sequences preempt each other
+def test_answers_are_whole_sentences_of_their_grammars(num_pages: int) -> None:
+    bench = Bench(num_pages)
+    for number in range(4):
+        bench.add(number, Listed(ANSWERS, VOCAB), n=1 + number % 2, temperature=2.0)
+    bench.run()
+    assert (bench.scheduler.num_preemptions > 0) == (num_pages == 6)
+    assert len(bench.answers) == 6
+    assert {tuple(answer) for answer in bench.answers.values()} <= ANSWERS
+    assert set(bench.ends.values()) == {Finish.STOP}
+
+
+def test_a_grammar_changes_nothing_for_others_in_the_step() -> None:
+    alone, beside = Bench(), Bench()
+    for bench in (alone, beside):
+        bench.add(7, None, max_tokens=12, ignore_eos=True)
+    beside.add(8, Listed(ANSWERS, VOCAB))
+    beside.add(9, Listed({(1, 2), (3, 4)}, VOCAB))  # nothing follows their ends
+    for bench in (alone, beside):
+        bench.run()
+    assert alone.answers[7, 0] == beside.answers[7, 0]
+    assert beside.broken[9].is_stuck
+    assert tuple(beside.answers[8, 0]) in ANSWERS
+
+
+def test_an_answer_is_cut_by_max_tokens() -> None:
+    bench = Bench()
+    bench.add(1, Listed({(41, 42, 43, END)}, VOCAB), max_tokens=2)
+    bench.run()
+    assert bench.answers[1, 0] == [41, 42]
+    assert bench.ends[1, 0] is Finish.LENGTH
+
+
+def test_a_sequence_waits_until_its_grammar_is_compiled_and_nobody_waits_for_it() -> None:
+    bench, matcher = Bench(), Listed(ANSWERS, VOCAB, is_ready=False)
+    bench.add(1, matcher)
+    bench.add(2, None, max_tokens=3, ignore_eos=True)
+    bench.run()
+    assert list(bench.answers) == [(2, 0)]
+    matcher.is_ready = True
+    bench.run()
+    assert tuple(bench.answers[1, 0]) in ANSWERS
+
+
+def test_steps_without_grammars_have_no_masks() -> None:
+    assert token_masks([spec()], VOCAB, (END,)) == NO_MASKS
+
+
+def test_no_step_is_planned_before_the_token_is_known_that_the_mask_depends_on() -> None:
+    bench = Bench()
+    bench.add(1, Listed(ANSWERS, VOCAB))
+    assert bench.scheduler.plan() is not None
+    assert bench.scheduler.plan() is None
