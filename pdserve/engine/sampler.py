@@ -15,8 +15,11 @@ import torch
 from torch import Tensor
 
 from pdserve.engine.masks import NO_MASKS, TokenMasks, allowed, unwanted
-from pdserve.engine.step import Bits, SampleSpec
+from pdserve.engine.step import SampleSpec
 from pdserve.kernels import rng
+from pdserve.kernels.cpu.build import Missing
+from pdserve.kernels.cpu.library import library
+from pdserve.kernels.cpu.sample import Filters, RowSampler
 from pdserve.sampling import SampledToken, SamplingParams, TokenLogprobs
 
 REACH = 10.0  # below the best score: what is looked at first for top-k and top-p is within e^-10 of its probability
@@ -29,37 +32,41 @@ class Sampler:
 
     def __init__(self, eos_token_ids: Seq[int]) -> None:
         self._eos_token_ids = tuple(eos_token_ids)
+        loaded = library()
+        self._compiled = None if isinstance(loaded, Missing) else RowSampler(loaded)
 
     def sample(self, logits: Tensor, specs: Seq[SampleSpec], masks: TokenMasks = NO_MASKS) -> list[SampledToken]:
         """Sample one token per row. logits: [len(specs), vocab_size], any float dtype; left as they are."""
         if not specs:
             return []
-        return with_logprobs(logits, specs, self._token_ids(logits, specs, masks))
+        return with_logprobs(logits, specs, self._token_ids(logits.cpu(), specs, masks))
 
     def _token_ids(self, logits: Tensor, specs: Seq[SampleSpec], masks: TokenMasks) -> list[int]:
-        rows: npt.NDArray[np.float32] = logits.float().cpu().numpy()
-        if not masks.rows and all(map(_is_plain_greedy, specs)):
-            return [int(token_id) for token_id in rows.argmax(-1)]
+        logits = logits.float() if logits.dtype == torch.float16 else logits
+        changed = self._changed(logits, specs, masks)
         keys = rng.keys([spec.seed for spec in specs], [spec.index for spec in specs])
-        ids = np.arange(rows.shape[1], dtype=np.uint32)
+        if self._compiled is not None:
+            return self._compiled.sample(logits, changed, [_filters(spec.params) for spec in specs], keys)
+        rows = [changed.get(row, logits[row]).float().numpy() for row in range(len(specs))]
+        ids = np.arange(logits.shape[1], dtype=np.uint32)
+        return [_token_id(row, spec.params, key, ids) for row, spec, key in zip(rows, specs, keys, strict=True)]
+
+    def _changed(self, logits: Tensor, specs: Seq[SampleSpec], masks: TokenMasks) -> dict[int, Tensor]:
+        """Return copies of the rows that requests and grammars change something of, changed."""
         bits = dict(zip(masks.rows, masks.bits, strict=True))
-        return [
-            self._token_id(self._adjusted(row, spec, bits.get(place)), spec, key, ids)
-            for place, (row, spec, key) in enumerate(zip(rows, specs, keys, strict=True))
-        ]
+        changed = [row for row, spec in enumerate(specs) if row in bits or _changes_logits(spec)]
+        if not changed:
+            return {}
+        copies = logits[changed].float()
+        for row, copied in zip(changed, copies.numpy(), strict=True):
+            adjust(copied, specs[row], self._eos_token_ids)
+            if row in bits:
+                copied[~allowed(bits[row], len(copied))] = -math.inf
+        return dict(zip(changed, copies, strict=True))
 
-    def _adjusted(self, row: Row, spec: SampleSpec, bits: Bits | None) -> Row:
-        """Return the logits that a token is chosen by."""
-        if bits is None and not _changes_logits(spec):
-            return row
-        row = row.copy()
-        adjust(row, spec, self._eos_token_ids)
-        if bits is not None:
-            row[~allowed(bits, len(row))] = -math.inf
-        return row
 
-    def _token_id(self, row: Row, spec: SampleSpec, key: rng.Words, ids: rng.Words) -> int:
-        return int(row.argmax()) if spec.params.is_greedy else _draw(row, spec.params, key, ids)
+def _filters(params: SamplingParams) -> Filters:
+    return Filters(0.0 if params.is_greedy else params.temperature, params.top_k, params.top_p, params.min_p)
 
 
 def with_logprobs(logits: Tensor, specs: Seq[SampleSpec], token_ids: Seq[int]) -> list[SampledToken]:
@@ -67,10 +74,6 @@ def with_logprobs(logits: Tensor, specs: Seq[SampleSpec], token_ids: Seq[int]) -
     reported = [row for row, spec in enumerate(specs) if spec.params.logprobs is not None]
     logprobs = dict(zip(reported, _logprobs(logits, specs, token_ids, reported), strict=True))
     return [SampledToken(token_id, logprobs.get(row)) for row, token_id in enumerate(token_ids)]
-
-
-def _is_plain_greedy(spec: SampleSpec) -> bool:
-    return spec.params.is_greedy and not _changes_logits(spec)
 
 
 def _changes_logits(spec: SampleSpec) -> bool:
@@ -138,7 +141,11 @@ def _array(token_ids: Seq[int]) -> npt.NDArray[np.int64]:
     return np.fromiter(token_ids, dtype=np.int64, count=len(token_ids))
 
 
-# ---- temperature, filters and noise
+# ---- temperature, filters and noise, where there is no compiled library
+
+
+def _token_id(row: Row, params: SamplingParams, key: rng.Words, ids: rng.Words) -> int:
+    return int(row.argmax()) if params.is_greedy else _draw(row, params, key, ids)
 
 
 def _draw(row: Row, params: SamplingParams, key: rng.Words, ids: rng.Words) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 from pdserve.engine.sampler import Sampler, adjust
 from pdserve.engine.step import SampleSpec
 from pdserve.kernels import reference_sampling, rng
+from pdserve.kernels.cpu.build import Missing, Reason
 from pdserve.kernels.reference_sampling import RowParams
 from pdserve.sampling import SampledToken, SamplingParams
 
@@ -120,6 +121,21 @@ def test_each_filter_draws_what_the_plain_rules_draw(name: str) -> None:
     logits = random_logits(40)
     specs = [spec_of(FILTERS[name], seed=row, index=row) for row in range(40)]
     assert draw(logits, specs) == [drawn_by_hand(row, spec) for row, spec in zip(logits.tolist(), specs, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("vocab", "spread"), [(1, 1.0), (7, 3.0), (400, 30.0), (4099, 0.1), (4112, 6.0)])
+def test_compiled_and_numpy_draw_the_same(
+    monkeypatch: pytest.MonkeyPatch, vocab: int, spread: float, dtype: torch.dtype
+) -> None:
+    params = [replace(each, top_k=min(each.top_k, vocab)) for each in FILTERS.values()] * 2
+    logits = random_logits(len(params), vocab, spread=spread).to(dtype)
+    logits[1::5] = logits[1::5].round()  # equal ones
+    logits[0, 0], logits[-1, vocab // 2] = math.inf, math.nan
+    specs = [spec_of(each, seed=row, index=row) for row, each in enumerate(params)]
+    monkeypatch.setattr("pdserve.engine.sampler.library", lambda: Missing(Reason.COMPILER, "for this test"))
+    in_numpy = [token.token_id for token in Sampler(EOS).sample(logits, specs)]
+    assert draw(logits, specs) == in_numpy
 
 
 @pytest.mark.parametrize("name", ["top-k", "top-p", "min-p", "all"])

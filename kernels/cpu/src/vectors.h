@@ -27,7 +27,14 @@ INLINE floats choose(ints mask, floats yes, floats no) {
     return (floats)(((ints)yes & mask) | ((ints)no & ~mask));
 }
 
-INLINE floats larger(floats a, floats b) { return choose(a > b, a, b); }
+/* b where either is not a number. */
+INLINE floats larger(floats a, floats b) {
+#if defined(__AVX512F__)
+    return (floats)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+    return choose(a > b, a, b);
+#endif
+}
 
 INLINE floats load_float32(const float *from) {
     floats out;
@@ -70,6 +77,15 @@ INLINE void store(void *to, int64_t index, floats value, int type) {
         store_float32((float *)to + index, value);
     else
         store_bfloat16((uint16_t *)to + index, value);
+}
+
+INLINE float load_one(const void *from, int64_t index, int type) {
+    if (type == FLOAT32)
+        return ((const float *)from)[index];
+    uint32_t bits = (uint32_t)((const uint16_t *)from)[index] << 16;
+    float out;
+    memcpy(&out, &bits, sizeof out);
+    return out;
 }
 
 /* Loads and stores `count` < LANES elements; the lanes past them are zero. */
