@@ -45,19 +45,20 @@ def live(
         unix_time_ms=round(unix_s * 1e3),
         number=recent.number,
         stages=Counter(map(stage_of, core.requests())),
-        requests=[_running(request) for request in requests],
+        requests=[_running(request, to_unix_s) for request in requests],
         ended=[_ended(ended, to_unix_s) for ended in recent.ended if ended.number > after],
         happenings=list(_happenings(recent, after, to_unix_s)),
         seconds=list(_seconds(recent, after, to_unix_s)),
     )
 
 
-def _running(request: Request) -> admin.LiveRequest:
+def _running(request: Request, to_unix_s: float) -> admin.LiveRequest:
     placements = tuple(request.placements.values())
     decode = placements[-1].decode if placements else None
     return admin.LiveRequest(
         request_id=request.request_id.hex(),
         tenant=request.tenant,
+        unix_time_ms=round((request.received_s + to_unix_s) * 1e3),
         stage=stage_of(request),
         prompt_tokens=request.num_tokens,
         answer_tokens=request.num_delivered,

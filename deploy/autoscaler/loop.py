@@ -40,6 +40,7 @@ class Cluster:
     statuses: Callable[[], Awaitable[list[admin.ClusterStatus]]]  # what all routers report
     check: Callable[[], None] = lambda: None  # raises where all of it has ended
     announce: Callable[[Role, str, str], None] = lambda _pool, _verb, _text: None  # an order, or that one failed
+    report: Callable[[Sequence[str]], Awaitable[None]] | None = None  # what was decided and why, to all routers
 
 
 class PolicyFile:
@@ -91,6 +92,7 @@ class Loop:
         self._observer = Observer()
         self._core = Autoscaler(file.policy, file.earlier)
         self._warning = ""
+        self._noted: list[str] = []  # in this step
         self.decisions: tuple[Decision, ...] = ()  # the last ones
         self.observation: Observation | None = None  # the last one
         self.num_decided = Counter[tuple[str, ...]]()  # by pool, verb and what binds
@@ -125,6 +127,15 @@ class Loop:
         else:
             await self._decide(held)
         self._journal.write(self.decisions)
+        await self._report()
+
+    async def _report(self) -> None:
+        """Report this step's notes, for whoever watches. Without an answer they are in the journal alone."""
+        noted, self._noted = self._noted, []
+        if noted and self._cluster.report is not None:
+            with suppress(OSError, grpc.aio.AioRpcError):
+                async with asyncio.timeout(STATUS_TIMEOUT_S):
+                    await self._cluster.report(noted)
 
     async def _decide(self, held: Sequence[Held]) -> None:
         self.observation = self._observe(held, await self._statuses())
@@ -199,6 +210,7 @@ class Loop:
     def _note(self, text: str, level: int = logging.INFO) -> None:
         logger.log(level, "%s", text)
         self._journal.note(text)
+        self._noted.append(text)
 
 
 def _in_words(error: OSError | grpc.aio.AioRpcError) -> str:

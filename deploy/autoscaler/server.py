@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -71,6 +71,11 @@ class Target:
         """Return what all routers report."""
         return [await router.status() for router in await self.clients()]
 
+    async def report(self, decisions: Sequence[str]) -> None:
+        """Report to all routers what was decided."""
+        for router in await self.clients():
+            await router.report_decisions(decisions)
+
     def check(self) -> None:
         """Raise where the cluster has ended: ConfigError, or CommandError where another one has its name."""
         if self.name and read_state(self.name).launcher != self.launcher:
@@ -96,7 +101,7 @@ async def serve(config: AutoscalerConfig, target: Target, warm_up: WarmUp) -> No
         journal = Journal(target.record_file, path)
         beside = await stack.enter_async_context(_beside(file.policy.actuator, actuator, target))
         announce = (lambda *_: None) if beside is None else beside.announce
-        cluster = Cluster(actuator, target.statuses, target.check, announce)
+        cluster = Cluster(actuator, target.statuses, target.check, announce, target.report)
         loop = Loop(file, cluster, journal, MonotonicClock())
         health = await stack.enter_async_context(answering(config))
         journal.metrics_address = await stack.enter_async_context(

@@ -1,6 +1,6 @@
 """Talk to a router's internal port as its operator."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -61,6 +61,12 @@ class AdminClient(OperatorClient):
         request = admin.MoveSequencesRequest(worker_id=worker_id, target_worker_id=target or "", max_sequences=count)
         async with self._stub("MoveSequences") as (stub, proof):
             return (await stub.MoveSequences(request, metadata=proof, timeout=CALL_TIMEOUT_S)).num_sequences
+
+    async def report_decisions(self, decisions: Sequence[str]) -> None:
+        """Tell the router what an autoscaler decided and why, for whoever watches the cluster."""
+        request = admin.ReportDecisionsRequest(decisions=decisions)
+        async with self._stub("ReportDecisions") as (stub, proof):
+            await stub.ReportDecisions(request, metadata=proof, timeout=CALL_TIMEOUT_S)
 
     async def report_gone(
         self, worker_id: WorkerId, incarnation: Incarnation, timeout_s: float, *, from_outside: bool

@@ -224,6 +224,7 @@ class LiveRequest(_message.Message):
     WAITS_FOR_FIELD_NUMBER: _builtins.int
     DECODE_WORKER_FIELD_NUMBER: _builtins.int
     LEDGER_FIELD_NUMBER: _builtins.int
+    UNIX_TIME_MS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Hexadecimal."""
     tenant: _builtins.str
@@ -238,6 +239,8 @@ class LiveRequest(_message.Message):
     """Why it waits; empty unless it does."""
     decode_worker: _builtins.str
     """The worker that decodes it, or is to."""
+    unix_time_ms: _builtins.int
+    """When it was received: milliseconds since 1970."""
     @_builtins.property
     def ledger(self) -> _inference_pb2.Ledger:
         """Where it has been so far."""
@@ -253,10 +256,11 @@ class LiveRequest(_message.Message):
         waits_for: _builtins.str = ...,
         decode_worker: _builtins.str = ...,
         ledger: _inference_pb2.Ledger | None = ...,
+        unix_time_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ledger", b"ledger"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_tokens", b"answer_tokens", "decode_worker", b"decode_worker", "ledger", b"ledger", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "stage", b"stage", "tenant", b"tenant", "waits_for", b"waits_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_tokens", b"answer_tokens", "decode_worker", b"decode_worker", "ledger", b"ledger", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "stage", b"stage", "tenant", b"tenant", "unix_time_ms", b"unix_time_ms", "waits_for", b"waits_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -95,12 +95,13 @@ class Scene:
         self.file = folder / "policy.yaml"
         self.record_file = folder / "autoscaler.json"
         self.is_router_silent = self.has_ended = False
+        self.reported: list[str] = []  # to the router, of what was decided
         self.write(num_decodes)
         self.start()
 
     def start(self) -> None:
         """Begin with an autoscaler that remembers nothing."""
-        cluster = Cluster(self.platform, self.report, self.check)
+        cluster = Cluster(self.platform, self.report, self.check, report=self.take)
         journal = Journal(self.record_file, self.file)
         self.loop = Loop(PolicyFile(self.file, warm_up), cluster, journal, self.clock)
 
@@ -115,6 +116,11 @@ class Scene:
         if self.is_router_silent:
             raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "gone")
         return [admin.ClusterStatus(router_id="router", demand=demand_to_proto(Demand()))]
+
+    async def take(self, decisions: Sequence[str]) -> None:
+        if self.is_router_silent:
+            raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "gone")
+        self.reported.extend(decisions)
 
     async def go_on(self, seconds: int) -> None:
         """Go on for some seconds, a step for each."""
@@ -139,6 +145,17 @@ async def test_a_pool_below_its_least_gets_one_replica_and_no_second_while_that_
         ("decode", 2, 2),
     ]
     assert any(text.startswith("decode: add decode-1; 1 of 2 replicas") for text in scene.texts())
+
+
+async def test_routers_are_told_what_was_decided_and_why_and_a_silent_one_stops_nothing(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, num_decodes=2)
+    await scene.go_on(3)
+    assert scene.reported == scene.texts()
+    assert any(text.startswith("decode: add decode-1; 1 of 2 replicas; binds: minReplicas") for text in scene.reported)
+    before = len(scene.reported)
+    scene.is_router_silent = True
+    await scene.go_on(3)
+    assert len(scene.reported) == before < len(scene.texts())
 
 
 async def test_a_refused_order_is_reported_and_given_again_later_by_the_same_name(tmp_path: Path) -> None:

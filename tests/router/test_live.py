@@ -1,9 +1,13 @@
 """What a router keeps of what happened lately, and shows to whoever watches."""
 
+import time
+
 from router_driver import LENGTH, Driver
+from router_fakes import StartRouter
 
 from pdserve.load import ReportedLoad
 from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.proto.v1 import link_pb2 as link
 from pdserve.reports import Stage
 from pdserve.roles import Role
 from pdserve.router.events import ClientGone, DrainAsked, LinkLost, LoadReported
@@ -160,3 +164,18 @@ def test_the_list_of_requests_is_bounded_and_the_counts_are_not() -> None:
         d.arrive()
     assert len(seen(d).requests) == 128
     assert sum(seen(d).stages.values()) == 200
+
+
+async def test_an_operator_gets_it_over_the_wire_with_what_the_autoscaler_decided(start_router: StartRouter) -> None:
+    router = await start_router()
+    worker = await router.worker(link.ROLE_PREFILL, "p0")
+    await router.until_status(lambda status: len(status.workers) == 1)
+    decided = admin.ReportDecisionsRequest(decisions=["decode: add decode-1; binds: step time"])
+    await router.admin.ReportDecisions(decided, metadata=await router.proof("ReportDecisions"))
+    reply = await router.admin.GetLive(admin.GetLiveRequest(), metadata=await router.proof("GetLive"))
+    happened = [(happening.kind, happening.subject) for happening in reply.happenings]
+    assert happened == [("attached", worker.name), ("ready", worker.name), ("scaling", "")]
+    assert reply.happenings[-1].text == "decode: add decode-1; binds: step time"
+    assert abs(reply.happenings[-1].unix_time_ms - time.time() * 1e3) < 60_000
+    (shown,) = reply.status.workers
+    assert shown.registration.worker_id == worker.name
