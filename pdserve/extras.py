@@ -10,7 +10,6 @@ EXTRAS = {  # by the name that is imported
     "nixl_cu12": "worker",
     "ray": "ray",
     "lightkube": "kubernetes",
-    "httpx2": "kubernetes",
     "matplotlib": "plots",
 }
 

@@ -16,6 +16,7 @@ from pdserve import __version__
 from pdserve.cli import (
     ask,
     autoscale,
+    batch,
     bench,
     capacity,
     cluster,
@@ -71,6 +72,7 @@ app.command("certs")(security.certs)
 app.command("demo")(cluster.demo)
 app.command("generate")(ask.generate)
 app.command("chat")(ask.chat)
+app.command("run-batch")(batch.run_batch)
 app.command("profile")(experiments.profile)
 app.command("sim")(capacity.sim)
 app.command("plan")(capacity.plan)

@@ -150,6 +150,6 @@ def _plain(value: object) -> object:
 def counted(console: Console, name: str, total: int) -> Iterator[Callable[[], None]]:
     """Show a bar for the length of the block; calling what is yielded advances it by one."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(name, total=total)
         yield lambda: progress.advance(task)

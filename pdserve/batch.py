@@ -1,0 +1,285 @@
+"""Runs a file of requests in OpenAI's batch format against an OpenAI server, and writes a file of results.
+
+Invariant: the output has at most one line of each `custom_id`, and each line is whole. A run that was cut short goes on
+where it ended. Requests that found no server, or no room in it, are sent again by the next run.
+"""
+
+import asyncio
+import fcntl
+import json
+import random
+import secrets
+import ssl
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import httpx2
+
+from pdserve.errors import ConfigError
+
+URLS = ("/v1/chat/completions", "/v1/completions")
+BUSY = frozenset((408, 409, 429, 500, 502, 503, 504))  # after these, the same request may succeed
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
+MAX_RETRY_AFTER_S = 300.0
+ANSWER_TIMEOUT_S, CONNECT_TIMEOUT_S = 1200.0, 10.0  # the former beyond a router's longest deadline
+MAX_SHOWN = 5  # mistakes of a file
+
+Json = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One line of the input."""
+
+    custom_id: str
+    url: str
+    body: Json
+    mistake: str = ""  # why it is not sent
+
+
+@dataclass(slots=True)
+class Tally:
+    """What became of the lines."""
+
+    num_done: int = 0
+    num_failed: int = 0
+    num_skipped: int = 0  # an earlier run has their results
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How hard a server is pressed."""
+
+    max_concurrency: int = 64
+    max_retries: int = 20
+
+
+def client(server: str, api_key: str = "", ca_file: Path | None = None) -> httpx2.AsyncClient:
+    """Return a client of a server, http://host:port."""
+    return httpx2.AsyncClient(
+        base_url=server,
+        headers={"authorization": f"Bearer {api_key}"} if api_key else {},
+        verify=ssl.create_default_context(cafile=ca_file),
+        timeout=httpx2.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
+        limits=httpx2.Limits(max_connections=None),
+    )
+
+
+async def run_batch(
+    source: Path, out: Path, http: httpx2.AsyncClient, pace: Pace, advance: Callable[[], None]
+) -> Tally:
+    """Send what a checked file has and the output has no result of; return what became of all lines.
+
+    `advance` is called for each line. ConfigError where another run writes the output.
+    """
+    tally = Tally()
+
+    def unanswered(known: Container[str]) -> Iterator[Item]:
+        for item in items(source):
+            if item.custom_id in known:
+                tally.num_skipped += 1
+                advance()
+            else:
+                yield item
+
+    with _results(out) as (file, known):
+        waiting = unanswered(known)
+
+        async def work() -> None:
+            for item in waiting:
+                line = await _result(item, http, pace.max_retries)
+                file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+                file.flush()
+                is_done = _status(line) == httpx2.codes.OK
+                tally.num_done += is_done
+                tally.num_failed += not is_done
+                advance()
+
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(pace.max_concurrency):
+                tasks.create_task(work())
+    return tally
+
+
+# ---- the input
+
+
+def check(source: Path) -> int:
+    """Return how many requests a file has; ConfigError names the lines that are none, or that are there twice."""
+    seen: set[str] = set()
+    mistakes: list[str] = []
+    try:
+        with source.open("rb") as file:
+            for number, raw in enumerate(file, 1):
+                if not raw.strip():
+                    continue
+                custom_id = _custom_id(raw)
+                if custom_id is None:
+                    mistakes.append(f"line {number}: no JSON object with a custom_id")
+                elif custom_id in seen:
+                    mistakes.append(f"line {number}: custom_id {custom_id!r} is there twice")
+                else:
+                    seen.add(custom_id)
+                if len(mistakes) == MAX_SHOWN:
+                    break
+    except OSError as error:
+        raise ConfigError(f"{source}: cannot be read: {error.strerror}") from error
+    if mistakes:
+        raise ConfigError(f"{source}: " + "; ".join(mistakes))
+    return len(seen)
+
+
+def _custom_id(raw: bytes) -> str | None:
+    line = _object(raw)
+    custom_id = None if line is None else line.get("custom_id")
+    return custom_id if isinstance(custom_id, str) and custom_id else None
+
+
+def _object(raw: bytes) -> Json | None:
+    try:
+        line = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) else None
+
+
+def items(source: Path) -> Iterator[Item]:
+    """Yield the requests of a file that is checked, as they stand in it."""
+    with source.open("rb") as file:
+        for raw in file:
+            line = _object(raw)
+            if line is not None:
+                yield _item(line)
+
+
+def _item(line: Json) -> Item:
+    custom_id, url, body = str(line["custom_id"]), line.get("url"), line.get("body")
+    mistake = ""
+    if line.get("method") != "POST":
+        mistake = f"method: {line.get('method')!r} is not POST"
+    elif url not in URLS:
+        mistake = f"url: {url!r} is none of {', '.join(URLS)}"
+    elif not isinstance(body, dict):
+        mistake = "body: not an object"
+    elif body.get("stream"):
+        mistake = "body.stream: results of a batch are not streamed"
+    return Item(custom_id, str(url), body if isinstance(body, dict) else {}, mistake)
+
+
+# ---- the output
+
+
+@contextmanager
+def _results(out: Path) -> Iterator[tuple[IO[bytes], set[str]]]:
+    """Open the output for this run alone, to be appended to; yield it with the ids that it has final results of."""
+    file = _opened(out)
+    try:
+        finals = [_final(raw) for raw in file]
+        known = {custom_id for custom_id in finals if custom_id is not None}
+        if len(known) < len(finals):
+            file = _without_failures(out, file)
+        yield file, known
+    finally:
+        file.close()
+
+
+def _opened(path: Path) -> IO[bytes]:
+    try:
+        file = path.open("a+b")
+    except OSError as error:
+        raise ConfigError(f"--output: cannot write {path}: {error.strerror}") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        file.close()
+        raise ConfigError(f"--output: another run writes {path}") from error
+    file.seek(0)
+    return file
+
+
+def _without_failures(out: Path, file: IO[bytes]) -> IO[bytes]:
+    """Replace the output by one that has its final results alone, once each."""
+    rest = _opened(out.with_name(f".{out.name}.tmp"))  # it keeps its lock under its other name
+    rest.truncate()
+    seen: set[str] = set()
+    file.seek(0)
+    for raw in file:
+        custom_id = _final(raw)
+        if custom_id is not None and custom_id not in seen:
+            seen.add(custom_id)
+            rest.write(raw)
+    rest.flush()
+    Path(rest.name).replace(out)
+    file.close()
+    return rest
+
+
+def _final(raw: bytes) -> str | None:
+    """Return whose result a line is, if it is one that stays."""
+    line = _object(raw) if raw.endswith(b"\n") else None
+    if line is None or _status(line) in BUSY or _status(line) is None:
+        return None
+    custom_id = line.get("custom_id")
+    return custom_id if isinstance(custom_id, str) else None
+
+
+def _status(line: Json) -> object:
+    response = line.get("response")
+    return response.get("status_code") if isinstance(response, dict) else None
+
+
+# ---- one request
+
+
+async def _result(item: Item, http: httpx2.AsyncClient, max_retries: int) -> Json:
+    """Return a request's line of the output, whatever comes of it."""
+    if item.mistake:
+        error = {"message": item.mistake, "type": "invalid_request_error", "param": item.mistake.partition(":")[0]}
+        return _line(item, {"status_code": 400, "request_id": "", "body": {"error": {**error, "code": None}}})
+    for retry in range(max_retries + 1):
+        is_last = retry == max_retries
+        try:
+            response = await http.post(item.url, json=item.body)
+        except (httpx2.TransportError, OSError) as error:
+            if is_last:
+                return _line(item, None, {"code": "no_answer", "message": f"{type(error).__name__}: {error}"})
+            await asyncio.sleep(_backoff_s(retry))
+            continue
+        if response.status_code not in BUSY or response.headers.get("x-should-retry") == "false" or is_last:
+            return _line(item, _response(response))
+        await asyncio.sleep(_retry_after_s(response.headers) or _backoff_s(retry))
+    raise AssertionError("the last try returns")
+
+
+def _response(response: httpx2.Response) -> Json:
+    try:
+        body: object = response.json()
+    except ValueError:
+        message = response.text[:1000]
+        body = {"error": {"message": message, "type": "invalid_response", "param": None, "code": None}}
+    request_id = response.headers.get("x-request-id", "")
+    return {"status_code": response.status_code, "request_id": request_id, "body": body}
+
+
+def _line(item: Item, response: Json | None, error: Json | None = None) -> Json:
+    name = f"batch_req_{secrets.token_hex(12)}"
+    return {"id": name, "custom_id": item.custom_id, "response": response, "error": error}
+
+
+def _backoff_s(retry: int) -> float:
+    return min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0**retry) * random.uniform(0.5, 1.0)
+
+
+def _retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """Return for how long a server asks to be left alone; None where it says nothing that counts."""
+    for name, unit_s in (("retry-after-ms", 1e-3), ("retry-after", 1.0)):
+        try:
+            asked_s = float(headers[name]) * unit_s
+        except (KeyError, ValueError):
+            continue
+        if 0 <= asked_s <= MAX_RETRY_AFTER_S:
+            return asked_s
+    return None

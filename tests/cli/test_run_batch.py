@@ -1,0 +1,198 @@
+"""Files of requests in OpenAI's batch format, against a server that a test plays."""
+
+import asyncio
+import fcntl
+import json
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from pdserve import batch
+from pdserve.batch import Pace, Tally, check, run_batch
+from pdserve.errors import ConfigError
+
+Answer = Callable[[httpx2.Request], httpx2.Response | Awaitable[httpx2.Response]]
+URL = "/v1/chat/completions"
+
+
+def line(custom_id: str, **changes: object) -> dict[str, object]:
+    body = {"model": "m", "messages": [{"role": "user", "content": custom_id}]}
+    return {"custom_id": custom_id, "method": "POST", "url": URL, "body": body, **changes}
+
+
+def write(path: Path, *lines: object) -> Path:
+    path.write_text("".join(f"{each if isinstance(each, str) else json.dumps(each)}\n" for each in lines))
+    return path
+
+
+def read(path: Path) -> dict[str, dict[str, dict[str, object]]]:
+    lines = [json.loads(each) for each in path.read_text().splitlines()]
+    assert max(Counter(each["custom_id"] for each in lines).values()) == 1
+    return {each["custom_id"]: each for each in lines}
+
+
+def echo(request: httpx2.Request) -> httpx2.Response:
+    content = json.loads(request.content)["messages"][0]["content"]
+    headers = {"x-request-id": f"req-{content}"}
+    return httpx2.Response(200, json={"choices": [{"message": {"content": content.upper()}}]}, headers=headers)
+
+
+async def sent(source: Path, out: Path, answer: Answer, **pace: int) -> Tally:
+    check(source)
+    transport = httpx2.MockTransport(answer)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://server") as http:
+        return await run_batch(source, out, http, Pace(**pace), lambda: None)
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch, "FIRST_BACKOFF_S", 0.0)
+
+
+async def test_each_line_has_its_answer_under_its_custom_id(tmp_path: Path) -> None:
+    source, out = write(tmp_path / "in", *map(line, "abcde")), tmp_path / "out"
+    assert await sent(source, out, echo, max_concurrency=2) == Tally(num_done=5)
+    results = read(out)
+    assert set(results) == set("abcde")
+    assert results["b"]["error"] is None
+    assert results["b"]["response"] == {
+        "status_code": 200,
+        "request_id": "req-b",
+        "body": {"choices": [{"message": {"content": "B"}}]},
+    }
+
+
+async def test_no_more_requests_are_under_way_than_asked(tmp_path: Path) -> None:
+    under_way = most = 0
+
+    async def slow(request: httpx2.Request) -> httpx2.Response:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0)
+        under_way -= 1
+        return echo(request)
+
+    source = write(tmp_path / "in", *(line(str(number)) for number in range(20)))
+    await sent(source, tmp_path / "out", slow, max_concurrency=3)
+    assert most == 3
+
+
+async def test_what_a_run_that_was_cut_short_has_written_is_not_sent_again(tmp_path: Path) -> None:
+    source, out = write(tmp_path / "in", *map(line, "abcd")), tmp_path / "out"
+    await sent(write(tmp_path / "some", line("a"), line("b")), out, echo)
+    torn = out.read_bytes()[:-20]  # in the middle of the last line
+    out.write_bytes(torn)
+    asked: list[str] = []
+
+    def note(request: httpx2.Request) -> httpx2.Response:
+        asked.append(json.loads(request.content)["messages"][0]["content"])
+        return echo(request)
+
+    assert await sent(source, out, note) == Tally(num_done=3, num_skipped=1)
+    assert sorted(asked) == ["b", "c", "d"]
+    assert set(read(out)) == set("abcd")
+    before = out.read_bytes()
+    assert await sent(source, out, note) == Tally(num_skipped=4)
+    assert out.read_bytes() == before
+
+
+@pytest.mark.parametrize("headers", [{"retry-after-ms": "1500", "retry-after": "9"}, {"retry-after": "1.5"}])
+async def test_a_server_without_room_is_left_alone_for_as_long_as_it_asks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str]
+) -> None:
+    pauses: list[float] = []
+
+    async def pause(seconds: float) -> None:
+        pauses.append(seconds)
+
+    replies = iter([httpx2.Response(429, headers=headers), httpx2.Response(503)])
+    monkeypatch.setattr(asyncio, "sleep", pause)
+    tally = await sent(
+        write(tmp_path / "in", line("a")), tmp_path / "out", lambda request: next(replies, echo(request))
+    )
+    assert tally == Tally(num_done=1)
+    assert pauses == [1.5, 0.0]
+
+
+async def test_what_has_found_no_room_is_sent_by_the_next_run(tmp_path: Path) -> None:
+    source, out = write(tmp_path / "in", *map(line, "abc")), tmp_path / "out"
+
+    def refuse(request: httpx2.Request) -> httpx2.Response:
+        content = json.loads(request.content)["messages"][0]["content"]
+        match content:
+            case "a":
+                return echo(request)
+            case "b":
+                return httpx2.Response(503, json={"error": {"message": "full"}})
+        raise httpx2.ConnectError("refused")
+
+    assert await sent(source, out, refuse, max_retries=2) == Tally(num_done=1, num_failed=2)
+    results = read(out)
+    assert results["b"]["response"]["body"] == {"error": {"message": "full"}}
+    assert results["c"]["response"] is None
+    assert results["c"]["error"]["code"] == "no_answer"
+    assert await sent(source, out, echo) == Tally(num_done=2, num_skipped=1)
+    assert all(each["response"]["status_code"] == 200 for each in read(out).values())
+
+
+async def test_an_answer_that_would_be_the_same_again_is_not_asked_for_again(tmp_path: Path) -> None:
+    calls = Counter[str]()
+
+    def refuse(request: httpx2.Request) -> httpx2.Response:
+        content = json.loads(request.content)["messages"][0]["content"]
+        calls[content] += 1
+        headers = {"x-should-retry": "false"} if content == "b" else {}
+        return httpx2.Response({"a": 400, "b": 429}[content], json={"error": {"param": "n"}}, headers=headers)
+
+    source, out = write(tmp_path / "in", line("a"), line("b")), tmp_path / "out"
+    assert await sent(source, out, refuse) == Tally(num_failed=2)
+    assert calls == {"a": 1, "b": 1}
+    assert read(out)["a"]["response"]["body"] == {"error": {"param": "n"}}
+    assert await sent(source, out, refuse) == Tally(num_failed=1, num_skipped=1)  # a mistake stays one
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"method": "GET"}, "method"),
+        ({"url": "/v1/embeddings"}, "url"),
+        ({"body": [1]}, "body"),
+        ({"body": {"stream": True}}, "body.stream"),
+    ],
+)
+async def test_a_line_that_cannot_be_sent_has_an_error_in_openais_shape(
+    tmp_path: Path, changes: dict[str, object], field: str
+) -> None:
+    source, out = write(tmp_path / "in", line("a", **changes), line("b")), tmp_path / "out"
+    assert await sent(source, out, echo) == Tally(num_done=1, num_failed=1)
+    response = read(out)["a"]["response"]
+    assert response["status_code"] == 400
+    error = response["body"]["error"]
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", field, None)
+
+
+@pytest.mark.parametrize(
+    ("lines", "says"),
+    [
+        (["{"], "line 1: no JSON object with a custom_id"),
+        ([line("a"), [1]], "line 2: no JSON object"),
+        ([line("a"), "", {"custom_id": ""}], "line 3: no JSON object with a custom_id"),
+        ([line("a"), line("b"), line("a")], "line 3: custom_id 'a' is there twice"),
+        (["[" * 100_000], "line 1"),
+    ],
+)
+def test_a_file_that_is_no_batch_is_refused_with_its_line(tmp_path: Path, lines: list[object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        check(write(tmp_path / "in", *lines))
+
+
+async def test_an_output_has_one_run_that_writes_it(tmp_path: Path) -> None:
+    source, out = write(tmp_path / "in", line("a")), tmp_path / "out"
+    with out.open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="another run"):
+            await sent(source, out, echo)
