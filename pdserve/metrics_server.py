@@ -94,12 +94,17 @@ class _Scrapes:
     async def _reply(self, request: str) -> bytes:
         if not request.startswith("GET /metrics "):
             return _MISSING
-        registry = CollectorRegistry()
-        registry.register(_Moment(list(families(self._collect()))))
-        ProcessCollector(registry=registry)
-        body = await asyncio.to_thread(generate_latest, registry)
+        body = await metrics_text(self._collect)
         head = f"HTTP/1.1 200 OK\r\nContent-Type: {CONTENT_TYPE_PLAIN_0_0_4}\r\nContent-Length: {len(body)}\r\n"
         return head.encode() + b"Connection: close\r\n\r\n" + body
+
+
+async def metrics_text(collect: Collect) -> bytes:
+    """Return what `collect` returns now, and the process's own metrics, in Prometheus' text format."""
+    registry = CollectorRegistry()
+    registry.register(_Moment(list(families(collect()))))
+    ProcessCollector(registry=registry)
+    return await asyncio.to_thread(generate_latest, registry)
 
 
 class _Moment(Collector):

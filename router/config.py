@@ -63,10 +63,14 @@ class RouterConfig(Limits, ProcessConfig):
     )
     host: str = Field("127.0.0.1", description="Host on which clients are awaited.")
     port: int = Field(50051, ge=0, le=65535, description="Port for clients; 0 takes a free one.")
+    http_host: str = Field("127.0.0.1", description="Host on which clients of the HTTP API are awaited.")
+    http_port: int | None = Field(
+        None, ge=0, le=65535, description="Port for OpenAI's API over HTTP; 0 takes a free one. By default it is off."
+    )
     internal_host: str = Field("127.0.0.1", description="Host on which workers and operators are awaited.")
     internal_port: int = Field(50052, ge=0, le=65535, description="Port for workers; 0 takes a free one.")
     ssl_certfile: Path | None = Field(
-        None, description="Certificate, PEM, that the port for clients shows; read again when it changes."
+        None, description="Certificate, PEM, that the ports for clients show; read again when it changes."
     )
     ssl_keyfile: Path | None = Field(None, description="Its private key, PEM; goes with ssl_certfile.")
     api_keys_file: Path | None = Field(

@@ -45,6 +45,7 @@ from pdserve.router.frontend.grpc_door import HARD_LIMIT_BYTES, LimitSizes, Requ
 from pdserve.router.frontend.intake import Intake
 from pdserve.router.frontend.prompts import Prompts, ServedModel
 from pdserve.router.frontend.records import Records
+from pdserve.router.frontend.state import RouterState
 from pdserve.router.kv_subscriber import KvSubscriber, PublishedBlocks, Source
 from pdserve.router.metrics import router_samples
 from pdserve.router.policies import POLICIES
@@ -70,6 +71,7 @@ class Addresses:
     internal: str
     metrics: str  # empty: nowhere
     health: str
+    http: str  # as a URL; empty: nowhere
 
 
 async def serve(config: RouterConfig) -> None:
@@ -101,6 +103,7 @@ def load_model(config: RouterConfig) -> ServedModel:
         defaults=defaults,
         tokenizer=tokenizer,
         chat=checkpoint.chat(),
+        special_tokens=checkpoint.special_tokens,
     )
 
 
@@ -130,22 +133,29 @@ async def run(
             INFERENCE_SERVICE: lambda: core.is_ready and not stop.is_set(),  # some pair of workers could serve one
         }
     )
+    collect = partial(router_samples, shell, intake.outcomes, intake.clients, records.span_counts, model.name)
+    awaited = Awaited(lambda: core.is_ready, config.pool_grace_s, shell.clock)
+    state = RouterState(
+        is_live=lambda: not stop.is_set(),
+        is_ready=lambda: not stop.is_set() and awaited.holds(),
+        collect=collect if config.metrics else None,
+    )
     try:
-        async with (
-            showing(
-                config, partial(router_samples, shell, intake.outcomes, intake.clients, records.span_counts, model.name)
-            ) as metrics,
-            answering(config) as answers,
-        ):
+        async with showing(config, collect) as metrics, answering(config) as answers:
             admin = AdminEndpoint(shell, config.router_id, model.name, metrics)
             servers = _public_server(intake, shown), _internal_server(config, credentials, shell, admin)
-            async with _listening(config, credentials, *servers) as (public, internal), asyncio.TaskGroup() as tasks:
+            async with (
+                _listening(config, credentials, *servers) as (public, internal),
+                _listening_http(config, intake, state) as http,
+                asyncio.TaskGroup() as tasks,
+            ):
                 watching = tasks.create_task(_report_health(shell, shown), name="health")
                 guarding = tasks.create_task(_raise_when_broken(shell), name="guard")
-                awaited = Awaited(lambda: core.is_ready, config.pool_grace_s, shell.clock)
-                answers.start(lambda: not stop.is_set() and awaited.holds())
-                on_ready(Addresses(public, internal, metrics, answers.address))
+                answers.start(state.is_ready)
+                on_ready(Addresses(public, internal, metrics, answers.address, http))
                 logger.info("serving %s on %s, workers on %s", model.name, public, internal)
+                if http:
+                    logger.info("serving OpenAI's API at %s", http)
                 await stop.wait()
                 shown.changed()
                 has_drained = await _drain(shell, config.drain_timeout_s)
@@ -202,6 +212,19 @@ async def _listening(
         yield addresses
     finally:
         await asyncio.gather(public.stop(LAST_WORDS_S), internal.stop(LAST_WORDS_S))
+
+
+@asynccontextmanager
+async def _listening_http(config: RouterConfig, intake: Intake, state: RouterState) -> AsyncIterator[str]:
+    """Serve HTTP for the length of the block, unless that is turned off; yield its URL, empty where it is."""
+    if config.http_port is None:
+        yield ""
+        return
+    from pdserve.router.frontend.openai.app import App  # noqa: PLC0415 - takes long to import
+    from pdserve.router.frontend.openai.server import serving_http  # noqa: PLC0415
+
+    async with serving_http(config, App(intake, state)) as url:
+        yield url
 
 
 def _public_server(intake: Intake, shown: HealthMethods) -> grpc.aio.Server:

@@ -39,6 +39,12 @@ class Tokenizer:
         """Start decoding a sequence; `at_start` is False where its text goes on from a prompt's."""
         return Detokenizer(self._pieces, at_start=at_start, skip_special=skip_special)
 
+    def piece(self, token_id: int) -> bytes:
+        """Return what a token adds to a text, special ones too; nothing for an id that no token has."""
+        pieces = self._pieces.with_special
+        piece = pieces[token_id] if 0 <= token_id < len(pieces) else b""
+        return piece.encode() if isinstance(piece, str) else piece
+
     def token_id(self, token: str) -> int | None:
         """Return the id of a token as the vocabulary spells it, or None."""
         found: int | None = self._backend.token_to_id(token)

@@ -6,10 +6,10 @@ limit.
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 from pdserve.checkpoint.checkpoint import GenerationDefaults
@@ -25,7 +25,9 @@ from pdserve.token_ids import TokenIds, largest, pack
 
 MAX_TENANT_BYTES = 64
 MAX_LABEL_BYTES = 128
-OF_TEXT = frozenset({"include_stop_str_in_output", "skip_special_tokens"})  # sampling fields that workers do not need
+MAX_ANSWER_TOKENS = 2**31 - 1
+# Sampling fields that workers do not need.
+OF_ROUTER = frozenset({"include_stop_str_in_output", "skip_special_tokens", "fill_model_len"})
 NUM_THREADS = 2
 SLICE_TOKENS = 16384  # packed at once: 0.4 ms of the event loop
 Encoded = TypeVar("Encoded")
@@ -35,10 +37,14 @@ class Tokenizer(Protocol):
     """What the router needs of a model's tokenizer."""
 
     def encode(self, text: str, *, add_special: bool) -> list[int]: ...
+    def decode(self, token_ids: Seq[int]) -> str: ...
     def detokenizer(self, *, at_start: bool, skip_special: bool = True) -> Detokenizer: ...
+    def piece(self, token_id: int) -> bytes: ...
 
 
 class ChatTemplate(Protocol):
+    source: str
+
     def render(self, messages: Seq[ChatMessage], options: ChatOptions = DEFAULT_OPTIONS) -> str: ...
 
 
@@ -52,6 +58,7 @@ class ServedModel:
     defaults: GenerationDefaults
     tokenizer: Tokenizer
     chat: ChatTemplate | None
+    special_tokens: Mapping[str, str] = field(default_factory=dict)  # by their names in templates, such as eos_token
 
 
 class Prompts:
@@ -119,7 +126,8 @@ class Prompts:
         return ids
 
     def _encode_text(self, request: inference.GenerateRequest) -> TokenIds:
-        return self._in_vocabulary(pack(self._model.tokenizer.encode(request.text, add_special=True)), "text")
+        add_special = not request.HasField("add_special_tokens") or request.add_special_tokens
+        return self._in_vocabulary(pack(self._model.tokenizer.encode(request.text, add_special=add_special)), "text")
 
     def _encode_chat(self, request: inference.GenerateRequest) -> TokenIds:
         assert self._model.chat is not None
@@ -256,7 +264,7 @@ def _slo_s(field: str, milliseconds: float | None) -> float | None:
 
 def _sampling(asked: inference.SamplingParams, random_seed: int, defaults: GenerationDefaults) -> SamplingParams:
     """Return what is asked for over the defaults. The model's max_tokens limits what is asked for, too."""
-    given = {field.name: value for field, value in asked.ListFields() if field.name not in OF_TEXT}
+    given = {field.name: value for field, value in asked.ListFields() if field.name not in OF_ROUTER}
     given |= {
         "seed": asked.seed if asked.HasField("seed") else random_seed,
         "logit_bias": tuple(asked.logit_bias.items()),
@@ -267,6 +275,8 @@ def _sampling(asked: inference.SamplingParams, random_seed: int, defaults: Gener
     given.pop("bad_words", None)  # they are tokenized with the prompt
     if "structured_output" in given:
         given["structured_output"] = structured_from_proto(asked.structured_output)
+    if asked.fill_model_len and not asked.HasField("max_tokens"):
+        given["max_tokens"] = MAX_ANSWER_TOKENS
     params = SamplingParams(**defaults.sampling() | given)
     if defaults.max_tokens is None or params.max_tokens <= defaults.max_tokens:
         return params

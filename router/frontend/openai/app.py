@@ -1,0 +1,211 @@
+"""The routes of the HTTP door. Generation is dispatched by hand; what is asked rarely goes through FastAPI."""
+
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+from math import inf
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+import pdserve
+from pdserve.errors import RequestError, invalid
+from pdserve.ids import new_request_id
+from pdserve.metrics_server import metrics_text
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.router.frontend.clients import DeniedError, OverLimitError
+from pdserve.router.frontend.intake import Intake
+from pdserve.router.frontend.openai.errors import HttpError, error_of, first_invalid
+from pdserve.router.frontend.openai.fields import DetokenizeRequest, TokenizeRequest
+from pdserve.router.frontend.openai.generation import (
+    REQUEST_ID,
+    Generator,
+    Scope,
+    headers_of,
+    key_of,
+    read_body,
+    too_large,
+)
+from pdserve.router.frontend.openai.reply import JSON, Send, respond
+from pdserve.router.frontend.openai.schema import with_generation
+from pdserve.router.frontend.openai.translate import LABEL, chat_of
+from pdserve.router.frontend.prompts import MAX_LABEL_BYTES, check_model
+from pdserve.router.frontend.state import RouterState
+from pdserve.rpc import PUBLIC_MESSAGE_BYTES
+
+OPEN = frozenset({"/health", "/ready", "/ping"})  # paths that need no key
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+Receive = Callable[[], Awaitable[Any]]
+Serve = Callable[[Scope, bytes, Send], Awaitable[None]]
+
+
+class App:
+    """The ASGI application."""
+
+    def __init__(self, intake: Intake, state: RouterState) -> None:
+        generator = Generator(intake)
+        self._generation: dict[str, Serve] = {
+            "/v1/chat/completions": generator.chat,
+            "/v1/completions": generator.complete,
+        }
+        self._intake = intake
+        self.routes = routes(intake, state)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        try:
+            if (refused := scope["state"].get("refused")) is not None:
+                raise refused
+            if scope["path"] not in OPEN:
+                self._intake.clients.identify(key_of(scope))
+            serve = self._generation.get(scope["path"]) if scope["method"] == "POST" else None
+            if serve is None:
+                await self.routes(dict(scope), _bounded(receive), send)
+            else:
+                await serve(scope, await read_body(scope, receive), send)
+        except (HttpError, DeniedError, OverLimitError, RequestError, ValueError) as error:
+            await _end(error_of(error), scope, send)
+
+
+def _bounded(receive: Receive) -> Receive:
+    """Return a `receive` that ends a body which is over the limit."""
+    num_bytes = 0
+
+    async def bounded() -> Any:  # noqa: ANN401 - ASGI's
+        nonlocal num_bytes
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > PUBLIC_MESSAGE_BYTES:
+            raise too_large(num_bytes)
+        return message
+
+    return bounded
+
+
+async def _end(error: HttpError, scope: Scope, send: Send) -> None:
+    headers = [*JSON, *error.headers]
+    if not any(name == REQUEST_ID for name, _ in headers):
+        label = headers_of(scope).get(LABEL, "")
+        usable = label.isascii() and label.isprintable() and len(label) <= MAX_LABEL_BYTES
+        headers.append((REQUEST_ID, (label if label and usable else new_request_id().hex()).encode()))
+    await respond(send, error.status, error.body(), headers)
+
+
+def routes(intake: Intake, state: RouterState) -> FastAPI:
+    """Return what is served besides generation, with a description of everything at /openapi.json."""
+    app = FastAPI(title="pdserve", version=pdserve.__version__, docs_url=None, redoc_url=None)
+    app.add_exception_handler(RequestValidationError, _not_valid)
+    app.add_exception_handler(HTTPException, _not_served)
+    _add_state(app, state)
+    _add_models(app, intake)
+    _add_tokens(app, intake)
+    app.openapi = partial(with_generation, app)  # type: ignore[method-assign]
+    return app
+
+
+async def _not_valid(request: Request, error: Exception) -> Response:
+    del request
+    assert isinstance(error, RequestValidationError)
+    return _response(first_invalid(error.errors()))
+
+
+async def _not_served(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    text = f"{request.method} {request.url.path}: {error.detail}"
+    headers = tuple((name.encode(), value.encode()) for name, value in (error.headers or {}).items())
+    return _response(HttpError(error.status_code, text, code="not_found", headers=headers))
+
+
+def _response(error: HttpError) -> Response:
+    headers = {name.decode(): value.decode() for name, value in (*JSON, *error.headers)}
+    return Response(error.body(), error.status, headers)
+
+
+def _add_state(app: FastAPI, state: RouterState) -> None:
+    @app.get("/health")
+    @app.get("/ping", include_in_schema=False)
+    async def health() -> Response:
+        """Whether this router lives."""
+        return Response(status_code=200 if state.is_live() else 503)
+
+    @app.get("/ready")
+    async def ready() -> Response:
+        """Whether requests may come: some pair of workers serves, or did lately."""
+        return Response(status_code=200 if state.is_ready() else 503)
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """The version of pdserve."""
+        return {"version": pdserve.__version__}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        """Metrics in Prometheus' text format."""
+        if state.collect is None:
+            raise HTTPException(404, "metrics are turned off")
+        return Response(await metrics_text(state.collect), media_type=METRICS_TYPE)
+
+
+def _add_models(app: FastAPI, intake: Intake) -> None:
+    created = int(time.time())
+
+    def card() -> dict[str, Any]:
+        name = intake.model.name
+        return {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "pdserve",
+            "root": name,
+            "parent": None,
+            "max_model_len": intake.max_model_len(),
+            "permission": [],
+        }
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The models that are served: one."""
+        return {"object": "list", "data": [card()]}
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> dict[str, Any]:
+        """A model."""
+        check_model(inference.GenerateRequest(model=model), intake.model.name)
+        return card()
+
+
+def _add_tokens(app: FastAPI, intake: Intake) -> None:
+    @app.post("/tokenize")
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        """The tokens of a text, or of a conversation as the model's template writes it."""
+        model, limit = intake.model, intake.max_model_len()
+        check_model(inference.GenerateRequest(model=body.model or ""), model.name)
+        if (body.prompt is None) == (body.messages is None):
+            raise invalid("prompt", "exactly one of prompt and messages is needed")
+        if body.prompt is None:
+            request = inference.GenerateRequest(chat=chat_of(body))
+        else:
+            request = inference.GenerateRequest(text=body.prompt, add_special_tokens=body.add_special_tokens)
+        tokens = list(await intake.prompts.token_ids(request, limit, inf)) if body.prompt != "" else []
+        strings = [model.tokenizer.piece(token_id).decode(errors="replace") for token_id in tokens]
+        shown = strings if body.return_token_strs else None
+        return {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": shown}
+
+    @app.post("/detokenize")
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        """The text of tokens."""
+        check_model(inference.GenerateRequest(model=body.model or ""), intake.model.name)
+        limit = intake.max_model_len()
+        if len(body.tokens) > limit:
+            raise invalid("tokens", f"{len(body.tokens)} are over the limit of {limit} (max_model_len)")
+        return {"prompt": intake.model.tokenizer.decode(body.tokens)}
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> dict[str, Any]:
+        """Special tokens and the chat template."""
+        model = intake.model
+        template = None if model.chat is None else model.chat.source
+        return {**model.special_tokens, "chat_template": template, "vocab_size": model.vocab_size}

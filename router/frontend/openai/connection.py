@@ -1,0 +1,144 @@
+"""A client's HTTP/1.1 connection: uvicorn's, with bounds on what it may hold, and for how long.
+
+Heads and bodies that do not come in time, heads that are too large, and readers that take nothing end the connection.
+A peer that is gone without a word ends it by the kernel's own timeout.
+"""
+
+import asyncio
+import socket
+from typing import Protocol
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from pdserve.router.frontend.openai.errors import HttpError
+
+MAX_CONNECTIONS = 4096
+MAX_HEAD_BYTES = 65_536
+HEAD_TIMEOUT_S = 10.0
+BODY_TIMEOUT_S = 60.0
+STALLED_S = 30.0  # that a reader may take nothing while something waits for it
+IDLE_TIMEOUT_S = 75  # between requests
+PEER_TIMEOUT_MS = 30_000  # that what was sent may be unacknowledged
+TCP_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", None)  # Linux alone has it
+
+
+class Reply(Protocol):
+    """Whoever writes the response of the request that a connection serves."""
+
+    def lost(self) -> None:
+        """Note that the connection is gone."""
+
+    def resume(self) -> None:
+        """Note that the connection takes bytes again."""
+
+
+class Connection(HttpToolsProtocol):
+    """One connection. While a request is served, `reply` learns what becomes of it."""
+
+    reply: Reply | None = None
+    _timer: asyncio.TimerHandle | None = None  # for the head or body on its way
+    _stalled: asyncio.TimerHandle | None = None
+    _in_head = True
+    _num_head_bytes = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MAX_CONNECTIONS:
+            error = HttpError(503, f"connections: {MAX_CONNECTIONS} are open, the limit", headers=_SOON)
+            self._refuse(error)
+            return
+        tcp: socket.socket | None = transport.get_extra_info("socket")
+        if tcp is not None and TCP_USER_TIMEOUT is not None:
+            tcp.setsockopt(socket.IPPROTO_TCP, TCP_USER_TIMEOUT, PEER_TIMEOUT_MS)
+        self._allow(HEAD_TIMEOUT_S)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        for timer in (self._timer, self._stalled, self.timeout_keep_alive_task):
+            if timer is not None:
+                timer.cancel()
+        if self.reply is not None:
+            self.reply.lost()
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():
+            return
+        super().data_received(data)
+        if self._in_head:
+            self._num_head_bytes += len(data)
+            if self._num_head_bytes > MAX_HEAD_BYTES:
+                self._refuse(_head_too_large(self._num_head_bytes))
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["state"]["connection"] = self
+        self._in_head, self._num_head_bytes = True, 0
+        if self._timer is None:
+            self._allow(HEAD_TIMEOUT_S)
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._disallow()
+        num_bytes = len(self.url) + sum([len(name) + len(value) for name, value in self.headers])
+        if num_bytes > MAX_HEAD_BYTES:
+            self.scope["state"]["refused"] = _head_too_large(num_bytes)
+        super().on_headers_complete()
+        if not self.pipeline:  # else nothing is read until the request before it is served
+            self._allow(BODY_TIMEOUT_S)
+
+    def on_message_complete(self) -> None:
+        self._disallow()
+        super().on_message_complete()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stalled = self.loop.call_later(STALLED_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+        if self.reply is not None:
+            self.reply.resume()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP. Called by uvicorn."""
+        self._refuse(HttpError(400, msg))
+
+    def write_chunk(self, data: bytes) -> bool:
+        """Write a part of a chunked response that has begun; return whether the connection takes more at once."""
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return not self.flow.write_paused
+
+    def _allow(self, seconds: float) -> None:
+        self._timer = self.loop.call_later(seconds, self._too_late)
+
+    def _disallow(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _too_late(self) -> None:
+        self._timer = None
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
+            self.transport.close()
+        else:
+            self._refuse(HttpError(408, "the request did not come in time", headers=((b"x-should-retry", b"false"),)))
+
+    def _refuse(self, error: HttpError) -> None:
+        """Answer what never became a request, and close."""
+        if self.transport.is_closing():
+            return
+        body = error.body()
+        head = [b"HTTP/1.1 %d \r\ncontent-type: application/json\r\nconnection: close\r\n" % error.status]
+        head += [b"%b: %b\r\n" % header for header in (*error.headers, (b"content-length", b"%d" % len(body)))]
+        self.transport.write(b"".join([*head, b"\r\n", body]))
+        self.transport.close()
+
+
+_SOON = ((b"retry-after", b"1"), (b"retry-after-ms", b"1000"), (b"x-should-retry", b"true"))
+
+
+def _head_too_large(num_bytes: int) -> HttpError:
+    return HttpError(431, f"headers: {num_bytes} bytes are over the limit of {MAX_HEAD_BYTES}")

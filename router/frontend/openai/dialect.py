@@ -1,0 +1,269 @@
+"""What responses look like: chat.completion and text_completion, whole or in chunks.
+
+Chunks of a stream differ in little but their text. That little is put between bytes that are made once.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import msgspec
+
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.router.frontend.answer import Gain
+from pdserve.router.frontend.openai.filters import Delta, TextFilter
+from pdserve.router.frontend.openai.logprobs import Pieces, chat_logprobs, completion_logprobs
+from pdserve.router.timeline import Ledger, Usage
+
+FINISH_REASONS: dict[int, str] = {inference.FINISH_REASON_STOP: "stop", inference.FINISH_REASON_LENGTH: "length"}
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+Json = dict[str, Any]
+encode = msgspec.json.encode
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What a request wants to see besides the text."""
+
+    usage: bool = False  # a chunk with it ends the stream
+    usage_always: bool = False  # every chunk has it
+    logprobs: bool = False
+    token_ids: bool = False
+    answer: bool = True  # False: the prompt alone
+
+    @property
+    def is_text_alone(self) -> bool:
+        return self.answer and not (self.usage_always or self.logprobs or self.token_ids)
+
+
+@dataclass(slots=True)
+class Choice:
+    """One choice of a response, as far as it has come."""
+
+    index: int
+    prompt_ids: Sequence[int]
+    filter: TextFilter | None = None
+    echo: str = ""  # what the text begins with
+    echo_logprobs: Sequence[inference.TokenLogprobs] = ()  # of the prompt's tokens from the second on
+    num_chars: int = 0  # given out: where the next token's text begins
+    finish_reason: str | None = None
+    stop_match: str | None = None
+    is_begun: bool = False  # a chunk of it was written
+    end_is_shown: bool = False
+    before_text: bytes = b""  # of a chunk
+
+    def deltas(self, gain: Gain) -> list[Delta]:
+        """Return what the message gains; its end is noted."""
+        gained: list[Delta] = []
+        if self.filter is not None:
+            gained = self.filter.push(gain.text) if gain.text else []
+        elif gain.text:
+            gained = [{"content": gain.text}]
+        if gain.finish_reason:
+            self.finish_reason, self.stop_match = FINISH_REASONS[gain.finish_reason], gain.stop_match
+            if self.filter is not None:
+                last, self.finish_reason = self.filter.finish(self.finish_reason)
+                gained += last
+        return gained
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How one of the two kinds of response is written."""
+
+    id_prefix: str
+    whole: str  # name of the object
+    chunk: str
+    before_text: bytes  # in a chunk's choice, after its index
+    after_text: bytes
+    part: Callable[[Delta], Json]  # a choice's own field in a chunk
+    result: Callable[[list[Delta]], Json]  # and in a whole response
+    logprobs: Callable[[Pieces, Sequence[int], Sequence[inference.TokenLogprobs], int], Json]
+    has_role: bool  # a choice's first chunk says who speaks
+
+
+def merged(deltas: Sequence[Delta]) -> Json:
+    """Return the message that deltas come to."""
+    message: Json = {"role": "assistant", "content": None}
+    calls: dict[int, Json] = {}
+    for delta in deltas:
+        for name in ("content", "reasoning_content"):
+            if name in delta:
+                message[name] = (message.get(name) or "") + delta[name]
+        for call in delta.get("tool_calls", ()):
+            _add_call(calls.setdefault(call["index"], {"id": "", "type": "function", "function": {}}), call)
+    if calls:
+        message["tool_calls"] = list(calls.values())
+    elif message["content"] is None:
+        message["content"] = ""
+    return message
+
+
+def _add_call(call: Json, delta: Json) -> None:
+    call["id"] = delta.get("id") or call["id"]
+    for name, text in delta.get("function", {}).items():
+        call["function"][name] = call["function"].get(name, "") + (text or "")
+
+
+CHAT = Dialect(
+    id_prefix="chatcmpl-",
+    whole="chat.completion",
+    chunk="chat.completion.chunk",
+    before_text=b',"delta":{"content":',
+    after_text=b'},"logprobs":null,"finish_reason":null}',
+    part=lambda delta: {"delta": delta},
+    result=lambda deltas: {"message": {**merged(deltas), "refusal": None}},
+    logprobs=lambda tokens, ids, logprobs, _offset: chat_logprobs(tokens, ids, logprobs),
+    has_role=True,
+)
+COMPLETION = Dialect(
+    id_prefix="cmpl-",
+    whole="text_completion",
+    chunk="text_completion",
+    before_text=b',"text":',
+    after_text=b',"logprobs":null,"finish_reason":null}',
+    part=lambda delta: {"text": delta.get("content", "")},
+    result=lambda deltas: {"text": "".join(delta["content"] for delta in deltas)},
+    logprobs=completion_logprobs,
+    has_role=False,
+)
+
+
+class Response:
+    """One response: its envelope, and how its choices are written."""
+
+    def __init__(self, dialect: Dialect, model: str, tokens: Pieces, shown: Shown) -> None:
+        self.dialect = dialect
+        self.shown = shown
+        self.num_tokens = 0  # given out
+        self.num_prompt_tokens = 0
+        self.id = dialect.id_prefix + secrets.token_hex(16)
+        self._tokens = tokens
+        self._envelope = {"id": self.id, "created": int(time.time()), "model": model}
+        head = encode({**self._envelope, "object": dialect.chunk})[:-1]
+        self._before = b"data: " + head + b',"choices":['
+        self._after = b'],"usage":null}\n\n' if shown.usage else b"]}\n\n"
+        self._after_text = dialect.after_text + self._after
+
+    def chunks(self, choice: Choice, gain: Gain) -> bytes:
+        """Return the chunks for what a choice gained; its end has one of its own."""
+        gain = self._seen(choice, gain)
+        if choice.is_begun and choice.filter is None and self.shown.is_text_alone and not gain.finish_reason:
+            return self._text(choice, gain.text) if gain.text else b""
+        events = [] if choice.is_begun else self._beginning(choice)
+        choice.is_begun = True
+        deltas, more = choice.deltas(gain), self._more(choice, gain)
+        if more and not deltas:
+            deltas = [{"content": ""}]
+        for delta in deltas:
+            events.append(self._event(choice, delta, more))
+            more = {}
+        choice.num_chars += len(gain.text)
+        return b"".join(events)
+
+    def last_chunk(self, choice: Choice, ledger: Json | None) -> bytes:
+        """Return the chunk that ends a choice; `ledger` is shown with it."""
+        end = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_match}
+        return self._event(choice, {}, end, None if ledger is None else {"pdserve": ledger})
+
+    def usage_chunk(self, usage: Json, ledger: Json | list[Json]) -> bytes:
+        """Return the chunk with the usage, which ends a stream."""
+        return self._before + b"]," + encode({"usage": usage, "pdserve": ledger})[1:] + b"\n\n"
+
+    def body(self, choices: Sequence[tuple[Choice, Gain]], usage: Json, ledger: Json | list[Json]) -> bytes:
+        """Return a whole response; each choice comes with all that it gained."""
+        results = [self._result(choice, self._seen(choice, gain)) for choice, gain in choices]
+        envelope: Json = {**self._envelope, "object": self.dialect.whole, "choices": results, "usage": usage}
+        if self.shown.token_ids and self.dialect is CHAT:
+            envelope["prompt_token_ids"] = list(choices[0][0].prompt_ids)
+        return encode({**envelope, "pdserve": ledger})
+
+    def _seen(self, choice: Choice, gain: Gain) -> Gain:
+        del choice
+        if not self.shown.answer:
+            return Gain(gain.index, finish_reason=inference.FINISH_REASON_LENGTH if gain.finish_reason else 0)
+        self.num_tokens += len(gain.token_ids)
+        return gain
+
+    def _text(self, choice: Choice, text: str) -> bytes:
+        if not choice.before_text:
+            choice.before_text = self._before + b'{"index":%d' % choice.index + self.dialect.before_text
+        return choice.before_text + encode(text) + self._after_text
+
+    def _event(self, choice: Choice, delta: Delta, more: Json, beside: Json | None = None) -> bytes:
+        part = {
+            "index": choice.index,
+            **self.dialect.part(delta),
+            "logprobs": None,
+            "finish_reason": None,
+            **more,
+        }
+        if self.shown.usage_always:
+            beside = {**(beside or {}), "usage": usage_of(self.num_prompt_tokens, self.num_tokens)}
+        after = self._after if beside is None else b"]," + encode(beside)[1:] + b"\n\n"
+        return self._before + encode(part) + after
+
+    def _beginning(self, choice: Choice) -> list[bytes]:
+        shown: Json = {"prompt_token_ids": list(choice.prompt_ids)} if self.shown.token_ids else {}
+        if self.dialect.has_role:
+            return [self._event(choice, {"role": "assistant", "content": ""}, {}, shown or None)]
+        if not choice.echo and not shown:
+            return []
+        if choice.echo_logprobs:
+            shown["logprobs"] = self._prompt_logprobs(choice)
+        choice.num_chars = len(choice.echo)
+        return [self._event(choice, {"content": choice.echo}, shown)]
+
+    def _more(self, choice: Choice, gain: Gain) -> Json:
+        more: Json = {}
+        if self.shown.logprobs and gain.logprobs:
+            more["logprobs"] = self.dialect.logprobs(self._tokens, gain.token_ids, gain.logprobs, choice.num_chars)
+        if self.shown.token_ids and gain.token_ids:
+            more["token_ids"] = gain.token_ids
+        return more
+
+    def _prompt_logprobs(self, choice: Choice) -> Json:
+        return completion_logprobs(self._tokens, choice.prompt_ids, [None, *choice.echo_logprobs])
+
+    def _result(self, choice: Choice, gain: Gain) -> Json:
+        deltas = choice.deltas(gain)
+        choice.num_chars = len(choice.echo)
+        result: Json = {"index": choice.index, "logprobs": None}
+        result |= self._more(choice, gain)
+        if choice.echo_logprobs:
+            before, after = self._prompt_logprobs(choice), result["logprobs"] or {}
+            result["logprobs"] = {name: values + after.get(name, []) for name, values in before.items()}
+        if choice.echo:
+            deltas.insert(0, {"content": choice.echo})
+        if self.shown.token_ids and self.dialect is COMPLETION:
+            result["prompt_token_ids"] = list(choice.prompt_ids)
+        end = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_match}
+        return {**result, **self.dialect.result(deltas), **end}
+
+
+def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None) -> Json:
+    """Return the usage as OpenAI's API has it."""
+    usage: Json = {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+    if cached_tokens is not None:
+        usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+    return usage
+
+
+def total(usages: Sequence[Usage], *, answer: bool) -> Json:
+    """Return the usage of all requests of a call."""
+    prompts, cached = sum(each.prompt_tokens for each in usages), sum(each.cached_tokens for each in usages)
+    return usage_of(prompts, sum(each.completion_tokens for each in usages) if answer else 0, cached)
+
+
+def ledger_of(request_id: str, ledger: Ledger) -> Json:
+    """Return a request's ledger for its client: milliseconds after it was received, and who served it."""
+    shown = asdict(ledger)
+    shown["timings_ms"] = {stage.value: round(at_ms, 3) for stage, at_ms in shown.pop("steps")}
+    return {"request_id": request_id, **shown}

@@ -1,0 +1,141 @@
+"""Errors as OpenAI's clients know them: a status, `{"error": {message, type, param, code}}`, and when to try again."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any
+
+import msgspec
+from pydantic import ValidationError
+
+from pdserve.errors import RequestError, Status, echo
+from pdserve.router.because import Cause
+from pdserve.router.commands import Refused
+from pdserve.router.frontend.clients import DeniedError, OverLimitError
+
+STATUS = {
+    Status.INVALID_ARGUMENT: 400,
+    Status.NOT_FOUND: 404,
+    Status.DEADLINE_EXCEEDED: 504,
+    Status.RESOURCE_EXHAUSTED: 429,
+    Status.UNAVAILABLE: 503,
+    Status.CANCELLED: 499,
+    Status.INTERNAL: 500,
+}
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    499: "request_cancelled",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+CODES = {
+    401: "invalid_api_key",
+    404: "model_not_found",
+    429: "overloaded",
+    503: "unavailable",
+    504: "deadline_exceeded",
+}
+OF_TENANT = frozenset({Cause.TENANT_REQUESTS, Cause.TENANT_TOKENS, Cause.TENANT_CONCURRENCY})
+RETRY_AFTER_S = 1.0  # where nothing says when there will be room
+_FIELD = re.compile(r"([A-Za-z_][\w.\[\]-]*): ")
+_NAME = re.compile(r"[a-z_]+")  # of a field, and of no type
+_TOO_LONG = re.compile(r"\(max_model_len\)$")
+
+Header = tuple[bytes, bytes]
+
+
+@dataclass(slots=True, eq=False)
+class HttpError(Exception):
+    """The end of a request without its answer."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: tuple[Header, ...] = ()
+    more: dict[str, Any] = field(default_factory=dict)  # beside OpenAI's four fields
+
+    def body(self) -> bytes:
+        """Return the JSON of the response, or of an event in a stream."""
+        error = {
+            "message": self.message,
+            "type": TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error"),
+            "param": self.param,
+            "code": self.code or CODES.get(self.status),
+        }
+        return msgspec.json.encode({"error": {**error, **self.more}})
+
+
+def error_of(error: Exception | Refused) -> HttpError:
+    """Return what HTTP has for an error of the intake, or for a request that was refused."""
+    match error:
+        case HttpError():
+            return error
+        case DeniedError():
+            return HttpError(401, error.message, headers=((b"www-authenticate", b"Bearer"),))
+        case OverLimitError():
+            return _refused(error.refused)
+        case Refused():
+            return _refused(error)
+        case RequestError():
+            return _of_request(error)
+        case ValidationError():
+            return _invalid(error)
+        case _:
+            raise error
+
+
+def _of_request(error: RequestError) -> HttpError:
+    status, found = STATUS[error.status], _FIELD.match(error.message)
+    param = found[1] if found else None
+    code = "context_length_exceeded" if _TOO_LONG.search(error.message) else None
+    headers = _try_again(RETRY_AFTER_S) if status in (429, 503) else _try_no_more(status)
+    return HttpError(status, error.message, param, code, headers)
+
+
+def _refused(refused: Refused) -> HttpError:
+    status = STATUS[refused.status]
+    because, found = refused.because, _FIELD.match(refused.message)
+    more: dict[str, Any] = {}
+    if because is not None:
+        more["refused_because"] = because.cause.value
+    if refused.predicted_ttft_s is not None:
+        more["predicted_ttft_ms"] = round(refused.predicted_ttft_s * 1e3)
+    code = "rate_limit_exceeded" if because is not None and because.cause in OF_TENANT else None
+    if status in (429, 503):
+        # An idle cluster would not meet the objective either.
+        helps = because is None or because.cause is not Cause.IDLE_CLUSTER
+        headers = _try_again(refused.retry_after_s or RETRY_AFTER_S, helps=helps)
+    else:
+        headers = _try_no_more(status)
+    return HttpError(status, refused.message, found[1] if found else None, code, headers, more)
+
+
+def _try_again(after_s: float, *, helps: bool = True) -> tuple[Header, ...]:
+    return (
+        (b"retry-after", b"%d" % max(1, ceil(after_s))),
+        (b"retry-after-ms", b"%d" % max(1, ceil(after_s * 1e3))),
+        (b"x-should-retry", b"true" if helps else b"false"),
+    )
+
+
+def _try_no_more(status: int) -> tuple[Header, ...]:
+    """Return what keeps OpenAI's client from trying again, as it does after a 408, a 409 and any 5xx."""
+    return ((b"x-should-retry", b"false"),) if status >= 500 else ()
+
+
+def _invalid(error: ValidationError) -> HttpError:
+    return first_invalid(error.errors(include_url=False, include_context=False))
+
+
+def first_invalid(errors: Sequence[Mapping[str, Any]]) -> HttpError:
+    """Return the error for the first field that is not of its type, of pydantic's list."""
+    first = errors[0]
+    place = [str(each) for each in first["loc"] if isinstance(each, int) or _NAME.fullmatch(each)]
+    param = ".".join(place).removeprefix("body.") or None
+    shown = "" if first["type"] in ("missing", "json_invalid") else f" ({echo(repr(first['input']))})"
+    return HttpError(400, f"{param or 'body'}: {first['msg'][:1].lower()}{first['msg'][1:]}{shown}", param)

@@ -1,0 +1,162 @@
+"""The fields of requests over HTTP: OpenAI's, and those that vLLM's clients send besides.
+
+A null is as good as a field that is left out. Unknown fields are accepted; `ignored` names them for a header.
+"""
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+WITHOUT_EFFECT = frozenset(  # OpenAI's own; no answer would be another for them
+    {
+        *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
+        *("prompt_cache_retention", "parallel_tool_calls", "verbosity"),
+    }
+)
+MAX_PROMPTS = 128
+Object = dict[str, Any]
+TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+
+
+class Body(BaseModel):
+    """The body of a request."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    @property
+    def ignored(self) -> list[str]:
+        """The names of given fields that nothing here knows."""
+        given = (self.model_extra or {}).items()
+        return [name for name, value in given if value is not None and name not in WITHOUT_EFFECT]
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = Field(None, description="End the stream with a chunk that has the usage.")
+    continuous_usage_stats: bool | None = Field(None, description="Let every chunk have the usage so far.")
+
+
+class Slo(Body):
+    """What the client needs to be served in time."""
+
+    ttft_ms: float | None = Field(None, description="Time to the first token, milliseconds.")
+    tpot_ms: float | None = Field(None, description="Mean time per later token, milliseconds.")
+
+
+class Generation(Body):
+    """What requests for text have in common."""
+
+    model: str | None = Field(None, description="By default the model that is served.")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(None, ge=0, lt=2**31)
+    n: int | None = Field(None, ge=0, lt=2**31)
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = Field(None, ge=-1, lt=2**31, description="-1 or 0: all tokens.")
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[TokenId, float] | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    min_tokens: int | None = Field(None, ge=0, lt=2**31)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[TokenId] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = Field(None, ge=0, lt=2**31)
+    allowed_token_ids: list[TokenId] | None = None
+    bad_words: list[str] | None = None
+    return_token_ids: bool | None = Field(None, description="Show token ids beside the text.")
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31, description="Higher is served first; 0 is normal.")
+    slo: Slo | None = None
+    tenant: str | None = Field(None, description="Whose prefix cache is used, where no API key says that.")
+    deadline_ms: int | None = Field(None, ge=0, lt=2**32, description="Time the whole request may take.")
+    request_id: str | None = Field(None, description="As the header x-request-id.")
+    response_format: Object | None = None
+    structured_outputs: Object | None = None
+
+    REFUSED: ClassVar[dict[str, str]] = {
+        "use_beam_search": "beam search is not supported",
+        "cache_salt": "set tenant instead: prefix caches are not shared between tenants",
+        "prompt_embeds": "prompts are text or token ids",
+        "kv_transfer_params": "the router decides where KV pages go",
+        "truncate_prompt_tokens": "prompts are not truncated",
+    }
+    """Fields that would change the answer, and cannot be had, with why."""
+
+
+class TextPart(Body):
+    type: str
+    text: str | None = None
+
+
+class Message(Body):
+    """One message of a conversation."""
+
+    role: str
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[Object] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class ChatRequest(Generation):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = Field(None, ge=0, lt=2**31, description="Takes precedence over max_tokens.")
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, lt=2**31)
+    tools: list[Object] | None = None
+    tool_choice: str | Object | None = None
+    documents: list[Object] | None = None
+    chat_template_kwargs: Object | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: str | None = Field(None, description="An argument of the chat template.")
+    include_reasoning: bool | None = None
+
+    REFUSED: ClassVar[dict[str, str]] = {
+        **Generation.REFUSED,
+        "functions": "use tools",
+        "function_call": "use tool_choice",
+        "audio": "answers are text",
+        "chat_template": "the model's own template is used",
+        "web_search_options": "the web is not searched",
+    }
+
+
+class CompletionRequest(Generation):
+    """POST /v1/completions."""
+
+    prompt: str | Annotated[list[TokenId], Field(min_length=1)] | list[str] | list[list[TokenId]]
+    echo: bool | None = Field(None, description="Let the answer begin with the prompt.")
+    logprobs: int | None = Field(None, ge=0, lt=2**31)
+    best_of: int | None = None
+    add_special_tokens: bool | None = Field(None, description="Whether the tokenizer adds its own; by default it does.")
+    suffix: str | None = None
+
+
+class TokenizeRequest(Body):
+    """POST /tokenize, of a text or of a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Object | None = None
+    tools: list[Object] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]

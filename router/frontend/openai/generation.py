@@ -1,0 +1,157 @@
+"""POST /v1/chat/completions and /v1/completions, as bare ASGI: nothing stands between a chunk and its connection."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pdserve.errors import RequestError, Status, invalid
+from pdserve.ids import new_request_id
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.router.frontend.api_keys import METADATA_KEY, bearer
+from pdserve.router.frontend.intake import Intake
+from pdserve.router.frontend.openai import filters
+from pdserve.router.frontend.openai.dialect import CHAT, COMPLETION, Choice, Dialect, Response, Shown
+from pdserve.router.frontend.openai.errors import Header, HttpError
+from pdserve.router.frontend.openai.fields import ChatRequest, CompletionRequest, Generation
+from pdserve.router.frontend.openai.reply import Send, Stream, Whole
+from pdserve.router.frontend.openai.translate import chat_request, completion_requests, label_of, prompts_of
+from pdserve.rpc import PUBLIC_MESSAGE_BYTES
+
+IGNORED_FIELDS = b"x-ignored-fields"
+MAX_IGNORED_BYTES = 1024  # of that header
+REQUEST_ID = b"x-request-id"
+MAX_CHOICES = 256  # of a call
+
+Scope = Mapping[str, Any]
+
+
+class Generator:
+    """Serves the two routes."""
+
+    def __init__(self, intake: Intake) -> None:
+        self._intake = intake
+
+    async def chat(self, scope: Scope, body: bytes, send: Send) -> None:
+        """Serve POST /v1/chat/completions. Raises what `errors.error_of` knows."""
+        asked, headers = ChatRequest.model_validate_json(body), headers_of(scope)
+        request = chat_request(asked, headers)
+        plan = filters.plan(asked, request, self._intake.model)
+        shown = _shown(asked, logprobs=bool(asked.logprobs))
+        reply = self._reply(asked, scope, CHAT, shown)
+        await self._serve(reply, [(request, _choices(request, 0, plan))], scope, send)
+
+    async def complete(self, scope: Scope, body: bytes, send: Send) -> None:
+        """Serve POST /v1/completions. Raises what `errors.error_of` knows."""
+        asked, headers = CompletionRequest.model_validate_json(body), headers_of(scope)
+        requests = completion_requests(asked, headers)
+        num_choices = sum(max(1, request.sampling.n) for request in requests)
+        if num_choices > MAX_CHOICES:
+            raise invalid("n", f"{num_choices} choices of all prompts are over the limit of {MAX_CHOICES}")
+        if asked.echo and asked.logprobs is not None:
+            raise invalid("echo", "with logprobs it needs those of the prompt, which are not computed")
+        plans = [filters.plan(asked, request, self._intake.model) for request in requests]
+        shown = _shown(asked, logprobs=asked.logprobs is not None, answer=asked.max_tokens != 0)
+        reply = self._reply(asked, scope, COMPLETION, shown)
+        parts, first = [], 0
+        for prompt, request, plan in zip(prompts_of(asked.prompt), requests, plans, strict=True):
+            choices = _choices(request, first, plan, self._text_of(prompt) if asked.echo else "")
+            parts.append((request, choices))
+            first += len(choices)
+        await self._serve(reply, parts, scope, send)
+
+    def _text_of(self, prompt: str | Sequence[int]) -> str:
+        return prompt if isinstance(prompt, str) else self._intake.model.tokenizer.decode(prompt)
+
+    def _reply(self, asked: Generation, scope: Scope, dialect: Dialect, shown: Shown) -> Whole | Stream:
+        model = self._intake.model
+        response = Response(dialect, model.name, model.tokenizer, shown)
+        label = label_of(asked, headers_of(scope)) or new_request_id().hex()
+        headers: list[Header] = [(REQUEST_ID, label.encode())]
+        if ignored := _ignored(asked):
+            headers.append((IGNORED_FIELDS, ignored))
+        kind = Stream if asked.stream else Whole
+        return kind(scope["state"]["connection"], response, headers)
+
+    async def _serve(
+        self,
+        reply: Whole | Stream,
+        parts: Sequence[tuple[inference.GenerateRequest, list[Choice]]],
+        scope: Scope,
+        send: Send,
+    ) -> None:
+        try:
+            for request, choices in parts:
+                await reply.open(self._intake, request, key_of(scope), choices)
+            await reply.run(send)
+        except HttpError as error:
+            error.headers = (*error.headers, *reply.headers)
+            raise
+        finally:
+            reply.close(self._intake)
+
+
+def headers_of(scope: Scope) -> dict[str, str]:
+    """Return a request's headers by name; of one that is there twice, the last."""
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+
+
+def key_of(scope: Scope) -> bytes | None:
+    """Return the API key that a request shows, None where it shows none."""
+    shown = next((value for name, value in scope["headers"] if name == b"authorization"), None)
+    return None if shown is None else bearer([(METADATA_KEY, shown.decode("latin-1"))])
+
+
+async def read_body(scope: Scope, receive: Any) -> bytes:  # noqa: ANN401 - ASGI's
+    """Return a request's body; HttpError where it is over the limit, before it is read whole."""
+    announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+    num_bytes, parts = int(announced), []
+    if num_bytes > PUBLIC_MESSAGE_BYTES:
+        raise too_large(num_bytes)
+    num_bytes, has_more = 0, True
+    while has_more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise RequestError(Status.CANCELLED, "the client has left")
+        parts.append(message["body"])
+        num_bytes += len(message["body"])
+        if num_bytes > PUBLIC_MESSAGE_BYTES:
+            raise too_large(num_bytes)
+        has_more = message["more_body"]
+    return b"".join(parts)
+
+
+def too_large(num_bytes: int) -> HttpError:
+    """Return the error for a body of so many bytes, or more."""
+    close = ((b"connection", b"close"),)  # what is left of it is not read
+    return HttpError(413, f"body: {num_bytes} bytes are over the limit of {PUBLIC_MESSAGE_BYTES}", headers=close)
+
+
+def _shown(asked: Generation, *, logprobs: bool, answer: bool = True) -> Shown:
+    options = asked.stream_options
+    if options is not None and not asked.stream:
+        raise invalid("stream_options", "they go with stream true")
+    always = options is not None and bool(options.continuous_usage_stats)
+    return Shown(
+        usage=options is not None and bool(options.include_usage),
+        usage_always=always,
+        logprobs=logprobs,
+        token_ids=bool(asked.return_token_ids),
+        answer=answer,
+    )
+
+
+def _choices(request: inference.GenerateRequest, first: int, plan: filters.Plan, echo: str = "") -> list[Choice]:
+    num_choices = request.sampling.n if request.sampling.HasField("n") else 1
+    new_filter = plan.new_filter
+    return [
+        Choice(first + place, (), filter=None if new_filter is None else new_filter(), echo=echo)
+        for place in range(num_choices)
+    ]
+
+
+def _ignored(asked: Generation) -> bytes:
+    """Return the names of fields that nothing here knows, for a header."""
+    names = asked.ignored
+    for group, part in (("stream_options", asked.stream_options), ("slo", asked.slo)):
+        names += [f"{group}.{name}" for name in (part.ignored if part is not None else ())]
+    shown = ", ".join(name if name.isascii() and name.isprintable() else ascii(name) for name in names)
+    return shown.encode()[:MAX_IGNORED_BYTES]

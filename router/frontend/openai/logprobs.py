@@ -1,0 +1,70 @@
+"""Log probabilities of tokens in the two forms that OpenAI's API has for them."""
+
+from collections.abc import Sequence
+from math import isfinite
+from typing import Any, Protocol
+
+from pdserve.proto.v1 import inference_pb2 as inference
+
+LEAST = -9999.0  # in place of minus infinity, which JSON does not have
+
+
+class Pieces(Protocol):
+    """The bytes of a token."""
+
+    def piece(self, token_id: int) -> bytes: ...
+
+
+def chat_logprobs(tokens: Pieces, ids: Sequence[int], logprobs: Sequence[inference.TokenLogprobs]) -> dict[str, Any]:
+    """Return them as chat has them: an entry a token."""
+    content = [
+        {
+            **_entry(tokens, token_id, each.chosen),
+            "top_logprobs": [_entry(tokens, top.token_id, top.logprob) for top in each.top],
+        }
+        for token_id, each in zip(ids, logprobs, strict=True)
+    ]
+    return {"content": content}
+
+
+def completion_logprobs(
+    tokens: Pieces, ids: Sequence[int], logprobs: Sequence[inference.TokenLogprobs | None], offset: int = 0
+) -> dict[str, Any]:
+    """Return them as completions have them: parallel lists. The text offsets, in characters, begin at `offset`.
+
+    None stands for the first token of a prompt, of which there is no probability.
+    """
+    texts = [_text(tokens.piece(token_id)) for token_id in ids]
+    offsets = []
+    for text in texts:
+        offsets.append(offset)
+        offset += len(text)
+    return {
+        "tokens": texts,
+        "token_logprobs": [None if each is None else _finite(each.chosen) for each in logprobs],
+        "top_logprobs": [
+            None if each is None else _likeliest(tokens, text, each) for text, each in zip(texts, logprobs, strict=True)
+        ],
+        "text_offset": offsets,
+    }
+
+
+def _likeliest(tokens: Pieces, text: str, logprobs: inference.TokenLogprobs) -> dict[str, float]:
+    likeliest: dict[str, float] = {}
+    for top in logprobs.top:
+        likeliest.setdefault(_text(tokens.piece(top.token_id)), _finite(top.logprob))
+    likeliest.setdefault(text, _finite(logprobs.chosen))
+    return likeliest
+
+
+def _entry(tokens: Pieces, token_id: int, logprob: float) -> dict[str, Any]:
+    piece = tokens.piece(token_id)
+    return {"token": _text(piece), "logprob": _finite(logprob), "bytes": list(piece)}
+
+
+def _text(piece: bytes) -> str:
+    return piece.decode(errors="replace")
+
+
+def _finite(logprob: float) -> float:
+    return logprob if isfinite(logprob) else LEAST

@@ -1,0 +1,242 @@
+"""Answers on their way to one HTTP request: written as server-sent events, or kept until they are whole.
+
+The task that serves a request sleeps while its stream goes on: chunks are written where the answer's turn comes.
+Invariant: a response has its status no earlier than its first token, so that whatever ends it before is an HTTP error;
+and at most one write of each answer waits.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.router.commands import Finished, Refused
+from pdserve.router.frontend.answer import Answer, Gain
+from pdserve.router.frontend.intake import Intake
+from pdserve.router.frontend.openai.connection import Connection
+from pdserve.router.frontend.openai.dialect import DONE, KEEP_ALIVE, Choice, Json, Response, ledger_of, total
+from pdserve.router.frontend.openai.errors import Header, error_of
+
+KEEP_ALIVE_S = 15.0  # of silence, after which a comment is written
+EVENT_STREAM: tuple[Header, ...] = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
+JSON: tuple[Header, ...] = ((b"content-type", b"application/json"),)
+
+
+class Send(Protocol):
+    """ASGI's send."""
+
+    async def __call__(self, message: Any, /) -> None: ...  # noqa: ANN401
+
+
+@dataclass(slots=True, eq=False)
+class Part:
+    """One request of a call, and its answer's end. A `Client` of that answer."""
+
+    reply: "Reply"
+    choices: list[Choice]
+    gains: list[Gain] = field(default_factory=list)  # all that each choice gained, where that is kept
+    answer: Answer | None = None
+    outcome: Finished | Refused | None = None
+
+    def write(self, answer: Answer, gains: Sequence[Gain], outcome: Finished | Refused | None) -> bool:
+        del answer
+        self.outcome = outcome
+        return self.reply.take(self, gains)
+
+    def cut_off(self, answer: Answer, outcome: Refused) -> None:
+        del answer, outcome
+        self.reply.connection.transport.abort()
+
+    def ledger(self) -> Json:
+        assert self.answer is not None
+        assert isinstance(self.outcome, Finished)
+        return ledger_of(self.answer.hex_id, self.outcome.ledger)
+
+
+class Reply:
+    """What a call's response is made of. The two kinds differ in what they do with what is gained."""
+
+    def __init__(self, connection: Connection, response: Response, headers: Sequence[Header]) -> None:
+        self.connection = connection
+        self.response = response
+        self.headers = list(headers)
+        self.parts: list[Part] = []
+        self._is_lost = connection.transport.is_closing()
+        self._news = asyncio.Event()
+        connection.reply = self
+
+    async def open(
+        self, intake: Intake, request: inference.GenerateRequest, key: bytes | None, choices: list[Choice]
+    ) -> None:
+        """Open one request of the call. Raises what Intake.open raises."""
+        part = Part(self, choices)
+        part.answer = await intake.open(request, part, key)
+        for choice in choices:
+            choice.prompt_ids = part.answer.prompt_ids
+        self.response.num_prompt_tokens += len(part.answer.prompt_ids)
+        self.parts.append(part)
+
+    def close(self, intake: Intake) -> None:
+        """Leave all answers: those that have not ended are cancelled."""
+        self.connection.reply = None
+        for part in self.parts:
+            if part.answer is not None:
+                intake.leave(part.answer)
+
+    def take(self, part: Part, gains: Sequence[Gain]) -> bool:
+        """Take what a part gained, and its end; return whether it may give more at once."""
+        raise NotImplementedError
+
+    def lost(self) -> None:
+        self._is_lost = True
+        self._news.set()
+
+    def resume(self) -> None:
+        """Let the answers go on."""
+        for part in self.parts:
+            if part.answer is not None and part.outcome is None:
+                part.answer.resume()
+
+    @property
+    def refusal(self) -> Refused | None:
+        """The first end of a part without its answer."""
+        return next((part.outcome for part in self.parts if isinstance(part.outcome, Refused)), None)
+
+    @property
+    def has_ended(self) -> bool:
+        return all(part.outcome is not None for part in self.parts)
+
+    def _usage(self) -> Json:
+        finished = [part.outcome.usage for part in self.parts if isinstance(part.outcome, Finished)]
+        return total(finished, answer=self.response.shown.answer)
+
+    def _ledger(self) -> Json | list[Json]:
+        ledgers = [part.ledger() for part in self.parts]
+        return ledgers[0] if len(ledgers) == 1 else ledgers
+
+
+class Whole(Reply):
+    """Keeps the answers until they are complete."""
+
+    async def run(self, send: Send) -> None:
+        """Write the response; HttpError where a part ended without its answer."""
+        while not (self._is_lost or self.has_ended or self.refusal):
+            await self._news.wait()
+            self._news.clear()
+        if self._is_lost:
+            return
+        if self.refusal is not None:
+            raise error_of(self.refusal)
+        kept = [each for part in self.parts for each in zip(part.choices, part.gains, strict=True)]
+        await respond(send, 200, self.response.body(kept, self._usage(), self._ledger()), [*JSON, *self.headers])
+
+    def take(self, part: Part, gains: Sequence[Gain]) -> bool:
+        if not part.gains:
+            part.gains = [Gain(place) for place in range(len(part.choices))]
+        for gain in gains:
+            kept = part.gains[gain.index]
+            kept.token_ids += gain.token_ids
+            kept.text += gain.text
+            kept.logprobs += gain.logprobs
+            kept.finish_reason, kept.stop_match = gain.finish_reason, gain.stop_match
+        if part.outcome is not None:
+            self._news.set()
+        return True
+
+
+class Stream(Reply):
+    """Writes events as the answers come."""
+
+    def __init__(self, connection: Connection, response: Response, headers: Sequence[Header]) -> None:
+        super().__init__(connection, response, headers)
+        self._unsent = b""  # for the task to send
+        self._is_begun = False  # something was written, or is to be
+        self._is_direct = False  # events go straight to the connection
+        self._is_over = False  # the last event is among the unsent, or sent
+        self._is_silent = True  # nothing was written since the timer was set
+        self._timer = asyncio.get_running_loop().call_later(KEEP_ALIVE_S, self._break_silence)
+
+    def close(self, intake: Intake) -> None:
+        super().close(intake)
+        self._timer.cancel()
+
+    async def run(self, send: Send) -> None:
+        """Write the response; HttpError where a part ended without its answer before anything was written."""
+        await self._news.wait()
+        if self.refusal is not None and not self._is_begun:
+            raise error_of(self.refusal)
+        if not self._is_lost:
+            await send({"type": "http.response.start", "status": 200, "headers": [*EVENT_STREAM, *self.headers]})
+        while not self._is_lost:
+            self._news.clear()
+            while self._unsent:
+                data, self._unsent = self._unsent, b""
+                await send({"type": "http.response.body", "body": data, "more_body": not self._is_over})
+            if self._is_over:
+                return
+            self._is_direct = True
+            self.resume()
+            await self._news.wait()
+            self._is_direct = False
+
+    def take(self, part: Part, gains: Sequence[Gain]) -> bool:
+        if self._is_over:
+            return False
+        events = [each for gain in gains for each in self._events(part, gain)]
+        if isinstance(part.outcome, Finished):
+            events += self._endings(part)
+            if self.has_ended:
+                if self.response.shown.usage:
+                    events.append(self.response.usage_chunk(self._usage(), self._ledger()))
+                events.append(DONE)
+                self._is_over = True
+        elif part.outcome is not None:
+            if not (self._is_begun or any(events)):
+                self._news.set()
+                return False
+            events += [b"data: " + error_of(part.outcome).body() + b"\n\n", DONE]
+            self._is_over = True
+        return self._put(b"".join(events))
+
+    def _events(self, part: Part, gain: Gain) -> list[bytes]:
+        choice = part.choices[gain.index]
+        events = [self.response.chunks(choice, gain)]
+        if choice.finish_reason and any(each.finish_reason is None for each in part.choices):
+            events.append(self.response.last_chunk(choice, None))
+            choice.end_is_shown = True
+        return events
+
+    def _endings(self, part: Part) -> list[bytes]:
+        """Return the last chunks of choices. The last of all has the ledger, unless a chunk with the usage follows."""
+        ending = [choice for choice in part.choices if not choice.end_is_shown]
+        ledger = None if self.response.shown.usage else part.ledger()
+        return [self.response.last_chunk(each, ledger if each is ending[-1] else None) for each in ending]
+
+    def _put(self, data: bytes) -> bool:
+        self._is_silent = self._is_silent and not data
+        if self._is_direct and not self._is_over:
+            return self.connection.write_chunk(data) if data else True
+        if not data:
+            return True
+        self._is_begun = True
+        self._unsent += data
+        self._news.set()
+        return False
+
+    def _break_silence(self) -> None:
+        if self._is_silent and not self._is_over:
+            self._put(KEEP_ALIVE)
+        self._is_silent = True
+        self._timer = asyncio.get_running_loop().call_later(KEEP_ALIVE_S, self._break_silence)
+
+
+async def respond(send: Send, status: int, body: bytes, headers: Sequence[Header]) -> None:
+    """Write a whole response."""
+    length = (b"content-length", b"%d" % len(body))
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, length]})
+    await send({"type": "http.response.body", "body": body})

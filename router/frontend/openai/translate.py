@@ -1,0 +1,178 @@
+"""HTTP requests to inference.GenerateRequest, the one message that is checked and admitted."""
+
+import json
+from collections.abc import Mapping, Sequence
+
+from pdserve.errors import RequestError, echo, invalid
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.router.frontend.openai.fields import (
+    MAX_PROMPTS,
+    ChatRequest,
+    CompletionRequest,
+    Generation,
+    Message,
+    Object,
+    TokenizeRequest,
+)
+from pdserve.router.frontend.prompts import MAX_LABEL_BYTES
+
+SAME_NAMES = (
+    *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("min_tokens", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
+    *("logit_bias", "prompt_logprobs", "allowed_token_ids", "bad_words", "n"),
+)
+LABEL, PRIORITY, TTFT, TPOT = "x-request-id", "x-request-priority", "x-slo-ttft-ms", "x-slo-tpot-ms"
+Headers = Mapping[str, str]
+
+
+def chat_request(body: ChatRequest, headers: Headers) -> inference.GenerateRequest:
+    """Return a conversation's request; RequestError(INVALID_ARGUMENT) names what cannot be served."""
+    request = _request(body, headers)
+    if not body.messages:
+        raise invalid("messages", "it is empty, at least 1 message is needed")
+    request.chat.CopyFrom(chat_of(body))
+    if body.max_completion_tokens is not None:
+        request.sampling.max_tokens = body.max_completion_tokens
+    if not request.sampling.HasField("max_tokens"):
+        request.sampling.fill_model_len = True
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs", "goes with logprobs true")
+    if body.logprobs:
+        request.sampling.logprobs = body.top_logprobs or 0
+    return request
+
+
+def completion_requests(body: CompletionRequest, headers: Headers) -> list[inference.GenerateRequest]:
+    """Return a request for each prompt; RequestError(INVALID_ARGUMENT) names what cannot be served."""
+    if body.suffix:
+        raise invalid("suffix", "text before a suffix is not supported")
+    if body.best_of not in (None, 1, body.n):
+        raise invalid("best_of", f"{body.best_of} is not n: all continuations are returned, none is left out")
+    template = _request(body, headers)
+    if body.add_special_tokens is not None:
+        template.add_special_tokens = body.add_special_tokens
+    if body.logprobs is not None:
+        template.sampling.logprobs = body.logprobs
+    if body.max_tokens == 0 and body.echo:
+        template.sampling.max_tokens = 1  # computed, and not shown
+    requests = []
+    for prompt in prompts_of(body.prompt):
+        request = inference.GenerateRequest()
+        request.CopyFrom(template)
+        if isinstance(prompt, str):
+            request.text = prompt
+        else:
+            request.token_ids.ids.extend(prompt)
+        requests.append(request)
+    return requests
+
+
+def prompts_of(prompt: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]) -> list[str | Sequence[int]]:
+    """Return the prompts of one call; RequestError(INVALID_ARGUMENT) for none or too many."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt and isinstance(prompt[0], int):
+        return [prompt]  # type: ignore[list-item]  # all of them are
+    if not 1 <= len(prompt) <= MAX_PROMPTS:
+        raise invalid("prompt", f"{len(prompt)} prompts are outside [1, {MAX_PROMPTS}]")
+    return list(prompt)  # type: ignore[arg-type]
+
+
+def chat_of(body: ChatRequest | TokenizeRequest) -> inference.Chat:
+    """Return the conversation, with what its template is given."""
+    kwargs = dict(body.chat_template_kwargs or {})
+    documents: list[Object] | None = None
+    if isinstance(body, ChatRequest):
+        documents = body.documents
+        if body.reasoning_effort is not None:
+            kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    tools = None if isinstance(body, ChatRequest) and body.tool_choice == "none" else body.tools
+    return inference.Chat(
+        messages=[_message(message, place) for place, message in enumerate(body.messages or ())],
+        tools_json=_json(tools),
+        documents_json=_json(documents),
+        template_kwargs_json=_json(kwargs),
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=bool(body.continue_final_message),
+    )
+
+
+def label_of(body: Generation, headers: Headers) -> str:
+    """Return the client's own name of a request, empty where it gives none that can be kept."""
+    label = body.request_id or headers.get(LABEL, "")
+    return label if len(label) <= MAX_LABEL_BYTES and label.isascii() and label.isprintable() else ""
+
+
+def _request(body: Generation, headers: Headers) -> inference.GenerateRequest:
+    for name in body.model_extra or ():
+        if name in body.REFUSED and body.model_extra and body.model_extra[name] not in (None, False):
+            raise invalid(name, body.REFUSED[name])
+    given = {name: value for name in SAME_NAMES if (value := getattr(body, name)) is not None}
+    stop = body.stop
+    request = inference.GenerateRequest(
+        model=body.model or "",
+        sampling=inference.SamplingParams(
+            **given,
+            top_k=None if body.top_k is None else max(0, body.top_k),
+            seed=None if body.seed is None else body.seed % 2**64,
+            max_tokens=body.max_tokens,
+        ),
+        stop=[stop] if isinstance(stop, str) else stop,
+        tenant=body.tenant or "",
+        priority=_priority(headers) if body.priority is None else body.priority,
+        deadline_ms=body.deadline_ms,
+        request_label=label_of(body, headers),
+    )
+    ttft_ms, tpot_ms = (body.slo.ttft_ms, body.slo.tpot_ms) if body.slo else (None, None)
+    ttft_ms = _number(headers, TTFT) if ttft_ms is None else ttft_ms
+    tpot_ms = _number(headers, TPOT) if tpot_ms is None else tpot_ms
+    if ttft_ms is not None:
+        request.slo.ttft_ms = ttft_ms
+    if tpot_ms is not None:
+        request.slo.tpot_ms = tpot_ms
+    return request
+
+
+def _number(headers: Headers, name: str) -> float | None:
+    text = headers.get(name)
+    if text is None:
+        return None
+    try:
+        return float(text)
+    except ValueError as error:
+        raise invalid(name, f"{echo(text, repr)} is no number") from error
+
+
+def _priority(headers: Headers) -> int:
+    number = _number(headers, PRIORITY) or 0.0
+    if not (number.is_integer() and -(2**31) <= number < 2**31):
+        raise invalid(PRIORITY, f"{number} is no whole number of 32 bits")
+    return int(number)
+
+
+def _message(message: Message, place: int) -> inference.ChatMessage:
+    return inference.ChatMessage(
+        role=message.role,
+        content=_text(message, place),
+        tool_calls_json=_json(message.tool_calls),
+        tool_call_id=message.tool_call_id or "",
+        name=message.name or "",
+        reasoning_content=message.reasoning_content or message.reasoning or "",
+    )
+
+
+def _text(message: Message, place: int) -> str | None:
+    if message.content is None or isinstance(message.content, str):
+        return message.content
+    for part in message.content:
+        if part.type not in ("text", "input_text") or part.text is None:
+            raise _not_text(place, part.type)
+    return "\n".join(part.text for part in message.content if part.text is not None)
+
+
+def _not_text(place: int, kind: str) -> RequestError:
+    return invalid(f"messages[{place}].content", f"parts of type {echo(kind, repr)} are not supported; 'text' is")
+
+
+def _json(value: object) -> str:
+    return json.dumps(value) if value else ""
