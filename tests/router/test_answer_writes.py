@@ -12,7 +12,8 @@ from pdserve.ids import new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.commands import Deliver, Finished, Refused
 from pdserve.router.events import ClientTooSlow
-from pdserve.router.frontend.answer import Answer, Gain, Turns
+from pdserve.router.frontend.answer import Answer, Gain
+from pdserve.router.frontend.pace import Pace
 from pdserve.router.frontend.prompts import check_terms
 from pdserve.router.timeline import Ledger, Usage
 from pdserve.text.stop import OutputText
@@ -53,7 +54,7 @@ def answer_for(door: Door, n: int = 1, max_unsent_bytes: int = 1000) -> Answer:
         door,
         outputs=outputs,
         max_unsent_bytes=max_unsent_bytes,
-        turns=Turns(),
+        pace=Pace(interval=1),
         on_end=lambda _: None,
     )
 
@@ -93,8 +94,10 @@ async def test_a_door_that_takes_no_more_gets_the_rest_at_once_when_it_does() ->
         await turn()
     assert door.tokens() == [[10]]
     answer.resume()
+    await turn()
     assert door.tokens() == [[10], [11, 12]]
     answer.resume()
+    await turn()
     assert len(door.writes) == 2
     answer.end(FINISHED)
     await turn()
