@@ -32,18 +32,7 @@ class Writer:
         self._was_cut_off = False
 
     def write(self, answer: Answer, gains: Sequence[Gain], outcome: Finished | Refused | None) -> bool:
-        reply = b"".join([_delta(gain) for gain in gains])
-        for gain in gains:
-            if gain.prompt_logprobs:
-                entries = [entry for part in gain.prompt_logprobs for entry in map(logprobs_to_proto, part.entries())]
-                reply += inference.GenerateResponse(prompt_logprobs=entries).SerializeToString()
-        if isinstance(outcome, Finished):
-            end = inference.GenerateResponse(
-                usage=wire.usage_message(outcome.usage), ledger=wire.ledger_message(outcome.ledger)
-            )
-            reply += end.SerializeToString()
-        if reply:
-            self._reply = b"\n\x20" + answer.hex_id.encode() + reply  # request_id, and what follows is added to it
+        self._reply = reply_bytes(answer.hex_id, gains, outcome)
         self._outcome = outcome
         self._news.set()
         return False
@@ -74,6 +63,19 @@ class Writer:
             if self._task is None or not self._was_cut_off or self._task.uncancel():
                 raise  # the client has gone, or the server stops
         return self._outcome
+
+
+def reply_bytes(hex_id: str, gains: Sequence[Gain], outcome: Finished | Refused | None) -> bytes:
+    """Return a GenerateResponse as bytes; none where there is nothing to say."""
+    reply = b"".join([_delta(gain) for gain in gains])
+    for gain in gains:
+        if gain.prompt_logprobs:
+            entries = [logprobs_to_proto(entry) for part in gain.prompt_logprobs for entry in part.entries()]
+            reply += inference.GenerateResponse(prompt_logprobs=entries).SerializeToString()
+    if isinstance(outcome, Finished):
+        usage, ledger = wire.usage_message(outcome.usage), wire.ledger_message(outcome.ledger)
+        reply += inference.GenerateResponse(usage=usage, ledger=ledger).SerializeToString()
+    return b"\n\x20" + hex_id.encode() + reply if reply else b""  # request_id, of 32 bytes; fields follow in any order
 
 
 def _delta(gain: Gain) -> bytes:
