@@ -101,6 +101,7 @@ def load_model(config: RouterConfig) -> ServedModel:
         tokenizer=tokenizer,
         chat=checkpoint.chat(),
         special_tokens=checkpoint.special_tokens,
+        eos_token_ids=checkpoint.ends(tokenizer),
     )
 
 
@@ -160,7 +161,7 @@ async def run(
                 guarding.cancel()
         return has_drained
     finally:
-        prompts.close()
+        await prompts.close()
         if export is not None:
             await export.close()
 

@@ -46,6 +46,11 @@ class Tokenizer:
         piece = pieces[token_id] if 0 <= token_id < len(pieces) else b""
         return piece.encode() if isinstance(piece, str) else piece
 
+    def to_json(self) -> str:
+        """Return it as the tokenizers library writes it to a file."""
+        text: str = self._backend.to_str()
+        return text
+
     def token_id(self, token: str) -> int | None:
         """Return the id of a token as the vocabulary spells it, or None."""
         found: int | None = self._backend.token_to_id(token)

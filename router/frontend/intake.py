@@ -78,6 +78,7 @@ class Intake:
             terms = visit.terms(terms)
         lasts_s, max_model_len = min(terms.deadline_s, remaining_s), self.max_model_len()
         terms = await self.prompts.with_bad_words(request, terms, lasts_s)
+        await self.prompts.check_structured(terms.params.structured_output, lasts_s)
         token_ids = await self.prompts.token_ids(request, max_model_len, lasts_s)
         if visit is not None:
             visit.use.spend(len(token_ids))

@@ -15,9 +15,10 @@ from typing import Protocol, TypeVar
 
 from pdserve.checkpoint.checkpoint import GenerationDefaults
 from pdserve.errors import RequestError, Status, echo, invalid
+from pdserve.grammar.checker import Checker
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.frontend.conversation import messages_of, options_of
-from pdserve.sampling import MAX_BAD_WORD_BYTES, MAX_BAD_WORDS, SamplingParams
+from pdserve.sampling import MAX_BAD_WORD_BYTES, MAX_BAD_WORDS, SamplingParams, StructuredOutput
 from pdserve.sampling_wire import structured_from_proto
 from pdserve.text.chat import DEFAULT_OPTIONS, ChatMessage, ChatOptions
 from pdserve.text.detokenize import Detokenizer
@@ -40,6 +41,7 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, *, add_special: bool) -> list[int]: ...
     def decode(self, token_ids: Seq[int]) -> str: ...
+    def to_json(self) -> str: ...
     def detokenizer(self, *, at_start: bool, skip_special: bool = True) -> Detokenizer: ...
     def piece(self, token_id: int) -> bytes: ...
 
@@ -61,6 +63,7 @@ class ServedModel:
     tokenizer: Tokenizer
     chat: ChatTemplate | None
     special_tokens: Mapping[str, str] = field(default_factory=dict)  # by their names in templates, such as eos_token
+    eos_token_ids: tuple[int, ...] = ()  # of the tokenizer's vocabulary
 
 
 class Prompts:
@@ -72,9 +75,11 @@ class Prompts:
         self._timeout_s = timeout_s
         self._num_tokenizing = 0
         self._threads = ThreadPoolExecutor(NUM_THREADS, "tokenize")
+        self._grammars = Checker(model.tokenizer.to_json, model.eos_token_ids)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        await self._grammars.close()
 
     async def token_ids(self, request: inference.GenerateRequest, max_model_len: int, remaining_s: float) -> TokenIds:
         """Return a request's prompt as token ids; RequestError where it has none or is of no use."""
@@ -111,6 +116,17 @@ class Prompts:
         params = replace(terms.params, bad_word_ids=terms.params.bad_word_ids + words)
         params.validate(self._model.vocab_size)
         return replace(terms, params=params)
+
+    async def check_structured(self, structured: StructuredOutput | None, remaining_s: float) -> None:
+        """Raise RequestError where answers are to match what nothing can, or what takes too long to compile."""
+        if structured is None:
+            return
+        try:
+            async with asyncio.timeout(remaining_s):
+                await self._grammars.check(structured)
+        except TimeoutError as error:
+            text = "the deadline passed before structured_output was compiled"
+            raise RequestError(Status.DEADLINE_EXCEEDED, text) from error
 
     def _encode_bad_words(self, request: inference.GenerateRequest) -> tuple[tuple[int, ...], ...]:
         """Return each word's tokens, with a space before it and without: where it stands decides between them."""
