@@ -38,7 +38,7 @@ def schema(value: object) -> tuple[Format, str]:
         (("json_schema", "{"), "it is not JSON"),
         (("json_schema", "3"), "a JSON int; an object is needed"),
         (("json_schema", '{"a":' * 5000 + "1" + "}" * 5000), "it is not JSON"),
-        (schema({"type": "strin"}), "Invalid type: strin"),
+        (schema({"type": "text"}), "Invalid type: text"),
         (schema({"not": {"type": "integer"}}), "Unimplemented keys"),
         (schema({"type": "integer", "minimum": 5, "maximum": 3}), "Unsatisfiable schema"),
         (schema({"$ref": "#"}), "recursive without end"),
