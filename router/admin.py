@@ -69,9 +69,9 @@ class AdminEndpoint(AdminServiceServicer):
 
     async def GetLive(self, request: admin.GetLiveRequest, context: object) -> admin.GetLiveResponse:  # noqa: N802
         del context
-        return self.live(request.after)
+        return await self.live(request.after)
 
-    def live(self, after: int) -> admin.GetLiveResponse:
+    async def live(self, after: int) -> admin.GetLiveResponse:
         """Return what there is to watch; `after` as in GetLiveRequest."""
         return live(self._shell.core, self._status(), after, self._shell.clock.now_s(), time.time())
 

@@ -1,9 +1,10 @@
 """What doors may show of the router itself."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from pdserve.metrics_server import Collect
+from pdserve.proto.v1 import admin_pb2 as admin
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,3 +14,6 @@ class RouterState:
     is_live: Callable[[], bool]
     is_ready: Callable[[], bool]  # some pair of workers serves, or did lately
     collect: Collect | None  # metrics; None: they are turned off
+    live: Callable[
+        [int], Awaitable[admin.GetLiveResponse]
+    ]  # what there is to watch, after a number as in GetLiveRequest

@@ -11,6 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 import pdserve
+from pdserve.clock import MonotonicClock
 from pdserve.errors import RequestError, invalid
 from pdserve.ids import new_request_id
 from pdserve.metrics_server import metrics_text
@@ -31,6 +32,7 @@ from pdserve.router.frontend.openai.generation import (
 from pdserve.router.frontend.openai.reply import JSON, Send, respond
 from pdserve.router.frontend.openai.schema import with_generation
 from pdserve.router.frontend.openai.translate import LABEL, chat_of
+from pdserve.router.frontend.page.app import Page
 from pdserve.router.frontend.prompts import MAX_LABEL_BYTES, check_model
 from pdserve.router.frontend.state import RouterState
 from pdserve.rpc import PUBLIC_MESSAGE_BYTES
@@ -52,6 +54,7 @@ class App:
             "/v1/completions": generator.complete,
         }
         self._intake = intake
+        self._page = Page(state.live, intake.clients, MonotonicClock(), lambda: not state.is_live())
         self.routes = routes(intake, state)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -59,6 +62,9 @@ class App:
         try:
             if (refused := scope["state"].get("refused")) is not None:
                 raise refused
+            if self._page.serves(scope["path"]):
+                await self._page.app(dict(scope), receive, send)
+                return
             if scope["path"] not in OPEN:
                 self._intake.clients.identify(key_of(scope))
             serve = self._generation.get(scope["path"]) if scope["method"] == "POST" else None

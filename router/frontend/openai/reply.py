@@ -24,6 +24,7 @@ EVENT_STREAM: tuple[Header, ...] = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
+ROUTERS_ID = b"x-pdserve-request-id"  # one for each request of a call: as ledgers, logs and the live page name it
 JSON: tuple[Header, ...] = ((b"content-type", b"application/json"),)
 
 
@@ -76,6 +77,7 @@ class Reply:
         """Open one request of the call. Raises what Intake.open raises."""
         part = Part(self, choices)
         part.answer = await intake.open(request, part, key)
+        self.headers.append((ROUTERS_ID, part.answer.hex_id.encode()))
         for choice in choices:
             choice.prompt_ids = part.answer.prompt_ids
         self.response.num_prompt_tokens += len(part.answer.prompt_ids)

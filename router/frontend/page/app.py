@@ -1,0 +1,202 @@
+"""The live page's door: its files for everybody, what it shows for who may see it.
+
+    GET /                        the page
+    GET /page/FILE               its styles and scripts
+    GET /page/events             a stream of server-sent events: a snapshot, then changes
+    GET /page/requests/ID        all that is known of one request
+
+Where clients need keys, the last two do: a key's tenant sees the pools, and of requests its own. Where none are asked
+for, a browser must have reached the router by a loopback name: a page of elsewhere could read it by a name of its own.
+
+Invariant: nothing is asked of the router while nobody watches, and no more often than each PERIOD_S however many do; a
+watcher that reads slowly misses states, and nothing is kept for it. The connection ends one that does not read at all.
+"""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from hashlib import sha256
+from importlib.resources import files
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route, Router
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from pdserve.clock import Clock
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.router.frontend.api_keys import bearer
+from pdserve.router.frontend.clients import Clients, DeniedError
+from pdserve.router.frontend.page.board import Board, State, difference
+
+PERIOD_S = 0.25  # between two states
+PULSE_S = 1.0  # without a change: by this a page knows that it is still connected
+MAX_WATCHERS = 16
+Source = Callable[[int], Awaitable[admin.GetLiveResponse]]
+
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
+_HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+_LOCAL = frozenset({"localhost", "127.0.0.1", "[::1]"})
+
+
+class Feed:
+    """The latest state, asked for when somebody wants it."""
+
+    def __init__(self, source: Source, clock: Clock) -> None:
+        """`source` gets the number of the last reply, as in GetLiveRequest."""
+        self._source = source
+        self._clock = clock
+        self._board = Board()
+        self._asked_s = float("-inf")
+        self._asking = asyncio.Lock()
+
+    async def board(self) -> Board:
+        """Return what is shown; at most PERIOD_S old."""
+        async with self._asking:
+            if self._clock.now_s() >= self._asked_s + PERIOD_S:
+                self._board.take(await self._source(self._board.number))
+                self._asked_s = self._clock.now_s()
+        return self._board
+
+
+class Page:
+    """The page. `app` serves the paths that `serves` names, and asks for keys itself."""
+
+    def __init__(self, source: Source, clients: Clients, clock: Clock, is_closing: Callable[[], bool]) -> None:
+        """`is_closing`: whether the router shuts down, so that streams are to end."""
+        self._feed = Feed(source, clock)
+        self._clients = clients
+        self._clock = clock
+        self._is_closing = is_closing
+        self._files = _read_files()
+        self.num_watchers = 0
+        routes = (
+            Route("/", self._file),
+            Route("/page/events", _Asgi(self._events)),
+            Route("/page/requests/{request_id}", self._request),
+            Route("/page/{name}", self._file),
+        )
+        self.app: ASGIApp = Router(routes)
+
+    @staticmethod
+    def serves(path: str) -> bool:
+        """Return whether a path is the page's."""
+        return path == "/" or path.startswith("/page/")
+
+    async def _file(self, request: Request) -> Response:
+        found = self._files.get(request.path_params.get("name", "index.html"))
+        if found is None:
+            return _error(404, "no such file")
+        content, media_type, tag = found
+        headers = {**_HEADERS, "ETag": tag}
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=headers)
+        return Response(content, media_type=media_type, headers=headers)
+
+    async def _request(self, request: Request) -> Response:
+        try:
+            tenant = self._tenant(request.headers)
+        except DeniedError as error:
+            return _error(401, error.message)
+        except _ElsewhereError as error:
+            return _error(403, str(error))
+        known = (await self._feed.board()).request(request.path_params["request_id"], tenant)
+        if known is None:
+            return _error(404, "the request is not known, or no longer")
+        return JSONResponse(known, headers=_HEADERS)
+
+    def _tenant(self, headers: Mapping[str, str]) -> str | None:
+        """Return whose requests may be seen; None: everybody's. Raises DeniedError or _ElsewhereError."""
+        client = self._clients.identify(bearer(headers.items()))
+        if client is not None:
+            return client.tenant
+        host = headers.get("host", "")
+        if host.rpartition(":")[0] not in _LOCAL and host not in _LOCAL:
+            text = f"host: without API keys the page is shown at a loopback name, and not at {host[:100]!r}"
+            raise _ElsewhereError(text)
+        return None
+
+    async def _events(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        refused: Response | None = None
+        try:
+            self._tenant(headers)
+        except DeniedError as error:
+            refused = _error(401, error.message)
+        except _ElsewhereError as error:
+            refused = _error(403, str(error))
+        if refused is None and self.num_watchers >= MAX_WATCHERS:
+            refused = _error(503, f"{MAX_WATCHERS} pages watch already")
+        if refused is not None:
+            await refused(scope, receive, send)
+            return
+        left = asyncio.ensure_future(_left(receive))
+        self.num_watchers += 1
+        try:
+            await self._stream(headers, send, left)
+        except DeniedError:
+            pass  # its key is no longer valid: the stream ends here
+        finally:
+            self.num_watchers -= 1
+            left.cancel()
+
+    async def _stream(self, headers: Headers, send: Send, left: asyncio.Future[None]) -> None:
+        """Send states until the watcher has left."""
+        start = {**_HEADERS, "Content-Type": "text/event-stream"}
+        raw = [(name.lower().encode(), text.encode()) for name, text in start.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": raw})
+        sent: State = {}
+        sent_s = float("-inf")
+        while not left.done() and not self._is_closing():
+            state = (await self._feed.board()).state(self._tenant(headers))
+            changes, now_s = difference(sent, state), self._clock.now_s()
+            if changes or now_s >= sent_s + PULSE_S:
+                text = json.dumps(changes, separators=(",", ":"))
+                body = f"event: {'change' if sent else 'snapshot'}\ndata: {text}\n\n".encode()
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+                sent, sent_s = state, now_s
+            await asyncio.wait((left,), timeout=PERIOD_S)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class _Asgi:
+    """Lets a route end in a plain ASGI application: starlette takes functions for views."""
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+class _ElsewhereError(Exception):
+    """The page was reached by a name that is not this machine's own."""
+
+
+async def _left(receive: Receive) -> None:
+    """Return when the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _error(status: int, message: str) -> Response:
+    headers = _HEADERS | ({"WWW-Authenticate": "Bearer"} if status == 401 else {})
+    return JSONResponse({"error": {"message": message, "code": status}}, status_code=status, headers=headers)
+
+
+def _read_files() -> dict[str, tuple[bytes, str, str]]:
+    """Return the page's files by name: what is in each, its type, and a tag that names its content."""
+    found = {}
+    for file in (files(__package__) / "static").iterdir():
+        content, suffix = file.read_bytes(), file.name.rpartition(".")[2]
+        found[file.name] = content, _TYPES[suffix], f'"{sha256(content).hexdigest()[:16]}"'
+    return found

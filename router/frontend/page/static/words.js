@@ -1,0 +1,58 @@
+// Figures and names as people read them.
+
+const NUMBER = new Intl.NumberFormat("en");
+const TIME = new Intl.DateTimeFormat("en-GB", { hour: "2-digit", minute: "2-digit", second: "2-digit" });
+
+export const STAGES = [
+  ["queue", "Queue", "waits for a worker, or for its prompt's turn there"],
+  ["prefill", "Prefill", "its prompt is computed"],
+  ["handoff", "Hand-off", "its KV pages move to the worker that decodes it"],
+  ["decode", "Decode", "its answer is generated"],
+];
+export const PAGES = [
+  ["held", "held by requests"],
+  ["granted", "granted to hand-offs"],
+  ["cached", "cached prefixes, free"],
+  ["quarantined", "quarantined"],
+  ["free", "free"],
+];
+export const CAUSES = {
+  queue: "prompts before it", prefill: "computing its prompt", fetch: "fetching pages of its prompt",
+  handoff: "its hand-off", batch: "sequences that decode beside it", prompts: "prompts computed on decode workers",
+  pages: "no free pages on decode workers", rows: "full decode batches", reserved: "time left to hand-offs",
+  idle_cluster: "objectives that no load allows", no_prefill: "no prefill worker", no_decode: "no decode worker",
+  no_pair: "no pair of workers fits", slots: "as many requests as may be placed", turn: "others before it",
+};
+
+export const count = (value) => NUMBER.format(value);
+export const clock = (unixMs) => TIME.format(new Date(Number(unixMs)));
+export const short = (id) => id.slice(0, 6);
+export const plural = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
+
+/** Milliseconds with three figures, as seconds from 10 s on. */
+export function ms(value) {
+  if (value === null || value === undefined) return "–";
+  if (value === 0) return "0 ms";
+  if (value >= 10000) return `${(value / 1000).toFixed(1)} s`;
+  return value >= 100 ? `${Math.round(value)} ms` : `${value.toFixed(value >= 10 ? 1 : 2)} ms`;
+}
+
+export function bytes(value) {
+  const units = ["B", "kB", "MB", "GB"];
+  let unit = 0;
+  for (; value >= 1000 && unit < 3; unit += 1) value /= 1000;
+  return `${value >= 100 || !unit ? Math.round(value) : value.toFixed(1)} ${units[unit]}`;
+}
+
+export function median(values) {
+  if (!values.length) return null;
+  const sorted = [...values].sort((a, b) => a - b);
+  return sorted[Math.floor(sorted.length / 2)];
+}
+
+/** Whether an ended request met its objectives: true, false, or null where it had none. */
+export function met(ended) {
+  const judged = [[ended.slo_ttft_ms, ended.ttft_ms], [ended.slo_tpot_ms, ended.tpot_ms]].filter(([asked]) => asked !== null);
+  if (!judged.length || ended.status === "CANCELLED") return null;
+  return ended.status === "OK" && judged.every(([asked, seen]) => seen <= asked);
+}

@@ -1,0 +1,370 @@
+"""The live page: what it is sent, to whom, and how much of it."""
+
+import asyncio
+import json
+import re
+from collections.abc import Callable, MutableMapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.clock import MonotonicClock
+from pdserve.proto.v1 import admin_pb2 as admin
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.proto.v1 import link_pb2 as link
+from pdserve.router.frontend.api_keys import new_key
+from pdserve.router.frontend.clients import Clients
+from pdserve.router.frontend.page import app as page_app
+from pdserve.router.frontend.page.app import MAX_WATCHERS, Page
+from pdserve.router.frontend.page.board import MAX_KEPT, Board, State, difference
+
+STATIC = files("pdserve.router.frontend.page") / "static"
+NAMES = st.text("abc", min_size=1, max_size=2)
+STATES = st.dictionaries(NAMES, st.dictionaries(NAMES, st.integers(0, 2), max_size=4), max_size=3)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_app, "PERIOD_S", 0.005)
+
+
+def applied(state: State, changes: State) -> State:
+    """Return what the page makes of a change."""
+    after = {section: dict(entries) for section, entries in state.items()}
+    for section, entries in changes.items():
+        known = after.setdefault(section, {})
+        for name, entry in entries.items():
+            if entry is None:
+                known.pop(name, None)
+            else:
+                known[name] = entry
+    return after
+
+
+@given(STATES, STATES)
+def test_a_page_that_applies_each_difference_has_the_whole_state(before: State, after: State) -> None:
+    shown = applied(before, difference(before, {section: {} for section in before} | after))
+    assert {name: entries for name, entries in shown.items() if entries} == {n: e for n, e in after.items() if e}
+    assert difference(after, after) == {}
+
+
+class Router:
+    """Shows what a test sets, and counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.num_asked = 0
+        self.was_asked_often = asyncio.Event()
+        self.ended: list[admin.EndedRequest] = []
+        self.requests: list[admin.LiveRequest] = []
+        self.workers: list[str] = ["p0"]
+
+    async def show(self, after: int) -> admin.GetLiveResponse:
+        self.num_asked += 1
+        if self.num_asked > 5:
+            self.was_asked_often.set()
+        workers = [
+            admin.WorkerStatus(
+                registration=link.Register(worker_id=name, ready=True, num_pages=100, role=link.ROLE_PREFILL),
+                load=link.Heartbeat(pages_free=90, pages_cached=40, pages_held=7, pages_granted=3),
+            )
+            for name in self.workers
+        ]
+        return admin.GetLiveResponse(
+            status=admin.ClusterStatus(model="m", workers=workers),
+            number=len(self.ended),
+            requests=self.requests,
+            ended=[ended for ended in self.ended if ended.number > after],
+        )
+
+    def end(self, request_id: str, tenant: str = "") -> None:
+        number = len(self.ended) + 1
+        steps = [inference.LedgerStep(name="received"), inference.LedgerStep(name="first_token", at_ms=7)]
+        self.ended.append(
+            admin.EndedRequest(
+                number=number,
+                request_id=request_id,
+                tenant=tenant,
+                status="OK",
+                ledger=inference.Ledger(steps=steps, ttft_ms=7, attempts=1),
+            )
+        )
+
+
+class Visit:
+    """One HTTP request to the page, and what came of it."""
+
+    def __init__(self, page: Page, path: str, **headers: str) -> None:
+        self.status = 0
+        self.headers: dict[str, str] = {}
+        self.body = b""
+        self.news = asyncio.Condition()
+        self.leaves = asyncio.Event()
+        self.reads = asyncio.Event()
+        self.reads.set()
+        shown = {"host": "127.0.0.1:8000", **headers}
+        raw = [(name.encode(), value.encode()) for name, value in shown.items()]
+        scope = {
+            "type": "http",
+            "method": "GET",
+            "path": path,
+            "headers": raw,
+            "query_string": b"",
+            "http_version": "1.1",
+        }
+        self.task = asyncio.create_task(page.app(scope, self._receive, self._send))
+
+    async def _receive(self) -> dict[str, Any]:
+        await self.leaves.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: MutableMapping[str, Any]) -> None:
+        await self.reads.wait()
+        async with self.news:
+            if message["type"] == "http.response.start":
+                self.status = message["status"]
+                self.headers = {name.decode().lower(): value.decode() for name, value in message["headers"]}
+            self.body += message.get("body", b"")
+            self.news.notify_all()
+
+    @property
+    def events(self) -> list[tuple[str, State]]:
+        blocks = [block.split("\n") for block in self.body.decode().split("\n\n") if block]
+        return [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in blocks]
+
+    @property
+    def state(self) -> State:
+        shown: State = {}
+        for _, changes in self.events:
+            shown = applied(shown, changes)
+        return shown
+
+    async def until(self, holds: Callable[[], object]) -> None:
+        async with asyncio.timeout(10), self.news:
+            await self.news.wait_for(lambda: bool(holds()))
+
+    async def done(self) -> "Visit":
+        async with asyncio.timeout(10):
+            await self.task
+        return self
+
+    async def leave(self) -> None:
+        self.leaves.set()
+        await self.done()
+
+
+def page_of(router: Router, keys: Path | None = None, is_closing: Callable[[], bool] = lambda: False) -> Page:
+    return Page(router.show, Clients(keys, MonotonicClock()), MonotonicClock(), is_closing)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> tuple[Path, dict[str, str]]:
+    """A file with a key each of two tenants; and the headers that show them."""
+    shown, lines = {}, ["tenants:"]
+    for tenant in ("a", "b"):
+        key, digest = new_key()
+        shown[tenant] = f"Bearer {key}"
+        lines.append(f"  {tenant}: {{keys: [{{id: k, sha256: {digest}}}]}}")
+    path = tmp_path / "keys.yaml"
+    path.write_text("\n".join(lines))
+    path.chmod(0o600)
+    return path, shown
+
+
+# ---- files
+
+
+async def test_the_page_is_served_with_a_policy_that_allows_no_script_of_elsewhere() -> None:
+    found = await Visit(page_of(Router()), "/").done()
+    assert (found.status, found.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    policy = found.headers["content-security-policy"]
+    assert "script-src 'self'" in policy
+    assert "unsafe" not in policy
+    again = await Visit(page_of(Router()), "/", **{"if-none-match": found.headers["etag"]}).done()
+    assert (again.status, again.body) == (304, b"")
+
+
+def test_the_page_needs_nothing_inline_and_nothing_from_elsewhere() -> None:
+    html = (STATIC / "index.html").read_text()
+    assert not re.search(r"<script(?![^>]*\bsrc=)|\bstyle=|\son[a-z]+=", html)
+    names = {file.name for file in STATIC.iterdir()}
+    for file in STATIC.iterdir():
+        text = file.read_text()
+        assert set(re.findall(r'"/page/([\w.-]+\.\w+)"', text)) <= names, file.name
+        assert not re.findall(r"https?://(?!www\.w3\.org/)", text), file.name
+        assert "innerHTML" not in text
+
+
+async def test_what_is_not_there_is_not_found() -> None:
+    for path in ("/page/app.py", "/page/..%2fapp.py", "/page/requests/00"):
+        assert (await Visit(page_of(Router()), path).done()).status == 404
+
+
+# ---- events
+
+
+async def test_a_snapshot_comes_first_and_then_what_has_changed() -> None:
+    router = Router()
+    router.end("11")
+    visit = Visit(page_of(router), "/page/events")
+    await visit.until(lambda: len(visit.events) == 1)
+    assert visit.headers["content-type"] == "text/event-stream"
+    router.end("22")
+    router.workers = ["p0", "p1"]
+    await visit.until(lambda: "p1" in visit.state["workers"])
+    router.workers = ["p1"]
+    await visit.until(lambda: "p0" not in visit.state["workers"])
+    await visit.leave()
+    assert [name for name, _ in visit.events] == ["snapshot", "change", "change"]
+    assert list(visit.events[1][1]["ended"]) == ["2"]
+    assert visit.events[2][1] == {"workers": {"p0": None}}
+
+
+async def test_pages_of_a_worker_are_shown_so_that_they_add_up() -> None:
+    visit = Visit(page_of(Router()), "/page/events")
+    await visit.until(lambda: visit.events)
+    await visit.leave()
+    worker: Any = visit.state["workers"]["p0"]
+    assert worker["pages"] == {"held": 7, "granted": 3, "cached": 40, "quarantined": 0, "free": 50}
+    assert sum(worker["pages"].values()) == worker["num_pages"]
+
+
+async def test_nothing_is_asked_while_nobody_watches_and_watchers_share_what_is_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(page_app, "PERIOD_S", 60.0)
+    router = Router()
+    page = page_of(router)
+    await Visit(page, "/").done()
+    assert router.num_asked == 0
+    visits = [Visit(page, "/page/events") for _ in range(5)]
+    for visit in visits:
+        await visit.until(lambda visit=visit: visit.events)
+    assert router.num_asked == 1
+    for visit in visits:
+        await visit.leave()
+    assert page.num_watchers == 0
+
+
+async def test_a_watcher_is_sent_something_each_pulse_and_nothing_else_where_nothing_changes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    router = Router()
+    monkeypatch.setattr(page_app, "PULSE_S", 60.0)
+    visit = Visit(page_of(router), "/page/events")
+    await visit.until(lambda: visit.events)
+    async with asyncio.timeout(10):
+        await router.was_asked_often.wait()
+    assert len(visit.events) == 1
+    monkeypatch.setattr(page_app, "PULSE_S", 0.0)
+    await visit.until(lambda: len(visit.events) > 3)
+    await visit.leave()
+    assert visit.events[1:4] == [("change", {})] * 3
+
+
+async def test_no_more_watchers_are_taken_than_there_may_be() -> None:
+    page = page_of(Router())
+    visits = [Visit(page, "/page/events") for _ in range(MAX_WATCHERS)]
+    for visit in visits:
+        await visit.until(lambda visit=visit: visit.events)
+    assert (await Visit(page, "/page/events").done()).status == 503
+    await visits[0].leave()
+    late = Visit(page, "/page/events")
+    await late.until(lambda: late.events)
+    for visit in (*visits[1:], late):
+        await visit.leave()
+
+
+async def test_a_watcher_that_reads_slowly_gets_the_latest_state_and_none_of_those_before_it() -> None:
+    router = Router()
+    visit = Visit(page_of(router), "/page/events")
+    await visit.until(lambda: visit.events)
+    visit.reads.clear()
+    for number in range(50):
+        router.workers = [f"w{number}"]
+        await asyncio.sleep(0)
+    visit.reads.set()
+    await visit.until(lambda: list(visit.state["workers"]) == ["w49"])
+    await visit.leave()
+    assert len(visit.events) <= 3
+
+
+async def test_a_router_that_shuts_down_ends_the_streams() -> None:
+    closing: list[bool] = []
+    visit = Visit(page_of(Router(), is_closing=lambda: bool(closing)), "/page/events")
+    await visit.until(lambda: visit.events)
+    closing.append(True)
+    await visit.done()
+
+
+def test_what_the_board_keeps_is_bounded() -> None:
+    board = Board()
+    for start in range(0, 2000, 500):
+        ended = [admin.EndedRequest(number=start + i) for i in range(500)]
+        happenings = [admin.Happening(key=start + i, number=start + i) for i in range(500)]
+        seconds = [admin.LiveSecond(at_s=start + i) for i in range(500)]
+        board.take(admin.GetLiveResponse(ended=ended, happenings=happenings, seconds=seconds))
+    sizes = {section: len(entries) for section, entries in board.state(None).items()}
+    assert (sizes["ended"], sizes["happenings"], sizes["seconds"]) == (MAX_KEPT, MAX_KEPT, 300)
+
+
+# ---- who may see what
+
+
+async def test_without_a_key_where_keys_are_asked_for_only_files_are_served(keys: tuple[Path, dict[str, str]]) -> None:
+    router = Router()
+    page = page_of(router, keys[0])
+    assert (await Visit(page, "/").done()).status == 200
+    for path in ("/page/events", "/page/requests/11"):
+        for headers in ({}, {"authorization": "Bearer pds_wrong"}):
+            refused = await Visit(page, path, **headers).done()
+            assert (refused.status, refused.headers["www-authenticate"]) == (401, "Bearer")
+    assert router.num_asked == 0
+
+
+async def test_a_tenant_sees_its_own_requests_alone(keys: tuple[Path, dict[str, str]]) -> None:
+    router = Router()
+    router.end("11", "a")
+    router.end("22", "b")
+    router.requests = [admin.LiveRequest(request_id="33", tenant="a"), admin.LiveRequest(request_id="44", tenant="b")]
+    page = page_of(router, keys[0])
+    for tenant, ended, running in (("a", "11", "33"), ("b", "22", "44")):
+        headers = {"authorization": keys[1][tenant]}
+        visit = Visit(page, "/page/events", **headers)
+        await visit.until(lambda visit=visit: visit.events)
+        await visit.leave()
+        (shown,) = visit.state["ended"].values()
+        assert shown["request_id"] == ended  # type: ignore[index]
+        assert list(visit.state["requests"]) == [running]
+        statuses = {
+            each: (await Visit(page, f"/page/requests/{each}", **headers).done()).status for each in ("11", "22")
+        }
+        assert statuses == {"11": 200 if tenant == "a" else 404, "22": 200 if tenant == "b" else 404}
+
+
+async def test_a_stream_ends_when_its_key_is_taken_away(keys: tuple[Path, dict[str, str]]) -> None:
+    path, shown = keys
+    page = page_of(Router(), path)
+    visit = Visit(page, "/page/events", authorization=shown["a"])
+    await visit.until(lambda: visit.events)
+    path.write_text("tenants: {}")
+    await visit.done()
+    assert page.num_watchers == 0
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:8000", "127.0.0.1:1", "[::1]:8000"])
+async def test_without_keys_a_loopback_name_is_shown_everything(host: str) -> None:
+    router = Router()
+    router.end("11")
+    found = await Visit(page_of(router), "/page/requests/11", host=host).done()
+    assert (found.status, json.loads(found.body)["ledger"]["ttft_ms"]) == (200, 7)
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "127.0.0.1.evil.example:80", ""])
+async def test_without_keys_another_name_is_shown_nothing(host: str) -> None:
+    page = page_of(Router())
+    for path in ("/page/events", "/page/requests/11"):
+        assert (await Visit(page, path, host=host).done()).status == 403
