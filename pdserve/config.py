@@ -79,7 +79,9 @@ class WorkerConfig(ProcessConfig):
     kind = "worker"
 
     role: Role = Field(description="What routers place on this worker, until it is given another role.")
-    model: str = Field(description="A Hugging Face directory, a GGUF file, or a name from the catalog.")
+    model: str = Field(
+        description="A Hugging Face directory, a GGUF file, a name from the catalog, or of the Hugging Face hub."
+    )
     served_model_name: str | None = Field(
         None, min_length=1, description="Name of the model in requests; by default the model's own."
     )

@@ -52,7 +52,9 @@ class Limits(BaseModel):
 class RouterConfig(Limits, ProcessConfig):
     """Everything that a router is configured with. Never changes afterwards."""
 
-    model: str = Field(description="A Hugging Face directory, a GGUF file, or a name from the catalog.")
+    model: str = Field(
+        description="A Hugging Face directory, a GGUF file, a name from the catalog, or of the Hugging Face hub."
+    )
     served_model_name: str | None = Field(
         None, min_length=1, description="Name of the model in requests; by default the model's own."
     )

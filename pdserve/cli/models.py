@@ -6,15 +6,20 @@ from typing import Annotated
 
 import typer
 
-ModelName = Annotated[str, typer.Argument(help="A name that `pdserve models list` shows.")]
+ModelName = Annotated[
+    str, typer.Argument(help="A name that `pdserve models list` shows, or ORGANIZATION/MODEL[@REVISION] of the hub.")
+]
 
 
 def list_models() -> None:
-    """List the models that can be fetched by name."""
+    """List the models of the catalog, and those of the Hugging Face hub that its cache holds."""
     from pdserve.checkpoint.fetch import CATALOG
+    from pdserve.checkpoint.hub import cached
 
     for name, entry in CATALOG.items():
         typer.echo(f"{name}  ({entry.licence}; from {entry.package})")
+    for model, num_bytes in cached():
+        typer.echo(f"{model.repository}@{model.revision}  ({num_bytes / 1e9:.2f} GB; in the hub's cache)")
 
 
 def fetch_model(name: ModelName) -> None:
@@ -24,9 +29,14 @@ def fetch_model(name: ModelName) -> None:
 
 def model_name(name_or_path: str) -> str:
     """Return what a model is called: a directory by its whole name, a file less `.gguf`, another by its own name."""
+    from pdserve.checkpoint.hub import parse, repository_of
+
     path = Path(name_or_path).expanduser()
     if not path.exists():
-        return name_or_path
+        model = parse(name_or_path)
+        return name_or_path if model is None else model.repository
+    if repository := repository_of(path):
+        return repository
     name = Path(os.path.abspath(path)).name  # of "." too, and links are not followed: the name is the operator's
     return name if path.is_dir() else name.removesuffix(".gguf")
 

@@ -61,7 +61,7 @@ IdentityDir = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Model = Annotated[str, typer.Argument(help="A path, or a name from the catalog.")]
+Model = Annotated[str, typer.Argument(help="A path, or a name from the catalog or the Hugging Face hub.")]
 Prefill = Annotated[int, typer.Option("--prefill", help="Prefill workers.")]
 Decode = Annotated[int, typer.Option("--decode", help="Decode workers.")]
 Mixed = Annotated[
