@@ -1,0 +1,116 @@
+"""Answers that have to match a schema do, through hand-offs, moves and the loss of their workers."""
+
+import json
+import signal
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import jsonschema
+import moving
+import pytest
+from live_cluster import Answer, LiveCluster, all_ready, is_idle, live_cluster, load_of
+from twenty_schemas import SCHEMAS
+
+from pdserve.proto.v1 import inference_pb2 as inference
+
+DECODES = ("decode-0", "decode-1")
+NUM_BEFORE = 4  # tokens that each answer has when something happens to it
+TOPICS = ("a ship", "the weather", "my cousin", "a parcel", "the number of days")
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def cluster(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    with live_cluster(tmp_path_factory.mktemp("cluster"), smollm2, "--decode", "2", "--max-num-seqs", "32") as cluster:
+        yield cluster
+
+
+@pytest.fixture(autouse=True)
+def is_well(cluster: LiveCluster) -> Iterator[None]:
+    yield
+    cluster.wait_for(lambda status: all_ready(3)(status) and is_idle(status), 60)
+
+
+def request_for(number: int) -> inference.GenerateRequest:
+    """Return a request for an answer of one of the schemas; equal numbers give equal answers."""
+    schema, topic = SCHEMAS[number % len(SCHEMAS)], TOPICS[number % len(TOPICS)]
+    message = inference.ChatMessage(role="user", content=f"Write JSON about {topic}.")
+    sampling = inference.SamplingParams(temperature=0.9, max_tokens=160, seed=number)
+    sampling.structured_output.json_schema = json.dumps(schema)
+    return inference.GenerateRequest(chat=inference.Chat(messages=[message]), sampling=sampling)
+
+
+def check(number: int, answer: Answer) -> None:
+    assert answer.finish[0] == inference.FINISH_REASON_STOP, answer.text[0]
+    jsonschema.validate(json.loads(answer.text[0]), SCHEMAS[number % len(SCHEMAS)])
+
+
+class Streams:
+    """Answers under way, each some tokens long."""
+
+    def __init__(self, cluster: LiveCluster, numbers: Sequence[int]) -> None:
+        self.numbers = numbers
+        self._pool = ThreadPoolExecutor(len(numbers))
+        self._calls = [cluster.start(request_for(number)) for number in numbers]
+        self.answers = list(self._pool.map(self._begin, self._calls))
+
+    @staticmethod
+    def _begin(call: grpc.Call) -> Answer:
+        answer = Answer()
+        while len(answer.tokens.get(0, [])) < NUM_BEFORE and 0 not in answer.finish:
+            answer.add(next(call))
+        return answer
+
+    def end(self) -> list[Answer]:
+        list(self._pool.map(Answer.read, self.answers, self._calls))
+        self._pool.shutdown()
+        for number, answer in zip(self.numbers, self.answers, strict=True):
+            check(number, answer)
+        return self.answers
+
+
+def busiest(cluster: LiveCluster) -> str:
+    status = cluster.status()
+    return max(DECODES, key=lambda name: load_of(status, name).num_running)
+
+
+def kill_one(cluster: LiveCluster, numbers: Sequence[int]) -> int:
+    """Kill a decode worker under streams; return how many of them were placed again."""
+    streams = Streams(cluster, numbers)
+    cluster.signal(busiest(cluster), signal.SIGKILL)
+    return sum(answer.ledger.attempts > 1 for answer in streams.end())
+
+
+def move_all(cluster: LiveCluster, numbers: Sequence[int]) -> int:
+    """Move streams from one decode worker to the other; return how many have moved."""
+    streams = Streams(cluster, numbers)
+    source = busiest(cluster)
+    moving.move(cluster, source, *(set(DECODES) - {source}))
+    return sum(bool(answer.ledger.moves) for answer in streams.end())
+
+
+def test_answers_match_their_schemas_though_their_worker_is_killed_or_they_move(cluster: LiveCluster) -> None:
+    assert kill_one(cluster, range(20)) >= 3
+    cluster.wait_for(all_ready(3), 60)
+    assert move_all(cluster, range(20, 40)) >= 3
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1500)
+def test_a_thousand_answers_match_their_schemas(cluster: LiveCluster) -> None:
+    """100 of them lose their decode worker in mid-stream, and 100 move."""
+    num_begun = num_replaced = num_moved = 0
+    while num_replaced < 100 or num_moved < 100 or num_begun < 1000:
+        numbers = range(num_begun, num_begun + 25)
+        num_begun += len(numbers)
+        if num_moved < 100:
+            num_moved += move_all(cluster, numbers)
+        elif num_replaced < 100:
+            num_replaced += kill_one(cluster, numbers)
+            cluster.wait_for(all_ready(3), 60)
+        else:
+            for number, answer in zip(numbers, cluster.generate_all([request_for(n) for n in numbers]), strict=True):
+                check(number, answer)
