@@ -106,6 +106,12 @@ class RouterConfig(Limits, ProcessConfig):
     max_unsent_bytes: int = Field(
         65536, ge=1024, description="Bytes of an answer that may wait for its client to read."
     )
+    stream_interval: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens of an answer that are written together. By default each one at once, but those that come "
+        "within 10 ms together. The first one is always written at once.",
+    )
     max_num_tokenizing: int = Field(64, ge=1, description="Prompts that are or wait to be tokenized.")
     tokenize_timeout_s: float = Field(10.0, gt=0, description="Seconds that tokenizing a prompt may take.")
 

@@ -30,17 +30,15 @@ from pdserve.health import HealthMethods, answering
 from pdserve.incarnation import new_incarnation
 from pdserve.metrics_server import showing
 from pdserve.prefix_hash import PrefixHasher
-from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.proto.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
-from pdserve.proto.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from pdserve.proto.v1.link_pb2_grpc import add_LinkServiceServicer_to_server
 from pdserve.roles import Role
 from pdserve.router.admin import AdminEndpoint
 from pdserve.router.config import RouterConfig
 from pdserve.router.core import RouterCore
 from pdserve.router.events import ShutdownAsked, ShutdownDue
-from pdserve.router.frontend.generate import InferenceEndpoint
+from pdserve.router.frontend.generate import INFERENCE_SERVICE, InferenceEndpoint
 from pdserve.router.frontend.grpc_door import HARD_LIMIT_BYTES, LimitSizes, RequireKey
 from pdserve.router.frontend.intake import Intake
 from pdserve.router.frontend.prompts import Prompts, ServedModel
@@ -59,7 +57,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-INFERENCE_SERVICE = inference.DESCRIPTOR.services_by_name["InferenceService"].full_name
 LAST_WORDS_S = 1.0  # for replies and statuses that are on their way when the servers stop
 
 
@@ -104,6 +101,7 @@ def load_model(config: RouterConfig) -> ServedModel:
         tokenizer=tokenizer,
         chat=checkpoint.chat(),
         special_tokens=checkpoint.special_tokens,
+        eos_token_ids=checkpoint.ends(tokenizer),
     )
 
 
@@ -164,7 +162,7 @@ async def run(
                 guarding.cancel()
         return has_drained
     finally:
-        prompts.close()
+        await prompts.close()
         if export is not None:
             await export.close()
 
@@ -232,7 +230,7 @@ def _public_server(intake: Intake, shown: HealthMethods) -> grpc.aio.Server:
     server = grpc.aio.server(
         interceptors=[RequireKey(intake.clients), LimitSizes()], options=server_options(HARD_LIMIT_BYTES)
     )
-    add_InferenceServiceServicer_to_server(InferenceEndpoint(intake), server)
+    InferenceEndpoint(intake).add_to(server)
     shown.add_to(server, may_watch=True)
     names = (INFERENCE_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)

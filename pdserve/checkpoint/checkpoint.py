@@ -107,6 +107,10 @@ class Checkpoint:
                 raise ConfigError(f"{path}: {error.strerror}") from error
         return digest.hexdigest()
 
+    def ends(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """Return the end-of-sequence tokens that there are. A model's files may name others."""
+        return tuple(token_id for token_id in self.eos_token_ids if 0 <= token_id < tokenizer.vocab_size)
+
     def chat(self) -> ChatTemplate | None:
         """Compile the chat template, or return None where the model has none."""
         if self.chat_template is None:

@@ -23,9 +23,10 @@ class Tokenizer:
         About a second for a megabyte. Raises RequestError naming `field` for text that is no Unicode.
         """
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
+            (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special)  # without offsets
         except TypeError as error:
             raise invalid(field, "holds half of a surrogate pair, which is no character") from error
+        ids: list[int] = encoded.ids
         if add_special and self._adds_bos and ids[1:2] == ids[:1]:
             return ids[1:]
         return ids
@@ -44,6 +45,11 @@ class Tokenizer:
         pieces = self._pieces.with_special
         piece = pieces[token_id] if 0 <= token_id < len(pieces) else b""
         return piece.encode() if isinstance(piece, str) else piece
+
+    def to_json(self) -> str:
+        """Return it as the tokenizers library writes it to a file."""
+        text: str = self._backend.to_str()
+        return text
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token as the vocabulary spells it, or None."""

@@ -52,6 +52,8 @@ def refusal(scheduler: Scheduler, job: Job, vocab_size: int) -> str | None:
         return f"token_ids: {last} tokens need {needed} pages of {scheduler.cache.pool.num_pages}"
     if vocab_size < ALL_IDS and (token_id := largest(job.token_ids)) >= vocab_size:
         return f"token_ids: {token_id} is not below the vocabulary size {vocab_size}"
+    if job.params.structured_output is not None and job.new_matcher is None:
+        return "structured_output: nothing here makes its token masks"
     if not job.indices or not _INDICES.issuperset(job.indices):
         return f"indices: {job.indices} are not of {MAX_SEQUENCES} continuations"
     if len(set(job.indices)) > limits.max_num_seqs:

@@ -3,11 +3,13 @@
 import asyncio
 from collections import deque
 from contextlib import suppress
+from dataclasses import replace
 from math import inf
 
+from pdserve.grammar.matching import Grammars
 from pdserve.kvtransfer.doors import PeerGone
 from pdserve.kvtransfer.mover import Mover
-from pdserve.worker.messages import Event
+from pdserve.worker.messages import Event, Placed
 
 MAX_INBOX = 16384  # events; beyond it, streams are read no further
 
@@ -63,11 +65,16 @@ class Listener:
         self._tasks = tasks
         self._settling: set[asyncio.Task[None]] = set()
         self._mover: Mover | None = None
+        self._grammars: Grammars | None = None
         self._is_closed = False
 
     def guard(self, mover: Mover) -> None:
         """Wait for what this mover may still write. Nobody may be granted a page before this."""
         self._mover = mover
+
+    def open_grammars(self, grammars: Grammars) -> None:
+        """Give jobs placed here their matchers, of these."""
+        self._grammars = grammars
 
     def put(self, event: Event) -> None:
         """Take an event of which only so many can be outstanding."""
@@ -84,8 +91,11 @@ class Listener:
         """Take an event from the network; waits while the core has too much to do."""
         if isinstance(event, PeerGone):
             self.put(event)
-        else:
-            await self._inbox.offer(event)
+            return
+        if isinstance(event, Placed) and event.job.params.structured_output is not None and self._grammars is not None:
+            new_matcher = self._grammars.compile(event.job.params.structured_output)
+            event = replace(event, job=replace(event.job, new_matcher=new_matcher))
+        await self._inbox.offer(event)
 
     def close(self) -> None:
         """Report no end of a process from here on, whether it is known already or not."""

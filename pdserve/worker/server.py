@@ -4,18 +4,21 @@ import asyncio
 import logging
 import secrets
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from pdserve.certificates import Part
+from pdserve.checkpoint.checkpoint import Checkpoint
 from pdserve.clock import MonotonicClock
 from pdserve.config import WorkerConfig
 from pdserve.credentials import Credentials
 from pdserve.engine.runner import run
 from pdserve.engine.step import StepPlan, StepResult
 from pdserve.errors import ConfigError
+from pdserve.grammar.compiler import Compiler
+from pdserve.grammar.matching import Grammars
 from pdserve.health import answering
 from pdserve.ids import MAX_WORKER_TASKS, PROTOCOL_VERSION, Incarnation, WorkerId
 from pdserve.incarnation import new_incarnation
@@ -99,7 +102,10 @@ async def serve(config: WorkerConfig) -> None:
         listener = Listener(inbox, group)
         links = Links(config.routers, credentials, register, listener, partial(end_process, DISMISSED_EXIT_STATUS))
         linking = group.create_task(links.run(), name="links")
-        engine = await thread.call(_load, config, identity, _Progress(links, register))
+        checkpoint = await thread.call(open_model, config)
+        listener.open_grammars(_grammars(checkpoint, inbox))
+        progress = _Progress(links, register).note
+        engine = await thread.call(build_engine, config, checkpoint, credentials.secret, progress)
         _describe(engine, config.device, register)
         steps = Isolating(partial(run, engine.runner))
 
@@ -230,8 +236,19 @@ def _registration(config: WorkerConfig, incarnation: Incarnation) -> link.Regist
     )
 
 
-def _load(config: WorkerConfig, identity: Identity, progress: _Progress) -> Engine:
-    return build_engine(config, open_model(config), identity.credentials.secret, progress.note)
+def _grammars(checkpoint: Checkpoint, inbox: Inbox) -> Grammars:
+    """Return the grammars of a model's answers; sequences that waited for one run once it is compiled."""
+    loop = asyncio.get_running_loop()
+
+    def compiler() -> Compiler:
+        tokenizer = checkpoint.tokenizer()
+        return Compiler(tokenizer.to_json(), checkpoint.ends(tokenizer))
+
+    def wake() -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(inbox.wake)
+
+    return Grammars(compiler, wake)
 
 
 def _describe(engine: Engine, device: str, register: link.Register) -> None:

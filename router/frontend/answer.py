@@ -4,7 +4,6 @@ Invariant: a door is given each gain once and in order; nothing after the end; a
 has taken what it was given. What waits for the door meanwhile is bounded.
 """
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -14,6 +13,7 @@ from pdserve.ids import RequestId
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.commands import Deliver, Finished, Refused
 from pdserve.router.events import ClientTooSlow, StopStringFound
+from pdserve.router.frontend.pace import Pace
 from pdserve.router.frontend.prompts import Terms
 from pdserve.sampling import PromptLogprobs
 from pdserve.text.stop import OutputText
@@ -52,24 +52,6 @@ class Client(Protocol):
         """End an answer at once, in the middle of a write if need be: its reader is too slow."""
 
 
-class Turns:
-    """Writes answers once a turn of the event loop, however many commands of the core were for them in it."""
-
-    def __init__(self) -> None:
-        self._due: list[Answer] = []
-
-    def add(self, answer: "Answer") -> None:
-        """Let an answer be written later in this turn."""
-        if not self._due:
-            asyncio.get_running_loop().call_soon(self._write)
-        self._due.append(answer)
-
-    def _write(self) -> None:
-        due, self._due = self._due, []
-        for answer in due:
-            answer.write()
-
-
 class Answer:
     """Takes what the core says of a request, never waits, and gives it to the request's door."""
 
@@ -82,7 +64,7 @@ class Answer:
         *,
         outputs: Sequence[OutputText],
         max_unsent_bytes: int,
-        turns: Turns,
+        pace: Pace,
         on_end: Callable[["Answer"], None],
     ) -> None:
         """`on_end` is called when the core has ended the request, before the door learns of it."""
@@ -91,6 +73,8 @@ class Answer:
         self.terms = terms
         self.prompt_ids = prompt_ids
         self.num_tokens = 0  # of all continuations
+        self.num_writes = self.num_written = self.num_unsent = 0  # writes, and tokens that were and were not written
+        self.written_s, self.held_since = 0.0, -1  # as Pace keeps them
         self.outcome: Finished | Refused | None = None  # how the request ended
         self.finish_reasons: list[int] = []  # of the continuations that have ended
         self._client: Client | None = client  # None: it has the end, or has left
@@ -99,9 +83,8 @@ class Answer:
         self._unsent: dict[int, Gain] = {}  # by continuation
         self._unsent_bytes = 0
         self._takes_more = True  # the door does
-        self._is_due = False
         self._was_cut_off = False
-        self._turns = turns
+        self._pace = pace
         self._on_end = on_end
 
     def deliver(self, command: Deliver) -> StopStringFound | ClientTooSlow | None:
@@ -120,7 +103,7 @@ class Answer:
         if command.prompt_logprobs is not None:
             gain.prompt_logprobs.append(command.prompt_logprobs)
             self._unsent_bytes += command.prompt_logprobs.num_bytes
-            self._note_news()
+            self._note_news(is_urgent=False)
             return None
         gained = output.push(command.token_ids)
         text, stop, finish_reason = gained.text, gained.stop, command.finish_reason
@@ -135,7 +118,7 @@ class Answer:
             gain.finish_reason = finish_reason
             self._outputs[index] = None
             self.finish_reasons.append(finish_reason)
-        self._note_news()
+        self._note_news(is_urgent=bool(finish_reason))
         return StopStringFound(self.request_id, index) if stop is not None else None
 
     def _add(self, gain: Gain, command: Deliver, num_tokens: int, text: str) -> None:
@@ -145,6 +128,7 @@ class Answer:
         gain.token_ids += token_ids
         gain.text += text
         self.num_tokens += len(token_ids)
+        self.num_unsent += len(token_ids)
         self._unsent_bytes += TOKEN_BYTES * len(token_ids) + len(text)
         for logprob in logprobs:
             if not isinstance(logprob, inference.TokenLogprobs):
@@ -161,7 +145,7 @@ class Answer:
             client, self._client = self._client, None
             if client is not None:
                 client.cut_off(self, outcome)
-        self._note_news()
+        self._note_news(is_urgent=True)
 
     def leave(self) -> None:
         """Let the door have no more of it."""
@@ -172,22 +156,22 @@ class Answer:
         """Note that the door has taken what it was given."""
         self._takes_more = True
         if self._unsent or self.outcome is not None:
-            self.write()
+            self._note_news(is_urgent=self.outcome is not None)
 
-    def _note_news(self) -> None:
-        if self._takes_more and not self._is_due and self._client is not None:
-            self._is_due = True
-            self._turns.add(self)
+    def _note_news(self, *, is_urgent: bool) -> None:
+        if self._takes_more and self._client is not None:
+            self._pace.add(self, is_urgent=is_urgent)
 
     def write(self) -> None:
-        """Give the door all that it has not had. Called when the answer's turn has come."""
-        self._is_due = False
+        """Give the door all that it has not had. Called by Pace."""
         client, outcome = self._client, self.outcome
-        if client is None:
+        if client is None or not self._takes_more:
             return
         gains = list(self._unsent.values())
         self._unsent.clear()
-        self._unsent_bytes = 0
+        self.num_writes += 1
+        self.num_written += self.num_unsent
+        self.num_unsent = self._unsent_bytes = 0
         if outcome is not None:
             self._client = None
         self._takes_more = client.write(self, gains, outcome)

@@ -2,12 +2,11 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceServicer
 from pdserve.router import wire
 from pdserve.router.commands import Finished, Refused
 from pdserve.router.frontend.answer import Answer, Gain
@@ -16,7 +15,9 @@ from pdserve.router.frontend.grpc_door import NOT_OPENED, deny, refuse, remainin
 from pdserve.router.frontend.intake import Intake
 from pdserve.sampling_wire import logprobs_to_proto
 
-GenerateContext: TypeAlias = "grpc.aio.ServicerContext[inference.GenerateRequest, inference.GenerateResponse]"
+INFERENCE_SERVICE = inference.DESCRIPTOR.services_by_name["InferenceService"].full_name
+
+GenerateContext: TypeAlias = "grpc.aio.ServicerContext[inference.GenerateRequest, bytes]"
 
 
 class Writer:
@@ -24,22 +25,14 @@ class Writer:
 
     def __init__(self, context: GenerateContext) -> None:
         self._context = context
-        self._reply: inference.GenerateResponse | None = None  # to be written next
+        self._reply = b""  # to be written next
         self._outcome: Finished | Refused | None = None
         self._news = asyncio.Event()
         self._task = asyncio.current_task()
         self._was_cut_off = False
 
     def write(self, answer: Answer, gains: Sequence[Gain], outcome: Finished | Refused | None) -> bool:
-        reply = inference.GenerateResponse(request_id=answer.hex_id, deltas=map(_delta, gains))
-        for gain in gains:
-            for part in gain.prompt_logprobs:
-                reply.prompt_logprobs.extend(map(logprobs_to_proto, part.entries()))
-        if isinstance(outcome, Finished):
-            reply.usage.CopyFrom(wire.usage_message(outcome.usage))
-            reply.ledger.CopyFrom(wire.ledger_message(outcome.ledger))
-        if gains or isinstance(outcome, Finished):
-            self._reply = reply
+        self._reply = reply_bytes(answer.hex_id, gains, outcome)
         self._outcome = outcome
         self._news.set()
         return False
@@ -54,11 +47,11 @@ class Writer:
         """Write an answer until its end, or until it is cut off; return how it ended."""
         is_begun = False
         try:
-            while self._outcome is None or self._reply is not None:
+            while self._outcome is None or self._reply:
                 await self._news.wait()
                 self._news.clear()
-                reply, self._reply = self._reply, None
-                if reply is not None:
+                reply, self._reply = self._reply, b""
+                if reply:
                     if not is_begun:
                         # On its own: a first write that is interrupted leaves gRPC unsure whether this has been sent.
                         await self._context.send_initial_metadata(())
@@ -72,26 +65,72 @@ class Writer:
         return self._outcome
 
 
-def _delta(gain: Gain) -> inference.SequenceDelta:
-    return inference.SequenceDelta(
-        index=gain.index,
-        token_ids=gain.token_ids,
-        text=gain.text,
-        logprobs=gain.logprobs,
-        finish_reason=inference.FinishReason.ValueType(gain.finish_reason),
-        stop_match=gain.stop_match or "",
-    )
+def reply_bytes(hex_id: str, gains: Sequence[Gain], outcome: Finished | Refused | None) -> bytes:
+    """Return a GenerateResponse as bytes; none where there is nothing to say."""
+    reply = b"".join([_delta(gain) for gain in gains])
+    for gain in gains:
+        if gain.prompt_logprobs:
+            entries = [logprobs_to_proto(entry) for part in gain.prompt_logprobs for entry in part.entries()]
+            reply += inference.GenerateResponse(prompt_logprobs=entries).SerializeToString()
+    if isinstance(outcome, Finished):
+        usage, ledger = wire.usage_message(outcome.usage), wire.ledger_message(outcome.ledger)
+        reply += inference.GenerateResponse(usage=usage, ledger=ledger).SerializeToString()
+    return b"\n\x20" + hex_id.encode() + reply if reply else b""  # request_id, of 32 bytes; fields follow in any order
 
 
-class InferenceEndpoint(InferenceServiceServicer):
+def _delta(gain: Gain) -> bytes:
+    """Return a gain as a field `deltas` of GenerateResponse. Those of most replies are put together by hand."""
+    if gain.index or gain.logprobs or gain.finish_reason:
+        delta = inference.SequenceDelta(
+            index=gain.index,
+            token_ids=gain.token_ids,
+            text=gain.text,
+            logprobs=gain.logprobs,
+            finish_reason=inference.FinishReason.ValueType(gain.finish_reason),
+            stop_match=gain.stop_match or "",
+        ).SerializeToString()
+    else:
+        ids, text = b"".join(map(_varint, gain.token_ids)), gain.text.encode()
+        delta = b"\x12" + _varint(len(ids)) + ids if ids else b""
+        if text:
+            delta += b"\x1a" + _varint(len(text)) + text
+    return b"\x12" + _varint(len(delta)) + delta
+
+
+def _varint(number: int) -> bytes:
+    """Return a number as protobuf has it: seven bits a byte, the lowest first."""
+    if number < 1 << 7:
+        return _BYTES[number]
+    low = _BYTES[number & 0x7F | 0x80]
+    if number < 1 << 14:
+        return low + _BYTES[number >> 7]
+    return low + _varint(number >> 7)
+
+
+_BYTES = [bytes([byte]) for byte in range(256)]
+
+
+class InferenceEndpoint:
     """Opens requests at the intake and writes their answers."""
 
     def __init__(self, intake: Intake) -> None:
         self._intake = intake
 
-    async def Generate(  # type: ignore[override]  # replies are written to the context  # noqa: N802
-        self, request: inference.GenerateRequest, context: GenerateContext
-    ) -> None:
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Serve InferenceService. Generate writes bytes, which gRPC takes as they are."""
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "Generate": grpc.unary_stream_rpc_method_handler(
+                self._generate, request_deserializer=inference.GenerateRequest.FromString
+            ),
+            "ListModels": grpc.unary_unary_rpc_method_handler(
+                self._list_models,
+                request_deserializer=inference.ListModelsRequest.FromString,
+                response_serializer=inference.ListModelsResponse.SerializeToString,
+            ),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(INFERENCE_SERVICE, handlers),))
+
+    async def _generate(self, request: inference.GenerateRequest, context: GenerateContext) -> None:
         writer = Writer(context)
         take_trace(request, context)
         try:
@@ -106,9 +145,7 @@ class InferenceEndpoint(InferenceServiceServicer):
         if isinstance(outcome, Refused):
             await refuse(context, outcome)
 
-    async def ListModels(  # noqa: N802
-        self, request: inference.ListModelsRequest, context: object
-    ) -> inference.ListModelsResponse:
+    async def _list_models(self, request: inference.ListModelsRequest, context: object) -> inference.ListModelsResponse:
         del request, context
         model = inference.Model(
             name=self._intake.model.name,

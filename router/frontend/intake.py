@@ -9,8 +9,9 @@ from pdserve.ids import RequestId, new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.config import RouterConfig
 from pdserve.router.events import RequestArrived
-from pdserve.router.frontend.answer import Answer, Client, Turns
+from pdserve.router.frontend.answer import Answer, Client
 from pdserve.router.frontend.clients import Clients, Visit
+from pdserve.router.frontend.pace import Pace
 from pdserve.router.frontend.prompts import Prompts, ServedModel, Terms, check_model, check_terms, fitted
 from pdserve.router.frontend.records import Opened, Records
 from pdserve.router.metrics import Outcomes
@@ -31,7 +32,7 @@ class Intake:
         self._shell = shell
         self._config = config
         self.records = records
-        self._turns = Turns()
+        self._pace = Pace(config.stream_interval)
         self._visits: dict[RequestId, Visit] = {}  # of the requests that came with a key
 
     async def open(
@@ -77,6 +78,7 @@ class Intake:
             terms = visit.terms(terms)
         lasts_s, max_model_len = min(terms.deadline_s, remaining_s), self.max_model_len()
         terms = await self.prompts.with_bad_words(request, terms, lasts_s)
+        await self.prompts.check_structured(terms.params.structured_output, lasts_s)
         token_ids = await self.prompts.token_ids(request, max_model_len, lasts_s)
         if visit is not None:
             visit.use.spend(len(token_ids))
@@ -111,7 +113,7 @@ class Intake:
             client,
             outputs=outputs,
             max_unsent_bytes=self._config.max_unsent_bytes,
-            turns=self._turns,
+            pace=self._pace,
             on_end=self._note_end,
         )
 

@@ -1,6 +1,7 @@
 """What is done for a request before the core knows of it: its terms are checked, and its prompt is made of token ids.
 
-Prompts are tokenized in threads, so that a long one keeps nobody else waiting. Errors name the field, its value and the
+Long prompts are tokenized in threads, so that they keep nobody else waiting; a short one takes less than the way to
+a thread and back. Errors name the field, its value and the
 limit.
 """
 
@@ -14,9 +15,10 @@ from typing import Protocol, TypeVar
 
 from pdserve.checkpoint.checkpoint import GenerationDefaults
 from pdserve.errors import RequestError, Status, echo, invalid
+from pdserve.grammar.checker import Checker
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.frontend.conversation import messages_of, options_of
-from pdserve.sampling import MAX_BAD_WORD_BYTES, MAX_BAD_WORDS, SamplingParams
+from pdserve.sampling import MAX_BAD_WORD_BYTES, MAX_BAD_WORDS, SamplingParams, StructuredOutput
 from pdserve.sampling_wire import structured_from_proto
 from pdserve.text.chat import DEFAULT_OPTIONS, ChatMessage, ChatOptions
 from pdserve.text.detokenize import Detokenizer
@@ -29,6 +31,7 @@ MAX_ANSWER_TOKENS = 2**31 - 1
 # Sampling fields that workers do not need.
 OF_ROUTER = frozenset({"include_stop_str_in_output", "skip_special_tokens", "fill_model_len"})
 NUM_THREADS = 2
+INLINE_BYTES = 2048  # of a request that is tokenized on the event loop: under half a millisecond
 SLICE_TOKENS = 16384  # packed at once: 0.4 ms of the event loop
 Encoded = TypeVar("Encoded")
 
@@ -38,6 +41,7 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, *, add_special: bool) -> list[int]: ...
     def decode(self, token_ids: Seq[int]) -> str: ...
+    def to_json(self) -> str: ...
     def detokenizer(self, *, at_start: bool, skip_special: bool = True) -> Detokenizer: ...
     def piece(self, token_id: int) -> bytes: ...
 
@@ -59,6 +63,7 @@ class ServedModel:
     tokenizer: Tokenizer
     chat: ChatTemplate | None
     special_tokens: Mapping[str, str] = field(default_factory=dict)  # by their names in templates, such as eos_token
+    eos_token_ids: tuple[int, ...] = ()  # of the tokenizer's vocabulary
 
 
 class Prompts:
@@ -70,9 +75,11 @@ class Prompts:
         self._timeout_s = timeout_s
         self._num_tokenizing = 0
         self._threads = ThreadPoolExecutor(NUM_THREADS, "tokenize")
+        self._grammars = Checker(model.tokenizer.to_json, model.eos_token_ids)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        await self._grammars.close()
 
     async def token_ids(self, request: inference.GenerateRequest, max_model_len: int, remaining_s: float) -> TokenIds:
         """Return a request's prompt as token ids; RequestError where it has none or is of no use."""
@@ -82,11 +89,11 @@ class Prompts:
             case "text":
                 if not request.text:
                     raise invalid("text", "it is empty, at least 1 character is needed")
-                return await self._in_thread(request, self._encode_text, remaining_s)
+                return await self._encoded(request, self._encode_text, remaining_s)
             case "chat":
                 if self._model.chat is None:
                     raise invalid("chat", "the model has no chat template; send text or token_ids")
-                return await self._in_thread(request, self._encode_chat, remaining_s)
+                return await self._encoded(request, self._encode_chat, remaining_s)
             case _:
                 raise invalid("prompt", "none was given; exactly one of text, token_ids and chat is needed")
 
@@ -105,10 +112,21 @@ class Prompts:
         """Return a request's terms with its bad words as token ids; RequestError where they are of no use."""
         if not request.sampling.bad_words:
             return terms
-        words = await self._in_thread(request, self._encode_bad_words, remaining_s)
+        words = await self._encoded(request, self._encode_bad_words, remaining_s)
         params = replace(terms.params, bad_word_ids=terms.params.bad_word_ids + words)
         params.validate(self._model.vocab_size)
         return replace(terms, params=params)
+
+    async def check_structured(self, structured: StructuredOutput | None, remaining_s: float) -> None:
+        """Raise RequestError where answers are to match what nothing can, or what takes too long to compile."""
+        if structured is None:
+            return
+        try:
+            async with asyncio.timeout(remaining_s):
+                await self._grammars.check(structured)
+        except TimeoutError as error:
+            text = "the deadline passed before structured_output was compiled"
+            raise RequestError(Status.DEADLINE_EXCEEDED, text) from error
 
     def _encode_bad_words(self, request: inference.GenerateRequest) -> tuple[tuple[int, ...], ...]:
         """Return each word's tokens, with a space before it and without: where it stands decides between them."""
@@ -135,12 +153,14 @@ class Prompts:
         ids = self._model.tokenizer.encode(rendered, add_special=False)
         return self._in_vocabulary(pack(ids), "chat")
 
-    async def _in_thread(
+    async def _encoded(
         self,
         request: inference.GenerateRequest,
         encode: Callable[[inference.GenerateRequest], Encoded],
         remaining_s: float,
     ) -> Encoded:
+        if request.ByteSize() <= INLINE_BYTES:
+            return encode(request)
         limit = self._max_num_tokenizing
         if self._num_tokenizing >= limit:
             text = f"max_num_tokenizing: {limit} prompts are being tokenized already"

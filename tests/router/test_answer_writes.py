@@ -12,12 +12,15 @@ from pdserve.ids import new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.commands import Deliver, Finished, Refused
 from pdserve.router.events import ClientTooSlow
-from pdserve.router.frontend.answer import Answer, Gain, Turns
+from pdserve.router.frontend.answer import Answer, Gain
+from pdserve.router.frontend.generate import reply_bytes
+from pdserve.router.frontend.pace import LATEST_S, WINDOW_S, Pace
 from pdserve.router.frontend.prompts import check_terms
 from pdserve.router.timeline import Ledger, Usage
 from pdserve.text.stop import OutputText
 
 FINISHED = Finished(Usage(1, 3, 0), Ledger())
+PATIENCE_S = 5.0
 CUT_OFF = Refused(Status.RESOURCE_EXHAUSTED, "too slow")
 
 
@@ -28,10 +31,18 @@ class Door:
         self.takes_more = takes_more
         self.writes: list[tuple[list[Gain], Finished | Refused | None]] = []
         self.cuts: list[Refused] = []
+        self.news = asyncio.Event()
+
+    async def until(self, num_writes: int, within_s: float) -> None:
+        async with asyncio.timeout(within_s):
+            while len(self.writes) < num_writes:
+                self.news.clear()
+                await self.news.wait()
 
     def write(self, answer: Answer, gains: Sequence[Gain], outcome: Finished | Refused | None) -> bool:
         del answer
         self.writes.append((list(gains), outcome))
+        self.news.set()
         return self.takes_more
 
     def cut_off(self, answer: Answer, outcome: Refused) -> None:
@@ -42,7 +53,7 @@ class Door:
         return [token_ids for gains, _ in self.writes for token_ids in (gain.token_ids for gain in gains)]
 
 
-def answer_for(door: Door, n: int = 1, max_unsent_bytes: int = 1000) -> Answer:
+def answer_for(door: Door, n: int = 1, max_unsent_bytes: int = 1000, interval: int | None = 1) -> Answer:
     request = inference.GenerateRequest(sampling=inference.SamplingParams(n=n, max_tokens=100))
     terms = check_terms(request, 256, 0, 1000, NO_DEFAULTS)
     outputs = [OutputText(TOKENIZER.detokenizer(at_start=False), ()) for _ in range(n)]
@@ -53,7 +64,7 @@ def answer_for(door: Door, n: int = 1, max_unsent_bytes: int = 1000) -> Answer:
         door,
         outputs=outputs,
         max_unsent_bytes=max_unsent_bytes,
-        turns=Turns(),
+        pace=Pace(interval),
         on_end=lambda _: None,
     )
 
@@ -85,6 +96,37 @@ async def test_what_comes_in_one_turn_is_written_together() -> None:
     assert outcome is FINISHED
 
 
+async def test_tokens_of_short_steps_are_written_together_and_late_ones_within_their_limit() -> None:
+    door = Door()
+    answer = answer_for(door, interval=None)
+    for token_id in (10, 11, 12):
+        gain(answer, token_id)
+        await turn()
+    assert door.tokens() == [[10]], "the first at once, the others within one window"
+    await door.until(2, LATEST_S + PATIENCE_S)
+    assert door.tokens() == [[10], [11, 12]]
+    answer.written_s -= WINDOW_S
+    gain(answer, 13)
+    await turn()
+    assert door.tokens()[2:] == [[13]], "a window has passed"
+    gain(answer, 14)
+    gain(answer, 15, finish_reason=2)
+    await turn()
+    assert door.tokens()[3:] == [[14, 15]], "the end waits for nothing"
+
+
+async def test_an_interval_is_a_number_of_tokens() -> None:
+    door = Door()
+    answer = answer_for(door, interval=3)
+    for token_id in range(10, 18):
+        gain(answer, token_id)
+        await turn()
+    assert door.tokens() == [[10], [11, 12, 13], [14, 15, 16]]
+    answer.end(FINISHED)
+    await turn()
+    assert door.tokens()[3:] == [[17]]
+
+
 async def test_a_door_that_takes_no_more_gets_the_rest_at_once_when_it_does() -> None:
     door = Door(takes_more=False)
     answer = answer_for(door)
@@ -93,8 +135,10 @@ async def test_a_door_that_takes_no_more_gets_the_rest_at_once_when_it_does() ->
         await turn()
     assert door.tokens() == [[10]]
     answer.resume()
+    await turn()
     assert door.tokens() == [[10], [11, 12]]
     answer.resume()
+    await turn()
     assert len(door.writes) == 2
     answer.end(FINISHED)
     await turn()
@@ -131,3 +175,25 @@ async def test_too_much_that_waits_cuts_the_reader_off() -> None:
     assert door.cuts == [CUT_OFF]
     answer.resume()
     assert len(door.writes) == 1
+
+
+@pytest.mark.parametrize(
+    "gained",
+    [
+        Gain(0, [5], "five"),
+        Gain(0, [127, 128, 16383, 16384, 128_000, 2**32 - 1], "é" * 100),
+        Gain(0, [1], ""),
+        Gain(0, [], "late"),
+        Gain(2, [7], "x"),
+        Gain(0, [7], "x", finish_reason=1, stop_match="y"),
+        Gain(0, [7], "x", [inference.TokenLogprobs(chosen=-1.0)]),
+    ],
+)
+def test_replies_put_together_by_hand_are_what_protobuf_makes(gained: Gain) -> None:
+    reply = inference.GenerateResponse.FromString(reply_bytes("ab" * 16, [gained], None))
+    assert reply.request_id == "ab" * 16
+    (delta,) = reply.deltas
+    assert (delta.index, list(delta.token_ids), delta.text) == (gained.index, gained.token_ids, gained.text)
+    assert (delta.finish_reason, delta.stop_match) == (gained.finish_reason, gained.stop_match or "")
+    assert list(delta.logprobs) == gained.logprobs
+    assert reply.ByteSize() == len(reply_bytes("ab" * 16, [gained], None)), "nothing unknown in it"

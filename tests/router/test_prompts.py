@@ -37,7 +37,7 @@ async def test_ids_past_the_models_vocabulary_are_refused(request_: Request, mes
     served = prompts()
     with pytest.raises(RequestError) as refused:
         await served.token_ids(request_, 100, 10.0)
-    served.close()
+    await served.close()
     assert (refused.value.status, refused.value.message) == (Status.INVALID_ARGUMENT, message)
 
 
@@ -45,4 +45,4 @@ async def test_the_last_id_of_the_model_is_taken() -> None:
     served = prompts()
     request = Request(token_ids=inference.TokenIds(ids=[SPACE - 1]))
     assert list(await served.token_ids(request, 100, 10.0)) == [SPACE - 1]
-    served.close()
+    await served.close()

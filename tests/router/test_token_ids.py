@@ -77,4 +77,4 @@ async def test_a_long_prompt_gives_others_their_turn() -> None:
         num_turns += 1
     assert list(reading.result()) == list(ids.ids)
     assert num_turns >= 8
-    prompts.close()
+    await prompts.close()

@@ -1,0 +1,120 @@
+"""What a client sends is checked in a process of its own: what is hostile is refused in time, and harms nobody."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from small_vocabulary import END, small_tokenizer
+
+from pdserve.errors import RequestError, Status
+from pdserve.grammar import checker as module
+from pdserve.grammar.checker import Checker
+from pdserve.sampling import Format, StructuredOutput
+
+TOKENIZER = small_tokenizer()
+GOOD = StructuredOutput("regex", ("a+",))
+CHAIN = "start: r0\n" + "\n".join(f"r{i}: r{i + 1}" for i in range(5000)) + '\nr5000: "a"'
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def checker() -> AsyncIterator[Checker]:
+    made = Checker(TOKENIZER.to_json, (END,))
+    await made.check(GOOD)  # the child has started
+    yield made
+    await made.close()
+
+
+def schema(value: object) -> tuple[Format, str]:
+    return "json_schema", json.dumps(value)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(
+    ("structured", "problem"),
+    [
+        (("json_schema", "{"), "it is not JSON"),
+        (("json_schema", "3"), "a JSON int; an object is needed"),
+        (("json_schema", '{"a":' * 5000 + "1" + "}" * 5000), "it is not JSON"),
+        (schema({"type": "text"}), "Invalid type: text"),
+        (schema({"not": {"type": "integer"}}), "Unimplemented keys"),
+        (schema({"type": "integer", "minimum": 5, "maximum": 3}), "Unsatisfiable schema"),
+        (schema({"$ref": "#"}), "recursive without end"),
+        (schema({"$ref": "https://example.org/schema"}), "json_schema"),
+        (schema({"type": "string", "pattern": "(a"}), "regex"),
+        (("regex", "(a"), "unclosed group"),
+        (("regex", "(?=a)b"), "look-around"),
+        (("regex", "(" * 30000 + "a" + ")" * 30000), "regex"),
+        (("regex", "[^\\x00-\\U0010FFFF]"), "nothing matches it"),
+        (("grammar", "start: start"), "nothing matches it"),
+        (("grammar", "hello"), "grammar"),
+        (("grammar", "start: " + "(" * 20000 + '"a"' + ")" * 20000), "too deeply nested"),
+        (("grammar", CHAIN), "nested too deeply to compile"),  # ends the process that compiles it
+    ],
+)
+async def test_what_cannot_be_is_refused_within_two_seconds_and_names_its_field(
+    checker: Checker, structured: tuple[Format, str], problem: str
+) -> None:
+    started_s = time.monotonic()
+    with pytest.raises(RequestError) as caught:
+        await checker.check(StructuredOutput(structured[0], (structured[1],)))
+    assert time.monotonic() - started_s < 2.0
+    assert caught.value.status is Status.INVALID_ARGUMENT
+    assert caught.value.message.startswith(f"structured_output.{structured[0]}: ")
+    assert problem in caught.value.message
+    await checker.check(StructuredOutput("choice", ("yes",)))
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize(
+    "structured",
+    [
+        schema({"type": "string", "maxLength": 1_000_000}),
+        schema({"type": "array", "items": {"type": "integer"}, "minItems": 100_000}),
+        schema({"enum": [f"value number {i}" for i in range(2500)]}),
+        ("regex", "((((a{1,1000}){1,1000}){1,1000}){1,1000})"),
+        ("regex", "(a|b)*a(a|b){30}"),
+    ],
+)
+async def test_what_is_large_and_can_be_done_is_let_through(checker: Checker, structured: tuple[Format, str]) -> None:
+    await checker.check(StructuredOutput(structured[0], (structured[1],)))
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_child_that_takes_too_long_is_killed_and_others_are_served(
+    checker: Checker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "COMPILE_S", 0.0)
+    with pytest.raises(RequestError, match=r"regex: it takes longer than 0.0 s"):
+        await checker.check(StructuredOutput("regex", ("b+",)))
+    monkeypatch.undo()
+    await checker.check(StructuredOutput("regex", ("c+",)))
+    with pytest.raises(RequestError, match="longer"):
+        await checker.check(StructuredOutput("regex", ("b+",)))  # remembered
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_client_that_leaves_takes_nobody_s_check_along(checker: Checker) -> None:
+    structured = StructuredOutput("regex", ("left{3}",))
+    leaving, staying = (asyncio.create_task(checker.check(structured)) for _ in range(2))
+    await asyncio.sleep(0)
+    leaving.cancel()
+    await staying
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_checks_that_wait_are_bounded(checker: Checker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_WAITING", 2)
+    checks = [asyncio.create_task(checker.check(StructuredOutput("choice", (f"c{i}",)))) for i in range(3)]
+    results = await asyncio.gather(*checks, return_exceptions=True)
+    refused = [result for result in results if isinstance(result, RequestError)]
+    assert [each.status for each in refused] == [Status.RESOURCE_EXHAUSTED]
+
+
+async def test_a_model_without_an_end_has_no_structured_output() -> None:
+    checker = Checker(TOKENIZER.to_json, ())
+    with pytest.raises(RequestError, match="no end-of-sequence token"):
+        await checker.check(GOOD)
+    await checker.close()

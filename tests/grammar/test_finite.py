@@ -1,0 +1,53 @@
+"""A schema is refused for recursion only where no finite value matches it."""
+
+from typing import Any
+
+import pytest
+
+from pdserve.grammar.finite import describes_something_finite
+
+NODE: dict[str, Any] = {"type": "object", "properties": {"next": {"$ref": "#"}}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {},
+        NODE,  # the next may be left out
+        {"type": "array", "items": {"$ref": "#"}},
+        {"type": "array", "minItems": 2, "items": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}},
+        {**NODE, "type": ["object", "null"], "required": ["next"]},
+        {"anyOf": [{"$ref": "#"}, {"const": 1}]},
+        {"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"type": "integer"}}},
+        {"type": "array", "prefixItems": [{"type": "null"}], "minItems": 1, "items": {"$ref": "#"}},
+        {"$ref": "#/$defs/nowhere"},
+        {"$ref": "https://elsewhere"},
+        {"type": 5, "required": 7, "anyOf": {}},
+    ],
+)
+def test_finite(schema: dict[str, Any]) -> None:
+    assert describes_something_finite(schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "#"},
+        {**NODE, "required": ["next"]},
+        {"type": "array", "minItems": 1, "items": {"$ref": "#"}},
+        {"type": "array", "minItems": 2, "prefixItems": [{"type": "null"}], "items": {"$ref": "#"}},
+        {"anyOf": [{"$ref": "#"}, {**NODE, "required": ["next"]}]},
+        {"allOf": [{"type": "null"}, {"$ref": "#"}]},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+        {"type": "object", "required": ["x"], "additionalProperties": {"$ref": "#"}},
+        {"type": "object", "required": ["x"], "additionalProperties": False},
+    ],
+)
+def test_endless(schema: dict[str, Any]) -> None:
+    assert not describes_something_finite(schema)
+
+
+def test_a_long_chain_of_references_is_followed_at_once() -> None:
+    chain = {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(1500)}
+    assert describes_something_finite({"$ref": "#/$defs/d0", "$defs": {**chain, "d1500": {"type": "null"}}})
+    assert not describes_something_finite({"$ref": "#/$defs/d0", "$defs": {**chain, "d1500": {"$ref": "#"}}})
