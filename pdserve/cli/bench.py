@@ -85,7 +85,7 @@ def router(
 
 def frontend(
     model: Model = DEFAULT_MODEL,
-    door: Annotated[list[str] | None, typer.Option(help="grpc; repeatable.", show_default=False)] = None,
+    door: Annotated[list[str] | None, typer.Option(help="grpc or http; repeatable.", show_default=False)] = None,
     step_ms: Annotated[
         list[float] | None, typer.Option(help="Of a decode step; repeatable.", show_default=False)
     ] = None,
@@ -93,6 +93,7 @@ def frontend(
     output_len: Annotated[list[int] | None, typer.Option(help="Tokens; repeatable.", show_default=False)] = None,
     prompt_words: Annotated[int, typer.Option(min=1, help="Words of a prompt.")] = 200,
     rounds: Annotated[int, typer.Option(min=1, help="Requests of each stream that count.")] = 4,
+    stream_interval: Annotated[int | None, typer.Option(min=1, help="The router's.", show_default=False)] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Measure the CPU time that a streamed request takes of a router, with workers that replay known tokens."""
@@ -101,9 +102,9 @@ def frontend(
     from pdserve.measure.frontend import Door, Load, frontend_table, measure_frontend
     from pdserve.measure.router_speed import measure_steps
 
-    shapes = product(step_ms or (20.0, 2.0), door or ("grpc",), streams or (64, 256), output_len or (64, 8))
+    shapes = product(step_ms or (20.0, 2.0), door or ("grpc", "http"), streams or (64, 256), output_len or (64, 8))
     loads = [Load(Door(name), ms / 1e3, num, prompt_words, tokens, rounds) for ms, name, num, tokens in shapes]
-    found = run(measure_frontend(model, loads, {}, report))
+    found = run(measure_frontend(model, loads, {"stream_interval": stream_interval}, report))
     core = measure_steps(num_sequences=256, num_steps=64)
     title = f"Prompts of {prompt_words} words"
     times = f"{1e3 * core.core_s:.2f} ms of the core, {1e3 * core.wire_s:.2f} ms to read it off the link"

@@ -5,6 +5,7 @@ when the last has ended, and has a connection of its own.
 """
 
 import asyncio
+import json
 import multiprocessing
 import os
 import random
@@ -31,12 +32,14 @@ from pdserve.measure.percentiles import percentiles, shown
 from pdserve.measure.replayed import replay
 from pdserve.measure.tables import Column, Sheet
 from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.rpc import split_address
 
 
 class Door(StrEnum):
     """A protocol that clients speak."""
 
     GRPC = "grpc"
+    HTTP = "http"
 
 
 _HOST = "127.0.0.1"
@@ -47,6 +50,9 @@ _ANSWER = (
 )
 _WORDS = _ANSWER.replace(",", "").replace(";", "").replace(".", "").lower().split()
 _READY_TIMEOUT_S = 60.0
+_POST = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: router\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
+)
 _GENERATE = "/pdserve.v1.InferenceService/Generate"
 
 
@@ -118,6 +124,56 @@ class GrpcStream:
         await self._channel.close()
 
 
+class HttpStream(asyncio.Protocol):
+    """A client of /v1/completions that looks at an answer's events no further than to count them."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._clock = MonotonicClock()
+        self._transport: asyncio.Transport | None = None
+        self._received = bytearray()
+        self._first_s = 0.0
+        self._whole: asyncio.Future[None] | None = None
+
+    async def ask(self, prompt: str, max_tokens: int, seen: Seen) -> None:
+        loop = asyncio.get_running_loop()
+        if self._transport is None:
+            host, port = split_address(self._address)
+            self._transport, _ = await loop.create_connection(lambda: self, host, int(port))
+        body = {
+            "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 1.0, "stream": True,
+            "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        packed = json.dumps(body).encode()
+        self._received.clear()
+        self._whole = loop.create_future()
+        sent_s = self._clock.now_s()
+        self._transport.write(_POST % (len(packed), packed))
+        await self._whole
+        if b'"completion_tokens":%d,' % max_tokens not in self._received:
+            raise CommandError(f"an answer is not of {max_tokens} tokens: {bytes(self._received[-1000:])!r}")
+        seen.ttft_s += (self._first_s - sent_s,)
+        seen.num_messages += self._received.count(b"data: ") - 1  # besides [DONE]
+        seen.num_requests += 1
+
+    def data_received(self, data: bytes) -> None:
+        if b"data: " not in self._received:
+            self._first_s = self._clock.now_s()
+        self._received += data
+        is_error = self._received.startswith(b"HTTP/1.1") and not self._received.startswith(b"HTTP/1.1 200")
+        if self._whole is not None and (is_error or self._received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")):
+            self._whole.set_result(None)
+            self._whole = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._whole is not None:
+            self._whole.set_exception(exc or CommandError("the router closed a connection"))
+
+    async def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+
 @dataclass(frozen=True, slots=True)
 class _Router:
     """A running router and its doors' addresses."""
@@ -131,7 +187,8 @@ class _Router:
         return sum(sum(each.cpu_times()[:2]) for each in every)
 
     def stream(self, door: Door) -> Stream:
-        return GrpcStream(self.doors[door])
+        address = self.doors[door]
+        return GrpcStream(address) if door is Door.GRPC else HttpStream(address)
 
 
 async def measure_frontend(
@@ -162,10 +219,10 @@ async def _serving(model: str, step_s: float, router_flags: Mapping[str, object]
         secret_file = Path(folder) / "secret"
         secret_file.touch(mode=0o600)
         secret_file.write_text(secrets.token_hex(32))
-        public, internal = free_port(_HOST), free_port(_HOST)
+        public, internal, http = (free_port(_HOST) for _ in range(3))
         flags = {
             "model": path, "served_model_name": _MODEL, "secret_file": secret_file, "port": public,
-            "internal_port": internal, **router_flags,
+            "internal_port": internal, "http_port": http, **router_flags,
         }  # fmt: skip
         process = await _start(flags)
         worker = multiprocessing.get_context("spawn").Process(
@@ -173,7 +230,9 @@ async def _serving(model: str, step_s: float, router_flags: Mapping[str, object]
         )
         worker.start()
         try:
-            router = _Router(psutil.Process(process.pid), {Door.GRPC: f"{_HOST}:{public}"})
+            router = _Router(
+                psutil.Process(process.pid), {Door.GRPC: f"{_HOST}:{public}", Door.HTTP: f"{_HOST}:{http}"}
+            )
             await _ready(router.doors[Door.GRPC])
             yield router
         finally:
