@@ -8,6 +8,7 @@ from itertools import pairwise
 from statistics import median, quantiles
 
 import grpc
+import httpx2
 import pytest
 from otlp_sink import Received, Sink, collector
 from router_fakes import RouterUnderTest, StartRouter, collect, error_of
@@ -86,14 +87,18 @@ async def test_a_request_is_a_span_with_one_below_it_for_each_part(start_router:
         assert trace_given(given).trace_id == top.span.trace_id.hex()
 
 
-@pytest.mark.parametrize("carrier", ["metadata", "fields"])
+@pytest.mark.parametrize("carrier", ["metadata", "fields", "headers"])
 async def test_a_clients_trace_goes_on_in_ours(start_router: StartRouter, sink: Sink, carrier: str) -> None:
-    router = await start_router(otlp_traces_endpoint=sink.address, otlp_traces_sample_ratio=0.0)
+    router = await start_router(otlp_traces_endpoint=sink.address, otlp_traces_sample_ratio=0.0, http_port=0)
     prefill, _ = await router.pair()
     given = {"traceparent": CLIENT.traceparent, "tracestate": CLIENT.tracestate}
-    request = inference.GenerateRequest(text="a", **(given if carrier == "fields" else {}))
-    metadata = tuple(given.items()) if carrier == "metadata" else ()
-    await collect(router.inference.Generate(request, metadata=metadata))
+    if carrier == "headers":
+        async with httpx2.AsyncClient(base_url=router.addresses.http) as http:
+            (await http.post("/v1/completions", json={"prompt": "a"}, headers=given)).raise_for_status()
+    else:
+        request = inference.GenerateRequest(text="a", **(given if carrier == "fields" else {}))
+        metadata = tuple(given.items()) if carrier == "metadata" else ()
+        await collect(router.inference.Generate(request, metadata=metadata))
     top = root(await spans_of(sink, router))
     assert top.span.trace_id.hex() == CLIENT.trace_id
     assert top.span.parent_span_id.hex() == CLIENT.span_id

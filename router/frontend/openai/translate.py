@@ -122,6 +122,8 @@ def _request(body: Generation, headers: Headers) -> inference.GenerateRequest:
         priority=_priority(headers) if body.priority is None else body.priority,
         deadline_ms=body.deadline_ms,
         request_label=label_of(body, headers),
+        traceparent=headers.get("traceparent", ""),
+        tracestate=headers.get("tracestate", ""),
     )
     ttft_ms, tpot_ms = (body.slo.ttft_ms, body.slo.tpot_ms) if body.slo else (None, None)
     ttft_ms = _number(headers, TTFT) if ttft_ms is None else ttft_ms
