@@ -15,14 +15,16 @@ def require(condition: bool, message: str) -> None:
 
 def require_tensor(name: str, tensor: Tensor, shape: Sequence[int | None], dtypes: Sequence[dtype]) -> None:
     """Check a tensor's shape (None: any), dtype, and that its last axis is dense."""
-    fits = tensor.ndim == len(shape) and all(
-        want is None or want == got for want, got in zip(shape, tensor.shape, strict=True)
-    )
-    want_shape = "[" + ", ".join("*" if size is None else str(size) for size in shape) + "]"
-    require(fits, f"{name} must have shape {want_shape}, got {list(tensor.shape)}")
-    require(tensor.dtype in dtypes, f"{name} must be one of {list(dtypes)}, got {tensor.dtype}")
-    if tensor.shape[-1] > 1:
-        require(tensor.stride(-1) == 1, f"{name} must have stride 1 in its last axis, got {tensor.stride()}")
+    fits = tensor.ndim == len(shape)
+    for want, got in zip(shape, tensor.shape, strict=False):
+        fits = fits and (want is None or want == got)
+    if not fits:
+        want_shape = "[" + ", ".join("*" if size is None else str(size) for size in shape) + "]"
+        raise ValueError(f"{name} must have shape {want_shape}, got {list(tensor.shape)}")
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name} must be one of {list(dtypes)}, got {tensor.dtype}")
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        raise ValueError(f"{name} must have stride 1 in its last axis, got {tensor.stride()}")
 
 
 def require_lens(query_lens: Ints, kv_lens: Ints) -> None:

@@ -1,5 +1,7 @@
 /* Row-wise operations of a layer: RMSNorm and the gate of SwiGLU. Rows are shared among threads; none depends on another. */
 
+#define OWN_WIDTH
+
 #include "norm.h"
 #include "vectors.h"
 

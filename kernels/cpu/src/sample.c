@@ -5,6 +5,8 @@
  * counted and weighed in buckets, and the bucket that holds the floor is sorted. Where those scores do not hold the
  * floor, all scores are looked at in the same way. */
 
+#define OWN_WIDTH
+
 #include <omp.h>
 #include <stdlib.h>
 
@@ -61,7 +63,7 @@ INLINE floats log_of(floats x) {
     return rest + poly + exponent * 0.693359375f;
 }
 
-/* 32 uniform bits for each of 16 token ids, as rng.random_bits makes them. */
+/* 32 uniform bits for each of a vector's token ids, as rng.random_bits makes them. */
 INLINE words bits_of(words ids, uint32_t low, uint32_t high) { return scrambled(scrambled(ids ^ low) + high); }
 
 /* One standard Gumbel variate for each, as rng.gumbel makes them. */
@@ -193,7 +195,7 @@ static double mass_of(const float *scores, int64_t count, float peak) {
                                           : load_part(scores, i, count - i, FLOAT32) - peak;
             floats weight = exp_of(x);
             if (i + LANES > count) {
-                char kept[64] = {0};
+                char kept[BYTES] = {0};
                 memcpy(kept, &weight, (count - i) * 4);
                 memcpy(&weight, kept, sizeof weight);
             }
@@ -289,9 +291,11 @@ static float floor_of(struct scratch *scratch, const struct row *row, int64_t vo
  * The noise of u is at most -log(u), so at most what u's exponent says: few tokens need more of it computed. */
 static int64_t noisy_largest(const float *scores, const struct row *row, int64_t vocab, float floor) {
     const float ln2 = 0.693147181f, slack = 1e-3f, most_noise = 23.0f;
-    words ids = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, best_ids = ids;
+    words ids, best_ids;
     floats best = splat(-INFINITY);
     float reached = -INFINITY;
+    for (int lane = 0; lane < LANES; lane++)
+        ids[lane] = best_ids[lane] = lane;
     for (int64_t i = 0; i < vocab; i += LANES, ids += LANES) {
         floats x = load_float32(scores + i);
         ints kept = (x >= floor) & (x + most_noise >= reached);

@@ -1,4 +1,7 @@
-/* Vectors of 16 floats, which the compiler maps to what the processor has, and the element types of tensors. */
+/* Vectors of floats, and the element types of tensors.
+ *
+ * A vector has 16 lanes. A file that defines OWN_WIDTH first gets the processor's own width: compilers are bad at wider
+ * vectors than a processor has. */
 
 #ifndef PDSERVE_VECTORS_H
 #define PDSERVE_VECTORS_H
@@ -10,13 +13,21 @@
 #include <immintrin.h>
 #endif
 
+#if !defined(OWN_WIDTH) || defined(__AVX512F__)
 #define LANES 16
+#elif defined(__AVX2__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+#define BYTES (4 * LANES) /* of a vector of floats */
+
 #define INLINE static inline __attribute__((always_inline))
 
-typedef float floats __attribute__((vector_size(64)));
-typedef int32_t ints __attribute__((vector_size(64)));
-typedef uint32_t words __attribute__((vector_size(64)));
-typedef uint16_t halfwords __attribute__((vector_size(32)));
+typedef float floats __attribute__((vector_size(BYTES)));
+typedef int32_t ints __attribute__((vector_size(BYTES)));
+typedef uint32_t words __attribute__((vector_size(BYTES)));
+typedef uint16_t halfwords __attribute__((vector_size(BYTES / 2)));
 
 /* Element types, as kernels/cpu/library.py numbers them. */
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
@@ -90,13 +101,13 @@ INLINE float load_one(const void *from, int64_t index, int type) {
 
 /* Loads and stores `count` < LANES elements; the lanes past them are zero. */
 INLINE floats load_part(const void *from, int64_t index, int64_t count, int type) {
-    char raw[64] = {0};
+    char raw[BYTES] = {0};
     memcpy(raw, (const char *)from + index * size_of(type), count * size_of(type));
     return load(raw, 0, type);
 }
 
 INLINE void store_part(void *to, int64_t index, int64_t count, floats value, int type) {
-    char raw[64];
+    char raw[BYTES];
     store(raw, 0, value, type);
     memcpy((char *)to + index * size_of(type), raw, count * size_of(type));
 }
