@@ -54,6 +54,7 @@ class ClusterState(BaseModel):
     processes: tuple[ProcessState, ...]
     elsewhere: WorkerTemplate | None = None  # of the workers, where they are started on other machines
     launcher: str = ""  # host:port at which workers are started and stopped; empty: nowhere
+    http: str = ""  # URL of OpenAI's API; empty: it is not served
 
     def operator(self, identity_dir: Path | None = None) -> AdminClient:
         """Return a connection to the router's internal port, with another operator's identity if one is given."""
@@ -155,7 +156,7 @@ def write_secret(folder: Path, given: Path | None = None) -> Path:
 
 
 @contextmanager
-def claimed_port(host: str, wanted: int | None, preferred: int) -> Iterator[int]:
+def claimed_port(host: str, wanted: int | None, preferred: int, flag: str = "--router-port") -> Iterator[int]:
     """Yield a port for clients: `wanted`, which must be free, or `preferred` if it is, or any.
 
     For the length of the block no other cluster on this machine is given it: nobody listens there until the router
@@ -165,7 +166,7 @@ def claimed_port(host: str, wanted: int | None, preferred: int) -> Iterator[int]
         port = preferred if wanted is None else wanted
         is_ours = _claim(host, port, claims)
         if wanted is not None and not (is_ours and _bindable(host, wanted)):
-            raise ConfigError(f"--router-port: {wanted} on {host} is in use")
+            raise ConfigError(f"{flag}: {wanted} on {host} is in use")
         yield (_bindable(host, port) if is_ours else None) or free_port(host)
 
 

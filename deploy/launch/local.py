@@ -50,6 +50,7 @@ from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.rpc import join_address
 
 PUBLIC_PORT = 50051
+HTTP_PORT = 8000
 CERTIFICATE_DAYS = 365
 RECONNECT_S = 0.2
 MAX_RESTARTS_BEFORE_READY = 3
@@ -222,9 +223,14 @@ async def running(
     Raises ConfigError when a process refuses its configuration, LaunchError when one keeps failing before all
     are ready; both end the block.
     """
-    with claimed_folder(spec.name) as folder, claimed_port(spec.host, spec.router_port, PUBLIC_PORT) as port:
+    with (
+        claimed_folder(spec.name) as folder,
+        claimed_port(spec.host, spec.router_port, PUBLIC_PORT) as port,
+        claimed_port(spec.host, spec.http_port, HTTP_PORT, "--http-port") as http_port,
+    ):
         wiring = Wiring(
             public_port=port,
+            http_port=http_port,
             internal_host=spec.internal_host,
             internal_port=spec.internal_port or free_port(spec.internal_host),
             secret_file=write_secret(folder, spec.workers_secret_file),
@@ -272,6 +278,7 @@ def _state(spec: ClusterSpec, wiring: Wiring) -> ClusterState:
         name=spec.name,
         supervisor_pid=os.getpid(),
         endpoint=join_address(spec.host, wiring.public_port),
+        http=_url(spec, wiring),
         admin=wiring.router,
         secret_file=wiring.secret_file,
         identity_dir=wiring.identity_dir(Part.OPERATOR),
@@ -281,6 +288,13 @@ def _state(spec: ClusterSpec, wiring: Wiring) -> ClusterState:
         processes=(),
         elsewhere=WorkerTemplate(spec, _seen_elsewhere(spec, wiring)) if spec.elsewhere else None,
     )
+
+
+def _url(spec: ClusterSpec, wiring: Wiring) -> str:
+    if wiring.http_port is None:
+        return ""
+    scheme = "https" if spec.tls or "ssl_certfile" in spec.router_flags else "http"
+    return f"{scheme}://{join_address(spec.host, wiring.http_port)}"
 
 
 def _seen_elsewhere(spec: ClusterSpec, wiring: Wiring) -> Wiring:

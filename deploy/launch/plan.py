@@ -36,6 +36,7 @@ class ClusterSpec:
     name: str = "default"
     host: str = "127.0.0.1"
     router_port: int | None = None  # None: 50051 if it is free, else any
+    http_port: int | None = None  # None: 8000 if it is free, else any
     internal_port: int | None = None  # of the router, for workers; None: any that is free
     worker_flags: Flags = field(default_factory=dict)  # by field name, for all workers
     router_flags: Flags = field(default_factory=dict)
@@ -95,6 +96,7 @@ class Wiring:
     internal_host: str = "127.0.0.1"
     certificates: Path | None = None  # folder that `write_certificates` wrote
     num_threads: int | None = None  # of each worker's engine, unless a flag sets it; None: one for each core
+    http_port: int | None = None  # None: HTTP is off
 
     def identity_dir(self, part: Part) -> Path | None:
         """Return where the certificate of a process is, if it has one."""
@@ -179,6 +181,8 @@ def plan(spec: ClusterSpec, wiring: Wiring, workers: WorkerPlans) -> tuple[Child
         **_shown_to_clients(wiring),
         "host": spec.host,
         "port": wiring.public_port,
+        "http_host": spec.host,
+        "http_port": wiring.http_port,
         "internal_host": wiring.internal_host,
         "internal_port": wiring.internal_port,
         "drain_timeout_s": spec.drain_timeout_s,

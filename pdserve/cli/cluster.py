@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 # What the launcher decides for each process.
 PER_PROCESS = (
     *("role", "model", "served_model_name", "worker_id", "router_id", "incarnation", "routers", "secret_file"),
-    *("identity_dir", "launch_id", "termination_message_file", "name"),
+    *("identity_dir", "launch_id", "termination_message_file", "name", "http_host"),
 )
 ADDRESSES = (
     *("handoff_host", "handoff_port", "handoff_advertise"),
-    *("host", "port", "internal_host", "internal_port", "metrics_port", "health_port"),
+    *("host", "port", "http_port", "internal_host", "internal_port", "metrics_port", "health_port"),
 )
 
 ClusterArgument = Annotated[
@@ -66,6 +66,10 @@ NewName = Annotated[
 RouterPort = Annotated[
     int | None,
     typer.Option(help="Port of the public endpoint; by default 50051 if free, else any.", show_default=False),
+]
+HttpPort = Annotated[
+    int | None,
+    typer.Option(help="Port of OpenAI's API over HTTP; by default 8000 if free, else any.", show_default=False),
 ]
 On = Annotated[
     Platform, typer.Option("--on", help="What runs the workers: processes of this machine, or actors of Ray.")
@@ -123,6 +127,7 @@ def up(
         str | None, typer.Option(help="Where the public endpoint listens; by default on loopback.", show_default=False)
     ] = None,
     router_port: RouterPort = None,
+    http_port: HttpPort = None,
     tls: Annotated[
         bool | None,
         typer.Option("--tls", help="Certificates of an authority made for this run, inside and for clients."),
@@ -150,6 +155,7 @@ def up(
         "max_workers": max_workers,
         "host": host,
         "router_port": router_port,
+        "http_port": http_port,
         "internal_host": internal_host,
         "workers_secret_file": secret_file,
         "tls": tls,

@@ -16,6 +16,7 @@ from pdserve.yaml_models import read_model
 OF_CLUSTER = {
     "host": "host",
     "port": "router_port",
+    "http_port": "http_port",
     "internal_host": "internal_host",
     "internal_port": "internal_port",
 }

@@ -140,7 +140,7 @@ def ready_line(cluster: LocalCluster, status: admin.ClusterStatus) -> str:
     registered = [worker.registration for worker in status.workers]
     workers = [(role, [each for each in registered if each.role == number]) for number, role in ROLES.items()]
     pools = " + ".join(_pool(role, pool) for role, pool in workers if pool)
-    return f"ready: {state.model} at {state.endpoint} (gRPC) | {pools}"
+    return f"ready: {state.model} at {state.http}/v1 (HTTP) and {state.endpoint} (gRPC) | {pools}"
 
 
 def _pool(name: str, workers: list[link.Register]) -> str:

@@ -25,7 +25,7 @@ from pdserve.rpc import Metadata
 
 START_TIMEOUT_S = 90
 TAKE_TURNS = ("--placement", "least_loaded")
-ANY_PORT = ("--router-port", "0")  # what else runs on this machine may want the usual one
+ANY_PORT = ("--router-port", "0", "--http-port", "0")  # what else runs on this machine may want the usual ones
 STOP_TIMEOUT_S = 30
 
 

@@ -32,7 +32,7 @@ def command(kind: str, folder: Path, model: Path, **flags: object) -> list[str]:
     folder.mkdir(exist_ok=True)
     pdserve = [sys.executable, "-P", "-m", "pdserve", "worker" if kind in (PREFILL, DECODE) else kind]
     if kind == UP:
-        return [*pdserve, str(model), *flag_arguments({"router_port": 0, **flags})]
+        return [*pdserve, str(model), *flag_arguments({"router_port": 0, "http_port": 0, **flags})]
     own: dict[str, object] = {"model": model, "secret_file": write_secret(folder), **flags}
     if kind == ROUTER:
         own = {"port": 0, "internal_port": 0, **own}
