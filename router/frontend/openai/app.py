@@ -24,10 +24,10 @@ from pdserve.router.frontend.openai.generation import (
     REQUEST_ID,
     Generator,
     Scope,
+    check_length,
     headers_of,
     key_of,
     read_body,
-    too_large,
 )
 from pdserve.router.frontend.openai.reply import JSON, Send, respond
 from pdserve.router.frontend.openai.schema import with_generation
@@ -35,7 +35,6 @@ from pdserve.router.frontend.openai.translate import LABEL, chat_of
 from pdserve.router.frontend.page.app import Page
 from pdserve.router.frontend.prompts import MAX_LABEL_BYTES, check_model
 from pdserve.router.frontend.state import RouterState
-from pdserve.rpc import PUBLIC_MESSAGE_BYTES
 
 OPEN = frozenset({"/health", "/ready", "/ping"})  # paths that need no key
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -67,28 +66,26 @@ class App:
                 return
             if scope["path"] not in OPEN:
                 self._intake.clients.identify(key_of(scope))
-            serve = self._generation.get(scope["path"]) if scope["method"] == "POST" else None
+            check_length(scope)
+            if scope["method"] != "POST":
+                await self.routes(dict(scope), receive, send)
+                return
+            body, serve = await read_body(receive), self._generation.get(scope["path"])
             if serve is None:
-                await self.routes(dict(scope), _bounded(receive), send)
+                await self.routes(dict(scope), _again(body), send)
             else:
-                await serve(scope, await read_body(scope, receive), send)
+                await serve(scope, body, send)
         except (HttpError, DeniedError, OverLimitError, RequestError, ValueError) as error:
             await _end(error_of(error), scope, send)
 
 
-def _bounded(receive: Receive) -> Receive:
-    """Return a `receive` that ends a body which is over the limit."""
-    num_bytes = 0
+def _again(body: bytes) -> Receive:
+    """Return a `receive` that gives a body which has been read."""
 
-    async def bounded() -> Any:  # noqa: ANN401 - ASGI's
-        nonlocal num_bytes
-        message = await receive()
-        num_bytes += len(message.get("body", b""))
-        if num_bytes > PUBLIC_MESSAGE_BYTES:
-            raise too_large(num_bytes)
-        return message
+    async def receive() -> Any:  # noqa: ANN401 - ASGI's
+        return {"type": "http.request", "body": body, "more_body": False}
 
-    return bounded
+    return receive
 
 
 async def _end(error: HttpError, scope: Scope, send: Send) -> None:
@@ -105,11 +102,18 @@ def routes(intake: Intake, state: RouterState) -> FastAPI:
     app = FastAPI(title="pdserve", version=pdserve.__version__, docs_url=None, redoc_url=None)
     app.add_exception_handler(RequestValidationError, _not_valid)
     app.add_exception_handler(HTTPException, _not_served)
+    for kind in (HttpError, RequestError):
+        app.add_exception_handler(kind, _refused)
     _add_state(app, state)
     _add_models(app, intake)
     _add_tokens(app, intake)
     app.openapi = partial(with_generation, app)  # type: ignore[method-assign]
     return app
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    del request
+    return _response(error_of(error))
 
 
 async def _not_valid(request: Request, error: Exception) -> Response:

@@ -131,8 +131,9 @@ class Connection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         body = error.body()
-        head = [b"HTTP/1.1 %d \r\ncontent-type: application/json\r\nconnection: close\r\n" % error.status]
-        head += [b"%b: %b\r\n" % header for header in (*error.headers, (b"content-length", b"%d" % len(body)))]
+        head = [b"HTTP/1.1 %d \r\ncontent-type: application/json\r\n" % error.status]
+        own = (b"content-length", b"%d" % len(body)), (b"connection", b"close")
+        head += [b"%b: %b\r\n" % header for header in dict((*error.headers, *own)).items()]
         self.transport.write(b"".join([*head, b"\r\n", body]))
         self.transport.close()
 
@@ -141,4 +142,5 @@ _SOON = ((b"retry-after", b"1"), (b"retry-after-ms", b"1000"), (b"x-should-retry
 
 
 def _head_too_large(num_bytes: int) -> HttpError:
-    return HttpError(431, f"headers: {num_bytes} bytes are over the limit of {MAX_HEAD_BYTES}")
+    text = f"headers: {num_bytes} bytes are over the limit of {MAX_HEAD_BYTES}"
+    return HttpError(431, text, headers=((b"connection", b"close"),))

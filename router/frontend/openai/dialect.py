@@ -6,7 +6,7 @@ Chunks of a stream differ in little but their text. That little is put between b
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import msgspec
@@ -14,8 +14,9 @@ import msgspec
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.frontend.answer import Gain
 from pdserve.router.frontend.openai.filters import Delta, TextFilter
-from pdserve.router.frontend.openai.logprobs import Pieces, chat_logprobs, completion_logprobs
+from pdserve.router.frontend.openai.logprobs import Pieces, chat_logprobs, completion_logprobs, prompt_logprobs
 from pdserve.router.timeline import Ledger, Usage
+from pdserve.sampling_wire import logprobs_to_proto
 
 FINISH_REASONS: dict[int, str] = {inference.FINISH_REASON_STOP: "stop", inference.FINISH_REASON_LENGTH: "length"}
 DONE = b"data: [DONE]\n\n"
@@ -32,6 +33,7 @@ class Shown:
     usage_always: bool = False  # every chunk has it
     logprobs: bool = False
     token_ids: bool = False
+    prompt_logprobs: bool = False
     answer: bool = True  # False: the prompt alone
 
     @property
@@ -40,14 +42,26 @@ class Shown:
 
 
 @dataclass(slots=True)
+class Prompt:
+    """What a response may show of a prompt."""
+
+    echo: str = ""  # what the text begins with
+    token_ids: Sequence[int] = ()
+    logprobs: list[inference.TokenLogprobs] = field(default_factory=list)  # from the second token on
+
+    def take(self, gain: Gain) -> None:
+        """Keep what came of its log probabilities."""
+        for part in gain.prompt_logprobs:
+            self.logprobs += map(logprobs_to_proto, part.entries())
+
+
+@dataclass(slots=True)
 class Choice:
     """One choice of a response, as far as it has come."""
 
     index: int
-    prompt_ids: Sequence[int]
+    prompt: Prompt
     filter: TextFilter | None = None
-    echo: str = ""  # what the text begins with
-    echo_logprobs: Sequence[inference.TokenLogprobs] = ()  # of the prompt's tokens from the second on
     num_chars: int = 0  # given out: where the next token's text begins
     finish_reason: str | None = None
     stop_match: str | None = None
@@ -151,6 +165,8 @@ class Response:
     def chunks(self, choice: Choice, gain: Gain) -> bytes:
         """Return the chunks for what a choice gained; its end has one of its own."""
         gain = self._seen(choice, gain)
+        if not (gain.token_ids or gain.text or gain.finish_reason):
+            return b""  # all that came is of the prompt
         if choice.is_begun and choice.filter is None and self.shown.is_text_alone and not gain.finish_reason:
             return self._text(choice, gain.text) if gain.text else b""
         events = [] if choice.is_begun else self._beginning(choice)
@@ -178,11 +194,13 @@ class Response:
         results = [self._result(choice, self._seen(choice, gain)) for choice, gain in choices]
         envelope: Json = {**self._envelope, "object": self.dialect.whole, "choices": results, "usage": usage}
         if self.shown.token_ids and self.dialect is CHAT:
-            envelope["prompt_token_ids"] = list(choices[0][0].prompt_ids)
+            envelope["prompt_token_ids"] = list(choices[0][0].prompt.token_ids)
+        if self.shown.prompt_logprobs and self.dialect is CHAT:
+            envelope["prompt_logprobs"] = self._scored(choices[0][0].prompt)
         return encode({**envelope, "pdserve": ledger})
 
     def _seen(self, choice: Choice, gain: Gain) -> Gain:
-        del choice
+        choice.prompt.take(gain)
         if not self.shown.answer:
             return Gain(gain.index, finish_reason=inference.FINISH_REASON_LENGTH if gain.finish_reason else 0)
         self.num_tokens += len(gain.token_ids)
@@ -207,15 +225,16 @@ class Response:
         return self._before + encode(part) + after
 
     def _beginning(self, choice: Choice) -> list[bytes]:
-        shown: Json = {"prompt_token_ids": list(choice.prompt_ids)} if self.shown.token_ids else {}
+        prompt = choice.prompt
+        shown: Json = {"prompt_token_ids": list(prompt.token_ids)} if self.shown.token_ids else {}
         if self.dialect.has_role:
             return [self._event(choice, {"role": "assistant", "content": ""}, {}, shown or None)]
-        if not choice.echo and not shown:
+        if not prompt.echo and not shown:
             return []
-        if choice.echo_logprobs:
-            shown["logprobs"] = self._prompt_logprobs(choice)
-        choice.num_chars = len(choice.echo)
-        return [self._event(choice, {"content": choice.echo}, shown)]
+        if prompt.echo and self.shown.logprobs:
+            shown["logprobs"] = self._echoed(prompt)
+        choice.num_chars = len(prompt.echo)
+        return [self._event(choice, {"content": prompt.echo}, shown)]
 
     def _more(self, choice: Choice, gain: Gain) -> Json:
         more: Json = {}
@@ -225,21 +244,26 @@ class Response:
             more["token_ids"] = gain.token_ids
         return more
 
-    def _prompt_logprobs(self, choice: Choice) -> Json:
-        return completion_logprobs(self._tokens, choice.prompt_ids, [None, *choice.echo_logprobs])
+    def _echoed(self, prompt: Prompt) -> Json:
+        return completion_logprobs(self._tokens, prompt.token_ids, [None, *prompt.logprobs])
+
+    def _scored(self, prompt: Prompt) -> list[Json | None]:
+        return prompt_logprobs(self._tokens, prompt.token_ids, prompt.logprobs)
 
     def _result(self, choice: Choice, gain: Gain) -> Json:
-        deltas = choice.deltas(gain)
-        choice.num_chars = len(choice.echo)
+        deltas, prompt = choice.deltas(gain), choice.prompt
+        choice.num_chars = len(prompt.echo)
         result: Json = {"index": choice.index, "logprobs": None}
         result |= self._more(choice, gain)
-        if choice.echo_logprobs:
-            before, after = self._prompt_logprobs(choice), result["logprobs"] or {}
+        if prompt.echo and self.shown.logprobs:
+            before, after = self._echoed(prompt), result["logprobs"] or {}
             result["logprobs"] = {name: values + after.get(name, []) for name, values in before.items()}
-        if choice.echo:
-            deltas.insert(0, {"content": choice.echo})
+        if prompt.echo:
+            deltas.insert(0, {"content": prompt.echo})
         if self.shown.token_ids and self.dialect is COMPLETION:
-            result["prompt_token_ids"] = list(choice.prompt_ids)
+            result["prompt_token_ids"] = list(prompt.token_ids)
+        if self.shown.prompt_logprobs and self.dialect is COMPLETION:
+            result["prompt_logprobs"] = self._scored(prompt)
         end = {"finish_reason": choice.finish_reason, "stop_reason": choice.stop_match}
         return {**result, **self.dialect.result(deltas), **end}
 

@@ -42,7 +42,8 @@ CODES = {
 OF_TENANT = frozenset({Cause.TENANT_REQUESTS, Cause.TENANT_TOKENS, Cause.TENANT_CONCURRENCY})
 RETRY_AFTER_S = 1.0  # where nothing says when there will be room
 _FIELD = re.compile(r"([A-Za-z_][\w.\[\]-]*): ")
-_NAME = re.compile(r"[a-z_]+")  # of a field, and of no type
+_NAME = re.compile(r"[a-z_]+")  # of a field
+_KINDS = frozenset({"str", "int", "float", "bool", "dict", "list"})  # of a union, among the names of fields
 _TOO_LONG = re.compile(r"\(max_model_len\)$")
 
 Header = tuple[bytes, bytes]
@@ -136,6 +137,8 @@ def first_invalid(errors: Sequence[Mapping[str, Any]]) -> HttpError:
     """Return the error for the first field that is not of its type, of pydantic's list."""
     first = errors[0]
     place = [str(each) for each in first["loc"] if isinstance(each, int) or _NAME.fullmatch(each)]
+    place = [each for each in place if each not in _KINDS]
     param = ".".join(place).removeprefix("body.") or None
     shown = "" if first["type"] in ("missing", "json_invalid") else f" ({echo(repr(first['input']))})"
-    return HttpError(400, f"{param or 'body'}: {first['msg'][:1].lower()}{first['msg'][1:]}{shown}", param)
+    text = first["msg"].removeprefix("Value error, ")
+    return HttpError(400, f"{param or 'body'}: {text[:1].lower()}{text[1:]}{shown}", param)

@@ -3,9 +3,10 @@
 A null is as good as a field that is left out. Unknown fields are accepted; `ignored` names them for a header.
 """
 
+from array import array
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 
 WITHOUT_EFFECT = frozenset(  # OpenAI's own; no answer would be another for them
     {
@@ -16,6 +17,7 @@ WITHOUT_EFFECT = frozenset(  # OpenAI's own; no answer would be another for them
 MAX_PROMPTS = 128
 Object = dict[str, Any]
 TokenId = Annotated[int, Field(ge=0, lt=2**32)]
+Prompt = str | list[int] | list[str] | list[list[int]]
 
 
 class Body(BaseModel):
@@ -130,10 +132,29 @@ class ChatRequest(Generation):
     }
 
 
+def _checked_prompt(value: Any) -> Prompt:  # noqa: ANN401 - whatever was sent
+    """Return a prompt if it is one. Lists of token ids may be long: no object is made of each."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value:
+        if all(isinstance(each, str) for each in value) or _are_ids(value):
+            return value
+        if all(isinstance(each, list) and _are_ids(each) for each in value):
+            return value
+    raise ValueError("a text, token ids, or a list of either is needed")
+
+
+def _are_ids(values: list[Any]) -> bool:
+    try:
+        return len(array("I", values)) == len(values)
+    except (TypeError, OverflowError):
+        return False
+
+
 class CompletionRequest(Generation):
     """POST /v1/completions."""
 
-    prompt: str | Annotated[list[TokenId], Field(min_length=1)] | list[str] | list[list[TokenId]]
+    prompt: Annotated[Prompt, PlainValidator(_checked_prompt, Prompt)]
     echo: bool | None = Field(None, description="Let the answer begin with the prompt.")
     logprobs: int | None = Field(None, ge=0, lt=2**31)
     best_of: int | None = None

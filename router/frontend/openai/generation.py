@@ -9,7 +9,7 @@ from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.frontend.api_keys import METADATA_KEY, bearer
 from pdserve.router.frontend.intake import Intake
 from pdserve.router.frontend.openai import filters
-from pdserve.router.frontend.openai.dialect import CHAT, COMPLETION, Choice, Dialect, Response, Shown
+from pdserve.router.frontend.openai.dialect import CHAT, COMPLETION, Choice, Dialect, Prompt, Response, Shown
 from pdserve.router.frontend.openai.errors import Header, HttpError
 from pdserve.router.frontend.openai.fields import ChatRequest, CompletionRequest, Generation
 from pdserve.router.frontend.openai.reply import Send, Stream, Whole
@@ -37,7 +37,7 @@ class Generator:
         plan = filters.plan(asked, request, self._intake.model)
         shown = _shown(asked, logprobs=bool(asked.logprobs))
         reply = self._reply(asked, scope, CHAT, shown)
-        await self._serve(reply, [(request, _choices(request, 0, plan))], scope, send)
+        await self._serve(reply, [(request, _choices(request, 0, plan, Prompt()))], scope, send)
 
     async def complete(self, scope: Scope, body: bytes, send: Send) -> None:
         """Serve POST /v1/completions. Raises what `errors.error_of` knows."""
@@ -46,14 +46,12 @@ class Generator:
         num_choices = sum(max(1, request.sampling.n) for request in requests)
         if num_choices > MAX_CHOICES:
             raise invalid("n", f"{num_choices} choices of all prompts are over the limit of {MAX_CHOICES}")
-        if asked.echo and asked.logprobs is not None:
-            raise invalid("echo", "with logprobs it needs those of the prompt, which are not computed")
         plans = [filters.plan(asked, request, self._intake.model) for request in requests]
         shown = _shown(asked, logprobs=asked.logprobs is not None, answer=asked.max_tokens != 0)
         reply = self._reply(asked, scope, COMPLETION, shown)
         parts, first = [], 0
         for prompt, request, plan in zip(prompts_of(asked.prompt), requests, plans, strict=True):
-            choices = _choices(request, first, plan, self._text_of(prompt) if asked.echo else "")
+            choices = _choices(request, first, plan, Prompt(self._text_of(prompt) if asked.echo else ""))
             parts.append((request, choices))
             first += len(choices)
         await self._serve(reply, parts, scope, send)
@@ -100,12 +98,16 @@ def key_of(scope: Scope) -> bytes | None:
     return None if shown is None else bearer([(METADATA_KEY, shown.decode("latin-1"))])
 
 
-async def read_body(scope: Scope, receive: Any) -> bytes:  # noqa: ANN401 - ASGI's
-    """Return a request's body; HttpError where it is over the limit, before it is read whole."""
-    announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-    num_bytes, parts = int(announced), []
+def check_length(scope: Scope) -> None:
+    """Raise HttpError where a request announces a body over the limit."""
+    num_bytes = int(next((value for name, value in scope["headers"] if name == b"content-length"), b"0"))
     if num_bytes > PUBLIC_MESSAGE_BYTES:
         raise too_large(num_bytes)
+
+
+async def read_body(receive: Any) -> bytes:  # noqa: ANN401 - ASGI's
+    """Return a request's body; HttpError where it is over the limit, before it is read whole."""
+    parts: list[bytes] = []
     num_bytes, has_more = 0, True
     while has_more:
         message = await receive()
@@ -129,23 +131,23 @@ def _shown(asked: Generation, *, logprobs: bool, answer: bool = True) -> Shown:
     options = asked.stream_options
     if options is not None and not asked.stream:
         raise invalid("stream_options", "they go with stream true")
+    if asked.stream and asked.prompt_logprobs is not None:
+        raise invalid("prompt_logprobs", "they go with stream false")
     always = options is not None and bool(options.continuous_usage_stats)
     return Shown(
         usage=options is not None and bool(options.include_usage),
         usage_always=always,
         logprobs=logprobs,
         token_ids=bool(asked.return_token_ids),
+        prompt_logprobs=asked.prompt_logprobs is not None,
         answer=answer,
     )
 
 
-def _choices(request: inference.GenerateRequest, first: int, plan: filters.Plan, echo: str = "") -> list[Choice]:
+def _choices(request: inference.GenerateRequest, first: int, plan: filters.Plan, prompt: Prompt) -> list[Choice]:
     num_choices = request.sampling.n if request.sampling.HasField("n") else 1
     new_filter = plan.new_filter
-    return [
-        Choice(first + place, (), filter=None if new_filter is None else new_filter(), echo=echo)
-        for place in range(num_choices)
-    ]
+    return [Choice(first + place, prompt, None if new_filter is None else new_filter()) for place in range(num_choices)]
 
 
 def _ignored(asked: Generation) -> bytes:

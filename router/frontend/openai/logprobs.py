@@ -49,6 +49,27 @@ def completion_logprobs(
     }
 
 
+def prompt_logprobs(
+    tokens: Pieces, ids: Sequence[int], logprobs: Sequence[inference.TokenLogprobs]
+) -> list[dict[str, Any] | None]:
+    """Return those of a prompt as vLLM has them: by token id, with the rank where it is known; of the first, none."""
+    scored: list[dict[str, Any] | None] = [None]
+    for token_id, each in zip(ids[1:], logprobs, strict=True):
+        ranked = {top.token_id: (rank, top.logprob) for rank, top in enumerate(each.top, 1)}
+        ranked.setdefault(token_id, (0, each.chosen))
+        scored.append(
+            {
+                str(found): {
+                    "logprob": _finite(logprob),
+                    "rank": rank or None,
+                    "decoded_token": _text(tokens.piece(found)),
+                }
+                for found, (rank, logprob) in ranked.items()
+            }
+        )
+    return scored
+
+
 def _likeliest(tokens: Pieces, text: str, logprobs: inference.TokenLogprobs) -> dict[str, float]:
     likeliest: dict[str, float] = {}
     for top in logprobs.top:

@@ -78,8 +78,7 @@ class Reply:
         part = Part(self, choices)
         part.answer = await intake.open(request, part, key)
         self.headers.append((ROUTERS_ID, part.answer.hex_id.encode()))
-        for choice in choices:
-            choice.prompt_ids = part.answer.prompt_ids
+        choices[0].prompt.token_ids = part.answer.prompt_ids
         self.response.num_prompt_tokens += len(part.answer.prompt_ids)
         self.parts.append(part)
 
@@ -145,6 +144,7 @@ class Whole(Reply):
             kept.token_ids += gain.token_ids
             kept.text += gain.text
             kept.logprobs += gain.logprobs
+            kept.prompt_logprobs += gain.prompt_logprobs
             kept.finish_reason, kept.stop_match = gain.finish_reason, gain.stop_match
         if part.outcome is not None:
             self._news.set()

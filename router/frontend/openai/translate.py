@@ -53,6 +53,8 @@ def completion_requests(body: CompletionRequest, headers: Headers) -> list[infer
         template.add_special_tokens = body.add_special_tokens
     if body.logprobs is not None:
         template.sampling.logprobs = body.logprobs
+        if body.echo:
+            template.sampling.prompt_logprobs = body.logprobs
     if body.max_tokens == 0 and body.echo:
         template.sampling.max_tokens = 1  # computed, and not shown
     requests = []

@@ -1,0 +1,211 @@
+"""Nothing that a client does, or leaves undone, holds more than its share: each test ends with an idle router."""
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from http_door import HttpRouter, StartHttp
+from router_fakes import PATIENCE_S
+
+from pdserve.launch.authority import write_certificates
+from pdserve.router.frontend.openai import connection, reply
+from pdserve.rpc import PUBLIC_MESSAGE_BYTES
+
+Pipe = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@asynccontextmanager
+async def connected(door: HttpRouter) -> AsyncIterator[Pipe]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+def request(path: str = "/v1/completions", **body: object) -> bytes:
+    data = json.dumps(body).encode()
+    return b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (path.encode(), len(data), data)
+
+
+async def answer_to(door: HttpRouter, *parts: bytes) -> bytes:
+    """Send bytes and return what comes until the router closes the connection."""
+    async with asyncio.timeout(PATIENCE_S), connected(door) as (reader, writer):
+        for part in parts:
+            writer.write(part)
+        return await reader.read()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_leaves_frees_everything(start_http: StartHttp, *, stream: bool) -> None:
+    door = await start_http()
+    decode = door.router.workers["d0"]
+    decode.max_step = 3
+    async with connected(door) as (reader, writer):
+        writer.write(request(prompt="hello", max_tokens=100, n=2, stream=stream))
+        if stream:
+            await reader.readuntil(b'"text":"')
+        await decode.until(lambda: bool(decode.decodes))
+    await decode.until(lambda: bool(decode.cancels))
+    await door.router.until_idle()
+
+
+async def test_a_client_that_leaves_while_its_prompt_waits_frees_everything(start_http: StartHttp) -> None:
+    door = await start_http(pair=False)
+    async with connected(door) as (_, writer):
+        writer.write(request(prompt=["hello", "abc"], stream=True))
+        await door.router.until_status(lambda status: status.num_held == 2)
+    await door.router.until_idle()
+
+
+async def test_one_refused_prompt_of_several_ends_the_others(start_http: StartHttp) -> None:
+    door = await start_http()
+    door.router.workers["p0"].is_paused = True
+    response = await door.post("/v1/completions", prompt=["hello", [999_999]])
+    assert response.status_code == 400
+    await door.router.until_idle()
+
+
+async def test_bodies_over_the_limit_are_refused_before_they_are_read(start_http: StartHttp) -> None:
+    door = await start_http(pair=False)
+    for path in (b"/v1/completions", b"/tokenize"):
+        announced = b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999\r\n\r\n{" % path
+        shown = await answer_to(door, announced)
+        assert shown.startswith(b"HTTP/1.1 413 "), shown
+        assert f"over the limit of {PUBLIC_MESSAGE_BYTES}".encode() in shown
+        chunked = b"POST %b HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n" % path
+        async with asyncio.timeout(PATIENCE_S), connected(door) as (reader, writer):
+            writer.write(chunked)
+            for _ in range(PUBLIC_MESSAGE_BYTES // 65536 + 1):
+                writer.write(b"10000\r\n%b\r\n" % bytes(65536))
+            assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
+
+
+async def test_heads_without_end_and_floods_of_headers_are_refused(start_http: StartHttp) -> None:
+    door = await start_http(pair=False)
+    flood = b"".join(b"x-%d: %b\r\n" % (number, b"y" * 50) for number in range(1500))
+    for rest in (b"", b"\r\n"):
+        shown = await answer_to(door, b"GET /health HTTP/1.1\r\nhost: x\r\n", flood, rest)
+        assert shown.startswith(b"HTTP/1.1 431 "), shown[:100]
+
+
+async def test_what_is_not_http_is_refused_in_openais_shape(start_http: StartHttp) -> None:
+    door = await start_http(pair=False)
+    shown = await answer_to(door, b"\x16\x03\x01 not http\r\n\r\n")
+    head, _, body = shown.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ")
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("part", [b"", b"GET /health HT", b"GET /health HTTP/1.1\r\n", request(prompt="a")[:-1]])
+async def test_what_does_not_come_in_time_is_given_up(
+    start_http: StartHttp, monkeypatch: pytest.MonkeyPatch, part: bytes
+) -> None:
+    monkeypatch.setattr(connection, "HEAD_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(connection, "BODY_TIMEOUT_S", 0.05)
+    door = await start_http(pair=False)
+    assert (await answer_to(door, part)).startswith(b"HTTP/1.1 408 ")
+
+
+async def test_connections_over_the_limit_are_told_to_come_back(
+    start_http: StartHttp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "MAX_CONNECTIONS", 1)
+    door = await start_http(pair=False)
+    async with connected(door) as (reader, writer):
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+        shown = await answer_to(door)
+    assert shown.startswith(b"HTTP/1.1 503 ")
+    assert b"retry-after: 1\r\n" in shown
+
+
+async def test_a_reader_that_takes_nothing_is_cut_off(start_http: StartHttp, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "STALLED_S", 0.1)
+    door = await start_http(max_unsent_bytes=1024)
+    for worker in door.router.workers.values():
+        worker.logprobs_per_token = 20
+    async with connected(door) as (reader, writer):
+        reader._transport.pause_reading()  # type: ignore[attr-defined]
+        writer.write(request(prompt="hello", max_tokens=2000, n=8, logprobs=20, stream=True))
+        decode = door.router.workers["d0"]
+        await decode.until(lambda: bool(decode.cancels))
+    await door.router.until_idle()
+
+
+async def test_silence_is_broken_by_comments(start_http: StartHttp, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reply, "KEEP_ALIVE_S", 0.05)
+    door = await start_http()
+    prefill = door.router.workers["p0"]
+    prefill.is_paused = True
+    async with connected(door) as (reader, writer):
+        writer.write(request(prompt="hello", max_tokens=1, stream=True))
+        await reader.readuntil(b": keep-alive\n\n")
+        await reader.readuntil(b": keep-alive\n\n")
+        spec = prefill.prefills[0].spec
+        await prefill.step([prefill.delta(spec, 0, 0, is_last=True)])
+        await reader.readuntil(b"data: [DONE]\n\n")
+
+
+async def test_requests_in_a_row_and_behind_each_other_share_a_connection(start_http: StartHttp) -> None:
+    door = await start_http()
+    one = request(prompt="hello", max_tokens=2, stream=True)
+    async with asyncio.timeout(PATIENCE_S), connected(door) as (reader, writer):
+        writer.write(one + one)
+        for _ in range(2):
+            await reader.readuntil(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        writer.write(request(prompt="hello", max_tokens=2))
+        assert b'"finish_reason":"length"' in await reader.readuntil(b'"pdserve"')
+
+
+async def test_streams_end_before_the_router_does(start_http: StartHttp) -> None:
+    door = await start_http()
+    prefill = door.router.workers["p0"]
+    prefill.is_paused = True
+    async with connected(door) as (reader, writer):
+        writer.write(request(prompt="hello", max_tokens=1, stream=True))
+        await prefill.until(lambda: bool(prefill.prefills))
+        door.router.stop.set()
+        async with connected(door) as (other, late):
+            while True:
+                late.write(request(prompt="hello", max_tokens=1))
+                line = await other.readline()
+                if line.startswith(b"HTTP/1.1 503 "):
+                    break
+        spec = prefill.prefills[0].spec
+        await prefill.step([prefill.delta(spec, 0, 0, is_last=True)])
+        await reader.readuntil(b"data: [DONE]\n\n")
+
+
+async def test_a_certificate_that_changes_is_shown_to_the_next_connection(
+    start_http: StartHttp, tmp_path: Path
+) -> None:
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        write_certificates(folder, ("127.0.0.1",), 3)
+    shown = tmp_path / "shown"
+    shown.mkdir()
+    for name in ("tls.crt", "tls.key"):
+        (shown / name).symlink_to(folders[0] / "public" / name)
+    door = await start_http(pair=False, ssl_certfile=shown / "tls.crt", ssl_keyfile=shown / "tls.key")
+    assert door.router.addresses.http.startswith("https://")
+    assert await _is_believed(door, folders[0])
+    for name in ("tls.crt", "tls.key"):
+        (shown / name).unlink()
+        (shown / name).symlink_to(folders[1] / "public" / name)
+    assert await _is_believed(door, folders[1])
+    assert not await _is_believed(door, folders[0])
+
+
+async def _is_believed(door: HttpRouter, folder: Path) -> bool:
+    context = ssl.create_default_context(cafile=folder / "ca.crt")
+    async with httpx.AsyncClient(base_url=door.router.addresses.http, verify=context) as client:
+        try:
+            return (await client.get("/health")).status_code == 200
+        except httpx.ConnectError:
+            return False

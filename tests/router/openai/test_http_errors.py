@@ -1,0 +1,152 @@
+"""What clients of the HTTP door see of requests that are not served: OpenAI's shape, naming field, value and limit."""
+
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from http_door import StartHttp
+from router_fakes import MODEL
+
+from pdserve.router.frontend.api_keys import new_key
+
+HELLO: Any = [{"role": "user", "content": "hello"}]
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+BAD = [
+    (COMPLETIONS, {}, "prompt", "prompt: field required"),
+    (COMPLETIONS, {"prompt": 5}, "prompt", "prompt: "),
+    (COMPLETIONS, {"prompt": ""}, "text", "text: it is empty"),
+    (COMPLETIONS, {"prompt": []}, "prompt", "prompt: "),
+    (COMPLETIONS, {"prompt": [[]]}, "token_ids", "token_ids: it is empty"),
+    (COMPLETIONS, {"prompt": ["a"] * 129}, "prompt", "prompt: 129 prompts are outside [1, 128]"),
+    (COMPLETIONS, {"prompt": [1, 2, 999_999]}, "token_ids", "token id 999999 at position 2"),
+    (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix", "suffix: text before a suffix is not supported"),
+    (COMPLETIONS, {"prompt": "a", "best_of": 3}, "best_of", "best_of: 3 is not n"),
+    (COMPLETIONS, {"prompt": "a", "temperature": 1000}, "temperature", "temperature: 1000.0 is outside [0.0, 100.0]"),
+    (COMPLETIONS, {"prompt": "a", "temperature": "warm"}, "temperature", "temperature: input should be a valid number"),
+    (COMPLETIONS, {"prompt": "a", "n": 9}, "n", "n: 9 is outside [1, 8]"),
+    (COMPLETIONS, {"prompt": ["a"] * 100, "n": 8}, "n", "n: 800 choices of all prompts are over the limit of 256"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens", "max_tokens: 0 is outside"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": -1}, "max_tokens", "greater than or equal to 0 (-1)"),
+    (COMPLETIONS, {"prompt": "a", "max_tokens": 10_000}, "max_tokens", "over the limit of 2048 (max_model_len)"),
+    (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs", "logprobs: 21 is outside [0, 20]"),
+    (COMPLETIONS, {"prompt": "a", "stop": ["x"] * 17}, "stop", "17 stop strings are over the limit of 16"),
+    (COMPLETIONS, {"prompt": "a", "use_beam_search": True}, "use_beam_search", "beam search is not supported"),
+    (COMPLETIONS, {"prompt": "a", "stream_options": {}}, "stream_options", "they go with stream true"),
+    (COMPLETIONS, {"prompt": "a", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "go with stream false"),
+    (CHAT, {"messages": []}, "messages", "messages: it is empty"),
+    (CHAT, {"messages": "hello"}, "messages", "messages: input should be a valid array"),
+    (CHAT, {"messages": [{"content": "x"}]}, "messages.0.role", "messages.0.role: field required"),
+    (CHAT, {"messages": HELLO, "functions": [{}]}, "functions", "functions: use tools"),
+    (CHAT, {"messages": HELLO, "top_logprobs": 2}, "top_logprobs", "goes with logprobs true"),
+    (CHAT, {"messages": HELLO, "chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs", "a field of its own"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages[0].content",
+        "parts of type 'image_url' are not supported",
+    ),
+]
+
+
+async def test_what_is_not_valid_names_its_field(start_http: StartHttp) -> None:
+    door = await start_http()
+    for path, body, param, text in BAD:
+        response = await door.http.post(path, json=body)
+        assert response.status_code == 400, (body, response.text)
+        error = response.json()["error"]
+        assert text in error["message"], error
+        assert (error["param"], error["type"]) == (param, "invalid_request_error"), error
+        assert response.headers["x-request-id"]
+    too_long = await door.post(COMPLETIONS, prompt="a", max_tokens=10_000)
+    assert too_long.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_a_body_that_is_no_json_is_refused(start_http: StartHttp) -> None:
+    door = await start_http(pair=False)
+    for body in (b"", b"{", b"[]", b'{"prompt": "\\ud800"}', b"\xff", b"[" * 100_000):
+        response = await door.http.post(COMPLETIONS, content=body)
+        assert response.status_code == 400, body[:20]
+        assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+async def test_openais_client_raises_its_own_kinds(start_http: StartHttp) -> None:
+    door = await start_http()
+    with pytest.raises(openai.NotFoundError, match="'other' is not served here; 'tiny' is") as missing:
+        await door.client.chat.completions.create(model="other", messages=HELLO)
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as bad:
+        await door.client.chat.completions.create(model=MODEL, messages=HELLO, temperature=-1)
+    assert bad.value.param == "temperature"
+    with pytest.raises(openai.NotFoundError):
+        await door.client.models.retrieve("other")
+    with pytest.raises(openai.NotFoundError):
+        await door.client.embeddings.create(model=MODEL, input="x")
+
+
+async def test_other_paths_and_methods_have_openais_shape(start_http: StartHttp) -> None:
+    door = await start_http(pair=False)
+    for method, path, status in (("GET", "/nothing", 404), ("GET", COMPLETIONS, 404), ("DELETE", "/v1/models", 405)):
+        response = await door.http.request(method, path)
+        assert response.status_code == status
+        assert response.json()["error"]["code"] == "not_found"
+
+
+async def test_a_deadline_that_passes_is_not_tried_again(start_http: StartHttp) -> None:
+    door = await start_http()
+    door.router.workers["p0"].is_paused = True
+    response = await door.post(COMPLETIONS, prompt="a", deadline_ms=50)
+    assert response.status_code == 504
+    assert response.headers["x-should-retry"] == "false"
+
+
+async def test_an_error_after_the_first_token_is_an_event(start_http: StartHttp) -> None:
+    door = await start_http()
+    door.router.workers["d0"].max_step = 2
+    stream = await door.client.completions.create(
+        model=MODEL, prompt="hello", max_tokens=9, stream=True, extra_body={"deadline_ms": 700}
+    )
+    texts: list[str] = []
+    with pytest.raises(openai.APIError, match="deadline") as caught:
+        await _read(stream, texts)
+    assert len("".join(texts)) == 3
+    assert caught.value.type == "timeout_error"
+
+
+async def _read(stream: Any, texts: list[str]) -> None:  # noqa: ANN401
+    async for chunk in stream:
+        texts.append(chunk.choices[0].text)  # noqa: PERF401 - what came before an error is kept
+
+
+@pytest.fixture
+def key(tmp_path: Path) -> tuple[str, Path]:
+    """An API key of the tenant acme, and the file that has it."""
+    shown, digest = new_key()
+    file = tmp_path / "keys.yaml"
+    file.write_text(f"tenants: {{acme: {{keys: [{{id: a, sha256: {digest}}}], requests_per_s: 0.001, burst: 3}}}}\n")
+    file.chmod(0o600)
+    return shown, file
+
+
+async def test_keys_are_asked_for_everywhere_but_at_the_probes(start_http: StartHttp, key: tuple[str, Path]) -> None:
+    shown, file = key
+    door = await start_http(api_keys_file=file, key=shown)
+    for method, path in (
+        ("POST", CHAT), ("POST", COMPLETIONS), ("GET", "/v1/models"), ("POST", "/tokenize"), ("GET", "/metrics"),
+        ("GET", "/version"), ("GET", "/openapi.json"), ("GET", "/nothing"),
+    ):  # fmt: skip
+        for headers in ({}, {"authorization": "Bearer wrong"}):
+            response = await door.http.request(method, path, headers=headers)
+            assert response.status_code == 401, path
+            assert response.json()["error"]["code"] == "invalid_api_key"
+    for path in ("/health", "/ready"):
+        assert (await door.http.get(path)).status_code == 200
+    await door.client.completions.create(model=MODEL, prompt="a", max_tokens=1)
+    assert door.router.workers["p0"].prefills[0].spec.cache_salt == "acme"
+    with pytest.raises(openai.BadRequestError, match="tenant: 'other' is not the tenant of this API key"):
+        await door.client.completions.create(model=MODEL, prompt="a", extra_body={"tenant": "other"})
+    await door.client.completions.create(model=MODEL, prompt="a", max_tokens=1)
+    with pytest.raises(openai.RateLimitError) as limited:
+        await door.client.completions.create(model=MODEL, prompt="a", max_tokens=1)
+    assert limited.value.code == "rate_limit_exceeded"
+    assert int(limited.value.response.headers["retry-after"]) > 100
