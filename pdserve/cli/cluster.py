@@ -67,6 +67,9 @@ RouterPort = Annotated[
     int | None,
     typer.Option(help="Port of the public endpoint; by default 50051 if free, else any.", show_default=False),
 ]
+PublicHost = Annotated[
+    str | None, typer.Option(help="Where the public endpoints listen; by default on loopback.", show_default=False)
+]
 HttpPort = Annotated[
     int | None,
     typer.Option(help="Port of OpenAI's API over HTTP; by default 8000 if free, else any.", show_default=False),
@@ -123,9 +126,7 @@ def up(
     address: RayAddress = None,
     internal_host: InternalHost = None,
     secret_file: WorkersSecret = None,
-    host: Annotated[
-        str | None, typer.Option(help="Where the public endpoint listens; by default on loopback.", show_default=False)
-    ] = None,
+    host: PublicHost = None,
     router_port: RouterPort = None,
     http_port: HttpPort = None,
     tls: Annotated[
