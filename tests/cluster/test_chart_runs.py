@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chart_cluster import Cluster, chart_cluster
+from chart_cluster import PROMPTS, Cluster, chart_cluster
 from helm_chart import NAMESPACE, of_kind
 from transformers import PreTrainedModel
 
@@ -30,6 +30,13 @@ def test_helm_test_asks_a_question_and_gets_an_answer(cluster: Cluster) -> None:
     assert pod.process is not None
     assert pod.process.wait(60) == 0, pod.log
     assert "prefill" in pod.log  # where the time of an answer went
+
+
+def test_clients_of_openai_are_served_over_tls_with_a_key_alone(cluster: Cluster) -> None:
+    assert cluster.complete(PROMPTS[0], key="pds_wrong").status_code == 401
+    answer = cluster.complete(PROMPTS[0])
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["token_ids"] == cluster.ask(PROMPTS[0])
 
 
 def test_probes_say_what_the_pod_is_at(cluster: Cluster) -> None:

@@ -6,6 +6,7 @@ from helm_chart import Manifest, of_kind, pods, rendered
 
 PARTS = ("router", "prefill", "decode", "autoscaler", "test")
 UCX = range(50060, 50076)
+ASKED = [{"port": 50051}, {"port": 8000}]  # by clients
 
 
 def _selects(selector: Manifest, part: str) -> bool:
@@ -57,7 +58,7 @@ def test_each_part_reaches_the_ports_that_it_calls_and_no_others() -> None:
         ("test", "router", 50051),
     }
     calls |= {(one, other, port) for one in workers for other in workers for port in (50053, *UCX)}
-    ports = (50050, 50051, 50052, 50053, 50054, *range(50059, 50077), 9464)
+    ports = (8000, 50050, 50051, 50052, 50053, 50054, *range(50059, 50077), 9464)
     found = {
         (caller, listener, port)
         for caller in PARTS
@@ -76,11 +77,11 @@ def test_ucx_listens_on_the_ports_that_are_let_through() -> None:
 
 def test_clients_are_anybody_unless_some_are_named() -> None:
     def rules(policies: list[Manifest]) -> list[Manifest]:
-        return [rule for rule in _rules(policies, "router", "ingress") if rule["ports"] == [{"port": 50051}]]
+        return [rule for rule in _rules(policies, "router", "ingress") if rule["ports"] == ASKED]
 
     clients = [{"namespaceSelector": {"matchLabels": {"team": "a"}}}]
-    assert rules(_policies()) == [{"ports": [{"port": 50051}]}]
-    assert rules(_policies(**{"networkPolicy.clients": clients})) == [{"ports": [{"port": 50051}], "from": clients}]
+    assert rules(_policies()) == [{"ports": ASKED}]
+    assert rules(_policies(**{"networkPolicy.clients": clients})) == [{"ports": ASKED, "from": clients}]
 
 
 def test_nothing_leaves_the_cluster_where_models_are_on_a_volume() -> None:

@@ -5,6 +5,7 @@ Every container's command runs with the volumes, names and probes of its manifes
 
 import asyncio
 import base64
+import ssl
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import grpc
+import httpx2
 from helm_chart import NAMESPACE, Manifest, of_kind, rendered
 from kube_node import KubeNode, kube_node
 from kubelet import Pod, skip_without_namespaces
@@ -71,6 +73,19 @@ class Cluster:
         metadata = (("authorization", f"Bearer {self._key}"),)
         call = self._stub().Generate(greedy(prompt, NUM_TOKENS), timeout=60, metadata=metadata)
         return Answer().read(call).tokens[0]
+
+    def complete(self, prompt: list[int], key: str | None = None) -> httpx2.Response:
+        """Ask over OpenAI's API, by default with the chart's key."""
+        (address, *_) = self.node.addresses("chat-pdserve")
+        context = ssl.create_default_context(cadata=self._authority.decode())
+        with httpx2.Client(verify=context, timeout=60) as client:
+            return client.post(
+                f"https://{address}:8000/v1/completions",
+                json={"model": "", "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0}
+                | {"return_token_ids": True},
+                headers={"authorization": f"Bearer {key or self._key}"},
+                extensions={"sni_hostname": SERVICE},
+            )
 
     def _stub(self) -> InferenceServiceStub:
         """Connect to a pod of the public service, as its clients' node would choose one."""

@@ -23,17 +23,8 @@ FILE = Path(__file__).parents[1] / "pdserve" / "values.schema.json"
 # Settings that the chart decides, or has a key of its own for.
 OF_THE_CHART = {
     *("model", "served_model_name", "secret_file", "identity_dir", "ssl_certfile", "ssl_keyfile", "api_keys_file"),
-    *(
-        "host",
-        "port",
-        "http_host",
-        "http_port",
-        "internal_host",
-        "internal_port",
-        "handoff_host",
-        "handoff_port",
-        "handoff_rdma_devices",
-    ),
+    *("host", "port", "http_host", "http_port", "internal_host", "internal_port"),
+    *("handoff_host", "handoff_port", "handoff_rdma_devices"),
     *("health_host", "health_port", "metrics_host", "metrics_port", "drain_timeout_s"),
     *("role", "routers", "router_id", "worker_id", "launch_id", "incarnation", "termination_message_file"),
     *("tensor_parallel_size", "policy", "policy_resource", "name"),
@@ -122,6 +113,7 @@ class Service(Part):
 
 class Ingress(Part):
     enabled: bool
+    port: Literal["http", "grpc"]
     class_name: str
     annotations: Names
     host: str
