@@ -1,5 +1,6 @@
 """The one way of a request from any door to the core: who asks, what for, which tokens, and whether they fit."""
 
+import asyncio
 import secrets
 from collections.abc import Sequence
 from math import inf
@@ -32,7 +33,7 @@ class Intake:
         self._shell = shell
         self._config = config
         self.records = records
-        self._pace = Pace(config.stream_interval)
+        self._pace = Pace(config.stream_interval, asyncio.get_running_loop())
         self._visits: dict[RequestId, Visit] = {}  # of the requests that came with a key
 
     async def open(

@@ -28,10 +28,10 @@ class Paced(Protocol):
 class Pace:
     """Writes answers at their time."""
 
-    def __init__(self, interval: int | None) -> None:
+    def __init__(self, interval: int | None, loop: asyncio.AbstractEventLoop) -> None:
         """`interval`: tokens of an answer that are written together; None: as many as come within WINDOW_S."""
         self._interval = interval
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop
         self._due: dict[Paced, None] = {}  # to be written in this turn
         self._held: deque[tuple[float, Paced, int]] = deque()  # latest time, answer, its writes when it was held
         self._alarm: asyncio.TimerHandle | None = None

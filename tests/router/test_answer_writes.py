@@ -1,7 +1,7 @@
 """A door is given each gain once and in order, one write a turn, and is called again only when it takes more."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from router_fakes import TOKENIZER
@@ -18,9 +18,9 @@ from pdserve.router.frontend.pace import LATEST_S, WINDOW_S, Pace
 from pdserve.router.frontend.prompts import check_terms
 from pdserve.router.timeline import Ledger, Usage
 from pdserve.text.stop import OutputText
+from pdserve.virtual_time import VirtualClock
 
 FINISHED = Finished(Usage(1, 3, 0), Ledger())
-PATIENCE_S = 5.0
 CUT_OFF = Refused(Status.RESOURCE_EXHAUSTED, "too slow")
 
 
@@ -31,18 +31,10 @@ class Door:
         self.takes_more = takes_more
         self.writes: list[tuple[list[Gain], Finished | Refused | None]] = []
         self.cuts: list[Refused] = []
-        self.news = asyncio.Event()
-
-    async def until(self, num_writes: int, within_s: float) -> None:
-        async with asyncio.timeout(within_s):
-            while len(self.writes) < num_writes:
-                self.news.clear()
-                await self.news.wait()
 
     def write(self, answer: Answer, gains: Sequence[Gain], outcome: Finished | Refused | None) -> bool:
         del answer
         self.writes.append((list(gains), outcome))
-        self.news.set()
         return self.takes_more
 
     def cut_off(self, answer: Answer, outcome: Refused) -> None:
@@ -53,7 +45,25 @@ class Door:
         return [token_ids for gains, _ in self.writes for token_ids in (gain.token_ids for gain in gains)]
 
 
-def answer_for(door: Door, n: int = 1, max_unsent_bytes: int = 1000, interval: int | None = 1) -> Answer:
+class VirtualLoop(asyncio.AbstractEventLoop):
+    """An event loop's timers, under a clock that is advanced by hand."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self.time = clock.now_s  # type: ignore[method-assign]
+        self.call_soon = clock.soon  # type: ignore[method-assign,assignment]
+        self.call_at = clock.at  # type: ignore[method-assign,assignment]
+
+    def call_later(self, delay: float, callback: Callable[..., object], *args: object) -> None:  # type: ignore[override]
+        self.call_at(self.time() + delay, callback, *args)
+
+
+def answer_for(
+    door: Door,
+    n: int = 1,
+    max_unsent_bytes: int = 1000,
+    interval: int | None = 1,
+    loop: asyncio.AbstractEventLoop | None = None,
+) -> Answer:
     request = inference.GenerateRequest(sampling=inference.SamplingParams(n=n, max_tokens=100))
     terms = check_terms(request, 256, 0, 1000, NO_DEFAULTS)
     outputs = [OutputText(TOKENIZER.detokenizer(at_start=False), ()) for _ in range(n)]
@@ -64,7 +74,7 @@ def answer_for(door: Door, n: int = 1, max_unsent_bytes: int = 1000, interval: i
         door,
         outputs=outputs,
         max_unsent_bytes=max_unsent_bytes,
-        pace=Pace(interval),
+        pace=Pace(interval, loop or asyncio.get_running_loop()),
         on_end=lambda _: None,
     )
 
@@ -96,23 +106,33 @@ async def test_what_comes_in_one_turn_is_written_together() -> None:
     assert outcome is FINISHED
 
 
-async def test_tokens_of_short_steps_are_written_together_and_late_ones_within_their_limit() -> None:
-    door = Door()
-    answer = answer_for(door, interval=None)
+def test_tokens_of_short_steps_are_written_together_and_late_ones_within_their_limit() -> None:
+    clock, door = VirtualClock(1.0), Door()
+    answer = answer_for(door, interval=None, loop=VirtualLoop(clock))
     for token_id in (10, 11, 12):
         gain(answer, token_id)
-        await turn()
+        clock.advance(WINDOW_S / 4)
     assert door.tokens() == [[10]], "the first at once, the others within one window"
-    await door.until(2, LATEST_S + PATIENCE_S)
-    assert door.tokens() == [[10], [11, 12]]
-    answer.written_s -= WINDOW_S
+    clock.advance(LATEST_S - WINDOW_S / 2)
+    assert door.tokens() == [[10]]
+    clock.advance(WINDOW_S / 4)
+    assert door.tokens() == [[10], [11, 12]], "the first of them has waited as long as it may"
+    clock.advance(WINDOW_S)
     gain(answer, 13)
-    await turn()
+    clock.advance(0.0)
     assert door.tokens()[2:] == [[13]], "a window has passed"
     gain(answer, 14)
-    gain(answer, 15, finish_reason=2)
-    await turn()
-    assert door.tokens()[3:] == [[14, 15]], "the end waits for nothing"
+    clock.advance(WINDOW_S / 2)
+    gain(answer, 15)
+    clock.advance(WINDOW_S * 0.6)
+    gain(answer, 16)
+    clock.advance(0.0)
+    assert door.tokens()[3:] == [[14, 15, 16]], "what is held goes with the next one after the window"
+    gain(answer, 17, finish_reason=2)
+    clock.advance(0.0)
+    assert door.tokens()[4:] == [[17]], "the end waits for nothing"
+    clock.run()
+    assert len(door.writes) == 5
 
 
 async def test_an_interval_is_a_number_of_tokens() -> None:
