@@ -6,7 +6,7 @@ Chunks of a stream differ in little but their text. That little is put between b
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import msgspec
@@ -22,6 +22,7 @@ FINISH_REASONS: dict[int, str] = {inference.FINISH_REASON_STOP: "stop", inferenc
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 Json = dict[str, Any]
+_SHOWN = [each.name for each in fields(Ledger) if each.name not in ("steps", "moves")]
 encode = msgspec.json.encode
 
 
@@ -288,6 +289,7 @@ def total(usages: Sequence[Usage], *, answer: bool) -> Json:
 
 def ledger_of(request_id: str, ledger: Ledger) -> Json:
     """Return a request's ledger for its client: milliseconds after it was received, and who served it."""
-    shown = asdict(ledger)
-    shown["timings_ms"] = {stage.value: round(at_ms, 3) for stage, at_ms in shown.pop("steps")}
-    return {"request_id": request_id, **shown}
+    shown = {name: getattr(ledger, name) for name in _SHOWN}
+    moves = [asdict(moved) for moved in ledger.moves]
+    timings_ms = {stage.value: round(at_ms, 3) for stage, at_ms in ledger.steps}
+    return {"request_id": request_id, **shown, "moves": moves, "timings_ms": timings_ms}
