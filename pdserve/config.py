@@ -20,6 +20,7 @@ from pdserve.yaml_models import did_you_mean
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
 Dtype = Literal["auto", "bfloat16", "float16", "float32"]
+Quantization = Literal["auto", "none", "int8", "int4", "gguf"]
 Device = Literal["auto", "cpu", "cuda", "interpreter"]
 
 GPU_PAGE_SIZE = 64  # the kernels' tiles were chosen for it: all keys of a tile lie in one page
@@ -147,6 +148,11 @@ class WorkerConfig(ProcessConfig):
         "auto",
         description="Type of weights and KV, the same for all workers. auto: bfloat16, or float32 on a processor that "
         "does not multiply that.",
+    )
+    quantization: Quantization = Field(
+        "auto",
+        description="Form of the weights, the same for all workers. auto keeps the codes of a GGUF file where dtype is "
+        "bfloat16 on a CPU. none: floats. gguf: as the file has them. int8, int4: rounded to so many bits when read.",
     )
     device: Device = Field(
         "auto",

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-Weights = Iterator[tuple[str, "npt.NDArray[np.float32] | torch.Tensor"]]
+    from pdserve.model.groups import Groups
+
+Weights = Iterator[tuple[str, "npt.NDArray[np.float32] | torch.Tensor | Groups"]]
 
 
 @contextmanager
@@ -95,6 +97,7 @@ class Checkpoint:
     weight_files: tuple[Path, ...]
     weights: Callable[[], Weights]  # Hugging Face names; one tensor in memory at a time; imports torch or numpy
     tokenizer: Callable[[], Tokenizer]
+    coded_weights: Callable[[], Weights] | None = None  # matrices as the file codes them, where it quantizes some
 
     @cached_property
     def fingerprint(self) -> str:

@@ -7,7 +7,7 @@ from pdserve.checkpoint.checkpoint import Checkpoint, GenerationDefaults, Weight
 from pdserve.checkpoint.gguf_config import hf_config
 from pdserve.checkpoint.gguf_file import GgufFile, read_gguf
 from pdserve.checkpoint.gguf_tokenizer import build_tokenizer
-from pdserve.checkpoint.gguf_weights import read_weights
+from pdserve.checkpoint.gguf_weights import is_quantized, read_weights
 from pdserve.errors import ConfigError
 from pdserve.model.config import ModelConfig
 from pdserve.model.hf_fields import Fields
@@ -38,12 +38,13 @@ def open_file(path: Path) -> Checkpoint:
         weight_files=(path,),
         weights=partial(_weights, file, config),
         tokenizer=partial(_tokenizer, file, named["bos_token"]),
+        coded_weights=partial(_weights, file, config, keep_coded=True) if is_quantized(file) else None,
     )
 
 
-def _weights(file: GgufFile, config: ModelConfig) -> Weights:
+def _weights(file: GgufFile, config: ModelConfig, *, keep_coded: bool = False) -> Weights:
     with naming(file.path):
-        yield from read_weights(file, config)
+        yield from read_weights(file, config, keep_coded=keep_coded)
 
 
 def _tokenizer(file: GgufFile, bos_token_id: int | None) -> Tokenizer:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from pdserve.checkpoint.gguf_config import ROPE_FACTORS, architecture_of
@@ -13,9 +14,12 @@ if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
+    from pdserve.model.groups import Groups
+
     Array = npt.NDArray[np.float32]
     Bytes = npt.NDArray[np.uint8]
 
+FLOAT_KINDS = (0, 1, 28, 30)  # ggml's numbers of float32, float16, float64 and bfloat16
 TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
@@ -32,8 +36,15 @@ LAYER_NAMES = {
 }
 
 
-def read_weights(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, "Array"]]:
-    """Yield each tensor as float32 under its Hugging Face name, reading and dequantizing one at a time."""
+def is_quantized(file: GgufFile) -> bool:
+    """Return whether a matrix of the file has fewer bits than floats have."""
+    return any(tensor.kind not in FLOAT_KINDS for tensor in file.tensors)
+
+
+def read_weights(
+    file: GgufFile, config: ModelConfig, *, keep_coded: bool = False
+) -> "Iterator[tuple[str, Array | Groups]]":
+    """Yield each tensor under its Hugging Face name, reading one at a time: float32, or as it is coded if kept."""
     import numpy as np  # noqa: PLC0415, the router opens checkpoints without numpy
 
     raw = np.memmap(file.path, np.uint8, mode="r")
@@ -44,9 +55,10 @@ def read_weights(file: GgufFile, config: ModelConfig) -> Iterator[tuple[str, "Ar
         if tensor.name == ROPE_FACTORS:
             continue
         name = hf_name(tensor.name)
-        values = _dequantize(raw, tensor)
+        read = _read_groups if keep_coded and tensor.kind not in FLOAT_KINDS else _dequantize
+        values = read(raw, tensor)
         num_heads = interleaved_heads.get(tensor.name.split(".")[-2])
-        yield name, values if num_heads is None else _undo_interleaving(values, num_heads)
+        yield name, values if num_heads is None else values[_halves_apart(tensor.shape[0], num_heads)]
 
 
 def hf_name(name: str) -> str:
@@ -64,24 +76,46 @@ def _dequantize(raw: "Bytes", tensor: GgufTensor) -> "Array":
     import gguf  # noqa: PLC0415, slow to import
     import numpy as np  # noqa: PLC0415
 
-    try:
+    with _naming(tensor):
         kind = gguf.GGMLQuantizationType(tensor.kind)
-        byte_shape = gguf.quant_shape_to_byte_shape(tensor.shape, kind)
-        end = tensor.offset_bytes + math.prod(byte_shape)
-        if end > raw.size:
-            raise ConfigError(f"{tensor.name}: the file ends within it; fetch it again")
-        coded = np.asarray(raw[tensor.offset_bytes : end]).reshape(byte_shape)
-        values = gguf.dequantize(coded, kind)
-    except (ValueError, NotImplementedError) as error:
-        raise ConfigError(f"{tensor.name}: cannot be dequantized: {error}") from error
+        values = gguf.dequantize(_coded(raw, tensor, gguf.quant_shape_to_byte_shape(tensor.shape, kind)), kind)
     return np.array(values, dtype=np.float32, copy=not values.flags.writeable)
 
 
-def _undo_interleaving(values: "Array", num_heads: int) -> "Array":
-    """Reorder each head's rows to Hugging Face's two halves.
+def _read_groups(raw: "Bytes", tensor: GgufTensor) -> "Groups":
+    import gguf  # noqa: PLC0415, slow to import
+
+    from pdserve.checkpoint.gguf_groups import read_groups  # noqa: PLC0415 - routers open checkpoints without numpy
+
+    with _naming(tensor):
+        kind = gguf.GGMLQuantizationType(tensor.kind)
+        return read_groups(_coded(raw, tensor, gguf.quant_shape_to_byte_shape(tensor.shape, kind)), kind)
+
+
+@contextmanager
+def _naming(tensor: GgufTensor) -> Iterator[None]:
+    """Name the tensor whose coding is not known."""
+    try:
+        yield
+    except (ValueError, NotImplementedError) as error:
+        raise ConfigError(f"{tensor.name}: type {tensor.kind} cannot be decoded: {error}") from error
+
+
+def _coded(raw: "Bytes", tensor: GgufTensor, byte_shape: tuple[int, ...]) -> "Bytes":
+    import numpy as np  # noqa: PLC0415, the router opens checkpoints without numpy
+
+    end = tensor.offset_bytes + math.prod(byte_shape)
+    if end > raw.size:
+        raise ConfigError(f"{tensor.name}: the file ends within it, {end - raw.size} bytes too early; fetch it again")
+    return np.asarray(raw[tensor.offset_bytes : end]).reshape(byte_shape)
+
+
+def _halves_apart(num_rows: int, num_heads: int) -> "npt.NDArray[np.int64]":
+    """Return the order of a matrix's rows in which each head has Hugging Face's two halves.
 
     GGUF keeps the rows that rope turns together side by side; Hugging Face keeps them half a head apart.
     """
-    rows = values.shape[0]
-    pairs = values.reshape(num_heads, rows // num_heads // 2, 2, *values.shape[1:])
-    return pairs.swapaxes(1, 2).reshape(values.shape)
+    import numpy as np  # noqa: PLC0415, the router opens checkpoints without numpy
+
+    pairs = np.arange(num_rows, dtype=np.int64).reshape(num_heads, num_rows // num_heads // 2, 2)
+    return pairs.swapaxes(1, 2).reshape(-1)

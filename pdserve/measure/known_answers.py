@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from pdserve.checkpoint.open import open_checkpoint
+from pdserve.checkpoint.quantization import choose_quantization, weights_in_form
 from pdserve.engine.alone import LoneEngine
 from pdserve.model.loading import load_model
 from pdserve.proto.v1 import inference_pb2 as inference
@@ -53,7 +54,8 @@ def known_requests(model: str, dtype: str, count: int, lengths: Lengths, seed: i
     """Return requests with the answers of one engine alone, none of which hangs on how sums are rounded in float32."""
     torch.set_num_threads(1)  # for each alone, a small model's steps are too short to share
     checkpoint = open_checkpoint(Path(model))
-    loaded = load_model(checkpoint.config, checkpoint.weights(), _DTYPES[dtype])
+    form = choose_quantization("auto", checkpoint, dtype, "cpu")
+    loaded = load_model(checkpoint.config, weights_in_form(checkpoint, form), _DTYPES[dtype])
     engine = LoneEngine(loaded, checkpoint.eos_token_ids, lengths.prompt + lengths.answer)
     drawn = _random_requests(checkpoint.config.vocab_size, lengths, seed)
     requests = islice((request for request in drawn if not engine.is_tied(*request)), count)

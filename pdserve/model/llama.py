@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from pdserve.model.config import ModelConfig
-from pdserve.model.ops import Attention, Dense, GateUp, Linear, Ops, QkNorm, joined
+from pdserve.model.ops import Attention, GateUp, Linear, Matrix, Ops, QkNorm, joined
 from pdserve.model.rope import Rope
 
-EMBEDDING = "model.embed_tokens.weight"
+EMBEDDING = "model.embed_tokens"
 FINAL_NORM = "model.norm.weight"
-LM_HEAD = "lm_head.weight"
+LM_HEAD = "lm_head"
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -26,7 +26,7 @@ class Tensors(Protocol):
 
     def take(self, name: str) -> Tensor: ...
 
-    def take_dense(self, name: str) -> Dense:
+    def take_matrix(self, name: str) -> Matrix:
         """Return `name`.weight, with `name`.bias where there is one."""
         ...
 
@@ -98,7 +98,7 @@ class Model:
     def build(cls, config: ModelConfig, tensors: Tensors, ops: Ops) -> "Model":
         """Put a model together from all tensors that `shapes` names."""
         tied = config.tie_word_embeddings
-        embedding, head = ops.held_embedding(Dense(tensors.take(EMBEDDING)), tied=tied)
+        embedding, head = ops.held_embedding(tensors.take_matrix(EMBEDDING), tied=tied)
         layers = tuple(
             _build_layer(config, f"model.layers.{index}.", tensors, ops) for index in range(config.num_layers)
         )
@@ -108,25 +108,25 @@ class Model:
             embedding=embedding,
             layers=layers,
             final_norm=(final_norm := tensors.take(FINAL_NORM)),
-            lm_head=head or ops.held(Dense(tensors.take(LM_HEAD))),
+            lm_head=head or ops.held(tensors.take_matrix(LM_HEAD)),
             rope=Rope(config, final_norm.device),
         )
 
     @staticmethod
     def shapes(config: ModelConfig) -> Shapes:
         """Return the shape of every tensor the model needs, in the order checkpoints hold them."""
-        shapes: Shapes = {EMBEDDING: (config.vocab_size, config.hidden_size)}
+        shapes: Shapes = {f"{EMBEDDING}.weight": (config.vocab_size, config.hidden_size)}
         for index in range(config.num_layers):
             shapes |= {f"model.layers.{index}.{name}": shape for name, shape in _layer_shapes(config).items()}
         shapes[FINAL_NORM] = (config.hidden_size,)
         if not config.tie_word_embeddings:
-            shapes[LM_HEAD] = (config.vocab_size, config.hidden_size)
+            shapes[f"{LM_HEAD}.weight"] = (config.vocab_size, config.hidden_size)
         return shapes
 
     @staticmethod
     def ignores(name: str, config: ModelConfig) -> bool:
         """Say whether checkpoints may hold a tensor of this name that the model does not read."""
-        return name.endswith("rotary_emb.inv_freq") or (name == LM_HEAD and config.tie_word_embeddings)
+        return name.endswith("rotary_emb.inv_freq") or (name == f"{LM_HEAD}.weight" and config.tie_word_embeddings)
 
 
 def _build_layer(config: ModelConfig, prefix: str, tensors: Tensors, ops: Ops) -> Layer:
@@ -134,15 +134,15 @@ def _build_layer(config: ModelConfig, prefix: str, tensors: Tensors, ops: Ops) -
     qk_norm = None
     if config.qk_norm:
         qk_norm = QkNorm(tensors.take(f"{attention}q_norm.weight"), tensors.take(f"{attention}k_norm.weight"))
-    qkv = joined(*[tensors.take_dense(f"{attention}{name}_proj") for name in "qkv"])
+    qkv = joined(*[tensors.take_matrix(f"{attention}{name}_proj") for name in "qkv"])
     return Layer(
         input_norm=tensors.take(f"{prefix}input_layernorm.weight"),
         qkv=ops.held(qkv),
         qk_norm=qk_norm,
-        o=ops.held(tensors.take_dense(f"{attention}o_proj")),
+        o=ops.held(tensors.take_matrix(f"{attention}o_proj")),
         post_attention_norm=tensors.take(f"{prefix}post_attention_layernorm.weight"),
-        gate_up=ops.held_gate_up(tensors.take_dense(f"{mlp}gate_proj"), tensors.take_dense(f"{mlp}up_proj")),
-        down=ops.held(tensors.take_dense(f"{mlp}down_proj")),
+        gate_up=ops.held_gate_up(tensors.take_matrix(f"{mlp}gate_proj"), tensors.take_matrix(f"{mlp}up_proj")),
+        down=ops.held(tensors.take_matrix(f"{mlp}down_proj")),
     )
 
 

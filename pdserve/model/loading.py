@@ -11,13 +11,14 @@ from torch import Tensor
 from pdserve.errors import ConfigError
 from pdserve.model import llama
 from pdserve.model.config import ARCHITECTURES, ModelConfig
-from pdserve.model.ops import Dense, ops_for
+from pdserve.model.groups import Groups
+from pdserve.model.ops import Dense, Matrix, Quantized, ops_for
 
 FAMILIES = dict.fromkeys(ARCHITECTURES, llama.Model)
 NAMED_AT_MOST = 3  # missing tensors an error names before it only counts
 DUMMY_STD = 0.02
 
-Weights = Iterable[tuple[str, Tensor | npt.NDArray[np.generic]]]
+Weights = Iterable[tuple[str, Tensor | npt.NDArray[np.generic] | Groups]]
 
 
 def load_model(
@@ -38,7 +39,7 @@ def load_model(
     for name, weight in weights:
         if family.ignores(name, config):
             continue
-        loaded.add(name, weight if isinstance(weight, Tensor) else torch.tensor(weight))
+        loaded.add(name, weight if isinstance(weight, Tensor | Groups) else torch.tensor(weight))
         if progress is not None:
             progress(loaded.share)
     loaded.check_complete()
@@ -66,22 +67,24 @@ class _Loaded:
         self._num_elements = 0
         self._dtype = dtype
         self._device = device
-        self._tensors: dict[str, Tensor] = {}
+        self._tensors: dict[str, Tensor | Groups] = {}
 
     @property
     def share(self) -> float:
         """Return how much of the model has been added, up to 1.0."""
         return self._num_elements / self._total
 
-    def add(self, name: str, tensor: Tensor) -> None:
+    def add(self, name: str, tensor: Tensor | Groups) -> None:
         if name not in self._shapes:
             raise ConfigError(f"{name}: not a tensor of {self._architecture}")
         if name in self._tensors:
             raise ConfigError(f"{name}: given twice")
         if tuple(tensor.shape) != self._shapes[name]:
             raise ConfigError(f"{name}: shape {tuple(tensor.shape)}, the config asks for {self._shapes[name]}")
-        self._tensors[name] = tensor.to(device=self._device, dtype=self._dtype).contiguous()
-        self._num_elements += tensor.numel()
+        if isinstance(tensor, Tensor):
+            tensor = tensor.to(device=self._device, dtype=self._dtype).contiguous()
+        self._tensors[name] = tensor
+        self._num_elements += prod(tensor.shape)
 
     def check_complete(self) -> None:
         missing = [name for name in self._shapes if name not in self._tensors]
@@ -90,7 +93,12 @@ class _Loaded:
             raise ConfigError(f"{', '.join(missing[:NAMED_AT_MOST])}{more}: missing from the weights")
 
     def take(self, name: str) -> Tensor:
-        return self._tensors.pop(name)
+        taken = self._tensors.pop(name)
+        if isinstance(taken, Groups):
+            return Quantized(taken, self._dtype).dense().data.to(self._device)
+        return taken
 
-    def take_dense(self, name: str) -> Dense:
-        return Dense(self.take(f"{name}.weight"), self._tensors.pop(f"{name}.bias", None))
+    def take_matrix(self, name: str) -> Matrix:
+        bias = self.take(f"{name}.bias") if f"{name}.bias" in self._tensors else None
+        weight = self._tensors.pop(f"{name}.weight")
+        return Quantized(weight, self._dtype, bias) if isinstance(weight, Groups) else Dense(weight, bias)

@@ -15,6 +15,8 @@ from pdserve.errors import ConfigError
 from pdserve.kernels.cpu.build import Missing
 from pdserve.kernels.cpu.library import library
 from pdserve.kernels.cpu.products import Tiles
+from pdserve.kernels.cpu.quantized import QuantizedTiles
+from pdserve.model.groups import Groups, joined_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +35,28 @@ class Packed:
     bias: Tensor | None = None
 
 
-Linear = Dense | Packed | Tiles
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """A matrix as its checkpoint codes it."""
+
+    groups: Groups
+    dtype: torch.dtype  # of its inputs and results
+    bias: Tensor | None = None
+
+    def dense(self) -> Dense:
+        return Dense(torch.from_numpy(self.groups.values()).to(self.dtype), self.bias)
+
+
+Matrix = Dense | Quantized  # as it is loaded
+Linear = Matrix | Packed | Tiles | QuantizedTiles
 
 
 @dataclass(frozen=True, slots=True)
 class GateUp:
     """The two matrices of SwiGLU, for a device that multiplies them one after the other."""
 
-    gate: Linear
-    up: Linear
+    gate: Packed
+    up: Packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +70,15 @@ class QkNorm:
 class Ops(Protocol):
     """The operations of one device. x: [num_tokens, features]."""
 
-    def held(self, weight: Linear) -> Linear:
-        """Return a loaded weight as the type that this device multiplies; ConfigError if there is none."""
+    def held(self, weight: Matrix) -> Linear:
+        """Return a loaded weight as the type that this device multiplies."""
         ...
 
-    def held_gate_up(self, gate: Dense, up: Dense) -> Linear | GateUp:
+    def held_gate_up(self, gate: Matrix, up: Matrix) -> Linear | GateUp:
         """Return SwiGLU's matrices as this device multiplies them: joined into one, or apart."""
         ...
 
-    def held_embedding(self, weight: Dense, *, tied: bool) -> tuple[Linear, Linear | None]:
+    def held_embedding(self, weight: Matrix, *, tied: bool) -> tuple[Linear, Linear | None]:
         """Return the embedding as rows are looked up in it, and the head where it is the same matrix."""
         ...
 
@@ -125,17 +140,19 @@ class TorchOps:
     def __init__(self, eps: float) -> None:
         self._eps = torch.full((1, 1), eps, dtype=torch.float32)
 
-    def held(self, weight: Linear) -> Linear:
-        matrix = dense(weight)
+    def held(self, weight: Matrix) -> Linear:
+        matrix = decoded(weight)
         return _packed(matrix) if _packs(matrix.data) else matrix
 
-    def held_gate_up(self, gate: Dense, up: Dense) -> Linear | GateUp:
-        if _packs(gate.data):
-            return GateUp(_packed(gate), _packed(up))
-        return joined(gate, up)
+    def held_gate_up(self, gate: Matrix, up: Matrix) -> Linear | GateUp:
+        first, second = decoded(gate), decoded(up)
+        if _packs(first.data):
+            return GateUp(_packed(first), _packed(second))
+        return joined(first, second)
 
-    def held_embedding(self, weight: Dense, *, tied: bool) -> tuple[Linear, Linear | None]:
-        return weight, self.held(weight) if tied else None
+    def held_embedding(self, weight: Matrix, *, tied: bool) -> tuple[Linear, Linear | None]:
+        matrix = decoded(weight)
+        return matrix, self.held(matrix) if tied else None
 
     def embed(self, token_ids: Tensor, weight: Linear) -> Tensor:
         return functional.embedding(token_ids, dense(weight).data)
@@ -165,12 +182,21 @@ class TorchOps:
         return functional.silu(gate).mul_(up)
 
 
-def joined(*weights: Dense) -> Dense:
-    """Return one matrix that computes all of them side by side."""
+def decoded(weight: Matrix) -> Dense:
+    return weight.dense() if isinstance(weight, Quantized) else weight
+
+
+def joined(*weights: Matrix) -> Matrix:
+    """Return one matrix that computes all of them side by side: quantized if all are."""
     if len(weights) == 1:
         return weights[0]
     biases = [weight.bias for weight in weights if weight.bias is not None]
-    return Dense(torch.cat([weight.data for weight in weights]), torch.cat(biases) if biases else None)
+    bias = torch.cat(biases) if biases else None
+    groups = [weight.groups for weight in weights if isinstance(weight, Quantized)]
+    if len(groups) == len(weights):
+        (first,) = {weight.dtype for weight in weights if isinstance(weight, Quantized)}
+        return Quantized(joined_groups(*groups), first, bias)
+    return Dense(torch.cat([decoded(weight).data for weight in weights]), bias)
 
 
 # What follows one of these products is done on its float32 sums, before they are rounded.

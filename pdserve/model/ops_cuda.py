@@ -4,7 +4,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pdserve.kernels.rows import rms_norm, silu_mul
-from pdserve.model.ops import Dense, GateUp, Linear, dense, joined
+from pdserve.model.ops import GateUp, Linear, Matrix, decoded, dense, joined
 
 
 class CudaOps:
@@ -13,14 +13,15 @@ class CudaOps:
     def __init__(self, eps: float) -> None:
         self._eps = eps
 
-    def held(self, weight: Linear) -> Linear:
-        return dense(weight)
+    def held(self, weight: Matrix) -> Linear:
+        return decoded(weight)
 
-    def held_gate_up(self, gate: Dense, up: Dense) -> Linear | GateUp:
-        return joined(gate, up)
+    def held_gate_up(self, gate: Matrix, up: Matrix) -> Linear | GateUp:
+        return joined(decoded(gate), decoded(up))
 
-    def held_embedding(self, weight: Dense, *, tied: bool) -> tuple[Linear, Linear | None]:
-        return weight, weight if tied else None
+    def held_embedding(self, weight: Matrix, *, tied: bool) -> tuple[Linear, Linear | None]:
+        matrix = decoded(weight)
+        return matrix, matrix if tied else None
 
     def embed(self, token_ids: Tensor, weight: Linear) -> Tensor:
         return functional.embedding(token_ids, dense(weight).data)

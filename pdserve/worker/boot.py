@@ -3,13 +3,15 @@
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from pdserve.checkpoint.checkpoint import Checkpoint
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
+from pdserve.checkpoint.quantization import choose_quantization, weights_in_form
 from pdserve.config import WorkerConfig
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.runner import EngineRunner, Runner
@@ -57,9 +59,12 @@ def build_engine(
         )
     model_config = checkpoint.config
     dtype, because = choose_dtype(config.dtype, config.device, read_cpu_info())
-    logger.info("dtype %s: %s", dtype, because)
+    if config.load_format == "dummy":
+        checkpoint = replace(checkpoint, weights=partial(dummy_weights, model_config, config.seed), coded_weights=None)
+    quantization = choose_quantization(config.quantization, checkpoint, dtype, config.device)
+    logger.info("dtype %s: %s; quantization %s", dtype, because, quantization)
     layout = KvLayout(
-        weights_hash=f"{checkpoint.fingerprint} {config.load_format} {config.seed}",
+        weights_hash=f"{checkpoint.fingerprint} {config.load_format} {config.seed} {quantization}",
         num_layers=model_config.num_layers,
         num_kv_heads=model_config.num_kv_heads,
         head_dim=model_config.head_dim,
@@ -71,8 +76,7 @@ def build_engine(
     num_pages = pages_asked_for(config, layout, device)
     if num_pages is not None:
         _limits(config, checkpoint, num_pages)  # refuses what does not fit before the weights are read
-    dummy = config.load_format == "dummy"
-    weights = dummy_weights(model_config, config.seed) if dummy else checkpoint.weights()
+    weights = weights_in_form(checkpoint, quantization)
     model = load_model(model_config, weights, DTYPES[dtype], progress, device)
     if num_pages is None:
         num_pages = _pages_beside(model, config, layout)

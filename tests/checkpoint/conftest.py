@@ -15,7 +15,8 @@ from pdserve.checkpoint.gguf_file import read_gguf
 from pdserve.checkpoint.open import open_checkpoint
 
 Tensors = Mapping[str, npt.NDArray[np.float32]]
-WriteGguf = Callable[[str, Mapping[str, object], Tensors], Path]
+Coded = Mapping[str, tuple[npt.NDArray[np.float32], gguf.GGMLQuantizationType]]
+WriteGguf = Callable[..., Path]
 
 TINY_MODEL: dict[str, object] = {
     "block_count": 1,
@@ -81,9 +82,9 @@ def tokenizer_keys() -> dict[str, object]:
 
 @pytest.fixture
 def write_gguf(tmp_path: Path) -> WriteGguf:
-    """Return a function that writes a GGUF file of an architecture, with metadata and tensors as given."""
+    """Return a function that writes a GGUF file of an architecture: metadata, tensors, and some to quantize."""
 
-    def write(architecture: str, metadata: Mapping[str, object], tensors: Tensors) -> Path:
+    def write(architecture: str, metadata: Mapping[str, object], tensors: Tensors, coded: Coded | None = None) -> Path:
         path = tmp_path / "tiny.gguf"
         writer = gguf.GGUFWriter(path, architecture)
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
@@ -91,6 +92,8 @@ def write_gguf(tmp_path: Path) -> WriteGguf:
             add.get(type(value), writer.add_array)(key, value)
         for name, tensor in tensors.items():
             writer.add_tensor(name, tensor)
+        for name, (values, kind) in (coded or {}).items():
+            writer.add_tensor(name, gguf.quantize(values, kind), raw_dtype=kind)
         return _finish(writer, path)
 
     return write

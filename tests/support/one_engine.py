@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from pdserve.checkpoint.open import open_checkpoint
+from pdserve.checkpoint.quantization import choose_quantization, weights_in_form
 from pdserve.engine.kvcache import KvCache
 from pdserve.engine.runner import Runner, run
 from pdserve.engine.scheduler import Limits, Scheduler
@@ -23,7 +24,8 @@ class OneEngine:
 
     def __init__(self, path: Path, dtype: torch.dtype, page_size: int, max_num_batched_tokens: int) -> None:
         checkpoint = open_checkpoint(path)
-        model = load_model(checkpoint.config, checkpoint.weights(), dtype)
+        form = choose_quantization("auto", checkpoint, str(dtype).removeprefix("torch."), "cpu")
+        model = load_model(checkpoint.config, weights_in_form(checkpoint, form), dtype)
         limits = Limits(8, max_num_batched_tokens, 4096, frozenset(checkpoint.eos_token_ids))
         self._scheduler = Scheduler(KvCache(NUM_PAGES, page_size, None), limits)
         self._runner = Runner(model, NUM_PAGES, page_size, checkpoint.eos_token_ids)

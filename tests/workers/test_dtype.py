@@ -62,6 +62,12 @@ def test_this_machines_own_words_can_be_read() -> None:
     assert because
 
 
+def worker(folder: Path, **settings: str) -> WorkerConfig:
+    given = {"model": str(folder), "role": "prefill", "worker_id": "w", "routers": ("host:1",), "num_pages": 4}
+    secret = {"secret_file": folder / "secret", "load_format": "dummy"}
+    return WorkerConfig.model_validate(given | secret | settings)
+
+
 @pytest.mark.parametrize(("cpu_info", "expected"), [(ZEN_5, "bfloat16"), (ICE_LAKE, "float32")])
 def test_the_engine_is_built_so_and_the_log_says_why(
     cpu_info: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -69,16 +75,18 @@ def test_the_engine_is_built_so_and_the_log_says_why(
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     (tmp_path / "cpuinfo").write_text(cpu_info)
     monkeypatch.setattr(processor, "CPU_INFO", tmp_path / "cpuinfo")
-    given = {
-        "model": str(tmp_path),
-        "role": "prefill",
-        "worker_id": "w",
-        "routers": ("host:1",),
-        "secret_file": tmp_path / "secret",
-    }
-    config = WorkerConfig.model_validate(given | {"role": "prefill", "load_format": "dummy", "num_pages": 4})
+    config = worker(tmp_path)
     caplog.set_level("INFO")
     engine = build_engine(config, open_model(config), b"secret", lambda _: None)
     assert engine.layout.dtype == expected
     assert str(engine.runner.kv.dtype) == f"torch.{expected}"
     assert f"dtype {expected}: this processor has" in caplog.text
+
+
+def test_pages_of_other_weights_do_not_pass_for_these(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    hashes = set()
+    for quantization in ("auto", "int8", "int4"):
+        config = worker(tmp_path, dtype="bfloat16", quantization=quantization)
+        hashes.add(build_engine(config, open_model(config), b"secret", lambda _: None).layout.weights_hash)
+    assert len(hashes) == 3

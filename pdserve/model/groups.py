@@ -1,0 +1,78 @@
+"""Quantized matrices as checkpoints hold them: codes, and for each 32 inputs of an output a scale and a minimum."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+GROUP = 32  # inputs that share a scale and a minimum
+HALF = GROUP // 2
+SIGNED_ZERO = {4: 8, 8: 128}  # the code of zero where weights are symmetric around it
+
+Floats = npt.NDArray[np.float32]
+Halves = npt.NDArray[np.float16]
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """A matrix [width, inputs]; a weight is minimum + scale * code."""
+
+    bits: int  # 4 or 8
+    codes: Bytes  # [width, inputs / GROUP, GROUP], or of 4 bits [.., HALF]: byte j holds j (low) and j + HALF
+    scales: Halves  # [width, inputs / GROUP]
+    minimums: Halves  # the same
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return width and inputs."""
+        width, num_groups = self.scales.shape
+        return width, num_groups * GROUP
+
+    def eight_bits(self) -> "Groups":
+        """Return the same matrix with 8 bits a code."""
+        return Groups(8, self._unpacked(), self.scales, self.minimums)
+
+    def values(self) -> Floats:
+        """Return the matrix."""
+        scaled = self.scales[..., None].astype(np.float32) * self._unpacked()
+        return (scaled + self.minimums[..., None].astype(np.float32)).reshape(self.shape)
+
+    def __getitem__(self, order: npt.NDArray[np.int64]) -> "Groups":
+        """Return the matrix of these rows, in this order."""
+        return Groups(self.bits, self.codes[order], self.scales[order], self.minimums[order])
+
+    def _unpacked(self) -> Bytes:
+        if self.bits == 8:
+            return self.codes
+        return np.concatenate((self.codes & 15, self.codes >> 4), axis=-1)
+
+
+def joined_groups(*matrices: Groups) -> Groups:
+    """Return one matrix of the rows of all; with 8 bits where one of them has."""
+    same = len({matrix.bits for matrix in matrices}) == 1
+    matrices = matrices if same else tuple(matrix.eight_bits() for matrix in matrices)
+    parts = ((matrix.codes, matrix.scales, matrix.minimums) for matrix in matrices)
+    codes, scales, minimums = map(np.concatenate, zip(*parts, strict=True))
+    return Groups(matrices[0].bits, codes, scales, minimums)
+
+
+def quantized(values: Floats, bits: int) -> Groups:
+    """Round a matrix to 4 or 8 bits, symmetrically in each group. values: [width, inputs], a multiple of GROUP.
+
+    The value of the greatest size becomes the lowest code, so that all codes are in use, as in GGUF's Q4_0.
+    """
+    groups = values.reshape(len(values), -1, GROUP)
+    zero = SIGNED_ZERO[bits]
+    greatest = np.take_along_axis(groups, np.abs(groups).argmax(-1, keepdims=True), -1)[..., 0]
+    scales = (greatest / -zero).astype(np.float16)
+    wide = scales.astype(np.float32)
+    inverse = np.divide(1.0, wide, out=np.zeros_like(wide), where=wide != 0.0)
+    codes = np.clip(np.rint(groups * inverse[..., None]) + zero, 0, 2 * zero - 1).astype(np.uint8)
+    packed = packed_halves(codes) if bits == 4 else codes
+    return Groups(bits, packed, scales, (wide * -zero).astype(np.float16))
+
+
+def packed_halves(codes: Bytes) -> Bytes:
+    """Pack codes [.., GROUP] of 4 bits into bytes [.., HALF]."""
+    return codes[..., :HALF] | (codes[..., HALF:] << np.uint8(4))
