@@ -17,6 +17,7 @@ import psutil
 
 from pdserve.doctor.machine import Machine, RdmaPort
 from pdserve.extras import EXTRAS
+from pdserve.kernels.cpu.build import Missing, built
 from pdserve.kvtransfer.backends.ucx import RDMA_DEVICES
 from pdserve.processor import read_cpu_info
 
@@ -59,7 +60,7 @@ def gather_machine(handoff_host: str, rdma_devices: Sequence[str]) -> Machine:
     transports, transports_problem = _transports(handoff_host, rdma_devices) if "nixl_cu12" in versions else ((), "")
     limit = _memory_limit()
     total_bytes = psutil.virtual_memory().total
-    shm = Path("/dev/shm")
+    shm, kernels = Path("/dev/shm"), built() if "torch" in versions else None
     return Machine(
         versions=versions,
         cpu_info=read_cpu_info(),
@@ -76,6 +77,7 @@ def gather_machine(handoff_host: str, rdma_devices: Sequence[str]) -> Machine:
         transports=transports,
         transports_problem=transports_problem,
         is_clock_synchronized=_is_clock_synchronized(),
+        kernels_problem=str(kernels) if isinstance(kernels, Missing) else "",
     )
 
 

@@ -43,6 +43,7 @@ class Machine:
     transports: tuple[str, ...]  # that UCX offers NIXL here, transport/device
     transports_problem: str
     is_clock_synchronized: bool | None  # None: the kernel does not say
+    kernels_problem: str  # why there are no compiled kernels; empty where there are, or no torch
 
 
 def machine_findings(machine: Machine) -> Iterator[Finding]:
@@ -79,6 +80,9 @@ def _processor(machine: Machine) -> Iterator[Finding]:
     dtype, because = choose_dtype("auto", "cpu", machine.cpu_info)
     has = " ".join(name for name in SHOWN_FEATURES if name in features) or "no vector extensions that are known"
     yield ok("processor", f"{cpu_name(machine.cpu_info)}: {has}; CPU workers compute in {dtype}: {because}")
+    if machine.kernels_problem:
+        remedy = "install gcc, and let nobody else write to ~/.cache: plain torch, which is slower, computes instead"
+        yield warning("cpu kernels", machine.kernels_problem, remedy)
     limit = machine.cpu_limit
     if limit is not None and limit < machine.num_cores:
         remedy = f"set num_threads: {max(1, int(limit))} for workers: more threads than that wait for each other"

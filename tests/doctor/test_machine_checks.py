@@ -31,6 +31,7 @@ SOUND = Machine(
     transports=("tcp/lo", "cma/memory"),
     transports_problem="",
     is_clock_synchronized=True,
+    kernels_problem="",
 )
 
 
@@ -67,6 +68,7 @@ def test_a_sound_machine_has_nothing_to_do() -> None:
         ({"gpus": ("H100",), "versions": {"python": "3.11.7"}}, {}),
         ({"is_clock_synchronized": False}, {"clock": Level.WARNING}),
         ({"is_clock_synchronized": None}, {}),
+        ({"kernels_problem": "there is no C compiler: looked for gcc"}, {"cpu kernels": Level.WARNING}),
         ({"rdma_ports": (replace(ACTIVE, state="DOWN"),)}, {"rdma": Level.WARNING}),
         ({"rdma_ports": (ACTIVE,)}, {"ucx": Level.WARNING}),
         ({"rdma_ports": (ACTIVE,), "transports": ("rc_mlx5/mlx5_0:1",)}, {}),
