@@ -14,7 +14,7 @@ DECODE ?= 1
 # make sim: how many seeds.
 SEEDS ?= 200
 
-.PHONY: demo serve unit test test-long test-kubernetes check sim gpu images audit scan clean
+.PHONY: demo serve unit test test-long test-page test-kubernetes check sim gpu images audit scan clean
 
 demo: $(SERVING)
 	$(BIN)/pdserve demo
@@ -38,6 +38,13 @@ test: $(INSTALLED)
 # More moments of killing, freezing and cutting on live clusters, and more models and traces, than each run needs.
 test-long: $(INSTALLED)
 	$(BIN)/pytest -q -m long --ignore=tests/kernels --ignore=tests/triton_engine
+
+# The live page in headless Chromium, over a cluster of its own; renews the pictures of docs/page.md.
+test-page: $(INSTALLED)
+	@command -v chromium >/dev/null || { echo "a browser is needed: apt-get install chromium" >&2; exit 1; }
+	$(PIP_INSTALL) -e ".[page]"
+	mkdir -p docs/images
+	PDSERVE_PICTURES=docs/images $(BIN)/pytest -q tests/cluster/browse_live_page.py
 
 # tests/kubernetes on a real API server, which KUBECONFIG names with an account that may make namespaces.
 test-kubernetes: $(INSTALLED)

@@ -54,12 +54,14 @@ export function showNews(state) {
   const wanted = (kind) => !kinds || kinds.split(" ").includes(kind);
   const rows = Object.entries(state.happenings ?? {}).filter(([, each]) => wanted(each.kind)).sort(([, a], [, b]) => b.unix_time_ms - a.unix_time_ms).slice(0, SHOWN);
   byId("news-none").hidden = rows.length > 0;
-  keyed(byId("news"), rows, () => h("li", {}, h("time"), h("span.kind"), h("span.what")), (row, each) => {
+  keyed(byId("news"), rows, () => h("li", {}, h("time"), h("span.kind"), h("span.what", {}, h("span"), h("span.reasons"))), (row, each) => {
     const [time, kind, what] = row.children;
     attribute(row, "data-kind", each.kind);
     text(time, clock(each.unix_time_ms));
     text(kind, `${SIGNS[each.kind] ?? "·"} ${each.kind}`);
-    text(what, `${told(each)}${each.count > 1 ? ` (${each.count} times)` : ""}`);
+    const [first, second, ...rest] = told(each).split("; ");
+    text(what.firstChild, [first, second].filter(Boolean).join("; ") + (each.count > 1 ? ` (${each.count} times)` : ""));
+    text(what.lastChild, rest.join("; "));
   });
 }
 
