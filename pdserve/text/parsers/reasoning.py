@@ -1,0 +1,67 @@
+"""Parts an answer into the model's reasoning, which stands between <think> and </think>, and the rest."""
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from pdserve.text.parsers.markers import split_at
+
+BEGIN, END = "<think>", "</think>"
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of an answer."""
+
+    text: str
+    is_reasoning: bool
+
+
+class _Place(Enum):
+    BEFORE = auto()  # nothing but spaces has come
+    INSIDE = auto()
+    AFTER = auto()
+
+
+class ReasoningParser:
+    """One answer. Reasoning stands at its beginning or nowhere; spaces at its borders are left out."""
+
+    def __init__(self, *, begins_inside: bool) -> None:
+        """`begins_inside`: the prompt ends with <think>."""
+        self._place = _Place.INSIDE if begins_inside else _Place.BEFORE
+        self._held = ""
+        self._is_fresh = True  # nothing has come since the last marker
+
+    def push(self, text: str) -> list[Part]:
+        """Take the next piece; return what is known to be of either kind."""
+        self._held += text
+        parts: list[Part] = []
+        if self._place is _Place.BEFORE:
+            self._begin()
+        if self._place is _Place.INSIDE:
+            before, self._held, has_ended = split_at(self._held, END)
+            parts += self._part(before, is_reasoning=True)
+            if has_ended:
+                self._place, self._is_fresh = _Place.AFTER, True
+        if self._place is _Place.AFTER:
+            held, self._held = self._held, ""
+            parts += self._part(held, is_reasoning=False)
+        return parts
+
+    def finish(self) -> list[Part]:
+        """End the answer; return what was held back."""
+        held, self._held = self._held, ""
+        return [Part(held, self._place is _Place.INSIDE)] if held else []
+
+    def _begin(self) -> None:
+        """Decide between reasoning and none, once enough has come."""
+        text = self._held.lstrip()
+        if text.startswith(BEGIN):
+            self._place, self._held = _Place.INSIDE, text.removeprefix(BEGIN)
+        elif text and not BEGIN.startswith(text):
+            self._place, self._is_fresh = _Place.AFTER, False
+
+    def _part(self, text: str, *, is_reasoning: bool) -> list[Part]:
+        if self._is_fresh:
+            text = text.lstrip()
+        self._is_fresh &= not text
+        return [Part(text, is_reasoning)] if text else []
