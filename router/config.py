@@ -63,6 +63,14 @@ class RouterConfig(Limits, ProcessConfig):
         description="auto: sampling that a request leaves out is as the model's generation_config.json says; its "
         "max_new_tokens limits every answer. vllm: the API's defaults alone.",
     )
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = Field(
+        "auto", description="How the model writes tool calls; auto: as its chat template says, else as Hermes does."
+    )
+    reasoning_parser: Literal["auto", "think", "none"] = Field(
+        "auto",
+        description="think: what answers have between <think> and </think> is reasoning. auto: if the chat template "
+        "knows these.",
+    )
     host: str = Field("127.0.0.1", description="Host on which clients are awaited.")
     port: int = Field(50051, ge=0, le=65535, description="Port for clients; 0 takes a free one.")
     http_host: str = Field("127.0.0.1", description="Host on which clients of the HTTP API are awaited.")

@@ -51,6 +51,8 @@ from pdserve.router.predict import Predictor
 from pdserve.router.shell import Follow, Links, Shell, WorkerStream
 from pdserve.rpc import check_bind, listen, server_options
 from pdserve.signals import DRAIN_TIMED_OUT_STATUS, drain_on_signals
+from pdserve.text.parsers.reasoning import reasoning_of
+from pdserve.text.parsers.tool_calls import FORMATS, format_of
 
 if TYPE_CHECKING:
     from pdserve.tracing import SpanExport
@@ -93,15 +95,19 @@ def load_model(config: RouterConfig) -> ServedModel:
             defaults = checkpoint.generation.within(vocab_size)
         if defaults != NO_DEFAULTS:
             logger.info("sampling defaults of the model's generation_config.json: %s", defaults.sampling())
+    source, chat = checkpoint.chat_template or "", checkpoint.chat()
+    parser = config.tool_call_parser
     return ServedModel(
         name=config.served_model_name or checkpoint.name,
         max_model_len=checkpoint.config.max_position_embeddings,
         vocab_size=vocab_size,
         defaults=defaults,
         tokenizer=tokenizer,
-        chat=checkpoint.chat(),
+        chat=chat,
         special_tokens=checkpoint.special_tokens,
         eos_token_ids=checkpoint.ends(tokenizer),
+        tool_format=format_of(source) if parser == "auto" else FORMATS[parser],
+        reasoning=None if chat is None else reasoning_of(config.reasoning_parser, source, chat),
     )
 
 

@@ -22,6 +22,8 @@ from pdserve.sampling import MAX_BAD_WORD_BYTES, MAX_BAD_WORDS, SamplingParams, 
 from pdserve.sampling_wire import structured_from_proto
 from pdserve.text.chat import DEFAULT_OPTIONS, ChatMessage, ChatOptions
 from pdserve.text.detokenize import Detokenizer
+from pdserve.text.parsers.reasoning import Reasoning
+from pdserve.text.parsers.tool_calls import FORMATS, ToolFormat
 from pdserve.text.stop import check_stops
 from pdserve.token_ids import TokenIds, largest, pack
 
@@ -43,6 +45,7 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: Seq[int]) -> str: ...
     def to_json(self) -> str: ...
     def detokenizer(self, *, at_start: bool, skip_special: bool = True) -> Detokenizer: ...
+    def token_id(self, token: str) -> int | None: ...
     def piece(self, token_id: int) -> bytes: ...
 
 
@@ -64,6 +67,8 @@ class ServedModel:
     chat: ChatTemplate | None
     special_tokens: Mapping[str, str] = field(default_factory=dict)  # by their names in templates, such as eos_token
     eos_token_ids: tuple[int, ...] = ()  # of the tokenizer's vocabulary
+    tool_format: ToolFormat = FORMATS["hermes"]
+    reasoning: Reasoning | None = None  # None: answers have none
 
 
 class Prompts:

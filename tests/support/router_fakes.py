@@ -371,7 +371,7 @@ async def running_router(
         {"model": MODEL, "secret_file": secret_file, "port": 0, "internal_port": 0, **settings}
     )
     chat = None if template is None else ChatTemplate(template, {})
-    model = ServedModel(MODEL, 4096, TOKENIZER.vocab_size, defaults, TOKENIZER, chat)
+    model = ServedModel(MODEL, 4096, TOKENIZER.vocab_size, defaults, TOKENIZER, chat, eos_token_ids=(0,))
     secret = read_secret(secret_file)
     ready: asyncio.Future[Addresses] = asyncio.get_running_loop().create_future()
     stop = asyncio.Event()

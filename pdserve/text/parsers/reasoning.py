@@ -1,8 +1,12 @@
 """Parts an answer into the model's reasoning, which stands between <think> and </think>, and the rest."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Literal
 
+from pdserve.errors import RequestError
+from pdserve.text.chat import ChatMessage, ChatOptions, ChatTemplate
 from pdserve.text.parsers.markers import split_at
 
 BEGIN, END = "<think>", "</think>"
@@ -14,6 +18,31 @@ class Part:
 
     text: str
     is_reasoning: bool
+
+
+class Reasoning:
+    """How a model begins to reason: by itself, or because its template has begun for it."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self._begins_inside = self._renders_open({})
+
+    def begins_inside(self, template_kwargs: Mapping[str, object]) -> bool:
+        """Return whether the prompt of a conversation ends within the reasoning."""
+        switches = {name: value for name, value in template_kwargs.items() if isinstance(value, bool)}
+        return self._renders_open(switches) if switches else self._begins_inside
+
+    def _renders_open(self, template_kwargs: Mapping[str, object]) -> bool:
+        try:
+            prompt = self._template.render([ChatMessage("user", "?")], ChatOptions(template_kwargs=template_kwargs))
+        except RequestError:
+            return False
+        return prompt.rstrip().endswith(BEGIN)
+
+
+def reasoning_of(parser: Literal["auto", "think", "none"], source: str, template: ChatTemplate) -> Reasoning | None:
+    """Return how a model reasons; None where its answers are taken as they are: by default if its template is."""
+    return Reasoning(template) if parser == "think" or (parser == "auto" and END in source) else None
 
 
 class _Place(Enum):

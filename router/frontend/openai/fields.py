@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 WITHOUT_EFFECT = frozenset(  # OpenAI's own; no answer would be another for them
     {
         *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
-        *("prompt_cache_retention", "parallel_tool_calls", "verbosity"),
+        *("prompt_cache_retention", "verbosity"),
     }
 )
 MAX_PROMPTS = 128
@@ -77,7 +77,14 @@ class Generation(Body):
     deadline_ms: int | None = Field(None, ge=0, lt=2**32, description="Time the whole request may take.")
     request_id: str | None = Field(None, description="As the header x-request-id.")
     response_format: Object | None = None
-    structured_outputs: Object | None = None
+    structured_outputs: Object | None = Field(
+        None, description="One of json, json_object, regex, choice and grammar, which the answer is to match."
+    )
+    guided_json: Object | str | None = None
+    guided_json_object: bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     REFUSED: ClassVar[dict[str, str]] = {
         "use_beam_search": "beam search is not supported",
@@ -115,6 +122,7 @@ class ChatRequest(Generation):
     top_logprobs: int | None = Field(None, ge=0, lt=2**31)
     tools: list[Object] | None = None
     tool_choice: str | Object | None = None
+    parallel_tool_calls: bool | None = Field(None, description="False: an answer calls one tool at most.")
     documents: list[Object] | None = None
     chat_template_kwargs: Object | None = None
     add_generation_prompt: bool | None = None

@@ -4,16 +4,27 @@ A filter belongs to one choice of one response. Deltas are as in OpenAI's chunks
 `{"reasoning_content": ...}`, `{"tool_calls": [{"index": 0, ...}]}`.
 """
 
+import secrets
+import string
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
-from pdserve.errors import invalid
+from pdserve.errors import RequestError, invalid
 from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.router.frontend.openai.constraints import constraint_of
 from pdserve.router.frontend.openai.fields import ChatRequest, Generation
+from pdserve.router.frontend.openai.tools import ToolUse, forced_calls, has_special, tool_use
 from pdserve.router.frontend.prompts import ServedModel
+from pdserve.text.parsers.call_reader import Arguments, CallBegun
+from pdserve.text.parsers.markers import split_at
+from pdserve.text.parsers.reasoning import ReasoningParser
+from pdserve.text.parsers.tool_calls import Content, Event, ToolCallParser, ToolFormat
 
 Delta = dict[str, Any]
+_ID_CHARS = string.ascii_letters + string.digits
+_ID_LENGTH = 9  # Mistral's templates take no other
 
 
 class TextFilter(Protocol):
@@ -31,20 +42,113 @@ class Plan:
     """What a request's fields for output and tools come to."""
 
     new_filter: Callable[[], TextFilter] | None = None  # for each choice; None: text is content
+    constrained_by: str = ""  # the field that says what the answer is to match
+
+
+def renamed(error: RequestError, field: str) -> RequestError:
+    """Return an error with the name of the field that asked for what was wrong with the structured output."""
+    if not field or not error.message.startswith("structured_output"):
+        return error
+    return RequestError(error.status, f"{field}: {error.message.partition(': ')[2]}")
 
 
 def plan(body: Generation, request: inference.GenerateRequest, model: ServedModel) -> Plan:
     """Write what constrains the output into `request`; RequestError(INVALID_ARGUMENT) names the field refused."""
-    del request, model
-    _refuse_until_served(body)
-    return Plan()
+    field, wanted = constraint_of(body) or ("", None)
+    use = tool_use(body) if isinstance(body, ChatRequest) else None
+    if use is not None and use.forced:
+        if wanted is not None:
+            raise invalid("tool_choice", f"goes against {field}: an answer that has to call tools matches nothing else")
+        field, wanted = "tools", forced_calls(use, model.tool_format, model.tokenizer)
+    if wanted is not None:
+        request.sampling.structured_output.CopyFrom(wanted)
+    reader = None if use is None else _ToolReader.of(use, model)
+    if reader is not None and reader.needs_special:
+        request.sampling.skip_special_tokens = False
+    begins_inside = None
+    if isinstance(body, ChatRequest) and wanted is None and model.reasoning is not None:
+        begins_inside = model.reasoning.begins_inside(body.chat_template_kwargs or {})
+    if reader is None and begins_inside is None:
+        return Plan(None, field)
+    shows_reasoning = not (isinstance(body, ChatRequest) and body.include_reasoning is False)
+    return Plan(partial(MessageFilter, reader, begins_inside, shows_reasoning=shows_reasoning), field)
 
 
-def _refuse_until_served(body: Generation) -> None:
-    kind = (body.response_format or {}).get("type", "text")
-    if kind != "text":
-        raise invalid("response_format", f"{kind!r} is not supported; 'text' is")
-    if body.structured_outputs:
-        raise invalid("structured_outputs", "they are not supported")
-    if isinstance(body, ChatRequest) and body.tool_choice not in (None, "none", "auto"):
-        raise invalid("tool_choice", "only 'none' and 'auto' are supported")
+@dataclass(frozen=True, slots=True)
+class _ToolReader:
+    """How tool calls are read from an answer."""
+
+    written: ToolFormat
+    use: ToolUse
+    needs_special: bool  # a marker is a token that texts usually leave out
+    ends: tuple[str, ...]  # of which one then stands at the end of an answer
+
+    @classmethod
+    def of(cls, use: ToolUse, model: ServedModel) -> "_ToolReader":
+        written = model.tool_format
+        needs_special = any(has_special(marker, model.tokenizer) for marker in (written.begin, written.end))
+        ends = [model.tokenizer.piece(token_id).decode(errors="replace") for token_id in model.eos_token_ids]
+        return cls(written, use, needs_special, tuple(ends) if needs_special else ())
+
+
+class MessageFilter:
+    """Tool calls and reasoning of one choice."""
+
+    def __init__(self, tools: _ToolReader | None, begins_inside: bool | None, *, shows_reasoning: bool) -> None:
+        """`begins_inside`: whether the prompt has begun the reasoning; None: there is none."""
+        self._tools = tools
+        self._calls = None if tools is None else ToolCallParser(tools.written)
+        self._ends = tools.ends if tools is not None else ()
+        self._held = ""  # that may become one of them
+        self._reasoning = None if begins_inside is None else ReasoningParser(begins_inside=begins_inside)
+        self._shows_reasoning = shows_reasoning
+        self._num_calls = 0
+
+    def push(self, text: str) -> list[Delta]:
+        if self._ends:
+            text = self._before_end(self._held + text)
+        if self._reasoning is None:
+            return self._answer(text)
+        return [delta for part in self._reasoning.push(text) for delta in self._part(part.text, part.is_reasoning)]
+
+    def finish(self, finish_reason: str) -> tuple[list[Delta], str]:
+        deltas: list[Delta] = []
+        if self._reasoning is not None:
+            for part in self._reasoning.finish():
+                deltas += self._part(part.text, part.is_reasoning)
+        deltas += self._answer(self._held)
+        if self._calls is not None:
+            deltas += [delta for event in self._calls.finish() for delta in self._delta(event)]
+        called = self._num_calls > 0 and self._tools is not None and not self._tools.use.is_named
+        return deltas, "tool_calls" if called and finish_reason == "stop" else finish_reason
+
+    def _before_end(self, text: str) -> str:
+        """Return the text without the token that ends it, and without what may become that."""
+        found = [split_at(text, end) for end in self._ends]
+        ended = [before for before, _, has_ended in found if has_ended]
+        self._held = "" if ended else max((rest for _, rest, _ in found), key=len)
+        return min(ended, key=len) if ended else text.removesuffix(self._held)
+
+    def _part(self, text: str, is_reasoning: bool) -> list[Delta]:
+        if not is_reasoning:
+            return self._answer(text)
+        return [{"reasoning_content": text}] if self._shows_reasoning else []
+
+    def _answer(self, text: str) -> list[Delta]:
+        if self._calls is None:
+            return [{"content": text}] if text else []
+        return [delta for event in self._calls.push(text) for delta in self._delta(event)]
+
+    def _delta(self, event: Event) -> list[Delta]:
+        if isinstance(event, Content):
+            return [{"content": event.text}]
+        if isinstance(event, CallBegun):
+            self._num_calls += 1
+        if self._num_calls > 1 and self._tools is not None and self._tools.use.one_at_most:
+            return []
+        index = self._num_calls - 1
+        if isinstance(event, Arguments):
+            return [{"tool_calls": [{"index": index, "function": {"arguments": event.text}}]}]
+        call_id = "".join(secrets.choice(_ID_CHARS) for _ in range(_ID_LENGTH))
+        function = {"name": event.name, "arguments": ""}
+        return [{"tool_calls": [{"index": index, "id": call_id, "type": "function", "function": function}]}]

@@ -37,7 +37,7 @@ class Generator:
         plan = filters.plan(asked, request, self._intake.model)
         shown = _shown(asked, logprobs=bool(asked.logprobs))
         reply = self._reply(asked, scope, CHAT, shown)
-        await self._serve(reply, [(request, _choices(request, 0, plan, Prompt()))], scope, send)
+        await self._serve(reply, [(request, _choices(request, 0, plan, Prompt()))], scope, send, plan.constrained_by)
 
     async def complete(self, scope: Scope, body: bytes, send: Send) -> None:
         """Serve POST /v1/completions. Raises what `errors.error_of` knows."""
@@ -54,7 +54,7 @@ class Generator:
             choices = _choices(request, first, plan, Prompt(self._text_of(prompt) if asked.echo else ""))
             parts.append((request, choices))
             first += len(choices)
-        await self._serve(reply, parts, scope, send)
+        await self._serve(reply, parts, scope, send, plans[0].constrained_by)
 
     def _text_of(self, prompt: str | Sequence[int]) -> str:
         return prompt if isinstance(prompt, str) else self._intake.model.tokenizer.decode(prompt)
@@ -75,11 +75,14 @@ class Generator:
         parts: Sequence[tuple[inference.GenerateRequest, list[Choice]]],
         scope: Scope,
         send: Send,
+        constrained_by: str,
     ) -> None:
         try:
             for request, choices in parts:
                 await reply.open(self._intake, request, key_of(scope), choices)
             await reply.run(send)
+        except RequestError as error:
+            raise filters.renamed(error, constrained_by) from error
         except HttpError as error:
             error.headers = (*error.headers, *reply.headers)
             raise

@@ -1,0 +1,210 @@
+"""What answers are to match, and which tools they call, as HTTP's fields ask for it."""
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from http_door import StartHttp
+from router_fakes import MODEL
+from small_vocabulary import small_tokenizer
+
+from pdserve.checkpoint.checkpoint import NO_DEFAULTS
+from pdserve.errors import GrammarError, RequestError
+from pdserve.grammar.compiler import Compiler
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.router.frontend.openai.constraints import constraint_of
+from pdserve.router.frontend.openai.fields import ChatRequest, CompletionRequest
+from pdserve.router.frontend.openai.filters import plan
+from pdserve.router.frontend.prompts import ServedModel
+from pdserve.sampling_wire import structured_from_proto
+from pdserve.text.chat import ChatTemplate
+from pdserve.text.parsers.reasoning import Reasoning
+from pdserve.text.parsers.tool_calls import FORMATS, FormatName
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TOKENIZER = small_tokenizer()
+HELLO: Any = [{"role": "user", "content": "hello"}]
+
+
+def function(name: str, **parameters: object) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters or None}}
+
+
+WEATHER = {"type": "object", "properties": {"city": {"enum": ["Bern", "Rome"]}}, "required": ["city"]}
+TOOLS = [function("weather", **WEATHER), function("now")]
+
+
+def model(tool_format: FormatName = "hermes", reasoning: Reasoning | None = None) -> ServedModel:
+    return ServedModel(
+        "m", 100, TOKENIZER.vocab_size, NO_DEFAULTS, TOKENIZER, None,
+        eos_token_ids=(0,), tool_format=FORMATS[tool_format], reasoning=reasoning,
+    )  # fmt: skip
+
+
+def chat(**fields: object) -> ChatRequest:
+    return ChatRequest.model_validate({"messages": HELLO, **fields})
+
+
+def of_schema(schema: object = SCHEMA) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": schema}}
+
+
+Wanted = inference.StructuredOutput
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Wanted(json_object=True)),
+        ({"response_format": of_schema()}, Wanted(json_schema=json.dumps(SCHEMA))),
+        ({"structured_outputs": {"json": SCHEMA, "regex": None}}, Wanted(json_schema=json.dumps(SCHEMA))),
+        ({"structured_outputs": {"json": "{}", "disable_any_whitespace": True}}, Wanted(json_schema="{}")),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, Wanted(choice=inference.Choices(texts=["a", "b"]))),
+        ({"guided_regex": "a+"}, Wanted(regex="a+")),
+        ({"guided_grammar": "start: X"}, Wanted(grammar="start: X")),
+        ({"guided_json_object": True}, Wanted(json_object=True)),
+    ],
+)
+def test_fields_say_what_answers_match(fields: dict[str, Any], wanted: Wanted | None) -> None:
+    found = constraint_of(CompletionRequest.model_validate({"prompt": "x", **fields}))
+    assert (found and found[1]) == wanted
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type: 'xml' is not one of"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema: null is no JSON object"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag: it is not supported"),
+        ({"structured_outputs": {"regex": 5}}, "structured_outputs.regex: 5 is of the wrong type"),
+        ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice: [1] is of the wrong type"),
+        ({"guided_regex": "a", "guided_grammar": "b"}, "guided_grammar: goes against guided_regex"),
+        ({"tools": [{"type": "function"}]}, "tools[0]: it is no function"),
+        ({"tools": [function("a b")]}, "tools[0].function.name: 'a b'"),
+        ({"tool_choice": "required"}, "tool_choice: 'required' goes with tools"),
+        ({"tools": TOOLS, "tool_choice": function("x")}, "tool_choice: 'x' is not one of the tools"),
+        ({"tools": TOOLS, "tool_choice": "perhaps"}, "tool_choice: 'perhaps' is not one of"),
+        ({"tools": TOOLS * 65}, "tools: 130 are over the limit of 128"),
+        ({"tools": TOOLS, "tool_choice": "required", "response_format": of_schema()}, "tool_choice: goes against resp"),
+    ],
+)
+def test_what_cannot_be_served_names_its_field(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        plan(chat(**fields), inference.GenerateRequest(), model())
+    assert refused.value.message.startswith(message)
+
+
+CALLS = {
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>',
+    "llama3_json": '{"name": "weather", "parameters": {"city": "Rome"}}',
+    "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}}]',
+}
+
+
+def takes(wanted: Wanted, text: str) -> bool:
+    """Return whether an answer may be this text, and may end with it."""
+    try:
+        matcher = Compiler(TOKENIZER.to_json(), (0,)).compile(structured_from_proto(wanted))
+    except GrammarError as error:
+        raise AssertionError(wanted.grammar) from error
+    return matcher.consume_tokens(TOKENIZER.encode(text, add_special=False)) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_answer_that_has_to_call_tools_is_calls_that_are_read_again(name: FormatName) -> None:
+    request = inference.GenerateRequest()
+    planned = plan(chat(tools=TOOLS, tool_choice="required"), request, model(name))
+    wanted, text = request.sampling.structured_output, CALLS[name]
+    assert takes(wanted, text)
+    assert takes(wanted, text.replace("weather", "now").replace('{"city": "Rome"}', '{"x": []}'))
+    for wrong in ("hello", text[:-1], text.replace("Rome", "Oslo"), text.replace("weather", "other")):
+        assert not takes(wanted, wrong)
+    assert planned.new_filter is not None
+    reader = planned.new_filter()
+    deltas = [delta for char in text for delta in reader.push(char)]
+    last, finish_reason = reader.finish("stop")
+    (first, *others) = [call for delta in deltas + last for call in delta["tool_calls"]]
+    assert (first["index"], first["type"], first["function"]) == (0, "function", {"name": "weather", "arguments": ""})
+    assert len(first["id"]) == 9
+    assert "".join(each["function"]["arguments"] for each in others) == '{"city": "Rome"}'
+    assert finish_reason == "tool_calls"
+
+
+def test_a_named_tool_is_called_once_and_several_only_where_they_may_be() -> None:
+    two = f"{CALLS['hermes']}\n{CALLS['hermes']}"
+    for fields, may_be_two in (
+        ({"tool_choice": "required"}, True),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, False),
+        ({"tool_choice": function("weather")}, False),
+    ):
+        request = inference.GenerateRequest()
+        plan(chat(tools=TOOLS, **fields), request, model())
+        assert takes(request.sampling.structured_output, two) == may_be_two
+    assert not takes(request.sampling.structured_output, CALLS["hermes"].replace("weather", "now"))
+
+
+def test_references_within_a_tools_parameters_keep_their_root() -> None:
+    parameters = {"type": "object", "properties": {"x": {"$ref": "#/$defs/x"}}, "$defs": {"x": {"const": 7}}}
+    request = inference.GenerateRequest()
+    plan(chat(tools=[function("f", **parameters)], tool_choice="required"), request, model())
+    assert takes(request.sampling.structured_output, '<tool_call>\n{"name": "f", "arguments": {"x": 7}}\n</tool_call>')
+
+
+def message(planned_for: ChatRequest, served: ServedModel, text: str) -> tuple[dict[str, str], list[str], str]:
+    """Return the texts of a message, the names of its calls, and why it ended."""
+    planned = plan(planned_for, inference.GenerateRequest(), served)
+    assert planned.new_filter is not None
+    reader, texts, names = planned.new_filter(), {"content": "", "reasoning_content": ""}, []
+    deltas = [delta for char in text for delta in reader.push(char)]
+    last, finish_reason = reader.finish("stop")
+    for delta in deltas + last:
+        for key in texts:
+            texts[key] += delta.get(key, "")
+        names += [call["function"]["name"] for call in delta.get("tool_calls", []) if "id" in call]
+    return texts, names, finish_reason
+
+
+THINKS = "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% else %}<think>\n{% endif %}"
+
+
+def test_reasoning_comes_before_calls_and_can_be_left_out() -> None:
+    served = model(reasoning=Reasoning(ChatTemplate(THINKS, {})))
+    text = f"Hm.</think>Wait. {CALLS['hermes']}"
+    texts, names, why = message(chat(tools=TOOLS), served, text)
+    assert (texts, names, why) == ({"content": "Wait. ", "reasoning_content": "Hm."}, ["weather"], "tool_calls")
+    assert message(chat(tools=TOOLS, include_reasoning=False), served, text)[0]["reasoning_content"] == ""
+    unthinking = chat(chat_template_kwargs={"enable_thinking": False})
+    assert message(unthinking, served, "Yes.")[0] == {"content": "Yes.", "reasoning_content": ""}
+    assert plan(chat(response_format=of_schema()), inference.GenerateRequest(), served).new_filter is None
+
+
+def test_one_call_at_most_is_reported_where_that_is_asked_for() -> None:
+    _, names, _ = message(chat(tools=TOOLS, parallel_tool_calls=False), model(), CALLS["hermes"] * 2)
+    assert names == ["weather"]
+    _, names, _ = message(chat(tools=TOOLS), model(), CALLS["hermes"] * 2)
+    assert names == ["weather", "weather"]
+
+
+def test_tools_that_may_not_be_called_change_nothing() -> None:
+    request = inference.GenerateRequest()
+    assert plan(chat(tools=TOOLS, tool_choice="none"), request, model()).new_filter is None
+    assert request == inference.GenerateRequest()
+
+
+async def test_a_schema_reaches_the_worker_and_a_wrong_one_its_client(start_http: StartHttp) -> None:
+    door = await start_http()
+    create = door.client.chat.completions.create
+    await create(model=MODEL, messages=HELLO, max_tokens=2, response_format=of_schema())  # type: ignore[call-overload]
+    (placed,) = door.router.workers["p0"].prefills
+    assert json.loads(placed.spec.sampling.structured_output.json_schema) == SCHEMA
+    with pytest.raises(openai.BadRequestError) as refused:
+        await create(model=MODEL, messages=HELLO, response_format=of_schema({"$ref": "#"}))  # type: ignore[call-overload]
+    assert refused.value.param == "response_format.json_schema.schema"
+    assert "recursive without end" in refused.value.message
+    broken: Any = [function("f", type="object", properties={"a": {"type": "tree"}})]
+    with pytest.raises(openai.BadRequestError) as refused:
+        await create(model=MODEL, messages=HELLO, tools=broken, tool_choice="required")
+    assert refused.value.param == "tools"
