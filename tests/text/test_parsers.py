@@ -118,7 +118,7 @@ REASONED = [
     ("  <think></think>\nYes </think>", False, ("", "Yes </think>")),
     ("No <think> here", False, ("", "No <think> here")),
     ("<think>It never ends </thin", False, ("It never ends </thin", "")),
-    ("<thi", False, ("", "<thi")),
+    ("<th", False, ("", "<th")),
     ("", True, ("", "")),
 ]
 
