@@ -20,6 +20,7 @@ from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
 from pdserve.certificates import Part
+from pdserve.checkpoint.archive import tokenizer_archive
 from pdserve.checkpoint.checkpoint import NO_DEFAULTS, naming
 from pdserve.checkpoint.fetch import resolve_model
 from pdserve.checkpoint.open import open_checkpoint
@@ -38,6 +39,7 @@ from pdserve.router.admin import AdminEndpoint
 from pdserve.router.config import RouterConfig
 from pdserve.router.core import RouterCore
 from pdserve.router.events import ShutdownAsked, ShutdownDue
+from pdserve.router.frontend.dialects.doors import DIALECTS, add_dialects
 from pdserve.router.frontend.generate import INFERENCE_SERVICE, InferenceEndpoint
 from pdserve.router.frontend.grpc_door import HARD_LIMIT_BYTES, LimitSizes, RequireKey
 from pdserve.router.frontend.intake import Intake
@@ -108,6 +110,9 @@ def load_model(config: RouterConfig) -> ServedModel:
         eos_token_ids=checkpoint.ends(tokenizer),
         tool_format=format_of(source) if parser == "auto" else FORMATS[parser],
         reasoning=None if chat is None else reasoning_of(config.reasoning_parser, source, chat),
+        model_type=str(checkpoint.raw_config.get("model_type", "")),
+        architectures=(checkpoint.config.architecture,),
+        archived=partial(tokenizer_archive, checkpoint),
     )
 
 
@@ -131,12 +136,8 @@ async def run(
     export = _span_export(config)
     records = Records(model.name, config, export)
     intake = Intake(shell, model, prompts, config, records)
-    shown = HealthMethods(
-        {
-            "": lambda: not stop.is_set(),
-            INFERENCE_SERVICE: lambda: core.is_ready and not stop.is_set(),  # some pair of workers could serve one
-        }
-    )
+    serves = dict.fromkeys((INFERENCE_SERVICE, *DIALECTS), lambda: core.is_ready and not stop.is_set())
+    shown = HealthMethods({"": lambda: not stop.is_set(), **serves})
     collect = partial(router_samples, shell, intake.outcomes, intake.clients, records.span_counts, model.name)
     awaited = Awaited(lambda: core.is_ready, config.pool_grace_s, shell.clock)
     try:
@@ -148,7 +149,7 @@ async def run(
                 collect=collect if config.metrics else None,
                 live=admin.live,
             )
-            servers = _public_server(intake, shown), _internal_server(config, credentials, shell, admin)
+            servers = _public_server(intake, shown, state, shell), _internal_server(config, credentials, shell, admin)
             async with (
                 _listening(config, credentials, *servers) as (public, internal),
                 _listening_http(config, intake, state) as http,
@@ -232,13 +233,14 @@ async def _listening_http(config: RouterConfig, intake: Intake, state: RouterSta
         yield url
 
 
-def _public_server(intake: Intake, shown: HealthMethods) -> grpc.aio.Server:
+def _public_server(intake: Intake, shown: HealthMethods, state: RouterState, shell: Shell) -> grpc.aio.Server:
     server = grpc.aio.server(
         interceptors=[RequireKey(intake.clients), LimitSizes()], options=server_options(HARD_LIMIT_BYTES)
     )
     InferenceEndpoint(intake).add_to(server)
     shown.add_to(server, may_watch=True)
-    names = (INFERENCE_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    add_dialects(server, intake, state, shell)
+    names = (INFERENCE_SERVICE, *DIALECTS, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
     return server
 

@@ -69,6 +69,9 @@ class ServedModel:
     eos_token_ids: tuple[int, ...] = ()  # of the tokenizer's vocabulary
     tool_format: ToolFormat = FORMATS["hermes"]
     reasoning: Reasoning | None = None  # None: answers have none
+    model_type: str = ""  # as its config names it
+    architectures: tuple[str, ...] = ()
+    archived: Callable[[], bytes] | None = None  # a ZIP archive of the tokenizer's files; takes a moment
 
 
 class Prompts:

@@ -1,7 +1,7 @@
 """Real routers in this process, each of which has to be idle at its test's end."""
 
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -29,9 +29,10 @@ async def start_router(secret_file: Path) -> AsyncIterator[StartRouter]:
             *,
             template: str | None = TEMPLATE,
             defaults: GenerationDefaults = NO_DEFAULTS,
+            archived: Callable[[], bytes] | None = None,
             **settings: object,
         ) -> RouterUnderTest:
-            running = running_router(secret_file, settings, template=template, defaults=defaults)
+            running = running_router(secret_file, settings, template=template, defaults=defaults, archived=archived)
             router = await stack.enter_async_context(running)
             started.append(router)
             return router

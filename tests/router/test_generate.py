@@ -133,6 +133,18 @@ async def test_logprobs_pass_through(start_router: StartRouter) -> None:
     assert [(entry.chosen, len(entry.top)) for entry in logprobs] == [(-0.5, 2)] * 3
 
 
+async def test_log_probabilities_of_the_prompt_come_before_the_first_token(start_router: StartRouter) -> None:
+    router = await start_router()
+    await router.pair()
+    replies = await collect(router.generate(text="hello", max_tokens=3, prompt_logprobs=2))
+    scored = [entry for reply in replies for entry in reply.prompt_logprobs]
+    assert [(entry.chosen, [top.token_id for top in entry.top]) for entry in scored] == [
+        (-float(number), [0, 1]) for number in range(1, len(ids("hello")))
+    ]
+    first = next(place for place, reply in enumerate(replies) if tokens_in([reply]))
+    assert not any(reply.prompt_logprobs for reply in replies[first + 1 :])
+
+
 async def test_a_client_that_cancels_frees_both_workers(start_router: StartRouter) -> None:
     router = await start_router()
     prefill, decode = await router.pair()

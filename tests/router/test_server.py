@@ -16,6 +16,7 @@ from pdserve.errors import ConfigError
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router.config import RouterConfig
+from pdserve.router.frontend.dialects.doors import DIALECTS
 from pdserve.router.server import Awaited
 from pdserve.rpc import HELLO_METADATA_KEY, PROOF_METADATA_KEY, Caller, check_bind, identify, read_secret
 
@@ -153,7 +154,7 @@ async def test_reflection_names_the_public_services(start_router: StartRouter) -
     await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
     reply = await call.read()
     names = {service.name for service in reply.list_services_response.service}
-    assert names == {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+    assert names == {SERVICE, *DIALECTS, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
     call.cancel()
 
 

@@ -5,6 +5,7 @@ A fake worker's token is a hash of prompt, continuation and position, so that a 
 
 import asyncio
 import hashlib
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -194,7 +195,9 @@ class FakeWorker:
         await self.progress(key, link.STAGE_PREFILL_DONE)
         position = len(token_ids_of(spec)) - spec.num_prompt_tokens
         is_last = position + 1 >= spec.sampling.max_tokens
-        await self.step([self.delta(spec, index, position, is_last=is_last) for index in indices_of(spec)])
+        prompts = [scored(spec)] if spec.sampling.HasField("prompt_logprobs") else []
+        deltas = [self.delta(spec, index, position, is_last=is_last) for index in indices_of(spec)]
+        await self.say(step=link.StepReport(prompts=prompts, deltas=deltas))
         self.specs.pop(key, None)
         decode = self.peers.get(prefill.target.worker_id)
         if not is_last and decode is not None:
@@ -237,6 +240,20 @@ class FakeWorker:
             logprobs=[inference.TokenLogprobs(chosen=-0.5, top=top)] if top else [],
             finish_reason=inference.FINISH_REASON_LENGTH if is_last else inference.FINISH_REASON_UNSPECIFIED,
         )
+
+
+def scored(spec: link.SequenceSpec) -> link.PromptDelta:
+    """Return log probabilities of a prompt: each token's is its number, with a minus."""
+    count, num_top = spec.num_prompt_tokens - 1, spec.sampling.prompt_logprobs
+    chosen = [-float(number) for number in range(1, count + 1)]
+    return link.PromptDelta(
+        request_id=spec.request_id,
+        attempt=spec.attempt,
+        position=1,
+        chosen=struct.pack(f"<{count}f", *chosen),
+        top_ids=struct.pack(f"<{count * num_top}I", *[*range(num_top)] * count),
+        top=struct.pack(f"<{count * num_top}f", *[value for value in chosen for _ in range(num_top)]),
+    )
 
 
 def token_ids_of(spec: link.SequenceSpec) -> Sequence[int]:
@@ -366,12 +383,15 @@ async def running_router(
     *,
     template: str | None = TEMPLATE,
     defaults: GenerationDefaults = NO_DEFAULTS,
+    archived: Callable[[], bytes] | None = None,
 ) -> AsyncIterator[RouterUnderTest]:
     config = RouterConfig.model_validate(
         {"model": MODEL, "secret_file": secret_file, "port": 0, "internal_port": 0, **settings}
     )
     chat = None if template is None else ChatTemplate(template, {})
-    model = ServedModel(MODEL, 4096, TOKENIZER.vocab_size, defaults, TOKENIZER, chat, eos_token_ids=(0,))
+    model = ServedModel(
+        MODEL, 4096, TOKENIZER.vocab_size, defaults, TOKENIZER, chat, eos_token_ids=(0,), archived=archived
+    )
     secret = read_secret(secret_file)
     ready: asyncio.Future[Addresses] = asyncio.get_running_loop().create_future()
     stop = asyncio.Event()

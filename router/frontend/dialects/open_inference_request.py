@@ -1,0 +1,201 @@
+"""Requests of the Open Inference Protocol as ours, and texts as its tensors."""
+
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pdserve.errors import RequestError, Status, echo, invalid
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.proto.v1 import open_inference_pb2 as protocol
+
+VERSION = "1"  # of the one model
+TEXT_INPUT, STREAM, SAMPLING = "text_input", ("stream", "streaming"), "sampling_parameters"
+TEXT_OUTPUT, FINISH_REASON = OUTPUTS = ("text_output", "finish_reason")
+
+Value = bool | int | float | str | list[object]
+
+_SAMPLING: Mapping[str, type[bool | int | float]] = {
+    "temperature": float,
+    "top_p": float,
+    "top_k": int,
+    "min_p": float,
+    "repetition_penalty": float,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+    "max_tokens": int,
+    "min_tokens": int,
+    "seed": int,
+    "ignore_eos": bool,
+    "skip_special_tokens": bool,
+    "include_stop_str_in_output": bool,
+}
+_REQUEST: Mapping[str, type[int | str]] = {"priority": int, "deadline_ms": int, "tenant": str}
+_SLO = ("ttft_ms", "tpot_ms")
+_UNUSED = frozenset({"sequence_id", "sequence_start", "sequence_end", "triton_enable_empty_final_response", "timeout"})
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request."""
+
+    request: inference.GenerateRequest
+    streams: bool
+    outputs: frozenset[str]  # that are wanted
+
+
+def native(message: protocol.ModelInferRequest) -> Asked:
+    """Return what is asked for; RequestError for what cannot be meant."""
+    check_version(message.model_name, message.model_version)
+    inputs = _inputs(message)
+    if TEXT_INPUT not in inputs:
+        raise invalid(TEXT_INPUT, "the request has no such input")
+    request = inference.GenerateRequest(model=message.model_name, text=_text(TEXT_INPUT, inputs.pop(TEXT_INPUT)))
+    parameters = _json_object(_text(SAMPLING, inputs.pop(SAMPLING))) if SAMPLING in inputs else {}
+    streams = [_flag(name, inputs.pop(name)) for name in STREAM if name in inputs]
+    if inputs:
+        raise invalid("inputs", f"{echo(min(inputs), repr)} is none of {TEXT_INPUT}, {STREAM[0]} and {SAMPLING}")
+    parameters |= {name: _value(parameter) for name, parameter in message.parameters.items()}
+    for name, value in parameters.items():
+        if name not in _UNUSED:
+            _set(request, name, value)
+    outputs = frozenset(output.name for output in message.outputs)
+    if not outputs.issubset(OUTPUTS):
+        raise invalid(
+            "outputs", f"{echo(min(outputs.difference(OUTPUTS)), repr)} is neither of {' and '.join(OUTPUTS)}"
+        )
+    return Asked(request, any(streams), outputs or frozenset(OUTPUTS))
+
+
+def check_version(name: str, version: str) -> None:
+    """Raise RequestError(NOT_FOUND) for another version than the one there is."""
+    if version not in ("", VERSION):
+        raise RequestError(Status.NOT_FOUND, f"version: {echo(version, repr)} of {echo(name, repr)} is not served")
+
+
+def reply(
+    asked: Asked, message: protocol.ModelInferRequest, text: str, finish_reason: int
+) -> protocol.ModelInferResponse:
+    """Return a reply with these outputs, as far as they are wanted; one without finish_reason is not the last."""
+    response = protocol.ModelInferResponse(
+        model_name=message.model_name, model_version=message.model_version or VERSION, id=message.id
+    )
+    response.parameters["triton_final_response"].bool_param = bool(finish_reason)
+    values = {TEXT_OUTPUT: text}
+    if finish_reason:
+        values[FINISH_REASON] = "length" if finish_reason == inference.FINISH_REASON_LENGTH else "stop"
+    for name, value in values.items():
+        if name in asked.outputs:
+            response.outputs.add(name=name, datatype="BYTES", shape=[1])
+            data = value.encode()
+            response.raw_output_contents.append(struct.pack("<I", len(data)) + data)
+    return response
+
+
+# ---- tensors
+
+
+def _inputs(message: protocol.ModelInferRequest) -> dict[str, tuple[str, Sequence[bytes | bool]]]:
+    """Return each input's type and values, by name."""
+    raw = message.raw_input_contents
+    if raw and len(raw) != len(message.inputs):
+        raise invalid("raw_input_contents", f"{len(raw)} are given for {len(message.inputs)} inputs")
+    inputs: dict[str, tuple[str, Sequence[bytes | bool]]] = {}
+    for place, tensor in enumerate(message.inputs):
+        if tensor.datatype == "BYTES":
+            values: Sequence[bytes | bool] = (
+                _elements(tensor.name, raw[place]) if raw else tensor.contents.bytes_contents
+            )
+        elif tensor.datatype == "BOOL":
+            values = [bool(byte) for byte in raw[place]] if raw else tensor.contents.bool_contents
+        else:
+            raise invalid(tensor.name, f"datatype {echo(tensor.datatype, repr)} is neither BYTES nor BOOL")
+        if len(values) != 1 or any(size != 1 for size in tensor.shape):
+            raise invalid(tensor.name, f"{len(values)} values of shape {list(tensor.shape)}, exactly one is needed")
+        inputs[tensor.name] = tensor.datatype, values
+    return inputs
+
+
+def _elements(name: str, raw: bytes) -> list[bytes]:
+    """Return the elements of a BYTES tensor."""
+    elements, start = [], 0
+    while start + 4 <= len(raw):
+        (size,) = struct.unpack_from("<I", raw, start)
+        elements.append(raw[start + 4 : start + 4 + size])
+        start += 4 + size
+    if start != len(raw):
+        raise invalid(name, f"its {len(raw)} bytes are no elements with their lengths")
+    return elements
+
+
+def _text(name: str, tensor: tuple[str, Sequence[bytes | bool]]) -> str:
+    value = tensor[1][0]
+    if not isinstance(value, bytes):
+        raise invalid(name, f"datatype {tensor[0]!r} is not BYTES")
+    try:
+        return value.decode()
+    except UnicodeDecodeError as error:
+        raise invalid(name, f"it is not UTF-8: {error}") from error
+
+
+def _flag(name: str, tensor: tuple[str, Sequence[bytes | bool]]) -> bool:
+    value = tensor[1][0]
+    if not isinstance(value, bool):
+        raise invalid(name, f"datatype {tensor[0]!r} is not BOOL")
+    return value
+
+
+# ---- parameters
+
+
+def _value(parameter: protocol.InferParameter) -> Value:
+    kind = parameter.WhichOneof("parameter_choice")
+    value: Value = "" if kind is None else getattr(parameter, kind)
+    return value
+
+
+def _json_object(text: str) -> dict[str, Value]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise invalid(SAMPLING, f"it is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise invalid(SAMPLING, "it is not a JSON object")
+    return value
+
+
+def _set(request: inference.GenerateRequest, name: str, value: Value) -> None:
+    """Set the field that a parameter stands for."""
+    try:
+        if name in _SAMPLING:
+            setattr(request.sampling, name, _as(_SAMPLING[name], value))
+        elif name in _REQUEST:
+            setattr(request, name, _as(_REQUEST[name], value))
+        elif name in _SLO:
+            setattr(request.slo, name, _as(float, value))
+        elif name == "stop":
+            request.stop.extend(map(_as_text, value) if isinstance(value, list) else [_as_text(value)])
+        else:
+            known = ", ".join((*_SAMPLING, *_REQUEST, *_SLO, "stop"))
+            raise invalid("parameters", f"{echo(name, repr)} is none of {known}")
+    except (TypeError, ValueError) as error:
+        raise invalid(name, f"{echo(str(value))} is not of its type: {error}") from error
+
+
+def _as(kind: type[bool | int | float | str], value: Value) -> bool | int | float | str:
+    """Return a value as a field has it; clients that can send text alone may write numbers as text."""
+    if kind is str:
+        return _as_text(value)
+    if kind is bool:
+        if value not in (True, False, "true", "false"):
+            raise TypeError("true or false is needed")
+        return value in (True, "true")
+    if isinstance(value, (bool, list)) or (kind is int and isinstance(value, float)):
+        raise TypeError("a whole number is needed" if kind is int else "a number is needed")
+    return kind(value)
+
+
+def _as_text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError("text is needed")
+    return value

@@ -1,0 +1,192 @@
+"""The door `vllm.grpc.engine.VllmEngine`: the whole cluster as one engine, for gateways that drive vLLM over gRPC."""
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import TypeAlias
+
+import grpc
+from smg_grpc_proto import vllm_engine_pb2 as vllm
+from smg_grpc_proto.generated import common_pb2 as common
+from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineServicer
+
+import pdserve
+from pdserve.router.commands import Finished, Refused
+from pdserve.router.frontend.answer import Gain
+from pdserve.router.frontend.api_keys import bearer
+from pdserve.router.frontend.dialects.engine_state import EngineState
+from pdserve.router.frontend.dialects.reading import Outcome, Reading
+from pdserve.router.frontend.dialects.vllm_reply import Replies
+from pdserve.router.frontend.dialects.vllm_request import native
+from pdserve.router.frontend.grpc_door import NOT_OPENED, deny, refuse, remaining_s, take_trace
+from pdserve.router.frontend.intake import Intake
+from pdserve.rpc import abort
+
+CHUNK_BYTES = 64 * 1024  # of a tokenizer's archive
+
+Context: TypeAlias = "grpc.aio.ServicerContext[object, object]"
+GenerateContext: TypeAlias = "grpc.aio.ServicerContext[vllm.GenerateRequest, vllm.GenerateResponse]"
+
+
+class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no types
+    """Opens vLLM's requests at the intake. What is not served answers UNIMPLEMENTED."""
+
+    def __init__(self, intake: Intake, state: Callable[[], EngineState]) -> None:
+        self._intake = intake
+        self._state = state
+        self._started_s = time.monotonic()
+        self._running: dict[str, set[asyncio.Task[object]]] = {}  # calls, by the client's name of the request
+        self._archive: tuple[bytes, str] | None = None
+
+    async def Generate(  # noqa: N802
+        self, request: vllm.GenerateRequest, context: GenerateContext
+    ) -> None:
+        reading = Reading()
+        try:
+            asked = native(request, self._intake.max_model_len())
+            take_trace(asked, context)
+            key = bearer(context.invocation_metadata())
+            answer = await self._intake.open(asked, reading, key, remaining_s(context))
+        except NOT_OPENED as error:
+            await deny(context, error)
+        replies = Replies(asked, streams=request.stream, prompt_ids=answer.prompt_ids)
+
+        async def take(gains: Sequence[Gain], outcome: Outcome | None) -> None:
+            cached_tokens = outcome.usage.cached_tokens if isinstance(outcome, Finished) else 0
+            found = replies.take(gains, cached_tokens)
+            if isinstance(outcome, Finished):
+                found += replies.complete(cached_tokens)
+            for reply in found:
+                await context.write(reply)
+
+        calls, task = self._running.setdefault(request.request_id, set()), asyncio.current_task()
+        assert task is not None
+        calls.add(task)
+        try:
+            outcome = await reading.run(answer, take)
+        except asyncio.CancelledError:
+            if task in calls:
+                raise  # the client has gone, or the server stops
+            task.uncancel()
+            await abort(context, grpc.StatusCode.CANCELLED, "the request was aborted")
+        finally:
+            self._intake.leave(answer)
+            calls.discard(task)
+            if not calls and self._running.get(request.request_id) is calls:
+                del self._running[request.request_id]
+        if isinstance(outcome, Refused):
+            await refuse(context, outcome)
+
+    async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:  # noqa: N802
+        """End requests by the names that their clients gave them. Unknown names are ignored."""
+        del context
+        for request_id in request.request_ids:
+            calls = self._running.get(request_id, set())
+            while calls:
+                calls.pop().cancel()
+        return vllm.AbortResponse()
+
+    async def HealthCheck(  # noqa: N802
+        self, request: vllm.HealthCheckRequest, context: Context
+    ) -> vllm.HealthCheckResponse:
+        del request, context
+        is_ready = self._state().is_ready
+        return vllm.HealthCheckResponse(healthy=is_ready, message="" if is_ready else "no pair of workers can serve")
+
+    async def GetModelInfo(  # noqa: N802
+        self, request: vllm.GetModelInfoRequest, context: Context
+    ) -> vllm.GetModelInfoResponse:
+        del request, context
+        model, length = self._intake.model, self._intake.max_model_len()
+        return vllm.GetModelInfoResponse(
+            model_path=model.name,
+            served_model_name=model.name,
+            tokenizer_path=model.name,
+            is_generation=True,
+            max_context_length=length,
+            max_req_input_len=length,
+            vocab_size=model.vocab_size,
+            model_type=model.model_type,
+            architectures=model.architectures,
+            eos_token_ids=model.eos_token_ids,
+            default_sampling_params_json=json.dumps(model.defaults.sampling()),
+        )
+
+    async def GetServerInfo(  # noqa: N802
+        self, request: vllm.GetServerInfoRequest, context: Context
+    ) -> vllm.GetServerInfoResponse:
+        del request, context
+        state = self._state()
+        return vllm.GetServerInfoResponse(
+            active_requests=state.num_running + state.num_waiting,
+            uptime_seconds=time.monotonic() - self._started_s,
+            server_type="vllm-grpc",
+            data_parallel_size=1,
+            max_num_seqs=state.max_num_seqs,
+        )
+
+    async def GetLoads(self, request: vllm.GetLoadsRequest, context: Context) -> vllm.GetLoadsResponse:  # noqa: N802
+        del request, context
+        state = self._state()
+        load = vllm.SchedulerLoad(
+            num_running_reqs=state.num_running,
+            num_waiting_reqs=state.num_waiting,
+            num_total_reqs=state.num_running + state.num_waiting,
+            num_used_tokens=state.num_tokens,
+            max_total_num_tokens=state.max_num_tokens,
+            token_usage=state.num_tokens / max(1, state.max_num_tokens),
+            max_running_requests=state.max_num_seqs,
+        )
+        return vllm.GetLoadsResponse(
+            timestamp=datetime.now(UTC).isoformat(), version=pdserve.__version__, dp_rank_count=1, loads=[load]
+        )
+
+    async def GetTokenizer(  # noqa: N802
+        self, request: common.GetTokenizerRequest, context: Context
+    ) -> None:
+        """Stream a ZIP archive of the tokenizer's files; the last chunk has its digest."""
+        del request
+        archived = self._intake.model.archived
+        if archived is None:
+            await abort(context, grpc.StatusCode.UNIMPLEMENTED, "the tokenizer's files are not known here")
+        if self._archive is None:
+            data = await asyncio.to_thread(archived)
+            self._archive = data, hashlib.sha256(data).hexdigest()
+        data, digest = self._archive
+        for start in range(0, len(data), CHUNK_BYTES):
+            is_last = start + CHUNK_BYTES >= len(data)
+            chunk = common.GetTokenizerChunk(data=data[start : start + CHUNK_BYTES], sha256=digest if is_last else "")
+            await context.write(chunk)
+
+    async def Embed(self, request: vllm.EmbedRequest, context: Context) -> vllm.EmbedResponse:  # noqa: N802
+        del request
+        await abort(context, grpc.StatusCode.UNIMPLEMENTED, "Embed: the models served here generate text")
+
+    async def FlushCache(  # noqa: N802
+        self, request: common.FlushCacheRequest, context: Context
+    ) -> common.FlushCacheResponse:
+        del request
+        text = "FlushCache: workers keep their prefix caches; a tenant of its own shares none of them"
+        await abort(context, grpc.StatusCode.UNIMPLEMENTED, text)
+
+    async def StartProfile(  # noqa: N802
+        self, request: common.StartProfileRequest, context: Context
+    ) -> common.ProfileResponse:
+        del request
+        await abort(context, grpc.StatusCode.UNIMPLEMENTED, "StartProfile: routers run no profiler; they export traces")
+
+    async def StopProfile(  # noqa: N802
+        self, request: common.StopProfileRequest, context: Context
+    ) -> common.ProfileResponse:
+        del request
+        await abort(context, grpc.StatusCode.UNIMPLEMENTED, "StopProfile: routers run no profiler; they export traces")
+
+    async def SubscribeKvEvents(  # noqa: N802
+        self, request: common.SubscribeKvEventsRequest, context: Context
+    ) -> None:
+        del request
+        text = "SubscribeKvEvents: routers place by prefixes themselves; each worker publishes its events over ZMQ"
+        await abort(context, grpc.StatusCode.UNIMPLEMENTED, text)
