@@ -22,7 +22,7 @@ from pdserve.cli.options import (
     objective,
     started,
 )
-from pdserve.cli.results import JsonFile, report, run, show
+from pdserve.cli.results import HtmlFile, JsonFile, report, run, show
 
 _SIZES = Sizes()
 Seed = Annotated[int, typer.Option(help="Of the requests and the faults.")]
@@ -38,10 +38,10 @@ def load(
     ] = None,
     sizes: Sizes = _SIZES,
     request_rate: Annotated[
-        float | None,
+        list[float] | None,
         typer.Option(
             help="Requests a second on average: traces are stretched to it, others come at random moments. By default "
-            "traces keep their times, and others come all at once.",
+            "traces keep their times, and others come all at once. Repeatable: each workload is sent at each rate.",
             show_default=False,
         ),
     ] = None,
@@ -50,6 +50,7 @@ def load(
     ] = None,
     goodput: Goodput = "",
     json_file: JsonFile = None,
+    html: HtmlFile = None,
     router: Reached = THIS_MACHINES_ROUTER,
 ) -> None:
     """Send workloads of random prompts, greedy and to full length, and measure what a client sees."""
@@ -57,15 +58,20 @@ def load(
     from pdserve.measure.live import measure_load
     from pdserve.measure.summary import summary_tables
 
-    rate = None if request_rate is None else checked_rate(request_rate)
+    rates = [checked_rate(rate) for rate in request_rate] if request_rate else [None]
     read = [sizes.read(text) for text in (*(workload or ()), *(more or ()))]
-    workloads = [(each.first(sizes.num_prompts) if each.is_timed else each).sent_at(rate, sizes.seed) for each in read]
+    workloads = [(each.first(sizes.num_prompts) if each.is_timed else each, rate) for each in read for rate in rates]
     if not workloads:
         raise ConfigError("--workload is needed, for example --workload 16x32x128")
     goal = objective(goodput)
     runs = run(measure_load(router.router(), workloads, goal, sizes.seed, max_concurrency))
+    summaries = [each.summary for each in runs]
     note = f"goodput counts requests that ended well ({goal})"
-    show(json_file, {"objective": goal, "runs": runs}, *summary_tables(runs), note)
+    show(json_file, {"objective": goal, "runs": summaries}, *summary_tables(summaries), note)
+    if html is not None:
+        from pdserve.measure.html_report import write_report
+
+        write_report(html, ", ".join(each.name for each in read), runs, goal)
 
 
 def router(

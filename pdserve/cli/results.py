@@ -48,6 +48,17 @@ JsonFile = Annotated[
 ]
 
 
+HtmlFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--html",
+        help="Also write a report with plots there: one file, readable offline.",
+        show_default=False,
+        callback=writable("--html"),
+    ),
+]
+
+
 def _plottable(path: Path | None) -> Path | None:
     if path is not None and find_spec("matplotlib") is None:
         raise ConfigError("--plot: needs matplotlib: pip install 'pdserve[plots]'")

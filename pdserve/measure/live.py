@@ -119,22 +119,34 @@ async def connected(state: ClusterState) -> AsyncIterator[LiveCluster]:
         yield LiveCluster(state, client, await client.vocab_size())
 
 
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A workload at one rate, and what came of it."""
+
+    workload: str
+    rate_per_s: float | None  # None: at the workload's own times
+    summary: Summary
+    outcomes: Sequence[Outcome]
+
+
 async def measure_load(
     router: tuple[str, Access | None],
-    workloads: Sequence[Workload],
+    workloads: Sequence[tuple[Workload, float | None]],
     objective: Objective,
     seed: int,
     max_concurrency: int | None,
-) -> list[Summary]:
-    """Return what each workload's clients saw."""
-    summaries = []
+) -> list[Run]:
+    """Return what the clients of each workload saw at its rate."""
+    runs = []
     async with connect(*router) as channel:
         client = Client(channel, MonotonicClock())
         vocab_size = await client.vocab_size()
-        for each in workloads:
-            prompts = random_prompts(each.arrivals, vocab_size, seed)
-            requests = requests_of(each.arrivals, prompts, objective)
-            with counted(Console(stderr=True), each.name, len(requests)) as advance:
+        for each, rate in workloads:
+            arrivals = each.sent_at(rate, seed).arrivals
+            prompts = random_prompts(arrivals, vocab_size, seed)
+            requests = requests_of(arrivals, prompts, objective)
+            name = each.name if rate is None else f"{each.name}, {rate:g}/s"
+            with counted(Console(stderr=True), name, len(requests)) as advance:
                 outcomes = await client.run(requests, lambda _: advance(), max_concurrency)
-            summaries.append(summarize(each.name, outcomes, objective))
-    return summaries
+            runs.append(Run(each.name, rate, summarize(name, outcomes, objective), outcomes))
+    return runs

@@ -1,0 +1,95 @@
+"""A report of load runs: one HTML file, readable offline, in dark and light, without scripts."""
+
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from itertools import groupby
+from pathlib import Path
+
+import jinja2
+
+from pdserve import __version__
+from pdserve.measure import plots
+from pdserve.measure.live import Run
+from pdserve.measure.objectives import Objective
+from pdserve.measure.outcomes import Outcome
+from pdserve.measure.plots import Bar, Line, Plot, Timeline, plot, shares, timeline
+from pdserve.measure.summary import Summary, summary_tables
+from pdserve.reports import Stage
+from pdserve.router.timeline import parts
+
+MAX_ROWS = 60  # of a timeline
+_TEMPLATES = Path(__file__).parent / "static"
+
+
+def write_report(path: Path, title: str, runs: Sequence[Run], objective: Objective) -> None:
+    """Write the file."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATES), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+    )
+    page = environment.get_template("report.html").render(
+        title=title,
+        objective=str(objective),
+        made=f"pdserve {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        tables=summary_tables([run.summary for run in runs]),
+        charts=[*_over_rate(runs), *_distributions(runs)],
+        timelines=[timeline for run in runs for timeline in _timelines(run)],
+        plots=plots,
+    )
+    path.write_text(page, encoding="utf-8")
+
+
+def _distributions(runs: Sequence[Run]) -> list[Plot]:
+    times: tuple[tuple[str, Callable[[Outcome], float | None]], ...] = (
+        ("Time to first token", lambda outcome: outcome.ttft_s),
+        ("Mean time per later token", lambda outcome: outcome.tpot_s),
+    )
+    charts = []
+    for title, time_of in times:
+        seen = [[1e3 * time for each in run.outcomes if (time := time_of(each)) is not None] for run in runs]
+        lines = [Line(run.summary.name, shares(values)) for run, values in zip(runs, seen, strict=True)]
+        charts.append(plot(title, ("ms", "% of requests"), lines, y_end=100.0, has_marks=False))
+    return charts
+
+
+def _over_rate(runs: Sequence[Run]) -> list[Plot]:
+    """Return what changes with the rate; nothing where no workload was sent at several."""
+    rated = sorted((run.workload, run.rate_per_s, run) for run in runs if run.rate_per_s is not None)
+    swept = {name: [run for *_, run in group] for name, group in groupby(rated, key=lambda each: each[0])}
+    if max(map(len, swept.values()), default=0) < 2:
+        return []
+
+    def line(name: str, value: Callable[[Summary], float]) -> Line:
+        return Line(name, [(run.rate_per_s or 0.0, value(run.summary)) for run in swept[name]])
+
+    def over(title: str, unit: str, value: Callable[[Summary], float], y_end: float = 0.0) -> Plot:
+        lines = [line(name, value) for name in swept]
+        return plot(title, ("requests sent per second", unit), lines, y_end=y_end, has_marks=True)
+
+    return [
+        over("Goodput", "requests per second within the objectives", lambda summary: summary.goodput_per_s),
+        over("Attainment", "% of requests within the objectives", lambda summary: 100 * summary.attainment, 100.0),
+        over("Time to first token, 90th percentile", "ms", lambda each: 1e3 * each.ttft_s.p90 if each.ttft_s else 0.0),
+        over("Time per token, 90th percentile", "ms", lambda each: 1e3 * each.tpot_s.p90 if each.tpot_s else 0.0),
+    ]
+
+
+def _timelines(run: Run) -> Iterator[Timeline]:
+    """Yield what the first requests that ended well went through: from arrival to decoding, and over the run."""
+    shown = sorted((each for each in run.outcomes if each.stages_s), key=lambda each: each.sent_s)[:MAX_ROWS]
+    rows = [
+        (f"request {each.number}, {each.prompt_tokens} + {each.num_tokens} tokens", each.sent_s, _bars(each))
+        for each in shown
+    ]
+    before = [(label, [bar for bar in bars if bar[0] != "decode"]) for label, _, bars in rows]
+    yield timeline(f"{run.summary.name}: from arrival to decoding", "ms after arrival", before)
+    over = [
+        (label, [(name, sent_s + start / 1e3, sent_s + end / 1e3) for name, start, end in bars])
+        for label, sent_s, bars in rows
+    ]
+    yield timeline(f"{run.summary.name}: over the run", "seconds of the run", over)
+
+
+def _bars(outcome: Outcome) -> list[Bar]:
+    """Return name, start and end of each part of a request's time, ms after its arrival."""
+    stages = sorted(((Stage(name), 1e3 * at_s) for name, at_s in outcome.stages_s.items()), key=lambda step: step[1])
+    return list(parts(stages))
