@@ -58,7 +58,7 @@ def plan(
     winner: Search | None = None
     colocated: Point | None = None
     num_tried = 0
-    for shape, policy in _tries(question.profile, num_gpus):
+    for shape, policy in tries(question.profile, num_gpus):
         search = Search(question, shape, policy, wanted)
         point = search.highest(best.rate_per_gpu * _BETTER if best is not None else 0.0).point
         num_tried += 1
@@ -74,7 +74,7 @@ def plan(
     return Plan(best, winner.narrow(), colocated, binds, num_tried, share)
 
 
-def _tries(profile: Profile, num_gpus: int) -> Iterator[tuple[Shape, str]]:
+def tries(profile: Profile, num_gpus: int) -> Iterator[tuple[Shape, str]]:
     """Yield what to try: each cluster under the goodput policy, colocated ones also as others run them, in turns."""
     for shape in candidates(profile, num_gpus):
         yield shape, "goodput"

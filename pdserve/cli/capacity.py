@@ -45,11 +45,14 @@ def sim(
     plot: PlotFile = None,
 ) -> None:
     """Simulate a cluster under load: attainment, goodput, percentiles, utilization."""
+    from rich.console import Console
+
     from pdserve.capacity import report
     from pdserve.capacity.long_run import measure
     from pdserve.capacity.search import highest_rate
     from pdserve.capacity.shape import Shape
     from pdserve.errors import CommandError, ConfigError
+    from pdserve.measure.tables import counted
     from pdserve.router.policies import POLICIES
 
     rates, names = [checked_rate(each) for each in request_rate or ()], placement or ["goodput"]
@@ -59,8 +62,15 @@ def sim(
     question = _question(workload, goodput, profile, sizes, poisson=poisson)
     shape = Shape(prefill, decode, prefill_tp, decode_tp, prefill_chunk, decode_chunk)
     title = f"{question.profile.model}, {question.workload.name}, {question.objective}"
-    found = [] if rates else [highest_rate(question, shape, name, attainment) for name in names]
-    points = [measure(question, shape, name, rate / shape.num_gpus) for name in names for rate in rates]
+    found, points = [], []
+    with counted(Console(stderr=True), "simulating", len(names) * max(1, len(rates))) as advance:
+        for name in names:
+            if not rates:
+                found.append(highest_rate(question, shape, name, attainment))
+                advance()
+            for rate in rates:
+                points.append(measure(question, shape, name, rate / shape.num_gpus))
+                advance()
     points += [each.point for each in found if each.point is not None]
     notes = [f"{name}: {report.rate_note(each)}" for name, each in zip(names, found, strict=False)]
     if not points:
@@ -86,10 +96,12 @@ def plan(
 
     from pdserve.capacity import planner, report
     from pdserve.errors import CommandError
+    from pdserve.measure.tables import counted
 
     question = _question(workload, goodput, profile, sizes, poisson=poisson)
-    with Console(stderr=True).status("searching") as status:
-        found = planner.plan(question, gpus, attainment, lambda shape, _: status.update(f"tried {shape}"))
+    total = sum(1 for _ in planner.tries(question.profile, gpus))
+    with counted(Console(stderr=True), "trying clusters", total) as advance:
+        found = planner.plan(question, gpus, attainment, lambda *_: advance())
     if found is None:
         raise CommandError(
             f"no cluster of {gpus} GPUs is known to serve {attainment:.0%} within {goodput} at any rate, "

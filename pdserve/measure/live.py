@@ -65,10 +65,16 @@ class LiveCluster:
     client: Client
     vocab_size: int
 
-    async def run(self, arrivals: Sequence[Arrival], objective: Objective = ANY, seed: int = 0) -> list[Outcome]:
-        """Send requests at their times; return what came of each."""
+    async def run(
+        self,
+        arrivals: Sequence[Arrival],
+        objective: Objective = ANY,
+        seed: int = 0,
+        advance: Callable[[], None] = lambda: None,
+    ) -> list[Outcome]:
+        """Send requests at their times; return what came of each. `advance` is called when one has ended."""
         prompts = random_prompts(arrivals, self.vocab_size, seed)
-        return await self.client.run(requests_of(arrivals, prompts, objective))
+        return await self.client.run(requests_of(arrivals, prompts, objective), lambda _: advance())
 
     async def calibrate(self, trial: Trial, full_s: float, report: Report) -> float:
         """Return how many requests a second end while some always wait; this teaches the router too."""
@@ -86,7 +92,9 @@ class LiveCluster:
         for seed, load in enumerate(trial.loads, start=trial.seed + 2):
             report(f"measuring at {load:.0%} of the capacity, {load * capacity_per_s:.2f} requests/s")
             arrivals = trial.workload.during(trial.seconds, load * capacity_per_s, seed)
-            yield load, arrivals, await self.run(arrivals, objective, seed)
+            with counted(Console(stderr=True), "requests", len(arrivals)) as advance:
+                outcomes = await self.run(arrivals, objective, seed, advance)
+            yield load, arrivals, outcomes
 
     async def status(self) -> admin.ClusterStatus:
         """Return the router's view of the cluster."""
