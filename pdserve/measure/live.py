@@ -145,7 +145,7 @@ async def measure_load(
     max_concurrency: int | None,
 ) -> list[Run]:
     """Return what the clients of each workload saw at its rate."""
-    runs = []
+    runs, rates = [], {rate for _, rate in workloads}
     async with connect(*router) as channel:
         client = Client(channel, MonotonicClock())
         vocab_size = await client.vocab_size()
@@ -153,7 +153,7 @@ async def measure_load(
             arrivals = each.sent_at(rate, seed).arrivals
             prompts = random_prompts(arrivals, vocab_size, seed)
             requests = requests_of(arrivals, prompts, objective)
-            name = each.name if rate is None else f"{each.name}, {rate:g}/s"
+            name = f"{each.name}, {rate:g}/s" if len(rates) > 1 else each.name
             with counted(Console(stderr=True), name, len(requests)) as advance:
                 outcomes = await client.run(requests, lambda _: advance(), max_concurrency)
             runs.append(Run(each.name, rate, summarize(name, outcomes, objective), outcomes))
