@@ -5,12 +5,15 @@ import signal
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import jsonschema
 import moving
+import openai
 import pytest
 from live_cluster import Answer, LiveCluster, all_ready, is_idle, live_cluster, load_of
+from pydantic import BaseModel, Field
 from twenty_schemas import SCHEMAS
 
 from pdserve.proto.v1 import inference_pb2 as inference
@@ -96,6 +99,49 @@ def test_answers_match_their_schemas_though_their_worker_is_killed_or_they_move(
     assert kill_one(cluster, range(20)) >= 3
     cluster.wait_for(all_ready(3), 60)
     assert move_all(cluster, range(20, 40)) >= 3
+
+
+class Ship(BaseModel):
+    """What an answer is parsed to."""
+
+    name: str = Field(max_length=12)
+    cannons: int = Field(ge=0, le=99)
+
+
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"enum": ["Bern", "Rome"]}}, "required": ["city"]},
+    },
+}
+
+
+def test_openais_client_parses_answers_and_streams_tool_calls(cluster: LiveCluster) -> None:
+    with openai.OpenAI(base_url=f"{cluster.state.http}/v1", api_key="none", max_retries=0) as client:
+        model = client.models.list().data[0].id
+        asked: Any = [{"role": "user", "content": "Which ship?"}]
+        parsed = client.chat.completions.parse(model=model, messages=asked, response_format=Ship, max_tokens=200)
+        assert isinstance(parsed.choices[0].message.parsed, Ship)
+        stream = client.chat.completions.create(
+            model=model, messages=asked, tools=[WEATHER], tool_choice="required", max_tokens=300, stream=True
+        )
+        names, arguments, reasons = [], "", []
+        for chunk in stream:
+            for choice in chunk.choices:
+                reasons += [choice.finish_reason] if choice.finish_reason else []
+                for call in choice.delta.tool_calls or ():
+                    assert call.function is not None
+                    names += [call.function.name] if call.function.name else []
+                    arguments += (call.function.arguments or "") if len(names) == 1 else ""
+        assert set(names) == {"weather"}
+        assert json.loads(arguments)["city"] in ("Bern", "Rome")
+        assert reasons == ["tool_calls"]
+        with pytest.raises(openai.BadRequestError) as refused:
+            client.chat.completions.create(
+                model=model, messages=asked, extra_body={"structured_outputs": {"regex": "(a"}}
+            )
+        assert refused.value.param == "structured_outputs.regex"
 
 
 @pytest.mark.long
