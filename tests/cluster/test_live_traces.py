@@ -1,6 +1,9 @@
 """One trace over all processes of a cluster, and logs that name it."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import cluster_logs
@@ -35,9 +38,11 @@ def test_a_trace_goes_through_all_processes_and_their_logs_name_it(tmp_path: Pat
     request.traceparent = CLIENT.traceparent
     with collector_beside() as beside:
         flags = ("--otlp-traces-endpoint", beside.sink.address, "--log-format", "json", "--enable-log-requests")
+        flags += ("--otlp-traces-sample-ratio", "0")  # none but the client's
         with live_cluster(tmp_path, model, *flags) as cluster:
             answer = cluster.generate(request)
             beside.until(lambda: {span.instance for span in beside.sink.spans} == set(BY_PROCESS))
+            run_a_batch(tmp_path)
             logs = dict(cluster_logs.of_cluster(tmp_path))
         spans = beside.sink.spans
     (root,) = (span for span in spans if span.span.kind == span.span.SPAN_KIND_SERVER)
@@ -55,5 +60,18 @@ def test_a_trace_goes_through_all_processes_and_their_logs_name_it(tmp_path: Pat
     assert sent[0].attributes["pdserve.handoff.bytes"] == answer.ledger.handoff_bytes
     lines = [json.loads(line) for name in BY_PROCESS for line in logs[name].splitlines()]
     assert {line["process"] for line in lines} == set(BY_PROCESS)
-    (ended,) = (line for line in lines if "request_id" in line)
-    assert (ended["trace_id"], ended["status"], ended["completion_tokens"]) == (CLIENT.trace_id, "OK", 12)
+    traced, batched = (line for line in lines if "request_id" in line)
+    assert (traced["trace_id"], traced["status"], traced["completion_tokens"]) == (CLIENT.trace_id, "OK", 12)
+    assert (batched["status"], batched["completion_tokens"]) == ("OK", 4)
+    assert "trace_id" not in batched
+
+
+def run_a_batch(folder: Path) -> None:
+    """Let the cluster of this machine answer a file of one request."""
+    body = {"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}
+    line = {"custom_id": "one", "method": "POST", "url": "/v1/completions", "body": body}
+    (folder / "in.jsonl").write_text(json.dumps(line) + "\n")
+    command = [sys.executable, "-P", "-m", "pdserve", "run-batch", "in.jsonl", "-o", "out.jsonl"]
+    subprocess.run(command, cwd=folder, env={**os.environ, "XDG_RUNTIME_DIR": str(folder)}, check=True, timeout=60)
+    result = json.loads((folder / "out.jsonl").read_text())
+    assert (result["custom_id"], result["response"]["status_code"], result["error"]) == ("one", 200, None)
