@@ -14,7 +14,7 @@ DECODE ?= 1
 # make sim: how many seeds.
 SEEDS ?= 200
 
-.PHONY: demo serve unit test test-long test-page test-kubernetes check sim gpu images audit scan clean
+.PHONY: demo serve unit test test-long test-page test-kubernetes check sim gpu bench-cpu images audit scan clean
 
 demo: $(SERVING)
 	$(BIN)/pdserve demo
@@ -67,6 +67,10 @@ sim: $(INSTALLED)
 # Runs on a machine with a GPU, with its own torch and triton: nothing is installed.
 gpu:
 	python3 tests/gpu/run_gpu.py
+
+# Compares with another engine on this machine: PEER is a folder with vLLM's, or llama.cpp's, virtual environment.
+bench-cpu: $(SERVING)
+	$(BIN)/python tests/bench_cpu/run_bench_cpu.py --peer "$${PEER:?names the folder of another engine}" $(BENCH_FLAGS)
 
 # Needs a container runtime. Beside each image comes its bill of materials (CycloneDX).
 DOCKER ?= docker

@@ -49,12 +49,17 @@ def load(
         int | None, typer.Option(min=1, help="Requests under way at once, at most.", show_default=False)
     ] = None,
     goodput: Goodput = "",
+    temperature: Annotated[float, typer.Option(min=0, max=2, help="Of answers; 0: the likeliest tokens.")] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(min=0.01, max=1, help="Share of likelihood that tokens are drawn from.")
+    ] = 1.0,
     json_file: JsonFile = None,
     html: HtmlFile = None,
     router: Reached = THIS_MACHINES_ROUTER,
 ) -> None:
-    """Send workloads of random prompts, greedy and to full length, and measure what a client sees."""
+    """Send workloads of random prompts, answered to full length, and measure what a client sees."""
     from pdserve.errors import ConfigError
+    from pdserve.measure.client import Drawing
     from pdserve.measure.live import measure_load
     from pdserve.measure.summary import summary_tables
 
@@ -64,7 +69,8 @@ def load(
     if not workloads:
         raise ConfigError("--workload is needed, for example --workload 16x32x128")
     goal = objective(goodput)
-    runs = run(measure_load(router.router(), workloads, goal, sizes.seed, max_concurrency))
+    drawing = Drawing(temperature, top_p, sizes.seed)
+    runs = run(measure_load(router.router(), workloads, goal, sizes.seed, max_concurrency, drawing))
     summaries = [each.summary for each in runs]
     note = f"goodput counts requests that ended well ({goal})"
     show(json_file, {"objective": goal, "runs": summaries}, *summary_tables(summaries), note)

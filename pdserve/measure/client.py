@@ -4,7 +4,7 @@ import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 
@@ -28,6 +28,18 @@ class Access:
 
     ca_file: Path  # with certificates that the router's must lead to
     api_key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """How the tokens of answers are drawn: by default the likeliest ones."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0  # of the first request; each has one of its own
+
+
+GREEDY = Drawing()
 
 
 class Client:
@@ -115,23 +127,33 @@ def _take_hints(outcome: Outcome, error: grpc.aio.AioRpcError) -> None:
 
 
 def request_of(
-    arrival: Arrival, token_ids: Sequence[int], tenant: str, objective: Objective
+    arrival: Arrival, token_ids: Sequence[int], tenant: str, objective: Objective, drawing: Drawing = GREEDY
 ) -> inference.GenerateRequest:
-    """Return a greedy request whose answer has exactly the arrival's length."""
+    """Return a request whose answer has exactly the arrival's length."""
     slo = inference.Slo(
         ttft_ms=1e3 * objective.ttft_s if isfinite(objective.ttft_s) else None,
         tpot_ms=1e3 * objective.tpot_s if isfinite(objective.tpot_s) else None,
     )
-    sampling = inference.SamplingParams(temperature=0.0, max_tokens=arrival.output_tokens, ignore_eos=True)
+    sampling = inference.SamplingParams(
+        temperature=drawing.temperature,
+        top_p=drawing.top_p,
+        seed=drawing.seed,
+        max_tokens=arrival.output_tokens,
+        ignore_eos=True,
+    )
     ids = inference.TokenIds(ids=token_ids)
     return inference.GenerateRequest(token_ids=ids, sampling=sampling, slo=slo, tenant=tenant)
 
 
-def requests_of(arrivals: Sequence[Arrival], prompts: Sequence[Sequence[int]], objective: Objective) -> list[Timed]:
+def requests_of(
+    arrivals: Sequence[Arrival], prompts: Sequence[Sequence[int]], objective: Objective, drawing: Drawing = GREEDY
+) -> list[Timed]:
     """Return the requests of one run, all of a tenant of its own."""
-    tenant = new_tenant()
-    pairs = zip(arrivals, prompts, strict=True)
-    return [(arrival.at_s, request_of(arrival, ids, tenant, objective)) for arrival, ids in pairs]
+    tenant, requests = new_tenant(), list[Timed]()
+    for number, (arrival, ids) in enumerate(zip(arrivals, prompts, strict=True)):
+        own = replace(drawing, seed=drawing.seed + number)
+        requests.append((arrival.at_s, request_of(arrival, ids, tenant, objective, own)))
+    return requests
 
 
 def new_tenant() -> str:

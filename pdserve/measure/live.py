@@ -10,7 +10,7 @@ from pdserve.clock import MonotonicClock
 from pdserve.launch.folder import ClusterState
 from pdserve.launch.local import Listener, LocalCluster, running
 from pdserve.launch.plan import ClusterSpec
-from pdserve.measure.client import Access, Client, connect, requests_of
+from pdserve.measure.client import GREEDY, Access, Client, Drawing, connect, requests_of
 from pdserve.measure.objectives import ANY, Objective
 from pdserve.measure.outcomes import Outcome
 from pdserve.measure.saturation import saturate
@@ -143,8 +143,9 @@ async def measure_load(
     objective: Objective,
     seed: int,
     max_concurrency: int | None,
+    drawing: Drawing = GREEDY,
 ) -> list[Run]:
-    """Return what the clients of each workload saw at its rate."""
+    """Return what the clients of each workload saw at its rate. seed: of prompts and moments."""
     runs, rates = [], {rate for _, rate in workloads}
     async with connect(*router) as channel:
         client = Client(channel, MonotonicClock())
@@ -152,7 +153,7 @@ async def measure_load(
         for each, rate in workloads:
             arrivals = each.sent_at(rate, seed).arrivals
             prompts = random_prompts(arrivals, vocab_size, seed)
-            requests = requests_of(arrivals, prompts, objective)
+            requests = requests_of(arrivals, prompts, objective, drawing)
             name = f"{each.name}, {rate:g}/s" if len(rates) > 1 else each.name
             with counted(Console(stderr=True), name, len(requests)) as advance:
                 outcomes = await client.run(requests, lambda _: advance(), max_concurrency)

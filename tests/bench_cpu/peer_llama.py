@@ -1,0 +1,122 @@
+"""Serves a benchmark's workloads with llama.cpp: a JSON object a line comes in, one with the seconds it took goes out.
+
+Runs in a virtual environment with llama-cpp-python, without pdserve. Usage: peer_llama.py FILE.gguf
+"""
+
+import ctypes
+import json
+import os
+import random
+import sys
+import time
+from typing import IO
+
+import llama_cpp
+
+BATCH_TOKENS = 2048
+MAX_SEQUENCES = 64
+CONTEXT_TOKENS = 16384
+
+
+def open_context(path: str) -> tuple[object, object]:
+    """Load the model with as many threads as there are processors."""
+    llama_cpp.llama_backend_init()
+    model = llama_cpp.llama_model_load_from_file(path.encode(), llama_cpp.llama_model_default_params())
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx, params.n_batch, params.n_ubatch = CONTEXT_TOKENS, BATCH_TOKENS, 512
+    params.n_seq_max = MAX_SEQUENCES
+    params.n_threads = params.n_threads_batch = len(os.sched_getaffinity(0))
+    if hasattr(params, "kv_unified"):
+        params.kv_unified = True
+    return model, llama_cpp.llama_init_from_model(model, params)
+
+
+def sampler_of(asked: dict[str, float], number: int) -> object:
+    """Return a chain that draws as the workload asks, with a seed of the request's own."""
+    chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
+    if asked["temperature"] == 0:
+        llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_greedy())
+        return chain
+    llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_top_p(asked["top_p"], 1))
+    llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_temp(asked["temperature"]))
+    llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_dist(number))
+    return chain
+
+
+class Run:
+    """Sequences that are computed together."""
+
+    def __init__(self, context: object, asked: dict[str, float]) -> None:
+        self._context = context
+        self._batch = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
+        self._samplers = [sampler_of(asked, number) for number in range(int(asked["num_requests"]))]
+        llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(context), True)
+
+    def close(self) -> None:
+        """Free what the library holds for the run."""
+        llama_cpp.llama_batch_free(self._batch)
+        for sampler in self._samplers:
+            llama_cpp.llama_sampler_free(sampler)
+
+    def compute(self, tokens: list[tuple[int, int, int, bool]]) -> dict[int, int]:
+        """Decode (token, position, sequence, is sampled), in batches; return the tokens sampled, by sequence."""
+        sampled = {}
+        for begin in range(0, len(tokens), BATCH_TOKENS):
+            part = tokens[begin : begin + BATCH_TOKENS]
+            batch = self._batch
+            batch.n_tokens = len(part)
+            for place, (token, position, sequence, is_sampled) in enumerate(part):
+                batch.token[place], batch.pos[place], batch.n_seq_id[place] = token, position, 1
+                batch.seq_id[place][0], batch.logits[place] = sequence, int(is_sampled)
+            if llama_cpp.llama_decode(self._context, batch):
+                raise RuntimeError("llama_decode failed")
+            for place, (_, _, sequence, is_sampled) in enumerate(part):
+                if is_sampled:
+                    chosen = llama_cpp.llama_sampler_sample(self._samplers[sequence], self._context, place)
+                    sampled[sequence] = int(chosen)
+        return sampled
+
+
+def timed(context: object, asked: dict[str, float], prompts: list[list[int]]) -> float:
+    """Return the seconds until all prompts are answered."""
+    run = Run(context, asked)
+    began_s = time.perf_counter()
+    length = int(asked["prompt_tokens"])
+    first = [
+        (token, place, number, place == length - 1)
+        for number, prompt in enumerate(prompts)
+        for place, token in enumerate(prompt)
+    ]
+    last = run.compute(first)
+    for step in range(int(asked["output_tokens"]) - 1):
+        last = run.compute([(token, length + step, number, True) for number, token in last.items()])
+    seconds = time.perf_counter() - began_s
+    run.close()
+    return seconds
+
+
+def say(answers: IO[str], answer: dict[str, float]) -> None:
+    """Write one line."""
+    answers.write(json.dumps(answer) + "\n")
+    answers.flush()
+
+
+def main() -> None:
+    """Load the model, say so, then time each workload."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what llama.cpp prints is no answer
+    quiet = llama_cpp.llama_log_callback(lambda *_: None)
+    llama_cpp.llama_log_set(quiet, ctypes.c_void_p(0))
+    _, context = open_context(sys.argv[1])
+    rng = random.Random(0)
+    say(answers, {})
+    for line in sys.stdin:
+        asked = json.loads(line)
+        prompts = [
+            [rng.randrange(100, 40000) for _ in range(asked["prompt_tokens"])] for _ in range(asked["num_requests"])
+        ]
+        say(answers, {"seconds": timed(context, asked, prompts)})
+
+
+if __name__ == "__main__":
+    main()

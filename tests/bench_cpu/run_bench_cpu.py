@@ -1,0 +1,178 @@
+"""Compares a cluster on this machine with another engine, turn and turn about, and prints a table.
+
+Usage: run_bench_cpu.py --peer DIR [--rounds N] [--workloads 1x32x128 ...] [--json FILE]
+DIR/venv has vLLM's CPU build and DIR/smollm2 the model in bfloat16; or DIR/venv has llama-cpp-python, and both engines
+read the catalog's 4-bit file.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import geometric_mean, median
+
+import psutil
+
+from pdserve.checkpoint.fetch import resolve_model
+from pdserve.launch.plan import ClusterSpec
+from pdserve.measure.client import GREEDY, Drawing, requests_of
+from pdserve.measure.live import LiveCluster, live_cluster
+from pdserve.measure.objectives import ANY
+from pdserve.measure.workload import fixed_lengths, random_prompts
+
+HERE = Path(__file__).parent
+MODEL = "smollm2-135m-instruct"
+WORKLOADS = ("1x32x128", "16x32x128", "32x128x128", "8x1024x1", "1x2048x1")
+DRAWINGS = {"greedy": GREEDY, "sampled": Drawing(temperature=1.0, top_p=0.95)}
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A workload, and the seconds that each round of each engine took."""
+
+    workload: str
+    drawing: str
+    peer_s: list[float]
+    pdserve_s: list[float]
+
+    @property
+    def ratio(self) -> float:
+        """Return our throughput over the peer's."""
+        return median(self.peer_s) / median(self.pdserve_s)
+
+
+class Peer:
+    """The other engine, in a process of its own."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def started(cls, folder: Path, *, is_vllm: bool) -> "Peer":
+        """Start it, and wait until its model is loaded."""
+        script, model = ("peer_vllm.py", folder / "smollm2") if is_vllm else ("peer_llama.py", resolve_model(MODEL))
+        command = (folder / "venv/bin/python", HERE / script, model)
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*map(str, command), stdin=pipe, stdout=pipe)
+        peer = cls(process)
+        await peer._answer()
+        return peer
+
+    async def seconds(self, shape: tuple[int, int, int], drawing: Drawing) -> float:
+        """Return how long it takes for a workload."""
+        num_requests, prompt_tokens, output_tokens = shape
+        asked = {
+            "num_requests": num_requests,
+            "prompt_tokens": prompt_tokens,
+            "output_tokens": output_tokens,
+            "temperature": drawing.temperature,
+            "top_p": drawing.top_p,
+        }
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(asked).encode() + b"\n")
+        return float((await self._answer())["seconds"])
+
+    def peaks(self) -> dict[str, int]:
+        """Return the most memory that its processes had at once, in bytes."""
+        processes = (psutil.Process(self._process.pid), *psutil.Process(self._process.pid).children(recursive=True))
+        return {f"peer {index}": peak_bytes(each.pid) for index, each in enumerate(processes)}
+
+    async def stop(self) -> None:
+        """Let it end."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        await self._process.wait()
+
+    async def _answer(self) -> dict[str, float]:
+        assert self._process.stdout is not None
+        line = await self._process.stdout.readline()
+        if not line:
+            raise SystemExit("the peer has ended")
+        answer: dict[str, float] = json.loads(line)
+        return answer
+
+
+async def our_seconds(cluster: LiveCluster, shape: tuple[int, int, int], drawing: Drawing, seed: int) -> float:
+    """Return how long the cluster takes for a workload, from the first request to the last token."""
+    workload = fixed_lengths("", *shape)
+    prompts = random_prompts(workload.arrivals, cluster.vocab_size, seed)
+    outcomes = await cluster.client.run(requests_of(workload.arrivals, prompts, ANY, drawing))
+    if not all(outcome.is_good for outcome in outcomes):
+        raise SystemExit(f"requests failed: {[outcome.detail for outcome in outcomes if not outcome.is_good][:3]}")
+    return max(outcome.ended_s for outcome in outcomes) - min(outcome.sent_s for outcome in outcomes)
+
+
+def report(text: str) -> None:
+    """Show progress."""
+    sys.stderr.write(f"{text}\n")
+
+
+def peak_bytes(pid: int) -> int:
+    """Return the most memory that a process had resident."""
+    for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+async def compared(peer: Peer, cluster: LiveCluster, workloads: list[str], rounds: int) -> list[Line]:
+    """Run all workloads on both, round after round; a first round only warms up."""
+    lines = [Line(workload, name, [], []) for workload in workloads for name in DRAWINGS]
+    seed = 0
+    for turn in range(rounds + 1):
+        for line in lines:
+            num_requests, prompt_tokens, output_tokens = map(int, line.workload.split("x"))
+            shape, drawing = (num_requests, prompt_tokens, output_tokens), DRAWINGS[line.drawing]
+            seed += 1
+            theirs, ours = await peer.seconds(shape, drawing), await our_seconds(cluster, shape, drawing, seed)
+            report(f"round {turn}: {line.workload} {line.drawing}: {theirs:.2f} / {ours:.2f} s")
+            if turn:
+                line.peer_s.append(theirs)
+                line.pdserve_s.append(ours)
+    return lines
+
+
+def table(lines: list[Line], name: str) -> str:
+    """Return the lines as a Markdown table."""
+    rows = [f"| requests x in x out | drawn | {name}, s | pdserve, s | throughput, pdserve : {name} |"]
+    rows.append("|---|---|---|---|---|")
+    for line in lines:
+        both = (f"{median(each):.2f} ({min(each):.2f} to {max(each):.2f})" for each in (line.peer_s, line.pdserve_s))
+        rows.append(f"| {line.workload} | {line.drawing} | {' | '.join(both)} | {line.ratio:.2f} |")
+    for drawing in DRAWINGS:
+        mean = geometric_mean([line.ratio for line in lines if line.drawing == drawing])
+        rows.append(f"| geometric mean | {drawing} | | | {mean:.2f} |")
+    return "\n".join(rows)
+
+
+async def main() -> None:
+    """Measure, print the table and the peaks of memory."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--peer", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workloads", nargs="+", default=WORKLOADS)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    is_vllm = (arguments.peer / "smollm2").is_dir()
+    peer = await Peer.started(arguments.peer, is_vllm=is_vllm)
+    flags = {"dtype": "bfloat16", "quantization": "none" if is_vllm else "gguf"}
+    spec = ClusterSpec(str(resolve_model(MODEL)), MODEL, name="bench-cpu", worker_flags=flags)
+    async with live_cluster(spec, report) as cluster:
+        lines = await compared(peer, cluster, arguments.workloads, arguments.rounds)
+        ours = {each.name: peak_bytes(each.pid) for each in cluster.state.processes if each.pid is not None}
+        peaks = peer.peaks() | ours
+    await peer.stop()
+    sys.stdout.write(table(lines, "vLLM" if is_vllm else "llama.cpp") + "\n")
+    sys.stdout.write(
+        "peak memory: " + ", ".join(f"{name} {size / 2**20:.0f} MiB" for name, size in peaks.items()) + "\n"
+    )
+    if arguments.json:
+        arguments.json.write_text(
+            json.dumps({"lines": [asdict(line) for line in lines], "peak_bytes": peaks}, indent=1)
+        )
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
