@@ -58,7 +58,12 @@ def embedded(tiles: Tiles, rows: Tensor) -> Tensor:
 
 def multiplies_bfloat16(loaded: ctypes.CDLL) -> bool:
     """Say whether the library multiplies bfloat16 on this processor."""
-    found = loaded["pdserve_multiplies_bfloat16"]
+    return answer(loaded, "pdserve_multiplies_bfloat16")
+
+
+def answer(loaded: ctypes.CDLL, name: str) -> bool:
+    """Ask the library what it was compiled for."""
+    found = loaded[name]
     found.restype = Size
     return bool(found())
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pdserve.kernels.checks import require, require_tensor
 from pdserve.kernels.cpu.library import DTYPES, Pointer, Size, function
-from pdserve.kernels.cpu.products import ADDED, GATED, LANES, PLAIN, TILE, filled
+from pdserve.kernels.cpu.products import ADDED, GATED, LANES, PLAIN, TILE, answer, filled
 
 BLOCK = 32  # inputs that share a scale and a minimum
 
@@ -55,6 +55,7 @@ class QuantizedProducts:
     def __init__(self, loaded: ctypes.CDLL) -> None:
         arguments = (Pointer, Size, Pointer, Size, Size, Size, Pointer, Pointer, Pointer, Size, Size, Size, Size, Size)
         self._product = function(loaded, "pdserve_product_quantized", *arguments)
+        self.is_fast = answer(loaded, "pdserve_multiplies_bytes")  # with the processor's own products of bytes
         self._rows = function(loaded, "pdserve_rows_quantized", Pointer, Pointer, Size, Size, Pointer, Size, Size)
 
     def product(self, x: Tensor, tiles: QuantizedTiles, residual: Tensor | None = None) -> Tensor:

@@ -1,6 +1,7 @@
 """The operations on a CPU with the compiled kernels; plain torch does what they do not."""
 
 import ctypes
+import logging
 
 import torch
 from torch import Tensor
@@ -19,6 +20,8 @@ from pdserve.kernels.cpu.rows import Rows
 from pdserve.model.groups import Groups
 from pdserve.model.ops import Dense, GateUp, Linear, Matrix, Quantized, TorchOps
 
+logger = logging.getLogger(__name__)
+
 
 class CpuOps(TorchOps):
     """The operations of a CPU. A token's results depend on that token alone, however many are computed with it."""
@@ -28,10 +31,12 @@ class CpuOps(TorchOps):
         self._rms_eps = eps
         self._rows = Rows(loaded)
         self._quantized = QuantizedProducts(loaded)
+        self._noted = False  # that quantized products are slow
         self._products = Products(loaded) if multiplies_bfloat16(loaded) and not _has_matrix_units() else None
 
     def held(self, weight: Matrix) -> Linear:
         if isinstance(weight, Quantized):
+            self._note_slow_codes()
             groups = weight.groups
             return QuantizedTiles(
                 tiled_codes(*_tensors(groups)), groups.bits, groups.shape[0], weight.dtype, weight.bias
@@ -82,6 +87,13 @@ class CpuOps(TorchOps):
         if isinstance(weight, Tiles | QuantizedTiles):
             return self.linear(x, weight)
         return super().swiglu(x, weight)
+
+    def _note_slow_codes(self) -> None:
+        if not self._quantized.is_fast and not self._noted:
+            self._noted = True
+            logger.warning(
+                "quantized weights: this processor has no AVX-512 VNNI, products of bytes take several times as long"
+            )
 
     def _fits(self, weight: Dense) -> bool:
         """Say whether a matrix is multiplied in tiles."""

@@ -125,6 +125,7 @@ def test_a_processor_without_the_instructions_gets_the_same_results(
     flags = ["-march=x86-64-v3" if flag == NATIVE else flag for flag in FLAGS]
     subprocess.run(["gcc", *flags, *units], check=True, capture_output=True)
     plain = QuantizedProducts(ctypes.CDLL(str(path)))
+    assert not plain.is_fast
     for bits in BITS:
         parts, _ = coded(1, 50, 96, bits)
         tiles = QuantizedTiles(tiled_codes(*parts), bits, 50, torch.float32)

@@ -224,6 +224,15 @@ static void multiply_8_bits(const struct task *task, int64_t row, int64_t tile, 
     multiply_some(task, row, tile, rows, 8);
 }
 
+/* Whether the processor sums products of bytes by itself. */
+int64_t pdserve_multiplies_bytes(void) {
+#if defined(__AVX512VNNI__)
+    return 1;
+#else
+    return 0;
+#endif
+}
+
 /* out: [rows, width]; x: [rows, inputs], a multiple of 32; weights: as above, of 4 or 8 bits; strides in elements. */
 void pdserve_product_quantized(
     void *out, int64_t out_stride, const void *x, int64_t x_stride, int64_t rows, int64_t inputs, const void *weights,
