@@ -165,6 +165,23 @@ async def test_a_door_that_takes_no_more_gets_the_rest_at_once_when_it_does() ->
     assert door.writes[2:] == [([], FINISHED)]
 
 
+async def test_a_door_that_asks_for_more_too_early_is_left_alone_while_it_writes() -> None:
+    class Hasty(Door):
+        def write(self, answer: Answer, gains: Sequence[Gain], outcome: Finished | Refused | None) -> bool:
+            gain(answer, 20)
+            return super().write(answer, gains, outcome)
+
+    door = Hasty(takes_more=False)
+    answer = answer_for(door)
+    gain(answer, 10)
+    await turn()
+    await turn()
+    assert door.tokens() == [[10]]
+    answer.resume()
+    await turn()
+    assert door.tokens() == [[10], [20]]
+
+
 @pytest.mark.parametrize("has_left", [False, True])
 async def test_nothing_is_written_after_the_end(has_left: bool) -> None:
     door = Door()
