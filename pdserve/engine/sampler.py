@@ -110,7 +110,8 @@ def adjust(row: Row, spec: SampleSpec, eos_token_ids: Seq[int]) -> None:
     """Apply penalties, logit bias and what may not be sampled, in that order and in place."""
     params = spec.params
     if params.repetition_penalty != 1.0:
-        seen, penalty = np.unique(_array((*spec.prompt_ids, *spec.output_ids))), np.float32(params.repetition_penalty)
+        seen = np.concatenate((_array(spec.prompt_ids), _array(spec.output_ids)))  # some more than once
+        penalty = np.float32(params.repetition_penalty)
         values = row[seen]
         row[seen] = np.where(values > 0, values / penalty, values * penalty)
     if params.frequency_penalty or params.presence_penalty:
@@ -138,7 +139,8 @@ def forbidden(spec: SampleSpec, eos_token_ids: Seq[int]) -> tuple[int, ...]:
 
 
 def _array(token_ids: Seq[int]) -> npt.NDArray[np.int64]:
-    return np.fromiter(token_ids, dtype=np.int64, count=len(token_ids))
+    """Return the ids as an array; what a sequence packed is not converted one by one."""
+    return np.asarray(token_ids, dtype=np.int64)
 
 
 # ---- temperature, filters and noise, where there is no compiled library

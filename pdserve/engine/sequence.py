@@ -1,5 +1,6 @@
 """One continuation (or several that still share their prompt) on one worker, and what a committed step brought it."""
 
+from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -61,6 +62,7 @@ class Sequence:
     prompt_logprobs: int | None = None  # its prompt is scored, and so many of the likeliest tokens reported
     num_scored: int = 1  # leading tokens of the prompt that are; nothing is in front of the first
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the tokens after the job's, if they are asked for
+    packed: array[int] = field(default_factory=lambda: array("q"))  # tokens as numpy reads them, as far as samples saw
     prefix: Prefix = field(init=False)  # of `tokens`
     ends_with_prompt: bool = field(init=False)  # its first tokens are its last: it splits, or is handed off
     urgency: tuple[int, int] = field(init=False)  # sorts first what is served first and preempted last
@@ -142,12 +144,11 @@ class Sequence:
         """Return what to sample after the last token and `num_unknown` unknown ones, once for each index."""
         params, num_prompt = self.job.params, self.job.num_prompt_tokens
         count = len(self.tokens) - num_prompt + num_unknown
-        prompt_ids: tuple[int, ...] = ()
-        output_ids: tuple[int, ...] = ()
-        if params.has_penalties:
-            prompt_ids = tuple(self.tokens[:num_prompt])
+        prompt_ids: Seq[int] = ()
+        output_ids: Seq[int] = ()
         if params.has_penalties or self.matcher is not None:  # nothing else reads what came before
-            output_ids = tuple(self.tokens[num_prompt:])
+            self.packed.extend(self.tokens[len(self.packed) :])
+            prompt_ids, output_ids = self.packed[:num_prompt], self.packed[num_prompt:]
         forbid_stops, forbidden = count < params.min_tokens, self._forbidden() if params.bad_word_ids else ()
         limits = forbid_stops, forbidden, self.matcher
         if len(self.seeds) == 1:
