@@ -62,7 +62,7 @@ class Sequence:
     prompt_logprobs: int | None = None  # its prompt is scored, and so many of the likeliest tokens reported
     num_scored: int = 1  # leading tokens of the prompt that are; nothing is in front of the first
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the tokens after the job's, if they are asked for
-    packed: array[int] = field(default_factory=lambda: array("q"))  # tokens as numpy reads them, as far as samples saw
+    packed: "array[int]" = field(init=False)  # tokens as numpy reads them, as far as samples have needed them
     prefix: Prefix = field(init=False)  # of `tokens`
     ends_with_prompt: bool = field(init=False)  # its first tokens are its last: it splits, or is handed off
     urgency: tuple[int, int] = field(init=False)  # sorts first what is served first and preempted last
@@ -71,6 +71,7 @@ class Sequence:
     needs_output: bool = field(init=False)  # a token cannot be sampled before those in front of it are known
 
     def __post_init__(self) -> None:
+        self.packed = array("q")
         self.prefix = Prefix(self.tokens, self.job.cache_salt)
         self.ends_with_prompt = self.stop_after_prompt or len(self.indices) > 1
         self.urgency = -self.job.priority, self.order

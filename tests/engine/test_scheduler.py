@@ -10,7 +10,7 @@ from pdserve.engine.sequence import Broken, Finish, Job, Sampled, Sequence, Spli
 from pdserve.engine.step import StepResult
 from pdserve.ids import Attempt, RequestId
 from pdserve.prefix_hash import PrefixHasher
-from pdserve.sampling import SamplingParams
+from pdserve.sampling import SampledToken, SamplingParams
 
 VOCAB = 101
 PAGE_SIZE = 4
@@ -208,3 +208,15 @@ def test_a_page_that_a_step_copies_from_stays_held_though_its_other_sequence_lea
     assert pool.holders(source) == 1
     assert scheduler.commit(plan, bench.runner.run(plan)) == ()
     assert pool.num_free == pool.num_pages
+
+
+def test_a_sample_keeps_the_tokens_that_its_penalties_see_while_the_sequence_goes_on() -> None:
+    params = SamplingParams(presence_penalty=0.5)
+    job = Job(RequestId(bytes(16)), Attempt(0), (1, 2, 3), 3, params, (0,))
+    sequence = Sequence(job, (0,), [1, 2, 3], order=0)
+    specs = []
+    for token in (7, 8, 9):
+        specs += sequence.samples()
+        sequence.append(SampledToken(token))
+    assert [tuple(spec.prompt_ids) for spec in specs] == [(1, 2, 3)] * 3
+    assert [tuple(spec.output_ids) for spec in specs] == [(), (7,), (7, 8)]
