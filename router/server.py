@@ -111,6 +111,7 @@ def load_model(config: RouterConfig) -> ServedModel:
         tool_format=format_of(source) if parser == "auto" else FORMATS[parser],
         reasoning=None if chat is None else reasoning_of(config.reasoning_parser, source, chat),
         model_type=str(checkpoint.raw_config.get("model_type", "")),
+        aliases=config.served_model_aliases,
         architectures=(checkpoint.config.architecture,),
         archived=partial(tokenizer_archive, checkpoint),
     )

@@ -147,10 +147,14 @@ class InferenceEndpoint:
 
     async def _list_models(self, request: inference.ListModelsRequest, context: object) -> inference.ListModelsResponse:
         del request, context
-        model = inference.Model(
-            name=self._intake.model.name,
-            max_model_len=self._intake.max_model_len(),
-            vocab_size=self._intake.model.vocab_size,
-            has_chat_template=self._intake.model.chat is not None,
-        )
-        return inference.ListModelsResponse(models=[model])
+        served = self._intake.model
+        models = [
+            inference.Model(
+                name=name,
+                max_model_len=self._intake.max_model_len(),
+                vocab_size=served.vocab_size,
+                has_chat_template=served.chat is not None,
+            )
+            for name in served.names
+        ]
+        return inference.ListModelsResponse(models=models)

@@ -72,7 +72,7 @@ class Intake:
     async def _arrival(
         self, request: inference.GenerateRequest, visit: Visit | None, opened: Opened, remaining_s: float
     ) -> tuple[RequestArrived, Terms]:
-        check_model(request, self.model.name)
+        check_model(request.model, self.model)
         model, seed = self.model, secrets.randbits(64)
         terms = check_terms(request, model.vocab_size, seed, self._config.max_deadline_ms, model.defaults)
         if visit is not None:

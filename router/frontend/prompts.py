@@ -71,6 +71,13 @@ class ServedModel:
     reasoning: Reasoning | None = None  # None: answers have none
     model_type: str = ""  # as its config names it
     architectures: tuple[str, ...] = ()
+    aliases: tuple[str, ...] = ()  # more names in requests
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names in requests, the first of them the one in answers."""
+        return (self.name, *self.aliases)
+
     archived: Callable[[], bytes] | None = None  # a ZIP archive of the tokenizer's files; takes a moment
 
 
@@ -248,11 +255,11 @@ def _check_label(label: str) -> None:
         raise invalid("request_label", f"{echo(label, repr)} is not printable ASCII")
 
 
-def check_model(request: inference.GenerateRequest, name: str) -> None:
-    """Raise RequestError(NOT_FOUND) unless the request is for the model that is served."""
-    if request.model not in ("", name):
+def check_model(name: str, model: ServedModel) -> None:
+    """Raise RequestError(NOT_FOUND) unless a name, empty or not, means the model that is served."""
+    if name not in ("", *model.names):
         raise RequestError(
-            Status.NOT_FOUND, f"model: {echo(request.model, repr)} is not served here; {echo(name, repr)} is"
+            Status.NOT_FOUND, f"model: {echo(name, repr)} is not served here; {echo(model.name, repr)} is"
         )
 
 

@@ -390,7 +390,15 @@ async def running_router(
     )
     chat = None if template is None else ChatTemplate(template, {})
     model = ServedModel(
-        MODEL, 4096, TOKENIZER.vocab_size, defaults, TOKENIZER, chat, eos_token_ids=(0,), archived=archived
+        MODEL,
+        4096,
+        TOKENIZER.vocab_size,
+        defaults,
+        TOKENIZER,
+        chat,
+        eos_token_ids=(0,),
+        archived=archived,
+        aliases=config.served_model_aliases,
     )
     secret = read_secret(secret_file)
     ready: asyncio.Future[Addresses] = asyncio.get_running_loop().create_future()

@@ -12,7 +12,6 @@ import grpc
 
 import pdserve
 from pdserve.errors import RequestError, Status
-from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1 import open_inference_pb2 as protocol
 from pdserve.proto.v1.open_inference_pb2_grpc import GRPCInferenceServiceServicer
 from pdserve.router.commands import Refused
@@ -120,7 +119,7 @@ class OpenInference(GRPCInferenceServiceServicer):
         self, request: protocol.ModelReadyRequest, context: Context
     ) -> protocol.ModelReadyResponse:
         del context
-        is_served = request.name == self._intake.model.name and request.version in ("", VERSION)
+        is_served = request.name in self._intake.model.names and request.version in ("", VERSION)
         return protocol.ModelReadyResponse(ready=is_served and self._state.is_ready())
 
     async def ServerMetadata(  # noqa: N802
@@ -166,7 +165,7 @@ class OpenInference(GRPCInferenceServiceServicer):
 
     async def _check(self, name: str, version: str, context: Context) -> None:
         try:
-            check_model(inference.GenerateRequest(model=name), self._intake.model.name)
+            check_model(name, self._intake.model)
             check_version(name, version)
         except RequestError as error:
             await deny(context, error)

@@ -162,14 +162,13 @@ def _add_state(app: FastAPI, state: RouterState) -> None:
 def _add_models(app: FastAPI, intake: Intake) -> None:
     created = int(time.time())
 
-    def card() -> dict[str, Any]:
-        name = intake.model.name
+    def card(name: str) -> dict[str, Any]:
         return {
             "id": name,
             "object": "model",
             "created": created,
             "owned_by": "pdserve",
-            "root": name,
+            "root": intake.model.name,
             "parent": None,
             "max_model_len": intake.max_model_len(),
             "permission": [],
@@ -177,14 +176,14 @@ def _add_models(app: FastAPI, intake: Intake) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The models that are served: one."""
-        return {"object": "list", "data": [card()]}
+        """The names of the one model that is served."""
+        return {"object": "list", "data": [card(name) for name in intake.model.names]}
 
     @app.get("/v1/models/{model:path}")
     async def model(model: str) -> dict[str, Any]:
         """A model."""
-        check_model(inference.GenerateRequest(model=model), intake.model.name)
-        return card()
+        check_model(model, intake.model)
+        return card(model)
 
 
 def _add_tokens(app: FastAPI, intake: Intake) -> None:
@@ -192,7 +191,7 @@ def _add_tokens(app: FastAPI, intake: Intake) -> None:
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
         """The tokens of a text, or of a conversation as the model's template writes it."""
         model, limit = intake.model, intake.max_model_len()
-        check_model(inference.GenerateRequest(model=body.model or ""), model.name)
+        check_model(body.model or "", model)
         if (body.prompt is None) == (body.messages is None):
             raise invalid("prompt", "exactly one of prompt and messages is needed")
         if body.prompt is None:
@@ -207,7 +206,7 @@ def _add_tokens(app: FastAPI, intake: Intake) -> None:
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
         """The text of tokens."""
-        check_model(inference.GenerateRequest(model=body.model or ""), intake.model.name)
+        check_model(body.model or "", intake.model)
         limit = intake.max_model_len()
         if len(body.tokens) > limit:
             raise invalid("tokens", f"{len(body.tokens)} are over the limit of {limit} (max_model_len)")
