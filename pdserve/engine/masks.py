@@ -52,7 +52,8 @@ def _mask(spec: SampleSpec, vocab_size: int, eos_token_ids: Seq[int]) -> Bits | 
         bits &= packed(spec.params.allowed_token_ids, vocab_size)
         if not bits.any():
             raise GrammarError("the grammar lets none of allowed_token_ids follow")
-    wanted = bits & ~packed([i for i in unwanted(spec, eos_token_ids) if 0 <= i < vocab_size], vocab_size)
+    without = [token_id for token_id in unwanted(spec, eos_token_ids) if 0 <= token_id < vocab_size]
+    wanted = bits & ~packed(without, vocab_size) if without else bits
     return wanted if wanted.any() else bits
 
 
