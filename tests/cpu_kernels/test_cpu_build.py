@@ -1,6 +1,6 @@
 """The library is compiled once for all processes, appears whole, and what keeps it from being there has a reason."""
 
-import os
+import ctypes
 import stat
 import subprocess
 import sys
@@ -10,6 +10,7 @@ import pytest
 
 from pdserve.kernels.cpu import build
 from pdserve.kernels.cpu.build import FLAGS, SOURCES, Missing, Reason, built
+from pdserve.kernels.cpu.library import library
 
 FAKE_COMPILER = """#!/bin/sh
 if [ "$1" = --version ]; then echo fake 1; exit; fi
@@ -95,21 +96,20 @@ def test_a_folder_that_cannot_be_made_has_a_reason(tmp_path: Path, monkeypatch: 
 
 
 def test_a_library_that_cannot_be_loaded_is_missing(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake_compiler(tmp_path, monkeypatch)
-    code = "from pdserve.kernels.cpu.library import library; print(library().reason.name)"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ended.stdout == "LOADING\n"
-    assert ended.stderr.count("no compiled kernels") == 1
+    library.cache_clear()
+    try:
+        found = [library() for _ in range(3)]
+    finally:
+        library.cache_clear()
+    assert isinstance(found[0], Missing)
+    assert found[0].reason is Reason.LOADING
+    assert caplog.text.count("no compiled kernels") == 1
 
 
-def test_one_openmp_runtime_serves_torch_and_the_library() -> None:
-    code = (
-        "from pdserve.kernels.cpu.library import library\n"
-        "library()\n"
-        "lines = open('/proc/self/maps').read().splitlines()\n"
-        "print(len({line.split()[-1] for line in lines if 'libgomp' in line or 'libomp' in line}))\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
-    assert ended.stdout == "1\n"
+def test_one_openmp_runtime_serves_torch_and_the_library(loaded: ctypes.CDLL) -> None:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    assert str(loaded._name) in "\n".join(lines)
+    assert len({line.split()[-1] for line in lines if "libgomp" in line or "libomp" in line}) == 1
