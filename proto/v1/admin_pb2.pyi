@@ -176,7 +176,7 @@ class GetLiveResponse(_message.Message):
 
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___LiveRequest]:
-        """The oldest of them, at most 128."""
+        """The oldest of them, at most 64."""
 
     @_builtins.property
     def ended(self) -> _containers.RepeatedCompositeFieldContainer[Global___EndedRequest]:
