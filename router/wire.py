@@ -67,7 +67,7 @@ def worker_events(link_id: LinkId, message: link.AttachRequest) -> list[WorkerEv
     report = message.step
     events: list[WorkerEvent] = [_stage(link_id, progress) for progress in report.progress[:]]
     step = Step(report.prefill_tokens, report.prefill_work, report.decode_sequences, report.decode_kv_tokens)
-    prompts = [_prompt(prompt) for prompt in report.prompts[:]]
+    prompts = tuple([_prompt(prompt) for prompt in report.prompts[:]])
     events.append(StepReported(link_id, report.deltas[:], step, report.elapsed_us / 1e6, prompts))
     return events
 
