@@ -15,7 +15,7 @@ from pdserve.grammar.finite import describes_something_finite
 from pdserve.sampling import StructuredOutput
 
 # Indented JSON has a line end and some spaces between its parts. Without a limit a model may write spaces for ever.
-WHITESPACE = r"[ \n]{0,40}"
+WHITESPACE = r"\n? {0,20}"
 _LIMITS = llguidance.LLParserLimits(verbose_errors=False)
 _QUIET = 0
 

@@ -483,7 +483,7 @@ class StructuredOutput(_message.Message):
     CHOICE_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     json_schema: _builtins.str
-    """A JSON value that this JSON Schema describes. Between its parts are at most 40 spaces and line ends."""
+    """A JSON value that this JSON Schema describes. Between two of its parts is at most a line end and 20 spaces."""
     json_object: _builtins.bool
     """A JSON object; has to be true."""
     regex: _builtins.str

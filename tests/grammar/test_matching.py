@@ -164,7 +164,7 @@ def test_spaces_have_an_end(grammars: Grammars) -> None:
     (space,) = TOKENIZER.encode(" ", add_special=False)
     while space in following(matcher, output):
         output.append(space)
-    assert len(output) == 41
+    assert len(output) == 21
 
 
 def test_tokens_that_no_text_of_the_grammar_has_are_an_error(grammars: Grammars) -> None:
