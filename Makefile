@@ -46,6 +46,16 @@ test-page: $(INSTALLED)
 	mkdir -p docs/images
 	PDSERVE_PICTURES=docs/images $(BIN)/pytest -q tests/cluster/browse_live_page.py
 
+# Other people's clients against live clusters, from an environment of their own: about a quarter of an hour.
+CLIENTS := build/clients
+test-clients: $(INSTALLED) $(CLIENTS)/.installed
+	PDSERVE_CLIENTS="$(CURDIR)/$(CLIENTS)/bin" $(BIN)/pytest -q tests/clients
+$(CLIENTS)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(CLIENTS)
+	$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['clients'], sep='\n')" > $(CLIENTS)/requirements.txt
+	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check -r $(CLIENTS)/requirements.txt
+	touch $@
+
 # tests/kubernetes on a real API server, which KUBECONFIG names with an account that may make namespaces.
 test-kubernetes: $(INSTALLED)
 	PDSERVE_TEST_KUBECONFIG="$${KUBECONFIG:?names an API server}" $(BIN)/pytest -q tests/kubernetes

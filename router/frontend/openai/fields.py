@@ -153,9 +153,11 @@ def _checked_prompt(value: Any) -> Prompt:  # noqa: ANN401 - whatever was sent
 
 
 def _are_ids(values: list[Any]) -> bool:
+    if set(map(type, values)) - {int}:  # a bool is an int, too
+        return False
     try:
         return len(array("I", values)) == len(values)
-    except (TypeError, OverflowError):
+    except OverflowError:
         return False
 
 

@@ -17,6 +17,8 @@ BAD = [
     (COMPLETIONS, {"prompt": 5}, "prompt", "prompt: "),
     (COMPLETIONS, {"prompt": ""}, "text", "text: it is empty"),
     (COMPLETIONS, {"prompt": []}, "prompt", "prompt: "),
+    (COMPLETIONS, {"prompt": [True]}, "prompt", "prompt: a text, token ids, or a list of either is needed"),
+    (COMPLETIONS, {"prompt": [2**32]}, "prompt", "prompt: a text, token ids, or a list of either is needed"),
     (COMPLETIONS, {"prompt": [[]]}, "token_ids", "token_ids: it is empty"),
     (COMPLETIONS, {"prompt": ["a"] * 129}, "prompt", "prompt: 129 prompts are outside [1, 128]"),
     (COMPLETIONS, {"prompt": [1, 2, 999_999]}, "token_ids", "token id 999999 at position 2"),
