@@ -1,7 +1,7 @@
 """A router's configuration."""
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -58,7 +58,7 @@ class RouterConfig(Limits, ProcessConfig):
     served_model_name: str | None = Field(
         None, min_length=1, description="Name of the model in requests; by default the model's own."
     )
-    served_model_aliases: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+    served_model_aliases: tuple[str, ...] = Field(
         (), description="More names of the model in requests, listed beside the first; repeatable."
     )
     generation_config: Literal["auto", "vllm"] = Field(
