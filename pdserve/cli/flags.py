@@ -118,5 +118,5 @@ def _flag_type(annotation: object) -> object:
         inner = [_flag_type(a) for a in arguments if a is not NoneType]
         return inner[0] if len(inner) == 1 else str
     if origin in (tuple, list):
-        return list.__class_getitem__(arguments[0])
+        return list.__class_getitem__(_flag_type(arguments[0]))
     return annotation
