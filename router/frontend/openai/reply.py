@@ -199,6 +199,7 @@ class Stream(Reply):
                 self._is_over = True
         elif part.outcome is not None:
             if not (self._is_begun or any(events)):
+                self._is_over = True  # what other parts gain in the same turn is not begun with
                 self._news.set()
                 return False
             events += [b"data: " + error_of(part.outcome).body() + b"\n\n", DONE]
