@@ -1,7 +1,7 @@
 """Runs a file of requests in OpenAI's batch format against an OpenAI server, and writes a file of results.
 
 Invariant: the output has at most one line of each `custom_id`, and each line is whole. A run that was cut short goes on
-where it ended. Requests that found no server, or no room in it, are sent again by the next run.
+where it ended. Requests that found no server, no room in it, or a wrong key or model, are sent again by the next run.
 """
 
 import asyncio
@@ -10,7 +10,7 @@ import json
 import random
 import secrets
 import ssl
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from pdserve.errors import ConfigError
 
 URLS = ("/v1/chat/completions", "/v1/completions")
 BUSY = frozenset((408, 409, 429, 500, 502, 503, 504))  # after these, the same request may succeed
+NOT_FINAL = BUSY | {401, 403, 404}  # by the next run, with another key, server or model
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 MAX_RETRY_AFTER_S = 300.0
 ANSWER_TIMEOUT_S, CONNECT_TIMEOUT_S = 1200.0, 10.0  # the former beyond a router's longest deadline
@@ -36,7 +37,7 @@ class Item:
 
     custom_id: str
     url: str
-    body: Json
+    content: bytes  # of the request
     mistake: str = ""  # why it is not sent
 
 
@@ -45,8 +46,8 @@ class Tally:
     """What became of the lines."""
 
     num_done: int = 0
-    num_failed: int = 0
-    num_skipped: int = 0  # an earlier run has their results
+    num_failed: int = 0  # also in an earlier run, where that is final
+    num_skipped: int = 0  # an earlier run has their answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +59,15 @@ class Pace:
 
 
 def client(server: str, api_key: str = "", ca_file: Path | None = None) -> httpx2.AsyncClient:
-    """Return a client of a server, http://host:port."""
+    """Return a client of a server, http://host:port; ConfigError where it is no URL."""
+    try:
+        url = httpx2.URL(server)
+    except httpx2.InvalidURL as error:
+        raise ConfigError(f"--server: {server!r} is no URL: {error}") from error
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ConfigError(f"--server: {server!r} is no URL of the form http://host:port")
     return httpx2.AsyncClient(
-        base_url=server,
+        base_url=url,
         headers={"authorization": f"Bearer {api_key}"} if api_key else {},
         verify=ssl.create_default_context(cafile=ca_file),
         timeout=httpx2.Timeout(ANSWER_TIMEOUT_S, connect=CONNECT_TIMEOUT_S),
@@ -77,13 +84,15 @@ async def run_batch(
     """
     tally = Tally()
 
-    def unanswered(known: Container[str]) -> Iterator[Item]:
+    def unanswered(known: Mapping[str, bool]) -> Iterator[Item]:
         for item in items(source):
-            if item.custom_id in known:
-                tally.num_skipped += 1
-                advance()
-            else:
+            is_answered = known.get(item.custom_id)
+            if is_answered is None:
                 yield item
+                continue
+            tally.num_skipped += is_answered
+            tally.num_failed += not is_answered
+            advance()
 
     with _results(out) as (file, known):
         waiting = unanswered(known)
@@ -91,11 +100,10 @@ async def run_batch(
         async def work() -> None:
             for item in waiting:
                 line = await _result(item, http, pace.max_retries)
-                file.write(json.dumps(line, ensure_ascii=False).encode() + b"\n")
+                file.write(json.dumps(line).encode() + b"\n")
                 file.flush()
-                is_done = _status(line) == httpx2.codes.OK
-                tally.num_done += is_done
-                tally.num_failed += not is_done
+                tally.num_done += _is_answered(line)
+                tally.num_failed += not _is_answered(line)
                 advance()
 
         async with asyncio.TaskGroup() as tasks:
@@ -157,7 +165,7 @@ def items(source: Path) -> Iterator[Item]:
 
 def _item(line: Json) -> Item:
     custom_id, url, body = str(line["custom_id"]), line.get("url"), line.get("body")
-    mistake = ""
+    content, mistake = b"", ""
     if line.get("method") != "POST":
         mistake = f"method: {line.get('method')!r} is not POST"
     elif url not in URLS:
@@ -166,20 +174,34 @@ def _item(line: Json) -> Item:
         mistake = "body: not an object"
     elif body.get("stream"):
         mistake = "body.stream: results of a batch are not streamed"
-    return Item(custom_id, str(url), body if isinstance(body, dict) else {}, mistake)
+    else:
+        try:
+            content = json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+        except (ValueError, RecursionError) as error:
+            mistake = f"body: it cannot be sent as JSON: {error}"
+    return Item(custom_id, str(url), content, mistake)
 
 
 # ---- the output
 
 
 @contextmanager
-def _results(out: Path) -> Iterator[tuple[IO[bytes], set[str]]]:
-    """Open the output for this run alone, to be appended to; yield it with the ids that it has final results of."""
+def _results(out: Path) -> Iterator[tuple[IO[bytes], Mapping[str, bool]]]:
+    """Open the output for this run alone, to be appended to.
+
+    Yields it with the ids that it has final results of, and whether these are answers.
+    """
     file = _opened(out)
     try:
-        finals = [_final(raw) for raw in file]
-        known = {custom_id for custom_id in finals if custom_id is not None}
-        if len(known) < len(finals):
+        known: dict[str, bool] = {}
+        num_others = 0
+        for raw in file:
+            line = _final(raw)
+            if line is None or line["custom_id"] in known:
+                num_others += 1
+            else:
+                known[str(line["custom_id"])] = _is_answered(line)
+        if num_others:
             file = _without_failures(out, file)
         yield file, known
     finally:
@@ -207,9 +229,9 @@ def _without_failures(out: Path, file: IO[bytes]) -> IO[bytes]:
     seen: set[str] = set()
     file.seek(0)
     for raw in file:
-        custom_id = _final(raw)
-        if custom_id is not None and custom_id not in seen:
-            seen.add(custom_id)
+        line = _final(raw)
+        if line is not None and line["custom_id"] not in seen:
+            seen.add(str(line["custom_id"]))
             rest.write(raw)
     rest.flush()
     Path(rest.name).replace(out)
@@ -217,13 +239,16 @@ def _without_failures(out: Path, file: IO[bytes]) -> IO[bytes]:
     return rest
 
 
-def _final(raw: bytes) -> str | None:
-    """Return whose result a line is, if it is one that stays."""
+def _final(raw: bytes) -> Json | None:
+    """Return a line of the output, if it is a result that stays."""
     line = _object(raw) if raw.endswith(b"\n") else None
-    if line is None or _status(line) in BUSY or _status(line) is None:
+    if line is None or _status(line) in NOT_FINAL or not isinstance(_status(line), int):
         return None
-    custom_id = line.get("custom_id")
-    return custom_id if isinstance(custom_id, str) else None
+    return line if isinstance(line.get("custom_id"), str) else None
+
+
+def _is_answered(line: Json) -> bool:
+    return _status(line) == httpx2.codes.OK
 
 
 def _status(line: Json) -> object:
@@ -232,6 +257,8 @@ def _status(line: Json) -> object:
 
 
 # ---- one request
+
+_HEADERS = {"content-type": "application/json"}
 
 
 async def _result(item: Item, http: httpx2.AsyncClient, max_retries: int) -> Json:
@@ -242,8 +269,8 @@ async def _result(item: Item, http: httpx2.AsyncClient, max_retries: int) -> Jso
     for retry in range(max_retries + 1):
         is_last = retry == max_retries
         try:
-            response = await http.post(item.url, json=item.body)
-        except (httpx2.TransportError, OSError) as error:
+            response = await http.post(item.url, content=item.content, headers=_HEADERS)
+        except (httpx2.RequestError, OSError) as error:
             if is_last:
                 return _line(item, None, {"code": "no_answer", "message": f"{type(error).__name__}: {error}"})
             await asyncio.sleep(_backoff_s(retry))
@@ -257,7 +284,7 @@ async def _result(item: Item, http: httpx2.AsyncClient, max_retries: int) -> Jso
 def _response(response: httpx2.Response) -> Json:
     try:
         body: object = response.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         message = response.text[:1000]
         body = {"error": {"message": message, "type": "invalid_response", "param": None, "code": None}}
     request_id = response.headers.get("x-request-id", "")
@@ -280,6 +307,6 @@ def _retry_after_s(headers: Mapping[str, str]) -> float | None:
             asked_s = float(headers[name]) * unit_s
         except (KeyError, ValueError):
             continue
-        if 0 <= asked_s <= MAX_RETRY_AFTER_S:
+        if 0 < asked_s <= MAX_RETRY_AFTER_S:  # after 0 s all tries would be used up at once
             return asked_s
     return None

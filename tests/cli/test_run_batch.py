@@ -100,7 +100,14 @@ async def test_what_a_run_that_was_cut_short_has_written_is_not_sent_again(tmp_p
     assert out.read_bytes() == before
 
 
-@pytest.mark.parametrize("headers", [{"retry-after-ms": "1500", "retry-after": "9"}, {"retry-after": "1.5"}])
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"retry-after-ms": "1500", "retry-after": "9"},
+        {"retry-after": "1.5"},
+        {"retry-after-ms": "0", "retry-after": "1.5"},
+    ],
+)
 async def test_a_server_without_room_is_left_alone_for_as_long_as_it_asks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str]
 ) -> None:
@@ -152,7 +159,43 @@ async def test_an_answer_that_would_be_the_same_again_is_not_asked_for_again(tmp
     assert await sent(source, out, refuse) == Tally(num_failed=2)
     assert calls == {"a": 1, "b": 1}
     assert read(out)["a"]["response"]["body"] == {"error": {"param": "n"}}
-    assert await sent(source, out, refuse) == Tally(num_failed=1, num_skipped=1)  # a mistake stays one
+    assert await sent(source, out, refuse) == Tally(num_failed=2)  # a mistake stays one
+    assert calls == {"a": 1, "b": 2}
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+async def test_a_wrong_key_or_model_is_not_final(tmp_path: Path, status: int) -> None:
+    source, out = write(tmp_path / "in", line("a")), tmp_path / "out"
+    assert await sent(source, out, lambda _: httpx2.Response(status, json={})) == Tally(num_failed=1)
+    assert await sent(source, out, echo) == Tally(num_done=1)
+    assert await sent(source, out, echo) == Tally(num_skipped=1)
+
+
+@pytest.mark.parametrize("content", ["NaN", '"\\ud800"'])
+async def test_a_body_that_cannot_be_sent_is_its_own_lines_mistake(tmp_path: Path, content: str) -> None:
+    wrong = json.dumps(line("\ud801", body={"messages": ["CONTENT"]})).replace('"CONTENT"', content)
+    source, out = write(tmp_path / "in", wrong, line("b")), tmp_path / "out"
+    assert await sent(source, out, echo) == Tally(num_done=1, num_failed=1)
+    response = read(out)["\ud801"]["response"]
+    assert (response["status_code"], response["body"]["error"]["param"]) == (400, "body")
+    assert await sent(source, out, echo) == Tally(num_failed=1, num_skipped=1)
+
+
+async def test_a_response_that_cannot_be_decoded_is_no_answer(tmp_path: Path) -> None:
+    def garble(request: httpx2.Request) -> httpx2.Response:
+        if b'"a"' in request.content:
+            return httpx2.Response(200, headers={"content-encoding": "gzip"}, content=b"no gzip")
+        return echo(request)
+
+    source, out = write(tmp_path / "in", line("a"), line("b")), tmp_path / "out"
+    assert await sent(source, out, garble, max_retries=1) == Tally(num_done=1, num_failed=1)
+    assert read(out)["a"]["error"]["code"] == "no_answer"
+
+
+@pytest.mark.parametrize("server", ["localhost:8000", "127.0.0.1:8000", "http://", "http://host:port", ""])
+def test_a_server_without_a_scheme_is_refused_up_front(server: str) -> None:
+    with pytest.raises(ConfigError, match="--server"):
+        batch.client(server)
 
 
 @pytest.mark.parametrize(
