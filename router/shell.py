@@ -59,7 +59,7 @@ class Shell:
         self.streams: dict[LinkId, WorkerStream] = {}
         self.watchers: set[asyncio.Event] = set()  # set whenever something may have changed
         self.refused: Counter[Refusal] = Counter()  # messages of workers, and workers, since start
-        self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # the core's own error
+        self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # our own error
         self._desk: Desk[Answer] = Desk(core)
         self._alarm: asyncio.TimerHandle | None = None
 
@@ -96,13 +96,17 @@ class Shell:
         finally:
             self.watchers.discard(news)
 
+    def fail(self, error: Exception) -> None:
+        """Stop the process: an error that is ours leaves its state unknown."""
+        if not self.broken.done():
+            self.broken.set_exception(error)
+
     def _carry_out(self, commands: Iterable[Command]) -> None:
         try:
             for command in commands:
                 self._perform(command)
         except Exception as error:
-            if not self.broken.done():
-                self.broken.set_exception(error)
+            self.fail(error)
             raise
         for watcher in self.watchers:
             watcher.set()

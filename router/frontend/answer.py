@@ -93,7 +93,7 @@ class Answer:
         output = self._outputs[index]
         if output is None:
             return None  # decoded before the workers heard of the stop string
-        if self._unsent_bytes > self._max_unsent_bytes:
+        if self._unsent_bytes > self._max_unsent_bytes and not self._takes_more:
             self._was_cut_off = True
             return ClientTooSlow(self.request_id, self._max_unsent_bytes)
         gain = self._unsent.get(index)
@@ -160,7 +160,7 @@ class Answer:
 
     def _note_news(self, *, is_urgent: bool) -> None:
         if self._takes_more and self._client is not None:
-            self._pace.add(self, is_urgent=is_urgent)
+            self._pace.add(self, is_urgent=is_urgent or self._unsent_bytes > self._max_unsent_bytes)
 
     def write(self) -> None:
         """Give the door all that it has not had. Called by Pace."""

@@ -33,7 +33,7 @@ class Intake:
         self._shell = shell
         self._config = config
         self.records = records
-        self._pace = Pace(config.stream_interval, asyncio.get_running_loop())
+        self._pace = Pace(config.stream_interval, asyncio.get_running_loop(), shell.fail)
         self._visits: dict[RequestId, Visit] = {}  # of the requests that came with a key
 
     async def open(

@@ -7,6 +7,7 @@ together.
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 WINDOW_S = 0.01  # between two writes of an answer: a hundred a second, more than anybody reads
@@ -28,9 +29,15 @@ class Paced(Protocol):
 class Pace:
     """Writes answers at their time."""
 
-    def __init__(self, interval: int | None, loop: asyncio.AbstractEventLoop) -> None:
-        """`interval`: tokens of an answer that are written together; None: as many as come within WINDOW_S."""
+    def __init__(
+        self, interval: int | None, loop: asyncio.AbstractEventLoop, fail: Callable[[Exception], None]
+    ) -> None:
+        """`interval`: tokens of an answer that are written together; None: as many as come within WINDOW_S.
+
+        `fail` receives what a write raises. Doors do not raise: it is a bug, and stops the process.
+        """
         self._interval = interval
+        self._fail = fail
         self._loop = loop
         self._due: dict[Paced, None] = {}  # to be written in this turn
         self._held: deque[tuple[float, Paced, int]] = deque()  # latest time, answer, its writes when it was held
@@ -61,9 +68,13 @@ class Pace:
     def _write(self) -> None:
         due, self._due = self._due, {}
         now_s = self._loop.time()
-        for answer in due:
-            answer.written_s = now_s
-            answer.write()
+        try:
+            for answer in due:
+                answer.written_s = now_s
+                answer.write()
+        except Exception as error:
+            self._fail(error)
+            raise
 
     def _write_held(self) -> None:
         """Write what has waited long enough, and is not written yet; look again when the next one has."""

@@ -17,6 +17,7 @@ from pdserve.router.frontend.generate import reply_bytes
 from pdserve.router.frontend.pace import LATEST_S, WINDOW_S, Pace
 from pdserve.router.frontend.prompts import check_terms
 from pdserve.router.timeline import Ledger, Usage
+from pdserve.sampling import PromptLogprobs
 from pdserve.text.stop import OutputText
 from pdserve.virtual_time import VirtualClock
 
@@ -57,12 +58,17 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self.call_at(self.time() + delay, callback, *args)
 
 
+def unexpected(error: Exception) -> None:
+    raise AssertionError(error)
+
+
 def answer_for(
     door: Door,
     n: int = 1,
     max_unsent_bytes: int = 1000,
     interval: int | None = 1,
     loop: asyncio.AbstractEventLoop | None = None,
+    pace: Pace | None = None,
 ) -> Answer:
     request = inference.GenerateRequest(sampling=inference.SamplingParams(n=n, max_tokens=100))
     terms = check_terms(request, 256, 0, 1000, NO_DEFAULTS)
@@ -74,7 +80,7 @@ def answer_for(
         door,
         outputs=outputs,
         max_unsent_bytes=max_unsent_bytes,
-        pace=Pace(interval, loop or asyncio.get_running_loop()),
+        pace=pace or Pace(interval, loop or asyncio.get_running_loop(), unexpected),
         on_end=lambda _: None,
     )
 
@@ -212,6 +218,42 @@ async def test_too_much_that_waits_cuts_the_reader_off() -> None:
     assert door.cuts == [CUT_OFF]
     answer.resume()
     assert len(door.writes) == 1
+
+
+async def test_a_door_that_takes_more_is_not_too_slow_however_much_comes_in_one_turn() -> None:
+    door = Door()
+    answer = answer_for(door, max_unsent_bytes=100, interval=1000)
+    scored = PromptLogprobs(bytes(400), b"", b"")
+    assert answer.deliver(Deliver(answer.request_id, 0, (), (), 0, scored)) is None
+    assert gain(answer, 10) is None
+    await turn()
+    ((written,), _) = door.writes[0]
+    assert (written.prompt_logprobs, written.token_ids) == ([scored], [10])
+
+
+async def test_what_passes_the_limit_does_not_wait_for_the_rest_of_its_interval() -> None:
+    door = Door()
+    answer = answer_for(door, max_unsent_bytes=100, interval=1000)
+    assert gain(answer, 10) is None
+    await turn()
+    for _ in range(100):
+        assert gain(answer, 11) is None
+        await turn()
+    assert len(door.writes) > 1
+    assert all(len(token_ids) < 25 for token_ids in door.tokens())
+
+
+async def test_a_write_that_raises_is_reported_as_what_stops_the_process() -> None:
+    class Broken(Door):
+        def write(self, answer: Answer, gains: Sequence[Gain], outcome: Finished | Refused | None) -> bool:
+            raise ArithmeticError
+
+    loop, errors = asyncio.get_running_loop(), list[Exception]()
+    loop.set_exception_handler(lambda _loop, _context: None)
+    answer = answer_for(Broken(), pace=Pace(1, loop, errors.append))
+    gain(answer, 10)
+    await turn()
+    assert [type(error) for error in errors] == [ArithmeticError]
 
 
 @pytest.mark.parametrize(
