@@ -2,6 +2,8 @@
 
 from enum import Enum, StrEnum, auto
 
+FINISH_REASONS = {1: "stop", 2: "length"}  # of a continuation, by their numbers in inference.proto
+
 
 class Stage(StrEnum):
     """What a request goes through. Those that happen on workers have the same names in link.proto."""

@@ -38,9 +38,9 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(fields, default=str)
 
 
-def about(request_id: bytes, trace: TraceContext | None = None, **fields: object) -> dict[str, object]:
-    """Return the extra fields of a record about a request."""
-    ids: dict[str, object] = {"request_id": request_id.hex()}
+def about(request_id: bytes | None, trace: TraceContext | None = None, **fields: object) -> dict[str, object]:
+    """Return the extra fields of a record about a request; one that was not admitted has no id."""
+    ids: dict[str, object] = {} if request_id is None else {"request_id": request_id.hex()}
     if trace is not None:
         ids["trace_id"] = trace.trace_id
     return ids | fields

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pdserve.errors import ProtocolError
 from pdserve.ids import Attempt
 from pdserve.perfmodel.curve import attention_work
-from pdserve.reports import Stage
+from pdserve.reports import FINISH_REASONS, Stage
 from pdserve.router.commands import Deliver
 from pdserve.router.events import PromptScored, StageReached, TokenDelta
 from pdserve.router.placements import DONE, Placements
@@ -98,6 +98,8 @@ class Delivery:
         finish_reason = delta.finish_reason
         if not token_ids and not finish_reason:
             return False
+        if finish_reason and finish_reason not in FINISH_REASONS:
+            raise ProtocolError(f"sequence {sequence.index}: finish_reason {finish_reason} is unknown")
         known, max_tokens = sequence.token_ids, request.params.max_tokens
         num_left = max_tokens - len(known) - len(token_ids)
         if num_left < 0:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pdserve import metrics
 from pdserve.errors import Refusal, Status
 from pdserve.metrics import Distribution, Metric, Sample, span_samples
-from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.reports import Failure, Stage
+from pdserve.reports import FINISH_REASONS, Failure, Stage
 from pdserve.roles import Role
 from pdserve.router.because import Cause
 from pdserve.router.commands import Finished, Refused
@@ -24,7 +23,6 @@ _LATELY = 1000  # ended requests of a class that the attainment is taken of
 _OBJECTIVES = ("ttft", "tpot")
 _CLASSES = ("high", "normal", "low")  # of priorities over, at and under 0
 _OK = "OK"
-_FINISH_REASONS = {"stop": inference.FINISH_REASON_STOP, "length": inference.FINISH_REASON_LENGTH}
 _PARTS = (  # of a request's life, from one stage to another
     (metrics.TTFT, Stage.RECEIVED, Stage.FIRST_TOKEN),
     (metrics.E2E, Stage.RECEIVED, Stage.FINISHED),
@@ -94,7 +92,7 @@ class Outcomes:
     def samples(self) -> Iterator[Sample]:
         model = (self._model,)
         yield from (Sample(metric, seen[0], model) for (metric, *_), seen in zip(_PARTS, self._parts, strict=True))
-        for name, reason in _FINISH_REASONS.items():
+        for reason, name in FINISH_REASONS.items():
             yield Sample(metrics.FINISHED, self._finished[reason], (self._model, name))
         yield Sample(metrics.TPOT, self._tpot, model)
         yield Sample(metrics.PROMPT_TOKENS, self._prompts, model)

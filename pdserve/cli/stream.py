@@ -14,13 +14,9 @@ from pdserve.launch.folder import read_state
 from pdserve.measure.client import Access, connect
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.proto.v1.inference_pb2_grpc import InferenceServiceStub
+from pdserve.reports import FINISH_REASONS
 
 API_KEY = "PDSERVE_API_KEY"  # variable with the key that is shown to routers
-FINISH_REASONS = {
-    inference.FINISH_REASON_UNSPECIFIED: "none",
-    inference.FINISH_REASON_STOP: "stop",
-    inference.FINISH_REASON_LENGTH: "length",
-}
 
 
 @dataclass(slots=True)

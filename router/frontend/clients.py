@@ -31,9 +31,10 @@ class DeniedError(Exception):
 class OverLimitError(Exception):
     """The caller's tenant asks for more than its limits; `refused` has the hints for trying again."""
 
-    def __init__(self, refused: Refused) -> None:
+    def __init__(self, refused: Refused, tenant: str) -> None:
         super().__init__(refused.message)
         self.refused = refused
+        self.tenant = tenant
 
 
 class Clients:
@@ -81,7 +82,7 @@ class Clients:
         if refused is not None:
             if refused.because is not None:
                 self.over_limit[refused.because.cause] += 1
-            raise OverLimitError(refused)
+            raise OverLimitError(refused, client.tenant)
         return Visit(client, use)
 
 

@@ -32,8 +32,12 @@ def remaining_s(context: "grpc.aio.ServicerContext[_Request, _Response]") -> flo
 def take_trace(request: inference.GenerateRequest, context: "grpc.aio.ServicerContext[_Request, _Response]") -> None:
     """Let the trace context of a call's metadata count where the request has none."""
     if not request.traceparent:
-        given = {name: shown for name, shown in context.invocation_metadata() or () if isinstance(shown, str)}
-        request.traceparent, request.tracestate = given.get("traceparent", ""), given.get("tracestate", "")
+        given: dict[str, list[str]] = {}
+        for name, shown in context.invocation_metadata() or ():
+            if isinstance(shown, str):
+                given.setdefault(name, []).append(shown)
+        request.traceparent = given.get("traceparent", [""])[-1]
+        request.tracestate = ",".join(given.get("tracestate", ()))
 
 
 async def deny(

@@ -8,10 +8,11 @@ from math import inf
 from pdserve.errors import RequestError
 from pdserve.ids import RequestId, new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.router.commands import Refused
 from pdserve.router.config import RouterConfig
 from pdserve.router.events import RequestArrived
 from pdserve.router.frontend.answer import Answer, Client
-from pdserve.router.frontend.clients import Clients, Visit
+from pdserve.router.frontend.clients import Clients, OverLimitError, Visit
 from pdserve.router.frontend.pace import Pace
 from pdserve.router.frontend.prompts import Prompts, ServedModel, Terms, check_model, check_terms, fitted
 from pdserve.router.frontend.records import Opened, Records
@@ -46,16 +47,14 @@ class Intake:
         nothing to leave.
         """
         received_s = self._shell.clock.now_s()
-        visit = self.clients.visit(key)
-        opened = self.records.open(request, received_s)
+        opened, visit = self.records.open(request, received_s), None
         try:
+            visit = self.clients.visit(key)
             event, terms = await self._arrival(request, visit, opened, remaining_s)
         except BaseException as error:
             if visit is not None:
                 visit.use.end()
-            if isinstance(error, RequestError):
-                self.outcomes.reject(error.status)
-                self.records.reject(opened, error, self._shell.clock.now_s())
+            self._note_rejected(opened, visit, error)
             raise
         if visit is not None:
             self._visits[event.request_id] = visit
@@ -63,6 +62,18 @@ class Intake:
         answer = self._answer(event.request_id, terms, event.token_ids, client)
         self._shell.admit(event, answer)
         return answer
+
+    def _note_rejected(self, opened: Opened, visit: Visit | None, error: BaseException) -> None:
+        now_s = self._shell.clock.now_s()
+        match error:
+            case RequestError():
+                self.outcomes.reject(error.status)
+                tenant = "" if visit is None else visit.client.tenant
+                self.records.reject(opened, Refused(error.status, error.message), tenant, now_s)
+            case OverLimitError():
+                self.records.reject(opened, error.refused, error.tenant, now_s)
+            case _:
+                pass  # the caller shows no key that is known here, or has left
 
     def leave(self, answer: Answer) -> None:
         """Note that a door is done with an answer. A request that has not ended is cancelled."""
@@ -77,10 +88,10 @@ class Intake:
         terms = check_terms(request, model.vocab_size, seed, self._config.max_deadline_ms, model.defaults)
         if visit is not None:
             terms = visit.terms(terms)
-        lasts_s, max_model_len = min(terms.deadline_s, remaining_s), self.max_model_len()
-        terms = await self.prompts.with_bad_words(request, terms, lasts_s)
-        await self.prompts.check_structured(terms.params.structured_output, lasts_s)
-        token_ids = await self.prompts.token_ids(request, max_model_len, lasts_s)
+        deadline_s, clock = opened.received_s + min(terms.deadline_s, remaining_s), self._shell.clock
+        terms = await self.prompts.with_bad_words(request, terms, deadline_s - clock.now_s())
+        await self.prompts.check_structured(terms.params.structured_output, deadline_s - clock.now_s())
+        token_ids = await self.prompts.token_ids(request, self.max_model_len(), deadline_s - clock.now_s())
         if visit is not None:
             visit.use.spend(len(token_ids))
         event = RequestArrived(
@@ -88,7 +99,7 @@ class Intake:
             token_ids=token_ids,
             params=fitted(len(token_ids), terms, self.max_model_len()),
             received_s=opened.received_s,
-            deadline_s=opened.received_s + lasts_s,
+            deadline_s=deadline_s,
             priority=terms.priority,
             tenant=terms.tenant,
             ttft_slo_s=terms.ttft_slo_s,

@@ -34,6 +34,7 @@ MAX_ANSWER_TOKENS = 2**31 - 1
 OF_ROUTER = frozenset({"include_stop_str_in_output", "skip_special_tokens", "fill_model_len"})
 NUM_THREADS = 2
 INLINE_BYTES = 2048  # of a request that is tokenized on the event loop: under half a millisecond
+INLINE_BAD_WORDS = 8  # each is tokenized twice
 SLICE_TOKENS = 16384  # packed at once: 0.4 ms of the event loop
 Encoded = TypeVar("Encoded")
 
@@ -127,7 +128,8 @@ class Prompts:
         """Return a request's terms with its bad words as token ids; RequestError where they are of no use."""
         if not request.sampling.bad_words:
             return terms
-        words = await self._encoded(request, self._encode_bad_words, remaining_s)
+        is_short = len(request.sampling.bad_words) <= INLINE_BAD_WORDS
+        words = await self._encoded(request, self._encode_bad_words, remaining_s, is_short=is_short)
         params = replace(terms.params, bad_word_ids=terms.params.bad_word_ids + words)
         params.validate(self._model.vocab_size)
         return replace(terms, params=params)
@@ -173,8 +175,10 @@ class Prompts:
         request: inference.GenerateRequest,
         encode: Callable[[inference.GenerateRequest], Encoded],
         remaining_s: float,
+        *,
+        is_short: bool = True,
     ) -> Encoded:
-        if request.ByteSize() <= INLINE_BYTES:
+        if is_short and request.ByteSize() <= INLINE_BYTES:
             return encode(request)
         limit = self._max_num_tokenizing
         if self._num_tokenizing >= limit:
@@ -270,11 +274,15 @@ def fitted(num_prompt_tokens: int, terms: Terms, max_model_len: int) -> Sampling
         raise invalid("prompt", "it has no tokens, at least 1 is needed")
     if terms.may_be_shorter and max(1, params.min_tokens) <= room < params.max_tokens:
         return replace(params, max_tokens=room)
-    if num_prompt_tokens + params.max_tokens > max_model_len:
+    if terms.may_be_shorter and room < 1:
+        text = f"it alone has {num_prompt_tokens} tokens, which leaves no room within {max_model_len} (max_model_len)"
+        raise invalid("prompt", text)
+    name, num_tokens = ("min_tokens", params.min_tokens) if terms.may_be_shorter else ("max_tokens", params.max_tokens)
+    if num_tokens > room:
         raise invalid(
-            "max_tokens",
-            f"{num_prompt_tokens} prompt tokens and max_tokens {params.max_tokens} are "
-            f"{num_prompt_tokens + params.max_tokens} together, over the limit of {max_model_len} (max_model_len)",
+            name,
+            f"{num_prompt_tokens} prompt tokens and {name} {num_tokens} are "
+            f"{num_prompt_tokens + num_tokens} together, over the limit of {max_model_len} (max_model_len)",
         )
     return params
 

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from random import random
 from typing import TYPE_CHECKING
 
-from pdserve.errors import RequestError
 from pdserve.ids import RequestId
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.reports import Stage
+from pdserve.reports import FINISH_REASONS, Stage
 from pdserve.router.commands import Finished, Refused
 from pdserve.router.config import RouterConfig
 from pdserve.router.frontend.answer import Answer
+from pdserve.router.frontend.prompts import MAX_LABEL_BYTES
 from pdserve.router.timeline import parts
 from pdserve.telemetry import about
 from pdserve.tracecontext import SAMPLED, Attributes, AttributeValue, Span, TraceContext, new_span_id, read_trace
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PROVIDER = "pdserve"
-FINISH_REASONS: Mapping[int, str] = {inference.FINISH_REASON_STOP: "stop", inference.FINISH_REASON_LENGTH: "length"}
 _LATENCIES = (  # vLLM's names, seconds
     ("gen_ai.latency.time_in_queue", Stage.RECEIVED, Stage.PREFILL_STARTED),
     ("gen_ai.latency.time_to_first_token", Stage.RECEIVED, Stage.FIRST_TOKEN),
@@ -66,15 +65,21 @@ class Records:
         if self._export is not None and (given.is_sampled if given else random() < self._sample_ratio):
             trace_id, flags = (given.trace_id, given.flags) if given else (secrets.token_hex(16), SAMPLED)
             trace = TraceContext(trace_id, new_span_id(), flags, given.tracestate if given else "")
-        return Opened(received_s, operation, request.request_label, trace, given.span_id if given else "")
+        label = request.request_label[:MAX_LABEL_BYTES]  # may be too long, and is refused then
+        return Opened(received_s, operation, label, trace, given.span_id if given else "")
 
     def admit(self, request_id: RequestId, opened: Opened) -> None:
         """Note under which name the core knows it. `end` follows."""
         self._opened[request_id] = opened
 
-    def reject(self, opened: Opened, error: RequestError, now_s: float) -> None:
-        """Record a request that was not valid."""
-        self._send(opened, now_s, {"error.type": error.status.value}, error.message)
+    def reject(self, opened: Opened, refused: Refused, tenant: str, now_s: float) -> None:
+        """Record a request that was not admitted: it was not valid, or its tenant has used its limits."""
+        if logger.isEnabledFor(self._level):
+            fields = about(None, opened.trace, **_asked(opened, tenant), **_logged(refused))
+            text = f"{refused.status.value}: {refused.message}"
+            logger.log(self._level, "a request was not admitted: %s", text, extra=fields)
+        if self._is_traced(opened):
+            self._send(opened, now_s, _failed(refused), refused.message)
 
     def end(self, answer: Answer, now_s: float) -> None:
         """Record a request at its end."""
@@ -83,13 +88,16 @@ class Records:
             return
         if logger.isEnabledFor(self._level):
             _log(self._level, answer, opened, outcome)
+        if not self._is_traced(opened):
+            return
         if isinstance(outcome, Finished):
             end_s = opened.received_s + outcome.ledger.steps[-1][1] / 1e3
             self._send(opened, end_s, {**_terms(answer), **_finished(outcome, answer)}, "", outcome.ledger.steps)
         else:
-            cause = {} if outcome.because is None else {"pdserve.refused_because": outcome.because.cause.value}
-            attributes = {**_terms(answer), "error.type": outcome.status.value, **cause}
-            self._send(opened, now_s, attributes, outcome.message)
+            self._send(opened, now_s, {**_terms(answer), **_failed(outcome)}, outcome.message)
+
+    def _is_traced(self, opened: Opened) -> bool:
+        return self._export is not None and opened.trace is not None and opened.trace.is_sampled
 
     def _send(
         self,
@@ -101,8 +109,8 @@ class Records:
     ) -> None:
         """Send the router's span of a request, and below it one for each part of its timeline."""
         trace, received_s = opened.trace, opened.received_s
-        if self._export is None or trace is None or not trace.is_sampled:
-            return
+        assert self._export is not None
+        assert trace is not None
         asked: dict[str, AttributeValue] = {
             "gen_ai.operation.name": opened.operation,
             "gen_ai.provider.name": PROVIDER,
@@ -165,10 +173,23 @@ def _finished(outcome: Finished, answer: Answer) -> dict[str, AttributeValue]:
     }
 
 
+def _failed(refused: Refused) -> dict[str, AttributeValue]:
+    cause = {} if refused.because is None else {"pdserve.refused_because": refused.because.cause.value}
+    return {"error.type": refused.status.value, **cause}
+
+
+def _asked(opened: Opened, tenant: str) -> dict[str, object]:
+    """Return what a line in the log has of a request itself."""
+    return {name: given for name, given in (("label", opened.label), ("tenant", tenant)) if given}
+
+
+def _logged(refused: Refused) -> dict[str, object]:
+    cause = {} if refused.because is None else {"cause": refused.because.cause.value}
+    return {"status": refused.status.value, **cause}
+
+
 def _log(level: int, answer: Answer, opened: Opened, outcome: Finished | Refused) -> None:
-    fields: dict[str, object] = {"label": opened.label} if opened.label else {}
-    if answer.terms.tenant:
-        fields["tenant"] = answer.terms.tenant
+    fields = _asked(opened, answer.terms.tenant)
     if isinstance(outcome, Finished):
         usage, ledger = outcome.usage, outcome.ledger
         fields |= {
@@ -185,8 +206,6 @@ def _log(level: int, answer: Answer, opened: Opened, outcome: Finished | Refused
             f"TPOT {ledger.tpot_ms:.1f} ms, {ledger.prefill_worker or '-'} to {ledger.decode_worker or '-'}"
         )
     else:
-        fields["status"] = outcome.status.value
-        if outcome.because is not None:
-            fields["cause"] = outcome.because.cause.value
+        fields |= _logged(outcome)
         text = f"{outcome.status.value}: {outcome.message}"
     logger.log(level, "request %s: %s", answer.hex_id, text, extra=about(answer.request_id, opened.trace, **fields))

@@ -69,7 +69,17 @@ async def test_an_answer_of_no_said_length_is_cut_to_the_room_beside_its_prompt(
     _, message = await error_of(router.generate(text="x" * 2040, max_tokens=9))
     assert message.startswith("max_tokens: 2040 prompt tokens and max_tokens 9 are 2049 together")
     _, message = await error_of(router.generate(text="x" * 2040, min_tokens=9))
-    assert message.startswith("max_tokens: 2040 prompt tokens and max_tokens 2000 are")
+    assert message.startswith("min_tokens: 2040 prompt tokens and min_tokens 9 are 2049 together")
+
+
+async def test_a_prompt_that_leaves_no_room_for_an_answer_of_no_said_length_is_named(start_router: StartRouter) -> None:
+    router = await start_router()
+    await router.pair()
+    for length in (2048, 2049):
+        sampling = inference.SamplingParams(fill_model_len=True)
+        call = router.inference.Generate(inference.GenerateRequest(text="x" * length, sampling=sampling))
+        _, message = await error_of(call)
+        assert message == f"prompt: it alone has {length} tokens, which leaves no room within 2048 (max_model_len)"
 
 
 @pytest.fixture

@@ -1,13 +1,18 @@
 """Prompts are ids that tokenizer and model both know, whichever of them has the smaller vocabulary."""
 
+from threading import current_thread
+
 import pytest
-from router_fakes import TEMPLATE, TOKENIZER
+from router_fakes import TEMPLATE, TOKENIZER, StartRouter, collect
 
 from pdserve.checkpoint.checkpoint import NO_DEFAULTS
 from pdserve.errors import RequestError, Status
 from pdserve.proto.v1 import inference_pb2 as inference
-from pdserve.router.frontend.prompts import Prompts, ServedModel
+from pdserve.router import server
+from pdserve.router.frontend.prompts import Prompts, ServedModel, Terms, check_terms
+from pdserve.sampling import StructuredOutput
 from pdserve.text.chat import ChatTemplate
+from pdserve.token_ids import TokenIds
 
 (SPACE,) = TOKENIZER.encode(" ", add_special=False)
 Request = inference.GenerateRequest
@@ -46,3 +51,46 @@ async def test_the_last_id_of_the_model_is_taken() -> None:
     request = Request(token_ids=inference.TokenIds(ids=[SPACE - 1]))
     assert list(await served.token_ids(request, 100, 10.0)) == [SPACE - 1]
     await served.close()
+
+
+@pytest.mark.parametrize(("num_words", "is_inline"), [(8, True), (9, False)])
+async def test_many_bad_words_are_tokenized_beside_the_event_loop(num_words: int, is_inline: bool) -> None:
+    served = prompts()
+    request = Request(sampling=inference.SamplingParams(bad_words=[f"w{number}" for number in range(num_words)]))
+    threads: set[str] = set()
+    encode = served._encode_bad_words
+
+    def noting(given: Request) -> tuple[tuple[int, ...], ...]:
+        threads.add(current_thread().name)
+        return encode(given)
+
+    served._encode_bad_words = noting  # type: ignore[method-assign]
+    await served.with_bad_words(request, check_terms(request, SPACE, 0, 1000, NO_DEFAULTS), 10.0)
+    await served.close()
+    assert threads == {"MainThread"} if is_inline else "MainThread" not in threads
+
+
+async def test_each_step_before_admission_has_what_is_left_of_the_deadline(
+    start_router: StartRouter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_s: list[float] = []
+
+    class Noting(Prompts):
+        async def with_bad_words(self, request: Request, terms: Terms, remaining_s: float) -> Terms:
+            left_s.append(remaining_s)
+            return await super().with_bad_words(request, terms, remaining_s)
+
+        async def check_structured(self, structured: StructuredOutput | None, remaining_s: float) -> None:
+            left_s.append(remaining_s)
+            await super().check_structured(structured, remaining_s)
+
+        async def token_ids(self, request: Request, max_model_len: int, remaining_s: float) -> TokenIds:
+            left_s.append(remaining_s)
+            return await super().token_ids(request, max_model_len, remaining_s)
+
+    monkeypatch.setattr(server, "Prompts", Noting)
+    router = await start_router()
+    await router.pair()
+    await collect(router.generate(text="a", max_tokens=1, deadline_ms=9000))
+    assert len(left_s) == 3
+    assert 9.0 > left_s[0] > left_s[1] > left_s[2]

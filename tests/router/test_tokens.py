@@ -5,8 +5,9 @@ from itertools import permutations
 
 from router_driver import LAYOUT, LENGTH, PROMPT, Driver
 
-from pdserve.reports import Failure, Stage
-from pdserve.router.events import StopStringFound
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.reports import FINISH_REASONS, Failure, Stage
+from pdserve.router.events import ClientGone, StopStringFound
 
 
 def test_tokens_are_taken_once_and_in_order() -> None:
@@ -51,6 +52,22 @@ def test_a_first_token_from_the_decode_worker_ends_the_wait_for_it() -> None:
     d.tokens(prefill, request, 0, 10)
     d.tokens(decode, request, 1, 11, 12, 13, end=LENGTH)
     assert d.answer(request).ledger.ttft_ms == 500.0
+
+
+def test_an_unknown_finish_reason_ends_the_attempt_but_not_the_request() -> None:
+    d = Driver()
+    prefill, _ = d.pair()
+    request = d.arrive()
+    d.tokens(prefill, request, 0, 10, end=3)
+    assert (request, 0) not in d.delivered
+    assert request not in d.ends
+    d.post(ClientGone(request))
+    d.core.check_idle()
+
+
+def test_finish_reasons_are_those_of_the_proto() -> None:
+    names = {number: name for name, number in inference.FinishReason.items() if number}
+    assert names == {number: f"FINISH_REASON_{name.upper()}" for number, name in FINISH_REASONS.items()}
 
 
 def test_a_gap_ends_the_attempt_but_not_the_request() -> None:

@@ -12,13 +12,13 @@ from typing import Any
 import msgspec
 
 from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.reports import FINISH_REASONS
 from pdserve.router.frontend.answer import Gain
 from pdserve.router.frontend.openai.filters import Delta, TextFilter
 from pdserve.router.frontend.openai.logprobs import Pieces, chat_logprobs, completion_logprobs, prompt_logprobs
 from pdserve.router.timeline import Ledger, Usage
 from pdserve.sampling_wire import logprobs_to_proto
 
-FINISH_REASONS: dict[int, str] = {inference.FINISH_REASON_STOP: "stop", inference.FINISH_REASON_LENGTH: "length"}
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 Json = dict[str, Any]

@@ -91,8 +91,11 @@ class Generator:
 
 
 def headers_of(scope: Scope) -> dict[str, str]:
-    """Return a request's headers by name; of one that is there twice, the last."""
-    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+    """Return a request's headers by name; of one that is there twice, the last, or all where that is a list."""
+    headers: dict[str, str] = {}
+    for name, value in ((name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]):
+        headers[name] = f"{headers[name]},{value}" if name == "tracestate" and name in headers else value
+    return headers
 
 
 def key_of(scope: Scope) -> bytes | None:
