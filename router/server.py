@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LAST_WORDS_S = 1.0  # for replies and statuses that are on their way when the servers stop
+CLOSING_S = 5.0  # after a drain: last words of HTTP, then of gRPC, then the last spans; and a second to spare
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +80,7 @@ async def serve(config: RouterConfig) -> None:
     """Serve until SIGTERM or SIGINT, then finish what runs and return."""
     model = await asyncio.to_thread(load_model, config)
     stop = asyncio.Event()
-    limit_s = config.drain_timeout_s + 2 * LAST_WORDS_S  # clients learn what is ended after drain_timeout_s
-    with drain_on_signals(asyncio.get_running_loop(), stop.set, limit_s):
+    with drain_on_signals(asyncio.get_running_loop(), stop.set, config.drain_timeout_s + CLOSING_S):
         has_drained = await run(config, model, stop)
     if not has_drained:
         raise SystemExit(DRAIN_TIMED_OUT_STATUS)

@@ -11,13 +11,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from router_fakes import RouterUnderTest, StartRouter, collect, error_of, token_ids_of, tokens_in, tokens_of
 
+from pdserve import tracing
 from pdserve.config import load_config
 from pdserve.errors import ConfigError
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router.config import RouterConfig
 from pdserve.router.frontend.dialects.doors import DIALECTS
-from pdserve.router.server import Awaited
+from pdserve.router.frontend.openai import server as http
+from pdserve.router.server import CLOSING_S, LAST_WORDS_S, Awaited
 from pdserve.rpc import HELLO_METADATA_KEY, PROOF_METADATA_KEY, Caller, check_bind, identify, read_secret
 
 SERVICE = "pdserve.v1.InferenceService"
@@ -51,6 +53,10 @@ async def test_health_follows_the_workers_and_ends_first(start_router: StartRout
     assert (await watch.read()).status == NOT_SERVING
     assert (await health.Check(health_pb2.HealthCheckRequest())).status == NOT_SERVING
     call.cancel()
+
+
+def test_a_drain_that_ends_in_time_leaves_time_to_close_everything() -> None:
+    assert http.LAST_WORDS_S + LAST_WORDS_S + tracing.CLOSE_TIMEOUT_S < CLOSING_S
 
 
 class HandClock:
