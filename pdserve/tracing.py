@@ -52,7 +52,8 @@ class SpanExport:
         """Queue spans of a trace."""
         offset_ns = time.time_ns() - time.monotonic_ns()
         flags, state = TraceFlags(trace.flags), TraceState.from_header([trace.tracestate])
-        trace_id = int(trace.trace_id, 16)
+        trace_id, spans = int(trace.trace_id, 16), tuple(spans)
+        ours = {span.span_id for span in spans}
 
         def context(span_id: str, *, is_remote: bool) -> SpanContext:
             return SpanContext(trace_id, int(span_id, 16), is_remote, flags, state)
@@ -65,7 +66,7 @@ class SpanExport:
             readable = ReadableSpan(
                 name=span.name,
                 context=context(span.span_id, is_remote=False),
-                parent=context(span.parent_id, is_remote=True) if span.parent_id else None,
+                parent=context(span.parent_id, is_remote=span.parent_id not in ours) if span.parent_id else None,
                 resource=self._resource,
                 attributes=span.attributes,
                 kind=SpanKind.SERVER if span.answers_client else SpanKind.INTERNAL,

@@ -86,6 +86,15 @@ async def test_a_span_arrives_with_its_ids_its_length_and_the_time_of_day() -> N
     assert export.counts == {"sent": 1, "failed": 0, "dropped": 0}
 
 
+async def test_the_parent_of_a_span_is_remote_where_another_process_has_made_it() -> None:
+    top = Span("top", 0.0, 1.0, {}, PARENT_ID)
+    async with collector() as sink, exporting(sink.address) as export:
+        export.send(TRACE, [top, Span("part", 0.0, 1.0, {}, top.span_id)])
+        await export.close()
+    is_remote = {name: bool(sink.named(name)[0].span.flags & 0x200) for name in ("top", "part")}
+    assert is_remote == {"top": True, "part": False}
+
+
 async def test_a_collector_that_is_away_is_waited_for_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "MAX_WAITING", 20)
     monkeypatch.setattr(tracing, "BATCH", 20)

@@ -28,6 +28,7 @@ from pdserve.clock import MonotonicClock
 from pdserve.errors import CommandError
 from pdserve.launch.folder import free_port
 from pdserve.launch.plan import flag_arguments
+from pdserve.measure.live import Report
 from pdserve.measure.percentiles import percentiles, shown
 from pdserve.measure.replayed import replay
 from pdserve.measure.tables import Column, Sheet
@@ -140,6 +141,8 @@ class HttpStream(asyncio.Protocol):
         if self._transport is None:
             host, port = split_address(self._address)
             self._transport, _ = await loop.create_connection(lambda: self, host, int(port))
+        if self._transport.is_closing():
+            raise CommandError("the router closed a connection between two requests")
         body = {
             "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 1.0, "stream": True,
             "stream_options": {"include_usage": True},
@@ -192,7 +195,7 @@ class _Router:
 
 
 async def measure_frontend(
-    model: str, loads: Sequence[Load], router_flags: Mapping[str, object], report: "Report"
+    model: str, loads: Sequence[Load], router_flags: Mapping[str, object], report: Report
 ) -> list[FrontendCost]:
     """Measure loads, each group of one step length with a router of its own. `model` is read for its tokenizer."""
     found = []
@@ -202,12 +205,6 @@ async def measure_frontend(
                 report(f"{load.door}: {load.num_streams} streams, {load.output_tokens} tokens, {1e3 * step_s:g} ms")
                 found.append(await _measure(router, load))
     return found
-
-
-class Report(Protocol):
-    """Says what goes on."""
-
-    def __call__(self, text: str, /) -> None: ...
 
 
 @asynccontextmanager

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 
 import jinja2
@@ -53,8 +54,9 @@ def _distributions(runs: Sequence[Run]) -> list[Plot]:
 
 def _over_rate(runs: Sequence[Run]) -> list[Plot]:
     """Return what changes with the rate; nothing where no workload was sent at several."""
-    rated = sorted((run.workload, run.rate_per_s, run) for run in runs if run.rate_per_s is not None)
-    swept = {name: [run for *_, run in group] for name, group in groupby(rated, key=lambda each: each[0])}
+    rated = [(run.workload, run.rate_per_s, run) for run in runs if run.rate_per_s is not None]
+    rated.sort(key=itemgetter(0, 1))
+    swept = {name: [run for *_, run in group] for name, group in groupby(rated, key=itemgetter(0))}
     if max(map(len, swept.values()), default=0) < 2:
         return []
 

@@ -98,6 +98,7 @@ class Replayed:
         key = cancel.request_id, cancel.attempt
         if not cancel.indices:
             self._expected.pop(key, None)
+            self._prompts = [place for place in self._prompts if (place.spec.request_id, place.spec.attempt) != key]
         for each in [each for each in self._running if each[0] == key]:
             if not cancel.indices or each[1] in cancel.indices:
                 del self._running[each]

@@ -61,6 +61,10 @@ def written(path: Path, *runs: Run) -> tuple[str, Checked]:
     return text, parser
 
 
+def test_a_workload_may_be_sent_twice_at_one_rate(tmp_path: Path) -> None:
+    assert "Goodput" in written(tmp_path / "report.html", *(run("w", rate) for rate in (2.0, 1.0, 1.0)))[0]
+
+
 def test_a_report_is_one_sound_file_that_loads_nothing(tmp_path: Path) -> None:
     text, parser = written(tmp_path / "report.html", *(run("w", rate) for rate in (1.0, 2.0, 4.0)))
     assert len(text) < 1_500_000

@@ -3,11 +3,14 @@
 import asyncio
 from pathlib import Path
 
+import pytest
 from router_fakes import MODEL, TOKENIZER, collect, running_router, text_of
 
-from pdserve.measure.frontend import GrpcStream, Seen
+from pdserve.errors import CommandError
+from pdserve.measure.frontend import GrpcStream, HttpStream, Seen
 from pdserve.measure.replayed import Replayed
 from pdserve.measure.router_speed import measure_steps
+from pdserve.proto.v1 import link_pb2 as link
 
 ANSWER = "abcdefg"
 
@@ -24,6 +27,35 @@ async def test_answers_are_the_replayed_text(secret_file: Path) -> None:
         assert (seen.num_requests, len(seen.ttft_s)) == (3, 3)
         await stream.close()
         serving.cancel()
+
+
+def test_a_prompt_that_is_cancelled_before_its_step_is_not_computed() -> None:
+    workers, kept = Replayed(MODEL, [1], max_num_seqs=8), link.Place(spec=link.SequenceSpec(request_id=b"kept"))
+    workers._prompts = [link.Place(spec=link.SequenceSpec(request_id=b"left", attempt=1)), kept]
+    workers._cancel(link.Cancel(request_id=b"left", attempt=1))
+    assert workers._prompts == [kept]
+
+
+async def test_a_connection_that_was_lost_between_two_requests_is_an_error() -> None:
+    class Noting(HttpStream):
+        lost = asyncio.Event()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            self.lost.set()
+
+    async def answer_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b'HTTP/1.1 200\r\n\r\ndata: "completion_tokens":1,data: [DONE]\n\n\r\n0\r\n\r\n')
+        writer.close()
+
+    async with await asyncio.start_server(answer_once, "127.0.0.1", 0) as server, asyncio.timeout(10):
+        host, port = server.sockets[0].getsockname()
+        stream = Noting(f"{host}:{port}")
+        await stream.ask("hello", 1, Seen())
+        await stream.lost.wait()
+        with pytest.raises(CommandError, match="closed a connection"):
+            await stream.ask("hello", 1, Seen())
 
 
 def test_the_core_ends_what_it_was_measured_with() -> None:
