@@ -58,6 +58,12 @@ ANSWERS: list[tuple[FormatName, str, Found]] = [
     ("hermes", '<tool_call>{"name": "cut", "arguments": {"a": "b', ("", [("cut", '{"a": "b')])),
     ("hermes", '<tool_call>{"na', ('{"na', [])),
     ("hermes", "almost <tool_cal", ("almost <tool_cal", [])),
+    ("hermes", r'<tool_call>{"name": "\ud800"}</tool_call>', (r'{"name": "\ud800"}', [])),
+    (
+        "hermes",
+        r'<tool_call>{"name": "half", "arguments": "\udc00"}</tool_call>',
+        ("", [("half", r'"\udc00"')]),
+    ),
     ("llama3_json", call("weather", WEATHER, "parameters"), ("", [("weather", WEATHER)])),
     ("llama3_json", "<|python_tag|>" + call("weather", WEATHER, "parameters"), ("", [("weather", WEATHER)])),
     (
@@ -96,6 +102,11 @@ def test_borders_of_pieces_change_nothing(case: tuple[FormatName, str, Found], c
 def test_no_answer_is_too_strange_to_read(answer: str) -> None:
     for name in FORMATS:
         assert read(name, list(answer)) == read(name, [answer])
+
+
+def test_a_name_that_is_nested_deeply_is_content() -> None:
+    nested = '{"name": ' + "[" * 30_000 + "]" * 30_000 + "}"
+    assert read("hermes", [f"<tool_call>{nested}</tool_call>"]) == (nested, [])
 
 
 def test_arguments_come_as_they_are_written() -> None:

@@ -83,15 +83,15 @@ class CallReader:
             self._pending += char
 
     def _end_key(self) -> None:
-        key = _value(self._member)
-        self._key = key if isinstance(key, str) else ""
+        self._key = _string(self._member) or ""
         self._member = ""
 
     def _end_member(self) -> None:
-        if self._key == "name" and isinstance(name := _value(self._member), str):
-            self._name = name
-        elif self._is_string and isinstance(text := _value(self._pending), str):
-            self._pending, self._is_string = text, False  # a model may write its arguments as a string
+        if self._key == "name":
+            self._name = _string(self._member) or self._name
+        elif self._is_string:
+            text = _string(self._pending)  # a model may write its arguments as a string
+            self._pending, self._is_string = self._pending if text is None else text, False
         self._key, self._member = None, ""
 
     def _news(self) -> list[CallBegun | Arguments]:
@@ -109,7 +109,15 @@ class CallReader:
         return news
 
 
-def _value(text: str) -> object:
+def _string(text: str) -> str | None:
+    """Return the string that a JSON text is; None where it is something else, or half a character that nobody can send.
+
+    Nothing else is parsed: clients can make a model nest what it writes as deeply as they like.
+    """
+    if not text.lstrip().startswith('"'):
+        return None
     with suppress(ValueError):
-        return json.loads(text)
+        string: str = json.loads(text)
+        string.encode()
+        return string
     return None
