@@ -3,7 +3,6 @@
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
-from math import inf
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -12,14 +11,12 @@ from starlette.exceptions import HTTPException
 
 import pdserve
 from pdserve.clock import MonotonicClock
-from pdserve.errors import RequestError, invalid
+from pdserve.errors import RequestError
 from pdserve.ids import new_request_id
 from pdserve.metrics_server import metrics_text
-from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.frontend.clients import DeniedError, OverLimitError
 from pdserve.router.frontend.intake import Intake
 from pdserve.router.frontend.openai.errors import HttpError, error_of, first_invalid
-from pdserve.router.frontend.openai.fields import DetokenizeRequest, TokenizeRequest
 from pdserve.router.frontend.openai.generation import (
     REQUEST_ID,
     Generator,
@@ -31,7 +28,8 @@ from pdserve.router.frontend.openai.generation import (
 )
 from pdserve.router.frontend.openai.reply import JSON, Send, respond
 from pdserve.router.frontend.openai.schema import with_generation
-from pdserve.router.frontend.openai.translate import LABEL, chat_of
+from pdserve.router.frontend.openai.tokens import add_tokens, check_body
+from pdserve.router.frontend.openai.translate import LABEL
 from pdserve.router.frontend.page.app import Page
 from pdserve.router.frontend.prompts import MAX_LABEL_BYTES, check_model
 from pdserve.router.frontend.state import RouterState
@@ -72,6 +70,7 @@ class App:
                 return
             body, serve = await read_body(receive), self._generation.get(scope["path"])
             if serve is None:
+                check_body(scope["path"], body)
                 await self.routes(dict(scope), _again(body), send)
             else:
                 await serve(scope, body, send)
@@ -102,11 +101,11 @@ def routes(intake: Intake, state: RouterState) -> FastAPI:
     app = FastAPI(title="pdserve", version=pdserve.__version__, docs_url=None, redoc_url=None)
     app.add_exception_handler(RequestValidationError, _not_valid)
     app.add_exception_handler(HTTPException, _not_served)
-    for kind in (HttpError, RequestError):
+    for kind in (HttpError, DeniedError, OverLimitError, RequestError, ValueError):
         app.add_exception_handler(kind, _refused)
     _add_state(app, state)
     _add_models(app, intake)
-    _add_tokens(app, intake)
+    add_tokens(app, intake)
     app.openapi = partial(with_generation, app)  # type: ignore[method-assign]
     return app
 
@@ -184,37 +183,3 @@ def _add_models(app: FastAPI, intake: Intake) -> None:
         """A model."""
         check_model(model, intake.model)
         return card(model)
-
-
-def _add_tokens(app: FastAPI, intake: Intake) -> None:
-    @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
-        """The tokens of a text, or of a conversation as the model's template writes it."""
-        model, limit = intake.model, intake.max_model_len()
-        check_model(body.model or "", model)
-        if (body.prompt is None) == (body.messages is None):
-            raise invalid("prompt", "exactly one of prompt and messages is needed")
-        if body.prompt is None:
-            request = inference.GenerateRequest(chat=chat_of(body))
-        else:
-            request = inference.GenerateRequest(text=body.prompt, add_special_tokens=body.add_special_tokens)
-        tokens = list(await intake.prompts.token_ids(request, limit, inf)) if body.prompt != "" else []
-        strings = [model.tokenizer.piece(token_id).decode(errors="replace") for token_id in tokens]
-        shown = strings if body.return_token_strs else None
-        return {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": shown}
-
-    @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
-        """The text of tokens."""
-        check_model(body.model or "", intake.model)
-        limit = intake.max_model_len()
-        if len(body.tokens) > limit:
-            raise invalid("tokens", f"{len(body.tokens)} are over the limit of {limit} (max_model_len)")
-        return {"prompt": intake.model.tokenizer.decode(body.tokens)}
-
-    @app.get("/tokenizer_info")
-    async def tokenizer_info() -> dict[str, Any]:
-        """Special tokens and the chat template."""
-        model = intake.model
-        template = None if model.chat is None else model.chat.source
-        return {**model.special_tokens, "chat_template": template, "vocab_size": model.vocab_size}

@@ -1,5 +1,6 @@
 """Errors as OpenAI's clients know them: a status, `{"error": {message, type, param, code}}`, and when to try again."""
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from pdserve.errors import RequestError, Status, echo
 from pdserve.router.because import Cause
 from pdserve.router.commands import Refused
 from pdserve.router.frontend.clients import DeniedError, OverLimitError
+
+logger = logging.getLogger(__name__)
 
 STATUS = {
     Status.INVALID_ARGUMENT: 400,
@@ -72,7 +75,7 @@ class HttpError(Exception):
 
 
 def error_of(error: Exception | Refused) -> HttpError:
-    """Return what HTTP has for an error of the intake, or for a request that was refused."""
+    """Return what HTTP has for an error of the intake, or for a request that was refused; others are logged."""
     match error:
         case HttpError():
             return error
@@ -87,7 +90,8 @@ def error_of(error: Exception | Refused) -> HttpError:
         case ValidationError():
             return _invalid(error)
         case _:
-            raise error
+            logger.error("a request failed", exc_info=error)
+            return HttpError(500, "the router failed", headers=_try_no_more(500))
 
 
 def _of_request(error: RequestError) -> HttpError:

@@ -6,7 +6,7 @@ A null is as good as a field that is left out. Unknown fields are accepted; `ign
 from array import array
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator
 
 WITHOUT_EFFECT = frozenset(  # OpenAI's own; no answer would be another for them
     {
@@ -190,4 +190,4 @@ class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], FailFast()]

@@ -9,6 +9,7 @@ from http_door import StartHttp
 from router_fakes import MODEL
 
 from pdserve.router.frontend.api_keys import new_key
+from pdserve.router.frontend.openai import filters, tokens
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -120,18 +121,17 @@ async def _read(stream: Any, texts: list[str]) -> None:  # noqa: ANN401
         texts.append(chunk.choices[0].text)  # noqa: PERF401 - what came before an error is kept
 
 
-@pytest.fixture
-def key(tmp_path: Path) -> tuple[str, Path]:
-    """An API key of the tenant acme, and the file that has it."""
+def key_with(limits: str, folder: Path) -> tuple[str, Path]:
+    """Return an API key of the tenant acme, and the file that has it."""
     shown, digest = new_key()
-    file = tmp_path / "keys.yaml"
-    file.write_text(f"tenants: {{acme: {{keys: [{{id: a, sha256: {digest}}}], requests_per_s: 0.001, burst: 3}}}}\n")
+    file = folder / "keys.yaml"
+    file.write_text(f"tenants: {{acme: {{keys: [{{id: a, sha256: {digest}}}], {limits}}}}}\n")
     file.chmod(0o600)
     return shown, file
 
 
-async def test_keys_are_asked_for_everywhere_but_at_the_probes(start_http: StartHttp, key: tuple[str, Path]) -> None:
-    shown, file = key
+async def test_keys_are_asked_for_everywhere_but_at_the_probes(start_http: StartHttp, tmp_path: Path) -> None:
+    shown, file = key_with("requests_per_s: 0.001, burst: 3", tmp_path)
     door = await start_http(api_keys_file=file, key=shown)
     for method, path in (
         ("POST", CHAT), ("POST", COMPLETIONS), ("GET", "/v1/models"), ("POST", "/tokenize"), ("GET", "/metrics"),
@@ -152,3 +152,26 @@ async def test_keys_are_asked_for_everywhere_but_at_the_probes(start_http: Start
         await door.client.completions.create(model=MODEL, prompt="a", max_tokens=1)
     assert limited.value.code == "rate_limit_exceeded"
     assert int(limited.value.response.headers["retry-after"]) > 100
+
+
+async def test_tokenizing_counts_against_the_limits_of_its_tenant(start_http: StartHttp, tmp_path: Path) -> None:
+    shown, file = key_with("max_concurrent: 1, tokens_per_s: 0.001", tmp_path)
+    door = await start_http(pair=False, api_keys_file=file)
+    door.http.headers["authorization"] = f"Bearer {shown}"
+    for prompt, status in (("", 200), ("hello", 200), ("hello", 429)):
+        assert (await door.post("/tokenize", prompt=prompt)).status_code == status
+    refused = await door.post("/detokenize", tokens=[1])
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+
+
+async def test_what_nobody_foresaw_has_openais_shape(start_http: StartHttp, monkeypatch: pytest.MonkeyPatch) -> None:
+    door = await start_http(pair=False)
+
+    def fail(*_: object) -> None:
+        raise ValueError("unforeseen")
+
+    monkeypatch.setattr(filters, "plan", fail)
+    monkeypatch.setattr(tokens, "check_model", fail)
+    for path, body in ((COMPLETIONS, {"prompt": "a"}), ("/tokenize", {"prompt": "a"})):
+        response = await door.post(path, **body)
+        assert (response.status_code, response.json()["error"]["type"]) == (500, "server_error")
