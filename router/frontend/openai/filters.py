@@ -67,7 +67,8 @@ def plan(body: Generation, request: inference.GenerateRequest, model: ServedMode
         request.sampling.skip_special_tokens = False
     begins_inside = None
     if isinstance(body, ChatRequest) and wanted is None and model.reasoning is not None:
-        begins_inside = model.reasoning.begins_inside(body.chat_template_kwargs or {})
+        begins_answer = body.add_generation_prompt is not False and not body.continue_final_message
+        begins_inside = begins_answer and model.reasoning.begins_inside(body.chat_template_kwargs or {})
     if reader is None and begins_inside is None:
         return Plan(None, field)
     shows_reasoning = not (isinstance(body, ChatRequest) and body.include_reasoning is False)
