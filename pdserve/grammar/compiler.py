@@ -6,7 +6,10 @@ process first (`child.py`).
 """
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
 
 import llguidance
 
@@ -18,6 +21,8 @@ from pdserve.sampling import StructuredOutput
 WHITESPACE = r"\n? {0,20}"
 _LIMITS = llguidance.LLParserLimits(verbose_errors=False)
 _QUIET = 0
+_SCHEMA = re.compile(r"%json\s*(?=\{)")  # begins one within a grammar
+_ENDLESS = "it is recursive without end: no finite JSON value matches it"
 
 
 class Compiler:
@@ -65,6 +70,8 @@ def _grammar(structured: StructuredOutput) -> str:
         case "choice":
             return llguidance.LLMatcher.grammar_from_lark(f"start: {' | '.join(map(json.dumps, texts))}")
         case "grammar":
+            if not all(map(describes_something_finite, _schemas_in(texts[0]))):
+                raise GrammarError(_ENDLESS)
             return llguidance.LLMatcher.grammar_from_lark(texts[0])
 
 
@@ -76,8 +83,16 @@ def _of_schema(text: str) -> str:
     if not isinstance(schema, dict):
         raise GrammarError(f"it is a JSON {type(schema).__name__}; an object is needed")
     if not describes_something_finite(schema):
-        raise GrammarError("it is recursive without end: no finite JSON value matches it")
+        raise GrammarError(_ENDLESS)
     try:
         return llguidance.LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
     except ValueError as error:
         raise GrammarError(str(error)) from error
+
+
+def _schemas_in(grammar: str) -> Iterator[dict[str, Any]]:
+    """Yield the JSON schemas within a grammar; what is none is left to llguidance."""
+    for begin in _SCHEMA.finditer(grammar):
+        with suppress(ValueError, RecursionError):
+            schema, _ = json.JSONDecoder().raw_decode(grammar, begin.end())
+            yield schema

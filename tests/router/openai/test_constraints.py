@@ -11,6 +11,7 @@ from small_vocabulary import small_tokenizer
 
 from pdserve.checkpoint.checkpoint import NO_DEFAULTS
 from pdserve.errors import GrammarError, RequestError
+from pdserve.grammar import checker
 from pdserve.grammar.compiler import Compiler
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.frontend.openai.constraints import constraint_of
@@ -178,6 +179,8 @@ def test_reasoning_comes_before_calls_and_can_be_left_out() -> None:
     assert message(chat(tools=TOOLS, include_reasoning=False), served, text)[0]["reasoning_content"] == ""
     unthinking = chat(chat_template_kwargs={"enable_thinking": False})
     assert message(unthinking, served, "Yes.")[0] == {"content": "Yes.", "reasoning_content": ""}
+    for no_prompt in ({"continue_final_message": True}, {"add_generation_prompt": False}):
+        assert message(chat(**no_prompt), served, "Yes.")[0] == {"content": "Yes.", "reasoning_content": ""}
     assert plan(chat(response_format=of_schema()), inference.GenerateRequest(), served).new_filter is None
 
 
@@ -194,7 +197,10 @@ def test_tools_that_may_not_be_called_change_nothing() -> None:
     assert request == inference.GenerateRequest()
 
 
-async def test_a_schema_reaches_the_worker_and_a_wrong_one_its_client(start_http: StartHttp) -> None:
+async def test_a_schema_reaches_the_worker_and_a_wrong_one_its_client(
+    start_http: StartHttp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checker, "COMPILE_S", 30.0)  # on a busy machine
     door = await start_http()
     create = door.client.chat.completions.create
     await create(model=MODEL, messages=HELLO, max_tokens=2, response_format=of_schema())  # type: ignore[call-overload]
@@ -205,6 +211,8 @@ async def test_a_schema_reaches_the_worker_and_a_wrong_one_its_client(start_http
     assert refused.value.param == "response_format.json_schema.schema"
     assert "recursive without end" in refused.value.message
     broken: Any = [function("f", type="object", properties={"a": {"type": "tree"}})]
-    with pytest.raises(openai.BadRequestError) as refused:
-        await create(model=MODEL, messages=HELLO, tools=broken, tool_choice="required")
-    assert refused.value.param == "tools"
+    endless: Any = [function("f", **{"$ref": "#"})]
+    for tools, problem in ((broken, "tree"), (endless, "recursive without end")):
+        with pytest.raises(openai.BadRequestError, match=problem) as refused:
+            await create(model=MODEL, messages=HELLO, tools=tools, tool_choice="required")
+        assert refused.value.param == "tools"
