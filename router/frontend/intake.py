@@ -90,7 +90,7 @@ class Intake:
             terms = visit.terms(terms)
         deadline_s, clock = opened.received_s + min(terms.deadline_s, remaining_s), self._shell.clock
         terms = await self.prompts.with_bad_words(request, terms, deadline_s - clock.now_s())
-        await self.prompts.check_structured(terms.params.structured_output, deadline_s - clock.now_s())
+        await self.prompts.check_structured(terms, deadline_s - clock.now_s())
         token_ids = await self.prompts.token_ids(request, self.max_model_len(), deadline_s - clock.now_s())
         if visit is not None:
             visit.use.spend(len(token_ids))

@@ -18,7 +18,7 @@ from pdserve.errors import RequestError, Status, echo, invalid
 from pdserve.grammar.checker import Checker
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.frontend.conversation import messages_of, options_of
-from pdserve.sampling import MAX_BAD_WORD_BYTES, MAX_BAD_WORDS, SamplingParams, StructuredOutput
+from pdserve.sampling import MAX_BAD_WORD_BYTES, MAX_BAD_WORDS, SamplingParams
 from pdserve.sampling_wire import structured_from_proto
 from pdserve.text.chat import DEFAULT_OPTIONS, ChatMessage, ChatOptions
 from pdserve.text.detokenize import Detokenizer
@@ -134,13 +134,14 @@ class Prompts:
         params.validate(self._model.vocab_size)
         return replace(terms, params=params)
 
-    async def check_structured(self, structured: StructuredOutput | None, remaining_s: float) -> None:
+    async def check_structured(self, terms: "Terms", remaining_s: float) -> None:
         """Raise RequestError where answers are to match what nothing can, or what takes too long to compile."""
+        structured = terms.params.structured_output
         if structured is None:
             return
         try:
             async with asyncio.timeout(remaining_s):
-                await self._grammars.check(structured)
+                await self._grammars.check(structured, terms.tenant)
         except TimeoutError as error:
             text = "the deadline passed before structured_output was compiled"
             raise RequestError(Status.DEADLINE_EXCEEDED, text) from error
