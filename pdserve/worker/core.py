@@ -232,7 +232,8 @@ class WorkerCore:
             return self._refuse(waiting, self._draining.reason, now_s)
         is_leaving, in_line, is_stuck = self._draining.is_on, scheduler.waiting, self.incoming.is_stuck
         tasks = () if scheduler.running or scheduler.steps else self._tasks
-        waiting = [t for t in tasks if t.sequences and (is_leaving or any(s in in_line for s in t.sequences))]
+        ready = [t for t in tasks if t.sequences and all(s.is_ready for s in t.sequences)]  # others wait for grammars
+        waiting = [t for t in ready if is_leaving or any(s in in_line for s in t.sequences)]
         waiting += [t for t in tasks if is_stuck and self.incoming.is_ungranted(t.key)]
         reason = self._draining.in_vain(num_lost, is_still=bool(waiting))
         return self._refuse(waiting, reason, now_s) if reason else []

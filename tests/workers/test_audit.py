@@ -1,7 +1,10 @@
 """The auditor: pages that belong to nothing, and pages that something uses without holding them."""
 
+from dataclasses import replace
+
 import pytest
 from default_rules import default_rules
+from listed_answers import Listed
 
 from faultsim.engine import FakeRunner
 from pdserve.engine.kvcache import KvCache
@@ -19,7 +22,7 @@ from pdserve.sampling import SamplingParams
 from pdserve.worker.admission import NUM_LOOKS, NUM_STILL_LOOKS, Draining
 from pdserve.worker.audit import EVERY_S, Auditor, Claim, adds_up, leaked_pages
 from pdserve.worker.core import WorkerCore
-from pdserve.worker.messages import Cancelled, Command, Failed, Placed, RouterRef, Ticked
+from pdserve.worker.messages import Cancelled, Command, DrainAsked, Failed, Placed, RouterRef, Ticked
 
 P = Peer(WorkerId("p0"), Incarnation(11))
 ROUTER = RouterRef(1)
@@ -158,6 +161,18 @@ def test_a_worker_whose_pages_hand_offs_hold_gives_back_what_waits_and_goes_on()
     (failed,) = [command for commands in looks for command in commands if isinstance(command, Failed)]
     assert (failed.key.request_id, failed.reason) == (job(2, 40).request_id, "hand-offs hold the pages that it needs")
     assert not core.load().draining
+
+
+@pytest.mark.parametrize("is_leaving", [False, True])
+def test_what_waits_for_its_grammar_does_not_wait_for_pages_in_vain(is_leaving: bool) -> None:
+    core, matcher = WorkerCore(scheduler(), 997, 64, b"secret", default_rules()), Listed(set(), 997, is_ready=False)
+    core.handle(Placed(ROUTER, replace(job(1), new_matcher=lambda: matcher), 1e9), 0.0)
+    if is_leaving:
+        core.handle(DrainAsked(), 0.0)
+    assert [core.handle(Ticked(), look / 2) for look in range(NUM_STILL_LOOKS + 1)] == [[]] * (NUM_STILL_LOOKS + 1)
+    assert core.load().draining is is_leaving
+    matcher.is_ready = True
+    assert core.plan(0.0) is not None
 
 
 def test_pages_that_are_quarantined_for_a_moment_make_no_worker_drain() -> None:
