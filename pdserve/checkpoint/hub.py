@@ -17,7 +17,7 @@ FILES = (
     *("chat_template.jinja", "chat_template.json", "model.safetensors", "model-*.safetensors"),
     "model.safetensors.index.json",
 )
-_NAME = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", re.ASCII)
+_NAME = re.compile(r"((?!\.)[\w.-]+/(?!\.)[\w.-]+)(?:@([\w./-]+))?", re.ASCII)
 _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[^/]+", re.ASCII)
 
 
@@ -30,9 +30,9 @@ class HubModel:
 
 
 def parse(name: str) -> HubModel | None:
-    """Return what a name means on the hub; None for one that is no name of the hub."""
+    """Return what a name means on the hub; None for one that is no name of the hub, or means a file."""
     found = _NAME.fullmatch(name)
-    return None if found is None else HubModel(found[1], found[2])
+    return None if found is None or name.lower().endswith(".gguf") else HubModel(found[1], found[2])
 
 
 def repository_of(path: Path) -> str | None:
@@ -68,14 +68,16 @@ def fetch_snapshot(model: HubModel) -> Path:
         ) from error
     except RepositoryNotFoundError as error:
         raise ConfigError(
-            f"model: the hub has no {name}, or shows it to the owners of a token only: set HF_TOKEN"
+            f"model: {name} is no path that exists, and the hub has none of that name, or shows it to the owners of a "
+            "token only: set HF_TOKEN"
         ) from error
     except RevisionNotFoundError as error:
         raise ConfigError(f"model: {name} has no revision {model.revision}") from error
     except LocalEntryNotFoundError as error:
         raise ConfigError(
-            f"model: {name} is not in the cache, and the hub cannot be reached. Fetch it where there is a network "
-            f"(`pdserve models fetch {name}`) and copy the folder that this prints, or set HF_ENDPOINT to a mirror"
+            f"model: {name} is no path that exists and not in the cache, and the hub cannot be reached. Fetch it where "
+            f"there is a network (`pdserve models fetch {name}`) and copy the folder that this prints, or set "
+            "HF_ENDPOINT to a mirror"
         ) from error
     except (HTTPError, OSError, ValueError) as error:
         raise ConfigError(f"model: {name}: {error}") from error

@@ -64,7 +64,7 @@ def test_a_model_of_pickles_is_not_taken(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("name", "offline", "says"),
     [
-        ("acme/other", False, "the hub has no acme/other"),
+        ("acme/other", False, "acme/other is no path that exists, and the hub has none"),
         (f"{REPOSITORY}@v9", False, f"{REPOSITORY} has no revision v9"),
         (REPOSITORY, True, f"`pdserve models fetch {REPOSITORY}`"),
         ("acme..x/y--z", False, "acme..x/y--z"),
@@ -82,6 +82,13 @@ def test_names_of_the_hub_may_pin_a_revision() -> None:
     assert parse("acme/tiny") == HubModel("acme/tiny")
     assert parse("acme/tiny@v1.0") == HubModel("acme/tiny", "v1.0")
     assert [parse(name) for name in ("tiny", "a/b/c", "acme/tiny@", "../x/y", "acme/ti ny")] == [None] * 5
+
+
+@pytest.mark.parametrize("path", ["models/x.gguf", "models/x.Q4_0.GGUF", "../x", "./x", "models/.x"])
+def test_a_path_that_does_not_exist_is_no_name_of_the_hub(path: str) -> None:
+    assert parse(path) is None
+    with pytest.raises(ConfigError, match="neither a path that exists"):
+        resolve_model(path)
 
 
 def test_a_model_in_the_cache_is_called_by_its_repository(tmp_path: Path) -> None:
