@@ -4,6 +4,7 @@ Page i of the pool is the contiguous run `kv[i]`; a step writes only the pages i
 """
 
 import math
+import os
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -75,7 +76,7 @@ class Runner:
         self._attention = _attention(config, self.kv, model.rope)
         self._eos_token_ids = config.eos_token_ids if eos_token_ids is None else eos_token_ids
         self._sampler = Sampler(self._eos_token_ids)
-        self._beside = ThreadPoolExecutor(1, "masks")  # its thread starts with the first mask
+        self._beside = ThreadPoolExecutor(1, "masks", _unbind)  # its thread starts with the first mask
         self._scorer = Scorer(model.logits, config.vocab_size)
         self._plan: StepPlan | None = None
 
@@ -130,6 +131,11 @@ class Runner:
             raise InvariantError("a step planned ahead, on a runner that computes one at a time")
         self._attention.plan(batch)
         return torch.from_numpy(batch.token_ids)
+
+
+def _unbind() -> None:
+    """Let this thread run on all of the process's cores: OpenMP has bound the thread that started it to one."""
+    os.sched_setaffinity(0, os.sched_getaffinity(os.getpid()))  # by that number Linux knows the main thread
 
 
 def _attention(config: ModelConfig, kv: Tensor, rope: Rope) -> TorchAttention | CompiledAttention:

@@ -149,7 +149,9 @@ class Sequence:
         output_ids: Seq[int] = ()
         if params.has_penalties or self.matcher is not None:  # nothing else reads what came before
             self.packed.extend(self.tokens[len(self.packed) :])
-            prompt_ids, output_ids = self.packed[:num_prompt], self.packed[num_prompt:]
+            output_ids = self.packed[num_prompt:]
+        if params.has_penalties:
+            prompt_ids = self.packed[:num_prompt]
         forbid_stops, forbidden = count < params.min_tokens, self._forbidden() if params.bad_word_ids else ()
         limits = forbid_stops, forbidden, self.matcher
         if len(self.seeds) == 1:

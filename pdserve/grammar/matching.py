@@ -1,5 +1,6 @@
 """Grammars of a worker's sequences: compiled once each, in a thread, and followed token by token."""
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -29,7 +30,7 @@ class Matching:
     def __init__(self, compiled: Compiled) -> None:
         self._compiled = compiled
         self._matcher: llguidance.LLMatcher | None = None
-        self._consumed: list[int] = []
+        self._consumed = array("q")
 
     @property
     def is_ready(self) -> bool:
@@ -49,14 +50,14 @@ class Matching:
     def _following(self, output_ids: Sequence[int]) -> llguidance.LLMatcher:
         if self._matcher is None:
             self._matcher = self._compiled.result().deep_copy()
-        start = len(self._consumed)
-        if self._consumed != list(output_ids[:start]):
+        tokens, start = array("q", output_ids), len(self._consumed)
+        if self._consumed != tokens[:start]:
             self._matcher.reset()
-            self._consumed, start = [], 0
-        fresh = list(output_ids[start:])
+            self._consumed, start = array("q"), 0
+        fresh = tokens[start:].tolist()
         if fresh and not self._matcher.consume_tokens(fresh):
             raise GrammarError(reason(self._matcher))
-        self._consumed += fresh
+        self._consumed = tokens
         return self._matcher
 
 

@@ -1,6 +1,9 @@
 """Only tokens of its grammar's mask are sampled for a sequence, of which nobody else in the step sees anything."""
 
+import os
 import random
+import threading
+from collections.abc import Sequence as Seq
 
 import numpy as np
 import pytest
@@ -16,7 +19,7 @@ from pdserve.engine.runner import Runner, run
 from pdserve.engine.sampler import Sampler
 from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Broken, Finish, Job, Sampled, Sequence
-from pdserve.engine.step import SampleSpec
+from pdserve.engine.step import Bits, SampleSpec
 from pdserve.ids import Attempt, RequestId
 from pdserve.model.config import ModelConfig
 from pdserve.model.loading import dummy_weights, load_model
@@ -154,6 +157,41 @@ def test_a_sequence_waits_until_its_grammar_is_compiled_and_nobody_waits_for_it(
     matcher.is_ready = True
     bench.run()
     assert tuple(bench.answers[1, 0]) in ANSWERS
+
+
+class Watched(Listed):
+    """Notes the cores that its masks may be computed on."""
+
+    cores: set[int]
+
+    def fill(self, output_ids: Seq[int], bits: Bits) -> None:
+        self.cores = os.sched_getaffinity(0)
+        super().fill(output_ids, bits)
+
+
+def test_masks_are_computed_beside_the_model_on_any_core() -> None:
+    bench, matcher = Bench(), Watched(ANSWERS, VOCAB)
+    bench.add(1, matcher)
+
+    def compute() -> None:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # as OpenMP binds the thread that computes
+        bench.run()
+
+    engine = threading.Thread(target=compute)
+    engine.start()
+    engine.join()
+    assert matcher.cores == os.sched_getaffinity(os.getpid())
+
+
+def test_what_came_before_is_copied_only_for_those_that_read_it() -> None:
+    bench = Bench()
+    sequence = bench.add(1, Listed(ANSWERS, VOCAB))
+    sequence.tokens.append(41)
+    (sample,) = sequence.samples()
+    assert (list(sample.prompt_ids), list(sample.output_ids)) == ([], [41])
+    penalized = bench.add(2, Listed(ANSWERS, VOCAB), repetition_penalty=2.0)
+    (sample,) = penalized.samples()
+    assert list(sample.prompt_ids) == list(penalized.job.token_ids)
 
 
 def test_steps_without_grammars_have_no_masks() -> None:

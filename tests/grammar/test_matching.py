@@ -4,6 +4,8 @@ import itertools
 import json
 import random
 import re
+import tracemalloc
+from array import array
 from collections.abc import Collection, Iterator
 
 import jsonschema
@@ -157,6 +159,21 @@ def test_continuations_of_one_request_do_not_disturb_each_other(grammars: Gramma
                 output.append(draw.choice(sorted(found)))
     for output in outputs:
         assert following(new_matcher(), output) == following(first, output) == following(second, output)
+
+
+def test_a_long_answer_is_not_unpacked_at_every_token(grammars: Grammars) -> None:
+    matcher = grammars.compile(StructuredOutput("regex", ("a*",)))()
+    length = 5000
+    output = array("q", TOKENIZER.encode("a", add_special=False) * length)
+    bits = np.zeros(-(-VOCAB // 32), np.int32)
+    matcher.fill(output[:-1], bits)
+    tracemalloc.start()
+    try:
+        matcher.fill(output, bits)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 5 * 8 * length  # as a list, an answer takes five times what it takes packed
 
 
 def test_spaces_have_an_end(grammars: Grammars) -> None:
