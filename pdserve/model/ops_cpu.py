@@ -6,6 +6,7 @@ import logging
 import torch
 from torch import Tensor
 
+from pdserve.kernels.cpu.library import DTYPES
 from pdserve.kernels.cpu.products import (
     Products,
     Tiles,
@@ -67,6 +68,8 @@ class CpuOps(TorchOps):
                 return super().embed(token_ids, weight)
 
     def rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        if x.dtype not in DTYPES:
+            return super().rms_norm(x, weight)
         return self._rows.rms_norm(x, weight, self._rms_eps)
 
     def linear(self, x: Tensor, weight: Linear) -> Tensor:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from greedy_runs import greedy_texts, spec
 
+from pdserve.checkpoint.quantization import ChosenQuantization, in_form
 from pdserve.engine.runner import Runner, run
 from pdserve.engine.step import Chunk, SampleSpec, StepPlan
 from pdserve.errors import InvariantError
@@ -36,9 +37,9 @@ PROMPT = [random.Random(2).randrange(VOCAB) for _ in range(20)]
 PAGES = tuple(PageId(page) for page in (4, 1, 7))
 
 
-def model_in(dtype: torch.dtype) -> Model:
+def model_in(dtype: torch.dtype, quantization: ChosenQuantization = "none") -> Model:
     weights = ((name, w if w.ndim == 1 else w * 4) for name, w in dummy_weights(CONFIG))
-    return load_model(CONFIG, weights, dtype)
+    return load_model(CONFIG, in_form(weights, quantization), dtype)
 
 
 @pytest.fixture(scope="module")
@@ -140,17 +141,20 @@ def test_in_bfloat16_the_same_chunking_gives_the_same_text() -> None:
     assert texts[0] == texts[1]
 
 
-def test_bfloat16_stays_close_to_float32() -> None:
-    logprobs = []
-    for dtype in (torch.float32, torch.bfloat16):
-        asked = spec((), SamplingParams(temperature=0.0, logprobs=0))
-        bias = SamplingParams(temperature=0.0, logprobs=0, logit_bias=((42, 100.0),))
-        result = run(Runner(model_in(dtype), 10, PAGE_SIZE), StepPlan((prompt_chunk(asked, spec((), bias)),)))
-        (_, forced) = result.tokens[0]
-        assert forced.token_id == 42
-        assert forced.logprobs is not None
-        logprobs.append(forced.logprobs.chosen)
-    assert logprobs[0] == pytest.approx(logprobs[1], abs=0.3)
+def forced_logprob(model: Model) -> float:
+    """Return the log probability of a token after the prompt."""
+    asked = spec((), SamplingParams(temperature=0.0, logprobs=0))
+    bias = SamplingParams(temperature=0.0, logprobs=0, logit_bias=((42, 100.0),))
+    result = run(Runner(model, 10, PAGE_SIZE), StepPlan((prompt_chunk(asked, spec((), bias)),)))
+    (_, forced) = result.tokens[0]
+    assert forced.token_id == 42
+    assert forced.logprobs is not None
+    return forced.logprobs.chosen
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_short_floats_stay_close_to_float32(model: Model, dtype: torch.dtype) -> None:
+    assert forced_logprob(model_in(dtype)) == pytest.approx(forced_logprob(model), abs=0.3)
 
 
 @pytest.mark.parametrize(("page_size", "chunk_tokens"), list(product([1, 4, 16, 64], [7, 64])))
@@ -160,11 +164,19 @@ def test_neither_page_size_nor_chunking_changes_the_text(model: Model, page_size
     assert greedy_texts(Runner(model, 200, page_size), prompts, 16, chunk_tokens) == expected
 
 
-@pytest.mark.parametrize("reason", list(Reason))
-def test_without_compiled_kernels_the_text_is_the_same(
-    model: Model, runner: Runner, monkeypatch: pytest.MonkeyPatch, reason: Reason
-) -> None:
+def forget_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    for user in ("model.ops", "engine.runner", "engine.sampler"):
+        monkeypatch.setattr(f"pdserve.{user}.library", lambda: Missing(Reason.COMPILER, "for this test"))
+
+
+def test_without_compiled_kernels_the_text_is_the_same(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     prompts = [PROMPT, PROMPT[:9]]
     expected = greedy_texts(runner, prompts, 12)
-    monkeypatch.setattr("pdserve.engine.runner.library", lambda: Missing(reason, "for this test"))
-    assert greedy_texts(Runner(model, 60, PAGE_SIZE), prompts, 12) == expected
+    forget_library(monkeypatch)
+    assert greedy_texts(Runner(model_in(torch.float32), 60, PAGE_SIZE), prompts, 12) == expected
+
+
+def test_without_compiled_kernels_quantized_weights_stay_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = forced_logprob(model_in(torch.float32, "int8"))
+    forget_library(monkeypatch)
+    assert forced_logprob(model_in(torch.float32, "int8")) == pytest.approx(compiled, abs=0.1)
