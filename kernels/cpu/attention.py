@@ -101,6 +101,8 @@ class PagedAttention:
         require_tensor("out", out, (step.num_rows, step.num_heads * step.head_dim), (dtype,))
         require(qkv.is_contiguous() and out.is_contiguous(), "qkv and out must be contiguous")
         require(0 <= layer < step.num_layers, f"layer must be below {step.num_layers}, got {layer}")
+        for name, weight in zip(("q_norm", "k_norm"), norms or (), strict=False):
+            require_tensor(name, weight, (step.head_dim,), (dtype,))
         q_norm, k_norm = (None, None) if norms is None else (weight.data_ptr() for weight in norms)
         self._attend(ctypes.byref(step), layer, qkv.data_ptr(), out.data_ptr(), q_norm, k_norm, eps)
 

@@ -20,8 +20,11 @@ class Tiles:
 
     data: Tensor  # [tiles, inputs / 2, TILE, 2]
     width: int  # outputs of a row: where gated, of gates
-    bias: Tensor | None = None  # of every output of every tile
+    bias: Tensor | None = None  # of each output, where gated in the order of the tiles
     gated: bool = False
+
+    def __post_init__(self) -> None:
+        require_bias(self.bias, len(self.data) * TILE if self.gated else self.width, self.data.dtype)
 
     @property
     def inputs(self) -> int:
@@ -49,6 +52,12 @@ def filled(matrix: Tensor, multiple: int) -> Tensor:
     """Append rows of zeros up to a multiple."""
     missing = -len(matrix) % multiple
     return torch.cat([matrix, matrix.new_zeros((missing, *matrix.shape[1:]))]) if missing else matrix
+
+
+def require_bias(bias: Tensor | None, num_outputs: int, dtype: torch.dtype) -> None:
+    """Check a bias of tiles, if there is one, for all products with them."""
+    if bias is not None:
+        require_tensor("bias", bias, (num_outputs,), (dtype,))
 
 
 def embedded(tiles: Tiles, rows: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pdserve.kernels.checks import require, require_tensor
 from pdserve.kernels.cpu.library import DTYPES, Pointer, Size, function
-from pdserve.kernels.cpu.products import ADDED, GATED, LANES, PLAIN, TILE, answer, filled
+from pdserve.kernels.cpu.products import ADDED, GATED, LANES, PLAIN, TILE, answer, filled, require_bias
 
 BLOCK = 32  # inputs that share a scale and a minimum
 
@@ -21,8 +21,11 @@ class QuantizedTiles:
     bits: int
     width: int  # outputs of a row: where gated, of gates
     dtype: torch.dtype  # of inputs and results
-    bias: Tensor | None = None  # of every output of every tile
+    bias: Tensor | None = None  # of each output, where gated in the order of the tiles
     gated: bool = False
+
+    def __post_init__(self) -> None:
+        require_bias(self.bias, len(self.data) * TILE if self.gated else self.width, self.dtype)
 
     @property
     def inputs(self) -> int:
@@ -81,6 +84,6 @@ class QuantizedProducts:
         """Decode rows of the matrix: ids int64 [num_rows], all below the width -> [num_rows, inputs]."""
         require_tensor("ids", ids, (None,), (torch.int64,))
         out = torch.empty((len(ids), tiles.inputs), dtype=tiles.dtype)
-        where = (out.data_ptr(), ids.contiguous().data_ptr(), len(ids), tiles.inputs)
+        where = (out.data_ptr(), ids.data_ptr(), len(ids), tiles.inputs)
         self._rows(*where, tiles.data.data_ptr(), tiles.bits, DTYPES[tiles.dtype])
         return out

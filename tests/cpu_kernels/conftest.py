@@ -1,10 +1,12 @@
 """The compiled library, which every machine that runs the tests can build: it has a C compiler."""
 
 import ctypes
+import subprocess
+from pathlib import Path
 
 import pytest
 
-from pdserve.kernels.cpu.build import Missing
+from pdserve.kernels.cpu.build import CPU_INFO, FLAGS, NATIVE, SOURCES, Missing
 from pdserve.kernels.cpu.library import library
 
 
@@ -13,3 +15,16 @@ def loaded() -> ctypes.CDLL:
     found = library()
     assert not isinstance(found, Missing), found
     return found
+
+
+@pytest.fixture(scope="session", params=["x86-64-v3", pytest.param("x86-64-v2", marks=pytest.mark.long)])
+def narrow(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """Return the library as processors with vectors of 8 and of 4 floats get it, but for the optimizing."""
+    if NATIVE != "-march=native" or " avx2 " not in CPU_INFO.read_text():
+        pytest.skip("this processor does not have these instructions")
+    path = tmp_path_factory.mktemp("narrow") / "library.so"
+    others = {NATIVE: f"-march={request.param}", "-O3": "-O1"}
+    units = [str(unit) for unit in sorted(Path(SOURCES).glob("*.c"))]
+    flags = [others.get(flag, flag) for flag in FLAGS]
+    subprocess.run(["gcc", *flags, "-Wextra", "-Werror", *units, "-lm", "-o", str(path)], check=True)
+    return ctypes.CDLL(str(path))

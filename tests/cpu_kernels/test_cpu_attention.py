@@ -110,6 +110,22 @@ def test_each_row_is_the_formula_over_its_own_keys(
     torch.testing.assert_close(attended(loaded, case).double(), case.expected, atol=CLOSE[dtype], rtol=CLOSE[dtype])
 
 
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "heads"),
+    [
+        *product([torch.float32, torch.bfloat16], [64, 80], [(6, 2)]),
+        (torch.float32, 128, (8, 2)),
+        (torch.bfloat16, 256, (5, 1)),
+    ],
+)
+def test_vectors_of_any_width_attend_alike(
+    narrow: ctypes.CDLL, dtype: torch.dtype, head_dim: int, heads: tuple[int, int]
+) -> None:
+    case = random_case(dtype, head_dim, heads, 16, normed=True)
+    close = 2 * CLOSE[dtype]
+    torch.testing.assert_close(attended(narrow, case).double(), case.expected, atol=close, rtol=close)
+
+
 @pytest.mark.parametrize("left_behind", [30.0, math.inf, -math.inf])
 def test_what_others_left_in_a_page_is_not_seen(loaded: ctypes.CDLL, left_behind: float) -> None:
     case = random_case(torch.float32, 64, (6, 2), 16)
@@ -162,6 +178,7 @@ def test_what_does_not_fit_is_refused_by_name(loaded: ctypes.CDLL) -> None:
     out = torch.empty(len(CONTEXTS), 6 * 64)
     short = Rows(case.rows.page_table[:, :2], case.rows.begins, case.rows.ends)
     empty = Rows(case.rows.page_table, case.rows.ends, case.rows.ends)
+    ones, wide = torch.ones(64), torch.ones(128)[::2]
     for bad, message in (
         (lambda: PagedAttention(loaded, case.pool.transpose(3, 4), 6), "pool must be contiguous"),
         (lambda: PagedAttention(loaded, case.pool, 5), "num_heads must be a multiple of 2"),
@@ -172,6 +189,9 @@ def test_what_does_not_fit_is_refused_by_name(loaded: ctypes.CDLL) -> None:
         (lambda: paged.run(LAYER, case.qkv.double(), None, EPS, out=out), "qkv must be one of"),
         (lambda: paged.run(NUM_LAYERS, case.qkv, None, EPS, out=out), "layer must be below 2"),
         (lambda: paged.run(LAYER, case.qkv, None, EPS, out=out[:3]), "out must have shape"),
+        (lambda: paged.run(LAYER, case.qkv, (ones, ones[:63]), EPS, out=out), "k_norm must have shape"),
+        (lambda: paged.run(LAYER, case.qkv, (ones.bfloat16(), ones), EPS, out=out), "q_norm must be one of"),
+        (lambda: paged.run(LAYER, case.qkv, (ones, wide), EPS, out=out), "k_norm must have stride 1"),
     ):
         with pytest.raises(ValueError, match=message):
             bad()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pdserve.kernels.cpu import build
-from pdserve.kernels.cpu.build import FLAGS, SOURCES, Missing, Reason, built
+from pdserve.kernels.cpu.build import FLAGS, NATIVE, SOURCES, Missing, Reason, built
 from pdserve.kernels.cpu.library import library
 
 FAKE_COMPILER = """#!/bin/sh
@@ -45,6 +45,13 @@ def test_the_sources_compile_without_a_warning() -> None:
     units = [str(path) for path in SOURCES.glob("*.c")]
     flags = [flag for flag in FLAGS if flag != "-shared"]
     command = ["gcc", *flags, "-O0", "-fsyntax-only", "-Wextra", "-Werror", *units]
+    assert subprocess.run(command, capture_output=True, text=True, check=False).stderr == ""
+
+
+def test_compilers_that_do_not_know_float16_compile_the_sources() -> None:
+    units = [str(path) for path in SOURCES.glob("*.c")]
+    flags = [flag for flag in FLAGS if flag not in ("-shared", NATIVE)]
+    command = ["gcc", *flags, "-O0", "-fsyntax-only", "-D_Float16=unknown", *units]
     assert subprocess.run(command, capture_output=True, text=True, check=False).stderr == ""
 
 

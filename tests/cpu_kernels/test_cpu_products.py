@@ -73,6 +73,9 @@ def test_what_does_not_fit_is_refused_by_name(products: Products) -> None:
     matrix, pair, x = tiled(normal(1, 8, 4)), tiled_gate_up(normal(1, 8, 4), normal(2, 8, 4)), normal(3, 2, 4)
     for bad, message in (
         (lambda: tiled(normal(1, 8, 5)), "inputs must be even"),
+        (lambda: tiled(normal(1, 8, 4), normal(2, 7)), "bias must have shape"),
+        (lambda: tiled(normal(1, 8, 4), normal(2, 8).float()), "bias must be one of"),
+        (lambda: tiled(normal(1, 8, 4), normal(2, 16)[::2]), "bias must have stride 1"),
         (lambda: products.product(x.float(), matrix), "x must be one of"),
         (lambda: products.product(x[:, :2], matrix), "x must have shape"),
         (lambda: products.product(x, matrix, x), "residual must have shape"),

@@ -1,15 +1,12 @@
 """Compiled quantized products are the formulas of their codes, each row by itself, on any processor."""
 
 import ctypes
-import subprocess
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from pdserve.kernels.cpu.build import FLAGS, NATIVE, SOURCES
 from pdserve.kernels.cpu.products import interleaved
 from pdserve.kernels.cpu.quantized import BLOCK, QuantizedProducts, QuantizedTiles, tiled_codes
 
@@ -116,21 +113,24 @@ def test_zeros_give_zeros(products: QuantizedProducts) -> None:
     assert torch.equal(products.product(torch.zeros(3, 64), tiles), torch.zeros(3, 32))
 
 
-@pytest.mark.skipif(NATIVE != "-march=native", reason="instruction sets of x86 are chosen by name")
 def test_a_processor_without_the_instructions_gets_the_same_results(
-    products: QuantizedProducts, tmp_path: Path
+    products: QuantizedProducts, narrow: ctypes.CDLL
 ) -> None:
-    path = tmp_path / "plain.so"
-    units = [str(SOURCES / "products_quantized.c"), "-lm", "-o", str(path)]
-    flags = ["-march=x86-64-v3" if flag == NATIVE else flag for flag in FLAGS]
-    subprocess.run(["gcc", *flags, *units], check=True, capture_output=True)
-    plain = QuantizedProducts(ctypes.CDLL(str(path)))
+    plain = QuantizedProducts(narrow)
     assert not plain.is_fast
     for bits in BITS:
-        parts, _ = coded(1, 50, 96, bits)
-        tiles = QuantizedTiles(tiled_codes(*parts), bits, 50, torch.float32)
-        x = torch.randn(9, 96, generator=generator(2))
+        (codes, scales, minimums), _ = coded(1, 50, 96, bits)
+        scales[0], scales[1], minimums[:2], minimums[2] = 2.0**-24, -(2.0**-15), 0.0, 65504.0  # two are subnormal
+        tiles = QuantizedTiles(tiled_codes(codes, scales, minimums), bits, 50, torch.float32)
+        x, ids = torch.randn(9, 96, generator=generator(2)), torch.arange(50)
         torch.testing.assert_close(plain.product(x, tiles), products.product(x, tiles), rtol=1e-5, atol=1e-5)
+        found, expected = plain.rows(ids, tiles), products.rows(ids, tiles)
+        assert torch.equal(found[:2], expected[:2])
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+        minimums[3], minimums[4] = torch.inf, torch.nan
+        rows = plain.rows(ids, QuantizedTiles(tiled_codes(codes, scales, minimums), bits, 50, torch.float32))
+        assert rows[3].isinf().all()
+        assert rows[4].isnan().all()
 
 
 def test_what_does_not_fit_is_refused_by_name(products: QuantizedProducts) -> None:
@@ -139,6 +139,9 @@ def test_what_does_not_fit_is_refused_by_name(products: QuantizedProducts) -> No
     gates = QuantizedTiles(tiled_codes(*parts), 4, 16, torch.bfloat16, gated=True)
     x = torch.zeros(2, 64, dtype=torch.bfloat16)
     for bad, message in (
+        (lambda: QuantizedTiles(tiles.data, 4, 32, tiles.dtype, x[0, :31]), "bias must have shape"),
+        (lambda: QuantizedTiles(gates.data, 4, 16, tiles.dtype, x[0, :16], gated=True), "bias must have shape"),
+        (lambda: products.rows(torch.arange(4)[::2], tiles), "ids must have stride 1"),
         (lambda: products.product(x.float(), tiles), "x must be one of"),
         (lambda: products.product(x[:, :32], tiles), "x must have shape"),
         (lambda: products.product(x, tiles, x), "residual must have shape"),

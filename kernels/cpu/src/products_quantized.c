@@ -42,14 +42,19 @@ INLINE int64_t block_bytes(int bits) { return BLOCK * TILE * bits / 8 + 2 * SCAL
 INLINE floats float16s(const uint8_t *from) {
 #if defined(__AVX512F__)
     return (floats)_mm512_cvtph_ps(_mm256_loadu_si256((const void *)from));
+#elif defined(__F16C__)
+    const __m256 halves[2] = {
+        _mm256_cvtph_ps(_mm_loadu_si128((const void *)from)),
+        _mm256_cvtph_ps(_mm_loadu_si128((const void *)(from + 16))),
+    };
+    return load_float32((const float *)halves);
 #else
-    floats out;
-    for (int lane = 0; lane < LANES; lane++) {
-        _Float16 half;
-        memcpy(&half, from + 2 * lane, sizeof half);
-        out[lane] = (float)half;
-    }
-    return out;
+    halfwords raw;
+    memcpy(&raw, from, sizeof raw);
+    words bits = __builtin_convertvector(raw, words), magnitude = (bits & 0x7fff) << 13;
+    ints not_finite = (ints)magnitude >= 0x7c00 << 13;
+    words sized = (words)((floats)magnitude * 0x1p112f); /* the exponent's bias is 15 in float16, 127 in float32 */
+    return (floats)(sized | ((words)not_finite & 0x7f800000) | (bits & 0x8000) << 16);
 #endif
 }
 

@@ -1,0 +1,27 @@
+"""The sampler draws the same tokens with vectors of any width. That they are the right ones is held by the engine's."""
+
+import ctypes
+from itertools import product
+
+import pytest
+import torch
+
+from pdserve.kernels import rng
+from pdserve.kernels.cpu.sample import Filters, RowSampler
+
+FILTERS = [
+    Filters(temperature, top_k, top_p, min_p)
+    for temperature, top_k, top_p, min_p in product([0.0, 0.7, 2.0], [0, 5, 300], [1.0, 0.8], [0.0, 0.05])
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [3, 402, 4099])
+def test_vectors_of_any_width_draw_the_same(
+    loaded: ctypes.CDLL, narrow: ctypes.CDLL, vocab: int, dtype: torch.dtype
+) -> None:
+    logits = (torch.randn(len(FILTERS), vocab, generator=torch.Generator().manual_seed(vocab)) * 3).to(dtype)
+    logits[0, 1], logits[-1, vocab // 2] = torch.nan, torch.inf
+    keys = rng.keys(range(len(FILTERS)), range(len(FILTERS)))
+    wide, other = (RowSampler(each).sample(logits, {}, FILTERS, keys) for each in (loaded, narrow))
+    assert wide == other
