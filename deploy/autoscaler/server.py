@@ -4,11 +4,13 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import grpc
 
 from pdserve.autoscaler.actuator import Actuator
 from pdserve.autoscaler.actuators import Actuator as Settings
@@ -72,14 +74,21 @@ class Target:
         return [await router.status() for router in await self.clients()]
 
     async def report(self, decisions: Sequence[str]) -> None:
-        """Report to all routers what was decided."""
-        for router in await self.clients():
-            await router.report_decisions(decisions)
+        """Report to all routers what was decided. One that cannot be reached misses it."""
+        routers = await self.clients()
+        async with asyncio.TaskGroup() as tasks:
+            for router in routers:
+                tasks.create_task(_report(router, decisions), name="report")
 
     def check(self) -> None:
         """Raise where the cluster has ended: ConfigError, or CommandError where another one has its name."""
         if self.name and read_state(self.name).launcher != self.launcher:
             raise CommandError(f"the cluster named {self.name!r} has been started again")
+
+
+async def _report(router: AdminClient, decisions: Sequence[str]) -> None:
+    with suppress(OSError, grpc.aio.AioRpcError):
+        await router.report_decisions(decisions)
 
 
 async def serve(config: AutoscalerConfig, target: Target, warm_up: WarmUp) -> None:

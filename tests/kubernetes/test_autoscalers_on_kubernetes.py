@@ -62,6 +62,13 @@ async def test_a_secret_that_cannot_be_read_any_more_ends_nothing(tmp_path: Path
         assert len(await target.statuses()) == 1
 
 
+async def test_a_router_that_is_gone_keeps_no_decision_from_the_others(tmp_path: Path, unused_tcp_port: int) -> None:
+    router, secret = Router(), write_secret(tmp_path)
+    async with serving(router, secret) as address:
+        await Target((f"127.0.0.1:{unused_tcp_port}", address), secret).report(["decode: add decode-1"])
+    assert router.decisions == ["decode: add decode-1"]
+
+
 async def test_one_of_two_autoscalers_decides_and_says_why_on_the_workload(
     kube: KubeCluster, tmp_path: Path, unused_tcp_port_factory: Callable[[], int]
 ) -> None:

@@ -26,6 +26,7 @@ class Router(AdminServiceServicer):
         self.from_outside: dict[int, bool] = {}  # by incarnation that is gone
         self.hangs_at = 0  # the incarnation whose report is not answered
         self.num_hung = 0
+        self.decisions: list[str] = []
 
     async def GetStatus(self, request: object, context: object) -> admin.GetStatusResponse:  # noqa: N802
         workers = []
@@ -35,6 +36,12 @@ class Router(AdminServiceServicer):
             each = link.Register(worker_id=name, incarnation=number, ready=True, role=role, launch_id=launched)
             workers.append(admin.WorkerStatus(registration=each))
         return admin.GetStatusResponse(status=admin.ClusterStatus(workers=workers))
+
+    async def ReportDecisions(  # noqa: N802
+        self, request: admin.ReportDecisionsRequest, context: object
+    ) -> admin.ReportDecisionsResponse:
+        self.decisions.extend(request.decisions)
+        return admin.ReportDecisionsResponse()
 
     async def SetWorkerRole(  # noqa: N802
         self, request: admin.SetWorkerRoleRequest, context: "grpc.aio.ServicerContext"
