@@ -19,6 +19,7 @@ from pdserve.rpc import PUBLIC_MESSAGE_BYTES
 IGNORED_FIELDS = b"x-ignored-fields"
 MAX_IGNORED_BYTES = 1024  # of that header
 REQUEST_ID = b"x-request-id"
+BEGIN = "x-begin"  # "at-once": a stream has its headers before its first token
 MAX_CHOICES = 256  # of a call
 
 Scope = Mapping[str, Any]
@@ -66,8 +67,11 @@ class Generator:
         headers: list[Header] = [(REQUEST_ID, label.encode())]
         if ignored := _ignored(asked):
             headers.append((IGNORED_FIELDS, ignored))
-        kind = Stream if asked.stream else Whole
-        return kind(scope["state"]["connection"], response, headers)
+        connection = scope["state"]["connection"]
+        if not asked.stream:
+            return Whole(connection, response, headers)
+        begins_at_once = headers_of(scope).get(BEGIN) == "at-once"
+        return Stream(connection, response, headers, begins_at_once=begins_at_once)
 
     async def _serve(
         self,

@@ -1,8 +1,9 @@
 """Answers on their way to one HTTP request: written as server-sent events, or kept until they are whole.
 
 The task that serves a request sleeps while its stream goes on: chunks are written where the answer's turn comes.
-Invariant: a response has its status no earlier than its first token, so that whatever ends it before is an HTTP error;
-and at most one write of each answer waits.
+Invariant: a response has its status no earlier than its first token, so that whatever ends it before is an HTTP error,
+unless its client asked for its headers at once or nothing was written for KEEP_ALIVE_S; and at most one write of each
+answer waits.
 """
 
 import asyncio
@@ -154,8 +155,12 @@ class Whole(Reply):
 class Stream(Reply):
     """Writes events as the answers come."""
 
-    def __init__(self, connection: Connection, response: Response, headers: Sequence[Header]) -> None:
+    def __init__(
+        self, connection: Connection, response: Response, headers: Sequence[Header], *, begins_at_once: bool
+    ) -> None:
+        """`begins_at_once`: whether the response begins before there is a token."""
         super().__init__(connection, response, headers)
+        self._begins_at_once = begins_at_once
         self._unsent = b""  # for the task to send
         self._is_begun = False  # something was written, or is to be
         self._is_direct = False  # events go straight to the connection
@@ -169,6 +174,8 @@ class Stream(Reply):
 
     async def run(self, send: Send) -> None:
         """Write the response; HttpError where a part ended without its answer before anything was written."""
+        if self._begins_at_once and self.refusal is None and not self._is_begun:
+            self._put(KEEP_ALIVE)
         await self._news.wait()
         if self.refusal is not None and not self._is_begun:
             raise error_of(self.refusal)

@@ -152,6 +152,22 @@ async def test_silence_is_broken_by_comments(start_http: StartHttp, monkeypatch:
         await reader.readuntil(b"data: [DONE]\n\n")
 
 
+async def test_a_stream_begins_before_its_first_token_if_its_client_asks_for_that(start_http: StartHttp) -> None:
+    door = await start_http()
+    prefill = door.router.workers["p0"]
+    prefill.is_paused = True
+    async with asyncio.timeout(PATIENCE_S), connected(door) as (reader, writer):
+        asked = request(prompt="hello", max_tokens=1, stream=True)
+        writer.write(asked.replace(b"host: x\r\n", b"host: x\r\nx-begin: at-once\r\n"))
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 ")
+        assert b"x-pdserve-request-id: " in head
+        await prefill.until(lambda: bool(prefill.prefills))
+        spec = prefill.prefills[0].spec
+        await prefill.step([prefill.delta(spec, 0, 0, is_last=True)])
+        await reader.readuntil(b"data: [DONE]\n\n")
+
+
 async def test_requests_in_a_row_and_behind_each_other_share_a_connection(start_http: StartHttp) -> None:
     door = await start_http()
     one = request(prompt="hello", max_tokens=2, stream=True)
