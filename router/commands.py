@@ -157,6 +157,7 @@ class Warn:
     """Tell the operator about a worker's mistake or loss."""
 
     text: str
+    names_request: bool = False  # it is the operator's alone: watchers of other tenants are not shown it
 
 
 Command = Place | Move | CancelAttempt | SendDrain | SendRole | SendProcessGone | DropLink | Deliver | End | Warn

@@ -75,13 +75,13 @@ class Retry:
             return  # the prompt's worker is there: its own report of what has ended is on its way
         self._note_move(placement, event.failure, now_s)
         if request.is_shadow(placement):  # it is not, and never will be, admitted there: it goes on where it is
-            self._placements.emit(Warn(f"{request} does not move: {cause}"))
+            self._placements.emit(Warn(f"{request} does not move: {cause}", names_request=True))
             if event.failure is not Failure.SENDER_GAVE_UP and placement.decode is not None:
                 request.sequences[placement.indices[0]].refused_s[placement.decode.link] = now_s
             self._placements.close(request, placement, stop_workers=worker is placement.source)
             return
         if event.failure is Failure.INVALID:
-            self._placements.emit(Warn(f"{request} cannot be served: {cause}"))
+            self._placements.emit(Warn(f"{request} cannot be served: {cause}", names_request=True))
             self._placements.end(request, Refused(Status.INTERNAL, cause))
             return
         others = {other.link for other in placement.workers() if other is not worker}
@@ -103,7 +103,8 @@ class Retry:
 
         INTERNAL counts among the failures of the request's own computing, any other status among interruptions.
         """
-        self._placements.emit(Warn(f"{request} attempt {placement.attempt} failed: {why.message}"))
+        text = f"{request} attempt {placement.attempt} failed: {why.message}"
+        self._placements.emit(Warn(text, names_request=True))
         sequences = [request.sequences[index] for index in self._give_up(request, placement, avoid, now_s)]
         if not sequences:
             return
@@ -243,7 +244,7 @@ class Retry:
     def _refuse_suspect(self, request: Request, cause: str) -> None:
         lost = " and ".join(loss.process[0] for loss in request.losses)
         text = f"{cause}: {lost} were lost while they had this request, which is not tried again"
-        self._placements.emit(Warn(f"{request} is suspected of ending workers: {text}"))
+        self._placements.emit(Warn(f"{request} is suspected of ending workers: {text}", names_request=True))
         self._placements.end(request, Refused(Status.INTERNAL, text))
 
 

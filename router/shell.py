@@ -126,9 +126,10 @@ class Shell:
                     self._alarm.cancel()
                 delay_s = max(0.0, at_s - self.clock.now_s())
                 self._alarm = asyncio.get_running_loop().call_later(delay_s, self.post, Rang(at_s))
-            case Warn(text):
+            case Warn(text, names_request):
                 logger.warning("%s", text)
-                self.core.placements.recent.note(Kind.WARNING, "", text)
+                if not names_request:
+                    self.core.placements.recent.note(Kind.WARNING, "", text)
 
     def _send(self, link_id: LinkId, message: link.AttachResponse) -> None:
         stream = self.streams.get(link_id)
