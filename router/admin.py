@@ -9,7 +9,7 @@ import grpc
 
 from pdserve.demand_wire import demand_to_proto
 from pdserve.errors import echo
-from pdserve.ids import Incarnation, WorkerId
+from pdserve.ids import Incarnation, RequestId, WorkerId
 from pdserve.kvlayout_wire import layout_to_proto
 from pdserve.perfmodel.model import LearntCosts
 from pdserve.proto.v1 import admin_pb2 as admin
@@ -18,7 +18,7 @@ from pdserve.roles import Role
 from pdserve.roles_wire import ROLE_NUMBERS, ROLES
 from pdserve.router import learnt
 from pdserve.router.events import DrainAsked, LinkId, MovesAsked, ProcessEnded, RoleAsked
-from pdserve.router.live import live
+from pdserve.router.live import live, running
 from pdserve.router.predict import Predictor
 from pdserve.router.recent import Kind
 from pdserve.router.routing import difference
@@ -45,6 +45,7 @@ class AdminEndpoint(AdminServiceServicer):
         self._router_id = router_id
         self._model = model
         self._metrics_address = metrics_address
+        self._started_s = shell.clock.now_s()
 
     async def GetStatus(  # noqa: N802
         self, request: admin.GetStatusRequest, context: object
@@ -69,18 +70,26 @@ class AdminEndpoint(AdminServiceServicer):
 
     async def GetLive(self, request: admin.GetLiveRequest, context: object) -> admin.GetLiveResponse:  # noqa: N802
         del context
-        return await self.live(request.after)
+        return await self.live(request)
 
-    async def live(self, after: int) -> admin.GetLiveResponse:
-        """Return what there is to watch; `after` as in GetLiveRequest."""
-        return live(self._shell.core, self._status(), after, self._shell.clock.now_s(), time.time())
+    async def live(self, asked: admin.GetLiveRequest) -> admin.GetLiveResponse:
+        """Return what there is to watch."""
+        core, now_s, unix_s = self._shell.core, self._shell.clock.now_s(), time.time()
+        if asked.request_id:
+            found = running(core, _id_of(asked.request_id), now_s, unix_s)
+            return admin.GetLiveResponse(requests=[] if found is None else [found])
+        shown = live(core, self._status(), asked.after, now_s, unix_s)
+        shown.uptime_ms = round((now_s - self._started_s) * 1e3)
+        return shown
 
     async def ReportDecisions(  # noqa: N802
         self, request: admin.ReportDecisionsRequest, context: object
     ) -> admin.ReportDecisionsResponse:
         del context
+        recent = self._shell.core.placements.recent
+        recent.now_s = self._shell.clock.now_s()  # it is no event of the core's
         for text in request.decisions:
-            self._shell.core.placements.recent.note(Kind.SCALING, "", text)
+            recent.note(Kind.SCALING, "", text)
         return admin.ReportDecisionsResponse()
 
     async def ReportProcessGone(  # noqa: N802
@@ -198,6 +207,14 @@ class AdminEndpoint(AdminServiceServicer):
             step_ms=worker.step_s * 1e3,
             pairs=[pair for name, pair in stream.pairs.items() if name in names],
         )
+
+
+def _id_of(text: str) -> RequestId:
+    """Return the id that a text names; one that no request has where it names none."""
+    try:
+        return RequestId(bytes.fromhex(text))
+    except ValueError:
+        return RequestId(b"")
 
 
 def _all_leave(source: WorkerView) -> str:

@@ -50,6 +50,10 @@ class Admission:
     def held(self) -> Iterable[Request]:
         return self._held
 
+    def find(self, request_id: RequestId) -> Request | None:
+        """Return a request that waits."""
+        return self._held.find(request_id)
+
     @property
     def due_s(self) -> float:
         """When held requests are to be looked at again, if no request ends before."""

@@ -83,6 +83,10 @@ class RouterCore:
         yield from self.placements.requests.values()
         yield from self._admission.held
 
+    def find(self, request_id: RequestId) -> Request | None:
+        """Return a request that has not ended."""
+        return self.placements.requests.get(request_id) or self._admission.find(request_id)
+
     @property
     def is_ready(self) -> bool:
         """Whether some pair of workers could serve a request now."""

@@ -33,6 +33,9 @@ class HoldQueue:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._held.values())
 
+    def find(self, request_id: RequestId) -> Request | None:
+        return self._held.get(request_id)
+
     def push(self, request: Request) -> None:
         tenants = self._classes.setdefault(request.priority, {})
         insort(tenants.setdefault(request.tenant, []), request, key=_rank)

@@ -67,11 +67,13 @@ class Ended:
 class Second:
     """What ended in one second."""
 
-    __slots__ = ("at", "num_answer_tokens", "num_ended", "num_judged", "num_met", "num_refused")
+    __slots__ = ("at", "num_answer_tokens", "num_ended", "num_judged", "num_met", "num_missed", "number")
 
     def __init__(self, at: int) -> None:
         self.at = at  # whole seconds of the core's clock
-        self.num_ended = self.num_refused = 0  # the latter are among the former; a client that left is in neither
+        self.number = 0  # of the last end in it
+        self.num_ended = 0  # requests; a client that left counts for nothing
+        self.num_missed = 0  # of these, those that missed an objective or have no answer
         self.num_judged = self.num_met = 0  # requests with objectives, and those that met theirs
         self.num_answer_tokens = 0  # of all requests that ended
 
@@ -123,12 +125,13 @@ class Recent:
         if not self.seconds or self.seconds[-1].at != at:
             self.seconds.append(Second(at))
         second, verdict = self.seconds[-1], judge(request.slo_s, outcome)
+        second.number = self.number
         second.num_answer_tokens += num_answer_tokens
-        if not isinstance(outcome, Refused):
-            second.num_ended += 1
-        elif outcome.status is not Status.CANCELLED:
-            second.num_ended += 1
-            second.num_refused += 1
+        if isinstance(outcome, Refused) and outcome.status is Status.CANCELLED:
+            return
+        is_met = not isinstance(outcome, Refused) if verdict is None else verdict.ttft and verdict.tpot
+        second.num_ended += 1
+        second.num_missed += not is_met
         if verdict is not None:
             second.num_judged += 1
-            second.num_met += verdict.ttft and verdict.tpot
+            second.num_met += is_met

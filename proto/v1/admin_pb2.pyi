@@ -113,16 +113,20 @@ class GetLiveRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     AFTER_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     after: _builtins.int
     """`number` of the last reply; 0: all that is kept."""
+    request_id: _builtins.str
+    """Hexadecimal. Set: the reply has this request alone, if it has not ended."""
     def __init__(
         self,
         *,
         after: _builtins.int = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -162,10 +166,13 @@ class GetLiveResponse(_message.Message):
     ENDED_FIELD_NUMBER: _builtins.int
     HAPPENINGS_FIELD_NUMBER: _builtins.int
     SECONDS_FIELD_NUMBER: _builtins.int
+    UPTIME_MS_FIELD_NUMBER: _builtins.int
     unix_time_ms: _builtins.int
     """The router's clock: milliseconds since 1970."""
     number: _builtins.int
     """Of the newest entry."""
+    uptime_ms: _builtins.int
+    """Since the router started, milliseconds."""
     @_builtins.property
     def status(self) -> Global___ClusterStatus:
         """As of now."""
@@ -176,7 +183,7 @@ class GetLiveResponse(_message.Message):
 
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___LiveRequest]:
-        """The oldest of them, at most 64."""
+        """Of each tenant and stage the newest 16, oldest first; at most 256 in all, the newest."""
 
     @_builtins.property
     def ended(self) -> _containers.RepeatedCompositeFieldContainer[Global___EndedRequest]:
@@ -188,7 +195,7 @@ class GetLiveResponse(_message.Message):
 
     @_builtins.property
     def seconds(self) -> _containers.RepeatedCompositeFieldContainer[Global___LiveSecond]:
-        """Seconds in which requests ended, of the last 300; with `after`, of the last 3."""
+        """Seconds in which requests ended, of the last 300; with `after`, those that have changed since."""
 
     def __init__(
         self,
@@ -201,10 +208,11 @@ class GetLiveResponse(_message.Message):
         ended: _abc.Iterable[Global___EndedRequest] | None = ...,
         happenings: _abc.Iterable[Global___Happening] | None = ...,
         seconds: _abc.Iterable[Global___LiveSecond] | None = ...,
+        uptime_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "happenings", b"happenings", "number", b"number", "requests", b"requests", "seconds", b"seconds", "stages", b"stages", "status", b"status", "unix_time_ms", b"unix_time_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended", b"ended", "happenings", b"happenings", "number", b"number", "requests", b"requests", "seconds", b"seconds", "stages", b"stages", "status", b"status", "unix_time_ms", b"unix_time_ms", "uptime_ms", b"uptime_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -282,6 +290,7 @@ class EndedRequest(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     SLO_FIELD_NUMBER: _builtins.int
     LEDGER_FIELD_NUMBER: _builtins.int
+    MET_FIELD_NUMBER: _builtins.int
     number: _builtins.int
     """Grows from one entry to the next."""
     unix_time_ms: _builtins.int
@@ -296,6 +305,8 @@ class EndedRequest(_message.Message):
     """What bound it if it was refused ("queue", "pages", ..); empty: nothing."""
     message: _builtins.str
     """Why it was not answered."""
+    met: _builtins.bool
+    """Whether it met all of its objectives. Unset: it had none, or its client had left."""
     @_builtins.property
     def usage(self) -> _inference_pb2.Usage:
         """What it used."""
@@ -321,12 +332,15 @@ class EndedRequest(_message.Message):
         usage: _inference_pb2.Usage | None = ...,
         slo: _inference_pb2.Slo | None = ...,
         ledger: _inference_pb2.Ledger | None = ...,
+        met: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ledger", b"ledger", "slo", b"slo", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_met", b"_met", "ledger", b"ledger", "met", b"met", "slo", b"slo", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["because", b"because", "ledger", b"ledger", "message", b"message", "number", b"number", "request_id", b"request_id", "slo", b"slo", "status", b"status", "tenant", b"tenant", "unix_time_ms", b"unix_time_ms", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_met", b"_met", "because", b"because", "ledger", b"ledger", "message", b"message", "met", b"met", "number", b"number", "request_id", b"request_id", "slo", b"slo", "status", b"status", "tenant", b"tenant", "unix_time_ms", b"unix_time_ms", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__met: _TypeAlias = _typing.Literal["met"]  # noqa: Y015
+    _WhichOneofArgType__met: _TypeAlias = _typing.Literal["_met", b"_met"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__met) -> _WhichOneofReturnType__met | None: ...
 
 Global___EndedRequest: _TypeAlias = EndedRequest  # noqa: Y015
 
@@ -385,7 +399,7 @@ class LiveSecond(_message.Message):
     AT_S_FIELD_NUMBER: _builtins.int
     UNIX_TIME_MS_FIELD_NUMBER: _builtins.int
     NUM_ENDED_FIELD_NUMBER: _builtins.int
-    NUM_REFUSED_FIELD_NUMBER: _builtins.int
+    NUM_MISSED_FIELD_NUMBER: _builtins.int
     NUM_JUDGED_FIELD_NUMBER: _builtins.int
     NUM_MET_FIELD_NUMBER: _builtins.int
     NUM_ANSWER_TOKENS_FIELD_NUMBER: _builtins.int
@@ -395,8 +409,8 @@ class LiveSecond(_message.Message):
     """When it began: milliseconds since 1970."""
     num_ended: _builtins.int
     """Requests, but for those whose client had left."""
-    num_refused: _builtins.int
-    """Of these, those without their answer."""
+    num_missed: _builtins.int
+    """Of these, those that missed an objective or have no answer."""
     num_judged: _builtins.int
     """Those that had objectives."""
     num_met: _builtins.int
@@ -409,14 +423,14 @@ class LiveSecond(_message.Message):
         at_s: _builtins.int = ...,
         unix_time_ms: _builtins.int = ...,
         num_ended: _builtins.int = ...,
-        num_refused: _builtins.int = ...,
+        num_missed: _builtins.int = ...,
         num_judged: _builtins.int = ...,
         num_met: _builtins.int = ...,
         num_answer_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_s", b"at_s", "num_answer_tokens", b"num_answer_tokens", "num_ended", b"num_ended", "num_judged", b"num_judged", "num_met", b"num_met", "num_refused", b"num_refused", "unix_time_ms", b"unix_time_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at_s", b"at_s", "num_answer_tokens", b"num_answer_tokens", "num_ended", b"num_ended", "num_judged", b"num_judged", "num_met", b"num_met", "num_missed", b"num_missed", "unix_time_ms", b"unix_time_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -14,6 +14,4 @@ class RouterState:
     is_live: Callable[[], bool]
     is_ready: Callable[[], bool]  # some pair of workers serves, or did lately
     collect: Collect | None  # metrics; None: they are turned off
-    live: Callable[
-        [int], Awaitable[admin.GetLiveResponse]
-    ]  # what there is to watch, after a number as in GetLiveRequest
+    live: Callable[[admin.GetLiveRequest], Awaitable[admin.GetLiveResponse]]  # what there is to watch

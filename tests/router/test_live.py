@@ -5,13 +5,16 @@ import time
 from router_driver import LENGTH, Driver
 from router_fakes import StartRouter
 
+from pdserve.ids import RequestId
 from pdserve.load import ReportedLoad
 from pdserve.proto.v1 import admin_pb2 as admin
 from pdserve.proto.v1 import link_pb2 as link
-from pdserve.reports import Stage
+from pdserve.reports import Failure, Stage
 from pdserve.roles import Role
+from pdserve.router.commands import Warn
+from pdserve.router.config import Limits
 from pdserve.router.events import ClientGone, DrainAsked, LinkLost, LoadReported
-from pdserve.router.live import live
+from pdserve.router.live import MAX_OF_STAGE, live, running
 from pdserve.router.recent import MAX_ENDED, MAX_HAPPENINGS, MAX_SECONDS, Kind, Recent
 
 UNIX_S = 1_000_000.0
@@ -112,15 +115,41 @@ def test_a_refusal_is_shown_with_its_cause_and_a_client_that_left_counts_for_not
     refused = d.arrive(ttft_s=1.0)
     d.run(30.0)
     d.pair()
+    d.now_s += 2.0
     d.post(ClientGone(d.arrive()))
     first, second = seen(d).ended
     assert (first.request_id, first.status, first.because) == (refused.hex(), "UNAVAILABLE", "no_prefill")
     assert first.message
     assert first.slo.ttft_ms == 1000
     assert (second.status, second.because) == ("CANCELLED", "")
-    counted = [(s.num_ended, s.num_refused, s.num_judged, s.num_met) for s in seen(d).seconds]
-    assert counted[0] == (1, 1, 1, 0)
-    assert counted[1:] in ([], [(0, 0, 0, 0)])
+    assert (first.met, first.HasField("met"), second.HasField("met")) == (False, True, False)
+    counted = [(s.num_ended, s.num_missed, s.num_judged, s.num_met) for s in seen(d).seconds]
+    assert counted == [(1, 1, 1, 0), (0, 0, 0, 0)]
+
+
+def test_a_refusal_without_objectives_is_counted_as_missed_and_judged_by_nothing() -> None:
+    d = Driver()
+    d.arrive()
+    d.run(60.0)
+    (counted,) = seen(d).seconds
+    assert (counted.num_ended, counted.num_missed, counted.num_judged) == (1, 1, 0)
+
+
+def test_every_second_that_changed_since_the_last_look_is_shown_and_no_other() -> None:
+    d = Driver()
+    d.pair()
+    starts = []
+    for _ in range(10):
+        d.post(ClientGone(d.arrive()))
+        starts.append(int(d.now_s))
+        d.now_s += 1.0
+    d.now_s -= 1.0
+    after = [each.number for each in seen(d).ended][2]
+    assert [second.at_s for second in seen(d, after).seconds] == starts[3:]
+    number = seen(d).number
+    assert not seen(d, number).seconds
+    d.post(ClientGone(d.arrive()))  # in a second that was shown before
+    assert [second.at_s for second in seen(d, number).seconds] == starts[-1:]
 
 
 def test_times_are_shown_on_the_clock_of_the_world() -> None:
@@ -157,25 +186,61 @@ def test_what_repeats_itself_at_once_is_one_entry_with_a_count() -> None:
     assert [each.count for each in recent.happenings] == [3, 1]
 
 
-def test_the_list_of_requests_is_bounded_and_the_counts_are_not() -> None:
+def test_the_newest_requests_of_each_stage_are_shown_and_all_are_counted() -> None:
+    d = Driver(Limits(max_num_requests=50))
+    p, _ = d.pair()
+    arrived = [d.arrive() for _ in range(200)]
+    for request in arrived[:50]:
+        d.stage(p, request, Stage.PREFILL_STARTED)
+    shown = [request.request_id for request in seen(d).requests]
+    assert shown == [each.hex() for each in [*arrived[50 - MAX_OF_STAGE : 50], *arrived[-MAX_OF_STAGE:]]]
+    assert dict(seen(d).stages) == {"prefill": 50, "queue": 150}
+
+
+def test_each_tenant_sees_its_own_newest_requests() -> None:
     d = Driver()
     d.pair()
-    for _ in range(200):
-        d.arrive()
-    assert len(seen(d).requests) == 64
-    assert sum(seen(d).stages.values()) == 200
+    first = d.arrive(tenant="a")
+    for _ in range(100):
+        d.arrive(tenant="b")
+    assert (first.hex(), "a") in [(request.request_id, request.tenant) for request in seen(d).requests]
+
+
+def test_a_request_is_found_whether_it_is_shown_in_the_list_or_not() -> None:
+    d = Driver(Limits(max_num_requests=1))
+    d.pair()
+    placed, held = d.arrive(), [d.arrive() for _ in range(100)]
+    assert held[0].hex() not in [request.request_id for request in seen(d).requests]
+    for request in (placed, *held):
+        found = running(d.core, request, d.now_s, UNIX_S)
+        assert found is not None
+        assert found.request_id == request.hex()
+    assert running(d.core, RequestId(b"none"), d.now_s, UNIX_S) is None
+
+
+def test_a_warning_that_names_a_request_is_not_for_watchers() -> None:
+    d = Driver()
+    p, _ = d.pair()
+    for failure in (Failure.INTERNAL, Failure.INVALID):
+        d.fail(p, d.arrive(), failure)
+        (warning,) = [command for command in d.last if isinstance(command, Warn)]
+        assert warning.names_request
 
 
 async def test_an_operator_gets_it_over_the_wire_with_what_the_autoscaler_decided(start_router: StartRouter) -> None:
     router = await start_router()
     worker = await router.worker(link.ROLE_PREFILL, "p0")
     await router.until_status(lambda status: len(status.workers) == 1)
+    before_ms = time.time() * 1e3
     decided = admin.ReportDecisionsRequest(decisions=["decode: add decode-1; binds: step time"])
     await router.admin.ReportDecisions(decided, metadata=await router.proof("ReportDecisions"))
     reply = await router.admin.GetLive(admin.GetLiveRequest(), metadata=await router.proof("GetLive"))
     happened = [(happening.kind, happening.subject) for happening in reply.happenings]
     assert happened == [("attached", worker.name), ("ready", worker.name), ("scaling", "")]
     assert reply.happenings[-1].text == "decode: add decode-1; binds: step time"
-    assert abs(reply.happenings[-1].unix_time_ms - time.time() * 1e3) < 60_000
+    assert before_ms - 1 <= reply.happenings[-1].unix_time_ms <= time.time() * 1e3 + 1
+    assert 0 < reply.uptime_ms < 600_000
+    asked = admin.GetLiveRequest(request_id="no id")
+    assert not (await router.admin.GetLive(asked, metadata=await router.proof("GetLive"))).requests
     (shown,) = reply.status.workers
     assert shown.registration.worker_id == worker.name

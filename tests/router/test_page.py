@@ -19,8 +19,8 @@ from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router.frontend.api_keys import new_key
 from pdserve.router.frontend.clients import Clients
 from pdserve.router.frontend.page import app as page_app
-from pdserve.router.frontend.page.app import MAX_WATCHERS, Page
-from pdserve.router.frontend.page.board import MAX_KEPT, Board, State, difference
+from pdserve.router.frontend.page.app import MAX_OF_TENANT, MAX_WATCHERS, Page
+from pdserve.router.frontend.page.board import MAX_KEPT, MAX_OF_STAGE, Board, State, difference
 
 STATIC = files("pdserve.router.frontend.page") / "static"
 NAMES = st.text("abc", min_size=1, max_size=2)
@@ -60,9 +60,13 @@ class Router:
         self.was_asked_often = asyncio.Event()
         self.ended: list[admin.EndedRequest] = []
         self.requests: list[admin.LiveRequest] = []
+        self.unlisted: list[admin.LiveRequest] = []  # under way too
         self.workers: list[str] = ["p0"]
 
-    async def show(self, after: int) -> admin.GetLiveResponse:
+    async def show(self, asked: admin.GetLiveRequest) -> admin.GetLiveResponse:
+        if asked.request_id:
+            found = [each for each in [*self.requests, *self.unlisted] if each.request_id == asked.request_id]
+            return admin.GetLiveResponse(requests=found)
         self.num_asked += 1
         if self.num_asked > 5:
             self.was_asked_often.set()
@@ -76,8 +80,10 @@ class Router:
         return admin.GetLiveResponse(
             status=admin.ClusterStatus(model="m", workers=workers),
             number=len(self.ended),
+            unix_time_ms=1_700_000_000_000,
+            uptime_ms=5000,
             requests=self.requests,
-            ended=[ended for ended in self.ended if ended.number > after],
+            ended=[ended for ended in self.ended if ended.number > asked.after],
         )
 
     def end(self, request_id: str, tenant: str = "") -> None:
@@ -219,6 +225,7 @@ async def test_a_snapshot_comes_first_and_then_what_has_changed() -> None:
     await visit.until(lambda: "p0" not in visit.state["workers"])
     await visit.leave()
     assert [name for name, _ in visit.events] == ["snapshot", "change", "change"]
+    assert visit.events[0][1]["clock"] == {"unix_time_ms": 1_700_000_000_000, "uptime_ms": 5000}
     assert list(visit.events[1][1]["ended"]) == ["2"]
     assert visit.events[2][1] == {"workers": {"p0": None}}
 
@@ -278,17 +285,47 @@ async def test_no_more_watchers_are_taken_than_there_may_be() -> None:
         await visit.leave()
 
 
+async def test_one_tenant_does_not_take_all_the_watchers_that_there_may_be(keys: tuple[Path, dict[str, str]]) -> None:
+    page = page_of(Router(), keys[0])
+    visits = [Visit(page, "/page/events", authorization=keys[1]["a"]) for _ in range(MAX_OF_TENANT)]
+    for visit in visits:
+        await visit.until(lambda visit=visit: visit.events)
+    assert (await Visit(page, "/page/events", authorization=keys[1]["a"]).done()).status == 503
+    visits.append(Visit(page, "/page/events", authorization=keys[1]["b"]))
+    await visits[-1].until(lambda: visits[-1].events)
+    for visit in visits:
+        await visit.leave()
+    assert page.num_watchers == 0
+
+
+async def test_a_request_that_is_not_in_the_list_has_its_timeline() -> None:
+    router = Router()
+    router.unlisted = [admin.LiveRequest(request_id="55", stage="decode")]
+    found = await Visit(page_of(router), "/page/requests/55").done()
+    assert (found.status, json.loads(found.body)["stage"]) == (200, "decode")
+
+
+def test_of_each_stage_a_state_has_the_newest_requests() -> None:
+    board = Board()
+    stages = ("queue", "decode")
+    requests = [admin.LiveRequest(request_id=f"{i}", stage=stages[i % 2], tenant=f"{i % 5}") for i in range(100)]
+    board.take(admin.GetLiveResponse(requests=requests))
+    assert list(board.state(None)["requests"]) == [str(i) for i in range(100 - 2 * MAX_OF_STAGE, 100)]
+
+
 async def test_a_watcher_that_reads_slowly_gets_the_latest_state_and_none_of_those_before_it() -> None:
     router = Router()
-    visit = Visit(page_of(router), "/page/events")
+    page = page_of(router)
+    visit, other = Visit(page, "/page/events"), Visit(page, "/page/events")
     await visit.until(lambda: visit.events)
     visit.reads.clear()
-    for number in range(50):
+    for number in range(10):
         router.workers = [f"w{number}"]
-        await asyncio.sleep(0)
+        await other.until(lambda number=number: other.events and list(other.state["workers"]) == [f"w{number}"])
     visit.reads.set()
-    await visit.until(lambda: list(visit.state["workers"]) == ["w49"])
+    await visit.until(lambda: list(visit.state["workers"]) == ["w9"])
     await visit.leave()
+    await other.leave()
     assert len(visit.events) <= 3
 
 

@@ -14,6 +14,7 @@ watcher that reads slowly misses states, and nothing is kept for it. The connect
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
 from hashlib import sha256
 from importlib.resources import files
@@ -33,7 +34,8 @@ from pdserve.router.frontend.page.board import Board, State, difference
 PERIOD_S = 0.25  # between two states
 PULSE_S = 1.0  # without a change: by this a page knows that it is still connected
 MAX_WATCHERS = 16
-Source = Callable[[int], Awaitable[admin.GetLiveResponse]]
+MAX_OF_TENANT = 4  # of these, where clients have keys
+Source = Callable[[admin.GetLiveRequest], Awaitable[admin.GetLiveResponse]]
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _HEADERS = {
@@ -52,7 +54,6 @@ class Feed:
     """The latest state, asked for when somebody wants it."""
 
     def __init__(self, source: Source, clock: Clock) -> None:
-        """`source` gets the number of the last reply, as in GetLiveRequest."""
         self._source = source
         self._clock = clock
         self._board = Board()
@@ -63,7 +64,7 @@ class Feed:
         """Return what is shown; at most PERIOD_S old."""
         async with self._asking:
             if self._clock.now_s() >= self._asked_s + PERIOD_S:
-                self._board.take(await self._source(self._board.number))
+                self._board.take(await self._source(admin.GetLiveRequest(after=self._board.number)))
                 self._asked_s = self._clock.now_s()
         return self._board
 
@@ -73,12 +74,13 @@ class Page:
 
     def __init__(self, source: Source, clients: Clients, clock: Clock, is_closing: Callable[[], bool]) -> None:
         """`is_closing`: whether the router shuts down, so that streams are to end."""
+        self._source = source
         self._feed = Feed(source, clock)
         self._clients = clients
         self._clock = clock
         self._is_closing = is_closing
         self._files = _read_files()
-        self.num_watchers = 0
+        self._watchers: Counter[str | None] = Counter()  # by tenant
         routes = (
             Route("/", self._file),
             Route("/page/events", _Asgi(self._events)),
@@ -86,6 +88,10 @@ class Page:
             Route("/page/{name}", self._file),
         )
         self.app: ASGIApp = Router(routes)
+
+    @property
+    def num_watchers(self) -> int:
+        return self._watchers.total()
 
     @staticmethod
     def serves(path: str) -> bool:
@@ -109,7 +115,9 @@ class Page:
             return _error(401, error.message)
         except _ElsewhereError as error:
             return _error(403, str(error))
-        known = (await self._feed.board()).request(request.path_params["request_id"], tenant)
+        request_id = request.path_params["request_id"]
+        running = (await self._source(admin.GetLiveRequest(request_id=request_id))).requests
+        known = (await self._feed.board()).request(request_id, tenant, running)
         if known is None:
             return _error(404, "the request is not known, or no longer")
         return JSONResponse(known, headers=_HEADERS)
@@ -128,25 +136,28 @@ class Page:
     async def _events(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         refused: Response | None = None
+        tenant: str | None = None
         try:
-            self._tenant(headers)
+            tenant = self._tenant(headers)
         except DeniedError as error:
             refused = _error(401, error.message)
         except _ElsewhereError as error:
             refused = _error(403, str(error))
         if refused is None and self.num_watchers >= MAX_WATCHERS:
             refused = _error(503, f"{MAX_WATCHERS} pages watch already")
+        if refused is None and tenant is not None and self._watchers[tenant] >= MAX_OF_TENANT:
+            refused = _error(503, f"{MAX_OF_TENANT} pages of this tenant watch already")
         if refused is not None:
             await refused(scope, receive, send)
             return
         left = asyncio.ensure_future(_left(receive))
-        self.num_watchers += 1
+        self._watchers[tenant] += 1
         try:
             await self._stream(headers, send, left)
         except DeniedError:
             pass  # its key is no longer valid: the stream ends here
         finally:
-            self.num_watchers -= 1
+            self._watchers -= Counter([tenant])  # drops a count of zero
             left.cancel()
 
     async def _stream(self, headers: Headers, send: Send, left: asyncio.Future[None]) -> None:
@@ -157,8 +168,11 @@ class Page:
         sent: State = {}
         sent_s = float("-inf")
         while not left.done() and not self._is_closing():
-            state = (await self._feed.board()).state(self._tenant(headers))
+            board = await self._feed.board()
+            state = board.state(self._tenant(headers))
             changes, now_s = difference(sent, state), self._clock.now_s()
+            if not sent:
+                changes["clock"] = board.clock
             if changes or now_s >= sent_s + PULSE_S:
                 text = json.dumps(changes, separators=(",", ":"))
                 body = f"event: {'change' if sent else 'snapshot'}\ndata: {text}\n\n".encode()

@@ -4,8 +4,8 @@ Invariant: a page that applies each difference has the state that it was made of
 those that its tenant may see.
 """
 
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TypeAlias
 
 from google.protobuf.json_format import MessageToDict
@@ -15,7 +15,7 @@ from pdserve.roles_wire import ROLES
 
 MAX_KEPT = 256  # requests that have ended, and happenings
 MAX_SECONDS = 300
-SECTIONS = ("facts", "workers", "requests", "ended", "happenings", "seconds", "refused")
+MAX_OF_STAGE = 16  # requests under way, of each stage
 State: TypeAlias = dict[str, dict[str, object]]
 
 
@@ -50,7 +50,7 @@ class Board:
             self._happenings.pop(key, None)
             self._happenings[key] = _plain(happening, "unix_time_ms", "kind", "subject", "text", "count")
         for second in news.seconds:
-            counts = second.num_ended, second.num_refused, second.num_judged, second.num_met, second.num_answer_tokens
+            counts = second.num_ended, second.num_missed, second.num_judged, second.num_met, second.num_answer_tokens
             self._seconds[str(second.at_s)] = [second.unix_time_ms, *counts]
         for entries, limit in ((self._happenings, MAX_KEPT), (self._seconds, MAX_SECONDS)):
             while len(entries) > limit:
@@ -62,18 +62,27 @@ class Board:
         return {
             "facts": _facts(last),
             "workers": {worker.registration.worker_id: _worker(worker) for worker in last.status.workers},
-            "requests": {each.request_id: _running(each) for each in last.requests if may_see(each.tenant)},
+            "requests": {each.request_id: _running(each) for each in _newest(last.requests, may_see)},
             "ended": {str(each.number): shown for each, shown in self._ended if may_see(each.tenant)},
             "happenings": dict(self._happenings),
             "seconds": dict(self._seconds),
             "refused": dict(last.status.refused_because),
         }
 
-    def request(self, request_id: str, tenant: str | None) -> dict[str, object] | None:
-        """Return all that is known of one request, as admin.proto has it; None where it is not known."""
+    @property
+    def clock(self) -> dict[str, object]:
+        """The router's time, and for how long it has run."""
+        return _plain(self._last, "unix_time_ms", "uptime_ms")
+
+    def request(
+        self, request_id: str, tenant: str | None, running: Iterable[admin.LiveRequest]
+    ) -> dict[str, object] | None:
+        """Return all that is known of one request, as admin.proto has it; None where it is not known.
+
+        `running` are the requests of that id that have not ended.
+        """
         may_see = _filter(tenant)
-        ended = [message for message, _ in self._ended]
-        known: list[admin.LiveRequest | admin.EndedRequest] = [*self._last.requests, *ended]
+        known: list[admin.LiveRequest | admin.EndedRequest] = [*running, *(message for message, _ in self._ended)]
         for found in known:
             if found.request_id == request_id and may_see(found.tenant):
                 return MessageToDict(found, preserving_proto_field_name=True)
@@ -84,23 +93,22 @@ def _filter(tenant: str | None) -> Callable[[str], bool]:
     return lambda owner: tenant is None or owner == tenant
 
 
+def _newest(requests: Iterable[admin.LiveRequest], may_see: Callable[[str], bool]) -> Iterator[admin.LiveRequest]:
+    """Yield the newest requests of each stage, oldest first."""
+    seen = [each for each in requests if may_see(each.tenant)]
+    num_left = Counter(each.stage for each in seen)
+    for each in seen:
+        if num_left[each.stage] <= MAX_OF_STAGE:
+            yield each
+        num_left[each.stage] -= 1
+
+
 def _plain(message: object, *names: str) -> dict[str, object]:
     return {name: getattr(message, name) for name in names}
 
 
 def _facts(live: admin.GetLiveResponse) -> dict[str, object]:
-    status, demand = live.status, live.status.demand
-    return {
-        "model": status.model,
-        "router": status.router_id,
-        "held": status.num_held,
-        "active": status.num_active,
-        "stages": dict(live.stages),
-        "ended": dict(status.ended),
-        "moves": dict(status.moves),
-        "replaced": status.num_replaced,
-        "demand": _plain(demand, "num_requests", "num_judged", "num_within_ttft", "num_within_tpot", "num_within_both"),
-    }
+    return {"model": live.status.model, "router": live.status.router_id, "stages": dict(live.stages)}
 
 
 def _worker(worker: admin.WorkerStatus) -> dict[str, object]:
@@ -113,7 +121,6 @@ def _worker(worker: admin.WorkerStatus) -> dict[str, object]:
         "why": load.drain_reason if load.draining else worker.unroutable,
         "loaded": round(told.load_progress, 2),
         "process": f"{told.incarnation:016x}",
-        "device": told.device,
         "num_pages": told.num_pages,
         "page_size": told.layout.page_size,
         "pages": {
@@ -125,10 +132,8 @@ def _worker(worker: admin.WorkerStatus) -> dict[str, object]:
         },
         "running": load.num_running,
         "waiting": load.num_waiting,
-        "waiting_tokens": load.waiting_tokens,
         "max_running": told.max_num_seqs,
         "handoffs": load.num_handoffs,
-        "preemptions": load.num_preemptions,
         "step_ms": round(worker.step_ms, 1),
         "silent_s": worker.silent_ms // 1000,
     }
@@ -153,17 +158,16 @@ def _running(request: admin.LiveRequest) -> dict[str, object]:
 
 
 def _ended(ended: admin.EndedRequest) -> dict[str, object]:
-    ledger, slo = ended.ledger, ended.slo
+    ledger = ended.ledger
     return {
         **_plain(ended, "request_id", "unix_time_ms", "status", "because", "message"),
-        **_plain(ended.usage, "prompt_tokens", "cached_tokens", "completion_tokens"),
+        **_plain(ended.usage, "prompt_tokens", "completion_tokens"),
         **_plain(ledger, "prefill_worker", "decode_worker", "attempts"),
         "ttft_ms": round(ledger.ttft_ms, 2),
         "tpot_ms": round(ledger.tpot_ms, 2),
         "predicted_ttft_ms": round(ledger.predicted_ttft_ms, 2) if ledger.HasField("predicted_ttft_ms") else None,
         "predicted_tpot_ms": round(ledger.predicted_tpot_ms, 2) if ledger.HasField("predicted_tpot_ms") else None,
-        "slo_ttft_ms": slo.ttft_ms if slo.HasField("ttft_ms") else None,
-        "slo_tpot_ms": slo.tpot_ms if slo.HasField("tpot_ms") else None,
+        "met": ended.met if ended.HasField("met") else None,
         "moves": len(ledger.moves),
         "passed": [step.name for step in ledger.steps],
     }
