@@ -1,6 +1,7 @@
 """The live page in a real browser, over a real cluster: `make test-page`, which renews the pictures too."""
 
 import os
+import re
 import shutil
 import signal
 import threading
@@ -130,18 +131,19 @@ def until_answered(page: Page) -> None:
     page.wait_for_selector("#chat-stop:disabled")
 
 
-def test_a_chat_is_seen_to_pass_all_stages(opened: Open) -> None:
+def test_a_chat_is_seen_to_pass_all_stages(opened: Open, cluster: LiveCluster) -> None:
     page = opened()
-    say(page, "What is a list in Python?", max_tokens=96)
-    mark = page.wait_for_selector("#lanes button.own")
-    assert mark.get_attribute("aria-label").startswith("Your request")
+    with cluster.frozen("prefill-0"):  # long enough to be seen before its first token
+        say(page, "What is a list in Python? " * 200, max_tokens=96)
+        mark = page.wait_for_selector("#lanes :is([data-stage=queue], [data-stage=prefill]) button.own")
+        assert mark.get_attribute("aria-label").startswith("Your request")
     until_answered(page)
     assert page.text_content(".turn.it .words").strip()
     assert page.wait_for_selector(".way li:nth-child(4).passed")
     assert page.locator(".way li.passed").count() == 4
     about = page.text_content(".turn.it .about")
     assert "TTFT" in about
-    assert "96 tokens" in about
+    assert re.search(r"\b[1-9]\d* tokens?\b", about)
     row = page.wait_for_selector("#ended tr:has(.badge)").text_content()
     assert "answered" in row
     assert "prefill-0 → decode-" in row
@@ -169,7 +171,9 @@ def test_the_parts_of_a_timeline_add_up_to_the_time_to_first_token(opened: Open)
     }
     until_first = list(steps.items())[1 : list(steps).index("first token") + 1]
     total_ms = sum(float(after) for _, (_, after) in until_first)
-    assert total_ms == pytest.approx(float(steps["first token"][0]), abs=2)
+    request_id = page.locator("#detail dd").first.text_content()
+    known = page.evaluate("id => fetch(`/page/requests/${id}`).then((response) => response.json())", request_id)
+    assert total_ms == pytest.approx(known["ledger"]["ttft_ms"], abs=2)
     assert {"prefill started", "KV landed", "finished"} <= set(steps)
     page.keyboard.press("Escape")
     assert not page.is_visible("#detail")
@@ -181,6 +185,7 @@ def test_a_change_of_role_and_a_decision_are_shown_as_they_happen(opened: Open, 
         asked = admin.SetWorkerRoleRequest(worker_id="decode-1", role=role)
         cluster.admin.SetWorkerRole(asked, metadata=cluster.proof("SetWorkerRole", 10), timeout=10)
         page.wait_for_selector(f'[data-role={name}] [data-worker="decode-1"]')
+    page.select_option("#news-kind", "scaling")
     assert page.wait_for_selector("#news [data-kind=scaling]").text_content()
 
 
@@ -268,7 +273,7 @@ def test_pictures(opened: Open, cluster: LiveCluster) -> None:
                 until_answered(page)
                 page.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
                 path = Path(str(PICTURES)) / f"page-{size}-{scheme}.png"
-                page.screenshot(path=path, full_page=True)
+                page.screenshot(path=path, full_page=True, animations="disabled")
                 if (size, scheme) == ("desktop", "light"):
                     page.click("#ended tr:has(.badge) button")
                     page.wait_for_selector("#detail tbody")
@@ -277,7 +282,7 @@ def test_pictures(opened: Open, cluster: LiveCluster) -> None:
     for path in Path(str(PICTURES)).glob("page-*.png"):
         few = Image.open(path).convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
         few.save(path, optimize=True)
-        assert path.stat().st_size < 200_000, path
+        assert path.stat().st_size < 150_000, path
 
 
 def test_a_drained_worker_is_seen_to_drain_to_leave_and_to_come_back(opened: Open, cluster: LiveCluster) -> None:

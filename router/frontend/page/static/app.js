@@ -1,17 +1,17 @@
 // The page as a whole: its stream, its theme, its key, and what it says aloud.
 
-import { showPredicted, showTrend, startCharts } from "/page/charts.js";
+import { lastMinute, showPredicted, showTrend, startCharts } from "/page/charts.js";
 import { own, showOwn, startChat } from "/page/chat.js";
 import { showDetail, startDetail } from "/page/detail.js";
 import { byId, text } from "/page/dom.js";
 import { showFlow, startFlow } from "/page/flow.js";
-import { showEnded, showNews, showRefusals, showTiles, told } from "/page/lists.js";
+import { isQuiet, showEnded, showNews, showRefusals, showTiles, told } from "/page/lists.js";
 import { showPools, startPools } from "/page/pools.js";
 import { Stream, key } from "/page/stream.js";
-import { clock } from "/page/words.js";
+import { clock, plural } from "/page/words.js";
 
 const ANNOUNCE_MS = 5000; // at most one announcement in so long
-const CHARTS_MS = 1000; // between two drawings of the charts
+const CHARTS_MS = 1000; // between two drawings of the key figures and charts
 
 let shown = {}; // the last state, as far as differences to it are shown
 let waiting = null; // the state that is drawn next
@@ -32,10 +32,11 @@ function announce(words) {
 
 function onState(state, isSnapshot) {
   const keys = Object.keys(state.happenings ?? {}).map(Number);
-  if (!isSnapshot) {
+  if (isSnapshot) lastKey = 0; // a router that was started again counts anew
+  else {
     for (const each of keys.filter((number) => number > lastKey)) {
       const happening = state.happenings[each];
-      if (happening.kind !== "move") announce(`${told(happening)}.`);
+      if (happening.kind !== "move" && !isQuiet(happening)) announce(`${told(happening)}.`);
     }
   }
   lastKey = Math.max(lastKey, ...keys, 0);
@@ -52,16 +53,24 @@ function draw() {
   showFlow(state, own);
   showPools(state, shown);
   showOwn(state);
-  showTiles(state);
   showEnded(state, own, showDetail);
   showNews(state);
   showRefusals(state);
   if (Date.now() > chartsMs + CHARTS_MS) {
     chartsMs = Date.now();
+    showTiles(state);
+    showVerdict(state);
     showTrend(state);
     showPredicted(state);
   }
   shown = { workers: { ...state.workers } };
+}
+
+function showVerdict(state) {
+  const workers = Object.values(state.workers ?? {});
+  const { attainment } = lastMinute(state);
+  const ready = `${workers.filter((each) => each.state === "ready").length} of ${plural(workers.length, "worker")} ready`;
+  text(byId("verdict"), attainment === null ? ready : `${ready} · ${Math.round(attainment * 100)} % in time`);
 }
 
 function onLink(state, { message = "", delayMs = 0 } = {}) {

@@ -1,14 +1,14 @@
 // Charts of the last minutes, each with the same in words below it.
 
 import { attribute, byId, h, s, text } from "/page/dom.js";
-import { count, median, met } from "/page/words.js";
+import { count, median } from "/page/words.js";
 
 const BUCKET_MS = 5000;
 const BUCKETS = 48;
 const ENDS = [ // as stacked, from below
   ["met", "met their objectives"],
   ["plain", "had none"],
-  ["missed", "missed one, or were refused"],
+  ["missed", "missed one, or have no answer"],
 ];
 
 export function startCharts() {
@@ -18,16 +18,19 @@ export function startCharts() {
   }
 }
 
+/** The router's time: the browser's clock may be another. */
+const routerMs = (state) => Date.now() + (state.clock?.offset_ms ?? 0);
+
 /** Add up the seconds of each bucket, the oldest first. */
 function buckets(state) {
-  const last = Math.ceil(Date.now() / BUCKET_MS);
+  const last = Math.ceil(routerMs(state) / BUCKET_MS);
   const sums = Array.from({ length: BUCKETS }, () => ({ met: 0, missed: 0, plain: 0, ended: 0, judged: 0, tokens: 0 }));
-  for (const [at, ended, , judged, numMet, tokens] of Object.values(state.seconds ?? {})) {
+  for (const [at, ended, missed, judged, numMet, tokens] of Object.values(state.seconds ?? {})) {
     const sum = sums[BUCKETS - (last - Math.floor(at / BUCKET_MS))];
     if (!sum) continue;
     sum.met += numMet;
-    sum.missed += judged - numMet;
-    sum.plain += Math.max(0, ended - judged);
+    sum.missed += missed;
+    sum.plain += ended - missed - numMet;
     sum.ended += ended;
     sum.judged += judged;
     sum.tokens += tokens;
@@ -40,7 +43,9 @@ export function lastMinute(state) {
   const sums = buckets(state).slice(-12);
   const total = (name) => sums.reduce((sum, each) => sum + each[name], 0);
   const judged = total("judged");
-  return { goodput: total("met") / 60, ended: total("ended") / 60, tokens: total("tokens") / 60, attainment: judged ? total("met") / judged : null };
+  const upMs = state.clock ? routerMs(state) - state.clock.unix_time_ms + state.clock.uptime_ms : 60000;
+  const seconds = Math.min(60, Math.max(1, upMs / 1000)); // a router that has just started has no whole minute
+  return { goodput: total("met") / seconds, ended: total("ended") / seconds, tokens: total("tokens") / seconds, attainment: judged ? total("met") / judged : null };
 }
 
 export function showTrend(state) {
@@ -69,19 +74,19 @@ export function showTrend(state) {
     low.append(s("circle", { class: "dot", cx: x, cy: y, r: 2.4 }));
   });
   low.prepend(s("path", { class: "line", d: line || "M0 0" }));
-  describe("trend-attainment", attainment === null ? "Attainment: no request of the last minute had objectives." : `Attainment of the last minute: ${Math.round(attainment * 100)} % of the requests with objectives.`);
+  describe("trend-attainment", attainment === null ? "Attainment: no request of the last minute asked for objectives." : `Attainment of the last minute: ${Math.round(attainment * 100)} % of the requests with objectives.`);
 }
 
 export function showPredicted(state) {
   const ended = Object.values(state.ended ?? {}).filter((each) => each.status === "OK" && each.attempts === 1);
-  scatter("ttft", "TTFT", ended.filter((each) => each.predicted_ttft_ms && each.ttft_ms).map((each) => [each.predicted_ttft_ms, each.ttft_ms, met(each)]));
-  scatter("tpot", "TPOT", ended.filter((each) => each.predicted_tpot_ms && each.tpot_ms).map((each) => [each.predicted_tpot_ms, each.tpot_ms, met(each)]));
+  scatter("ttft", "TTFT", ended.filter((each) => each.predicted_ttft_ms && each.ttft_ms).map((each) => [each.predicted_ttft_ms, each.ttft_ms, each.met]));
+  scatter("tpot", "TPOT", ended.filter((each) => each.predicted_tpot_ms && each.tpot_ms).map((each) => [each.predicted_tpot_ms, each.tpot_ms, each.met]));
 }
 
 function scatter(id, name, points) {
   const [size, left, bottom] = [Math.min(300, widthOf(id)), 58, 34];
-  const values = points.flatMap(([predicted, seen]) => [predicted, seen]);
-  const low = Math.floor(Math.log10(Math.max(0.1, Math.min(...values, 1e6)))) || 0;
+  const values = points.length ? points.flatMap(([predicted, seen]) => [predicted, seen]) : [1, 1000];
+  const low = Math.floor(Math.log10(Math.max(0.1, Math.min(...values))));
   const high = Math.max(low + 1, Math.ceil(Math.log10(Math.max(...values, 1))));
   const chart = byId(id);
   attribute(chart, "viewBox", `0 0 ${size} ${size}`);
@@ -95,6 +100,8 @@ function scatter(id, name, points) {
     parts.push(s("text", { x: x(value), y: size - bottom + 14, "text-anchor": power === high ? "end" : "middle" }, tick(value)), s("text", { x: left - 5, y: y(value) + 4, "text-anchor": "end" }, tick(value)));
   }
   parts.push(s("path", { class: "line", d: `M${x(10 ** low)} ${y(10 ** low)}L${x(10 ** high)} ${y(10 ** high)}` }));
+  const [endX, endY] = [x(10 ** high) - 6, y(10 ** high) + 18];
+  parts.push(s("text", { x: endX, y: endY, transform: `rotate(-45 ${endX} ${endY})`, "text-anchor": "end" }, "as predicted"));
   parts.push(s("text", { x: (size + left) / 2, y: size - 3, "text-anchor": "middle", class: "axis" }, "predicted"), s("text", { x: 0, y: 0, transform: `translate(10 ${size / 2 - 10}) rotate(-90)`, "text-anchor": "middle", class: "axis" }, "seen"));
   for (const [predicted, seen, isMet] of points.slice(-200)) {
     const [px, py] = [x(predicted), y(seen)];

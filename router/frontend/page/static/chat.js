@@ -5,7 +5,7 @@ import { events, failure, key } from "/page/stream.js";
 import { STAGES, ms, plural } from "/page/words.js";
 
 export const own = new Set(); // ids of this page's requests
-const turns = []; // what is sent with the next message
+let turns = []; // what is sent with the next message
 const ways = new Map(); // by id: where the way of a request is shown
 let running = null; // what stops the answer that is being written
 let model = "";
@@ -21,7 +21,7 @@ export function startChat(tools) {
   byId("chat-stop").addEventListener("click", () => running?.abort());
   byId("chat-clear").addEventListener("click", () => {
     running?.abort();
-    turns.length = 0;
+    turns = [];
     byId("chat-log").replaceChildren();
     byId("chat-text").focus();
   });
@@ -57,31 +57,32 @@ async function send() {
   const words = byId("chat-text").value.trim();
   if (!words || running) return;
   byId("chat-text").value = "";
-  turns.push({ role: "user", content: words });
+  const conversation = turns; // "New chat" begins another one
+  const asked = { role: "user", content: words };
   const answer = h("div.words");
-  const about = h("p.about", {}, "waits …");
+  const about = h("p.about", {}, h("span", {}, "waits …"), " ");
   const way = h("ol.way", { "aria-label": "Stages of this request" }, ...STAGES.map(([stage, name]) => h("li", { "data-stage": stage }, name, h("span.unseen", {}, ", not yet"))));
   const log = byId("chat-log");
   log.append(h("div.turn.you", {}, h("p.who", {}, "You"), h("div.words", {}, words)), h("div.turn.it", {}, h("p.who", {}, model || "model"), answer, way, about));
   log.scrollTop = log.scrollHeight;
   setRunning(new AbortController());
-  const told = await read(answer, about, way);
-  turns.push({ role: "assistant", content: answer.textContent });
+  const [told, content] = await read([...conversation, asked], answer, about, way);
+  if (content) conversation.push(asked, { role: "assistant", content });
   setRunning(null);
   announce(told);
 }
 
-/** Ask, and write the answer as it comes; return what is to be announced of it. */
-async function read(answer, about, way) {
+/** Ask, and write the answer as it comes; return what is to be announced of it, and what later turns are sent of it. */
+async function read(messages, answer, about, way) {
   const began = performance.now();
-  const seen = { first: null, last: null, tokens: 0, id: "" };
+  const seen = { first: null, last: null, tokens: 0, id: "", content: "" };
   const log = byId("chat-log");
   try {
     const body = {
-      model, messages: turns, stream: true, stream_options: { include_usage: true },
+      model, messages, stream: true, stream_options: { include_usage: true },
       max_tokens: byId("chat-max").valueAsNumber || 128, temperature: byId("chat-temperature").valueAsNumber || 0,
     };
-    const headers = { "Content-Type": "application/json", ...key.headers() };
+    const headers = { "Content-Type": "application/json", "X-Begin": "at-once", ...key.headers() };
     const response = await fetch("/v1/chat/completions", { method: "POST", headers, body: JSON.stringify(body), signal: running.signal });
     if (!response.ok) throw await failure(response);
     begin(response.headers.get("x-pdserve-request-id"), way, seen);
@@ -93,11 +94,11 @@ async function read(answer, about, way) {
       showFigures(about, seen, began, "");
     }
     showFigures(about, seen, began, "");
-    return `The answer has ${plural(seen.tokens, "token")}.`;
+    return [`The answer has ${plural(seen.tokens, "token")}.`, seen.content];
   } catch (error) {
     const why = error.name === "AbortError" ? "stopped" : `failed: ${error.message}`;
     showFigures(about, seen, began, why);
-    return `The answer was ${why}.`;
+    return [`The answer was ${why}.`, why === "stopped" ? seen.content : ""];
   }
 }
 
@@ -116,6 +117,7 @@ function take(chunk, answer, seen) {
     seen.first ??= performance.now();
     seen.last = performance.now();
     answer.append(gained);
+    seen.content += delta.content ?? "";
   }
   seen.tokens = chunk.usage?.completion_tokens ?? seen.tokens;
 }
@@ -126,9 +128,9 @@ function showFigures(about, seen, began, why) {
   if (seen.tokens > 1 && seen.last > seen.first) parts.push(`TPOT ${ms((seen.last - seen.first) / (seen.tokens - 1))}`);
   if (seen.tokens) parts.push(plural(seen.tokens, "token"));
   if (why) parts.push(why);
-  about.replaceChildren(parts.join(" · ") || "waits …");
+  text(about.firstChild, parts.join(" · ") || "waits …");
   if (seen.id && !about.querySelector("button")) {
-    about.append(" ", h("button.plain", { type: "button", onclick: () => choose(seen.id) }, "Timeline"));
+    about.append(h("button.plain", { type: "button", onclick: () => choose(seen.id) }, "Timeline"));
   }
 }
 

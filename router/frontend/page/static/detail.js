@@ -14,7 +14,7 @@ const PARTS = [ // stage: from which moments (the first there is), until which
   ["queue", "Queue", ["received"], ["prefill_started"]],
   ["prefill", "Prefill", ["prefill_started"], ["first_token"]],
   ["handoff", "Hand-off", ["prefill_done", "first_token", "granted"], ["committed", "landed"]],
-  ["decode", "Decode", ["first_token"], ["finished"]],
+  ["decode", "Decode", ["decode_joined", "first_token"], ["finished"]],
 ];
 let open = "";
 

@@ -29,7 +29,7 @@ export function showFlow(state, own) {
   for (const [stage, lane] of lanes) {
     const here = requests.filter(([, request]) => request.stage === stage);
     text(lane.number, count(counts[stage] ?? here.length));
-    attribute(lane.list, "class", here.length > 10 ? "dense" : "");
+    attribute(lane.list, "class", here.length > 9 ? "dense" : here.length > 4 ? "close" : "");
     keyed(lane.list, here, (id) => mark(id), (item, request, id) => update(item.firstChild, request, id, own.has(id)));
     const hidden = (counts[stage] ?? here.length) - here.length;
     text(lane.more, hidden > 0 ? `and ${count(hidden)} more` : "");

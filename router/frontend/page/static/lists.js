@@ -2,7 +2,7 @@
 
 import { attribute, byId, h, keyed, text } from "/page/dom.js";
 import { lastMinute } from "/page/charts.js";
-import { CAUSES, clock, count, median, met, ms, short } from "/page/words.js";
+import { CAUSES, clock, count, median, ms, short } from "/page/words.js";
 
 const SHOWN = 60;
 
@@ -15,24 +15,24 @@ export function showTiles(state) {
   const tiles = [
     ["Running", count(inPools), "requests in a pool"],
     ["Waiting", count(stages.queue ?? 0), "requests in queues"],
-    ["Goodput", `${goodput.toFixed(1)}/s`, `of ${ended.toFixed(1)}/s that ended`],
-    ["Attainment", attainment === null ? "–" : `${Math.round(attainment * 100)} %`, attainment === null ? "no objectives asked for" : "of the last minute"],
+    ["Goodput", `${goodput.toFixed(1)}/s`, `of ${ended.toFixed(1)}/s that ended, ${count(Math.round(tokens))} tokens/s`],
+    ["Attainment", attainment === null ? "–" : `${Math.round(attainment * 100)} %`, attainment === null ? "no objectives asked" : "of the last minute"],
     ["TTFT", ms(median(answered.map((each) => each.ttft_ms))), "median of the last 50"],
-    ["TPOT", ms(median(answered.filter((each) => each.tpot_ms).map((each) => each.tpot_ms))), `${count(Math.round(tokens))} tokens/s`],
+    ["TPOT", ms(median(answered.filter((each) => each.tpot_ms).map((each) => each.tpot_ms))), "median of the last 50"],
   ];
   keyed(byId("tiles"), tiles.map(([name, ...rest]) => [name, rest]), (name) => h("div.tile", {}, h("dt", {}, name), h("dd.figure"), h("dd.quiet")),
     (tile, [figure, about]) => { text(tile.children[1], figure); text(tile.children[2], about); });
 }
 
 export function showEnded(state, own, choose) {
-  const rows = Object.entries(state.ended ?? {}).sort(([a], [b]) => b - a).slice(0, SHOWN);
+  const newest = Object.entries(state.ended ?? {}).sort(([a], [b]) => b - a).slice(0, SHOWN);
+  const rows = newest.map(([, ended]) => [ended.request_id, ended]); // a router that was started again counts anew
   byId("ended-none").hidden = rows.length > 0;
   keyed(byId("ended"), rows, () => h("tr"), (row, ended) => {
     if (row.firstChild) return; // what has ended does not change
     const id = ended.request_id;
-    const isMet = met(ended);
-    const outcome = ended.status === "OK" ? (isMet === false ? "late" : "answered") : ended.status === "CANCELLED" ? "client left" : "refused";
-    const sign = { answered: "✓", late: "△", refused: "✕", "client left": "–" }[outcome];
+    const outcome = outcomeOf(ended);
+    const sign = { answered: "✓", late: "△", refused: "✕", failed: "!", "client left": "–" }[outcome];
     const why = ended.because ? CAUSES[ended.because] ?? ended.because : ended.status === "OK" || ended.status === "CANCELLED" ? "" : ended.status;
     const workers = [ended.prefill_worker, ended.decode_worker].filter((name, i, all) => name && all.indexOf(name) === i).join(" → ");
     row.append(
@@ -40,19 +40,37 @@ export function showEnded(state, own, choose) {
       h("td", {}, h("button.plain", { type: "button", onclick: () => choose(id), "aria-label": `Timeline of request ${short(id)}` }, short(id)), own.has(id) ? h("span.badge", {}, "yours") : ""),
       h("td", { class: `outcome ${outcome.replace(" ", "-")}`, title: ended.message }, h("span", { "aria-hidden": "true" }, `${sign} `), why ? `${outcome}: ${why}` : outcome),
       h("td.num", {}, count(ended.prompt_tokens)), h("td.num", {}, count(ended.completion_tokens)),
-      h("td.num", {}, ended.ttft_ms ? ms(ended.ttft_ms) : "–", h("span.quiet", {}, ended.predicted_ttft_ms ? `, ${ms(ended.predicted_ttft_ms)}` : "")),
-      h("td.num", {}, ended.tpot_ms ? ms(ended.tpot_ms) : "–", h("span.quiet", {}, ended.predicted_tpot_ms ? `, ${ms(ended.predicted_tpot_ms)}` : "")),
+      h("td.num", {}, ...seenAndPredicted(ended.ttft_ms, ended.predicted_ttft_ms)),
+      h("td.num", {}, ...seenAndPredicted(ended.tpot_ms, ended.predicted_tpot_ms)),
       h("td", {}, workers + (ended.attempts > 1 ? ` (placed ${ended.attempts} times)` : "") + (ended.moves ? ` (moved ${ended.moves}×)` : "")),
     );
   });
 }
 
+function outcomeOf(ended) {
+  if (ended.status === "OK") return ended.met === false ? "late" : "answered";
+  if (ended.status === "CANCELLED") return "client left";
+  return ended.because ? "refused" : "failed";
+}
+
+/** Two figures, with one unit where it is the same. */
+function seenAndPredicted(seen, predicted) {
+  if (!seen) return ["–"];
+  const [number, unit] = ms(seen).split(" ");
+  if (!predicted) return [`${number} ${unit}`];
+  const [other, otherUnit] = ms(predicted).split(" ");
+  return unit === otherUnit ? [number, h("span.quiet", {}, ` · ${other}`), ` ${unit}`] : [`${number} ${unit}`, h("span.quiet", {}, ` · ${other} ${otherUnit}`)];
+}
+
+/** Whether a decision is to do nothing: shown where one asks for decisions. */
+export const isQuiet = (happening) => happening.kind === "scaling" && happening.text.includes(": hold");
+
 const SIGNS = { attached: "+", ready: "●", role: "⇄", drain: "▽", move: "→", scaling: "↕", warning: "!" };
 
 export function showNews(state) {
   const kinds = byId("news-kind").value;
-  const wanted = (kind) => !kinds || kinds.split(" ").includes(kind);
-  const rows = Object.entries(state.happenings ?? {}).filter(([, each]) => wanted(each.kind)).sort(([, a], [, b]) => b.unix_time_ms - a.unix_time_ms).slice(0, SHOWN);
+  const wanted = (each) => (kinds ? kinds.split(" ").includes(each.kind) : !isQuiet(each));
+  const rows = Object.entries(state.happenings ?? {}).filter(([, each]) => wanted(each)).sort(([, a], [, b]) => b.unix_time_ms - a.unix_time_ms).slice(0, SHOWN);
   byId("news-none").hidden = rows.length > 0;
   keyed(byId("news"), rows, () => h("li", {}, h("time"), h("span.kind"), h("span.what", {}, h("span"), h("span.reasons"))), (row, each) => {
     const [time, kind, what] = row.children;
@@ -72,7 +90,7 @@ export function showRefusals(state) {
   const ended = Object.values(state.ended ?? {});
   byId("refusals-none").hidden = rows.length > 0;
   keyed(byId("refusals"), rows, () => h("li", {}, h("strong"), h("span.what"), h("p.quiet")), (row, number, cause) => {
-    text(row.children[0], `${count(number)} `);
+    text(row.children[0], `${count(number)} × `);
     text(row.children[1], `${CAUSES[cause] ?? cause}`);
     const last = ended.filter((each) => each.because === cause && each.status !== "OK").at(-1);
     text(row.children[2], last ? `Last at ${clock(last.unix_time_ms)}: ${last.message}` : "");

@@ -28,7 +28,6 @@ export function showPools(state, before) {
   const shown = Object.entries({ ...Object.fromEntries(gone), ...workers }).sort(([a], [b]) => a.localeCompare(b, "en", { numeric: true }));
   const pools = ROLES.map(([role, title]) => [role, { title, workers: shown.filter(([, worker]) => worker.role === role) }]);
   keyed(byId("pools"), pools.filter(([, pool]) => pool.workers.length), makePool, updatePool);
-  if (!byId("pools").childElementCount) byId("pools").known?.clear();
 }
 
 function makePool(role) {

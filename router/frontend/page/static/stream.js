@@ -99,6 +99,7 @@ export class Stream {
       }
     }
     this.lastMs = Date.now();
+    if (changes.clock) this.state.clock.offset_ms = changes.clock.unix_time_ms - this.lastMs;
     this.onLink("live");
     this.onState(this.state, event === "snapshot");
   }

@@ -20,8 +20,10 @@ export const CAUSES = {
   queue: "prompts before it", prefill: "computing its prompt", fetch: "fetching pages of its prompt",
   handoff: "its hand-off", batch: "sequences that decode beside it", prompts: "prompts computed on decode workers",
   pages: "no free pages on decode workers", rows: "full decode batches", reserved: "time left to hand-offs",
-  idle_cluster: "objectives that no load allows", no_prefill: "no prefill worker", no_decode: "no decode worker",
+  idle_cluster: "objective out of reach even when idle", no_prefill: "no prefill worker", no_decode: "no decode worker",
   no_pair: "no pair of workers fits", slots: "as many requests as may be placed", turn: "others before it",
+  tenant_requests: "more requests than its tenant may send", tenant_tokens: "more tokens than its tenant may use",
+  tenant_concurrency: "as many requests of its tenant as may be under way",
 };
 
 export const count = (value) => NUMBER.format(value);
@@ -48,11 +50,4 @@ export function median(values) {
   if (!values.length) return null;
   const sorted = [...values].sort((a, b) => a - b);
   return sorted[Math.floor(sorted.length / 2)];
-}
-
-/** Whether an ended request met its objectives: true, false, or null where it had none. */
-export function met(ended) {
-  const judged = [[ended.slo_ttft_ms, ended.ttft_ms], [ended.slo_tpot_ms, ended.tpot_ms]].filter(([asked]) => asked !== null);
-  if (!judged.length || ended.status === "CANCELLED") return null;
-  return ended.status === "OK" && judged.every(([asked, seen]) => seen <= asked);
 }
