@@ -95,53 +95,55 @@ def reply(
 # ---- tensors
 
 
-def _inputs(message: protocol.ModelInferRequest) -> dict[str, tuple[str, Sequence[bytes | bool]]]:
-    """Return each input's type and values, by name."""
+def _inputs(message: protocol.ModelInferRequest) -> dict[str, bytes | bool]:
+    """Return each input's one value, by name."""
     raw = message.raw_input_contents
     if raw and len(raw) != len(message.inputs):
         raise invalid("raw_input_contents", f"{len(raw)} are given for {len(message.inputs)} inputs")
-    inputs: dict[str, tuple[str, Sequence[bytes | bool]]] = {}
-    for place, tensor in enumerate(message.inputs):
-        if tensor.datatype == "BYTES":
-            values: Sequence[bytes | bool] = (
-                _elements(tensor.name, raw[place]) if raw else tensor.contents.bytes_contents
-            )
-        elif tensor.datatype == "BOOL":
-            values = [bool(byte) for byte in raw[place]] if raw else tensor.contents.bool_contents
-        else:
-            raise invalid(tensor.name, f"datatype {echo(tensor.datatype, repr)} is neither BYTES nor BOOL")
-        if len(values) != 1 or any(size != 1 for size in tensor.shape):
-            raise invalid(tensor.name, f"{len(values)} values of shape {list(tensor.shape)}, exactly one is needed")
-        inputs[tensor.name] = tensor.datatype, values
-    return inputs
+    return {tensor.name: _one(tensor, raw[place] if raw else None) for place, tensor in enumerate(message.inputs)}
+
+
+def _one(tensor: protocol.ModelInferRequest.InferInputTensor, raw: bytes | None) -> bytes | bool:
+    """Return a tensor's one value. Of more than that, no object is made of each."""
+    values: Sequence[bytes | bool]
+    match tensor.datatype:
+        case "BYTES":
+            values = tensor.contents.bytes_contents if raw is None else _elements(tensor.name, raw)
+        case "BOOL":
+            values = tensor.contents.bool_contents if raw is None else [bool(byte) for byte in raw[:2]]
+        case other:
+            raise invalid(tensor.name, f"datatype {echo(other, repr)} is neither BYTES nor BOOL")
+    if len(values) != 1 or any(size != 1 for size in tensor.shape):
+        found = "no value" if not values else "1 value" if len(values) == 1 else "more values than one"
+        raise invalid(tensor.name, f"{found} of shape {list(tensor.shape[:4])}, exactly one of shape [1] is needed")
+    return values[0]
 
 
 def _elements(name: str, raw: bytes) -> list[bytes]:
-    """Return the elements of a BYTES tensor."""
-    elements, start = [], 0
-    while start + 4 <= len(raw):
+    """Return the elements of a BYTES tensor, at most two of them."""
+    elements: list[bytes] = []
+    start = 0
+    while start + 4 <= len(raw) and len(elements) < 2:
         (size,) = struct.unpack_from("<I", raw, start)
         elements.append(raw[start + 4 : start + 4 + size])
         start += 4 + size
-    if start != len(raw):
+    if len(elements) < 2 and start != len(raw):
         raise invalid(name, f"its {len(raw)} bytes are no elements with their lengths")
     return elements
 
 
-def _text(name: str, tensor: tuple[str, Sequence[bytes | bool]]) -> str:
-    value = tensor[1][0]
+def _text(name: str, value: bytes | bool) -> str:
     if not isinstance(value, bytes):
-        raise invalid(name, f"datatype {tensor[0]!r} is not BYTES")
+        raise invalid(name, "datatype 'BOOL' is not BYTES")
     try:
         return value.decode()
     except UnicodeDecodeError as error:
         raise invalid(name, f"it is not UTF-8: {error}") from error
 
 
-def _flag(name: str, tensor: tuple[str, Sequence[bytes | bool]]) -> bool:
-    value = tensor[1][0]
+def _flag(name: str, value: bytes | bool) -> bool:
     if not isinstance(value, bool):
-        raise invalid(name, f"datatype {tensor[0]!r} is not BOOL")
+        raise invalid(name, "datatype 'BYTES' is not BOOL")
     return value
 
 

@@ -17,6 +17,7 @@ import pdserve
 from pdserve.router.commands import Finished, Refused
 from pdserve.router.frontend.answer import Gain
 from pdserve.router.frontend.api_keys import bearer
+from pdserve.router.frontend.clients import DeniedError
 from pdserve.router.frontend.dialects.engine_state import EngineState
 from pdserve.router.frontend.dialects.reading import Outcome, Reading
 from pdserve.router.frontend.dialects.vllm_reply import Replies
@@ -38,7 +39,7 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no
         self._intake = intake
         self._state = state
         self._started_s = time.monotonic()
-        self._running: dict[str, set[asyncio.Task[object]]] = {}  # calls, by the client's name of the request
+        self._running: dict[tuple[str, str], set[asyncio.Task[object]]] = {}  # calls, by tenant and the client's name
         self._archive: tuple[bytes, str] | None = None
 
     async def Generate(  # noqa: N802
@@ -49,6 +50,7 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no
             asked = native(request, self._intake.max_model_len())
             take_trace(asked, context)
             key = bearer(context.invocation_metadata())
+            name = self._tenant(key), request.request_id
             answer = await self._intake.open(asked, reading, key, remaining_s(context))
         except NOT_OPENED as error:
             await deny(context, error)
@@ -62,7 +64,7 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no
             for reply in found:
                 await context.write(reply)
 
-        calls, task = self._running.setdefault(request.request_id, set()), asyncio.current_task()
+        calls, task = self._running.setdefault(name, set()) if request.request_id else set(), asyncio.current_task()
         assert task is not None
         calls.add(task)
         try:
@@ -75,19 +77,27 @@ class VllmEngine(VllmEngineServicer):  # type: ignore[misc]  # the stubs have no
         finally:
             self._intake.leave(answer)
             calls.discard(task)
-            if not calls and self._running.get(request.request_id) is calls:
-                del self._running[request.request_id]
+            if not calls and self._running.get(name) is calls:
+                del self._running[name]
         if isinstance(outcome, Refused):
             await refuse(context, outcome)
 
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:  # noqa: N802
-        """End requests by the names that their clients gave them. Unknown names are ignored."""
-        del context
+        """End requests of the caller's tenant by the names that it gave them. Unknown names are ignored."""
+        try:
+            tenant = self._tenant(bearer(context.invocation_metadata()))
+        except DeniedError as error:
+            await deny(context, error)
         for request_id in request.request_ids:
-            calls = self._running.get(request_id, set())
+            calls = self._running.get((tenant, request_id), set())
             while calls:
                 calls.pop().cancel()
         return vllm.AbortResponse()
+
+    def _tenant(self, key: bytes | None) -> str:
+        """Return whose key it is, empty where none is asked for. Raises DeniedError."""
+        client = self._intake.clients.identify(key)
+        return "" if client is None else client.tenant
 
     async def HealthCheck(  # noqa: N802
         self, request: vllm.HealthCheckRequest, context: Context

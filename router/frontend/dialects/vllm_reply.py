@@ -79,10 +79,11 @@ class Replies:
             input_logprobs=None if self._streams else self._input_logprobs(),
             index=gain.index,
         )
+        last = gain.token_ids[-1] if gain.token_ids else None
         if gain.stop_match:
             complete.matched_stop_str = gain.stop_match
-        elif gain.finish_reason == inference.FINISH_REASON_STOP and gain.token_ids[-1] in self._stop_token_ids:
-            complete.matched_token_id = gain.token_ids[-1]
+        elif gain.finish_reason == inference.FINISH_REASON_STOP and last in self._stop_token_ids:
+            complete.matched_token_id = last
         return Reply(complete=complete)
 
     def _output_logprobs(self, gain: Gain) -> vllm.OutputLogProbs | None:

@@ -173,7 +173,22 @@ async def iter_replies(call: grpc.aio.StreamStreamCall) -> AsyncIterator[object]
                 ]
             ),
             INVALID,
-            "text_input: 2 values of shape [2], exactly one is needed",
+            "text_input: more values than one of shape [2], exactly one of shape [1] is needed",
+        ),
+        (
+            protocol.ModelInferRequest(
+                inputs=[Input(name="text_input", datatype="BYTES", shape=[1])],
+                raw_input_contents=[b"\0\0\0\0" * 2 + b"what is behind them is not read"],
+            ),
+            INVALID,
+            "text_input: more values than one of shape [1], ",
+        ),
+        (
+            protocol.ModelInferRequest(
+                inputs=[Input(name="stream", datatype="BOOL", shape=[1])], raw_input_contents=[b"\1\1\1"]
+            ),
+            INVALID,
+            "stream: more values than one of shape [1], ",
         ),
     ],
 )

@@ -4,6 +4,7 @@ import hashlib
 import io
 import secrets
 import zipfile
+from pathlib import Path
 
 import grpc
 import pytest
@@ -11,6 +12,11 @@ from router_fakes import MODEL, TOKENIZER, RouterUnderTest, StartRouter, tokens_
 from smg_grpc_proto import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import common_pb2 as common
 from smg_grpc_proto.generated.vllm_engine_pb2_grpc import VllmEngineStub
+
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.router.frontend.answer import Gain
+from pdserve.router.frontend.api_keys import new_key
+from pdserve.router.frontend.dialects.vllm_reply import Replies
 
 Params = vllm.SamplingParams
 INVALID, CANCELLED, UNIMPLEMENTED = (
@@ -147,6 +153,39 @@ async def test_an_abort_from_elsewhere_frees_both_workers(start_router: StartRou
     await decode.until(lambda: bool(decode.cancels))
     await router.until_idle()
     assert prefill.prefills
+
+
+async def test_tenants_abort_their_own_requests_alone(start_router: StartRouter, tmp_path: Path) -> None:
+    keys = {"a": new_key(), "b": new_key()}
+    file = tmp_path / "keys.yaml"
+    tenants = [f"{name}: {{keys: [{{id: k, sha256: {digest}}}]}}" for name, (_, digest) in keys.items()]
+    file.write_text(f"tenants: {{{', '.join(tenants)}}}\n")
+    file.chmod(0o600)
+    router = await start_router(api_keys_file=file)
+    _, decode = await router.pair()
+    decode.max_step = 1
+    stub = VllmEngineStub(router.public)
+    own, other = ((("authorization", f"Bearer {shown}"),) for shown, _ in keys.values())
+    named, nameless = request(max_tokens=50), request(max_tokens=50)
+    nameless.request_id = ""
+    first, second = (stub.Generate(each, timeout=10, metadata=own) for each in (named, nameless))
+    await first.read()
+    await second.read()
+    for caller, names in ((other, ["r1"]), (own, [""]), (own, ["r1"])):
+        assert not decode.cancels
+        await stub.Abort(vllm.AbortRequest(request_ids=names), metadata=caller)
+    await decode.until(lambda: bool(decode.cancels))
+    assert await first.code() is CANCELLED
+    assert not second.done()
+    second.cancel()
+    await router.until_idle()
+
+
+def test_an_end_without_tokens_names_none() -> None:
+    asked = inference.GenerateRequest(sampling=inference.SamplingParams(stop_token_ids=[7]))
+    (end,) = Replies(asked, streams=True, prompt_ids=[1]).take([Gain(0, finish_reason=inference.FINISH_REASON_STOP)], 0)
+    assert end.complete.finish_reason == "stop"
+    assert end.complete.WhichOneof("matched_stop") is None
 
 
 async def test_what_gateways_ask_of_an_engine_is_answered_for_the_cluster(start_router: StartRouter) -> None:
