@@ -253,11 +253,17 @@ def check_terms(
     )
 
 
+def usable_label(label: str) -> str:
+    """Return a client's own name of a request, empty where it cannot be kept."""
+    return label if len(label) <= MAX_LABEL_BYTES and label.isascii() and label.isprintable() else ""
+
+
 def _check_label(label: str) -> None:
+    if usable_label(label) == label:
+        return
     if len(label) > MAX_LABEL_BYTES:
         raise invalid("request_label", f"{len(label)} characters are over the limit of {MAX_LABEL_BYTES}")
-    if not (label.isascii() and label.isprintable()):
-        raise invalid("request_label", f"{echo(label, repr)} is not printable ASCII")
+    raise invalid("request_label", f"{echo(label, repr)} is not printable ASCII")
 
 
 def check_model(name: str, model: ServedModel) -> None:

@@ -6,10 +6,10 @@ from smg_grpc_proto import vllm_engine_pb2 as vllm
 
 from pdserve.errors import invalid
 from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.router.frontend.prompts import usable_label
 
 Params: TypeAlias = vllm.SamplingParams
 
-MAX_LABEL_CHARS = 128
 _PLAIN = (
     "top_k",
     "min_p",
@@ -33,7 +33,7 @@ def native(asked: vllm.GenerateRequest, max_model_len: int) -> inference.Generat
     for field, _ in asked.ListFields():
         if field.name in _NOT_SERVED:
             raise invalid(field.name, _NOT_SERVED[field.name])
-    request = inference.GenerateRequest(request_label=_label(asked.request_id), stop=asked.sampling_params.stop)
+    request = inference.GenerateRequest(request_label=usable_label(asked.request_id), stop=asked.sampling_params.stop)
     match asked.WhichOneof("input"):
         case "tokenized":
             request.token_ids.ids.extend(_cut(asked, max_model_len))
@@ -57,13 +57,6 @@ def _cut(asked: vllm.GenerateRequest, max_model_len: int) -> list[int]:
     if limit < 1:
         raise invalid("truncate_prompt_tokens", f"{limit} is neither -1 nor at least 1")
     return ids[-limit:]
-
-
-def _label(request_id: str) -> str:
-    """Return the client's own name of a request, as far as it can be kept."""
-    return (
-        request_id if len(request_id) <= MAX_LABEL_CHARS and request_id.isascii() and request_id.isprintable() else ""
-    )
 
 
 def _sampling(asked: Params) -> inference.SamplingParams:

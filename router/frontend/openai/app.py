@@ -31,7 +31,7 @@ from pdserve.router.frontend.openai.schema import with_generation
 from pdserve.router.frontend.openai.tokens import add_tokens, check_body
 from pdserve.router.frontend.openai.translate import LABEL
 from pdserve.router.frontend.page.app import Page
-from pdserve.router.frontend.prompts import MAX_LABEL_BYTES, check_model
+from pdserve.router.frontend.prompts import check_model, usable_label
 from pdserve.router.frontend.state import RouterState
 
 OPEN = frozenset({"/health", "/ready", "/ping"})  # paths that need no key
@@ -90,9 +90,8 @@ def _again(body: bytes) -> Receive:
 async def _end(error: HttpError, scope: Scope, send: Send) -> None:
     headers = [*JSON, *error.headers]
     if not any(name == REQUEST_ID for name, _ in headers):
-        label = headers_of(scope).get(LABEL, "")
-        usable = label.isascii() and label.isprintable() and len(label) <= MAX_LABEL_BYTES
-        headers.append((REQUEST_ID, (label if label and usable else new_request_id().hex()).encode()))
+        label = usable_label(headers_of(scope).get(LABEL, "")) or new_request_id().hex()
+        headers.append((REQUEST_ID, label.encode()))
     await respond(send, error.status, error.body(), headers)
 
 

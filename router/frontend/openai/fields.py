@@ -8,6 +8,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, PlainValidator
 
+from pdserve.sampling import MAX_SEQUENCES
+
 WITHOUT_EFFECT = frozenset(  # OpenAI's own; no answer would be another for them
     {
         *("user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"),
@@ -51,7 +53,7 @@ class Generation(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
-    n: int | None = Field(None, ge=0, lt=2**31)
+    n: int | None = Field(None, ge=1, le=MAX_SEQUENCES)
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = Field(None, ge=-1, lt=2**31, description="-1 or 0: all tokens.")

@@ -1,19 +1,26 @@
 """POST /v1/chat/completions and /v1/completions, as bare ASGI: nothing stands between a chunk and its connection."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pdserve.errors import RequestError, Status, invalid
 from pdserve.ids import new_request_id
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.router.frontend.api_keys import METADATA_KEY, bearer
+from pdserve.router.frontend.clients import DeniedError, OverLimitError
 from pdserve.router.frontend.intake import Intake
 from pdserve.router.frontend.openai import filters
 from pdserve.router.frontend.openai.dialect import CHAT, COMPLETION, Choice, Dialect, Prompt, Response, Shown
-from pdserve.router.frontend.openai.errors import Header, HttpError
+from pdserve.router.frontend.openai.errors import Header, HttpError, error_of
 from pdserve.router.frontend.openai.fields import ChatRequest, CompletionRequest, Generation
 from pdserve.router.frontend.openai.reply import Send, Stream, Whole
-from pdserve.router.frontend.openai.translate import chat_request, completion_requests, label_of, prompts_of
+from pdserve.router.frontend.openai.translate import (
+    chat_request,
+    completion_template,
+    label_of,
+    prompts_of,
+    with_prompt,
+)
 from pdserve.rpc import PUBLIC_MESSAGE_BYTES
 
 IGNORED_FIELDS = b"x-ignored-fields"
@@ -37,30 +44,32 @@ class Generator:
         request = chat_request(asked, headers)
         plan = filters.plan(asked, request, self._intake.model)
         shown = _shown(asked, logprobs=bool(asked.logprobs))
-        reply = self._reply(asked, scope, CHAT, shown)
-        await self._serve(reply, [(request, _choices(request, 0, plan, Prompt()))], scope, send, plan.constrained_by)
+        choices = _choices(_num_choices(request), 0, plan, Prompt())
+        reply = self._reply(asked, scope, CHAT, shown, [choices])
+        await self._serve(reply, [request], scope, send, plan.constrained_by)
 
     async def complete(self, scope: Scope, body: bytes, send: Send) -> None:
         """Serve POST /v1/completions. Raises what `errors.error_of` knows."""
         asked, headers = CompletionRequest.model_validate_json(body), headers_of(scope)
-        requests = completion_requests(asked, headers)
-        num_choices = sum(max(1, request.sampling.n) for request in requests)
-        if num_choices > MAX_CHOICES:
-            raise invalid("n", f"{num_choices} choices of all prompts are over the limit of {MAX_CHOICES}")
-        plans = [filters.plan(asked, request, self._intake.model) for request in requests]
+        template, prompts = completion_template(asked, headers), prompts_of(asked.prompt)
+        each = _num_choices(template)
+        if each * len(prompts) > MAX_CHOICES:
+            raise invalid("n", f"{each * len(prompts)} choices of all prompts are over the limit of {MAX_CHOICES}")
+        plan = filters.plan(asked, template, self._intake.model)
         shown = _shown(asked, logprobs=asked.logprobs is not None, answer=asked.max_tokens != 0)
-        reply = self._reply(asked, scope, COMPLETION, shown)
-        parts, first = [], 0
-        for prompt, request, plan in zip(prompts_of(asked.prompt), requests, plans, strict=True):
-            choices = _choices(request, first, plan, Prompt(self._text_of(prompt) if asked.echo else ""))
-            parts.append((request, choices))
-            first += len(choices)
-        await self._serve(reply, parts, scope, send, plans[0].constrained_by)
+        texts = [self._text_of(prompt) if asked.echo else "" for prompt in prompts]
+        choices = [_choices(each, place * each, plan, Prompt(text)) for place, text in enumerate(texts)]
+        reply = self._reply(asked, scope, COMPLETION, shown, choices)
+        # Made one after another: what they share is checked with the first, before there are copies of it.
+        requests = (with_prompt(template, prompt) for prompt in prompts)
+        await self._serve(reply, requests, scope, send, plan.constrained_by)
 
     def _text_of(self, prompt: str | Sequence[int]) -> str:
         return prompt if isinstance(prompt, str) else self._intake.model.tokenizer.decode(prompt)
 
-    def _reply(self, asked: Generation, scope: Scope, dialect: Dialect, shown: Shown) -> Whole | Stream:
+    def _reply(
+        self, asked: Generation, scope: Scope, dialect: Dialect, shown: Shown, choices: Sequence[list[Choice]]
+    ) -> Whole | Stream:
         model = self._intake.model
         response = Response(dialect, model.name, model.tokenizer, shown)
         label = label_of(asked, headers_of(scope)) or new_request_id().hex()
@@ -69,27 +78,26 @@ class Generator:
             headers.append((IGNORED_FIELDS, ignored))
         connection = scope["state"]["connection"]
         if not asked.stream:
-            return Whole(connection, response, headers)
+            return Whole(connection, response, headers, choices)
         begins_at_once = headers_of(scope).get(BEGIN) == "at-once"
-        return Stream(connection, response, headers, begins_at_once=begins_at_once)
+        return Stream(connection, response, headers, choices, begins_at_once=begins_at_once)
 
     async def _serve(
         self,
         reply: Whole | Stream,
-        parts: Sequence[tuple[inference.GenerateRequest, list[Choice]]],
+        requests: Iterable[inference.GenerateRequest],
         scope: Scope,
         send: Send,
         constrained_by: str,
     ) -> None:
         try:
-            for request, choices in parts:
-                await reply.open(self._intake, request, key_of(scope), choices)
+            for part, request in zip(reply.parts, requests, strict=True):
+                await reply.open(part, self._intake, request, key_of(scope))
             await reply.run(send)
-        except RequestError as error:
-            raise filters.renamed(error, constrained_by) from error
-        except HttpError as error:
-            error.headers = (*error.headers, *reply.headers)
-            raise
+        except (HttpError, RequestError, DeniedError, OverLimitError) as error:
+            shown = error_of(filters.renamed(error, constrained_by) if isinstance(error, RequestError) else error)
+            shown.headers = (*shown.headers, *reply.headers)
+            raise shown from None
         finally:
             reply.close(self._intake)
 
@@ -154,8 +162,11 @@ def _shown(asked: Generation, *, logprobs: bool, answer: bool = True) -> Shown:
     )
 
 
-def _choices(request: inference.GenerateRequest, first: int, plan: filters.Plan, prompt: Prompt) -> list[Choice]:
-    num_choices = request.sampling.n if request.sampling.HasField("n") else 1
+def _num_choices(request: inference.GenerateRequest) -> int:
+    return request.sampling.n if request.sampling.HasField("n") else 1
+
+
+def _choices(num_choices: int, first: int, plan: filters.Plan, prompt: Prompt) -> list[Choice]:
     new_filter = plan.new_filter
     return [Choice(first + place, prompt, None if new_filter is None else new_filter()) for place in range(num_choices)]
 

@@ -63,25 +63,24 @@ class Part:
 class Reply:
     """What a call's response is made of. The two kinds differ in what they do with what is gained."""
 
-    def __init__(self, connection: Connection, response: Response, headers: Sequence[Header]) -> None:
+    def __init__(
+        self, connection: Connection, response: Response, headers: Sequence[Header], choices: Sequence[list[Choice]]
+    ) -> None:
+        """`choices`: those of each request of the call."""
         self.connection = connection
         self.response = response
         self.headers = list(headers)
-        self.parts: list[Part] = []
+        self.parts = [Part(self, each) for each in choices]  # all: the first may end before the last is opened
         self._is_lost = connection.transport.is_closing()
         self._news = asyncio.Event()
         connection.reply = self
 
-    async def open(
-        self, intake: Intake, request: inference.GenerateRequest, key: bytes | None, choices: list[Choice]
-    ) -> None:
+    async def open(self, part: Part, intake: Intake, request: inference.GenerateRequest, key: bytes | None) -> None:
         """Open one request of the call. Raises what Intake.open raises."""
-        part = Part(self, choices)
         part.answer = await intake.open(request, part, key)
         self.headers.append((ROUTERS_ID, part.answer.hex_id.encode()))
-        choices[0].prompt.token_ids = part.answer.prompt_ids
+        part.choices[0].prompt.token_ids = part.answer.prompt_ids
         self.response.num_prompt_tokens += len(part.answer.prompt_ids)
-        self.parts.append(part)
 
     def close(self, intake: Intake) -> None:
         """Leave all answers: those that have not ended are cancelled."""
@@ -156,10 +155,16 @@ class Stream(Reply):
     """Writes events as the answers come."""
 
     def __init__(
-        self, connection: Connection, response: Response, headers: Sequence[Header], *, begins_at_once: bool
+        self,
+        connection: Connection,
+        response: Response,
+        headers: Sequence[Header],
+        choices: Sequence[list[Choice]],
+        *,
+        begins_at_once: bool,
     ) -> None:
         """`begins_at_once`: whether the response begins before there is a token."""
-        super().__init__(connection, response, headers)
+        super().__init__(connection, response, headers, choices)
         self._begins_at_once = begins_at_once
         self._unsent = b""  # for the task to send
         self._is_begun = False  # something was written, or is to be
@@ -194,7 +199,7 @@ class Stream(Reply):
             self._is_direct = False
 
     def take(self, part: Part, gains: Sequence[Gain]) -> bool:
-        if self._is_over:
+        if self._is_over or self._is_lost:
             return False
         events = [each for gain in gains for each in self._events(part, gain)]
         if isinstance(part.outcome, Finished):
@@ -239,6 +244,8 @@ class Stream(Reply):
         return False
 
     def _break_silence(self) -> None:
+        if self._is_lost:
+            return
         if self._is_silent and not self._is_over:
             self._put(KEEP_ALIVE)
         self._is_silent = True

@@ -14,7 +14,7 @@ from pdserve.router.frontend.openai.fields import (
     Object,
     TokenizeRequest,
 )
-from pdserve.router.frontend.prompts import MAX_LABEL_BYTES
+from pdserve.router.frontend.prompts import usable_label
 
 SAME_NAMES = (
     *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -42,11 +42,11 @@ def chat_request(body: ChatRequest, headers: Headers) -> inference.GenerateReque
     return request
 
 
-def completion_requests(body: CompletionRequest, headers: Headers) -> list[inference.GenerateRequest]:
-    """Return a request for each prompt; RequestError(INVALID_ARGUMENT) names what cannot be served."""
+def completion_template(body: CompletionRequest, headers: Headers) -> inference.GenerateRequest:
+    """Return what the requests of all prompts share; RequestError(INVALID_ARGUMENT) names what cannot be served."""
     if body.suffix:
         raise invalid("suffix", "text before a suffix is not supported")
-    if body.best_of not in (None, 1, body.n):
+    if body.best_of not in (None, body.n or 1):
         raise invalid("best_of", f"{body.best_of} is not n: all continuations are returned, none is left out")
     template = _request(body, headers)
     if body.add_special_tokens is not None:
@@ -57,16 +57,18 @@ def completion_requests(body: CompletionRequest, headers: Headers) -> list[infer
             template.sampling.prompt_logprobs = body.logprobs
     if body.max_tokens == 0 and body.echo:
         template.sampling.max_tokens = 1  # computed, and not shown
-    requests = []
-    for prompt in prompts_of(body.prompt):
-        request = inference.GenerateRequest()
-        request.CopyFrom(template)
-        if isinstance(prompt, str):
-            request.text = prompt
-        else:
-            request.token_ids.ids.extend(prompt)
-        requests.append(request)
-    return requests
+    return template
+
+
+def with_prompt(template: inference.GenerateRequest, prompt: str | Sequence[int]) -> inference.GenerateRequest:
+    """Return the request of one prompt."""
+    request = inference.GenerateRequest()
+    request.CopyFrom(template)
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        request.token_ids.ids.extend(prompt)
+    return request
 
 
 def prompts_of(prompt: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]]) -> list[str | Sequence[int]]:
@@ -101,8 +103,7 @@ def chat_of(body: ChatRequest | TokenizeRequest) -> inference.Chat:
 
 def label_of(body: Generation, headers: Headers) -> str:
     """Return the client's own name of a request, empty where it gives none that can be kept."""
-    label = body.request_id or headers.get(LABEL, "")
-    return label if len(label) <= MAX_LABEL_BYTES and label.isascii() and label.isprintable() else ""
+    return usable_label(body.request_id or headers.get(LABEL, ""))
 
 
 def _request(body: Generation, headers: Headers) -> inference.GenerateRequest:

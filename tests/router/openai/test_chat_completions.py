@@ -1,12 +1,18 @@
 """Chat and completions over HTTP, as OpenAI's client and a plain one see them."""
 
+import asyncio
 import json
+import threading
 from typing import Any
 
 import openai
 import pytest
 from http_door import StartHttp
-from router_fakes import MODEL, TOKENIZER, token_ids_of, tokens_of
+from router_fakes import MODEL, PATIENCE_S, TOKENIZER, token_ids_of, tokens_of
+
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.router.frontend import prompts
+from pdserve.token_ids import TokenIds
 
 
 def ids(text: str) -> list[int]:
@@ -100,6 +106,32 @@ async def test_completions_of_several_prompts_keep_their_order(start_http: Start
     async for chunk in stream:
         streamed[chunk.choices[0].index] += chunk.choices[0].text
     assert streamed == {0: said("hello", 4), 1: said("abc", 4)}
+
+
+async def test_a_stream_waits_for_prompts_that_are_still_tokenized(
+    start_http: StartHttp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first_is_over, encode = threading.Event(), prompts.Prompts._encode_text
+
+    def held(self: prompts.Prompts, request: inference.GenerateRequest) -> TokenIds:
+        if request.text != "hello":
+            assert first_is_over.wait(PATIENCE_S)
+        return encode(self, request)
+
+    monkeypatch.setattr(prompts.Prompts, "_encode_text", held)
+    monkeypatch.setattr(prompts, "INLINE_BYTES", 100)
+    door = await start_http()
+    prefill, long = door.router.workers["p0"], "abc" * 40
+    body = {"prompt": ["hello", long], "max_tokens": 1, "stream": True}
+    asked = asyncio.create_task(door.post("/v1/completions", **body))
+    await prefill.until(lambda: bool(prefill.prefills))
+    await door.router.until_idle()
+    first_is_over.set()
+    events = (await asked).text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events[:-2]]
+    texts = ["".join(each["text"] for each in choices if each["index"] == index) for index in (0, 1)]
+    assert texts == [said("hello", 1), said(long, 1)]
 
 
 async def test_the_four_forms_of_a_prompt_are_the_same_tokens(start_http: StartHttp) -> None:

@@ -1,5 +1,6 @@
 """What clients of the HTTP door see of requests that are not served: OpenAI's shape, naming field, value and limit."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,10 @@ import pytest
 from http_door import StartHttp
 from router_fakes import MODEL
 
+from pdserve.proto.v1 import inference_pb2 as inference
+from pdserve.proto.v1 import link_pb2 as link
 from pdserve.router.frontend.api_keys import new_key
-from pdserve.router.frontend.openai import filters, tokens
+from pdserve.router.frontend.openai import filters, generation, tokens, translate
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -25,9 +28,10 @@ BAD = [
     (COMPLETIONS, {"prompt": [1, 2, 999_999]}, "token_ids", "token id 999999 at position 2"),
     (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix", "suffix: text before a suffix is not supported"),
     (COMPLETIONS, {"prompt": "a", "best_of": 3}, "best_of", "best_of: 3 is not n"),
+    (COMPLETIONS, {"prompt": "a", "n": 2, "best_of": 1}, "best_of", "best_of: 1 is not n"),
     (COMPLETIONS, {"prompt": "a", "temperature": 1000}, "temperature", "temperature: 1000.0 is outside [0.0, 100.0]"),
     (COMPLETIONS, {"prompt": "a", "temperature": "warm"}, "temperature", "temperature: input should be a valid number"),
-    (COMPLETIONS, {"prompt": "a", "n": 9}, "n", "n: 9 is outside [1, 8]"),
+    (COMPLETIONS, {"prompt": "a", "n": 9}, "n", "n: input should be less than or equal to 8 (9)"),
     (COMPLETIONS, {"prompt": ["a"] * 100, "n": 8}, "n", "n: 800 choices of all prompts are over the limit of 256"),
     (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens", "max_tokens: 0 is outside"),
     (COMPLETIONS, {"prompt": "a", "max_tokens": -1}, "max_tokens", "greater than or equal to 0 (-1)"),
@@ -38,6 +42,7 @@ BAD = [
     (COMPLETIONS, {"prompt": "a", "stream_options": {}}, "stream_options", "they go with stream true"),
     (COMPLETIONS, {"prompt": "a", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs", "go with stream false"),
     (CHAT, {"messages": []}, "messages", "messages: it is empty"),
+    (CHAT, {"messages": HELLO, "n": 2**31 - 1}, "n", "n: input should be less than or equal to 8 (2147483647)"),
     (CHAT, {"messages": "hello"}, "messages", "messages: input should be a valid array"),
     (CHAT, {"messages": [{"content": "x"}]}, "messages.0.role", "messages.0.role: field required"),
     (CHAT, {"messages": HELLO, "functions": [{}]}, "functions", "functions: use tools"),
@@ -63,6 +68,29 @@ async def test_what_is_not_valid_names_its_field(start_http: StartHttp) -> None:
         assert response.headers["x-request-id"]
     too_long = await door.post(COMPLETIONS, prompt="a", max_tokens=10_000)
     assert too_long.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_errors_of_requests_that_are_not_opened_have_their_headers(start_http: StartHttp) -> None:
+    door = await start_http(pair=False)
+    response = await door.post(COMPLETIONS, prompt=[999_999], request_id="mine", sparkle=True)
+    assert response.status_code == 400
+    assert (response.headers["x-request-id"], response.headers["x-ignored-fields"]) == ("mine", "sparkle")
+
+
+async def test_what_prompts_share_is_checked_before_it_is_copied(
+    start_http: StartHttp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied: list[object] = []
+
+    def with_prompt(template: inference.GenerateRequest, prompt: str | Sequence[int]) -> inference.GenerateRequest:
+        copied.append(prompt)
+        return translate.with_prompt(template, prompt)
+
+    monkeypatch.setattr(generation, "with_prompt", with_prompt)
+    door = await start_http(pair=False)
+    response = await door.post(COMPLETIONS, prompt=["a"] * 128, stop=["x"] * 17)
+    assert response.status_code == 400
+    assert copied == ["a"]
 
 
 async def test_a_body_that_is_no_json_is_refused(start_http: StartHttp) -> None:
@@ -105,20 +133,18 @@ async def test_a_deadline_that_passes_is_not_tried_again(start_http: StartHttp) 
 
 async def test_an_error_after_the_first_token_is_an_event(start_http: StartHttp) -> None:
     door = await start_http()
-    door.router.workers["d0"].max_step = 2
-    stream = await door.client.completions.create(
-        model=MODEL, prompt="hello", max_tokens=9, stream=True, extra_body={"deadline_ms": 700}
-    )
-    texts: list[str] = []
-    with pytest.raises(openai.APIError, match="deadline") as caught:
-        await _read(stream, texts)
-    assert len("".join(texts)) == 3
-    assert caught.value.type == "timeout_error"
-
-
-async def _read(stream: Any, texts: list[str]) -> None:  # noqa: ANN401
-    async for chunk in stream:
-        texts.append(chunk.choices[0].text)  # noqa: PERF401 - what came before an error is kept
+    decode = door.router.workers["d0"]
+    decode.max_step = 2
+    stream = await door.client.completions.create(model=MODEL, prompt="hello", max_tokens=9, stream=True)
+    text = ""
+    while len(text) < 3:
+        text += (await anext(stream)).choices[0].text
+    request_id = decode.decodes[0].spec.request_id
+    failed = link.Failed(request_id=request_id, attempt=0, code=link.FAILURE_CODE_INVALID, detail="too long")
+    await decode.say(failed=failed)
+    with pytest.raises(openai.APIError, match="too long") as caught:
+        await anext(stream)
+    assert caught.value.type == "server_error"
 
 
 def key_with(limits: str, folder: Path) -> tuple[str, Path]:

@@ -48,8 +48,8 @@ async def test_health_version_and_metrics(start_http: StartHttp) -> None:
     assert (await door.http.get("/ready")).status_code == 200
     assert (await door.http.get("/version")).json() == {"version": pdserve.__version__}
     await door.post("/v1/completions", prompt="a", max_tokens=1)
-    metrics = (await door.http.get("/metrics")).text
-    assert 'pdserve_request_success_total{finished_reason="length"' in metrics or "request_success" in metrics
+    samples = (await door.http.get("/metrics")).text.splitlines()
+    assert 'vllm:request_success_total{finished_reason="length",model_name="tiny"} 1.0' in samples
 
 
 async def test_the_description_names_every_route_and_field(start_http: StartHttp) -> None:
