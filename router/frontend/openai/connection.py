@@ -16,7 +16,7 @@ MAX_CONNECTIONS = 4096
 MAX_HEAD_BYTES = 65_536
 HEAD_TIMEOUT_S = 10.0
 BODY_TIMEOUT_S = 60.0
-STALLED_S = 30.0  # that a reader may take nothing while something waits for it
+STALLED_S = 30.0  # between two looks at a reader for whom something waits: it has to take some of it
 IDLE_TIMEOUT_S = 75  # between requests
 PEER_TIMEOUT_MS = 30_000  # that what was sent may be unacknowledged
 TCP_USER_TIMEOUT = getattr(socket, "TCP_USER_TIMEOUT", None)  # Linux alone has it
@@ -38,8 +38,10 @@ class Connection(HttpToolsProtocol):
     reply: Reply | None = None
     _timer: asyncio.TimerHandle | None = None  # for the head or body on its way
     _stalled: asyncio.TimerHandle | None = None
+    _num_waiting = 0  # bytes that waited for the reader when it was last looked at, and came since
     _in_head = True
     _num_head_bytes = 0
+    _has_ended_another = False  # the bytes at hand have the end of the request before
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -63,8 +65,9 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
+        self._has_ended_another = False
         super().data_received(data)
-        if self._in_head:
+        if self._in_head and not self._has_ended_another:
             self._num_head_bytes += len(data)
             if self._num_head_bytes > MAX_HEAD_BYTES:
                 self._refuse(_head_too_large(self._num_head_bytes))
@@ -87,12 +90,20 @@ class Connection(HttpToolsProtocol):
             self._allow(BODY_TIMEOUT_S)
 
     def on_message_complete(self) -> None:
+        self._has_ended_another = True
         self._disallow()
         super().on_message_complete()
 
+    def on_response_complete(self) -> None:
+        has_waiting = bool(self.pipeline)
+        super().on_response_complete()
+        if has_waiting and not self.pipeline and self.cycle.more_body:
+            self._allow(BODY_TIMEOUT_S)  # of the last one, which is read from here on
+
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stalled = self.loop.call_later(STALLED_S, self.transport.abort)
+        self._num_waiting = self.transport.get_write_buffer_size()
+        self._stalled = self.loop.call_later(STALLED_S, self._look_at_reader)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -108,8 +119,21 @@ class Connection(HttpToolsProtocol):
 
     def write_chunk(self, data: bytes) -> bool:
         """Write a part of a chunked response that has begun; return whether the connection takes more at once."""
-        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return not self.flow.write_paused
+        chunk = b"%x\r\n%b\r\n" % (len(data), data)
+        self.transport.write(chunk)
+        if self.flow.write_paused:
+            self._num_waiting += len(chunk)
+            return False
+        return True
+
+    def _look_at_reader(self) -> None:
+        """Cut the reader off if it has taken nothing since it was last looked at."""
+        num_waiting = self.transport.get_write_buffer_size()
+        if num_waiting >= self._num_waiting:
+            self.transport.abort()
+            return
+        self._num_waiting = num_waiting
+        self._stalled = self.loop.call_later(STALLED_S, self._look_at_reader)
 
     def _allow(self, seconds: float) -> None:
         self._timer = self.loop.call_later(seconds, self._too_late)

@@ -16,7 +16,7 @@ from pdserve.certificates import KeyPair, read_pair
 from pdserve.errors import ConfigError
 from pdserve.router.config import RouterConfig
 from pdserve.router.frontend.openai.app import App
-from pdserve.router.frontend.openai.connection import IDLE_TIMEOUT_S, Connection
+from pdserve.router.frontend.openai.connection import HEAD_TIMEOUT_S, IDLE_TIMEOUT_S, Connection
 from pdserve.rpc import check_bind, join_address
 from pdserve.watched import Watched
 
@@ -69,8 +69,11 @@ def _uvicorn(app: App) -> uvicorn.Config:
 async def _listen(config: RouterConfig, connect: Any) -> asyncio.Server:  # noqa: ANN401 - a protocol's factory
     host, port = config.http_host, config.http_port
     loop, shown = asyncio.get_running_loop(), _context(config.ssl_certfile, config.ssl_keyfile)
+    handshake_s = None if shown is None else HEAD_TIMEOUT_S
     try:
-        return await loop.create_server(connect, host, port, ssl=shown, backlog=BACKLOG, reuse_port=False)
+        return await loop.create_server(
+            connect, host, port, ssl=shown, backlog=BACKLOG, reuse_port=False, ssl_handshake_timeout=handshake_s
+        )
     except OSError as error:
         raise ConfigError(f"http_port: cannot listen on {host}:{port}: {error.strerror or error}") from error
 

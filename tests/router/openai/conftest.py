@@ -1,13 +1,26 @@
 """Real routers with the HTTP door open."""
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack
 
 import httpx
 import openai
 import pytest
+import uvloop
 from http_door import HttpRouter, StartHttp
 from router_fakes import StartRouter
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Let tests ask by their marker for the event loop that routers run on."""
+    del config
+    marker = item.get_closest_marker("asyncio")
+    if marker is not None and "loop_factories" in marker.kwargs:
+        return {"uvloop": uvloop.new_event_loop}
+    return {"asyncio": asyncio.new_event_loop}
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ from http_door import HttpRouter, StartHttp
 from router_fakes import PATIENCE_S
 
 from pdserve.launch.authority import write_certificates
-from pdserve.router.frontend.openai import connection, reply
+from pdserve.router.frontend.answer import Gain
+from pdserve.router.frontend.openai import connection, reply, server
 from pdserve.rpc import PUBLIC_MESSAGE_BYTES
 
 Pipe = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -112,6 +113,26 @@ async def test_what_does_not_come_in_time_is_given_up(
     assert (await answer_to(door, part)).startswith(b"HTTP/1.1 408 ")
 
 
+async def test_a_body_behind_another_request_has_its_time_too(
+    start_http: StartHttp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "BODY_TIMEOUT_S", 0.05)
+    door = await start_http(pair=False)
+    shown = await answer_to(door, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" + request(prompt="a")[:-1])
+    assert shown.startswith(b"HTTP/1.1 200 ")
+    assert shown.count(b"HTTP/1.1 408 ") == 1
+
+
+async def test_a_handshake_that_does_not_come_is_given_up(
+    start_http: StartHttp, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(server, "HEAD_TIMEOUT_S", 0.05)
+    write_certificates(tmp_path, ("127.0.0.1",), 3)
+    pair = {"ssl_certfile": tmp_path / "public/tls.crt", "ssl_keyfile": tmp_path / "public/tls.key"}
+    door = await start_http(pair=False, **pair)
+    assert await answer_to(door) == b""
+
+
 async def test_connections_over_the_limit_are_told_to_come_back(
     start_http: StartHttp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +156,30 @@ async def test_a_reader_that_takes_nothing_is_cut_off(start_http: StartHttp, mon
         writer.write(request(prompt="hello", max_tokens=2000, n=8, logprobs=20, stream=True))
         decode = door.router.workers["d0"]
         await decode.until(lambda: bool(decode.cancels))
+    await door.router.until_idle()
+
+
+@pytest.mark.asyncio(loop_factories=["uvloop"])
+async def test_what_comes_in_the_turn_of_a_lost_connection_is_dropped(
+    start_http: StartHttp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[bool] = []
+    lose = reply.Stream.lost
+
+    def lost(stream: reply.Stream) -> None:
+        lose(stream)
+        taken.append(stream.take(stream.parts[0], [Gain(0, [1], "x")]))
+
+    monkeypatch.setattr(reply.Stream, "lost", lost)
+    door = await start_http()
+    decode = door.router.workers["d0"]
+    decode.max_step = 1
+    async with connected(door) as (reader, writer):
+        writer.write(request(prompt="hello", max_tokens=100, stream=True))
+        for _ in range(2):
+            await reader.readuntil(b'"text":"')
+    await decode.until(lambda: bool(decode.cancels))
+    assert taken == [False]
     await door.router.until_idle()
 
 
