@@ -25,3 +25,11 @@ def test_vectors_of_any_width_draw_the_same(
     keys = rng.keys(range(len(FILTERS)), range(len(FILTERS)))
     wide, other = (RowSampler(each).sample(logits, {}, FILTERS, keys) for each in (loaded, narrow))
     assert wide == other
+
+
+def test_rows_that_threads_share_draw_what_they_draw_alone(loaded: ctypes.CDLL) -> None:
+    logits, sampler = torch.randn(25, 49152, generator=torch.Generator().manual_seed(1)), RowSampler(loaded)
+    keys = rng.keys(range(25), range(25))
+    alone = [sampler.sample(logits[i : i + 1], {}, FILTERS[i - 1 : i], keys[i : i + 1]) for i in range(1, 24)]
+    together = sampler.sample(logits, {}, [FILTERS[-1], *FILTERS[:24]], keys)
+    assert [[token] for token in together[1:24]] == alone
