@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 
 import pytest
@@ -118,19 +119,30 @@ async def test_a_client_that_leaves_takes_nobody_s_check_along(checker: Checker)
     await staying
 
 
-@pytest.mark.asyncio(loop_scope="module")
-async def test_a_check_that_nobody_waits_for_makes_room(checker: Checker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_check_that_nobody_waits_for_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "COMPILE_S", 30.0)
     monkeypatch.setattr(module, "MAX_WAITING", module.MAX_CHILDREN + 1)
+    may_start = threading.Event()
+
+    def tokenizer_json() -> str:
+        may_start.wait()
+        return TOKENIZER.to_json()
+
+    checker = Checker(tokenizer_json, (END,))
     outputs = [StructuredOutput("choice", (f"gone{i}",)) for i in range(module.MAX_CHILDREN + 1)]
-    checks = [asyncio.create_task(checker.check(each, "")) for each in outputs]
-    await asyncio.sleep(0)  # they ask
-    await asyncio.sleep(0)  # all but the last have a child
-    checks[-1].cancel()
-    await asyncio.gather(checks[-1], return_exceptions=True)
+    *begun, queued = [asyncio.create_task(checker.check(each, "")) for each in outputs]
+    for _ in range(2):
+        await asyncio.sleep(0)  # all but the last wait for a child of theirs
+    queued.cancel()
+    await asyncio.gather(queued, return_exceptions=True)
     for _ in range(2):
         await asyncio.sleep(0)  # its task ends
-    again = asyncio.create_task(checker.check(outputs[-1], ""))  # refused if the one before still stood in the queue
-    await asyncio.gather(*checks[:-1], again)
+    again = asyncio.create_task(checker.check(outputs[-1], ""))
+    await asyncio.sleep(0)
+    may_start.set()
+    results = await asyncio.gather(*begun, again, return_exceptions=True)
+    await checker.close()
+    assert results == [None] * len(outputs)
 
 
 @pytest.mark.asyncio(loop_scope="module")
