@@ -91,11 +91,11 @@ def fetch_snapshot(model: HubModel) -> Path:
 
 def cached() -> Iterator[tuple[HubModel, int]]:
     """Yield the models with weights that the cache holds, each with its revision and its bytes."""
-    from huggingface_hub import scan_cache_dir  # noqa: PLC0415 - takes long to import
+    from huggingface_hub import constants, scan_cache_dir  # noqa: PLC0415 - takes long to import
     from huggingface_hub.errors import CacheNotFound  # noqa: PLC0415
 
     try:
-        repositories = scan_cache_dir().repos
+        repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except CacheNotFound:
         return
     for repository in sorted(repositories, key=lambda each: each.repo_id):

@@ -121,6 +121,9 @@ class Carried:
         self.loads: list[Load] = []
         self.news = asyncio.Event()
 
+    def expect(self, placed: Placed) -> None:
+        """Nothing is traced."""
+
     def perform(self, commands: Sequence[object], step: tuple[StepPlan, StepResult] | None) -> None:
         for command in commands:
             if isinstance(command, Failed):
