@@ -9,6 +9,7 @@ from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
 import typer
 
@@ -116,7 +117,7 @@ def cluster_checks(settings: "Settings", cluster: Operated) -> Iterator["Finding
     if cluster.admin is None:
         state = read_state(cluster.name)
         pids = {process.name: process.pid for process in state.processes if process.pid is not None}
-        expected = {"router": frozenset({state.endpoint, state.admin})}
+        expected = {"router": frozenset({state.endpoint, state.admin, urlsplit(state.http).netloc} - {""})}
         yield from cluster_port_findings(gather_listeners(pids), expected)
     yield from asyncio.run(asked(client, settings.model))
 

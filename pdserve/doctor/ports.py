@@ -10,7 +10,14 @@ import psutil
 from pdserve.doctor.finding import Finding, failed, ok, warning
 from pdserve.rpc import join_address, split_address
 
-PORTS = {50051: "clients", 50052: "workers and operators", 50053: "hand-offs", 50054: "health", 9464: "metrics"}
+PORTS = {
+    8000: "clients over HTTP",
+    50051: "clients",
+    50052: "workers and operators",
+    50053: "hand-offs",
+    50054: "health",
+    9464: "metrics",
+}
 
 Listeners = Mapping[str, frozenset[str]]  # by process: its host:port
 

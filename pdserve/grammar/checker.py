@@ -106,25 +106,33 @@ class Checker:
         """Return what is wrong with a specification, or None."""
         async with self._children:
             check.is_queued = False
-            child = self._idle.pop() if self._idle else await self._start()
-            is_well = False
+            with suppress(EOFError):  # a child may have been ended by others: only what ends two is at fault itself
+                return await self._compile(structured, check)
             try:
-                asked = json.dumps({"format": structured.format, "texts": structured.texts})
-                async with asyncio.timeout(COMPILE_S):
-                    problem = await _ask(child, asked.encode() + b"\n")
-                is_well = True
-            except (EOFError, OSError) as error:
+                return await self._compile(structured, check)
+            except EOFError:
                 check.forget_at_s = asyncio.get_running_loop().time() + FORGET_S
-                if isinstance(error, TimeoutError):
-                    return f"it takes longer than {COMPILE_S} s to compile"
                 return "it is nested too deeply to compile"
+
+    async def _compile(self, structured: StructuredOutput, check: _Check) -> str | None:
+        """Let a child compile a specification; EOFError where the child ends."""
+        child = self._idle.pop() if self._idle else await self._start()
+        is_well = False
+        try:
+            asked = json.dumps({"format": structured.format, "texts": structured.texts})
+            async with asyncio.timeout(COMPILE_S):
+                problem = await _ask(child, asked.encode() + b"\n")
+            is_well = True
+        except TimeoutError:
+            check.forget_at_s = asyncio.get_running_loop().time() + FORGET_S
+            return f"it takes longer than {COMPILE_S} s to compile"
+        else:
+            return problem
+        finally:
+            if is_well:
+                self._idle.append(child)
             else:
-                return problem
-            finally:
-                if is_well:
-                    self._idle.append(child)
-                else:
-                    await _end(child)
+                await _end(child)
 
     async def _start(self) -> Process:
         """Start a child; RequestError where it cannot serve this model."""
@@ -135,7 +143,7 @@ class Checker:
         )
         problem: str | None = "the process that compiles does not start"
         try:
-            with suppress(EOFError, OSError, TimeoutError):
+            with suppress(EOFError, TimeoutError):
                 async with asyncio.timeout(START_S):
                     problem = await _ask(child, self._opening)
         finally:
@@ -159,9 +167,14 @@ async def _ask(child: Process, question: bytes) -> str | None:
     """Return a child's answer to a line of JSON; EOFError where it has ended."""
     assert child.stdin is not None
     assert child.stdout is not None
-    child.stdin.write(question)
-    await child.stdin.drain()
-    line = await child.stdout.readline()
+    try:
+        child.stdin.write(question)
+        await child.stdin.drain()
+        line = await child.stdout.readline()
+    except (OSError, RuntimeError) as error:  # the latter is what uvloop raises of a pipe that has closed
+        if isinstance(error, TimeoutError):
+            raise
+        raise EOFError from error
     if not line:
         raise EOFError
     answer: str | None = json.loads(line)

@@ -112,7 +112,12 @@ WEATHER: Any = {
     "type": "function",
     "function": {
         "name": "weather",
-        "parameters": {"type": "object", "properties": {"city": {"enum": ["Bern", "Rome"]}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Bern", "Rome"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
     },
 }
 

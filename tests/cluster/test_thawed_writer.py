@@ -48,9 +48,9 @@ class Crowd:
 
 
 def has_no_room(status: admin.ClusterStatus) -> bool:
-    """Return whether the decode worker holds all pages but those in quarantine, and more is wanted."""
+    """Return whether the decode worker has held all pages but those in quarantine, and more was wanted."""
     load = load_of(status, DECODE)
-    return load.pages_quarantined > 0 and load.num_waiting > 0 and load.pages_free < PROMPT_PAGES
+    return load.pages_quarantined > 0 and load.num_preemptions > 0
 
 
 def freeze_in_mid_write(cluster: LiveCluster, asked: list[int], frozen: ExitStack) -> tuple[grpc.Call, Answer]:

@@ -1,12 +1,14 @@
 """Which sockets the processes of a cluster listen on."""
 
+from urllib.parse import urlsplit
+
 import psutil
 from live_cluster import LiveCluster
 
 from pdserve.rpc import split_address
 
 LISTENERS = {
-    "router": {"public", "internal", "metrics", "health"},
+    "router": {"public", "http", "internal", "metrics", "health"},
     "worker": {"handoff", "metrics", "health", "mover"},
     "launcher": {"launcher"},
 }
@@ -30,7 +32,7 @@ def assert_listens_where_it_says(cluster: LiveCluster) -> None:
     for process in state.processes:
         addresses = {process.metrics_address}
         if process.role == "router":
-            addresses |= {state.endpoint, state.admin}
+            addresses |= {state.endpoint, state.admin, urlsplit(state.http).netloc}
         else:
             addresses.add(status[process.name].registration.handoff_address)
         known[cluster.pid_of(process.name)] = addresses
