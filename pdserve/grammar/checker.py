@@ -23,12 +23,15 @@ logger = logging.getLogger(__name__)
 
 COMPILE_S = 1.5
 START_S = 20.0  # of a child, on a busy machine
+START_TRIES = 3  # a child may end as it starts
 MAX_CHILDREN = 2
 FORGET_S = 60.0  # after which what took too long, or more than a child has, is tried again
 MAX_WAITING = 64  # checks
 MAX_WAITING_OF_TENANT = 32
 MAX_REMEMBERED = 256
 MAX_LINE_BYTES = 1 << 20
+COMMAND = (sys.executable, "-m", "pdserve.grammar.child")
+NOT_STARTED = "the process that compiles does not start"
 
 
 @dataclass(slots=True, eq=False)
@@ -138,21 +141,25 @@ class Checker:
         """Start a child; RequestError where it cannot serve this model."""
         if not self._opening:
             self._opening = await asyncio.to_thread(self._make_opening)  # many megabytes
-        child = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "pdserve.grammar.child", stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=MAX_LINE_BYTES
-        )
-        problem: str | None = "the process that compiles does not start"
-        try:
-            with suppress(EOFError, TimeoutError):
-                async with asyncio.timeout(START_S):
-                    problem = await _ask(child, self._opening)
-        finally:
-            if problem is not None:
-                await _end(child)
-        if problem is not None:
-            logger.error("structured output cannot be compiled: %s", problem)
-            raise RequestError(Status.INTERNAL, f"structured_output: {problem}")
-        return child
+        problem: str | None = None
+        for _ in range(START_TRIES):
+            child = await asyncio.create_subprocess_exec(
+                *COMMAND, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=MAX_LINE_BYTES
+            )
+            problem = NOT_STARTED
+            try:
+                with suppress(EOFError, TimeoutError):
+                    async with asyncio.timeout(START_S):
+                        problem = await _ask(child, self._opening)
+            finally:
+                if problem is not None:
+                    await _end(child)
+            if problem is None:
+                return child
+            logger.warning("structured output: %s (status %s)", problem, child.returncode)
+            if problem != NOT_STARTED:
+                break
+        raise RequestError(Status.INTERNAL, f"structured_output: {problem}")
 
     def _make_opening(self) -> bytes:
         first = {"tokenizer": self._tokenizer_json(), "eos_token_ids": self._eos_token_ids}
