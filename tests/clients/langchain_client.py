@@ -6,11 +6,11 @@ from langchain_openai import ChatOpenAI
 
 url, model = sys.argv[1:]
 chat = ChatOpenAI(base_url=f"{url}/v1", api_key="none", model=model, temperature=0, max_tokens=16, stream_usage=True)
-whole = chat.invoke("What is the capital of France?")
+whole = chat.invoke("Name the capital of France.")
 assert "Paris" in whole.content, whole
 assert whole.usage_metadata["output_tokens"] > 0, whole
 streamed = None
-for chunk in chat.stream("What is the capital of France?"):
+for chunk in chat.stream("Name the capital of France."):
     streamed = chunk if streamed is None else streamed + chunk
 assert streamed.content == whole.content, streamed
 assert streamed.usage_metadata["output_tokens"] == whole.usage_metadata["output_tokens"], streamed

@@ -25,7 +25,7 @@ pytestmark = [
 MODEL = "smollm2-135m-instruct"
 PORT, METRICS_PORT = 8491, 8492  # smg takes no port of its own choice
 START_TIMEOUT_S = 60
-HELLO = [{"role": "user", "content": "What is the capital of France?"}]
+HELLO = [{"role": "user", "content": "Name the capital of France."}]
 
 
 def program(name: str) -> str:

@@ -11,7 +11,7 @@ import pytest
 from live_cluster import LiveCluster, is_idle, live_cluster
 
 MODEL = "smollm2-135m-instruct"
-CAPITAL: Any = [{"role": "user", "content": "What is the capital of France?"}]
+CAPITAL: Any = [{"role": "user", "content": "Name the capital of France."}]
 
 
 @pytest.fixture(scope="module")
