@@ -30,7 +30,7 @@ MAX_WAITING = 64  # checks
 MAX_WAITING_OF_TENANT = 32
 MAX_REMEMBERED = 256
 MAX_LINE_BYTES = 1 << 20
-COMMAND = (sys.executable, "-m", "pdserve.grammar.child")
+COMMAND = (sys.executable, "-P", "-m", "pdserve.grammar.child")
 NOT_STARTED = "the process that compiles does not start"
 
 
