@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -11,8 +12,19 @@ MUTATIONS: dict[str, Mutation] = {}
 
 
 def mutation(make: Callable[[], Iterator[object]]) -> Callable[[], Iterator[object]]:
+    """Register a bug that patches by itself, and yields while it is on."""
     MUTATIONS[make.__name__] = contextmanager(make)
     return make
+
+
+def breaks(owner: object, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a bug that is put in the place of a method, and gets the method before its arguments."""
+
+    def register(around: Callable[..., Any]) -> Callable[..., Any]:
+        MUTATIONS[around.__name__] = partial(wrap, owner, name, around)
+        return around
+
+    return register
 
 
 def wrap(owner: object, name: str, around: Callable[..., Any]) -> AbstractContextManager[object]:

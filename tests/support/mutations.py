@@ -10,7 +10,7 @@ import move_mutations
 import receiver_mutations
 import role_mutations
 import stream_mutations
-from breaking import MUTATIONS, Original, mutation, wrap
+from breaking import MUTATIONS, Original, breaks, mutation, wrap
 
 from pdserve.decode_worker.incoming import Incoming
 from pdserve.engine.kvcache import KvCache
@@ -46,11 +46,12 @@ __all__ = [
 # ---- the sender's half
 
 
-@mutation
-def release_the_source_while_copying() -> Iterator[object]:
+@breaks(sender.Sender, "_give_up")
+def release_the_source_while_copying(
+    original: Original, self: sender.Sender, reason: str
+) -> tuple[sender.Command, ...]:
     """Say that nothing is under way though a copy is."""
-    with wrap(sender.Sender, "_give_up", lambda original, self, reason: self._quiesce(reason)) as patched:
-        yield patched
+    return self._quiesce(reason)
 
 
 @mutation
@@ -77,178 +78,130 @@ def commit_before_the_last_copy_has_landed() -> Iterator[object]:
 # ---- workers
 
 
-@mutation
-def forget_a_cancel_of_a_hand_off_under_way() -> Iterator[object]:
+@breaks(WorkerCore, "_react")
+def forget_a_cancel_of_a_hand_off_under_way(
+    original: Original, self: WorkerCore, event: object, now_s: float
+) -> list[object]:
     """Ignore a cancel between prefill's end and the first decode step."""
-
-    def react(original: Original, self: WorkerCore, event: object, now_s: float) -> list[object]:
-        arrivals = self.incoming._arrivals
-        if isinstance(event, Cancelled) and any(key.request_id == event.request_id for key in arrivals):
-            return []
-        return original(self, event, now_s)
-
-    with wrap(WorkerCore, "_react", react) as patched:
-        yield patched
+    arrivals = self.incoming._arrivals
+    if isinstance(event, Cancelled) and any(key.request_id == event.request_id for key in arrivals):
+        return []
+    return original(self, event, now_s)
 
 
-@mutation
-def ignore_the_incarnation_on_decode_workers() -> Iterator[object]:
+@breaks(Incoming, "handle")
+def ignore_the_incarnation_on_decode_workers(
+    original: Original, self: Incoming, event: object, now_s: float
+) -> list[object]:
     """Let any process of a worker's name speak for its hand-offs."""
-
-    def handle(original: Original, self: Incoming, event: object, now_s: float) -> list[object]:
-        arrival = self._arrivals.get(getattr(event, "key", None))
-        if arrival is not None and hasattr(event, "peer") and event.peer.worker_id == arrival.expected.peer.worker_id:
-            event = replace(event, peer=arrival.expected.peer)
-        return original(self, event, now_s)
-
-    with wrap(Incoming, "handle", handle) as patched:
-        yield patched
+    arrival = self._arrivals.get(getattr(event, "key", None))
+    if arrival is not None and hasattr(event, "peer") and event.peer.worker_id == arrival.expected.peer.worker_id:
+        event = replace(event, peer=arrival.expected.peer)
+    return original(self, event, now_s)
 
 
-@mutation
-def take_one_process_gone_for_all_of_its_name() -> Iterator[object]:
+@breaks(WorkerCore, "_react")
+def take_one_process_gone_for_all_of_its_name(
+    original: Original, self: WorkerCore, event: object, now_s: float
+) -> list[object]:
     """Believe that every incarnation has ended when one has."""
-
-    def react(original: Original, self: WorkerCore, event: object, now_s: float) -> list[object]:
-        commands = original(self, event, now_s)
-        if isinstance(event, PeerGone):
-            arrivals = self.incoming._arrivals.values()
-            namesakes = {a.expected.peer for a in arrivals if a.expected.peer.worker_id == event.peer.worker_id}
-            for peer in sorted(namesakes, key=lambda peer: peer.incarnation):
-                commands += original(self, PeerGone(peer), now_s)
-        return commands
-
-    with wrap(WorkerCore, "_react", react) as patched:
-        yield patched
+    commands = original(self, event, now_s)
+    if isinstance(event, PeerGone):
+        arrivals = self.incoming._arrivals.values()
+        namesakes = {a.expected.peer for a in arrivals if a.expected.peer.worker_id == event.peer.worker_id}
+        for peer in sorted(namesakes, key=lambda peer: peer.incarnation):
+            commands += original(self, PeerGone(peer), now_s)
+    return commands
 
 
-@mutation
-def drop_grants_that_overtake_their_placement() -> Iterator[object]:
-    with wrap(EarlyGrants, "handle", lambda original, self, said, now_s: []) as patched:
-        yield patched
+@breaks(EarlyGrants, "handle")
+def drop_grants_that_overtake_their_placement(*_: object) -> list[object]:
+    return []
 
 
-@mutation
-def never_dial_a_lost_peer_again() -> Iterator[object]:
-    with wrap(Redialling, "dial", lambda original, self, now_s: []) as patched:
-        yield patched
+@breaks(Redialling, "dial")
+def never_dial_a_lost_peer_again(*_: object) -> list[object]:
+    return []
 
 
-@mutation
-def release_reused_pages_twice() -> Iterator[object]:
-    def give_up(original: Original, self: Incoming, key: HandoffKey, reason: str) -> list[object]:
-        if key in self._arrivals:
-            pool = self._scheduler.cache.pool
-            pool.release(tuple(p for p in self._arrivals[key].reused if pool.holders(p) > 1))
-        return original(self, key, reason)
-
-    with wrap(Incoming, "give_up", give_up) as patched:
-        yield patched
+@breaks(Incoming, "give_up")
+def release_reused_pages_twice(original: Original, self: Incoming, key: HandoffKey, reason: str) -> list[object]:
+    if key in self._arrivals:
+        pool = self._scheduler.cache.pool
+        pool.release(tuple(p for p in self._arrivals[key].reused if pool.holders(p) > 1))
+    return original(self, key, reason)
 
 
 # ---- pages and scheduling
 
 
-@mutation
-def write_into_shared_pages() -> Iterator[object]:
+@breaks(Scheduler, "_make_room")
+def write_into_shared_pages(original: Original, self: Scheduler, step: RunningStep, sequence: Sequence) -> bool:
     """Skip copy-on-write."""
-
-    def make_room(original: Original, self: Scheduler, step: RunningStep, sequence: Sequence) -> bool:
-        if sequence.computed // self.cache.page_size < len(sequence.pages):
-            return True
-        return original(self, step, sequence)
-
-    with wrap(Scheduler, "_make_room", make_room) as patched:
-        yield patched
+    if sequence.computed // self.cache.page_size < len(sequence.pages):
+        return True
+    return original(self, step, sequence)
 
 
-@mutation
-def publish_a_page_before_it_is_full() -> Iterator[object]:
-    def admit(original: Original, self: Scheduler, sequence: Sequence) -> bool:
-        admitted: bool = original(self, sequence)
-        if admitted:
-            run = range(sequence.num_published, len(sequence.prefix.hashes))
-            self.cache.publish(sequence.prefix, sequence.pages, run)
-        return admitted
-
-    with wrap(Scheduler, "_admit", admit) as patched:
-        yield patched
+@breaks(Scheduler, "_admit")
+def publish_a_page_before_it_is_full(original: Original, self: Scheduler, sequence: Sequence) -> bool:
+    admitted: bool = original(self, sequence)
+    if admitted:
+        run = range(sequence.num_published, len(sequence.prefix.hashes))
+        self.cache.publish(sequence.prefix, sequence.pages, run)
+    return admitted
 
 
-@mutation
-def keep_the_index_of_a_page_given_out() -> Iterator[object]:
-    with wrap(KvCache, "_fresh", lambda original, self, pages: pages) as patched:
-        yield patched
+@breaks(KvCache, "_fresh")
+def keep_the_index_of_a_page_given_out(original: Original, self: KvCache, pages: Pages) -> Pages:
+    return pages
 
 
-@mutation
-def grant_pages_without_taking_them() -> Iterator[object]:
-    def grant(original: Original, self: PagePool, count: int) -> Pages | None:
-        pages: Pages | None = original(self, count)
-        for page in pages or ():
-            self._free[page] = None
-        return pages
-
-    with wrap(PagePool, "grant", grant) as patched:
-        yield patched
+@breaks(PagePool, "grant")
+def grant_pages_without_taking_them(original: Original, self: PagePool, count: int) -> Pages | None:
+    pages: Pages | None = original(self, count)
+    for page in pages or ():
+        self._free[page] = None
+    return pages
 
 
-@mutation
-def recompute_too_little_after_preemption() -> Iterator[object]:
+@breaks(Scheduler, "_admit")
+def recompute_too_little_after_preemption(original: Original, self: Scheduler, sequence: Sequence) -> bool:
     """Take the last page of a preempted sequence for still computed."""
-
-    def admit(original: Original, self: Scheduler, sequence: Sequence) -> bool:
-        admitted: bool = original(self, sequence)
-        if admitted and sequence.has_run and sequence.num_missing > self.cache.page_size:
-            sequence.computed += self.cache.page_size
-        return admitted
-
-    with wrap(Scheduler, "_admit", admit) as patched:
-        yield patched
+    admitted: bool = original(self, sequence)
+    if admitted and sequence.has_run and sequence.num_missing > self.cache.page_size:
+        sequence.computed += self.cache.page_size
+    return admitted
 
 
-@mutation
-def give_pages_back_while_a_step_writes_them() -> Iterator[object]:
-    def release(original: Original, self: Scheduler, sequence: Sequence) -> None:
-        steps, self.steps = self.steps, deque()
-        original(self, sequence)
-        self.steps = steps
-
-    with wrap(Scheduler, "release", release) as patched:
-        yield patched
+@breaks(Scheduler, "release")
+def give_pages_back_while_a_step_writes_them(original: Original, self: Scheduler, sequence: Sequence) -> None:
+    steps, self.steps = self.steps, deque()
+    original(self, sequence)
+    self.steps = steps
 
 
-@mutation
-def take_in_what_a_step_computed_for_a_sequence_that_left() -> Iterator[object]:
-    def end_step(original: Original, self: Scheduler) -> RunningStep:
-        step: RunningStep = original(self)
-        step.dropped.clear()
-        return step
-
-    with wrap(Scheduler, "_end_step", end_step) as patched:
-        yield patched
+@breaks(Scheduler, "_end_step")
+def take_in_what_a_step_computed_for_a_sequence_that_left(original: Original, self: Scheduler) -> RunningStep:
+    step: RunningStep = original(self)
+    step.dropped.clear()
+    return step
 
 
-@mutation
-def leak_a_page_of_what_leaves() -> Iterator[object]:
+@breaks(Scheduler, "release")
+def leak_a_page_of_what_leaves(original: Original, self: Scheduler, sequence: Sequence) -> None:
     """Forget the last page of every longer sequence that gives up its pages."""
-
-    def release(original: Original, self: Scheduler, sequence: Sequence) -> None:
-        if len(sequence.pages) > 4:
-            sequence.pages.pop()
-        original(self, sequence)
-
-    with wrap(Scheduler, "release", release) as patched:
-        yield patched
+    if len(sequence.pages) > 4:
+        sequence.pages.pop()
+    original(self, sequence)
 
 
 # ---- the router
 
 
-@mutation
-def deliver_tokens_again_after_placing_again() -> Iterator[object]:
-    with wrap(RouterSequence, "num_known", lambda original, self, delta: 0) as patched:
-        yield patched
+@breaks(RouterSequence, "num_known")
+def deliver_tokens_again_after_placing_again(*_: object) -> int:
+    return 0
 
 
 @mutation
@@ -263,42 +216,33 @@ def place_again_without_what_was_delivered() -> Iterator[object]:
         yield patched
 
 
-@mutation
-def forget_to_stop_the_other_worker() -> Iterator[object]:
-    def close(
-        original: Original, self: Placements, request: Request, placement: Placement, *, stop_workers: bool
-    ) -> None:
-        original(self, request, placement, stop_workers=False)
-
-    with wrap(Placements, "close", close) as patched:
-        yield patched
+@breaks(Placements, "close")
+def forget_to_stop_the_other_worker(
+    original: Original, self: Placements, request: Request, placement: Placement, *, stop_workers: bool
+) -> None:
+    original(self, request, placement, stop_workers=False)
 
 
-@mutation
-def let_deadlines_pass() -> Iterator[object]:
-    with wrap(RouterCore, "_miss_deadline", lambda original, self, request: None) as patched:
-        yield patched
+@breaks(RouterCore, "_miss_deadline")
+def let_deadlines_pass(*_: object) -> None:
+    pass
 
 
-@mutation
-def forget_what_a_lost_worker_was_doing() -> Iterator[object]:
-    with wrap(Retry, "_again", lambda original, self, *args: None) as patched:
-        yield patched
+@breaks(Retry, "_again")
+def forget_what_a_lost_worker_was_doing(*_: object) -> None:
+    pass
 
 
-@mutation
-def never_wake_requests_that_wait_for_a_pair() -> Iterator[object]:
-    with wrap(Retry, "retry_waiting", lambda original, self, now_s: None) as patched:
-        yield patched
+@breaks(Retry, "retry_waiting")
+def never_wake_requests_that_wait_for_a_pair(*_: object) -> None:
+    pass
 
 
-@mutation
-def end_a_request_while_a_continuation_runs() -> Iterator[object]:
-    def accept(original: Original, self: Delivery, request: Request, *args: object) -> bool:
-        ended = original(self, request, *args)
-        if ended and request.running and request.request_id in self._placements.requests:
-            self._placements.finish(request, args[-1])
-        return ended
-
-    with wrap(Delivery, "_accept", accept) as patched:
-        yield patched
+@breaks(Delivery, "_accept")
+def end_a_request_while_a_continuation_runs(
+    original: Original, self: Delivery, request: Request, *args: object
+) -> bool:
+    ended = original(self, request, *args)
+    if ended and request.running and request.request_id in self._placements.requests:
+        self._placements.finish(request, args[-1])
+    return ended

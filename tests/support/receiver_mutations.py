@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from unittest.mock import patch
 
-from breaking import Original, mutation, wrap
+from breaking import Original, breaks, mutation, wrap
 
 from pdserve.decode_worker.granting import Arrival, Leases
 from pdserve.decode_worker.incoming import Incoming
@@ -11,26 +11,20 @@ from pdserve.kvtransfer import receiver
 from pdserve.kvtransfer.session import Commit, Quiesced, Taken, Withdrawn
 
 
-@mutation
-def free_instead_of_quarantine() -> Iterator[object]:
+@breaks(receiver.Receiver, "_quarantine")
+def free_instead_of_quarantine(
+    original: Original, self: receiver.Receiver, reason: str
+) -> tuple[receiver.Command, ...]:
     """Give granted pages back at once when a hand-off is given up."""
-
-    def quarantine(original: Original, self: receiver.Receiver, reason: str) -> tuple[receiver.Command, ...]:
-        return (Withdrawn(reason), *self._free())
-
-    with wrap(receiver.Receiver, "_quarantine", quarantine) as patched:
-        yield patched
+    return (Withdrawn(reason), *self._free())
 
 
-@mutation
-def free_when_the_stream_is_lost() -> Iterator[object]:
+@breaks(receiver.Receiver, "handle")
+def free_when_the_stream_is_lost(
+    original: Original, self: receiver.Receiver, event: receiver.Event
+) -> tuple[receiver.Command, ...]:
     """Take the end of the control stream for the end of the sender."""
-
-    def handle(original: Original, self: receiver.Receiver, event: receiver.Event) -> tuple[receiver.Command, ...]:
-        return original(self, receiver.SenderGone() if isinstance(event, receiver.SenderLost) else event)
-
-    with wrap(receiver.Receiver, "handle", handle) as patched:
-        yield patched
+    return original(self, receiver.SenderGone() if isinstance(event, receiver.SenderLost) else event)
 
 
 @mutation
@@ -49,21 +43,17 @@ def free_quarantined_pages_after_a_time() -> Iterator[object]:
         yield patched
 
 
-@mutation
-def free_when_the_lease_lapses() -> Iterator[object]:
+@breaks(receiver.Receiver, "handle")
+def free_when_the_lease_lapses(
+    original: Original, self: receiver.Receiver, event: receiver.Event
+) -> tuple[receiver.Command, ...]:
     """Take a silent sender for one that has ended."""
-
-    def handle(original: Original, self: receiver.Receiver, event: receiver.Event) -> tuple[receiver.Command, ...]:
-        return original(self, receiver.SenderGone() if isinstance(event, receiver.LeaseLapsed) else event)
-
-    with wrap(receiver.Receiver, "handle", handle) as patched:
-        yield patched
+    return original(self, receiver.SenderGone() if isinstance(event, receiver.LeaseLapsed) else event)
 
 
-@mutation
-def let_leases_never_lapse() -> Iterator[object]:
-    with wrap(Leases, "take_lapsed", lambda original, self, now_s: ()) as patched:
-        yield patched
+@breaks(Leases, "take_lapsed")
+def let_leases_never_lapse(*_: object) -> tuple[()]:
+    return ()
 
 
 @mutation
@@ -72,61 +62,41 @@ def accept_any_capability() -> Iterator[object]:
         yield patched
 
 
-@mutation
-def accept_any_number_of_digests() -> Iterator[object]:
-    def landed(original: Original, self: receiver.Receiver, digests: tuple[int, ...]) -> tuple[receiver.Command, ...]:
-        return original(self, digests[: len(self.grant.pages) - len(self._digests)])
-
-    with wrap(receiver.Receiver, "_landed", landed) as patched:
-        yield patched
+@breaks(receiver.Receiver, "_landed")
+def accept_any_number_of_digests(
+    original: Original, self: receiver.Receiver, digests: tuple[int, ...]
+) -> tuple[receiver.Command, ...]:
+    return original(self, digests[: len(self.grant.pages) - len(self._digests)])
 
 
-@mutation
-def skip_the_digest_check() -> Iterator[object]:
-    with wrap(receiver.Receiver, "_checked", lambda original, self, mismatch: original(self, None)) as patched:
-        yield patched
+@breaks(receiver.Receiver, "_checked")
+def skip_the_digest_check(original: Original, self: receiver.Receiver, mismatch: int | None) -> object:
+    return original(self, None)
 
 
-@mutation
-def say_taken_twice() -> Iterator[object]:
-    def checked(original: Original, self: receiver.Receiver, mismatch: int | None) -> tuple[receiver.Command, ...]:
-        commands = original(self, mismatch)
-        return (*commands, Taken()) if mismatch is None else commands
-
-    with wrap(receiver.Receiver, "_checked", checked) as patched:
-        yield patched
+@breaks(receiver.Receiver, "_checked")
+def say_taken_twice(original: Original, self: receiver.Receiver, mismatch: int | None) -> tuple[receiver.Command, ...]:
+    commands = original(self, mismatch)
+    return (*commands, Taken()) if mismatch is None else commands
 
 
-@mutation
-def take_a_commit_after_giving_up() -> Iterator[object]:
+@breaks(receiver.Receiver, "handle")
+def take_a_commit_after_giving_up(
+    original: Original, self: receiver.Receiver, event: receiver.Event
+) -> tuple[receiver.Command, ...]:
     """Go on with a hand-off that was given up because its commit came after all."""
-
-    def handle(original: Original, self: receiver.Receiver, event: receiver.Event) -> tuple[receiver.Command, ...]:
-        if self.state is receiver.State.QUARANTINED and isinstance(event, Commit):
-            self.state = receiver.State.GRANTED
-        return original(self, event)
-
-    with wrap(receiver.Receiver, "handle", handle) as patched:
-        yield patched
+    if self.state is receiver.State.QUARANTINED and isinstance(event, Commit):
+        self.state = receiver.State.GRANTED
+    return original(self, event)
 
 
-@mutation
-def keep_pages_that_have_not_landed() -> Iterator[object]:
+@breaks(Incoming, "_free")
+def keep_pages_that_have_not_landed(original: Original, self: Incoming, arrival: Arrival, num_checked: int) -> None:
     """Let all pages of a hand-off that has failed be found."""
-
-    def free(original: Original, self: Incoming, arrival: Arrival, num_checked: int) -> None:
-        original(self, arrival, len(arrival.receiver.grant.pages))
-
-    with wrap(Incoming, "_free", free) as patched:
-        yield patched
+    original(self, arrival, len(arrival.receiver.grant.pages))
 
 
-@mutation
-def keep_pages_before_they_are_checked() -> Iterator[object]:
+@breaks(Incoming, "_free")
+def keep_pages_before_they_are_checked(original: Original, self: Incoming, arrival: Arrival, num_checked: int) -> None:
     """Let the pages of a hand-off that has failed be found as soon as its sender reports them."""
-
-    def free(original: Original, self: Incoming, arrival: Arrival, num_checked: int) -> None:
-        original(self, arrival, max(num_checked, len(arrival.receiver._digests) + arrival.receiver._num_checking))
-
-    with wrap(Incoming, "_free", free) as patched:
-        yield patched
+    original(self, arrival, max(num_checked, len(arrival.receiver._digests) + arrival.receiver._num_checking))

@@ -3,22 +3,18 @@
 from collections.abc import Iterator
 from unittest.mock import patch
 
-from breaking import Original, mutation, wrap
+from breaking import Original, breaks, mutation
 
 from pdserve.engine.room import Room
 from pdserve.worker.admission import Roles
 from pdserve.worker.messages import RoleGiven
 
 
-@mutation
-def follow_a_role_of_a_smaller_epoch() -> Iterator[object]:
-    def give(original: Original, self: Roles, given: RoleGiven) -> None:
-        epoch, self.epoch, self._given = self.epoch, given.epoch - 1, None
-        original(self, given)
-        self.epoch = epoch
-
-    with wrap(Roles, "give", give) as patched:
-        yield patched
+@breaks(Roles, "give")
+def follow_a_role_of_a_smaller_epoch(original: Original, self: Roles, given: RoleGiven) -> None:
+    epoch, self.epoch, self._given = self.epoch, given.epoch - 1, None
+    original(self, given)
+    self.epoch = epoch
 
 
 @mutation
