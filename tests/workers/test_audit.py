@@ -3,29 +3,33 @@
 from dataclasses import replace
 
 import pytest
-from default_rules import default_rules
 from listed_answers import Listed
+from lone_core import VOCAB, LoneCore, grant, job, key_of
 
-from faultsim.engine import FakeRunner
-from pdserve.engine.kvcache import KvCache
 from pdserve.engine.pages import PagePool, Pages
-from pdserve.engine.scheduler import Limits, Scheduler
-from pdserve.engine.sequence import Job
 from pdserve.errors import InvariantError
-from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
+from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvtransfer import doors
 from pdserve.kvtransfer.doors import PeerGone
 from pdserve.kvtransfer.session import Peer
 from pdserve.reports import Failure
 from pdserve.roles import Role
-from pdserve.sampling import SamplingParams
 from pdserve.worker.admission import NUM_LOOKS, NUM_STILL_LOOKS, Draining
 from pdserve.worker.audit import EVERY_S, Auditor, Claim, adds_up, leaked_pages
-from pdserve.worker.core import WorkerCore
-from pdserve.worker.messages import Cancelled, Command, DrainAsked, Failed, Placed, RouterRef, Ticked
+from pdserve.worker.messages import Cancelled, Command, DrainAsked, Failed, Ticked
 
 P = Peer(WorkerId("p0"), Incarnation(11))
-ROUTER = RouterRef(1)
+
+
+class Worker(LoneCore):
+    """A worker whose steps compute a part of a prompt."""
+
+    def __init__(self, **rules: object) -> None:
+        super().__init__(max_model_len=60, step_tokens=8, **rules)  # type: ignore[arg-type]
+
+    def looks(self, count: int) -> list[list[Command]]:
+        """Return what it does at each of so many ticks."""
+        return [self.core.handle(Ticked(), look / 2) for look in range(count)]
 
 
 def taken(pages: Pages | None) -> Pages:
@@ -81,98 +85,86 @@ def test_the_auditor_looks_every_ten_seconds_and_at_once_when_idle() -> None:
     assert auditor.num_leaked == 0
 
 
-def scheduler(num_pages: int = 16) -> Scheduler:
-    limits = Limits(max_num_seqs=8, max_num_batched_tokens=8, max_model_len=60, eos_token_ids=frozenset())
-    return Scheduler(KvCache(num_pages, 4, None), limits)
-
-
-def job(number: int, num_tokens: int = 20) -> Job:
-    params = SamplingParams(max_tokens=4, seed=number)
-    return Job(RequestId(number.to_bytes(16)), Attempt(0), (7,) * num_tokens, num_tokens, params, (0,))
-
-
 def test_a_page_that_leaks_from_a_real_worker_is_told_with_its_load() -> None:
-    pages = scheduler()
-    core = WorkerCore(pages, 997, 64, b"secret", default_rules(max_tasks=8))
-    assert pages.cache.take(2) is not None
-    core.handle(Ticked(), 1.0)
-    assert core.load().pages_leaked == 2
+    worker = Worker()
+    assert worker.cache.take(2) is not None
+    worker.core.handle(Ticked(), 1.0)
+    assert worker.core.load().pages_leaked == 2
 
 
 def test_pages_of_a_request_cancelled_in_mid_step_are_not_leaked() -> None:
-    pages = scheduler()
-    core, runner = WorkerCore(pages, 997, 64, b"secret", default_rules(max_tasks=8)), FakeRunner(16, 4, 997)
-    core.handle(Placed(ROUTER, job(1), 1e9, None), 0.0)
+    worker = Worker()
+    core = worker.core
+    worker.place(job(1, 20))
     plan = core.plan(0.0)
     assert plan is not None
-    core.handle(Cancelled(job(1).request_id, Attempt(0)), 0.0)
+    worker.handle(Cancelled(*key_of(1)))
     core.handle(Ticked(), 20.0)
     assert core.load().pages_held > 0
     assert core.load().pages_leaked == 0
-    core.commit(plan, runner.run(plan), 0.0)
+    core.commit(plan, worker.runner.run(plan), 0.0)
     core.handle(Ticked(), 21.0)
     assert core.load().pages_free == 16
     assert core.load().pages_leaked == 0
 
 
-def crowded(share: float) -> tuple[WorkerCore, list[Command]]:
+def crowded(share: float) -> tuple[Worker, list[Command]]:
     """Return a decode worker with a lost grant of five pages of 16, and what it did about that at its next ticks."""
-    core = WorkerCore(scheduler(), 997, 64, b"secret", default_rules(max_quarantined_share=share))
-    core.handle(doors.SenderAttached(P), 0.0)
+    worker = Worker(max_quarantined_share=share)
+    worker.handle(doors.SenderAttached(P))
     for number, num_tokens in ((1, 20), (2, 52)):
-        core.handle(Placed(ROUTER, job(number, num_tokens), 1e9, P), 0.0)
-    core.handle(doors.SenderLost(P, "reset"), 0.0)
-    assert core.load().pages_quarantined == 5
-    return core, [command for look in range(NUM_LOOKS) for command in core.handle(Ticked(), look / 2)]
+        worker.place(job(number, num_tokens), source=P)
+    worker.handle(doors.SenderLost(P, "reset"))
+    assert worker.core.load().pages_quarantined == 5
+    return worker, [command for look in worker.looks(NUM_LOOKS) for command in look]
 
 
 def test_a_worker_with_too_many_quarantined_pages_drains_and_gives_back_what_waits() -> None:
-    core, commands = crowded(share=0.3)
+    worker, commands = crowded(share=0.3)
     assert [(c.code, c.reason) for c in commands if isinstance(c, Failed)] == [
         (Failure.OVERLOADED, "5 of 16 pages are quarantined")
     ]
-    assert core.load().draining
-    assert core.load().drain_reason == "5 of 16 pages are quarantined"
-    assert core.drained
+    assert worker.core.load().draining
+    assert worker.core.load().drain_reason == "5 of 16 pages are quarantined"
+    assert worker.core.drained
 
 
 @pytest.mark.parametrize("source", [None, P], ids=["computed here", "handed off"])
 def test_a_worker_on_which_something_waits_for_quarantined_pages_in_vain_drains(source: Peer | None) -> None:
-    core = WorkerCore(scheduler(), 997, 64, b"secret", default_rules(max_quarantined_share=0.9))
-    core.handle(doors.SenderAttached(P), 0.0)
-    core.handle(Placed(ROUTER, job(1, 20), 1e9, P), 0.0)
-    core.handle(doors.SenderLost(P, "reset"), 0.0)
-    core.handle(Placed(ROUTER, job(2, 52), 1e9, source), 0.0)  # more pages than are left
-    looks = [core.handle(Ticked(), look / 2) for look in range(NUM_STILL_LOOKS)]
-    failed = [[(c.key.request_id, c.code) for c in commands if isinstance(c, Failed)] for commands in looks]
-    assert failed == [[]] * (NUM_STILL_LOOKS - 1) + [[(job(2, 52).request_id, Failure.OVERLOADED)]]
-    assert core.load().drain_reason == "5 pages that it may need are quarantined"
-    assert core.load().num_waiting == 0
-    assert core.drained
+    worker = Worker(max_quarantined_share=0.9)
+    worker.handle(doors.SenderAttached(P))
+    worker.place(job(1, 20), source=P)
+    worker.handle(doors.SenderLost(P, "reset"))
+    worker.place(job(2, 52), source=source)  # more pages than are left
+    failed = [[(c.key, c.code) for c in look if isinstance(c, Failed)] for look in worker.looks(NUM_STILL_LOOKS)]
+    assert failed == [[]] * (NUM_STILL_LOOKS - 1) + [[(key_of(2), Failure.OVERLOADED)]]
+    assert worker.core.load().drain_reason == "5 pages that it may need are quarantined"
+    assert worker.core.load().num_waiting == 0
+    assert worker.core.drained
 
 
 def test_a_worker_whose_pages_hand_offs_hold_gives_back_what_waits_and_goes_on() -> None:
-    core = WorkerCore(scheduler(), 997, 64, b"secret", default_rules(role=Role.PREFILL))
-    core.handle(Placed(ROUTER, job(1, 40), 1e9, target=P, target_address="p"), 0.0)
-    while (plan := core.plan(0.0)) is not None:
-        core.commit(plan, FakeRunner().run(plan), 0.0)
-    core.handle(Placed(ROUTER, job(2, 40), 1e9), 0.0)  # more pages than are left
-    looks = [core.handle(Ticked(), look / 2) for look in range(NUM_STILL_LOOKS)]
-    (failed,) = [command for commands in looks for command in commands if isinstance(command, Failed)]
-    assert (failed.key.request_id, failed.reason) == (job(2, 40).request_id, "hand-offs hold the pages that it needs")
-    assert not core.load().draining
+    worker = Worker(role=Role.PREFILL)
+    worker.place(job(1, 40), target=P)
+    worker.hear(P, 1, grant(10))
+    worker.compute()
+    assert worker.core.load().pages_held == 10
+    worker.place(job(2, 40))  # more pages than are left
+    (failed,) = [c for look in worker.looks(NUM_STILL_LOOKS) for c in look if isinstance(c, Failed)]
+    assert (failed.key, failed.reason) == (key_of(2), "hand-offs hold the pages that it needs")
+    assert not worker.core.load().draining
 
 
 @pytest.mark.parametrize("is_leaving", [False, True])
 def test_what_waits_for_its_grammar_does_not_wait_for_pages_in_vain(is_leaving: bool) -> None:
-    core, matcher = WorkerCore(scheduler(), 997, 64, b"secret", default_rules()), Listed(set(), 997, is_ready=False)
-    core.handle(Placed(ROUTER, replace(job(1), new_matcher=lambda: matcher), 1e9), 0.0)
+    worker, matcher = Worker(), Listed(set(), VOCAB, is_ready=False)
+    worker.place(replace(job(1, 20), new_matcher=lambda: matcher))
     if is_leaving:
-        core.handle(DrainAsked(), 0.0)
-    assert [core.handle(Ticked(), look / 2) for look in range(NUM_STILL_LOOKS + 1)] == [[]] * (NUM_STILL_LOOKS + 1)
-    assert core.load().draining is is_leaving
+        worker.handle(DrainAsked())
+    assert worker.looks(NUM_STILL_LOOKS + 1) == [[]] * (NUM_STILL_LOOKS + 1)
+    assert worker.core.load().draining is is_leaving
     matcher.is_ready = True
-    assert core.plan(0.0) is not None
+    assert worker.core.plan(0.0) is not None
 
 
 def test_pages_that_are_quarantined_for_a_moment_make_no_worker_drain() -> None:
@@ -185,7 +177,8 @@ def test_pages_that_are_quarantined_for_a_moment_make_no_worker_drain() -> None:
 
 
 def test_a_worker_with_few_quarantined_pages_goes_on_and_gets_them_back() -> None:
-    core, commands = crowded(share=0.32)
+    worker, commands = crowded(share=0.32)
+    core = worker.core
     assert commands == []
     assert not core.load().draining
     core.handle(PeerGone(P), 2.0)

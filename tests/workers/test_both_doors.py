@@ -2,73 +2,54 @@
 
 import pytest
 from capsules import capsule
-from default_rules import default_rules
+from lone_core import VOCAB, LoneCore, grant, job, key_of
 
-from faultsim.engine import EMPTY, FakeRunner, chain, expected
-from pdserve.engine.kvcache import KvCache
-from pdserve.engine.scheduler import Limits, Scheduler
-from pdserve.engine.sequence import Job
-from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
+from faultsim.engine import EMPTY, chain, expected
+from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvtransfer import doors, sender
 from pdserve.kvtransfer.session import Capsule, Commit, Grant, HandoffKey, PagesLanded, Peer, Tail, Taken
 from pdserve.reports import Failure, Stage
-from pdserve.sampling import SampledToken, SamplingParams
+from pdserve.sampling import SampledToken
 from pdserve.worker.admission import Draining
-from pdserve.worker.core import WorkerCore
 from pdserve.worker.messages import (
     Cancelled,
     Command,
     DrainAsked,
     DrainCancelled,
-    Event,
     Failed,
-    Placed,
     Progress,
-    RouterRef,
     Tokens,
 )
 
-PAGE_SIZE, NUM_PAGES, VOCAB = 4, 32, 100
+NUM_PAGES = 32
 PEER = Peer(WorkerId("other"), Incarnation(3))
 PROMPT = tuple(range(10))  # three pages
-LEAVES, ARRIVES, STAYS = (HandoffKey(RequestId(bytes([number] * 16)), Attempt(0)) for number in (1, 2, 3))
+LEAVES, ARRIVES, STAYS = map(key_of, (1, 2, 3))
 
 
-class Worker:
-    """A core with an engine, attached to a peer that is both a receiver and a sender."""
+class Worker(LoneCore):
+    """A core that is attached to a peer, which is both a receiver and a sender."""
 
     def __init__(self) -> None:
-        limits = Limits(max_num_seqs=8, max_num_batched_tokens=64, max_model_len=40, eos_token_ids=frozenset())
-        self.cache = KvCache(NUM_PAGES, PAGE_SIZE, None)
-        self.runner = FakeRunner(NUM_PAGES, PAGE_SIZE, VOCAB)
-        self.core = WorkerCore(Scheduler(self.cache, limits), VOCAB, self.runner.page_bytes, b"key", default_rules())
+        super().__init__(NUM_PAGES)
         self.handle(doors.SenderAttached(PEER))
         self.handle(doors.ReceiverAttached(PEER))
 
-    def handle(self, event: Event) -> list[Command]:
-        return self.core.handle(event, 0.0)
-
-    def place(self, key: HandoffKey, max_tokens: int = 3, **ends: object) -> list[Command]:
-        job = Job(key.request_id, key.attempt, PROMPT, len(PROMPT), SamplingParams(max_tokens=max_tokens), (0,))
-        return self.handle(Placed(RouterRef(1), job, 1e9, **ends))  # type: ignore[arg-type]
-
-    def place_all(self) -> Grant:
-        """Place a request of each kind; return what was granted for the one that is to arrive."""
-        commands = self.place(ARRIVES, source=PEER)
-        self.place(LEAVES, target=PEER, target_address="there")
-        self.place(STAYS)
+    def arrive(self, max_tokens: int = 3) -> Grant:
+        """Place a request that is to arrive; return what is granted for it."""
+        commands = self.place(job(2, len(PROMPT), max_tokens), source=PEER)
         (grant,) = [c.message for c in commands if isinstance(c, doors.ToSender)]
         return grant
 
-    def grant(self) -> list[Command]:
-        """Let the receiver grant room for what leaves."""
-        grant = Grant(0, tuple(map(PageId, range(3))), (Generation(1),) * 3, bytes(16), 4.0)
-        return self.handle(doors.ReceiverSaid(PEER, LEAVES, grant))
+    def leave(self) -> None:
+        self.place(job(1, len(PROMPT), max_tokens=3), target=PEER)
 
-    def step(self) -> list[Command]:
-        plan = self.core.plan(0.0)
-        assert plan is not None
-        return self.core.commit(plan, self.runner.run(plan), 0.0)
+    def stay(self) -> list[Command]:
+        return self.place(job(3, len(PROMPT), max_tokens=3))
+
+    def grant(self) -> None:
+        """Let the receiver grant room for what leaves."""
+        self.hear(PEER, 1, grant(3))
 
 
 @pytest.fixture
@@ -81,7 +62,9 @@ def keys_of(kind: type[Tokens] | type[Failed], commands: list[Command]) -> list[
 
 
 def test_prompts_leave_arrive_and_stay_in_one_batch(worker: Worker) -> None:
-    grant = worker.place_all()
+    grant = worker.arrive()
+    worker.leave()
+    worker.stay()
     worker.grant()
     assert sorted(keys_of(Tokens, worker.step())) == [LEAVES, STAYS]
     commit = Commit.of(grant, capsule(len(PROMPT), (0, 7)))
@@ -91,15 +74,15 @@ def test_prompts_leave_arrive_and_stay_in_one_batch(worker: Worker) -> None:
     assert keys_of(Tokens, arrived) == [ARRIVES], "with its first token, which the sender has reported too"
     assert sorted(keys_of(Tokens, worker.step())) == [ARRIVES, STAYS]
     assert sorted(keys_of(Tokens, worker.step())) == [ARRIVES, STAYS]
-    worker.handle(doors.ReceiverSaid(PEER, LEAVES, sender.CopyStopped((1, 2, 3))))
-    worker.handle(doors.ReceiverSaid(PEER, LEAVES, Taken()))
+    worker.hear(PEER, 1, sender.CopyStopped((1, 2, 3)))
+    worker.hear(PEER, 1, Taken())
     assert worker.core.idle
     assert worker.cache.pool.num_free == NUM_PAGES
 
 
 def test_a_sequence_goes_on_after_the_tail_that_came_with_its_pages(worker: Worker) -> None:
     tokens = expected(PROMPT, 0, 6, VOCAB)
-    grant = worker.place(ARRIVES, source=PEER, max_tokens=6)[1].message
+    grant = worker.arrive(max_tokens=6)
     written = chain(EMPTY, [*PROMPT, *tokens[:2]])
     for number, page in enumerate(grant.pages):
         part = written[number * worker.runner.page_bytes : (number + 1) * worker.runner.page_bytes]
@@ -120,7 +103,9 @@ def test_a_sequence_goes_on_after_the_tail_that_came_with_its_pages(worker: Work
 
 
 def test_a_process_that_has_ended_closes_both_doors_to_it_and_is_forgotten_once(worker: Worker) -> None:
-    worker.place_all()
+    worker.arrive()
+    worker.leave()
+    worker.stay()
     worker.grant()
     worker.step()
     commands = worker.handle(doors.PeerGone(PEER))
@@ -129,14 +114,14 @@ def test_a_process_that_has_ended_closes_both_doors_to_it_and_is_forgotten_once(
     assert commands[-1] == doors.Forget(PEER)
     assert commands.count(doors.Forget(PEER)) == 1
     assert worker.core.load().pages_granted == 0
-    worker.handle(doors.ReceiverSaid(PEER, LEAVES, sender.CopyStopped(None, "its process ended")))
+    worker.hear(PEER, 1, sender.CopyStopped(None, "its process ended"))
     assert worker.core.load().pages_held == 3, "of the request that stays"
 
 
 def test_a_request_cancelled_in_mid_copy_is_over_at_once_and_its_pages_are_held_until_the_copy_stops(
     worker: Worker,
 ) -> None:
-    worker.place(LEAVES, target=PEER, target_address="there")
+    worker.leave()
     worker.grant()
     assert any(isinstance(command, doors.Copy) for command in worker.step())
     commands = worker.handle(Cancelled(LEAVES.request_id, LEAVES.attempt))
@@ -144,18 +129,18 @@ def test_a_request_cancelled_in_mid_copy_is_over_at_once_and_its_pages_are_held_
     worker.handle(DrainAsked())
     assert worker.core.load().pages_held == 3
     assert not worker.core.drained
-    worker.handle(doors.ReceiverSaid(PEER, LEAVES, sender.CopyStopped(None, "cancelled")))
+    worker.hear(PEER, 1, sender.CopyStopped(None, "cancelled"))
     assert worker.cache.pool.num_free == NUM_PAGES
     assert worker.core.drained
 
 
 def test_a_worker_that_drains_takes_work_again_unless_a_signal_came_or_it_drains_by_itself(worker: Worker) -> None:
-    worker.place(LEAVES, target=PEER, target_address="there")
+    worker.leave()
     worker.handle(DrainAsked())
-    assert keys_of(Failed, worker.place(STAYS)) == [STAYS]
+    assert keys_of(Failed, worker.stay()) == [STAYS]
     worker.handle(DrainCancelled())
     assert not worker.core.load().draining
-    assert keys_of(Failed, worker.place(STAYS)) == []
+    assert keys_of(Failed, worker.stay()) == []
     worker.handle(DrainAsked(is_final=True))
     worker.handle(DrainAsked())
     worker.handle(DrainCancelled())

@@ -4,10 +4,8 @@ from collections.abc import Callable
 
 import pytest
 from capsules import capsule
-from default_rules import default_rules
+from lone_core import PAGE_SIZE, LoneCore
 
-from pdserve.engine.kvcache import KvCache
-from pdserve.engine.scheduler import Limits, Scheduler
 from pdserve.engine.sequence import Job
 from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.kvtransfer import doors, receiver
@@ -15,35 +13,30 @@ from pdserve.kvtransfer.session import Commit, DigestPolicy, Grant, HandoffKey, 
 from pdserve.prefix_hash import PrefixHasher
 from pdserve.reports import Failure
 from pdserve.sampling import SamplingParams
-from pdserve.worker.core import WorkerCore
-from pdserve.worker.messages import Cancelled, Command, Failed, Placed, RouterRef
+from pdserve.worker.messages import Cancelled, Command, Failed
 
-PAGE_SIZE, NUM_PAGES, VOCAB = 4, 16, 100
+NUM_PAGES = 16
 P = Peer(WorkerId("p"), Incarnation(3))
 PROMPT = tuple(range(18))  # four full pages, and one that is not
 REQUEST = RequestId(b"r" * 16)
 
 
-class Worker:
+class Worker(LoneCore):
     """A decode worker's core, attached to a sender."""
 
     def __init__(self, digests: DigestPolicy = DigestPolicy.ALWAYS, max_num_seqs: int = 8) -> None:
-        limits = Limits(
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=64, max_model_len=40, eos_token_ids=frozenset()
-        )
-        self.cache = KvCache(NUM_PAGES, PAGE_SIZE, PrefixHasher(b"secret", "model", PAGE_SIZE))
-        self.core = WorkerCore(Scheduler(self.cache, limits), VOCAB, 64, b"key", default_rules(digests=digests))
-        self.core.handle(doors.SenderAttached(P), 0.0)
+        hasher = PrefixHasher(b"secret", "model", PAGE_SIZE)
+        super().__init__(NUM_PAGES, hasher=hasher, max_num_seqs=max_num_seqs, digests=digests)
+        self.handle(doors.SenderAttached(P))
         self.attempt = -1
 
     @property
     def key(self) -> HandoffKey:
         return HandoffKey(REQUEST, Attempt(self.attempt))
 
-    def place(self) -> Grant:
+    def place_next(self) -> Grant:
         """Place the next attempt; return its grant."""
-        job = self.next_job(len(PROMPT))
-        commands = self.core.handle(Placed(RouterRef(1), job, 1e9, P), 0.0)
+        commands = self.place(self.next_job(len(PROMPT)), source=P)
         (grant,) = [command.message for command in commands if isinstance(command, doors.ToSender)]
         return grant
 
@@ -52,26 +45,26 @@ class Worker:
         return Job(REQUEST, self.key.attempt, PROMPT, num_prompt_tokens, SamplingParams(max_tokens=3), (0,))
 
     def say(self, event: receiver.Event) -> list[Command]:
-        return self.core.handle(doors.SenderSaid(P, self.key, event), 0.0)
+        return self.handle(doors.SenderSaid(P, self.key, event))
 
     def land(self, num_pages: int) -> None:
         self.say(PagesLanded((7,) * num_pages))
 
     def checked(self, mismatch: int | None = None) -> None:
-        self.core.handle(doors.DigestsChecked(self.key, mismatch), 0.0)
+        self.handle(doors.DigestsChecked(self.key, mismatch))
 
     def quiesce(self) -> None:
         self.say(Quiesced("failed"))
 
     def lose(self) -> None:
-        self.core.handle(doors.SenderLost(P, "cut"), 0.0)
+        self.handle(doors.SenderLost(P, "cut"))
 
     def gone(self) -> None:
-        self.core.handle(doors.PeerGone(P), 0.0)
-        self.core.handle(doors.SenderAttached(P), 0.0)
+        self.handle(doors.PeerGone(P))
+        self.handle(doors.SenderAttached(P))
 
     def cancel(self) -> None:
-        self.core.handle(Cancelled(REQUEST, self.key.attempt), 0.0)
+        self.handle(Cancelled(REQUEST, self.key.attempt))
 
     def commit(self, grant: Grant) -> None:
         self.say(Commit.of(grant, capsule(len(PROMPT), (0, 7))))
@@ -81,7 +74,7 @@ def num_kept(worker: Worker) -> int:
     """Return how many leading pages the next attempt need not send, after all pages came back."""
     assert worker.cache.pool.num_free == NUM_PAGES
     worker.cache.check()
-    return worker.place().first_page
+    return worker.place_next().first_page
 
 
 Story = Callable[[Worker, Grant], object]
@@ -108,13 +101,13 @@ Story = Callable[[Worker, Grant], object]
 )
 def test_the_leading_full_pages_whose_digests_agreed_are_found_by_the_next_attempt(story: Story, kept: int) -> None:
     worker = Worker()
-    story(worker, worker.place())
+    story(worker, worker.place_next())
     assert num_kept(worker) == kept
 
 
 def test_pages_under_check_when_a_hand_off_ends_are_not_kept() -> None:
     worker = Worker()
-    worker.place()
+    worker.place_next()
     worker.land(2)
     worker.quiesce()
     assert num_kept(worker) == 0
@@ -122,7 +115,7 @@ def test_pages_under_check_when_a_hand_off_ends_are_not_kept() -> None:
 
 def test_nothing_is_found_of_pages_that_a_sender_may_still_write() -> None:
     worker = Worker()
-    worker.place()
+    worker.place_next()
     worker.land(3)
     worker.checked()
     worker.lose()
@@ -133,7 +126,7 @@ def test_nothing_is_found_of_pages_that_a_sender_may_still_write() -> None:
 
 def test_without_checks_nothing_is_kept_of_a_hand_off_that_fails() -> None:
     worker = Worker(DigestPolicy.OFF)
-    worker.place()
+    worker.place_next()
     worker.land(5)
     worker.quiesce()
     assert num_kept(worker) == 0
@@ -142,18 +135,18 @@ def test_without_checks_nothing_is_kept_of_a_hand_off_that_fails() -> None:
 def test_each_attempt_adds_to_what_those_before_it_have_left() -> None:
     worker = Worker()
     for first_page in range(4):
-        assert worker.place().first_page == first_page
+        assert worker.place_next().first_page == first_page
         worker.land(1)
         worker.checked()
         worker.quiesce()
         assert worker.cache.pool.num_free == NUM_PAGES
-    grant = worker.place()
+    grant = worker.place_next()
     assert (grant.first_page, len(grant.pages)) == (4, 1)
 
 
 def test_a_page_that_was_kept_is_given_out_last() -> None:
     worker = Worker()
-    worker.place()
+    worker.place_next()
     worker.land(4)
     worker.checked()
     worker.quiesce()
@@ -164,12 +157,12 @@ def test_a_page_that_was_kept_is_given_out_last() -> None:
 
 def test_a_job_with_more_tokens_than_its_answer_may_have_is_refused() -> None:
     worker = Worker()
-    worker.place()
+    worker.place_next()
     worker.land(4)
     worker.checked()
     worker.quiesce()
     free = worker.cache.pool.num_free
-    (failed,) = worker.core.handle(Placed(RouterRef(1), worker.next_job(2), 1e9, P), 0.0)
+    (failed,) = worker.place(worker.next_job(2), source=P)
     assert isinstance(failed, Failed)
     assert failed.code is Failure.INVALID
     assert worker.cache.pool.num_free == free
@@ -178,16 +171,16 @@ def test_a_job_with_more_tokens_than_its_answer_may_have_is_refused() -> None:
 def test_a_sender_whose_stream_is_lost_is_sent_its_grant_when_it_attaches_again() -> None:
     worker = Worker()
     worker.lose()
-    placed = Placed(RouterRef(1), worker.next_job(len(PROMPT)), 1e9, P)
-    assert not any(isinstance(command, doors.ToSender) for command in worker.core.handle(placed, 0.0))
-    (offered,) = worker.core.handle(doors.SenderAttached(P), 0.0)
+    commands = worker.place(worker.next_job(len(PROMPT)), source=P)
+    assert not any(isinstance(command, doors.ToSender) for command in commands)
+    (offered,) = worker.handle(doors.SenderAttached(P))
     assert isinstance(offered, doors.ToSender)
     assert isinstance(offered.message, Grant)
 
 
 def test_a_hand_off_in_quarantine_keeps_no_place_in_the_batch() -> None:
     worker = Worker(max_num_seqs=1)
-    worker.place()
+    worker.place_next()
     worker.cancel()
     assert worker.cache.pool.num_quarantined
-    assert worker.place().pages
+    assert worker.place_next().pages

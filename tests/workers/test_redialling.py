@@ -1,33 +1,27 @@
 """A prefill worker dials decode workers again that it lost, as many of them as it remembers."""
 
 import pytest
-from default_rules import default_rules
+from lone_core import LoneCore, job
 
-from pdserve.engine.kvcache import KvCache
-from pdserve.engine.scheduler import Limits, Scheduler
-from pdserve.engine.sequence import Job
-from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
+from pdserve.ids import Incarnation, WorkerId
 from pdserve.kvtransfer.doors import HEARTBEAT_S, Connect, ReceiverAttached, ReceiverLost
 from pdserve.kvtransfer.session import Peer
 from pdserve.prefill_worker.redialling import MAX_ADDRESSES, REDIAL_S
-from pdserve.sampling import SamplingParams
 from pdserve.worker.core import WorkerCore
 from pdserve.worker.messages import Cancelled, Command, Placed, RouterRef, Ticked
 
 
 @pytest.fixture
 def core() -> WorkerCore:
-    limits = Limits(max_num_seqs=8, max_num_batched_tokens=8, max_model_len=64, eos_token_ids=frozenset())
-    return WorkerCore(Scheduler(KvCache(32, 4, None), limits), 100, 4, b"secret", default_rules(max_tasks=8))
+    return LoneCore(32, 64).core
 
 
 def meet(core: WorkerCore, number: int, *, again: bool = False) -> Peer:
     """Be given a request whose decode worker is that one, and told to stop it."""
     peer = Peer(WorkerId(f"d{number}"), Incarnation(1))
-    request_id = RequestId((number + again * 2 * MAX_ADDRESSES).to_bytes(16))
-    job = Job(request_id, Attempt(0), (1, 2), 2, SamplingParams(max_tokens=4), (0,))
-    core.handle(Placed(RouterRef(1), job, 1e9, target=peer, target_address=f"host:{number}"), 0.0)
-    core.handle(Cancelled(request_id, Attempt(0)), 0.0)
+    asked = job(number + again * 2 * MAX_ADDRESSES, 2)
+    core.handle(Placed(RouterRef(1), asked, 1e9, target=peer, target_address=f"host:{number}"), 0.0)
+    core.handle(Cancelled(*asked.key), 0.0)
     return peer
 
 

@@ -5,46 +5,36 @@ from dataclasses import replace
 
 import pytest
 from capsules import capsule
-from default_rules import default_rules
+from lone_core import VOCAB, LoneCore, job, key_of
 
 from pdserve.decode_worker.incoming import check_capsule
-from pdserve.engine.kvcache import KvCache
-from pdserve.engine.scheduler import Limits, Scheduler
-from pdserve.engine.sequence import Job
 from pdserve.errors import ProtocolError, Refusal
-from pdserve.ids import Attempt, Generation, Incarnation, PageId, RequestId, WorkerId
+from pdserve.ids import Attempt, Generation, Incarnation, PageId, WorkerId
 from pdserve.kvtransfer import doors, receiver
 from pdserve.kvtransfer.session import Capsule, Commit, DigestPolicy, HandoffKey, PagesLanded, Peer, Quiesced, Tail
-from pdserve.sampling import SampledToken, SamplingParams
-from pdserve.worker.admission import Rules
-from pdserve.worker.core import WorkerCore
-from pdserve.worker.messages import Command, Placed, Progress, RouterRef
+from pdserve.sampling import SampledToken
+from pdserve.worker.messages import Command, Progress
 
 P = Peer(WorkerId("p0"), Incarnation(11))
-JOB = Job(RequestId(b"r" * 16), Attempt(0), (1, 2, 3, 4, 5), 5, SamplingParams(max_tokens=4, seed=1), (0,))
-VOCAB = 997
-KEY = HandoffKey(JOB.request_id, JOB.attempt)
+JOB, KEY = job(1, 5), key_of(1)
 CAPSULE = capsule(5, (0, 7))
 
 
-class Worker:
-    """A decode core with one open grant."""
+class Worker(LoneCore):
+    """A decode worker with one open grant."""
 
-    def __init__(self, rules: Rules | None = None) -> None:
-        limits = Limits(max_num_seqs=8, max_num_batched_tokens=8, max_model_len=96, eos_token_ids=frozenset())
-        self.scheduler = Scheduler(KvCache(16, 4, None), limits)
-        self.core = WorkerCore(self.scheduler, VOCAB, 64, b"secret", rules or default_rules())
-        self.core.handle(doors.SenderAttached(P), 0.0)
-        commands = self.core.handle(Placed(RouterRef(1), JOB, 1e9, P), 0.0)
-        (self.grant,) = [c.message for c in commands if isinstance(c, doors.ToSender)]
+    def __init__(self, **rules: object) -> None:
+        super().__init__(**rules)  # type: ignore[arg-type]
+        self.handle(doors.SenderAttached(P))
+        (self.grant,) = [c.message for c in self.place(JOB, source=P) if isinstance(c, doors.ToSender)]
         self.good = Commit.of(self.grant, CAPSULE)
         self.landed = PagesLanded((1,) * len(self.grant.pages))
 
     def say(self, event: receiver.Event, peer: Peer = P, key: HandoffKey = KEY) -> list[Command]:
-        return self.core.handle(doors.SenderSaid(peer, key, event), 1.0)
+        return self.handle(doors.SenderSaid(peer, key, event))
 
     def state(self) -> tuple[object, ...]:
-        pool = self.scheduler.cache.pool
+        pool = self.cache.pool
         return self.core.load(), tuple(pool.generation(PageId(page)) for page in range(16))
 
 
@@ -102,10 +92,10 @@ def tail(index: int, *token_ids: int) -> Tail:
     ],
 )
 def test_a_capsule_that_does_not_fit_the_job_is_refused(capsule: Capsule, why: str) -> None:
-    job = replace(JOB, indices=(0, 2))
-    check_capsule(job, Capsule(6, (tail(0, 7, 8), tail(2, 7, 9))), VOCAB)
+    both = replace(JOB, indices=(0, 2))
+    check_capsule(both, Capsule(6, (tail(0, 7, 8), tail(2, 7, 9))), VOCAB)
     with pytest.raises(ProtocolError, match=why):
-        check_capsule(job, capsule, VOCAB)
+        check_capsule(both, capsule, VOCAB)
 
 
 @pytest.mark.parametrize("peer", [Peer(P.worker_id, Incarnation(10)), Peer(WorkerId("p1"), P.incarnation)])
@@ -126,7 +116,7 @@ def test_a_commit_shown_again_after_its_hand_off_has_ended_changes_nothing() -> 
     with pytest.raises(ProtocolError) as refused:
         worker.say(worker.good)
     assert refused.value.refusal is Refusal.ORDER
-    worker.core.handle(doors.DigestsChecked(KEY, None), 1.0)
+    worker.handle(doors.DigestsChecked(KEY, None))
     before = worker.state()
     assert worker.say(worker.good) == []
     assert worker.say(worker.good, key=HandoffKey(KEY.request_id, Attempt(1))) == []
@@ -134,7 +124,7 @@ def test_a_commit_shown_again_after_its_hand_off_has_ended_changes_nothing() -> 
 
 
 def test_with_digests_off_a_commit_joins_the_batch_at_once() -> None:
-    worker = Worker(default_rules(digests=DigestPolicy.OFF))
+    worker = Worker(digests=DigestPolicy.OFF)
     assert worker.say(worker.landed) == []
     commands = worker.say(worker.good)
     assert [c.stage.name for c in commands if isinstance(c, Progress)] == ["LANDED", "COMMITTED"]
