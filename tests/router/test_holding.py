@@ -1,5 +1,10 @@
 """The queue of requests that wait: by class, by what tenants were served, and by the time that is left."""
 
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
 from pdserve.ids import RequestId
 from pdserve.router.events import RequestArrived
 from pdserve.router.holding import MAX_TENANTS, HoldQueue
@@ -141,3 +146,55 @@ def test_the_table_of_tenants_is_bounded_and_debts_outlast_it() -> None:
     greedy, other = q.push("greedy"), q.push("tenant 1")
     assert next(q.queue.in_turn()) is other
     assert q.order()[-2:] == [greedy, waits]
+
+
+Step = tuple[str, int, float]  # a request comes: its tenant, tokens and objective
+MAX_TOKENS = 50
+TENANTS = ("a", "b", "c")
+steps = st.lists(
+    st.one_of(st.none(), st.tuples(st.sampled_from(TENANTS), st.integers(1, MAX_TOKENS), st.sampled_from([0.5, 2.0]))),
+    max_size=80,
+)
+
+
+def push(q: Queue, number: int, step: Step) -> Request:
+    tenant, num_tokens, slo_s = step
+    return q.push(tenant, tokens=num_tokens, ttft_s=slo_s, now_s=float(number))
+
+
+@given(steps)
+def test_a_tenant_that_waits_sees_each_other_served_at_most_its_own_share_and_one_request(
+    steps: list[Step | None],
+) -> None:
+    q = Queue()
+    served: Counter[str] = Counter()  # tokens, while all of these wait
+    waiting: Counter[str] = Counter()
+    for number, step in enumerate(steps):
+        if step is not None:
+            push(q, number, step)
+            waiting[step[0]] += 1
+        elif (first := q.serve()) is not None:
+            waiting[first.tenant] -= 1
+            served[first.tenant] += first.num_tokens
+        if min(waiting[tenant] for tenant in TENANTS) == 0:
+            served.clear()  # who comes anew starts level
+            continue
+        spread = max(served[t] for t in TENANTS) - min(served[t] for t in TENANTS)
+        assert spread <= 2 * MAX_TOKENS
+
+
+@given(steps)
+def test_a_request_is_passed_over_only_by_more_pressing_ones_of_its_tenant(
+    steps: list[Step | None],
+) -> None:
+    q, waiting = Queue(), dict[RequestId, Request]()
+    for number, step in enumerate(steps):
+        if step is not None:
+            each = push(q, number, step)
+            waiting[each.request_id] = each
+        elif (first := q.serve()) is not None:
+            rivals = [each for each in waiting.values() if each.tenant == first.tenant]
+            assert first.first_token_due_s == min(each.first_token_due_s for each in rivals)
+            del waiting[first.request_id]
+    drained = q.queue.drain()
+    assert {each.request_id for each in drained} == set(waiting)

@@ -108,14 +108,17 @@ class Driver:
         deadline_in_s: float = 60.0,
         tenant: str = "salt",
         ttft_s: float | None = None,
+        slo_s: float | None = None,
         prompt: Sequence[int] = PROMPT,
         **params: int,
     ) -> RequestId:
+        """Let a request come. `slo_s`: the objective for both times."""
         self._num_requests += 1
         request_id = RequestId(self._num_requests.to_bytes(16))
         sampling = SamplingParams(**{"max_tokens": 4, **params})  # type: ignore[arg-type]
         deadline_s = self.now_s + deadline_in_s
-        self.post(RequestArrived(request_id, prompt, sampling, self.now_s, deadline_s, priority, tenant, ttft_s))
+        slos_s = (slo_s, slo_s) if slo_s is not None else (ttft_s, None)
+        self.post(RequestArrived(request_id, prompt, sampling, self.now_s, deadline_s, priority, tenant, *slos_s))
         return request_id
 
     def placed(self) -> Place:
