@@ -8,27 +8,16 @@ from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
 from hypothesis import given, settings
+from router_driver import LENGTH, Delta, Driver
 
-from pdserve.ids import PROTOCOL_VERSION, Attempt, Incarnation, RequestId, WorkerId
-from pdserve.kvlayout import KvLayout
+from pdserve.ids import Attempt, Incarnation, RequestId, WorkerId
 from pdserve.load import ReportedLoad
 from pdserve.perfmodel.curve import Step
 from pdserve.perfmodel.model import ENOUGH_STEPS
 from pdserve.reports import Failure, Stage
 from pdserve.roles import Role
-from pdserve.router.commands import (
-    CancelAttempt,
-    Command,
-    Deliver,
-    DropLink,
-    End,
-    Finished,
-    Place,
-    Refused,
-    SequenceSpec,
-)
+from pdserve.router.commands import CancelAttempt, Command, Deliver, DropLink, End, Finished, Place, SequenceSpec
 from pdserve.router.config import Limits
-from pdserve.router.core import RouterCore
 from pdserve.router.events import (
     AttemptFailed,
     ClientGone,
@@ -37,35 +26,18 @@ from pdserve.router.events import (
     LinkLost,
     LoadReported,
     ProcessEnded,
-    Registration,
-    RequestArrived,
     ShutdownDue,
     StageReached,
     StepReported,
     StopStringFound,
-    Tick,
 )
 from pdserve.router.policies import POLICIES
-from pdserve.router.predict import Predictor
 from pdserve.router.routing import Decision, Demand, Group, Placed
-from pdserve.sampling import SamplingParams
 
 LIMITS = Limits(max_num_requests=4, max_num_held=2)
-LAYOUT = KvLayout("w", 1, 1, 8, 16, "float32")
 DEADLINE_S = 30.0
 STEP_S = 0.01
 Key = tuple[RequestId, Attempt]
-
-
-@dataclass(frozen=True)
-class Delta:
-    request_id: bytes
-    attempt: int
-    index: int
-    position: int
-    token_ids: tuple[int, ...]
-    finish_reason: int = 0
-    logprobs: tuple[object, ...] = ()
 
 
 def token_of(request_id: bytes, index: int, position: int) -> int:
@@ -77,7 +49,7 @@ class Worker:
     """A worker of which every message may be late, but none overtakes another of its own."""
 
     link: LinkId
-    registration: Registration
+    worker_id: WorkerId
     role_epoch: int = 0
     specs: dict[Key, SequenceSpec] = field(default_factory=dict)
     leaving: set[Key] = field(default_factory=set)  # of these, decoded elsewhere
@@ -112,7 +84,7 @@ class Worker:
                 continue
             tokens = tuple(token_of(spec.request_id, index, position) for position in range(start, stop))
             is_last = stop == spec.params.max_tokens
-            deltas.append(Delta(spec.request_id, spec.attempt, index, start, tokens, 2 * is_last))
+            deltas.append(Delta(spec.request_id, spec.attempt, index, start, tokens, LENGTH * is_last))
             self.next_position[key, index] = stop
         if deltas:
             self.outbox.append(StepReported(self.link, deltas))
@@ -121,75 +93,53 @@ class Worker:
             del self.specs[key]
 
 
-@dataclass
-class Client:
-    num_prompt_tokens: int
-    n: int
-    max_tokens: int
-    tokens: dict[int, list[int]]
-    end: Finished | Refused | None = None
-
-
-class World:
+class World(Driver):
     """The core with everything around it; checks each command against what was promised."""
 
     def __init__(self, policy: str, *, local: bool) -> None:
         """With `local`, decode workers may compute prompts themselves."""
-        predictor = Predictor()
-        self._policy, self._compares = POLICIES[policy](predictor), policy != "round_robin"
-        self.core = RouterCore("m", LIMITS.model_copy(update={"local_prefill": local}), self._decide, predictor)
-        self.now_s = 0.0
+        super().__init__(LIMITS.model_copy(update={"local_prefill": local}), policy=policy)
+        self._compares = policy != "round_robin"
         self.workers: dict[LinkId, Worker] = {}
-        self.clients: dict[RequestId, Client] = {}
+        self.requests: list[RequestId] = []
         self.has_lied = False
-        self._num_links = 0
 
-    def post(self, event: Event) -> None:
-        for command in self.core.handle(event, self.now_s):
-            self._check(command)
-
-    def _decide(self, groups: Seq[Group], demand: Demand) -> Decision:
-        decision = self._policy(groups, demand)
+    def decide(self, groups: Seq[Group], demand: Demand) -> Decision:
+        decision = super().decide(groups, demand)
         if isinstance(decision, Placed):
             assert (decision.score is not None) is self._compares
             assert decision.score is None or 0 <= decision.score <= 1
         return decision
 
-    def _check(self, command: Command) -> None:
-        match command:
-            case Place(spec, prefill, decode):
-                self._check_spec(spec)
-                if prefill is not None:
-                    self.workers[prefill.link].take(spec, leaves=decode is not None)
-                if decode is not None:
-                    self.workers[decode.link].take(spec)
-            case CancelAttempt():
-                self.workers[command.link].cancel(command)
-            case DropLink(link):
-                del self.workers[link]
-            case Deliver():
-                self._check_tokens(command)
-            case End(request_id, outcome):
-                client = self.clients[request_id]
-                assert client.end is None, "ended twice"
-                client.end = outcome
-                if isinstance(outcome, Finished):
-                    self._check_ledger(outcome)
+    def post(self, event: Event) -> list[Command]:
+        over = set(self.ends)
+        for command in super().post(event):
+            match command:
+                case Place(spec, prefill, decode):
+                    assert spec.request_id not in over
+                    self._check_spec(spec)
+                    if prefill is not None:
+                        self.workers[prefill.link].take(spec, leaves=decode is not None)
+                    if decode is not None:
+                        self.workers[decode.link].take(spec)
+                case CancelAttempt():
+                    self.workers[command.link].cancel(command)
+                case DropLink(link):
+                    del self.workers[link]
+                case Deliver(request_id, index):
+                    assert request_id not in over, "tokens after the end"
+                    tokens = self.delivered[request_id, index]
+                    assert tokens == [token_of(request_id, index, position) for position in range(len(tokens))]
+                case End(request_id, outcome):
+                    over.add(request_id)
+                    if isinstance(outcome, Finished):
+                        self._check_ledger(outcome)
+        return self.last
 
     def _check_spec(self, spec: SequenceSpec) -> None:
-        client = self.clients[spec.request_id]
-        assert client.end is None
-        delivered = list(spec.token_ids[spec.num_prompt_tokens :])
+        known = list(spec.token_ids[spec.num_prompt_tokens :])
         for index in spec.indices:
-            assert client.tokens[index] == delivered
-
-    def _check_tokens(self, command: Deliver) -> None:
-        client = self.clients[command.request_id]
-        assert client.end is None, "tokens after the end"
-        tokens = client.tokens[command.index]
-        for token in command.token_ids:
-            assert token == token_of(command.request_id, command.index, len(tokens))
-            tokens.append(token)
+            assert self.delivered.get((spec.request_id, index), []) == known
 
     def _check_ledger(self, outcome: Finished) -> None:
         steps = outcome.ledger.steps
@@ -202,44 +152,13 @@ class World:
         """Whether a prompt is yet to be computed elsewhere before it is decoded."""
         return any(key in worker.specs and key in worker.leaving for worker in self.workers.values())
 
-    def attach(self, role: Role, worker_id: str) -> None:
-        self._num_links += 1
-        link = LinkId(self._num_links)
-        registration = Registration(
-            link,
-            WorkerId(worker_id),
-            Incarnation(self._num_links),
-            role,
-            PROTOCOL_VERSION,
-            True,
-            "m",
-            LAYOUT,
-            100,
-            8,
-            1000,
-            "a",
-        )
-        self.workers[link] = Worker(link, registration)
-        self.post(registration)
+    def join(self, role: Role, name: str) -> None:
+        link = LinkId(self._num_links + 1)
+        self.workers[link] = Worker(link, WorkerId(name))
+        self.attach(name, incarnation=link, role=role)
         step = Step(3, 9) if role is Role.PREFILL else Step(sequences=1, kv_tokens=4)
         for _ in range(ENOUGH_STEPS):  # so that a policy may refuse for an objective's sake
             self.post(StepReported(link, [], step, STEP_S))
-
-    def arrive(self, n: int, max_tokens: int, priority: int, slo_s: float | None) -> None:
-        request_id = RequestId(len(self.clients).to_bytes(16))
-        self.clients[request_id] = Client(3, n, max_tokens, {i: [] for i in range(n)})
-        params = SamplingParams(n=n, max_tokens=max_tokens)
-        deadline_s = self.now_s + DEADLINE_S
-        tenant = f"tenant {n}"
-        event = RequestArrived(request_id, (1, 2, 3), params, self.now_s, deadline_s, priority, tenant, slo_s, slo_s)
-        self.post(event)
-
-    def advance(self, seconds: float) -> None:
-        until_s = self.now_s + seconds
-        while (due_s := self.core.next_wakeup_s()) is not None and due_s <= until_s:
-            self.now_s = max(self.now_s, due_s)
-            self.post(Tick())
-        self.now_s = until_s
 
 
 OFTEN = ["hear"] * 8 + ["compute"] * 8 + ["arrive"] * 3 + ["attach"] * 2
@@ -255,7 +174,7 @@ def test_every_request_ends_once_and_its_tokens_come_once_in_order(data: st.Data
     local = data.draw(st.booleans())
     world = World(data.draw(st.sampled_from(sorted(POLICIES))), local=local)
     for name in data.draw(st.sampled_from(CLUSTERS + ALONE * local)):
-        world.attach(Role.PREFILL if name[0] == "p" else Role.DECODE, name)
+        world.join(Role.PREFILL if name[0] == "p" else Role.DECODE, name)
     for _ in range(data.draw(st.integers(10, 60))):
         _act(world, data.draw(ACTIONS), data)
         assert world.core.num_active <= LIMITS.max_num_requests
@@ -264,10 +183,11 @@ def test_every_request_ends_once_and_its_tokens_come_once_in_order(data: st.Data
         world.post(ShutdownDue())
     else:
         _wait_for_deadlines(world)
-    for client in world.clients.values():
-        assert client.end is not None
-        if isinstance(client.end, Finished):
-            assert client.end.usage.completion_tokens == sum(map(len, client.tokens.values()))
+    assert world.ends.keys() == set(world.requests)
+    for request, end in world.ends.items():
+        if isinstance(end, Finished):
+            delivered = [len(tokens) for (whose, _), tokens in world.delivered.items() if whose == request]
+            assert end.usage.completion_tokens == sum(delivered)
     world.core.check_idle()
     told = all(not worker.specs for worker in world.workers.values())
     assert told or world.has_lied, "a worker goes on with a request that has ended"
@@ -278,7 +198,7 @@ def _wait_for_deadlines(world: World) -> None:
     for _ in range(int(DEADLINE_S) + 1):
         for link in tuple(world.workers):
             world.post(LoadReported(link, ReportedLoad(100)))
-        world.advance(1.0)
+        world.run(1.0)
 
 
 def _act(world: World, action: str, data: st.DataObject) -> None:
@@ -286,12 +206,16 @@ def _act(world: World, action: str, data: st.DataObject) -> None:
         case "arrive":
             n, max_tokens = data.draw(st.sampled_from([1, 1, 3])), data.draw(st.integers(1, 6))
             slo_s = data.draw(st.sampled_from([None, STEP_S / 10, 1.5 * STEP_S, 10 * STEP_S]))
-            world.arrive(n, max_tokens, data.draw(st.integers(0, 2)), slo_s)
+            priority, tenant = data.draw(st.integers(0, 2)), f"tenant {n}"
+            terms = {"n": n, "max_tokens": max_tokens}
+            world.requests.append(
+                world.arrive(priority=priority, deadline_in_s=DEADLINE_S, tenant=tenant, slo_s=slo_s, **terms)
+            )
         case "attach":
             role = data.draw(st.sampled_from(Role))
-            world.attach(role, f"{role.value[0]}{data.draw(st.integers(0, 1))}")
+            world.join(role, f"{role.value[0]}{data.draw(st.integers(0, 1))}")
         case "wait":
-            world.advance(data.draw(st.sampled_from([0.01, 0.1, 1.0, 6.0])))
+            world.run(data.draw(st.sampled_from([0.01, 0.1, 1.0, 6.0])))
         case "leave" | "stop":
             _act_of_client(world, action, data)
         case _:
@@ -302,7 +226,7 @@ def _act(world: World, action: str, data: st.DataObject) -> None:
 
 
 def _act_of_client(world: World, action: str, data: st.DataObject) -> None:
-    able = [request_id for request_id, client in world.clients.items() if action == "leave" or client.tokens[0]]
+    able = [request for request in world.requests if action == "leave" or (request, 0) in world.delivered]
     if able:
         request_id = data.draw(st.sampled_from(able))
         world.post(ClientGone(request_id) if action == "leave" else StopStringFound(request_id, 0))
@@ -311,7 +235,6 @@ def _act_of_client(world: World, action: str, data: st.DataObject) -> None:
 def _act_of_worker(  # noqa: C901 - one match
     world: World, worker: Worker, action: str, data: st.DataObject
 ) -> None:
-    told = worker.registration
     if action == "hear":
         world.post(worker.outbox.popleft())
         return
@@ -331,7 +254,7 @@ def _act_of_worker(  # noqa: C901 - one match
             world.post(LinkLost(worker.link, "died"))
             del world.workers[worker.link]
         case "gone":
-            world.post(ProcessEnded(told.worker_id, told.incarnation))
+            world.post(ProcessEnded(worker.worker_id, Incarnation(worker.link)))
         case "fail":
             worker.specs.pop(key)
             failure = data.draw(st.sampled_from(Failure))

@@ -26,6 +26,7 @@ from pdserve.router.events import (
 )
 from pdserve.router.policies import POLICIES
 from pdserve.router.predict import Predictor
+from pdserve.router.routing import Decision, Demand, Group
 from pdserve.sampling import PromptLogprobs, SamplingParams
 
 LAYOUT = KvLayout("w", 1, 1, 8, 16, "float32")
@@ -55,7 +56,8 @@ class Driver:
 
     def __init__(self, limits: Limits | None = None, *, policy: str = "least_loaded") -> None:
         self.predictor = Predictor()
-        self.core = RouterCore("m", limits or Limits(), POLICIES[policy](self.predictor), self.predictor)
+        self._policy = POLICIES[policy](self.predictor)
+        self.core = RouterCore("m", limits or Limits(), self.decide, self.predictor)
         self.now_s = 100.0
         self.delivered: dict[tuple[RequestId, int], list[int]] = {}
         self.scored: dict[RequestId, list[float]] = {}  # log probabilities of prompt tokens
@@ -63,6 +65,9 @@ class Driver:
         self.last: list[Command] = []
         self._num_links = 0
         self._num_requests = 0
+
+    def decide(self, groups: Sequence[Group], demand: Demand) -> Decision:
+        return self._policy(groups, demand)
 
     def post(self, event: Event) -> list[Command]:
         self.last = self.core.handle(event, self.now_s)
