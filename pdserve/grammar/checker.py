@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
+from signal import SIGSEGV
 
 from pdserve.errors import RequestError, Status, echo, invalid
 from pdserve.sampling import StructuredOutput
@@ -23,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 COMPILE_S = 1.5
 START_S = 20.0  # of a child, on a busy machine
-START_TRIES = 3  # a child may end as it starts
 MAX_CHILDREN = 2
 FORGET_S = 60.0  # after which what took too long, or more than a child has, is tried again
 MAX_WAITING = 64  # checks
@@ -31,7 +31,8 @@ MAX_WAITING_OF_TENANT = 32
 MAX_REMEMBERED = 256
 MAX_LINE_BYTES = 1 << 20
 COMMAND = (sys.executable, "-P", "-m", "pdserve.grammar.child")
-NOT_STARTED = "the process that compiles does not start"
+TOO_DEEP = "it is nested too deeply to compile"
+TOO_MUCH_MEMORY = "it takes more memory to compile than there is"
 
 
 @dataclass(slots=True, eq=False)
@@ -109,16 +110,15 @@ class Checker:
         """Return what is wrong with a specification, or None."""
         async with self._children:
             check.is_queued = False
-            with suppress(EOFError):  # a child may have been ended by others: only what ends two is at fault itself
-                return await self._compile(structured, check)
-            try:
-                return await self._compile(structured, check)
-            except EOFError:
+            problem, lasts = await self._compile(structured)
+            if problem == TOO_MUCH_MEMORY:  # a child killed as memory ran short may have been no cause of that
+                problem, lasts = await self._compile(structured)
+            if not lasts:
                 check.forget_at_s = asyncio.get_running_loop().time() + FORGET_S
-                return "it is nested too deeply to compile"
+            return problem
 
-    async def _compile(self, structured: StructuredOutput, check: _Check) -> str | None:
-        """Let a child compile a specification; EOFError where the child ends."""
+    async def _compile(self, structured: StructuredOutput) -> tuple[str | None, bool]:
+        """Let a child compile a specification; return what is wrong, and whether it would always be."""
         child = self._idle.pop() if self._idle else await self._start()
         is_well = False
         try:
@@ -127,10 +127,12 @@ class Checker:
                 problem = await _ask(child, asked.encode() + b"\n")
             is_well = True
         except TimeoutError:
-            check.forget_at_s = asyncio.get_running_loop().time() + FORGET_S
-            return f"it takes longer than {COMPILE_S} s to compile"
+            return f"it takes longer than {COMPILE_S} s to compile", False
+        except EOFError:
+            await _end(child)
+            return TOO_DEEP if child.returncode == -SIGSEGV else TOO_MUCH_MEMORY, False
         else:
-            return problem
+            return problem, True
         finally:
             if is_well:
                 self._idle.append(child)
@@ -141,25 +143,21 @@ class Checker:
         """Start a child; RequestError where it cannot serve this model."""
         if not self._opening:
             self._opening = await asyncio.to_thread(self._make_opening)  # many megabytes
-        problem: str | None = None
-        for _ in range(START_TRIES):
-            child = await asyncio.create_subprocess_exec(
-                *COMMAND, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=MAX_LINE_BYTES
-            )
-            problem = NOT_STARTED
-            try:
-                with suppress(EOFError, TimeoutError):
-                    async with asyncio.timeout(START_S):
-                        problem = await _ask(child, self._opening)
-            finally:
-                if problem is not None:
-                    await _end(child)
-            if problem is None:
-                return child
-            logger.warning("structured output: %s (status %s)", problem, child.returncode)
-            if problem != NOT_STARTED:
-                break
-        raise RequestError(Status.INTERNAL, f"structured_output: {problem}")
+        child = await asyncio.create_subprocess_exec(
+            *COMMAND, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, limit=MAX_LINE_BYTES
+        )
+        problem: str | None = "the process that compiles does not start"
+        try:
+            with suppress(EOFError, TimeoutError):
+                async with asyncio.timeout(START_S):
+                    problem = await _ask(child, self._opening)
+        finally:
+            if problem is not None:
+                await _end(child)
+        if problem is not None:
+            logger.error("structured output cannot be compiled: %s (status %s)", problem, child.returncode)
+            raise RequestError(Status.INTERNAL, f"structured_output: {problem}")
+        return child
 
     def _make_opening(self) -> bytes:
         first = {"tokenizer": self._tokenizer_json(), "eos_token_ids": self._eos_token_ids}
