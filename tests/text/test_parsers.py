@@ -1,6 +1,7 @@
 """Tool calls and reasoning are read the same whatever the pieces in which an answer comes."""
 
 import json
+import time
 from itertools import pairwise
 
 import pytest
@@ -107,6 +108,21 @@ def test_no_answer_is_too_strange_to_read(answer: str) -> None:
 def test_a_name_that_is_nested_deeply_is_content() -> None:
     nested = '{"name": ' + "[" * 30_000 + "]" * 30_000 + "}"
     assert read("hermes", [f"<tool_call>{nested}</tool_call>"]) == (nested, [])
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        '<tool_call>{"other": "' + "x" * 500_000 + '", "arguments": "' + "y" * 500_000 + '", "name": "late"}',
+        " " * 500_000 + "<tool_call>" + " " * 500_000 + call("weather", WEATHER),
+    ],
+)
+def test_the_time_to_read_a_long_call_is_in_proportion_to_its_length(answer: str) -> None:
+    begin_s = time.thread_time()
+    parser = ToolCallParser(FORMATS["hermes"])
+    events = [event for start in range(0, len(answer), 4) for event in parser.push(answer[start : start + 4])]
+    assert time.thread_time() - begin_s < 8  # mostly 0.5; 20 and more where each piece is added to a text
+    assert [event.name for event in events if isinstance(event, CallBegun)] != []
 
 
 def test_arguments_come_as_they_are_written() -> None:

@@ -1,9 +1,13 @@
 """Reads one tool call, a JSON object with a name and arguments, as it comes."""
 
 import json
+import re
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
+
+_STRUCTURE = re.compile(r'["{}\[\],:]')
+_IN_STRING = re.compile(r'["\\]')
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +25,15 @@ class Arguments:
 
 
 class CallReader:
-    """One object. Its arguments are given out piece by piece once its name is known."""
+    """One object. Its arguments are given out piece by piece once its name is known.
+
+    Each character is looked at once, and kept in pieces that are joined once.
+    """
 
     def __init__(self, argument_keys: Collection[str], name: str | None = None) -> None:
         """With `name`, the object is the arguments of the tool of that name."""
-        self.raw = ""  # all that has come, until something was given out
         self.is_done = False
+        self._raw: list[str] = []  # all that has come, until something was given out
         self._argument_keys = argument_keys
         self._name = name
         self._is_arguments = name is not None
@@ -34,76 +41,93 @@ class CallReader:
         self._depth = 0
         self._in_string = self._is_escaped = False
         self._key: str | None = None
-        self._member = ""  # the text of a key or a value of the object
-        self._pending = ""  # arguments not yet given out
+        self._member: list[str] = []  # the text of a key, or of the name
+        self._pending: list[str] = []  # arguments not yet given out
         self._is_string: bool | None = None  # what the arguments are; None: none have come
+
+    @property
+    def raw(self) -> str:
+        """What has come, as long as nothing was given out."""
+        return "".join(self._raw)
 
     def push(self, text: str) -> tuple[list[CallBegun | Arguments], str]:
         """Take text that begins, or goes on, with the object; return what is known by it, and what follows its end."""
-        for place, char in enumerate(text):
-            if not self._was_begun:
-                self.raw += char
-            self._take(char)
-            if self.is_done:
-                return self._news(), text[place + 1 :]
-        return self._news(), ""
+        place = 0
+        while place < len(text) and not self.is_done:
+            place = self._take(text, place)
+        if not self._was_begun:
+            self._raw.append(text[:place])
+        return self._news(), text[place:]
 
-    def _take(self, char: str) -> None:
-        depth, was_in_string = self._depth, self._in_string
-        self._follow(char)
-        if self._is_arguments:
-            self._take_argument(char)
-            self.is_done = self._depth == 0
-        elif self._depth == 0 or (depth == 1 and char == "," and not was_in_string):
-            self._end_member()
-            self.is_done = self._depth == 0
-        elif depth == 1 and char == ":" and not was_in_string and self._key is None:
-            self._end_key()
-        elif depth > 0:
-            self._member += char
-            if self._key in self._argument_keys:
-                self._take_argument(char)
+    def _take(self, text: str, place: int) -> int:
+        """Take what has no meaning of its own, and the character behind it that has; return where that ends."""
+        if self._is_escaped:
+            self._is_escaped = False
+            self._keep(text[place])
+            return place + 1
+        found = (_IN_STRING if self._in_string else _STRUCTURE).search(text, place)
+        if found is None:
+            self._keep(text[place:])
+            return len(text)
+        if place < found.start():
+            self._keep(text[place : found.start()])
+        self._follow(found[0])
+        return found.end()
 
     def _follow(self, char: str) -> None:
-        """Keep account of strings and brackets."""
-        if self._in_string:
-            self._in_string = self._is_escaped or char != '"'
-            self._is_escaped = char == "\\" and not self._is_escaped
+        """Take a character that begins or ends something."""
+        depth, was_in_string = self._depth, self._in_string
+        if was_in_string:
+            self._in_string, self._is_escaped = char != '"', char == "\\"
         elif char == '"':
             self._in_string = True
         elif char in "{[":
             self._depth += 1
         elif char in "}]":
             self._depth -= 1
+        if self._is_arguments:
+            self._keep(char)
+        elif self._depth == 0 or (depth == 1 and char == "," and not was_in_string):
+            self._end_member()
+        elif depth == 1 and char == ":" and not was_in_string and self._key is None:
+            self._end_key()
+        elif depth > 0:
+            self._keep(char)
+        self.is_done = self._depth == 0
 
-    def _take_argument(self, char: str) -> None:
-        if self._is_string is None and not char.isspace():
-            self._is_string = char == '"'
-        if self._is_string is not None:
-            self._pending += char
+    def _keep(self, text: str) -> None:
+        """Keep a piece of what is being read."""
+        if self._is_arguments or self._key in self._argument_keys:
+            if self._is_string is None:
+                text = text.lstrip()
+                self._is_string = text[0] == '"' if text else None
+            self._pending.append(text)
+        elif self._key is None or self._key == "name":
+            self._member.append(text)
 
     def _end_key(self) -> None:
-        self._key = _string(self._member) or ""
-        self._member = ""
+        self._key = _string("".join(self._member)) or ""
+        self._member = []
 
     def _end_member(self) -> None:
         if self._key == "name":
-            self._name = _string(self._member) or self._name
+            self._name = _string("".join(self._member)) or self._name
         elif self._is_string:
-            text = _string(self._pending)  # a model may write its arguments as a string
-            self._pending, self._is_string = self._pending if text is None else text, False
-        self._key, self._member = None, ""
+            written = "".join(self._pending)
+            text = _string(written)  # a model may write its arguments as a string
+            self._pending, self._is_string = [written if text is None else text], False
+        self._key, self._member = None, []
 
     def _news(self) -> list[CallBegun | Arguments]:
         if self._name is None:
             return []
         news: list[CallBegun | Arguments] = []
         if not self._was_begun:
-            self._was_begun, self.raw = True, ""
+            self._was_begun, self._raw = True, []
             news.append(CallBegun(self._name))
-        if self._pending and not self._is_string:
-            news.append(Arguments(self._pending))
-            self._pending = ""
+        if not self._is_string and (pending := "".join(self._pending)):
+            news.append(Arguments(pending))
+            self._pending = []
         elif self.is_done and self._is_string is None:
             news.append(Arguments("{}"))
         return news

@@ -30,6 +30,7 @@ FORMATS: dict[FormatName, ToolFormat] = {
     "llama3_json": ToolFormat("llama3_json", "<|python_tag|>", "", "parameters", may_be_bare=True, takes_several=False),
     "mistral": ToolFormat("mistral", "[TOOL_CALLS]", "", "arguments", is_list=True),
 }
+MAX_HELD = 1024  # characters: of spaces before an answer, and of what stands between calls, a name for instance
 _ARGUMENT_KEYS = frozenset({"arguments", "parameters"})  # whichever is written is meant
 
 
@@ -90,7 +91,7 @@ class ToolCallParser:
             self._held, self._reader, self._is_at_start = text, CallReader(_ARGUMENT_KEYS), False
             return []
         before, rest, is_there = split_at(self._held, self._format.begin)
-        if self._is_at_start and not before.strip():
+        if self._is_at_start and not before.strip() and len(before) < MAX_HELD:
             if not is_there:
                 return []
             before = ""
@@ -104,7 +105,9 @@ class ToolCallParser:
             self._held, self._is_among_calls = self._held.partition(self._format.end)[2], False
         elif brace:
             self._held = self._held[len(before) :]
-            self._reader = CallReader(_ARGUMENT_KEYS, self._name_in(before) or None)
+            self._reader = CallReader(_ARGUMENT_KEYS, self._name_in(before[-MAX_HELD:]) or None)
+        else:
+            self._held = before[-MAX_HELD:]
 
     def _name_in(self, before: str) -> str:
         """Return the name that stands before the arguments, as later models of Mistral write it, if it does."""
