@@ -1,15 +1,16 @@
-"""Writes values.schema.json of the chart: its own keys, with the settings of processes and policies from their models.
+"""Writes values.schema.json of the chart, by which Helm refuses values and names them.
 
-Helm refuses values that the schema does not allow, and names them. Defaults are in values.yaml alone.
+Keys and their types are those of the defaults in values.yaml; KEYS has what a default does not show. The settings of
+processes and policies are those of their models.
 """
 
 import json
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, create_model
-from pydantic.alias_generators import to_camel
+import yaml
+from pydantic import BaseModel, ConfigDict, create_model
 from pydantic.json_schema import GenerateJsonSchema
 
 from pdserve.autoscaler.config import AutoscalerConfig
@@ -18,7 +19,10 @@ from pdserve.autoscaler.section import Section
 from pdserve.config import ProcessConfig, WorkerConfig
 from pdserve.router.config import RouterConfig
 
-FILE = Path(__file__).parents[1] / "pdserve" / "values.schema.json"
+Schema = dict[str, Any]
+
+CHART = Path(__file__).parents[1] / "pdserve"
+FILE = CHART / "values.schema.json"
 
 # Settings that the chart decides, or has a key of its own for.
 OF_THE_CHART = {
@@ -30,25 +34,90 @@ OF_THE_CHART = {
     *("tensor_parallel_size", "policy", "policy_resource", "name"),
 }
 
-Manifest = dict[str, Any]  # a part of a manifest, which Kubernetes checks
-Names = dict[str, str]
-Count = Annotated[int, Field(ge=0)]
-Port = Annotated[int, Field(ge=1, le=65535)]
-Quantity = Annotated[str, Field(pattern=r"^\d+(\.\d+)?([EPTGMk]i?)?$")]
+
+def _one_of(*texts: str) -> Schema:
+    return {"type": "string", "enum": list(texts)}
 
 
-def _optional(schema: dict[str, Any]) -> None:
-    schema.pop("required", None)
+def _like(pattern: str) -> Schema:
+    return {"type": "string", "pattern": pattern}
 
 
-class Part(BaseModel):
-    """Keys of the chart, of which any may be missing where another part has them."""
+def _at_least(minimum: int) -> Schema:
+    return {"type": "integer", "minimum": minimum}
 
-    model_config = ConfigDict(extra="forbid", alias_generator=to_camel, json_schema_extra=_optional)
+
+def _list_of(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+TEXT: Schema = {"type": "string"}
+MANIFEST: Schema = {"type": "object", "additionalProperties": True}  # a part of a manifest, which Kubernetes checks
+NAMES: Schema = {"type": "object", "additionalProperties": TEXT}
+QUANTITY = _like(r"^\d+(\.\d+)?([EPTGMk]i?)?$")
+
+# By the name of a key, or by its parent's name too where keys of one name differ.
+KEYS: dict[str, Schema] = {
+    **dict.fromkeys(("annotations", "labels", "podAnnotations", "podLabels", "nodeSelector"), NAMES),
+    **dict.fromkeys(("tokenSecret", "issuerRef"), NAMES),
+    **dict.fromkeys(("extraArgs", "dnsNames", "hostnames", "loadBalancerSourceRanges"), _list_of(TEXT)),
+    **dict.fromkeys(("sharedMemory", "sizeLimit"), QUANTITY),
+    **dict.fromkeys(("maxSkew", "rdma.count", "durationDays", "waitingPerReplica", "maxTokens"), _at_least(1)),
+    **dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), _at_least(1)),
+    "startupTimeoutSeconds": _at_least(2),
+    "maxUnavailable": {"anyOf": [_at_least(0), _like(r"^\d+%$")]},
+    "imagePullSecrets": _list_of(NAMES),
+    "ports": _list_of({"type": "integer", "minimum": 1, "maximum": 65535}),
+    "rdma.devices": _list_of(_like(r"^\w+:\d+$")),
+    "digest": _like(r"^(sha256:[0-9a-f]{64})?$"),
+    "interval": _like(r"^\d+(ms|s|m)$"),
+    "trustDomain": _like(r"^[a-z0-9._-]+$"),
+    "model.path": {"type": "string", "minLength": 1},
+    "pullPolicy": _one_of("Always", "IfNotPresent", "Never"),
+    "whenUnsatisfiable": _one_of("DoNotSchedule", "ScheduleAnyway"),
+    "service.type": _one_of("ClusterIP", "NodePort", "LoadBalancer"),
+    "ingress.port": _one_of("http", "grpc"),
+    "route.kind": _one_of("GRPCRoute", "HTTPRoute"),
+    "model.source": _one_of("catalog", "builtIn", "pvc", "image", "hub"),
+    "public.from": _one_of("secret", "certManager", "chart"),
+    "identity.from": _one_of("none", "secret", "certManager"),
+    "autoscaling.by": _one_of("none", "pdserve", "hpa", "keda"),
+    "follow": _one_of("desired", "waiting"),
+    "policyAs": _one_of("ConfigMap", "AutoscalingPolicy"),
+    "metrics": _one_of("none", "PodMonitor", "ServiceMonitor"),
+}
+
+
+def _shape(default: object, name: str, parent: str = "") -> Schema:
+    """Return the schema of a key with this default."""
+    known = KEYS.get(f"{parent}.{name}", KEYS.get(name))
+    if known is not None:
+        return known
+    match default:
+        case bool():
+            return {"type": "boolean"}
+        case int():
+            return _at_least(0)
+        case str():
+            return TEXT
+        case list():
+            return _list_of(MANIFEST)
+        case dict() if default:
+            return _object({key: _shape(each, key, name) for key, each in default.items()})
+        case _:
+            return MANIFEST
+
+
+def _object(properties: Schema) -> Schema:
+    return {"type": "object", "additionalProperties": False, "properties": properties}
 
 
 class _Settings(BaseModel):
-    model_config = ConfigDict(extra="forbid", protected_namespaces=(), json_schema_extra=_optional)
+    """Settings of a process, of which none is required: the chart has the others."""
+
+    model_config = ConfigDict(
+        extra="forbid", protected_namespaces=(), json_schema_extra=lambda schema: schema.pop("required", None)
+    )
 
 
 def _without(cls: type[BaseModel], base: type[BaseModel], names: Collection[str]) -> Any:  # noqa: ANN401 - a model
@@ -57,248 +126,17 @@ def _without(cls: type[BaseModel], base: type[BaseModel], names: Collection[str]
     return create_model(f"{cls.__name__}Values", __base__=base, __doc__=cls.__doc__, **fields)
 
 
-ProcessValues = _without(ProcessConfig, _Settings, OF_THE_CHART)
-RouterValues = _without(RouterConfig, _Settings, OF_THE_CHART)
-WorkerValues = _without(WorkerConfig, _Settings, OF_THE_CHART)
-OperatorValues = _without(AutoscalerConfig, _Settings, OF_THE_CHART)
-PolicyValues = _without(Policy, Section, {"api_version", "kind", "actuator"})
-
-
-class Image(Part):
-    repository: str
-    tag: str
-    digest: Annotated[str, Field(pattern=r"^(sha256:[0-9a-f]{64})?$")]
-    pull_policy: Literal["Always", "IfNotPresent", "Never"]
-
-
-class TopologySpread(Part):
-    max_skew: Annotated[int, Field(ge=1)]
-    topology_key: str
-    when_unsatisfiable: Literal["DoNotSchedule", "ScheduleAnyway"]
-
-
-class DisruptionBudget(Part):
-    enabled: bool
-    max_unavailable: Count | Annotated[str, Field(pattern=r"^\d+%$")]
-
-
-class Pods(Part):
-    image: Image
-    replicas: Count
-    config: ProcessValues
-    extra_args: list[str]
-    extra_env: list[Manifest]
-    resources: Manifest
-    drain_timeout_seconds: Count
-    startup_timeout_seconds: Annotated[int, Field(ge=2)]
-    node_selector: Names
-    tolerations: list[Manifest]
-    affinity: Manifest
-    topology_spread: TopologySpread
-    priority_class_name: str
-    runtime_class_name: str
-    strategy: Manifest
-    pod_annotations: Names
-    pod_labels: Names
-    extra_volumes: list[Manifest]
-    extra_volume_mounts: list[Manifest]
-    pod_disruption_budget: DisruptionBudget
-
-
-class Service(Part):
-    type: Literal["ClusterIP", "NodePort", "LoadBalancer"]
-    annotations: Names
-    load_balancer_source_ranges: list[str]
-
-
-class Ingress(Part):
-    enabled: bool
-    port: Literal["http", "grpc"]
-    class_name: str
-    annotations: Names
-    host: str
-    tls_secret: str
-
-
-class Route(Part):
-    enabled: bool
-    kind: Literal["GRPCRoute", "HTTPRoute"]
-    annotations: Names
-    parent_refs: list[Manifest]
-    hostnames: list[str]
-
-
-class Router(Pods):
-    config: RouterValues
-    pre_stop_sleep_seconds: Count
-    service: Service
-    ingress: Ingress
-    route: Route
-
-
-class Operator(Pods):
-    config: OperatorValues
-    watch_nodes: bool
-
-
-class Devices(Part):
-    count: Count
-    resource: str
-
-
-class Rdma(Part):
-    enabled: bool
-    resource_name: str
-    count: Annotated[int, Field(ge=1)]
-    networks: str
-    devices: list[Annotated[str, Field(pattern=r"^\w+:\d+$")]]
-    ipc_lock: bool
-
-
-class Workers(Pods):
-    config: WorkerValues
-    devices: Devices
-    shared_memory: Quantity
-    rdma: Rdma
-
-
-class Volume(Part):
-    claim_name: str
-    sub_path: str
-
-
-class ModelImage(Part):
-    reference: str
-    pull_policy: Literal["Always", "IfNotPresent", "Never"]
-
-
-class Hub(Part):
-    repository: str
-    revision: str
-    token_secret: Names
-    size_limit: Quantity
-
-
-class Model(Part):
-    path: Annotated[str, Field(min_length=1)]
-    served_name: str
-    source: Literal["catalog", "builtIn", "pvc", "image", "hub"]
-    pvc: Volume
-    image: ModelImage
-    hub: Hub
-
-
-class Existing(Part):
-    existing_secret: str
-
-
-class PublicTls(Existing):
-    from_: Annotated[Literal["secret", "certManager", "chart"], Field(alias="from")]
-    dns_names: list[str]
-    issuer_ref: Names
-    duration_days: Annotated[int, Field(ge=1)]
-
-
-class RoleSecrets(Part):
-    router: str
-    worker: str
-    operator: str
-
-
-class Identity(Part):
-    from_: Annotated[Literal["none", "secret", "certManager"], Field(alias="from")]
-    trust_domain: Annotated[str, Field(pattern=r"^[a-z0-9._-]+$")]
-    issuer_ref: Names
-    existing_secrets: RoleSecrets
-
-
-class Tls(Part):
-    public: PublicTls
-    identity: Identity
-
-
-class Autoscaling(Part):
-    by: Literal["none", "pdserve", "hpa", "keda"]
-    follow: Literal["desired", "waiting"]
-    policy_as: Literal["ConfigMap", "AutoscalingPolicy"]
-    policy: PolicyValues
-    waiting_per_replica: Annotated[int, Field(ge=1)]
-    prometheus: str
-    behavior: Manifest
-
-
-class KubernetesApi(Part):
-    to: list[Manifest]
-    ports: list[Port]
-
-
-class NetworkPolicy(Part):
-    enabled: bool
-    clients: list[Manifest]
-    prometheus: list[Manifest]
-    dns: list[Manifest]
-    kubernetes_api: KubernetesApi
-    extra_egress: list[Manifest]
-    extra_ingress: list[Manifest]
-
-
-class Rules(Part):
-    enabled: bool
-
-
-class Dashboards(Rules):
-    labels: Names
-    annotations: Names
-
-
-class Monitoring(Part):
-    metrics: Literal["none", "PodMonitor", "ServiceMonitor"]
-    interval: Annotated[str, Field(pattern=r"^\d+(ms|s|m)$")]
-    labels: Names
-    rules: Rules
-    dashboards: Dashboards
-
-
-class PodSecurity(Part):
-    run_as_user: Annotated[int, Field(ge=1)]
-    run_as_group: Annotated[int, Field(ge=1)]
-    fs_group: Annotated[int, Field(ge=1)]
-
-
-class Question(Part):
-    prompt: str
-    max_tokens: Annotated[int, Field(ge=1)]
-
-
-class Global(Part):
-    model_config = ConfigDict(extra="allow")  # charts that hold this one have keys of their own here
-
-    image_registry: str
-
-
-class Values(Part):
-    """Values of the chart pdserve."""
-
-    name_override: str
-    fullname_override: str
-    global_: Annotated[Global, Field(alias="global")]
-    image_pull_secrets: list[Names]
-    model: Model
-    secret: Existing
-    keys: Existing
-    tls: Tls
-    pods: Pods
-    router: Router
-    workers: Workers
-    prefill: Workers
-    decode: Workers
-    operator: Operator
-    autoscaling: Autoscaling
-    network_policy: NetworkPolicy
-    monitoring: Monitoring
-    pod_security: PodSecurity
-    test: Question
-    extra_objects: list[Manifest]
+_PROCESSES: dict[str, type[ProcessConfig]] = {
+    "pods": ProcessConfig,
+    "router": RouterConfig,
+    "workers": WorkerConfig,
+    "operator": AutoscalerConfig,
+}
+_Models = create_model(
+    "Models",
+    policy=_without(Policy, Section, {"api_version", "kind", "actuator"}),
+    **{part: _without(config, _Settings, OF_THE_CHART) for part, config in _PROCESSES.items()},
+)
 
 
 class _Plain(GenerateJsonSchema):
@@ -315,8 +153,18 @@ class _Plain(GenerateJsonSchema):
 
 def values_schema() -> str:
     """Return the JSON Schema of the chart's values."""
-    schema = Values.model_json_schema(schema_generator=_Plain)
-    return json.dumps({"$schema": _Plain.schema_dialect, **schema}, indent=1) + "\n"
+    models = _Models.model_json_schema(schema_generator=_Plain)
+    keys = yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8"))
+    values = {key: _shape(default, key) for key, default in keys.items()}
+    common = {key: {"$ref": f"#/properties/pods/properties/{key}"} for key in values["pods"]["properties"]}
+    for part in _PROCESSES:
+        own = values[part]["properties"]
+        values[part] = _object({**own, **(common if part != "pods" else {}), "config": models["properties"][part]})
+    values["prefill"] = values["decode"] = {"$ref": "#/properties/workers"}
+    values["autoscaling"]["properties"]["policy"] = models["properties"]["policy"]
+    values["global"]["additionalProperties"] = True  # charts that hold this one have keys of their own there
+    schema = {"$schema": _Plain.schema_dialect, "$defs": models["$defs"], **_object(values)}
+    return json.dumps(schema, indent=1) + "\n"
 
 
 if __name__ == "__main__":
