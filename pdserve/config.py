@@ -3,19 +3,16 @@
 A default is written in one place: the field that has it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from pdserve.certificates import CERTIFICATE
-from pdserve.errors import ConfigError
 from pdserve.prefix_hash import BLOCK_TOKENS
 from pdserve.roles import Role
-from pdserve.yaml_models import did_you_mean
+from pdserve.yaml_models import read_model
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["text", "json"]
@@ -239,43 +236,6 @@ class WorkerConfig(ProcessConfig):
 
 
 def load_config(cls: type[_Config], file: Path | None = None, flags: Mapping[str, object] | None = None) -> _Config:
-    """Return the settings of `file`, overridden by `flags`; ConfigError names the key and where it stands."""
-    settings = _read_yaml(file) if file is not None else {}
+    """Return the settings of `file`, overridden by `flags` that are not None; ConfigError names each wrong key."""
     given = {name: value for name, value in (flags or {}).items() if value is not None}
-    try:
-        return cls.model_validate({**settings, **given})
-    except ValidationError as error:
-        worst = min(error.errors(include_url=False), key=_rank)
-        raise ConfigError(_explain(worst, cls.model_fields, file, given)) from error
-
-
-def _rank(error: ErrorDetails) -> int:
-    """Put causes first: a misspelt key often makes another one missing."""
-    return {"extra_forbidden": 0, "missing": 2}.get(error["type"], 1)
-
-
-def _read_yaml(file: Path) -> dict[str, object]:
-    try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config: cannot read {file}: {error}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"config: {file} is not YAML: {' '.join(str(error).split())}") from error
-    if content is None:
-        return {}
-    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise ConfigError(f"config: {file} must hold keys and values, one setting each")
-    return content
-
-
-def _explain(error: ErrorDetails, known: Iterable[str], file: Path | None, flags: Mapping[str, object]) -> str:
-    key = str(error["loc"][0]) if error["loc"] else "config"
-    from_flag = key in flags or file is None
-    shown = f"--{key.replace('_', '-')}" if from_flag else f"{file}: {key}"
-    match error["type"]:
-        case "extra_forbidden":
-            return f"{shown}: unknown key{did_you_mean(key, known)}"
-        case "missing":
-            return f"{shown}: is required"
-        case _:
-            return f"{shown}: {error['input']!r} is refused: {error['msg']}"
+    return read_model(cls, file, given)

@@ -8,10 +8,12 @@ servers, read them here too.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from enum import StrEnum
 from itertools import accumulate, groupby
+from operator import attrgetter
+from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric as Family
@@ -24,6 +26,13 @@ class Kind(StrEnum):
     GAUGE = "gauge"
     COUNTER = "counter"
     HISTOGRAM = "histogram"
+
+
+_FAMILIES: Mapping[Kind, Callable[..., Any]] = {
+    Kind.GAUGE: GaugeMetricFamily,
+    Kind.COUNTER: CounterMetricFamily,
+    Kind.HISTOGRAM: HistogramMetricFamily,
+}
 
 
 @value
@@ -250,36 +259,12 @@ def span_samples(counts: Mapping[str, int]) -> Iterator[Sample]:
 
 def families(samples: Iterable[Sample]) -> Iterator[Family]:
     """Yield what is to be written of samples; those of one metric must follow each other."""
-    for metric, group in groupby(samples, key=_metric_of):
-        match metric.kind:
-            case Kind.GAUGE:
-                gauge = GaugeMetricFamily(metric.name, metric.meaning, labels=metric.labels)
-                for sample in group:
-                    gauge.add_metric(sample.labels, _number(sample))
-                yield gauge
-            case Kind.COUNTER:
-                counter = CounterMetricFamily(metric.name, metric.meaning, labels=metric.labels)
-                for sample in group:
-                    counter.add_metric(sample.labels, _number(sample))
-                yield counter
-            case Kind.HISTOGRAM:
-                histogram = HistogramMetricFamily(metric.name, metric.meaning, labels=metric.labels)
-                for sample in group:
-                    histogram.add_metric(sample.labels, *_distribution(sample))
-                yield histogram
-
-
-def _metric_of(sample: Sample) -> Metric:
-    return sample.metric
-
-
-def _number(sample: Sample) -> float:
-    if isinstance(sample.amount, Distribution):
-        raise TypeError(f"{sample.metric.name}: a distribution is no {sample.metric.kind}")
-    return sample.amount
-
-
-def _distribution(sample: Sample) -> tuple[list[tuple[str, float]], float]:
-    if not isinstance(sample.amount, Distribution):
-        raise TypeError(f"{sample.metric.name}: a number is no histogram")
-    return sample.amount.buckets(), sample.amount.total
+    for metric, group in groupby(samples, key=attrgetter("metric")):
+        family = _FAMILIES[metric.kind](metric.name, metric.meaning, labels=metric.labels)
+        for sample in group:
+            amount, is_distribution = sample.amount, isinstance(sample.amount, Distribution)
+            if is_distribution is not (metric.kind is Kind.HISTOGRAM):
+                raise TypeError(f"{metric.name}: a {type(amount).__name__} is no {metric.kind}")
+            counted = (amount.buckets(), amount.total) if isinstance(amount, Distribution) else (amount,)
+            family.add_metric(sample.labels, *counted)
+        yield family

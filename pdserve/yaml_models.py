@@ -1,7 +1,7 @@
-"""Models read from YAML or JSON files. Whatever is wrong is named with file, line, field and limit."""
+"""Models read from YAML or JSON files, and from flags. Whatever is wrong is named with file, line, field and limit."""
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,14 +27,27 @@ class FieldError(ValueError):
         self.problem = problem
 
 
-def read_model(cls: type[Model], path: Path) -> Model:
-    """Read a model by its fields' aliases; ConfigError names the file, and line, field and limit of each fault."""
-    node, content = _parse(path)
+def read_model(cls: type[Model], path: Path | None, flags: Mapping[str, object] | None = None) -> Model:
+    """Read a model by its fields' aliases. Flags, by the same names, override what the file has.
+
+    ConfigError names the flag, or the file and the line, and field and limit of each fault. With flags the file may be
+    empty, or there may be none.
+    """
+    node, content = (None, None) if path is None else _parse(path)
+    if flags is not None and (content is None or isinstance(content, dict)):
+        content = {**(content or {}), **flags}
     try:
         return cls.model_validate(content, by_alias=True, by_name=False)
     except ValidationError as error:
-        faults = sorted(error.errors(include_url=False), key=_rank)
-        raise ConfigError(f"{path}, {'; '.join(_explain(cls, node, fault) for fault in faults)}") from error
+        of_flags, of_file = [], []
+        for fault in sorted(error.errors(include_url=False), key=_rank):
+            if path is None or (fault["loc"] and fault["loc"][0] in (flags or ())):
+                flag = _dotted(fault["loc"]).replace("_", "-")
+                of_flags.append(f"--{flag or 'config'}: {_problem(cls, fault)}")
+            else:
+                of_file.append(_explain(cls, node, fault))
+        shown = [*of_flags, f"{path}, {'; '.join(of_file)}"] if of_file else of_flags
+        raise ConfigError("; ".join(shown)) from error
 
 
 def did_you_mean(key: str, known: Iterable[str]) -> str:
