@@ -43,8 +43,8 @@ def generate(
 
 @grouped_flags
 def chat(
-    once: Annotated[str | None, typer.Option(help="Send this one message and end.", show_default=False)] = None,
-    system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
+    once: Annotated[str | None, typer.Option(help="Send this one message and end.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
     router: Reached = THIS_MACHINES_ROUTER,
     sampling: Sampling = _LONG,
     as_json: AsJson = False,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pdserve.autoscaler.journal import Record
     from pdserve.autoscaler.server import Target
 
-PolicyFile = Annotated[Path, typer.Argument(metavar="POLICY", help="The policy, YAML or JSON.", show_default=False)]
+PolicyFile = Annotated[Path, typer.Argument(metavar="POLICY", help="The policy, YAML or JSON.")]
 
 
 def validate(
@@ -33,7 +33,7 @@ def explain(
     policy: PolicyFile,
     cluster: Annotated[
         str | None,
-        typer.Option(help="Also what the autoscaler of this cluster decided last, and why.", show_default=False),
+        typer.Option(help="Also what the autoscaler of this cluster decided last, and why."),
     ] = None,
 ) -> None:
     """Say in plain sentences what a policy does, and when."""

@@ -30,24 +30,17 @@ Seed = Annotated[int, typer.Option(help="Of the requests and the faults.")]
 
 @grouped_flags
 def load(
-    more: Annotated[
-        list[str] | None, typer.Argument(metavar="[WORKLOAD]...", help="More workloads.", show_default=False)
-    ] = None,
-    workload: Annotated[
-        list[str] | None, typer.Option(metavar="W", help=f"{WORKLOAD_HELP} Repeatable.", show_default=False)
-    ] = None,
+    more: Annotated[list[str] | None, typer.Argument(metavar="[WORKLOAD]...", help="More workloads.")] = None,
+    workload: Annotated[list[str] | None, typer.Option(metavar="W", help=f"{WORKLOAD_HELP} Repeatable.")] = None,
     sizes: Sizes = _SIZES,
     request_rate: Annotated[
         list[float] | None,
         typer.Option(
             help="Requests a second on average: traces are stretched to it, others come at random moments. By default "
             "traces keep their times, and others come all at once. Repeatable: each workload is sent at each rate.",
-            show_default=False,
         ),
     ] = None,
-    max_concurrency: Annotated[
-        int | None, typer.Option(min=1, help="Requests under way at once, at most.", show_default=False)
-    ] = None,
+    max_concurrency: Annotated[int | None, typer.Option(min=1, help="Requests under way at once, at most.")] = None,
     goodput: Goodput = "",
     temperature: Annotated[float, typer.Option(min=0, max=2, help="Of answers; 0: the likeliest tokens.")] = 0.0,
     top_p: Annotated[
@@ -97,15 +90,13 @@ def router(
 
 def frontend(
     model: Model = DEFAULT_MODEL,
-    door: Annotated[list[str] | None, typer.Option(help="grpc or http; repeatable.", show_default=False)] = None,
-    step_ms: Annotated[
-        list[float] | None, typer.Option(help="Of a decode step; repeatable.", show_default=False)
-    ] = None,
-    streams: Annotated[list[int] | None, typer.Option(help="At once; repeatable.", show_default=False)] = None,
-    output_len: Annotated[list[int] | None, typer.Option(help="Tokens; repeatable.", show_default=False)] = None,
+    door: Annotated[list[str] | None, typer.Option(help="grpc or http; repeatable.")] = None,
+    step_ms: Annotated[list[float] | None, typer.Option(help="Of a decode step; repeatable.")] = None,
+    streams: Annotated[list[int] | None, typer.Option(help="At once; repeatable.")] = None,
+    output_len: Annotated[list[int] | None, typer.Option(help="Tokens; repeatable.")] = None,
     prompt_words: Annotated[int, typer.Option(min=1, help="Words of a prompt.")] = 200,
     rounds: Annotated[int, typer.Option(min=1, help="Requests of each stream that count.")] = 4,
-    stream_interval: Annotated[int | None, typer.Option(min=1, help="The router's.", show_default=False)] = None,
+    stream_interval: Annotated[int | None, typer.Option(min=1, help="The router's.")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Measure the CPU time that a streamed request takes of a router, with workers that replay known tokens."""
@@ -143,7 +134,7 @@ def chaos(
     output_len: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 48,
     kill_every: Annotated[float, typer.Option(min=0, help="Seconds between two kills of a worker; 0: none.")] = 5.0,
     freeze_for: Annotated[
-        float | None, typer.Option(help="Freeze workers for so many seconds instead of killing.", show_default=False)
+        float | None, typer.Option(help="Freeze workers for so many seconds instead of killing.")
     ] = None,
     fail_copies: Annotated[
         float, typer.Option(min=0, max=1, help="Share of the copies between workers that are made to fail.")
@@ -152,7 +143,7 @@ def chaos(
     prefill: Prefill = 2,
     decode: Decode = 2,
     dtype: Dtype = "float32",
-    mover: Annotated[str | None, typer.Option(help="The workers' --mover.", show_default=False)] = None,
+    mover: Annotated[str | None, typer.Option(help="The workers' --mover.")] = None,
     num_threads: Threads = None,
     seed: Seed = 0,
     json_file: JsonFile = None,

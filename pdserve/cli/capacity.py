@@ -35,9 +35,7 @@ def sim(
     placement: Annotated[list[str] | None, typer.Option(help="How requests are placed; repeatable.")] = None,
     request_rate: Annotated[
         list[float] | None,
-        typer.Option(
-            help="Requests a second on average, repeatable; by default the highest is searched.", show_default=False
-        ),
+        typer.Option(help="Requests a second on average, repeatable; by default the highest is searched."),
     ] = None,
     attainment: Attainment = 0.9,
     poisson: Poisson = False,

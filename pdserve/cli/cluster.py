@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,20 +11,11 @@ import typer
 
 from pdserve.cli.flags import config_flags, grouped_flags
 from pdserve.cli.on_ray import Platform, check_platform, policy_on_ray
-from pdserve.cli.options import (
-    DEFAULT_MODEL,
-    THIS_MACHINES,
-    AsJson,
-    CaFile,
-    Endpoint,
-    Mixed,
-    Operated,
-)
+from pdserve.cli.options import DEFAULT_MODEL, THIS_MACHINES, AsJson, CaFile, Endpoint, Operated
 from pdserve.config import WorkerConfig
 from pdserve.router.config import RouterConfig
 
 if TYPE_CHECKING:
-    from pdserve.autoscaler.process import PoolSizes
     from pdserve.launch.plan import ClusterSpec
 
 # What the launcher decides for each process.
@@ -39,99 +31,76 @@ ADDRESSES = (
 ClusterArgument = Annotated[
     str, typer.Argument(metavar="[NAME]", envvar="PDSERVE_CLUSTER", help="Which of this machine's clusters.")
 ]
-FewestPrefill = Annotated[
-    int | None,
-    typer.Option("--prefill", help="Prefill workers; by default 1, or the policy's least.", show_default=False),
-]
-FewestDecode = Annotated[
-    int | None,
-    typer.Option("--decode", help="Decode workers; by default 1, or the policy's least.", show_default=False),
-]
-Policy = Annotated[
-    Path | None,
-    typer.Option("--policy", help="Autoscaling policy to follow, see `pdserve autoscale run`.", show_default=False),
-]
-MaxWorkers = Annotated[
-    int | None,
-    typer.Option(
-        "--max-workers",
-        help="Workers that there may be at once; by default those it begins with, or the policy's budget.",
-        show_default=False,
-    ),
-]
-NewName = Annotated[
-    str | None,
-    typer.Option("--name", envvar="PDSERVE_CLUSTER", help="What to call it; by default default.", show_default=False),
-]
-RouterPort = Annotated[
-    int | None,
-    typer.Option(help="Port of the public endpoint; by default 50051 if free, else any.", show_default=False),
-]
-PublicHost = Annotated[
-    str | None, typer.Option(help="Where the public endpoints listen; by default on loopback.", show_default=False)
-]
-HttpPort = Annotated[
-    int | None,
-    typer.Option(help="Port of OpenAI's API over HTTP; by default 8000 if free, else any.", show_default=False),
-]
-On = Annotated[
-    Platform, typer.Option("--on", help="What runs the workers: processes of this machine, or actors of Ray.")
-]
-RayAddress = Annotated[
-    str | None,
-    typer.Option(
-        "--address", help="Ray's address; by default Ray looks for it. Goes with --on ray.", show_default=False
-    ),
-]
-InternalHost = Annotated[
-    str | None,
-    typer.Option(
-        "--internal-host",
-        help="Address of this machine at which workers elsewhere reach the router; by default loopback.",
-        show_default=False,
-    ),
-]
-ModelOfCluster = Annotated[
-    str | None,
-    typer.Argument(
-        help=f"A path, or a name from the catalog or the Hugging Face hub; by default {DEFAULT_MODEL}.",
-        show_default=False,
-    ),
-]
-ClusterConfig = Annotated[
-    Path | None,
-    typer.Option("--config", help="YAML file with router, workers by role, and autoscaler.", show_default=False),
-]
-WorkersSecret = Annotated[
-    Path | None,
-    typer.Option(
-        "--secret-file",
-        help="The cluster's secret, on this machine and on each node of Ray; by default a random one of this machine.",
-        show_default=False,
-    ),
-]
 
 
-@config_flags(WorkerConfig, RouterConfig, without=(*set(PER_PROCESS) - {"served_model_name"}, *ADDRESSES))
-def up(
-    model: ModelOfCluster = None,
-    config: ClusterConfig = None,
-    prefill: FewestPrefill = None,
-    decode: FewestDecode = None,
-    mixed: Mixed = None,
-    policy: Policy = None,
-    max_workers: MaxWorkers = None,
-    name: NewName = None,
-    on: On = Platform.PROCESSES,
-    address: RayAddress = None,
-    internal_host: InternalHost = None,
-    secret_file: WorkersSecret = None,
-    host: PublicHost = None,
-    router_port: RouterPort = None,
-    http_port: HttpPort = None,
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """Workers with which a cluster begins, by role."""
+
+    prefill: Annotated[int | None, typer.Option(help="Prefill workers; by default 1, or the policy's least.")] = None
+    decode: Annotated[int | None, typer.Option(help="Decode workers; by default 1, or the policy's least.")] = None
+    mixed: Annotated[int | None, typer.Option(help="Workers that compute prompts and decode.")] = None
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings of a new cluster, by the names of `ClusterSpec`."""
+
+    policy: Annotated[Path | None, typer.Option(help="Autoscaling policy to follow, see `pdserve autoscale run`.")] = (
+        None
+    )
+    max_workers: Annotated[
+        int | None,
+        typer.Option(
+            help="Workers that there may be at once; by default those it begins with, or the policy's budget."
+        ),
+    ] = None
+    name: Annotated[str | None, typer.Option(envvar="PDSERVE_CLUSTER", help="What to call it; by default default.")] = (
+        None
+    )
+    internal_host: Annotated[
+        str | None,
+        typer.Option(help="Address of this machine at which workers elsewhere reach the router; by default loopback."),
+    ] = None
+    workers_secret_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--secret-file",
+            help="The cluster's secret, on this machine and on each node of Ray; by default a random one of this "
+            "machine.",
+        ),
+    ] = None
+    host: Annotated[str | None, typer.Option(help="Where the public endpoints listen; by default on loopback.")] = None
+    router_port: Annotated[
+        int | None, typer.Option(help="Port of the public endpoint; by default 50051 if free, else any.")
+    ] = None
+    http_port: Annotated[
+        int | None, typer.Option(help="Port of OpenAI's API over HTTP; by default 8000 if free, else any.")
+    ] = None
     tls: Annotated[
         bool | None,
         typer.Option("--tls", help="Certificates of an authority made for this run, inside and for clients."),
+    ] = None
+
+
+_POLICYS, _FILES = Replicas(), Settings()  # what the command line leaves to the policy, and to the file
+
+
+@config_flags(WorkerConfig, RouterConfig, without=(*set(PER_PROCESS) - {"served_model_name"}, *ADDRESSES))
+@grouped_flags
+def up(
+    model: Annotated[
+        str | None,
+        typer.Argument(help=f"A path, or a name from the catalog or the Hugging Face hub; by default {DEFAULT_MODEL}."),
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with router, workers by role, and autoscaler.")] = None,
+    least: Replicas = _POLICYS,
+    own: Settings = _FILES,
+    on: Annotated[
+        Platform, typer.Option(help="What runs the workers: processes of this machine, or actors of Ray.")
+    ] = Platform.PROCESSES,
+    address: Annotated[
+        str | None, typer.Option(help="Ray's address; by default Ray looks for it. Goes with --on ray.")
     ] = None,
     **flags: object,
 ) -> None:
@@ -149,24 +118,10 @@ def up(
     from pdserve.cli.cluster_file import read_cluster
     from pdserve.cli.running import Terminal, serve_until_signal
 
-    settings = {} if config is None else read_cluster(config)
-    own = {
-        "model": model,
-        "policy": policy,
-        "max_workers": max_workers,
-        "host": host,
-        "router_port": router_port,
-        "http_port": http_port,
-        "internal_host": internal_host,
-        "workers_secret_file": secret_file,
-        "tls": tls,
-        "served_model_name": flags.pop("served_model_name", None),
-        "name": name,
-    }
-    settings |= {key: value for key, value in own.items() if value is not None}
-    replicas = settings.setdefault("replicas", {})
-    replicas |= {r: n for r, n in (("prefill", prefill), ("decode", decode), ("mixed", mixed)) if n is not None}
-    given = {key: value for key, value in flags.items() if value is not None}
+    given = _given(flags)
+    named = {"model": model, "served_model_name": given.pop("served_model_name", None)}
+    settings = ({} if config is None else read_cluster(config)) | _given({**named, **asdict(own)})
+    settings["replicas"] = replicas = settings.get("replicas", {}) | _given(asdict(least))
     if on is Platform.RAY:
         wanted = replicas.get("prefill"), replicas.get("decode")
         cluster = settings.get("name", "default")
@@ -174,15 +129,20 @@ def up(
     asyncio.run(serve_until_signal(_spec(settings, given, on, address), Terminal()))
 
 
+def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
 def _spec(settings: dict[str, Any], flags: Mapping[str, object], on: Platform, address: str | None) -> "ClusterSpec":
     """Return the cluster that settings, of a file and of flags for all processes, ask for."""
+    from pdserve.autoscaler.process import PoolSizes, sizes_at_start
     from pdserve.cli.models import fetched, model_name
     from pdserve.launch.plan import ClusterSpec
 
     model, policy = settings.pop("model", DEFAULT_MODEL), settings.pop("policy", None)
     replicas = settings.pop("replicas")
-    num_mixed = replicas.get("mixed", 0)
-    sizes = _sizes(policy, replicas.get("prefill"), replicas.get("decode"))
+    num_mixed = replicas.pop("mixed", 0)
+    sizes = replace(PoolSizes(1, 1, None) if policy is None else sizes_at_start(policy), **replicas)
     check_platform(on, sizes, num_mixed, address)
     secret_file, router_flags = settings.pop("workers_secret_file", None), settings.pop("router_flags", {})
     return ClusterSpec(
@@ -196,19 +156,6 @@ def _spec(settings: dict[str, Any], flags: Mapping[str, object], on: Platform, a
         workers_secret_file=None if secret_file is None else secret_file.absolute(),
         worker_flags={key: value for key, value in flags.items() if key in WorkerConfig.model_fields},
         router_flags=router_flags | {key: value for key, value in flags.items() if key in RouterConfig.model_fields},
-    )
-
-
-def _sizes(policy: Path | None, prefill: int | None, decode: int | None) -> "PoolSizes":
-    """Return with how many workers a cluster begins, and how many there may be."""
-    from pdserve.autoscaler.process import PoolSizes, sizes_at_start
-
-    least = PoolSizes(1, 1, None) if policy is None else sizes_at_start(policy)
-    return PoolSizes(
-        least.prefill if prefill is None else prefill,
-        least.decode if decode is None else decode,
-        least.max_workers,
-        least.elsewhere,
     )
 
 

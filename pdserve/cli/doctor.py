@@ -27,9 +27,7 @@ if TYPE_CHECKING:
 def doctor(
     cluster: Operated = THIS_MACHINES,
     config: ConfigFile = None,
-    model: Annotated[
-        str | None, typer.Option("--model", help="A model to look at, by path or name.", show_default=False)
-    ] = None,
+    model: Annotated[str | None, typer.Option("--model", help="A model to look at, by path or name.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Look for what keeps this machine, and a cluster, from serving. Exit status 1 if anything cannot work.

@@ -19,9 +19,7 @@ _FOUR_WORKERS = Loads(prefill=2, decode=2, num_threads=1, seconds=45)
 def accuracy(
     loads: Loads = _LOADS,
     sizes: Sizes = _SIZES,
-    profile: Annotated[
-        Path | None, typer.Option(help="To start from; by default OPT-13B on A100, wrong here.", show_default=False)
-    ] = None,
+    profile: Annotated[Path | None, typer.Option(help="To start from; by default OPT-13B on A100, wrong here.")] = None,
     json_file: JsonFile = None,
 ) -> None:
     """Compare predicted with seen times to first token and per token, starting from a wrong profile."""
@@ -63,7 +61,7 @@ def simulator(
     json_file: JsonFile = None,
     profile: Annotated[
         Path | None,
-        typer.Option(help="Also write what was learnt.", show_default=False, callback=writable("--profile")),
+        typer.Option(help="Also write what was learnt.", callback=writable("--profile")),
     ] = None,
 ) -> None:
     """Serve a load live, and simulate the same requests with the step times that the live router has learnt.

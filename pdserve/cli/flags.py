@@ -36,10 +36,7 @@ def config_flags(*classes: type[ProcessConfig], without: Collection[str] = ()) -
     generated = [_parameter(name, kinds) for name, kinds in fields.items() if name not in without]
 
     def decorate(command: _Command) -> _Command:
-        signature = inspect.signature(command)
-        own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
-        _set_parameters(command, [*own, *generated])
+        _set_parameters(command, [*_own_parameters(command), *generated])
         return command
 
     return decorate
@@ -47,15 +44,14 @@ def config_flags(*classes: type[ProcessConfig], without: Collection[str] = ()) -
 
 def grouped_flags(command: _Command) -> _Command:
     """Give a command the flags of its groups: the parameters whose default is a dataclass with the flags' defaults."""
-    hints, own = get_type_hints(command, include_extras=True), inspect.signature(command).parameters.values()
+    hints, own = get_type_hints(command, include_extras=True), _own_parameters(command)
     groups: dict[str, Any] = {p.name: p.default for p in own if is_dataclass(p.default)}
     parameters = []
     for parameter in own:
         if parameter.name in groups:
             parameters += _field_parameters(parameter.default)
         else:
-            annotation = hints[parameter.name]
-            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY, annotation=annotation))
+            parameters.append(parameter.replace(annotation=hints[parameter.name]))
 
     @wraps(command)
     def run(**given: object) -> None:
@@ -65,6 +61,13 @@ def grouped_flags(command: _Command) -> _Command:
 
     _set_parameters(run, parameters)
     return cast(_Command, run)
+
+
+def _own_parameters(command: Callable[..., None]) -> list[inspect.Parameter]:
+    """Return a command's parameters but for its `**flags`, each to be given by name."""
+    every = inspect.signature(command).parameters.values()
+    own = [p for p in every if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    return [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
 
 
 def _field_parameters(group: object) -> list[inspect.Parameter]:

@@ -32,9 +32,7 @@ ConfigFile = Annotated[
 ClusterName = Annotated[str, typer.Option("--name", envvar="PDSERVE_CLUSTER", help="Which of this machine's clusters.")]
 Endpoint = Annotated[
     str | None,
-    typer.Option(
-        "--endpoint", help="host:port of a router; by default the cluster that runs here.", show_default=False
-    ),
+    typer.Option("--endpoint", help="host:port of a router; by default the cluster that runs here."),
 ]
 CaFile = Annotated[
     Path | None,
@@ -43,39 +41,28 @@ CaFile = Annotated[
         envvar="PDSERVE_CA_FILE",
         help="Certificates that a router's must lead to, where its endpoint is TLS. The key that is shown there is "
         "taken from the variable PDSERVE_API_KEY.",
-        show_default=False,
     ),
 ]
-AdminAddress = Annotated[
-    str | None, typer.Option("--admin", help="host:port of a router's internal port.", show_default=False)
-]
-SecretFile = Annotated[
-    Path | None, typer.Option("--secret-file", help="The cluster's shared secret.", show_default=False)
-]
+AdminAddress = Annotated[str | None, typer.Option("--admin", help="host:port of a router's internal port.")]
+SecretFile = Annotated[Path | None, typer.Option("--secret-file", help="The cluster's shared secret.")]
 IdentityDir = Annotated[
     Path | None,
     typer.Option(
         "--identity-dir",
         help="Folder with an operator's tls.crt, tls.key and ca.crt, where the cluster asks for certificates.",
-        show_default=False,
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Model = Annotated[str, typer.Argument(help="A path, or a name from the catalog or the Hugging Face hub.")]
 Prefill = Annotated[int, typer.Option("--prefill", help="Prefill workers.")]
 Decode = Annotated[int, typer.Option("--decode", help="Decode workers.")]
-Mixed = Annotated[
-    int | None, typer.Option("--mixed", help="Workers that compute prompts and decode.", show_default=False)
-]
-Threads = Annotated[
-    int | None, typer.Option("--num-threads", min=1, help="CPU threads of each worker's engine.", show_default=False)
-]
+Threads = Annotated[int | None, typer.Option("--num-threads", min=1, help="CPU threads of each worker's engine.")]
 Dtype = Annotated[str, typer.Option(help="Type of weights and KV.")]
 Goodput = Annotated[
     str,
     typer.Option(metavar="ttft:MS tpot:MS", help="Objectives that goodput counts; either may be missing."),
 ]
-ProfileFile = Annotated[Path | None, typer.Option(help="Step costs; by default OPT-13B on A100.", show_default=False)]
+ProfileFile = Annotated[Path | None, typer.Option(help="Step costs; by default OPT-13B on A100.")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,19 +112,13 @@ THIS_MACHINES_ROUTER = Reached()
 class Sampling:
     """How tokens are chosen; what is not given is left to the router's defaults."""
 
-    temperature: Annotated[
-        float | None, typer.Option(help="0 takes the likeliest token. (default: 1)", show_default=False)
-    ] = None
-    top_k: Annotated[int | None, typer.Option(help="Sample from so many likeliest tokens.", show_default=False)] = None
-    top_p: Annotated[float | None, typer.Option(help="Sample from this much probability.", show_default=False)] = None
-    min_p: Annotated[
-        float | None, typer.Option(help="Sample from tokens this likely, next to the likeliest.", show_default=False)
-    ] = None
-    seed: Annotated[int | None, typer.Option(help="Makes the answer repeatable.", show_default=False)] = None
+    temperature: Annotated[float | None, typer.Option(help="0 takes the likeliest token. (default: 1)")] = None
+    top_k: Annotated[int | None, typer.Option(help="Sample from so many likeliest tokens.")] = None
+    top_p: Annotated[float | None, typer.Option(help="Sample from this much probability.")] = None
+    min_p: Annotated[float | None, typer.Option(help="Sample from tokens this likely, next to the likeliest.")] = None
+    seed: Annotated[int | None, typer.Option(help="Makes the answer repeatable.")] = None
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 128
-    stop: Annotated[
-        list[str] | None, typer.Option("--stop", help="Text that ends the answer; repeatable.", show_default=False)
-    ] = None
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="Text that ends the answer; repeatable.")] = None
 
     def request(self, *, n: int | None = None, ignore_eos: bool = False) -> "inference.GenerateRequest":
         """Return a request that lacks only its prompt."""
@@ -160,9 +141,7 @@ class Sizes:
         ),
     ] = 1000
     scale: Annotated[float, typer.Option(min=1e-3, help="Factor for all lengths.")] = 1.0
-    output_scale: Annotated[
-        float | None, typer.Option(min=1e-3, help="Factor for answers, if another.", show_default=False)
-    ] = None
+    output_scale: Annotated[float | None, typer.Option(min=1e-3, help="Factor for answers, if another.")] = None
     max_length: Annotated[int, typer.Option(min=2, help="Longer prompts and answers are cut.")] = 1_000_000
     seed: Annotated[int, typer.Option(help="Of random lengths, prompts and arrivals.")] = 0
 
@@ -185,7 +164,7 @@ class Loads:
     num_threads: Threads = None
     load: Annotated[
         list[float] | None,
-        typer.Option(min=0.01, max=100, help="Share of the capacity; repeatable.", show_default=False),
+        typer.Option(min=0.01, max=100, help="Share of the capacity; repeatable."),
     ] = None
     seconds: Annotated[float, typer.Option(min=1, max=_MOST_SECONDS, help="Of load at each rate.")] = 60
     calibration: Annotated[float, typer.Option(min=2, max=_MOST_SECONDS, help="Seconds of load before.")] = 60

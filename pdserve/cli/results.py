@@ -42,7 +42,6 @@ JsonFile = Annotated[
     typer.Option(
         "--json",
         help="Also write the results to this file; -: to standard output, instead of tables.",
-        show_default=False,
         callback=writable("--json"),
     ),
 ]
@@ -53,7 +52,6 @@ HtmlFile = Annotated[
     typer.Option(
         "--html",
         help="Also write a report with plots there: one file, readable offline.",
-        show_default=False,
         callback=writable("--html"),
     ),
 ]
@@ -65,9 +63,7 @@ def _plottable(path: Path | None) -> Path | None:
     return writable("--plot")(path)
 
 
-PlotFile = Annotated[
-    Path | None, typer.Option("--plot", help="Also draw a PNG there.", show_default=False, callback=_plottable)
-]
+PlotFile = Annotated[Path | None, typer.Option("--plot", help="Also draw a PNG there.", callback=_plottable)]
 
 
 def show(json_file: Path | None, results: object, *shown: object) -> None:

@@ -12,7 +12,7 @@ from pdserve.cli.results import JsonFile, PlotFile, report, run, show
 
 def scale(
     model: Model,
-    policy: Annotated[Path, typer.Option("--policy", help="The policy to follow.", show_default=False)],
+    policy: Annotated[Path, typer.Option("--policy", help="The policy to follow.")],
     seconds: Annotated[float, typer.Option(min=5, max=86_400, help="Of each of the four phases.")] = 60,
     request_rate: Annotated[float, typer.Option(help="Requests a second at the peak.")] = 2.0,
     input_len: Annotated[int, typer.Option(min=8, help="Longest prompt, in tokens.")] = 1900,
