@@ -23,10 +23,8 @@ from pdserve.cli import (
     doctor,
     experiments,
     models,
-    moving,
     operating,
     processes,
-    scaling,
     security,
     simulating,
 )
@@ -73,7 +71,7 @@ app.command("demo")(cluster.demo)
 app.command("generate")(ask.generate)
 app.command("chat")(ask.chat)
 app.command("run-batch")(batch.run_batch)
-app.command("profile")(experiments.profile)
+app.command("profile")(bench.profile)
 app.command("sim")(capacity.sim)
 app.command("plan")(capacity.plan)
 app.command("router")(processes.router)
@@ -95,16 +93,16 @@ bench_app.command("load")(bench.load)
 bench_app.command("router")(bench.router)
 bench_app.command("frontend")(bench.frontend)
 bench_app.command("handoff")(bench.handoff)
-bench_app.command("chaos")(bench.chaos)
-bench_app.command("cancel")(bench.cancel)
-bench_app.command("moves")(moving.moves)
-bench_app.command("drain")(moving.drain)
-bench_app.command("conversation")(moving.conversation)
+bench_app.command("chaos")(experiments.chaos)
+bench_app.command("cancel")(experiments.cancel)
+bench_app.command("moves")(experiments.moves)
+bench_app.command("drain")(experiments.drain)
+bench_app.command("conversation")(experiments.conversation)
 bench_app.command("accuracy")(experiments.accuracy)
 bench_app.command("overload")(experiments.overload)
 bench_app.command("simulator")(experiments.simulator)
 bench_app.command("routers")(experiments.routers)
-bench_app.command("scale")(scaling.scale)
+bench_app.command("scale")(experiments.scale)
 app.add_typer(autoscale_app, name="autoscale")
 app.add_typer(bench_app, name="bench")
 app.add_typer(config_app, name="config")

@@ -1,6 +1,6 @@
-"""Measurements of a running cluster, of a part of one, and of clusters whose workers fail."""
+"""Measurements of a running cluster, or of a part of one."""
 
-from dataclasses import replace
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,22 +10,19 @@ from pdserve.cli.options import (
     DEFAULT_MODEL,
     THIS_MACHINES_ROUTER,
     WORKLOAD_HELP,
+    ClusterName,
     Decode,
-    Dtype,
     Goodput,
     Model,
     Prefill,
     Reached,
     Sizes,
-    Threads,
     checked_rate,
     objective,
-    started,
 )
-from pdserve.cli.results import HtmlFile, JsonFile, report, run, show
+from pdserve.cli.results import HtmlFile, JsonFile, report, run, show, writable
 
 _SIZES = Sizes()
-Seed = Annotated[int, typer.Option(help="Of the requests and the faults.")]
 
 
 @grouped_flags
@@ -125,67 +122,18 @@ def handoff(
     show(json_file, {"runs": found}, handoff_table(found, tcp=tcp))
 
 
-def chaos(
-    model: Model,
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests sent.")] = 1000,
-    max_concurrency: Annotated[int, typer.Option(min=1, help="Requests under way at once.")] = 8,
-    distinct: Annotated[int, typer.Option(min=1, help="Different requests; they are sent in turn.")] = 200,
-    input_len: Annotated[int, typer.Option(min=8, help="Longest prompt, in tokens.")] = 512,
-    output_len: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 48,
-    kill_every: Annotated[float, typer.Option(min=0, help="Seconds between two kills of a worker; 0: none.")] = 5.0,
-    freeze_for: Annotated[
-        float | None, typer.Option(help="Freeze workers for so many seconds instead of killing.")
-    ] = None,
-    fail_copies: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of the copies between workers that are made to fail.")
-    ] = 0.0,
-    baseline: Annotated[int, typer.Option(min=0, help="Requests sent without any fault first, to compare.")] = 0,
-    prefill: Prefill = 2,
-    decode: Decode = 2,
-    dtype: Dtype = "float32",
-    mover: Annotated[str | None, typer.Option(help="The workers' --mover.")] = None,
-    num_threads: Threads = None,
-    seed: Seed = 0,
-    json_file: JsonFile = None,
+def profile(
+    output: Annotated[Path, typer.Argument(help="File to write, YAML.", callback=writable("OUTPUT"))],
+    name: ClusterName = "default",
+    bursts: Annotated[int, typer.Option(min=20, help="Bursts of requests to send.")] = 120,
+    max_length: Annotated[int, typer.Option(min=2, help="Most tokens of a prompt and its answer.")] = 1024,
+    seed: Annotated[int, typer.Option(help="Of the bursts.")] = 0,
 ) -> None:
-    """Kill workers of a local cluster while requests run; check each answer against one engine alone.
+    """Sweep the workers of a running cluster with requests of many shapes; write what their steps cost."""
+    from pdserve.launch.folder import read_state
+    from pdserve.measure import profile as profiles
+    from pdserve.perfmodel.profile import write_profile
 
-    Fails unless every request was answered with the right tokens and every page was free in the end.
-    """
-    from rich.console import Console
-
-    from pdserve.errors import CommandError
-    from pdserve.measure.chaos import ChaosTrial, chaos_json, chaos_table, failures, run_chaos
-    from pdserve.measure.faults import FaultPlan
-    from pdserve.measure.known_answers import Lengths, known_requests
-
-    spec = started("chaos", model, seed, prefill, decode, dtype=dtype, mover=mover, num_threads=num_threads)
-    faulty = replace(spec, worker_flags={**spec.worker_flags, "test_fail_copies": fail_copies or None})
-    faults = FaultPlan(kill_every, freeze_for, seed) if kill_every else None
-    trials = [ChaosTrial("chaos", faulty, num_prompts, max_concurrency, faults)]
-    if baseline:
-        trials.insert(0, ChaosTrial("faultless", spec, baseline, max_concurrency, None))
-    requests = known_requests(spec.model, dtype, distinct, Lengths(input_len, output_len), seed)
-    verdicts = [run(run_chaos(trial, requests, Console(stderr=True))) for trial in trials]
-    show(json_file, chaos_json(verdicts), chaos_table(verdicts), *failures(verdicts))
-    if not all(verdict.is_clean for verdict in verdicts):
-        raise CommandError("not every request was answered as it had to be, or pages were not given back")
-
-
-def cancel(
-    model: Model,
-    count: Annotated[int, typer.Option(min=1, help="Requests cancelled at each moment.")] = 50,
-    input_len: Annotated[
-        int, typer.Option(min=16, help="Tokens of a prompt; computing it should take over a second.")
-    ] = 3000,
-    output_len: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 900,
-    dtype: Dtype = "float32",
-    seed: Seed = 0,
-    json_file: JsonFile = None,
-) -> None:
-    """Cancel requests on an idle local cluster, while they are computed and while they decode."""
-    from pdserve.measure.cancel import CancelPlan, cancel_table, measure_cancels
-
-    spec = started("cancel", model, seed, dtype=dtype, max_num_batched_tokens=64)
-    found = run(measure_cancels(spec, CancelPlan(count, input_len, output_len, seed)))
-    show(json_file, {"runs": found}, cancel_table(found))
+    source = f"pdserve profile --bursts {bursts} --seed {seed}"
+    shapes = profiles.bursts(bursts, max_length, seed)
+    write_profile(output, run(profiles.measure_profile(read_state(name), shapes, source, report)))

@@ -83,7 +83,7 @@ class Settings:
     ] = None
 
 
-_POLICYS, _FILES = Replicas(), Settings()  # what the command line leaves to the policy, and to the file
+_NO_REPLICAS, _NO_SETTINGS = Replicas(), Settings()
 
 
 @config_flags(WorkerConfig, RouterConfig, without=(*set(PER_PROCESS) - {"served_model_name"}, *ADDRESSES))
@@ -94,8 +94,8 @@ def up(
         typer.Argument(help=f"A path, or a name from the catalog or the Hugging Face hub; by default {DEFAULT_MODEL}."),
     ] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with router, workers by role, and autoscaler.")] = None,
-    least: Replicas = _POLICYS,
-    own: Settings = _FILES,
+    least: Replicas = _NO_REPLICAS,
+    own: Settings = _NO_SETTINGS,
     on: Annotated[
         Platform, typer.Option(help="What runs the workers: processes of this machine, or actors of Ray.")
     ] = Platform.PROCESSES,

@@ -8,6 +8,7 @@ import typer
 
 from pdserve.cli.flags import grouped_flags
 from pdserve.cli.options import THIS_MACHINES, Operated
+from pdserve.ids import WorkerId
 from pdserve.roles import Role
 
 if TYPE_CHECKING:
@@ -31,64 +32,22 @@ def role(
     One router is asked; all of them follow what the worker reports. A worker that is started again has the role that
     it was configured with.
     """
-    _operate(_take_role(worker, wanted, force=force), cluster.client())
+
+    async def work(client: "AdminClient") -> None:
+        from pdserve.roles_wire import ROLE_NUMBERS
+
+        epoch = await client.set_role(WorkerId(worker), ROLE_NUMBERS[wanted], force=force)
+        typer.echo(f"{worker} is a {wanted} worker (epoch {epoch})")
+
+    _operate(work, cluster)
 
 
 @grouped_flags
-def drain(
-    worker: WorkerName,
-    cluster: Operated = THIS_MACHINES,
-) -> None:
+def drain(worker: WorkerName, cluster: Operated = THIS_MACHINES) -> None:
     """Let a worker finish what it has and end; show what is left until it is gone. Ctrl-C leaves it draining.
 
     `pdserve up` starts it again a second later: with nothing cached, and with the role that it was configured with.
     """
-    _operate(_drain(worker), cluster.client())
-
-
-@grouped_flags
-def undrain(worker: WorkerName, cluster: Operated = THIS_MACHINES) -> None:
-    """Let a worker that drains take requests again, as long as it has not ended.
-
-    A drain that a signal began, or the worker itself for lack of pages, goes on.
-    """
-    from pdserve.ids import WorkerId
-
-    async def work(client: "AdminClient") -> None:
-        await client.drain(WorkerId(worker), cancel=True)
-        typer.echo(f"{worker} takes requests")
-
-    _operate(work, cluster.client())
-
-
-def _operate(work: "Callable[[AdminClient], Awaitable[None]]", router: "AdminClient") -> None:
-    import grpc
-
-    from pdserve.cli.stream import failure
-
-    async def run() -> None:
-        async with router:
-            try:
-                await work(router)
-            except grpc.aio.AioRpcError as error:
-                raise failure(router.address, error) from error
-
-    asyncio.run(run())
-
-
-def _take_role(worker: str, wanted: Role, *, force: bool) -> "Callable[[AdminClient], Awaitable[None]]":
-    from pdserve.ids import WorkerId
-    from pdserve.roles_wire import ROLE_NUMBERS
-
-    async def work(client: "AdminClient") -> None:
-        epoch = await client.set_role(WorkerId(worker), ROLE_NUMBERS[wanted], force=force)
-        typer.echo(f"{worker} is a {wanted} worker (epoch {epoch})")
-
-    return work
-
-
-def _drain(worker: str) -> "Callable[[AdminClient], Awaitable[None]]":
-    from pdserve.ids import WorkerId
 
     async def work(client: "AdminClient") -> None:
         before = _process(await client.status(), worker)
@@ -99,19 +58,43 @@ def _drain(worker: str) -> "Callable[[AdminClient], Awaitable[None]]":
             if present is None or before is None or present.registration.incarnation != before.registration.incarnation:
                 typer.echo(f"{worker} is gone")
                 return
-            left = _left(present)
+            load = present.load
+            left = f"{load.num_running} sequences run, {load.num_waiting} wait, {load.num_handoffs} hand-offs are open"
             if left != shown:
                 typer.echo(f"{worker}: {left}")
             shown = left
 
-    return work
+    _operate(work, cluster)
+
+
+@grouped_flags
+def undrain(worker: WorkerName, cluster: Operated = THIS_MACHINES) -> None:
+    """Let a worker that drains take requests again, as long as it has not ended.
+
+    A drain that a signal began, or the worker itself for lack of pages, goes on.
+    """
+
+    async def work(client: "AdminClient") -> None:
+        await client.drain(WorkerId(worker), cancel=True)
+        typer.echo(f"{worker} takes requests")
+
+    _operate(work, cluster)
+
+
+def _operate(work: "Callable[[AdminClient], Awaitable[None]]", cluster: Operated) -> None:
+    import grpc
+
+    from pdserve.cli.stream import failure
+
+    async def run() -> None:
+        async with cluster.client() as router:
+            try:
+                await work(router)
+            except grpc.aio.AioRpcError as error:
+                raise failure(router.address, error) from error
+
+    asyncio.run(run())
 
 
 def _process(status: "admin.ClusterStatus", worker: str) -> "admin.WorkerStatus | None":
     return next((each for each in status.workers if each.registration.worker_id == worker), None)
-
-
-def _left(worker: "admin.WorkerStatus") -> str:
-    """Return what a worker that drains has yet to do, in words."""
-    load = worker.load
-    return f"{load.num_running} sequences run, {load.num_waiting} wait, {load.num_handoffs} hand-offs are open"
