@@ -27,8 +27,6 @@ from pdserve.kvtransfer.session import (
 
 @dataclass(slots=True, eq=False)
 class Expected:
-    """A hand-off that is to arrive."""
-
     key: HandoffKey
     peer: Peer
     job: Job
@@ -39,7 +37,6 @@ class Expected:
 
     @property
     def num_sequences(self) -> int:
-        """Return how many sequences go on with it."""
         return 0 if self.is_prefix else len(self.job.indices)
 
     @property
@@ -113,7 +110,6 @@ class Leases:
         self._lapsed: set[Peer] = set()  # attached, but silent
 
     def begin(self, peer: Peer, now_s: float) -> None:
-        """Begin the lease of a peer that has attached."""
         self._lapsed.discard(peer)
         self._received_s[peer] = now_s
 

@@ -17,8 +17,6 @@ from pdserve.reports import Failure
 
 
 class Incoming:
-    """All hand-offs that are to arrive."""
-
     def __init__(self, scheduler: Scheduler, granting: Granting, lease_s: float, vocab_size: int) -> None:
         self._scheduler = scheduler
         self._granting = granting
@@ -43,12 +41,10 @@ class Incoming:
 
     @property
     def pages_wanted(self) -> int:
-        """Return how many pages hand-offs wait for."""
         return sum(self._cache.num_pages(expected.num_tokens) for expected in self._ungranted)
 
     @property
     def states(self) -> list[receiver.State]:
-        """Return where each of them is."""
         return [arrival.receiver.state for arrival in self._arrivals.values()]
 
     def num_granted_to(self, peer: Peer) -> int:

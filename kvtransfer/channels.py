@@ -166,7 +166,6 @@ class Channels:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is in flight."""
         return bool(self._orphans) or any(channel.is_busy for channel in self._channels.values())
 
     @property

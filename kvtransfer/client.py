@@ -166,7 +166,6 @@ class HandoffClient:
                     self._perform(command)
 
     async def _greet(self, call: Call, peer: Peer) -> HelloAck:
-        """Exchange the first messages."""
         hello = Hello(self._me, self._mover.name, peer.incarnation, process_age_s())
         with suppress(asyncio.InvalidStateError):  # the call has ended already; reading says why
             await call.write(wire.hello_to_proto(hello))

@@ -46,7 +46,6 @@ class Copy:
         return self.num_in_flight == 0 and not self.num_waiting
 
     def report(self) -> ReceiverSaid:
-        """Return what is reported of a copy that is over."""
         stopped = CopyStopped(None if self.failure else self.digests, self.failure, self.in_doubt)
         return ReceiverSaid(self.peer, self.handoff, stopped)
 
@@ -116,7 +115,6 @@ class CopyQueue:
                 self.fail(copy, reason)
 
     def cancel_all(self, reason: str) -> None:
-        """Post nothing more to this peer."""
         for handoff in self._handoffs:
             self.cancel(handoff, reason)
 

@@ -85,8 +85,6 @@ class AttachMover:
 
 @value
 class Send:
-    """Write to a stream."""
-
     dial: DialId
     key: HandoffKey
     message: FromSender

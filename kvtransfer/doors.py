@@ -32,8 +32,6 @@ class Claim:
 
 @value
 class ReceiverAttached:
-    """The stream to a receiver stands."""
-
     peer: Peer
 
 
@@ -56,8 +54,6 @@ class ReceiverLost:
 
 @value
 class SenderAttached:
-    """A stream from a sender stands."""
-
     peer: Peer
 
 
@@ -70,8 +66,6 @@ class SenderAlive:
 
 @value
 class SenderSaid:
-    """A sender said something about a hand-off."""
-
     peer: Peer
     key: HandoffKey
     event: FromSender

@@ -59,7 +59,6 @@ class Mover:
 
     @property
     def region(self) -> Region:
-        """This process's pages."""
         return self._backend.region
 
     @property

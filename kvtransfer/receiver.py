@@ -164,7 +164,6 @@ class Receiver:
         return self._check_next()
 
     def _check_next(self) -> tuple[Command, ...]:
-        """Have the pages checked that have landed since the last check."""
         due = self._digests[self._num_checked :]
         if self._num_checking or not due or not self._checks_digests:
             return ()

@@ -74,7 +74,6 @@ class Region:
         return next((position for position, (mine, theirs) in enumerate(found) if mine != theirs), None)
 
     def description(self, metadata: bytes = b"") -> "Description":
-        """Return what another process's mover needs to write here; `metadata` is for its backend."""
         pages = (self.address, self.num_pages, self.page_bytes)
         return Description(*pages, self.probe_address, len(self.probe), metadata, self.gpu)
 
@@ -117,7 +116,6 @@ class Description:
 
 
 def num_probe_rows(page_bytes: int) -> int:
-    """Return how many rows of probe memory a region has beside its pages."""
     return max(1, PROBE_BYTES // page_bytes)
 
 

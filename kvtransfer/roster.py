@@ -54,8 +54,6 @@ class Malformed:
 
 @value
 class Ended:
-    """A stream has ended."""
-
     stream: StreamId
     reason: str
 

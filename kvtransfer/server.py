@@ -82,7 +82,6 @@ class HandoffServicer(HandoffServiceServicer):
         stream.outbound.put_nowait(wire.from_receiver(key, command))
 
     def forget(self, forget: doors.Forget) -> None:
-        """End a process's stream and attach it no more."""
         self._handle(forget)
 
     def close(self) -> None:
@@ -124,7 +123,6 @@ class HandoffServicer(HandoffServiceServicer):
                     self._sink.put(report)
 
     async def _serve(self, stream: _Stream, messages: AsyncIterator[Request], context: Context) -> None:
-        """Read and write until the stream ends."""
         name = f"handoff stream {stream.stream_id}"
         async with asyncio.TaskGroup() as tasks:
             reader = tasks.create_task(self._read(stream, messages), name=f"{name} reader")

@@ -89,7 +89,6 @@ class Commit:
 
     @classmethod
     def of(cls, grant: Grant, capsule: Capsule) -> "Commit":
-        """Return the commit of a grant."""
         return cls(grant.region, grant.pages, grant.generations, grant.capability, capsule)
 
 

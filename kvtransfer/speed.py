@@ -35,7 +35,6 @@ class StallDetector:
         self.bytes_in_flight += num_bytes
 
     def ended(self, num_bytes: int, *, landed: bool) -> None:
-        """Note that bytes are no longer in flight."""
         self.bytes_in_flight -= num_bytes
         self._landed += num_bytes if landed else 0
         if not self.bytes_in_flight:
@@ -91,7 +90,6 @@ class Probe:
 
     @property
     def is_over(self) -> bool:
-        """Whether there is nothing more to write."""
         return self._answer.done()
 
     def is_stuck(self, now_s: float) -> bool:

@@ -47,7 +47,6 @@ def bytes_acked() -> int:
 
 
 def _flows() -> dict[int, Flow]:
-    """Return the flow of every open file, by its number."""
     try:
         numbers = [int(name) for name in os.listdir(_OPEN_FILES)]
     except OSError:

@@ -77,7 +77,6 @@ ALIVE = Request(alive=handoff.Alive())
 
 
 def to_receiver(message: Request) -> tuple[HandoffKey, session.FromSender]:
-    """Return what a sender says of one hand-off."""
     match message.WhichOneof("message"):
         case "commit":
             return _key(message.commit.handoff), _commit(message.commit)
@@ -90,7 +89,6 @@ def to_receiver(message: Request) -> tuple[HandoffKey, session.FromSender]:
 
 
 def to_sender(message: Response) -> tuple[HandoffKey, session.FromReceiver]:
-    """Return what a receiver says of one hand-off."""
     match message.WhichOneof("message"):
         case "grant":
             return _key(message.grant.handoff), _grant(message.grant)
@@ -103,7 +101,6 @@ def to_sender(message: Response) -> tuple[HandoffKey, session.FromReceiver]:
 
 
 def from_receiver(key: HandoffKey, message: session.FromReceiver) -> Response:
-    """Return the message for a sender."""
     name = _id(key)
     match message:
         case session.Grant() as grant:
@@ -126,7 +123,6 @@ def from_receiver(key: HandoffKey, message: session.FromReceiver) -> Response:
 
 
 def from_sender(key: HandoffKey, message: session.FromSender) -> Request:
-    """Return the message for a receiver."""
     name = _id(key)
     match message:
         case session.PagesLanded(digests):

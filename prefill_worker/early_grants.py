@@ -29,7 +29,6 @@ class EarlyGrants:
         return (peer, key) in self._closed
 
     def close(self, peer: Peer, key: HandoffKey, *, in_doubt: bool = False) -> None:
-        """Note that a hand-off is over."""
         self._closed[peer, key] = None
         if len(self._closed) > MAX_CLOSED:
             self._closed.popitem(last=False)
@@ -37,7 +36,6 @@ class EarlyGrants:
             self._in_doubt.setdefault(peer, set()).add(key)
 
     def take(self, peer: Peer, key: HandoffKey) -> ReceiverSaid | None:
-        """Return the grant that overtook a placement, if one did; it is no longer kept."""
         _, said = self._early.pop((peer, key), (0.0, None))
         return said
 

@@ -49,8 +49,6 @@ class _Handoff:
 
 
 class Outgoing:
-    """All hand-offs that leave."""
-
     def __init__(self, pool: PagePool, page_bytes: int, max_early: int) -> None:
         self._pool = pool
         self._page_bytes = page_bytes
@@ -65,7 +63,6 @@ class Outgoing:
 
     @property
     def states(self) -> list[State]:
-        """Return where each of them is."""
         return [handoff.sender.state for handoff in self._handoffs.values()]
 
     @property
@@ -98,11 +95,9 @@ class Outgoing:
         return handoff is not None and handoff.sender.state is State.LANDED
 
     def is_closed(self, peer: Peer, key: HandoffKey) -> bool:
-        """Return whether a hand-off is over, before or after it was placed."""
         return self._early.is_closed(peer, key)
 
     def open(self, key: HandoffKey, peer: Peer, address: str, now_s: float) -> list[Result]:
-        """Begin a hand-off."""
         handoff = self._handoffs[key] = _Handoff(key, peer)
         connect = self._redialling.named(peer, address)
         early = self._early.take(peer, key)

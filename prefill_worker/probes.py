@@ -18,8 +18,6 @@ MAX_MET = 4096
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """How fast pages reach a receiver."""
-
     speed: PairSpeed
     is_slow: bool
 
@@ -38,7 +36,6 @@ class Probes:
         self._met: OrderedDict[Peer, asyncio.Task[None]] = OrderedDict()
 
     def start(self, peer: Peer) -> None:
-        """Measure a peer that is met for the first time."""
         if peer in self._met:
             return
         self._met[peer] = self._tasks.create_task(self._measure(peer), name=f"probe {peer.worker_id}")

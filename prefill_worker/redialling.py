@@ -31,7 +31,6 @@ class Redialling:
         return Connect(peer, address)
 
     def attached(self, peer: Peer) -> None:
-        """Note that the stream to a peer stands."""
         self._stop(peer)
 
     def lose(self, peer: Peer, now_s: float) -> None:
@@ -45,7 +44,6 @@ class Redialling:
         self._stop(peer)
 
     def dial(self, now_s: float) -> list[Result]:
-        """Return whom to dial at this tick."""
         due, self._due = self._due, {}
         commands: list[Result] = []
         for peer in due:

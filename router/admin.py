@@ -73,7 +73,6 @@ class AdminEndpoint(AdminServiceServicer):
         return await self.live(request)
 
     async def live(self, asked: admin.GetLiveRequest) -> admin.GetLiveResponse:
-        """Return what there is to watch."""
         core, now_s, unix_s = self._shell.core, self._shell.clock.now_s(), time.time()
         if asked.request_id:
             found = running(core, _id_of(asked.request_id), now_s, unix_s)

@@ -51,7 +51,6 @@ class Admission:
         return self._held
 
     def find(self, request_id: RequestId) -> Request | None:
-        """Return a request that waits."""
         return self._held.find(request_id)
 
     @property
@@ -80,7 +79,6 @@ class Admission:
     # ---- arrivals and ends
 
     def arrive(self, event: RequestArrived, now_s: float) -> None:
-        """Place, hold or refuse a request."""
         counter, hasher = self._held.counter(event.tenant), self._placements.predictor.prefixes.hasher
         request = Request(event, self._num_arrived, counter, hasher, now_s)
         self._num_arrived += 1
@@ -103,7 +101,6 @@ class Admission:
             self._placements.report_end(crowded_out, why)
 
     def end_held(self, request_id: RequestId, why: Refused) -> None:
-        """End a request, if it waits."""
         request = self._held.remove(request_id)
         if request is not None:
             self._placements.report_end(request, why)

@@ -52,7 +52,6 @@ class Because:
 
 
 def late(cause: Cause, predicted_s: float, objective_s: float) -> Because:
-    """Return why the first token would come too late."""
     text = (
         f"slo.ttft_ms: the first token would come after {predicted_s * 1e3:.0f} ms, {objective_s * 1e3:.0f} were asked "
         f"for; what takes longest: {_IN_WORDS[cause]}"
@@ -61,7 +60,6 @@ def late(cause: Cause, predicted_s: float, objective_s: float) -> Because:
 
 
 def slow(cause: Cause, predicted_s: float, objective_s: float) -> Because:
-    """Return why the tokens after the first would come too slowly."""
     text = (
         f"slo.tpot_ms: no decode worker keeps {objective_s * 1e3:.0f} ms a token now, {predicted_s * 1e3:.0f} would be "
         f"the least; what takes longest: {_IN_WORDS[cause]}"
@@ -70,7 +68,6 @@ def slow(cause: Cause, predicted_s: float, objective_s: float) -> Because:
 
 
 def impossible(name: str, idle_s: float, objective_s: float) -> Because:
-    """Return why an objective cannot be met at any load."""
     asked_ms, idle_ms = objective_s * 1e3, idle_s * 1e3
     text = f"slo.{name}_ms: {asked_ms:.0f} ms cannot be met here: an idle cluster would need {idle_ms:.0f} ms"
     return Because(Cause.IDLE_CLUSTER, text, idle_s, objective_s)

@@ -146,8 +146,6 @@ class Refused:
 
 @value
 class End:
-    """The one end of a request."""
-
     request_id: RequestId
     outcome: Finished | Refused
 

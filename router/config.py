@@ -132,5 +132,4 @@ class RouterConfig(Limits, ProcessConfig):
         return super().certificates | public
 
     def start_costs(self) -> StepCosts | None:
-        """Return the profile's step costs, if one is named."""
         return None if self.profile is None else read_profile(self.profile).configuration(self.profile_tp).costs()

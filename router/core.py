@@ -55,12 +55,9 @@ _CANCELLED = Refused(Status.CANCELLED, "the client has gone")
 
 
 class RouterCore:
-    """All state of a router that decisions depend on."""
-
     def __init__(
         self, model: str, limits: Limits, policy: Policy = least_loaded, predictor: Predictor | None = None
     ) -> None:
-        """`predictor` is what the policy asks, if it asks one."""
         self.workers = Workers(model)
         self.predictor = predictor or Predictor()
         self.placements = Placements(self.workers, self.predictor, policy, limits)
@@ -84,7 +81,6 @@ class RouterCore:
         yield from self._admission.held
 
     def find(self, request_id: RequestId) -> Request | None:
-        """Return a request that has not ended."""
         return self.placements.requests.get(request_id) or self._admission.find(request_id)
 
     @property
@@ -231,7 +227,6 @@ class RouterCore:
             self.placements.end(request, SHUTTING_DOWN)
 
     def _stop(self, request_id: RequestId, index: int, now_s: float) -> None:
-        """End a continuation whose text has reached a stop string."""
         request = self.placements.requests.get(request_id)
         if request is not None and not request.sequences[index].ended:
             self.placements.end_sequence(request, index, stop_workers=True)

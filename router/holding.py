@@ -86,7 +86,6 @@ class HoldQueue:
 
     @property
     def num_tenants(self) -> int:
-        """How many tenants have a counter."""
         return len(self._counters)
 
     def counter(self, tenant: str) -> Counter:
@@ -114,7 +113,6 @@ class HoldQueue:
         self._counters = waiting | dict(rest[: MAX_TENANTS // 2])
 
     def drain(self) -> list[Request]:
-        """Empty the queue; return what was in it."""
         return [request for request_id in tuple(self._held) if (request := self.remove(request_id)) is not None]
 
 

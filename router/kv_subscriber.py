@@ -30,8 +30,6 @@ Post = Callable[[KvChanged], None]
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a worker publishes."""
-
     endpoint: str
     replay_endpoint: str  # empty: nowhere
 
@@ -45,7 +43,6 @@ class PublishedBlocks:
         self._hashes: dict[Hash, PrefixHash] = {}  # ours, by the publisher's
 
     def change(self, event: KvEvent) -> KvChanged:
-        """Return what an event changes."""
         match event:
             case BlockStored():
                 return KvChanged(self._link, stored=short_hashes(b"".join(self._store(event))))

@@ -23,8 +23,6 @@ _RATE_S = 10.0  # over which, at least, rates of what was sent to a worker are t
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Workers whose steps cost the same."""
-
     role: Role  # PREFILL or DECODE
     device: str  # empty: unknown
     layout: KvLayout
@@ -45,7 +43,6 @@ class CostsByKind:
         self._by_link: dict[LinkId, tuple[Registration, LearntCosts]] = {}
 
     def of(self, worker: WorkerView) -> LearntCosts:
-        """Return what is known of a worker's steps."""
         known = self._by_link.get(worker.link)
         if known is not None and known[0] is worker.registration:
             return known[1]
@@ -68,7 +65,6 @@ class CostsByKind:
                 del self._by_kind[kind]
 
     def kinds(self) -> list[tuple[Kind, LearntCosts]]:
-        """Return each kind of which something was asked or learnt."""
         return list(self._by_kind.items())
 
 
@@ -87,7 +83,6 @@ class AnswerLengths:
         self._overdue_tokens, self._num_reached = _START_TOKENS, 0
 
     def observe(self, num_tokens: int, max_tokens: int) -> None:
-        """Take in an answer, and what its request allowed."""
         excess = num_tokens - self.expected(max_tokens)
         if excess >= 0:
             self._num_reached += 1
@@ -98,7 +93,6 @@ class AnswerLengths:
         self._share += (num_tokens / max(1, max_tokens) - self._share) / _MEMORY
 
     def expected(self, max_tokens: int) -> float:
-        """Return how many tokens an answer will probably have."""
         by_mean, by_share = self._guesses(max_tokens)
         return by_share if self._errors[1] < self._errors[0] else by_mean
 
@@ -129,7 +123,6 @@ class Rates:
         self._sums[worker.link] = before * exp((at_s - now_s) / _RATE_S) + amount, now_s, since_s
 
     def rate(self, worker: WorkerView, now_s: float) -> float:
-        """Return how much is added a second."""
         amount, at_s, since_s = self._sums.get(worker.link, (0.0, now_s, now_s))
         seen_s = _RATE_S * (1 - exp(min(0.0, (since_s - now_s) / _RATE_S)))
         return amount * exp((at_s - now_s) / _RATE_S) / max(0.1 * _RATE_S, seen_s)
@@ -175,5 +168,4 @@ class Fetches:
         record.delay_s = max(0.0, record.delay_s + _STEP * (late_s - record.delay_s))
 
     def forget(self, worker: str) -> None:
-        """Drop what concerns a worker that has left."""
         self._records = {pair: record for pair, record in self._records.items() if worker not in pair}

@@ -38,7 +38,6 @@ def stage_of(request: Request) -> str:
 def live(
     core: RouterCore, status: admin.ClusterStatus, after: int, now_s: float, unix_s: float
 ) -> admin.GetLiveResponse:
-    """Return what there is to watch. `after` is as in GetLiveRequest; both times are this moment, on two clocks."""
     recent, to_unix_s = core.placements.recent, unix_s - now_s
     staged = [(request, stage_of(request)) for request in core.requests()]
     return admin.GetLiveResponse(
@@ -54,7 +53,6 @@ def live(
 
 
 def running(core: RouterCore, request_id: RequestId, now_s: float, unix_s: float) -> admin.LiveRequest | None:
-    """Return one request; None where no request of that id is under way. Both times are as in `live`."""
     request = core.find(request_id)
     return None if request is None else _running(request, stage_of(request), unix_s - now_s)
 

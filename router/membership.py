@@ -76,7 +76,6 @@ class Membership:
     # ---- workers that come
 
     def register(self, registration: Registration, now_s: float) -> None:
-        """Attach a worker, or take its news of itself."""
         link = registration.link
         worker = self._workers.get(link)
         before = None if worker is None else worker.registration
@@ -187,7 +186,6 @@ class KnownProcesses:
         self._last: OrderedDict[WorkerId, _Seen] = OrderedDict()  # unless it is known to have ended
 
     def ended(self) -> Iterator[tuple[WorkerId, Incarnation]]:
-        """Return the processes known to have ended, first those that ended first."""
         return iter(self._ended)
 
     def refusal(self, worker_id: WorkerId, incarnation: Incarnation) -> str:

@@ -34,8 +34,6 @@ _PARTS = (  # of a request's life, from one stage to another
 
 
 class Outcomes:
-    """Counts how requests ended."""
-
     def __init__(self, model: str) -> None:
         self._model = model
         self._parts = [(Distribution(metric), start, end) for metric, start, end in _PARTS]
@@ -51,7 +49,6 @@ class Outcomes:
         self._lately = {(name, each): deque[bool](maxlen=_LATELY) for name in _OBJECTIVES for each in _CLASSES}
 
     def reject(self, status: Status) -> None:
-        """Count a request that is not valid."""
         self._invalid[status] += 1
 
     def end(self, terms: Terms, outcome: Finished | Refused, finish_reasons: Iterable[int]) -> None:
@@ -115,7 +112,6 @@ class Outcomes:
 def router_samples(
     shell: Shell, outcomes: Outcomes, clients: Clients, spans: Callable[[], Mapping[str, int]], model: str
 ) -> Iterator[Sample]:
-    """Yield all that a router shows."""
     yield from outcomes.samples()
     core, label = shell.core, (model,)
     yield from _requests(core, clients)
@@ -151,7 +147,6 @@ def _all(metric: Metric, names: tuple[str, ...], counts: Counter[str]) -> Iterat
 
 
 def _usage(core: RouterCore, pool: Role) -> float:
-    """Return which share of a pool's pages is in use."""
     known = [(worker.registration.num_pages, worker.load) for worker in core.workers if worker.role.is_in(pool)]
     num_pages = sum(count for count, load in known if load is not None)
     num_free = sum(load.pages_free for _, load in known if load is not None)

@@ -35,8 +35,6 @@ _ROOM_AHEAD = 4  # a worker with fewer, after a move, does not count as one that
 
 
 class Why(Enum):
-    """What continuations move for."""
-
     ROLE = auto()
     DRAIN = auto()
     ASKED = auto()
@@ -53,8 +51,6 @@ _IN_WORDS = {
 
 @value
 class _Candidate:
-    """A continuation that may move."""
-
     request: Request
     sequence: Sequence
     num_left: float  # tokens that it will probably gain
@@ -212,7 +208,6 @@ class Moving:
     # ---- where to
 
     def _targets(self, source: WorkerView, wanted: LinkId | None) -> list[_Target]:
-        """Return the workers that continuations of a worker may move to."""
         return [
             _Target(worker)
             for worker in self._workers.routable(Role.DECODE)
@@ -267,7 +262,6 @@ class Moving:
         return None
 
     def _step_s(self, source: WorkerView) -> float:
-        """Return how long a decode step of a worker takes."""
         num_running = max(1, source.num_sequences - source.num_arriving)
         return max(1e-6, self._predictor.costs.of(source).decode_s(num_running, source.kv_tokens))
 

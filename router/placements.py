@@ -43,11 +43,9 @@ class Shadows:
         return len(self._placements)
 
     def num_leaving(self, worker: WorkerView) -> int:
-        """Return how many continuations are on their way from a worker."""
         return self._leaving[worker.link]
 
     def num_coming(self, worker: WorkerView) -> int:
-        """Return how many continuations are on their way to a worker."""
         return self._coming[worker.link]
 
     def add(self, shadow: Placement) -> None:
@@ -130,7 +128,6 @@ class Placements:
         heappush(self._alarms, (at_s, self._num_alarms, request))
 
     def take_due(self, now_s: float) -> list[Request]:
-        """Take out the alarms that are due, earliest first; return their requests."""
         due: list[Request] = []
         while self._alarms and self._alarms[0][0] <= now_s:
             due.append(heappop(self._alarms)[2])
@@ -161,7 +158,6 @@ class Placements:
         return Refused(Status.UNAVAILABLE, decision.because.text, because=decision.because)
 
     def place(self, request: Request, indices: tuple[int, ...], placed: Placed, now_s: float) -> None:
-        """Give these sequences to a pair of workers."""
         prefill, decode = placed.pair.prefill, placed.pair.decode
         placement = request.place(indices, prefill, decode)
         placement.placed_s, placement.ttft_s, placement.tpot_s = now_s, placed.ttft_s, placed.tpot_s

@@ -26,14 +26,11 @@ UNKEYED = PrefixHasher(b"", "")  # of a router whose workers report nothing
 
 
 def block_hashes(hasher: PrefixHasher, token_ids: Seq[int], salt: str) -> Hashes:
-    """Return the hashes of a prompt's full blocks."""
     return tuple(short_hashes(b"".join(hasher.extend(hasher.root(salt), token_ids))))
 
 
 @dataclass(slots=True, eq=False)
 class _Worker:
-    """What one worker is taken to hold."""
-
     page_blocks: int  # blocks in a page
     max_pages: int
     routed: OrderedDict[int, float] = field(default_factory=OrderedDict)  # until when; the least used first
@@ -81,7 +78,6 @@ class PrefixIndex:
                 routed.popitem(last=False)
 
     def apply(self, change: KvChanged) -> None:
-        """Take in what a worker reports of its pages."""
         worker = self._workers.get(change.link)
         if worker is None:
             return
@@ -119,7 +115,6 @@ class PrefixIndex:
         return len(list(pages)) * worker.page_blocks * self.hasher.block_tokens
 
     def forget(self, link: LinkId) -> None:
-        """Drop a worker that has left."""
         self._workers.pop(link, None)
 
 

@@ -23,8 +23,6 @@ _TOGETHER_S = 5.0  # in which a happening that repeats itself is one with a coun
 
 
 class Kind(StrEnum):
-    """What kind of thing happened."""
-
     ATTACHED = "attached"
     READY = "ready"
     ROLE = "role"
@@ -36,8 +34,6 @@ class Kind(StrEnum):
 
 @value
 class Happening:
-    """Something that happened to the cluster."""
-
     key: int  # stays while the count grows
     number: int
     at_s: float
@@ -49,8 +45,6 @@ class Happening:
 
 @value
 class Ended:
-    """A request that has ended."""
-
     number: int
     at_s: float
     request_id: RequestId
@@ -100,7 +94,6 @@ class Recent:
         self.happenings.append(Happening(key, self.number, self.now_s, kind, subject, text, count))
 
     def end(self, request: Request, outcome: Finished | Refused) -> None:
-        """Note a request's end."""
         self.number += 1
         num_answer_tokens = request.num_delivered
         self.ended.append(

@@ -29,8 +29,6 @@ OUTPUT_WEIGHT = 2  # of a token of an answer beside one of a prompt, as in the p
 
 @dataclass(slots=True)
 class Counter:
-    """What a tenant has been served."""
-
     served: int = 0  # weighted tokens
 
 
@@ -46,8 +44,6 @@ class Loss:
 
 @dataclass(slots=True, eq=False)
 class Placement:
-    """One attempt at some of a request's sequences."""
-
     key: PlacementKey
     indices: tuple[int, ...]
     prefill: WorkerView | None  # None once the decode worker goes on without it, or where there never was one
@@ -80,8 +76,6 @@ class Placement:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One continuation."""
-
     index: int
     token_ids: list[int] = field(default_factory=list)  # delivered to the client
     placement: Placement | None = None  # whose tokens are taken
@@ -115,8 +109,6 @@ class Sequence:
 
 
 class Request:
-    """A request from its arrival to its end."""
-
     def __init__(
         self, event: RequestArrived, arrival: int, counter: Counter, hasher: PrefixHasher, now_s: float
     ) -> None:
@@ -158,7 +150,6 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the prompt."""
         return len(self.prompt_ids)
 
     @property
@@ -227,7 +218,6 @@ class Request:
         return [indices] if indices else []
 
     def place(self, indices: tuple[int, ...], prefill: WorkerView | None, decode: WorkerView | None) -> Placement:
-        """Start the next attempt at these sequences."""
         self._no_pair_since_s = None
         self.early.clear()
         placement = self._next_placement(indices, prefill, decode)

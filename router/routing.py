@@ -21,8 +21,6 @@ _WORK = {Role.PREFILL: "computes prompts", Role.DECODE: "decodes"}
 
 @value
 class Demand:
-    """What a placement has to serve."""
-
     num_tokens: int  # to prefill
     num_sequences: int
     needs_decode: bool  # False: the first token ends it
@@ -85,8 +83,6 @@ class Placed:
 
 @value
 class Held:
-    """It has to wait."""
-
     because: Because
     until_s: float = inf  # when waiting will no longer help
 
@@ -205,7 +201,6 @@ class Workers:
         return "" if known.model == self._model else f"model: {known.model} != {self._model}"
 
     def max_model_len(self) -> int | None:
-        """Return the longest sequence that every routable worker can hold; None while there is none."""
         lengths = [worker.max_num_tokens for worker in self if not self.unroutable(worker)]
         return min(lengths, default=None)
 

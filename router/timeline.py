@@ -108,7 +108,6 @@ class Timeline:
             self._reached_s.pop(stage, None)
 
     def __contains__(self, stage: Stage) -> bool:
-        """Return whether a stage was reached."""
         return stage in self._reached_s
 
     def ms(self, stage: Stage) -> float:
@@ -116,7 +115,6 @@ class Timeline:
         return (self._reached_s.get(stage, self._received_s) - self._received_s) * 1e3
 
     def steps(self) -> tuple[tuple[Stage, float], ...]:
-        """Return the stages reached, in time order."""
         reached_s, received_s = self._reached_s.copy(), self._received_s
         for line in (_PREFILL, _HANDOFF):
             _order(reached_s, line)

@@ -19,8 +19,6 @@ PlacementKey = tuple[RequestId, Attempt]
 
 @dataclass(slots=True, eq=False)
 class Share:
-    """What one placement asks of a worker."""
-
     num_sequences: int
     prefill_tokens: int  # 0 once they are computed
     prefill_work: int = 0  # of attention, the same
@@ -46,8 +44,6 @@ class RunningStep:
 
 
 class WorkerView:
-    """One attached worker."""
-
     def __init__(self, registration: Registration, now_s: float) -> None:
         self.link = registration.link
         self.registration = registration
@@ -90,7 +86,6 @@ class WorkerView:
 
     @property
     def max_num_tokens(self) -> int:
-        """Longest sequence it can hold."""
         told = self.registration
         return min(told.max_model_len, told.num_pages * told.layout.page_size)
 
@@ -226,7 +221,6 @@ class WorkerView:
         return tokens - sum([share.prefill_tokens for share in later]), max(0, work - later_work)
 
     def sequence_ended(self, key: PlacementKey) -> None:
-        """Note that a placement runs one sequence fewer."""
         share = self.shares[key]
         self._sequences -= 1
         self._decode(share, -1)
@@ -244,12 +238,10 @@ class WorkerView:
 
     @property
     def pending_prefill_work(self) -> int:
-        """Work of their attention."""
         return max(0, self._work - max(0, self._computed_work)) + self.others.waiting_work
 
     @property
     def step_tokens(self) -> int:
-        """Tokens that a step computes at most."""
         return self.registration.max_num_batched_tokens or _UNKNOWN_STEP_TOKENS
 
     @property

@@ -45,9 +45,7 @@ class Backend(Protocol):
     """A library, and this process's region registered with it."""
 
     @property
-    def name(self) -> str:
-        """Which library it is; both ends must use the same."""
-        ...
+    def name(self) -> str: ...
 
     @property
     def carrier(self) -> str:

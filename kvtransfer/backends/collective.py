@@ -56,7 +56,6 @@ class CollectiveBackend:
             raise PostError(f"{host}:{port}: {error}") from error
 
     def cut(self, peer: Peer) -> None:
-        """Let nothing more of an ended process into pages; blocks while bytes of it are copied there."""
         self._receiver.cut(peer)
 
     def close(self, *, in_flight: bool) -> None:
@@ -87,7 +86,6 @@ class _Connection:
         return _Transfer(self, self._num_posted, works)
 
     def has_landed(self, number: int) -> bool:
-        """Return whether a slice has landed; TransferLostError if it never will."""
         if not self._lost and number > self._num_landed:
             try:
                 self._num_landed += self._framed.count_bytes()

@@ -78,7 +78,6 @@ class Receiver:
 
     @property
     def metadata(self) -> bytes:
-        """What a writer needs to connect."""
         host = self._meeting.advertised or self._meeting.host
         return self._region_id + f"{host}:{self._listener.getsockname()[1]}".encode()
 
@@ -168,7 +167,6 @@ class Receiver:
             writer.peer = peer
 
     def _receive(self, writer: Writer, pair: Pair) -> None:
-        """Put slices into their pages until the writer ends."""
         while True:
             pages = np.frombuffer(writer.framed.receive(4 * MAX_SLICE_PAGES), ">u4")
             if pages.max(initial=0) >= len(self._rows):

@@ -43,7 +43,6 @@ class Framed:
 
     @property
     def local_host(self) -> str:
-        """Return the address of this end."""
         host: str = self._socket.getsockname()[0]
         return host
 
@@ -119,7 +118,6 @@ class Greeting:
 
     @classmethod
     def decode(cls, data: bytes) -> "Greeting":
-        """Return a greeting; ValueError if it is none."""
         if len(data) <= _GREETING.size:
             raise ValueError(f"a greeting of {len(data)} bytes")
         region, nonce, incarnation = _GREETING.unpack_from(data)

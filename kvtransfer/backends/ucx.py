@@ -77,7 +77,6 @@ class Network:
             raise ConfigError(f"handoff_host: {self.host} is asked for, and UCX listens on {', '.join(strange)}")
 
     def _addresses(self) -> set[_Address]:
-        """Return the addresses of this machine that the host stands for."""
         mine = set[_Address]().union(*_interfaces().values())
         found = _resolve(self.host)
         if any(address.is_unspecified for address in found):
@@ -88,7 +87,6 @@ class Network:
 
 
 def listeners() -> set[_Listener]:
-    """Return where this process listens for TCP connections."""
     found = psutil.Process().net_connections("tcp")
     return {(_address(each.laddr.ip), each.laddr.port) for each in found if each.status == psutil.CONN_LISTEN}
 

@@ -8,7 +8,6 @@ from pdserve.checkpoint.checkpoint import Checkpoint
 
 
 def tokenizer_archive(checkpoint: Checkpoint) -> bytes:
-    """Return a ZIP archive of tokenizer.json, tokenizer_config.json and what of config.json concerns tokens."""
     kind = {name: checkpoint.raw_config.get(name) for name in ("architectures", "model_type")}
     config = {
         **{name: value for name, value in kind.items() if value is not None},

@@ -66,7 +66,6 @@ class GenerationDefaults:
         )
 
     def sampling(self) -> dict[str, float]:
-        """Return the fields of SamplingParams that the publisher sets."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     def within(self, vocab_size: int) -> "GenerationDefaults":

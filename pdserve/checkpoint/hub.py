@@ -23,8 +23,6 @@ _SNAPSHOT = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/[^/]+", re.ASCI
 
 @value
 class HubModel:
-    """A model by name."""
-
     repository: str
     revision: str | None = None  # branch, tag or commit; None: the repository's default branch
 

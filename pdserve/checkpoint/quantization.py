@@ -35,7 +35,6 @@ def choose_quantization(asked: Quantization, checkpoint: Checkpoint, dtype: str,
 
 
 def weights_in_form(checkpoint: Checkpoint, quantization: ChosenQuantization) -> Weights:
-    """Yield a checkpoint's tensors, matrices in this form."""
     if quantization == "gguf" and checkpoint.coded_weights is not None:
         return checkpoint.coded_weights()
     return in_form(checkpoint.weights(), quantization)

@@ -35,7 +35,6 @@ class Rules:
 
 
 def longest(scheduler: Scheduler, job: Job) -> int:
-    """Return how many tokens a continuation of a job has at most."""
     return min(job.num_prompt_tokens + job.params.max_tokens, scheduler.limits.max_model_len)
 
 

@@ -39,8 +39,6 @@ class Welcomed:
 
 @value
 class TimedOut:
-    """The time of a Dial has passed."""
-
     router: RouterRef
 
 
@@ -91,8 +89,6 @@ class Finish:
 
 @value
 class Close:
-    """End a stream."""
-
     router: RouterRef
 
 

@@ -33,8 +33,6 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A loaded model with its pages."""
-
     runner: EngineRunner
     scheduler: Scheduler
     layout: KvLayout

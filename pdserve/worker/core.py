@@ -73,7 +73,6 @@ class WorkerCore:
         return self._tasks.get(key) is not None
 
     def claims(self) -> Iterator[doors.Claim]:
-        """Yield the pages of everything that goes on."""
         yield doors.Claim(held=self._scheduler.leaving)
         for task in self._tasks:
             yield from (doors.Claim(held=sequence.pages) for sequence in task.sequences)
@@ -95,7 +94,6 @@ class WorkerCore:
         return self._scheduler.plan()
 
     def commit(self, plan: StepPlan, result: StepResult, now_s: float) -> list[Command]:  # noqa: C901 - one match
-        """Take in what a step brought."""
         commands: list[Command] = []
         handed_off: dict[HandoffKey, Task] = {}
         for outcome in self._scheduler.commit(plan, result):
@@ -328,7 +326,6 @@ class WorkerCore:
                 return (Failed(task.router, key, failure, reason),)
 
     def _admit(self, task: Task, admitted: doors.Admitted) -> None:
-        """Let the sequences that a hand-off has become join the batch."""
         task.sequences += arrived(self._scheduler, task, admitted)
         for sequence in task.sequences:
             self._scheduler.join(sequence)

@@ -15,7 +15,6 @@ DISMISSED_EXIT_STATUS = 77  # EX_NOPERM: this process is known to have ended, or
 
 
 def end_process(status: int, why: str) -> None:
-    """End this process, which can or may not go on."""
     logger.critical("%s: this process ends", why)
     os._exit(status)
 

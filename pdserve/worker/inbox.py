@@ -15,8 +15,6 @@ MAX_INBOX = 16384  # events; beyond it, streams are read no further
 
 
 class Inbox:
-    """Events that wait for the core, in order of arrival."""
-
     def __init__(self) -> None:
         self._events: deque[Event] = deque()
         self._has_news = asyncio.Event()
@@ -43,7 +41,6 @@ class Inbox:
         return events
 
     async def wait(self, timeout_s: float = inf) -> None:
-        """Return when there is an event, when woken, or after a time."""
         with suppress(TimeoutError):
             async with asyncio.timeout(None if timeout_s == inf else timeout_s):
                 await self._has_news.wait()

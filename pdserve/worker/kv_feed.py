@@ -24,7 +24,6 @@ class KvFeed:
     def __init__(
         self, cache: KvCache, links: Links, publisher: KvPublisher | None = None, max_pages: int = MAX_PAGES
     ) -> None:
-        """Put at most `max_pages` into a message."""
         self._cache = cache
         self._cache.take_changes()
         self._links = links

@@ -81,7 +81,6 @@ class KvPublisher:
         return keys
 
     def publish_changes(self, changes: Sequence[CacheChange]) -> None:
-        """Send a batch that says what has changed in the cache."""
         self.publish(kvevents.encode([self._event(change) for change in changes], time.time()))
 
     def publish(self, batch: bytes) -> None:

@@ -47,8 +47,6 @@ class _Stream:
 
 
 class Links:
-    """All of a worker's routers."""
-
     def __init__(
         self,
         names: tuple[str, ...],
@@ -157,7 +155,6 @@ class Links:
         self._handle(attaching.TimedOut(dial.router))
 
     async def _serve(self, dial: Dial, stream: _Stream) -> None:
-        """Serve one stream to its end."""
         reason, is_dismissal = "it ended the stream", False
         try:
             await self._attach(dial, stream)

@@ -15,8 +15,6 @@ from pdserve.worker.tasks import Task
 
 
 class Taken:
-    """Counts what routers have sent since this process started."""
-
     def __init__(self) -> None:
         self._total = [0, 0, 0]  # continuations, tokens and work of prompts
         self._by_router: dict[RouterRef, list[int]] = {}
@@ -49,8 +47,6 @@ class Taken:
 
 
 class Meter:
-    """Reads off how full a worker is."""
-
     def __init__(self, scheduler: Scheduler, starting: Starting, outgoing: Outgoing, incoming: Incoming) -> None:
         self.taken = Taken()
         self._scheduler = scheduler
@@ -59,7 +55,6 @@ class Meter:
         self._incoming = incoming
 
     def read(self, tasks: Iterable[Task], draining: Draining, roles: Roles, num_leaked: int) -> Load:
-        """Return the load with these tasks in hand; `num_leaked`: pages that belong to nothing that goes on."""
         scheduler, cache, num_stuck = self._scheduler, self._scheduler.cache, self._outgoing.num_stuck_pages
         pool = cache.pool
         return Load(

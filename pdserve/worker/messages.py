@@ -189,8 +189,6 @@ class Parts:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How full a worker is."""
-
     pages_free: int
     pages_held: int
     pages_granted: int

@@ -16,14 +16,11 @@ _ENDED = ("CLOSED", "COMMITTED", "FREE")  # no hand-off that is open is in these
 
 
 class Steps:
-    """Counts what steps took and computed."""
-
     def __init__(self) -> None:
         self._gaps, self._sizes = Distribution(metrics.ITL), Distribution(metrics.STEP_TOKENS)
         self._num_computed = self._num_sampled = 0
 
     def note(self, cost: StepCost, num_tokens: int) -> None:
-        """Count a step that brought so many tokens of answers."""
         if cost.decode_sequences:
             self._gaps.observe(cost.elapsed_us / 1e6, cost.decode_sequences)
         self._sizes.observe(cost.prefill_tokens + cost.decode_sequences)
@@ -39,7 +36,6 @@ class Steps:
 
 
 def load_samples(load: Load, cache: KvCache, model: str) -> Iterator[Sample]:
-    """Yield how full a worker is."""
     label, num_pages = (model,), cache.pool.num_pages
     yield Sample(metrics.WAITING, load.num_waiting, label)
     yield Sample(metrics.RUNNING, load.num_running, label)
@@ -74,5 +70,4 @@ def handoff_samples(core: WorkerCore) -> Iterator[Sample]:
 
 
 def refusal_samples(refused: Mapping[Refusal, int]) -> Iterator[Sample]:
-    """Yield what peers sent that was refused."""
     return (Sample(metrics.REFUSED_MESSAGES, refused.get(each, 0), (each.value,)) for each in Refusal)

@@ -23,8 +23,6 @@ HUNG_MOVER_S = 60.0  # its thread is a millisecond from its next look, but for t
 
 @dataclass(frozen=True, slots=True)
 class Carriers:
-    """What carries out the commands of both doors."""
-
     client: HandoffClient
     servicer: HandoffServicer
     mover: Mover
@@ -113,9 +111,7 @@ class Outbox:
         self._reporter.refresh(lambda: self.with_stalled(load()), num_steps, at_once=at_once)
 
     def refuse(self, refusal: Refusal) -> None:
-        """Count what was refused."""
         self._reporter.refuse(refusal)
 
     def with_stalled(self, load: Load) -> Load:
-        """Return a load with what the mover knows of its peers."""
         return replace(load, num_stalled_peers=self._carriers.mover.num_stalled)

@@ -98,7 +98,6 @@ class Reporter:
         self._links.take_role(ROLE_NUMBERS[taken.role], taken.epoch, taken.step_tokens)
 
     def refuse(self, refusal: Refusal) -> None:
-        """Count what was refused."""
         self.refused[refusal] += 1
 
     def report_pair(self, worker_id: str, measured: Measured | None) -> None:

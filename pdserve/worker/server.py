@@ -62,23 +62,18 @@ PROGRESS_STEP = 0.02  # share of the model between two reports of loading
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this process is."""
-
     peer: Peer
     credentials: Credentials
 
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """What serves, once the model is loaded."""
-
     core: WorkerCore
     outbox: Outbox
     reporter: Reporter
     handoff_address: str
 
     def samples(self, engine: Engine) -> Iterator[Sample]:
-        """Yield all metrics that this worker shows."""
         model = engine.model_name
         yield from self.reporter.steps.samples(model)
         yield from load_samples(self.outbox.with_stalled(self.core.load()), engine.scheduler.cache, model)

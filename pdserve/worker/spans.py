@@ -37,8 +37,6 @@ class _Task:
 
 
 class TaskSpans:
-    """Follows the traced tasks of a worker."""
-
     def __init__(self, export: "SpanExport", has_task: Callable[[HandoffKey], bool]) -> None:
         self._export = export
         self._has_task = has_task

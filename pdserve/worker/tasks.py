@@ -55,7 +55,6 @@ class Task:
 
     @property
     def load_part(self) -> LoadPart:
-        """What it asks of the worker."""
         num_running, num_coming, tokens, work = 0, 0, 0, 0
         for sequence in self.sequences:
             missing = sequence.num_missing
@@ -102,8 +101,6 @@ def tail_tokens(task: Task, capsule: Capsule) -> list[Tokens]:
 
 
 class Tasks:
-    """All tasks of a worker, by key."""
-
     def __init__(self, scheduler: Scheduler, starting: Starting) -> None:
         self._scheduler = scheduler
         self._starting = starting

@@ -17,7 +17,6 @@ class LoopWatchdog:
         self._longest_s = 0.0
 
     def turn(self, now_s: float) -> None:
-        """Note that the loop goes on."""
         self._turned_s = now_s
 
     def beat(self, now_s: float) -> bool:
@@ -29,7 +28,6 @@ class LoopWatchdog:
         return True
 
     def take_silence_s(self) -> float:
-        """Return the longest silence since this was last asked."""
         longest_s, self._longest_s = self._longest_s, 0.0
         return longest_s
 

@@ -225,7 +225,6 @@ def _role_given(given: link.SetRole) -> messages.RoleGiven:
 
 
 def _target(worker: link.WorkerRef) -> tuple[Peer, str]:
-    """Return a worker that is to be dialled, and its address."""
     if not worker.handoff_address:
         raise ProtocolError("target.handoff_address: empty")
     return _peer(worker, "target"), worker.handoff_address

@@ -88,7 +88,6 @@ class Chaos:
             self._world.after(self._rng.random() * 0.01, None, self._hostile.speak_to, process)
 
     def _perhaps_strike(self, site: str, process: Process) -> None:
-        """Perhaps strike in the middle of a copy, or right after a commit."""
         is_late = self._world.now > self._scenario.wishes[-1].at_s - LATE_S
         chance = self._scenario.site_chance * (LATE_FACTOR if is_late else 1.0)
         if not self._stopped and self._rng.random() < chance:

@@ -49,7 +49,6 @@ class Answer:
         self._expected: list[list[int]] = []  # of each continuation, once a token has come
 
     def ask(self, router: RouterProcess | None) -> None:
-        """Send the request; without a router there is no answer."""
         if router is None:
             self._finish("NO_ROUTER")
             return
@@ -70,13 +69,11 @@ class Answer:
         router.admit(event, self)
 
     def leave(self) -> None:
-        """Give up waiting."""
         if self.outcome is None and not self._has_left and self.router is not None:
             self._has_left = True
             self._world.after(0.0, self.router, self.router.post, ClientGone(self.wish.request_id))
 
     def lose_router(self) -> None:
-        """Learn that the connection is gone."""
         if self.outcome is None:
             self._finish("ROUTER_LOST")
 
@@ -108,7 +105,6 @@ class Answer:
         return None
 
     def end(self, outcome: Finished | Refused) -> None:
-        """Take the end of the request in."""
         if isinstance(outcome, Finished):
             if not all(self._ended):
                 raise self._violation("I3", f"finished with continuations that have not: {self._ended}")

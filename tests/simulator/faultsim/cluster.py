@@ -46,7 +46,6 @@ class Cluster:
             self.start(f"d{number}")
 
     def start(self, name: str) -> None:
-        """Start the next incarnation of a process."""
         self._num_started += 1
         incarnation = Incarnation(1000 + self._num_started)
         if name.startswith("r"):
@@ -97,7 +96,6 @@ class Cluster:
         return self._by_peer.get(peer)
 
     def processes(self) -> list[RouterProcess | WorkerProcess]:
-        """Return the living."""
         known: tuple[RouterProcess | WorkerProcess, ...] = (
             *self.routers.values(),
             *self.workers.values(),

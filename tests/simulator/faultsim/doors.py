@@ -106,7 +106,6 @@ class Doors:
                 raise ViolationError("I4", text)
 
     def _site(self, name: str, process: Process) -> None:
-        """Come to a moment at which it hurts most if something goes wrong."""
         self._owner.site(name, process)
 
     def _from_receiver(self, report: OutgoingEvent) -> None:

@@ -50,7 +50,6 @@ class FakeRunner:
         return tuple([SampledToken(_token(context, spec.seed, spec.index, vocab_size)) for spec in samples])
 
     def _write(self, pages: Sequence[bytearray], begin: int, fresh: bytes) -> None:
-        """Write bytes from an offset on into pages that follow each other."""
         page_bytes = self.page_bytes
         number, offset = begin // page_bytes, begin % page_bytes
         while offset + len(fresh) > page_bytes:

@@ -49,7 +49,6 @@ class Hostile:
             self._speak_to_a_worker()
 
     def _repeat_a_step(self) -> None:
-        """Let a worker report a step again; its tokens are known, which the clients check."""
         routers = [router for router in self._cluster.routers.values() if router.alive and not router.frozen]
         if routers:
             router = self._rng.choice(routers)
@@ -116,7 +115,6 @@ class Hostile:
         return SenderSaid(who, key, event)
 
     def _forge_as_receiver(self, worker: WorkerProcess) -> ReceiverSaid:
-        """Speak as the receiver of a hand-off with something wrong about it."""
         sending = list(worker.doors.placed)
         if not sending or self._rng.random() < 0.2:
             return ReceiverSaid(NOBODY, UNKNOWN, Taken())

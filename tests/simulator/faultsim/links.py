@@ -47,11 +47,9 @@ class SimLinks:
             self.send(router, message)
 
     def update(self) -> None:
-        """Say anew who this worker is."""
         self.broadcast(self._registration())
 
     def take_role(self, role: "link.Role.ValueType", epoch: int, step_tokens: int) -> None:
-        """Say anew who this worker is, which has taken a role."""
         self._register.role, self._register.role_epoch = role, epoch
         self._register.max_num_batched_tokens = step_tokens
         self.update()

@@ -24,8 +24,6 @@ class Stamp(NamedTuple):
 
 
 class Memory:
-    """The pages of one process."""
-
     def __init__(self, name: str, runner: FakeRunner, cache: KvCache) -> None:
         self._name = name
         self._runner = runner

@@ -142,7 +142,6 @@ class Mover:
         return process if process is not None and process.alive else None
 
     def _slice(self, op: Op) -> None:
-        """Write the next page."""
         if op.over:
             return
         chance = self._world.rng.random()
@@ -202,5 +201,4 @@ class Mover:
 
 
 def digest(content: bytes) -> int:
-    """Return what stands for a page's digest here."""
     return crc32(content)

@@ -18,8 +18,6 @@ Message = object
 
 
 class End:
-    """One side of a stream."""
-
     __slots__ = ("clear_s", "closed", "held", "lost", "network", "owner", "peer", "receive")
 
     def __init__(self, network: "Network", owner: Process) -> None:
@@ -96,7 +94,6 @@ class Network:
         self.processes: dict[str, Process] = {}  # who is dialled at a name, dead or alive
 
     def delay_s(self, source: Process, target: Process) -> float:
-        """Draw how long a message takes."""
         chance = self.world.rng.random()
         delay_s = self._mean_delay_s * (0.2 + chance) * (20.0 if chance > 0.995 else 1.0)
         return delay_s * self._slow.get((source.name, target.name), 1.0) if self._slow else delay_s
@@ -140,7 +137,6 @@ class Network:
             self.world.after(self.world.rng.random() ** 3 * MAX_BREAK_S, side.owner, side.break_off, "reset")
 
     def cut(self, source: Process, target: Process) -> None:
-        """Let nothing pass one way."""
         self._num_cuts += 1
         self.cuts[source.name, target.name] = self._num_cuts
         self.world.after(KEEPALIVE_S, None, self._keepalive, source, target, self._num_cuts)

@@ -85,6 +85,5 @@ class Operators:
         self._world.after(0.0, router, router.post, asked)
 
     def _routers(self) -> list[RouterProcess]:
-        """Return the living routers in any order."""
         living = [router for router in self._cluster.routers.values() if router.alive]
         return self._rng.sample(living, len(living))

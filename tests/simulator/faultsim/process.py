@@ -11,8 +11,6 @@ if TYPE_CHECKING:
 
 
 class Process:
-    """One incarnation of a named process."""
-
     def __init__(self, world: World, name: str, incarnation: Incarnation) -> None:
         self.world = world
         self.name = name
@@ -63,5 +61,4 @@ class Process:
                 action(*args)
 
     def accept(self, end: "End") -> None:
-        """Serve a stream that another process has opened."""
         raise NotImplementedError(f"{self.name} is not dialled by {end}")

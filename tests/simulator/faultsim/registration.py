@@ -30,7 +30,6 @@ class Size:
 
     @property
     def max_num_pages(self) -> int:
-        """Return how many pages the longest sequence has."""
         return -(-self.max_model_len // self.page_size)
 
 

@@ -58,7 +58,6 @@ class Scenario:
 
 
 def draw(seed: int, num_requests: int) -> Scenario:
-    """Return the scenario of a seed."""
     rng = random.Random(f"scenario {seed}")
     calm, faultless = seed % PERIOD == 0, seed % PERIOD in (0, 4)
     faults = frozenset() if faultless else frozenset(fault for fault in FAULTS if rng.random() < 0.5)

@@ -21,8 +21,6 @@ TRACE_LENGTH = 20_000  # notes that a story is told from
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a seed went."""
-
     seed: int
     num_events: int
     num_messages: int

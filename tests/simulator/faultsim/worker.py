@@ -96,7 +96,6 @@ class WorkerProcess(Host):
         self._num_turns = 0
 
     def start(self, routers: Iterable[str], find_peer: FindPeer) -> None:
-        """Begin to load, and attach to routers."""
         self.doors = Doors(self, find_peer)
         for router in routers:
             self.links.dial(router)
@@ -120,7 +119,6 @@ class WorkerProcess(Host):
         self.doors.accept(end)
 
     def offer(self, event: Event) -> None:
-        """Queue an event for the core."""
         self._inbox.append(event)
         if len(self._inbox) > MAX_INBOX:
             raise ViolationError("I6", f"{self.name} has {len(self._inbox)} events waiting")
@@ -156,7 +154,6 @@ class WorkerProcess(Host):
         self.world.after(HEARTBEAT_S, self, self._wake)
 
     def beat(self) -> None:
-        """Tell routers and peers that this worker lives."""
         self.reporter.beat(self._current_load(), self.num_steps)
         self.doors.beat()
 

@@ -61,5 +61,4 @@ class World:
             action(*args)
 
     def note(self, who: str, what: object) -> None:
-        """Remember something for the story of a run."""
         self.trace.note(self.now, who, what)
