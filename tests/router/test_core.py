@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from router_driver import LAYOUT, Driver
+from router_driver import LAYOUT, Driver, placed_request
 
 from pdserve.errors import Status
 from pdserve.ids import PROTOCOL_VERSION
@@ -15,9 +15,7 @@ from pdserve.router.events import ClientGone, DrainAsked, LoadReported
 
 
 def test_a_request_goes_to_both_workers_at_once() -> None:
-    d = Driver()
-    prefill, decode = d.pair()
-    request = d.arrive(n=2)
+    d, prefill, decode, request = placed_request(n=2)
     place = d.placed()
     assert (place.prefill.link, place.decode and place.decode.link) == (prefill, decode)
     assert place.decode is not None

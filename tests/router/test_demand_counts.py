@@ -1,7 +1,7 @@
 """What a router counts of its clients' demand."""
 
 import pytest
-from router_driver import LENGTH, Driver
+from router_driver import LENGTH, Driver, placed_request
 
 from pdserve.demand import NUM_BANDS, Demand, band_of
 from pdserve.demand_wire import demand_from_proto, demand_to_proto
@@ -23,9 +23,7 @@ def counted(driver: Driver) -> Demand:
 
 
 def test_an_answered_request_counts_with_its_lengths_and_within_its_objectives() -> None:
-    d = Driver()
-    prefill, decode = d.pair()
-    request = d.arrive(ttft_s=1.0, prompt=range(40))
+    d, prefill, decode, request = placed_request(ttft_s=1.0, prompt=range(40))
     assert counted(d) == Demand(num_requests=1, prompt_tokens=40, prompts=bands(40))
     d.tokens(prefill, request, 0, 10)
     d.tokens(decode, request, 1, 11, 12, 13, end=LENGTH)
@@ -44,9 +42,7 @@ def test_an_answered_request_counts_with_its_lengths_and_within_its_objectives()
 
 
 def test_a_late_first_token_misses_one_objective_and_so_both() -> None:
-    d = Driver()
-    prefill, decode = d.pair()
-    request = d.arrive(ttft_s=1.0, max_tokens=2)
+    d, prefill, decode, request = placed_request(ttft_s=1.0, max_tokens=2)
     d.now_s += 1.5
     d.tokens(prefill, request, 0, 10)
     d.tokens(decode, request, 1, 11)
@@ -74,9 +70,7 @@ def test_a_request_whose_client_leaves_is_not_judged(is_placed: bool) -> None:
 
 
 def test_a_request_without_objectives_is_not_judged() -> None:
-    d = Driver()
-    prefill, _ = d.pair()
-    request = d.arrive(max_tokens=1)
+    d, prefill, _, request = placed_request(max_tokens=1)
     d.tokens(prefill, request, 0, 10)
     assert counted(d) == Demand(1, 3, 0, 1, bands(3), bands(1))
 

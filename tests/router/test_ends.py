@@ -1,7 +1,7 @@
 """How requests end in the router, and what their ledgers tell."""
 
 import pytest
-from router_driver import LENGTH, Driver
+from router_driver import LENGTH, Driver, placed_request
 
 from pdserve.errors import Status
 from pdserve.reports import Stage
@@ -22,9 +22,7 @@ def test_what_a_request_waited_for_is_not_why_it_ends_once_it_was_placed() -> No
 
 
 def test_the_deadline_ends_a_request_on_both_workers() -> None:
-    d = Driver()
-    prefill, decode = d.pair()
-    request = d.arrive(deadline_in_s=2.0)
+    d, prefill, decode, request = placed_request(deadline_in_s=2.0)
     d.tokens(prefill, request, 0, 10)
     assert d.core.next_wakeup_s() == 102.0
     d.wait(2.0)
@@ -47,9 +45,7 @@ def test_a_client_that_leaves_or_lags_frees_both_workers() -> None:
 
 
 def test_a_router_that_shuts_down_finishes_what_runs() -> None:
-    d = Driver()
-    prefill, _ = d.pair()
-    running = d.arrive(max_tokens=1)
+    d, prefill, _, running = placed_request(max_tokens=1)
     d.post(ShutdownAsked())
     assert not d.core.is_ready
     refused = d.arrive()
@@ -59,9 +55,7 @@ def test_a_router_that_shuts_down_finishes_what_runs() -> None:
 
 
 def test_the_ledger_adds_up() -> None:
-    d = Driver()
-    prefill, decode = d.pair()
-    request = d.arrive()
+    d, prefill, decode, request = placed_request()
     d.now_s += 0.010
     d.stage(prefill, request, Stage.PREFILL_QUEUED, age_s=0.009)
     d.stage(prefill, request, Stage.PREFILL_STARTED, age_s=0.008, cached_tokens=2)
@@ -100,9 +94,7 @@ def test_the_ledger_adds_up() -> None:
 
 
 def test_news_that_was_late_keeps_its_place_on_the_timeline() -> None:
-    d = Driver()
-    prefill, decode = d.pair()
-    request = d.arrive(max_tokens=2)
+    d, prefill, decode, request = placed_request(max_tokens=2)
     d.now_s += 0.010
     d.stage(prefill, request, Stage.PREFILL_STARTED, age_s=0.008)
     d.stage(prefill, request, Stage.PREFILL_QUEUED, age_s=0.005)
@@ -116,9 +108,7 @@ def test_news_that_was_late_keeps_its_place_on_the_timeline() -> None:
 
 
 def test_the_hand_off_of_a_failed_attempt_is_not_in_the_ledger() -> None:
-    d = Driver()
-    prefill, first = d.pair()
-    request = d.arrive(max_tokens=2)
+    d, prefill, first, request = placed_request(max_tokens=2)
     d.stage(first, request, Stage.GRANTED)
     d.stage(first, request, Stage.LANDED)
     d.attach("d1")

@@ -2,7 +2,7 @@
 
 import time
 
-from router_driver import LENGTH, Driver
+from router_driver import LENGTH, Driver, placed_request
 from router_fakes import StartRouter
 
 from pdserve.ids import RequestId
@@ -35,9 +35,7 @@ def kinds(d: Driver) -> list[tuple[str, str]]:
 
 
 def test_a_request_is_seen_to_pass_from_queue_to_prefill_to_hand_off_to_decode() -> None:
-    d = Driver()
-    p, q = d.pair()
-    request = d.arrive()
+    d, p, q, request = placed_request()
     assert stage_seen(d) == "queue"
     d.stage(p, request, Stage.PREFILL_STARTED)
     assert stage_seen(d) == "prefill"
@@ -57,9 +55,7 @@ def test_a_request_is_seen_to_pass_from_queue_to_prefill_to_hand_off_to_decode()
 
 
 def test_a_request_whose_worker_is_lost_is_seen_in_the_queue_again() -> None:
-    d = Driver()
-    p, _ = d.pair()
-    request = d.arrive()
+    d, p, _, request = placed_request()
     d.stage(p, request, Stage.PREFILL_STARTED)
     d.post(LinkLost(p, "its stream ended"))
     assert stage_seen(d) == "queue"

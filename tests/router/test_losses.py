@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from router_driver import LENGTH, PROMPT, STOP, Driver
+from router_driver import LENGTH, PROMPT, STOP, Driver, placed_request
 
 from pdserve.errors import Refusal, Status
 from pdserve.ids import Incarnation, WorkerId
@@ -31,9 +31,7 @@ def test_a_lost_worker_before_the_first_token_costs_only_time() -> None:
 
 
 def test_a_lost_decode_worker_in_mid_answer_loses_and_doubles_nothing() -> None:
-    d = Driver()
-    prefill, first = d.pair()
-    request = d.arrive()
+    d, prefill, first, request = placed_request()
     d.tokens(prefill, request, 0, 10)
     d.tokens(first, request, 1, 11)
     second = d.attach("d1")
@@ -48,9 +46,7 @@ def test_a_lost_decode_worker_in_mid_answer_loses_and_doubles_nothing() -> None:
 
 
 def test_a_hand_off_that_its_sender_ends_is_no_failure_while_the_sender_is_there() -> None:
-    d = Driver()
-    prefill, decode = d.pair()
-    request = d.arrive()
+    d, prefill, decode, request = placed_request()
     d.fail(decode, request, Failure.SENDER_GAVE_UP)  # overtakes the first token, which is the last one
     assert not d.placements()
     d.run(1.0)
@@ -59,9 +55,7 @@ def test_a_hand_off_that_its_sender_ends_is_no_failure_while_the_sender_is_there
 
 
 def test_a_hand_off_whose_sender_gave_it_up_and_is_lost_is_placed_again() -> None:
-    d = Driver()
-    prefill, decode = d.pair()
-    request = d.arrive()
+    d, prefill, decode, request = placed_request()
     d.attach("p1")
     d.fail(decode, request, Failure.SENDER_GAVE_UP)
     d.post(LinkLost(prefill, "its stream ended"))
@@ -70,9 +64,7 @@ def test_a_hand_off_whose_sender_gave_it_up_and_is_lost_is_placed_again() -> Non
 
 
 def test_continuations_with_tokens_are_placed_again_one_by_one() -> None:
-    d = Driver()
-    prefill, first = d.pair()
-    request = d.arrive(n=3, max_tokens=3)
+    d, prefill, first, request = placed_request(n=3, max_tokens=3)
     for index in range(3):
         d.tokens(prefill, request, 0, index, index=index)
     d.tokens(first, request, 1, 11, index=1)
@@ -84,9 +76,7 @@ def test_continuations_with_tokens_are_placed_again_one_by_one() -> None:
 
 
 def test_decode_goes_on_without_its_prefill_worker() -> None:
-    d = Driver()
-    prefill, decode = d.pair()
-    request = d.arrive()
+    d, prefill, decode, request = placed_request()
     d.tokens(prefill, request, 0, 10)
     d.stage(decode, request, Stage.COMMITTED)
     d.post(LinkLost(prefill, "its stream ended"))
@@ -97,9 +87,7 @@ def test_decode_goes_on_without_its_prefill_worker() -> None:
 
 @pytest.mark.parametrize("loss", ["lost", "failed"])
 def test_decode_goes_on_without_a_first_token_of_its_prefill_worker(loss: str) -> None:
-    d = Driver()
-    prefill, decode = d.pair()
-    request = d.arrive()
+    d, prefill, decode, request = placed_request()
     d.stage(decode, request, Stage.COMMITTED)
     if loss == "lost":
         d.post(LinkLost(prefill, "its stream ended"))
@@ -198,9 +186,7 @@ def test_the_last_failure_decides_the_status(failure: Failure, status: Status) -
 
 
 def test_what_no_worker_can_serve_is_not_tried_again() -> None:
-    d = Driver()
-    prefill, _ = d.pair()
-    request = d.arrive()
+    d, prefill, _, request = placed_request()
     d.fail(prefill, request, Failure.INVALID)
     assert d.refusal(request) == Refused(Status.INTERNAL, "p0: INVALID: no luck")
 

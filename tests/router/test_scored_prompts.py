@@ -1,6 +1,6 @@
 """Log probabilities of a prompt reach the client once, in order, and before its first token."""
 
-from router_driver import LENGTH, Delta, Driver, scored_of
+from router_driver import LENGTH, Delta, Driver, placed_request, scored_of
 
 from pdserve.errors import Status
 from pdserve.reports import Stage
@@ -9,9 +9,7 @@ from pdserve.router.events import LinkLost, StepReported
 
 
 def test_a_prompt_arrives_in_parts_before_the_first_token() -> None:
-    d = Driver()
-    prefill, decode = d.pair()
-    request = d.arrive(prompt_logprobs=0)
+    d, prefill, decode, request = placed_request(prompt_logprobs=0)
     assert d.placed().spec.params.prompt_logprobs == 0
     d.score(prefill, request, 1, -1.0)
     first = Delta(request, 0, 0, 0, (10,))
@@ -24,9 +22,7 @@ def test_a_prompt_arrives_in_parts_before_the_first_token() -> None:
 
 
 def test_tokens_that_overtake_them_wait() -> None:
-    d = Driver()
-    prefill, decode = d.pair()
-    request = d.arrive(prompt_logprobs=0)
+    d, prefill, decode, request = placed_request(prompt_logprobs=0)
     d.stage(decode, request, Stage.COMMITTED)
     d.tokens(decode, request, 0, 10)
     d.tokens(decode, request, 1, 11)
@@ -81,9 +77,7 @@ def test_what_cannot_be_of_the_prompt_is_a_fault_of_its_worker() -> None:
 
 
 def test_a_worker_that_leaves_them_out_is_tried_no_more_often_than_others_that_fail() -> None:
-    d = Driver()
-    prefill, _ = d.pair()
-    request = d.arrive(prompt_logprobs=0)
+    d, prefill, _, request = placed_request(prompt_logprobs=0)
     for attempt in range(4):
         d.tokens(prefill, request, 0, 10, attempt=attempt)
         d.run(0.3)

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from itertools import permutations
 
-from router_driver import LAYOUT, LENGTH, PROMPT, Driver
+from router_driver import LAYOUT, LENGTH, PROMPT, Driver, placed_request
 
 from pdserve.proto.v1 import inference_pb2 as inference
 from pdserve.reports import FINISH_REASONS, Failure, Stage
@@ -11,9 +11,7 @@ from pdserve.router.events import ClientGone, StopStringFound
 
 
 def test_tokens_are_taken_once_and_in_order() -> None:
-    d = Driver()
-    prefill, decode = d.pair()
-    request = d.arrive()
+    d, prefill, decode, request = placed_request()
     d.tokens(prefill, request, 0, 10)
     d.tokens(prefill, request, 0, 10)
     d.tokens(decode, request, 1, 11, 12)
@@ -41,9 +39,7 @@ def test_an_answer_is_complete_and_in_order_whichever_worker_reports_first() -> 
 
 
 def test_a_first_token_from_the_decode_worker_ends_the_wait_for_it() -> None:
-    d = Driver()
-    prefill, decode = d.pair()
-    request = d.arrive()
+    d, prefill, decode, request = placed_request()
     d.wait(0.5)
     d.stage(decode, request, Stage.COMMITTED)
     d.tokens(decode, request, 0, 10)
@@ -55,9 +51,7 @@ def test_a_first_token_from_the_decode_worker_ends_the_wait_for_it() -> None:
 
 
 def test_an_unknown_finish_reason_ends_the_attempt_but_not_the_request() -> None:
-    d = Driver()
-    prefill, _ = d.pair()
-    request = d.arrive()
+    d, prefill, _, request = placed_request()
     d.tokens(prefill, request, 0, 10, end=3)
     assert (request, 0) not in d.delivered
     assert request not in d.ends
@@ -71,9 +65,7 @@ def test_finish_reasons_are_those_of_the_proto() -> None:
 
 
 def test_a_gap_ends_the_attempt_but_not_the_request() -> None:
-    d = Driver()
-    prefill, decode = d.pair()
-    request = d.arrive()
+    d, prefill, decode, request = placed_request()
     d.tokens(prefill, request, 0, 10)
     d.tokens(decode, request, 2, 12)
     assert {cancel.link for cancel in d.cancels()} == {prefill, decode}
@@ -83,9 +75,7 @@ def test_a_gap_ends_the_attempt_but_not_the_request() -> None:
 
 
 def test_more_tokens_than_asked_for_are_not_delivered() -> None:
-    d = Driver()
-    prefill, decode = d.pair()
-    request = d.arrive()
+    d, prefill, decode, request = placed_request()
     d.tokens(prefill, request, 0, 10)
     d.tokens(decode, request, 1, 11, 12, 13, 14)
     assert d.delivered[request, 0] == [10]
@@ -93,9 +83,7 @@ def test_more_tokens_than_asked_for_are_not_delivered() -> None:
 
 
 def test_tokens_of_an_attempt_that_is_over_are_ignored() -> None:
-    d = Driver()
-    prefill, decode = d.pair()
-    request = d.arrive()
+    d, prefill, decode, request = placed_request()
     d.fail(decode, request, Failure.TRANSFER_FAILED)
     d.wait(0.05)
     d.tokens(prefill, request, 0, 10)
@@ -114,9 +102,7 @@ def test_tokens_of_another_worker_are_ignored() -> None:
 
 
 def test_a_stop_string_ends_one_continuation_and_the_others_go_on() -> None:
-    d = Driver()
-    prefill, decode = d.pair()
-    request = d.arrive(n=2, max_tokens=2)
+    d, prefill, decode, request = placed_request(n=2, max_tokens=2)
     d.tokens(prefill, request, 0, 10, index=0)
     d.tokens(prefill, request, 0, 20, index=1)
     d.post(StopStringFound(request, 0))

@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from router_driver import Driver
+from router_driver import Driver, placed_request
 
 from pdserve.engine.step import Chunk, StepPlan, StepResult
 from pdserve.ids import PROTOCOL_VERSION, Attempt, Incarnation, RequestId, WorkerId
@@ -147,9 +147,7 @@ def test_no_order_of_prompts_loses_one_or_lets_a_wait_be_negative(events: list[t
 
 
 def test_a_decode_worker_that_goes_on_alone_awaits_no_prompt() -> None:
-    d = Driver()
-    prefill, decode = d.pair()
-    request = d.arrive()
+    d, prefill, decode, request = placed_request()
     d.stage(decode, request, Stage.COMMITTED)
     d.post(LinkLost(prefill, "died"))
     d.tokens(decode, request, 0, 5)

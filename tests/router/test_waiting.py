@@ -1,7 +1,7 @@
 """While no pair of workers can serve, requests wait for one; who was there at several deaths is not tried again."""
 
 import pytest
-from router_driver import LENGTH, Driver
+from router_driver import LENGTH, Driver, placed_request
 
 from pdserve.errors import Refusal, Status
 from pdserve.ids import Incarnation, WorkerId
@@ -128,9 +128,7 @@ def test_no_more_requests_wait_for_a_pair_than_may_be_held() -> None:
 
 
 def test_who_leaves_while_waiting_for_a_pair_is_not_placed() -> None:
-    d = Driver()
-    prefill, decode = d.pair()
-    running = d.arrive()
+    d, prefill, decode, running = placed_request()
     lose(d, decode)
     held = d.arrive()
     d.post(ClientGone(running))
@@ -156,9 +154,7 @@ def test_a_pool_that_drains_wholly_is_waited_for_too() -> None:
 
 @pytest.mark.parametrize("incarnation", [2, 3])
 def test_a_request_present_at_two_deaths_is_not_tried_a_third_time(incarnation: int) -> None:
-    d = Driver()
-    _, decode = d.pair()
-    request = d.arrive()
+    d, _, decode, request = placed_request()
     decode = replace_decode(d, decode, 2)
     assert d.placed().spec.attempt == 1
     replace_decode(d, decode, 3)
@@ -173,9 +169,7 @@ def test_a_request_present_at_two_deaths_is_not_tried_a_third_time(incarnation: 
 
 @pytest.mark.parametrize("is_lost_first", [True, False])
 def test_deaths_from_outside_are_no_evidence(is_lost_first: bool) -> None:
-    d = Driver()
-    prefill, decode = d.pair()
-    request = d.arrive()
+    d, prefill, decode, request = placed_request()
     for incarnation in range(1, 6):
         if is_lost_first:
             lose(d, decode)
@@ -208,9 +202,7 @@ def test_a_worker_that_attaches_again_was_not_ended_by_anybody() -> None:
 
 
 def test_a_request_that_gains_tokens_between_deaths_is_not_suspected() -> None:
-    d = Driver()
-    prefill, decode = d.pair()
-    request = d.arrive(max_tokens=9)
+    d, prefill, decode, request = placed_request(max_tokens=9)
     for attempt in range(6):
         d.tokens(prefill, request, attempt, 10 + attempt, attempt=attempt)
         decode = replace_decode(d, decode, attempt + 2)

@@ -176,3 +176,10 @@ class Driver:
         assert isinstance(outcome, Finished)
         self.core.check_idle()
         return outcome
+
+
+def placed_request(**terms: object) -> tuple[Driver, LinkId, LinkId, RequestId]:
+    """Return a driver, its prefill and its decode worker, and a request that is placed on them."""
+    d = Driver()
+    prefill, decode = d.pair()
+    return d, prefill, decode, d.arrive(**terms)  # type: ignore[arg-type]
