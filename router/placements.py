@@ -33,8 +33,6 @@ class Shadows:
     def __init__(self, recent: Recent) -> None:
         self._recent = recent
         self._placements: dict[PlacementKey, Placement] = {}
-        self._leaving: Counter[LinkId] = Counter()
-        self._coming: Counter[LinkId] = Counter()
         self.ended: Counter[str] = Counter()  # moves since start: "done", or what they failed of
         self._takes_s, self._noted_s = _START_S, 0.0  # mean time of a move lately, and when the last one ended
         self.sources: set[LinkId] = set()  # of moves that are over, until somebody has looked for further ones
@@ -43,25 +41,18 @@ class Shadows:
         return len(self._placements)
 
     def num_leaving(self, worker: WorkerView) -> int:
-        return self._leaving[worker.link]
+        return sum([shadow.source is worker for shadow in self._placements.values()])
 
     def num_coming(self, worker: WorkerView) -> int:
-        return self._coming[worker.link]
+        return sum([shadow.decode is worker for shadow in self._placements.values()])
 
     def add(self, shadow: Placement) -> None:
-        source, target = _ends(shadow)
         self._placements[shadow.key] = shadow
-        self._leaving[source] += 1
-        self._coming[target] += 1
 
     def remove(self, shadow: Placement) -> None:
-        source, target = _ends(shadow)
         del self._placements[shadow.key]
-        for counts, link in ((self._leaving, source), (self._coming, target)):
-            counts[link] -= 1
-            if not counts[link]:
-                del counts[link]
-        self.sources.add(source)
+        if shadow.source is not None:
+            self.sources.add(shadow.source.link)
 
     def takes_s(self, now_s: float) -> float:
         """Return how long a move probably takes, beside its bytes."""
@@ -78,7 +69,7 @@ class Shadows:
 
     def check_idle(self) -> None:
         """Raise InvariantError unless nothing is on its way."""
-        if self._placements or self._leaving or self._coming:
+        if self._placements:
             raise InvariantError(f"these still move: {list(self._placements)}")
 
 
@@ -306,9 +297,3 @@ class Placements:
 
 def _registration(worker: WorkerView | None) -> Registration | None:
     return None if worker is None else worker.registration
-
-
-def _ends(shadow: Placement) -> tuple[LinkId, LinkId]:
-    if shadow.source is None or shadow.decode is None:
-        raise InvariantError(f"{shadow.key} is no move")
-    return shadow.source.link, shadow.decode.link
