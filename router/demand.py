@@ -4,6 +4,8 @@ Invariant: each request is counted once when it arrives, once in `prompts` when 
 once when it ends.
 """
 
+from collections import Counter
+
 from pdserve.demand import NUM_BANDS, Demand, band_of
 from pdserve.errors import Status
 from pdserve.router.commands import Finished, Refused
@@ -39,17 +41,16 @@ class DemandCounts:
     """Demand since the router's start."""
 
     def __init__(self) -> None:
-        self._num_requests = self._prompt_tokens = self._cached_tokens = self._answer_tokens = 0
+        self._sums = Counter[str]()  # by the fields of Demand
         self._prompts, self._answers = [0] * NUM_BANDS, [0] * NUM_BANDS
-        self._num_judged = self._num_within_ttft = self._num_within_tpot = self._num_within_both = 0
 
     def arrive(self, request: Request) -> None:
-        self._num_requests += 1
-        self._prompt_tokens += request.num_tokens
+        self._sums["num_requests"] += 1
+        self._sums["prompt_tokens"] += request.num_tokens
 
     def place(self, request: Request, cached_tokens: int) -> None:
         """Count a request that is placed for the first time, and so many tokens of its prompt as not computed."""
-        self._cached_tokens += cached_tokens
+        self._sums["cached_tokens"] += cached_tokens
         self._prompts[band_of(request.num_tokens - cached_tokens)] += 1
 
     def end(self, request: Request, outcome: Finished | Refused) -> None:
@@ -57,26 +58,15 @@ class DemandCounts:
             self._prompts[band_of(request.num_tokens)] += 1
         for sequence in request.sequences:
             num_tokens = len(sequence.token_ids)
-            self._answer_tokens += num_tokens
+            self._sums["answer_tokens"] += num_tokens
             if isinstance(outcome, Finished):
                 self._answers[band_of(num_tokens)] += 1
         verdict = judge(request.slo_s, outcome)
         if verdict is not None:
-            self._num_judged += 1
-            self._num_within_ttft += verdict.ttft
-            self._num_within_tpot += verdict.tpot
-            self._num_within_both += verdict.ttft and verdict.tpot
+            self._sums["num_judged"] += 1
+            self._sums["num_within_ttft"] += verdict.ttft
+            self._sums["num_within_tpot"] += verdict.tpot
+            self._sums["num_within_both"] += verdict.ttft and verdict.tpot
 
     def counted(self) -> Demand:
-        return Demand(
-            num_requests=self._num_requests,
-            prompt_tokens=self._prompt_tokens,
-            cached_tokens=self._cached_tokens,
-            answer_tokens=self._answer_tokens,
-            prompts=tuple(self._prompts),
-            answers=tuple(self._answers),
-            num_judged=self._num_judged,
-            num_within_ttft=self._num_within_ttft,
-            num_within_tpot=self._num_within_tpot,
-            num_within_both=self._num_within_both,
-        )
+        return Demand(prompts=tuple(self._prompts), answers=tuple(self._answers), **self._sums)
